@@ -1,0 +1,286 @@
+"""The job as data: the single definition of every key of a job file, its type, default, unit and meaning.
+
+`JobConfig.model_validate(mapping)` is the only way in; the loader in `zrun.job` adds file positions to its errors, and
+`zrun explain`, `zrun init --full` and `zrun config schema` are printed from these classes. Nothing here reads a file or
+the environment, and nothing imports torch.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
+
+from zrun_core.sizes import parse_size
+
+NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
+_REF = re.compile(r"(?P<where>[\w./~-]+\.py|[A-Za-z_][\w.]*):(?P<attr>[A-Za-z_][\w.]*)")
+
+Bytes = Annotated[int, BeforeValidator(parse_size), Field(ge=0, json_schema_extra={"unit": "bytes"})]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _check_pattern(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
+    return pattern
+
+
+Pattern = Annotated[str, AfterValidator(_check_pattern)]
+
+
+class Section(BaseModel):
+    """One mapping of a job file: immutable, and closed to keys that it does not define."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class Ref(Section):
+    """The user's own code: `module:attr`, `file.py:attr` (relative to the job file), or `{call: ..., args: {...}}`."""
+
+    call: str = Field(description='what to call, as "module:attr" or "file.py:attr"')
+    args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the call")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: Any) -> Any:
+        return {"call": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _check_call(self) -> Self:
+        if not _REF.fullmatch(self.call):
+            raise ValueError(f'{self.call!r} is not a reference: write "module:attr" or "file.py:attr"')
+        return self
+
+    @property
+    def where(self) -> str:
+        """The module or file part, before the colon."""
+        return self.call.rpartition(":")[0]
+
+    @property
+    def attr(self) -> str:
+        """The attribute part, after the colon; may hold dots."""
+        return self.call.rpartition(":")[2]
+
+
+class DataConfig(Ref):
+    """Training data: a reference that returns a map-style or iterable Dataset, and how it is read."""
+
+    shuffle: bool = Field(default=False, description="permute the samples of each epoch by (seed, epoch)")
+    workers: int = Field(default=0, ge=0, le=256, description="loader processes per rank; 0 loads in the rank itself")
+    collate: Ref | None = Field(default=None, description="function (list of samples) -> batch; default: torch's")
+
+
+class BatchConfig(Section):
+    """Samples per optimizer step. accumulation = global / (micro * data-parallel ranks) and must be whole."""
+
+    global_: PositiveInt | Literal["auto"] = Field(
+        default="auto", alias="global", description="samples per optimizer step, over all ranks; auto: micro * ranks"
+    )
+    micro: PositiveInt | Literal["auto"] = Field(
+        default="auto", description="samples per forward pass on one rank; auto: global / ranks, no accumulation"
+    )
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, populate_by_name=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_int(cls, value: Any) -> Any:
+        return {"global": value} if isinstance(value, int) and not isinstance(value, bool) else value
+
+    @model_validator(mode="after")
+    def _one_is_given(self) -> Self:
+        if self.global_ == "auto" and self.micro == "auto":
+            raise ValueError("give batch.global, batch.micro or both: one of them must be a number")
+        return self
+
+
+DtypeName = Literal["fp32", "bf16", "fp16"]
+
+
+class LossScaleConfig(Section):
+    """Dynamic loss scaling of fp16 (Micikevicius et al. 2018, section 3.2)."""
+
+    init: PositiveFloat = Field(default=65536.0, description="first scale")
+    window: PositiveInt = Field(default=2000, description="good steps before the scale doubles")
+    hysteresis: PositiveInt = Field(default=1, description="overflows in a row before the scale halves")
+    min: PositiveFloat = Field(default=1.0, description="the scale never falls below this")
+    max_skips: PositiveInt = Field(default=50, description="skipped steps in a row before the run stops (exit 7)")
+
+
+class PrecisionConfig(Section):
+    """Number formats. The short form `precision: bf16` sets `compute`."""
+
+    compute: DtypeName = Field(default="fp32", description="forward and backward; parameters as the model sees them")
+    reduce: Literal["fp32", "compute"] = Field(
+        default="fp32", description="gradient accumulation and reduction; compute halves the bytes under bf16 or fp16"
+    )
+    master: Literal["fp32"] = Field(default="fp32", description="the optimizer's copy of the parameters")
+    loss_scale: LossScaleConfig = Field(default_factory=LossScaleConfig, description="fp16 only")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: Any) -> Any:
+        return {"compute": value} if isinstance(value, str) else value
+
+
+class ZeroConfig(Section):
+    """Which model states are sharded (Rajbhandari et al. 2020): 0 none, 1 optimizer, 2 + gradients, 3 + parameters."""
+
+    stage: Literal[0, 1, 2, 3] = Field(default=0, description="0 none, 1 optimizer, 2 + gradients, 3 + parameters")
+    bucket: Bytes | Literal["auto"] = Field(
+        default="auto", description="largest flat unit in bytes of parameters; auto: 64MiB, 12MiB on cpu at stages 2-3"
+    )
+    units: list[Pattern] = Field(
+        default_factory=list, description="regexes of module names that become flat units of their own"
+    )
+    leaf: list[Pattern] = Field(
+        default_factory=list, description="regexes of modules gathered and reduced as a whole (experts, branches)"
+    )
+    shard_group: PositiveInt | Literal["all", "node"] = Field(
+        default="all", description="ranks that share one copy of the states; copies are replicated across such groups"
+    )
+    persist_below: Bytes = Field(
+        default=0, description="stage 3: parameters smaller than this many bytes stay whole on every rank"
+    )
+    prefetch: int = Field(default=1, ge=0, le=16, description="stage 3: units gathered ahead of their use")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_int(cls, value: Any) -> Any:
+        return {"stage": value} if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+class OptimConfig(Section):
+    """The update. `name` is adamw, adam, sgd, any elementwise `torch.optim` class, or `module:attr`."""
+
+    name: str = Field(default="adamw", description="adamw | adam | sgd | a torch.optim class | module:attr")
+    lr: PositiveFloat = Field(default=1e-3, description="peak learning rate")
+    betas: tuple[Fraction, Fraction] = Field(default=(0.9, 0.999), description="adam's moment decays")
+    eps: PositiveFloat = Field(default=1e-8, description="adam's epsilon")
+    weight_decay: float = Field(default=0.0, ge=0, description="decay of every parameter that no_decay does not name")
+    no_decay: list[Pattern] = Field(default_factory=list, description="regexes of parameter names without weight decay")
+    clip: PositiveFloat | None = Field(default=None, description="largest global gradient norm; null: never clipped")
+    args: dict[str, Any] = Field(default_factory=dict, description="more keyword arguments of the optimizer class")
+
+
+ScheduleName = Literal["constant", "linear", "cosine", "polynomial", "inverse_sqrt", "wsd"]
+
+
+class LrConfig(Section):
+    """Learning rate over optimizer steps, as a factor of `optim.lr`. The default changes nothing."""
+
+    schedule: ScheduleName | Ref = Field(
+        default="constant",
+        description="constant | linear | cosine | polynomial | inverse_sqrt | wsd | module:attr (step -> factor)",
+    )
+    warmup: int = Field(default=0, ge=0, description="optimizer steps of linear warm-up from 0")
+    decay_steps: PositiveInt | Literal["auto"] = Field(
+        default="auto", description="steps until the end of the decay; auto: the run's steps (wsd: length of the decay)"
+    )
+    min_factor: Annotated[float, Field(ge=0, le=1)] = Field(default=0.0, description="final factor of optim.lr")
+    power: PositiveFloat = Field(default=1.0, description="exponent of the polynomial decay")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, value: Any) -> Any:
+        return {"schedule": value} if isinstance(value, str) else value
+
+
+class EvalConfig(Section):
+    """Evaluation on held-out data."""
+
+    data: Ref = Field(description="reference to the validation Dataset")
+    every: PositiveInt | None = Field(default=None, description="optimizer steps between evaluations; null: at the end")
+    samples: PositiveInt | None = Field(default=None, description="samples per evaluation; null: all")
+    first: bool = Field(default=False, description="evaluate before the first step too")
+
+
+class ActivationsConfig(Section):
+    """Which activations are recomputed in backward (Chen et al. 2016; Korthikanti et al. 2022)."""
+
+    checkpoint: Literal["none", "full", "every_n", "selective"] = Field(
+        default="none",
+        description="none | full: every block | every_n: one block in n | selective: keep matrix products",
+    )
+    n: PositiveInt = Field(default=2, description="every_n: one block in n is recomputed")
+
+
+class HooksConfig(Section):
+    """The user's functions called by the loop, each as f(context)."""
+
+    on_step: Ref | None = Field(default=None, description="after every optimizer step, on every rank")
+    on_eval: Ref | None = Field(default=None, description="after every evaluation, on every rank")
+
+
+class LogConfig(Section):
+    """What is printed. `events.jsonl` always has every step."""
+
+    every: PositiveInt = Field(default=10, description="optimizer steps between printed lines")
+
+
+class LimitsConfig(Section):
+    """Times after which waiting is an error."""
+
+    start_s: PositiveFloat = Field(default=300.0, description="seconds for all ranks to arrive")
+    collective_s: PositiveFloat = Field(default=600.0, description="seconds one collective may wait for other ranks")
+
+
+class JobConfig(Section):
+    """A training job, as asked for. Defaults add nothing that the job does not say."""
+
+    name: Annotated[str, Field(pattern=f"^{NAME_PATTERN}$")] = Field(description="names the run directory")
+    model: Ref = Field(description="returns the nn.Module to train")
+    data: DataConfig = Field(description="returns the training Dataset")
+    loss: Ref | None = Field(
+        default=None, description="(model, batch) -> loss or (sum, weight); null: the model's own loss"
+    )
+    steps: PositiveInt | None = Field(default=None, description="optimizer steps to train")
+    tokens: PositiveInt | None = Field(default=None, description="train until this many tokens were consumed")
+    epochs: PositiveInt | None = Field(default=None, description="passes over the data; the last step may be short")
+    batch: BatchConfig = Field(description="samples per step: {global, micro}")
+    precision: PrecisionConfig = Field(
+        default_factory=PrecisionConfig, description="fp32 | bf16 | fp16 | {compute, reduce, master, loss_scale}"
+    )
+    zero: ZeroConfig = Field(default_factory=ZeroConfig, description="0 | 1 | 2 | 3 | {stage, ...}")
+    seed: int = Field(default=0, ge=0, lt=2**31, description="seed of the model factory, the data order and dropout")
+    init: Literal["factory", "meta"] = Field(
+        default="factory",
+        description="factory: the model's code runs once per host | meta: modules reset themselves, shard by shard",
+    )
+    optim: OptimConfig = Field(default_factory=OptimConfig, description="optimizer and its hyper-parameters")
+    lr: LrConfig = Field(default_factory=LrConfig, description="learning-rate schedule by optimizer step")
+    eval: EvalConfig | None = Field(default=None, description="evaluation; null: none")
+    activations: ActivationsConfig = Field(default_factory=ActivationsConfig, description="activation checkpointing")
+    compile: bool = Field(default=False, description="torch.compile each repeated block")
+    hooks: HooksConfig = Field(default_factory=HooksConfig, description="functions called by the loop")
+    slots: PositiveInt | Literal["auto"] = Field(default="auto", description="ranks on a host; auto: its GPUs, else 1")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda where there is one")
+    threads: PositiveInt | Literal["auto"] = Field(
+        default="auto", description="CPU threads per rank; auto: usable cores / ranks"
+    )
+    log: LogConfig = Field(default_factory=LogConfig, description="printed output")
+    env: dict[str, str | None] = Field(
+        default_factory=dict, description="environment of the workers; null: required, taken from the shell"
+    )
+    limits: LimitsConfig = Field(default_factory=LimitsConfig, description="times after which waiting is an error")
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Self:
+        given = [key for key in ("steps", "tokens", "epochs") if getattr(self, key) is not None]
+        if len(given) != 1:
+            what = " and ".join(given) if given else "none of them"
+            raise ValueError(f"give exactly one of steps, tokens, epochs (found {what})")
+        return self

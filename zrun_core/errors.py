@@ -1,0 +1,67 @@
+"""Errors that a user can act on, each with the exit code of the contract.
+
+A `ZrunError` says what is wrong, where, and what to do next, in one or a few lines. It is caught once, at the edge of a
+process (the CLI, a worker), printed without a traceback, and its `exit_code` becomes the process's. Anything else that
+escapes is a bug of ours or an exception of the user's own code.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """What a zrun process reports to the shell that started it."""
+
+    OK = 0
+    USAGE = 2  # bad command line, job file or host file
+    PREFLIGHT = 3  # a check before the start failed, or the job does not fit
+    RENDEZVOUS = 4  # not every rank arrived in time
+    WORKER = 5  # a worker failed
+    HANG = 6  # no progress, or a host was lost
+    NUMERIC = 7  # the numbers went wrong
+    STOPPED = 75  # stopped on request, resumable
+    INTERRUPTED = 130  # SIGINT before saving
+    TERMINATED = 143  # SIGTERM before saving
+
+
+class ZrunError(Exception):
+    """Base of every error that is shown to a user as text. `exit_code` is the process's exit status."""
+
+    exit_code: ExitCode = ExitCode.WORKER
+
+
+class JobError(ZrunError):
+    """The command line or the job file is wrong."""
+
+    exit_code = ExitCode.USAGE
+
+
+class PreflightError(ZrunError):
+    """The job is well formed, but this machine cannot run it as asked."""
+
+    exit_code = ExitCode.PREFLIGHT
+
+
+class RendezvousError(ZrunError):
+    """Not every rank arrived in time."""
+
+    exit_code = ExitCode.RENDEZVOUS
+
+
+class UserCodeError(ZrunError):
+    """The user's own code raised or returned something unusable; the message carries the user's frames only."""
+
+    exit_code = ExitCode.WORKER
+
+
+class HangError(ZrunError):
+    """Ranks wait for each other."""
+
+    exit_code = ExitCode.HANG
+
+
+class NumericError(ZrunError):
+    """The numbers went wrong: every step overflows, or the loss is not finite."""
+
+    exit_code = ExitCode.NUMERIC

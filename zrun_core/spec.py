@@ -1,0 +1,102 @@
+"""What crosses to a worker: the resolved job, where each rank sits, and the run's directory, as one JSON object."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import PositiveInt
+
+from zrun_core.config import JobConfig, Section
+from zrun_core.errors import JobError
+
+
+class RankPlace(Section):
+    """One rank's seat."""
+
+    rank: int
+    host: str
+    local_rank: int
+    device: str  # "cpu" or "cuda:<index>"
+
+
+class LaunchPlan(Section):
+    """Rank -> host and device. Ranks of a host are contiguous."""
+
+    ranks: list[RankPlace]
+    threads: PositiveInt  # CPU threads of each rank
+
+    @property
+    def world_size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def hosts(self) -> list[str]:
+        """The hosts in rank order, each once."""
+        return list(dict.fromkeys(place.host for place in self.ranks))
+
+
+class BatchPlan(Section):
+    """The batch identity: global = micro * accumulation * data-parallel ranks."""
+
+    global_size: PositiveInt
+    micro: PositiveInt
+    accumulation: PositiveInt
+    ranks: PositiveInt
+
+    def __str__(self) -> str:
+        return (
+            f"global {self.global_size} = micro {self.micro} x accumulation {self.accumulation} x {self.ranks} "
+            f"data-parallel rank{'s' if self.ranks > 1 else ''}"
+        )
+
+
+class RunSpec(Section):
+    """The one object that a launcher hands to a worker."""
+
+    job: JobConfig
+    plan: LaunchPlan
+    batch: BatchPlan
+    job_dir: str  # folder of the job file: first on the workers' sys.path
+    run_dir: str
+    run_id: str
+    telemetry: str | None = None  # unix datagram socket of this host's agent; None: nobody listens
+
+    @classmethod
+    def read(cls, path: Path) -> RunSpec:
+        """The spec stored at `path`."""
+        return cls.model_validate_json(path.read_bytes())
+
+    def write(self, path: Path) -> None:
+        """Store the spec at `path`, readable by its owner only."""
+        path.touch(mode=0o600)
+        path.write_text(self.model_dump_json(indent=1, by_alias=True))
+
+
+def resolve_batch(job: JobConfig, ranks: int) -> BatchPlan:
+    """Fill in what `batch` leaves to auto for this many data-parallel ranks.
+
+    Raises:
+        JobError: the global batch is not micro * a whole number * ranks.
+    """
+    asked_global, asked_micro = job.batch.global_, job.batch.micro
+    if asked_global == "auto":
+        assert asked_micro != "auto"
+        return BatchPlan(global_size=asked_micro * ranks, micro=asked_micro, accumulation=1, ranks=ranks)
+    per_rank, rest = divmod(asked_global, ranks)
+    if rest:
+        below, above = asked_global - rest, asked_global - rest + ranks
+        nearest = f"{below} or {above}" if below else f"{above}"
+        raise JobError(
+            f"batch.global: {asked_global} samples do not divide over {ranks} data-parallel ranks: write {nearest}"
+        )
+    micro = per_rank if asked_micro == "auto" else asked_micro
+    accumulation, rest = divmod(per_rank, micro)
+    if rest or accumulation == 0:
+        divisors = [d for d in range(1, per_rank + 1) if per_rank % d == 0]
+        nearest_micro = min(divisors, key=lambda d: abs(d - micro))
+        raise JobError(
+            f"batch.micro: global {asked_global} / ({ranks} ranks x micro {micro}) = "
+            f"{asked_global / ranks / micro:.3g} is not a whole number of micro-batches: write micro: {nearest_micro} "
+            f"or global: {ranks * micro * max(1, round(per_rank / micro))}"
+        )
+    return BatchPlan(global_size=asked_global, micro=micro, accumulation=accumulation, ranks=ranks)

@@ -1,0 +1,96 @@
+"""Seats, threads and batch on machines that this one is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from zrun.launch.plan import Gpu, HostFacts, Resolved, _visible, make_plan, probe_host
+from zrun_core.config import JobConfig
+from zrun_core.errors import ExitCode, JobError, PreflightError
+
+GPUS = tuple(Gpu(f"GPU-{index}abc", "H200", 141 << 30) for index in range(4))
+CPU_HOST = HostFacts("box", cores=8, memory_bytes=16 << 30)
+GPU_HOST = HostFacts("node", cores=64, memory_bytes=1 << 40, gpus=GPUS)
+
+
+def job(**keys: Any) -> JobConfig:
+    base = {"name": "t", "model": "m:f", "data": "m:d", "steps": 1, "batch": {"global": 24, "micro": 3}}
+    return JobConfig.model_validate(base | keys)
+
+
+def reason(resolved: Resolved, key: str) -> str:
+    return next(f"{each.value} ({each.why})" for each in resolved.reasons if each.key == key)
+
+
+def test_auto_without_gpu_is_one_rank_with_all_cores() -> None:
+    resolved = make_plan(job(), CPU_HOST)
+    assert [place.device for place in resolved.plan.ranks] == ["cpu"]
+    assert resolved.plan.threads == 8
+    assert reason(resolved, "slots").startswith("1 (")
+    assert reason(resolved, "threads") == "8 (8 usable cores / 1 ranks)"
+
+
+def test_auto_with_gpus_is_one_rank_each() -> None:
+    resolved = make_plan(job(), GPU_HOST)
+    assert [(place.rank, place.local_rank, place.device) for place in resolved.plan.ranks] == [
+        (0, 0, "cuda:0"),
+        (1, 1, "cuda:1"),
+        (2, 2, "cuda:2"),
+        (3, 3, "cuda:3"),
+    ]
+    assert resolved.plan.hosts == ["node"]
+    assert resolved.plan.threads == 16
+    assert str(resolved.batch) == "global 24 = micro 3 x accumulation 2 x 4 data-parallel ranks"
+
+
+def test_what_the_job_says_needs_no_reason() -> None:
+    resolved = make_plan(job(slots=2, device="cpu", threads=1), CPU_HOST)
+    assert resolved.reasons == ()
+
+
+def test_cpu_ranks_may_outnumber_cores_and_that_is_said() -> None:
+    resolved = make_plan(job(slots=12, batch={"micro": 1}), CPU_HOST)
+    assert resolved.plan.world_size == 12
+    assert "12 threads share 8 cores" in reason(resolved, "threads")
+    assert reason(resolved, "batch.global") == "12 (micro 1 x 12 ranks)"
+
+
+def test_more_threads_than_cores_are_said_even_if_written() -> None:
+    resolved = make_plan(job(slots=2, threads=8, device="cpu"), CPU_HOST)
+    assert "16 threads share 8 cores" in reason(resolved, "threads")
+
+
+@pytest.mark.parametrize(
+    ("keys", "host", "words"),
+    [
+        ({"slots": 5}, GPU_HOST, "more ranks than slots: slots: 5, but node has 4 GPUs: write slots: 4 or device: cpu"),
+        ({"device": "cuda"}, CPU_HOST, "box has no usable NVIDIA GPU: write device: cpu or auto"),
+    ],
+)
+def test_missing_gpus_stop_the_job(keys: dict[str, Any], host: HostFacts, words: str) -> None:
+    with pytest.raises(PreflightError) as caught:
+        make_plan(job(**keys), host)
+    assert words in str(caught.value)
+    assert caught.value.exit_code is ExitCode.PREFLIGHT
+
+
+def test_batch_that_does_not_divide_is_a_job_error() -> None:
+    with pytest.raises(JobError, match="do not divide over 5"):
+        make_plan(job(slots=5), CPU_HOST)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "indices"),
+    [(None, [0, 1, 2, 3]), ("", []), ("2,0", [2, 0]), ("GPU-1", [1]), ("0,9,1", [0]), ("-1", []), ("3, 1", [3, 1])],
+)
+def test_visible_devices(wanted: str | None, indices: list[int]) -> None:
+    assert _visible(GPUS, wanted) == tuple(GPUS[index] for index in indices)
+
+
+def test_probe_finds_this_machine() -> None:
+    host = probe_host()
+    assert host.cores >= 1
+    assert host.memory_bytes > 1 << 28
+    assert host.hostname in str(host)

@@ -8,7 +8,7 @@ the environment, and nothing imports torch.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -18,15 +18,23 @@ from pydantic import (
     Field,
     PositiveFloat,
     PositiveInt,
+    ValidationInfo,
+    field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from zrun_core.sizes import parse_size
 
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
 _REF = re.compile(r"(?P<where>[\w./~-]+\.py|[A-Za-z_][\w.]*):(?P<attr>[A-Za-z_][\w.]*)")
 
-Bytes = Annotated[int, BeforeValidator(parse_size), Field(ge=0, json_schema_extra={"unit": "bytes"})]
+
+def _parse_bytes(value: Any) -> Any:
+    return parse_size(value) if isinstance(value, str | int) else value
+
+
+Bytes = Annotated[int, BeforeValidator(_parse_bytes), Field(ge=0, json_schema_extra={"unit": "bytes"})]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -38,25 +46,47 @@ def _check_pattern(pattern: str) -> str:
     return pattern
 
 
-Pattern = Annotated[str, AfterValidator(_check_pattern)]
+Pattern = Annotated[str, AfterValidator(_check_pattern), Field(json_schema_extra={"format": "regex"})]
 
 
 class Section(BaseModel):
-    """One mapping of a job file: immutable, and closed to keys that it does not define."""
+    """One mapping of a job file: immutable, and closed to keys that it does not define.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    A section may have a short form: with `short = ("stage", int)`, a bare `2` stands for `{stage: 2}`.
+    """
+
+    # Infinity and NaN are no hyper-parameters, but may be arguments of the user's code, so JSON must carry them.
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, ser_json_inf_nan="constants"
+    )
+    short: ClassVar[tuple[str, type] | None] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def expand(cls, value: Any) -> Any:
+        """The long form of `value`; anything that is not the short form is returned as it is."""
+        if cls.short is not None and type(value) is cls.short[1]:
+            return {cls.short[0]: value}
+        return value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_not_one(cls, value: Any, info: ValidationInfo) -> Any:
+        field = cls.model_fields[info.field_name or ""]
+        if isinstance(value, bool) and field.annotation is not bool:
+            raise PydanticCustomError("bool_refused", "true and false are not numbers")
+        return value
 
 
 class Ref(Section):
     """The user's own code: `module:attr`, `file.py:attr` (relative to the job file), or `{call: ..., args: {...}}`."""
 
-    call: str = Field(description='what to call, as "module:attr" or "file.py:attr"')
-    args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the call")
+    short = ("call", str)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _from_text(cls, value: Any) -> Any:
-        return {"call": value} if isinstance(value, str) else value
+    call: str = Field(description='what to call, as "module:attr" or "file.py:attr"', examples=["train.py:build_model"])
+    args: dict[str, Any] = Field(
+        default_factory=dict, description="keyword arguments of the call", examples=[{"dim": 512}]
+    )
 
     @model_validator(mode="after")
     def _check_call(self) -> Self:
@@ -80,25 +110,28 @@ class DataConfig(Ref):
 
     shuffle: bool = Field(default=False, description="permute the samples of each epoch by (seed, epoch)")
     workers: int = Field(default=0, ge=0, le=256, description="loader processes per rank; 0 loads in the rank itself")
-    collate: Ref | None = Field(default=None, description="function (list of samples) -> batch; default: torch's")
+    collate: Ref | None = Field(
+        default=None, description="function (list of samples) -> batch; default: torch's", examples=["train.py:collate"]
+    )
 
 
 class BatchConfig(Section):
     """Samples per optimizer step. accumulation = global / (micro * data-parallel ranks) and must be whole."""
 
+    model_config = ConfigDict(populate_by_name=True)
+    short = ("global", int)
+
     global_: PositiveInt | Literal["auto"] = Field(
-        default="auto", alias="global", description="samples per optimizer step, over all ranks; auto: micro * ranks"
+        default="auto",
+        alias="global",
+        description="samples per optimizer step, over all ranks; auto: micro * ranks",
+        examples=[512],
     )
     micro: PositiveInt | Literal["auto"] = Field(
-        default="auto", description="samples per forward pass on one rank; auto: global / ranks, no accumulation"
+        default="auto",
+        description="samples per forward pass on one rank; auto: global / ranks, no accumulation",
+        examples=[4],
     )
-
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, populate_by_name=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_int(cls, value: Any) -> Any:
-        return {"global": value} if isinstance(value, int) and not isinstance(value, bool) else value
 
     @model_validator(mode="after")
     def _one_is_given(self) -> Self:
@@ -123,44 +156,54 @@ class LossScaleConfig(Section):
 class PrecisionConfig(Section):
     """Number formats. The short form `precision: bf16` sets `compute`."""
 
-    compute: DtypeName = Field(default="fp32", description="forward and backward; parameters as the model sees them")
+    short = ("compute", str)
+
+    compute: DtypeName = Field(
+        default="fp32", description="forward and backward; parameters as the model sees them", examples=["bf16"]
+    )
     reduce: Literal["fp32", "compute"] = Field(
         default="fp32", description="gradient accumulation and reduction; compute halves the bytes under bf16 or fp16"
     )
     master: Literal["fp32"] = Field(default="fp32", description="the optimizer's copy of the parameters")
-    loss_scale: LossScaleConfig = Field(default_factory=LossScaleConfig, description="fp16 only")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_text(cls, value: Any) -> Any:
-        return {"compute": value} if isinstance(value, str) else value
+    loss_scale: LossScaleConfig = Field(
+        default_factory=LossScaleConfig, description="fp16 only", examples=[{"init": 65536}]
+    )
 
 
 class ZeroConfig(Section):
     """Which model states are sharded (Rajbhandari et al. 2020): 0 none, 1 optimizer, 2 + gradients, 3 + parameters."""
 
-    stage: Literal[0, 1, 2, 3] = Field(default=0, description="0 none, 1 optimizer, 2 + gradients, 3 + parameters")
+    short = ("stage", int)
+
+    stage: Literal[0, 1, 2, 3] = Field(
+        default=0, description="0 none, 1 optimizer, 2 + gradients, 3 + parameters", examples=[2]
+    )
     bucket: Bytes | Literal["auto"] = Field(
-        default="auto", description="largest flat unit in bytes of parameters; auto: 64MiB, 12MiB on cpu at stages 2-3"
+        default="auto",
+        description="largest flat unit in bytes of parameters; auto: 64MiB, 12MiB on cpu at stages 2-3",
+        examples=["64MiB"],
     )
     units: list[Pattern] = Field(
-        default_factory=list, description="regexes of module names that become flat units of their own"
+        default_factory=list,
+        description="regexes of module names that become flat units of their own",
+        examples=[[r"layers\.\d+"]],
     )
     leaf: list[Pattern] = Field(
-        default_factory=list, description="regexes of modules gathered and reduced as a whole (experts, branches)"
+        default_factory=list,
+        description="regexes of modules gathered and reduced as a whole (experts, branches)",
+        examples=[["experts"]],
     )
     shard_group: PositiveInt | Literal["all", "node"] = Field(
-        default="all", description="ranks that share one copy of the states; copies are replicated across such groups"
+        default="all",
+        description="ranks that share one copy of the states; copies are replicated across such groups",
+        examples=["node"],
     )
     persist_below: Bytes = Field(
-        default=0, description="stage 3: parameters smaller than this many bytes stay whole on every rank"
+        default=0,
+        description="stage 3: parameters smaller than this many bytes stay whole on every rank",
+        examples=["100kB"],
     )
     prefetch: int = Field(default=1, ge=0, le=16, description="stage 3: units gathered ahead of their use")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_int(cls, value: Any) -> Any:
-        return {"stage": value} if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 class OptimConfig(Section):
@@ -170,10 +213,18 @@ class OptimConfig(Section):
     lr: PositiveFloat = Field(default=1e-3, description="peak learning rate")
     betas: tuple[Fraction, Fraction] = Field(default=(0.9, 0.999), description="adam's moment decays")
     eps: PositiveFloat = Field(default=1e-8, description="adam's epsilon")
-    weight_decay: float = Field(default=0.0, ge=0, description="decay of every parameter that no_decay does not name")
-    no_decay: list[Pattern] = Field(default_factory=list, description="regexes of parameter names without weight decay")
-    clip: PositiveFloat | None = Field(default=None, description="largest global gradient norm; null: never clipped")
-    args: dict[str, Any] = Field(default_factory=dict, description="more keyword arguments of the optimizer class")
+    weight_decay: float = Field(
+        default=0.0, ge=0, description="decay of every parameter that no_decay does not name", examples=[0.1]
+    )
+    no_decay: list[Pattern] = Field(
+        default_factory=list, description="regexes of parameter names without weight decay", examples=[["bias", "norm"]]
+    )
+    clip: PositiveFloat | None = Field(
+        default=None, description="largest global gradient norm; null: never clipped", examples=[1.0]
+    )
+    args: dict[str, Any] = Field(
+        default_factory=dict, description="more keyword arguments of the optimizer class", examples=[{"amsgrad": True}]
+    )
 
 
 ScheduleName = Literal["constant", "linear", "cosine", "polynomial", "inverse_sqrt", "wsd"]
@@ -182,29 +233,33 @@ ScheduleName = Literal["constant", "linear", "cosine", "polynomial", "inverse_sq
 class LrConfig(Section):
     """Learning rate over optimizer steps, as a factor of `optim.lr`. The default changes nothing."""
 
+    short = ("schedule", str)
+
     schedule: ScheduleName | Ref = Field(
         default="constant",
         description="constant | linear | cosine | polynomial | inverse_sqrt | wsd | module:attr (step -> factor)",
+        examples=["cosine"],
     )
-    warmup: int = Field(default=0, ge=0, description="optimizer steps of linear warm-up from 0")
+    warmup: int = Field(default=0, ge=0, description="optimizer steps of linear warm-up from 0", examples=[100])
     decay_steps: PositiveInt | Literal["auto"] = Field(
-        default="auto", description="steps until the end of the decay; auto: the run's steps (wsd: length of the decay)"
+        default="auto",
+        description="steps until the end of the decay; auto: the run's steps (wsd: length of the decay)",
+        examples=[10000],
     )
-    min_factor: Annotated[float, Field(ge=0, le=1)] = Field(default=0.0, description="final factor of optim.lr")
+    min_factor: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.0, description="final factor of optim.lr", examples=[0.1]
+    )
     power: PositiveFloat = Field(default=1.0, description="exponent of the polynomial decay")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_text(cls, value: Any) -> Any:
-        return {"schedule": value} if isinstance(value, str) else value
 
 
 class EvalConfig(Section):
     """Evaluation on held-out data."""
 
-    data: Ref = Field(description="reference to the validation Dataset")
-    every: PositiveInt | None = Field(default=None, description="optimizer steps between evaluations; null: at the end")
-    samples: PositiveInt | None = Field(default=None, description="samples per evaluation; null: all")
+    data: Ref = Field(description="reference to the validation Dataset", examples=["train.py:build_val_data"])
+    every: PositiveInt | None = Field(
+        default=None, description="optimizer steps between evaluations; null: at the end", examples=[500]
+    )
+    samples: PositiveInt | None = Field(default=None, description="samples per evaluation; null: all", examples=[1000])
     first: bool = Field(default=False, description="evaluate before the first step too")
 
 
@@ -214,6 +269,7 @@ class ActivationsConfig(Section):
     checkpoint: Literal["none", "full", "every_n", "selective"] = Field(
         default="none",
         description="none | full: every block | every_n: one block in n | selective: keep matrix products",
+        examples=["full"],
     )
     n: PositiveInt = Field(default=2, description="every_n: one block in n is recomputed")
 
@@ -221,8 +277,12 @@ class ActivationsConfig(Section):
 class HooksConfig(Section):
     """The user's functions called by the loop, each as f(context)."""
 
-    on_step: Ref | None = Field(default=None, description="after every optimizer step, on every rank")
-    on_eval: Ref | None = Field(default=None, description="after every evaluation, on every rank")
+    on_step: Ref | None = Field(
+        default=None, description="after every optimizer step, on every rank", examples=["hooks.py:on_step"]
+    )
+    on_eval: Ref | None = Field(
+        default=None, description="after every evaluation, on every rank", examples=["hooks.py:on_eval"]
+    )
 
 
 class LogConfig(Section):
@@ -241,41 +301,71 @@ class LimitsConfig(Section):
 class JobConfig(Section):
     """A training job, as asked for. Defaults add nothing that the job does not say."""
 
-    name: Annotated[str, Field(pattern=f"^{NAME_PATTERN}$")] = Field(description="names the run directory")
-    model: Ref = Field(description="returns the nn.Module to train")
-    data: DataConfig = Field(description="returns the training Dataset")
+    name: Annotated[str, Field(pattern=f"^{NAME_PATTERN}$")] = Field(
+        description="names the run directory", examples=["gpt-1b"]
+    )
+    model: Ref = Field(description="returns the nn.Module to train", examples=["train.py:build_model"])
+    data: DataConfig = Field(description="returns the training Dataset", examples=["train.py:build_data"])
     loss: Ref | None = Field(
-        default=None, description="(model, batch) -> loss or (sum, weight); null: the model's own loss"
+        default=None,
+        description="(model, batch) -> loss or (sum, weight); null: the model's own loss",
+        examples=["train.py:loss_fn"],
     )
-    steps: PositiveInt | None = Field(default=None, description="optimizer steps to train")
-    tokens: PositiveInt | None = Field(default=None, description="train until this many tokens were consumed")
-    epochs: PositiveInt | None = Field(default=None, description="passes over the data; the last step may be short")
-    batch: BatchConfig = Field(description="samples per step: {global, micro}")
+    steps: PositiveInt | None = Field(default=None, description="optimizer steps to train", examples=[10000])
+    tokens: PositiveInt | None = Field(
+        default=None, description="train until this many tokens were consumed", examples=[1_000_000_000]
+    )
+    epochs: PositiveInt | None = Field(
+        default=None, description="passes over the data; the last step may be short", examples=[3]
+    )
+    batch: BatchConfig = Field(description="samples per step: {global, micro}", examples=[{"global": 512, "micro": 4}])
     precision: PrecisionConfig = Field(
-        default_factory=PrecisionConfig, description="fp32 | bf16 | fp16 | {compute, reduce, master, loss_scale}"
+        default_factory=PrecisionConfig,
+        description="fp32 | bf16 | fp16 | {compute, reduce, master, loss_scale}",
+        examples=["bf16"],
     )
-    zero: ZeroConfig = Field(default_factory=ZeroConfig, description="0 | 1 | 2 | 3 | {stage, ...}")
+    zero: ZeroConfig = Field(default_factory=ZeroConfig, description="0 | 1 | 2 | 3 | {stage, ...}", examples=[2])
     seed: int = Field(default=0, ge=0, lt=2**31, description="seed of the model factory, the data order and dropout")
     init: Literal["factory", "meta"] = Field(
         default="factory",
         description="factory: the model's code runs once per host | meta: modules reset themselves, shard by shard",
     )
-    optim: OptimConfig = Field(default_factory=OptimConfig, description="optimizer and its hyper-parameters")
-    lr: LrConfig = Field(default_factory=LrConfig, description="learning-rate schedule by optimizer step")
-    eval: EvalConfig | None = Field(default=None, description="evaluation; null: none")
-    activations: ActivationsConfig = Field(default_factory=ActivationsConfig, description="activation checkpointing")
+    optim: OptimConfig = Field(
+        default_factory=OptimConfig, description="optimizer and its hyper-parameters", examples=[{"lr": 3e-4}]
+    )
+    lr: LrConfig = Field(
+        default_factory=LrConfig,
+        description="learning-rate schedule by optimizer step",
+        examples=[{"schedule": "cosine", "warmup": 100}],
+    )
+    eval: EvalConfig | None = Field(
+        default=None, description="evaluation; null: none", examples=[{"data": "train.py:build_val_data", "every": 500}]
+    )
+    activations: ActivationsConfig = Field(
+        default_factory=ActivationsConfig, description="activation checkpointing", examples=[{"checkpoint": "full"}]
+    )
     compile: bool = Field(default=False, description="torch.compile each repeated block")
-    hooks: HooksConfig = Field(default_factory=HooksConfig, description="functions called by the loop")
-    slots: PositiveInt | Literal["auto"] = Field(default="auto", description="ranks on a host; auto: its GPUs, else 1")
+    hooks: HooksConfig = Field(
+        default_factory=HooksConfig,
+        description="functions called by the loop",
+        examples=[{"on_step": "hooks.py:on_step"}],
+    )
+    slots: PositiveInt | Literal["auto"] = Field(
+        default="auto", description="ranks on a host; auto: its GPUs, else 1", examples=[8]
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda where there is one")
     threads: PositiveInt | Literal["auto"] = Field(
-        default="auto", description="CPU threads per rank; auto: usable cores / ranks"
+        default="auto", description="CPU threads per rank; auto: usable cores / ranks", examples=[4]
     )
-    log: LogConfig = Field(default_factory=LogConfig, description="printed output")
+    log: LogConfig = Field(default_factory=LogConfig, description="printed output", examples=[{"every": 1}])
     env: dict[str, str | None] = Field(
-        default_factory=dict, description="environment of the workers; null: required, taken from the shell"
+        default_factory=dict,
+        description="environment of the workers; null: required, taken from the shell",
+        examples=[{"NCCL_DEBUG": "INFO"}],
     )
-    limits: LimitsConfig = Field(default_factory=LimitsConfig, description="times after which waiting is an error")
+    limits: LimitsConfig = Field(
+        default_factory=LimitsConfig, description="times after which waiting is an error", examples=[{"start_s": 600}]
+    )
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:

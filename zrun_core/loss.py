@@ -1,0 +1,120 @@
+"""The loss protocol: how a batch becomes one number to differentiate, and how much that number weighs.
+
+A dict batch calls `model(**batch)`, a tuple or list `model(*batch)`, anything else `model(batch)`; a loss function of
+the user's gets `(model, batch)` instead. Over a global batch the loss is the weighted mean, the sum of `total` over the
+sum of `weight`, so how the batch is cut into micro-batches and ranks does not change it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from zrun_core.errors import UserCodeError
+
+LossFunction: TypeAlias = Callable[[nn.Module, Any], Any]
+
+
+class LossKind(StrEnum):
+    """What `Loss.value` is."""
+
+    MEAN = "mean"  # the mean over `weight` samples
+    SUM = "sum"  # a sum over `weight` of whatever the user counts, usually tokens
+
+
+class Loss(NamedTuple):
+    """The loss of one micro-batch."""
+
+    value: Tensor  # 0-d, floating
+    kind: LossKind
+    weight: float | Tensor  # a tensor is 0-d, on the loss's device, without gradient: reading it would synchronise
+
+    @property
+    def total(self) -> Tensor:
+        """The weighted sum to differentiate: gradients of micro-batches add up, then divide by the total weight."""
+        return self.value * self.weight if self.kind is LossKind.MEAN else self.value
+
+
+def compute_loss(model: nn.Module, batch: Any, loss_fn: LossFunction | None, num_samples: int) -> Loss:
+    """Run the forward pass of one micro-batch. A mean weighs `num_samples`, the samples that the loader drew.
+
+    Raises:
+        UserCodeError: the result is not a loss by this protocol, or it has no gradient while gradients are enabled.
+    """
+    if loss_fn is None:
+        loss = Loss(_find_loss(_forward(model, batch), "the model"), LossKind.MEAN, num_samples)
+    else:
+        result = loss_fn(model, batch)
+        if isinstance(result, tuple) and not hasattr(result, "loss"):
+            loss = _sum_and_weight(result)
+        else:
+            loss = Loss(_find_loss(result, "the loss function"), LossKind.MEAN, num_samples)
+    if torch.is_grad_enabled() and not loss.value.requires_grad:
+        raise UserCodeError(
+            "loss without gradient: it depends on no parameter that requires one "
+            "(a detach(), item() or no_grad() on the way, or every parameter is frozen)"
+        )
+    return loss
+
+
+def _forward(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, tuple | list):
+        return model(*batch)
+    return model(batch)
+
+
+def _find_loss(result: Any, source: str) -> Tensor:
+    """The loss in what `source` returned: itself, its `.loss` or `["loss"]`, or a tuple's only 0-d floating tensor."""
+    where = f"what {source} returned"
+    if not isinstance(result, Tensor):
+        if isinstance(result, Mapping) and "loss" in result:
+            result, where = result["loss"], f'["loss"] of {where}'
+        elif hasattr(result, "loss"):
+            result, where = result.loss, f".loss of {where}"
+        elif isinstance(result, tuple):
+            result, where = _only_scalar(result, where), f"the scalar in {where}"
+    if not isinstance(result, Tensor):
+        raise UserCodeError(f"no loss: {where} is {type(result).__name__}, not a tensor")
+    return _checked(result, where)
+
+
+def _only_scalar(values: tuple[Any, ...], where: str) -> Tensor:
+    scalars = [v for v in values if isinstance(v, Tensor) and v.dim() == 0 and v.is_floating_point()]
+    if len(scalars) != 1:
+        raise UserCodeError(
+            f"no loss: {where} is a tuple with {len(scalars)} scalar floating tensors where exactly one is needed"
+        )
+    return scalars[0]
+
+
+def _sum_and_weight(result: tuple[Any, ...]) -> Loss:
+    if len(result) != 2 or not isinstance(result[0], Tensor):
+        raise UserCodeError(
+            f"the loss function returned a tuple of {len(result)}: return the mean loss, or (sum, weight)"
+        )
+    value, weight = result
+    _checked(value, "the sum")
+    if isinstance(weight, Tensor):
+        if weight.dim() != 0:
+            raise UserCodeError(f"the loss function's weight has shape {tuple(weight.shape)}: it must be one number")
+        return Loss(value, LossKind.SUM, weight.detach().to(value.device))
+    if isinstance(weight, bool) or not isinstance(weight, int | float):
+        raise UserCodeError(f"the loss function's weight is {type(weight).__name__}: it must be a number or 0-d tensor")
+    if not (math.isfinite(weight) and weight >= 0):
+        raise UserCodeError(f"the loss function's weight is {weight}: it must be a finite number, 0 or more")
+    return Loss(value, LossKind.SUM, float(weight))
+
+
+def _checked(loss: Tensor, where: str) -> Tensor:
+    if loss.dim() != 0:
+        raise UserCodeError(f"the loss is not a scalar: {where} has shape {tuple(loss.shape)}; take its mean()")
+    if not loss.is_floating_point():
+        raise UserCodeError(f"the loss is not floating: {where} has dtype {loss.dtype}")
+    return loss

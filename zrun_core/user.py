@@ -1,0 +1,236 @@
+"""The user's own code: `load(ref, job_dir)` finds it, `call` runs it, and what goes wrong is told in the user's terms.
+
+A job that names something which does not exist is a `JobError` (one line, exit 2, the nearest name). Code that raises
+is a `UserCodeError` whose text ends with the traceback, reduced to the user's own frames.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from zrun_core.config import Ref
+from zrun_core.errors import JobError, UserCodeError, ZrunError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+# Standard modules that act on the process or the file system. A job file is often somebody else's text, and nothing
+# that a training job needs comes from here, so `model: os:system` is refused before anything is called.
+_PROCESS_MODULES = frozenset({"ctypes", "nt", "os", "posix", "pty", "runpy", "shutil", "signal", "subprocess", "sys"})
+
+_OWN_PACKAGE = Path(__file__).resolve().parent
+_HIDDEN_FOLDERS = tuple(
+    f"{folder}{os.sep}"
+    for folder in (_OWN_PACKAGE, _OWN_PACKAGE.parent / "zrun", Path(importlib.__file__).resolve().parent)
+)
+_PACKAGE_FOLDERS = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+
+
+def add_to_path(job_dir: Path) -> None:
+    """Put the job file's folder first on `sys.path`, as Python does with the folder of a script."""
+    folder = os.path.abspath(job_dir)
+    if folder in sys.path:
+        sys.path.remove(folder)
+    sys.path.insert(0, folder)
+
+
+def load(ref: Ref, job_dir: Path) -> object:
+    """What `ref` names, without calling it: an attribute of a module, or of a file relative to `job_dir`.
+
+    A file is imported under its stem and kept in `sys.modules`, so that it runs once per process and its classes can be
+    pickled for data-loading processes.
+
+    Raises:
+        JobError: there is no such file, module or attribute, or it belongs to a module that acts on the process.
+        UserCodeError: the import raised.
+    """
+    if ref.where.partition(".")[0] in _PROCESS_MODULES:
+        raise _refused(ref)
+    module = _import_file(ref, job_dir) if ref.where.endswith(".py") else _import_module(ref, job_dir)
+    found: object = module
+    for name in ref.attr.split("."):
+        parent = found
+        try:
+            found = getattr(parent, name)
+        except AttributeError:
+            nearest = _nearest(name, dir(parent))
+            raise JobError(f"{ref.call}: {ref.where} has no {name!r}{nearest}") from None
+    # An alias (`from os import system`) still knows where it was defined.
+    if str(getattr(found, "__module__", None)).partition(".")[0] in _PROCESS_MODULES:
+        raise _refused(ref)
+    return found
+
+
+def function(ref: Ref, job_dir: Path) -> Callable[..., Any]:
+    """What `ref` names as a function, with `ref.args` bound to it: a loss, a collate function, a hook.
+
+    Raises:
+        JobError: as `load`, or it cannot be called.
+        UserCodeError: as `load`.
+    """
+    found = load(ref, job_dir)
+    if not callable(found):
+        raise JobError(
+            f"{ref.call} is not callable: it is {_a_type(found)}; write a function that returns it and name that"
+        )
+    return functools.partial(found, **ref.args) if ref.args else found
+
+
+def call(ref: Ref, job_dir: Path, **more: Any) -> object:
+    """Call what `ref` names with `more` and `ref.args`; the job's own arguments win.
+
+    Raises:
+        JobError: as `function`, or the arguments do not fit its signature.
+        UserCodeError: as `load`, or the call raised.
+    """
+    target = function(Ref(call=ref.call), job_dir)
+    arguments = {**more, **ref.args}
+    _check_arguments(ref, target, arguments)
+    with user_code(f"{ref.call} failed"):
+        return target(**arguments)
+
+
+def build_model(ref: Ref, job_dir: Path) -> nn.Module:
+    """The module that the user's factory returns, in the training or evaluation mode that it chose.
+
+    Raises:
+        JobError: as `call`, or `ref` names a module object where a factory is needed.
+        UserCodeError: as `call`, or the factory returned something else.
+    """
+    from torch import nn
+
+    if isinstance(found := load(ref, job_dir), nn.Module):
+        raise JobError(
+            f"model: {ref.call} is a {type(found).__name__} that was built on import, before the seed was set: "
+            "write a function that builds and returns it"
+        )
+    model = call(ref, job_dir)
+    if not isinstance(model, nn.Module):
+        raise UserCodeError(f"model must return an nn.Module, {ref.call} returned {_a_type(model)}")
+    return model
+
+
+@contextmanager
+def user_code(what: str) -> Iterator[None]:
+    """Everything raised inside is the user's: it becomes a `UserCodeError` that starts with `what`.
+
+    A `ZrunError` passes unchanged (the bundled models and data raise those), and so does an interrupt.
+    """
+    try:
+        yield
+    except ZrunError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UserCodeError(f"{what}\n{user_traceback(error)}") from error
+
+
+def user_traceback(error: BaseException) -> str:
+    """The traceback of `error` and of its causes without the frames of zrun, torch, importlib and other packages.
+
+    Where nothing would be left, the innermost frame stays.
+    """
+    report = traceback.TracebackException.from_exception(error)
+    _keep_user_frames(report)
+    return "".join(report.format()).rstrip()
+
+
+def _keep_user_frames(report: traceback.TracebackException) -> None:
+    shown = [frame for frame in report.stack if _is_users(frame.filename)]
+    if not shown and not _is_syntax_error(report):  # a syntax error names its file and line itself
+        shown = list(report.stack[-1:])
+    report.stack = traceback.StackSummary.from_list(shown)
+    for other in (report.__cause__, report.__context__, *(report.exceptions or ())):
+        if other is not None:
+            _keep_user_frames(other)
+
+
+def _is_users(filename: str) -> bool:
+    if filename.startswith(("<frozen ", *_HIDDEN_FOLDERS)):
+        return False
+    return not any(folder in filename for folder in _PACKAGE_FOLDERS)
+
+
+def _is_syntax_error(report: traceback.TracebackException) -> bool:
+    return report.exc_type is not None and issubclass(report.exc_type, SyntaxError)
+
+
+def _import_module(ref: Ref, job_dir: Path) -> ModuleType:
+    try:
+        with user_code(f"{ref.call}: importing {ref.where} failed"):
+            return importlib.import_module(ref.where)
+    except UserCodeError as error:
+        cause = error.__cause__
+        if isinstance(cause, ModuleNotFoundError) and f"{ref.where}.".startswith(f"{cause.name}."):
+            nearest = _nearest(ref.where, (path.stem for path in job_dir.glob("*.py")))
+            raise JobError(
+                f"{ref.call}: there is no module {cause.name!r} in {job_dir} nor among the installed packages{nearest}"
+            ) from None
+        raise
+
+
+def _import_file(ref: Ref, job_dir: Path) -> ModuleType:
+    path = Path(os.path.abspath(job_dir / Path(ref.where).expanduser()))
+    if not path.is_file():
+        nearest = _nearest(path.name, (other.name for other in path.parent.glob("*.py")))
+        raise JobError(f"{ref.call}: there is no file {path}{nearest}")
+    name = path.stem
+    if (loaded := sys.modules.get(name)) is not None:
+        origin = getattr(loaded, "__file__", None)
+        if origin is None or not os.path.exists(origin) or not path.samefile(origin):
+            raise JobError(f"{ref.call}: the module name {name!r} is taken by {origin or 'Python'}: rename {path}")
+        return loaded
+    # After everything else: the file's neighbours can be imported, and nothing is shadowed by them.
+    if (folder := str(path.parent)) not in sys.path:
+        sys.path.append(folder)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        with user_code(f"{ref.call}: importing {path} failed"):
+            spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _check_arguments(ref: Ref, target: Callable[..., Any], arguments: dict[str, Any]) -> None:
+    try:
+        signature = inspect.signature(target)
+    except (TypeError, ValueError):  # some functions written in C have none
+        return
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        unknown = [name for name in arguments if name not in signature.parameters]
+        nearest = _nearest(unknown[0], signature.parameters) if unknown else ""
+        takes = ", ".join(signature.parameters) or "nothing"
+        raise JobError(f"{ref.call}: {error}{nearest} (it takes {takes})") from None
+
+
+def _refused(ref: Ref) -> JobError:
+    return JobError(f"{ref.call} is refused: it acts on the process, not on a model; name a function of your own code")
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    public = [other for other in known if not other.startswith("_")]
+    close = get_close_matches(name, public, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _a_type(value: object) -> str:
+    return "None" if value is None else type(value).__name__

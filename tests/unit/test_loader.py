@@ -1,0 +1,231 @@
+"""The loader: the contract of the order through real datasets, workers and collate functions."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset
+
+from zrun_core.config import DataConfig
+from zrun_core.data.batch import MicroBatch, count_tokens, to_device
+from zrun_core.data.loader import BatchLoader, eval_batches
+from zrun_core.errors import JobError, UserCodeError
+from zrun_core.spec import BatchPlan
+
+
+class Numbers(Dataset[Tensor]):
+    """Sample i is the number i."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor(index)
+
+
+class Walk(IterableDataset[Tensor]):
+    """The same numbers without indices; counts in tens of thousands which epoch it is in."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (torch.tensor(10_000 * self.epoch + index) for index in range(self.length))
+
+
+def plan(ranks: int, micro: int, accumulation: int = 1) -> BatchPlan:
+    return BatchPlan(global_size=ranks * micro * accumulation, micro=micro, accumulation=accumulation, ranks=ranks)
+
+
+def data(**keys: Any) -> DataConfig:
+    return DataConfig(call="m:f", **keys)
+
+
+def drawn(loader: BatchLoader, num_steps: int) -> list[list[list[int]]]:
+    """The numbers by [step][micro-batch]."""
+    steps = []
+    for _ in range(num_steps):
+        step = loader.next_step()
+        assert step is not None
+        steps.append([micro.batch.tolist() for micro in step])
+    return steps
+
+
+def whole_epochs(dataset: object, ranks: int, epochs: int, **keys: Any) -> list[list[tuple[list[int], int]]]:
+    """What all ranks draw until the data ends, by [rank][micro-batch] -> (numbers, num_samples)."""
+    ends = []
+    for rank in range(ranks):
+        loader = BatchLoader(dataset, data(**keys), plan(ranks, 2), rank, seed=3, epochs=epochs)
+        parts: list[tuple[list[int], int]] = []
+        while (step := loader.next_step()) is not None:
+            parts += [(micro.batch.tolist(), micro.num_samples) for micro in step]
+        assert loader.next_step() is None
+        ends.append(parts)
+    return ends
+
+
+def test_steps_in_order_across_epochs() -> None:
+    loader = BatchLoader(Numbers(5), data(), plan(2, 1, 2), rank=1, seed=0)
+    assert drawn(loader, 3) == [[[2], [3]], [[1], [2]], [[0], [1]]]
+    assert loader.cursor == 12
+
+
+@pytest.mark.parametrize("dataset", [Numbers(9), Walk(9)])
+def test_short_last_step_ends_together_with_stand_ins(dataset: object) -> None:
+    ranks = whole_epochs(dataset, ranks=4, epochs=1)
+    assert ranks == [
+        [([0, 1], 2), ([8], 1)],
+        [([2, 3], 2), ([8], 0)],
+        [([4, 5], 2), ([8], 0)],
+        [([6, 7], 2), ([8], 0)],
+    ]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_iterable_and_map_style_agree(num_ranks: int) -> None:
+    by_index = whole_epochs(Numbers(13), num_ranks, epochs=2)
+    walked = whole_epochs(Walk(13), num_ranks, epochs=2)
+    assert [[([n % 10_000 for n in numbers], count) for numbers, count in parts] for parts in walked] == by_index
+
+
+def test_iterable_is_told_its_epoch() -> None:
+    loader = BatchLoader(Walk(3), data(), plan(1, 2), rank=0, seed=0)
+    assert drawn(loader, 3) == [[[0, 1]], [[2, 10_000]], [[10_001, 10_002]]]
+
+
+@pytest.mark.parametrize(("dataset", "workers"), [(Numbers(11), 0), (Numbers(11), 2), (Walk(11), 0), (Walk(11), 1)])
+def test_seek_equals_skipping(dataset: object, workers: int) -> None:
+    whole = BatchLoader(dataset, data(workers=workers), plan(2, 3), rank=1, seed=0)
+    expected = drawn(whole, 5)[2:]
+    resumed = BatchLoader(dataset, data(workers=workers), plan(2, 3), rank=1, seed=0)
+    resumed.seek(12)
+    assert drawn(resumed, 3) == expected
+    assert resumed.cursor == whole.cursor == 30
+
+
+def test_workers_change_nothing() -> None:
+    runs = [
+        drawn(BatchLoader(Numbers(10), data(shuffle=True, workers=workers), plan(2, 2, 2), rank=0, seed=5), 4)
+        for workers in (0, 2)
+    ]
+    assert runs[0] == runs[1]
+
+
+class Noise(Dataset[Tensor]):
+    """Draws from the process's own generators, as augmentation does."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.rand(()) + random.random()
+
+
+@pytest.mark.parametrize("dataset", [Numbers(8), Noise()])
+def test_workers_leave_the_ranks_generator_alone_and_repeat(dataset: object) -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    runs = [drawn(BatchLoader(dataset, data(workers=2), plan(1, 2), rank=rank, seed=5), 3) for rank in (0, 0)]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert runs[0] == runs[1]
+
+
+def test_workers_of_different_ranks_draw_differently() -> None:
+    draws = [drawn(BatchLoader(Noise(), data(workers=1), plan(2, 2), rank=rank, seed=5), 1) for rank in (0, 1)]
+    assert draws[0] != draws[1]
+
+
+def test_ragged_samples_with_a_collate_function() -> None:
+    ragged = [torch.arange(length) for length in (1, 3, 2, 2)]
+
+    def pad(samples: list[Tensor]) -> dict[str, Tensor]:
+        return {"input_ids": torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)}
+
+    loader = BatchLoader(ragged, data(), plan(1, 2, 2), rank=0, seed=0, collate=pad)
+    step = loader.next_step()
+    assert step is not None
+    assert [micro.batch["input_ids"].tolist() for micro in step] == [[[0, 0, 0], [0, 1, 2]], [[0, 1], [0, 1]]]
+    assert [micro.num_tokens for micro in step] == [6, 4]
+
+
+def test_what_the_dataset_raises_is_the_users() -> None:
+    ragged = [torch.arange(1), torch.arange(2)]
+    loader = BatchLoader(ragged, data(), plan(1, 2), rank=0, seed=0)
+    with pytest.raises(UserCodeError, match=r"reading the training data failed\n(.|\n)*stack expects each tensor"):
+        loader.next_step()
+
+
+@pytest.mark.parametrize(
+    ("dataset", "keys", "message"),
+    [
+        ([], {}, "the dataset is empty: list has length 0"),
+        (Walk(0), {}, "the dataset is empty: Walk yielded no sample"),
+        (3, {}, "data must return a dataset: int has neither"),
+        (iter([1, 2]), {}, "in its second pass: it can be walked only once"),
+        (Walk(3), {"workers": 2}, "data.workers: 2 processes would each yield the whole stream of Walk"),
+        (Walk(3), {"shuffle": True}, "data.shuffle: Walk is an iterable dataset"),
+    ],
+)
+def test_unusable_datasets_are_named(dataset: object, keys: dict[str, Any], message: str) -> None:
+    with pytest.raises((JobError, UserCodeError)) as error:
+        BatchLoader(dataset, data(**keys), plan(1, 4), rank=0, seed=0).next_step()
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("dataset", [Numbers(11), Walk(11)])
+@pytest.mark.parametrize("limit", [None, 7, 100])
+def test_evaluation_sees_every_sample_once(dataset: object, limit: int | None) -> None:
+    ranks = [list(eval_batches(dataset, 2, rank, 3, limit)) for rank in range(3)]
+    assert len({len(batches) for batches in ranks}) == 1
+    counted = [n for batches in ranks for micro in batches if micro.num_samples for n in micro.batch.tolist()]
+    assert sorted(counted) == list(range(min(limit or 11, 11)))
+    assert sum(micro.num_samples for batches in ranks for micro in batches) == len(counted)
+
+
+class Pair(NamedTuple):
+    left: Tensor
+    right: list[Tensor]
+
+
+@dataclass
+class Record:
+    values: Tensor
+    name: str
+
+
+def test_to_device_keeps_every_container() -> None:
+    meta = torch.device("meta")
+    host = torch.zeros(2)
+    batch = OrderedDict(pair=Pair(host, [host]), record=Record(host, "a"), plain=(host, 3, None))
+    moved = to_device(batch, meta)
+    assert type(moved) is OrderedDict
+    assert isinstance(moved["pair"], Pair)
+    assert moved["record"].name == "a"
+    assert moved["plain"][1:] == (3, None)
+    tensors = [moved["pair"].left, moved["pair"].right[0], moved["record"].values, moved["plain"][0]]
+    assert all(tensor.is_meta for tensor in tensors)
+    assert not batch["pair"].left.is_meta  # the given batch is left as it was
+    assert MicroBatch.of(batch, 1).to(meta).batch["pair"].left.is_meta
+
+
+def test_tokens_are_the_input_ids_or_the_first_integer_matrix() -> None:
+    ids, floats = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(4, 5)
+    assert count_tokens({"mask": torch.zeros(9, 9, dtype=torch.int64), "input_ids": ids}) == 6
+    assert count_tokens((floats, torch.zeros(7, dtype=torch.int64), ids)) == 6
+    assert count_tokens((floats, torch.zeros(3, 3, dtype=torch.bool))) == 0
+    assert MicroBatch.of(ids, 0).num_tokens == 0

@@ -1,0 +1,81 @@
+"""A batch as the dataset's collate function made it: nested dicts, lists, tuples and dataclasses around tensors."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_TOKEN_DTYPES = (torch.int64, torch.int32, torch.int16)  # uint8 is pixels, bool is a mask
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one rank runs through the model at once.
+
+    A rank that has run out of samples before the others holds a stand-in: a valid batch with `num_samples` 0.
+    """
+
+    batch: Any
+    num_samples: int
+    num_tokens: int
+
+    @classmethod
+    def of(cls, batch: Any, num_samples: int) -> MicroBatch:
+        """Wrap a collated batch of which `num_samples` samples count."""
+        return cls(batch, num_samples, count_tokens(batch) if num_samples else 0)
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same micro-batch with its tensors on `device`."""
+        return dataclasses.replace(self, batch=to_device(self.batch, device))
+
+
+def count_tokens(batch: Any) -> int:
+    """Tokens in a batch: elements of its `input_ids`, else of its first integer tensor of 2 or more dims, else 0."""
+    if isinstance(batch, Mapping) and isinstance(ids := batch.get("input_ids"), Tensor):
+        return ids.numel()
+    tokens: list[int] = []
+
+    def visit(tensor: Tensor) -> Tensor:
+        if tensor.dim() >= 2 and tensor.dtype in _TOKEN_DTYPES:
+            tokens.append(tensor.numel())
+        return tensor
+
+    _map_tensors(visit, batch)
+    return tokens[0] if tokens else 0
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """A copy of a nested batch with every tensor on `device`; onto a GPU from pinned memory, without waiting."""
+    return _map_tensors(lambda tensor: _move(tensor, device), batch)
+
+
+def _move(tensor: Tensor, device: torch.device) -> Tensor:
+    if device.type != "cuda" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
+    return pinned.to(device, non_blocking=True)
+
+
+def _map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """`value` with `change` applied to every tensor in it, in order; what is no container of tensors stays itself."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, MutableMapping):
+        copied = copy.copy(value)  # keeps the type: OrderedDict, defaultdict, a tokenizer's BatchEncoding
+        for key, item in value.items():
+            copied[key] = _map_tensors(change, item)
+        return copied
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_map_tensors(change, item) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(_map_tensors(change, item) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: _map_tensors(change, getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
+        return dataclasses.replace(value, **fields)
+    return value

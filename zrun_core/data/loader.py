@@ -1,0 +1,120 @@
+"""The training data of one rank, step by step: `loader = BatchLoader(...)`, then `loader.next_step()` until None.
+
+`loader.cursor` is the position in the stream in samples over all ranks; `loader.seek(cursor)` goes on from there, also
+on another number of ranks. Evaluation walks held-out data once, by the same rules: `eval_batches`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from zrun_core.config import DataConfig
+from zrun_core.data.batch import MicroBatch
+from zrun_core.data.source import Collate, IterableSource, MapSource, Source, Step, is_map_style
+from zrun_core.errors import JobError, UserCodeError
+from zrun_core.spec import BatchPlan
+from zrun_core.user import user_code
+
+_CPU = torch.device("cpu")
+
+
+class BatchLoader:
+    """Micro-batches of the data-parallel rank `rank`, in the order that `data.order` documents.
+
+    Batches stay in host memory, pinned when `device` is a GPU: moving each one right before its forward
+    (`MicroBatch.to`) keeps a single one on the device.
+    """
+
+    def __init__(
+        self,
+        dataset: object,
+        data: DataConfig,
+        batch: BatchPlan,
+        rank: int,
+        seed: int,
+        device: torch.device = _CPU,
+        *,
+        epochs: int | None = None,
+        collate: Collate | None = None,
+    ) -> None:
+        """
+        Args:
+            dataset: map-style (`__getitem__` and `__len__`) or iterable.
+            epochs: passes over the data before it ends; None: it never does.
+            collate: list of samples -> batch; None: torch's default.
+
+        Raises:
+            JobError: `data` asks for what an iterable dataset cannot do.
+            UserCodeError: the dataset is empty, or it is no dataset.
+        """
+        self._source = _open(
+            dataset,
+            batch,
+            rank,
+            shuffle=data.shuffle,
+            seed=seed,
+            workers=data.workers,
+            collate=collate,
+            epochs=epochs,
+            pin_memory=device.type == "cuda",
+        )
+        self.cursor = 0
+        self._steps: Iterator[Step] = self._source.steps(0)
+
+    def seek(self, cursor: int) -> None:
+        """Continue from this position of the stream, in samples over all ranks."""
+        self.cursor = cursor
+        self._steps = self._source.steps(cursor)
+
+    def next_step(self) -> list[MicroBatch] | None:
+        """This rank's micro-batches of the next optimizer step, or None when the data has ended, on all ranks.
+
+        Raises:
+            UserCodeError: the dataset or the collate function raised.
+        """
+        with user_code("reading the training data failed"):
+            step = next(self._steps, None)
+        if step is None:
+            return None
+        num_samples, micro_batches = step
+        self.cursor += num_samples
+        return micro_batches
+
+
+def eval_batches(
+    dataset: object,
+    micro: int,
+    rank: int,
+    num_ranks: int,
+    limit: int | None = None,
+    collate: Collate | None = None,
+) -> Iterator[MicroBatch]:
+    """Every sample of held-out data once, or the first `limit`, over all ranks; equally many batches on each.
+
+    Raises:
+        UserCodeError: the dataset is empty or no dataset, or it or the collate function raised.
+    """
+    batch = BatchPlan(global_size=micro * num_ranks, micro=micro, accumulation=1, ranks=num_ranks)
+    steps = _open(dataset, batch, rank, collate=collate, epochs=1, limit=limit).steps(0)
+    while True:
+        with user_code("reading the evaluation data failed"):
+            step = next(steps, None)
+        if step is None:
+            return
+        yield from step[1]
+
+
+def _open(
+    dataset: Any, batch: BatchPlan, rank: int, *, shuffle: bool = False, pin_memory: bool = False, **options: Any
+) -> Source:
+    if is_map_style(dataset):
+        return MapSource(dataset, batch, rank, shuffle=shuffle, pin_memory=pin_memory, **options)
+    name = type(dataset).__name__
+    if not hasattr(dataset, "__iter__"):
+        raise UserCodeError(f"data must return a dataset: {name} has neither __getitem__ and __len__ nor __iter__")
+    if shuffle:
+        raise JobError(f"data.shuffle: {name} is an iterable dataset, without indices to permute: shuffle inside it")
+    return IterableSource(dataset, batch, rank, **options)

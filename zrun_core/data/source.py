@@ -1,0 +1,198 @@
+"""Where a rank's micro-batches come from: a dataset with indices, or one that can only be walked.
+
+Both kinds turn a start position in the stream into an iterator of optimizer steps, by the contract of `data.order`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import count, islice
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from zrun_core.data.batch import MicroBatch
+from zrun_core.data.order import EpochOrder, micro_batches, mix, split, steps
+from zrun_core.errors import JobError, UserCodeError
+from zrun_core.spec import BatchPlan
+
+Collate: TypeAlias = Callable[[list[Any]], Any]
+Step: TypeAlias = tuple[int, list[MicroBatch]]  # samples in the global batch, this rank's micro-batches of it
+
+
+class Source(Protocol):
+    """A stream of optimizer steps for one rank."""
+
+    def steps(self, start: int) -> Iterator[Step]:
+        """The steps from stream position `start` on; they end on all ranks at once."""
+        ...
+
+
+def is_map_style(dataset: object) -> bool:
+    """Whether samples are read by index. torch's own base class gives every dataset a `__getitem__`, used or not."""
+    return not isinstance(dataset, IterableDataset) and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+
+
+class MapSource:
+    """Reads samples by index, through torch's DataLoader when `workers` processes shall do it ahead of time."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch: BatchPlan,
+        rank: int,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        workers: int = 0,
+        collate: Collate | None = None,
+        epochs: int | None = None,
+        limit: int | None = None,
+        pin_memory: bool = False,
+    ) -> None:
+        num_samples = len(dataset)
+        if num_samples == 0:
+            raise UserCodeError(f"the dataset is empty: {type(dataset).__name__} has length 0")
+        self._total = _smaller(None if epochs is None else num_samples * epochs, limit)
+        self._dataset = dataset
+        self._batch = batch
+        self._rank = rank
+        self._order = EpochOrder(num_samples, shuffle=shuffle, seed=seed)
+        self._seed = seed
+        self._workers = workers
+        self._collate = collate
+        self._pin_memory = pin_memory
+
+    def steps(self, start: int) -> Iterator[Step]:
+        """The steps from stream position `start` on."""
+        # An own generator: DataLoader draws its workers' seeds from it instead of from the rank's global stream.
+        generator = torch.Generator().manual_seed(mix(self._seed, self._rank))
+        loader: DataLoader[Any] = DataLoader(
+            self._dataset,
+            batch_sampler=_Indices(self, start),
+            num_workers=self._workers,
+            collate_fn=self._collate,
+            pin_memory=self._pin_memory,
+            generator=generator,
+        )
+        batches = iter(loader)
+        for positions in steps(start, self._batch.global_size, self._total):
+            parts = micro_batches(len(positions), self._batch, self._rank)
+            yield len(positions), [MicroBatch.of(next(batches), len(part)) for part in parts]
+
+    def micro_batch_indices(self, start: int) -> Iterator[list[int]]:
+        """The dataset indices of every micro-batch of this rank from stream position `start` on."""
+        for positions in steps(start, self._batch.global_size, self._total):
+            for part in micro_batches(len(positions), self._batch, self._rank):
+                # Nothing left for this rank: the step's first sample stands in.
+                yield [self._order.index(positions[offset]) for offset in part or (0,)]
+
+
+class _Indices:
+    """A batch sampler: DataLoader wants an iterable, and its processes run ahead of the step being consumed."""
+
+    def __init__(self, source: MapSource, start: int) -> None:
+        self._source = source
+        self._start = start
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._source.micro_batch_indices(self._start)
+
+
+class IterableSource:
+    """Walks a dataset that has no indices. Every rank walks all of it and keeps its own part.
+
+    The dataset must yield the same samples in the same order on every rank. `set_epoch(epoch)`, where it has one, is
+    called before each pass.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch: BatchPlan,
+        rank: int,
+        *,
+        seed: int = 0,
+        workers: int = 0,
+        collate: Collate | None = None,
+        epochs: int | None = None,
+        limit: int | None = None,
+    ) -> None:
+        if workers > 1:
+            raise JobError(
+                f"data.workers: {workers} processes would each yield the whole stream of {type(dataset).__name__}, "
+                "an iterable dataset: write workers: 0 or 1, or give it __getitem__ and __len__"
+            )
+        self._dataset = dataset
+        self._batch = batch
+        self._rank = rank
+        self._seed = seed
+        self._workers = workers
+        self._collate = collate or default_collate
+        self._epochs = epochs
+        self._limit = limit
+
+    def steps(self, start: int) -> Iterator[Step]:
+        """The steps from stream position `start` on, after walking past everything before it."""
+        stream = islice(self._stream(), start, self._limit)
+        global_size = self._batch.global_size
+        # In a full step a rank needs its own part. In a short last one that part moves to the front, and how far is
+        # known only at its end, so all samples of the step are kept where the stream can end.
+        can_end = self._epochs is not None or self._limit is not None
+        wanted = range(global_size) if can_end else split(global_size, self._batch.ranks, self._rank)
+        while True:
+            size = 0
+            samples: dict[int, Any] = {}  # by offset in the step
+            for offset, sample in enumerate(islice(stream, global_size)):
+                size = offset + 1
+                if offset in wanted:
+                    samples[offset] = sample
+            if size == 0:
+                return
+            yield size, [self._collated(samples, part) for part in micro_batches(size, self._batch, self._rank)]
+
+    def _collated(self, samples: dict[int, Any], part: range) -> MicroBatch:
+        # Nothing left for this rank: the step's first sample stands in.
+        return MicroBatch.of(self._collate([samples[offset] for offset in part or (0,)]), len(part))
+
+    def _stream(self) -> Iterator[Any]:
+        """Sample by sample, epoch after epoch."""
+        for epoch in count() if self._epochs is None else range(self._epochs):
+            if hasattr(self._dataset, "set_epoch"):
+                self._dataset.set_epoch(epoch)
+            is_empty = True
+            for sample in self._pass(epoch):
+                is_empty = False
+                yield sample
+            if is_empty:
+                why = " in its second pass: it can be walked only once" if epoch else ""
+                raise UserCodeError(f"the dataset is empty: {type(self._dataset).__name__} yielded no sample{why}")
+
+    def _pass(self, epoch: int) -> Iterator[Any]:
+        if self._workers == 0:
+            return iter(self._dataset)
+        generator = torch.Generator().manual_seed(mix(self._seed, epoch))
+        loader: DataLoader[Any] = DataLoader(
+            _Walk(self._dataset), batch_size=None, num_workers=1, collate_fn=_as_is, generator=generator
+        )
+        return iter(loader)
+
+
+class _Walk(IterableDataset[Any]):
+    """Any iterable as torch's DataLoader knows it."""
+
+    def __init__(self, samples: Iterable[Any]) -> None:
+        self._samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._samples)
+
+
+def _as_is(sample: Any) -> Any:
+    return sample
+
+
+def _smaller(first: int | None, second: int | None) -> int | None:
+    """The smaller of two limits, either of which may be missing."""
+    return min((limit for limit in (first, second) if limit is not None), default=None)

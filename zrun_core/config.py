@@ -61,13 +61,17 @@ class Section(BaseModel):
     )
     short: ClassVar[tuple[str, type] | None] = None
 
-    @model_validator(mode="before")
     @classmethod
     def expand(cls, value: Any) -> Any:
         """The long form of `value`; anything that is not the short form is returned as it is."""
         if cls.short is not None and type(value) is cls.short[1]:
             return {cls.short[0]: value}
         return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand(cls, value: Any) -> Any:
+        return cls.expand(value)
 
     @field_validator("*", mode="before")
     @classmethod
@@ -83,7 +87,11 @@ class Ref(Section):
 
     short = ("call", str)
 
-    call: str = Field(description='what to call, as "module:attr" or "file.py:attr"', examples=["train.py:build_model"])
+    call: str = Field(
+        description='what to call, as "module:attr" or "file.py:attr"',
+        examples=["train.py:build_model"],
+        json_schema_extra={"format": "reference"},
+    )
     args: dict[str, Any] = Field(
         default_factory=dict, description="keyword arguments of the call", examples=[{"dim": 512}]
     )

@@ -1,0 +1,86 @@
+"""A job file to a `JobConfig`: `load_job(Path("job.yaml"), ["zero.stage=3"]).config`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zrun.job import overrides as command_line
+from zrun.job.document import Document
+from zrun.job.problems import DEFAULT, Origin, Problem, job_error
+from zrun.job.validate import validate
+from zrun_core.config import JobConfig, Section
+from zrun_core.errors import JobError
+
+MAX_FILE_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class LoadedJob:
+    """A job, and where each of its values was written."""
+
+    config: JobConfig
+    path: Path
+    origins: Mapping[str, Origin]  # by dotted key, for every key that holds a value: "zero.stage", "model.args.dim"
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One value of a job."""
+
+    path: tuple[str, ...]
+    value: Any
+    given: bool  # by the file or an override; else it is the default
+
+    def __str__(self) -> str:
+        return ".".join(self.path)
+
+
+def load_job(path: Path, overrides: Sequence[str] = (), environ: Mapping[str, str] = os.environ) -> LoadedJob:
+    """Read the job file at `path` with `overrides` ("key=value") on top; `${env:VAR}` comes from `environ`.
+
+    Raises:
+        JobError: with every problem of the file and of the overrides, one line each.
+    """
+    document = Document.parse(_read(path), str(path), environ)
+    command_line.apply(document, overrides, environ)
+    config = validate(document)
+    origins = {str(leaf): document.origin(leaf.path) if leaf.given else DEFAULT for leaf in leaves(config)}
+    return LoadedJob(config, path, origins)
+
+
+def leaves(config: Section, path: tuple[str, ...] = (), given: bool = True) -> Iterator[Leaf]:
+    """Every value below `path`, in the order of the definition."""
+    for name, field in type(config).model_fields.items():
+        value = getattr(config, name)
+        here = (*path, field.alias or name)
+        is_given = given and name in config.model_fields_set
+        if isinstance(value, Section):
+            yield from leaves(value, here, is_given)
+        elif isinstance(value, dict) and value:
+            yield from (Leaf((*here, key), item, is_given) for key, item in value.items())
+        else:
+            yield Leaf(here, value, is_given)
+
+
+def _read(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_FILE_BYTES + 1)
+    except FileNotFoundError:
+        raise JobError(f"{path}: no such file; `zrun init -o {path}` writes one to start from") from None
+    except IsADirectoryError:
+        raise JobError(f"{path} is a directory; name the job file in it") from None
+    except OSError as error:
+        raise JobError(f"{path} cannot be read: {error.strerror}") from None
+    if len(raw) > MAX_FILE_BYTES:
+        raise JobError(f"{path} is larger than 1 MiB, which no job file needs; is it the right file?")
+    try:
+        return raw.decode().removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        before = raw[: error.start].decode().split("\n")
+        place = Origin.in_file(str(path), len(before), len(before[-1]) + 1)
+        raise job_error(str(path), [Problem(place, (), "not UTF-8 text; save the file as UTF-8")]) from None

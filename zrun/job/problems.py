@@ -1,0 +1,79 @@
+"""What is wrong with a job, and where: every mistake of a file is found before the first is reported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from zrun.job.scalars import write
+from zrun_core.errors import JobError
+
+KeyPath = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a value was written: a place in a file, an override on the command line, or nowhere (the default)."""
+
+    kind: Literal["file", "override", "default"]
+    text: str = ""  # "job.yaml:12:5", or the override as typed
+    line: int = 0
+    column: int = 0
+
+    @classmethod
+    def in_file(cls, name: str, line: int, column: int) -> Origin:
+        """A place in the file `name`; the first line and the first column are 1."""
+        return cls("file", f"{name}:{line}:{column}", line, column)
+
+    def __str__(self) -> str:
+        return self.text if self.kind == "file" else self.kind
+
+    @property
+    def label(self) -> str:
+        """How a message about this place starts."""
+        return f"override {shown_text(self.text)}" if self.kind == "override" else str(self)
+
+
+DEFAULT = Origin("default")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One mistake: where it stands, the key it is about (empty: the file as a whole), and what to write instead."""
+
+    origin: Origin
+    path: KeyPath
+    message: str
+
+    def __str__(self) -> str:
+        key = f"{dotted(self.path)}: " if self.path else ""
+        return f"{self.origin.label}: {key}{self.message}"
+
+
+def job_error(name: str, problems: Iterable[Problem]) -> JobError:
+    """All problems of the job `name` as one error, a line each, in the order of the file."""
+    ordered = sorted(problems, key=lambda p: (p.origin.kind != "file", p.origin.line, p.origin.column))
+    lines = [str(problem) for problem in ordered]
+    if len(lines) > 1:
+        lines.insert(0, f"{len(lines)} problems in {name}")
+    return JobError("\n".join(lines))
+
+
+def dotted(path: KeyPath) -> str:
+    """`("optim", "betas", 1)` as `optim.betas[1]`."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{shown_text(part)}" for part in path)
+    return text.removeprefix(".")
+
+
+def shown_text(text: str) -> str:
+    """`text` on one line of a terminal: control characters escaped, cut at 60 characters."""
+    safe = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+    return safe if len(safe) <= 60 else f"{safe[:57]}..."
+
+
+def shown_value(value: Any) -> str:
+    """A value of the file as a message shows it: on one line, short."""
+    if value is None:
+        return "nothing"
+    return shown_text(f'"{value}"' if isinstance(value, str) else write(value))

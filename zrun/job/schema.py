@@ -1,0 +1,205 @@
+"""The keys of a job file as data, read from the pydantic models: `find_key(("zero", "stage"))`, `keys()`.
+
+Everything that is told to a user about a key (by `zrun explain`, `zrun init --full`, an error message, an editor) comes
+from here, and so from `zrun_core.config`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from zrun.job.problems import KeyPath
+from zrun.job.scalars import write
+from zrun_core.config import JobConfig, Section
+
+_FORMATS = {"regex": "regular expression", "reference": "module:attr"}
+_WORDS = {"boolean": "true | false", "null": "null", "string": "text", None: "any value"}
+_JSON_NAMES = {int: "integer", str: "string"}
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of the job file."""
+
+    path: tuple[str, ...]
+    takes: str  # the allowed values in words: "whole number > 0 | auto"
+    item_takes: str | None  # the same for the items of a list, or the values of a mapping with free keys
+    choices: tuple[str, ...]  # the words among the allowed values
+    default: Any  # None where the key is required
+    required: bool
+    unit: str | None
+    description: str
+    example: Any
+    section: type[Section] | None  # the keys below this one
+    is_union: bool  # pydantic reports the branches of a union one by one
+
+    def __str__(self) -> str:
+        return ".".join(self.path)
+
+    @property
+    def name(self) -> str:
+        return self.path[-1]
+
+
+def keys(section: type[Section] = JobConfig, path: tuple[str, ...] = ()) -> Iterator[Key]:
+    """Every key below `path` in the order of the file, a section before its own keys."""
+    for name in fields(section):
+        key = _key(section, (*path, name))
+        yield key
+        if key.section is not None:
+            yield from keys(key.section, key.path)
+
+
+@cache
+def fields(section: type[Section]) -> dict[str, FieldInfo]:
+    """The fields of `section` by the names that a job file uses."""
+    return {field.alias or name: field for name, field in section.model_fields.items()}
+
+
+def find_key(path: KeyPath) -> Key | None:
+    """The key at `path`; inside a list or a mapping with free keys, the key that holds it. None: no such key."""
+    section: type[Section] | None = JobConfig
+    key = None
+    for depth, name in enumerate(path):
+        if section is None:
+            return key if key is not None and key.item_takes is not None else None
+        if name not in fields(section):
+            return None
+        key = _key(section, tuple(str(part) for part in path[: depth + 1]))
+        section = key.section
+    return key
+
+
+@cache
+def job_schema() -> dict[str, Any]:
+    """JSON schema of a job file for editors; unlike pydantic's own, it allows the short forms."""
+    schema = JobConfig.model_json_schema()
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    for section in _sections_below(JobConfig):
+        if section.short is not None:
+            long_form = schema["$defs"][section.__name__]
+            name, kind = section.short
+            short = long_form["properties"][name]
+            branches = [part for part in short.get("anyOf", [short]) if part.get("type") in (None, _JSON_NAMES[kind])]
+            schema["$defs"][section.__name__] = {"anyOf": [*branches, long_form]}
+    return schema
+
+
+def _sections_below(section: type[Section]) -> set[type[Section]]:
+    children = {_section_in(field.annotation) for field in section.model_fields.values()} - {None}
+    return {below for child in children if child is not None for below in (child, *_sections_below(child))}
+
+
+def _properties(section: type[Section]) -> dict[str, Any]:
+    schema = job_schema() if section is JobConfig else job_schema()["$defs"][section.__name__]
+    long_form = schema["anyOf"][-1] if "anyOf" in schema else schema
+    properties: dict[str, Any] = long_form["properties"]
+    return properties
+
+
+@cache
+def _key(section: type[Section], path: tuple[str, ...]) -> Key:
+    field = fields(section)[path[-1]]
+    fragment = _properties(section)[path[-1]]
+    default = None if field.is_required() else field.get_default(call_default_factory=True)
+    return Key(
+        path=path,
+        takes=_describe(fragment),
+        item_takes=_describe_items(fragment),
+        choices=_choices(fragment),
+        default=default,
+        required=field.is_required(),
+        unit=_unit(fragment, path[-1]),
+        description=field.description or "",
+        example=field.examples[0] if field.examples else default,
+        section=_section_in(field.annotation),
+        is_union=len(_members(field.annotation)) > 1,
+    )
+
+
+def _members(annotation: Any) -> list[Any]:
+    """The branches of a union without None; of anything else, itself."""
+    if get_origin(annotation) is Annotated:
+        return _members(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return [member for arg in get_args(annotation) if arg is not type(None) for member in _members(arg)]
+    return [annotation]
+
+
+def _section_in(annotation: Any) -> type[Section] | None:
+    sections = (member for member in _members(annotation) if isinstance(member, type) and issubclass(member, Section))
+    return next(sections, None)
+
+
+def _unit(fragment: dict[str, Any], name: str) -> str | None:
+    units = {part.get("unit") for part in (fragment, *fragment.get("anyOf", ()))} - {None}
+    if units:
+        return str(units.pop())
+    return "seconds" if name.endswith("_s") else None
+
+
+def _describe_items(fragment: dict[str, Any]) -> str | None:
+    if "prefixItems" in fragment:
+        return _describe(fragment["prefixItems"][0])
+    elements = fragment.get("items", fragment.get("additionalProperties"))
+    if elements is None:
+        return None
+    return _describe(elements) if isinstance(elements, dict) else "any value"
+
+
+def _choices(fragment: dict[str, Any]) -> tuple[str, ...]:
+    if "$ref" in fragment:
+        return _choices(_definition(fragment))
+    words = [*fragment.get("enum", ()), fragment.get("const")]
+    below = (word for part in fragment.get("anyOf", ()) for word in _choices(part))
+    return (*(word for word in words if isinstance(word, str)), *below)
+
+
+def _definition(fragment: dict[str, Any]) -> dict[str, Any]:
+    definition: dict[str, Any] = job_schema()["$defs"][fragment["$ref"].rpartition("/")[2]]
+    return definition
+
+
+def _describe(fragment: dict[str, Any]) -> str:
+    """A type of the JSON schema in words."""
+    if "anyOf" in fragment:
+        return " | ".join(_describe(part) for part in fragment["anyOf"])
+    if "$ref" in fragment:
+        return _describe(_definition(fragment))
+    if "enum" in fragment or "const" in fragment:
+        return " | ".join(write(choice) for choice in fragment.get("enum", [fragment.get("const")]))
+    return _describe_plain(fragment)
+
+
+def _describe_plain(fragment: dict[str, Any]) -> str:
+    match fragment.get("type"):
+        case "array" if "prefixItems" in fragment:
+            return f"[{', '.join(_describe(item) for item in fragment['prefixItems'])}]"
+        case "array":
+            return f"[{_describe(fragment['items'])}, ...]"
+        case "object" if "properties" in fragment:
+            return "{" + ", ".join(fragment["properties"]) + "}"
+        case "object":
+            return f"mapping of names to {_describe_items(fragment)}"
+        case "integer" | "number" if fragment.get("unit") == "bytes":
+            return "size such as 64MiB"
+        case "integer":
+            return f"whole number{_bounds(fragment)}"
+        case "number":
+            return f"number{_bounds(fragment)}"
+        case "string" if "format" in fragment:
+            return _FORMATS[fragment["format"]]
+        case "string" if "pattern" in fragment:
+            return f"text matching {fragment['pattern']}"
+    return _WORDS[fragment.get("type")]
+
+
+def _bounds(fragment: dict[str, Any]) -> str:
+    signs = {"exclusiveMinimum": ">", "minimum": ">=", "maximum": "<=", "exclusiveMaximum": "<"}
+    return " and".join(f" {sign} {fragment[name]}" for name, sign in signs.items() if name in fragment)

@@ -1,0 +1,234 @@
+"""A document to a `JobConfig`, or to every problem in it: each told once, in the words of the job file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from zrun.job.document import Document
+from zrun.job.problems import KeyPath, Origin, Problem, dotted, job_error, shown_value
+from zrun.job.scalars import write
+from zrun.job.schema import Key, fields, find_key, keys
+from zrun_core.config import JobConfig
+
+
+def validate(document: Document) -> JobConfig:
+    """The job that `document` describes.
+
+    Raises:
+        JobError: with every problem of the document.
+    """
+    if not isinstance(document.value, dict):
+        raise job_error(document.name, document.problems or [_not_a_mapping(document)])
+    config, found = _attempt(document, document.value)
+    if found:
+        # Rules between keys are only checked once each key is right by itself: put those right and look again.
+        found += _attempt(document, _mended(document.value, found))[1]
+    problems = _without_echoes([*document.problems, *found])
+    if config is None or problems:
+        raise job_error(document.name, problems)
+    return config
+
+
+def _not_a_mapping(document: Document) -> Problem:
+    if document.value is None:
+        message = "the file is empty; `zrun init` prints a job to start from"
+    else:
+        message = f"a job is a mapping of keys, such as name: gpt-1b, but this is {shown_value(document.value)}"
+    return Problem(document.origin(()), (), message)
+
+
+def _attempt(document: Document, value: Mapping[str, Any]) -> tuple[JobConfig | None, list[Problem]]:
+    try:
+        return JobConfig.model_validate(value), []
+    except ValidationError as error:
+        return None, _explain(document, error)
+
+
+def _mended(value: Mapping[str, Any], problems: Iterable[Problem]) -> dict[str, Any]:
+    """`value` with a good example under each top-level key that has a problem."""
+    mended = dict(value)
+    for name in {str(problem.path[0]) for problem in problems if problem.path}:
+        mended.pop(name, None)
+        key = find_key((name,)) or find_key((_nearest(name, fields(JobConfig)) or name,))
+        if key is not None:
+            mended[key.name] = key.example
+    return mended
+
+
+def _without_echoes(problems: Iterable[Problem]) -> list[Problem]:
+    """The first problem of each key: a mistake in the YAML itself makes others at the same place."""
+    first: dict[tuple[Origin, KeyPath], Problem] = {}
+    for problem in problems:
+        first.setdefault((problem.origin, problem.path), problem)
+    return list(first.values())
+
+
+# What other launchers and trainers call these things.
+_OTHER_NAMES = {
+    "batch_size": "batch.global",
+    "dtype": "precision",
+    "fp16": "precision",
+    "bf16": "precision",
+    "gpus": "slots",
+    "grad_clip": "optim.clip",
+    "learning_rate": "optim.lr",
+    "max_grad_norm": "optim.clip",
+    "max_steps": "steps",
+    "micro_batch_size": "batch.micro",
+    "num_epochs": "epochs",
+    "optimizer": "optim",
+    "scheduler": "lr",
+    "warmup_steps": "lr.warmup",
+}
+
+
+@dataclass(frozen=True)
+class _Mistake:
+    """What pydantic found wrong at one key."""
+
+    path: KeyPath
+    kind: str
+    message: str
+    value: Any
+
+
+def _explain(document: Document, error: ValidationError) -> list[Problem]:
+    mistakes = _one_per_key([_mistake(detail) for detail in error.errors(include_url=False)])
+    unknown = {mistake.path: _suggestion(mistake.path) for mistake in mistakes if mistake.kind == "extra_forbidden"}
+    problems = []
+    for mistake in mistakes:
+        if mistake.path in unknown:
+            problems.append(_unknown_key(document, mistake, unknown[mistake.path]))
+        elif mistake.kind == "missing" and mistake.path in unknown.values():
+            continue  # it is there, misspelt
+        elif mistake.kind == "missing":
+            problems.append(_missing_key(document, mistake.path))
+        elif mistake.kind == "value_error":
+            problems.append(_broken_rule(document, mistake))
+        else:
+            problems.append(_wrong_value(document, mistake))
+    return problems
+
+
+def _mistake(detail: ErrorDetails) -> _Mistake:
+    """Drops from pydantic's location the names of union branches, which are no keys."""
+    path: KeyPath = ()
+    is_branch = False
+    for part in detail["loc"]:
+        if is_branch:
+            is_branch = False
+            continue
+        path = (*path, part)
+        key = find_key(path)
+        is_branch = key is not None and key.is_union and key.path == path
+    kind, message = detail["type"], detail["msg"].removeprefix("Value error, ")
+    if kind == "missing" and isinstance(path[-1], int):
+        return _Mistake(path[:-1], "too_short", message, detail["input"])
+    return _Mistake(path, kind, message, detail["input"])
+
+
+def _one_per_key(mistakes: Iterable[_Mistake]) -> list[_Mistake]:
+    """Each branch of a union reports: the one that got furthest into the value is the one that was meant."""
+    by_path: dict[KeyPath, list[_Mistake]] = {}
+    for mistake in mistakes:
+        by_path.setdefault(mistake.path, []).append(mistake)
+    chosen = []
+    for path, rivals in by_path.items():
+        if any(len(other) > len(path) and other[: len(path)] == path for other in by_path):
+            continue
+        rules = [mistake for mistake in rivals if mistake.kind == "value_error" and isinstance(mistake.value, dict)]
+        if rules or len(rivals) == 1:
+            chosen.append((rules or rivals)[0])
+        else:
+            chosen.append(_Mistake(path, "union", "", rivals[0].value))
+    return chosen
+
+
+def _unknown_key(document: Document, mistake: _Mistake, meant: KeyPath | None) -> Problem:
+    parent = mistake.path[:-1]
+    key = find_key(meant) if meant is not None else None
+    if key is None:
+        owner = f"{dotted(parent)} has" if parent else "a job has"
+        message = f"unknown key; {owner} {', '.join(_siblings(parent))}"
+    else:
+        is_scalar = isinstance(mistake.value, str | int | float)
+        below = key.path[len(parent) :] if key.path[: len(parent)] == parent else key.path
+        line = _line(below, mistake.value if is_scalar else key.example)
+        message = f'unknown key; did you mean "{".".join(below)}"? write {line}'
+    return Problem(document.key_origin(mistake.path), mistake.path, message)
+
+
+def _suggestion(path: KeyPath) -> KeyPath | None:
+    """The key that was probably meant: a sibling with a similar name, or one of this name in another section."""
+    name = str(path[-1])
+    if (nearest := _nearest(name, _siblings(path[:-1]))) is not None:
+        return (*path[:-1], nearest)
+    if name in _OTHER_NAMES:
+        return tuple(_OTHER_NAMES[name].split("."))
+    return min((key.path for key in keys() if name in (key.name, str(key))), key=len, default=None)
+
+
+def _siblings(parent: KeyPath) -> Iterable[str]:
+    key = find_key(parent)
+    return fields(JobConfig if key is None or key.section is None else key.section)
+
+
+def _nearest(name: str, names: Iterable[str]) -> str | None:
+    return next(iter(get_close_matches(name, names, n=1, cutoff=0.65)), None)
+
+
+def _missing_key(document: Document, path: KeyPath) -> Problem:
+    key = find_key(path)
+    assert key is not None
+    message = f"missing key ({key.description}); write {_line(key.path[-1:], key.example)}"
+    return Problem(document.key_origin(path[:-1]), path, message)
+
+
+def _broken_rule(document: Document, mistake: _Mistake) -> Problem:
+    if mistake.path:
+        return Problem(document.origin(mistake.path), _written(document, mistake.path), mistake.message)
+    # A rule between keys: point at the last of those that it names.
+    named = [document.key_origin((name,)) for name in document.value if name in re.findall(r"\w+", mistake.message)]
+    return Problem(named[-1] if named else document.origin(()), (), mistake.message)
+
+
+def _wrong_value(document: Document, mistake: _Mistake) -> Problem:
+    path = _written(document, mistake.path)
+    key = find_key(path)
+    assert key is not None
+    is_element = len(path) > len(key.path)
+    wanted = key.item_takes if is_element else key.takes
+    message = f"expected {wanted}, found {shown_value(mistake.value)}; {_what_to_write(path, key, mistake)}"
+    return Problem(document.origin(mistake.path), path, message)
+
+
+def _what_to_write(path: KeyPath, key: Key, mistake: _Mistake) -> str:
+    name = str(path[-1]) if not isinstance(path[-1], int) else key.name
+    if isinstance(mistake.value, str) and (choice := _nearest(mistake.value, key.choices)) is not None:
+        return f'did you mean "{choice}"? write {_line((name,), choice)}'
+    if mistake.kind == "string_type" and isinstance(mistake.value, bool | int | float):
+        quoted = f'"{write(mistake.value)}"'
+        return f"write {quoted}" if isinstance(path[-1], int) else f"write {name}: {quoted}"
+    if len(path) > len(key.path):
+        return f"write for example {_line(key.path[-1:], key.example)}"
+    return f"write for example {_line((name,), key.example)}"
+
+
+def _written(document: Document, path: KeyPath) -> KeyPath:
+    """`path` as the file has it: `precision: bf61` is about `precision`, although `precision.compute` is wrong."""
+    return path if path in document.values or path[:-1] not in document.values else path[:-1]
+
+
+def _line(path: tuple[str, ...] | KeyPath, value: Any) -> str:
+    """`zero: {bucket: 64MiB}` for `("zero", "bucket")`."""
+    head, *rest = (str(part) for part in path)
+    for name in reversed(rest):
+        value = {name: value}
+    return f"{head}: {write(value)}"

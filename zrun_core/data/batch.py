@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+IGNORED = -100  # label of a position that does not count, as in torch
 _TOKEN_DTYPES = (torch.int64, torch.int32, torch.int16)  # uint8 is pixels, bool is a mask
 
 

@@ -1,0 +1,112 @@
+"""Ranks that stay alive between tests: `RankPool(2).run(function, *args)` calls `function(*args)` on every rank.
+
+Ranks meet through a file, so no port is ever taken. A test that takes too long has every rank's Python stack dumped to
+the test's output, and the pool is rebuilt for the next one.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib.util
+import multiprocessing as mp
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+TIMEOUT_S = 120.0
+
+
+def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    if world_size > 1:
+        dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
+    loaded: dict[str, Any] = {}
+    while True:
+        task = pipe.recv()
+        if task is None:
+            os._exit(0)  # destroying a gloo group sometimes aborts
+        path, name, args = task
+        try:
+            if path not in loaded:
+                spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+                assert spec is not None
+                assert spec.loader is not None
+                loaded[path] = importlib.util.module_from_spec(spec)
+                sys.modules[Path(path).stem] = loaded[path]
+                spec.loader.exec_module(loaded[path])
+            pipe.send((True, getattr(loaded[path], name)(*args)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+
+
+class RankPool:
+    """`world_size` processes with a gloo group."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._start()
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        self._dir = tempfile.TemporaryDirectory()
+        self._pipes, self._processes = [], []
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            args = (rank, self.world_size, f"{self._dir.name}/store", theirs)
+            process = context.Process(target=_serve, args=args, daemon=True)
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """The results of `function(*args)` by rank. Its module is loaded from its file on every rank."""
+        path = sys.modules[function.__module__].__file__
+        for pipe in self._pipes:
+            pipe.send((path, function.__name__, args))
+        results: dict[int, Any] = {}
+        deadline = time.monotonic() + TIMEOUT_S
+        failures = []
+        while len(results) < self.world_size and not failures:
+            left = [pipe for rank, pipe in enumerate(self._pipes) if rank not in results]
+            ready = wait(left, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                failures.append(f"ranks {[r for r in range(self.world_size) if r not in results]} hang")
+            for pipe in ready:
+                rank = self._pipes.index(pipe)  # type: ignore[arg-type]
+                try:
+                    good, value = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    good, value = False, f"died with exit code {self._processes[rank].exitcode}"
+                if good:
+                    results[rank] = value
+                else:
+                    failures.append(f"rank {rank}: {value}")
+        if failures:
+            self._restart()
+            raise AssertionError("\n".join(failures))
+        return [results[rank] for rank in range(self.world_size)]
+
+    def _restart(self) -> None:
+        for process in self._processes:
+            if process.is_alive() and process.pid is not None:
+                os.kill(process.pid, signal.SIGUSR1)  # stacks to stderr
+        time.sleep(0.5)
+        self.close()
+        self._start()
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._dir.cleanup()

@@ -1,0 +1,144 @@
+"""Small models and the shortest training loops, ours and plain, for parity tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zrun_core.comm import Comm
+from zrun_core.config import OptimConfig, PrecisionConfig
+from zrun_core.layout import ZeroPolicy
+from zrun_core.mesh import Mesh
+from zrun_core.optim.choose import choose
+from zrun_core.precision import Precision
+from zrun_core.zero.sharded import Settings, ShardedModel
+
+Batches = Sequence[Any]  # one global batch per step; each is indexable by sample
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.up, self.down = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Embedding-free residual net: [batch, dim] -> mean squared error."""
+
+    def __init__(self, dim: int = 32, depth: int = 3) -> None:
+        super().__init__()
+        self.first = nn.Linear(dim, dim)
+        self.blocks = nn.ModuleList(Block(dim) for _ in range(depth))
+        self.last = nn.Linear(dim, 1)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.mse_loss(self.last(x).float(), y.float())
+
+
+def world() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def make_sharded(
+    model: nn.Module,
+    stage: int,
+    *,
+    precision: dict[str, Any] | str = "fp32",
+    optim: dict[str, Any] | None = None,
+    shard_group: int | None = None,
+    bucket: int = 1 << 14,
+    **settings: Any,
+) -> ShardedModel:
+    rank, world_size = world()
+    policy = ZeroPolicy.of_stage(stage)
+    shard_size = 1 if stage == 0 else shard_group or world_size
+    config = OptimConfig.model_validate({"lr": 1e-2, "weight_decay": 0.1, **(optim or {})})
+    full = Settings(
+        zero=policy,
+        precision=Precision.of(PrecisionConfig.model_validate(precision)),
+        optimizer=choose(config, lambda name: None),
+        bucket=bucket,
+        clip=config.clip,
+        no_decay=config.no_decay,
+        **settings,
+    )
+    mesh = Mesh.build(rank, world_size, shard_size)
+    return ShardedModel(model, lambda name, param: param.detach(), full, mesh, Comm(torch.device("cpu")))
+
+
+def split(batch: Any, rank: int, size: int) -> Any:
+    """The contiguous rank-th part of every tensor in a tuple."""
+    return tuple(t.chunk(size)[rank] for t in batch)
+
+
+def train_sharded(
+    sharded: ShardedModel,
+    batches: Batches,
+    *,
+    accumulation: int = 1,
+    lr: float = 1e-2,
+    loss_of: Callable[[nn.Module, Any], torch.Tensor] = lambda model, batch: model(*batch),
+) -> list[float]:
+    """Global mean losses by step. Each micro-batch's mean loss weighs its share of the global batch."""
+    rank, size = world()
+    losses = []
+    for batch in batches:
+        sharded.begin_step()
+        total = 0.0
+        for k in range(accumulation):
+            part = split(split(batch, rank, size), k, accumulation)
+            with sharded.forward():
+                loss = loss_of(sharded.module, part)
+            total += loss.item() / size / accumulation
+            sharded.backward(loss / (size * accumulation), boundary=k == accumulation - 1)
+        result = sharded.step(lr, torch.tensor([total], dtype=torch.float64), lambda sums: torch.ones(()).double())
+        losses.append(float(result.sums[0]))
+    return losses
+
+
+def train_plain(
+    model: nn.Module,
+    batches: Batches,
+    *,
+    lr: float = 1e-2,
+    clip: float | None = None,
+    weight_decay: float = 0.1,
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    loss_of: Callable[[nn.Module, Any], torch.Tensor] = lambda model, batch: model(*batch),
+) -> list[float]:
+    """The plain single-process loop over global batches."""
+    chosen = optimizer([p for p in model.parameters() if p.requires_grad], lr=lr, weight_decay=weight_decay)
+    losses = []
+    for batch in batches:
+        loss = loss_of(model, batch)
+        loss.backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        chosen.step()
+        chosen.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def data(steps: int, batch: int = 12, dim: int = 32) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    return [
+        (torch.randn(batch, dim, generator=generator), torch.randn(batch, 1, generator=generator)) for _ in range(steps)
+    ]
+
+
+def full_state(sharded: ShardedModel) -> dict[str, torch.Tensor]:
+    """Parameters as a plain model has them."""
+    with sharded.gathered() as module:
+        return {name: param.detach().clone() for name, param in module.named_parameters()}

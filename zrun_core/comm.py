@@ -1,0 +1,299 @@
+"""The only user of collectives: gathers, reductions and broadcasts over named groups, counted as they are issued.
+
+[Note: direct exchange]
+gloo's reduce-scatter is an all-reduce whose surplus is thrown away, and its all-gather copies twice. Up to
+`DIRECT_MAX_RANKS` ranks, each pair exchanges exactly what it owes instead (`benchmarks/comm.py` compares them). Contributions are always added in rank order, so the sum of an element does not depend on which rank owns
+it: that is what makes the ZeRO stages bit-equal on any number of ranks. Messages carry a tag that names their unit:
+ranks that disagree wait for each other, and the watchdog says about what, instead of mixing two units of one size.
+
+[Note: one stream on CUDA]
+NCCL work is issued asynchronously from the compute stream: its own stream waits for what was queued before, and `wait`
+makes the compute stream wait for it. Buffers are held until `wait`, so no `record_stream` is needed and memory is
+reused in a fixed order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from zrun_core.board import Board
+
+DIRECT_MAX_RANKS = 8
+
+
+class Phase(Enum):
+    """When traffic was issued."""
+
+    SETUP = "setup"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    STEP = "step"
+
+
+class TrafficKey(NamedTuple):
+    """What one line of the traffic account is about."""
+
+    kind: str  # all_gather | reduce_scatter | all_reduce | broadcast | small
+    axis: str
+    phase: Phase
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks along one axis of the mesh that this rank belongs to. Size 1 is not special: it moves nothing."""
+
+    axis: str
+    ranks: tuple[int, ...]  # global ranks, in the group's order
+    index: int  # this rank's place in it
+    handle: dist.ProcessGroup | None  # None only where nothing is ever sent
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+class Handle:
+    """Communication under way. `wait` finishes it (once); `poll` moves it on if that takes no waiting."""
+
+    def __init__(self, comm: Comm, works: Sequence[dist.Work], then: Callable[[], Handle | None] | None = None) -> None:
+        self._comm = comm
+        self._works = list(works)
+        self._then = then
+        self._next: Handle | None = None
+
+    def _advance(self) -> None:
+        self._works = []
+        then, self._then = self._then, None
+        if then is not None:
+            self._next = then()
+
+    def poll(self) -> None:
+        if self._next is not None:
+            self._next.poll()
+        elif self._then is not None and all(work.is_completed() for work in self._works):
+            self.wait_here()
+
+    def wait_here(self) -> None:
+        """Finish this part, and start what follows it."""
+        if self._works:
+            self._comm.wait_for(self._works)
+        self._advance()
+
+    def wait(self) -> None:
+        if self._works or self._then is not None:
+            self.wait_here()
+        if self._next is not None:
+            self._next.wait()
+
+
+class Comm:
+    """Collectives of one rank. Sends are counted in bytes, per kind, axis and phase, without any synchronisation.
+
+    Attributes:
+        phase: what the traffic that is issued from now on belongs to.
+        sent_bytes: bytes that this rank sent, by `TrafficKey`.
+        calls: how often, by `TrafficKey`.
+        waited_s: seconds that the host spent waiting for other ranks.
+    """
+
+    def __init__(self, device: torch.device, board: Board | None = None) -> None:
+        self.device = device
+        self.phase = Phase.SETUP
+        self.sent_bytes: Counter[TrafficKey] = Counter()
+        self.calls: Counter[TrafficKey] = Counter()
+        self.waited_s = 0.0
+        self._board = board
+
+    def is_direct(self, group: Group) -> bool:
+        """Whether ranks of `group` exchange pairwise. See [Note: direct exchange]."""
+        return self.device.type == "cpu" and group.size <= DIRECT_MAX_RANKS
+
+    def arrival_shards(self, group: Group) -> int:
+        """Shards of scratch that a reduce-scatter needs for what arrives."""
+        return group.size - 1 if self.is_direct(group) else 1
+
+    def _count(self, kind: str, group: Group, num_bytes: int, name: str) -> None:
+        key = TrafficKey(kind, group.axis, self.phase)
+        self.calls[key] += 1
+        self.sent_bytes[key] += num_bytes
+        if self._board is not None:
+            self._board.issue(kind, name)
+
+    def wait_for(self, works: Sequence[dist.Work]) -> None:
+        """Wait for other ranks; on CUDA this only makes the compute stream wait."""
+        start = time.perf_counter()
+        if self._board is not None:
+            self._board.waiting(True)
+        for work in works:
+            work.wait()
+        if self._board is not None:
+            self._board.waiting(False)
+        self.waited_s += time.perf_counter() - start
+
+    def _exchange(
+        self, outgoing: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor], group: Group, tag: int
+    ) -> list[dist.Work]:
+        """Send `outgoing[k]` to, and receive `arriving[k]` from, the k-th other rank of `group`."""
+        assert group.handle is not None
+        others = [peer for peer in range(group.size) if peer != group.index]
+        works = [group.handle.recv([_raw(t)], peer, tag) for peer, t in zip(others, arriving, strict=True)]
+        works += [group.handle.send([_raw(t)], peer, tag) for peer, t in zip(others, outgoing, strict=True)]
+        return works
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, group: Group, *, tag: int, name: str) -> Handle:
+        """Fill `full` [size * n] with every rank's `shard` [n]. `shard` may be, or equal, the own slice of `full`."""
+        size = group.size
+        if size == 1:
+            return Handle(self, [])
+        self._count("all_gather", group, (size - 1) * _bytes(shard), name)
+        if self.is_direct(group):
+            slices = full.view(size, -1).unbind()
+            arriving = [s for peer, s in enumerate(slices) if peer != group.index]
+            return Handle(self, self._exchange([shard] * (size - 1), arriving, group, tag))
+        work = _all_gather_single(full, shard, group.handle)
+        return Handle(self, [work])
+
+    def reduce_scatter(
+        self,
+        full: torch.Tensor,
+        arrivals: torch.Tensor,
+        into: torch.Tensor,
+        group: Group,
+        *,
+        accumulate: bool,
+        tag: int,
+        name: str,
+    ) -> Handle:
+        """Sum `full` [size * n] over ranks in rank order; this rank's slice goes, or is added, `into` [n] at `wait`.
+
+        `arrivals` [arrival_shards * n] is scratch, as is `full` afterwards. `into` may be the own slice of `full`.
+        """
+        size, index = group.size, group.index
+        slices = full.view(size, -1).unbind()
+        own = slices[index]
+        if size == 1:
+            return Handle(self, [], lambda: _store([own], into, accumulate))
+        self._count("reduce_scatter", group, (size - 1) * _bytes(own), name)
+        if self.is_direct(group):
+            arriving = list(arrivals.view(size - 1, -1).unbind())
+            outgoing = [s for peer, s in enumerate(slices) if peer != index]
+            parts = [*arriving[:index], own, *arriving[index:]]
+            works = self._exchange(outgoing, arriving, group, tag)
+            return Handle(self, works, lambda: _store(parts, into, accumulate))
+        work = _reduce_scatter_single(arrivals, full, group.handle)
+        return Handle(self, [work], lambda: _store([arrivals], into, accumulate))
+
+    def all_reduce(self, full: torch.Tensor, arrivals: torch.Tensor, group: Group, *, tag: int, name: str) -> Handle:
+        """Sum `full` [size * n] over ranks, in place, in rank order. `arrivals` is scratch, as in `reduce_scatter`."""
+        size, index = group.size, group.index
+        if size == 1:
+            return Handle(self, [])
+        slices = full.view(size, -1).unbind()
+        own = slices[index]
+        self._count("all_reduce", group, 2 * (size - 1) * _bytes(own), name)
+        if not self.is_direct(group):
+            return Handle(self, [_work(dist.all_reduce(full, group=group.handle, async_op=True))])
+        arriving = list(arrivals.view(size - 1, -1).unbind())
+        others = [s for peer, s in enumerate(slices) if peer != index]
+        parts = [*arriving[:index], own, *arriving[index:]]
+
+        def spread() -> Handle:
+            _store(parts, own, accumulate=False)
+            return Handle(self, self._exchange([own] * (size - 1), others, group, tag))
+
+        return Handle(self, self._exchange(others, arriving, group, tag), spread)
+
+    def sum_small(self, values: torch.Tensor, group: Group, *, name: str) -> torch.Tensor:
+        """The sum of a short vector over `group`, the same bits on every rank."""
+        if group.size == 1:
+            return values
+        self._count("small", group, (group.size - 1) * _bytes(values), name)
+        if not self.is_direct(group):
+            total = values.clone()
+            self.wait_for([_work(dist.all_reduce(total, group=group.handle, async_op=True))])
+            return total
+        everyone = torch.empty(group.size, values.numel(), dtype=values.dtype)
+        everyone[group.index] = values
+        arriving = [row for peer, row in enumerate(everyone.unbind()) if peer != group.index]
+        self.wait_for(self._exchange([values] * (group.size - 1), arriving, group, _SMALL_TAG))
+        return everyone.sum(0)
+
+    def broadcast(self, tensor: torch.Tensor, group: Group, *, name: str, source: int = 0) -> None:
+        """Overwrite `tensor` on every rank with that of the group's rank `source`."""
+        if group.size == 1:
+            return
+        self._count("broadcast", group, _bytes(tensor) * (group.size - 1) * (group.index == source), name)
+        payload = tensor if tensor.is_contiguous() else tensor.contiguous()
+        raw = _raw(payload)  # gloo has no bool and few integers; bytes need no arithmetic
+        self.wait_for([_work(dist.broadcast(raw, group.ranks[source], group=group.handle, async_op=True))])
+        if payload is not tensor:
+            tensor.copy_(payload)
+
+    def barrier(self, group: Group) -> None:
+        """Return when every rank of `group` is here."""
+        if group.size > 1:
+            self.sum_small(torch.zeros(1, device=self.device), group, name="barrier")
+
+    def drain(self) -> tuple[Counter[TrafficKey], float]:
+        """Bytes sent and seconds waited since the last call."""
+        counted, waited = self.sent_bytes, self.waited_s
+        self.sent_bytes, self.waited_s = Counter(), 0.0
+        return counted, waited
+
+
+_SMALL_TAG = 1  # units use even tags from 2 on for gathers, odd ones from 3 on for reductions
+
+
+def gather_tag(unit_index: int) -> int:
+    return 2 * unit_index + 2
+
+
+def reduce_tag(unit_index: int) -> int:
+    return 2 * unit_index + 3
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor: point-to-point messages need no number format."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _store(parts: list[torch.Tensor], into: torch.Tensor, accumulate: bool) -> None:
+    """`into` (+)= the sum of `parts` from left to right. One part may be `into` itself; the others are scratch."""
+    total = parts[0]
+    for part in parts[1:-1]:
+        total.add_(part)
+    if accumulate:
+        if len(parts) > 1:
+            total.add_(parts[-1])
+        into.add_(total)
+    elif len(parts) > 1:
+        torch.add(total, parts[-1], out=into)
+    elif total.data_ptr() != into.data_ptr():
+        into.copy_(total)
+
+
+def _work(work: dist.Work | None) -> dist.Work:
+    assert work is not None  # async_op=True on a member of the group
+    return work
+
+
+def _all_gather_single(full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None) -> dist.Work:
+    collective = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
+    return _work(collective(full, shard, group=group, async_op=True))
+
+
+def _reduce_scatter_single(out: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup | None) -> dist.Work:
+    collective = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+    return _work(collective(out, full, group=group, async_op=True))

@@ -1,0 +1,57 @@
+"""The groups of ranks that a run communicates in.
+
+The data-parallel ranks form a grid: `shard` groups of neighbouring ranks hold one copy of the model states between
+them, `replicate` groups hold equal shards. `world` is all of them. With one copy for all, `replicate` has size 1; with
+ZeRO stage 0, `shard` has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from zrun_core.comm import Group
+from zrun_core.errors import JobError
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This rank's groups by axis."""
+
+    world: Group
+    shard: Group
+    replicate: Group
+
+    @classmethod
+    def build(cls, rank: int, world_size: int, shard_size: int) -> Mesh:
+        """Collective: every rank calls it with the same sizes, after the process group exists.
+
+        Raises:
+            JobError: `shard_size` does not divide the world.
+        """
+        if world_size % shard_size:
+            raise JobError(f"zero.shard_group: {shard_size} ranks do not divide the {world_size} data-parallel ranks")
+        num_replicas = world_size // shard_size
+        everyone = tuple(range(world_size))
+        shard_groups = [everyone[i * shard_size : (i + 1) * shard_size] for i in range(num_replicas)]
+        replicate_groups = [everyone[i::shard_size] for i in range(shard_size)]
+        return cls(
+            world=_join("world", [everyone], rank),
+            shard=_join("shard", shard_groups, rank),
+            replicate=_join("replicate", replicate_groups, rank),
+        )
+
+
+def _join(axis: str, groups: list[tuple[int, ...]], rank: int) -> Group:
+    """This rank's group of `groups`. Every rank creates all of them, in one order, as torch requires."""
+    mine: Group | None = None
+    for ranks in groups:
+        handle = None
+        if len(ranks) > 1:
+            everyone = len(groups) == 1
+            handle = dist.distributed_c10d._get_default_group() if everyone else dist.new_group(list(ranks))
+        if rank in ranks:
+            mine = Group(axis, ranks, ranks.index(rank), handle)
+    assert mine is not None
+    return mine

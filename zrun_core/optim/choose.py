@@ -1,0 +1,122 @@
+"""From the job's words to an optimizer class, by name or `module:attr`: only what works on slices of parameters."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zrun_core.config import OptimConfig
+from zrun_core.errors import JobError
+
+OptimizerClass = Callable[..., torch.optim.Optimizer]
+_BY_LOWER_NAME = {
+    name.lower(): name
+    for name in dir(torch.optim)
+    if inspect.isclass(getattr(torch.optim, name)) and issubclass(getattr(torch.optim, name), torch.optim.Optimizer)
+}
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """An elementwise optimizer and its keyword arguments.
+
+    Attributes:
+        moments: fp32 values that it keeps per parameter.
+        scales_inside: whether its step takes `grad_scale` and `found_inf` tensors, so that no pass over the gradients
+            and no host synchronisation is needed for unscaling, clipping and skipping.
+    """
+
+    name: str
+    build: OptimizerClass
+    kwargs: dict[str, Any]
+    moments: int
+    scales_inside: bool
+
+    def make(self, params: Sequence[torch.Tensor], weight_decay: float | None) -> torch.optim.Optimizer:
+        """An optimizer over `params`; `weight_decay` replaces the configured one if given."""
+        kwargs = dict(self.kwargs)
+        if weight_decay is not None and "weight_decay" in kwargs:
+            kwargs["weight_decay"] = weight_decay
+        return self.build(list(params), **kwargs)
+
+
+def choose(config: OptimConfig, load: Callable[[str], Any]) -> Chosen:
+    """Find the class that `config` names and the arguments that it takes. `load` resolves `module:attr`.
+
+    Raises:
+        JobError: no such optimizer, arguments that it does not take, or one that is not elementwise.
+    """
+    build = _find(config.name, load)
+    accepted = inspect.signature(build).parameters
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
+    kwargs: dict[str, Any] = {"lr": config.lr}
+    for key in ("betas", "eps", "weight_decay"):
+        if key in accepted:
+            kwargs[key] = getattr(config, key)
+        elif key in config.model_fields_set and not takes_all:
+            raise JobError(f"optim.{key}: {config.name} has no such argument; it takes {', '.join(list(accepted)[1:])}")
+    for key in config.args:
+        if key not in accepted and not takes_all:
+            near = difflib.get_close_matches(key, accepted, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise JobError(f"optim.args.{key}: {config.name} has no such argument{hint}")
+    kwargs |= config.args
+    if "fused" in accepted and not {"fused", "foreach", "capturable", "differentiable"} & config.args.keys():
+        kwargs["fused"] = True  # on CPU the default is a loop over tensors, 7 times slower
+    moments, scales_inside = _probe(config.name, build, kwargs)
+    return Chosen(config.name, build, kwargs, moments, scales_inside)
+
+
+def _find(name: str, load: Callable[[str], Any]) -> OptimizerClass:
+    if ":" in name:
+        found = load(name)
+        if not callable(found):
+            raise JobError(f"optim.name: {name} is not callable")
+        return found  # type: ignore[no-any-return]
+    if (known := _BY_LOWER_NAME.get(name.lower())) is None or known == "Optimizer":
+        near = difflib.get_close_matches(name.lower(), _BY_LOWER_NAME, 3)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"write one of {', '.join(sorted(_BY_LOWER_NAME))}"
+        raise JobError(f"optim.name: no optimizer {name!r} in torch.optim; {hint}")
+    return getattr(torch.optim, known)  # type: ignore[no-any-return]
+
+
+def _probe(name: str, build: OptimizerClass, kwargs: dict[str, Any]) -> tuple[int, bool]:
+    """(moments, scales_inside) of an optimizer that updates slices exactly as it updates the whole.
+
+    Flat shards ignore the borders and shapes of parameters, so an optimizer that looks at a whole tensor (Muon,
+    Adafactor, LBFGS) would silently compute something else. Three steps on a matrix and on its two halves tell.
+    """
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(16, 32, generator=generator)
+    grads = [torch.randn(16, 32, generator=generator) for _ in range(3)]
+    flat = start.flatten()
+
+    def train(params: list[torch.Tensor], slices: list[list[torch.Tensor]]) -> torch.optim.Optimizer:
+        optimizer = build(params, **kwargs)
+        for step in slices:
+            for param, grad in zip(params, step, strict=True):
+                param.grad = grad.clone()
+            optimizer.step()
+        return optimizer
+
+    whole = torch.nn.Parameter(start.clone())
+    halves = [torch.nn.Parameter(half.clone()) for half in flat.split(256)]
+    try:
+        optimizer = train([whole], [[grad] for grad in grads])
+        train(list(halves), [list(grad.flatten().split(256)) for grad in grads])
+    except Exception as error:
+        raise JobError(f"optim: {name} cannot update flat slices of parameters ({error}); {_ADVICE}") from None
+    updated = torch.cat([half.detach() for half in halves])
+    if not torch.allclose(whole.detach().flatten(), updated, rtol=1e-6, atol=1e-7):
+        raise JobError(f"optim: {name} cannot be sharded, because it looks at whole tensors; {_ADVICE}")
+    state: dict[str, Any] = next(iter(optimizer.state.values()), {})
+    moments = sum(isinstance(value, torch.Tensor) and value.shape == whole.shape for value in state.values())
+    return moments, bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+_ADVICE = "use an elementwise one, such as adamw, adam, sgd, adagrad or rmsprop"

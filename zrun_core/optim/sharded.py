@@ -1,0 +1,116 @@
+"""The update of flat shards: any elementwise optimizer, on views of this rank's elements, one unit after the other.
+
+Each parameter's part in the shard is a tensor of its own to the optimizer, so that parameter groups, parameters without
+a gradient and per-parameter step counts behave as on the plain model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from zrun_core.arena import Ring
+from zrun_core.layout import Piece
+from zrun_core.optim.choose import Chosen
+from zrun_core.zero.unit import FlatUnit
+
+
+class _UnitUpdate:
+    """The optimizer of one unit."""
+
+    def __init__(self, unit: FlatUnit, chosen: Chosen, decays: Sequence[float | None]) -> None:
+        self.unit = unit
+        start, stop = unit.owned
+        self.pieces: list[Piece] = list(unit.layout.pieces(start, stop))
+        self._params = [torch.nn.Parameter(unit.master[piece.start : piece.stop]) for piece in self.pieces]
+        self.optimizer: torch.optim.Optimizer | None = None
+        if self._params:
+            self.optimizer = chosen.make(self._params, None)
+            self.optimizer.param_groups.clear()
+            for group in sorted({piece.slot.group for piece in self.pieces}):
+                members = [p for p, piece in zip(self._params, self.pieces, strict=True) if piece.slot.group == group]
+                settings: dict[str, Any] = {"params": members}
+                if decays[group] is not None:
+                    settings["weight_decay"] = decays[group]
+                self.optimizer.add_param_group(settings)
+
+    def set_grads(self, grad: torch.Tensor | None, got: bytes | bytearray) -> None:
+        """Show the optimizer `grad` [owned], or nothing for parameters that got none (or once the step is over)."""
+        for param, piece in zip(self._params, self.pieces, strict=True):
+            param.grad = grad[piece.start : piece.stop] if grad is not None and got[piece.index] else None
+
+
+class ShardedOptimizer:
+    """Updates the trainable units' masters in place, and the parameters in compute dtype from them."""
+
+    def __init__(
+        self, units: Sequence[FlatUnit], chosen: Chosen, decays: Sequence[float | None], scratch: Ring
+    ) -> None:
+        self._chosen = chosen
+        self._updates = [_UnitUpdate(unit, chosen, decays) for unit in units if unit.trainable]
+        self._scratch = scratch
+
+    def step(
+        self,
+        lr: float,
+        got: Sequence[bytes | bytearray],
+        grad_scale: torch.Tensor | None,
+        found_inf: torch.Tensor | None,
+    ) -> None:
+        """One update. `found_inf` is None where the host knows already that the step is to be made.
+
+        Args:
+            lr: learning rate of this step.
+            got: by unit, which parameters got a gradient on any rank; the others are left alone.
+            grad_scale: 0-d fp32; gradients are divided by it. None is 1, exactly.
+            found_inf: 0-d fp32; 1 skips the update on the device.
+        """
+        for update, unit_got in zip(self._updates, got, strict=True):
+            optimizer = update.optimizer
+            if optimizer is None:
+                continue
+            grad, borrowed = self._fp32_grad(update.unit)
+            if self._chosen.scales_inside:
+                optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf  # type: ignore[attr-defined]
+            elif grad_scale is not None:
+                grad.div_(grad_scale)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            update.set_grads(grad, unit_got)
+            optimizer.step()
+            update.set_grads(None, unit_got)
+            if borrowed:
+                self._scratch.give(grad)
+            if update.unit.policy.has_master(update.unit.layout):
+                update.unit.owned_param.copy_(update.unit.master)
+
+    def _fp32_grad(self, unit: FlatUnit) -> tuple[torch.Tensor, bool]:
+        """The unit's gradient in fp32, and whether it lies in scratch."""
+        if unit.grad.dtype == torch.float32:
+            return unit.grad, False
+        room = self._scratch.take(unit.grad.numel(), torch.float32, grow=True)
+        assert room is not None
+        return room.copy_(unit.grad), True
+
+    def moment_bytes(self) -> int:
+        """Bytes of per-element optimizer state on this rank."""
+        return sum(
+            value.nbytes
+            for update in self._updates
+            if update.optimizer is not None
+            for param, state in update.optimizer.state.items()
+            for value in state.values()
+            if isinstance(value, torch.Tensor) and value.shape == param.shape
+        )
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """By unit, torch's state of its optimizer."""
+        return [update.optimizer.state_dict() if update.optimizer else {} for update in self._updates]
+
+    def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
+        """Restore what `state_dict` returned on the same layout."""
+        for update, state in zip(self._updates, states, strict=True):
+            if update.optimizer is not None:
+                update.optimizer.load_state_dict(state)

@@ -1,0 +1,211 @@
+"""Cut a module tree into flat units.
+
+A unit is what is gathered, reduced and updated at once: a repeated block, or, where that is larger than the bucket, a
+run of its submodules; small neighbours are merged up to the bucket. The cut follows the module tree because a unit is
+gathered when one of its modules is called. It does not depend on the ZeRO stage: the stages stay bit-equal.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from zrun_core.layout import UnitLayout, lay_out
+
+AUTO_BUCKET_BYTES = {"cpu": 12 << 20, "cuda": 64 << 20}
+
+
+@dataclass
+class Atom:
+    """A module whose parameters are never separated by a module border: it is called as a whole, with one hook."""
+
+    name: str
+    module: nn.Module
+    param_names: list[str] = field(default_factory=list)
+    leaf: bool = False  # gathered and reduced as a whole, whatever runs inside
+    alone: bool = False  # never merged with neighbours
+    parent: str = ""
+
+
+@dataclass
+class CutUnit:
+    """One unit before memory is given to it."""
+
+    layout: UnitLayout
+    params: list[nn.Parameter]  # as in layout.slots
+    leaf: bool
+
+
+@dataclass
+class Cut:
+    """The units in order of registration, and for each hooked module the units that it needs."""
+
+    units: list[CutUnit]
+    hooked: list[tuple[nn.Module, list[int], bool]]  # module, unit indices, leaf
+
+
+def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The outermost repeated blocks: same-class members of a list or sequence that have modules inside."""
+    found: list[tuple[str, nn.Module]] = []
+
+    def visit(name: str, module: nn.Module) -> None:
+        members = list(module.named_children())
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            composite = [type(m) for _, m in members if any(m.children()) and any(True for _ in m.parameters())]
+            repeated = {kind for kind in composite if composite.count(kind) > 1}
+        else:
+            repeated = set()
+        for child_name, child in members:
+            path = f"{name}.{child_name}" if name else child_name
+            if type(child) in repeated:
+                found.append((path, child))
+            else:
+                visit(path, child)
+
+    visit("", model)
+    return found
+
+
+def _matches(patterns: Sequence[str], name: str) -> bool:
+    return any(re.fullmatch(pattern, name) for pattern in patterns)
+
+
+class _Cutter:
+    """Walks the tree once and collects atoms."""
+
+    def __init__(
+        self, model: nn.Module, owned: dict[str, int], bucket: int, unit_names: Sequence[str], leaf_names: Sequence[str]
+    ) -> None:
+        self._owned = owned  # parameter name -> bytes, each parameter under its first name only
+        self._bucket = bucket
+        self._unit_names, self._leaf_names = unit_names, leaf_names
+        self._blocks = {id(module) for _, module in repeated_blocks(model)}
+        self._above_blocks = {
+            id(module)
+            for module in model.modules()
+            if any(id(inner) in self._blocks for inner in module.modules() if inner is not module)
+        }
+        forced = [*unit_names, *leaf_names]
+        self._above_forced = {
+            id(module)
+            for name, module in model.named_modules()
+            if any(
+                _matches(forced, f"{name}.{inner}" if name else inner) for inner, _ in module.named_modules() if inner
+            )
+        }
+        self.atoms: list[Atom] = []
+        self._seen: set[int] = set()
+        self._visit("", model, "")
+
+    def _names(self, name: str, module: nn.Module, recurse: bool) -> list[str]:
+        prefix = f"{name}." if name else ""
+        inside = (prefix + n for n, _ in module.named_parameters(recurse=recurse))
+        return [n for n in inside if n in self._owned]
+
+    def _visit(self, name: str, module: nn.Module, parent: str) -> None:
+        if id(module) in self._seen:  # a module registered twice
+            return
+        self._seen.add(id(module))
+        is_leaf = _matches(self._leaf_names, name)
+        is_forced = _matches(self._unit_names, name) or id(module) in self._blocks
+        names = self._names(name, module, recurse=True)
+        size = sum(self._owned[n] for n in names)
+        is_open = id(module) in self._above_blocks or id(module) in self._above_forced
+        children = [(n, m) for n, m in module.named_children() if any(True for _ in m.parameters())]
+        if is_leaf or not children or (not is_open and size <= self._bucket):
+            if any(True for _ in module.parameters()):
+                self.atoms.append(Atom(name, module, names, is_leaf, is_leaf or is_forced, parent))
+            return
+        if any(True for _ in module.parameters(recurse=False)):
+            # Parameters of the module itself are in use for as long as it runs: a unit apart from its children's.
+            self.atoms.append(Atom(name, module, self._names(name, module, recurse=False), alone=True, parent=name))
+        for child_name, child in children:
+            self._visit(f"{name}.{child_name}" if name else child_name, child, parent=name)
+
+
+def _merge(atoms: Sequence[Atom], size_of: Callable[[Atom], int], bucket: int) -> Iterator[list[Atom]]:
+    """Runs of neighbouring atoms under one parent that fit the bucket together."""
+    run: list[Atom] = []
+    for atom in atoms:
+        mergeable = bool(run) and not atom.alone and not run[-1].alone and atom.parent == run[-1].parent
+        if run and not (mergeable and sum(map(size_of, run)) + size_of(atom) <= bucket):
+            yield run
+            run = []
+        run.append(atom)
+    if run:
+        yield run
+
+
+def cut(
+    model: nn.Module,
+    *,
+    dtype: torch.dtype,
+    num_shards: int,
+    bucket: int,
+    unit_names: Sequence[str] = (),
+    leaf_names: Sequence[str] = (),
+    persist_below: int = 0,
+    group_of: Callable[[str], int] = lambda name: 0,
+) -> Cut:
+    """Cut `model` into units of at most `bucket` bytes in `dtype`, where the module tree allows it.
+
+    Args:
+        dtype: compute dtype of every parameter.
+        unit_names: regexes; a module whose whole name matches becomes units of its own.
+        leaf_names: regexes; a matching module is gathered and reduced as a whole.
+        persist_below: parameters of fewer bytes go to units that stay whole.
+        group_of: optimizer group of a parameter name.
+    """
+    params = dict(model.named_parameters())  # a tied parameter appears once, under its first name
+    owned = {name: param.numel() * dtype.itemsize for name, param in params.items()}
+    small = {name for name, num_bytes in owned.items() if num_bytes < persist_below}
+    atoms = _Cutter(model, owned, bucket, unit_names, leaf_names).atoms
+
+    units: list[CutUnit] = []
+    unit_of: dict[int, int] = {}  # id(parameter) -> unit
+
+    def add(name: str, names: Sequence[str], leaf: bool, persistent: bool) -> None:
+        for trainable in (True, False):
+            chosen = [n for n in names if params[n].requires_grad == trainable]
+            if not chosen:
+                continue
+            layout = lay_out(
+                name if trainable else f"{name}(frozen)",
+                [(n, params[n], group_of(n)) for n in chosen],
+                dtype=dtype,
+                trainable=trainable,
+                num_shards=num_shards,
+                persistent=persistent,
+            )
+            for n in chosen:
+                unit_of[id(params[n])] = len(units)
+            units.append(CutUnit(layout, [params[slot.name] for slot in layout.slots], leaf))
+
+    def size_of(atom: Atom) -> int:
+        return sum(owned[n] for n in atom.param_names if n not in small)
+
+    for run in _merge(atoms, size_of, bucket):
+        names = [n for atom in run for n in atom.param_names if n not in small]
+        add(_title([atom.name for atom in run]), names, run[0].leaf, persistent=False)
+    add("small parameters", [n for n in params if n in small], leaf=False, persistent=True)
+
+    hooked = []
+    for atom in atoms:
+        recurse = atom.param_names != [] and atom.parent == atom.name  # parameters of the module itself
+        inside = atom.module.parameters(recurse=not recurse)
+        needed = sorted({unit_of[id(param)] for param in inside})
+        hooked.append((atom.module, needed, atom.leaf))
+    return Cut(units, hooked)
+
+
+def _title(names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return names[0] or "model"
+    parent = names[0].rpartition(".")[0]
+    short = [name.rpartition(".")[2] for name in names]
+    inside = ",".join(short) if len(short) <= 4 else f"{short[0]}..{short[-1]}"
+    return f"{parent}.{{{inside}}}" if parent else f"{{{inside}}}"

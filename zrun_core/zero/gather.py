@@ -1,0 +1,160 @@
+"""When units become whole, and when they are given up.
+
+A unit is demanded by the first of its modules that runs. What the last pass demanded next is gathered ahead of it; a
+demand that no pass foresaw is met on the spot. Forward and backward have orders of their own, recorded anew in every
+pass. A unit in use is never given up; one that is no longer in use lingers until another is demanded, because the
+modules of a unit often run one after the other.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
+
+from zrun_core.comm import Comm, Phase
+from zrun_core.zero.unit import FlatUnit, UnitState
+
+
+class Pass(Enum):
+    """What runs. Each pass has its own recorded order."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    EVAL = "eval"
+
+
+class Gatherer:
+    """Makes units whole in time.
+
+    Attributes:
+        active: whether a training step or an evaluation is under way; only then may a mere look at a parameter gather.
+        schedule_hash: digest of what was demanded since the step began, to compare between ranks.
+    """
+
+    def __init__(self, units: Sequence[FlatUnit], comm: Comm, prefetch: int) -> None:
+        self._units = units
+        self._comm = comm
+        self._frees = any(unit.frees for unit in units)
+        # Units that are never given up are gathered once per step: all of them ahead, in one fixed order.
+        self._prefetch = prefetch if self._frees else len(units)
+        self._fixed_order = [unit for unit in units if not unit.frees]
+        self._orders: dict[Pass, list[FlatUnit]] = {kind: [] for kind in Pass}
+        self._trace: list[FlatUnit] = []
+        self._cursor = 0
+        self._pass = Pass.FORWARD
+        self._idle: list[FlatUnit] = []
+        self._seen_outside: list[FlatUnit] = []
+        self.active = False
+        self.schedule_hash = 0
+
+    @property
+    def in_backward(self) -> bool:
+        return self._pass is Pass.BACKWARD
+
+    def begin(self, kind: Pass) -> None:
+        """A pass begins; what lingered from the last one is given up."""
+        self.end()
+        self._pass = kind
+        self._comm.phase = Phase.BACKWARD if kind is Pass.BACKWARD else Phase.FORWARD
+        self.active = True
+        for unit in self._fixed_order:  # stages 1 and 2: stale after an update, in this order on every rank
+            unit.start_unshard(self._comm)
+
+    def begin_backward(self) -> None:
+        self.begin(Pass.BACKWARD)
+
+    def end(self) -> None:
+        """The pass is over: remember its order, keep only what is pinned."""
+        if self._trace:
+            self._orders[self._pass] = self._trace
+        self._trace, self._cursor = [], 0
+        self.active = False
+        if self._pass is not Pass.FORWARD:  # what forward looked at, backward needs
+            for unit in self._seen_outside:
+                unit.pins -= 1
+            self._seen_outside = []
+        for unit in self._units:
+            if unit.frees and unit.state is not UnitState.SHARDED and not unit.num_active and not unit.pins:
+                unit.reshard()
+        self._idle = []
+
+    def demand(self, unit: FlatUnit) -> None:
+        """`unit` is needed now."""
+        if not unit.frees:
+            unit.unshard(self._comm)
+            return
+        if unit.state is UnitState.WHOLE:
+            return
+        self._give_up_idle()
+        self.schedule_hash = zlib.crc32(unit.name.encode(), self.schedule_hash)
+        self._trace.append(unit)
+        unit.start_unshard(self._comm)
+        self._gather_ahead(unit)
+        unit.unshard(self._comm)
+
+    def _gather_ahead(self, unit: FlatUnit) -> None:
+        order = self._orders[self._pass]
+        try:
+            self._cursor = order.index(unit, self._cursor) + 1
+        except ValueError:
+            return  # not foreseen: the order is recorded anew
+        for following in order[self._cursor : self._cursor + self._prefetch]:
+            following.start_unshard(self._comm)
+
+    def enter(self, unit: FlatUnit) -> None:
+        """A module of `unit` begins to run."""
+        unit.num_active += 1
+        unit.num_calls += not self.in_backward  # not a checkpoint's recomputation
+        self.demand(unit)
+
+    def leave(self, unit: FlatUnit) -> None:
+        """A module of `unit` has run."""
+        unit.num_active -= 1
+        if unit.frees and not unit.num_active and not self.in_backward:
+            self._idle.append(unit)
+
+    def finish(self, unit: FlatUnit) -> None:
+        """The backward of `unit` is over."""
+        if unit.frees and not unit.pins:
+            unit.reshard()
+
+    def settle(self) -> None:
+        """The outermost module has run: nothing lingers."""
+        self._give_up_idle()
+
+    def _give_up_idle(self) -> None:
+        idle, self._idle = self._idle, []
+        for unit in idle:
+            if not unit.num_active and not unit.pins:
+                unit.reshard()
+
+    def demand_outside(self, unit: FlatUnit) -> None:
+        """A parameter is looked at while no module of its unit runs: whole until backward, or evaluation, is over."""
+        if self.active and unit.frees and not unit.num_active:
+            self.hold([unit])
+            self.demand(unit)
+
+    def hold(self, units: Sequence[FlatUnit]) -> None:
+        """Keep `units` whole until the pass that follows forward, or evaluation itself, is over."""
+        for unit in units:
+            if unit not in self._seen_outside:
+                unit.pins += 1
+                self._seen_outside.append(unit)
+
+    @contextmanager
+    def all_whole(self) -> Iterator[None]:
+        """Every unit is whole inside. Collective on entry and on exit."""
+        for unit in self._units:
+            unit.pins += 1
+            unit.unshard(self._comm)
+        try:
+            yield
+        finally:
+            for unit in self._units:
+                unit.pins -= 1
+                unit.adopt_writes()
+                unit.mark_stale()
+                if unit.frees:
+                    unit.reshard()

@@ -1,0 +1,154 @@
+"""The places where a running model touches its units.
+
+    module begins            its units become whole
+    module ends              its units may be given up; its outputs announce its backward
+    gradient of an output    backward of the module begins: its units become whole again
+    gradient of an input     backward of the module is over
+    gradient of a parameter  moves into the unit's flat gradient; the last one sends it on its way
+    look at a parameter      outside its module, at stage 3: its unit becomes whole and stays so
+
+No module is wrapped and no forward is replaced: hooks and parameters are all that is added to the user's model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from zrun_core.zero.gather import Gatherer
+from zrun_core.zero.reduce import Reducer
+from zrun_core.zero.unit import FlatUnit
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor inside nested tuples, lists, mappings and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name))
+
+
+class ModuleHooks:
+    """The hooks of one module that brings `units` with it."""
+
+    def __init__(self, module: nn.Module, units: Sequence[FlatUnit], leaf: bool, gatherer: Gatherer, reducer: Reducer):
+        self._units = list(units)
+        self._freed = [unit for unit in units if unit.frees]
+        self._leaf = leaf
+        self._gatherer, self._reducer = gatherer, reducer
+        self._announced: list[FlatUnit] = []  # whole until backward is over, because its beginning cannot be seen
+        self._num_open = 0  # calls whose backward is not over
+        module.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
+        # Also when the module raises: a checkpoint's recomputation stops that way.
+        module.register_forward_hook(self._after, with_kwargs=True, always_call=True)
+
+    def _before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        for unit in self._units:
+            self._gatherer.enter(unit)
+        if torch.is_grad_enabled() and not self._gatherer.in_backward:
+            self._watch_inputs((args, kwargs))
+
+    def _watch_inputs(self, inputs: Any) -> None:
+        watched = [t for t in tensors_in(inputs) if t.requires_grad]
+        if not watched:
+            return
+        self._num_open += 1
+        waiting = {id(t): t for t in watched}
+        remaining = [len(waiting)]
+
+        def arrived(grad: torch.Tensor) -> None:
+            remaining[0] -= 1
+            if remaining[0] == 0:
+                self._over()
+
+        for tensor in waiting.values():
+            tensor.register_hook(arrived)
+
+    def _over(self) -> None:
+        """The gradients of all inputs of one call are known: nothing inside runs any more for that call."""
+        self._num_open -= 1
+        if self._num_open:
+            return
+        for unit in self._units:
+            if unit.trainable and self._leaf:
+                self._reducer.complete(unit)
+            if not unit.trainable or self._leaf:
+                self._gatherer.finish(unit)
+
+    def _after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        if self._freed and torch.is_grad_enabled() and not self._gatherer.in_backward:
+            seen = [t for t in tensors_in(output) if t.requires_grad and t.grad_fn is not None]
+            for tensor in seen:
+                tensor.register_hook(self._backward_begins)
+            if not seen:
+                self._gatherer.hold(self._freed)
+        for unit in self._units:
+            self._gatherer.leave(unit)
+
+    def _backward_begins(self, grad: torch.Tensor) -> None:
+        for unit in self._freed:
+            self._gatherer.demand(unit)
+
+
+class LookedAtParameters(dict[str, Any]):
+    """A module's parameter dictionary at stage 3: looking one up outside its module makes its unit whole."""
+
+    def __init__(self, original: Mapping[str, Any], unit_of: Mapping[int, FlatUnit], gatherer: Gatherer) -> None:
+        super().__init__(original)
+        self._unit_of, self._gatherer = unit_of, gatherer
+
+    def _look(self, param: Any) -> Any:
+        if self._gatherer.active and param is not None and (unit := self._unit_of.get(id(param))) is not None:
+            self._gatherer.demand_outside(unit)
+        return param
+
+    def __getitem__(self, name: str) -> Any:
+        return self._look(super().__getitem__(name))
+
+    def items(self) -> Any:
+        return [(name, self._look(param)) for name, param in super().items()]
+
+    def values(self) -> Any:
+        return [self._look(param) for param in super().values()]
+
+
+def install(
+    model: nn.Module,
+    units: Sequence[FlatUnit],
+    hooked: Sequence[tuple[nn.Module, list[int], bool]],
+    gatherer: Gatherer,
+    reducer: Reducer,
+    *,
+    watch_lookups: bool,
+) -> None:
+    """Connect the modules of `model` to its units."""
+    for module, indices, leaf in hooked:
+        ModuleHooks(module, [units[i] for i in indices], leaf, gatherer, reducer)
+    model.register_forward_hook(lambda *_: gatherer.settle(), always_call=True)
+    for unit in units:
+        if unit.trainable:
+            for number, param in enumerate(unit.params):
+                param.register_post_accumulate_grad_hook(functools.partial(_take, unit, number, gatherer, reducer))
+    if watch_lookups:
+        unit_of = {id(param): unit for unit in units if unit.frees for param in unit.params}
+        for module in model.modules():
+            if any(id(p) in unit_of for p in module._parameters.values()):
+                module._parameters = LookedAtParameters(module._parameters, unit_of, gatherer)
+
+
+def _take(unit: FlatUnit, number: int, gatherer: Gatherer, reducer: Reducer, param: torch.Tensor) -> None:
+    if reducer.take(unit, number) and not unit.leaf:
+        reducer.complete(unit)
+        gatherer.finish(unit)

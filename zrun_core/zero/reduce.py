@@ -1,0 +1,177 @@
+"""Gradients on their way: which unit is reduced when, and from which memory.
+
+[Note: one order]
+Every rank issues its reductions in one fixed order, because the backend pairs them up and because a rank that waits for
+scratch must wait for something that the others have issued too. A unit that is complete early waits for its turn; units
+that ran on no module of this rank are complete from the start; what is incomplete at the end of backward (a parameter
+that got no gradient) follows then, with zeros. The first order is that of registration backwards; after the first
+backward it is the one that rank 0 saw.
+
+A unit that gets another gradient after its turn (a parameter used outside its module, several backward calls) is
+reduced once more at the end; from then on it is left for the end.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from zrun_core.arena import Ring
+from zrun_core.comm import Comm, Group, Handle, reduce_tag
+from zrun_core.layout import Sharded, StatePolicy
+from zrun_core.mesh import Mesh
+from zrun_core.zero.unit import FlatUnit
+
+
+class _InFlight(NamedTuple):
+    """A reduction under way, and the scratch that it holds until it is over."""
+
+    unit: FlatUnit
+    handle: Handle
+    held: list[torch.Tensor]
+    extra: torch.Tensor | None  # a late sum, to be added to the unit's gradient
+
+
+def split_group(mesh: Mesh, policy: StatePolicy) -> Group:
+    """The group over which flat units are divided: it shards what is sharded, and splits the work of a reduction."""
+    return mesh.shard if Sharded.OPTIMIZER in policy.zero.sharded else mesh.replicate
+
+
+class Reducer:
+    """Reduces the trainable units of one model, micro-batch after micro-batch."""
+
+    def __init__(self, units: Sequence[FlatUnit], policy: StatePolicy, mesh: Mesh, comm: Comm) -> None:
+        self._comm, self._mesh, self._policy = comm, mesh, policy
+        self._split = split_group(mesh, policy)
+        self._order = [unit for unit in reversed(units) if unit.trainable]
+        self._order_is_learnt = False
+        self._arrival_shards = comm.arrival_shards(self._split) if self._split.size > 1 else 0
+        num_bytes = policy.reduce_ring_bytes([unit.layout for unit in self._order], self._arrival_shards)
+        self.ring = Ring(num_bytes if self._split.size > 1 else 0, comm.device)
+        self._in_flight: deque[_InFlight] = deque()
+        self._missing: dict[int, set[int]] = {}  # unit index -> parameters whose gradients have not come in this pass
+        self._complete: set[int] = set()  # indices of units that expect no more gradients in this pass
+        self._issued: set[int] = set()  # and of those whose reduction is on its way
+        self._late: set[int] = set()  # and of those that got a gradient after that
+        self._left_for_end: set[int] = set()  # units that were late once
+        self._seen: list[int] = []  # in the order in which their last gradient came
+
+    # One backward pass
+
+    def begin(self, *, boundary: bool) -> None:
+        """A backward pass begins; `boundary` says that it is the last one of the optimizer step."""
+        self._boundary = boundary
+        self._reduces = self._policy.zero.reduce_now(boundary) and self._split.size > 1
+        self._turn = 0
+        self._missing = {unit.index: set(range(len(unit.params))) for unit in self._order}
+        self._complete, self._issued, self._late, self._seen = set(), set(), set(), []
+        for unit in self._order:
+            if not unit.num_calls and not unit.pins and unit.index not in self._left_for_end:
+                self._complete.add(unit.index)
+        self._take_turns()
+
+    def take(self, unit: FlatUnit, number: int) -> bool:
+        """Parameter `number` of `unit` has its gradient. Returns whether the unit has them all."""
+        if unit.whole_grad is None or (unit.index in self._issued and unit.index not in self._late):
+            unit.begin_grad(self._scratch(unit.layout.padded_numel))
+        if unit.index in self._issued:
+            self._late.add(unit.index)
+        unit.take_grad(number)
+        missing = self._missing[unit.index]
+        missing.discard(number)
+        return not missing
+
+    def complete(self, unit: FlatUnit) -> None:
+        """No more gradients are expected for `unit` in this pass."""
+        if unit.index in self._left_for_end or unit.index in self._complete:
+            return
+        self._seen.append(unit.index)
+        self._complete.add(unit.index)
+        self._take_turns()
+
+    def finish(self) -> None:
+        """The backward pass is over: reduce what is left, and wait for everything."""
+        self._complete.update(unit.index for unit in self._order)
+        self._take_turns()
+        for unit in self._order:
+            if unit.index in self._late:
+                self._left_for_end.add(unit.index)
+                self._issue(unit)
+            unit.num_calls = 0
+        while self._in_flight:
+            self._retire()
+        if self._boundary and self._split.size == 1:
+            for unit in self._order:
+                unit.complete_grad()
+        if self._boundary and Sharded.OPTIMIZER in self._policy.zero.sharded:
+            self._sum_replicas()
+        if not self._order_is_learnt:
+            self._learn_order()
+
+    # Mechanism
+
+    def _take_turns(self) -> None:
+        while self._turn < len(self._order) and (unit := self._order[self._turn]).index in self._complete:
+            self._turn += 1
+            if self._reduces:
+                self._issue(unit)
+                self._issued.add(unit.index)
+
+    def _scratch(self, numel: int) -> torch.Tensor:
+        dtype = self._policy.reduce_dtype
+        while (found := self.ring.take(numel, dtype, grow=not self._in_flight)) is None:
+            self._retire()
+        return found
+
+    def _issue(self, unit: FlatUnit) -> None:
+        for under_way in self._in_flight:
+            under_way.handle.poll()
+        if unit.whole_grad is None:
+            unit.begin_grad(self._scratch(unit.layout.padded_numel))
+        whole = unit.complete_grad()
+        arrivals = self._scratch(unit.layout.shard_numel * self._arrival_shards)
+        held = [arrivals] if unit.keeps(whole) else [arrivals, whole]
+        tag = reduce_tag(unit.index)
+        extra = None
+        if Sharded.OPTIMIZER in self._policy.zero.sharded:
+            handle = self._comm.reduce_scatter(
+                whole, arrivals, unit.grad, self._split, accumulate=unit.is_reduced, tag=tag, name=unit.name
+            )
+        else:
+            handle = self._comm.all_reduce(whole, arrivals, self._split, tag=tag, name=unit.name)
+            extra = None if unit.keeps(whole) else whole
+        unit.is_reduced = True
+        unit.end_grad()
+        self._in_flight.append(_InFlight(unit, handle, held, extra))
+
+    def _retire(self) -> None:
+        oldest = self._in_flight.popleft()
+        oldest.handle.wait()
+        if oldest.extra is not None:
+            oldest.unit.grad.add_(oldest.extra)
+        for scratch in oldest.held:
+            self.ring.give(scratch)
+
+    def _sum_replicas(self) -> None:
+        """Hybrid sharding: equal shards of different copies add up, once per optimizer step."""
+        group = self._mesh.replicate
+        if group.size == 1:
+            return
+        for unit in self._order:
+            per_rank = -(-unit.layout.shard_numel // group.size)
+            arrivals = self._scratch(per_rank * self._comm.arrival_shards(group))
+            handle = self._comm.all_reduce(unit.grad, arrivals, group, tag=reduce_tag(unit.index), name=unit.name)
+            handle.wait()
+            self.ring.give(arrivals)
+
+    def _learn_order(self) -> None:
+        """From now on, reduce in the order that rank 0 completed the units in; those that it did not see come last."""
+        self._order_is_learnt = True
+        by_index = {unit.index: unit for unit in self._order}
+        seen = [*self._seen, *(index for index in by_index if index not in self._seen)]
+        order = torch.tensor(seen, device=self._comm.device)
+        self._comm.broadcast(order, self._mesh.world, name="order of reductions")
+        self._order = [by_index[index] for index in order.tolist()]

@@ -1,0 +1,299 @@
+"""The user's module on flat units: build it, run it, `backward`, `step`.
+
+    sharded = ShardedModel(module, sources, settings, mesh, comm, device)
+    sharded.begin_step()
+    loss = module(x, y)                        # plain calls of the user's module
+    sharded.backward(loss, boundary=True)      # boundary: the last micro-batch of the step
+    result = sharded.step(lr=3e-4, divisor=1.0)
+
+One mechanism serves the ZeRO stages 0-3 (Rajbhandari et al. 2020): `ZeroPolicy` answers the two questions that tell
+them apart, and nothing else here knows the stage. Elements moved per optimizer step, for P trainable parameters, K
+micro-batches and N ranks, times (N-1)/N: stage 0 all-reduce P (2P sent); stage 1 gather P + reduce-scatter P; stage 2
+gather P + reduce-scatter KP; stage 3 gather 2KP + reduce-scatter KP.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from zrun_core.arena import Ring
+from zrun_core.comm import Comm, Phase
+from zrun_core.layout import Buffer, Kind, StatePolicy, UnitLayout, ZeroPolicy
+from zrun_core.mesh import Mesh
+from zrun_core.optim.choose import Chosen
+from zrun_core.optim.sharded import ShardedOptimizer
+from zrun_core.precision import LossScaler, Precision
+from zrun_core.zero.cut import Cut, cut
+from zrun_core.zero.gather import Gatherer, Pass
+from zrun_core.zero.hooks import install
+from zrun_core.zero.reduce import Reducer, split_group
+from zrun_core.zero.unit import FlatUnit, page_pool
+
+_NORM_CHUNK = 1 << 20  # elements that are cast at a time: they stay in cache
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a model is sharded and updated."""
+
+    zero: ZeroPolicy
+    precision: Precision
+    optimizer: Chosen
+    bucket: int  # bytes of parameters
+    clip: float | None = None
+    no_decay: Sequence[str] = ()
+    unit_names: Sequence[str] = ()
+    leaf_names: Sequence[str] = ()
+    persist_below: int = 0
+    prefetch: int = 1
+    watch_lookups: bool = True  # stage 3: gather when user code looks at a parameter; off for compiled modules
+
+    @property
+    def states(self) -> StatePolicy:
+        return StatePolicy(self.zero, self.precision.reduce, self.optimizer.moments)
+
+    def group_of(self, name: str) -> int:
+        """Optimizer group of a parameter: 1 is without weight decay."""
+        return int(any(re.search(pattern, name) for pattern in self.no_decay))
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step came to. Tensors are 0-d and on the device, so that nobody waits who does not look.
+
+    Attributes:
+        sums: the caller's numbers, summed over all ranks, float64.
+        grad_norm: global 2-norm of the gradient, before clipping; not finite after an overflow.
+        skipped: bool: the update was not made.
+        agreed: bool: all ranks gathered the same units in the same order.
+    """
+
+    sums: torch.Tensor
+    grad_norm: torch.Tensor
+    skipped: torch.Tensor
+    agreed: torch.Tensor
+
+
+@dataclass
+class MemoryAccount:
+    """Bytes of one rank by kind."""
+
+    by_kind: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys(Kind, 0))
+
+    def add(self, buffers: Sequence[Buffer]) -> None:
+        for buffer in buffers:
+            self.by_kind[buffer.kind] += buffer.num_bytes
+
+
+def plan_cut(model: nn.Module, settings: Settings, num_shards: int) -> Cut:
+    """Cut `model`, which may be on the meta device, as `ShardedModel` does."""
+    return cut(
+        model,
+        dtype=settings.precision.compute,
+        num_shards=num_shards,
+        bucket=settings.bucket,
+        unit_names=settings.unit_names,
+        leaf_names=settings.leaf_names,
+        persist_below=settings.persist_below,
+        group_of=settings.group_of,
+    )
+
+
+def planned_memory(layouts: Sequence[UnitLayout], settings: Settings, index: int, arrival_shards: int) -> MemoryAccount:
+    """Bytes that rank `index` of the shard group will allocate: the sum of `Layout`'s buffers."""
+    states, account = settings.states, MemoryAccount()
+    for layout in layouts:
+        account.add(states.buffers(layout, index))
+    if layouts and layouts[0].num_shards > 1:
+        rings = states.gather_ring_bytes(layouts, settings.prefetch) + states.reduce_ring_bytes(layouts, arrival_shards)
+        account.add([Buffer("rings", Kind.RING, rings)])
+    return account
+
+
+class ShardedModel:
+    """A module whose parameters live in flat units."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        read: Callable[[str, nn.Parameter], torch.Tensor],
+        settings: Settings,
+        mesh: Mesh,
+        comm: Comm,
+    ) -> None:
+        """Move the parameters of `module` into units, unit by unit.
+
+        Args:
+            module: on any device, also meta; its parameters keep their identity.
+            read: full value of a parameter, by name, asked for once per parameter.
+        """
+        self.module, self.settings, self.mesh, self.comm = module, settings, mesh, comm
+        states = settings.states
+        split = split_group(mesh, states)
+        planned = plan_cut(module, settings, split.size)
+        self.layouts = [unit.layout for unit in planned.units]
+        ring_bytes = states.gather_ring_bytes(self.layouts, settings.prefetch) if split.size > 1 else 0
+        self._pool = page_pool(comm.device, ring_bytes)
+        self.units: list[FlatUnit] = []
+        for number, piece in enumerate(planned.units):
+            unit = FlatUnit(
+                number, piece.layout, piece.params, piece.leaf,
+                policy=states, split=split, device=comm.device, pool=self._pool,
+            )  # fmt: skip
+            unit.load([read(slot.name, param) for slot, param in zip(piece.layout.slots, piece.params, strict=True)])
+            _materialise(piece.params, unit)
+            unit.show()
+            self.units.append(unit)
+        self._gatherer = Gatherer(self.units, comm, settings.prefetch)
+        self._reducer = Reducer(self.units, states, mesh, comm)
+        install(
+            module, self.units, planned.hooked, self._gatherer, self._reducer,
+            watch_lookups=settings.watch_lookups and any(unit.frees for unit in self.units),
+        )  # fmt: skip
+        self._trained = [unit for unit in self.units if unit.trainable]
+        scratch = self._reducer.ring if self._reducer.ring.num_bytes else Ring(0, comm.device)
+        decays = [None, 0.0] if settings.no_decay else [None]
+        self.optimizer = ShardedOptimizer(self.units, settings.optimizer, decays, scratch)
+        self.scaler = LossScaler(settings.precision, comm.device)
+        self._never: set[str] | None = None
+
+    # One optimizer step
+
+    def begin_step(self) -> None:
+        """Forget the last step's gradients; gather ahead what its update made stale."""
+        for unit in self._trained:
+            unit.begin_step()
+        self._gatherer.schedule_hash = 0
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Context of one training forward: `with sharded.forward(): loss = module(x)`."""
+        self._gatherer.begin(Pass.FORWARD)
+        with self.settings.precision.autocast(self.comm.device):
+            yield
+
+    def backward(self, loss: torch.Tensor, *, boundary: bool) -> None:
+        """Backward of the 0-d `loss`, scaled against underflow. Gradients of micro-batches add up.
+
+        Args:
+            boundary: whether this is the last micro-batch of the optimizer step.
+        """
+        self._gatherer.begin_backward()
+        self._reducer.begin(boundary=boundary)
+        (loss * self.scaler.scale if self.scaler.enabled else loss).backward()
+        self._reducer.finish()
+        self._gatherer.end()
+
+    def step(self, lr: float, sums: torch.Tensor, divisor_of: Callable[[torch.Tensor], torch.Tensor]) -> StepResult:
+        """Clip, update, and mark every unit stale. Skipped by all ranks together on overflow (fp16) or zero divisor.
+
+        Args:
+            lr: learning rate.
+            sums: [n] float64 numbers of this rank, to be summed over ranks in the step's one small message.
+            divisor_of: from the summed numbers, what the gradient is to be divided by.
+        """
+        self.comm.phase = Phase.STEP
+        schedule = float(self._gatherer.schedule_hash % (1 << 24))
+        got = b"".join(unit.got for unit in self._trained)
+        own = torch.tensor([schedule, schedule**2, *got], dtype=torch.float64, device=self.comm.device)
+        summed = self.comm.sum_small(torch.cat([sums, self._square_norm().view(1), own]), self.mesh.world, name="step")
+        totals, square, agreement = summed[: len(sums)], summed[len(sums)], summed[len(sums) + 1 : len(sums) + 3]
+        agreed = agreement[0] ** 2 == agreement[1] * self.mesh.world.size
+
+        divisor = divisor_of(totals) * self.scaler.scale.double()
+        norm = square.sqrt() / divisor
+        overflow = ~torch.isfinite(square) & self.scaler.enabled
+        skipped = overflow | (divisor == 0)
+        if self.settings.clip is not None:
+            divisor = divisor * (norm / self.settings.clip).clamp(min=1.0)
+        self._update(lr, divisor.float(), skipped, self._got_anywhere(got, summed[len(sums) + 3 :]))
+        self.scaler.update(overflow)
+        return StepResult(totals, norm, skipped, agreed)
+
+    def _update(self, lr: float, divisor: torch.Tensor, skipped: torch.Tensor, got: list[bytes]) -> None:
+        with torch.no_grad():
+            if self.comm.device.type == "cpu" or not self.settings.optimizer.scales_inside:
+                if not bool(skipped):
+                    grad_scale = None if float(divisor) == 1.0 else divisor
+                    self.optimizer.step(lr, got, grad_scale, None)
+            else:
+                self.optimizer.step(lr, got, torch.where(skipped, 1.0, divisor), skipped.float())
+        for unit in self._trained:
+            unit.mark_stale()
+
+    def _square_norm(self) -> torch.Tensor:
+        """This rank's part of the squared norm of the gradient, float64: each element counts once over all ranks."""
+        total = torch.zeros((), dtype=torch.float64, device=self.comm.device)
+        copies = self.mesh.replicate.size if self._trained and self._trained[0].split is self.mesh.shard else 1
+        for unit in self._trained:
+            for chunk in unit.norm_part().split(_NORM_CHUNK):
+                total += torch.linalg.vector_norm(chunk.float()).double() ** 2
+        return total / copies
+
+    def _got_anywhere(self, got_here: bytes, counts: torch.Tensor) -> list[bytes]:
+        """By unit, which parameters got a gradient on any rank. The host reads `counts` only if some got none here."""
+        if not all(got_here):
+            got_here = bytes(count > 0 for count in counts.tolist())
+        found, start = [], 0
+        for unit in self._trained:
+            found.append(got_here[start : start + len(unit.params)])
+            start += len(unit.params)
+        missing = {
+            slot.name for unit, bits in zip(self._trained, found, strict=True)
+            for slot, bit in zip(unit.layout.slots, bits, strict=True) if not bit
+        }  # fmt: skip
+        self._never = missing if self._never is None else self._never & missing
+        return found
+
+    @property
+    def without_gradient(self) -> list[str]:
+        """Names of the trainable parameters that have never got a gradient on any rank, after at least one step."""
+        return sorted(self._never or ())
+
+    # Outside of training steps
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Context of forward passes without gradients."""
+        self._gatherer.begin(Pass.EVAL)
+        with torch.no_grad(), self.settings.precision.autocast(self.comm.device):
+            yield
+        self._gatherer.end()
+
+    @contextmanager
+    def gathered(self) -> Iterator[nn.Module]:
+        """Every parameter is whole inside, to be read or written; what is written stays.
+
+        Collective on entry and on exit; in between, ranks may do different things for different lengths of time. Every
+        rank must write the same values, or leave writing an element to the rank that owns it.
+        """
+        with self._gatherer.all_whole(), torch.no_grad():
+            yield self.module
+
+    def planned_memory(self) -> MemoryAccount:
+        """What `Layout` says this rank allocates."""
+        split = split_group(self.mesh, self.settings.states)
+        return planned_memory(self.layouts, self.settings, split.index, self.comm.arrival_shards(split))
+
+    def allocated_memory(self) -> MemoryAccount:
+        """What this rank has allocated."""
+        account = MemoryAccount()
+        for unit in self.units:
+            account.add(unit.allocated())
+        account.add([Buffer("moments", Kind.OPTIM, self.optimizer.moment_bytes())])
+        pool_bytes = self._pool.num_bytes if self._pool is not None else 0
+        account.add([Buffer("rings", Kind.RING, pool_bytes + self._reducer.ring.num_bytes)])
+        return account
+
+
+def _materialise(params: Sequence[nn.Parameter], unit: FlatUnit) -> None:
+    """Give meta parameters a device, keeping every reference to them."""
+    for param, view in zip(params, unit.views or unit._placeholders, strict=True):
+        if param.device.type == "meta":
+            torch.utils.swap_tensors(param, nn.Parameter(view, requires_grad=param.requires_grad))

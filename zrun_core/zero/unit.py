@@ -1,0 +1,261 @@
+"""One flat unit: its memory, and the verbs of its life.
+
+unshard   the foreign shards arrive, the module's parameters are views of the whole
+reshard   only the own shard stays
+take_grad a parameter's gradient moves into the unit's flat one
+mark_stale the shard was updated: the foreign shards are those of the last step
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import torch
+from torch import nn
+
+from zrun_core.arena import PagePool, PageWindow, StorageWindow, WholeWindow, Window, can_move_pages, flat_buffer
+from zrun_core.comm import Comm, Group, Handle, gather_tag
+from zrun_core.layout import Buffer, Kind, ParamSlot, Sharded, StatePolicy, UnitLayout
+
+
+class UnitState(Enum):
+    """What of a unit's parameters is valid, and so what occupies memory."""
+
+    SHARDED = "own shard"  # the rest is given up (parameters sharded), or is that of the last step
+    GATHERING = "own shard, the rest arriving"  # memory of the whole unit
+    WHOLE = "everything"  # memory of the whole unit
+
+
+class FlatUnit:
+    """A unit on this rank.
+
+    Attributes:
+        split: the group over which the unit is divided when it is reduced, `layout.num_shards` ranks.
+        param_shard: [shard_numel] in compute dtype, this rank's part of the parameters.
+        master: fp32, the elements that this rank updates; the parameters themselves under fp32.
+        grad: in reduce dtype, the gradient of the elements that this rank updates.
+        got: which parameters have received a gradient on this rank in this step.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        layout: UnitLayout,
+        params: list[nn.Parameter],
+        leaf: bool,
+        *,
+        policy: StatePolicy,
+        split: Group,
+        device: torch.device,
+        pool: PagePool | None,
+    ) -> None:
+        self.index, self.layout, self.params, self.leaf = index, layout, params, leaf
+        self.policy, self.split = policy, split
+        self.frees = policy.frees(layout) and split.size > 1
+        self.state = UnitState.WHOLE
+        self.num_active = 0  # module calls under way
+        self.pins = 0  # holders that want it whole until they say otherwise
+        self.num_calls = 0  # module calls in this forward pass
+        self.is_claimed = False  # gathered ahead of use, and since used
+        self.is_reduced = False  # `grad` holds this step's reduced sum so far
+        self._handle: Handle | None = None
+        self._allocate(device, pool)
+
+    @property
+    def name(self) -> str:
+        return self.layout.name
+
+    @property
+    def trainable(self) -> bool:
+        return self.layout.trainable
+
+    def _allocate(self, device: torch.device, pool: PagePool | None) -> None:
+        layout, policy = self.layout, self.policy
+        own = layout.shard_range(self.split.index)
+        self.window: Window
+        if not self.frees:
+            self.window = WholeWindow(flat_buffer(layout.padded_numel, layout.dtype, device), own)
+        elif pool is not None:
+            self.window = PageWindow(layout.padded_numel, own, layout.dtype, pool)
+            self.state = UnitState.SHARDED
+        else:
+            self.window = StorageWindow(layout.padded_numel, own, layout.dtype, device)
+            self.state = UnitState.SHARDED
+        self.full, self.param_shard = self.window.full, self.window.shard
+        self.views = [_view(self.full, slot) for slot in layout.slots] if not _resizes(self.window) else []
+        # Shape of the parameter, no memory, NaN wherever it is read, and torch refuses to write to it.
+        nowhere = torch.full((1,), float("nan"), dtype=layout.dtype, device=device)
+        self._placeholders = [nowhere.expand(slot.shape) for slot in layout.slots]
+
+        self.owned = policy.owned_range(layout, self.split.index)
+        self.owned_param = self.param_shard if self.owned == own else self.full
+        if not self.trainable:
+            return
+        num_owned = self.owned[1] - self.owned[0]
+        self.master = flat_buffer(num_owned, torch.float32, device) if policy.has_master(layout) else self.owned_param
+        if Sharded.GRADIENT in policy.zero.sharded and self.split.size > 1:
+            self._kept_grad: torch.Tensor | None = None
+            self.grad = flat_buffer(layout.shard_numel, policy.reduce_dtype, device)
+        else:
+            self._kept_grad = flat_buffer(layout.padded_numel, policy.reduce_dtype, device)
+            self.grad = self._kept_grad[self.owned[0] : self.owned[1]]
+        self.whole_grad: torch.Tensor | None = None
+        self.begin_step()
+
+    # Parameters
+
+    def load(self, sources: list[torch.Tensor]) -> None:
+        """Fill the shard, the master copy and, if it is kept, the whole unit from full parameter values."""
+        with torch.no_grad():
+            own = self.layout.shard_range(self.split.index)
+            targets = [(self.param_shard, own)] if self.frees else [(self.full, (0, self.layout.padded_numel))]
+            if self.trainable and self.policy.has_master(self.layout):
+                targets.append((self.master, self.owned))
+            for target, (start, stop) in targets:
+                for piece in self.layout.pieces(start, stop):
+                    source, slot = sources[piece.index], piece.slot
+                    flat = source if source.stride() == slot.stride else _with_stride(source, slot)
+                    first = start + piece.start - slot.offset
+                    part = flat.as_strided((piece.stop - piece.start,), (1,), flat.storage_offset() + first)
+                    target[piece.start : piece.stop].copy_(part)
+
+    def show(self) -> None:
+        """Point the module's parameters at the unit's memory, or at placeholders where it holds none."""
+        whole = self.state is UnitState.WHOLE
+        for param, data in zip(self.params, self.views if whole else self._placeholders, strict=True):
+            param.data = data
+
+    def start_unshard(self, comm: Comm) -> None:
+        """Begin to make the unit whole. Nothing to do if it is, or is about to be."""
+        if self.state is not UnitState.SHARDED:
+            return
+        self.window.acquire()
+        if not self.views:
+            self.views = [_view(self.full, slot) for slot in self.layout.slots]
+        self.state, self.is_claimed = UnitState.GATHERING, False
+        tag = gather_tag(self.index)
+        self._handle = comm.all_gather(self.full, self.param_shard, self.split, tag=tag, name=self.name)
+
+    def unshard(self, comm: Comm) -> None:
+        """Make the unit whole: return if it is, else gather it."""
+        if self.state is UnitState.WHOLE:
+            return
+        self.start_unshard(comm)
+        assert self._handle is not None
+        self._handle.wait()
+        self._handle = None
+        self.state = UnitState.WHOLE
+        if self.frees:
+            self.show()
+
+    def reshard(self) -> None:
+        """Keep the own shard only."""
+        if not self.frees or self.state is UnitState.SHARDED:
+            return
+        if self._handle is not None:  # gathered ahead, and not used after all
+            self._handle.wait()
+            self._handle = None
+        self.state = UnitState.SHARDED
+        self.show()
+        self.window.release()
+
+    def mark_stale(self) -> None:
+        """The owned elements were updated: what other ranks own must be gathered before the next use."""
+        if self.split.size > 1 and Sharded.OPTIMIZER in self.policy.zero.sharded:
+            assert self._handle is None
+            if self.frees:
+                self.reshard()
+            self.state = UnitState.SHARDED
+
+    def adopt_writes(self) -> None:
+        """After user code wrote to the whole parameters: the shard and the master copy follow."""
+        if isinstance(self.window, StorageWindow):
+            start, stop = self.layout.shard_range(self.split.index)
+            self.param_shard.copy_(self.full[start:stop])
+        if self.trainable and self.policy.has_master(self.layout):
+            changed = self.owned_param != self.master.to(self.layout.dtype)
+            self.master[changed] = self.owned_param[changed].float()
+
+    # Gradients
+
+    def begin_step(self) -> None:
+        """A new optimizer step: no gradient has come yet."""
+        self.got = bytearray(len(self.params))
+        self.is_reduced = False
+        self._written = bytearray(len(self.params))
+        self._use_grad(self._kept_grad)
+
+    def _use_grad(self, whole: torch.Tensor | None) -> None:
+        if whole is None or whole is not self.whole_grad:
+            self._grad_views = [] if whole is None else [_view(whole, slot) for slot in self.layout.slots]
+        self.whole_grad = whole
+
+    def begin_grad(self, whole: torch.Tensor) -> None:
+        """Use scratch `whole` [padded_numel] as the flat gradient until `end_grad`."""
+        self._written = bytearray(len(self.params))
+        self._use_grad(whole)
+        whole[self.layout.numel :].zero_()
+
+    def keeps(self, whole: torch.Tensor) -> bool:
+        """Whether the flat gradient `whole` is the unit's own, not scratch."""
+        return whole is self._kept_grad
+
+    def take_grad(self, number: int) -> None:
+        """Move the gradient of parameter `number` into the flat one."""
+        param, view = self.params[number], self._grad_views[number]
+        grad, param.grad = param.grad, None
+        assert grad is not None
+        if grad.is_sparse:
+            grad = grad.to_dense()
+        with torch.no_grad():
+            view.add_(grad) if self._written[number] else view.copy_(grad)
+        self._written[number] = self.got[number] = 1
+
+    def complete_grad(self) -> torch.Tensor:
+        """The flat gradient of this rank, with zeros for what got none."""
+        assert self.whole_grad is not None, "begin_grad comes first where gradients are sharded"
+        for number, view in enumerate(self._grad_views):
+            if not self._written[number]:
+                view.zero_()
+        return self.whole_grad
+
+    def end_grad(self) -> None:
+        """The flat gradient is on its way: what comes from now on is apart from it."""
+        self._use_grad(self._kept_grad)
+
+    def norm_part(self) -> torch.Tensor:
+        """The part of `grad` that this rank counts in the global norm, so that each element is counted once.
+
+        It is the same part at every stage, so that the norm has the same bits.
+        """
+        start, stop = self.layout.shard_range(self.split.index)
+        return self.grad[start - self.owned[0] : stop - self.owned[0]]
+
+    def allocated(self) -> list[Buffer]:
+        """What this unit's permanent buffers really take, in the words of `StatePolicy.buffers`; moments excluded."""
+        param = self.param_shard if self.frees else self.full
+        found = [Buffer(f"{self.name}/param", Kind.PARAM, param.nbytes)]
+        if self.trainable:
+            grad = self.grad if self._kept_grad is None else self._kept_grad
+            found.append(Buffer(f"{self.name}/grad", Kind.GRAD, grad.nbytes))
+            if self.policy.has_master(self.layout):
+                found.append(Buffer(f"{self.name}/master", Kind.OPTIM, self.master.nbytes))
+        return found
+
+
+def page_pool(device: torch.device, num_bytes: int) -> PagePool | None:
+    """The pool from which units on this device are assembled; None where pages cannot be moved."""
+    return PagePool(num_bytes) if device.type == "cpu" and can_move_pages() else None
+
+
+def _resizes(window: Window) -> bool:
+    """Whether views of the window can only be made while it has memory."""
+    return isinstance(window, StorageWindow)
+
+
+def _view(flat: torch.Tensor, slot: ParamSlot) -> torch.Tensor:
+    return flat.as_strided(slot.shape, slot.stride, flat.storage_offset() + slot.offset)
+
+
+def _with_stride(source: torch.Tensor, slot: ParamSlot) -> torch.Tensor:
+    return torch.empty_strided(slot.shape, slot.stride, dtype=source.dtype, device=source.device).copy_(source)

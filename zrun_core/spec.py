@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import PositiveInt
 
-from zrun_core.config import JobConfig, Section
+from zrun_core.config import JobConfig, Section, ZeroConfig
 from zrun_core.errors import JobError
 
 
@@ -70,6 +70,16 @@ class RunSpec(Section):
         """Store the spec at `path`, readable by its owner only."""
         path.touch(mode=0o600)
         path.write_text(self.model_dump_json(indent=1, by_alias=True))
+
+
+def resolve_bucket(zero: ZeroConfig, device: str) -> int:
+    """Bytes of the largest flat unit on `device`, "cpu" or "cuda:<index>".
+
+    Where units are gathered or reduced one by one on a CPU, small ones stay in its caches on the way.
+    """
+    if zero.bucket != "auto":
+        return zero.bucket
+    return (12 if device == "cpu" and zero.stage >= 2 else 64) << 20
 
 
 def resolve_batch(job: JobConfig, ranks: int) -> BatchPlan:

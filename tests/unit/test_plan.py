@@ -29,7 +29,7 @@ def test_auto_without_gpu_is_one_rank_with_all_cores() -> None:
     assert [place.device for place in resolved.plan.ranks] == ["cpu"]
     assert resolved.plan.threads == 8
     assert reason(resolved, "slots").startswith("1 (")
-    assert reason(resolved, "threads") == "8 (8 usable cores / 1 ranks)"
+    assert reason(resolved, "threads") == "8 (8 usable cores / 1 rank)"
 
 
 def test_auto_with_gpus_is_one_rank_each() -> None:
@@ -46,8 +46,24 @@ def test_auto_with_gpus_is_one_rank_each() -> None:
 
 
 def test_what_the_job_says_needs_no_reason() -> None:
-    resolved = make_plan(job(slots=2, device="cpu", threads=1), CPU_HOST)
+    resolved = make_plan(job(slots=2, device="cpu", threads=1, zero={"bucket": "1MiB"}), CPU_HOST)
     assert resolved.reasons == ()
+
+
+def test_no_auto_is_left() -> None:
+    asked = job(batch=6, steps=50, lr={"schedule": "wsd"}, zero=2)
+    resolved = make_plan(asked, CPU_HOST).job
+    assert "auto" not in resolved.model_dump_json()
+    assert (resolved.batch.global_, resolved.batch.micro) == (6, 6)
+    assert (resolved.zero.bucket, resolved.lr.decay_steps) == (12 << 20, 10)
+    assert make_plan(resolved, CPU_HOST) == Resolved(
+        resolved, *list(vars(make_plan(asked, CPU_HOST)).values())[1:3], ()
+    )
+
+
+def test_an_end_that_only_the_data_knows_stays_open() -> None:
+    resolved = make_plan(job(steps=None, epochs=2, lr="cosine"), CPU_HOST).job
+    assert resolved.lr.decay_steps == "auto"
 
 
 def test_cpu_ranks_may_outnumber_cores_and_that_is_said() -> None:

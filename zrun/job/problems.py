@@ -14,10 +14,13 @@ KeyPath = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value was written: a place in a file, an override on the command line, or nowhere (the default)."""
+    """Where a value was written: a place in a file, an override on the command line, or nowhere.
 
-    kind: Literal["file", "override", "default"]
-    text: str = ""  # "job.yaml:12:5", or the override as typed
+    What is written nowhere is the default, or was resolved from auto.
+    """
+
+    kind: Literal["file", "override", "default", "auto"]
+    text: str = ""  # "job.yaml:12:5", the override as typed, or the reason for the resolved value
     line: int = 0
     column: int = 0
 
@@ -27,7 +30,12 @@ class Origin:
         return cls("file", f"{name}:{line}:{column}", line, column)
 
     def __str__(self) -> str:
-        return self.text if self.kind == "file" else self.kind
+        match self.kind:
+            case "file":
+                return self.text
+            case "auto":
+                return f"auto: {self.text}"
+        return self.kind
 
     @property
     def label(self) -> str:

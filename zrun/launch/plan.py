@@ -8,12 +8,15 @@ from __future__ import annotations
 import os
 import socket
 from dataclasses import dataclass
+from typing import Literal
 
 from zrun.launch import cgroup
 from zrun_core.config import JobConfig
 from zrun_core.errors import PreflightError
 from zrun_core.sizes import format_size
-from zrun_core.spec import BatchPlan, LaunchPlan, RankPlace, resolve_batch
+from zrun_core.spec import BatchPlan, LaunchPlan, RankPlace, resolve_batch, resolve_bucket
+
+_DECAYING = ("linear", "cosine", "polynomial", "wsd")
 
 
 @dataclass(frozen=True)
@@ -33,9 +36,8 @@ class HostFacts:
     gpus: tuple[Gpu, ...] = ()  # those that CUDA_VISIBLE_DEVICES leaves, in its order
 
     def __str__(self) -> str:
-        cores = f"{self.cores} core{'s' if self.cores > 1 else ''}"
         gpus = f"{len(self.gpus)} x {self.gpus[0].name}" if self.gpus else "no GPU"
-        return f"{self.hostname}: {cores}, {format_size(self.memory_bytes)}, {gpus}"
+        return f"{self.hostname}: {_several(self.cores, 'core')}, {format_size(self.memory_bytes)}, {gpus}"
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Reason:
 
 @dataclass(frozen=True)
 class Resolved:
+    job: JobConfig  # without any auto
     plan: LaunchPlan
     batch: BatchPlan
     reasons: tuple[Reason, ...]
@@ -64,61 +67,89 @@ def make_plan(job: JobConfig, host: HostFacts) -> Resolved:
     reasons: list[Reason] = []
     device = _device(job, host, reasons)
     slots = _slots(job, host, device, reasons)
+    threads = _threads(job, host, slots, reasons)
     batch = _batch(job, slots, reasons)
     ranks = [
         RankPlace(rank=rank, host=host.hostname, local_rank=rank, device=f"cuda:{rank}" if device == "cuda" else "cpu")
         for rank in range(slots)
     ]
-    plan = LaunchPlan(ranks=ranks, threads=_threads(job, host, slots, reasons))
-    return Resolved(plan, batch, tuple(reasons))
+    resolved = job.model_copy(
+        update={
+            "device": device,
+            "slots": slots,
+            "threads": threads,
+            "batch": job.batch.model_copy(update={"global_": batch.global_size, "micro": batch.micro}),
+            "zero": job.zero.model_copy(update={"bucket": _bucket(job, device, reasons)}),
+            "lr": job.lr.model_copy(update={"decay_steps": _decay_steps(job, reasons)}),
+        }
+    )
+    return Resolved(resolved, LaunchPlan(ranks=ranks, threads=threads), batch, tuple(reasons))
 
 
-def _device(job: JobConfig, host: HostFacts, reasons: list[Reason]) -> str:
+def _device(job: JobConfig, host: HostFacts, reasons: list[Reason]) -> Literal["cpu", "cuda"]:
     if job.device == "cuda" and not host.gpus:
         raise PreflightError(f"device: cuda, but {host.hostname} has no usable NVIDIA GPU: write device: cpu or auto")
     if job.device != "auto":
         return job.device
-    device = "cuda" if host.gpus else "cpu"
-    reasons.append(Reason("device", device, str(host)))
-    return device
+    reasons.append(Reason("device", "cuda" if host.gpus else "cpu", str(host)))
+    return "cuda" if host.gpus else "cpu"
 
 
 def _slots(job: JobConfig, host: HostFacts, device: str, reasons: list[Reason]) -> int:
     num_gpus = len(host.gpus)
     if job.slots == "auto":
         slots = num_gpus if device == "cuda" else 1
-        why = (
-            f"one rank per GPU of {host.hostname}" if device == "cuda" else "one rank on a CPU; ask for more by number"
-        )
+        why = f"one rank per GPU of {host.hostname}" if device == "cuda" else "one rank where there is no GPU"
         reasons.append(Reason("slots", str(slots), why))
         return slots
     if device == "cuda" and job.slots > num_gpus:
         raise PreflightError(
-            f"more ranks than slots: slots: {job.slots}, but {host.hostname} has {num_gpus} "
-            f"GPU{'s' if num_gpus > 1 else ''}: write slots: {num_gpus} or device: cpu"
+            f"more ranks than slots: slots: {job.slots}, but {host.hostname} has {_several(num_gpus, 'GPU')}: "
+            f"write slots: {num_gpus} or device: cpu"
         )
     return job.slots
 
 
+def _threads(job: JobConfig, host: HostFacts, slots: int, reasons: list[Reason]) -> int:
+    threads = max(1, host.cores // slots) if job.threads == "auto" else job.threads
+    why = "as written" if job.threads != "auto" else f"{host.cores} usable cores / {_several(slots, 'rank')}"
+    if slots * threads > host.cores:
+        why += f"; {slots * threads} threads share {_several(host.cores, 'core')}, which is slow"
+    elif job.threads != "auto":
+        return threads
+    reasons.append(Reason("threads", str(threads), why))
+    return threads
+
+
 def _batch(job: JobConfig, slots: int, reasons: list[Reason]) -> BatchPlan:
-    batch = resolve_batch(job, slots)
+    batch, ranks = resolve_batch(job, slots), _several(slots, "rank")
     if job.batch.global_ == "auto":
-        reasons.append(Reason("batch.global", str(batch.global_size), f"micro {batch.micro} x {slots} ranks"))
+        reasons.append(Reason("batch.global", str(batch.global_size), f"micro {batch.micro} x {ranks}"))
     if job.batch.micro == "auto":
-        reasons.append(
-            Reason("batch.micro", str(batch.micro), f"global {batch.global_size} / {slots} ranks, no accumulation")
-        )
+        why = f"global {batch.global_size} / {ranks}, no accumulation"
+        reasons.append(Reason("batch.micro", str(batch.micro), why))
     return batch
 
 
-def _threads(job: JobConfig, host: HostFacts, slots: int, reasons: list[Reason]) -> int:
-    threads = max(1, host.cores // slots) if job.threads == "auto" else job.threads
-    crowded = f": {slots * threads} threads share {host.cores} cores, which is slow" * (slots * threads > host.cores)
-    if job.threads == "auto":
-        reasons.append(Reason("threads", str(threads), f"{host.cores} usable cores / {slots} ranks{crowded}"))
-    elif crowded:
-        reasons.append(Reason("threads", str(threads), f"as written{crowded}"))
-    return threads
+def _bucket(job: JobConfig, device: str, reasons: list[Reason]) -> int:
+    bucket = resolve_bucket(job.zero, device)
+    if job.zero.bucket == "auto":
+        reasons.append(Reason("zero.bucket", format_size(bucket), f"stage {job.zero.stage} on {device}"))
+    return bucket
+
+
+def _decay_steps(job: JobConfig, reasons: list[Reason]) -> int | Literal["auto"]:
+    """Left to auto where the schedule has no end, or an end that only the data knows."""
+    if job.lr.decay_steps != "auto" or job.lr.schedule not in _DECAYING or job.steps is None:
+        return job.lr.decay_steps
+    is_tail = job.lr.schedule == "wsd"
+    steps = max(1, job.steps // 5) if is_tail else job.steps
+    reasons.append(Reason("lr.decay_steps", str(steps), "a fifth of the run" if is_tail else "the run's steps"))
+    return steps
+
+
+def _several(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def probe_host() -> HostFacts:

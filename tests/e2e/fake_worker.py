@@ -1,0 +1,142 @@
+"""Stands in for the real worker in tests of the launcher: no torch, one behaviour per rank.
+
+`model.args` of the job names it: `{"behaviour": {"1": "raise"}}`; ranks without one train and end well.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from zrun.launch.processes import die_with_parent
+from zrun_core.errors import ExitCode
+from zrun_core.events import Emitter
+from zrun_core.spec import RunSpec
+
+RANK = int(os.environ["RANK"])
+STEPS = 3
+
+
+def main() -> None:
+    die_with_parent(signal.SIGKILL)
+    spec = RunSpec.read(Path(sys.argv[1]))
+    behaviour = spec.job.model.args.get("behaviour", {}).get(str(RANK), "train")
+    print(f"rank {RANK} behaves: {behaviour}")
+    print("on stderr", file=sys.stderr)
+    emitter = Emitter(spec.telemetry, RANK)
+    if RANK == 0:
+        emitter.emit("start", job=spec.job.name, world_size=spec.plan.world_size, **START)
+    BEHAVIOURS[behaviour](spec, emitter)
+    emitter.close()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def train(spec: RunSpec, emitter: Emitter) -> None:
+    for step in range(1, STEPS + 1):
+        if RANK == 0:
+            emitter.emit("step", step=step, loss=3.0 / step, lr=1e-3, step_s=0.01, samples_per_s=1e3)
+        emitter.emit("memory", step=step, rss_bytes=1 << 20, peak_rss_bytes=2 << 20, params=1, grads=2, optim=3)
+    if RANK == 0:
+        emitter.emit("end", step=STEPS, reason="steps", total_s=0.1, loss=1.0)
+
+
+def fail(spec: RunSpec, kind: str, message: str, code: ExitCode, trace: str | None = None) -> None:
+    note = {"rank": RANK, "kind": kind, "type": "ValueError", "message": message, "exit_code": code, "traceback": trace}
+    note |= {"step": 2, "phase": "forward", "time": time.time()}
+    (Path(spec.run_dir) / "failures" / f"rank-{RANK}.json").write_text(json.dumps(note))
+    os._exit(code)
+
+
+def fail_in_user_code(spec: RunSpec, emitter: Emitter) -> None:
+    trace = 'Traceback (most recent call last):\n  File "train.py", line 7, in forward\nValueError: a wrong turn'
+    fail(spec, "user", "a wrong turn", ExitCode.WORKER, trace)
+
+
+def fail_numerically(spec: RunSpec, emitter: Emitter) -> None:
+    fail(spec, "zrun", "the loss is not finite", ExitCode.NUMERIC)
+
+
+def lose_peer(spec: RunSpec, emitter: Emitter) -> None:
+    """What gloo says once the other rank is gone; sent before that one has ended."""
+    fail(spec, "user", "Connection closed by peer [127.0.0.1]:1234", ExitCode.WORKER, "Traceback: gloo")
+
+
+def fail_late(spec: RunSpec, emitter: Emitter) -> None:
+    time.sleep(0.05)
+    fail_in_user_code(spec, emitter)
+
+
+def kill_itself(spec: RunSpec, emitter: Emitter) -> None:
+    if RANK == 1:
+        time.sleep(0.3)  # rank 0's steps arrive first
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def steps_then_hang(spec: RunSpec, emitter: Emitter) -> None:
+    emitter.emit("step", step=1, loss=3.0)
+    hang(spec, emitter)
+
+
+def hang(spec: RunSpec, emitter: Emitter) -> None:
+    emitter.emit("log", message=f"hanging {os.getpid()}")
+    time.sleep(600)
+
+
+def hang_with_helper(spec: RunSpec, emitter: Emitter) -> None:
+    """A data loader that outlives its parent and does not listen to SIGTERM."""
+    code = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
+    )
+    helper = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert helper.stdout is not None
+    helper.stdout.readline()
+    emitter.emit("log", message=f"helper {helper.pid}")
+    hang(spec, emitter)
+
+
+def leave_early(spec: RunSpec, emitter: Emitter) -> None:
+    os._exit(0)
+
+
+def show_environment(spec: RunSpec, emitter: Emitter) -> None:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ZRUN_STORE")
+    found = {name: os.environ[name] for name in (*names, "OMP_NUM_THREADS", *spec.job.env)}
+    emitter.emit("log", message=json.dumps(found | {"cwd": os.getcwd(), "stdin": sys.stdin.read()}))
+    train(spec, emitter)
+
+
+START: dict[str, Any] = {
+    "params": 1234567,
+    "stage": 2,
+    "precision": "bf16",
+    "device": "cpu",
+    "total_steps": STEPS,
+    "planned_bytes": {"params": 1, "grads": 2, "optim": 3, "rings": 4},
+    "notes": ["a note"],
+}
+BEHAVIOURS = {
+    function.__name__: function
+    for function in (
+        train,
+        fail_in_user_code,
+        fail_numerically,
+        lose_peer,
+        fail_late,
+        kill_itself,
+        steps_then_hang,
+        hang,
+        hang_with_helper,
+        leave_early,
+        show_environment,
+    )
+}
+
+if __name__ == "__main__":
+    main()

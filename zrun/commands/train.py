@@ -1,0 +1,127 @@
+"""`zrun train`: from a job file to an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from zrun.watch.ui import Ui
+from zrun_core.errors import ExitCode, ZrunError
+
+if TYPE_CHECKING:
+    from zrun.job.load import LoadedJob
+    from zrun.launch.local import LocalAgent
+    from zrun.launch.plan import Resolved
+    from zrun.launch.rundir import RunDir
+
+if TYPE_CHECKING:
+    pass
+
+
+def train(
+    job: Annotated[Path, typer.Argument(help="The job file.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Values that replace those of the file.")
+    ] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Directory of this run.", show_default="runs/<name>/<run id>")
+    ] = None,
+    ui: Annotated[Ui, typer.Option(help="How progress is shown; auto: live on a terminal, else plain.")] = Ui.auto,
+    slots: Annotated[
+        int | None, typer.Option(help="Ranks on this host; short for slots=N.", show_default=False)
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would run, and stop.")] = False,
+    worker: Annotated[str, typer.Option(hidden=True)] = "zrun_core.worker",
+) -> None:
+    """Train the model of a job.
+
+    Example: zrun train job.yaml zero.stage=3 optim.lr=3e-4
+
+    Exit codes: 0 done; 2 the job is wrong; 3 this machine cannot run it; 4 workers did not start in time; 5 a worker
+    failed; 6 a hang; 7 the numbers went wrong; 130 or 143 stopped by a signal.
+    """
+    from zrun.launch.frames import Start
+    from zrun.launch.local import LocalAgent
+
+    # First of all: the agent imports torch while this process still reads the job.
+    with nullcontext() if dry_run else LocalAgent() as agent:
+        from zrun.job.load import load_job
+        from zrun.launch.environment import worker_environment
+        from zrun.launch.plan import make_plan, probe_host
+        from zrun.launch.rundir import RunDir
+        from zrun.watch.preface import preface
+
+        loaded = load_job(job, [*(overrides or ()), *([f"slots={slots}"] if slots is not None else ())])
+        environment = worker_environment(loaded.config, os.environ)
+        host = probe_host()
+        resolved = make_plan(loaded.config, host)
+        if ui is not Ui.none:
+            print(preface(resolved, host), file=sys.stderr)
+        if agent is None:
+            return
+        with RunDir.claim(resolved.job.name, run_dir) as rundir:
+            rundir.write_job(_record(loaded, resolved))
+            rundir.write_plan(resolved.plan)
+            agent.start(Start(_spec(loaded, resolved, rundir), host.hostname, environment, worker))
+            code = _follow(agent, resolved, rundir, ui)
+    raise typer.Exit(code)
+
+
+def _spec(loaded: LoadedJob, resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
+    from zrun.launch.environment import without_secrets
+    from zrun_core.spec import RunSpec
+
+    spec = RunSpec(
+        job=without_secrets(resolved.job),
+        plan=resolved.plan,
+        batch=resolved.batch,
+        job_dir=str(loaded.path.absolute().parent),
+        run_dir=str(rundir.path),
+        run_id=rundir.run_id,
+    )
+    return spec.model_dump(mode="json", by_alias=True)
+
+
+def _record(loaded: LoadedJob, resolved: Resolved) -> str:
+    """The job as it runs, with the origin of each value."""
+    from zrun.job.load import LoadedJob
+    from zrun.job.problems import Origin
+    from zrun.job.render import with_origins
+    from zrun.launch.environment import without_secrets
+
+    autos = {each.key: Origin("auto", each.why) for each in resolved.reasons}
+    return with_origins(LoadedJob(without_secrets(resolved.job), loaded.path, {**loaded.origins, **autos}))
+
+
+def _follow(agent: LocalAgent, resolved: Resolved, rundir: RunDir, ui: Ui) -> int:
+    """Watch the run to its end, report it, and return its exit code."""
+    from zrun.launch.supervise import Interrupts, Run, judge, watch
+    from zrun.watch.follow import Follower
+    from zrun.watch.report import report
+    from zrun.watch.screen import open_screen
+    from zrun.watch.view import Facts
+
+    job, plan = resolved.job, resolved.plan
+    facts = Facts(job.name, rundir.run_id, plan.world_size)
+    follower = Follower(open_screen(ui, facts, job.log.every, sys.stdout, os.environ), rundir.append)
+    run, interrupts = Run(plan.world_size), Interrupts()
+    try:
+        with interrupts.caught():
+            watch(agent, run, interrupts, job.limits.start_s, follower.event, follower.turn)
+    except ZrunError as error:
+        rundir.write_failure({"message": str(error), "exit_code": int(error.exit_code)})
+        raise
+    finally:
+        follower.close()
+    code, failure = judge(run, plan, rundir, interrupts)
+    if failure is not None:
+        rundir.write_failure(failure.as_json())
+        print(failure.describe(), file=sys.stderr)
+    elif code == ExitCode.OK and ui is not Ui.none:
+        print(report(follower.state, rundir.path), file=sys.stderr if ui is Ui.json else sys.stdout)
+    return code

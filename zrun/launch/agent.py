@@ -1,0 +1,115 @@
+"""`python -m zrun.launch.agent`: runs the workers of one host and ends with its launcher.
+
+The launcher may start it before it knows what to run: torch is imported while it waits for the `Start` frame.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from zrun.launch import elastic, processes
+from zrun.launch.frames import Start
+from zrun.launch.switchboard import Switchboard
+
+_STORE = "store"  # the file through which the workers find each other
+_LONGEST_SOCKET_PATH = 100  # the kernel takes 107 bytes
+
+
+def main() -> None:
+    processes.die_with_parent(signal.SIGTERM)
+    processes.adopt_orphans()
+    switchboard = Switchboard(*_take_streams())
+    elastic.load()
+    start = switchboard.start_frames.get()
+    run_dir = Path(start.spec["run_dir"])
+    _log_to(run_dir / "logs" / f"agent-{start.host}.log")
+    with _telemetry(run_dir) as telemetry:
+        switchboard.listen(telemetry)
+        try:
+            _run(start, run_dir, telemetry.getsockname(), switchboard)
+        finally:
+            # A second signal must not cut the cleaning short.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            switchboard.end_sessions()
+            (run_dir / _STORE).unlink(missing_ok=True)
+            switchboard.finish()
+
+
+def _run(start: Start, run_dir: Path, telemetry: str, switchboard: Switchboard) -> None:
+    spec_file = run_dir / "spec.json"
+    spec_file.touch(mode=0o600)
+    spec_file.write_text(json.dumps(start.spec | {"telemetry": telemetry}, indent=1))
+    plan = start.spec["plan"]
+    here = [place for place in plan["ranks"] if place["host"] == start.host]
+    os.environ.update(_environment(start.env, run_dir, plan["threads"]))
+    command = elastic.Command(
+        run_id=start.spec["run_id"],
+        module=start.module,
+        argument=str(spec_file),
+        logs={place["local_rank"]: run_dir / "logs" / f"rank-{place['rank']}.log" for place in here},
+    )
+    first_rank = min(place["rank"] for place in here)
+    elastic.run(command, lambda workers: switchboard.watch(workers, first_rank))
+
+
+def _environment(asked: dict[str, str], run_dir: Path, threads: int) -> dict[str, str]:
+    """What the workers get beyond what this process has; torch adds RANK, WORLD_SIZE and so on."""
+    defaults = {
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the order in which the plan counts them
+        "GLOO_SOCKET_IFNAME": "lo",  # one host: nothing listens to the network, and its name need not resolve
+    }
+    return (
+        {key: os.environ.get(key, value) for key, value in defaults.items()}
+        | asked
+        | {
+            "OMP_NUM_THREADS": str(threads),
+            "ZRUN_STORE": str(run_dir / _STORE),
+            "TORCH_ELASTIC_WORKER_IDENTICAL": "1",  # ranks follow from the plan, no exchange needed
+        }
+    )
+
+
+def _take_streams() -> tuple[int, int]:
+    """Keep stdin and stdout for the launcher alone: a worker or a library that prints must not break the stream."""
+    control, output = os.dup(0), os.dup(1)  # not inherited by workers
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)
+    return control, output
+
+
+def _log_to(path: Path) -> None:
+    """Send this process's own messages to a file: the terminal belongs to the launcher."""
+    with open(path, "ab") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+
+
+@contextmanager
+def _telemetry(run_dir: Path) -> Iterator[socket.socket]:
+    """A datagram socket in the run directory, or in a folder of its own where that path is too long for one."""
+    folder = run_dir
+    if len(os.fsencode(run_dir / "telemetry.sock")) > _LONGEST_SOCKET_PATH:
+        folder = Path(tempfile.mkdtemp(prefix="zrun-"))  # 0700
+    path = folder / "telemetry.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as telemetry:
+        telemetry.bind(str(path))
+        try:
+            yield telemetry
+        finally:
+            path.unlink(missing_ok=True)
+            if folder is not run_dir:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)  # torch takes 0.3 s to tear itself down, and the launcher waits

@@ -1,0 +1,30 @@
+"""The environment that a job asks for. Its values may be secrets, which are shown and stored nowhere."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from zrun_core.config import JobConfig
+from zrun_core.errors import JobError
+
+_SECRET = re.compile(r"token|key|secret|passw|credential", re.IGNORECASE)
+
+
+def worker_environment(job: JobConfig, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables of `job.env`; those that are null come from `environ`.
+
+    Raises:
+        JobError: one of those is not set.
+    """
+    missing = [name for name, value in job.env.items() if value is None and name not in environ]
+    if missing:
+        names = ", ".join(missing)
+        raise JobError(f"env.{names}: null takes the value from the shell, where it is not set: export it first")
+    return {name: environ[name] if value is None else value for name, value in job.env.items()}
+
+
+def without_secrets(job: JobConfig) -> JobConfig:
+    """`job` as it may be written to disk."""
+    shown = {name: "***" if value is not None and _SECRET.search(name) else value for name, value in job.env.items()}
+    return job.model_copy(update={"env": shown})

@@ -1,0 +1,204 @@
+"""Which rank failed first, why, and what to do: from exit statuses and from the notes that dying workers leave.
+
+When one rank ends, the others fail within milliseconds with errors of their own (connections close under them). What
+is shown is the cause, once.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from zrun.launch.frames import GRACE_S
+from zrun_core.errors import ExitCode
+from zrun_core.spec import RankPlace
+
+_KEPT_LINES = 50  # of a log, in failure.json
+_SHOWN_LINES = 15  # of a log, on screen, where there is no traceback
+_TAIL_BYTES = 1 << 16
+
+# How gloo, NCCL and sockets say that another rank went away.
+_PEER_IS_GONE = re.compile(
+    r"connection (closed|reset|refused|was (broken|aborted))|broken pipe|socket (was )?closed|pair closure"
+    r"|timed out waiting|(recv|send)value failed|ncclRemoteError|remote process (exited|closed)",
+    re.IGNORECASE,
+)
+_PASSED_ON = {code for code in ExitCode if ExitCode.USAGE <= code <= ExitCode.NUMERIC}
+
+
+@dataclass(frozen=True)
+class Exit:
+    """The end of one worker, as its agent saw it."""
+
+    rank: int
+    status: int  # negative: the signal that ended it
+    time: float  # unix seconds by the agent's clock
+    oom: bool = False  # the kernel took it because memory ran out
+
+    @property
+    def signal(self) -> signal.Signals | None:
+        number = -self.status if self.status < 0 else self.status - 128
+        try:
+            return signal.Signals(number)
+        except ValueError:
+            return None
+
+
+class Note(BaseModel):
+    """What a worker writes to `failures/rank-<n>.json` before it ends with `exit_code`."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    rank: int
+    kind: Literal["user", "zrun", "bug", "peer"]  # peer: it only felt another rank's end
+    type: str
+    message: str
+    exit_code: int
+    step: int | None = None
+    phase: str | None = None
+    traceback: str | None = None
+
+    @classmethod
+    def read(cls, path: Path) -> Note | None:
+        """The note at `path`; None where there is none, or half of one."""
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except (OSError, ValidationError):
+            return None
+
+    @property
+    def is_echo(self) -> bool:
+        """It tells of another rank's end."""
+        return self.kind == "peer" or _PEER_IS_GONE.search(self.message) is not None
+
+    @property
+    def text(self) -> str:
+        """Traceback and message, each once."""
+        if not self.traceback:
+            return self.message
+        if self.message.strip() in self.traceback:
+            return self.traceback.strip()
+        if self.traceback.strip() in self.message:
+            return self.message.strip()
+        return f"{self.traceback.strip()}\n{self.type}: {self.message}"
+
+
+def first_failure(exits: list[Exit], notes: dict[int, Note], ended: bool) -> Exit | None:
+    """The exit that caused the others. `ended`: training reached its end, so that status 0 is no failure."""
+    failed = [each for each in exits if each.status != 0 or not ended]
+    if not failed:
+        return None
+    start = min(each.time for each in failed)
+    return min(failed, key=lambda each: (_distance(each, notes.get(each.rank), start), each.time))
+
+
+def _distance(end: Exit, note: Note | None, start: float) -> int:
+    """How far an exit is from being the cause: 0 a cause, 1 perhaps, 2 an echo, 3 our own doing.
+
+    `start` is the time of the first failure, at which the agent asks the other workers to end.
+    """
+    if note is not None:
+        return 2 if note.is_echo else 1 if note.kind == "bug" else 0
+    if end.time == start or end.status == 0 or end.oom:
+        return 0
+    if end.signal == signal.SIGKILL:
+        return 3 if end.time - start > 0.9 * GRACE_S else 0  # the agent's own comes that late
+    return 3 if end.signal == signal.SIGTERM else 2 if end.signal else 1
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The first failing rank, and what is known about it."""
+
+    end: Exit
+    note: Note | None
+    place: RankPlace
+    num_ranks: int
+    last_step: int  # that any event told of
+    log: Path
+
+    @property
+    def exit_code(self) -> ExitCode:
+        if self.note is not None and self.note.kind != "bug" and self.note.exit_code in _PASSED_ON:
+            return ExitCode(self.note.exit_code)
+        return ExitCode.WORKER
+
+    @property
+    def step(self) -> int | None:
+        return self.note.step if self.note is not None else self.last_step or None
+
+    @property
+    def headline(self) -> str:
+        who = f"rank {self.place.rank} of {self.num_ranks} ({self.place.host}, {self.place.device})"
+        return f"{who} {self._what()}{self._where()}"
+
+    def _what(self) -> str:
+        if self.note is not None:
+            return "failed"
+        if self.end.signal is not None:
+            return f"was killed by {self.end.signal.name}" + " because memory ran out" * self.end.oom
+        return f"ended with status {self.end.status}" + " before training did" * (self.end.status == 0)
+
+    def _where(self) -> str:
+        if self.note is None:
+            return f" after step {self.last_step}" if self.last_step else " before the first step ended"
+        step = f" at step {self.note.step}" if self.note.step is not None else ""
+        return step + (f" in {self.note.phase}" if self.note.phase else "")
+
+    @property
+    def advice(self) -> str:
+        if self.end.oom:
+            return "lower batch.micro, raise zero.stage, or checkpoint activations"
+        if self.note is None and self.end.signal is not None:
+            return f"something outside the job sent {self.end.signal.name}, or native code crashed: see its log"
+        if self.note is None:
+            return "look for os._exit or a crash in the code that the job names: see its log"
+        if self.note.kind == "bug":
+            return "this is a bug of zrun: report it with failure.json"
+        if self.note.kind == "user":
+            return "correct the code that the traceback names"
+        return "correct what the message names"
+
+    def last_lines(self, count: int) -> list[str]:
+        try:
+            with open(self.log, "rb") as log:
+                log.seek(max(0, self.log.stat().st_size - _TAIL_BYTES))
+                return log.read().decode(errors="replace").splitlines()[-count:]
+        except OSError:
+            return []
+
+    def describe(self) -> str:
+        """What a person reads last."""
+        if self.note is not None:
+            body = self.note.text
+        else:
+            body = "\n".join(self.last_lines(_SHOWN_LINES)) or "(its log is empty)"
+        return f"{body}\n\n{self.headline}\n  log: {self.log}\n  next: {self.advice}"
+
+    def as_json(self) -> dict[str, Any]:
+        """The content of failure.json."""
+        note = self.note
+        return {
+            "rank": self.place.rank,
+            "host": self.place.host,
+            "device": self.place.device,
+            "step": self.step,
+            "phase": note.phase if note else None,
+            "exit_code": int(self.exit_code),
+            "status": self.end.status,
+            "signal": self.end.signal.name if note is None and self.end.signal else None,
+            "out_of_memory": self.end.oom,
+            "kind": note.kind if note else None,
+            "type": note.type if note else None,
+            "message": note.message if note else self.headline,
+            "traceback": note.traceback if note else None,
+            "log": str(self.log),
+            "last_lines": self.last_lines(_KEPT_LINES),
+            "what_to_do": self.advice,
+            "time": self.end.time,
+        }

@@ -1,0 +1,109 @@
+"""Processes of this host, told apart from later ones with the same number, and ended by session.
+
+A worker leads a session of its own, so that the loader processes and shells it starts end with it. Nothing is ever
+looked up by name.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process that existed: its number, and when it started in clock ticks since boot."""
+
+    pid: int
+    started: int
+
+    @classmethod
+    def find(cls, pid: int) -> Process | None:
+        """The process that has this number now."""
+        stat = _stat(pid)
+        return cls(pid, int(stat[19])) if stat else None
+
+    def alive(self) -> bool:
+        """It still runs: not ended, not a zombie, and its number was not given to another."""
+        stat = _stat(self.pid)
+        return stat is not None and int(stat[19]) == self.started and stat[0] not in "ZX"
+
+
+def session_of(leader: Process) -> list[Process]:
+    """The living processes of the session that `leader` started, itself included.
+
+    The kernel keeps a number taken while a session bears it, so a process with the leader's number and another start
+    time means that the whole session is gone and these are strangers.
+    """
+    now = Process.find(leader.pid)
+    if now is not None and now != leader:
+        return []
+    return [
+        process for process in _all() if (stat := _stat(process.pid)) and int(stat[3]) == leader.pid and process.alive()
+    ]
+
+
+def children_of(pid: int) -> list[Process]:
+    """The living direct children of `pid`."""
+    return [process for process in _all() if (stat := _stat(process.pid)) and int(stat[1]) == pid and process.alive()]
+
+
+def send(processes: list[Process], number: signal.Signals) -> None:
+    """Send one signal to each, through a descriptor that cannot come to mean another process."""
+    for process in processes:
+        try:
+            descriptor = os.pidfd_open(process.pid)
+        except OSError:
+            continue
+        try:
+            if process.alive():
+                signal.pidfd_send_signal(descriptor, number)
+        except OSError:
+            pass  # it ended in between
+        finally:
+            os.close(descriptor)
+
+
+def wait_gone(processes: list[Process], patience_s: float) -> list[Process]:
+    """Those that still live after `patience_s` seconds."""
+    deadline = time.monotonic() + patience_s
+    while (left := [process for process in processes if process.alive()]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return left
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent ends, so that none can escape."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent(number: signal.Signals) -> None:
+    """Be sent `number` when the parent's thread that started this process ends."""
+    _prctl(_PR_SET_PDEATHSIG, number)
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl")
+
+
+def _all() -> list[Process]:
+    found = (Process.find(int(entry.name)) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+    return [process for process in found if process is not None]
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Fields of /proc/<pid>/stat from the third on: 0 state, 1 parent, 2 group, 3 session, 19 start time."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return text.rpartition(")")[2].split()  # the second field is a name that may hold anything

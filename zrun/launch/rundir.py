@@ -1,0 +1,134 @@
+"""The run directory: everything that one run leaves behind, in `runs/<name>/<run id>/`, readable by its owner only.
+
+    with RunDir.claim(name="gpt", chosen=None) as rundir:
+        rundir.write_job(...)
+
+A lock on the directory lives as long as the launcher, however it ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from zrun_core.errors import JobError
+from zrun_core.events import Event, encode
+from zrun_core.spec import LaunchPlan
+
+
+class RunDir:
+    """A run directory that this process holds."""
+
+    def __init__(self, path: Path, lock: int) -> None:
+        self.path = path
+        self.run_id = path.name
+        self._lock = lock
+        self._events = os.open(path / "events.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+    @classmethod
+    def claim(cls, name: str, chosen: Path | None, root: Path = Path("runs")) -> Self:
+        """Make the run directory and lock it: `chosen`, or a new one below `root`.
+
+        Raises:
+            JobError: another launcher holds it, it has files in it, or it cannot be made.
+        """
+        path = (chosen if chosen is not None else root / name / _new_id()).absolute()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir(mode=0o700, exist_ok=True)
+            if not (path / ".lock").exists():
+                _refuse_files(path)  # before anything is written there: it may be anybody's folder
+            lock = _lock(path)
+        except OSError as error:
+            raise JobError(f"run directory {path}: {error.strerror}: choose another with --run-dir") from None
+        try:
+            _refuse_files(path)
+            path.chmod(0o700)
+            for folder in ("logs", "failures"):
+                (path / folder).mkdir(mode=0o700)
+            return cls(path, lock)
+        except BaseException:
+            os.close(lock)
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._events)
+        os.close(self._lock)
+
+    @property
+    def spec(self) -> Path:
+        return self.path / "spec.json"
+
+    def log(self, rank: int) -> Path:
+        return self.path / "logs" / f"rank-{rank}.log"
+
+    def failure(self, rank: int) -> Path:
+        """Where a worker says why it ends."""
+        return self.path / "failures" / f"rank-{rank}.json"
+
+    def write_job(self, text: str) -> None:
+        self._write("job.yaml", text)
+
+    def write_plan(self, plan: LaunchPlan) -> None:
+        self._write("plan.json", plan.model_dump_json(indent=1) + "\n")
+
+    def write_failure(self, report: dict[str, Any]) -> None:
+        self._write("failure.json", json.dumps(report, indent=1) + "\n")
+
+    def append(self, event: Event) -> None:
+        """Add one line to `events.jsonl`, at once: somebody may be reading along."""
+        os.write(self._events, encode(event) + b"\n")
+
+    def _write(self, name: str, text: str) -> None:
+        path = self.path / name
+        path.touch(mode=0o600)
+        path.write_text(text, encoding="utf-8")
+
+
+def _new_id() -> str:
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
+def _lock(path: Path) -> int:
+    """Lock the directory for the life of this process. The file says who holds it.
+
+    Raises:
+        JobError: it is held already.
+    """
+    lock = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(lock, 32, 0).decode().strip()
+        os.close(lock)
+        raise JobError(
+            f"run directory {path} is in use by the zrun process {holder or '(starting)'}: "
+            "wait for it, stop it, or choose another with --run-dir"
+        ) from None
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, str(os.getpid()).encode(), 0)
+    return lock
+
+
+def _refuse_files(path: Path) -> None:
+    """Nothing is ever written over an earlier run, or into a folder of something else.
+
+    Raises:
+        JobError: the directory has files.
+    """
+    names = sorted(entry.name for entry in path.iterdir() if entry.name != ".lock")
+    if "events.jsonl" in names:
+        raise JobError(f"run directory {path} holds an earlier run: remove it or choose another with --run-dir")
+    if names:
+        raise JobError(f"run directory {path} is not empty (it holds {names[0]}): choose another with --run-dir")

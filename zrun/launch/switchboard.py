@@ -1,0 +1,178 @@
+"""The agent's thread between its host's workers and the launcher.
+
+It forwards telemetry and exit statuses up, obeys what comes down, and takes the end of its input for the launcher's
+death. The main thread belongs to torch's elastic agent, which must not be held up by either side.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from queue import SimpleQueue
+from subprocess import Popen
+
+from zrun.launch import cgroup, processes
+from zrun.launch.elastic import Workers
+from zrun.launch.frames import GRACE_S, Start, Unpacker
+from zrun.launch.processes import Process
+
+_READ_BYTES = 1 << 18
+_EVENTS_PER_TURN = 256  # then the other descriptors are served
+
+
+class Switchboard:
+    def __init__(self, control: int, output: int) -> None:
+        self.start_frames: SimpleQueue[Start] = SimpleQueue()  # gets one item
+        self._control, self._output = control, output
+        self._unpacker = Unpacker()
+        self._started = False
+        self._telemetry: socket.socket | None = None
+        self._leaders: list[Process] = []
+        self._running: dict[int, tuple[int, Popen[bytes]]] = {}  # pidfd -> rank, worker
+        self._writing = threading.Lock()
+        self._stop_with: signal.Signals | None = None
+        self._kill_at: float | None = None
+        self._oom_kills = cgroup.oom_kills()
+        self._done, self._finish = os.pipe()
+        # epoll lets the main thread add descriptors while this one waits.
+        self._selector = selectors.EpollSelector()
+        self._on(control, self._read_control)
+        self._on(self._done, self._close)
+        self._thread = threading.Thread(target=self._run, name="switchboard", daemon=True)
+        self._thread.start()
+
+    def listen(self, telemetry: socket.socket) -> None:
+        """Forward every datagram of this socket."""
+        telemetry.setblocking(False)
+        self._telemetry = telemetry
+        self._on(telemetry.fileno(), self._forward)
+
+    def watch(self, workers: Workers, first_rank: int) -> None:
+        """Report the end of these workers, and stop them when the launcher says so or dies."""
+        for local, worker in workers.items():
+            leader = Process.find(worker.pid)
+            if leader is not None:
+                self._leaders.append(leader)
+            pidfd = os.pidfd_open(worker.pid)
+            self._running[pidfd] = first_rank + local, worker
+            self._on(pidfd, self._exited)
+        self._send({"frame": "started", "pids": {first_rank + local: worker.pid for local, worker in workers.items()}})
+        if self._stop_with is not None:
+            self._signal(self._stop_with)
+
+    def finish(self) -> None:
+        """Forward what is left and end the thread."""
+        os.close(self._finish)
+        self._thread.join()
+
+    def end_sessions(self) -> None:
+        """Leave nothing of the workers behind: not their helpers, nor what those left to this process."""
+        left = [process for leader in self._leaders for process in processes.session_of(leader)]
+        processes.send(left, signal.SIGTERM)
+        processes.send(processes.wait_gone(left, GRACE_S / 5), signal.SIGKILL)
+        while orphans := processes.children_of(os.getpid()):
+            processes.send(orphans, signal.SIGKILL)
+            if processes.wait_gone(orphans, GRACE_S):
+                break  # in the kernel's hands
+
+    def _run(self) -> None:
+        try:
+            while True:
+                patience = None if self._kill_at is None else max(0.0, self._kill_at - time.monotonic())
+                for key, _ in self._selector.select(patience):
+                    key.data(key.fd)
+                if self._kill_at is not None and time.monotonic() >= self._kill_at:
+                    self._kill_at = None
+                    self._signal(signal.SIGKILL)
+        except _Finished:
+            pass
+        except BaseException:
+            # Without this thread nobody would hear of the launcher's end.
+            traceback.print_exc()
+            self._signal(signal.SIGKILL)
+            os._exit(1)
+
+    def _on(self, descriptor: int, action: Callable[[int], object]) -> None:
+        self._selector.register(descriptor, selectors.EVENT_READ, action)
+
+    def _read_control(self, descriptor: int) -> None:
+        data = os.read(descriptor, _READ_BYTES)
+        if not data:
+            self._selector.unregister(descriptor)
+            self._stop(signal.SIGTERM)
+            return
+        for frame in self._unpacker.feed(data):
+            if "signal" in frame:
+                self._stop(signal.Signals(frame["signal"]))
+            else:
+                self._started = True
+                self.start_frames.put(Start(**frame))
+
+    def _stop(self, number: signal.Signals) -> None:
+        """End the workers; those that `watch` is about to hear of too."""
+        if not self._started:
+            os._exit(0)
+        self._stop_with = number
+        self._signal(number)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if number != signal.SIGKILL and self._kill_at is None:
+            self._kill_at = time.monotonic() + GRACE_S
+        for leader in list(self._leaders):
+            processes.send(processes.session_of(leader), number)
+
+    def _forward(self, _: int) -> int:
+        """Send a turn's worth of datagrams up, and say how many there were."""
+        assert self._telemetry is not None
+        datagrams: list[bytes] = []
+        with suppress(BlockingIOError):
+            while len(datagrams) < _EVENTS_PER_TURN:
+                datagrams.append(self._telemetry.recv(_READ_BYTES))
+        # A worker sends one line at a time; anything else would break the stream.
+        lines = (b'{"frame":"event","event":' + line + b"}\n" for line in datagrams if b"\n" not in line)
+        self._write(b"".join(lines))
+        return len(datagrams)
+
+    def _exited(self, pidfd: int) -> None:
+        moment = time.time()
+        self._selector.unregister(pidfd)
+        os.close(pidfd)
+        rank, worker = self._running.pop(pidfd)
+        if self._telemetry is not None:
+            while self._forward(0) == _EVENTS_PER_TURN:
+                pass  # what it said before it ended comes first
+        while (status := worker.poll()) is None:
+            time.sleep(0.001)  # the elastic agent is just collecting it
+        oom_kills = cgroup.oom_kills()
+        oom = status == -signal.SIGKILL and oom_kills is not None and oom_kills > (self._oom_kills or 0)
+        self._send({"frame": "exit", "rank": rank, "status": status, "time": moment, "oom": oom})
+        if status != 0 and self._kill_at is None:
+            self._kill_at = time.monotonic() + GRACE_S  # the elastic agent now asks the others to stop
+
+    def _close(self, _: int) -> None:
+        for pidfd, (_, worker) in list(self._running.items()):
+            if worker.poll() is not None:
+                self._exited(pidfd)
+        self._send({"frame": "done"})
+        raise _Finished
+
+    def _send(self, frame: dict[str, object]) -> None:
+        self._write(json.dumps(frame).encode() + b"\n")
+
+    def _write(self, data: bytes) -> None:
+        view = memoryview(data)
+        with self._writing, suppress(BrokenPipeError):  # the launcher is gone: the end of our input says so too
+            while view:
+                view = view[os.write(self._output, view) :]
+
+
+class _Finished(Exception):  # noqa: N818
+    """The thread's work is done."""

@@ -1,0 +1,44 @@
+"""The panel at the bottom of a terminal; messages scroll away above it."""
+
+from __future__ import annotations
+
+import time
+
+from rich.console import Console
+from rich.live import Live as RichLive
+
+from zrun.watch.plain import message_line
+from zrun.watch.state import RunState
+from zrun.watch.view import Facts, panel
+from zrun_core.events import Event
+
+
+class Live:
+    """Draws `period_s` apart at most: a frame takes 10 ms of the launcher's time, and 5 KB of an ssh line's."""
+
+    def __init__(self, console: Console, facts: Facts, period_s: float) -> None:
+        self._console, self._facts, self._period_s = console, facts, period_s
+        self._ascii_only = not console.encoding.lower().startswith("utf")
+        self._drawn = 0.0
+        self._live = RichLive(console=console, auto_refresh=False)
+        self._live.start()
+        self._draw(RunState())
+
+    def show(self, state: RunState, event: Event) -> None:
+        line = message_line(event)
+        if line is not None:
+            self._console.print(line, markup=False, highlight=False)
+
+    def turn(self, state: RunState) -> None:
+        if time.monotonic() - self._drawn >= self._period_s:
+            self._draw(state)
+
+    def close(self, state: RunState) -> None:
+        """Leave the last frame in the scrollback."""
+        self._draw(state)
+        self._live.stop()
+
+    def _draw(self, state: RunState) -> None:
+        self._drawn = time.monotonic()
+        frame = panel(state, self._facts, min(self._console.width, 140), self._ascii_only)
+        self._live.update(frame, refresh=True)

@@ -1,0 +1,83 @@
+"""One line at a time, for files and pipes: no colour, nothing is ever overwritten."""
+
+from __future__ import annotations
+
+from typing import TextIO
+
+from zrun.watch import text
+from zrun.watch.state import RunState
+from zrun_core.events import Event
+from zrun_core.sizes import format_size
+
+
+class Plain:
+    """Prints a line every `every` steps, and each evaluation and message."""
+
+    def __init__(self, out: TextIO, every: int) -> None:
+        self._out, self._every = out, every
+
+    def show(self, state: RunState, event: Event) -> None:
+        line = self._line(state, event)
+        if line is not None:
+            print(line, file=self._out, flush=True)
+
+    def turn(self, state: RunState) -> None:
+        """Lines come with events."""
+
+    def close(self, state: RunState) -> None:
+        """Lines are complete as they are."""
+
+    def _line(self, state: RunState, event: Event) -> str | None:
+        match event.get("type"):
+            case "start":
+                return start_line(event)
+            case "step":
+                step = state.step.step
+                due = step % self._every == 0 or step in (1, state.total_steps)
+                return step_line(state) if due else None
+        return message_line(event)
+
+
+def start_line(event: Event) -> str:
+    params = f"{text.count(event.get('params') or 0)} parameters"
+    lines = [f"start: {params}, zero {event.get('stage')}, {event.get('precision')}, {event.get('device')}"]
+    lines += [f"note: {note}" for note in event.get("notes") or ()]
+    return "\n".join(lines)
+
+
+def message_line(event: Event) -> str | None:
+    """The line of an event that is worth one on any screen."""
+    match event.get("type"):
+        case "eval":
+            return f"eval at step {event['step']}: loss {float(event['loss']):.6g} over {event.get('samples')} samples"
+        case "warning":
+            return f"warning (rank {event['rank']}): {event.get('message')}"
+        case "log":
+            return f"rank {event['rank']}: {event.get('message')}"
+    return None
+
+
+def step_line(state: RunState) -> str:
+    step = state.step
+    total = f"/{state.total_steps}" if state.total_steps is not None else ""
+    parts = [f"step {step.step}{total}", f"loss {step.loss:.6g}"]
+    if step.lr is not None:
+        parts.append(f"lr {step.lr:.3g}")
+    if step.grad_norm is not None:
+        parts.append(f"gnorm {step.grad_norm:.3g}")
+    if step.loss_scale is not None:
+        parts.append(f"scale {step.loss_scale:g} skip {step.skips}")
+    if state.speed is not None:
+        parts.append(f"{state.speed[1]} {text.count(state.speed[0])}")
+    if state.tflops is not None:
+        parts.append(f"tflops {state.tflops:.3g}")
+    if state.mfu is not None:
+        parts.append(f"mfu {state.mfu:.1%}")
+    if state.memory:
+        held = max(event.get("device_allocated") or event.get("rss_bytes") or 0 for event in state.memory.values())
+        parts.append(f"mem {format_size(held).replace(' ', '')}")
+    if state.step_s is not None:
+        parts.append(f"step {text.seconds(state.step_s)}")
+    if state.eta_s is not None:
+        parts.append(f"eta {text.duration(state.eta_s)}")
+    return " ".join(parts)

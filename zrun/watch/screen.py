@@ -1,0 +1,60 @@
+"""What follows a run on a screen, behind one interface: a live panel, plain lines, JSON lines, or nothing."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from typing import Protocol, TextIO
+
+from rich.console import Console
+
+from zrun.watch.live import Live
+from zrun.watch.plain import Plain
+from zrun.watch.state import RunState
+from zrun.watch.ui import Ui, choose
+from zrun.watch.view import Facts
+from zrun_core.events import Event, encode
+
+_PERIOD_S, _SSH_PERIOD_S = 0.25, 0.5
+
+
+class Screen(Protocol):
+    def show(self, state: RunState, event: Event) -> None:
+        """`event` has just become part of `state`."""
+
+    def turn(self, state: RunState) -> None:
+        """Time has passed."""
+
+    def close(self, state: RunState) -> None:
+        """The run is over."""
+
+
+class Nothing:
+    """No screen; what needs no more than one method starts from it."""
+
+    def show(self, state: RunState, event: Event) -> None: ...
+    def turn(self, state: RunState) -> None: ...
+    def close(self, state: RunState) -> None: ...
+
+
+class Json(Nothing):
+    """Every event as a line of JSON."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+
+    def show(self, state: RunState, event: Event) -> None:
+        print(encode(event).decode(), file=self._out, flush=True)
+
+
+def open_screen(ui: Ui, facts: Facts, every: int, out: TextIO, environ: Mapping[str, str]) -> Screen:
+    """The screen for `ui` on `out`; `every` is the steps between plain lines."""
+    match choose(ui, out.isatty(), environ, shutil.get_terminal_size().columns):
+        case Ui.json:
+            return Json(out)
+        case Ui.none:
+            return Nothing()
+        case Ui.live:
+            period_s = _SSH_PERIOD_S if "SSH_CONNECTION" in environ else _PERIOD_S
+            return Live(Console(file=out), facts, period_s)
+    return Plain(out, every)

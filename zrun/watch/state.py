@@ -1,0 +1,176 @@
+"""What the events of a run add up to: `state = fold(state, event)`. Pure; screens draw it, the report sums it up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from zrun_core.events import Event
+
+_CURVE_POINTS = 512
+_SPEED_STEPS = 20  # over which speeds are averaged
+_KEPT_MESSAGES = 100
+
+SPLIT = ("data", "forward", "backward", "comm", "optim")
+MEMORY_KINDS = ("params", "grads", "optim", "rings")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A series thinned to a bounded number of points, evenly, however long the run."""
+
+    points: tuple[float, ...] = ()
+    stride: int = 1  # steps per point
+    _pending: int = 0
+
+    def add(self, value: float) -> Curve:
+        if not math.isfinite(value):
+            return self
+        if self._pending + 1 < self.stride:
+            return replace(self, _pending=self._pending + 1)
+        points = (*self.points, value)
+        if len(points) > _CURVE_POINTS:
+            return Curve(points[::2], self.stride * 2)  # the first one stays
+        return Curve(points, self.stride)
+
+
+@dataclass(frozen=True)
+class Step:
+    """The newest `step` event, as far as screens show it."""
+
+    step: int = 0
+    loss: float = math.nan
+    lr: float | None = None
+    grad_norm: float | None = None
+    loss_scale: float | None = None
+    skipped: bool = False
+    skips: int = 0
+    total_samples: int = 0
+    total_tokens: int = 0
+    epoch: float | None = None
+    step_s: float = 0.0
+    samples_per_s: float | None = None
+    tokens_per_s: float | None = None
+    tflops: float | None = None
+    mfu: float | None = None
+    split: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    step: int
+    loss: float
+
+
+@dataclass(frozen=True)
+class Message:
+    kind: str  # "warning" or "log"
+    rank: int
+    time: float
+    text: str
+
+
+@dataclass(frozen=True)
+class RunState:
+    """Everything known about a run."""
+
+    start: Event | None = None
+    step: Step = Step()
+    losses: Curve = Curve()
+    recent: tuple[Step, ...] = ()  # the last few steps, oldest first
+    traffic_bytes: int = 0  # sent by rank 0
+    memory: Mapping[int, Event] = field(default_factory=dict)  # by rank, its newest `memory` event
+    evals: tuple[Evaluation, ...] = ()
+    messages: tuple[Message, ...] = ()
+    num_messages: int = 0
+    end: Event | None = None
+
+    @property
+    def total_steps(self) -> int | None:
+        return self.start.get("total_steps") if self.start else None
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds per step lately; the first step, which warms up, counts only while it is alone."""
+        times = [step.step_s for step in self.recent if step.step > 1] or [step.step_s for step in self.recent]
+        return sum(times) / len(times) if times else None
+
+    @property
+    def eta_s(self) -> float | None:
+        if self.total_steps is None or self.step_s is None:
+            return None
+        return max(0, self.total_steps - self.step.step) * self.step_s
+
+    @property
+    def speed(self) -> tuple[float, str] | None:
+        """Tokens per second lately; samples where the data has no tokens."""
+        for unit, name in (("tokens", "tok/s"), ("samples", "samples/s")):
+            value = self._mean(f"{unit}_per_s")
+            if value:
+                return value, name
+        return None
+
+    @property
+    def tflops(self) -> float | None:
+        return self._mean("tflops")
+
+    @property
+    def mfu(self) -> float | None:
+        return self._mean("mfu")
+
+    @property
+    def split(self) -> dict[str, float]:
+        """The share of each part of a step lately, of the time that is accounted for."""
+        sums = {part: sum(step.split.get(part, 0.0) for step in self.recent) for part in SPLIT}
+        total = sum(sums.values())
+        return {part: value / total for part, value in sums.items()} if total else {}
+
+    @property
+    def planned_bytes(self) -> dict[str, int]:
+        """Planned bytes of one rank by kind."""
+        planned = (self.start or {}).get("planned_bytes") or {}
+        return {kind: planned.get(kind) or 0 for kind in MEMORY_KINDS}
+
+    def _mean(self, name: str) -> float | None:
+        values = [value for step in self.recent if (value := getattr(step, name)) is not None]
+        return sum(values) / len(values) if values else None
+
+
+def fold(state: RunState, event: Event) -> RunState:
+    """`state` after `event`. Unknown types and fields are left out: an older launcher may follow a newer worker."""
+    match event.get("type"):
+        case "start":
+            return replace(state, start=event)
+        case "step":
+            return _fold_step(state, event)
+        case "memory":
+            return replace(state, memory={**state.memory, event["rank"]: event})
+        case "eval":
+            return replace(state, evals=(*state.evals, Evaluation(event["step"], number(event["loss"]))))
+        case "warning" | "log" as kind:
+            message = Message(kind, event["rank"], event["time"], str(event.get("message", "")))
+            kept = (*state.messages, message)[-_KEPT_MESSAGES:]
+            return replace(state, messages=kept, num_messages=state.num_messages + 1)
+        case "end":
+            return replace(state, end=event)
+    return state
+
+
+def _fold_step(state: RunState, event: Event) -> RunState:
+    fields = {name: event[name] for name in Step.__dataclass_fields__ if event.get(name) is not None}
+    fields |= {name: number(fields[name]) for name in ("loss", "grad_norm", "loss_scale") if name in fields}
+    step = Step(**fields)
+    return replace(
+        state,
+        step=step,
+        losses=state.losses.add(step.loss),
+        recent=(*state.recent, step)[-_SPEED_STEPS:],
+        traffic_bytes=state.traffic_bytes + ((event.get("traffic") or {}).get("sent_bytes") or 0),
+    )
+
+
+def number(value: Any) -> float:
+    """A number of an event; those that JSON lacks travel as text."""
+    return float(value)

@@ -1,0 +1,56 @@
+"""Numbers as a person reads them in passing: `count(18300) == "18.3k"`, `duration(17000) == "4h43m"`."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_ASCII_BLOCKS = "_.-=+*#@"
+
+
+def count(value: float) -> str:
+    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit:
+            return f"{value / limit:.1f}{unit}"
+    return f"{value:.0f}" if value == round(value) else f"{value:.1f}"
+
+
+def duration(seconds: float) -> str:
+    if seconds < 10:
+        return f"{seconds:.1f}s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours >= 24:
+        return f"{hours // 24}d{hours % 24:02}h"
+    if hours:
+        return f"{hours}h{minutes:02}m"
+    return f"{minutes}m{rest:02}s" if minutes else f"{rest}s"
+
+
+def seconds(value: float) -> str:
+    """The time of one step."""
+    return f"{value * 1000:.0f}ms" if value < 0.1 else f"{value:.2f}s"
+
+
+def sparkline(values: Sequence[float], width: int, ascii_only: bool) -> str:
+    """The shape of a series in `width` characters, each the mean of its share of the values."""
+    blocks = _ASCII_BLOCKS if ascii_only else _BLOCKS
+    width = min(width, len(values))
+    if width <= 0:
+        return ""
+    edges = [len(values) * index // width for index in range(width + 1)]
+    means = [math.fsum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    low, high = min(means), max(means)
+    scale = (len(blocks) - 1) / (high - low) if high > low else 0.0
+    return "".join(blocks[round((mean - low) * scale)] for mean in means)
+
+
+def share_bar(shares: Sequence[float], letters: str, width: int) -> list[tuple[str, int]]:
+    """How many of `width` characters each share gets: rounded so that they fill it, nothing lost between them."""
+    edges, total = [0], 0.0
+    for share in shares:
+        total += share
+        edges.append(round(min(total, 1.0) * width))
+    return [(letter, b - a) for letter, (a, b) in zip(letters, itertools.pairwise(edges), strict=True)]

@@ -39,7 +39,7 @@ def consumed(
 
 
 def flat(nested: object) -> list[int]:
-    return [index for item in nested for index in flat(item)] if isinstance(nested, list) else [nested]  # type: ignore[list-item]
+    return [index for item in nested for index in flat(item)] if isinstance(nested, list) else [nested]
 
 
 def plain_loop(num_samples: int, global_size: int, num_steps: int, *, shuffle: bool) -> list[list[int]]:

@@ -177,7 +177,7 @@ def test_bytes_tokenizer_reads_anything() -> None:
 )
 def test_unusable_arguments(corpus: Path, args: dict[str, object], message: str) -> None:
     with pytest.raises(JobError, match=message):
-        text(**({"paths": str(corpus / "*.txt")} | args))  # type: ignore[arg-type]
+        text(**({"paths": str(corpus / "*.txt")} | args))
 
 
 def test_a_file_that_is_no_tokenizer(tmp_path: Path) -> None:

@@ -92,8 +92,14 @@ class Bert(nn.Module):
 
         Returns:
             Logits [B, T, V], or with labels their mean cross-entropy in nats per masked token (fp32, 0-d).
+
+        Raises:
+            ValueError: the sequence is longer than the model.
         """
-        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+        length, seq_len = input_ids.shape[1], self.positions.num_embeddings
+        if length > seq_len:
+            raise ValueError(f"a sequence of {length} tokens is longer than the model's seq_len {seq_len}")
+        positions = torch.arange(length, device=input_ids.device)
         segments = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
         x = self.tokens(input_ids) + self.positions(positions) + self.segments(segments)  # [B, T, D]
         x = self.dropout(self.norm(x))

@@ -96,11 +96,12 @@ class Ref(Section):
         default_factory=dict, description="keyword arguments of the call", examples=[{"dim": 512}]
     )
 
-    @model_validator(mode="after")
-    def _check_call(self) -> Self:
-        if not _REF.fullmatch(self.call):
-            raise ValueError(f'{self.call!r} is not a reference: write "module:attr" or "file.py:attr"')
-        return self
+    @field_validator("call")
+    @classmethod
+    def _check_call(cls, call: str) -> str:
+        if not _REF.fullmatch(call):
+            raise ValueError(f'{call!r} is not a reference: write "module:attr" or "file.py:attr"')
+        return call
 
     @property
     def where(self) -> str:

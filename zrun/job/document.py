@@ -185,7 +185,7 @@ class _Reader:
             self._refuse_extras(path, event)
             if event.style is not None or isinstance(_resolve_or_text(event.value), str):
                 return str(event.value)
-            self._problem(path, event, f'a key must be text; write "{event.value}" in quotes')
+            self._problem((*path, event.value), event, f'a key must be text; write "{event.value}" in quotes')
             return str(event.value)
         self._problem(path, event, "a key must be text; quote it if it holds brackets, * or ?")
         self._skip(event)

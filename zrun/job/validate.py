@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from zrun.job.document import Document
+from zrun.job.nearest import nearest, nearest_key, siblings
 from zrun.job.problems import KeyPath, Origin, Problem, dotted, job_error, shown_value
 from zrun.job.scalars import write
-from zrun.job.schema import Key, fields, find_key, keys
+from zrun.job.schema import Key, fields, find_key
 from zrun_core.config import JobConfig
 
 
@@ -56,7 +56,7 @@ def _mended(value: Mapping[str, Any], problems: Iterable[Problem]) -> dict[str, 
     mended = dict(value)
     for name in {str(problem.path[0]) for problem in problems if problem.path}:
         mended.pop(name, None)
-        key = find_key((name,)) or find_key((_nearest(name, fields(JobConfig)) or name,))
+        key = find_key((name,)) or find_key((nearest(name, fields(JobConfig)) or name,))
         if key is not None:
             mended[key.name] = key.example
     return mended
@@ -68,25 +68,6 @@ def _without_echoes(problems: Iterable[Problem]) -> list[Problem]:
     for problem in problems:
         first.setdefault((problem.origin, problem.path), problem)
     return list(first.values())
-
-
-# What other launchers and trainers call these things.
-_OTHER_NAMES = {
-    "batch_size": "batch.global",
-    "dtype": "precision",
-    "fp16": "precision",
-    "bf16": "precision",
-    "gpus": "slots",
-    "grad_clip": "optim.clip",
-    "learning_rate": "optim.lr",
-    "max_grad_norm": "optim.clip",
-    "max_steps": "steps",
-    "micro_batch_size": "batch.micro",
-    "num_epochs": "epochs",
-    "optimizer": "optim",
-    "scheduler": "lr",
-    "warmup_steps": "lr.warmup",
-}
 
 
 @dataclass(frozen=True)
@@ -101,7 +82,7 @@ class _Mistake:
 
 def _explain(document: Document, error: ValidationError) -> list[Problem]:
     mistakes = _one_per_key([_mistake(detail) for detail in error.errors(include_url=False)])
-    unknown = {mistake.path: _suggestion(mistake.path) for mistake in mistakes if mistake.kind == "extra_forbidden"}
+    unknown = {mistake.path: nearest_key(mistake.path) for mistake in mistakes if mistake.kind == "extra_forbidden"}
     problems = []
     for mistake in mistakes:
         if mistake.path in unknown:
@@ -141,13 +122,14 @@ def _one_per_key(mistakes: Iterable[_Mistake]) -> list[_Mistake]:
         by_path.setdefault(mistake.path, []).append(mistake)
     chosen = []
     for path, rivals in by_path.items():
-        if any(len(other) > len(path) and other[: len(path)] == path for other in by_path):
-            continue
-        rules = [mistake for mistake in rivals if mistake.kind == "value_error" and isinstance(mistake.value, dict)]
-        if rules or len(rivals) == 1:
-            chosen.append((rules or rivals)[0])
-        else:
-            chosen.append(_Mistake(path, "union", "", rivals[0].value))
+        above = [by_path[path[:depth]][0] for depth in range(len(path)) if path[:depth] in by_path]
+        if any(not isinstance(mistake.value, dict) for mistake in above):
+            continue  # a branch took the value for a short form; none of them fits
+        below = any(len(other) > len(path) and other[: len(path)] == path for other in by_path)
+        if below and isinstance(rivals[0].value, dict):
+            continue  # the branch that takes a mapping got further
+        several = below or len(rivals) > 1
+        chosen.append(_Mistake(path, "union", "", rivals[0].value) if several else rivals[0])
     return chosen
 
 
@@ -156,32 +138,13 @@ def _unknown_key(document: Document, mistake: _Mistake, meant: KeyPath | None) -
     key = find_key(meant) if meant is not None else None
     if key is None:
         owner = f"{dotted(parent)} has" if parent else "a job has"
-        message = f"unknown key; {owner} {', '.join(_siblings(parent))}"
+        message = f"unknown key; {owner} {', '.join(siblings(parent))}"
     else:
         is_scalar = isinstance(mistake.value, str | int | float)
         below = key.path[len(parent) :] if key.path[: len(parent)] == parent else key.path
         line = _line(below, mistake.value if is_scalar else key.example)
         message = f'unknown key; did you mean "{".".join(below)}"? write {line}'
     return Problem(document.key_origin(mistake.path), mistake.path, message)
-
-
-def _suggestion(path: KeyPath) -> KeyPath | None:
-    """The key that was probably meant: a sibling with a similar name, or one of this name in another section."""
-    name = str(path[-1])
-    if (nearest := _nearest(name, _siblings(path[:-1]))) is not None:
-        return (*path[:-1], nearest)
-    if name in _OTHER_NAMES:
-        return tuple(_OTHER_NAMES[name].split("."))
-    return min((key.path for key in keys() if name in (key.name, str(key))), key=len, default=None)
-
-
-def _siblings(parent: KeyPath) -> Iterable[str]:
-    key = find_key(parent)
-    return fields(JobConfig if key is None or key.section is None else key.section)
-
-
-def _nearest(name: str, names: Iterable[str]) -> str | None:
-    return next(iter(get_close_matches(name, names, n=1, cutoff=0.65)), None)
 
 
 def _missing_key(document: Document, path: KeyPath) -> Problem:
@@ -211,7 +174,7 @@ def _wrong_value(document: Document, mistake: _Mistake) -> Problem:
 
 def _what_to_write(path: KeyPath, key: Key, mistake: _Mistake) -> str:
     name = str(path[-1]) if not isinstance(path[-1], int) else key.name
-    if isinstance(mistake.value, str) and (choice := _nearest(mistake.value, key.choices)) is not None:
+    if isinstance(mistake.value, str) and (choice := nearest(mistake.value, key.choices)) is not None:
         return f'did you mean "{choice}"? write {_line((name,), choice)}'
     if mistake.kind == "string_type" and isinstance(mistake.value, bool | int | float):
         quoted = f'"{write(mistake.value)}"'

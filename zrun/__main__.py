@@ -1,0 +1,5 @@
+"""`python -m zrun` is `zrun`."""
+
+from zrun.cli import main
+
+main()

@@ -1,0 +1,76 @@
+"""The `zrun` command: finds the module of a command, and turns an error into one message and an exit code.
+
+Each command is one module of `zrun.commands` with one public name, that of the command. It is imported when it is
+called or listed, and imports what it works with inside its function, so that `zrun --help` needs neither torch nor
+pydantic.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from zrun_core.errors import ExitCode, ZrunError
+
+COMMANDS = ("train", "check", "init", "explain", "config")
+
+
+class _LazyGroup(TyperGroup):
+    """Commands by name, imported one at a time."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        names: dict[str, Any] = dict.fromkeys(COMMANDS)
+        self.commands = names  # typer reads its suggestions from here
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in COMMANDS:
+            return None
+        entry = getattr(import_module(f"zrun.commands.{cmd_name}"), cmd_name)
+        if not isinstance(entry, typer.Typer):
+            function, entry = entry, typer.Typer(add_completion=False)
+            entry.command(cmd_name)(function)
+        command = typer.main.get_command(entry)
+        command.name = cmd_name
+        return command
+
+
+app = typer.Typer(cls=_LazyGroup, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"zrun {version('zrun')}")
+        raise typer.Exit
+
+
+@app.callback()
+def zrun(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Train PyTorch models that outgrow one plain loop.
+
+    Start with: zrun init -o job.yaml, then zrun check job.yaml, then zrun train job.yaml.
+    """
+
+
+def main() -> None:
+    """Run the command line and exit: 0, or the code of the error that ended it."""
+    try:
+        app()
+    except ZrunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(ExitCode.INTERRUPTED)

@@ -1,0 +1,51 @@
+"""The key that was probably meant: `nearest_key(("zero", "stag")) == ("zero", "stage")`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+from zrun.job.problems import KeyPath
+from zrun.job.schema import fields, find_key, keys
+from zrun_core.config import JobConfig
+
+# What other launchers and trainers call these things.
+_OTHER_NAMES = {
+    "batch_size": "batch.global",
+    "dtype": "precision",
+    "fp16": "precision",
+    "bf16": "precision",
+    "gpus": "slots",
+    "grad_clip": "optim.clip",
+    "learning_rate": "optim.lr",
+    "max_grad_norm": "optim.clip",
+    "max_steps": "steps",
+    "micro_batch_size": "batch.micro",
+    "num_epochs": "epochs",
+    "optimizer": "optim",
+    "scheduler": "lr",
+    "warmup_steps": "lr.warmup",
+}
+
+
+def nearest_key(path: KeyPath) -> KeyPath | None:
+    """A sibling with a similar name, what other tools call by this name, or a key of this name in another section."""
+    name = str(path[-1])
+    if (sibling := nearest(name, siblings(path[:-1]))) is not None:
+        return (*path[:-1], sibling)
+    if name in _OTHER_NAMES:
+        return tuple(_OTHER_NAMES[name].split("."))
+    elsewhere = {str(key): key.path for key in keys()} | {key.name: key.path for key in reversed(list(keys()))}
+    found = next(iter(get_close_matches(name, elsewhere, n=1, cutoff=0.8)), None)
+    return None if found is None else elsewhere[found]
+
+
+def siblings(parent: KeyPath) -> Iterable[str]:
+    """The names that are allowed below `parent`."""
+    key = find_key(parent)
+    return fields(JobConfig if key is None or key.section is None else key.section)
+
+
+def nearest(name: str, names: Iterable[str]) -> str | None:
+    """The one of `names` that looks most like `name`, if any does."""
+    return next(iter(get_close_matches(name, names, n=1, cutoff=0.7)), None)

@@ -1,0 +1,144 @@
+"""What a job's references lead to, found out in a process of its own: `inspect_structure(loaded, timeout_s=120)`.
+
+The user's code needs torch, may print, hang or crash, and must do none of that to the command that asks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zrun.job.load import LoadedJob
+from zrun.launch.environment import worker_environment
+from zrun_core.config import JobConfig, Ref
+from zrun_core.errors import ExitCode, JobError, UserCodeError, ZrunError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The model, as its factory builds it."""
+
+    class_name: str
+    num_parameters: int  # a parameter that two modules share counts once
+    num_trainable: int
+    num_tensors: int
+    parameter_bytes: int
+
+
+def inspect_structure(job: LoadedJob, timeout_s: float) -> Structure:
+    """Import everything that `job` refers to, and build its model without data (on torch's meta device).
+
+    Raises:
+        JobError: a reference leads nowhere.
+        UserCodeError: the user's code raised, returned something else, crashed, or took longer than `timeout_s`.
+    """
+    job_dir = job.path.absolute().parent
+    request = json.dumps({"job": job.config.model_dump(by_alias=True), "job_dir": str(job_dir)})
+    env = os.environ | worker_environment(job.config, os.environ)
+    with subprocess.Popen(
+        [sys.executable, "-m", __name__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=env,
+        text=True,
+        start_new_session=True,  # so that what the user's code starts can be ended with it
+    ) as process:
+        try:
+            answer, _ = process.communicate(request, timeout_s)
+        except subprocess.TimeoutExpired:
+            _end(process)
+            call = job.config.model.call
+            raise UserCodeError(
+                f"model: {call} was not built within {timeout_s:g} s; `zrun check --no-import` skips this"
+            ) from None
+        except BaseException:
+            _end(process)
+            raise
+    if process.returncode != 0:
+        how = f"signal {-process.returncode}" if process.returncode < 0 else f"exit code {process.returncode}"
+        raise UserCodeError(f"model: the process that built {job.config.model.call} ended with {how}")
+    return _result(json.loads(answer))
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _result(answer: dict[str, Any]) -> Structure:
+    if "error" not in answer:
+        return Structure(**answer)
+    raise JobError(answer["error"]) if answer["exit_code"] == ExitCode.USAGE else UserCodeError(answer["error"])
+
+
+def _references(job: JobConfig) -> dict[str, Ref]:
+    """What must exist besides the model, by key."""
+    found = {
+        "data": job.data,
+        "data.collate": job.data.collate,
+        "loss": job.loss,
+        "lr.schedule": job.lr.schedule,
+        "eval.data": job.eval and job.eval.data,
+        "hooks.on_step": job.hooks.on_step,
+        "hooks.on_eval": job.hooks.on_eval,
+    }
+    return {key: ref for key, ref in found.items() if isinstance(ref, Ref)}
+
+
+def _inspect(job: JobConfig, job_dir: Path) -> Structure:
+    from zrun_core import user
+
+    user.add_to_path(job_dir)
+    for key, ref in _references(job).items():
+        try:
+            user.function(ref, job_dir)
+        except ZrunError as error:
+            raise type(error)(f"{key}: {error}") from error
+    model = _build(job, job_dir)
+    parameters = list(model.parameters())
+    return Structure(
+        class_name=type(model).__name__,
+        num_parameters=sum(parameter.numel() for parameter in parameters),
+        num_trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        num_tensors=len(parameters),
+        parameter_bytes=sum(parameter.nbytes for parameter in parameters),
+    )
+
+
+def _build(job: JobConfig, job_dir: Path) -> nn.Module:
+    import torch
+
+    from zrun_core import user
+
+    try:
+        with torch.device("meta"):
+            return user.build_model(job.model, job_dir)
+    except UserCodeError as error:
+        if job.init == "meta" or "meta" not in str(error):
+            raise
+    return user.build_model(job.model, job_dir)  # a factory that looks at values, which `init: factory` allows
+
+
+def _main() -> None:
+    request = json.load(sys.stdin)
+    answer_fd = os.dup(1)
+    os.dup2(2, 1)  # what the user's code prints is chatter
+    try:
+        answer = asdict(_inspect(JobConfig.model_validate(request["job"]), Path(request["job_dir"])))
+    except ZrunError as error:
+        answer = {"error": str(error), "exit_code": error.exit_code}
+    with open(answer_fd, "w") as file:
+        json.dump(answer, file)
+
+
+if __name__ == "__main__":
+    _main()

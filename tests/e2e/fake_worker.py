@@ -64,13 +64,10 @@ def fail_numerically(spec: RunSpec, emitter: Emitter) -> None:
 
 
 def lose_peer(spec: RunSpec, emitter: Emitter) -> None:
-    """What gloo says once the other rank is gone; sent before that one has ended."""
+    """What gloo says once the other rank is gone."""
+    while not (Path(spec.run_dir) / "failures" / f"rank-{1 - RANK}.json").exists():
+        time.sleep(0.001)
     fail(spec, "user", "Connection closed by peer [127.0.0.1]:1234", ExitCode.WORKER, "Traceback: gloo")
-
-
-def fail_late(spec: RunSpec, emitter: Emitter) -> None:
-    time.sleep(0.05)
-    fail_in_user_code(spec, emitter)
 
 
 def kill_itself(spec: RunSpec, emitter: Emitter) -> None:
@@ -128,7 +125,6 @@ BEHAVIOURS = {
         fail_in_user_code,
         fail_numerically,
         lose_peer,
-        fail_late,
         kill_itself,
         steps_then_hang,
         hang,

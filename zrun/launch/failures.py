@@ -158,6 +158,8 @@ class Failure:
             return f"something outside the job sent {self.end.signal.name}, or native code crashed: see its log"
         if self.note is None:
             return "look for os._exit or a crash in the code that the job names: see its log"
+        if self.note.is_echo:
+            return "no rank says why it went away: look at the other logs, and for a time limit that is too short"
         if self.note.kind == "bug":
             return "this is a bug of zrun: report it with failure.json"
         if self.note.kind == "user":

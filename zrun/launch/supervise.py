@@ -18,7 +18,7 @@ from zrun_core.events import Event
 from zrun_core.spec import LaunchPlan
 
 _TURN_S = 0.1  # how late an interrupt may be noticed
-_ALONE_S = 10.0  # how long the others may run on after a rank left early; most notice by themselves
+_ALONE_S = 5.0  # how long the others may run on after a rank left early; most notice by themselves
 OnEvent = Callable[[Event], None]
 OnTurn = Callable[[], None]
 

@@ -1,0 +1,261 @@
+"""`zrun train` from the shell to its exit code, with a worker that needs no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+PATIENCE_S = 60.0
+
+Behaviour = dict[str, str]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        "name: fake\nmodel: {call: 'fake:model'}\ndata: fake:data\nsteps: 3\nbatch: 4\nslots: 2\nlog: {every: 1}\n"
+    )
+    return path
+
+
+def command(job: Path, behaviour: Behaviour, *options: str) -> dict[str, Any]:
+    return {
+        "args": [
+            *(sys.executable, "-m", "zrun", "train", str(job), f"model.args.behaviour={json.dumps(behaviour)}"),
+            *("--worker", "fake_worker", "--run-dir", str(job.parent / "run"), *options),
+        ],
+        "env": os.environ | {"PYTHONPATH": str(HERE), "SECRET_TOKEN": "canary"},
+        "cwd": job.parent,
+        "text": True,
+        "stdin": subprocess.DEVNULL,
+    }
+
+
+def zrun(job: Path, behaviour: Behaviour, *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(**command(job, behaviour, *options), capture_output=True, timeout=PATIENCE_S)
+
+
+@contextmanager
+def started(job: Path, behaviour: Behaviour, *options: str) -> Iterator[subprocess.Popen[str]]:
+    """A launcher that is running; whatever happens, it is gone afterwards."""
+    process = subprocess.Popen(
+        **command(job, behaviour, *options), stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def events(run_dir: Path) -> list[dict[str, Any]]:
+    path = run_dir / "events.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def wait_for(condition: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + PATIENCE_S
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "it never came to be"
+        time.sleep(0.02)
+    return found
+
+
+def messages(run_dir: Path) -> list[str]:
+    return [event["message"] for event in events(run_dir) if event["type"] == "log"]
+
+
+def processes_of(run_dir: Path) -> list[int]:
+    """Everything that was started for a run: the workers and their children carry its path in their environment."""
+    mark = f"ZRUN_STORE={run_dir}/".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and mark in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def both_hang(run_dir: Path) -> bool:
+    return sum(message.startswith("hanging") for message in messages(run_dir)) == 2
+
+
+def test_a_run_that_ends_well(job: Path) -> None:
+    done = zrun(job, {})
+    run = job.parent / "run"
+    assert done.returncode == 0, done.stderr
+    assert "step 3/3 loss 1 lr 0.001" in done.stdout
+    assert "3 steps in 0.1s (steps)" in done.stdout
+    assert "\x1b" not in done.stdout
+    assert "\r" not in done.stdout
+    assert "global 4 = micro 2 x accumulation 1 x 2 data-parallel ranks" in done.stderr
+    assert "lr 0.001" in done.stderr
+    assert "auto: threads = " in done.stderr
+    kinds = [event["type"] for event in events(run) if event["rank"] == 0]
+    assert kinds == ["start", *["step", "memory"] * 3, "end"]
+    assert (run / "logs" / "rank-1.log").read_text() == "rank 1 behaves: train\non stderr\n"
+    assert "micro: 2                      # auto: global 4 / 2 ranks" in (run / "job.yaml").read_text()
+    assert not (run / "failure.json").exists()
+    assert processes_of(run) == []
+
+
+def test_what_a_run_writes_is_private(job: Path) -> None:
+    job.write_text(job.read_text() + "env: {SECRET_TOKEN: null, API_KEY: given, PLAIN: seen}\n")
+    done = zrun(job, {"0": "show_environment"}, "--ui", "json")
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(
+        next(event["message"] for event in map(json.loads, done.stdout.splitlines()) if "message" in event)
+    )
+    run = job.parent / "run"
+    assert seen["SECRET_TOKEN"] == "canary"
+    assert (seen["API_KEY"], seen["PLAIN"]) == ("given", "seen")
+    assert (seen["RANK"], seen["WORLD_SIZE"], seen["LOCAL_RANK"], seen["LOCAL_WORLD_SIZE"]) == ("0", "2", "0", "2")
+    assert seen["ZRUN_STORE"] == str(run / "store")
+    assert int(seen["OMP_NUM_THREADS"]) >= 1
+    assert seen["cwd"] == str(job.parent)
+    assert seen["stdin"] == ""
+    assert stat.S_IMODE(run.stat().st_mode) == 0o700
+    for name in ("events.jsonl", "job.yaml", "plan.json", "spec.json"):
+        path = run / name
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600, name
+        if name != "events.jsonl":
+            assert "canary" not in path.read_text()
+            assert "given" not in path.read_text()
+
+
+def test_the_users_exception_is_shown_once_and_last(job: Path) -> None:
+    done = zrun(job, {"0": "lose_peer", "1": "fail_in_user_code"})
+    run = job.parent / "run"
+    assert done.returncode == 5
+    assert done.stderr.count("a wrong turn") == 1
+    assert "closed by peer" not in done.stderr
+    assert "rank 1 of 2" in done.stderr
+    assert f"log: {run}/logs/rank-1.log" in done.stderr.splitlines()[-2]
+    failure = json.loads((run / "failure.json").read_text())
+    assert (failure["rank"], failure["step"], failure["phase"], failure["kind"]) == (1, 2, "forward", "user")
+    assert failure["last_lines"] == ["rank 1 behaves: fail_in_user_code", "on stderr"]
+
+
+def test_a_workers_own_exit_code_passes_through(job: Path) -> None:
+    done = zrun(job, {"0": "fail_numerically", "1": "hang"})
+    assert done.returncode == 7
+    assert "the loss is not finite" in done.stderr
+    assert processes_of(job.parent / "run") == []
+
+
+def test_a_killed_worker_is_named_by_its_signal(job: Path) -> None:
+    done = zrun(job, {"0": "steps_then_hang", "1": "kill_itself"})
+    assert done.returncode == 5
+    assert "rank 1 of 2" in done.stderr
+    assert "was killed by SIGKILL after step 1" in done.stderr
+    assert "rank 1 behaves: kill_itself" in done.stderr  # the end of its log
+    failure = json.loads((job.parent / "run" / "failure.json").read_text())
+    assert (failure["signal"], failure["step"], failure["out_of_memory"]) == ("SIGKILL", 1, False)
+
+
+def test_a_rank_that_leaves_early_is_a_failure(job: Path) -> None:
+    done = zrun(job, {"0": "hang", "1": "leave_early"})
+    assert done.returncode == 5
+    assert "rank 1 of 2" in done.stderr
+    assert "ended with status 0 before training did" in done.stderr
+    assert processes_of(job.parent / "run") == []
+
+
+def test_a_killed_launcher_leaves_no_process(job: Path) -> None:
+    run = job.parent / "run"
+    with started(job, {"0": "hang_with_helper", "1": "hang"}) as launcher:
+        wait_for(lambda: both_hang(run))
+        assert len(processes_of(run)) == 3
+        launcher.kill()
+        wait_for(lambda: not processes_of(run))
+
+
+def test_a_killed_agent_leaves_no_worker(job: Path) -> None:
+    run = job.parent / "run"
+    with started(job, {"0": "hang", "1": "hang"}) as launcher:
+        wait_for(lambda: both_hang(run))
+        agent = int(Path(f"/proc/{processes_of(run)[0]}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(agent, signal.SIGKILL)
+        assert launcher.wait(PATIENCE_S) == 6
+        wait_for(lambda: not processes_of(run))
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupt_stops_the_workers(job: Path, number: signal.Signals, code: int) -> None:
+    run = job.parent / "run"
+    with started(job, {"0": "hang", "1": "hang"}) as launcher:
+        wait_for(lambda: both_hang(run))
+        launcher.send_signal(number)
+        assert launcher.wait(PATIENCE_S) == code
+        assert processes_of(run) == []
+        assert not (run / "failure.json").exists()
+
+
+def test_a_second_interrupt_kills_what_does_not_listen(job: Path) -> None:
+    run = job.parent / "run"
+    with started(job, {"0": "hang_with_helper", "1": "hang"}) as launcher:
+        wait_for(lambda: both_hang(run))
+        begin = time.monotonic()
+        launcher.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.wait(PATIENCE_S) == 130
+        assert time.monotonic() - begin < 5
+        assert processes_of(run) == []
+
+
+def test_a_run_directory_serves_one_run(job: Path, tmp_path: Path) -> None:
+    """Two launchers at once: each its own directory, or a line that names the holder. Later, nothing is overwritten."""
+    run = job.parent / "run"
+    with started(job, {"0": "hang", "1": "hang"}) as first:
+        wait_for(lambda: both_hang(run))
+        same = zrun(job, {})
+        assert same.returncode == 2
+        assert f"is in use by the zrun process {first.pid}" in same.stderr
+        other = zrun(job, {}, "--run-dir", str(tmp_path / "other"))
+        assert other.returncode == 0, other.stderr
+        assert len(processes_of(run)) == 2
+    wait_for(lambda: not processes_of(run))
+    later = zrun(job, {})
+    assert later.returncode == 2
+    assert "holds an earlier run" in later.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (("batch.global=5",), 2, "do not divide over 2"),
+        (("device=cuda",), 3, "no usable NVIDIA GPU"),
+        (("env.NOT_SET_ANYWHERE=null",), 2, "NOT_SET_ANYWHERE: null takes the value from the shell"),
+        (("zero.stag=1",), 2, "stag"),
+        (("--run-dir", "/proc/nowhere"), 2, "choose another with --run-dir"),
+    ],
+)
+def test_mistakes_cost_no_worker(job: Path, options: tuple[str, ...], code: int, words: str) -> None:
+    done = zrun(job, {}, *options)
+    assert done.returncode == code
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (job.parent / "run").exists()
+
+
+def test_a_dry_run_starts_nothing(job: Path) -> None:
+    done = zrun(job, {}, "--dry-run", "--slots", "4")
+    assert done.returncode == 0, done.stderr
+    assert "4 data-parallel ranks" in done.stderr
+    assert not (job.parent / "run").exists()

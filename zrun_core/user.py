@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -30,12 +31,12 @@ if TYPE_CHECKING:
 # that a training job needs comes from here, so `model: os:system` is refused before anything is called.
 _PROCESS_MODULES = frozenset({"ctypes", "nt", "os", "posix", "pty", "runpy", "shutil", "signal", "subprocess", "sys"})
 
-_OWN_PACKAGE = Path(__file__).resolve().parent
+_OWN_PACKAGE = Path(__file__).parent
 _HIDDEN_FOLDERS = tuple(
-    f"{folder}{os.sep}"
-    for folder in (_OWN_PACKAGE, _OWN_PACKAGE.parent / "zrun", Path(importlib.__file__).resolve().parent)
+    f"{folder}{os.sep}" for folder in (_OWN_PACKAGE, _OWN_PACKAGE.parent / "zrun", Path(importlib.__file__).parent)
 )
 _PACKAGE_FOLDERS = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_FRAME = re.compile(r'(?P<indent>[ |]*)File "(?P<file>[^"]+)", line \d+')
 
 
 def add_to_path(job_dir: Path) -> None:
@@ -139,31 +140,37 @@ def user_code(what: str) -> Iterator[None]:
 def user_traceback(error: BaseException) -> str:
     """The traceback of `error` and of its causes without the frames of zrun, torch, importlib and other packages.
 
-    Where nothing would be left, the innermost frame stays.
+    Frames inside the message are left out too: torch puts the traceback of a data-loading process there. Where no frame
+    would be left, the innermost one stays.
     """
-    report = traceback.TracebackException.from_exception(error)
-    _keep_user_frames(report)
-    return "".join(report.format()).rstrip()
+    blocks = _frames_apart("".join(traceback.format_exception(error)).splitlines())
+    shown = [(file, lines) for file, lines in blocks if file is None or _is_users(file)]
+    if all(file is None for file, _ in shown):
+        innermost = max((index for index, (file, _) in enumerate(blocks) if file is not None), default=-1)
+        shown = [block for index, block in enumerate(blocks) if block[0] is None or index == innermost]
+    return "\n".join(line for _, lines in shown for line in lines)
 
 
-def _keep_user_frames(report: traceback.TracebackException) -> None:
-    shown = [frame for frame in report.stack if _is_users(frame.filename)]
-    if not shown and not _is_syntax_error(report):  # a syntax error names its file and line itself
-        shown = list(report.stack[-1:])
-    report.stack = traceback.StackSummary.from_list(shown)
-    for other in (report.__cause__, report.__context__, *(report.exceptions or ())):
-        if other is not None:
-            _keep_user_frames(other)
+def _frames_apart(report: list[str]) -> list[tuple[str | None, list[str]]]:
+    """A traceback in blocks: (file, lines) of a frame with its source, (None, [line]) of every other line."""
+    blocks: list[tuple[str | None, list[str]]] = []
+    inside: str | None = None  # what every further line of the current frame starts with
+    for line in report:
+        if match := _FRAME.match(line):
+            inside = match["indent"] + "  "
+            blocks.append((match["file"], [line]))
+        elif inside is not None and line.startswith(inside):
+            blocks[-1][1].append(line)
+        else:
+            inside = None
+            blocks.append((None, [line]))
+    return blocks
 
 
-def _is_users(filename: str) -> bool:
-    if filename.startswith(("<frozen ", *_HIDDEN_FOLDERS)):
+def _is_users(file: str) -> bool:
+    if file.startswith(("<frozen ", *_HIDDEN_FOLDERS)):
         return False
-    return not any(folder in filename for folder in _PACKAGE_FOLDERS)
-
-
-def _is_syntax_error(report: traceback.TracebackException) -> bool:
-    return report.exc_type is not None and issubclass(report.exc_type, SyntaxError)
+    return not any(folder in file for folder in _PACKAGE_FOLDERS)
 
 
 def _import_module(ref: Ref, job_dir: Path) -> ModuleType:

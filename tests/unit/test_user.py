@@ -196,9 +196,45 @@ def test_causes_are_reduced_too(job_dir: Path) -> None:
         user.call(ref("chain.py:f"), job_dir)
 
 
+def test_a_traceback_inside_the_message_is_reduced_too(job_dir: Path) -> None:
+    """As torch reports what a data-loading process raised."""
+    (job_dir / "samples.py").write_text(
+        "from torch.utils.data import DataLoader\n"
+        "class Samples(list):\n"
+        "    def __getitem__(self, index):\n"
+        "        raise ValueError('sample 3 is broken')\n"
+        "def f():\n"
+        "    return list(DataLoader(Samples([1, 2]), num_workers=1))\n"
+    )
+    with pytest.raises(UserCodeError) as error:
+        user.call(ref("samples.py:f"), job_dir)
+    lines = str(error.value).splitlines()
+    frames = [line for line in lines if line.lstrip().startswith("File ")]
+    assert [frame.rpartition(" ")[2] for frame in frames] == ["f", "__getitem__"]
+    assert lines[-1] == "ValueError: sample 3 is broken"
+
+
+def test_groups_of_exceptions_are_reduced_too(job_dir: Path) -> None:
+    (job_dir / "group.py").write_text(
+        "import json\n"
+        "def f():\n"
+        "    try:\n"
+        "        json.loads('{')\n"
+        "    except ValueError as error:\n"
+        "        raise ExceptionGroup('both', [error, KeyError('x')])\n"
+    )
+    with pytest.raises(UserCodeError, match=r"ExceptionGroup: both(.|\n)*JSONDecodeError(.|\n)*KeyError: 'x'") as error:
+        user.call(ref("group.py:f"), job_dir)
+    assert "zrun_core" not in str(error.value)
+
+
 def test_the_innermost_frame_stays_where_all_are_hidden() -> None:
     with pytest.raises(ModuleNotFoundError) as caught:
         importlib.import_module("zrun_core.no_such_module")
     error = caught.value
     error.__traceback__ = error.__traceback__.tb_next if error.__traceback__ else None  # this test's own frame
     assert user.user_traceback(error).count("File ") == 1
+
+
+def test_an_error_that_was_never_raised_has_no_frames() -> None:
+    assert user.user_traceback(ValueError("x")) == "ValueError: x"

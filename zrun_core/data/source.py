@@ -16,6 +16,7 @@ from zrun_core.data.batch import MicroBatch
 from zrun_core.data.order import EpochOrder, micro_batches, mix, split, steps
 from zrun_core.errors import JobError, UserCodeError
 from zrun_core.spec import BatchPlan
+from zrun_core.user import user_code
 
 Collate: TypeAlias = Callable[[list[Any]], Any]
 Step: TypeAlias = tuple[int, list[MicroBatch]]  # samples in the global batch, this rank's micro-batches of it
@@ -35,7 +36,7 @@ def is_map_style(dataset: object) -> bool:
 
 
 class MapSource:
-    """Reads samples by index, through torch's DataLoader when `workers` processes shall do it ahead of time."""
+    """Reads samples by index, through torch's DataLoader; its `workers` processes read ahead."""
 
     def __init__(
         self,
@@ -51,7 +52,8 @@ class MapSource:
         limit: int | None = None,
         pin_memory: bool = False,
     ) -> None:
-        num_samples = len(dataset)
+        with user_code(f"len() of the dataset failed: {type(dataset).__name__}"):
+            num_samples = len(dataset)
         if num_samples == 0:
             raise UserCodeError(f"the dataset is empty: {type(dataset).__name__} has length 0")
         self._total = _smaller(None if epochs is None else num_samples * epochs, limit)

@@ -12,7 +12,7 @@ import typer
 if TYPE_CHECKING:
     from zrun.job.load import LoadedJob
     from zrun.job.structure import Structure
-    from zrun.launch.plan import HostFacts, Reason, Resolved
+    from zrun.launch.plan import Resolved
 
 _BUILD_TIMEOUT_S = 300.0
 
@@ -20,7 +20,7 @@ _BUILD_TIMEOUT_S = 300.0
 def check(
     job: Annotated[Path, typer.Argument(help="The job file.", show_default=False)],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Values that replace those of the file.")
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Values that replace those of the file.")
     ] = None,
     slots: Annotated[int | None, typer.Option(min=1, help="Plan for this many ranks on this host.")] = None,
     no_import: Annotated[bool, typer.Option("--no-import", help="Do not run the job's own code.")] = False,
@@ -33,6 +33,7 @@ def check(
     from zrun.job.load import load_job
     from zrun.job.structure import inspect_structure
     from zrun.launch.plan import make_plan, probe_host
+    from zrun.watch.preface import preface
 
     loaded = load_job(job, [*(overrides or ()), *([f"slots={slots}"] if slots is not None else ())])
     host = probe_host()
@@ -41,57 +42,20 @@ def check(
     if as_json:
         _print_json(loaded, resolved, structure)
     else:
-        _print_text(loaded, host, resolved, structure)
-
-
-def _reasons(loaded: LoadedJob, resolved: Resolved) -> list[Reason]:
-    """What the job leaves to auto: first what the plan has filled in, then what the run decides, by its own rule."""
-    from zrun.job.load import leaves
-    from zrun.job.schema import find_key
-    from zrun.launch.plan import Reason
-
-    planned = {reason.key for reason in resolved.reasons}
-    open_keys = [leaf.path for leaf in leaves(loaded.config) if leaf.value == "auto" and str(leaf) not in planned]
-    later = []
-    for path in open_keys:
-        key = find_key(path)
-        assert key is not None
-        later.append(Reason(str(key), "auto", key.description.partition("auto: ")[2]))
-    return [*resolved.reasons, *later]
+        print(preface(resolved, host))
+        print(f"structure: {_in_words(structure) if structure else 'not looked at'}")
 
 
 def _print_json(loaded: LoadedJob, resolved: Resolved, structure: Structure | None) -> None:
     report = {
         "job": str(loaded.path),
-        "config": loaded.config.model_dump(mode="json", by_alias=True),
+        "config": resolved.job.model_dump(mode="json", by_alias=True),
         "batch": resolved.batch.model_dump(),
         "plan": resolved.plan.model_dump(),
-        "auto": [asdict(reason) for reason in _reasons(loaded, resolved)],
-        "model": structure and asdict(structure),
+        "auto": [asdict(reason) for reason in resolved.reasons],
+        "structure": structure and asdict(structure),
     }
     print(json.dumps(report, indent=2))
-
-
-def _print_text(loaded: LoadedJob, host: HostFacts, resolved: Resolved, structure: Structure | None) -> None:
-    from zrun.job.render import settings
-
-    job = loaded.config
-    lengths = {"steps": job.steps, "tokens": job.tokens, "epochs": job.epochs}
-    rows = [
-        ("job", f"{job.name} ({loaded.path})"),
-        ("host", str(host)),
-        ("length", next(f"{count:,} {unit}" for unit, count in lengths.items() if count is not None)),
-        ("batch", str(resolved.batch)),
-        ("model", _in_words(structure) if structure else f"{job.model.call}, not imported"),
-    ]
-    for name, text in rows:
-        print(f"{name:12}{text}")
-    print("\nresolved")
-    for reason in _reasons(loaded, resolved):
-        print(f"  {reason.key:18}{reason.value:10}{reason.why}")
-    print("\nsettings")
-    for name, text in settings(job):
-        print(f"  {name:18}{text}")
 
 
 def _in_words(structure: Structure) -> str:
@@ -99,6 +63,6 @@ def _in_words(structure: Structure) -> str:
 
     frozen = structure.num_parameters - structure.num_trainable
     return (
-        f"{structure.class_name}: {structure.num_parameters:,} parameters in {structure.num_tensors} tensors, "
-        f"{format_size(structure.parameter_bytes)}{f', {frozen:,} of them frozen' if frozen else ''}"
+        f"{structure.class_name}, {structure.num_parameters:,} parameters in {structure.num_tensors} tensors"
+        f"{f' ({frozen:,} frozen)' if frozen else ''}, {format_size(structure.parameter_bytes)}"
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from zrun.job.load import LoadedJob, leaves
+from zrun.job.load import LoadedJob
 from zrun.job.scalars import write
 from zrun.job.schema import Key, find_key
 from zrun_core.config import JobConfig, Ref, Section
@@ -87,12 +87,3 @@ def _meaning(line: _Line) -> str:
 def default_of(key: Key) -> Any:
     """The default of `key` as plain values; None where it is required."""
     return key.default.model_dump(mode="json", by_alias=True) if isinstance(key.default, Section) else key.default
-
-
-def settings(config: JobConfig) -> Iterator[tuple[str, str]]:
-    """Each top-level key with its values on one line: ("zero", "stage 2, bucket auto, ...")."""
-    rows: dict[str, list[str]] = {}
-    for leaf in leaves(config):
-        rows.setdefault(leaf.path[0], []).append(" ".join((".".join(leaf.path[1:]), write(leaf.value))).strip())
-    for name, values in rows.items():
-        yield name, ", ".join(values)

@@ -98,11 +98,14 @@ def _inspect(job: JobConfig, job_dir: Path) -> Structure:
     from zrun_core import user
 
     user.add_to_path(job_dir)
+    mistakes = []
     for key, ref in _references(job).items():
         try:
             user.function(ref, job_dir)
-        except ZrunError as error:
-            raise type(error)(f"{key}: {error}") from error
+        except JobError as error:
+            mistakes.append(f"{key}: {error}")
+    if mistakes:
+        raise JobError("\n".join(mistakes))
     model = _build(job, job_dir)
     parameters = list(model.parameters())
     return Structure(

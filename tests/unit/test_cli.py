@@ -1,0 +1,267 @@
+"""The command line: exit codes, what goes to which stream, and what is not imported."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from zrun import cli
+from zrun.job.load import load_job
+from zrun.job.structure import inspect_structure
+from zrun_core.errors import ExitCode, UserCodeError
+
+JOB = """\
+name: tiny
+model: {call: user.py:build_model, args: {dim: 3}}
+data: user.py:build_data
+steps: 10
+batch: {global: 8, micro: 2}
+device: cpu
+zero: 2
+"""
+USER = """\
+import sys
+import torch
+print("chatter")
+def build_model(dim=2):
+    return torch.nn.Linear(dim, dim)
+def no_model():
+    return 3
+def looks_at_values():
+    layer = torch.nn.Linear(2, 2)
+    layer.weight.sum().item()
+    return layer
+def broken():
+    raise KeyError("mine")
+def dies():
+    import os; os._exit(9)
+def hangs():
+    import time; time.sleep(600)
+def build_data():
+    return [1]
+"""
+
+
+@dataclass(frozen=True)
+class Result:
+    code: int
+    out: str
+    err: str
+
+
+class Zrun:
+    """Runs `zrun ...` in this process, in a folder with a job."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self._monkeypatch = monkeypatch
+        self._capsys = capsys
+
+    def __call__(self, *arguments: str) -> Result:
+        self._monkeypatch.setattr(sys, "argv", ["zrun", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        streams = self._capsys.readouterr()
+        return Result(int(ended.value.code or 0), streams.out, streams.err)
+
+
+@pytest.fixture
+def zrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Zrun:
+    monkeypatch.chdir(tmp_path)
+    Path("job.yaml").write_text(JOB)
+    Path("user.py").write_text(USER)
+    return Zrun(monkeypatch, capsys)
+
+
+def test_help_lists_every_command(zrun: Zrun) -> None:
+    result = zrun("--help")
+    assert result.code == 0
+    for command in cli.COMMANDS:
+        assert command in result.out
+
+
+def test_version(zrun: Zrun) -> None:
+    assert zrun("--version").out.startswith("zrun 0.")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["--version"],
+        ["train", "--help"],
+        ["init", "--full"],
+        ["explain", "zero.stage"],
+        ["config", "show", "job.yaml"],
+        ["check", "job.yaml", "--no-import"],
+    ],
+    ids=" ".join,
+)
+def test_torch_is_not_imported(zrun: Zrun, arguments: list[str]) -> None:
+    script = (
+        "import sys\nfrom zrun.cli import main\ntry: main()\nexcept SystemExit as end: code = end.code\n"
+        "print(code, *sorted({'torch', 'pydantic', 'yaml'} & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=True)
+    code, *loaded = done.stderr.splitlines()[-1].split()
+    assert code == "0", done.stderr
+    assert "torch" not in loaded
+    if arguments[0] in ("--help", "--version"):
+        assert loaded == []
+
+
+def test_wrong_command_suggests_the_right_one(zrun: Zrun) -> None:
+    result = zrun("chekc")
+    assert result.code == ExitCode.USAGE
+    assert "'check'" in result.err
+
+
+def test_a_mistake_in_the_job_is_one_line_without_traceback(zrun: Zrun) -> None:
+    result = zrun("check", "job.yaml", "zero.stag=3")
+    assert result.code == ExitCode.USAGE
+    assert result.out == ""
+    assert result.err == ('error: override zero.stag=3: zero.stag: unknown key; did you mean "stage"? write stage: 3\n')
+
+
+def test_check_prints_the_plan(zrun: Zrun) -> None:
+    result = zrun("check", "job.yaml", "--slots", "2")
+    assert result.code == 0, result.err
+    assert "batch: global 8 = micro 2 x accumulation 2 x 2 data-parallel ranks\n" in result.out
+    assert "zero: stage 2," in result.out
+    assert "auto: zero.bucket = " in result.out
+    assert "structure: Linear, 12 parameters in 2 tensors, 48 B\n" in result.out
+    assert "chatter" not in result.out
+
+
+def test_check_without_the_users_code(zrun: Zrun) -> None:
+    Path("user.py").unlink()
+    assert zrun("check", "job.yaml", "--no-import").code == 0
+
+
+def test_check_as_json(zrun: Zrun) -> None:
+    report = json.loads(zrun("check", "job.yaml", "--json", "optim.lr=3e-4").out)
+    assert report["batch"] == {"global_size": 8, "micro": 2, "accumulation": 4, "ranks": 1}
+    assert report["structure"]["num_parameters"] == 12
+    assert report["config"]["optim"]["lr"] == 3e-4
+    assert {"threads", "slots"} <= {reason["key"] for reason in report["auto"]}
+
+
+def test_check_tells_a_batch_that_does_not_divide(zrun: Zrun) -> None:
+    result = zrun("check", "job.yaml", "--no-import", "--slots", "3")
+    assert result.code == ExitCode.USAGE
+    assert "8 samples do not divide over 3 data-parallel ranks: write 6 or 9" in result.err
+
+
+@pytest.mark.parametrize(
+    ("override", "code", "message"),
+    [
+        ("model=user.py:build_modle", ExitCode.USAGE, "user.py has no 'build_modle'; did you mean build_model?"),
+        ("loss=user.py:nope", ExitCode.USAGE, "loss: user.py:nope: user.py has no 'nope'"),
+        ("data=other.py:f", ExitCode.USAGE, "data: other.py:f: there is no file"),
+        ("model.args.dmi=2", ExitCode.USAGE, "did you mean dim?"),
+        ("model=user.py:no_model", ExitCode.WORKER, "model must return an nn.Module"),
+        ("model=user.py:broken", ExitCode.WORKER, "KeyError: 'mine'"),
+        ("model=user.py:dies", ExitCode.WORKER, "ended with exit code 9"),
+    ],
+)
+def test_check_finds_what_is_wrong_with_the_users_code(zrun: Zrun, override: str, code: int, message: str) -> None:
+    arguments = [override] if override.startswith("model.args") else ["model.args={}", override]
+    result = zrun("check", "job.yaml", *arguments)
+    assert (result.code, result.out) == (code, "")
+    assert message in result.err
+
+
+def test_check_tells_every_reference_that_leads_nowhere(zrun: Zrun) -> None:
+    result = zrun("check", "job.yaml", "data=user.py:a", "loss=user.py:b", "hooks.on_eval=user.py:c")
+    assert [line.split(": ")[-3] for line in result.err.splitlines()] == ["data", "loss", "hooks.on_eval"]
+
+
+def test_a_model_that_looks_at_values_is_built_for_real(zrun: Zrun) -> None:
+    overrides = ["model=user.py:looks_at_values"]
+    assert inspect_structure(load_job(Path("job.yaml"), overrides), 100).num_parameters == 6
+    with pytest.raises(UserCodeError, match="meta"):
+        inspect_structure(load_job(Path("job.yaml"), [*overrides, "init=meta"]), 100)
+
+
+def test_a_model_that_hangs_is_ended(zrun: Zrun) -> None:
+    job = load_job(Path("job.yaml"), ["model=user.py:hangs"])
+    with pytest.raises(UserCodeError, match=r"user.py:hangs was not built within 0.5 s"):
+        inspect_structure(job, 0.5)
+
+
+@pytest.mark.parametrize("preset", ["minimal", "stdlib-gpt", "bert", "llama"])
+@pytest.mark.parametrize("full", [[], ["--full"]], ids=["short", "full"])
+def test_init_writes_a_job(zrun: Zrun, preset: str, full: list[str]) -> None:
+    short = zrun("init", "--preset", preset)
+    assert short.err == ""
+    Path("short.yaml").write_text(short.out)
+    written = zrun("init", "--preset", preset, *full, "-o", "new.yaml")
+    assert (written.code, written.out) == (0, "")
+    assert written.err == "wrote new.yaml; next: zrun check new.yaml\n"
+    assert load_job(Path("new.yaml")).config == load_job(Path("short.yaml")).config
+
+
+def test_minimal_preset_has_eight_lines(zrun: Zrun) -> None:
+    assert len(zrun("init").out.splitlines()) == 8
+
+
+def test_init_replaces_nothing_unless_told(zrun: Zrun) -> None:
+    result = zrun("init", "-o", "job.yaml")
+    assert result.code == ExitCode.USAGE
+    assert result.err == "error: job.yaml exists; choose another name, or replace it with --force\n"
+    assert Path("job.yaml").read_text() == JOB
+    assert zrun("init", "-o", "job.yaml", "--force").code == 0
+
+
+def test_init_unknown_preset(zrun: Zrun) -> None:
+    message = "error: there is no preset 'gpt5'; choose one of bert, llama, minimal, stdlib-gpt\n"
+    assert zrun("init", "--preset", "gpt5").err == message
+
+
+def test_explain_a_key(zrun: Zrun) -> None:
+    assert zrun("explain", "limits.start_s").out == (
+        "limits.start_s: seconds for all ranks to arrive\n"
+        "  takes    number > 0\n  unit     seconds\n  default  300.0\n  example  start_s: 300.0\n"
+    )
+
+
+def test_explain_a_section_lists_its_keys(zrun: Zrun) -> None:
+    assert "  keys     batch.global, batch.micro\n" in zrun("explain", "batch").out
+
+
+def test_explain_all(zrun: Zrun) -> None:
+    lines = zrun("explain").out.splitlines()
+    assert len(lines) > 60
+    assert json.loads(zrun("explain", "zero.stage", "--json").out)[0]["default"] == 0
+
+
+@pytest.mark.parametrize(
+    ("key", "near"), [("zero.stag", "zero.stage"), ("bucket", "zero.bucket"), ("learning_rate", "optim.lr")]
+)
+def test_explain_an_unknown_key(zrun: Zrun, key: str, near: str) -> None:
+    result = zrun("explain", key)
+    assert (result.code, result.err) == (ExitCode.USAGE, f"error: a job has no key {key!r}; did you mean {near}?\n")
+
+
+def test_config_show(zrun: Zrun) -> None:
+    result = zrun("config", "show", "job.yaml", "zero.stage=3")
+    assert "  stage: 3                      # override\n" in result.out
+    assert "steps: 10                       # job.yaml:4:8\n" in result.out
+    shown = json.loads(zrun("config", "show", "job.yaml", "--json").out)
+    assert (shown["config"]["steps"], shown["origins"]["seed"]) == (10, "default")
+
+
+def test_config_schema(zrun: Zrun) -> None:
+    assert json.loads(zrun("config", "schema").out)["required"] == ["name", "model", "data", "batch"]
+
+
+def test_interrupt(zrun: Zrun, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("zrun.job.load.load_job", interrupted)
+    assert zrun("config", "show", "job.yaml").code == ExitCode.INTERRUPTED

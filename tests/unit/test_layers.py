@@ -1,0 +1,152 @@
+"""Imports point down, heavy ones are late, and only one module talks to other ranks. Read from the source, not run."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SPINE = {"errors", "sizes", "config", "spec", "events"}
+COLLECTIVES = (
+    r"all_gather\w*|all_reduce\w*|all_to_all\w*|barrier|batch_isend_irecv|broadcast|gather|irecv|isend|monitored_barrier|"
+    r"recv|reduce|reduce_scatter\w*|scatter|send"
+)
+
+
+@cache
+def _modules() -> dict[str, Path]:
+    paths = [path for package in ("zrun", "zrun_core") for path in (ROOT / package).rglob("*.py")]
+    names = (".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in paths)
+    return dict(zip(names, paths, strict=True))
+
+
+@cache
+def _tree(name: str) -> ast.Module:
+    return ast.parse(_modules()[name].read_text(encoding="utf-8"))
+
+
+class _Imports(ast.NodeVisitor):
+    """Collects the modules that are imported; without `late`, only those imported along with the module itself."""
+
+    def __init__(self, late: bool) -> None:
+        self.late = late
+        self.found: set[str] = set()
+
+    def visit_If(self, node: ast.If) -> None:
+        if ast.unparse(node.test) != "TYPE_CHECKING":
+            self.generic_visit(node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        if self.late:
+            self.generic_visit(node)
+
+    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> None:
+        if self.late:
+            self.generic_visit(node)
+
+    def visit_Import(self, node: ast.Import) -> None:
+        self.found.update(alias.name for alias in node.names)
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        assert node.module is not None, "relative imports hide the layer"
+        names = {f"{node.module}.{alias.name}" for alias in node.names}
+        modules = names & _modules().keys()  # `from package import module`
+        self.found.update(modules if len(modules) == len(names) else modules | {node.module})
+
+
+def _imported(name: str, *, late: bool) -> set[str]:
+    imports = _Imports(late)
+    imports.visit(_tree(name))
+    return imports.found - {name}
+
+
+def _packages(modules: set[str]) -> set[str]:
+    return {module.partition(".")[0] for module in modules}
+
+
+ALL = sorted(_modules())
+CORE = [name for name in ALL if name.startswith("zrun_core")]
+LAUNCHER = [name for name in ALL if name not in CORE]
+
+
+def test_the_walk_sees_imports() -> None:
+    assert "zrun_core.errors" in _imported("zrun.cli", late=False)
+    assert "torch" in _packages(_imported("zrun.job.structure", late=True))
+    assert "torch" not in _packages(_imported("zrun.job.structure", late=False))
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_runtime_knows_no_launcher(name: str) -> None:
+    assert not _packages(_imported(name, late=True)) & {"zrun", "typer", "rich", "yaml", "pynvml"}
+
+
+@pytest.mark.parametrize("name", [f"zrun_core.{module}" for module in sorted(SPINE)])
+def test_spine_stands_alone(name: str) -> None:
+    allowed = sys.stdlib_module_names | {"pydantic", "pydantic_core", "zrun_core"}
+    imported = _imported(name, late=True)
+    assert _packages(imported) <= allowed
+    assert {module for module in imported if module.startswith("zrun_core")} <= {f"zrun_core.{part}" for part in SPINE}
+
+
+@pytest.mark.parametrize("name", LAUNCHER)
+def test_launcher_imports_torch_late(name: str) -> None:
+    imported = _imported(name, late=False)
+    assert "torch" not in _packages(imported)
+    core = {module.removeprefix("zrun_core.") for module in imported if module.startswith("zrun_core.")}
+    assert core <= SPINE  # all the rest of the runtime needs torch
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name.startswith("zrun.commands.")])
+def test_command_module_has_one_public_name(name: str) -> None:
+    command = name.rpartition(".")[2]
+    public = [
+        node.name
+        for node in _tree(name).body
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and not _is_subcommand(node, command)
+    ]
+    assigned = [target.id for node in _tree(name).body if isinstance(node, ast.Assign) for target in node.targets
+                if isinstance(target, ast.Name) and not target.id.startswith("_")]  # fmt: skip
+    assert public + assigned == [command]
+
+
+def _is_subcommand(node: ast.FunctionDef, command: str) -> bool:
+    return any(ast.unparse(decorator).startswith(f"{command}.command(") for decorator in node.decorator_list)
+
+
+def test_no_cycles() -> None:
+    imports = {name: _imported(name, late=False) & _modules().keys() for name in ALL}
+    done: set[str] = set()
+
+    def visit(name: str, above: tuple[str, ...]) -> None:
+        assert name not in above, " -> ".join((*above[above.index(name) :], name))
+        if name not in done:
+            for below in sorted(imports[name]):
+                visit(below, (*above, name))
+            done.add(name)
+
+    for name in ALL:
+        visit(name, ())
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name != "zrun_core.comm"])
+def test_only_comm_talks_to_other_ranks(name: str) -> None:
+    source = ast.unparse(_tree(name))  # without comments
+    assert not re.search(rf"\b(?:dist|distributed|c10d)\.(?:{COLLECTIVES})\(", source)
+    assert not re.search(rf"from torch\.distributed\S* import [^\n]*\b(?:{COLLECTIVES})\b", source)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_no_bytes_of_others_are_unpickled(name: str) -> None:
+    """A peer, a file or a job must not be able to make a process construct objects."""
+    imported = _packages(_imported(name, late=True))
+    assert not imported & {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+    source = ast.unparse(_tree(name))
+    calls = (
+        r"\w*_object_list|\w*_object|torch\.load|torch\.save|yaml\.(?:unsafe_load|full_load|load)|np\.load|numpy\.load"
+    )
+    assert not re.search(rf"\b(?:dist\.|distributed\.)?(?:{calls})\(", source), name

@@ -2,9 +2,10 @@
 
 [Note: direct exchange]
 gloo's reduce-scatter is an all-reduce whose surplus is thrown away, and its all-gather copies twice. Up to
-`DIRECT_MAX_RANKS` ranks, each pair exchanges exactly what it owes instead (`benchmarks/comm.py` compares them). Contributions are always added in rank order, so the sum of an element does not depend on which rank owns
-it: that is what makes the ZeRO stages bit-equal on any number of ranks. Messages carry a tag that names their unit:
-ranks that disagree wait for each other, and the watchdog says about what, instead of mixing two units of one size.
+`DIRECT_MAX_RANKS` ranks, each pair exchanges exactly what it owes instead (`benchmarks/comm.py` compares them).
+Contributions are always added in rank order, so the sum of an element does not depend on which rank owns it: that is
+what makes the ZeRO stages bit-equal on any number of ranks. Messages carry a tag that names their unit: ranks that
+disagree wait for each other, and the watchdog says about what, instead of mixing two units of one size.
 
 [Note: one stream on CUDA]
 NCCL work is issued asynchronously from the compute stream: its own stream waits for what was queued before, and `wait`
@@ -242,11 +243,15 @@ class Comm:
         if group.size > 1:
             self.sum_small(torch.zeros(1, device=self.device), group, name="barrier")
 
-    def drain(self) -> tuple[Counter[TrafficKey], float]:
-        """Bytes sent and seconds waited since the last call."""
-        counted, waited = self.sent_bytes, self.waited_s
-        self.sent_bytes, self.waited_s = Counter(), 0.0
-        return counted, waited
+    def drain(self) -> Counter[TrafficKey]:
+        """Bytes sent since the last call."""
+        counted, self.sent_bytes = self.sent_bytes, Counter()
+        return counted
+
+    def take_waited(self) -> float:
+        """Seconds waited since the last call."""
+        waited, self.waited_s = self.waited_s, 0.0
+        return waited
 
 
 _SMALL_TAG = 1  # units use even tags from 2 on for gathers, odd ones from 3 on for reductions

@@ -189,7 +189,7 @@ class ZeroConfig(Section):
     )
     bucket: Bytes | Literal["auto"] = Field(
         default="auto",
-        description="largest flat unit in bytes of parameters; auto: 64MiB, 12MiB on cpu at stages 2-3",
+        description="largest flat unit in bytes of parameters; auto: 64MiB, 12MiB on cpu",
         examples=["64MiB"],
     )
     units: list[Pattern] = Field(

@@ -111,6 +111,7 @@ class UnitLayout:
     trainable: bool
     num_shards: int
     persistent: bool = False  # stage 3: stays whole
+    tied: bool = False  # also used by modules of other units: stays whole for a whole pass
     numel: int = field(init=False)
     shard_numel: int = field(init=False)
 
@@ -155,6 +156,7 @@ def lay_out(
     trainable: bool,
     num_shards: int,
     persistent: bool = False,
+    tied: bool = False,
 ) -> UnitLayout:
     """Place `params`, triples of (name, tensor, optimizer group), in one unit. Groups become contiguous ranges."""
     offset, slots = 0, []
@@ -163,7 +165,7 @@ def lay_out(
             ParamSlot(param_name, tuple(tensor.shape), dense_stride(tensor), group, offset, numel := tensor.numel())
         )
         offset += numel
-    return UnitLayout(name, tuple(slots), dtype, trainable, num_shards, persistent)
+    return UnitLayout(name, tuple(slots), dtype, trainable, num_shards, persistent, tied)
 
 
 @dataclass(frozen=True)
@@ -204,9 +206,14 @@ class StatePolicy:
         return found
 
     def gather_ring_bytes(self, units: Sequence[UnitLayout], prefetch: int) -> int:
-        """Room for the other ranks' shards of units that are whole at a time: the one in use, and `prefetch` more."""
-        foreign = [(u.padded_numel - u.shard_numel) * u.dtype.itemsize for u in units if self.frees(u)]
-        return (1 + prefetch) * max(foreign, default=0)
+        """Room for the other ranks' shards of units that are whole at a time.
+
+        These are the one in use, `prefetch` more, and all that are tied.
+        """
+        foreign = {u: (u.padded_numel - u.shard_numel) * u.dtype.itemsize for u in units if self.frees(u)}
+        passing = [num_bytes for unit, num_bytes in foreign.items() if not unit.tied]
+        tied = sum(num_bytes for unit, num_bytes in foreign.items() if unit.tied)
+        return min((1 + prefetch) * max(passing, default=0), sum(passing)) + tied
 
     def reduce_ring_bytes(self, units: Sequence[UnitLayout], arrival_shards: int) -> int:
         """Room for two units' reductions, one being filled and one on its way: what leaves and what arrives.

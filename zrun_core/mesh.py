@@ -2,11 +2,12 @@
 
 The data-parallel ranks form a grid: `shard` groups of neighbouring ranks hold one copy of the model states between
 them, `replicate` groups hold equal shards. `world` is all of them. With one copy for all, `replicate` has size 1; with
-ZeRO stage 0, `shard` has.
+ZeRO stage 0, `shard` has. `host` is the ranks on this machine.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -22,14 +23,20 @@ class Mesh:
     world: Group
     shard: Group
     replicate: Group
+    host: Group
 
     @classmethod
-    def build(cls, rank: int, world_size: int, shard_size: int) -> Mesh:
-        """Collective: every rank calls it with the same sizes, after the process group exists.
+    def build(cls, rank: int, hosts: Sequence[str], shard_size: int) -> Mesh:
+        """Collective: every rank calls it with the same arguments, after the process group exists.
+
+        Args:
+            hosts: the host of each rank; ranks of a host are contiguous.
+            shard_size: ranks that hold one copy of the states between them.
 
         Raises:
             JobError: `shard_size` does not divide the world.
         """
+        world_size = len(hosts)
         if world_size % shard_size:
             raise JobError(f"zero.shard_group: {shard_size} ranks do not divide the {world_size} data-parallel ranks")
         num_replicas = world_size // shard_size
@@ -40,6 +47,7 @@ class Mesh:
             world=_join("world", [everyone], rank),
             shard=_join("shard", shard_groups, rank),
             replicate=_join("replicate", replicate_groups, rank),
+            host=_join("host", [tuple(r for r in everyone if hosts[r] == host) for host in dict.fromkeys(hosts)], rank),
         )
 
 

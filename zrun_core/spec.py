@@ -75,11 +75,12 @@ class RunSpec(Section):
 def resolve_bucket(zero: ZeroConfig, device: str) -> int:
     """Bytes of the largest flat unit on `device`, "cpu" or "cuda:<index>".
 
-    Where units are gathered or reduced one by one on a CPU, small ones stay in its caches on the way.
+    On a CPU, small units keep the rings small and cost no bandwidth. The size does not depend on the stage, so that
+    all stages compute the gradient norm over the same parts, and agree to the bit when they clip.
     """
     if zero.bucket != "auto":
         return zero.bucket
-    return (12 if device == "cpu" and zero.stage >= 2 else 64) << 20
+    return (12 if device == "cpu" else 64) << 20
 
 
 def resolve_batch(job: JobConfig, ranks: int) -> BatchPlan:

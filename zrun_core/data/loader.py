@@ -61,8 +61,14 @@ class BatchLoader:
             epochs=epochs,
             pin_memory=device.type == "cuda",
         )
+        self._num_samples = len(dataset) if is_map_style(dataset) else None  # type: ignore[arg-type]
         self.cursor = 0
         self._steps: Iterator[Step] = self._source.steps(0)
+
+    @property
+    def epoch(self) -> float | None:
+        """Passes over the data that the cursor stands for; None for an iterable dataset, which has no length."""
+        return self.cursor / self._num_samples if self._num_samples else None
 
     def seek(self, cursor: int) -> None:
         """Continue from this position of the stream, in samples over all ranks."""

@@ -16,8 +16,6 @@ from torch import nn
 
 from zrun_core.layout import UnitLayout, lay_out
 
-AUTO_BUCKET_BYTES = {"cpu": 12 << 20, "cuda": 64 << 20}
-
 
 @dataclass
 class Atom:
@@ -29,6 +27,11 @@ class Atom:
     leaf: bool = False  # gathered and reduced as a whole, whatever runs inside
     alone: bool = False  # never merged with neighbours
     parent: str = ""
+    own_only: bool = False  # the module's own parameters, not those of its children
+
+    def used(self) -> Iterator[nn.Parameter]:
+        """The parameters that a call of the module needs, owned or tied."""
+        return self.module.parameters(recurse=not self.own_only)
 
 
 @dataclass
@@ -78,12 +81,19 @@ class _Cutter:
     """Walks the tree once and collects atoms."""
 
     def __init__(
-        self, model: nn.Module, owned: dict[str, int], bucket: int, unit_names: Sequence[str], leaf_names: Sequence[str]
+        self,
+        model: nn.Module,
+        owned: dict[str, int],
+        bucket: int,
+        unit_names: Sequence[str],
+        leaf_names: Sequence[str],
+        whole_blocks: bool,
     ) -> None:
         self._owned = owned  # parameter name -> bytes, each parameter under its first name only
         self._bucket = bucket
         self._unit_names, self._leaf_names = unit_names, leaf_names
         self._blocks = {id(module) for _, module in repeated_blocks(model)}
+        self._whole_blocks = whole_blocks
         self._above_blocks = {
             id(module)
             for module in model.modules()
@@ -116,13 +126,15 @@ class _Cutter:
         size = sum(self._owned[n] for n in names)
         is_open = id(module) in self._above_blocks or id(module) in self._above_forced
         children = [(n, m) for n, m in module.named_children() if any(True for _ in m.parameters())]
-        if is_leaf or not children or (not is_open and size <= self._bucket):
+        is_whole = is_leaf or (self._whole_blocks and id(module) in self._blocks)
+        if is_whole or not children or (not is_open and size <= self._bucket):
             if any(True for _ in module.parameters()):
                 self.atoms.append(Atom(name, module, names, is_leaf, is_leaf or is_forced, parent))
             return
         if any(True for _ in module.parameters(recurse=False)):
             # Parameters of the module itself are in use for as long as it runs: a unit apart from its children's.
-            self.atoms.append(Atom(name, module, self._names(name, module, recurse=False), alone=True, parent=name))
+            names = self._names(name, module, recurse=False)
+            self.atoms.append(Atom(name, module, names, alone=True, parent=name, own_only=True))
         for child_name, child in children:
             self._visit(f"{name}.{child_name}" if name else child_name, child, parent=name)
 
@@ -149,6 +161,7 @@ def cut(
     unit_names: Sequence[str] = (),
     leaf_names: Sequence[str] = (),
     persist_below: int = 0,
+    whole_blocks: bool = False,
     group_of: Callable[[str], int] = lambda name: 0,
 ) -> Cut:
     """Cut `model` into units of at most `bucket` bytes in `dtype`, where the module tree allows it.
@@ -157,13 +170,15 @@ def cut(
         dtype: compute dtype of every parameter.
         unit_names: regexes; a module whose whole name matches becomes units of its own.
         leaf_names: regexes; a matching module is gathered and reduced as a whole.
+        whole_blocks: never cut inside a repeated block, whatever its size.
         persist_below: parameters of fewer bytes go to units that stay whole.
         group_of: optimizer group of a parameter name.
     """
     params = dict(model.named_parameters())  # a tied parameter appears once, under its first name
     owned = {name: param.numel() * dtype.itemsize for name, param in params.items()}
     small = {name for name, num_bytes in owned.items() if num_bytes < persist_below}
-    atoms = _Cutter(model, owned, bucket, unit_names, leaf_names).atoms
+    atoms = _Cutter(model, owned, bucket, unit_names, leaf_names, whole_blocks).atoms
+    names_elsewhere = _tied_names(atoms, {id(param): name for name, param in params.items()})
 
     units: list[CutUnit] = []
     unit_of: dict[int, int] = {}  # id(parameter) -> unit
@@ -180,6 +195,7 @@ def cut(
                 trainable=trainable,
                 num_shards=num_shards,
                 persistent=persistent,
+                tied=any(n in names_elsewhere for n in chosen),
             )
             for n in chosen:
                 unit_of[id(params[n])] = len(units)
@@ -192,14 +208,13 @@ def cut(
         names = [n for atom in run for n in atom.param_names if n not in small]
         add(_title([atom.name for atom in run]), names, run[0].leaf, persistent=False)
     add("small parameters", [n for n in params if n in small], leaf=False, persistent=True)
-
-    hooked = []
-    for atom in atoms:
-        recurse = atom.param_names != [] and atom.parent == atom.name  # parameters of the module itself
-        inside = atom.module.parameters(recurse=not recurse)
-        needed = sorted({unit_of[id(param)] for param in inside})
-        hooked.append((atom.module, needed, atom.leaf))
+    hooked = [(atom.module, sorted({unit_of[id(p)] for p in atom.used()}), atom.leaf) for atom in atoms]
     return Cut(units, hooked)
+
+
+def _tied_names(atoms: Sequence[Atom], name_of: dict[int, str]) -> set[str]:
+    """Parameters that a module uses without owning them."""
+    return {name for atom in atoms for param in atom.used() if (name := name_of[id(param)]) not in atom.param_names}
 
 
 def _title(names: Sequence[str]) -> str:

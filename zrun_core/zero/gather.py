@@ -30,6 +30,7 @@ class Gatherer:
 
     Attributes:
         active: whether a training step or an evaluation is under way; only then may a mere look at a parameter gather.
+        num_refreshes: training forwards that found units stale, and gathered them.
         schedule_hash: digest of what was demanded since the step began, to compare between ranks.
     """
 
@@ -47,6 +48,7 @@ class Gatherer:
         self._idle: list[FlatUnit] = []
         self._seen_outside: list[FlatUnit] = []
         self.active = False
+        self.num_refreshes = 0
         self.schedule_hash = 0
 
     @property
@@ -59,7 +61,9 @@ class Gatherer:
         self._pass = kind
         self._comm.phase = Phase.BACKWARD if kind is Pass.BACKWARD else Phase.FORWARD
         self.active = True
-        for unit in self._fixed_order:  # stages 1 and 2: stale after an update, in this order on every rank
+        stale = [unit for unit in self._fixed_order if unit.state is UnitState.SHARDED]
+        self.num_refreshes += bool(stale) and kind is Pass.FORWARD
+        for unit in stale:  # stages 1 and 2, after an update: in this order on every rank
             unit.start_unshard(self._comm)
 
     def begin_backward(self) -> None:
@@ -112,7 +116,7 @@ class Gatherer:
     def leave(self, unit: FlatUnit) -> None:
         """A module of `unit` has run."""
         unit.num_active -= 1
-        if unit.frees and not unit.num_active and not self.in_backward:
+        if unit.frees and not unit.num_active and not unit.layout.tied and not self.in_backward:
             self._idle.append(unit)
 
     def finish(self, unit: FlatUnit) -> None:

@@ -24,7 +24,7 @@ from torch import nn
 
 from zrun_core.arena import Ring
 from zrun_core.comm import Comm, Phase
-from zrun_core.layout import Buffer, Kind, StatePolicy, UnitLayout, ZeroPolicy
+from zrun_core.layout import Buffer, Kind, Sharded, StatePolicy, UnitLayout, ZeroPolicy
 from zrun_core.mesh import Mesh
 from zrun_core.optim.choose import Chosen
 from zrun_core.optim.sharded import ShardedOptimizer
@@ -52,7 +52,7 @@ class Settings:
     leaf_names: Sequence[str] = ()
     persist_below: int = 0
     prefetch: int = 1
-    watch_lookups: bool = True  # stage 3: gather when user code looks at a parameter; off for compiled modules
+    whole_blocks: bool = False  # never hook inside a repeated block: it is compiled
 
     @property
     def states(self) -> StatePolicy:
@@ -101,6 +101,7 @@ def plan_cut(model: nn.Module, settings: Settings, num_shards: int) -> Cut:
         unit_names=settings.unit_names,
         leaf_names=settings.leaf_names,
         persist_below=settings.persist_below,
+        whole_blocks=settings.whole_blocks,
         group_of=settings.group_of,
     )
 
@@ -154,7 +155,7 @@ class ShardedModel:
         self._reducer = Reducer(self.units, states, mesh, comm)
         install(
             module, self.units, planned.hooked, self._gatherer, self._reducer,
-            watch_lookups=settings.watch_lookups and any(unit.frees for unit in self.units),
+            watch_lookups=not settings.whole_blocks and any(unit.frees for unit in self.units),
         )  # fmt: skip
         self._trained = [unit for unit in self.units if unit.trainable]
         scratch = self._reducer.ring if self._reducer.ring.num_bytes else Ring(0, comm.device)
@@ -275,6 +276,29 @@ class ShardedModel:
         """
         with self._gatherer.all_whole(), torch.no_grad():
             yield self.module
+
+    def expected_traffic(self, num_steps: int, num_micro_batches: int) -> dict[str, int]:
+        """Bytes that this rank should have sent in so many training steps, by kind of collective.
+
+        It holds for models whose modules each run once per forward; see the module's docstring for the formulas.
+        """
+        policy, expected = self.settings.zero, {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
+        reduce_size = self.settings.precision.reduce.itemsize
+        for unit in self.units:
+            peers, shard = unit.split.size - 1, unit.layout.shard_numel
+            gathers = num_micro_batches * (1 + unit.trainable) if unit.frees else self._gatherer.num_refreshes
+            is_gathered = unit.frees or (unit.trainable and Sharded.OPTIMIZER in policy.sharded)
+            expected["all_gather"] += gathers * is_gathered * peers * shard * unit.layout.dtype.itemsize
+            if not unit.trainable:
+                continue
+            reductions = num_micro_batches if Sharded.GRADIENT in policy.sharded else num_steps
+            if Sharded.OPTIMIZER in policy.sharded:
+                expected["reduce_scatter"] += reductions * peers * shard * reduce_size
+                copies = self.mesh.replicate.size
+                expected["all_reduce"] += 2 * num_steps * ((copies - 1) * -(-shard // copies)) * reduce_size
+            else:
+                expected["all_reduce"] += 2 * reductions * peers * shard * reduce_size
+        return {kind: num_bytes for kind, num_bytes in expected.items() if num_bytes}
 
     def planned_memory(self) -> MemoryAccount:
         """What `Layout` says this rank allocates."""

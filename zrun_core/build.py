@@ -1,0 +1,309 @@
+"""Build the user's model once per host, bit for bit as a plain loop builds it.
+
+The factory really runs on the host's first rank, whatever it does to its parameters: own generators, numpy, in-place
+scaling, `load_state_dict`. The values go to a file that the host's other ranks map; they run the factory on the meta
+device for the structure alone. Each rank then reads its shards unit by unit, so the host holds one copy of the model in
+reclaimable page cache, never one per rank. `init: meta` holds none: every module resets itself, seeded by its number.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from zrun_core.comm import Comm, Group
+from zrun_core.data.order import mix
+from zrun_core.errors import JobError, UserCodeError, ZrunError
+
+Factory = Callable[[], nn.Module]
+Read = Callable[[str, nn.Parameter], torch.Tensor]
+
+_ALIGN = 64
+
+
+@dataclass(frozen=True)
+class Built:
+    """A model whose parameters are to be read one by one. Buffers and everything else are complete.
+
+    Attributes:
+        module: the user's module; its parameters may be on the meta device.
+        read: full value of a parameter, [shape]; each is asked for once.
+        notes: what the user should know about how it was built.
+    """
+
+    module: nn.Module
+    read: Read
+    notes: tuple[str, ...] = ()
+
+
+def check(module: nn.Module) -> None:
+    """Refuse what flat units cannot hold.
+
+    Raises:
+        UserCodeError: a parameter that is not a floating-point number, or none at all, or nothing to train.
+    """
+    params = list(module.named_parameters())
+    for name, param in params:
+        if not param.is_floating_point():
+            raise UserCodeError(f"parameter {name} is {param.dtype}: parameters must be floating; make it a buffer")
+    if not any(param.requires_grad for _, param in params):
+        raise UserCodeError(f"the model has nothing to train: none of its {len(params)} parameters requires a gradient")
+
+
+def build_once_per_host(factory: Factory, seed: int, path: Path, host: Group, comm: Comm) -> Built:
+    """Run `factory` on the first rank of `host` and share what it made through the file at `path`.
+
+    Raises:
+        UserCodeError: the factory failed, or builds different structures on different ranks.
+    """
+    torch.manual_seed(seed)
+    if host.size == 1:
+        module = factory()
+        check(module)
+        return Built(module, lambda name, param: param.detach())
+    if host.index == 0:
+        error: ZrunError | None = None
+        try:
+            module = factory()
+            check(module)
+            _write(module, path)
+        except ZrunError as caught:  # the others wait for the file: tell them before giving up
+            error = caught
+            path.with_suffix(".failed").touch()
+        comm.barrier(host)
+        if error is not None:
+            raise error
+        _forget_values(module)
+        notes: tuple[str, ...] = ()
+    else:
+        module, notes = _build_structure(factory, seed)
+        comm.barrier(host)
+        if path.with_suffix(".failed").exists():
+            raise UserCodeError("the model factory failed on this host's first rank")
+    stored = _Stored(path)
+    stored.check_structure(module)
+    comm.barrier(host)
+    if host.index == 0:
+        path.unlink()  # it lives on for those who have it open
+    else:
+        stored.fill_buffers(module)
+    return Built(module, lambda name, param: stored.tensor(f"param {name}"), notes)
+
+
+def _build_structure(factory: Factory, seed: int) -> tuple[nn.Module, tuple[str, ...]]:
+    """The module on meta; for real, with a note, if the factory looks at values or keeps tensors outside of modules."""
+    try:
+        with torch.device("meta"):
+            module = factory()
+        strays = [name for name, inner in module.named_modules() if _holds_meta(vars(inner))]
+        reason = f"module {strays[0] or 'model'} keeps tensors that are no buffers" if strays else ""
+    except UserCodeError as error:
+        reason = f"it cannot run on the meta device ({str(error).splitlines()[-1].strip()})"
+    if reason:
+        torch.manual_seed(seed)
+        module = factory()
+        return module, (f"the model factory runs on every rank: {reason}",)
+    check(module)
+    return module, ()
+
+
+def _holds_meta(value: Any, depth: int = 0) -> bool:
+    """Whether a meta tensor that is neither parameter nor buffer hides in a module's attributes."""
+    if isinstance(value, torch.Tensor):
+        return value.device.type == "meta"
+    if depth > 3:
+        return False
+    if isinstance(value, dict):
+        known = ("_parameters", "_buffers", "_modules")
+        return any(_holds_meta(item, depth + 1) for key, item in value.items() if depth or key not in known)
+    if isinstance(value, list | tuple):
+        return any(_holds_meta(item, depth + 1) for item in value if not isinstance(item, nn.Parameter))
+    return False
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, param in module.named_parameters():
+        yield f"param {name}", param.detach()
+    for name, buffer in module.named_buffers():
+        yield f"buffer {name}", buffer
+
+
+def _write(module: nn.Module, path: Path) -> None:
+    """All parameters and buffers, contiguous, after a header of (name, dtype, shape, offset)."""
+    header, offset = [], 0
+    for name, tensor in _tensors(module):
+        header.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset))
+        offset += -(-tensor.numel() * tensor.element_size() // _ALIGN) * _ALIGN
+    head = json.dumps(header).encode()
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(len(head).to_bytes(8, "little") + head)
+        start = -(-file.tell() // 4096) * 4096
+        for (_, _, _, at), (_, tensor) in zip(header, _tensors(module), strict=True):
+            if tensor.numel():
+                file.seek(start + at)
+                file.write(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        file.truncate(max(start + offset, file.tell(), start + 1))
+
+
+class _Stored:
+    """What `_write` wrote, mapped."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            self._entries = {name: (dtype, shape, at) for name, dtype, shape, at in json.loads(file.read(size))}
+        start = -(-(8 + size) // 4096) * 4096
+        self._bytes = torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)[start:]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        dtype_name, shape, at = self._entries[name]
+        dtype = getattr(torch, dtype_name)
+        numel = torch.Size(shape).numel()
+        return self._bytes[at : at + numel * dtype.itemsize].view(dtype).view(shape)
+
+    def check_structure(self, module: nn.Module) -> None:
+        found = {name: list(tensor.shape) for name, tensor in _tensors(module)}
+        expected = {name: shape for name, (_, shape, _) in self._entries.items()}
+        if found != expected:
+            names = [name for name in {**found, **expected} if found.get(name) != expected.get(name)]
+            raise UserCodeError(
+                f"the model factory builds different models on different ranks: {names[0]} has shape "
+                f"{found.get(names[0], 'none')} here and {expected.get(names[0], 'none')} on the host's first rank"
+            )
+
+    def fill_buffers(self, module: nn.Module) -> None:
+        """Give the module the first rank's buffers; one that is shared stays shared."""
+        values: dict[int, torch.Tensor] = {}
+        names = {id(buffer): name for name, buffer in module.named_buffers()}
+        for inner in module.modules():
+            for key, buffer in inner._buffers.items():
+                if buffer is not None:
+                    if id(buffer) not in values:
+                        values[id(buffer)] = self.tensor(f"buffer {names[id(buffer)]}").clone()
+                    inner._buffers[key] = values[id(buffer)]
+
+
+def _forget_values(module: nn.Module) -> None:
+    """Free the parameters' memory; every reference to them stays good."""
+    for param in list(module.parameters()):
+        torch.utils.swap_tensors(param, nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad))
+
+
+# init: meta
+
+
+def build_on_meta(factory: Factory, seed: int) -> Built:
+    """Build the structure only; each module's own `reset_parameters` makes its values when they are asked for.
+
+    Raises:
+        JobError: modules that cannot reset themselves, or a factory that changes parameters after building them.
+    """
+    torch.manual_seed(seed)
+    watch = _WatchWrites()
+    try:
+        with torch.device("meta"), watch:
+            module = factory()
+    except UserCodeError as error:
+        raise JobError(f"init: meta: the factory cannot run on the meta device; write init: factory\n{error}") from None
+    check(module)
+    if watch.outside is not None:
+        raise JobError(f"init: meta: the factory itself changes parameters ({watch.outside}); write init: factory")
+    for name, inner in module.named_modules():
+        owns = [*inner.named_parameters(recurse=False), *inner.named_buffers(recurse=False)]
+        if owns and not callable(getattr(inner, "reset_parameters", None)):
+            raise JobError(
+                f"init: meta: {name or 'the model'} ({type(inner).__name__}) has no reset_parameters, so {owns[0][0]} "
+                f"would have no value; write init: factory"
+            )
+        real = [key for key, tensor in owns if tensor.device.type != "meta"]
+        if real:
+            owner = f"{name}." if name else ""
+            raise JobError(f"init: meta: {owner}{real[0]} was given values by the factory; write init: factory")
+    numbers = {id(inner): number for number, inner in enumerate(module.modules())}
+    for inner in module.modules():
+        if any(True for _ in inner.buffers(recurse=False)):
+            values = _reset(inner, mix(seed, numbers[id(inner)]))
+            for key in inner._buffers:
+                if key in values:
+                    inner._buffers[key] = values[key]
+    return Built(module, _ResetOnDemand(module, seed, numbers))
+
+
+class _WatchWrites(TorchFunctionMode):
+    """Notices in-place changes of parameters that come from no module's own constructor or `reset_parameters`."""
+
+    outside: str | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        writes = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+        if writes and args and isinstance(args[0], nn.Parameter) and self.outside is None and not _in_module_reset():
+            self.outside = f"{name} on a parameter of shape {tuple(args[0].shape)}"
+        return func(*args, **(kwargs or {}))
+
+
+def _in_module_reset() -> bool:
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "reset_parameters":
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def _reset(module: nn.Module, seed: int) -> dict[str, torch.Tensor]:
+    """Real values of a module's own parameters and buffers, by attribute name. The module itself stays on meta."""
+    params, buffers = dict(module._parameters), dict(module._buffers)
+    try:
+        for key, param in params.items():
+            if param is not None:
+                module._parameters[key] = nn.Parameter(torch.empty_like(param, device="cpu"), param.requires_grad)
+        for key, buffer in buffers.items():
+            if buffer is not None:
+                module._buffers[key] = torch.empty_like(buffer, device="cpu")
+        with _seeded(seed), torch.device("cpu"):
+            module.reset_parameters()  # type: ignore[operator]
+        made = {**module._parameters, **module._buffers}
+        return {key: value.detach() for key, value in made.items() if value is not None}
+    finally:
+        module._parameters.update(params)
+        module._buffers.update(buffers)
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    state = torch.get_rng_state()
+    torch.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+
+
+class _ResetOnDemand:
+    """Reads parameters of a meta model by resetting their module. One module's values are held at a time."""
+
+    def __init__(self, module: nn.Module, seed: int, numbers: dict[int, int]) -> None:
+        self._seed, self._numbers = seed, numbers
+        self._owner: dict[str, tuple[nn.Module, str]] = {}
+        for prefix, inner in module.named_modules():
+            for key, _ in inner.named_parameters(recurse=False):
+                self._owner[f"{prefix}.{key}" if prefix else key] = (inner, key)
+        self._held: tuple[nn.Module, dict[str, torch.Tensor]] | None = None
+
+    def __call__(self, name: str, param: nn.Parameter) -> torch.Tensor:
+        owner, key = self._owner[name]
+        if self._held is None or self._held[0] is not owner:
+            self._held = None
+            self._held = (owner, _reset(owner, mix(self._seed, self._numbers[id(owner)])))
+        return self._held[1][key]

@@ -1,0 +1,228 @@
+"""One rank's process: `python -m zrun_core.worker run_dir/spec.json`, under zrun's agent or plain torchrun.
+
+It reads where it sits from torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK). ZRUN_STORE names the file through which
+the ranks of one host meet; without it they meet at MASTER_ADDR:MASTER_PORT. A failure is written to
+`run_dir/failures/rank-N.json` before the process ends with the failure's exit code.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from zrun_core import parallelize, user
+from zrun_core.board import Board, Watchdog
+from zrun_core.build import Built, build_on_meta, build_once_per_host
+from zrun_core.comm import Comm, Group
+from zrun_core.config import Ref
+from zrun_core.data.loader import BatchLoader
+from zrun_core.data.order import mix
+from zrun_core.errors import ExitCode, HangError, RendezvousError, UserCodeError, ZrunError
+from zrun_core.events import Emitter
+from zrun_core.mesh import Mesh
+from zrun_core.optim.choose import choose
+from zrun_core.optim.lr import make_schedule
+from zrun_core.spec import RunSpec
+from zrun_core.trainer import Parts, Trainer
+
+
+def main() -> NoReturn:
+    """Run one rank and end the process with the contract's exit code."""
+    _die_with_parent()
+    faulthandler.enable()
+    spec = RunSpec.read(Path(sys.argv[1]))
+    rank = int(os.environ["RANK"])
+    worker = Worker(spec, rank)
+    code = ExitCode.OK
+    try:
+        worker.run()
+    except BaseException as error:
+        code = worker.report(error)
+    worker.emitter.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # destroying a gloo group sometimes aborts, and loader processes must not delay the end
+
+
+class Worker:
+    """Builds a rank from its spec and runs it."""
+
+    def __init__(self, spec: RunSpec, rank: int) -> None:
+        self.spec, self.rank = spec, rank
+        self.run_dir = Path(spec.run_dir)
+        self.emitter = Emitter(spec.telemetry, rank)
+        self.phase, self.step = "start", 0
+
+    def run(self) -> None:
+        """Everything from joining the others to the last step."""
+        trainer, world = self._prepare()
+        try:
+            trainer.run()
+        finally:
+            self.phase, self.step = trainer.phase, trainer.num_steps
+        trainer.comm.barrier(world)
+
+    def _prepare(self) -> tuple[Trainer, Group]:
+        """Join the others, build the model, shard it, open the data."""
+        job, plan, job_dir = self.spec.job, self.spec.plan, Path(self.spec.job_dir)
+        device = torch.device(plan.ranks[self.rank].device)
+        torch.set_num_threads(plan.threads)
+        self.phase = "rendezvous"
+        self._join(device)
+        comm, board, mesh = self._connect(device)
+
+        self.phase = "build"
+        user.add_to_path(job_dir)
+        chosen = choose(job.optim, lambda name: user.load(Ref(call=name), job_dir))
+        settings = parallelize.make_settings(job, chosen, device)
+        built = self._build(mesh, comm)
+        sharded = parallelize.parallelize(built, job, settings, mesh, comm)
+        sharded.module.to(device)  # buffers: the parameters are there
+        notes = list(built.notes)
+
+        self.phase = "data"
+        parts = self._load_parts()
+        custom = user.function(job.lr.schedule, job_dir) if isinstance(job.lr.schedule, Ref) else None
+        loader = BatchLoader(
+            user.call(_plain(job.data), job_dir), job.data, self.spec.batch, self.rank, job.seed, device,
+            epochs=job.epochs, collate=parts.collate,
+        )  # fmt: skip
+        torch.manual_seed(mix(job.seed, 1 + self.rank))  # from here on each rank draws from its own stream
+        trainer = Trainer(
+            self.spec, sharded, loader, parts, make_schedule(job.lr, job.steps, custom), self.emitter, board
+        )
+        trainer.describe(notes)
+        return trainer, mesh.world
+
+    def _join(self, device: torch.device) -> None:
+        """Meet the other ranks.
+
+        Raises:
+            RendezvousError: not all of them came in time.
+        """
+        size, limits = self.spec.plan.world_size, self.spec.job.limits
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        if size == 1:
+            return
+        start = timedelta(seconds=limits.start_s)
+        store = None
+        if (path := os.environ.get("ZRUN_STORE")) is not None:
+            store = dist.FileStore(path, size)  # type: ignore[attr-defined]
+            store.set_timeout(start)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        try:
+            dist.init_process_group(
+                backend,
+                store=store,
+                init_method=None if store is not None else "env://",
+                rank=self.rank,
+                world_size=size,
+                timeout=timedelta(seconds=limits.collective_s),
+            )
+        except dist.DistStoreError as error:
+            raise RendezvousError(
+                f"not all {size} ranks arrived within {limits.start_s:g} s (limits.start_s): {error}"
+            ) from None
+
+    def _connect(self, device: torch.device) -> tuple[Comm, Board | None, Mesh]:
+        """The groups of this rank, and the board on which the ranks of one host can see each other."""
+        hosts = [place.host for place in self.spec.plan.ranks]
+        board = None
+        if len(set(hosts)) == 1:
+            board = Board(self.run_dir / "board", self.rank, len(hosts))
+            Watchdog(board, self._stop)
+        comm = Comm(device, board)
+        ranks_here = hosts.count(hosts[self.rank])
+        mesh = Mesh.build(self.rank, hosts, parallelize.shard_size(self.spec.job, len(hosts), ranks_here))
+        return comm, board, mesh
+
+    def _build(self, mesh: Mesh, comm: Comm) -> Built:
+        job = self.spec.job
+
+        def factory() -> torch.nn.Module:
+            return user.build_model(job.model, Path(self.spec.job_dir))
+
+        if job.init == "meta":
+            return build_on_meta(factory, job.seed)
+        return build_once_per_host(factory, job.seed, self.run_dir / f"init-{mesh.host.ranks[0]}", mesh.host, comm)
+
+    def _load_parts(self) -> Parts:
+        job, job_dir = self.spec.job, Path(self.spec.job_dir)
+
+        def load(ref: Ref | None) -> Any:
+            return None if ref is None else user.function(ref, job_dir)
+
+        return Parts(
+            loss=load(job.loss),
+            on_step=load(job.hooks.on_step),
+            on_eval=load(job.hooks.on_eval),
+            eval_data=None if job.eval is None else user.call(job.eval.data, job_dir),
+            collate=load(job.data.collate),
+        )
+
+    def _stop(self, error: HangError) -> None:
+        """Called by the watchdog's thread: the main thread waits in a collective and cannot be interrupted."""
+        code = self.report(error)
+        self.emitter.close()
+        os._exit(code)
+
+    def report(self, error: BaseException) -> ExitCode:
+        """Write the failure for the launcher, print it to the rank's log, and say how to exit."""
+        if isinstance(error, ZrunError):
+            kind, code, text = "zrun", error.exit_code, str(error)
+            first, *rest = text.splitlines()
+            message = f"{first}: {rest[-1].strip()}" if rest else first
+            if isinstance(error, UserCodeError):
+                kind = "user"
+        else:
+            kind, code, text = "bug", ExitCode.WORKER, "".join(traceback.format_exception(error))
+            message = f"{type(error).__name__}: {error}"
+        failure = {
+            "rank": self.rank,
+            "step": self.step,
+            "phase": self.phase,
+            "kind": kind,
+            "type": type(error).__name__,
+            "message": message,
+            "traceback": text,
+            "exit_code": int(code),
+            "time": time.time(),
+        }
+        folder = self.run_dir / "failures"
+        with suppress(OSError):
+            folder.mkdir(mode=0o700, exist_ok=True)
+            (folder / f"rank-{self.rank}.json").write_text(json.dumps(failure))
+        print(text, file=sys.stderr, flush=True)
+        return code
+
+
+def _plain(ref: Ref) -> Ref:
+    """The reference alone, without the options of a section that extends it."""
+    return Ref(call=ref.call, args=ref.args)
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel to end this process when the agent that started it does."""
+    if sys.platform.startswith("linux"):
+        parent = os.getppid()
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:  # it died in between
+            os._exit(ExitCode.TERMINATED)
+
+
+if __name__ == "__main__":
+    main()

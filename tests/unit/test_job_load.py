@@ -236,8 +236,16 @@ def test_half_of_a_surrogate_pair(folder: Folder) -> None:
 
 
 def test_alias_bomb_is_refused_at_once(folder: Folder) -> None:
-    bomb = "a0: &a0 [x, x]\n" + "".join(f"a{i + 1}: &a{i + 1} [*a{i}, *a{i}]\n" for i in range(40))
+    bomb = "a0: &a0 [x, x]\n" + "".join(f"a{i + 1}: &a{i + 1} [*a{i}, *a{i}]\n" for i in range(9))
     assert any("aliases (*name) are not supported" in line for line in folder.problems(bomb))
+
+
+def test_a_file_that_is_no_job_at_all_is_told_in_a_hundred_lines(folder: Folder) -> None:
+    with pytest.raises(JobError) as caught:
+        folder.load("seed: 1\n" * 5000)
+    head, *lines = str(caught.value).splitlines()
+    assert head == "5004 problems in job.yaml, of which the first 100"
+    assert len(lines) == 100
 
 
 def test_terminal_control_characters_are_escaped(folder: Folder) -> None:

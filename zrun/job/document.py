@@ -175,7 +175,7 @@ class _Reader:
             if key in found:
                 first = self._document.keys[(*path, key)].line
                 self._problem((*path, key), event, f"duplicate key, first on line {first}; keep one of them")
-            self._document.place((*path, key), self._place(event))
+            self._document.keys[(*path, key)] = self._place(event)
             found[key] = self._node((*path, key))
         self._events.take()
         return found

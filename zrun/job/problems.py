@@ -9,6 +9,8 @@ from typing import Any, Literal
 from zrun.job.scalars import write
 from zrun_core.errors import JobError
 
+MAX_SHOWN = 100  # what has more problems is no job file, and looking for near names in all of it would take minutes
+
 KeyPath = tuple[str | int, ...]
 
 
@@ -60,12 +62,13 @@ class Problem:
 
 
 def job_error(name: str, problems: Iterable[Problem]) -> JobError:
-    """All problems of the job `name` as one error, a line each, in the order of the file."""
+    """All problems of the job `name` as one error, a line each, in the order of the file, then of the overrides."""
     ordered = sorted(problems, key=lambda p: (p.origin.kind != "file", p.origin.line, p.origin.column))
     lines = [str(problem) for problem in ordered]
-    if len(lines) > 1:
-        lines.insert(0, f"{len(lines)} problems in {name}")
-    return JobError("\n".join(lines))
+    if len(lines) == 1:
+        return JobError(lines[0])
+    head = f"{len(lines)} problems in {name}{f', of which the first {MAX_SHOWN}' if len(lines) > MAX_SHOWN else ''}"
+    return JobError("\n".join([head, *lines[:MAX_SHOWN]]))
 
 
 def dotted(path: KeyPath) -> str:

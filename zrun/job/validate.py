@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 
 from zrun.job.document import Document
 from zrun.job.nearest import nearest, nearest_key, siblings
-from zrun.job.problems import KeyPath, Origin, Problem, dotted, job_error, shown_value
+from zrun.job.problems import MAX_SHOWN, KeyPath, Origin, Problem, dotted, job_error, shown_value
 from zrun.job.scalars import write
 from zrun.job.schema import Key, fields, find_key
 from zrun_core.config import JobConfig
@@ -81,7 +81,7 @@ class _Mistake:
 
 
 def _explain(document: Document, error: ValidationError) -> list[Problem]:
-    mistakes = _one_per_key([_mistake(detail) for detail in error.errors(include_url=False)])
+    mistakes = _one_per_key([_mistake(detail) for detail in error.errors(include_url=False)[:MAX_SHOWN]])
     unknown = {mistake.path: nearest_key(mistake.path) for mistake in mistakes if mistake.kind == "extra_forbidden"}
     problems = []
     for mistake in mistakes:

@@ -7,7 +7,6 @@ from typing import TextIO
 from zrun.watch import text
 from zrun.watch.state import RunState
 from zrun_core.events import Event
-from zrun_core.sizes import format_size
 
 
 class Plain:
@@ -75,7 +74,7 @@ def step_line(state: RunState) -> str:
         parts.append(f"mfu {state.mfu:.1%}")
     if state.memory:
         held = max(event.get("device_allocated") or event.get("rss_bytes") or 0 for event in state.memory.values())
-        parts.append(f"mem {format_size(held).replace(' ', '')}")
+        parts.append(f"mem {text.size(held)}")
     if state.step_s is not None:
         parts.append(f"step {text.seconds(state.step_s)}")
     if state.eta_s is not None:

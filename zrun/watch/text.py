@@ -6,6 +6,8 @@ import itertools
 import math
 from collections.abc import Sequence
 
+from zrun_core.sizes import format_size
+
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _ASCII_BLOCKS = "_.-=+*#@"
 
@@ -32,6 +34,11 @@ def duration(seconds: float) -> str:
 def seconds(value: float) -> str:
     """The time of one step."""
     return f"{value * 1000:.0f}ms" if value < 0.1 else f"{value:.2f}s"
+
+
+def size(num_bytes: float) -> str:
+    """Bytes in binary units, short enough for a table: `size(1 << 20) == "1.0M"`."""
+    return format_size(num_bytes).replace(" ", "").removesuffix("iB")
 
 
 def sparkline(values: Sequence[float], width: int, ascii_only: bool) -> str:

@@ -13,7 +13,6 @@ from rich.text import Text
 from zrun.watch import text
 from zrun.watch.state import MEMORY_KINDS, SPLIT, RunState
 from zrun_core.events import Event
-from zrun_core.sizes import format_size
 
 _MOST_ROWS = 8  # ranks shown one by one; of more, the fullest ones
 _SPLIT_LETTERS = "dFBCO"
@@ -129,7 +128,7 @@ def _split(state: RunState, width: int) -> Text:
 
 
 def _memory(state: RunState) -> Table:
-    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style=_QUIET)
+    table = Table(box=None, padding=(0, 1), pad_edge=False, collapse_padding=True, header_style=_QUIET)
     on_device = any(event.get("device_allocated") is not None for event in state.memory.values())
     for name in ("rank", *MEMORY_KINDS, "other", "device" if on_device else "rss", "peak"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -139,11 +138,11 @@ def _memory(state: RunState) -> Table:
         kinds = [event.get(kind) or 0 for kind in MEMORY_KINDS]
         peak = event.get("device_reserved") if on_device else event.get("peak_rss_bytes")
         other = max(0, _held(event) - sum(kinds))
-        table.add_row(str(event["rank"]), *(format_size(value) for value in (*kinds, other, _held(event), peak or 0)))
+        table.add_row(str(event["rank"]), *(text.size(value) for value in (*kinds, other, _held(event), peak or 0)))
     if len(fullest) > len(shown):
         table.add_row(f"+{len(fullest) - len(shown)}", *["-"] * (len(MEMORY_KINDS) + 1), "less", "-", style=_QUIET)
     if any(state.planned_bytes.values()):
-        table.add_row("plan", *(format_size(value) for value in state.planned_bytes.values()), style=_QUIET)
+        table.add_row("plan", *(text.size(value) for value in state.planned_bytes.values()), style=_QUIET)
     return table
 
 

@@ -1,0 +1,110 @@
+"""Which of several dying ranks is told of, and how."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zrun.launch.failures import Exit, Failure, Note, first_failure
+from zrun_core.errors import ExitCode
+from zrun_core.spec import RankPlace
+
+TERM, KILL, ABORT = -signal.SIGTERM, -signal.SIGKILL, -signal.SIGABRT
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Connection closed by peer [127.0.0.1]:33210"
+
+
+def note(rank: int, kind: str = "user", message: str = "boom", **fields: Any) -> Note:
+    known = {"rank": rank, "kind": kind, "type": "ValueError", "message": message, "exit_code": 5}
+    return Note.model_validate(known | fields)
+
+
+@pytest.mark.parametrize(
+    ("exits", "notes", "first"),
+    [
+        ([Exit(0, TERM, 1.2), Exit(1, 5, 1.0)], [note(1)], 1),
+        ([Exit(0, 5, 1.0), Exit(1, 5, 1.1)], [note(0, message=GLOO), note(1)], 1),
+        ([Exit(0, 5, 1.0), Exit(1, KILL, 1.1)], [note(0, message=GLOO)], 1),
+        ([Exit(0, 5, 1.0), Exit(1, KILL, 6.1)], [note(0, message=GLOO)], 0),  # killed by the agent, for not listening
+        ([Exit(0, 5, 1.0), Exit(1, KILL, 6.1, oom=True)], [note(0, message=GLOO)], 1),
+        ([Exit(0, 5, 1.0), Exit(1, TERM, 1.1)], [note(0, "peer")], 0),
+        ([Exit(0, TERM, 1.0), Exit(1, ABORT, 1.1)], [], 0),
+        ([Exit(0, ABORT, 1.1), Exit(1, 0, 1.0)], [], 1),
+        ([Exit(0, 5, 1.0), Exit(1, 7, 1.1)], [note(0, "bug", "KeyError"), note(1, "zrun", "not finite")], 1),
+        ([Exit(0, 7, 1.1), Exit(1, 7, 1.0)], [note(0, "zrun"), note(1, "zrun")], 1),
+        ([Exit(0, 143, 1.1), Exit(1, 3, 1.0)], [], 1),
+    ],
+)
+def test_the_cause_comes_before_its_echoes(exits: list[Exit], notes: list[Note], first: int) -> None:
+    end = first_failure(exits, {each.rank: each for each in notes}, ended=False)
+    assert end is not None
+    assert end.rank == first
+
+
+def test_status_0_is_a_failure_only_before_the_end() -> None:
+    exits = [Exit(0, 0, 1.0), Exit(1, 0, 0.9)]
+    assert first_failure(exits, {}, ended=True) is None
+    assert first_failure(exits, {}, ended=False) == exits[1]
+    assert first_failure([*exits, Exit(2, ABORT, 1.1)], {}, ended=True) == Exit(2, ABORT, 1.1)
+
+
+def failure(end: Exit, found: Note | None, tmp_path: Path) -> Failure:
+    log = tmp_path / "rank-1.log"
+    log.write_text("".join(f"line {number}\n" for number in range(100)))
+    place = RankPlace(rank=1, host="node", local_rank=1, device="cuda:1")
+    return Failure(end, found, place, num_ranks=4, last_step=12, log=log)
+
+
+@pytest.mark.parametrize(
+    ("end", "found", "headline", "code"),
+    [
+        (Exit(1, 5, 1.0), note(1, step=13, phase="backward"), "failed at step 13 in backward", ExitCode.WORKER),
+        (Exit(1, 7, 1.0), note(1, "zrun", exit_code=7), "failed", ExitCode.NUMERIC),
+        (Exit(1, 2, 1.0), note(1, "zrun", exit_code=2), "failed", ExitCode.USAGE),
+        (Exit(1, 2, 1.0), note(1, "bug", exit_code=2), "failed", ExitCode.WORKER),
+        (Exit(1, 130, 1.0), note(1, "zrun", exit_code=130), "failed", ExitCode.WORKER),
+        (Exit(1, KILL, 1.0), None, "was killed by SIGKILL after step 12", ExitCode.WORKER),
+        (
+            *(Exit(1, KILL, 1.0, oom=True), None),
+            *("was killed by SIGKILL because memory ran out after step 12", ExitCode.WORKER),
+        ),
+        (Exit(1, 3, 1.0), None, "ended with status 3 after step 12", ExitCode.WORKER),
+        (Exit(1, 0, 1.0), None, "ended with status 0 before training did after step 12", ExitCode.WORKER),
+    ],
+)
+def test_headlines_and_codes(end: Exit, found: Note | None, headline: str, code: ExitCode, tmp_path: Path) -> None:
+    told = failure(end, found, tmp_path)
+    assert told.headline == f"rank 1 of 4 (node, cuda:1) {headline}"
+    assert told.exit_code is code
+    assert told.advice
+    assert json.loads(json.dumps(told.as_json()))["last_lines"] == [f"line {number}" for number in range(50, 100)]
+
+
+def test_a_traceback_and_its_message_are_told_once(tmp_path: Path) -> None:
+    trace = "Traceback (most recent call last):\n  File ...\nValueError: boom\n"
+    for found in (
+        note(1, traceback=trace),
+        note(1, message=trace),
+        note(1, message=f"in model:\n{trace}", traceback=trace),
+    ):
+        assert failure(Exit(1, 5, 1.0), found, tmp_path).describe().count("boom") == 1
+    apart = failure(Exit(1, 5, 1.0), note(1, message="no value", traceback="Traceback: here"), tmp_path).describe()
+    assert apart.startswith("Traceback: here\nValueError: no value\n")
+
+
+def test_half_a_note_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.json"
+    assert Note.read(path) is None
+    path.write_text('{"rank": 0, "kind": "us')
+    assert Note.read(path) is None
+    path.write_text(note(0).model_dump_json())
+    assert Note.read(path) == note(0)
+
+
+def test_a_missing_log_is_said(tmp_path: Path) -> None:
+    told = failure(Exit(1, KILL, 1.0), None, tmp_path)
+    told.log.unlink()
+    assert told.describe().startswith("(its log is empty)")

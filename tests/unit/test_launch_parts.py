@@ -1,0 +1,110 @@
+"""The two streams between a launcher and an agent, and the agent's view of processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zrun.launch import cgroup, processes
+from zrun.launch.environment import without_secrets, worker_environment
+from zrun.launch.frames import Lines, Start, Unpacker, pack
+from zrun.launch.processes import Process
+from zrun.launch.rundir import RunDir
+from zrun_core.config import JobConfig
+from zrun_core.errors import JobError
+
+
+@given(st.dictionaries(st.text(), st.text()), st.integers(1, 50))
+def test_any_environment_arrives_in_pieces_of_any_size(env: dict[str, str], piece: int) -> None:
+    start = Start({"run_dir": "/x"}, "host", env, "module")
+    data, unpacker, frames = start.pack() + pack({"signal": 15}), Unpacker(), []
+    for begin in range(0, len(data), piece):
+        frames += unpacker.feed(data[begin : begin + piece])
+    assert Start(**frames[0]) == start
+    assert frames[1:] == [{"signal": 15}]
+
+
+def test_a_stream_of_something_else_is_refused() -> None:
+    with pytest.raises(ValueError, match="not a launcher's stream"):
+        Unpacker().feed(b"GET / HTTP/1.1\r\n")
+
+
+def test_lines_that_are_no_frames_are_skipped() -> None:
+    lines = Lines()
+    assert lines.feed(b'{"frame":"done"}\nWelcome to node7!\n[1]\n{"fra') == [{"frame": "done"}]
+    assert lines.feed(b'me":"exit"}\n') == [{"frame": "exit"}]
+
+
+def test_a_session_is_told_apart_and_ended() -> None:
+    code = "import subprocess, sys; subprocess.Popen(['sleep', '600']); print(flush=True); sys.stdin.read()"
+    leader = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert leader.stdout is not None
+    leader.stdout.readline()
+    process = Process.find(leader.pid)
+    assert process is not None
+    both = processes.session_of(process)
+    assert len(both) == 2
+    assert processes.session_of(Process(process.pid, process.started - 1)) == []  # an earlier process of that number
+    processes.send([Process(process.pid, process.started - 1)], signal.SIGKILL)
+    assert process.alive()
+    leader.kill()
+    leader.wait()  # not communicate: the helper holds the pipe open
+    left = processes.session_of(process)
+    assert left == [each for each in both if each != process]
+    processes.send(left, signal.SIGTERM)
+    assert processes.wait_gone(left, 5.0) == []
+
+
+def test_counters_of_the_group_are_numbers_or_none() -> None:
+    for value in (cgroup.cpu_quota(), cgroup.memory_limit(), cgroup.oom_kills()):
+        assert value is None or value >= 0
+
+
+def job(**env: str | None) -> JobConfig:
+    return JobConfig.model_validate({"name": "t", "model": "m:f", "data": "m:d", "steps": 1, "batch": 1, "env": env})
+
+
+def test_the_environment_comes_from_job_and_shell() -> None:
+    asked = job(WANDB_API_KEY=None, MODE="fast")
+    assert worker_environment(asked, {"WANDB_API_KEY": "s", "OTHER": "x"}) == {"WANDB_API_KEY": "s", "MODE": "fast"}
+    with pytest.raises(JobError, match="WANDB_API_KEY: null takes the value from the shell"):
+        worker_environment(asked, {})
+
+
+def test_secrets_are_not_written() -> None:
+    assert without_secrets(job(HF_TOKEN="hf_1", MODE="fast", API_KEY=None)).env == {
+        **{"HF_TOKEN": "***", "MODE": "fast", "API_KEY": None},
+    }
+
+
+def test_a_run_directory_is_claimed_once(tmp_path: Path) -> None:
+    with RunDir.claim("gpt", None, tmp_path) as rundir:
+        assert rundir.path.parent == tmp_path / "gpt"
+        with pytest.raises(JobError, match=f"in use by the zrun process {os.getpid()}"):
+            RunDir.claim("gpt", rundir.path)
+    with pytest.raises(JobError, match="holds an earlier run"):
+        RunDir.claim("gpt", rundir.path)
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("")
+    before = tmp_path.stat().st_mode
+    with pytest.raises(JobError, match=r"not empty \(it holds thesis.tex\)"):
+        RunDir.claim("gpt", tmp_path)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.tex"]
+    assert tmp_path.stat().st_mode == before
+
+
+def test_an_empty_folder_becomes_private(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    with RunDir.claim("gpt", tmp_path):
+        assert tmp_path.stat().st_mode & 0o777 == 0o700

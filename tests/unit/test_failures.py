@@ -83,16 +83,10 @@ def test_headlines_and_codes(end: Exit, found: Note | None, headline: str, code:
     assert json.loads(json.dumps(told.as_json()))["last_lines"] == [f"line {number}" for number in range(50, 100)]
 
 
-def test_a_traceback_and_its_message_are_told_once(tmp_path: Path) -> None:
-    trace = "Traceback (most recent call last):\n  File ...\nValueError: boom\n"
-    for found in (
-        note(1, traceback=trace),
-        note(1, message=trace),
-        note(1, message=f"in model:\n{trace}", traceback=trace),
-    ):
+def test_the_traceback_is_told_or_else_the_message(tmp_path: Path) -> None:
+    trace = "hooks.on_step failed\nTraceback (most recent call last):\n  File ...\nValueError: boom\n"
+    for found in (note(1, traceback=trace, message="hooks.on_step failed: ValueError: boom"), note(1)):
         assert failure(Exit(1, 5, 1.0), found, tmp_path).describe().count("boom") == 1
-    apart = failure(Exit(1, 5, 1.0), note(1, message="no value", traceback="Traceback: here"), tmp_path).describe()
-    assert apart.startswith("Traceback: here\nValueError: no value\n")
 
 
 def test_half_a_note_is_none(tmp_path: Path) -> None:

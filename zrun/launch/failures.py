@@ -57,11 +57,11 @@ class Note(BaseModel):
     rank: int
     kind: Literal["user", "zrun", "bug", "peer"]  # peer: it only felt another rank's end
     type: str
-    message: str
+    message: str  # one line
+    traceback: str | None = None  # all that a person should see, the message included
     exit_code: int
     step: int | None = None
     phase: str | None = None
-    traceback: str | None = None
 
     @classmethod
     def read(cls, path: Path) -> Note | None:
@@ -75,17 +75,6 @@ class Note(BaseModel):
     def is_echo(self) -> bool:
         """It tells of another rank's end."""
         return self.kind == "peer" or _PEER_IS_GONE.search(self.message) is not None
-
-    @property
-    def text(self) -> str:
-        """Traceback and message, each once."""
-        if not self.traceback:
-            return self.message
-        if self.message.strip() in self.traceback:
-            return self.traceback.strip()
-        if self.traceback.strip() in self.message:
-            return self.message.strip()
-        return f"{self.traceback.strip()}\n{self.type}: {self.message}"
 
 
 def first_failure(exits: list[Exit], notes: dict[int, Note], ended: bool) -> Exit | None:
@@ -177,7 +166,7 @@ class Failure:
     def describe(self) -> str:
         """What a person reads last."""
         if self.note is not None:
-            body = self.note.text
+            body = (self.note.traceback or self.note.message).strip()
         else:
             body = "\n".join(self.last_lines(_SHOWN_LINES)) or "(its log is empty)"
         return f"{body}\n\n{self.headline}\n  log: {self.log}\n  next: {self.advice}"

@@ -111,7 +111,7 @@ class UnitLayout:
     trainable: bool
     num_shards: int
     persistent: bool = False  # stage 3: stays whole
-    tied: bool = False  # also used by modules of other units: stays whole for a whole pass
+    lasting: bool = False  # in use while other units come and go: tied to modules of theirs, or of a container itself
     numel: int = field(init=False)
     shard_numel: int = field(init=False)
 
@@ -156,7 +156,7 @@ def lay_out(
     trainable: bool,
     num_shards: int,
     persistent: bool = False,
-    tied: bool = False,
+    lasting: bool = False,
 ) -> UnitLayout:
     """Place `params`, triples of (name, tensor, optimizer group), in one unit. Groups become contiguous ranges."""
     offset, slots = 0, []
@@ -165,7 +165,7 @@ def lay_out(
             ParamSlot(param_name, tuple(tensor.shape), dense_stride(tensor), group, offset, numel := tensor.numel())
         )
         offset += numel
-    return UnitLayout(name, tuple(slots), dtype, trainable, num_shards, persistent, tied)
+    return UnitLayout(name, tuple(slots), dtype, trainable, num_shards, persistent, lasting)
 
 
 @dataclass(frozen=True)
@@ -208,23 +208,24 @@ class StatePolicy:
     def gather_ring_bytes(self, units: Sequence[UnitLayout], prefetch: int) -> int:
         """Room for the other ranks' shards of units that are whole at a time.
 
-        These are the one in use, `prefetch` more, and all that are tied.
+        These are the one in use, `prefetch` more, and all that are lasting.
         """
         foreign = {u: (u.padded_numel - u.shard_numel) * u.dtype.itemsize for u in units if self.frees(u)}
-        passing = [num_bytes for unit, num_bytes in foreign.items() if not unit.tied]
-        tied = sum(num_bytes for unit, num_bytes in foreign.items() if unit.tied)
-        return min((1 + prefetch) * max(passing, default=0), sum(passing)) + tied
+        passing = [num_bytes for unit, num_bytes in foreign.items() if not unit.lasting]
+        lasting = sum(num_bytes for unit, num_bytes in foreign.items() if unit.lasting)
+        return min((1 + prefetch) * max(passing, default=0), sum(passing)) + lasting
 
     def reduce_ring_bytes(self, units: Sequence[UnitLayout], arrival_shards: int) -> int:
         """Room for two units' reductions, one being filled and one on its way: what leaves and what arrives.
 
         What leaves is the unit's whole gradient, which lives here only if gradients are sharded; what arrives is
-        `arrival_shards` shards (one per peer where ranks exchange directly, one where the backend sums).
+        `arrival_shards` shards (one per peer where ranks exchange directly, one where the backend sums). Lasting and
+        persistent units fill up while others come and go.
         """
         leaving = Sharded.GRADIENT in self.zero.sharded
-        sizes = [
-            (u.padded_numel * leaving + u.shard_numel * arrival_shards) * self.reduce_dtype.itemsize
-            for u in units
-            if u.trainable
-        ]
-        return 2 * max(sizes, default=0)
+        passing, lasting = [0], 0
+        for unit in units:
+            if unit.trainable:
+                passing.append(unit.padded_numel * leaving + unit.shard_numel * arrival_shards)
+                lasting += unit.padded_numel * leaving * (unit.lasting or unit.persistent)
+        return (2 * max(passing) + lasting) * self.reduce_dtype.itemsize

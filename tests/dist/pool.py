@@ -93,15 +93,15 @@ class RankPool:
                 else:
                     failures.append(f"rank {rank}: {value}")
         if failures:
-            self._restart()
+            self._restart(dump_stacks="hang" in failures[0])
             raise AssertionError("\n".join(failures))
         return [results[rank] for rank in range(self.world_size)]
 
-    def _restart(self) -> None:
+    def _restart(self, dump_stacks: bool) -> None:
         for process in self._processes:
-            if process.is_alive() and process.pid is not None:
-                os.kill(process.pid, signal.SIGUSR1)  # stacks to stderr
-        time.sleep(0.5)
+            if dump_stacks and process.pid is not None:
+                os.kill(process.pid, signal.SIGUSR1)  # to stderr
+                time.sleep(0.3)
         self.close()
         self._start()
 

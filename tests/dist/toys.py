@@ -73,7 +73,7 @@ def make_sharded(
         no_decay=config.no_decay,
         **settings,
     )
-    mesh = Mesh.build(rank, world_size, shard_size)
+    mesh = Mesh.build(rank, ["host"] * world_size, shard_size)
     return ShardedModel(model, lambda name, param: param.detach(), full, mesh, Comm(torch.device("cpu")))
 
 

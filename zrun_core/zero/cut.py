@@ -178,7 +178,7 @@ def cut(
     owned = {name: param.numel() * dtype.itemsize for name, param in params.items()}
     small = {name for name, num_bytes in owned.items() if num_bytes < persist_below}
     atoms = _Cutter(model, owned, bucket, unit_names, leaf_names, whole_blocks).atoms
-    names_elsewhere = _tied_names(atoms, {id(param): name for name, param in params.items()})
+    lasting = _lasting(atoms, {id(param): name for name, param in params.items()})
 
     units: list[CutUnit] = []
     unit_of: dict[int, int] = {}  # id(parameter) -> unit
@@ -195,7 +195,7 @@ def cut(
                 trainable=trainable,
                 num_shards=num_shards,
                 persistent=persistent,
-                tied=any(n in names_elsewhere for n in chosen),
+                lasting=any(n in lasting for n in chosen),
             )
             for n in chosen:
                 unit_of[id(params[n])] = len(units)
@@ -212,9 +212,10 @@ def cut(
     return Cut(units, hooked)
 
 
-def _tied_names(atoms: Sequence[Atom], name_of: dict[int, str]) -> set[str]:
-    """Parameters that a module uses without owning them."""
-    return {name for atom in atoms for param in atom.used() if (name := name_of[id(param)]) not in atom.param_names}
+def _lasting(atoms: Sequence[Atom], name_of: dict[int, str]) -> set[str]:
+    """Parameters that are in use while others come and go: of containers themselves, or used by several modules."""
+    tied = {name for atom in atoms for p in atom.used() if (name := name_of[id(p)]) not in atom.param_names}
+    return tied.union(*(atom.param_names for atom in atoms if atom.own_only))
 
 
 def _title(names: Sequence[str]) -> str:

@@ -116,7 +116,7 @@ class Gatherer:
     def leave(self, unit: FlatUnit) -> None:
         """A module of `unit` has run."""
         unit.num_active -= 1
-        if unit.frees and not unit.num_active and not unit.layout.tied and not self.in_backward:
+        if unit.frees and not unit.num_active and not unit.layout.lasting and not self.in_backward:
             self._idle.append(unit)
 
     def finish(self, unit: FlatUnit) -> None:

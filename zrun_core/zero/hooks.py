@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from zrun_core.zero.gather import Gatherer
 from zrun_core.zero.reduce import Reducer
@@ -38,6 +39,18 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from tensors_in(getattr(value, field.name))
+
+
+_ANNOUNCES = "_zrun_announces"  # attribute of an output: the hook that begins its producer's backward
+
+
+@dataclasses.dataclass(frozen=True)
+class _Announcement:
+    handle: RemovableHandle
+    function: Callable[[torch.Tensor], None]
+
+    def remove(self) -> None:
+        self.handle.remove()
 
 
 class ModuleHooks:
@@ -74,7 +87,12 @@ class ModuleHooks:
                 self._over()
 
         for tensor in waiting.values():
+            announced = getattr(tensor, _ANNOUNCES, None)
             tensor.register_hook(arrived)
+            # Its producer's backward begins with the same gradient: only after this one has given up its units.
+            if announced is not None:
+                announced.remove()
+                tensor.register_hook(announced.function)
 
     def _over(self) -> None:
         """The gradients of all inputs of one call are known: nothing inside runs any more for that call."""
@@ -91,7 +109,8 @@ class ModuleHooks:
         if self._freed and torch.is_grad_enabled() and not self._gatherer.in_backward:
             seen = [t for t in tensors_in(output) if t.requires_grad and t.grad_fn is not None]
             for tensor in seen:
-                tensor.register_hook(self._backward_begins)
+                announced = _Announcement(tensor.register_hook(self._backward_begins), self._backward_begins)
+                setattr(tensor, _ANNOUNCES, announced)
             if not seen:
                 self._gatherer.hold(self._freed)
         for unit in self._units:

@@ -286,7 +286,7 @@ class ShardedModel:
         reduce_size = self.settings.precision.reduce.itemsize
         for unit in self.units:
             peers, shard = unit.split.size - 1, unit.layout.shard_numel
-            gathers = num_micro_batches * (1 + unit.trainable) if unit.frees else self._gatherer.num_refreshes
+            gathers = 2 * num_micro_batches if unit.frees else self._gatherer.num_refreshes
             is_gathered = unit.frees or (unit.trainable and Sharded.OPTIMIZER in policy.sharded)
             expected["all_gather"] += gathers * is_gathered * peers * shard * unit.layout.dtype.itemsize
             if not unit.trainable:

@@ -1,0 +1,27 @@
+# make train   train the main job: a language model of 10 million parameters on Python's own source, two CPU ranks
+# make test    every test, the linter and the type checker
+# Both set up .venv first, with the versions of constraints.txt.
+
+PYTHON ?= python3
+
+.PHONY: train test lint clean
+
+train: .venv/ready
+	.venv/bin/zrun train jobs/stdlib-gpt.yaml
+
+test: .venv/ready lint
+	.venv/bin/python -m pytest -q
+
+lint: .venv/ready
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "zrun needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[hf,test]'
+	touch .venv/ready
+
+clean:
+	rm -rf .venv runs

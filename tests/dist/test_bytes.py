@@ -1,0 +1,113 @@
+"""Exact bytes: traffic from `Comm` against the formulas, memory from `Layout` against what is allocated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from toys import Net, data, make_sharded, train_sharded
+
+from zrun_core.layout import Kind
+
+
+class Exact(nn.Module):
+    """Four units of 96 x 1024 elements: shards of any of 1 to 4 ranks are whole pages, without padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.ModuleList(nn.Linear(1024, 96, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        outputs = [torch.tanh(row(x)) for row in self.rows]
+        return nn.functional.mse_loss(torch.stack(outputs).sum((0, 2)).float(), y[:, 0].float())
+
+
+P = 4 * 96 * 1024
+
+
+def count(stage: int, accumulation: int, options: dict[str, Any]) -> dict[str, Any]:
+    torch.manual_seed(0)
+    sharded = make_sharded(Exact(), stage, bucket=96 * 1024 * 2, **options)
+    batches = data(3, 36, 1024)
+    train_sharded(sharded, batches[:2], accumulation=accumulation)
+    sharded.comm.drain()
+    train_sharded(sharded, batches[2:], accumulation=accumulation)
+    sent = {key.kind: 0 for key in sharded.comm.sent_bytes}
+    for key, num_bytes in sharded.comm.sent_bytes.items():
+        sent[key.kind] += num_bytes
+    planned, allocated = sharded.planned_memory().by_kind, sharded.allocated_memory().by_kind
+    return {
+        "units": len(sharded.units),
+        "sent": sent,
+        "planned": {kind.value: size for kind, size in planned.items()},
+        "allocated": {kind.value: size for kind, size in allocated.items()},
+    }
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_traffic_of_a_step_is_the_formula(ranks, world_size, accumulation):
+    k, n = accumulation, world_size
+    gathered = {0: 0, 1: P, 2: P, 3: 2 * k * P}
+    scattered = {0: 0, 1: P, 2: k * P, 3: k * P}
+    for stage in range(4):
+        sent = ranks(n).run(count, stage, k, {})[0]["sent"]
+        sent.pop("small")
+        expected = {
+            "all_gather": gathered[stage],
+            "reduce_scatter": scattered[stage],
+            "all_reduce": 2 * P * (stage == 0),
+        }
+        assert sent == {kind: 4 * size * (n - 1) // n for kind, size in expected.items() if size}, f"stage {stage}"
+
+
+@pytest.mark.parametrize("reduce", ["compute", "fp32"])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_model_states_are_the_papers(ranks, world_size, reduce):
+    """Rajbhandari et al. 2020, section 5: 16P, 4P + 12P/N, 2P + 14P/N, 16P/N; fp32 gradients take 2 bytes more."""
+    n, grad = world_size, 2 if reduce == "compute" else 4
+    expected = [
+        (2 + grad) * P + 12 * P,
+        (2 + grad) * P + 12 * P // n,
+        2 * P + (grad + 12) * P // n,
+        (2 + grad + 12) * P // n,
+    ]
+    for stage in range(4):
+        run = ranks(n).run(count, stage, 1, {"precision": {"compute": "bf16", "reduce": reduce}})[0]
+        assert run["units"] == 4
+        states = sum(size for kind, size in run["allocated"].items() if kind != Kind.RING.value)
+        assert states == expected[stage], f"stage {stage}"
+
+
+def everything(stage: int, options: dict[str, Any]) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = Net(dim=24, depth=3)  # nothing divides
+    model.blocks[1].requires_grad_(requires_grad=False)
+    sharded = make_sharded(model, stage, **options)
+    train_sharded(sharded, data(3, 12, 24))
+    expected = sharded.expected_traffic(3, 3)
+    sent = dict.fromkeys(expected, 0)
+    for key, num_bytes in sharded.comm.sent_bytes.items():
+        if key.kind in sent:
+            sent[key.kind] += num_bytes
+    assert sent == expected, (sent, expected)
+    return {
+        "planned": {kind.value: size for kind, size in sharded.planned_memory().by_kind.items()},
+        "allocated": {kind.value: size for kind, size in sharded.allocated_memory().by_kind.items()},
+    }
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": "bf16"}, {"precision": "fp16"}, {"persist_below": 300}])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_what_is_planned_is_what_is_allocated(ranks, world_size, options):
+    for stage in range(4):
+        for rank, run in enumerate(ranks(world_size).run(everything, stage, options)):
+            assert run["allocated"] == run["planned"], (stage, rank)
+
+
+def test_hybrid_shards_share_one_copy_per_group(ranks):
+    options = {"shard_group": 2}
+    for run in ranks(4).run(everything, 3, options):
+        assert run["allocated"] == run["planned"]

@@ -1,0 +1,85 @@
+"""Number formats: stages agree to the bit, overflow is decided together, clipping is the global norm's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from toys import Net, data, full_state, make_sharded, train_plain, train_sharded, world
+
+MATRIX = [{}, {"optim": {"clip": 0.05}}, {"precision": "bf16"}, {"precision": "bf16", "optim": {"clip": 0.05}}]
+
+
+def build() -> Net:
+    torch.manual_seed(1)
+    return Net()
+
+
+def train(stage: int, options: dict[str, Any], accumulation: int) -> tuple[list[float], dict[str, Any]]:
+    sharded = make_sharded(build(), stage, **options)
+    losses = train_sharded(sharded, data(6), accumulation=accumulation)
+    return losses, {name: value.float().numpy() for name, value in full_state(sharded).items()}
+
+
+@pytest.mark.parametrize(
+    "options", [*MATRIX, {"precision": {"compute": "bf16", "reduce": "compute"}}, {"precision": "fp16"}]
+)
+def test_stages_are_bit_equal_in_every_precision(ranks, options):
+    runs = [ranks(2).run(train, stage, options, 1)[0] for stage in range(4)]
+    for losses, state in runs[1:]:
+        assert losses == runs[0][0]
+        assert all((state[name] == runs[0][1][name]).all() for name in state)
+
+
+def test_accumulated_stages_agree_to_round_off(ranks):
+    runs = [ranks(2).run(train, stage, {}, 3)[0][0] for stage in range(4)]
+    assert runs[1] == runs[0]
+    assert runs[3] == runs[2]
+    assert runs[2] == pytest.approx(runs[0], abs=1e-6)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_clipping_is_the_plain_loops(ranks, stage):
+    plain = train_plain(build(), data(6), clip=0.05)
+    for world_size in (1, 2, 3):
+        ours = ranks(world_size).run(train, stage, {"optim": {"clip": 0.05}}, 1)[0][0]
+        assert ours == pytest.approx(plain, abs=3e-6)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_hybrid_sharding_equals_one_copy(ranks, stage):
+    whole = ranks(4).run(train, 0, {}, 1)[0][0]
+    hybrid = ranks(4).run(train, stage, {"shard_group": 2}, 1)[0][0]
+    assert hybrid == pytest.approx(whole, abs=2e-6)
+
+
+def overflow(stage: int) -> dict[str, Any]:
+    """The third step's gradient overflows on the last rank only."""
+    precision = {"compute": "fp16", "loss_scale": {"init": 1024.0, "window": 2}}
+    sharded = make_sharded(build(), stage, precision=precision)
+    rank, size = world()
+    scales, skips, states = [], [], []
+    for number, (x, y) in enumerate(data(5)):
+        sharded.begin_step()
+        with sharded.forward():
+            loss = sharded.module(x.chunk(size)[rank].half(), y.chunk(size)[rank])
+        bad = number == 2 and rank == size - 1
+        sharded.backward(loss * (float("inf") if bad else 1 / size), boundary=True)
+        result = sharded.step(1e-2, torch.ones(1).double(), lambda sums: torch.ones(()).double())
+        skips.append(bool(result.skipped))
+        scales.append(float(sharded.scaler.scale))
+        states.append({name: value.numpy() for name, value in full_state(sharded).items()})
+    return {"scales": scales, "skips": skips, "states": states}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_all_ranks_skip_an_overflow_of_one(ranks, stage):
+    runs = ranks(2).run(overflow, stage)
+    for run in runs:
+        assert run["skips"] == [False, False, True, False, False]
+        assert run["scales"] == [1024.0, 2048.0, 1024.0, 1024.0, 2048.0]
+        before, after = run["states"][1], run["states"][2]
+        assert all((before[name] == after[name]).all() for name in before), "a skipped step changed the parameters"
+    for name, value in runs[0]["states"][-1].items():
+        assert (value == runs[1]["states"][-1][name]).all()

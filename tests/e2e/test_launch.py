@@ -49,11 +49,12 @@ def zrun(job: Path, behaviour: Behaviour, *options: str) -> subprocess.Completed
 
 
 @contextmanager
-def started(job: Path, behaviour: Behaviour, *options: str) -> Iterator[subprocess.Popen[str]]:
+def started(job: Path, behaviour: Behaviour, ignored: signal.Signals | None = None) -> Iterator[subprocess.Popen[str]]:
     """A launcher that is running; whatever happens, it is gone afterwards."""
-    process = subprocess.Popen(
-        **command(job, behaviour, *options), stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-    )
+    settings = command(job, behaviour)
+    if ignored is not None:
+        settings["args"] = ["env", f"--ignore-signal={ignored.name.removeprefix('SIG')}", *settings["args"]]
+    process = subprocess.Popen(**settings, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
     try:
         yield process
     finally:
@@ -204,6 +205,17 @@ def test_an_interrupt_stops_the_workers(job: Path, number: signal.Signals, code:
         assert launcher.wait(PATIENCE_S) == code
         assert processes_of(run) == []
         assert not (run / "failure.json").exists()
+
+
+def test_nohup_outlives_the_terminal(job: Path) -> None:
+    run = job.parent / "run"
+    with started(job, {"0": "hang", "1": "hang"}, ignored=signal.SIGHUP) as launcher:
+        wait_for(lambda: both_hang(run))
+        launcher.send_signal(signal.SIGHUP)
+        time.sleep(0.5)
+        assert launcher.poll() is None
+        assert len(processes_of(run)) == 2
+    wait_for(lambda: not processes_of(run))
 
 
 def test_a_second_interrupt_kills_what_does_not_listen(job: Path) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from zrun_core.errors import JobError
+from zrun_core.errors import JobError, ZrunError
 from zrun_core.events import Event, encode
 from zrun_core.spec import LaunchPlan
 
@@ -87,8 +87,15 @@ class RunDir:
         self._write("failure.json", json.dumps(report, indent=1) + "\n")
 
     def append(self, event: Event) -> None:
-        """Add one line to `events.jsonl`, at once: somebody may be reading along."""
-        os.write(self._events, encode(event) + b"\n")
+        """Add one line to `events.jsonl`, at once: somebody may be reading along.
+
+        Raises:
+            ZrunError: the disk is full, or gone.
+        """
+        try:
+            os.write(self._events, encode(event) + b"\n")
+        except OSError as error:
+            raise ZrunError(f"{self.path}/events.jsonl: {error.strerror}; the run cannot be recorded") from None
 
     def _write(self, name: str, text: str) -> None:
         path = self.path / name

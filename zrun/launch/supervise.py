@@ -19,10 +19,10 @@ from zrun_core.spec import LaunchPlan
 
 _TURN_S = 0.1  # how late an interrupt may be noticed
 _ALONE_S = 5.0  # how long the others may run on after a rank left early; most notice by themselves
+_AGENT_LOG = "its last words are above, or in logs/agent-<host>.log of the run directory"
+
 OnEvent = Callable[[Event], None]
 OnTurn = Callable[[], None]
-
-_AGENT_LOG = "its last words are in logs/agent-<host>.log of the run directory"
 
 
 class Agent(Protocol):
@@ -77,7 +77,9 @@ class Interrupts:
 
     @contextmanager
     def caught(self) -> Iterator[None]:
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup wants it to stay ignored
+            numbers.append(signal.SIGHUP)
         before = [signal.signal(number, self._note) for number in numbers]
         try:
             yield

@@ -1,0 +1,153 @@
+"""Starts one case in processes of its own, and reduces what its ranks measured to one record."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from cases import SHAPES, TRAIN, Case, Request, zrun_job
+
+HERE = Path(__file__).resolve().parent
+CLEAN_SHARE = 0.05  # a step is timed if other programs took less of the machine than this
+LEAST_CLEAN = 3  # with fewer clean steps in a run, all of its steps are timed
+_TRAIN_STEPS = 3
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What holds for every case of a run."""
+
+    size: str
+    threads: int
+    warmup: int
+    timeout_s: float
+    peer_python: str  # interpreter of DeepSpeed
+
+    def python(self, case: Case) -> str:
+        return self.peer_python if case.system.startswith("ds") else sys.executable
+
+
+def is_installed(python: str, module: str) -> bool:
+    """Whether the interpreter `python` can import `module`."""
+    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
+    return subprocess.run([python, "-c", code], check=False).returncode == 0
+
+
+def run(case: Case, settings: Settings, steps: int) -> Record:
+    """Run one case. The record has `error` if it failed."""
+    with tempfile.TemporaryDirectory(prefix="zrun-bench-") as folder:
+        if case.system == TRAIN:
+            return _run_train(case, settings, Path(folder))
+        return _run_workers(case, settings, steps, Path(folder))
+
+
+def _run_workers(case: Case, settings: Settings, steps: int, folder: Path) -> Record:
+    request = Request(
+        case.system, case.bf16, case.ranks, settings.size, steps, settings.warmup, settings.threads, time.time()
+    )
+    (folder / "request.json").write_text(json.dumps(asdict(request)))
+    command = [settings.python(case)]
+    if case.processes > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.ranks)]
+    error = _execute([*command, str(HERE / "worker.py"), str(folder / "request.json")], settings, case.processes)
+    found = [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
+    if len(found) != case.processes:
+        return {"error": error or "a rank left no result"}
+    return reduce_ranks(found, settings.warmup, os.cpu_count() or 1)
+
+
+def reduce_ranks(ranks: list[Record], warmup: int, cores: int) -> Record:
+    """One record of all ranks: the slowest rank's times, the mean of the losses, the largest memory."""
+    times = [max(each) for each in zip(*(rank["times"] for rank in ranks), strict=True)]
+    busy = [max(each) for each in zip(*(rank["busy"] for rank in ranks), strict=True)]
+    own = [sum(each) for each in zip(*(rank["cpu"] for rank in ranks), strict=True)]
+    foreign = [max(0.0, b - c) / (cores * t) for b, c, t in zip(busy, own, times, strict=True)]
+    timed = list(zip(times, foreign, strict=True))[warmup:]
+    clean = [seconds for seconds, share in timed if share < CLEAN_SHARE]
+    return {
+        "times": times,
+        "timed": clean if len(clean) >= LEAST_CLEAN else [seconds for seconds, _ in timed],
+        "clean": len(clean),
+        "foreign": statistics.mean(share for _, share in timed),
+        "losses": [statistics.mean(each) for each in zip(*(rank["losses"] for rank in ranks), strict=True)],
+        "rank_losses": [rank["losses"] for rank in ranks],
+        "digests": [rank["digest"] for rank in ranks],
+        **{key: statistics.median(ranks[0][key][warmup:]) for key in ("payload", "loopback")},
+        "counted": ranks[0]["counted"],
+        **{key: max(rank[key] for rank in ranks) for key in ("first_s", "base_mb", "start_mb", "peak_mb")},
+        "torch": ranks[0]["torch"],
+    }
+
+
+def _run_train(case: Case, settings: Settings, folder: Path) -> Record:
+    """`zrun train` as a user types it: ZeRO-3, a few steps."""
+    shape, code = SHAPES[settings.size], HERE / "model.py"
+    job = zrun_job(3, case.bf16) | {
+        "model": {"call": f"{code}:job_model", "args": {"size": settings.size}},
+        "data": {
+            "call": f"{code}:JobData",
+            "args": {"size": settings.size, "ranks": case.ranks, "steps": _TRAIN_STEPS},
+        },
+        "steps": _TRAIN_STEPS,
+        "batch": {"micro": shape.batch},
+        "slots": case.ranks,
+        "threads": settings.threads,
+        "device": "cpu",
+    }
+    (folder / "job.yaml").write_text(json.dumps(job))  # JSON is YAML
+    launched = time.time()
+    command = [sys.executable, "-m", "zrun", "train", str(folder / "job.yaml"), "--run-dir", str(folder / "run")]
+    error = _execute(command, settings, case.processes)
+    events = folder / "run" / "events.jsonl"
+    lines = events.read_text().splitlines() if events.exists() else []
+    steps = [event for event in map(json.loads, lines) if event["type"] == "step"]
+    if error or len(steps) != _TRAIN_STEPS:
+        return {"error": error or "zrun train stopped early"}
+    return {"first_s": steps[0]["time"] - launched, "losses": [event["loss"] for event in steps]}
+
+
+def _execute(command: list[str], settings: Settings, processes: int) -> str:
+    """Run `command` to its end; what went wrong, in one line, or nothing."""
+    threads = str(settings.threads)
+    environment = os.environ | {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)]),  # siblings, and zrun without installing it
+        "DS_ACCELERATOR": "cpu",
+        "LOCAL_SIZE": str(processes),  # DeepSpeed asks for it
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=settings.timeout_s)
+        except (subprocess.TimeoutExpired, KeyboardInterrupt) as stopped:
+            _end(process)
+            if isinstance(stopped, KeyboardInterrupt):
+                raise
+            return f"not done after {settings.timeout_s:g} s"
+    if process.returncode == 0:
+        return ""
+    errors = [line for line in output.splitlines() if "Error" in line and "ChildFailed" not in line]
+    return (errors[:1] or output.strip().splitlines()[-1:] or [f"exit code {process.returncode}"])[0][-300:]
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End a launcher in its own session: it ends its workers."""
+    process.terminate()
+    try:
+        process.communicate(timeout=15)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        process.communicate()

@@ -1,0 +1,97 @@
+"""One rank of one case, started by `launch.py` as `worker.py request.json`: writes its numbers beside the request."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+
+import model
+import systems
+import torch
+import torch.distributed as dist
+from cases import SHAPES, Request
+from procfs import busy_s, loopback_bytes, memory_mb, restart_peak, socket_bytes
+from torch import Tensor
+
+
+def main() -> None:
+    request_path = Path(sys.argv[1])
+    request = Request(**json.loads(request_path.read_text()))
+    rank = int(os.environ.get("RANK", "0"))
+    with suppress(OSError):  # `nice` orders processes only inside one session: tell the session too
+        Path("/proc/self/autogroup").write_text(str(os.getpriority(os.PRIO_PROCESS, 0)))
+    torch.set_num_threads(request.threads)
+    make = systems.load(request.system)
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    result = measure(make, request, rank)
+    (request_path.parent / f"rank-{rank}.json").write_text(json.dumps(result))
+    _barrier()
+    sys.stdout.flush()
+    os._exit(0)  # destroying a gloo group sometimes aborts
+
+
+def measure(make: systems.Make, request: Request, rank: int) -> dict[str, object]:
+    """Build, train, and look at the machine around every step."""
+    shape, world = SHAPES[request.size], request.ranks
+    share = slice(None) if request.system == "single" else slice(rank * shape.batch, (rank + 1) * shape.batch)
+    model.corpus()
+    torch.randn(256, 256) @ torch.randn(256, 256)  # loads the mathematical libraries
+    _barrier()
+    base = memory_mb("VmRSS")
+    training = make(model.build(shape), systems.Seat(rank, world, shape, request.bf16))
+    record: dict[str, list[float]] = {"losses": [], "times": [], "cpu": [], "busy": [], "payload": [], "loopback": []}
+    first = start_peak = 0.0
+    for number in range(request.steps):
+        tokens, targets = (part[share] for part in model.global_batch(shape, number, world))
+        if number == request.warmup:
+            start_peak = memory_mb("VmHWM")
+            restart_peak()
+        _barrier()
+        sent = (socket_bytes(), loopback_bytes())
+        before = (busy_s(), time.process_time(), time.perf_counter())
+        loss = training.step(tokens, targets)
+        after = (busy_s(), time.process_time(), time.perf_counter())
+        first = first or time.time() - request.launched
+        _barrier()  # everybody has sent everything
+        record["losses"].append(loss)
+        for key, start, stop in zip(("busy", "cpu", "times"), before, after, strict=True):
+            record[key].append(stop - start)
+        record["payload"].append(socket_bytes() - sent[0])
+        record["loopback"].append((loopback_bytes() - sent[1]) / world)
+    peak = memory_mb("VmHWM")
+    return {
+        **record,
+        "first_s": first,
+        "base_mb": base,
+        "start_mb": start_peak - base,
+        "peak_mb": peak - base,
+        "counted": training.counted(request.steps) if training.counted else None,
+        "digest": digest(training.params),
+        "torch": torch.__version__,
+    }
+
+
+def digest(params: Callable[[], Iterable[Tensor]] | None) -> str | None:
+    """A hash of every bit of every parameter."""
+    if params is None:
+        return None
+    found = hashlib.sha256()
+    for param in params():
+        found.update(param.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+if __name__ == "__main__":
+    main()

@@ -19,14 +19,11 @@ if TYPE_CHECKING:
     from zrun.launch.plan import Resolved
     from zrun.launch.rundir import RunDir
 
-if TYPE_CHECKING:
-    pass
-
 
 def train(
     job: Annotated[Path, typer.Argument(help="The job file.", show_default=False)],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Values that replace those of the file.")
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Values that replace those of the file.")
     ] = None,
     run_dir: Annotated[
         Path | None, typer.Option(help="Directory of this run.", show_default="runs/<name>/<run id>")

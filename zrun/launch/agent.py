@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from zrun.launch import elastic, processes
+from zrun.launch.environment import WORKER_DEFAULTS
 from zrun.launch.frames import Start
 from zrun.launch.switchboard import Switchboard
 
@@ -62,12 +63,8 @@ def _run(start: Start, run_dir: Path, telemetry: str, switchboard: Switchboard) 
 
 def _environment(asked: dict[str, str], run_dir: Path, threads: int) -> dict[str, str]:
     """What the workers get beyond what this process has; torch adds RANK, WORLD_SIZE and so on."""
-    defaults = {
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the order in which the plan counts them
-        "GLOO_SOCKET_IFNAME": "lo",  # one host: nothing listens to the network, and its name need not resolve
-    }
     return (
-        {key: os.environ.get(key, value) for key, value in defaults.items()}
+        {key: os.environ.get(key, value) for key, value in WORKER_DEFAULTS.items()}
         | asked
         | {
             "OMP_NUM_THREADS": str(threads),

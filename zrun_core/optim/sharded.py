@@ -24,6 +24,8 @@ class _UnitUpdate:
         self.unit = unit
         start, stop = unit.owned
         self.pieces: list[Piece] = list(unit.layout.pieces(start, stop))
+        self._grad: torch.Tensor | None = None  # whose parts are below
+        self._grad_parts: list[torch.Tensor] = []
         self._params = [torch.nn.Parameter(unit.master[piece.start : piece.stop]) for piece in self.pieces]
         self.optimizer: torch.optim.Optimizer | None = None
         if self._params:
@@ -38,8 +40,14 @@ class _UnitUpdate:
 
     def set_grads(self, grad: torch.Tensor | None, got: bytes | bytearray) -> None:
         """Show the optimizer `grad` [owned], or nothing for parameters that got none (or once the step is over)."""
-        for param, piece in zip(self._params, self.pieces, strict=True):
-            param.grad = grad[piece.start : piece.stop] if grad is not None and got[piece.index] else None
+        if grad is None:
+            for param in self._params:
+                param.grad = None
+            return
+        if grad is not self._grad:
+            self._grad, self._grad_parts = grad, [grad[piece.start : piece.stop] for piece in self.pieces]
+        for param, piece, part in zip(self._params, self.pieces, self._grad_parts, strict=True):
+            param.grad = part if got[piece.index] else None
 
 
 class ShardedOptimizer:

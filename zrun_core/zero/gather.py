@@ -30,6 +30,7 @@ class Gatherer:
 
     Attributes:
         active: whether a training step or an evaluation is under way; only then may a mere look at a parameter gather.
+        pass_number: of the pass under way, from 1.
         num_refreshes: training forwards that found units stale, and gathered them.
         schedule_hash: digest of what was demanded since the step began, to compare between ranks.
     """
@@ -47,7 +48,9 @@ class Gatherer:
         self._pass = Pass.FORWARD
         self._idle: list[FlatUnit] = []
         self._seen_outside: list[FlatUnit] = []
+        self._is_all_whole = False
         self.active = False
+        self.pass_number = 0
         self.num_refreshes = 0
         self.schedule_hash = 0
 
@@ -59,6 +62,7 @@ class Gatherer:
         """A pass begins; what lingered from the last one is given up."""
         self.end()
         self._pass = kind
+        self.pass_number += 1
         self._comm.phase = Phase.BACKWARD if kind is Pass.BACKWARD else Phase.FORWARD
         self.active = True
         stale = [unit for unit in self._fixed_order if unit.state is UnitState.SHARDED]
@@ -80,6 +84,8 @@ class Gatherer:
                 unit.pins -= 1
             self._seen_outside = []
         for unit in self._units:
+            if not unit.frees and unit.state is UnitState.GATHERING:  # and nobody has used it
+                unit.unshard(self._comm)
             if unit.frees and unit.state is not UnitState.SHARDED and not unit.num_active and not unit.pins:
                 unit.reshard()
         self._idle = []
@@ -90,6 +96,8 @@ class Gatherer:
             unit.unshard(self._comm)
             return
         if unit.state is UnitState.WHOLE:
+            if unit in self._idle:
+                self._idle.remove(unit)
             return
         self._give_up_idle()
         self.schedule_hash = zlib.crc32(unit.name.encode(), self.schedule_hash)
@@ -120,9 +128,9 @@ class Gatherer:
             self._idle.append(unit)
 
     def finish(self, unit: FlatUnit) -> None:
-        """The backward of `unit` is over."""
-        if unit.frees and not unit.pins:
-            unit.reshard()
+        """The backward of `unit` is over, except perhaps where it was used as a constant."""
+        if unit.frees and unit not in self._idle:
+            self._idle.append(unit)
 
     def settle(self) -> None:
         """The outermost module has run: nothing lingers."""
@@ -136,8 +144,10 @@ class Gatherer:
 
     def demand_outside(self, unit: FlatUnit) -> None:
         """A parameter is looked at while no module of its unit runs: whole until backward, or evaluation, is over."""
-        if self.active and unit.frees and not unit.num_active:
-            self.hold([unit])
+        if self.active and not unit.num_active:
+            unit.num_calls += not self.in_backward
+            if unit.frees:
+                self.hold([unit])
             self.demand(unit)
 
     def hold(self, units: Sequence[FlatUnit]) -> None:
@@ -149,13 +159,18 @@ class Gatherer:
 
     @contextmanager
     def all_whole(self) -> Iterator[None]:
-        """Every unit is whole inside. Collective on entry and on exit."""
+        """Every unit is whole inside. Collective on entry and on exit; nested in itself, it does nothing."""
+        if self._is_all_whole:
+            yield
+            return
+        self._is_all_whole = True
         for unit in self._units:
             unit.pins += 1
             unit.unshard(self._comm)
         try:
             yield
         finally:
+            self._is_all_whole = False
             for unit in self._units:
                 unit.pins -= 1
                 unit.adopt_writes()

@@ -5,7 +5,7 @@
     gradient of an output    backward of the module begins: its units become whole again
     gradient of an input     backward of the module is over
     gradient of a parameter  moves into the unit's flat gradient; the last one sends it on its way
-    look at a parameter      outside its module, at stage 3: its unit becomes whole and stays so
+    look at a parameter      outside its module: its unit becomes whole and stays so
 
 No module is wrapped and no forward is replaced: hooks and parameters are all that is added to the user's model.
 """
@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from zrun_core.zero.gather import Gatherer
 from zrun_core.zero.reduce import Reducer
@@ -41,16 +40,31 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(getattr(value, field.name))
 
 
-_ANNOUNCES = "_zrun_announces"  # attribute of an output: the hook that begins its producer's backward
+def _storage(tensor: torch.Tensor) -> int | None:
+    """What views of one memory have in common."""
+    return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else None
 
 
-@dataclasses.dataclass(frozen=True)
-class _Announcement:
-    handle: RemovableHandle
-    function: Callable[[torch.Tensor], None]
+_CALLS = "_zrun_calls"  # attribute of a tensor: what its gradient calls, with the node that it belongs to
 
-    def remove(self) -> None:
-        self.handle.remove()
+
+def _when_gradient_comes(tensor: torch.Tensor, call: Callable[[], None]) -> None:
+    """Call `call` when the gradient of `tensor` is complete.
+
+    Backward is forward reversed, so the last call to be registered comes first: the modules that consumed the tensor
+    give up their units before the one that produced it asks for its own.
+    """
+    node, calls = getattr(tensor, _CALLS, (None, None))
+    if calls is None or node is not tensor.grad_fn:  # new, or written in place since
+        calls = []
+        setattr(tensor, _CALLS, (tensor.grad_fn, calls))
+        tensor.register_hook(lambda grad: _call_reversed(calls))
+    calls.append(call)
+
+
+def _call_reversed(calls: Sequence[Callable[[], None]]) -> None:
+    for call in reversed(calls):
+        call()
 
 
 class ModuleHooks:
@@ -61,8 +75,8 @@ class ModuleHooks:
         self._freed = [unit for unit in units if unit.frees]
         self._leaf = leaf
         self._gatherer, self._reducer = gatherer, reducer
-        self._announced: list[FlatUnit] = []  # whole until backward is over, because its beginning cannot be seen
-        self._num_open = 0  # calls whose backward is not over
+        self._num_open = 0  # calls of this forward pass whose backward is not over
+        self._pass_number = 0
         module.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
         # Also when the module raises: a checkpoint's recomputation stops that way.
         module.register_forward_hook(self._after, with_kwargs=True, always_call=True)
@@ -77,22 +91,21 @@ class ModuleHooks:
         watched = [t for t in tensors_in(inputs) if t.requires_grad]
         if not watched:
             return
+        if self._pass_number != self._gatherer.pass_number:  # what the last pass left open never had a gradient
+            self._pass_number, self._num_open = self._gatherer.pass_number, 0
         self._num_open += 1
         waiting = {id(t): t for t in watched}
         remaining = [len(waiting)]
 
-        def arrived(grad: torch.Tensor) -> None:
+        def arrived() -> None:
+            if not self._gatherer.in_backward:  # a gradient that the loss itself is made of: backward is yet to come
+                return
             remaining[0] -= 1
             if remaining[0] == 0:
                 self._over()
 
         for tensor in waiting.values():
-            announced = getattr(tensor, _ANNOUNCES, None)
-            tensor.register_hook(arrived)
-            # Its producer's backward begins with the same gradient: only after this one has given up its units.
-            if announced is not None:
-                announced.remove()
-                tensor.register_hook(announced.function)
+            _when_gradient_comes(tensor, arrived)
 
     def _over(self) -> None:
         """The gradients of all inputs of one call are known: nothing inside runs any more for that call."""
@@ -106,23 +119,27 @@ class ModuleHooks:
                 self._gatherer.finish(unit)
 
     def _after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        if self._freed:
+            handed_out = {_storage(t) for t in tensors_in(output)}  # a weight, or a view of one?
+            self._gatherer.hold([unit for unit in self._freed if _storage(unit.full) in handed_out])
         if self._freed and torch.is_grad_enabled() and not self._gatherer.in_backward:
             seen = [t for t in tensors_in(output) if t.requires_grad and t.grad_fn is not None]
             for tensor in seen:
-                announced = _Announcement(tensor.register_hook(self._backward_begins), self._backward_begins)
-                setattr(tensor, _ANNOUNCES, announced)
+                _when_gradient_comes(tensor, self._backward_begins)
             if not seen:
                 self._gatherer.hold(self._freed)
         for unit in self._units:
             self._gatherer.leave(unit)
 
-    def _backward_begins(self, grad: torch.Tensor) -> None:
+    def _backward_begins(self) -> None:
+        if not self._gatherer.in_backward:  # backward of this backward is yet to come, and cannot be seen
+            self._gatherer.hold(self._freed)
         for unit in self._freed:
             self._gatherer.demand(unit)
 
 
 class LookedAtParameters(dict[str, Any]):
-    """A module's parameter dictionary at stage 3: looking one up outside its module makes its unit whole."""
+    """A module's parameter dictionary: looking one up outside its module makes its unit whole."""
 
     def __init__(self, original: Mapping[str, Any], unit_of: Mapping[int, FlatUnit], gatherer: Gatherer) -> None:
         super().__init__(original)
@@ -161,7 +178,7 @@ def install(
             for number, param in enumerate(unit.params):
                 param.register_post_accumulate_grad_hook(functools.partial(_take, unit, number, gatherer, reducer))
     if watch_lookups:
-        unit_of = {id(param): unit for unit in units if unit.frees for param in unit.params}
+        unit_of = {id(param): unit for unit in units for param in unit.params}
         for module in model.modules():
             if any(id(p) in unit_of for p in module._parameters.values()):
                 module._parameters = LookedAtParameters(module._parameters, unit_of, gatherer)

@@ -69,7 +69,7 @@ class Reducer:
         self._missing = {unit.index: set(range(len(unit.params))) for unit in self._order}
         self._complete, self._issued, self._late, self._seen = set(), set(), set(), []
         for unit in self._order:
-            if not unit.num_calls and not unit.pins and unit.index not in self._left_for_end:
+            if not unit.num_calls and unit.index not in self._left_for_end:
                 self._complete.add(unit.index)
         self._take_turns()
 

@@ -155,7 +155,7 @@ class ShardedModel:
         self._reducer = Reducer(self.units, states, mesh, comm)
         install(
             module, self.units, planned.hooked, self._gatherer, self._reducer,
-            watch_lookups=not settings.whole_blocks and any(unit.frees for unit in self.units),
+            watch_lookups=not settings.whole_blocks and split.size > 1,
         )  # fmt: skip
         self._trained = [unit for unit in self.units if unit.trainable]
         scratch = self._reducer.ring if self._reducer.ring.num_bytes else Ring(0, comm.device)
@@ -274,7 +274,7 @@ class ShardedModel:
         Collective on entry and on exit; in between, ranks may do different things for different lengths of time. Every
         rank must write the same values, or leave writing an element to the rank that owns it.
         """
-        with self._gatherer.all_whole(), torch.no_grad():
+        with self._gatherer.all_whole(), torch.no_grad(), self.settings.precision.autocast(self.comm.device):
             yield self.module
 
     def expected_traffic(self, num_steps: int, num_micro_batches: int) -> dict[str, int]:
@@ -317,7 +317,12 @@ class ShardedModel:
 
 
 def _materialise(params: Sequence[nn.Parameter], unit: FlatUnit) -> None:
-    """Give meta parameters a device, keeping every reference to them."""
+    """Give meta parameters a device. They keep their identity, attributes and hooks.
+
+    `torch.utils.swap_tensors` swaps attributes and hooks away, and refuses parameters with weak references (LSTM).
+    """
     for param, view in zip(params, unit.views or unit._placeholders, strict=True):
         if param.device.type == "meta":
-            torch.utils.swap_tensors(param, nn.Parameter(view, requires_grad=param.requires_grad))
+            hooks, late_hooks = param._backward_hooks, param._post_accumulate_grad_hooks
+            torch._C._swap_tensor_impl(param, nn.Parameter(view, requires_grad=param.requires_grad))
+            param._backward_hooks, param._post_accumulate_grad_hooks = hooks, late_hooks

@@ -84,7 +84,7 @@ class FlatUnit:
         self.full, self.param_shard = self.window.full, self.window.shard
         self.views = [_view(self.full, slot) for slot in layout.slots] if not _resizes(self.window) else []
         # Shape of the parameter, no memory, NaN wherever it is read, and torch refuses to write to it.
-        nowhere = torch.full((1,), float("nan"), dtype=layout.dtype, device=device)
+        nowhere = torch.full((), float("nan"), dtype=layout.dtype, device=device)
         self._placeholders = [nowhere.expand(slot.shape) for slot in layout.slots]
 
         self.owned = policy.owned_range(layout, self.split.index)
@@ -145,8 +145,7 @@ class FlatUnit:
         self._handle.wait()
         self._handle = None
         self.state = UnitState.WHOLE
-        if self.frees:
-            self.show()
+        self.show()
 
     def reshard(self) -> None:
         """Keep the own shard only."""
@@ -166,6 +165,7 @@ class FlatUnit:
             if self.frees:
                 self.reshard()
             self.state = UnitState.SHARDED
+            self.show()
 
     def adopt_writes(self) -> None:
         """After user code wrote to the whole parameters: the shard and the master copy follow."""

@@ -36,7 +36,7 @@ class Built:
     """A model whose parameters are to be read one by one. Buffers and everything else are complete.
 
     Attributes:
-        module: the user's module; its parameters may be on the meta device.
+        module: the user's module; its parameters may be on the meta device, or without memory.
         read: full value of a parameter, [shape]; each is asked for once.
         notes: what the user should know about how it was built.
     """
@@ -194,9 +194,11 @@ class _Stored:
 
 
 def _forget_values(module: nn.Module) -> None:
-    """Free the parameters' memory; every reference to them stays good."""
+    """Free the parameters' memory. They keep their identity, shape, stride, hooks and attributes."""
     for param in list(module.parameters()):
-        torch.utils.swap_tensors(param, nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad))
+        hollow = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype)
+        hollow.untyped_storage().resize_(0)
+        param.data = hollow
 
 
 # init: meta

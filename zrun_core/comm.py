@@ -236,7 +236,8 @@ class Comm:
         raw = _raw(payload)  # gloo has no bool and few integers; bytes need no arithmetic
         self.wait_for([_work(dist.broadcast(raw, group.ranks[source], group=group.handle, async_op=True))])
         if payload is not tensor:
-            tensor.copy_(payload)
+            once = tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())  # an expanded tensor
+            tensor[once].copy_(payload[once])
 
     def barrier(self, group: Group) -> None:
         """Return when every rank of `group` is here."""

@@ -249,7 +249,9 @@ class LrConfig(Section):
         description="constant | linear | cosine | polynomial | inverse_sqrt | wsd | module:attr (step -> factor)",
         examples=["cosine"],
     )
-    warmup: int = Field(default=0, ge=0, description="optimizer steps of linear warm-up from 0", examples=[100])
+    warmup: int = Field(
+        default=0, ge=0, description="optimizer steps of linear warm-up: step k has optim.lr * k / warmup", examples=[100]
+    )
     decay_steps: PositiveInt | Literal["auto"] = Field(
         default="auto",
         description="steps until the end of the decay; auto: the run's steps (wsd: length of the decay)",

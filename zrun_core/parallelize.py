@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from zrun_core.activations.checkpoint import apply_checkpointing
 from zrun_core.build import Built
@@ -54,16 +55,24 @@ def parallelize(built: Built, job: JobConfig, settings: Settings, mesh: Mesh, co
     Raises:
         JobError: the job asks for what this model cannot do.
     """
-    model = built.module
+    transform(built.module, job)
+    return ShardedModel(built.module, built.read, settings, mesh, comm)
+
+
+def transform(model: nn.Module, job: JobConfig) -> None:
+    """What happens to a model before it is sharded, in place.
+
+    Raises:
+        JobError: the job asks for what this model cannot do.
+    """
     apply_checkpointing(model, job.activations)
     if job.compile:
-        compile_blocks(built)
-    return ShardedModel(model, built.read, settings, mesh, comm)
+        compile_blocks(model)
 
 
-def compile_blocks(built: Built) -> None:
+def compile_blocks(model: nn.Module) -> None:
     """torch.compile the forward of each repeated block: one graph serves all of them, and hooks stay outside of it."""
-    blocks = repeated_blocks(built.module)
+    blocks = repeated_blocks(model)
     if not blocks:
         raise JobError("compile: the model has no repeated blocks to compile; write compile: false")
     for _, block in blocks:

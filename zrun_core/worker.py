@@ -64,15 +64,14 @@ class Worker:
         self.spec, self.rank = spec, rank
         self.run_dir = Path(spec.run_dir)
         self.emitter = Emitter(spec.telemetry, rank)
-        self.phase, self.step = "start", 0
+        self.phase = "start"
+        self._trainer: Trainer | None = None
 
     def run(self) -> None:
         """Everything from joining the others to the last step."""
         trainer, world = self._prepare()
-        try:
-            trainer.run()
-        finally:
-            self.phase, self.step = trainer.phase, trainer.num_steps
+        self._trainer = trainer
+        trainer.run()
         trainer.comm.barrier(world)
 
     def _prepare(self) -> tuple[Trainer, Group]:
@@ -193,8 +192,8 @@ class Worker:
             message = f"{type(error).__name__}: {error}"
         failure = {
             "rank": self.rank,
-            "step": self.step,
-            "phase": self.phase,
+            "step": self._trainer.num_steps if self._trainer is not None else 0,
+            "phase": self._trainer.phase if self._trainer is not None else self.phase,
             "kind": kind,
             "type": type(error).__name__,
             "message": message,

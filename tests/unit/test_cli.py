@@ -229,6 +229,21 @@ def test_explain_a_key(zrun: Zrun) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optim.name=muon", "muon cannot"),
+        ("optim.args.nestrov=true", "optim.args.nestrov: adamw has no such argument"),
+        ("activations.checkpoint=full", "the model has no repeated blocks"),
+        ("compile=true", "compile: the model has no repeated blocks"),
+    ],
+)
+def test_check_refuses_what_training_would(zrun: Zrun, override: str, message: str) -> None:
+    result = zrun("check", "job.yaml", override)
+    assert result.code == ExitCode.USAGE
+    assert message in result.err
+
+
 def test_explain_a_section_lists_its_keys(zrun: Zrun) -> None:
     assert "  keys     batch.global, batch.micro\n" in zrun("explain", "batch").out
 

@@ -19,6 +19,19 @@ from zrun.launch.processes import Process
 from zrun.launch.rundir import RunDir
 from zrun_core.config import JobConfig
 from zrun_core.errors import JobError
+from zrun_core.spec import LaunchPlan, RankPlace, RunSpec, resolve_batch
+
+
+def test_a_worker_knows_which_keys_the_job_gave(tmp_path: Path) -> None:
+    job = JobConfig.model_validate(
+        {"name": "x", "model": "a:b", "data": "a:b", "steps": 1, "batch": 2, "optim": {"name": "sgd"}}
+    )
+    plan = LaunchPlan(ranks=[RankPlace(rank=0, host="h", local_rank=0, device="cpu")], threads=1)
+    spec = RunSpec(job=job, plan=plan, batch=resolve_batch(job, 1), job_dir="/", run_dir="/", run_id="x")
+    spec.write(tmp_path / "spec.json")
+    again = RunSpec.read(tmp_path / "spec.json")
+    assert again == spec
+    assert again.job.optim.model_fields_set == {"name"}  # betas were not asked for: sgd has none
 
 
 @given(st.dictionaries(st.text(), st.text()), st.integers(1, 50))

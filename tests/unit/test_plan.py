@@ -59,9 +59,18 @@ def test_no_auto_is_left() -> None:
     assert make_plan(resolved, CPU_HOST).job == resolved
 
 
-def test_an_end_that_only_the_data_knows_stays_open() -> None:
-    resolved = make_plan(job(steps=None, epochs=2, lr="cosine"), CPU_HOST).job
-    assert resolved.lr.decay_steps == "auto"
+def test_a_decay_needs_an_end() -> None:
+    with pytest.raises(JobError, match=r"cosine needs an end: write lr\.decay_steps"):
+        make_plan(job(steps=None, epochs=2, lr="cosine"), CPU_HOST)
+    lr = {"schedule": "cosine", "decay_steps": 70}
+    assert make_plan(job(steps=None, epochs=2, lr=lr), CPU_HOST).job.lr.decay_steps == 70
+    assert make_plan(job(steps=None, epochs=2), CPU_HOST).job.lr.decay_steps == "auto"
+
+
+def test_a_shard_group_divides_the_ranks() -> None:
+    with pytest.raises(JobError, match="groups of 3 do not divide 2 ranks"):
+        make_plan(job(slots=2, zero={"stage": 3, "shard_group": 3}), CPU_HOST)
+    make_plan(job(slots=2, zero={"stage": 0, "shard_group": 3}), CPU_HOST)
 
 
 def test_cpu_ranks_may_outnumber_cores_and_that_is_said() -> None:

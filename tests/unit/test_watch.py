@@ -312,3 +312,8 @@ def test_small_texts() -> None:
     assert text.sparkline([1.0, 1.0], 10, True) == "__"
     assert text.sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8, False) == "▁▂▃▄▅▆▇█"
     assert message_line(event("memory")) is None
+
+
+def test_a_logged_message_cannot_steer_the_terminal() -> None:
+    line = message_line(event("log", message="def f():\n\treturn\x1b[31m\r\x07 é"))
+    assert line == "rank 0: def f():\n        return�[31m�� é"

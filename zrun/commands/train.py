@@ -39,8 +39,9 @@ def train(
 
     Example: zrun train job.yaml zero.stage=3 optim.lr=3e-4
 
-    Exit codes: 0 done; 2 the job is wrong; 3 this machine cannot run it; 4 workers did not start in time; 5 a worker
-    failed; 6 a hang; 7 the numbers went wrong; 130 or 143 stopped by a signal.
+    Exit codes: 0 done; 2 the job is wrong; 3 this machine cannot run it;
+    4 workers did not start in time; 5 a worker failed; 6 a hang;
+    7 the numbers went wrong; 130 or 143 stopped by a signal.
     """
     from zrun.launch.frames import Start
     from zrun.launch.local import LocalAgent
@@ -81,7 +82,7 @@ def _spec(loaded: LoadedJob, resolved: Resolved, rundir: RunDir) -> dict[str, An
         run_dir=str(rundir.path),
         run_id=rundir.run_id,
     )
-    return spec.model_dump(mode="json", by_alias=True)
+    return spec.as_json()
 
 
 def _record(loaded: LoadedJob, resolved: Resolved) -> str:

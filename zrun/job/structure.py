@@ -38,11 +38,11 @@ def inspect_structure(job: LoadedJob, timeout_s: float) -> Structure:
     """Import everything that `job` refers to, and build its model without data (on torch's meta device).
 
     Raises:
-        JobError: a reference leads nowhere.
+        JobError: a reference leads nowhere, or the optimizer, checkpointing or compiling does not suit the model.
         UserCodeError: the user's code raised, returned something else, crashed, or took longer than `timeout_s`.
     """
     job_dir = job.path.absolute().parent
-    request = json.dumps({"job": job.config.model_dump(by_alias=True), "job_dir": str(job_dir)})
+    request = json.dumps({"job": job.config.model_dump(by_alias=True, exclude_unset=True), "job_dir": str(job_dir)})
     env = os.environ | worker_environment(job.config, os.environ)
     with subprocess.Popen(
         [sys.executable, "-m", __name__],
@@ -95,7 +95,8 @@ def _references(job: JobConfig) -> dict[str, Ref]:
 
 
 def _inspect(job: JobConfig, job_dir: Path) -> Structure:
-    from zrun_core import user
+    from zrun_core import build, parallelize, user
+    from zrun_core.optim.choose import choose
 
     user.add_to_path(job_dir)
     mistakes = []
@@ -104,9 +105,15 @@ def _inspect(job: JobConfig, job_dir: Path) -> Structure:
             user.function(ref, job_dir)
         except JobError as error:
             mistakes.append(f"{key}: {error}")
+    try:
+        choose(job.optim, lambda name: user.load(Ref(call=name), job_dir))
+    except JobError as error:
+        mistakes.append(str(error))
     if mistakes:
         raise JobError("\n".join(mistakes))
     model = _build(job, job_dir)
+    build.check(model)
+    parallelize.transform(model, job)
     parameters = list(model.parameters())
     return Structure(
         class_name=type(model).__name__,

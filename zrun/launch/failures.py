@@ -136,7 +136,7 @@ class Failure:
     def _where(self) -> str:
         if self.note is None:
             return f" after step {self.last_step}" if self.last_step else " before the first step ended"
-        step = f" at step {self.note.step}" if self.note.step is not None else ""
+        step = f" at step {self.note.step}" if self.note.step else ""
         return step + (f" in {self.note.phase}" if self.note.phase else "")
 
     @property
@@ -151,7 +151,7 @@ class Failure:
             return "no rank says why it went away: look at the other logs, and for a time limit that is too short"
         if self.note.kind == "bug":
             return "this is a bug of zrun: report it with failure.json"
-        if self.note.kind == "user":
+        if self.note.kind == "user" and 'File "' in (self.note.traceback or ""):
             return "correct the code that the traceback names"
         return "correct what the message names"
 

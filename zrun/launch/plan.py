@@ -12,7 +12,7 @@ from typing import Literal
 
 from zrun.launch import cgroup
 from zrun_core.config import JobConfig
-from zrun_core.errors import PreflightError
+from zrun_core.errors import JobError, PreflightError
 from zrun_core.sizes import format_size
 from zrun_core.spec import BatchPlan, LaunchPlan, RankPlace, resolve_batch, resolve_bucket
 
@@ -62,13 +62,15 @@ def make_plan(job: JobConfig, host: HostFacts) -> Resolved:
 
     Raises:
         PreflightError: the host lacks the GPUs that the job asks for.
-        JobError: the batch does not divide over the ranks.
+        JobError: the batch or `zero.shard_group` does not divide over the ranks, or the learning rate has no end to
+            decay to.
     """
     reasons: list[Reason] = []
     device = _device(job, host, reasons)
     slots = _slots(job, host, device, reasons)
     threads = _threads(job, host, slots, reasons)
     batch = _batch(job, slots, reasons)
+    _check_shard_group(job, slots)
     ranks = [
         RankPlace(rank=rank, host=host.hostname, local_rank=rank, device=f"cuda:{rank}" if device == "cuda" else "cpu")
         for rank in range(slots)
@@ -131,15 +133,27 @@ def _batch(job: JobConfig, slots: int, reasons: list[Reason]) -> BatchPlan:
     return batch
 
 
+def _check_shard_group(job: JobConfig, slots: int) -> None:
+    group = job.zero.shard_group
+    if isinstance(group, int) and job.zero.stage > 0 and slots % group:
+        raise JobError(
+            f"zero.shard_group: groups of {group} do not divide {_several(slots, 'rank')}: write a divisor, or all"
+        )
+
+
 def _bucket(job: JobConfig, device: str, reasons: list[Reason]) -> int:
     bucket = resolve_bucket(job.zero, device)
     if job.zero.bucket == "auto":
-        reasons.append(Reason("zero.bucket", format_size(bucket), f"stage {job.zero.stage} on {device}"))
+        reasons.append(Reason("zero.bucket", format_size(bucket), f"on {device}"))
     return bucket
 
 
 def _decay_steps(job: JobConfig, reasons: list[Reason]) -> int | Literal["auto"]:
     """Left to auto where the schedule has no end, or an end that only the data knows."""
+    from zrun_core.optim.lr import make_schedule
+
+    if isinstance(job.lr.schedule, str):
+        make_schedule(job.lr, job.steps)  # refuses a decay without an end
     if job.lr.decay_steps != "auto" or job.lr.schedule not in _DECAYING or job.steps is None:
         return job.lr.decay_steps
     is_tail = job.lr.schedule == "wsd"

@@ -50,9 +50,9 @@ def message_line(event: Event) -> str | None:
         case "eval":
             return f"eval at step {event['step']}: loss {float(event['loss']):.6g} over {event.get('samples')} samples"
         case "warning":
-            return f"warning (rank {event['rank']}): {event.get('message')}"
+            return f"warning (rank {event['rank']}): {text.printable(str(event.get('message')))}"
         case "log":
-            return f"rank {event['rank']}: {event.get('message')}"
+            return f"rank {event['rank']}: {text.printable(str(event.get('message')))}"
     return None
 
 

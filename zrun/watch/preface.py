@@ -7,15 +7,14 @@ from zrun.job.scalars import write
 from zrun.launch.plan import HostFacts, Resolved
 from zrun_core.config import JobConfig
 
-_UNSHOWN = ("name", "env")
+_UNSHOWN = ("name", "batch", "env")
 
 
 def preface(resolved: Resolved, host: HostFacts) -> str:
     """A line for each section of the job, then each auto with its value and reason."""
     plan = resolved.plan
     ranks = f"{plan.world_size} rank{'s' if plan.world_size > 1 else ''}"
-    hosts = f"{len(plan.hosts)} host{'s' if len(plan.hosts) > 1 else ''}, {len(host.gpus)} GPUs"
-    lines = [f"{resolved.job.name}: {ranks} on {hosts} ({host})", f"batch: {resolved.batch}"]
+    lines = [f"{resolved.job.name}: {ranks} on {host}", f"batch: {resolved.batch}"]
     lines += [f"{section}: {', '.join(values)}" for section, values in _sections(resolved.job).items()]
     lines += [f"auto: {each.key} = {each.value} ({each.why})" for each in resolved.reasons]
     return "\n".join(lines)
@@ -26,8 +25,19 @@ def _sections(job: JobConfig) -> dict[str, list[str]]:
     sections: dict[str, list[str]] = {"job": []}
     for leaf in leaves(job):
         section, *rest = leaf.path
-        if section in _UNSHOWN or section == "batch":
+        if section in _UNSHOWN or not _has_effect(job, str(leaf)):
             continue
         name, key = (section, ".".join(rest)) if rest else ("job", section)
         sections.setdefault(name, []).append(f"{key} {write(leaf.value)}")
     return sections
+
+
+def _has_effect(job: JobConfig, key: str) -> bool:
+    """Whether a key means anything next to the others: loss scaling without fp16 does not."""
+    if key.startswith("precision.loss_scale"):
+        return job.precision.compute == "fp16"
+    if key == "activations.n":
+        return job.activations.checkpoint == "every_n"
+    if key == "lr.power":
+        return job.lr.schedule == "polynomial"
+    return True

@@ -41,6 +41,13 @@ def size(num_bytes: float) -> str:
     return format_size(num_bytes).replace(" ", "").removesuffix("iB")
 
 
+def printable(message: str) -> str:
+    """`message` without what would move a terminal's cursor or change its colours."""
+    return "".join(
+        char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in message.expandtabs()
+    )
+
+
 def sparkline(values: Sequence[float], width: int, ascii_only: bool) -> str:
     """The shape of a series in `width` characters, each the mean of its share of the values."""
     blocks = _ASCII_BLOCKS if ascii_only else _BLOCKS

@@ -250,7 +250,10 @@ class LrConfig(Section):
         examples=["cosine"],
     )
     warmup: int = Field(
-        default=0, ge=0, description="optimizer steps of linear warm-up: step k has optim.lr * k / warmup", examples=[100]
+        default=0,
+        ge=0,
+        description="optimizer steps of linear warm-up: step k has optim.lr * k / warmup",
+        examples=[100],
     )
     decay_steps: PositiveInt | Literal["auto"] = Field(
         default="auto",

@@ -52,6 +52,8 @@ def ratio(runs: Runs, case: Case) -> Spread | None:
 
 def sent(runs: Runs, case: Case, key: str = "payload") -> float | None:
     """Bytes that rank 0 sends per step. What others send through the same device can only add to it."""
+    if case.processes == 1:
+        return None
     return min((record[key] for record in good(runs, case) if key in record), default=None)
 
 

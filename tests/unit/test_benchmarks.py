@@ -1,0 +1,179 @@
+"""The benchmarks' tables, verdicts and command lines; nothing is measured here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.append(str(BENCHMARKS))  # as Python does for its scripts
+
+import gpu  # noqa: E402
+import launch  # noqa: E402
+import step  # noqa: E402
+import systems  # noqa: E402
+import table  # noqa: E402
+from cases import PARTS, SYSTEMS, Case, cases_of  # noqa: E402
+from table import Spread, Verdict  # noqa: E402
+
+
+def record(times: list[float], *, number: int = 0, clean: int = 9, **fields: Any) -> launch.Record:
+    """What one run of a case comes to."""
+    return {
+        "round": number, "timed": times, "clean": clean, "losses": [3.0, 2.0], "rank_losses": [[3.0, 2.0]] * 2,
+        "digests": ["a", "a"], "payload": 100, "loopback": 110, "counted": None, "first_s": 4.0, "start_mb": 900.0,
+        "peak_mb": 800.0, "foreign": 0.0, **fields,
+    }  # fmt: skip
+
+
+def case(text: str) -> Case:
+    return Case.parse(text, 2)
+
+
+def test_case_names_are_read_and_written() -> None:
+    assert case("zrun3-bf16@4") == Case("zrun3", True, 4)
+    assert case("fsdp2-z2") == Case("fsdp2-z2", False, 2)
+    for text in ("zrun3-bf16@4", "ddp", "single@1", "train"):
+        assert case(text).label(2) == text
+    assert case("zrun2@1").base == case("single@1")
+    assert case("ds3-bf16").base == case("ddp-bf16")
+
+
+@pytest.mark.parametrize("text", ["zrun4", "ddp@0", "", "bf16", "zrun3@"])
+def test_unknown_systems_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="no system"):
+        case(text)
+
+
+def test_every_system_can_be_loaded_and_every_part_names_systems() -> None:
+    assert set(systems._LOADERS) == set(SYSTEMS)
+    assert len(cases_of(list(PARTS), 2)) == len(set(cases_of(list(PARTS), 2)))
+    with pytest.raises(ValueError, match="no part"):
+        cases_of(["fp16"], 2)
+
+
+def test_ratios_are_taken_inside_each_round() -> None:
+    runs = {
+        case("ddp"): [record([1.0, 1.0, 1.2]), record([2.0, 2.0], number=1)],
+        case("zrun3"): [record([0.9, 0.9, 5.0]), record([2.2, 2.2], number=1)],
+    }
+    found = table.ratio(runs, case("zrun3"))
+    assert found is not None
+    assert (found.low, found.high) == pytest.approx((0.9, 1.1))
+    assert found.median == pytest.approx(1.0)
+
+
+def test_a_disturbed_run_counts_only_where_there_is_no_other() -> None:
+    quiet, disturbed = record([1.0]), record([9.0], number=1, clean=0)
+    assert table.step_ms({case("ddp"): [quiet, disturbed]}, case("ddp")) == Spread(1000.0, 1000.0, 1000.0)
+    assert table.step_ms({case("ddp"): [disturbed]}, case("ddp")) == Spread(9000.0, 9000.0, 9000.0)
+
+
+def test_failed_runs_are_left_out_and_shown() -> None:
+    runs = {case("ddp"): [record([1.0])], case("ds3"): [{"round": 0, "error": "no compiler"}]}
+    assert table.ratio(runs, case("ds3")) is None
+    assert table.case_table(runs, 2, 512, 1e6).splitlines()[-1].split() == ["ds3", "FAILED"]
+
+
+@pytest.mark.parametrize(
+    ("value", "must", "aim", "exact", "text"),
+    [
+        (0.94, 1.0, 0.95, False, "aim"),
+        (1.0, 1.0, 0.95, False, "must"),
+        (1.01, 1.0, 0.95, False, "MISSED"),
+        (1.004, 1.0, None, True, "must"),
+        (0.9, 1.0, None, True, "MISSED"),  # fewer bytes than theory are no success: something was not sent
+        (1.5, None, None, False, ""),
+        (None, 1.0, None, False, ""),
+    ],
+)
+def test_verdicts(value: float | None, must: float | None, aim: float | None, exact: bool, text: str) -> None:
+    assert Verdict("step", value, must=must, aim=aim, exact=exact).text == text
+
+
+def test_targets_are_judged_from_records() -> None:
+    runs = {
+        case("single"): [record([9.0], losses=[3.0, 2.0 + 1e-7])],
+        case("ddp"): [record([1.0])],
+        case("zrun3"): [record([1.2], payload=150, peak_mb=700.0, counted=[10, 10], digests=["a", "b"])],
+        case("fsdp2-z3"): [record([1.3], payload=200)],
+        case("train"): [{"round": 0, "first_s": 5.5, "losses": [3.0]}],
+    }
+    found = {verdict.label: verdict for verdict in table.verdicts(runs, "50m", 2)}
+    assert found["ZeRO-3 step / DDP"].text == "MISSED"
+    assert found["ZeRO-3 step / DDP"].peer == "1.300 fsdp2-z3"
+    assert found["bytes sent, ZeRO-3 / DDP"].text == "must"
+    assert found["bytes that zrun counts / plan"].value == 1.0
+    assert found["resident memory, ZeRO-3, 2 ranks, MB"].text == "must"
+    assert found["zrun train to first step, s"].text == "must"
+    assert found["largest loss difference from one process"].value == pytest.approx(1e-7)
+    assert found["stages that differ from DDP in any bit"].text == "MISSED"
+    assert "ZeRO-1 step / DDP" not in found  # it did not run
+    small = {verdict.label: verdict for verdict in table.verdicts(runs, "10m", 2)}
+    assert small["resident memory, ZeRO-3, 2 ranks, MB"].text == ""  # its target is for 50m
+
+
+def test_ranks_are_reduced_to_the_slowest_and_disturbed_steps_left_out() -> None:
+    def rank(times: list[float], busy: list[float]) -> launch.Record:
+        return {
+            "times": times, "busy": busy, "cpu": [0.5] * 5, "losses": [1.0] * 5, "payload": [7] * 5,
+            "loopback": [8] * 5, "digest": "a", "counted": None, "first_s": 1.0, "base_mb": 1.0, "start_mb": 2.0,
+            "peak_mb": 3.0, "torch": "2",
+        }  # fmt: skip
+
+    found = launch.reduce_ranks(
+        [rank([1, 1, 1, 1, 1], [1.0] * 5), rank([2, 2, 3, 2, 2], [1.0, 1.0, 1.0, 3.0, 1.0])], warmup=1, cores=2
+    )
+    assert found["timed"] == [2, 3, 2]  # the fourth step was disturbed by two seconds of somebody else's
+    assert (found["clean"], found["payload"]) == (3, 7)
+
+
+def test_tables_are_aligned() -> None:
+    assert table.render(("name", "n"), [("a", "1"), ("long", "10")]).splitlines() == [
+        "name   n",
+        "--------",
+        "a      1",
+        "long  10",
+    ]
+
+
+def test_gpu_results_are_judged() -> None:
+    line = {
+        "size": "1.5b", "loop": "zrun", "ms": 300.0, "ms_range": [299.0, 301.0], "tokens_per_s": 1e5, "tflops": 460.0,
+        "mfu": 0.46, "ratio": 0.99, "ratio_range": [0.98, 1.0], "peak_gib": 80.0, "state_gib": 27.0,
+        "max_loss_difference": 1e-4,
+    }  # fmt: skip
+    assert gpu.verdict(line) == "must"
+    assert gpu.verdict(line | {"mfu": 0.44}) == "MISSED"
+    assert gpu.verdict(line | {"size": "124m", "mfu": 0.3}) == "must"
+    assert gpu.verdict(line | {"ratio": 0.97}) == "MISSED"
+    assert gpu.verdict(line | {"loop": "torch"}) == ""
+    assert "46.0%" in gpu.table([line])
+
+
+def test_results_are_shown_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = step.parse(["--size", "10m", "--json", str(tmp_path / "results.json")])
+    step.save({case("ddp"): [record([1.0])]}, options)
+    saved = json.loads((tmp_path / "results.json").read_text())
+    assert saved["runs"][0]["case"] == {"system": "ddp", "bf16": False, "ranks": 2}
+    runs = {Case(**entry["case"]): entry["records"] for entry in saved["runs"]}
+    assert "1.000-1.000" in step.report(runs, "10m", 2)
+
+
+def test_quick_fills_in_only_what_was_not_given() -> None:
+    options = step.parse(["--quick", "--rounds", "3"])
+    assert (options.size, options.rounds, options.steps) == ("tiny", 3, 4)
+    assert step.parse([]).rounds >= 4
+
+
+@pytest.mark.parametrize("name", ["step", "comm", "limits", "gpu"])
+def test_help(name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / f"{name}.py"), "--help"], capture_output=True, text=True, check=True
+    )
+    assert f"python benchmarks/{name}.py" in done.stdout

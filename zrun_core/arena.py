@@ -28,7 +28,7 @@ _HUGE_PAGE_BYTES = 2 << 20
 _PROT_NONE, _PROT_RW = 0, mmap.PROT_READ | mmap.PROT_WRITE
 _RESERVE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
 _MOVE = 1 | 2 | 4  # MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP (Linux 5.7)
-_MADV_HUGEPAGE = 14
+_MADV_DONTFORK, _MADV_HUGEPAGE = 10, 14
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
@@ -63,6 +63,8 @@ class Region:
         self.address = -(-base // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
         if huge:
             _libc().madvise(self.address, self.num_bytes, _MADV_HUGEPAGE)  # best effort
+        # Loader processes have no use for it, and would keep every page that changes alive a second time.
+        _libc().madvise(self.address, self.num_bytes, _MADV_DONTFORK)
 
     def protect(self, offset: int, num_bytes: int) -> None:
         """Make a range unreadable: use of a unit that is not whole stops at once instead of computing on zeros."""
@@ -232,7 +234,7 @@ class StorageWindow(Window):
 @functools.cache
 def can_move_pages() -> bool:
     """Whether this system moves pages as `PageWindow` needs it."""
-    if not sys.platform.startswith("linux"):
+    if not sys.platform.startswith("linux") or mmap.PAGESIZE != PAGE_BYTES:
         return False
     source, target = Region(PAGE_BYTES, huge=False), Region(PAGE_BYTES, huge=False)
     ctypes.memset(source.address, 1, PAGE_BYTES)
@@ -263,7 +265,6 @@ class Ring:
         self.device = device
         self.num_bytes = 0
         self._arenas: list[tuple[torch.Tensor, OrderedDict[int, int]]] = []
-        self.grown = False
         if num_bytes:
             self._add(num_bytes)
 
@@ -273,6 +274,8 @@ class Ring:
 
     def take(self, numel: int, dtype: torch.dtype, *, grow: bool = False) -> torch.Tensor | None:
         """[numel] of undefined values, or None if there is no room now."""
+        if not numel:
+            return torch.empty(0, dtype=dtype, device=self.device)
         need = -(-numel * dtype.itemsize // self._ALIGN) * self._ALIGN
         for arena, used in self._arenas:
             cursor = 0
@@ -285,12 +288,13 @@ class Ring:
                 return arena[cursor : cursor + numel * dtype.itemsize].view(dtype)
         if not grow:
             return None
-        self.grown = True
         self._add(need)
         return self.take(numel, dtype)
 
     def give(self, tensor: torch.Tensor) -> None:
         """Return what `take` returned."""
+        if not tensor.numel():
+            return
         for arena, used in self._arenas:
             offset = tensor.data_ptr() - arena.data_ptr()
             if 0 <= offset < arena.numel():

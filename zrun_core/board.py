@@ -44,6 +44,7 @@ class Board:
         os.ftruncate(descriptor, _PAGE * world_size)  # the same size from everyone: harmless to repeat
         self._map = mmap.mmap(descriptor, _PAGE * world_size)
         os.close(descriptor)
+        self._map[_PAGE * rank : _PAGE * (rank + 1)] = bytes(_PAGE)  # an earlier run's
         self._base = _PAGE * rank
         self._numbers = dict.fromkeys(_KINDS, 0)
         self._step = self._num_waits = 0
@@ -113,13 +114,16 @@ class Watchdog:
         self._thread.start()
 
     def _watch(self) -> None:
-        since, last = time.monotonic(), -1
+        since, last, seen = time.monotonic(), -1, None
         while not self._closed.wait(self._patience_s / 4):
             _, waiting, num_waits = self._board.state(self._board.rank)
             if not waiting or num_waits != last:
                 since, last = time.monotonic(), num_waits
-            elif time.monotonic() - since > self._patience_s and (text := self._board.disagreement()) is not None:
-                self._stop(HangError(text))
+            elif time.monotonic() - since > self._patience_s:
+                text = self._board.disagreement()
+                if text is not None and text == seen:  # twice: the other rank may have been writing
+                    self._stop(HangError(text))
+                seen = text
 
     def close(self) -> None:
         self._closed.set()

@@ -1,0 +1,113 @@
+"""Ranks that name different modules are told apart, in words, and only then is a rank stopped."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from zrun_core.board import Board, Watchdog
+from zrun_core.errors import HangError
+
+
+@pytest.fixture
+def boards(tmp_path: Path) -> list[Board]:
+    return [Board(tmp_path / "board", rank, 3) for rank in range(3)]
+
+
+def test_ranks_that_agree_have_nothing_to_say(boards):
+    for board in boards[:2]:
+        for name in ("a", "b", "c"):
+            board.issue("all_gather", name)
+    boards[0].issue("all_gather", "d")  # ahead of the others
+    assert [board.disagreement() for board in boards] == [None, None, None]
+
+
+def test_a_disagreement_names_the_modules_the_ranks_and_what_to_write(boards):
+    for rank, board in enumerate(boards):
+        board.step(7)
+        board.issue("all_gather", "embed")
+        board.issue("reduce_scatter", "embed")
+        board.issue("all_gather", "experts.1" if rank == 2 else "experts.0")
+    text = boards[0].disagreement()
+    assert text is not None
+    assert "all_gather 2 of step 7" in text
+    assert "rank 0 is at 'experts.0'" in text
+    assert "rank 2 at 'experts.1'" in text
+    assert "zero.leaf" in text
+    assert "'experts.1'" in (boards[2].disagreement() or "")
+
+
+def test_the_history_is_a_ring_and_lags_do_not_matter(boards):
+    for number in range(100):
+        boards[0].issue("all_reduce", f"unit {number}")
+    for number in range(80):
+        boards[1].issue("all_reduce", f"unit {number}")
+    assert boards[0].disagreement() is None
+    assert len(boards[2].history(0, "all_reduce")) == 32
+    boards[1].issue("all_reduce", "other")
+    assert "all_reduce 81" in (boards[0].disagreement() or "")
+
+
+def test_long_names_are_cut_and_states_are_seen(boards):
+    boards[0].issue("small", "ü" * 200)
+    assert boards[1].history(0, "small")[1].startswith("üüü")
+    boards[0].step(3)
+    boards[0].waiting(True)
+    assert boards[1].state(0) == (3, True, 1)
+    boards[0].waiting(False)
+    assert boards[1].state(0) == (3, False, 1)
+
+
+def test_a_new_run_forgets_an_earlier_one_in_the_same_file(tmp_path):
+    Board(tmp_path / "board", 0, 2).issue("small", "old")
+    assert Board(tmp_path / "board", 0, 2).history(0, "small") == {}
+
+
+class Stopped:
+    """What `stop` was called with. The real one ends the process."""
+
+    def __init__(self) -> None:
+        self.errors: list[HangError] = []
+        self.event = threading.Event()
+
+    def __call__(self, error: HangError) -> None:
+        self.errors.append(error)
+        self.event.set()
+
+
+def test_the_watchdog_stops_a_rank_that_waits_on_a_disagreement(boards):
+    stopped = Stopped()
+    watchdog = Watchdog(boards[0], stopped, patience_s=0.04)
+    boards[0].issue("all_gather", "left")
+    boards[1].issue("all_gather", "right")
+    time.sleep(0.15)
+    assert not stopped.errors, "a rank that works is left alone"
+    boards[0].waiting(True)
+    assert stopped.event.wait(5)
+    watchdog.close()
+    assert "'left'" in str(stopped.errors[0])
+    assert "'right'" in str(stopped.errors[0])
+
+
+def test_the_watchdog_leaves_long_waits_alone(boards):
+    stopped = Stopped()
+    watchdog = Watchdog(boards[0], stopped, patience_s=0.02)
+    boards[0].issue("all_gather", "left")
+    boards[0].waiting(True)
+    time.sleep(0.15)
+    watchdog.close()
+    assert not stopped.errors, "the other rank is merely late"
+
+
+def test_a_disagreement_that_is_gone_at_the_second_look_was_half_written(boards, monkeypatch):
+    looks = iter(["ranks disagree", None, "ranks disagree", *[None] * 1000])
+    monkeypatch.setattr(boards[0], "disagreement", lambda: next(looks))
+    stopped = Stopped()
+    watchdog = Watchdog(boards[0], stopped, patience_s=0.02)
+    boards[0].waiting(True)
+    time.sleep(0.15)
+    watchdog.close()
+    assert not stopped.errors

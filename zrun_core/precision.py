@@ -15,6 +15,7 @@ import torch
 from zrun_core.config import LossScaleConfig, PrecisionConfig
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_LARGEST_SCALE = 2.0**127  # doubled once more it would be infinite, and stay so
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class LossScaler:
         shrinks = self._bad >= config.hysteresis
         grows = self._good >= config.window
         factor = torch.where(shrinks, 0.5, torch.where(grows, 2.0, 1.0))
-        self.scale = (self.scale * factor).clamp(min=config.min)
+        self.scale = (self.scale * factor).clamp(config.min, _LARGEST_SCALE)
         self._bad = torch.where(shrinks, 0, self._bad)
         self._good = torch.where(grows, 0, self._good)
 

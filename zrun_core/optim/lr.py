@@ -46,7 +46,7 @@ def _shape(name: ScheduleName, config: LrConfig, end: int, total_steps: int | No
     low, warmup = config.min_factor, config.warmup
 
     def progress(step: int) -> float:
-        """0 at the end of warm-up, 1 from the last step on."""
+        """0 at the first step after warm-up, 1 from `end` on, the first step that there is not."""
         return min(1.0, (step - warmup) / max(1, end - warmup))
 
     match name:

@@ -1,0 +1,173 @@
+"""Where parameters lie: shards are equal and page-aligned, pieces tile parameters, buffers follow the formulas."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zrun_core.layout import (
+    PAGE_BYTES,
+    Kind,
+    Sharded,
+    StatePolicy,
+    UnitLayout,
+    ZeroPolicy,
+    dense_stride,
+    lay_out,
+)
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def unit(
+    *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, num_shards: int = 2, **options: bool
+) -> UnitLayout:
+    params = [(f"p{number}", torch.empty(shape, device="meta"), 0) for number, shape in enumerate(shapes)]
+    options = {"trainable": True, **options}
+    return lay_out("unit", params, dtype=dtype, num_shards=num_shards, **options)
+
+
+def policy(stage: int, reduce_dtype: torch.dtype = torch.float32, moments: int = 2) -> StatePolicy:
+    return StatePolicy(ZeroPolicy.of_stage(stage), reduce_dtype, moments)
+
+
+def test_a_stage_is_a_set_of_sharded_states():
+    assert [ZeroPolicy.of_stage(stage).stage for stage in range(4)] == [0, 1, 2, 3]
+    assert ZeroPolicy.of_stage(2).sharded == Sharded.OPTIMIZER | Sharded.GRADIENT
+    assert [ZeroPolicy.of_stage(stage).free_after_use for stage in range(4)] == [False, False, False, True]
+    assert [ZeroPolicy.of_stage(stage).reduce_now(boundary=False) for stage in range(4)] == [False, False, True, True]
+    assert all(ZeroPolicy.of_stage(stage).reduce_now(boundary=True) for stage in range(4))
+
+
+@given(
+    numels=st.lists(st.integers(0, 5000), min_size=1, max_size=8),
+    num_shards=st.integers(1, 9),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_pieces_of_all_shards_tile_every_parameter_exactly(numels, num_shards, dtype):
+    layout = unit(*[(numel,) for numel in numels], dtype=dtype, num_shards=num_shards)
+    covered: dict[str, list[tuple[int, int]]] = {slot.name: [] for slot in layout.slots}
+    end = 0
+    for index in range(num_shards):
+        start, stop = layout.shard_range(index)
+        assert start == end
+        end = stop
+        last = 0
+        for piece in layout.pieces(start, stop):
+            assert last <= piece.start < piece.stop <= stop - start, "in order, and inside of the shard"
+            last = piece.stop
+            assert layout.slots[piece.index] is piece.slot
+            first = start + piece.start - piece.slot.offset
+            covered[piece.slot.name].append((first, first + piece.stop - piece.start))
+    assert end == layout.padded_numel >= layout.numel == sum(numels)
+    for slot in layout.slots:
+        border = 0
+        for first, last in covered[slot.name]:
+            assert first == border
+            border = last
+        assert border == slot.numel
+
+
+@given(numel=st.integers(0, 100_000), num_shards=st.integers(1, 9), dtype=st.sampled_from(DTYPES))
+def test_shards_are_equal_and_whole_pages_with_less_than_a_page_each_to_spare(numel, num_shards, dtype):
+    layout = unit((numel,), dtype=dtype, num_shards=num_shards)
+    assert layout.shard_numel * dtype.itemsize % PAGE_BYTES == 0
+    assert layout.padded_numel == layout.shard_numel * num_shards
+    spare = (layout.padded_numel - numel) * dtype.itemsize
+    assert 0 <= spare < num_shards * (PAGE_BYTES + dtype.itemsize)
+
+
+def test_optimizer_groups_are_contiguous_ranges_in_order_of_registration():
+    params = [(name, torch.empty(size, device="meta"), group) for name, size, group in
+              [("w1", 4, 0), ("b1", 1, 1), ("w2", 5, 0), ("b2", 2, 1)]]  # fmt: skip
+    layout = lay_out("unit", params, dtype=torch.float32, trainable=True, num_shards=1)
+    assert [(slot.name, slot.group, slot.offset, slot.stop) for slot in layout.slots] == [
+        ("w1", 0, 0, 4),
+        ("w2", 0, 4, 9),
+        ("b1", 1, 9, 10),
+        ("b2", 1, 10, 12),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "expected"),
+    [
+        (torch.empty(2, 3), (3, 1)),
+        (torch.empty(2, 3).t(), (1, 3)),
+        (torch.empty(2, 3, 4, 5).to(memory_format=torch.channels_last), (60, 1, 15, 3)),
+        (torch.empty(()), ()),
+        (torch.empty(0, 3), (3, 1)),
+        (torch.empty(1, 7), (7, 1)),
+        (torch.empty(1).expand(4, 3), (3, 1)),  # every element the same: not dense
+        (torch.empty(4, 6)[:, :3], (3, 1)),  # gaps: not dense
+        (torch.empty(4, 6)[::2], (6, 1)),
+    ],
+)
+def test_a_dense_tensor_keeps_its_stride(tensor, expected):
+    assert dense_stride(tensor) == expected
+
+
+@given(
+    shape=st.lists(st.integers(1, 4), max_size=4),
+    order=st.randoms(use_true_random=False),
+)
+def test_any_permuted_tensor_fits_its_slot_exactly(shape, order):
+    dims = list(range(len(shape)))
+    order.shuffle(dims)
+    tensor = torch.arange(torch.Size(shape).numel()).view(shape).permute(dims)
+    flat = torch.full((tensor.numel(),), -1)
+    flat.as_strided(tensor.shape, dense_stride(tensor)).copy_(tensor)
+    assert sorted(flat.tolist()) == sorted(tensor.flatten().tolist()), "every place is used once"
+
+
+@pytest.mark.parametrize("reduce_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("num_shards", [1, 2, 4])
+def test_buffers_are_the_papers(num_shards, reduce_dtype):
+    """16P, 4P + 12P/N, 2P + 14P/N, 16P/N with gradients in bf16; fp32 gradients take 2 bytes more."""
+    layout, n, g = unit((64, 1024), dtype=torch.bfloat16, num_shards=num_shards), num_shards, reduce_dtype.itemsize
+    p = layout.numel
+    assert layout.padded_numel == p
+    expected = [(14 + g) * p, (2 + g) * p + 12 * p // n, 2 * p + (g + 12) * p // n, (14 + g) * p // n]
+    for stage in range(4):
+        for index in range(num_shards):
+            buffers = policy(stage, reduce_dtype).buffers(layout, index)
+            assert sum(buffer.num_bytes for buffer in buffers) == expected[stage], (stage, index)
+
+
+def test_fp32_parameters_are_their_own_master_and_frozen_ones_have_no_states():
+    fp32, frozen = unit((1024,), num_shards=1), unit((1024,), num_shards=1, trainable=False)
+    names = [buffer.name for buffer in policy(0).buffers(fp32, 0)]
+    assert names == ["unit/param", "unit/grad", "unit/moment0", "unit/moment1"]
+    assert [(b.name, b.kind, b.num_bytes) for b in policy(2).buffers(frozen, 0)] == [("unit/param", Kind.PARAM, 4096)]
+
+
+def test_padding_has_no_moments_and_persistent_units_stay_whole():
+    layout = unit((1000,), num_shards=2)  # 1024 elements a shard: the second one is padding only
+    moments = [[b.num_bytes for b in policy(3).buffers(layout, index) if "moment" in b.name] for index in range(2)]
+    assert moments == [[4000, 4000], [0, 0]]
+    small = unit((1000,), num_shards=2, persistent=True)
+    assert policy(3).buffers(small, 0)[0].num_bytes == 8192
+    assert policy(3).buffers(layout, 0)[0].num_bytes == 4096
+
+
+def test_the_gather_ring_holds_the_unit_in_use_and_those_ahead():
+    units = [unit((pages, 1024), num_shards=2) for pages in (2, 8, 4)]  # 1, 4 and 2 foreign pages
+    ring = [policy(3).gather_ring_bytes(units, prefetch) // PAGE_BYTES for prefetch in range(4)]
+    assert ring == [4, 7, 7, 7], "never more than all of them"
+    lasting = [*units, unit((6, 1024), num_shards=2, lasting=True)]
+    assert policy(3).gather_ring_bytes(lasting, 0) // PAGE_BYTES == 4 + 3
+    assert [policy(stage).gather_ring_bytes(units, 1) for stage in range(3)] == [0, 0, 0]
+
+
+def test_the_reduce_ring_holds_two_units_leaving_and_arriving():
+    units = [unit((pages, 1024), num_shards=4) for pages in (4, 8)]  # shards of 1 and 2 pages
+    kept, sharded = policy(1).reduce_ring_bytes(units, 3), policy(2).reduce_ring_bytes(units, 3)
+    assert kept == 2 * 3 * 2 * PAGE_BYTES
+    assert sharded == 2 * (8 + 3 * 2) * PAGE_BYTES
+    assert policy(2).reduce_ring_bytes(units, 1) == 2 * (8 + 2) * PAGE_BYTES
+    frozen = [unit((64, 1024), num_shards=4, trainable=False)]
+    assert policy(2).reduce_ring_bytes([*units, *frozen], 3) == sharded
+    lasting = [unit((4, 1024), num_shards=4, lasting=True)]
+    assert policy(2).reduce_ring_bytes([*units, *lasting], 3) == sharded + 4 * PAGE_BYTES

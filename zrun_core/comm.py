@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -76,11 +77,14 @@ class Handle:
         if then is not None:
             self._next = then()
 
-    def poll(self) -> None:
+    def poll(self) -> bool:
+        """Whether it is over, as far as can be told without waiting (gloo's direct messages do not say)."""
         if self._next is not None:
-            self._next.poll()
-        elif self._then is not None and all(work.is_completed() for work in self._works):
-            self.wait_here()
+            return self._next.poll()
+        if not all(work.is_completed() for work in self._works):
+            return False
+        self.wait_here()
+        return self._next is None or self._next.poll()
 
     def wait_here(self) -> None:
         """Finish this part, and start what follows it."""
@@ -152,7 +156,7 @@ class Comm:
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, group: Group, *, tag: int, name: str) -> Handle:
         """Fill `full` [size * n] with every rank's `shard` [n]. `shard` may be, or equal, the own slice of `full`."""
         size = group.size
-        if size == 1:
+        if size == 1 or not full.numel():
             return Handle(self, [])
         self._count("all_gather", group, (size - 1) * _bytes(shard), name)
         if self.is_direct(group):
@@ -193,16 +197,20 @@ class Comm:
         return Handle(self, [work], lambda: _store([arrivals], into, accumulate))
 
     def all_reduce(self, full: torch.Tensor, arrivals: torch.Tensor, group: Group, *, tag: int, name: str) -> Handle:
-        """Sum `full` [size * n] over ranks, in place, in rank order. `arrivals` is scratch, as in `reduce_scatter`."""
+        """Sum `full` [any length] over ranks, in place, in rank order. `arrivals` is scratch, as in `reduce_scatter`.
+
+        Each rank adds up one of `size` slices, of which the last may be shorter.
+        """
         size, index = group.size, group.index
-        if size == 1:
+        if size == 1 or not full.numel():
             return Handle(self, [])
-        slices = full.view(size, -1).unbind()
+        borders = [slice_start(full.numel(), size, peer) for peer in range(size + 1)]
+        slices = [full[start:stop] for start, stop in pairwise(borders)]
         own = slices[index]
-        self._count("all_reduce", group, 2 * (size - 1) * _bytes(own), name)
+        self._count("all_reduce", group, _bytes(full) + (size - 2) * _bytes(own), name)
         if not self.is_direct(group):
             return Handle(self, [_work(dist.all_reduce(full, group=group.handle, async_op=True))])
-        arriving = list(arrivals.view(size - 1, -1).unbind())
+        arriving = list(arrivals[: (size - 1) * own.numel()].view(size - 1, -1).unbind())
         others = [s for peer, s in enumerate(slices) if peer != index]
         parts = [*arriving[:index], own, *arriving[index:]]
 
@@ -253,6 +261,11 @@ class Comm:
         """Seconds waited since the last call."""
         waited, self.waited_s = self.waited_s, 0.0
         return waited
+
+
+def slice_start(numel: int, parts: int, index: int) -> int:
+    """Where part `index` of `numel` elements cut into `parts` begins; the last ones may be shorter, or empty."""
+    return min(numel, index * -(-numel // parts))
 
 
 _SMALL_TAG = 1  # units use even tags from 2 on for gathers, odd ones from 3 on for reductions

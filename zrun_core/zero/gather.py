@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from enum import Enum
 
 from zrun_core.comm import Comm, Phase
+from zrun_core.errors import UserCodeError
 from zrun_core.zero.unit import FlatUnit, UnitState
 
 
@@ -35,9 +36,10 @@ class Gatherer:
         schedule_hash: digest of what was demanded since the step began, to compare between ranks.
     """
 
-    def __init__(self, units: Sequence[FlatUnit], comm: Comm, prefetch: int) -> None:
+    def __init__(self, units: Sequence[FlatUnit], comm: Comm, prefetch: int, *, sees_lookups: bool) -> None:
         self._units = units
         self._comm = comm
+        self._sees_lookups = sees_lookups  # of parameters outside of their modules
         self._frees = any(unit.frees for unit in units)
         # Units that are never given up are gathered once per step: all of them ahead, in one fixed order.
         self._prefetch = prefetch if self._frees else len(units)
@@ -69,6 +71,9 @@ class Gatherer:
         self.num_refreshes += bool(stale) and kind is Pass.FORWARD
         for unit in stale:  # stages 1 and 2, after an update: in this order on every rank
             unit.start_unshard(self._comm)
+        if not self._sees_lookups:  # somebody may read a parameter that is still arriving
+            for unit in stale:
+                unit.unshard(self._comm)
 
     def begin_backward(self) -> None:
         self.begin(Pass.BACKWARD)
@@ -118,7 +123,7 @@ class Gatherer:
     def enter(self, unit: FlatUnit) -> None:
         """A module of `unit` begins to run."""
         unit.num_active += 1
-        unit.num_calls += not self.in_backward  # not a checkpoint's recomputation
+        unit.num_calls += self._pass is Pass.FORWARD  # not a checkpoint's recomputation
         self.demand(unit)
 
     def leave(self, unit: FlatUnit) -> None:
@@ -160,6 +165,8 @@ class Gatherer:
     @contextmanager
     def all_whole(self) -> Iterator[None]:
         """Every unit is whole inside. Collective on entry and on exit; nested in itself, it does nothing."""
+        if self.active:
+            raise UserCodeError("gathered() inside a forward or backward pass: enter it between steps, on all ranks")
         if self._is_all_whole:
             yield
             return

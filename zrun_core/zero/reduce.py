@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from zrun_core.arena import Ring
-from zrun_core.comm import Comm, Group, Handle, reduce_tag
+from zrun_core.comm import Comm, Group, Handle, reduce_tag, slice_start
 from zrun_core.layout import Sharded, StatePolicy
 from zrun_core.mesh import Mesh
 from zrun_core.zero.unit import FlatUnit
@@ -128,7 +128,8 @@ class Reducer:
 
     def _issue(self, unit: FlatUnit) -> None:
         for under_way in self._in_flight:
-            under_way.handle.poll()
+            if not under_way.handle.poll():
+                break  # in order: a late sum is added to an earlier one
         if unit.whole_grad is None:
             unit.begin_grad(self._scratch(unit.layout.padded_numel))
         whole = unit.complete_grad()
@@ -161,7 +162,7 @@ class Reducer:
         if group.size == 1:
             return
         for unit in self._order:
-            per_rank = -(-unit.layout.shard_numel // group.size)
+            per_rank = slice_start(unit.layout.shard_numel, group.size, 1)
             arrivals = self._scratch(per_rank * self._comm.arrival_shards(group))
             handle = self._comm.all_reduce(unit.grad, arrivals, group, tag=reduce_tag(unit.index), name=unit.name)
             handle.wait()

@@ -1,10 +1,11 @@
 """The user's module on flat units: build it, run it, `backward`, `step`.
 
-    sharded = ShardedModel(module, sources, settings, mesh, comm, device)
+    sharded = ShardedModel(module, read, settings, mesh, comm)
     sharded.begin_step()
-    loss = module(x, y)                        # plain calls of the user's module
+    with sharded.forward():
+        loss = module(x, y)                    # plain calls of the user's module
     sharded.backward(loss, boundary=True)      # boundary: the last micro-batch of the step
-    result = sharded.step(lr=3e-4, divisor=1.0)
+    result = sharded.step(3e-4, weights, lambda sums: sums[0])
 
 One mechanism serves the ZeRO stages 0-3 (Rajbhandari et al. 2020): `ZeroPolicy` answers the two questions that tell
 them apart, and nothing else here knows the stage. Elements moved per optimizer step, for P trainable parameters, K
@@ -23,7 +24,7 @@ import torch
 from torch import nn
 
 from zrun_core.arena import Ring
-from zrun_core.comm import Comm, Phase
+from zrun_core.comm import Comm, Phase, slice_start
 from zrun_core.layout import Buffer, Kind, Sharded, StatePolicy, UnitLayout, ZeroPolicy
 from zrun_core.mesh import Mesh
 from zrun_core.optim.choose import Chosen
@@ -151,12 +152,10 @@ class ShardedModel:
             _materialise(piece.params, unit)
             unit.show()
             self.units.append(unit)
-        self._gatherer = Gatherer(self.units, comm, settings.prefetch)
+        watch_lookups = not settings.whole_blocks and split.size > 1
+        self._gatherer = Gatherer(self.units, comm, settings.prefetch, sees_lookups=watch_lookups)
         self._reducer = Reducer(self.units, states, mesh, comm)
-        install(
-            module, self.units, planned.hooked, self._gatherer, self._reducer,
-            watch_lookups=not settings.whole_blocks and split.size > 1,
-        )  # fmt: skip
+        install(module, self.units, planned.hooked, self._gatherer, self._reducer, watch_lookups=watch_lookups)
         self._trained = [unit for unit in self.units if unit.trainable]
         scratch = self._reducer.ring if self._reducer.ring.num_bytes else Ring(0, comm.device)
         decays = [None, 0.0] if settings.no_decay else [None]
@@ -167,7 +166,7 @@ class ShardedModel:
     # One optimizer step
 
     def begin_step(self) -> None:
-        """Forget the last step's gradients; gather ahead what its update made stale."""
+        """Forget the last step's gradients."""
         for unit in self._trained:
             unit.begin_step()
         self._gatherer.schedule_hash = 0
@@ -200,9 +199,13 @@ class ShardedModel:
             divisor_of: from the summed numbers, what the gradient is to be divided by.
         """
         self.comm.phase = Phase.STEP
-        schedule = float(self._gatherer.schedule_hash % (1 << 24))
+        # Equal numbers of 20 bits: both sides of `agreed` are exact in float64 for up to 8192 ranks.
+        schedule = float(self._gatherer.schedule_hash % (1 << 20))
         got = b"".join(unit.got for unit in self._trained)
-        own = torch.tensor([schedule, schedule**2, *got], dtype=torch.float64, device=self.comm.device)
+        on_host = torch.tensor([schedule, schedule**2, *got], dtype=torch.float64)
+        if self.comm.device.type == "cuda":
+            on_host = on_host.pin_memory()  # copied without waiting for what is queued on the device
+        own = on_host.to(self.comm.device, non_blocking=True)
         summed = self.comm.sum_small(torch.cat([sums, self._square_norm().view(1), own]), self.mesh.world, name="step")
         totals, square, agreement = summed[: len(sums)], summed[len(sums)], summed[len(sums) + 1 : len(sums) + 3]
         agreed = agreement[0] ** 2 == agreement[1] * self.mesh.world.size
@@ -294,8 +297,9 @@ class ShardedModel:
             reductions = num_micro_batches if Sharded.GRADIENT in policy.sharded else num_steps
             if Sharded.OPTIMIZER in policy.sharded:
                 expected["reduce_scatter"] += reductions * peers * shard * reduce_size
-                copies = self.mesh.replicate.size
-                expected["all_reduce"] += 2 * num_steps * ((copies - 1) * -(-shard // copies)) * reduce_size
+                copies, index = self.mesh.replicate.size, self.mesh.replicate.index
+                own = slice_start(shard, copies, index + 1) - slice_start(shard, copies, index)
+                expected["all_reduce"] += num_steps * (copies > 1) * (shard + (copies - 2) * own) * reduce_size
             else:
                 expected["all_reduce"] += 2 * reductions * peers * shard * reduce_size
         return {kind: num_bytes for kind, num_bytes in expected.items() if num_bytes}

@@ -51,12 +51,11 @@ class FlatUnit:
     ) -> None:
         self.index, self.layout, self.params, self.leaf = index, layout, params, leaf
         self.policy, self.split = policy, split
-        self.frees = policy.frees(layout) and split.size > 1
+        self.frees = policy.frees(layout) and split.size > 1 and layout.numel > 0
         self.state = UnitState.WHOLE
         self.num_active = 0  # module calls under way
         self.pins = 0  # holders that want it whole until they say otherwise
         self.num_calls = 0  # module calls in this forward pass
-        self.is_claimed = False  # gathered ahead of use, and since used
         self.is_reduced = False  # `grad` holds this step's reduced sum so far
         self._handle: Handle | None = None
         self._allocate(device, pool)
@@ -132,7 +131,7 @@ class FlatUnit:
         self.window.acquire()
         if not self.views:
             self.views = [_view(self.full, slot) for slot in self.layout.slots]
-        self.state, self.is_claimed = UnitState.GATHERING, False
+        self.state = UnitState.GATHERING
         tag = gather_tag(self.index)
         self._handle = comm.all_gather(self.full, self.param_shard, self.split, tag=tag, name=self.name)
 

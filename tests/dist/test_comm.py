@@ -1,0 +1,209 @@
+"""Direct exchange against the backend's own collectives, uneven slices, and what is counted."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from toys import world
+
+import zrun_core.comm
+from zrun_core.comm import Comm, Group, Handle, Phase, TrafficKey, slice_start
+from zrun_core.mesh import Mesh
+
+CPU = torch.device("cpu")
+
+
+def join() -> tuple[Comm, Group]:
+    rank, size = world()
+    return Comm(CPU), Mesh.build(rank, ["host"] * size, size).world
+
+
+def whole(numel: int, dtype: torch.dtype, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 + rank)
+    return torch.randn(numel, generator=generator).to(dtype)
+
+
+def exchange(sizes: list[int], dtype_names: list[str], direct: bool) -> dict[str, Any]:
+    """Every collective on every size and dtype; results as float32 lists."""
+    comm, group = join()
+    zrun_core.comm.DIRECT_MAX_RANKS = 8 if direct else 1
+    found: dict[str, Any] = {}
+    try:
+        for name in dtype_names:
+            dtype = getattr(torch, name)
+            for shard in sizes:
+                for kind, tensor in collectives(comm, group, shard, dtype).items():
+                    found[f"{kind} {shard} {name}"] = tensor.float().tolist()
+    finally:
+        zrun_core.comm.DIRECT_MAX_RANKS = 8
+    return found
+
+
+def collectives(comm: Comm, group: Group, shard: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    index, numel = group.index, shard * group.size
+    own = slice(index * shard, (index + 1) * shard)
+    arrivals = torch.empty(comm.arrival_shards(group) * shard, dtype=dtype)
+    gathered = torch.zeros(numel, dtype=dtype)
+    gathered[own] = whole(shard, dtype, index)
+    comm.all_gather(gathered, gathered[own], group, tag=2, name="a").wait()
+
+    apart = torch.zeros(shard, dtype=dtype)
+    full = whole(numel, dtype, index)
+    comm.reduce_scatter(full, arrivals, apart, group, accumulate=False, tag=3, name="b").wait()
+    added = torch.ones(shard, dtype=dtype)
+    full = whole(numel, dtype, index)
+    comm.reduce_scatter(full, arrivals, added, group, accumulate=True, tag=3, name="b").wait()
+    inside = whole(numel, dtype, index)
+    comm.reduce_scatter(inside, arrivals, inside[own], group, accumulate=False, tag=3, name="b").wait()
+
+    total = whole(numel, dtype, index)
+    comm.all_reduce(total, arrivals, group, tag=5, name="c").wait()
+    return {
+        "gather": gathered,
+        "scatter": torch.cat([apart, added, inside[own]]),
+        "reduce": total,
+        "small": comm.sum_small(whole(5, torch.float64, index), group, name="d"),
+    }
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_direct_exchange_equals_sums_in_rank_order_and_the_backend(ranks, world_size):
+    sizes = [1, 7, 1024]
+    direct = ranks(world_size).run(exchange, sizes, ["float32", "bfloat16", "float16"], True)
+    native = ranks(world_size).run(exchange, sizes, ["float32"], False)
+    for rank, found in enumerate(direct):
+        for shard in sizes:
+            for name in ("float32", "bfloat16", "float16"):
+                dtype = getattr(torch, name)
+                total = whole(shard * world_size, dtype, 0)
+                for peer in range(1, world_size):
+                    total = total + whole(shard * world_size, dtype, peer)
+                own = total[rank * shard : (rank + 1) * shard]
+                gathered = torch.cat([whole(shard, dtype, peer) for peer in range(world_size)])
+                assert found[f"gather {shard} {name}"] == gathered.float().tolist()
+                assert found[f"reduce {shard} {name}"] == total.float().tolist(), "left to right, to the bit"
+                expected = torch.cat([own, torch.ones_like(own) + own, own])
+                assert found[f"scatter {shard} {name}"] == expected.float().tolist()
+    for ours, theirs in zip(direct, native, strict=True):
+        for key, values in theirs.items():
+            assert ours[key] == pytest.approx(values, abs=1e-5), key
+
+
+def reduce_uneven(numels: list[int]) -> list[dict[str, Any]]:
+    comm, group = join()
+    found = []
+    for numel in numels:
+        values = whole(numel, torch.float32, group.index)
+        arrivals = torch.empty(comm.arrival_shards(group) * slice_start(numel, group.size, 1))
+        comm.all_reduce(values, arrivals, group, tag=5, name="x").wait()
+        found.append({"values": values.tolist(), "sent": sum(comm.drain().values())})
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_all_reduce_of_lengths_that_do_not_divide(ranks, world_size):
+    numels = [0, 1, 2, 3, 5, 8, 1000, 1024]
+    runs = ranks(world_size).run(reduce_uneven, numels)
+    for number, numel in enumerate(numels):
+        total = whole(numel, torch.float32, 0)
+        for peer in range(1, world_size):
+            total = total + whole(numel, torch.float32, peer)
+        for run in runs:
+            assert run[number]["values"] == total.tolist()
+        assert sum(run[number]["sent"] for run in runs) == 2 * (world_size - 1) * numel * 4, "no byte more than needed"
+
+
+@pytest.mark.parametrize(("numel", "parts"), [(0, 3), (1, 3), (7, 3), (9, 3), (5, 4), (1024, 3)])
+def test_slices_tile_what_they_cut(numel, parts):
+    borders = [slice_start(numel, parts, index) for index in range(parts + 1)]
+    assert borders == sorted(borders)
+    assert (borders[0], borders[-1]) == (0, numel)
+    assert max(stop - start for start, stop in pairwise(borders)) == -(-numel // parts)
+
+
+def broadcast_all() -> list[list[float]]:
+    comm, group = join()
+    mine = group.index == 1
+    tensors = [
+        torch.full((3,), float(mine)),
+        torch.full((2, 2), mine),
+        torch.tensor(7 * mine, dtype=torch.int64),
+        torch.full((2, 3), float(mine)).t(),
+        torch.full((2,), 1j * mine, dtype=torch.complex64),
+        torch.empty(0),
+    ]
+    for tensor in tensors:
+        comm.broadcast(tensor, group, name="buffer", source=1)
+    return [torch.view_as_real(t).sum().item() if t.is_complex() else t.double().sum().item() for t in tensors]
+
+
+def test_broadcast_of_any_dtype_and_layout(ranks):
+    for found in ranks(2).run(broadcast_all):
+        assert found == [3, 4, 7, 6, 2, 0]
+
+
+def count() -> tuple[dict[TrafficKey, int], dict[TrafficKey, int], int]:
+    comm, group = join()
+    comm.phase = Phase.FORWARD
+    collectives(comm, group, 10, torch.float32)
+    comm.phase = Phase.STEP
+    comm.sum_small(torch.zeros(3), group, name="d")
+    calls, sent = dict(comm.calls), dict(comm.drain())
+    assert not comm.drain(), "a second look finds nothing"
+    return calls, sent, group.index
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_what_is_sent_is_counted_by_kind_and_phase(ranks, world_size):
+    n = world_size
+    for calls, sent, _ in ranks(n).run(count):
+        if n == 1:
+            assert not sent
+            continue
+        assert calls == {
+            TrafficKey("all_gather", "world", Phase.FORWARD): 1,
+            TrafficKey("reduce_scatter", "world", Phase.FORWARD): 3,
+            TrafficKey("all_reduce", "world", Phase.FORWARD): 1,
+            TrafficKey("small", "world", Phase.FORWARD): 1,
+            TrafficKey("small", "world", Phase.STEP): 1,
+        }
+        assert sent == {
+            TrafficKey("all_gather", "world", Phase.FORWARD): (n - 1) * 40,
+            TrafficKey("reduce_scatter", "world", Phase.FORWARD): 3 * (n - 1) * 40,
+            TrafficKey("all_reduce", "world", Phase.FORWARD): 2 * (n - 1) * 40,
+            TrafficKey("small", "world", Phase.FORWARD): (n - 1) * 40,
+            TrafficKey("small", "world", Phase.STEP): (n - 1) * 12,
+        }
+
+
+class Work:
+    def __init__(self) -> None:
+        self.is_done = self.was_waited_for = False
+
+    def is_completed(self) -> bool:
+        return self.is_done
+
+    def wait(self) -> None:
+        self.was_waited_for = True
+
+
+def test_a_handle_moves_on_by_polling_and_finishes_once():
+    comm, first, second, log = Comm(CPU), Work(), Work(), []
+
+    def follow() -> Handle:
+        log.append("second part")
+        return Handle(comm, [second], lambda: log.append("over"))  # type: ignore[list-item, func-returns-value]
+
+    handle = Handle(comm, [first], follow)  # type: ignore[list-item]
+    assert not handle.poll()
+    assert log == []
+    first.is_done = True
+    assert not handle.poll()
+    assert log == ["second part"]
+    second.is_done = True
+    assert handle.poll()
+    handle.wait()
+    assert log == ["second part", "over"]

@@ -1,0 +1,119 @@
+"""Where ranks, steps or parameters are not alike: late ranks, unused units, nested `gathered`, uneven groups."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from toys import Net, data, full_state, make_sharded, train_plain, train_sharded, world
+
+
+def build() -> Net:
+    torch.manual_seed(1)
+    return Net()
+
+
+def penalty_first(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Looks at parameters before any module runs, while the other rank is late to send what it updated."""
+    if world()[0] == 1:
+        time.sleep(0.05)
+    penalty = sum(param.float().pow(2).sum() for param in model.parameters())
+    return model(*batch) + 1e-2 * penalty
+
+
+def train(stage: int, options: dict[str, Any]) -> list[float]:
+    return train_sharded(make_sharded(build(), stage, **options), data(4), loss_of=penalty_first)
+
+
+@pytest.mark.parametrize("options", [{}, {"persist_below": 300}, {"whole_blocks": True}])
+def test_parameters_looked_at_first_are_those_of_the_last_update(ranks, options):
+    plain = train_plain(build(), data(4), loss_of=penalty_first)
+    for stage in range(4):
+        if stage == 3 and "whole_blocks" in options:
+            continue  # compiled blocks: parameters are whole inside `gathered` only
+        for losses in ranks(2).run(train, stage, options):
+            assert losses == pytest.approx(plain, abs=2e-6), f"stage {stage}"
+
+
+class Unused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.spare = build(), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.net(x, y)
+
+
+def train_unused(stage: int) -> list[float]:
+    torch.manual_seed(1)
+    return train_sharded(make_sharded(Unused(), stage), data(4))
+
+
+def test_a_unit_that_never_runs_is_left_alone(ranks):
+    plain = train_plain(build(), data(4))
+    for stage in range(4):
+        assert ranks(2).run(train_unused, stage)[0] == pytest.approx(plain, abs=2e-6), f"stage {stage}"
+
+
+def hybrid_of_three(stage: int) -> list[float]:
+    sharded = make_sharded(build(), stage, shard_group=1)
+    losses = train_sharded(sharded, data(4))
+    sent, expected = {}, sharded.expected_traffic(4, 4)
+    for key, num_bytes in sharded.comm.sent_bytes.items():
+        sent[key.kind] = sent.get(key.kind, 0) + num_bytes
+    assert sent.get("all_reduce", 0) == expected.get("all_reduce", 0)
+    return losses
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_three_copies_share_shards_that_do_not_divide(ranks, stage):
+    plain = train_plain(build(), data(4))
+    assert ranks(3).run(hybrid_of_three, stage)[0] == pytest.approx(plain, abs=2e-6)
+
+
+def nested(stage: int) -> tuple[bool, str]:
+    sharded = make_sharded(build(), stage)
+    with sharded.gathered() as outer:
+        with sharded.gathered():
+            pass
+        still_whole = bool(torch.isfinite(outer.last.weight).all())
+    try:
+        with sharded.forward(), sharded.gathered():
+            pass
+    except Exception as error:
+        return still_whole, str(error)
+    return still_whole, ""
+
+
+def test_gathered_nests_and_refuses_to_interrupt_a_forward(ranks):
+    for stage in (1, 3):
+        still_whole, refusal = ranks(2).run(nested, stage)[0]
+        assert still_whole
+        assert "gathered()" in refusal
+
+
+class Empty(nn.Module):
+    """Parameters without elements, as a factory makes them for sizes of zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.nothing = build(), nn.Linear(0, 0)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.net(x, y) + self.nothing(x[:, :0]).sum()
+
+
+def train_empty(stage: int) -> list[float]:
+    sharded = make_sharded(Empty(), stage, unit_names=["nothing"])
+    losses = train_sharded(sharded, data(4))
+    full_state(sharded)
+    return losses
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_parameters_without_elements(ranks, stage):
+    plain = train_plain(build(), data(4))
+    assert ranks(2).run(train_empty, stage)[0] == pytest.approx(plain, abs=2e-6)

@@ -12,6 +12,7 @@ import torch
 
 from zrun_core.config import OptimConfig
 from zrun_core.errors import JobError
+from zrun_core.optim import lightweight
 
 OptimizerClass = Callable[..., torch.optim.Optimizer]
 _BY_LOWER_NAME = {
@@ -42,7 +43,7 @@ class Chosen:
         kwargs = dict(self.kwargs)
         if weight_decay is not None and "weight_decay" in kwargs:
             kwargs["weight_decay"] = weight_decay
-        return self.build(list(params), **kwargs)
+        return lightweight.build(self.build, params, kwargs)
 
 
 def choose(config: OptimConfig, load: Callable[[str], Any]) -> Chosen:
@@ -97,11 +98,11 @@ def _probe(name: str, build: OptimizerClass, kwargs: dict[str, Any]) -> tuple[in
     flat = start.flatten()
 
     def train(params: list[torch.Tensor], slices: list[list[torch.Tensor]]) -> torch.optim.Optimizer:
-        optimizer = build(params, **kwargs)
+        optimizer = lightweight.build(build, params, kwargs)
         for step in slices:
             for param, grad in zip(params, step, strict=True):
                 param.grad = grad.clone()
-            optimizer.step()
+            lightweight.step(optimizer)
         return optimizer
 
     whole = torch.nn.Parameter(start.clone())

@@ -13,6 +13,7 @@ import torch
 
 from zrun_core.arena import Ring
 from zrun_core.layout import Piece
+from zrun_core.optim import lightweight
 from zrun_core.optim.choose import Chosen
 from zrun_core.zero.unit import FlatUnit
 
@@ -87,7 +88,7 @@ class ShardedOptimizer:
             for group in optimizer.param_groups:
                 group["lr"] = lr
             update.set_grads(grad, unit_got)
-            optimizer.step()
+            lightweight.step(optimizer)
             update.set_grads(None, unit_got)
             if borrowed:
                 self._scratch.give(grad)

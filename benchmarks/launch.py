@@ -15,6 +15,8 @@ from typing import Any
 
 from cases import SHAPES, TRAIN, Case, Request, zrun_job
 
+from zrun.launch.environment import WORKER_DEFAULTS
+
 HERE = Path(__file__).resolve().parent
 CLEAN_SHARE = 0.05  # a step is timed if other programs took less of the machine than this
 LEAST_CLEAN = 3  # with fewer clean steps in a run, all of its steps are timed
@@ -59,7 +61,10 @@ def _run_workers(case: Case, settings: Settings, steps: int, folder: Path) -> Re
     command = [settings.python(case)]
     if case.processes > 1:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.ranks)]
-    error = _execute([*command, str(HERE / "worker.py"), str(folder / "request.json")], settings, case.processes)
+    # What zrun's launcher gives its workers is part of zrun; peers get it too where the caller sets it for all.
+    given = WORKER_DEFAULTS if case.system.startswith("zrun") else {}
+    command += [str(HERE / "worker.py"), str(folder / "request.json")]
+    error = _execute(command, settings, case.processes, given)
     found = [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
     if len(found) != case.processes:
         return {"error": error or "a rank left no result"}
@@ -107,7 +112,7 @@ def _run_train(case: Case, settings: Settings, folder: Path) -> Record:
     (folder / "job.yaml").write_text(json.dumps(job))  # JSON is YAML
     launched = time.time()
     command = [sys.executable, "-m", "zrun", "train", str(folder / "job.yaml"), "--run-dir", str(folder / "run")]
-    error = _execute(command, settings, case.processes)
+    error = _execute(command, settings, case.processes, {})
     events = folder / "run" / "events.jsonl"
     lines = events.read_text().splitlines() if events.exists() else []
     steps = [event for event in map(json.loads, lines) if event["type"] == "step"]
@@ -116,17 +121,21 @@ def _run_train(case: Case, settings: Settings, folder: Path) -> Record:
     return {"first_s": steps[0]["time"] - launched, "losses": [event["loss"] for event in steps]}
 
 
-def _execute(command: list[str], settings: Settings, processes: int) -> str:
+def _execute(command: list[str], settings: Settings, processes: int, given: dict[str, str]) -> str:
     """Run `command` to its end; what went wrong, in one line, or nothing."""
     threads = str(settings.threads)
-    environment = os.environ | {
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
-        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)]),  # siblings, and zrun without installing it
-        "DS_ACCELERATOR": "cpu",
-        "LOCAL_SIZE": str(processes),  # DeepSpeed asks for it
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-    }
+    environment = (
+        os.environ
+        | {
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+            "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)]),  # siblings, and zrun without installing it
+            "DS_ACCELERATOR": "cpu",
+            "LOCAL_SIZE": str(processes),  # DeepSpeed asks for it
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+        }
+        | given
+    )
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     ) as process:

@@ -10,7 +10,8 @@ The runtime allocates what `buffers` lists, the planner sums it, and a checkpoin
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, Flag, auto
 
@@ -112,6 +113,7 @@ class UnitLayout:
     num_shards: int
     persistent: bool = False  # stage 3: stays whole
     lasting: bool = False  # in use while other units come and go: tied to modules of theirs, or of a container itself
+    modules: str = ""  # those that the unit was cut from; units cut from the same ones are in use together
     numel: int = field(init=False)
     shard_numel: int = field(init=False)
 
@@ -157,6 +159,7 @@ def lay_out(
     num_shards: int,
     persistent: bool = False,
     lasting: bool = False,
+    modules: str = "",
 ) -> UnitLayout:
     """Place `params`, triples of (name, tensor, optimizer group), in one unit. Groups become contiguous ranges."""
     offset, slots = 0, []
@@ -165,7 +168,7 @@ def lay_out(
             ParamSlot(param_name, tuple(tensor.shape), dense_stride(tensor), group, offset, numel := tensor.numel())
         )
         offset += numel
-    return UnitLayout(name, tuple(slots), dtype, trainable, num_shards, persistent, lasting)
+    return UnitLayout(name, tuple(slots), dtype, trainable, num_shards, persistent, lasting, modules or name)
 
 
 @dataclass(frozen=True)
@@ -208,24 +211,35 @@ class StatePolicy:
     def gather_ring_bytes(self, units: Sequence[UnitLayout], prefetch: int) -> int:
         """Room for the other ranks' shards of units that are whole at a time.
 
-        These are the one in use, `prefetch` more, and all that are lasting.
+        These are the ones in use, `prefetch` more, and all that are lasting.
         """
         foreign = {u: (u.padded_numel - u.shard_numel) * u.dtype.itemsize for u in units if self.frees(u)}
-        passing = [num_bytes for unit, num_bytes in foreign.items() if not unit.lasting]
-        lasting = sum(num_bytes for unit, num_bytes in foreign.items() if unit.lasting)
-        return min((1 + prefetch) * max(passing, default=0), sum(passing)) + lasting
+        passing = {unit: num_bytes for unit, num_bytes in foreign.items() if not unit.lasting}
+        lasting = sum(foreign.values()) - sum(passing.values())
+        ahead = prefetch * max(passing.values(), default=0)
+        return min(_most_together(passing) + ahead, sum(passing.values())) + lasting
 
     def reduce_ring_bytes(self, units: Sequence[UnitLayout], arrival_shards: int) -> int:
-        """Room for two units' reductions, one being filled and one on its way: what leaves and what arrives.
+        """Room for reductions, of what is being filled and of one unit on its way: what leaves and what arrives.
 
         What leaves is the unit's whole gradient, which lives here only if gradients are sharded; what arrives is
         `arrival_shards` shards (one per peer where ranks exchange directly, one where the backend sums). Lasting and
         persistent units fill up while others come and go.
         """
         leaving = Sharded.GRADIENT in self.zero.sharded
-        passing, lasting = [0], 0
+        passing: dict[UnitLayout, int] = {}
+        lasting = 0
         for unit in units:
             if unit.trainable:
-                passing.append(unit.padded_numel * leaving + unit.shard_numel * arrival_shards)
+                passing[unit] = unit.padded_numel * leaving + unit.shard_numel * arrival_shards
                 lasting += unit.padded_numel * leaving * (unit.lasting or unit.persistent)
-        return (2 * max(passing) + lasting) * self.reduce_dtype.itemsize
+        on_its_way = max(passing.values(), default=0)
+        return (_most_together(passing) + on_its_way + lasting) * self.reduce_dtype.itemsize
+
+
+def _most_together(sizes: Mapping[UnitLayout, int]) -> int:
+    """The largest sum of sizes of units that are in use together."""
+    sums: Counter[str] = Counter()
+    for unit, size in sizes.items():
+        sums[unit.modules] += size
+    return max(sums.values(), default=0)

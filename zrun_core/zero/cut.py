@@ -7,12 +7,14 @@ gathered when one of its modules is called. It does not depend on the ZeRO stage
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from zrun_core.layout import UnitLayout, lay_out
 
@@ -167,7 +169,7 @@ def cut(
     """Cut `model` into units of at most `bucket` bytes in `dtype`, where the module tree allows it.
 
     Args:
-        dtype: compute dtype of every parameter.
+        dtype: compute dtype; norms with running statistics stay fp32, because torch computes them in one dtype only.
         unit_names: regexes; a module whose whole name matches becomes units of its own.
         leaf_names: regexes; a matching module is gathered and reduced as a whole.
         whole_blocks: never cut inside a repeated block, whatever its size.
@@ -175,7 +177,9 @@ def cut(
         group_of: optimizer group of a parameter name.
     """
     params = dict(model.named_parameters())  # a tied parameter appears once, under its first name
-    owned = {name: param.numel() * dtype.itemsize for name, param in params.items()}
+    in_fp32 = _of_running_norms(model)
+    dtypes = {name: torch.float32 if id(param) in in_fp32 else dtype for name, param in params.items()}
+    owned = {name: param.numel() * dtypes[name].itemsize for name, param in params.items()}
     small = {name for name, num_bytes in owned.items() if num_bytes < persist_below}
     atoms = _Cutter(model, owned, bucket, unit_names, leaf_names, whole_blocks).atoms
     lasting = _lasting(atoms, {id(param): name for name, param in params.items()})
@@ -184,18 +188,20 @@ def cut(
     unit_of: dict[int, int] = {}  # id(parameter) -> unit
 
     def add(name: str, names: Sequence[str], leaf: bool, persistent: bool) -> None:
-        for trainable in (True, False):
-            chosen = [n for n in names if params[n].requires_grad == trainable]
+        for trainable, of_dtype in itertools.product((True, False), dict.fromkeys((dtype, torch.float32))):
+            chosen = [n for n in names if params[n].requires_grad == trainable and dtypes[n] == of_dtype]
             if not chosen:
                 continue
+            traits = [*["frozen"] * (not trainable), *["fp32"] * (of_dtype != dtype)]
             layout = lay_out(
-                name if trainable else f"{name}(frozen)",
+                f"{name}({','.join(traits)})" if traits else name,
                 [(n, params[n], group_of(n)) for n in chosen],
-                dtype=dtype,
+                dtype=of_dtype,
                 trainable=trainable,
                 num_shards=num_shards,
                 persistent=persistent,
                 lasting=any(n in lasting for n in chosen),
+                modules=name,
             )
             for n in chosen:
                 unit_of[id(params[n])] = len(units)
@@ -210,6 +216,12 @@ def cut(
     add("small parameters", [n for n in params if n in small], leaf=False, persistent=True)
     hooked = [(atom.module, sorted({unit_of[id(p)] for p in atom.used()}), atom.leaf) for atom in atoms]
     return Cut(units, hooked)
+
+
+def _of_running_norms(model: nn.Module) -> set[int]:
+    """Identities of the parameters that share their module with running statistics, which are fp32 buffers."""
+    norms = (inner for inner in model.modules() if isinstance(inner, _NormBase) and inner.track_running_stats)
+    return {id(param) for norm in norms for param in norm.parameters(recurse=False)}
 
 
 def _lasting(atoms: Sequence[Atom], name_of: dict[int, str]) -> set[str]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
 from typing import Any
 
 import torch
@@ -24,20 +25,32 @@ from zrun_core.zero.gather import Gatherer
 from zrun_core.zero.reduce import Reducer
 from zrun_core.zero.unit import FlatUnit
 
+_PLAIN = (str, bytes, int, float, complex, Enum, torch.dtype, torch.device, type(None))
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor inside nested tuples, lists, mappings and dataclasses."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """What nested tuples, lists, mappings and dataclasses hold."""
+    if isinstance(value, Mapping):
         for item in value.values():
-            yield from tensors_in(item)
+            yield from _leaves(item)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from tensors_in(item)
+            yield from _leaves(item)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name))
+            yield from _leaves(getattr(value, field.name))
+    else:
+        yield value
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Every tensor inside nested tuples, lists, mappings and dataclasses."""
+    return [leaf for leaf in _leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _may_hide_tensors(value: Any) -> bool:
+    """Whether there are objects in which `tensors_in` does not look."""
+    return not all(isinstance(leaf, (torch.Tensor, *_PLAIN)) for leaf in _leaves(value))
 
 
 def _storage(tensor: torch.Tensor) -> int | None:
@@ -123,10 +136,11 @@ class ModuleHooks:
             handed_out = {_storage(t) for t in tensors_in(output)}  # a weight, or a view of one?
             self._gatherer.hold([unit for unit in self._freed if _storage(unit.full) in handed_out])
         if self._freed and torch.is_grad_enabled() and not self._gatherer.in_backward:
-            seen = [t for t in tensors_in(output) if t.requires_grad and t.grad_fn is not None]
+            seen = tensors_in(output)
             for tensor in seen:
-                _when_gradient_comes(tensor, self._backward_begins)
-            if not seen:
+                if tensor.requires_grad and tensor.grad_fn is not None:
+                    _when_gradient_comes(tensor, self._backward_begins)
+            if not seen or _may_hide_tensors(output):
                 self._gatherer.hold(self._freed)
         for unit in self._units:
             self._gatherer.leave(unit)

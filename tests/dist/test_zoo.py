@@ -70,6 +70,11 @@ def train(keys: dict[str, Any], run_dir: str, want_state: bool = False) -> Run:
     found: Run = {kind: [e["loss"] for e in worker.events if e["type"] == kind] for kind in ("step", "eval")}
     found["units"] = len(trainer.sharded.units)
     found["warnings"] = [e["message"] for e in worker.events if e["type"] == "warning"]
+    sharded = trainer.sharded
+    found["memory"] = [
+        {kind.value: size for kind, size in account.by_kind.items()}
+        for account in (sharded.planned_memory(), sharded.allocated_memory())
+    ]
     if want_state:
         with trainer.sharded.gathered() as module:
             found["state"] = {name: value.detach().numpy().copy() for name, value in module.state_dict().items()}
@@ -143,6 +148,7 @@ case("tied", "tokens", "LanguageModel", {"tie": "weight"})
 case("functional tie", "tokens", "LanguageModel", {"tie": "functional"})
 case("experts", "vectors", "Mixture", leaf=r"blocks\.\d+")
 case("experts without calls", "vectors", "UncalledMixture", leaf="mixture")
+case("lora without checkpoints", "tokens", "lora")
 case("lora", "tokens", "lora", activations={"checkpoint": "full"})
 case("encoder-decoder", "pairs", "EncoderDecoder")
 case("branch", "vectors", "Branching", leaf="router", parts=2)
@@ -156,6 +162,7 @@ case("normalised", "vectors", "normalised", leaf="sometimes")
 case("normalised, old", "vectors", "normalised", {"old": True}, leaf="sometimes")
 case("odd", "vectors", "Odd")
 case("detached", "vectors", "Detached")
+case("detached inside", "vectors", "detached_inside", leaf="sometimes")
 case("hooked parameter", "vectors", "Hooked")
 case("checkpoint of the user's", "vectors", "Checkpointed", {"reentrant": False})
 case("reentrant checkpoint", "vectors", "Checkpointed", {"reentrant": True})

@@ -470,6 +470,24 @@ class Detached(nn.Module):
         return F.mse_loss(self.last(self.mix(x)), y)
 
 
+class DetachedInside(nn.Module):
+    """As `Detached`, but within one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(DIM, DIM) * 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight
+        return F.linear(F.linear(x, weight.detach()).tanh(), weight)
+
+
+def detached_inside() -> nn.Module:
+    model = Recurrent()
+    model.block = nn.Sequential(DetachedInside(), nn.Tanh(), DetachedInside())
+    return model
+
+
 class Hooked(nn.Module):
     """Gradient hooks and attributes on parameters."""
 

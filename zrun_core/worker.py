@@ -85,7 +85,7 @@ class Worker:
 
         self.phase = "build"
         user.add_to_path(job_dir)
-        chosen = choose(job.optim, lambda name: user.load(Ref(call=name), job_dir))
+        chosen = choose(job.optim, lambda name: user.load(Ref(call=name), job_dir), device)
         settings = parallelize.make_settings(job, chosen, device)
         built = self._build(mesh, comm)
         sharded = parallelize.parallelize(built, job, settings, mesh, comm)

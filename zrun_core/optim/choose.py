@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from zrun_core.errors import JobError
 from zrun_core.optim import lightweight
 
 OptimizerClass = Callable[..., torch.optim.Optimizer]
+_CPU = torch.device("cpu")
 _BY_LOWER_NAME = {
     name.lower(): name
     for name in dir(torch.optim)
@@ -46,8 +48,10 @@ class Chosen:
         return lightweight.build(self.build, params, kwargs)
 
 
-def choose(config: OptimConfig, load: Callable[[str], Any]) -> Chosen:
+def choose(config: OptimConfig, load: Callable[[str], Any], device: torch.device = _CPU) -> Chosen:
     """Find the class that `config` names and the arguments that it takes. `load` resolves `module:attr`.
+
+    `betas` and `eps` are passed on where the job gives them: otherwise the class has defaults of its own.
 
     Raises:
         JobError: no such optimizer, arguments that it does not take, or one that is not elementwise.
@@ -57,9 +61,10 @@ def choose(config: OptimConfig, load: Callable[[str], Any]) -> Chosen:
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
     kwargs: dict[str, Any] = {"lr": config.lr}
     for key in ("betas", "eps", "weight_decay"):
-        if key in accepted:
+        given = key in config.model_fields_set
+        if key in accepted and (given or key == "weight_decay"):
             kwargs[key] = getattr(config, key)
-        elif key in config.model_fields_set and not takes_all:
+        elif given and key not in accepted and not takes_all:
             raise JobError(f"optim.{key}: {config.name} has no such argument; it takes {', '.join(list(accepted)[1:])}")
     for key in config.args:
         if key not in accepted and not takes_all:
@@ -68,9 +73,12 @@ def choose(config: OptimConfig, load: Callable[[str], Any]) -> Chosen:
             raise JobError(f"optim.args.{key}: {config.name} has no such argument{hint}")
     kwargs |= config.args
     if "fused" in accepted and not {"fused", "foreach", "capturable", "differentiable"} & config.args.keys():
-        kwargs["fused"] = True  # on CPU the default is a loop over tensors, 7 times slower
-    moments, scales_inside = _probe(config.name, build, kwargs)
-    return Chosen(config.name, build, kwargs, moments, scales_inside)
+        # On CPU the default is a loop over tensors, 7 times slower. Some are not right when fused: Adagrad is not on
+        # CUDA, and SGD with momentum wants a gradient for every parameter in the first step.
+        with suppress(JobError):
+            fused = {**kwargs, "fused": True}
+            return Chosen(config.name, build, fused, *_probe(config.name, build, fused, device))
+    return Chosen(config.name, build, kwargs, *_probe(config.name, build, kwargs, device))
 
 
 def _find(name: str, load: Callable[[str], Any]) -> OptimizerClass:
@@ -86,33 +94,40 @@ def _find(name: str, load: Callable[[str], Any]) -> OptimizerClass:
     return getattr(torch.optim, known)  # type: ignore[no-any-return]
 
 
-def _probe(name: str, build: OptimizerClass, kwargs: dict[str, Any]) -> tuple[int, bool]:
+def _probe(name: str, build: OptimizerClass, kwargs: dict[str, Any], device: torch.device) -> tuple[int, bool]:
     """(moments, scales_inside) of an optimizer that updates slices exactly as it updates the whole.
 
     Flat shards ignore the borders and shapes of parameters, so an optimizer that looks at a whole tensor (Muon,
-    Adafactor, LBFGS) would silently compute something else. Three steps on a matrix and on its two halves tell.
+    Adafactor, LBFGS) would silently compute something else. Three steps on a matrix, and on its two halves as two ranks
+    have them, tell. It must also bear that a parameter has no gradient in a step.
     """
     generator = torch.Generator().manual_seed(0)
-    start = torch.randn(16, 32, generator=generator)
-    grads = [torch.randn(16, 32, generator=generator) for _ in range(3)]
-    flat = start.flatten()
+    start = torch.randn(16, 32, generator=generator).to(device)
+    grads = [torch.randn(16, 32, generator=generator).to(device) for _ in range(3)]
+    visible = {**kwargs, "lr": 1e-2}  # a small rate would hide the difference
 
-    def train(params: list[torch.Tensor], slices: list[list[torch.Tensor]]) -> torch.optim.Optimizer:
-        optimizer = lightweight.build(build, params, kwargs)
+    def train(params: list[torch.Tensor], slices: Sequence[Sequence[torch.Tensor | None]]) -> torch.optim.Optimizer:
+        optimizer = lightweight.build(build, params, visible)
         for step in slices:
             for param, grad in zip(params, step, strict=True):
-                param.grad = grad.clone()
+                param.grad = None if grad is None else grad.clone()
             lightweight.step(optimizer)
         return optimizer
 
+    def halves_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+        return list(tensor.detach().flatten().split(tensor.numel() // 2))
+
     whole = torch.nn.Parameter(start.clone())
-    halves = [torch.nn.Parameter(half.clone()) for half in flat.split(256)]
+    first, second, beside, late = (torch.nn.Parameter(half.clone()) for half in halves_of(start) * 2)
+    slices = [halves_of(grad) for grad in grads]
     try:
         optimizer = train([whole], [[grad] for grad in grads])
-        train(list(halves), [list(grad.flatten().split(256)) for grad in grads])
+        train([first], [[grad] for grad, _ in slices])
+        train([second], [[grad] for _, grad in slices])
+        train([beside, late], [[slices[0][0], None], *slices])
     except Exception as error:
         raise JobError(f"optim: {name} cannot update flat slices of parameters ({error}); {_ADVICE}") from None
-    updated = torch.cat([half.detach() for half in halves])
+    updated = torch.cat([first.detach(), second.detach()])
     if not torch.allclose(whole.detach().flatten(), updated, rtol=1e-6, atol=1e-7):
         raise JobError(f"optim: {name} cannot be sharded, because it looks at whole tensors; {_ADVICE}")
     state: dict[str, Any] = next(iter(optimizer.state.values()), {})

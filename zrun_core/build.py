@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from zrun_core.comm import Comm, Group
 from zrun_core.data.order import mix
-from zrun_core.errors import JobError, UserCodeError, ZrunError
+from zrun_core.errors import JobError, PeerError, UserCodeError
 
 Factory = Callable[[], nn.Module]
 Read = Callable[[str, nn.Parameter], torch.Tensor]
@@ -65,39 +65,51 @@ def build_once_per_host(factory: Factory, seed: int, path: Path, host: Group, co
 
     Raises:
         UserCodeError: the factory failed, or builds different structures on different ranks.
+        PeerError: it failed on another rank.
     """
     torch.manual_seed(seed)
     if host.size == 1:
         module = factory()
         check(module)
         return Built(module, lambda name, param: param.detach())
-    if host.index == 0:
-        error: ZrunError | None = None
-        try:
-            module = factory()
-            check(module)
-            _write(module, path)
-        except ZrunError as caught:  # the others wait for the file: tell them before giving up
-            error = caught
-            path.with_suffix(".failed").touch()
-        comm.barrier(host)
-        if error is not None:
-            raise error
+    is_first = host.index == 0
+    notes: tuple[str, ...] = ()
+    try:
+        with _together(host, comm):
+            if is_first:
+                module = factory()
+                check(module)
+                _write(module, path)
+            else:
+                module, notes = _build_structure(factory, seed)
+        with _together(host, comm):
+            stored = _Stored(path)
+            stored.check_structure(module)
+    finally:
+        if is_first:
+            path.unlink(missing_ok=True)  # it lives on for those who have it open
+    if is_first:
         _forget_values(module)
-        notes: tuple[str, ...] = ()
-    else:
-        module, notes = _build_structure(factory, seed)
-        comm.barrier(host)
-        if path.with_suffix(".failed").exists():
-            raise UserCodeError("the model factory failed on this host's first rank")
-    stored = _Stored(path)
-    stored.check_structure(module)
-    comm.barrier(host)
-    if host.index == 0:
-        path.unlink()  # it lives on for those who have it open
     else:
         stored.fill_buffers(module)
     return Built(module, lambda name, param: stored.tensor(f"param {name}"), notes)
+
+
+@contextmanager
+def _together(host: Group, comm: Comm) -> Iterator[None]:
+    """What is done inside succeeds on every rank of `host` or fails on every one, so that nobody waits in vain."""
+    error: BaseException | None = None
+    try:
+        yield
+    except BaseException as caught:  # told to the others before it is raised
+        error = caught
+    failures = torch.zeros(host.size, device=comm.device)
+    failures[host.index] = error is not None
+    failed = comm.sum_small(failures, host, name="build").nonzero().flatten().tolist()
+    if error is not None:
+        raise error
+    if failed:
+        raise PeerError(f"the model could not be built on rank {host.ranks[failed[0]]}")
 
 
 def _build_structure(factory: Factory, seed: int) -> tuple[nn.Module, tuple[str, ...]]:
@@ -187,10 +199,13 @@ class _Stored:
         names = {id(buffer): name for name, buffer in module.named_buffers()}
         for inner in module.modules():
             for key, buffer in inner._buffers.items():
-                if buffer is not None:
-                    if id(buffer) not in values:
-                        values[id(buffer)] = self.tensor(f"buffer {names[id(buffer)]}").clone()
-                    inner._buffers[key] = values[id(buffer)]
+                if buffer is None:
+                    continue
+                if id(buffer) not in values:
+                    stored = self.tensor(f"buffer {names[id(buffer)]}")
+                    # In place where there is memory: an attribute may be the same tensor.
+                    values[id(buffer)] = stored.clone() if buffer.is_meta else buffer.copy_(stored)
+                inner._buffers[key] = values[id(buffer)]
 
 
 def _forget_values(module: nn.Module) -> None:
@@ -218,19 +233,20 @@ def build_on_meta(factory: Factory, seed: int) -> Built:
     except UserCodeError as error:
         raise JobError(f"init: meta: the factory cannot run on the meta device; write init: factory\n{error}") from None
     check(module)
-    if watch.outside is not None:
-        raise JobError(f"init: meta: the factory itself changes parameters ({watch.outside}); write init: factory")
+    for name, param in module.named_parameters():
+        if (change := watch.change_of(param)) is not None:
+            raise JobError(f"init: meta: the factory itself changes parameters ({change} on {name}); {_ADVICE}")
     for name, inner in module.named_modules():
         owns = [*inner.named_parameters(recurse=False), *inner.named_buffers(recurse=False)]
         if owns and not callable(getattr(inner, "reset_parameters", None)):
             raise JobError(
                 f"init: meta: {name or 'the model'} ({type(inner).__name__}) has no reset_parameters, so {owns[0][0]} "
-                f"would have no value; write init: factory"
+                f"would have no value; {_ADVICE}"
             )
         real = [key for key, tensor in owns if tensor.device.type != "meta"]
         if real:
             owner = f"{name}." if name else ""
-            raise JobError(f"init: meta: {owner}{real[0]} was given values by the factory; write init: factory")
+            raise JobError(f"init: meta: {owner}{real[0]} was given values by the factory; {_ADVICE}")
     numbers = {id(inner): number for number, inner in enumerate(module.modules())}
     for inner in module.modules():
         if any(True for _ in inner.buffers(recurse=False)):
@@ -241,17 +257,31 @@ def build_on_meta(factory: Factory, seed: int) -> Built:
     return Built(module, _ResetOnDemand(module, seed, numbers))
 
 
-class _WatchWrites(TorchFunctionMode):
-    """Notices in-place changes of parameters that come from no module's own constructor or `reset_parameters`."""
+_ADVICE = "write init: factory"
+_OPERATORS = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
+_HARMLESS = {"requires_grad_", "detach_"}
 
-    outside: str | None = None
+
+class _WatchWrites(TorchFunctionMode):
+    """Notices what is written, outside of `reset_parameters`, to memory that turns out to be a parameter's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # By storage, which the tensor keeps from being reused: writing to `param.data` or to a view counts too.
+        self._changes: dict[int, tuple[str, torch.Tensor]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        writes = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
-        if writes and args and isinstance(args[0], nn.Parameter) and self.outside is None and not _in_module_reset():
-            self.outside = f"{name} on a parameter of shape {tuple(args[0].shape)}"
+        writes = name in _OPERATORS or (name.endswith("_") and not name.endswith("__") and name not in _HARMLESS)
+        target = args[0] if args else (kwargs or {}).get("tensor")  # nn.init passes it by name
+        if writes and isinstance(target, torch.Tensor) and target.is_meta and not _in_module_reset():
+            self._changes.setdefault(target.untyped_storage()._cdata, (name, target.detach()))
         return func(*args, **(kwargs or {}))
+
+    def change_of(self, param: nn.Parameter) -> str | None:
+        """What wrote to `param`; None if nothing did."""
+        found = self._changes.get(param.untyped_storage()._cdata) if param.is_meta else None
+        return found[0] if found is not None else None
 
 
 def _in_module_reset() -> bool:
@@ -264,22 +294,35 @@ def _in_module_reset() -> bool:
 
 
 def _reset(module: nn.Module, seed: int) -> dict[str, torch.Tensor]:
-    """Real values of a module's own parameters and buffers, by attribute name. The module itself stays on meta."""
+    """Real values of a module's own parameters and buffers, by attribute name. The module itself stays on meta.
+
+    Raises:
+        JobError: its `reset_parameters` leaves one of them without a value.
+    """
     params, buffers = dict(module._parameters), dict(module._buffers)
     try:
         for key, param in params.items():
             if param is not None:
-                module._parameters[key] = nn.Parameter(torch.empty_like(param, device="cpu"), param.requires_grad)
+                module._parameters[key] = nn.Parameter(_unset_like(param), param.requires_grad)
         for key, buffer in buffers.items():
             if buffer is not None:
-                module._buffers[key] = torch.empty_like(buffer, device="cpu")
+                module._buffers[key] = _unset_like(buffer)
         with _seeded(seed), torch.device("cpu"):
             module.reset_parameters()  # type: ignore[operator]
         made = {**module._parameters, **module._buffers}
+        for key, value in made.items():
+            if value is not None and value.isnan().any():
+                raise JobError(f"init: meta: {type(module).__name__}.reset_parameters leaves {key} unset; {_ADVICE}")
         return {key: value.detach() for key, value in made.items() if value is not None}
     finally:
         module._parameters.update(params)
         module._buffers.update(buffers)
+
+
+def _unset_like(tensor: torch.Tensor) -> torch.Tensor:
+    """On CPU, of NaN where there is such a number."""
+    empty = torch.empty_like(tensor, device="cpu")
+    return empty.fill_(float("nan")) if empty.is_floating_point() else empty.zero_()
 
 
 @contextmanager

@@ -55,6 +55,12 @@ class UserCodeError(ZrunError):
     exit_code = ExitCode.WORKER
 
 
+class PeerError(ZrunError):
+    """Another rank failed, and says why itself."""
+
+    exit_code = ExitCode.WORKER
+
+
 class HangError(ZrunError):
     """Ranks wait for each other."""
 

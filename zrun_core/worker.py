@@ -30,7 +30,7 @@ from zrun_core.comm import Comm, Group
 from zrun_core.config import Ref
 from zrun_core.data.loader import BatchLoader
 from zrun_core.data.order import mix
-from zrun_core.errors import ExitCode, HangError, RendezvousError, UserCodeError, ZrunError
+from zrun_core.errors import ExitCode, HangError, PeerError, RendezvousError, UserCodeError, ZrunError
 from zrun_core.events import Emitter
 from zrun_core.mesh import Mesh
 from zrun_core.optim.choose import choose
@@ -63,7 +63,8 @@ class Worker:
     def __init__(self, spec: RunSpec, rank: int) -> None:
         self.spec, self.rank = spec, rank
         self.run_dir = Path(spec.run_dir)
-        self.emitter = Emitter(spec.telemetry, rank)
+        is_heard = spec.telemetry is not None and Path(spec.telemetry).exists()  # not under torchrun, of an earlier run
+        self.emitter = Emitter(spec.telemetry if is_heard else None, rank)
         self.phase = "start"
         self._trainer: Trainer | None = None
 
@@ -187,6 +188,8 @@ class Worker:
             message = f"{first}: {rest[-1].strip()}" if rest else first
             if isinstance(error, UserCodeError):
                 kind = "user"
+            elif isinstance(error, PeerError):
+                kind = "peer"
         else:
             kind, code, text = "bug", ExitCode.WORKER, "".join(traceback.format_exception(error))
             message = f"{type(error).__name__}: {error}"

@@ -58,6 +58,7 @@ def make_sharded(
     optim: dict[str, Any] | None = None,
     shard_group: int | None = None,
     bucket: int = 1 << 14,
+    read: Callable[[str, nn.Parameter], torch.Tensor] = lambda name, param: param.detach(),
     **settings: Any,
 ) -> ShardedModel:
     rank, world_size = world()
@@ -74,7 +75,7 @@ def make_sharded(
         **settings,
     )
     mesh = Mesh.build(rank, ["host"] * world_size, shard_size)
-    return ShardedModel(model, lambda name, param: param.detach(), full, mesh, Comm(torch.device("cpu")))
+    return ShardedModel(model, read, full, mesh, Comm(torch.device("cpu")))
 
 
 def split(batch: Any, rank: int, size: int) -> Any:

@@ -16,7 +16,7 @@ from zrun_core.board import Board
 from zrun_core.comm import TrafficKey
 from zrun_core.data.batch import MicroBatch
 from zrun_core.data.loader import BatchLoader, eval_batches
-from zrun_core.errors import HangError, NumericError
+from zrun_core.errors import HangError, JobError, NumericError
 from zrun_core.events import Emitter
 from zrun_core.layout import Kind
 from zrun_core.loss import LossFunction, LossKind, compute_loss
@@ -120,6 +120,7 @@ class Trainer:
         Raises:
             UserCodeError: the user's model, loss, data or hooks raised.
             NumericError: loss scaling found no scale that does not overflow.
+            JobError: the job counts tokens, and the data has none.
         """
         if not self.module.training:
             self.module.train()
@@ -151,6 +152,11 @@ class Trainer:
                 self._clock.restart()
             if self.job.tokens is not None:
                 self._resolve()
+                if not self.total_tokens:
+                    raise JobError(
+                        "tokens: the batches hold none (no input_ids, no integer tensor of 2 or more dims): "
+                        "write steps or epochs"
+                    )
                 if self.total_tokens >= self.job.tokens:
                     return "tokens"
         return "steps"

@@ -226,6 +226,8 @@ def case_table(runs: Runs, ranks: int, tokens_per_rank: int, flops_per_token: fl
     rows = []
     for case in runs:
         records, label = good(runs, case), case.label(ranks)
+        if not runs[case]:  # not yet
+            continue
         if not records:
             rows.append([label, "FAILED", *[""] * (len(columns) - 2)])
             continue

@@ -170,6 +170,7 @@ class Trainer:
         if self.board is not None:
             self.board.step(self.num_steps)
         self.comm.drain()
+        self.comm.take_waited()  # what came before the step is not its own
         waited = dict.fromkeys(Phase, 0.0)
         sums = torch.zeros(4, dtype=torch.float64, device=self.device)  # weight, loss, samples, tokens
         self.sharded.begin_step()

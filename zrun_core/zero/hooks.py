@@ -181,9 +181,13 @@ def install(
     gatherer: Gatherer,
     reducer: Reducer,
     *,
-    watch_lookups: bool,
+    watched: Sequence[nn.Module],
 ) -> None:
-    """Connect the modules of `model` to its units."""
+    """Connect the modules of `model` to its units.
+
+    Args:
+        watched: modules where a look at a parameter is noticed; not those that are compiled.
+    """
     for module, indices, leaf in hooked:
         ModuleHooks(module, [units[i] for i in indices], leaf, gatherer, reducer)
     model.register_forward_hook(lambda *_: gatherer.settle(), always_call=True)
@@ -191,11 +195,10 @@ def install(
         if unit.trainable:
             for number, param in enumerate(unit.params):
                 param.register_post_accumulate_grad_hook(functools.partial(_take, unit, number, gatherer, reducer))
-    if watch_lookups:
-        unit_of = {id(param): unit for unit in units for param in unit.params}
-        for module in model.modules():
-            if any(id(p) in unit_of for p in module._parameters.values()):
-                module._parameters = LookedAtParameters(module._parameters, unit_of, gatherer)
+    unit_of = {id(param): unit for unit in units for param in unit.params}
+    for module in watched:
+        if any(id(p) in unit_of for p in module._parameters.values()):
+            module._parameters = LookedAtParameters(module._parameters, unit_of, gatherer)
 
 
 def _take(unit: FlatUnit, number: int, gatherer: Gatherer, reducer: Reducer, param: torch.Tensor) -> None:

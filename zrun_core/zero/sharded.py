@@ -30,7 +30,7 @@ from zrun_core.mesh import Mesh
 from zrun_core.optim.choose import Chosen
 from zrun_core.optim.sharded import ShardedOptimizer
 from zrun_core.precision import LossScaler, Precision
-from zrun_core.zero.cut import Cut, cut
+from zrun_core.zero.cut import Cut, cut, repeated_blocks
 from zrun_core.zero.gather import Gatherer, Pass
 from zrun_core.zero.hooks import install
 from zrun_core.zero.reduce import Reducer, split_group
@@ -152,10 +152,12 @@ class ShardedModel:
             _materialise(piece.params, unit)
             unit.show()
             self.units.append(unit)
-        watch_lookups = not settings.whole_blocks and split.size > 1
-        self._gatherer = Gatherer(self.units, comm, settings.prefetch, sees_lookups=watch_lookups)
+        blocks = [block for _, block in repeated_blocks(module)] if settings.whole_blocks else []
+        compiled = {id(inner) for block in blocks for inner in block.modules()}
+        watched = [inner for inner in module.modules() if id(inner) not in compiled] if split.size > 1 else []
+        self._gatherer = Gatherer(self.units, comm, settings.prefetch, sees_lookups=not compiled)
         self._reducer = Reducer(self.units, states, mesh, comm)
-        install(module, self.units, planned.hooked, self._gatherer, self._reducer, watch_lookups=watch_lookups)
+        install(module, self.units, planned.hooked, self._gatherer, self._reducer, watched=watched)
         self._trained = [unit for unit in self.units if unit.trainable]
         scratch = self._reducer.ring if self._reducer.ring.num_bytes else Ring(0, comm.device)
         decays = [None, 0.0] if settings.no_decay else [None]

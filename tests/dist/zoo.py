@@ -540,3 +540,33 @@ def smooth(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     loss = model(**{**batch, "x": x})
     (slope,) = torch.autograd.grad(loss, x, create_graph=True)
     return loss + (len(x) * slope).square().sum(-1).sqrt().mean()
+
+
+# Hooks
+
+GENERATED: list[Any] = []
+
+
+def generate(context: Any) -> None:
+    """Greedy text, longer on the first rank."""
+    with context.gathered() as model:
+        ids = torch.tensor([[1]])
+        for _ in range(7 if context.is_main else 2):
+            ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
+    GENERATED.append(ids[0].tolist())
+
+
+def halve(context: Any) -> None:
+    with context.gathered() as model:
+        with context.gathered():  # a helper that does not know where it is called from
+            model.last.weight.mul_(0.25)
+        model.last.weight.mul_(2.0)
+
+
+def overwrite(context: Any) -> None:
+    with context.gathered() as model:
+        model.last.weight.fill_(0.25)
+
+
+def peek(context: Any) -> None:
+    GENERATED.append(float(context.model.mix.weight.sum()))

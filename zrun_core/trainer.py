@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -65,16 +65,38 @@ class Parts:
 
 @dataclass(frozen=True)
 class _Pending:
-    """A step that was issued. On a GPU its numbers are read when the next one is, so that the device never idles."""
+    """A step that was issued. On a GPU its numbers are read when the next one is, so that the device never idles.
+
+    Attributes:
+        numbers: float64 on the host; there once `arrived` has happened.
+    """
 
     step: int
     lr: float
-    result: StepResult
-    scale: torch.Tensor
+    numbers: torch.Tensor
+    arrived: torch.cuda.Event | None
     clock: Any
     waited: Mapping[Phase, float]
     sent: Mapping[TrafficKey, int]
     flops: float
+
+    def read(self) -> _Numbers:
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return _Numbers(*self.numbers.tolist())
+
+
+class _Numbers(NamedTuple):
+    """What a step came to, over all ranks."""
+
+    weight: float
+    loss: float  # summed
+    samples: float
+    tokens: float
+    grad_norm: float
+    skipped: float
+    agreed: float
+    scale: float
 
 
 class Trainer:
@@ -193,10 +215,21 @@ class Trainer:
         waited[Phase.OPTIM] += self.comm.take_waited()
         flops = (self._flops_per_sample or 0.0) * sum(micro.num_samples for micro in micro_batches)
         self._pending = _Pending(
-            self.num_steps, lr, result, scale, self._clock.restart(), waited, self.comm.drain(), flops
+            self.num_steps, lr, *self._to_host(result, scale), self._clock.restart(), waited, self.comm.drain(), flops
         )
-        if self.device.type != "cuda":
+        if self.device.type != "cuda" or self.parts.on_step is not None:  # the hook is called between two steps
             self._resolve()
+
+    def _to_host(self, result: StepResult, scale: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+        """`_Numbers` as one tensor on its way to the host, and when it is there."""
+        single = torch.stack([t.double() for t in (result.grad_norm, result.skipped, result.agreed, scale)])
+        numbers = torch.cat([result.sums, single])
+        if self.device.type != "cuda":
+            return numbers, None
+        numbers = numbers.to("cpu", non_blocking=True)  # to pinned memory, after this step and before the next one
+        arrived = torch.cuda.Event()
+        arrived.record()
+        return numbers, arrived
 
     def _forward(self, micro: MicroBatch, sums: torch.Tensor) -> torch.Tensor:
         """The micro-batch's contribution to the loss, to be differentiated. Adds its numbers to `sums`.
@@ -235,32 +268,42 @@ class Trainer:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        weight, total, samples, tokens = pending.result.sums.tolist()
-        skipped = bool(pending.result.skipped)
-        if not bool(pending.result.agreed):
+        with self._waiting():
+            numbers = pending.read()
+        if not numbers.agreed:
             raise HangError(
                 f"step {pending.step}: ranks gathered different modules; name the module that chooses between them in "
                 "zero.leaf, so that it is handled as a whole"
             )
-        self.loss = total / weight if weight else float("nan")
-        self.total_samples += int(samples)
-        self.total_tokens += int(tokens)
+        skipped = bool(numbers.skipped)
+        self.loss = numbers.loss / numbers.weight if numbers.weight else float("nan")
+        self.total_samples += int(numbers.samples)
+        self.total_tokens += int(numbers.tokens)
         self.num_skips += skipped
         self.num_updates += not skipped
-        self._skips_in_a_row = self._skips_in_a_row + 1 if skipped and weight else 0
+        self._skips_in_a_row = self._skips_in_a_row + 1 if skipped and numbers.weight else 0
         for key, sent in pending.sent.items():
             self._traffic_bytes[key.kind] = self._traffic_bytes.get(key.kind, 0) + sent
-        self._emit_step(pending, skipped, samples, tokens)
+        self._emit_step(pending, numbers)
         if self._skips_in_a_row >= self.job.precision.loss_scale.max_skips:
             raise NumericError(
                 f"step {pending.step}: {self._skips_in_a_row} steps in a row overflowed, down to a loss scale of "
-                f"{float(pending.scale):g}; write precision: bf16, or lower optim.lr"
+                f"{numbers.scale:g}; write precision: bf16, or lower optim.lr"
             )
         if self.parts.on_step is not None:
             with user_code("hooks.on_step failed"):
                 self.parts.on_step(self._context())
 
-    def _emit_step(self, pending: _Pending, skipped: bool, samples: float, tokens: float) -> None:
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """The host waits for the device, which may wait for other ranks: the watchdog looks after it."""
+        if self.board is not None:
+            self.board.waiting(True)
+        yield
+        if self.board is not None:
+            self.board.waiting(False)
+
+    def _emit_step(self, pending: _Pending, numbers: _Numbers) -> None:
         step_s, split = self._clock.read(pending.clock, dict(pending.waited))
         tflops = pending.flops / step_s / 1e12 if pending.flops else None
         if self.is_main:
@@ -269,18 +312,18 @@ class Trainer:
                 step=pending.step,
                 loss=self.loss,
                 lr=pending.lr,
-                grad_norm=float(pending.result.grad_norm),
-                loss_scale=float(pending.scale) if self.sharded.scaler.enabled else None,
-                skipped=skipped,
+                grad_norm=numbers.grad_norm,
+                loss_scale=numbers.scale if self.sharded.scaler.enabled else None,
+                skipped=bool(numbers.skipped),
                 skips=self.num_skips,
-                samples=int(samples),
-                tokens=int(tokens),
+                samples=int(numbers.samples),
+                tokens=int(numbers.tokens),
                 total_samples=self.total_samples,
                 total_tokens=self.total_tokens,
                 epoch=self.loader.epoch,
                 step_s=step_s,
-                samples_per_s=samples / step_s,
-                tokens_per_s=tokens / step_s,
+                samples_per_s=numbers.samples / step_s,
+                tokens_per_s=numbers.tokens / step_s,
                 tflops=tflops,
                 mfu=tflops * 1e12 / self._peak_flops if tflops and self._peak_flops else None,
                 split=split,

@@ -36,7 +36,7 @@ from zrun_core.zero.hooks import install
 from zrun_core.zero.reduce import Reducer, split_group
 from zrun_core.zero.unit import FlatUnit, page_pool
 
-_NORM_CHUNK = 1 << 20  # elements that are cast at a time: they stay in cache
+_NORM_CHUNK = 1 << 20  # elements that a CPU casts at a time: they stay in cache
 
 
 @dataclass(frozen=True)
@@ -235,12 +235,13 @@ class ShardedModel:
 
     def _square_norm(self) -> torch.Tensor:
         """This rank's part of the squared norm of the gradient, float64: each element counts once over all ranks."""
-        total = torch.zeros((), dtype=torch.float64, device=self.comm.device)
-        copies = self.mesh.replicate.size if self._trained and self._trained[0].split is self.mesh.shard else 1
-        for unit in self._trained:
-            for chunk in unit.norm_part().split(_NORM_CHUNK):
-                total += torch.linalg.vector_norm(chunk.float()).double() ** 2
-        return total / copies
+        copies = self.mesh.replicate.size if self._trained[0].split is self.mesh.shard else 1
+        parts = [unit.norm_part() for unit in self._trained]
+        if self.comm.device.type == "cpu":
+            norms = [torch.linalg.vector_norm(chunk.float()) for part in parts for chunk in part.split(_NORM_CHUNK)]
+        else:
+            norms = [torch.linalg.vector_norm(part, dtype=torch.float32) for part in parts]
+        return torch.stack(norms).double().square().sum() / copies
 
     def _got_anywhere(self, got_here: bytes, counts: torch.Tensor) -> list[bytes]:
         """By unit, which parameters got a gradient on any rank. The host reads `counts` only if some got none here."""

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from table import render
+from render import render
 
 if TYPE_CHECKING:
     import torch

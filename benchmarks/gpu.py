@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from table import render
+from render import render
 
 SIZES = ("124m", "1.5b")
 OUT_OF_MEMORY = 42  # exit code of a child: try a smaller batch

@@ -9,6 +9,7 @@ from typing import Any
 
 from cases import TRAIN, Case
 from launch import LEAST_CLEAN, Record
+from render import render
 
 Runs = Mapping[Case, Sequence[Record]]  # each record has `round` from 0, and `error` or what `launch.run` returns
 
@@ -198,19 +199,6 @@ def verdicts(runs: Runs, size: str, ranks: int) -> list[Verdict]:
 
 
 # Text
-
-
-def render(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of text: the first column to the left, the others to the right."""
-    table = [list(columns), *map(list, rows)]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-
-    def line(row: Sequence[str]) -> str:
-        first, *others = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        return "  ".join([row[0].ljust(len(first)), *others]).rstrip()
-
-    head, *body = map(line, table)
-    return "\n".join([head, "-" * len(head), *body])
 
 
 def number(value: float | None, digits: str) -> str:

@@ -15,6 +15,7 @@ sys.path.append(str(BENCHMARKS))  # as Python does for its scripts
 
 import gpu  # noqa: E402
 import launch  # noqa: E402
+import render  # noqa: E402
 import step  # noqa: E402
 import systems  # noqa: E402
 import table  # noqa: E402
@@ -134,7 +135,7 @@ def test_ranks_are_reduced_to_the_slowest_and_disturbed_steps_left_out() -> None
 
 
 def test_tables_are_aligned() -> None:
-    assert table.render(("name", "n"), [("a", "1"), ("long", "10")]).splitlines() == [
+    assert render.render(("name", "n"), [("a", "1"), ("long", "10")]).splitlines() == [
         "name   n",
         "--------",
         "a      1",
@@ -177,3 +178,9 @@ def test_help(name: str) -> None:
         [sys.executable, str(BENCHMARKS / f"{name}.py"), "--help"], capture_output=True, text=True, check=True
     )
     assert f"python benchmarks/{name}.py" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["comm", "gpu"])
+def test_runs_where_zrun_is_not_installed(name: str) -> None:
+    code = f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r}); sys.modules['zrun'] = None; import {name}"
+    subprocess.run([sys.executable, "-c", code], check=True)

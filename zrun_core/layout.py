@@ -224,17 +224,21 @@ class StatePolicy:
 
         What leaves is the unit's whole gradient, which lives here only if gradients are sharded; what arrives is
         `arrival_shards` shards (one per peer where ranks exchange directly, one where the backend sums). Lasting and
-        persistent units fill up while others come and go.
+        persistent units fill up while others come and go. The update casts one unit's gradient to fp32 in the same
+        room, once all reductions are over.
         """
         leaving = Sharded.GRADIENT in self.zero.sharded
         passing: dict[UnitLayout, int] = {}
-        lasting = 0
+        lasting = cast = 0
         for unit in units:
-            if unit.trainable:
+            if unit.trainable and self.reduce_dtype != torch.float32:
+                start, stop = self.owned_range(unit, 0)
+                cast = max(cast, 4 * (stop - start))
+            if unit.trainable and unit.num_shards > 1:
                 passing[unit] = unit.padded_numel * leaving + unit.shard_numel * arrival_shards
                 lasting += unit.padded_numel * leaving * (unit.lasting or unit.persistent)
         on_its_way = max(passing.values(), default=0)
-        return (_most_together(passing) + on_its_way + lasting) * self.reduce_dtype.itemsize
+        return max((_most_together(passing) + on_its_way + lasting) * self.reduce_dtype.itemsize, cast)
 
 
 def _most_together(sizes: Mapping[UnitLayout, int]) -> int:

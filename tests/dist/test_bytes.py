@@ -99,7 +99,12 @@ def everything(stage: int, options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("options", [{}, {"precision": "bf16"}, {"precision": "fp16"}, {"persist_below": 300}])
+REDUCE_COMPUTE = {"compute": "bf16", "reduce": "compute"}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"precision": "bf16"}, {"precision": "fp16"}, {"precision": REDUCE_COMPUTE}, {"persist_below": 300}]
+)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_what_is_planned_is_what_is_allocated(ranks, world_size, options):
     for stage in range(4):

@@ -22,11 +22,15 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def unit(
-    *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, num_shards: int = 2, **options: bool
+    *shapes: tuple[int, ...],
+    name: str = "unit",
+    dtype: torch.dtype = torch.float32,
+    num_shards: int = 2,
+    trainable: bool = True,
+    **options: bool,
 ) -> UnitLayout:
     params = [(f"p{number}", torch.empty(shape, device="meta"), 0) for number, shape in enumerate(shapes)]
-    options = {"trainable": True, **options}
-    return lay_out("unit", params, dtype=dtype, num_shards=num_shards, **options)
+    return lay_out(name, params, dtype=dtype, num_shards=num_shards, trainable=trainable, **options)
 
 
 def policy(stage: int, reduce_dtype: torch.dtype = torch.float32, moments: int = 2) -> StatePolicy:
@@ -153,16 +157,18 @@ def test_padding_has_no_moments_and_persistent_units_stay_whole():
 
 
 def test_the_gather_ring_holds_the_unit_in_use_and_those_ahead():
-    units = [unit((pages, 1024), num_shards=2) for pages in (2, 8, 4)]  # 1, 4 and 2 foreign pages
+    units = [unit((pages, 1024), name=f"u{pages}") for pages in (2, 8, 4)]  # 1, 4 and 2 foreign pages
     ring = [policy(3).gather_ring_bytes(units, prefetch) // PAGE_BYTES for prefetch in range(4)]
     assert ring == [4, 7, 7, 7], "never more than all of them"
     lasting = [*units, unit((6, 1024), num_shards=2, lasting=True)]
     assert policy(3).gather_ring_bytes(lasting, 0) // PAGE_BYTES == 4 + 3
     assert [policy(stage).gather_ring_bytes(units, 1) for stage in range(3)] == [0, 0, 0]
+    frozen = unit((6, 1024), name="u8", trainable=False)  # of the same modules as the largest: in use together
+    assert policy(3).gather_ring_bytes([*units, frozen], 0) // PAGE_BYTES == 4 + 3
 
 
 def test_the_reduce_ring_holds_two_units_leaving_and_arriving():
-    units = [unit((pages, 1024), num_shards=4) for pages in (4, 8)]  # shards of 1 and 2 pages
+    units = [unit((pages, 1024), name=f"u{pages}", num_shards=4) for pages in (4, 8)]  # shards of 1 and 2 pages
     kept, sharded = policy(1).reduce_ring_bytes(units, 3), policy(2).reduce_ring_bytes(units, 3)
     assert kept == 2 * 3 * 2 * PAGE_BYTES
     assert sharded == 2 * (8 + 3 * 2) * PAGE_BYTES
@@ -171,3 +177,13 @@ def test_the_reduce_ring_holds_two_units_leaving_and_arriving():
     assert policy(2).reduce_ring_bytes([*units, *frozen], 3) == sharded
     lasting = [unit((4, 1024), num_shards=4, lasting=True)]
     assert policy(2).reduce_ring_bytes([*units, *lasting], 3) == sharded + 4 * PAGE_BYTES
+
+
+def test_the_update_casts_a_units_gradient_in_the_same_ring():
+    alone, units = (
+        unit((8, 1024), num_shards=1),
+        [unit((pages, 1024), name=f"u{pages}", num_shards=4) for pages in (4, 8)],
+    )
+    assert policy(2).reduce_ring_bytes([alone], 0) == 0, "fp32 gradients are used as they are"
+    assert policy(2, torch.bfloat16).reduce_ring_bytes([alone], 0) == 8 * PAGE_BYTES
+    assert policy(0, torch.bfloat16).reduce_ring_bytes(units, 1) == 8 * PAGE_BYTES, "more than the reductions need"

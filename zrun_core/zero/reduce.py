@@ -50,7 +50,7 @@ class Reducer:
         self._order_is_learnt = False
         self._arrival_shards = comm.arrival_shards(self._split) if self._split.size > 1 else 0
         num_bytes = policy.reduce_ring_bytes([unit.layout for unit in self._order], self._arrival_shards)
-        self.ring = Ring(num_bytes if self._split.size > 1 else 0, comm.device)
+        self.ring = Ring(num_bytes, comm.device)
         self._in_flight: deque[_InFlight] = deque()
         self._missing: dict[int, set[int]] = {}  # unit index -> parameters whose gradients have not come in this pass
         self._complete: set[int] = set()  # indices of units that expect no more gradients in this pass

@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from zrun_core.arena import Ring
 from zrun_core.comm import Comm, Phase, slice_start
 from zrun_core.layout import Buffer, Kind, Sharded, StatePolicy, UnitLayout, ZeroPolicy
 from zrun_core.mesh import Mesh
@@ -112,9 +111,8 @@ def planned_memory(layouts: Sequence[UnitLayout], settings: Settings, index: int
     states, account = settings.states, MemoryAccount()
     for layout in layouts:
         account.add(states.buffers(layout, index))
-    if layouts and layouts[0].num_shards > 1:
-        rings = states.gather_ring_bytes(layouts, settings.prefetch) + states.reduce_ring_bytes(layouts, arrival_shards)
-        account.add([Buffer("rings", Kind.RING, rings)])
+    rings = states.gather_ring_bytes(layouts, settings.prefetch) + states.reduce_ring_bytes(layouts, arrival_shards)
+    account.add([Buffer("rings", Kind.RING, rings)])
     return account
 
 
@@ -140,8 +138,7 @@ class ShardedModel:
         split = split_group(mesh, states)
         planned = plan_cut(module, settings, split.size)
         self.layouts = [unit.layout for unit in planned.units]
-        ring_bytes = states.gather_ring_bytes(self.layouts, settings.prefetch) if split.size > 1 else 0
-        self._pool = page_pool(comm.device, ring_bytes)
+        self._pool = page_pool(comm.device, states.gather_ring_bytes(self.layouts, settings.prefetch))
         self.units: list[FlatUnit] = []
         for number, piece in enumerate(planned.units):
             unit = FlatUnit(
@@ -159,9 +156,8 @@ class ShardedModel:
         self._reducer = Reducer(self.units, states, mesh, comm)
         install(module, self.units, planned.hooked, self._gatherer, self._reducer, watched=watched)
         self._trained = [unit for unit in self.units if unit.trainable]
-        scratch = self._reducer.ring if self._reducer.ring.num_bytes else Ring(0, comm.device)
         decays = [None, 0.0] if settings.no_decay else [None]
-        self.optimizer = ShardedOptimizer(self.units, settings.optimizer, decays, scratch)
+        self.optimizer = ShardedOptimizer(self.units, settings.optimizer, decays, self._reducer.ring)
         self.scaler = LossScaler(settings.precision, comm.device)
         self._never: set[str] | None = None
 

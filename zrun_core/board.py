@@ -24,6 +24,10 @@ _HISTORY = 32  # last collectives of each kind that are remembered
 _NAME_BYTES = 88
 _ENTRY = struct.Struct(f"<Q{_NAME_BYTES}s")  # number from 1, name
 _HEADER = struct.Struct("<QQQ")  # step, 1 while waiting, number of waits
+_ADVICE = (
+    "Some modules ran on one rank only: name the module that chooses between them in zero.leaf, so that it is handled "
+    "as a whole"
+)
 assert _HEADER.size + len(_KINDS) * _HISTORY * _ENTRY.size <= _PAGE
 
 
@@ -95,9 +99,21 @@ class Board:
                     if mine[number] != theirs[number]:
                         return (
                             f"ranks disagree on {kind} {number} of step {self._step}: rank {self.rank} is at "
-                            f"{mine[number]!r}, rank {peer} at {theirs[number]!r}. Some modules ran on one rank only: "
-                            f"name the module that chooses between them in zero.leaf, so that it is handled as a whole"
+                            f"{mine[number]!r}, rank {peer} at {theirs[number]!r}. {_ADVICE}"
                         )
+        return None
+
+    def stalemate(self) -> str | None:
+        """What one rank is waiting for and another never came to, in words. Meant for when all ranks have stopped."""
+        for kind in _KINDS:
+            last = [max(self.history(rank, kind), default=0) for rank in range(self.world_size)]
+            ahead, behind = last.index(max(last)), last.index(min(last))
+            if last[ahead] != last[behind]:
+                name = self.history(ahead, kind)[last[ahead]]
+                return (
+                    f"all ranks wait in step {self._step}: rank {ahead} for {kind} {last[ahead]}, {name!r}, to which "
+                    f"rank {behind} does not come. {_ADVICE}"
+                )
         return None
 
 
@@ -114,13 +130,21 @@ class Watchdog:
         self._thread.start()
 
     def _watch(self) -> None:
-        since, last, seen = time.monotonic(), -1, None
+        board = self._board
+        since = stopped_since = time.monotonic()
+        last, everyone, seen = -1, [(0, False, 0)], None
         while not self._closed.wait(self._patience_s / 4):
-            _, waiting, num_waits = self._board.state(self._board.rank)
+            now = time.monotonic()
+            states = [board.state(rank) for rank in range(board.world_size)]
+            if states != everyone or not all(waiting for _, waiting, _ in states):
+                stopped_since, everyone = now, states
+            _, waiting, num_waits = states[board.rank]
             if not waiting or num_waits != last:
-                since, last = time.monotonic(), num_waits
-            elif time.monotonic() - since > self._patience_s:
-                text = self._board.disagreement()
+                since, last = now, num_waits
+            elif now - since > self._patience_s:
+                text = board.disagreement()
+                if text is None and now - stopped_since > 4 * self._patience_s:  # no message takes that long
+                    text = board.stalemate()
                 if text is not None and text == seen:  # twice: the other rank may have been writing
                     self._stop(HangError(text))
                 seen = text

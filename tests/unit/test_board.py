@@ -111,3 +111,19 @@ def test_a_disagreement_that_is_gone_at_the_second_look_was_half_written(boards,
     time.sleep(0.15)
     watchdog.close()
     assert not stopped.errors
+
+
+def test_the_watchdog_stops_ranks_that_all_wait_for_different_things(boards):
+    stopped = Stopped()
+    boards[1].issue("all_gather", "extra")
+    for board in boards:
+        board.issue("small", "evaluation")
+    boards[1].waiting(True)
+    boards[2].waiting(True)
+    watchdog = Watchdog(boards[2], stopped, patience_s=0.02)
+    time.sleep(0.3)
+    assert not stopped.errors, "the first rank still works"
+    boards[0].waiting(True)
+    assert stopped.event.wait(5)
+    watchdog.close()
+    assert "rank 1 for all_gather 1, 'extra', to which rank 0 does not come" in str(stopped.errors[0])

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from zrun_core.errors import JobError
 from zrun_core.layout import UnitLayout, lay_out
 
 
@@ -77,6 +78,15 @@ def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _matches(patterns: Sequence[str], name: str) -> bool:
     return any(re.fullmatch(pattern, name) for pattern in patterns)
+
+
+def _check_used(key: str, patterns: Sequence[str], model: nn.Module) -> None:
+    names = [name for name, _ in model.named_modules() if name]
+    for pattern in patterns:
+        if not any(_matches([pattern], name) for name in names):
+            near = next((name for name in names if re.search(pattern, name)), None)
+            hint = f"part of {near!r} does: write .*{pattern}.*" if near else f"names are like {', '.join(names[:3])}"
+            raise JobError(f"{key}: {pattern!r} matches no module's whole name; {hint}")
 
 
 class _Cutter:
@@ -175,7 +185,12 @@ def cut(
         whole_blocks: never cut inside a repeated block, whatever its size.
         persist_below: parameters of fewer bytes go to units that stay whole.
         group_of: optimizer group of a parameter name.
+
+    Raises:
+        JobError: a regex of `unit_names` or `leaf_names` matches no module.
     """
+    _check_used("zero.units", unit_names, model)
+    _check_used("zero.leaf", leaf_names, model)
     params = dict(model.named_parameters())  # a tied parameter appears once, under its first name
     in_fp32 = _of_running_norms(model)
     dtypes = {name: torch.float32 if id(param) in in_fp32 else dtype for name, param in params.items()}

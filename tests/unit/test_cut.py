@@ -94,7 +94,7 @@ def test_the_bucket_is_in_bytes_of_the_compute_dtype():
 
 def test_small_models_are_one_unit_and_long_runs_are_named_by_their_ends():
     assert names(cut_of(nn.Linear(4, 4))) == ["model"]
-    assert names(cut_of(nn.Sequential(*[nn.Linear(4, 4) for _ in range(9)]), 400)) == ["{0..4}", "{5..8}"]
+    assert names(cut_of(nn.Sequential(*[nn.Linear(4, 4) for _ in range(9)]), 400)) == ["{0..4}", "{5,6,7,8}"]
 
 
 def test_repeated_blocks_are_the_outermost_composites():
@@ -119,12 +119,13 @@ def test_unit_and_leaf_patterns_match_whole_names():
 
 
 @pytest.mark.parametrize(
-    ("pattern", "hint"), [("up", r"part of 'blocks.0.up' does: write .\*up.\*"), ("experts", "names are like embed, blocks")]
-)  # fmt: skip
+    ("pattern", "hint"),
+    [("up", r"part of 'blocks.0.up' does: write .\*up.\*"), ("experts", "names are like embed, blocks")],
+)
 def test_a_pattern_without_a_module_is_refused(pattern, hint):
     with pytest.raises(JobError, match=f"zero.leaf: '{pattern}' matches no module's whole name; {hint}"):
         cut_of(Net(), leaf_names=[pattern])
-    with pytest.raises(JobError, match="zero.units"):
+    with pytest.raises(JobError, match=r"zero\.units"):
         cut_of(Net(), unit_names=[pattern])
 
 

@@ -12,6 +12,7 @@ No module is wrapped and no forward is replaced: hooks and parameters are all th
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -94,6 +95,12 @@ class ModuleHooks:
         # Also when the module raises: a checkpoint's recomputation stops that way.
         module.register_forward_hook(self._after, with_kwargs=True, always_call=True)
 
+    def __deepcopy__(self, memo: Any) -> ModuleHooks:
+        """A copy of the user's module is a plain module: its hooks have nothing to do."""
+        hooks = copy.copy(self)
+        hooks._units = hooks._freed = []
+        return hooks
+
     def _before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         for unit in self._units:
             self._gatherer.enter(unit)
@@ -158,6 +165,10 @@ class LookedAtParameters(dict[str, Any]):
     def __init__(self, original: Mapping[str, Any], unit_of: Mapping[int, FlatUnit], gatherer: Gatherer) -> None:
         super().__init__(original)
         self._unit_of, self._gatherer = unit_of, gatherer
+
+    def __reduce__(self) -> tuple[type, tuple[dict[str, Any]]]:
+        """Copies are plain dictionaries, as the copied module's parameters are no unit's."""
+        return dict, (dict(super().items()),)
 
     def _look(self, param: Any) -> Any:
         if self._gatherer.active and param is not None and (unit := self._unit_of.get(id(param))) is not None:

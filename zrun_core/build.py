@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 from torch.overrides import TorchFunctionMode
 
 from zrun_core.comm import Comm, Group
@@ -50,10 +51,12 @@ def check(module: nn.Module) -> None:
     """Refuse what flat units cannot hold.
 
     Raises:
-        UserCodeError: a parameter that is not a floating-point number, or none at all, or nothing to train.
+        UserCodeError: a parameter without a shape, or that is not a floating-point number; or nothing to train.
     """
     params = list(module.named_parameters())
     for name, param in params:
+        if isinstance(param, UninitializedParameter):
+            raise UserCodeError(f"parameter {name} has no shape yet: run a sample through the model in its factory")
         if not param.is_floating_point():
             raise UserCodeError(f"parameter {name} is {param.dtype}: parameters must be floating; make it a buffer")
     if not any(param.requires_grad for _, param in params):

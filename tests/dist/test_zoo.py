@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pool
 import pytest
 import torch
 import zoo
@@ -23,7 +22,6 @@ from zrun_core.parallelize import shard_size
 from zrun_core.spec import LaunchPlan, RankPlace, RunSpec, resolve_batch
 from zrun_core.worker import Worker
 
-pool.TIMEOUT_S = 150.0
 HERE = Path(__file__).parent
 STEPS, GLOBAL = 4, 8
 Run = dict[str, Any]
@@ -204,7 +202,7 @@ def test_losses_are_those_of_a_plain_loop(ranks, tmp_path, name, stage):
     same(run["step"], plain_losses(name))
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 2])
 @pytest.mark.parametrize("name", ["experts", "experts without calls", "branch", "re-entered"])
 def test_ranks_may_run_different_modules_where_parameters_are_not_sharded(ranks, tmp_path, name, stage):
     keys = keys_of(name, stage)
@@ -269,7 +267,7 @@ def test_one_rank_cuts_as_it_likes(tmp_path):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("name", ["channels last", "tied", "torch encoder"])
+@pytest.mark.parametrize("name", ["channels last", "torch encoder"])
 def test_evaluation_uses_the_first_ranks_buffers_and_changes_nothing(ranks, tmp_path, name, stage):
     keys, options = CASES[name]
     loss_of = in_zoo(keys["loss"]) if "loss" in keys else None
@@ -291,8 +289,7 @@ def train_with_hook(keys: dict[str, Any], run_dir: str, want_state: bool = False
     return {**train(keys, run_dir, want_state), "generated": list(zoo.GENERATED)}
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("stage", "precision"), [(0, "bf16"), (1, "fp32"), (2, "bf16"), (3, "fp32"), (3, "bf16")])
 def test_ranks_generate_texts_of_different_lengths(ranks, tmp_path, stage, precision):
     keys = keys_of("tied", stage, precision=precision)
     silent = ranks(2).run(train, keys, str(tmp_path))[0]["step"]
@@ -315,6 +312,23 @@ def test_what_a_hook_writes_is_trained_on(ranks, tmp_path, stage):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_copy_of_the_model_is_a_plain_module(ranks, tmp_path, stage):
+    keys = keys_of("detached", stage, hooks={"on_step": "zoo.py:keep_copy"})
+    expected: list[float] = []
+    batch = torch.utils.data.default_collate([zoo.vectors()[i] for i in range(4)])
+
+    def measure(model: nn.Module) -> None:
+        grads = torch.autograd.grad(model(**batch), list(model.parameters()))
+        expected.append(sum(float(p.square().sum() + g.sum()) for p, g in zip(model.parameters(), grads, strict=True)))
+
+    losses, _ = plain(zoo.Detached, zoo.vectors(), after=measure)
+    runs = ranks(2).run(train_with_hook, keys, str(tmp_path))
+    same(runs[0]["step"], losses)
+    for run in runs:
+        assert run["generated"] == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_what_a_hook_writes_stays_in_bf16(ranks, tmp_path, stage):
     keys = keys_of("detached", stage, precision="bf16", hooks={"on_step": "zoo.py:overwrite"})
     for run in ranks(2).run(train, keys, str(tmp_path), True):
@@ -331,8 +345,8 @@ def test_a_stale_parameter_cannot_be_mistaken_for_a_true_one(ranks, tmp_path, st
 # Recomputation and compilation
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("checkpoint", ["full", "every_n", "selective"])
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("checkpoint", ["every_n", "selective"])
 @pytest.mark.parametrize("name", ["tied", "torch encoder"])
 def test_recomputing_changes_nothing(ranks, tmp_path, name, checkpoint, stage):
     keys = keys_of(name, stage, activations={"checkpoint": checkpoint})
@@ -340,7 +354,6 @@ def test_recomputing_changes_nothing(ranks, tmp_path, name, checkpoint, stage):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a compiler")
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("name", ["functional tie"])
-def test_compiled_blocks_compute_the_same(ranks, tmp_path, name, stage):
-    same(ranks(2).run(train, keys_of(name, stage, compile=True), str(tmp_path))[0]["step"], plain_losses(name))
+def test_compiled_blocks_compute_the_same(ranks, tmp_path):
+    keys = keys_of("functional tie", 3, compile=True)
+    same(ranks(2).run(train, keys, str(tmp_path))[0]["step"], plain_losses("functional tie"))

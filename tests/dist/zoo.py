@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -561,6 +562,14 @@ def halve(context: Any) -> None:
         with context.gathered():  # a helper that does not know where it is called from
             model.last.weight.mul_(0.25)
         model.last.weight.mul_(2.0)
+
+
+def keep_copy(context: Any) -> None:
+    with context.gathered() as model:
+        kept = copy.deepcopy(model)
+    batch = torch.utils.data.default_collate([vectors()[i] for i in range(4)])
+    kept(**batch).backward()
+    GENERATED.append(sum(float(p.square().sum() + p.grad.sum()) for p in kept.parameters()))
 
 
 def overwrite(context: Any) -> None:

@@ -66,14 +66,11 @@ class LossScaler:
         if not self.enabled:
             return
         config = self._config
-        self._bad = torch.where(overflow, self._bad + 1, 0)
-        self._good = torch.where(overflow, 0, self._good + 1)
-        shrinks = self._bad >= config.hysteresis
-        grows = self._good >= config.window
-        factor = torch.where(shrinks, 0.5, torch.where(grows, 2.0, 1.0))
+        bad, good = (self._bad + 1) * overflow, (self._good + 1) * ~overflow
+        shrinks, grows = bad >= config.hysteresis, good >= config.window  # never both
+        factor = 1.0 + 1.0 * grows - 0.5 * shrinks
         self.scale = (self.scale * factor).clamp(config.min, _LARGEST_SCALE)
-        self._bad = torch.where(shrinks, 0, self._bad)
-        self._good = torch.where(grows, 0, self._good)
+        self._bad, self._good = bad * ~shrinks, good * ~grows
 
     def state_dict(self) -> dict[str, float]:
         return {"scale": float(self.scale), "good": int(self._good), "bad": int(self._bad)}

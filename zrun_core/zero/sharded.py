@@ -225,7 +225,7 @@ class ShardedModel:
                     grad_scale = None if float(divisor) == 1.0 else divisor
                     self.optimizer.step(lr, got, grad_scale, None)
             else:
-                self.optimizer.step(lr, got, torch.where(skipped, 1.0, divisor), skipped.float())
+                self.optimizer.step(lr, got, divisor.masked_fill(skipped, 1.0), skipped.float())
         for unit in self._trained:
             unit.mark_stale()
 

@@ -319,7 +319,9 @@ def test_a_copy_of_the_model_is_a_plain_module(ranks, tmp_path, stage):
 
     def measure(model: nn.Module) -> None:
         grads = torch.autograd.grad(model(**batch), list(model.parameters()))
-        expected.append(sum(float(p.square().sum() + g.sum()) for p, g in zip(model.parameters(), grads, strict=True)))
+        expected.append(
+            sum((p.square().sum() + g.sum()).item() for p, g in zip(model.parameters(), grads, strict=True))
+        )
 
     losses, _ = plain(zoo.Detached, zoo.vectors(), after=measure)
     runs = ranks(2).run(train_with_hook, keys, str(tmp_path))

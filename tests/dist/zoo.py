@@ -569,7 +569,7 @@ def keep_copy(context: Any) -> None:
         kept = copy.deepcopy(model)
     batch = torch.utils.data.default_collate([vectors()[i] for i in range(4)])
     kept(**batch).backward()
-    GENERATED.append(sum(float(p.square().sum() + p.grad.sum()) for p in kept.parameters()))
+    GENERATED.append(sum((p.square().sum() + p.grad.sum()).item() for p in kept.parameters()))
 
 
 def overwrite(context: Any) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from toys import Net, data, full_state, make_sharded, train_plain, train_sharded, world
+
+from zrun_core.errors import UserCodeError
 
 
 def build() -> Net:
@@ -80,12 +84,11 @@ def nested(stage: int) -> tuple[bool, str]:
         with sharded.gathered():
             pass
         still_whole = bool(torch.isfinite(outer.last.weight).all())
-    try:
-        with sharded.forward(), sharded.gathered():
-            pass
-    except Exception as error:
-        return still_whole, str(error)
-    return still_whole, ""
+    with sharded.forward(), pytest.raises(UserCodeError) as caught, sharded.gathered():
+        pass
+    with sharded.evaluation():  # what is under way arrives
+        pass
+    return still_whole, str(caught.value)
 
 
 def test_gathered_nests_and_refuses_to_interrupt_a_forward(ranks):
@@ -117,3 +120,33 @@ def train_empty(stage: int) -> list[float]:
 def test_parameters_without_elements(ranks, stage):
     plain = train_plain(build(), data(4))
     assert ranks(2).run(train_empty, stage)[0] == pytest.approx(plain, abs=2e-6)
+
+
+def raise_once(stage: int) -> list[float]:
+    """A forward that raises in the second step, after some units were gathered; the step is then made again."""
+    sharded, batches = make_sharded(build(), stage), data(4)
+
+    def failing(model: nn.Module, batch: Any) -> torch.Tensor:
+        model.blocks[1](model.first(batch[0]))
+        raise ValueError("mine")
+
+    losses = train_sharded(sharded, batches[:1])
+    with pytest.raises(ValueError, match="mine"):
+        train_sharded(sharded, batches[1:2], loss_of=failing)
+    return losses + train_sharded(sharded, batches[1:])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_step_can_be_made_again_after_the_users_code_raised(ranks, stage):
+    plain = train_plain(build(), data(4))
+    assert ranks(2).run(raise_once, stage)[0] == pytest.approx(plain, abs=2e-6)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_model_that_nobody_holds_gives_its_memory_back(stage):
+    sharded = make_sharded(build(), stage)
+    train_sharded(sharded, data(2))
+    alive = [weakref.ref(sharded), *(weakref.ref(unit) for unit in sharded.units)]
+    del sharded
+    gc.collect()
+    assert [reference() for reference in alive] == [None] * len(alive)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
@@ -204,15 +205,27 @@ def install(
     model.register_forward_hook(lambda *_: gatherer.settle(), always_call=True)
     for unit in units:
         if unit.trainable:
+            # Weakly: Python's collector does not see what a parameter's hook holds.
+            owners = weakref.ref(unit), weakref.ref(gatherer), weakref.ref(reducer)
             for number, param in enumerate(unit.params):
-                param.register_post_accumulate_grad_hook(functools.partial(_take, unit, number, gatherer, reducer))
+                param.register_post_accumulate_grad_hook(functools.partial(_take, *owners, number))
     unit_of = {id(param): unit for unit in units for param in unit.params}
     for module in watched:
         if any(id(p) in unit_of for p in module._parameters.values()):
             module._parameters = LookedAtParameters(module._parameters, unit_of, gatherer)
 
 
-def _take(unit: FlatUnit, number: int, gatherer: Gatherer, reducer: Reducer, param: torch.Tensor) -> None:
+def _take(
+    unit_ref: weakref.ref[FlatUnit],
+    gatherer_ref: weakref.ref[Gatherer],
+    reducer_ref: weakref.ref[Reducer],
+    number: int,
+    param: torch.Tensor,
+) -> None:
+    unit, gatherer, reducer = unit_ref(), gatherer_ref(), reducer_ref()
+    assert unit is not None
+    assert gatherer is not None
+    assert reducer is not None
     if reducer.take(unit, number) and not unit.leaf:
         reducer.complete(unit)
         gatherer.finish(unit)

@@ -38,6 +38,28 @@ def ddp(steps: int = 6) -> dict[str, Any]:
     return {"losses": losses, "state": {n: p.detach().numpy() for n, p in model.module.named_parameters()}}
 
 
+def fsdp2(steps: int = 6) -> list[float]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    rank, size = world()
+    model, mesh = build(), init_device_mesh("cpu", (size,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    losses = []
+    for x, y in data(steps):
+        loss = model(x.chunk(size)[rank], y.chunk(size)[rank])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach().double() / size
+        dist.all_reduce(mean)
+        losses.append(float(mean))
+    return losses
+
+
 def same_bits(left: dict[str, Any], right: dict[str, Any]) -> None:
     assert left["losses"] == right["losses"]
     for name, value in left["state"].items():
@@ -55,6 +77,11 @@ def test_stages_are_bit_equal_in_fp32(ranks, world_size):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bit_equal_to_ddp_on_two_ranks(ranks, stage):
     same_bits(ranks(2).run(train, stage, {})[0], ranks(2).run(ddp)[0])
+
+
+def test_losses_are_those_of_fsdp2(ranks):
+    ours = ranks(2).run(train, 3, {})[0]["losses"]
+    assert ours == pytest.approx(ranks(2).run(fsdp2)[0], abs=1e-6)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

@@ -20,6 +20,8 @@ class ExitCode(IntEnum):
     WORKER = 5  # a worker failed
     HANG = 6  # no progress, or a host was lost
     NUMERIC = 7  # the numbers went wrong
+    SAVE = 8  # a checkpoint was not saved
+    CHECKPOINT = 9  # no checkpoint, or none that can be believed
     STOPPED = 75  # stopped on request, resumable
     INTERRUPTED = 130  # SIGINT before saving
     TERMINATED = 143  # SIGTERM before saving
@@ -71,3 +73,15 @@ class NumericError(ZrunError):
     """The numbers went wrong: every step overflows, or the loss is not finite."""
 
     exit_code = ExitCode.NUMERIC
+
+
+class SaveError(ZrunError):
+    """A checkpoint was not saved; the one before it stays what it was."""
+
+    exit_code = ExitCode.SAVE
+
+
+class CheckpointError(ZrunError):
+    """There is no checkpoint, or it is damaged, or it does not fit."""
+
+    exit_code = ExitCode.CHECKPOINT

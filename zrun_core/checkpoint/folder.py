@@ -1,0 +1,266 @@
+"""The folder of a run's checkpoints: what makes a step complete, and what is removed when.
+
+A step is written as `step-00000050.tmp-<nonce>`. It becomes `step-00000050` by one rename, after every byte of it and
+of its manifest has reached the disk. So at any instant, a step is there whole or not at all. `latest` is written after
+that, and nothing depends on it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from zrun_core.checkpoint.block_writer import save_error, write_all
+from zrun_core.checkpoint.digest import opened
+from zrun_core.checkpoint.manifest import MANIFEST, MAX_BYTES, Manifest
+from zrun_core.checkpoint.verify import check_size, verify
+from zrun_core.errors import CheckpointError, SaveError
+
+LATEST = "latest"
+LEAST_KEPT = 2
+_STEP = re.compile(r"step-(\d{8,19})")
+_STALE = re.compile(r"(?:step-\d{8,19}|latest)\.tmp-[0-9a-f]+")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A step in the folder: its manifest, or why it does not count."""
+
+    step: int
+    path: Path
+    manifest: Manifest | None
+    problem: str | None
+
+
+class CheckpointFolder:
+    """The checkpoints below `path`. Writing is for one process at a time: rank 0 of the run that holds the folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def step_path(self, step: int) -> Path:
+        return self.path / f"step-{step:08d}"
+
+    def begin(self, step: int) -> Path:
+        """Make the folder (0700) in which the ranks write their files of `step`.
+
+        Raises:
+            SaveError: the step is there already, or the folder cannot be made.
+        """
+        target = self.step_path(step)
+        if os.path.lexists(target):
+            raise SaveError(f"cannot save step {step}: {target} exists, and no checkpoint is ever overwritten")
+        tmp = target.with_name(f"{target.name}.tmp-{secrets.token_hex(8)}")
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            tmp.mkdir(mode=0o700)
+        except OSError as error:
+            raise save_error(tmp, error) from error
+        return tmp
+
+    def commit(self, tmp: Path, manifest: Manifest) -> Path:
+        """Make what lies in `tmp` the step of `manifest`. All its files must be on the disk.
+
+        Returns:
+            The folder of the step.
+
+        Raises:
+            SaveError: a file is missing or short, the step is there already, or the disk is full or fails.
+        """
+        target = self.step_path(manifest.step)
+        text = manifest.to_json()
+        try:
+            Manifest.from_json(text)  # nothing is committed that would not be read
+            for file in manifest.files:
+                check_size(tmp, file)
+        except CheckpointError as error:
+            raise SaveError(f"cannot save step {manifest.step}: {error}") from error
+        try:
+            _write_new(tmp / MANIFEST, text)
+            _sync(tmp)
+            if os.path.lexists(target):
+                raise SaveError(f"cannot save step {manifest.step}: {target} exists; no checkpoint is overwritten")
+            os.rename(tmp, target)
+            _sync(self.path)
+        except OSError as error:
+            raise save_error(tmp / MANIFEST, error, len(text)) from error
+        return target
+
+    def discard(self, tmp: Path) -> None:
+        """Remove what a save that failed has left. What cannot be removed stays for `sweep`."""
+        shutil.rmtree(tmp, ignore_errors=True)
+
+    def set_aside(self, step: int) -> Path:
+        """Give a step that does not count another name, so that its number is free again.
+
+        Raises:
+            SaveError: it cannot be renamed.
+        """
+        path = self.step_path(step)
+        aside = path.with_name(f"{path.name}.aside-{secrets.token_hex(4)}")
+        try:
+            os.rename(path, aside)
+            _sync(self.path)
+        except OSError as error:
+            raise save_error(path, error) from error
+        return aside
+
+    def point_latest(self, step: int) -> None:
+        """Write the hint for people and scripts: the name of the newest step.
+
+        Raises:
+            SaveError: it cannot be written.
+        """
+        tmp = self.path / f"{LATEST}.tmp-{secrets.token_hex(8)}"
+        try:
+            _write_new(tmp, f"{self.step_path(step).name}\n".encode())
+            os.replace(tmp, self.path / LATEST)
+            _sync(self.path)
+        except OSError as error:
+            tmp.unlink(missing_ok=True)
+            raise save_error(self.path / LATEST, error) from error
+
+    def latest(self) -> tuple[int | None, str | None]:
+        """The step that `latest` names, and what is wrong with the file. No file is no problem."""
+        path = self.path / LATEST
+        if not os.path.lexists(path):
+            return None, None
+        try:
+            with opened(self.path, LATEST) as file:
+                text = os.pread(file, 64, 0)
+        except (CheckpointError, OSError) as error:
+            return None, str(error)
+        match = _STEP.fullmatch(text.decode("ascii", "replace").removesuffix("\n"))
+        if match is None:
+            return None, f"{path} does not name a step"
+        step = int(match[1])
+        return (
+            (step, None) if self.step_path(step).is_dir() else (step, f"{path} names step {step}, which is not there")
+        )
+
+    def scan(self) -> list[Found]:
+        """Every step, newest first. Manifests are read and the sizes of files compared, their content is not.
+
+        Raises:
+            CheckpointError: the folder cannot be read.
+        """
+        try:
+            names = os.listdir(self.path)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from None
+        steps = sorted(((int(match[1]), name) for name in names if (match := _STEP.fullmatch(name))), reverse=True)
+        return [_look_at(step, self.path / name) for step, name in steps]
+
+    def prune(self, keep: int, *, thorough: bool = False) -> list[int]:
+        """Remove all steps before the newest `keep` valid ones. With fewer, nothing is removed.
+
+        A damaged step does not count, and one that is newer than those kept stays: somebody may want to see it.
+
+        Args:
+            keep: at least LEAST_KEPT.
+            thorough: read every byte of the steps that count, not only their manifests.
+
+        Returns:
+            The steps that are gone.
+
+        Raises:
+            SaveError: a folder cannot be removed.
+        """
+        if keep < LEAST_KEPT:
+            raise ValueError(f"keep={keep}: fewer than {LEAST_KEPT} are never kept")
+        kept, gone = 0, []
+        for found in self.scan():
+            if kept == keep:
+                self._remove(found.path)
+                gone.append(found.step)
+            elif found.manifest is not None and not (thorough and verify(found.path, found.manifest)):
+                kept += 1
+        return gone
+
+    def _remove(self, path: Path) -> None:
+        # Under another name first: half of it is never taken for a step.
+        tmp = path.with_name(f"{path.name}.tmp-{secrets.token_hex(8)}")
+        try:
+            os.rename(path, tmp)
+            _sync(self.path)
+            if tmp.is_symlink():
+                tmp.unlink()
+            else:
+                shutil.rmtree(tmp)
+        except FileNotFoundError:  # somebody else removed it
+            return
+        except OSError as error:
+            raise SaveError(f"cannot remove {path}: {error.strerror}") from error
+
+    def sweep(self) -> list[str]:
+        """Remove what processes that died have left. No save may be under way. Returns the names."""
+        names = [name for name in os.listdir(self.path) if _STALE.fullmatch(name)] if self.path.is_dir() else []
+        for name in names:
+            path = self.path / name
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+        return sorted(names)
+
+
+def read_step(path: Path) -> Manifest:
+    """The manifest of the step folder `path`; its files are there and as long as it says.
+
+    Raises:
+        CheckpointError: it is not one, or not complete.
+    """
+    try:
+        if not stat.S_ISDIR(path.lstat().st_mode):
+            raise CheckpointError(f"{path} is not a folder")
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    with opened(path, MANIFEST) as file:
+        num_bytes = os.fstat(file).st_size
+        if num_bytes > MAX_BYTES:
+            raise CheckpointError(f"{path}: {MANIFEST} is larger than {MAX_BYTES >> 20} MiB")
+        text = os.pread(file, num_bytes + 1, 0)
+    try:
+        manifest = Manifest.from_json(text)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    for info in manifest.files:
+        check_size(path, info)
+    return manifest
+
+
+def _look_at(step: int, path: Path) -> Found:
+    try:
+        manifest = read_step(path)
+        if manifest.step != step:
+            raise CheckpointError(f"{path}: its manifest is of step {manifest.step}")
+    except CheckpointError as error:
+        return Found(step, path, None, str(error))
+    return Found(step, path, manifest, None)
+
+
+def _write_new(path: Path, content: bytes) -> None:
+    """Create a file (0600) and wait until it is on the disk."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(file, 0, len(content))
+        write_all(file, memoryview(content), 0)
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def _sync(folder: Path) -> None:
+    """Wait until the names in `folder` are on the disk."""
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)

@@ -1,0 +1,145 @@
+"""The file of one rank: safetensors, written from the memory of the tensors and read straight back into it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from zrun_core.checkpoint.block_writer import Bytes, write_file
+from zrun_core.checkpoint.digest import opened, read_into
+from zrun_core.checkpoint.manifest import ITEM_BYTES, FileInfo, Fragment
+from zrun_core.checkpoint.verify import check_size
+from zrun_core.errors import CheckpointError, SaveError
+
+DTYPES = {getattr(torch, name): name for name in ITEM_BYTES}
+_SAFETENSORS = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2", "complex64": "C64", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
+    "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
+_ALIGNMENT = 4096  # the data begins on a page
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is to be written: a flat range of one state of one tensor."""
+
+    tensor: str
+    state: str
+    start: int  # elements, in memory order
+    stop: int
+    data: torch.Tensor  # [stop - start], contiguous, on the CPU
+
+    @property
+    def key(self) -> str:
+        return f"{self.state}/{self.tensor}" + (f"@{self.start}" if self.start else "")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a safetensors file."""
+
+    key: str
+    dtype: str
+    shape: Sequence[int]
+    num_bytes: int
+
+
+def write_shard(path: Path, parts: Sequence[Part]) -> tuple[FileInfo, list[Fragment]]:
+    """Write `parts` as a new file, with their digests, and wait until it is on the disk.
+
+    Returns:
+        The file, and its fragments in its order.
+
+    Raises:
+        SaveError: the file exists, the disk is full, read-only or fails. Nothing is left of the file.
+    """
+    # As the safetensors library does: wider formats first, so that every tensor is aligned to its format.
+    parts = sorted(parts, key=lambda part: -part.data.element_size())
+    entries = [_entry(part) for part in parts]
+    if len({entry.key for entry in entries}) != len(entries):
+        raise SaveError(f"cannot save {path}: two tensors have the same key in it; rename a module")
+    header = encode_header(entries)
+    num_bytes = len(header) + sum(entry.num_bytes for entry in entries)
+    pieces = [np.frombuffer(header, dtype=np.uint8), *(as_bytes(part.data) for part in parts)]
+    header_digest, *digests = write_file(path, num_bytes, pieces)
+    offset = len(header)
+    fragments = []
+    for part, entry, found in zip(parts, entries, digests, strict=True):
+        fragments.append(
+            Fragment(
+                part.tensor, part.state, part.start, part.stop, entry.dtype, path.name, entry.key, offset,
+                entry.num_bytes, found,
+            )
+        )  # fmt: skip
+        offset += entry.num_bytes
+    info = FileInfo(path.name, num_bytes, len(header), header_digest, FileInfo.digest_of(header_digest, fragments))
+    return info, fragments
+
+
+def _entry(part: Part) -> Entry:
+    data = part.data
+    if data.dim() != 1 or not data.is_contiguous() or data.device.type != "cpu":
+        raise ValueError(f"{part.key} is not flat CPU memory")
+    if part.stop - part.start != data.numel():
+        raise ValueError(f"{part.key}: {data.numel()} elements for the range {part.start} to {part.stop}")
+    if data.dtype not in DTYPES:
+        raise SaveError(f"cannot save {part.tensor}: {data.dtype} has no place in a safetensors file")
+    return Entry(part.key, DTYPES[data.dtype], (data.numel(),), data.nbytes)
+
+
+def as_bytes(data: torch.Tensor) -> Bytes:
+    """The memory of a contiguous CPU tensor, [bytes]."""
+    flat: Bytes = data.detach().reshape(-1).view(torch.uint8).numpy()
+    return flat
+
+
+def encode_header(entries: Sequence[Entry], metadata: Mapping[str, str] | None = None) -> bytes:
+    """The header of a safetensors file with `entries` in this order: its length, then JSON, padded to a whole page."""
+    content: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for entry in entries:
+        content[entry.key] = {
+            "dtype": _SAFETENSORS[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [offset, offset + entry.num_bytes],
+        }
+        offset += entry.num_bytes
+    text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def read_fragment(folder: Path, fragment: Fragment, into: torch.Tensor) -> None:
+    """Read a fragment into the memory of `into` ([stop - start], contiguous, on the CPU), and compare its digest.
+
+    Raises:
+        CheckpointError: the file is missing, short or damaged. `into` may hold anything then.
+    """
+    if not into.is_contiguous() or DTYPES.get(into.dtype) != fragment.dtype or into.nbytes != fragment.num_bytes:
+        raise ValueError(f"{fragment.key} does not fit {into.numel()} elements of {into.dtype}")
+    path = folder / fragment.file
+    with opened(folder, fragment.file) as file:
+        found = read_into(file, path, fragment.offset, as_bytes(into).data)
+    if found != fragment.digest:
+        raise CheckpointError(f"{path} is damaged: the digest of {fragment.key} does not fit")
+
+
+def check_header(folder: Path, file: FileInfo) -> None:
+    """Compare size and header of a file with the manifest.
+
+    Raises:
+        CheckpointError: the file is missing, of another size, or its header is damaged.
+    """
+    path = folder / file.name
+    check_size(folder, file)
+    with opened(folder, file.name) as opened_file:
+        header = bytearray(file.header_bytes)
+        found = read_into(opened_file, path, 0, memoryview(header))
+    if found != file.header_digest:
+        raise CheckpointError(f"{path} is damaged: the digest of its header does not fit")

@@ -101,6 +101,14 @@ class PagePool:
         self._free: list[tuple[int, int]] = []  # (address, bytes), sorted
         if num_bytes:
             self._grow(num_bytes)
+        self._num_foreseen = len(self._regions)
+
+    def shrink(self) -> None:
+        """Give back what it has grown by, if everything is free."""
+        if self.free_bytes == self.num_bytes and len(self._regions) > self._num_foreseen:
+            del self._regions[self._num_foreseen :]
+            self._free = [(region.address, region.num_bytes) for region in self._regions]
+            self.num_bytes = self.free_bytes
 
     def _grow(self, num_bytes: int) -> None:
         region = Region(num_bytes)

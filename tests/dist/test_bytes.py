@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from toys import Net, data, make_sharded, train_sharded
 
+from zrun_core.activations.checkpoint import apply_checkpointing
+from zrun_core.config import ActivationsConfig
 from zrun_core.layout import Kind
 
 
@@ -110,6 +112,30 @@ def test_what_is_planned_is_what_is_allocated(ranks, world_size, options):
     for stage in range(4):
         for rank, run in enumerate(ranks(world_size).run(everything, stage, options)):
             assert run["allocated"] == run["planned"], (stage, rank)
+
+
+def recomputed(world_size: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = Net(dim=64)
+    apply_checkpointing(model, ActivationsConfig(checkpoint="full"))
+    sharded = make_sharded(model, 3, recomputes_blocks=True, bucket=1 << 14)  # blocks of 66 kB: cut in two
+    train_sharded(sharded, data(3, 12, 64))
+    with sharded.gathered() as whole:
+        assert all(torch.isfinite(param).all() for param in whole.parameters())
+        inside = sharded.allocated_memory().by_kind[Kind.RING]
+    return {
+        "units": [layout.name for layout in sharded.layouts],
+        "inside": inside,
+        "planned": sharded.planned_memory().by_kind[Kind.RING],
+        "allocated": sharded.allocated_memory().by_kind[Kind.RING],
+    }
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_rings_hold_a_block_that_is_recomputed_and_shrink_after_gathered(ranks, world_size):
+    for run in ranks(world_size).run(recomputed, world_size):
+        assert "blocks.0.{norm,up}" in run["units"] or "blocks.0.up" in run["units"]
+        assert run["allocated"] == run["planned"] < run["inside"]
 
 
 def test_hybrid_shards_share_one_copy_per_group(ranks):

@@ -30,6 +30,7 @@ class Atom:
     leaf: bool = False  # gathered and reduced as a whole, whatever runs inside
     alone: bool = False  # never merged with neighbours
     parent: str = ""
+    block: str = ""  # the repeated block that it is, or lies in
     own_only: bool = False  # the module's own parameters, not those of its children
 
     def used(self) -> Iterator[nn.Parameter]:
@@ -121,34 +122,36 @@ class _Cutter:
         }
         self.atoms: list[Atom] = []
         self._seen: set[int] = set()
-        self._visit("", model, "")
+        self._visit("", model, "", "")
 
     def _names(self, name: str, module: nn.Module, recurse: bool) -> list[str]:
         prefix = f"{name}." if name else ""
         inside = (prefix + n for n, _ in module.named_parameters(recurse=recurse))
         return [n for n in inside if n in self._owned]
 
-    def _visit(self, name: str, module: nn.Module, parent: str) -> None:
+    def _visit(self, name: str, module: nn.Module, parent: str, block: str) -> None:
         if id(module) in self._seen:  # a module registered twice
             return
         self._seen.add(id(module))
         is_leaf = _matches(self._leaf_names, name)
-        is_forced = _matches(self._unit_names, name) or id(module) in self._blocks
+        is_block = id(module) in self._blocks
+        is_forced = _matches(self._unit_names, name) or is_block
+        block = name if is_block else block
         names = self._names(name, module, recurse=True)
         size = sum(self._owned[n] for n in names)
         is_open = id(module) in self._above_blocks or id(module) in self._above_forced
         children = [(n, m) for n, m in module.named_children() if any(True for _ in m.parameters())]
-        is_whole = is_leaf or (self._whole_blocks and id(module) in self._blocks)
+        is_whole = is_leaf or (self._whole_blocks and is_block)
         if is_whole or not children or (not is_open and size <= self._bucket):
             if any(True for _ in module.parameters()):
-                self.atoms.append(Atom(name, module, names, is_leaf, is_leaf or is_forced, parent))
+                self.atoms.append(Atom(name, module, names, is_leaf, is_leaf or is_forced, parent, block))
             return
         if any(True for _ in module.parameters(recurse=False)):
             # Parameters of the module itself are in use for as long as it runs: a unit apart from its children's.
             names = self._names(name, module, recurse=False)
-            self.atoms.append(Atom(name, module, names, alone=True, parent=name, own_only=True))
+            self.atoms.append(Atom(name, module, names, alone=True, parent=name, block=block, own_only=True))
         for child_name, child in children:
-            self._visit(f"{name}.{child_name}" if name else child_name, child, parent=name)
+            self._visit(f"{name}.{child_name}" if name else child_name, child, parent=name, block=block)
 
 
 def _merge(atoms: Sequence[Atom], size_of: Callable[[Atom], int], bucket: int) -> Iterator[list[Atom]]:
@@ -174,6 +177,7 @@ def cut(
     leaf_names: Sequence[str] = (),
     persist_below: int = 0,
     whole_blocks: bool = False,
+    recomputes_blocks: bool = False,
     group_of: Callable[[str], int] = lambda name: 0,
 ) -> Cut:
     """Cut `model` into units of at most `bucket` bytes in `dtype`, where the module tree allows it.
@@ -183,6 +187,7 @@ def cut(
         unit_names: regexes; a module whose whole name matches becomes units of its own.
         leaf_names: regexes; a matching module is gathered and reduced as a whole.
         whole_blocks: never cut inside a repeated block, whatever its size.
+        recomputes_blocks: backward runs a repeated block again first, so that its units are in use together.
         persist_below: parameters of fewer bytes go to units that stay whole.
         group_of: optimizer group of a parameter name.
 
@@ -202,7 +207,7 @@ def cut(
     units: list[CutUnit] = []
     unit_of: dict[int, int] = {}  # id(parameter) -> unit
 
-    def add(name: str, names: Sequence[str], leaf: bool, persistent: bool) -> None:
+    def add(name: str, names: Sequence[str], leaf: bool, persistent: bool, modules: str) -> None:
         for trainable, of_dtype in itertools.product((True, False), dict.fromkeys((dtype, torch.float32))):
             chosen = [n for n in names if params[n].requires_grad == trainable and dtypes[n] == of_dtype]
             if not chosen:
@@ -216,7 +221,7 @@ def cut(
                 num_shards=num_shards,
                 persistent=persistent,
                 lasting=any(n in lasting for n in chosen),
-                modules=name,
+                modules=modules,
             )
             for n in chosen:
                 unit_of[id(params[n])] = len(units)
@@ -227,8 +232,10 @@ def cut(
 
     for run in _merge(atoms, size_of, bucket):
         names = [n for atom in run for n in atom.param_names if n not in small]
-        add(_title([atom.name for atom in run]), names, run[0].leaf, persistent=False)
-    add("small parameters", [n for n in params if n in small], leaf=False, persistent=True)
+        title = _title([atom.name for atom in run])
+        modules = run[0].block if recomputes_blocks and run[0].block else title
+        add(title, names, run[0].leaf, persistent=False, modules=modules)
+    add("small parameters", [n for n in params if n in small], leaf=False, persistent=True, modules="small parameters")
     hooked = [(atom.module, sorted({unit_of[id(p)] for p in atom.used()}), atom.leaf) for atom in atoms]
     return Cut(units, hooked)
 

@@ -53,6 +53,7 @@ class Settings:
     persist_below: int = 0
     prefetch: int = 1
     whole_blocks: bool = False  # never hook inside a repeated block: it is compiled
+    recomputes_blocks: bool = False  # activation checkpointing
 
     @property
     def states(self) -> StatePolicy:
@@ -102,6 +103,7 @@ def plan_cut(model: nn.Module, settings: Settings, num_shards: int) -> Cut:
         leaf_names=settings.leaf_names,
         persist_below=settings.persist_below,
         whole_blocks=settings.whole_blocks,
+        recomputes_blocks=settings.recomputes_blocks,
         group_of=settings.group_of,
     )
 
@@ -278,6 +280,8 @@ class ShardedModel:
         """
         with self._gatherer.all_whole(), torch.no_grad(), self.settings.precision.autocast(self.comm.device):
             yield self.module
+        if self._pool is not None:
+            self._pool.shrink()
 
     def expected_traffic(self, num_steps: int, num_micro_batches: int) -> dict[str, int]:
         """Bytes that this rank should have sent in so many training steps, by kind of collective.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -33,7 +34,7 @@ def check(
     from zrun.job.load import load_job
     from zrun.job.structure import inspect_structure
     from zrun.launch.plan import make_plan, probe_host
-    from zrun.watch.preface import preface
+    from zrun.watch.preface import print_preface
 
     loaded = load_job(job, [*(overrides or ()), *([f"slots={slots}"] if slots is not None else ())])
     host = probe_host()
@@ -42,7 +43,7 @@ def check(
     if as_json:
         _print_json(loaded, resolved, structure)
     else:
-        print(preface(resolved, host))
+        print_preface(resolved, host, sys.stdout)
         print(f"structure: {_in_words(structure) if structure else 'not looked at'}")
 
 

@@ -52,14 +52,14 @@ def train(
         from zrun.launch.environment import worker_environment
         from zrun.launch.plan import make_plan, probe_host
         from zrun.launch.rundir import RunDir
-        from zrun.watch.preface import preface
+        from zrun.watch.preface import print_preface
 
         loaded = load_job(job, [*(overrides or ()), *([f"slots={slots}"] if slots is not None else ())])
         environment = worker_environment(loaded.config, os.environ)
         host = probe_host()
         resolved = make_plan(loaded.config, host)
         if ui is not Ui.none:
-            print(preface(resolved, host), file=sys.stderr)
+            print_preface(resolved, host, sys.stderr)
         if agent is None:
             return
         with RunDir.claim(resolved.job.name, run_dir) as rundir:

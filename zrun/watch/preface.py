@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+from typing import TextIO
+
 from zrun.job.load import leaves
 from zrun.job.scalars import write
 from zrun.launch.plan import HostFacts, Resolved
@@ -10,14 +13,37 @@ from zrun_core.config import JobConfig
 _UNSHOWN = ("name", "batch", "env")
 
 
-def preface(resolved: Resolved, host: HostFacts) -> str:
-    """A line for each section of the job, then each auto with its value and reason."""
+def print_preface(resolved: Resolved, host: HostFacts, out: TextIO) -> None:
+    """Print it as wide as `out` is."""
+    width = shutil.get_terminal_size().columns if out.isatty() else None
+    print(preface(resolved, host, width), file=out)
+
+
+def preface(resolved: Resolved, host: HostFacts, width: int | None = None) -> str:
+    """A paragraph for each section of the job, then each auto with its value and reason.
+
+    Args:
+        width: columns, so that no value is cut at a terminal's border; None: one line each.
+    """
     plan = resolved.plan
     ranks = f"{plan.world_size} rank{'s' if plan.world_size > 1 else ''}"
     lines = [f"{resolved.job.name}: {ranks} on {host}", f"batch: {resolved.batch}"]
-    lines += [f"{section}: {', '.join(values)}" for section, values in _sections(resolved.job).items()]
+    for section, values in _sections(resolved.job).items():
+        lines += _paragraph(f"{section}: ", values, width)
     lines += [f"auto: {each.key} = {each.value} ({each.why})" for each in resolved.reasons]
     return "\n".join(lines)
+
+
+def _paragraph(head: str, values: list[str], width: int | None) -> list[str]:
+    """`head` and the values between commas; lines after the first are indented."""
+    lines = [head + values[0]]
+    for value in values[1:]:
+        if width is not None and len(lines[-1]) + len(value) + 3 > width:
+            lines[-1] += ","
+            lines.append(f"  {value}")
+        else:
+            lines[-1] += f", {value}"
+    return lines
 
 
 def _sections(job: JobConfig) -> dict[str, list[str]]:

@@ -199,8 +199,8 @@ class ZeroConfig(Section):
     )
     leaf: list[Pattern] = Field(
         default_factory=list,
-        description="regexes of modules gathered and reduced as a whole (experts, branches)",
-        examples=[["experts"]],
+        description="regexes of modules gathered and reduced as a whole: those that choose what runs inside",
+        examples=[[r"blocks\.\d+\.moe"]],
     )
     shard_group: PositiveInt | Literal["all", "node"] = Field(
         default="all",

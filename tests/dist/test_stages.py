@@ -22,32 +22,9 @@ def train(stage: int, options: dict[str, Any], accumulation: int = 1, steps: int
     return {"losses": losses, "state": {name: value.numpy() for name, value in state.items()}}
 
 
-def ddp(steps: int = 6) -> dict[str, Any]:
+def train_peer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+    """Global mean losses by step of a model that averages its gradients over the ranks by itself."""
     rank, size = world()
-    model = torch.nn.parallel.DistributedDataParallel(build())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
-    losses = []
-    for x, y in data(steps):
-        loss = model(x.chunk(size)[rank], y.chunk(size)[rank])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        mean = loss.detach().double() / size
-        dist.all_reduce(mean)
-        losses.append(float(mean))
-    return {"losses": losses, "state": {n: p.detach().numpy() for n, p in model.module.named_parameters()}}
-
-
-def fsdp2(steps: int = 6) -> list[float]:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    rank, size = world()
-    model, mesh = build(), init_device_mesh("cpu", (size,))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     losses = []
     for x, y in data(steps):
         loss = model(x.chunk(size)[rank], y.chunk(size)[rank])
@@ -58,6 +35,24 @@ def fsdp2(steps: int = 6) -> list[float]:
         dist.all_reduce(mean)
         losses.append(float(mean))
     return losses
+
+
+def ddp(steps: int = 6) -> dict[str, Any]:
+    model = torch.nn.parallel.DistributedDataParallel(build())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
+    losses = train_peer(model, optimizer, steps)
+    return {"losses": losses, "state": {n: p.detach().numpy() for n, p in model.module.named_parameters()}}
+
+
+def fsdp2(steps: int = 6) -> list[float]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model, mesh = build(), init_device_mesh("cpu", (world()[1],))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return train_peer(model, torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1), steps)
 
 
 def same_bits(left: dict[str, Any], right: dict[str, Any]) -> None:

@@ -104,7 +104,7 @@ class Worker:
         trainer = Trainer(
             self.spec, sharded, loader, parts, make_schedule(job.lr, job.steps, custom), self.emitter, board
         )
-        trainer.describe(notes)
+        trainer.recorder.start(notes)
         return trainer, mesh.world
 
     def _join(self, device: torch.device) -> None:
@@ -195,7 +195,7 @@ class Worker:
             message = f"{type(error).__name__}: {error}"
         failure = {
             "rank": self.rank,
-            "step": self._trainer.num_steps if self._trainer is not None else 0,
+            "step": self._trainer.progress.steps if self._trainer is not None else 0,
             "phase": self._trainer.phase if self._trainer is not None else self.phase,
             "kind": kind,
             "type": type(error).__name__,

@@ -1,0 +1,233 @@
+"""What a step came to: read from the device late, counted, and told as events."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from zrun_core.comm import TrafficKey
+from zrun_core.errors import HangError, NumericError
+from zrun_core.events import Emitter
+from zrun_core.layout import Kind
+from zrun_core.metrics import Phase, StepClock, peak_flops, process_memory
+from zrun_core.spec import RunSpec
+from zrun_core.zero.sharded import ShardedModel, StepResult
+
+
+@dataclass
+class Progress:
+    """How far a run is, the same on every rank.
+
+    Attributes:
+        steps: optimizer steps issued, skipped ones included.
+        updates: those that changed the parameters: what the learning rate follows.
+        micro_batches: of this rank.
+        loss: of the last step whose numbers were read, over all ranks.
+    """
+
+    steps: int = 0
+    updates: int = 0
+    micro_batches: int = 0
+    skips: int = 0
+    skips_in_a_row: int = 0
+    samples: int = 0
+    tokens: int = 0
+    loss: float = float("nan")
+
+
+class Numbers(NamedTuple):
+    """What a step came to, over all ranks."""
+
+    weight: float
+    loss: float  # summed
+    samples: float
+    tokens: float
+    grad_norm: float
+    skipped: float
+    agreed: float
+    scale: float
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A step that was issued. On a GPU its numbers are read when the next one is, so that the device never idles.
+
+    Attributes:
+        numbers: float64 on the host; there once `arrived` has happened.
+    """
+
+    step: int
+    lr: float
+    numbers: torch.Tensor
+    arrived: torch.cuda.Event | None
+    clock: Any
+    waited: Mapping[Phase, float]
+    sent: Mapping[TrafficKey, int]
+    flops: float
+
+    def read(self) -> Numbers:
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return Numbers(*self.numbers.tolist())
+
+
+def to_host(result: StepResult, scale: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+    """`Numbers` as one tensor on its way to the host, and when it is there."""
+    single = torch.stack([t.double() for t in (result.grad_norm, result.skipped, result.agreed, scale)])
+    numbers = torch.cat([result.sums, single])
+    if not numbers.is_cuda:
+        return numbers, None
+    numbers = numbers.to("cpu", non_blocking=True)  # to pinned memory, after this step and before the next one
+    arrived = torch.cuda.Event()
+    arrived.record()
+    return numbers, arrived
+
+
+class Recorder:
+    """Counts what steps came to, and tells it: most of it on the main rank, memory on every rank."""
+
+    def __init__(self, spec: RunSpec, sharded: ShardedModel, emitter: Emitter, clock: StepClock) -> None:
+        self.spec, self.job = spec, spec.job
+        self.progress = Progress()
+        self._sharded, self._emitter, self._clock = sharded, emitter, clock
+        self._world, self._device = sharded.mesh.world, sharded.comm.device
+        self._peak_flops = peak_flops(self._device, sharded.settings.precision.compute)
+        self._has_warned = False
+        self._traffic_bytes: Counter[str] = Counter()
+        self._start_time = time.monotonic()
+
+    @property
+    def is_main(self) -> bool:
+        return self._world.index == 0
+
+    def start(self, notes: list[str]) -> None:
+        """What is about to run."""
+        if not self.is_main:
+            return
+        layouts = self._sharded.layouts
+        planned = self._sharded.planned_memory().by_kind
+        self._emitter.emit(
+            "start",
+            job=self.job.name,
+            world_size=self._world.size,
+            params=sum(layout.numel for layout in layouts),
+            trainable=sum(layout.numel for layout in layouts if layout.trainable),
+            stage=self.job.zero.stage,
+            precision=self.job.precision.compute,
+            batch=self.spec.batch.model_dump(),
+            total_steps=self.job.steps,
+            planned_bytes={kind.value: size for kind, size in planned.items()},
+            units=len(layouts),
+            versions={"torch": torch.__version__, "python": sys.version.split()[0]},
+            device=str(self._device) if self._device.type == "cpu" else torch.cuda.get_device_name(self._device),
+            notes=notes,
+        )
+
+    def step(self, pending: Pending, numbers: Numbers, epoch: float | None) -> None:
+        """Count a step and tell it.
+
+        Raises:
+            HangError: the ranks went different ways.
+            NumericError: loss scaling found no scale that does not overflow.
+        """
+        if not numbers.agreed:
+            raise HangError(
+                f"step {pending.step}: ranks gathered different modules; name the module that chooses between them in "
+                "zero.leaf, so that it is handled as a whole"
+            )
+        progress, skipped = self.progress, bool(numbers.skipped)
+        progress.loss = numbers.loss / numbers.weight if numbers.weight else float("nan")
+        progress.samples += int(numbers.samples)
+        progress.tokens += int(numbers.tokens)
+        progress.skips += skipped
+        progress.updates += not skipped
+        progress.skips_in_a_row = progress.skips_in_a_row + 1 if skipped and numbers.weight else 0
+        for key, sent in pending.sent.items():
+            self._traffic_bytes[key.kind] += sent
+        self._tell_step(pending, numbers, epoch)
+        if progress.skips_in_a_row >= self.job.precision.loss_scale.max_skips:
+            raise NumericError(
+                f"step {pending.step}: {progress.skips_in_a_row} steps in a row overflowed, down to a loss scale of "
+                f"{numbers.scale:g}; write precision: bf16, or lower optim.lr"
+            )
+
+    def _tell_step(self, pending: Pending, numbers: Numbers, epoch: float | None) -> None:
+        progress = self.progress
+        step_s, split = self._clock.read(pending.clock, dict(pending.waited))
+        tflops = pending.flops / step_s / 1e12 if pending.flops else None
+        if self.is_main:
+            self._emitter.emit(
+                "step",
+                step=pending.step,
+                loss=progress.loss,
+                lr=pending.lr,
+                grad_norm=numbers.grad_norm,
+                loss_scale=numbers.scale if self._sharded.scaler.enabled else None,
+                skipped=bool(numbers.skipped),
+                skips=progress.skips,
+                samples=int(numbers.samples),
+                tokens=int(numbers.tokens),
+                total_samples=progress.samples,
+                total_tokens=progress.tokens,
+                epoch=epoch,
+                step_s=step_s,
+                samples_per_s=numbers.samples / step_s,
+                tokens_per_s=numbers.tokens / step_s,
+                tflops=tflops,
+                mfu=tflops * 1e12 / self._peak_flops if tflops and self._peak_flops else None,
+                split=split,
+                traffic={"sent_bytes": sum(pending.sent.values())},
+            )
+        if pending.step == 1 or pending.step % self.job.log.every == 0:
+            by_kind = {kind.value: size for kind, size in self._sharded.allocated_memory().by_kind.items()}
+            self._emitter.emit("memory", step=pending.step, **by_kind, **process_memory(self._device))
+        if pending.step == 2:
+            self.warn_once()
+
+    def warn_once(self) -> None:
+        """Name the parameters that have got no gradient so far."""
+        names = self._sharded.without_gradient
+        if names and not self._has_warned and self.is_main:
+            self._has_warned = True
+            shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            self._emitter.emit("warning", message=f"no gradient so far, and so left alone: {shown}")
+
+    def evaluation(self, loss: float, samples: int, tokens: int, seconds: float) -> None:
+        """What an evaluation came to."""
+        if self.is_main:
+            self._emitter.emit(
+                "eval", step=self.progress.steps, loss=loss, samples=samples, tokens=tokens, seconds=seconds
+            )
+
+    def log(self, text: str) -> None:
+        """A line of the user's, above the progress display."""
+        if self.is_main:
+            self._emitter.emit("log", message=text)
+
+    def end(self, reason: str) -> None:
+        """What the run came to, and what of it was planned."""
+        if not self.is_main:
+            return
+        allocated, planned = self._sharded.allocated_memory().by_kind, self._sharded.planned_memory().by_kind
+        expected = self._sharded.expected_traffic(self.progress.steps, self.progress.micro_batches)
+        self._emitter.emit(
+            "end",
+            step=self.progress.steps,
+            reason=reason,
+            total_s=time.monotonic() - self._start_time,
+            loss=self.progress.loss,
+            traffic={
+                kind: {"measured_bytes": self._traffic_bytes[kind], "expected_bytes": num_bytes}
+                for kind, num_bytes in expected.items()
+            },
+            memory={
+                "planned_bytes": sum(planned[kind] for kind in Kind),
+                "measured_bytes": sum(allocated[kind] for kind in Kind),
+            },
+        )

@@ -1,4 +1,4 @@
-"""One rank's process: `python -m zrun_core.worker run_dir/spec.json`, under zrun's agent or plain torchrun.
+"""One rank's process: `python -m zrun_core run_dir/spec.json`, under zrun's agent or plain torchrun.
 
 It reads where it sits from torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK). ZRUN_STORE names the file through which
 the ranks of one host meet; without it they meet at MASTER_ADDR:MASTER_PORT. A failure is written to
@@ -225,6 +225,3 @@ def _die_with_parent() -> None:
         if os.getppid() != parent:  # it died in between
             os._exit(ExitCode.TERMINATED)
 
-
-if __name__ == "__main__":
-    main()

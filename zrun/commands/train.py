@@ -33,7 +33,7 @@ def train(
         int | None, typer.Option(help="Ranks on this host; short for slots=N.", show_default=False)
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would run, and stop.")] = False,
-    worker: Annotated[str, typer.Option(hidden=True)] = "zrun_core.worker",
+    worker: Annotated[str, typer.Option(hidden=True)] = "zrun_core",
 ) -> None:
     """Train the model of a job.
 

@@ -224,4 +224,3 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.getppid() != parent:  # it died in between
             os._exit(ExitCode.TERMINATED)
-

@@ -7,6 +7,7 @@ the environment, and nothing imports torch.
 
 from __future__ import annotations
 
+import difflib
 import re
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -18,6 +19,7 @@ from pydantic import (
     Field,
     PositiveFloat,
     PositiveInt,
+    ValidationError,
     ValidationInfo,
     field_validator,
     model_validator,
@@ -215,25 +217,128 @@ class ZeroConfig(Section):
     prefetch: int = Field(default=1, ge=0, le=16, description="stage 3: units gathered ahead of their use")
 
 
-class OptimConfig(Section):
-    """The update. `name` is adamw, adam, sgd, any elementwise `torch.optim` class, or `module:attr`."""
+def _check_bounds(bounds: tuple[float, float]) -> tuple[float, float]:
+    if not 0 <= bounds[0] <= bounds[1]:
+        raise ValueError(f"{list(bounds)} is no range: write [low, high] with 0 <= low <= high")
+    return bounds
 
-    name: str = Field(default="adamw", description="adamw | adam | sgd | a torch.optim class | module:attr")
+
+Bounds = Annotated[tuple[float, float], AfterValidator(_check_bounds)]
+
+
+class LambArgs(Section):
+    """`optim.args` of lamb (You et al. 2020, Algorithm 2)."""
+
+    bias_correction: bool = Field(default=True, description="divide the moments by 1 - beta^step, as the paper does")
+    norm_clamp: Bounds | None = Field(default=None, description="[low, high] of a layer's norm: the paper's phi")
+    ratio_clamp: Bounds | None = Field(default=None, description="[low, high] of the trust ratio")
+    adapt_no_decay: bool = Field(default=False, description="also adapt the parameters that optim.no_decay names")
+
+
+class LarsArgs(Section):
+    """`optim.args` of lars (You et al. 2017, Algorithm 1)."""
+
+    momentum: Fraction = Field(default=0.9, description="decay of the velocity")
+    trust_coefficient: PositiveFloat = Field(default=1e-3, description="the paper's eta: how far a layer trusts itself")
+    ratio_clamp: Bounds | None = Field(default=None, description="[low, high] of the local rate")
+    adapt_no_decay: bool = Field(default=False, description="also adapt the parameters that optim.no_decay names")
+
+
+class LionArgs(Section):
+    """`optim.args` of lion (Chen et al. 2023, Algorithm 2): it has none."""
+
+
+ARGS_OF: dict[str, type[Section]] = {"lamb": LambArgs, "lars": LarsArgs, "lion": LionArgs}
+WITH_BF16_MOMENTS = ("adam", "adamw", "lamb", "lion")
+_SMALL_STATE = "write adamw with optim.moments: bf16 (4 bytes of state per parameter) or lion (4, or 2 with bf16)"
+_WHOLE_MATRICES = "adamw, or lamb where large batches are the reason"
+NOT_SHARDED = {
+    "adafactor": f"it keeps means over the rows and columns of whole matrices; {_SMALL_STATE}",
+    "came": f"it keeps means over the rows and columns of whole matrices; {_SMALL_STATE}",
+    "sm3": f"it keeps maxima over the rows and columns of whole matrices; {_SMALL_STATE}",
+    "muon": f"it orthogonalises whole matrices; write {_WHOLE_MATRICES}",
+    "shampoo": f"it inverts roots of products of whole matrices; write {_WHOLE_MATRICES}",
+    "soap": f"it works in eigenbases of whole matrices; write {_WHOLE_MATRICES}",
+    "kfac": f"it inverts statistics of whole layers; write {_WHOLE_MATRICES}",
+    "galore": f"it projects the gradients of whole matrices; {_SMALL_STATE}",
+    "lbfgs": "its line search wants the loss several times per step; write adamw",
+    "sparseadam": "it takes sparse gradients only, and gradients are reduced in dense buffers; write adam",
+}
+
+
+class OptimConfig(Section):
+    """The update: adamw, adam, lion, lamb, lars, any elementwise class of `torch.optim`, or `module:attr`."""
+
+    name: str = Field(
+        default="adamw",
+        description="adamw | adam | sgd | lion | lamb | lars | an elementwise torch.optim class | module:attr",
+    )
     lr: PositiveFloat = Field(default=1e-3, description="peak learning rate")
-    betas: tuple[Fraction, Fraction] = Field(default=(0.9, 0.999), description="adam's moment decays")
-    eps: PositiveFloat = Field(default=1e-8, description="adam's epsilon")
+    betas: tuple[Fraction, Fraction] = Field(default=(0.9, 0.999), description="moment decays of adam, lamb, lion")
+    eps: PositiveFloat = Field(default=1e-8, description="epsilon of adam, lamb")
     weight_decay: float = Field(
         default=0.0, ge=0, description="decay of every parameter that no_decay does not name", examples=[0.1]
     )
     no_decay: list[Pattern] = Field(
-        default_factory=list, description="regexes of parameter names without weight decay", examples=[["bias", "norm"]]
+        default_factory=list,
+        description="regexes of parameter names without weight decay, and without a trust ratio of lamb, lars",
+        examples=[["bias", "norm"]],
     )
     clip: PositiveFloat | None = Field(
         default=None, description="largest global gradient norm; null: never clipped", examples=[1.0]
     )
-    args: dict[str, Any] = Field(
-        default_factory=dict, description="more keyword arguments of the optimizer class", examples=[{"amsgrad": True}]
+    moments: Literal["fp32", "bf16"] = Field(
+        default="fp32", description="format of adam's, adamw's, lamb's and lion's moments; bf16 changes results"
     )
+    args: dict[str, Any] = Field(
+        default_factory=dict,
+        description=f"more keyword arguments of the optimizer class; "
+        f"lamb: {', '.join(LambArgs.model_fields)}; lars: {', '.join(LarsArgs.model_fields)}",
+        examples=[{"amsgrad": True}],
+    )
+
+    @field_validator("name")
+    @classmethod
+    def _can_be_sharded(cls, name: str) -> str:
+        if (reason := NOT_SHARDED.get(name.lower())) is not None:
+            raise ValueError(f"{name} cannot update slices of parameters: {reason}")
+        return name
+
+    @field_validator("moments")
+    @classmethod
+    def _has_moments(cls, moments: str, info: ValidationInfo) -> str:
+        name = info.data.get("name", "adamw")
+        if moments == "bf16" and name.lower() not in WITH_BF16_MOMENTS:
+            raise ValueError(f"{name} keeps its state in fp32; bf16 is for {', '.join(WITH_BF16_MOMENTS)}")
+        return moments
+
+    @field_validator("args")
+    @classmethod
+    def _fit(cls, args: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        name = info.data.get("name", "adamw").lower()
+        if (section := ARGS_OF.get(name)) is None:
+            return args
+        try:
+            return section.model_validate(args).model_dump(exclude_unset=True)
+        except ValidationError as error:
+            raise ValueError("; ".join(_argument_problem(name, section, detail) for detail in error.errors())) from None
+
+    @model_validator(mode="after")
+    def _takes_what_is_given(self) -> Self:
+        lacks = {"lars": ("betas", "eps"), "lion": ("eps",)}.get(self.name.lower(), ())
+        for key in lacks:
+            if key in self.model_fields_set:
+                raise ValueError(f"{self.name} has no {key}; leave optim.{key} out")
+        return self
+
+
+def _argument_problem(name: str, section: type[Section], detail: Any) -> str:
+    key = str(detail["loc"][0])
+    if detail["type"] != "extra_forbidden":
+        return f"{key}: {detail['msg'].removeprefix('Value error, ')}, found {detail['input']!r}"
+    near = difflib.get_close_matches(key, section.model_fields, 1)
+    known = f"it takes {', '.join(section.model_fields)}" if section.model_fields else "it takes none"
+    return f"{name} has no argument {key!r}; {f'did you mean {near[0]}?' if near else known}"
 
 
 ScheduleName = Literal["constant", "linear", "cosine", "polynomial", "inverse_sqrt", "wsd"]

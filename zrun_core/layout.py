@@ -177,7 +177,9 @@ class StatePolicy:
 
     zero: ZeroPolicy
     reduce_dtype: torch.dtype
-    moments: int  # fp32 values that the optimizer keeps per parameter: 2 for Adam
+    moments: int  # values that the optimizer keeps per parameter: 2 for Adam
+    moment_dtype: torch.dtype = torch.float32
+    updates_together: bool = False  # all units propose an update before the first is applied: layer-wise optimizers
 
     def has_master(self, unit: UnitLayout) -> bool:
         """Whether the optimizer works on a copy: fp32 parameters are their own master."""
@@ -205,7 +207,8 @@ class StatePolicy:
         if self.has_master(unit):
             found.append(Buffer(f"{unit.name}/master", Kind.OPTIM, 4 * (stop - start)))
         held = sum(piece.stop - piece.start for piece in unit.pieces(start, stop))  # padding has no moments
-        found += [Buffer(f"{unit.name}/moment{number}", Kind.OPTIM, 4 * held) for number in range(self.moments)]
+        moment_bytes = held * self.moment_dtype.itemsize
+        found += [Buffer(f"{unit.name}/moment{number}", Kind.OPTIM, moment_bytes) for number in range(self.moments)]
         return found
 
     def gather_ring_bytes(self, units: Sequence[UnitLayout], prefetch: int) -> int:
@@ -225,7 +228,7 @@ class StatePolicy:
         What leaves is the unit's whole gradient, which lives here only if gradients are sharded; what arrives is
         `arrival_shards` shards (one per peer where ranks exchange directly, one where the backend sums). Lasting and
         persistent units fill up while others come and go. The update casts one unit's gradient to fp32 in the same
-        room, once all reductions are over.
+        room, or all units' if they are updated together, once all reductions are over.
         """
         leaving = Sharded.GRADIENT in self.zero.sharded
         passing: dict[UnitLayout, int] = {}
@@ -233,7 +236,7 @@ class StatePolicy:
         for unit in units:
             if unit.trainable and self.reduce_dtype != torch.float32:
                 start, stop = self.owned_range(unit, 0)
-                cast = max(cast, 4 * (stop - start))
+                cast = 4 * (stop - start) + cast if self.updates_together else max(cast, 4 * (stop - start))
             if unit.trainable and unit.num_shards > 1:
                 passing[unit] = unit.padded_numel * leaving + unit.shard_numel * arrival_shards
                 lasting += unit.padded_numel * leaving * (unit.lasting or unit.persistent)

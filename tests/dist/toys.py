@@ -64,7 +64,7 @@ def make_sharded(
     rank, world_size = world()
     policy = ZeroPolicy.of_stage(stage)
     shard_size = 1 if stage == 0 else shard_group or world_size
-    config = OptimConfig.model_validate({"lr": 1e-2, "weight_decay": 0.1, **(optim or {})})
+    config = optim_config(**(optim or {}))
     full = Settings(
         zero=policy,
         precision=Precision.of(PrecisionConfig.model_validate(precision)),
@@ -76,6 +76,12 @@ def make_sharded(
     )
     mesh = Mesh.build(rank, ["host"] * world_size, shard_size)
     return ShardedModel(model, read, full, mesh, Comm(torch.device("cpu")))
+
+
+def optim_config(**keys: Any) -> OptimConfig:
+    """The optimizer of these tests, AdamW with decay, as far as `keys` say nothing else; None leaves a key out."""
+    given = {"lr": 1e-2, "weight_decay": 0.1, **keys}
+    return OptimConfig.model_validate({key: value for key, value in given.items() if value is not None})
 
 
 def split(batch: Any, rank: int, size: int) -> Any:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
 import torch
 
-from zrun_core.config import OptimConfig
+from zrun_core.config import NOT_SHARDED, OptimConfig
 from zrun_core.errors import JobError
 from zrun_core.optim.choose import Chosen, choose
 
@@ -40,18 +41,74 @@ def test_elementwise_optimizers_are_taken(name, moments, scales_inside, lr):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("muon", "only supports 2D parameters"),
-        ("lbfgs", "closure"),
-        ("adafactor", "it looks at whole tensors"),
-        ("sparseadam", "does not support dense gradients"),
+        ("Muon", "only supports 2D parameters"),
+        ("LBFGS", "closure"),
+        ("Adafactor", "it looks at whole tensors"),
+        ("SparseAdam", "does not support dense gradients"),
     ],
 )
 @pytest.mark.parametrize("lr", [1e-2, 1e-8])
 def test_others_are_refused_with_the_reason(name, reason, lr):
-    with pytest.raises(JobError, match=reason) as caught:
+    with pytest.raises(ValueError, match=f"{name} cannot update slices of parameters: it"):
         chosen(name, lr=lr)
+    name = f"torch.optim:{name}"  # past the list of those that are known
+    with pytest.raises(JobError, match=reason) as caught:
+        chosen(name, getattr(torch.optim, name.partition(":")[2]), lr=lr)
     assert name in str(caught.value)
     assert "use an elementwise one, such as adamw" in str(caught.value)
+
+
+def test_every_class_of_torch_is_taken_or_refused_by_name():
+    names = [n.lower() for n, c in vars(torch.optim).items() if inspect.isclass(c) and n != "Optimizer"]
+    refused = [name for name in names if name in NOT_SHARDED]
+    assert sorted(refused) == ["adafactor", "lbfgs", "muon", "sparseadam"]
+    for name in set(names) - set(refused):
+        assert not chosen(name).layer_wise
+
+
+@pytest.mark.parametrize(
+    ("name", "moments", "keys", "dtype"),
+    [
+        ("lamb", 2, {}, torch.float32),
+        ("LAMB", 2, {"args": {"bias_correction": False, "norm_clamp": [0, 10]}}, torch.float32),
+        ("lars", 1, {"args": {"momentum": 0.95}}, torch.float32),
+        ("lion", 1, {"betas": [0.95, 0.98]}, torch.float32),
+        ("lamb", 2, {"moments": "bf16", "eps": 1e-8}, torch.bfloat16),
+        ("lion", 1, {"moments": "bf16"}, torch.bfloat16),
+        ("AdamW", 2, {"moments": "bf16", "eps": 1e-8, "args": {"maximize": True}}, torch.bfloat16),
+        ("adam", 2, {"moments": "bf16"}, torch.bfloat16),
+    ],
+)
+def test_our_own(name, moments, keys, dtype):
+    found = chosen(name, **keys)
+    assert (found.moments, found.scales_inside, found.moment_dtype) == (moments, True, dtype)
+    assert found.layer_wise is (name.lower() in ("lamb", "lars"))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"name": "lamb", "args": {"norm_clam": 1}}, "lamb has no argument 'norm_clam'; did you mean norm_clamp?"),
+        ({"name": "lars", "args": {"xyzzy": 1}}, "it takes momentum, trust_coefficient, ratio_clamp, adapt_no_decay"),
+        ({"name": "lion", "args": {"amsgrad": True}}, "lion has no argument 'amsgrad'; it takes none"),
+        ({"name": "lamb", "args": {"norm_clamp": [2, 1]}}, r"norm_clamp: \[2.0, 1.0\] is no range: write"),
+        ({"name": "lamb", "args": {"bias_correction": "perhaps"}}, "bias_correction: .* boolean.*found 'perhaps'"),
+        ({"name": "lars", "args": {"momentum": 1.5}}, "momentum: .* less than 1"),
+        ({"name": "lars", "betas": [0.9, 0.99]}, "lars has no betas; leave optim.betas out"),
+        ({"name": "lion", "eps": 1e-3}, "lion has no eps; leave optim.eps out"),
+        ({"name": "sgd", "moments": "bf16"}, "sgd keeps its state in fp32; bf16 is for adam, adamw, lamb, lion"),
+        ({"name": "train.py:Mine", "moments": "bf16"}, "bf16 is for adam"),
+        ({"name": "shampoo"}, "shampoo cannot update slices of parameters: .*; write adamw"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_ours_is_said_before_torch_is_there(keys, message):
+    with pytest.raises(ValueError, match=message):
+        OptimConfig.model_validate(keys)
+
+
+def test_bf16_moments_take_fewer_arguments():
+    with pytest.raises(JobError, match=r"optim.args.amsgrad: adamw has no such argument"):
+        chosen(moments="bf16", args={"amsgrad": True})
 
 
 def test_defaults_are_the_classes_own_but_decay_is_the_jobs():
@@ -79,8 +136,8 @@ def test_a_fused_one_that_cannot_wait_for_a_gradient_is_not_used():
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"name": "adamv"}, r"no optimizer 'adamv' in torch.optim; did you mean adam"),
-        ({"name": "xyzzy"}, "write one of adadelta, adafactor"),
+        ({"name": "adamv"}, r"no optimizer 'adamv'; did you mean adam"),
+        ({"name": "xyzzy"}, "write one of adadelta, adagrad"),
         ({"name": "optimizer"}, "no optimizer 'optimizer'"),
         ({"args": {"amsgrat": True}}, "optim.args.amsgrat: adamw has no such argument; did you mean amsgrad"),
         ({"name": "sgd", "betas": [0.9, 0.99]}, "optim.betas: sgd has no such argument; it takes lr, momentum"),

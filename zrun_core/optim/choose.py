@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
-from zrun_core.config import OptimConfig
+from zrun_core.config import NOT_SHARDED, OptimConfig
 from zrun_core.errors import JobError
 from zrun_core.optim import lightweight
+from zrun_core.optim.chunked import Bf16Adam, Bf16AdamW, Chunked, Lion
+from zrun_core.optim.layerwise import Lamb, Lars, LayerWise, Trust
 
 OptimizerClass = Callable[..., torch.optim.Optimizer]
 _CPU = torch.device("cpu")
@@ -22,16 +24,19 @@ _BY_LOWER_NAME = {
     for name in dir(torch.optim)
     if inspect.isclass(getattr(torch.optim, name)) and issubclass(getattr(torch.optim, name), torch.optim.Optimizer)
 }
+_OURS: dict[str, type[Chunked]] = {"lamb": Lamb, "lars": Lars, "lion": Lion}
+_WITH_BF16_MOMENTS: dict[str, type[Chunked]] = {"adam": Bf16Adam, "adamw": Bf16AdamW, "lamb": Lamb, "lion": Lion}
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """An elementwise optimizer and its keyword arguments.
+    """An optimizer that works on slices of parameters, and its keyword arguments.
 
     Attributes:
-        moments: fp32 values that it keeps per parameter.
+        moments: values that it keeps per parameter.
         scales_inside: whether its step takes `grad_scale` and `found_inf` tensors, so that no pass over the gradients
             and no host synchronisation is needed for unscaling, clipping and skipping.
+        layer_wise: whether it is a `LayerWise`, whose update has two halves; elementwise if not.
     """
 
     name: str
@@ -39,6 +44,8 @@ class Chosen:
     kwargs: dict[str, Any]
     moments: int
     scales_inside: bool
+    moment_dtype: torch.dtype = torch.float32
+    layer_wise: bool = False
 
     def make(self, params: Sequence[torch.Tensor], weight_decay: float | None) -> torch.optim.Optimizer:
         """An optimizer over `params`; `weight_decay` replaces the configured one if given."""
@@ -46,6 +53,17 @@ class Chosen:
         if weight_decay is not None and "weight_decay" in kwargs:
             kwargs["weight_decay"] = weight_decay
         return lightweight.build(self.build, params, kwargs)
+
+    def trust(self, groups: Sequence[int], decays: Sequence[float | None], device: torch.device) -> Trust:
+        """What a layer-wise optimizer needs to know of all parameters, given the optimizer group of each.
+
+        Group 1 is without weight decay, and adapted only if the job says so.
+        """
+        rule = self.make([torch.nn.Parameter(torch.zeros(1, device=device))], None)
+        assert isinstance(rule, Lamb | Lars)
+        own = [self.kwargs["weight_decay"] if decay is None else decay for decay in decays]
+        adapts = [group == 0 or rule.adapt_no_decay for group in groups]
+        return Trust(rule, [own[group] for group in groups], adapts, device)
 
 
 def choose(config: OptimConfig, load: Callable[[str], Any], device: torch.device = _CPU) -> Chosen:
@@ -56,15 +74,16 @@ def choose(config: OptimConfig, load: Callable[[str], Any], device: torch.device
     Raises:
         JobError: no such optimizer, arguments that it does not take, or one that is not elementwise.
     """
-    build = _find(config.name, load)
+    in_bf16 = config.moments == "bf16"
+    build: OptimizerClass = _WITH_BF16_MOMENTS[config.name.lower()] if in_bf16 else _find(config.name, load)
     accepted = inspect.signature(build).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
     kwargs: dict[str, Any] = {"lr": config.lr}
     for key in ("betas", "eps", "weight_decay"):
-        given = key in config.model_fields_set
-        if key in accepted and (given or key == "weight_decay"):
-            kwargs[key] = getattr(config, key)
-        elif given and key not in accepted and not takes_all:
+        value = getattr(config, key)
+        if key in accepted and value is not None:
+            kwargs[key] = value
+        elif key in config.model_fields_set and value is not None and key not in accepted and not takes_all:
             raise JobError(f"optim.{key}: {config.name} has no such argument; it takes {', '.join(list(accepted)[1:])}")
     for key in config.args:
         if key not in accepted and not takes_all:
@@ -72,6 +91,8 @@ def choose(config: OptimConfig, load: Callable[[str], Any], device: torch.device
             hint = f"; did you mean {near[0]}?" if near else ""
             raise JobError(f"optim.args.{key}: {config.name} has no such argument{hint}")
     kwargs |= config.args
+    if (ours := _as_ours(build)) is not None:
+        return _with(config.name, ours, kwargs, torch.bfloat16 if in_bf16 else torch.float32)
     if "fused" in accepted and not {"fused", "foreach", "capturable", "differentiable"} & config.args.keys():
         # On CPU the default is a loop over tensors, 7 times slower. Some are not right when fused: Adagrad is not on
         # CUDA, and SGD with momentum wants a gradient for every parameter in the first step.
@@ -81,16 +102,36 @@ def choose(config: OptimConfig, load: Callable[[str], Any], device: torch.device
     return Chosen(config.name, build, kwargs, *_probe(config.name, build, kwargs, device))
 
 
+def _as_ours(build: OptimizerClass) -> type[Chunked] | None:
+    return build if isinstance(build, type) and issubclass(build, Chunked) else None
+
+
+def _with(name: str, build: type[Chunked], kwargs: dict[str, Any], moment_dtype: torch.dtype) -> Chosen:
+    if "moment_dtype" in inspect.signature(build).parameters:
+        kwargs = {**kwargs, "moment_dtype": moment_dtype}
+    try:
+        lightweight.build(build, [torch.nn.Parameter(torch.zeros(1))], kwargs)
+    except ValueError as error:
+        raise JobError(f"optim: {name}: {error}") from None
+    return Chosen(
+        name, build, kwargs, len(build.moment_names), scales_inside=True,
+        moment_dtype=moment_dtype, layer_wise=issubclass(build, LayerWise),
+    )  # fmt: skip
+
+
 def _find(name: str, load: Callable[[str], Any]) -> OptimizerClass:
     if ":" in name:
         found = load(name)
         if not callable(found):
             raise JobError(f"optim.name: {name} is not callable")
         return found  # type: ignore[no-any-return]
+    if name.lower() in _OURS:
+        return _OURS[name.lower()]
     if (known := _BY_LOWER_NAME.get(name.lower())) is None or known == "Optimizer":
-        near = difflib.get_close_matches(name.lower(), _BY_LOWER_NAME, 3)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"write one of {', '.join(sorted(_BY_LOWER_NAME))}"
-        raise JobError(f"optim.name: no optimizer {name!r} in torch.optim; {hint}")
+        known_names = sorted({*_BY_LOWER_NAME, *_OURS} - {"optimizer", *NOT_SHARDED})
+        near = difflib.get_close_matches(name.lower(), known_names, 3)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"write one of {', '.join(known_names)}"
+        raise JobError(f"optim.name: no optimizer {name!r}; {hint}")
     return getattr(torch.optim, known)  # type: ignore[no-any-return]
 
 

@@ -2,6 +2,12 @@
 
 Each parameter's part in the shard is a tensor of its own to the optimizer, so that parameter groups, parameters without
 a gradient and per-parameter step counts behave as on the plain model.
+
+[Note: layer-wise optimizers]
+LAMB and LARS need the norms of whole parameters and of their updates. All units propose their updates first; one small
+message sums the squared norms of all parameters, in float64; then all units apply theirs. A rank counts the same parts
+at every stage, those of the shard that it has or would have, and parts end where shards do: so the sums have the same
+bits at every stage.
 """
 
 from __future__ import annotations
@@ -12,16 +18,20 @@ from typing import Any
 import torch
 
 from zrun_core.arena import Ring
+from zrun_core.comm import Comm
 from zrun_core.layout import Piece
 from zrun_core.optim import lightweight
 from zrun_core.optim.choose import Chosen
+from zrun_core.optim.chunked import Chunked
+from zrun_core.optim.layerwise import LayerWise
 from zrun_core.zero.unit import FlatUnit
 
 
 class _UnitUpdate:
     """The optimizer of one unit."""
 
-    def __init__(self, unit: FlatUnit, chosen: Chosen, decays: Sequence[float | None]) -> None:
+    def __init__(self, unit: FlatUnit, chosen: Chosen, decays: Sequence[float | None], first: int) -> None:
+        """`first` is the number of the unit's first parameter in the model."""
         self.unit = unit
         start, stop = unit.owned
         self.pieces: list[Piece] = list(unit.layout.pieces(start, stop))
@@ -38,6 +48,9 @@ class _UnitUpdate:
                 if decays[group] is not None:
                     settings["weight_decay"] = decays[group]
                 self.optimizer.add_param_group(settings)
+        if isinstance(self.optimizer, Chunked):
+            for param, piece in zip(self._params, self.pieces, strict=True):
+                self.optimizer.lay(param, first + piece.index, start + piece.start, unit.layout.shard_numel)
 
     def set_grads(self, grad: torch.Tensor | None, got: bytes | bytearray) -> None:
         """Show the optimizer `grad` [owned], or nothing for parameters that got none (or once the step is over)."""
@@ -55,11 +68,17 @@ class ShardedOptimizer:
     """Updates the trainable units' masters in place, and the parameters in compute dtype from them."""
 
     def __init__(
-        self, units: Sequence[FlatUnit], chosen: Chosen, decays: Sequence[float | None], scratch: Ring
+        self, units: Sequence[FlatUnit], chosen: Chosen, decays: Sequence[float | None], scratch: Ring, comm: Comm
     ) -> None:
-        self._chosen = chosen
-        self._updates = [_UnitUpdate(unit, chosen, decays) for unit in units if unit.trainable]
-        self._scratch = scratch
+        self._chosen, self._scratch, self._comm = chosen, scratch, comm
+        self._updates: list[_UnitUpdate] = []
+        num_params = 0
+        for unit in units:
+            if unit.trainable:
+                self._updates.append(_UnitUpdate(unit, chosen, decays, num_params))
+                num_params += len(unit.params)
+        groups = [slot.group for update in self._updates for slot in update.unit.layout.slots]
+        self._trust = chosen.trust(groups, decays, comm.device) if chosen.layer_wise else None
 
     def step(
         self,
@@ -76,24 +95,58 @@ class ShardedOptimizer:
             grad_scale: 0-d fp32; gradients are divided by it. None is 1, exactly.
             found_inf: 0-d fp32; 1 skips the update on the device.
         """
+        begun = []
         for update, unit_got in zip(self._updates, got, strict=True):
-            optimizer = update.optimizer
-            if optimizer is None:
+            if update.optimizer is None:
                 continue
-            grad, borrowed = self._fp32_grad(update.unit)
-            if self._chosen.scales_inside:
-                optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf  # type: ignore[attr-defined]
-            elif grad_scale is not None:
-                grad.div_(grad_scale)
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            update.set_grads(grad, unit_got)
-            lightweight.step(optimizer)
-            update.set_grads(None, unit_got)
-            if borrowed:
-                self._scratch.give(grad)
-            if update.unit.policy.has_master(update.unit.layout):
-                update.unit.owned_param.copy_(update.unit.master)
+            borrowed = self._begin(update, lr, unit_got, grad_scale, found_inf)
+            if self._chosen.layer_wise:
+                begun.append((update, borrowed))
+            else:
+                lightweight.step(update.optimizer)
+                self._end(update, borrowed)
+        if self._chosen.layer_wise:
+            self._apply_together([update for update, _ in begun])
+            for update, borrowed in begun:
+                self._end(update, borrowed)
+
+    def _begin(
+        self,
+        update: _UnitUpdate,
+        lr: float,
+        got: bytes | bytearray,
+        grad_scale: torch.Tensor | None,
+        found_inf: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        """Show the unit's optimizer its gradient; returns scratch that this took."""
+        optimizer = update.optimizer
+        assert optimizer is not None
+        grad, borrowed = self._fp32_grad(update.unit)
+        if self._chosen.scales_inside:
+            optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf  # type: ignore[attr-defined]
+        elif grad_scale is not None:
+            grad.div_(grad_scale)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        update.set_grads(grad, got)
+        return grad if borrowed else None
+
+    def _end(self, update: _UnitUpdate, borrowed: torch.Tensor | None) -> None:
+        update.set_grads(None, b"")
+        if borrowed is not None:
+            self._scratch.give(borrowed)
+        if update.unit.policy.has_master(update.unit.layout):
+            update.unit.owned_param.copy_(update.unit.master)
+
+    def _apply_together(self, updates: Sequence[_UnitUpdate]) -> None:
+        """The two halves of a layer-wise update. See [Note: layer-wise optimizers]."""
+        assert self._trust is not None
+        optimizers = [update.optimizer for update in updates if isinstance(update.optimizer, LayerWise)]
+        split = self._updates[0].unit.split
+        squares = self._trust.squares([optimizer.propose() for optimizer in optimizers], [split.index])
+        ratios = self._trust.ratios(self._comm.sum_small(squares, split, name="trust ratios"))
+        for optimizer in optimizers:
+            optimizer.apply(ratios)
 
     def _fp32_grad(self, unit: FlatUnit) -> tuple[torch.Tensor, bool]:
         """The unit's gradient in fp32, and whether it lies in scratch."""

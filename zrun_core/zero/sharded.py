@@ -57,7 +57,10 @@ class Settings:
 
     @property
     def states(self) -> StatePolicy:
-        return StatePolicy(self.zero, self.precision.reduce, self.optimizer.moments)
+        optimizer = self.optimizer
+        return StatePolicy(
+            self.zero, self.precision.reduce, optimizer.moments, optimizer.moment_dtype, optimizer.layer_wise
+        )
 
     def group_of(self, name: str) -> int:
         """Optimizer group of a parameter: 1 is without weight decay."""
@@ -159,7 +162,7 @@ class ShardedModel:
         install(module, self.units, planned.hooked, self._gatherer, self._reducer, watched=watched)
         self._trained = [unit for unit in self.units if unit.trainable]
         decays = [None, 0.0] if settings.no_decay else [None]
-        self.optimizer = ShardedOptimizer(self.units, settings.optimizer, decays, self._reducer.ring)
+        self.optimizer = ShardedOptimizer(self.units, settings.optimizer, decays, self._reducer.ring, comm)
         self.scaler = LossScaler(settings.precision, comm.device)
         self._never: set[str] | None = None
 

@@ -43,7 +43,7 @@ class Phase(Enum):
 class TrafficKey(NamedTuple):
     """What one line of the traffic account is about."""
 
-    kind: str  # all_gather | reduce_scatter | all_reduce | broadcast | small
+    kind: str  # all_gather | reduce_scatter | all_reduce | push | pull | broadcast | small
     axis: str
     phase: Phase
 
@@ -105,6 +105,7 @@ class Comm:
     Attributes:
         phase: what the traffic that is issued from now on belongs to.
         sent_bytes: bytes that this rank sent, by `TrafficKey`.
+        received_bytes: bytes that it received, by `TrafficKey`.
         calls: how often, by `TrafficKey`.
         waited_s: seconds that the host spent waiting for other ranks.
     """
@@ -113,6 +114,7 @@ class Comm:
         self.device = device
         self.phase = Phase.SETUP
         self.sent_bytes: Counter[TrafficKey] = Counter()
+        self.received_bytes: Counter[TrafficKey] = Counter()
         self.calls: Counter[TrafficKey] = Counter()
         self.waited_s = 0.0
         self._board = board
@@ -125,10 +127,12 @@ class Comm:
         """Shards of scratch that a reduce-scatter needs for what arrives."""
         return group.size - 1 if self.is_direct(group) else 1
 
-    def _count(self, kind: str, group: Group, num_bytes: int, name: str) -> None:
+    def _count(self, kind: str, group: Group, num_bytes: int, name: str, received: int | None = None) -> None:
+        """`num_bytes` are sent, and as many received unless `received` says otherwise."""
         key = TrafficKey(kind, group.axis, self.phase)
         self.calls[key] += 1
         self.sent_bytes[key] += num_bytes
+        self.received_bytes[key] += num_bytes if received is None else received
         if self._board is not None:
             self._board.issue(kind, name)
 
@@ -220,6 +224,36 @@ class Comm:
 
         return Handle(self, self._exchange(others, arriving, group, tag), spread)
 
+    def push(self, full: torch.Tensor, arrivals: torch.Tensor, group: Group, *, tag: int, name: str) -> Handle:
+        """Sum `full` [n] of all ranks on the first one, in place, in rank order; the others' stay as they are.
+
+        `arrivals` [(size - 1) * n] is scratch of the first rank. This is how workers send their gradients to a
+        parameter server (Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server").
+        """
+        size, num_bytes = group.size, _bytes(full)
+        if size == 1 or not full.numel():
+            return Handle(self, [])
+        assert group.handle is not None
+        if group.index:
+            self._count("push", group, num_bytes, name, received=0)
+            return Handle(self, [group.handle.send([_raw(full)], 0, tag)])
+        self._count("push", group, 0, name, received=(size - 1) * num_bytes)
+        arriving = list(arrivals.view(size - 1, -1).unbind())
+        works = [group.handle.recv([_raw(part)], peer, tag) for peer, part in enumerate(arriving, 1)]
+        return Handle(self, works, lambda: _store([full, *arriving], full, accumulate=False))
+
+    def pull(self, tensor: torch.Tensor, group: Group, *, tag: int, name: str) -> Handle:
+        """Overwrite `tensor` on every rank with that of the first one, which sends it to each of the others."""
+        size, num_bytes = group.size, _bytes(tensor)
+        if size == 1 or not tensor.numel():
+            return Handle(self, [])
+        assert group.handle is not None
+        if group.index:
+            self._count("pull", group, 0, name, received=num_bytes)
+            return Handle(self, [group.handle.recv([_raw(tensor)], 0, tag)])
+        self._count("pull", group, (size - 1) * num_bytes, name, received=0)
+        return Handle(self, [group.handle.send([_raw(tensor)], peer, tag) for peer in range(1, size)])
+
     def sum_small(self, values: torch.Tensor, group: Group, *, name: str) -> torch.Tensor:
         """The sum of a short vector over `group`, the same bits on every rank."""
         if group.size == 1:
@@ -239,7 +273,8 @@ class Comm:
         """Overwrite `tensor` on every rank with that of the group's rank `source`."""
         if group.size == 1:
             return
-        self._count("broadcast", group, _bytes(tensor) * (group.size - 1) * (group.index == source), name)
+        is_source, num_bytes = group.index == source, _bytes(tensor)
+        self._count("broadcast", group, num_bytes * (group.size - 1) * is_source, name, num_bytes * (not is_source))
         payload = tensor if tensor.is_contiguous() else tensor.contiguous()
         raw = _raw(payload)  # gloo has no bool and few integers; bytes need no arithmetic
         self.wait_for([_work(dist.broadcast(raw, group.ranks[source], group=group.handle, async_op=True))])

@@ -274,8 +274,14 @@ class OptimConfig(Section):
         description="adamw | adam | sgd | lion | lamb | lars | an elementwise torch.optim class | module:attr",
     )
     lr: PositiveFloat = Field(default=1e-3, description="peak learning rate")
-    betas: tuple[Fraction, Fraction] = Field(default=(0.9, 0.999), description="moment decays of adam, lamb, lion")
-    eps: PositiveFloat = Field(default=1e-8, description="epsilon of adam, lamb")
+    betas: tuple[Fraction, Fraction] | None = Field(
+        default=None,
+        description="moment decays; null: the optimizer's own (adam, lamb: 0.9, 0.999; lion: 0.9, 0.99)",
+        examples=[[0.9, 0.95]],
+    )
+    eps: PositiveFloat | None = Field(
+        default=None, description="epsilon; null: the optimizer's own (adam: 1e-8; lamb: 1e-6)", examples=[1e-8]
+    )
     weight_decay: float = Field(
         default=0.0, ge=0, description="decay of every parameter that no_decay does not name", examples=[0.1]
     )
@@ -327,7 +333,7 @@ class OptimConfig(Section):
     def _takes_what_is_given(self) -> Self:
         lacks = {"lars": ("betas", "eps"), "lion": ("eps",)}.get(self.name.lower(), ())
         for key in lacks:
-            if key in self.model_fields_set:
+            if getattr(self, key) is not None:
                 raise ValueError(f"{self.name} has no {key}; leave optim.{key} out")
         return self
 
@@ -444,6 +450,10 @@ class JobConfig(Section):
         examples=["bf16"],
     )
     zero: ZeroConfig = Field(default_factory=ZeroConfig, description="0 | 1 | 2 | 3 | {stage, ...}", examples=[2])
+    sync: Literal["ring", "server"] = Field(
+        default="ring",
+        description="zero 0: ring | server: one rank sums, updates and sends parameters; a baseline to compare with",
+    )
     seed: int = Field(default=0, ge=0, lt=2**31, description="seed of the model factory, the data order and dropout")
     init: Literal["factory", "meta"] = Field(
         default="factory",
@@ -485,6 +495,15 @@ class JobConfig(Section):
     limits: LimitsConfig = Field(
         default_factory=LimitsConfig, description="times after which waiting is an error", examples=[{"start_s": 600}]
     )
+
+    @model_validator(mode="after")
+    def _server_has_everything(self) -> Self:
+        if self.sync == "server" and self.zero.stage:
+            raise ValueError(
+                f"sync: server keeps all states on one rank, and zero {self.zero.stage} divides them over all; "
+                "write zero: 0, or leave sync out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:

@@ -180,6 +180,7 @@ class StatePolicy:
     moments: int  # values that the optimizer keeps per parameter: 2 for Adam
     moment_dtype: torch.dtype = torch.float32
     updates_together: bool = False  # all units propose an update before the first is applied: layer-wise optimizers
+    server: bool = False  # stage 0: the first rank alone updates, and sends the parameters to the others
 
     def has_master(self, unit: UnitLayout) -> bool:
         """Whether the optimizer works on a copy: fp32 parameters are their own master."""
@@ -189,7 +190,16 @@ class StatePolicy:
         """The elements that rank `index` of the shard group updates."""
         if Sharded.OPTIMIZER in self.zero.sharded:
             return unit.shard_range(index)
-        return 0, unit.padded_numel
+        return 0, 0 if self.server and index else unit.padded_numel
+
+    def counted_shards(self, unit: UnitLayout, index: int) -> range:
+        """The shards whose elements rank `index` counts in norms, so that each element is counted once.
+
+        They are the same parts at every stage, so that sums have the same bits.
+        """
+        if self.server:
+            return range(0 if index else unit.num_shards)
+        return range(index, index + 1)
 
     def frees(self, unit: UnitLayout) -> bool:
         """Whether only a shard of the unit's parameters stays in memory between uses."""
@@ -222,11 +232,12 @@ class StatePolicy:
         ahead = prefetch * max(passing.values(), default=0)
         return min(_most_together(passing) + ahead, sum(passing.values())) + lasting
 
-    def reduce_ring_bytes(self, units: Sequence[UnitLayout], arrival_shards: int) -> int:
+    def reduce_ring_bytes(self, units: Sequence[UnitLayout], arrival_shards: int, index: int = 0) -> int:
         """Room for reductions, of what is being filled and of one unit on its way: what leaves and what arrives.
 
         What leaves is the unit's whole gradient, which lives here only if gradients are sharded; what arrives is
-        `arrival_shards` shards (one per peer where ranks exchange directly, one where the backend sums). Lasting and
+        `arrival_shards` shards (one per peer where ranks exchange directly, one where the backend sums, whole units
+        from all peers on a server). Lasting and
         persistent units fill up while others come and go. The update casts one unit's gradient to fp32 in the same
         room, or all units' if they are updated together, once all reductions are over.
         """
@@ -235,7 +246,7 @@ class StatePolicy:
         lasting = cast = 0
         for unit in units:
             if unit.trainable and self.reduce_dtype != torch.float32:
-                start, stop = self.owned_range(unit, 0)
+                start, stop = self.owned_range(unit, index)
                 cast = 4 * (stop - start) + cast if self.updates_together else max(cast, 4 * (stop - start))
             if unit.trainable and unit.num_shards > 1:
                 passing[unit] = unit.padded_numel * leaving + unit.shard_numel * arrival_shards

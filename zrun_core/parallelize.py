@@ -33,6 +33,7 @@ def make_settings(job: JobConfig, optimizer: Chosen, device: torch.device) -> Se
         persist_below=job.zero.persist_below,
         prefetch=job.zero.prefetch,
         whole_blocks=job.compile,
+        server=job.sync == "server",
         recomputes_blocks=job.activations.checkpoint != "none",
     )
 

@@ -92,13 +92,13 @@ def test_origin_of_every_value(folder: Folder) -> None:
         ("optim: {lr: .inf}", "job.yaml:6:13: optim.lr: expected number > 0, found .inf; write for example lr: 0.001"),
         (
             "optim: {betas: [0.9]}",
-            "job.yaml:6:16: optim.betas: expected [number >= 0 and < 1, number >= 0 and < 1], found [0.9]; "
-            "write for example betas: [0.9, 0.999]",
+            "job.yaml:6:16: optim.betas: expected [number >= 0 and < 1, number >= 0 and < 1] | null, found [0.9]; "
+            "write for example betas: [0.9, 0.95]",
         ),
         (
             "optim: {betas: [0.9, x]}",
             'job.yaml:6:22: optim.betas[1]: expected number >= 0 and < 1, found "x"; '
-            "write for example betas: [0.9, 0.999]",
+            "write for example betas: [0.9, 0.95]",
         ),
         (
             "zero: 7",

@@ -147,6 +147,8 @@ def _unit(fragment: dict[str, Any], name: str) -> str | None:
 def _describe_items(fragment: dict[str, Any]) -> str | None:
     if "prefixItems" in fragment:
         return _describe(fragment["prefixItems"][0])
+    if "anyOf" in fragment:
+        return next((takes for part in fragment["anyOf"] if (takes := _describe_items(part)) is not None), None)
     elements = fragment.get("items", fragment.get("additionalProperties"))
     if elements is None:
         return None

@@ -142,8 +142,9 @@ class ShardedOptimizer:
         """The two halves of a layer-wise update. See [Note: layer-wise optimizers]."""
         assert self._trust is not None
         optimizers = [update.optimizer for update in updates if isinstance(update.optimizer, LayerWise)]
-        split = self._updates[0].unit.split
-        squares = self._trust.squares([optimizer.propose() for optimizer in optimizers], [split.index])
+        unit = self._updates[0].unit
+        split, shards = unit.split, unit.policy.counted_shards(unit.layout, unit.split.index)
+        squares = self._trust.squares([optimizer.propose() for optimizer in optimizers], shards)
         ratios = self._trust.ratios(self._comm.sum_small(squares, split, name="trust ratios"))
         for optimizer in optimizers:
             optimizer.apply(ratios)

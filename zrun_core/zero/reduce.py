@@ -40,6 +40,13 @@ def split_group(mesh: Mesh, policy: StatePolicy) -> Group:
     return mesh.shard if Sharded.OPTIMIZER in policy.zero.sharded else mesh.replicate
 
 
+def arrival_shards(comm: Comm, split: Group, policy: StatePolicy) -> int:
+    """Shards of scratch that one unit's reduction needs on this rank for what arrives."""
+    if policy.server:
+        return 0 if split.index else (split.size - 1) * split.size
+    return comm.arrival_shards(split) if split.size > 1 else 0
+
+
 class Reducer:
     """Reduces the trainable units of one model, micro-batch after micro-batch."""
 
@@ -48,8 +55,9 @@ class Reducer:
         self._split = split_group(mesh, policy)
         self._order = [unit for unit in reversed(units) if unit.trainable]
         self._order_is_learnt = False
-        self._arrival_shards = comm.arrival_shards(self._split) if self._split.size > 1 else 0
-        num_bytes = policy.reduce_ring_bytes([unit.layout for unit in self._order], self._arrival_shards)
+        self._arrival_shards = arrival_shards(comm, self._split, policy)
+        layouts = [unit.layout for unit in self._order]
+        num_bytes = policy.reduce_ring_bytes(layouts, self._arrival_shards, self._split.index)
         self.ring = Ring(num_bytes, comm.device)
         self._in_flight: deque[_InFlight] = deque()
         self._missing: dict[int, set[int]] = {}  # unit index -> parameters whose gradients have not come in this pass
@@ -142,8 +150,9 @@ class Reducer:
                 whole, arrivals, unit.grad, self._split, accumulate=unit.is_reduced, tag=tag, name=unit.name
             )
         else:
-            handle = self._comm.all_reduce(whole, arrivals, self._split, tag=tag, name=unit.name)
-            extra = None if unit.keeps(whole) else whole
+            reduce = self._comm.push if self._policy.server else self._comm.all_reduce
+            handle = reduce(whole, arrivals, self._split, tag=tag, name=unit.name)
+            extra = None if unit.keeps(whole) or not unit.grad.numel() else whole
         unit.is_reduced = True
         unit.end_grad()
         self._in_flight.append(_InFlight(unit, handle, held, extra))

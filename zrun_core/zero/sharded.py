@@ -32,9 +32,10 @@ from zrun_core.precision import LossScaler, Precision
 from zrun_core.zero.cut import Cut, cut, repeated_blocks
 from zrun_core.zero.gather import Gatherer, Pass
 from zrun_core.zero.hooks import install
-from zrun_core.zero.reduce import Reducer, split_group
+from zrun_core.zero.reduce import Reducer, arrival_shards, split_group
 from zrun_core.zero.unit import FlatUnit, page_pool
 
+_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "push", "pull")
 _NORM_CHUNK = 1 << 20  # elements that a CPU casts at a time: they stay in cache
 
 
@@ -54,13 +55,15 @@ class Settings:
     prefetch: int = 1
     whole_blocks: bool = False  # never hook inside a repeated block: it is compiled
     recomputes_blocks: bool = False  # activation checkpointing
+    server: bool = False  # the first rank alone updates
 
     @property
     def states(self) -> StatePolicy:
         optimizer = self.optimizer
         return StatePolicy(
-            self.zero, self.precision.reduce, optimizer.moments, optimizer.moment_dtype, optimizer.layer_wise
-        )
+            self.zero, self.precision.reduce, optimizer.moments, optimizer.moment_dtype, optimizer.layer_wise,
+            self.server,
+        )  # fmt: skip
 
     def group_of(self, name: str) -> int:
         """Optimizer group of a parameter: 1 is without weight decay."""
@@ -116,7 +119,8 @@ def planned_memory(layouts: Sequence[UnitLayout], settings: Settings, index: int
     states, account = settings.states, MemoryAccount()
     for layout in layouts:
         account.add(states.buffers(layout, index))
-    rings = states.gather_ring_bytes(layouts, settings.prefetch) + states.reduce_ring_bytes(layouts, arrival_shards)
+    rings = states.gather_ring_bytes(layouts, settings.prefetch)
+    rings += states.reduce_ring_bytes(layouts, arrival_shards, index)
     account.add([Buffer("rings", Kind.RING, rings)])
     return account
 
@@ -237,12 +241,16 @@ class ShardedModel:
     def _square_norm(self) -> torch.Tensor:
         """This rank's part of the squared norm of the gradient, float64: each element counts once over all ranks."""
         copies = self.mesh.replicate.size if self._trained[0].split is self.mesh.shard else 1
-        parts = [unit.norm_part() for unit in self._trained]
-        if self.comm.device.type == "cpu":
-            norms = [torch.linalg.vector_norm(chunk.float()) for part in parts for chunk in part.split(_NORM_CHUNK)]
-        else:
-            norms = [torch.linalg.vector_norm(part, dtype=torch.float32) for part in parts]
-        return torch.stack(norms).double().square().sum() / copies
+        total = torch.zeros((), dtype=torch.float64, device=self.comm.device)
+        first = self._trained[0]
+        for shard in first.policy.counted_shards(first.layout, first.split.index):
+            parts = [unit.norm_part(shard) for unit in self._trained]
+            if self.comm.device.type == "cpu":
+                norms = [torch.linalg.vector_norm(chunk.float()) for part in parts for chunk in part.split(_NORM_CHUNK)]
+            else:
+                norms = [torch.linalg.vector_norm(part, dtype=torch.float32) for part in parts]
+            total += torch.stack(norms).double().square().sum()
+        return total / copies
 
     def _got_anywhere(self, got_here: bytes, counts: torch.Tensor) -> list[bytes]:
         """By unit, which parameters got a gradient on any rank. The host reads `counts` only if some got none here."""
@@ -291,7 +299,7 @@ class ShardedModel:
 
         It holds for models whose modules each run once per forward; see the module's docstring for the formulas.
         """
-        policy, expected = self.settings.zero, {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
+        policy, expected = self.settings.zero, dict.fromkeys(_KINDS, 0)
         reduce_size = self.settings.precision.reduce.itemsize
         for unit in self.units:
             peers, shard = unit.split.size - 1, unit.layout.shard_numel
@@ -306,6 +314,12 @@ class ShardedModel:
                 copies, index = self.mesh.replicate.size, self.mesh.replicate.index
                 own = slice_start(shard, copies, index + 1) - slice_start(shard, copies, index)
                 expected["all_reduce"] += num_steps * (copies > 1) * (shard + (copies - 2) * own) * reduce_size
+            elif self.settings.server:
+                is_server, numel = unit.split.index == 0, unit.layout.padded_numel
+                expected["push"] += reductions * (peers > 0) * (not is_server) * numel * reduce_size
+                expected["pull"] += (
+                    self._gatherer.num_refreshes * peers * is_server * numel * unit.layout.dtype.itemsize
+                )
             else:
                 expected["all_reduce"] += 2 * reductions * peers * shard * reduce_size
         return {kind: num_bytes for kind, num_bytes in expected.items() if num_bytes}
@@ -313,7 +327,8 @@ class ShardedModel:
     def planned_memory(self) -> MemoryAccount:
         """What `Layout` says this rank allocates."""
         split = split_group(self.mesh, self.settings.states)
-        return planned_memory(self.layouts, self.settings, split.index, self.comm.arrival_shards(split))
+        arrivals = arrival_shards(self.comm, split, self.settings.states)
+        return planned_memory(self.layouts, self.settings, split.index, arrivals)
 
     def allocated_memory(self) -> MemoryAccount:
         """What this rank has allocated."""

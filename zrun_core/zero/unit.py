@@ -87,7 +87,7 @@ class FlatUnit:
         self._placeholders = [nowhere.expand(slot.shape) for slot in layout.slots]
 
         self.owned = policy.owned_range(layout, self.split.index)
-        self.owned_param = self.param_shard if self.owned == own else self.full
+        self.owned_param = self.param_shard if self.owned == own else self.full[self.owned[0] : self.owned[1]]
         if not self.trainable:
             return
         num_owned = self.owned[1] - self.owned[0]
@@ -133,7 +133,10 @@ class FlatUnit:
             self.views = [_view(self.full, slot) for slot in self.layout.slots]
         self.state = UnitState.GATHERING
         tag = gather_tag(self.index)
-        self._handle = comm.all_gather(self.full, self.param_shard, self.split, tag=tag, name=self.name)
+        if self.policy.server:
+            self._handle = comm.pull(self.full, self.split, tag=tag, name=self.name)
+        else:
+            self._handle = comm.all_gather(self.full, self.param_shard, self.split, tag=tag, name=self.name)
 
     def unshard(self, comm: Comm) -> None:
         """Make the unit whole: return if it is, else gather it."""
@@ -159,7 +162,7 @@ class FlatUnit:
 
     def mark_stale(self) -> None:
         """The owned elements were updated: what other ranks own must be gathered before the next use."""
-        if self.split.size > 1 and Sharded.OPTIMIZER in self.policy.zero.sharded:
+        if self.split.size > 1 and (Sharded.OPTIMIZER in self.policy.zero.sharded or self.policy.server):
             assert self._handle is None
             if self.frees:
                 self.reshard()
@@ -222,12 +225,9 @@ class FlatUnit:
         """The flat gradient is on its way: what comes from now on is apart from it."""
         self._use_grad(self._kept_grad)
 
-    def norm_part(self) -> torch.Tensor:
-        """The part of `grad` that this rank counts in the global norm, so that each element is counted once.
-
-        It is the same part at every stage, so that the norm has the same bits.
-        """
-        start, stop = self.layout.shard_range(self.split.index)
+    def norm_part(self, shard: int) -> torch.Tensor:
+        """The part of `grad` that lies in a shard which this rank counts in the global norm."""
+        start, stop = self.layout.shard_range(shard)
         return self.grad[start - self.owned[0] : stop - self.owned[0]]
 
     def allocated(self) -> list[Buffer]:

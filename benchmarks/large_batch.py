@@ -1,0 +1,136 @@
+"""LAMB and AdamW on the main job at 8 times the batch and an eighth of the steps: `python benchmarks/large_batch.py`.
+
+All runs see the same samples in the same order. The rate at batch 8 is each optimizer's own, from a sweep at batch 8;
+from there on one rule holds for both: the rate times sqrt(8) (You et al. 2020, section 4), warm-up over the same
+samples. The last loss on held-out text is compared, as mean and extremes over seeds.
+
+Runs are appended to a file as they end, and those that it has are not made again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from render import render
+
+ROOT = Path(__file__).resolve().parents[1]
+GROWTH = 8
+BASE_LR = {"adamw": 1.5e-3, "lamb": 1e-2}
+MODELS: dict[str, list[str]] = {
+    "main": [],
+    "short": [
+        "model.args={flavour: llama, vocab_size: 256, dim: 192, depth: 4, heads: 6, seq_len: 128}",
+        "data.args.seq_len=128",
+        "eval.data.args.seq_len=128",
+    ],
+}
+STEPS = {"main": 300, "short": 320}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run: an optimizer at a batch and a rate."""
+
+    model: str
+    optimizer: str
+    batch: int
+    lr: float
+    seed: int
+
+    @property
+    def steps(self) -> int:
+        return STEPS[self.model] * 8 // self.batch
+
+    def overrides(self) -> list[str]:
+        return [
+            *MODELS[self.model],
+            f"steps={self.steps}",
+            f"batch.global={self.batch}",
+            f"batch.micro={min(self.batch // 2, 16)}",
+            f"lr.warmup={max(1, self.steps // 10)}",
+            f"optim.name={self.optimizer}",
+            f"optim.lr={self.lr:g}",
+            *(["optim.betas=[0.9,0.95]"] if self.optimizer == "adamw" else ["optim.betas=[0.9,0.98]"]),
+            f"seed={self.seed}",
+            "eval.every=null",
+            "eval.first=false",
+            "hooks.on_eval=null",
+        ]
+
+
+def cases(model: str, seeds: int) -> list[Case]:
+    """Small batch, then the large one by the rule, for both optimizers."""
+    found = []
+    for seed in range(seeds):
+        for optimizer, lr in BASE_LR.items():
+            found += [
+                Case(model, optimizer, 8, lr, seed),
+                Case(model, optimizer, 8 * GROWTH, round(lr * math.sqrt(GROWTH), 6), seed),
+            ]
+    return found
+
+
+def sweep(model: str) -> list[Case]:
+    """Each optimizer's rates at batch 8, from which `BASE_LR` was taken."""
+    return [Case(model, name, 8, lr * factor, 0) for name, lr in BASE_LR.items() for factor in (0.5, 1.0, 2.0)]
+
+
+def run(case: Case) -> dict[str, Any]:
+    """Train `case` by the command line. The last held-out loss, and seconds of training."""
+    with tempfile.TemporaryDirectory(prefix="zrun-large-batch-") as folder:
+        zrun = [sys.executable, "-m", "zrun", "train", str(ROOT / "jobs" / "stdlib-gpt.yaml"), *case.overrides()]
+        done = subprocess.run(
+            [*zrun, "--run-dir", f"{folder}/run", "--ui", "none"], capture_output=True, text=True, check=False, cwd=ROOT
+        )
+        if done.returncode:
+            raise SystemExit(f"{case}: exit code {done.returncode}\n{done.stderr}")
+        events = [json.loads(line) for line in (Path(folder) / "run" / "events.jsonl").read_text().splitlines()]
+    by_type = {event["type"]: event for event in events}
+    return {**asdict(case), "loss": by_type["eval"]["loss"], "seconds": by_type["end"]["total_s"]}
+
+
+def table(records: list[dict[str, Any]]) -> str:
+    groups: dict[tuple[Any, ...], list[float]] = defaultdict(list)
+    for record in records:
+        groups[record["model"], record["optimizer"], record["batch"], record["lr"]].append(record["loss"])
+    rows = []
+    for (model, optimizer, batch, lr), losses in sorted(groups.items()):
+        steps, mean = STEPS[model] * 8 // batch, statistics.mean(losses)
+        rows.append([
+            f"{model} {optimizer}", str(batch), str(steps), f"{lr:.3g}", f"{mean:.3f}",
+            f"{min(losses):.3f} to {max(losses):.3f}", str(len(losses)),
+        ])  # fmt: skip
+    return render(["", "batch", "steps", "lr", "held-out loss", "over seeds", "seeds"], rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", choices=MODELS, default="short", help="the main job's model, or a third of it")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--sweep", action="store_true", help="the rates at batch 8 instead")
+    parser.add_argument("--record", type=Path, default=Path("large-batch.jsonl"), help="file of the runs that are made")
+    parser.add_argument("--runs", type=int, default=1000, help="make at most so many runs")
+    args = parser.parse_args()
+    lines = args.record.read_text().splitlines() if args.record.exists() else []
+    records = [json.loads(line) for line in lines]
+    made = {Case(**{key: record[key] for key in Case.__dataclass_fields__}) for record in records}
+    wanted = sweep(args.model) if args.sweep else cases(args.model, args.seeds)
+    for case in [case for case in wanted if case not in made][: args.runs]:
+        records.append(run(case))
+        with args.record.open("a") as file:
+            file.write(json.dumps(records[-1]) + "\n")
+    print(table(records))
+
+
+if __name__ == "__main__":
+    main()

@@ -353,3 +353,31 @@ def test_json_schema_allows_short_forms() -> None:
     assert definitions["ZeroConfig"]["anyOf"][0]["enum"] == [0, 1, 2, 3]
     assert definitions["DataConfig"]["anyOf"][0]["type"] == "string"
     assert JobConfig.model_json_schema()["$defs"]["ZeroConfig"].get("anyOf") is None  # pydantic's own is left alone
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (
+            "optim: {name: adafactor}",
+            "job.yaml:6:15: optim.name: adafactor cannot update slices of parameters: it keeps means over the rows and "
+            "columns of whole matrices; write adamw with optim.moments: bf16 (4 bytes of state per parameter) or lion "
+            "(4, or 2 with bf16)",
+        ),
+        (
+            "optim: {name: lamb, args: {clampp: 1}}",
+            "job.yaml:6:27: optim.args: lamb has no argument 'clampp'; did you mean norm_clamp?",
+        ),
+        (
+            "optim: {name: sgd, moments: bf16}",
+            "job.yaml:6:29: optim.moments: sgd keeps its state in fp32; bf16 is for adam, adamw, lamb, lion",
+        ),
+        (
+            "zero: 1\nsync: server",
+            "job.yaml:7:1: sync: server keeps all states on one rank, and zero 1 divides them over all; write zero: 0, "
+            "or leave sync out",
+        ),
+    ],
+)
+def test_an_update_that_cannot_be_made_is_refused_with_the_job(folder: Folder, lines: str, message: str) -> None:
+    assert folder.problems(f"{FIVE_LINES}{lines}\n") == [message]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -187,3 +189,24 @@ def test_the_update_casts_a_units_gradient_in_the_same_ring():
     assert policy(2).reduce_ring_bytes([alone], 0) == 0, "fp32 gradients are used as they are"
     assert policy(2, torch.bfloat16).reduce_ring_bytes([alone], 0) == 8 * PAGE_BYTES
     assert policy(0, torch.bfloat16).reduce_ring_bytes(units, 1) == 8 * PAGE_BYTES, "more than the reductions need"
+    together = replace(policy(0, torch.bfloat16), updates_together=True)
+    assert together.reduce_ring_bytes(units, 1) == (4 + 8) * PAGE_BYTES, "all gradients are there until norms are known"
+
+
+def test_moments_in_bf16_take_half():
+    layout = unit((64, 1024), num_shards=2)
+    for stage in (0, 2):
+        wide, narrow = policy(stage), replace(policy(stage), moment_dtype=torch.bfloat16)
+        of = [sum(b.num_bytes for b in each.buffers(layout, 0) if "moment" in b.name) for each in (wide, narrow)]
+        assert of[0] == 2 * of[1] == 2 * 4 * layout.numel // (2 if stage else 1)
+
+
+def test_a_server_has_all_states_and_counts_all_shards():
+    layout, alone = unit((64, 1024), dtype=torch.bfloat16, num_shards=4), replace(policy(0), server=True)
+    sizes = [sum(b.num_bytes for b in alone.buffers(layout, index) if b.kind is Kind.OPTIM) for index in range(4)]
+    assert sizes == [12 * layout.numel, 0, 0, 0]
+    assert [list(alone.counted_shards(layout, index)) for index in range(4)] == [[0, 1, 2, 3], [], [], []]
+    for stage in range(4):
+        assert [list(policy(stage).counted_shards(layout, index)) for index in range(4)] == [[0], [1], [2], [3]]
+    ring = [alone.reduce_ring_bytes([layout], 12 if index == 0 else 0, index) for index in range(2)]
+    assert ring == [2 * 3 * layout.padded_numel * 4, 0], "the gradients of all others arrive, of two units at a time"

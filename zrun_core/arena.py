@@ -280,6 +280,11 @@ class Ring:
         self._arenas.append((flat_buffer(num_bytes, torch.uint8, self.device), OrderedDict()))
         self.num_bytes += num_bytes
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The memory itself."""
+        return [arena for arena, _ in self._arenas]
+
     def take(self, numel: int, dtype: torch.dtype, *, grow: bool = False) -> torch.Tensor | None:
         """[numel] of undefined values, or None if there is no room now."""
         if not numel:

@@ -1,8 +1,9 @@
 """What every rank of a host is doing, readable by the others without talking to them.
 
-Each rank owns one page of a shared file and writes there, before it issues a collective, the collective's kind and the
-unit's name, numbered per kind. Ranks that wait for each other compare these lists: the first number at which two ranks
-name different units is the disagreement. Writing costs a microsecond and synchronises nothing.
+Each rank owns one page of a shared file. It writes there which step and phase it is in and, before it issues a
+collective, the collective's kind and the unit's name, numbered per kind. Ranks that wait for each other compare these
+lists: the first number at which two ranks name different units is the disagreement. The host's agent reads the same
+pages to find ranks that no longer move. Writing costs two microseconds and synchronises nothing.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zrun_core.errors import HangError
+from zrun_core.sizes import format_size
 
 _PAGE = 16384
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "small")
+PHASES = ("start", "data", "forward", "backward", "update", "hook", "evaluation", "save", "end")
 _HISTORY = 32  # last collectives of each kind that are remembered
-_NAME_BYTES = 88
-_ENTRY = struct.Struct(f"<Q{_NAME_BYTES}s")  # number from 1, name
-_HEADER = struct.Struct("<QQQ")  # step, 1 while waiting, number of waits
+_NAME_BYTES = 72
+_ENTRY = struct.Struct(f"<QQQ{_NAME_BYTES}s")  # number from 1 per kind, number over all kinds, bytes, name
+_HEADER = struct.Struct("<QQQQQQ")  # the fields of `RankState`
 _ADVICE = (
     "Some modules ran on one rank only: name the module that chooses between them in zero.leaf, so that it is handled "
     "as a whole"
@@ -31,63 +34,85 @@ _ADVICE = (
 assert _HEADER.size + len(_KINDS) * _HISTORY * _ENTRY.size <= _PAGE
 
 
+class RankState(NamedTuple):
+    """What a rank says of itself.
+
+    Attributes:
+        step: optimizer step that began last; 0 before the first.
+        waiting: for other ranks, or for its device.
+        num_waits: how often it has waited.
+        progress: counts whatever the rank does: steps, phases, collectives.
+        phase: one of `PHASES`.
+        pid: 0 before the rank's process has come so far.
+    """
+
+    step: int
+    waiting: bool
+    num_waits: int
+    progress: int
+    phase: str
+    pid: int
+
+    @property
+    def is_halted(self) -> bool:
+        """Whether the process is stopped by a signal or a debugger: it is not late, it does not run."""
+        return process_state(self.pid) in ("T", "t")
+
+
 class Issue(NamedTuple):
     """One collective that a rank issued."""
 
     kind: str
     number: int  # from 1, per kind
+    order: int  # from 1, over all kinds
+    num_bytes: int  # that this rank sends; other ranks may send another number
     name: str
 
+    def __str__(self) -> str:
+        return f"{self.kind} {self.number}, {self.name!r} ({format_size(self.num_bytes)})"
 
-class Board:
-    """This rank's page, and a view of the others'. The file is created by whoever comes first."""
 
-    def __init__(self, path: Path, rank: int, world_size: int) -> None:
+def process_state(pid: int) -> str | None:
+    """The kernel's letter for what a process does (R, S, D, T, ...); None if there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
+            return stat.read().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return None
+
+
+class BoardView:
+    """The pages of all ranks, to be read. The file is created by whoever comes first.
+
+    Attributes:
+        rank: whose point of view `disagreement` takes.
+    """
+
+    def __init__(self, path: Path, world_size: int, rank: int = 0) -> None:
         self.rank, self.world_size = rank, world_size
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         os.ftruncate(descriptor, _PAGE * world_size)  # the same size from everyone: harmless to repeat
         self._map = mmap.mmap(descriptor, _PAGE * world_size)
         os.close(descriptor)
-        self._map[_PAGE * rank : _PAGE * (rank + 1)] = bytes(_PAGE)  # an earlier run's
-        self._base = _PAGE * rank
-        self._numbers = dict.fromkeys(_KINDS, 0)
-        self._step = self._num_waits = 0
 
-    def _write_header(self, waiting: bool) -> None:
-        _HEADER.pack_into(self._map, self._base, self._step, waiting, self._num_waits)
+    def state(self, rank: int) -> RankState:
+        step, waiting, num_waits, progress, phase, pid = _HEADER.unpack_from(self._map, _PAGE * rank)
+        return RankState(step, bool(waiting), num_waits, progress, PHASES[min(phase, len(PHASES) - 1)], pid)
 
-    def step(self, step: int) -> None:
-        """Say which optimizer step begins."""
-        self._step = step
-        self._write_header(False)
-
-    def issue(self, kind: str, name: str) -> None:
-        """Say which collective is issued next."""
-        number = self._numbers[kind] = self._numbers[kind] + 1
-        place = _KINDS.index(kind) * _HISTORY + number % _HISTORY
-        _ENTRY.pack_into(
-            self._map, self._base + _HEADER.size + place * _ENTRY.size, number, name.encode()[:_NAME_BYTES]
-        )
-
-    def waiting(self, is_waiting: bool) -> None:
-        """Say that this rank waits for others, or no longer does."""
-        self._num_waits += is_waiting
-        self._write_header(is_waiting)
-
-    def state(self, rank: int) -> tuple[int, bool, int]:
-        """(step, waiting, number of waits) of `rank`."""
-        step, waiting, num_waits = _HEADER.unpack_from(self._map, _PAGE * rank)
-        return step, bool(waiting), num_waits
-
-    def history(self, rank: int, kind: str) -> dict[int, str]:
-        """The last collectives of one kind that `rank` issued: number -> name."""
+    def history(self, rank: int, kind: str) -> dict[int, Issue]:
+        """The last collectives of one kind that `rank` issued, by their number."""
         found = {}
         for place in range(_HISTORY):
             at = _PAGE * rank + _HEADER.size + (_KINDS.index(kind) * _HISTORY + place) * _ENTRY.size
-            number, name = _ENTRY.unpack_from(self._map, at)
+            number, order, num_bytes, name = _ENTRY.unpack_from(self._map, at)
             if number:
-                found[number] = name.rstrip(b"\0").decode(errors="replace")
+                found[number] = Issue(kind, number, order, num_bytes, name.rstrip(b"\0").decode(errors="replace"))
         return found
+
+    def last(self, rank: int) -> Issue | None:
+        """The collective that `rank` issued last."""
+        issues = [issue for kind in _KINDS for issue in self.history(rank, kind).values()]
+        return max(issues, key=lambda issue: issue.order, default=None)
 
     def disagreement(self) -> str | None:
         """The first collective on which this rank and another differ, in words; None if there is none."""
@@ -96,25 +121,80 @@ class Board:
             for peer in range(self.world_size):
                 theirs = self.history(peer, kind)
                 for number in sorted(mine.keys() & theirs.keys()):
-                    if mine[number] != theirs[number]:
+                    ours, other = mine[number], theirs[number]
+                    if ours.name != other.name:
                         return (
-                            f"ranks disagree on {kind} {number} of step {self._step}: rank {self.rank} is at "
-                            f"{mine[number]!r}, rank {peer} at {theirs[number]!r}. {_ADVICE}"
+                            f"ranks disagree on {kind} {number} of step {self.state(self.rank).step}: rank {self.rank} "
+                            f"is at {ours.name!r} ({format_size(ours.num_bytes)}), rank {peer} at {other.name!r} "
+                            f"({format_size(other.num_bytes)}). {_ADVICE}"
                         )
         return None
 
     def stalemate(self) -> str | None:
-        """What one rank is waiting for and another never came to, in words. Meant for when all ranks have stopped."""
+        """What one rank is waiting for and another never came to, in words. Meant for when all ranks have stopped.
+
+        A rank that a signal halted may still come.
+        """
+        states = [self.state(rank) for rank in range(self.world_size)]
+        if any(state.is_halted for state in states):
+            return None
         for kind in _KINDS:
             last = [max(self.history(rank, kind), default=0) for rank in range(self.world_size)]
             ahead, behind = last.index(max(last)), last.index(min(last))
             if last[ahead] != last[behind]:
-                name = self.history(ahead, kind)[last[ahead]]
+                name = self.history(ahead, kind)[last[ahead]].name
                 return (
-                    f"all ranks wait in step {self._step}: rank {ahead} for {kind} {last[ahead]}, {name!r}, to which "
-                    f"rank {behind} does not come. {_ADVICE}"
+                    f"all ranks wait in step {states[ahead].step}: rank {ahead} for {kind} {last[ahead]}, {name!r}, to "
+                    f"which rank {behind} does not come. {_ADVICE}"
                 )
         return None
+
+
+class Board(BoardView):
+    """This rank's page, and a view of the others'."""
+
+    def __init__(self, path: Path, rank: int, world_size: int) -> None:
+        super().__init__(path, world_size, rank)
+        self._base = _PAGE * rank
+        self._map[self._base : self._base + _PAGE] = bytes(_PAGE)  # an earlier run's
+        self._numbers = dict.fromkeys(_KINDS, 0)
+        self._step = self._num_waits = self._progress = self._phase = self._order = 0
+        self._waiting = False
+        self._pid = os.getpid()
+        self._write_header()
+
+    def _write_header(self) -> None:
+        self._progress += 1
+        fields = (self._step, self._waiting, self._num_waits, self._progress, self._phase, self._pid)
+        _HEADER.pack_into(self._map, self._base, *fields)
+
+    def step(self, step: int) -> None:
+        """Say which optimizer step begins."""
+        self._step, self._waiting = step, False
+        self._write_header()
+
+    def phase(self, phase: str) -> None:
+        """Say what begins: one of `PHASES`."""
+        self._phase = PHASES.index(phase)
+        self._write_header()
+
+    def tick(self) -> None:
+        """Say that there is progress which shows nowhere else."""
+        self._write_header()
+
+    def issue(self, kind: str, name: str, num_bytes: int = 0) -> None:
+        """Say which collective is issued next."""
+        number = self._numbers[kind] = self._numbers[kind] + 1
+        self._order += 1
+        at = self._base + _HEADER.size + (_KINDS.index(kind) * _HISTORY + number % _HISTORY) * _ENTRY.size
+        _ENTRY.pack_into(self._map, at, number, self._order, num_bytes, name.encode()[:_NAME_BYTES])
+        self._write_header()
+
+    def waiting(self, is_waiting: bool) -> None:
+        """Say that this rank waits for others, or no longer does."""
+        self._num_waits += is_waiting
+        self._waiting = is_waiting
+        self._write_header()
 
 
 class Watchdog:
@@ -132,15 +212,16 @@ class Watchdog:
     def _watch(self) -> None:
         board = self._board
         since = stopped_since = time.monotonic()
-        last, everyone, seen = -1, [(0, False, 0)], None
+        last, seen = -1, None
+        everyone: list[RankState] = []
         while not self._closed.wait(self._patience_s / 4):
             now = time.monotonic()
             states = [board.state(rank) for rank in range(board.world_size)]
-            if states != everyone or not all(waiting for _, waiting, _ in states):
+            if states != everyone or not all(state.waiting for state in states):
                 stopped_since, everyone = now, states
-            _, waiting, num_waits = states[board.rank]
-            if not waiting or num_waits != last:
-                since, last = now, num_waits
+            own = states[board.rank]
+            if not own.waiting or own.num_waits != last:
+                since, last = now, own.num_waits
             elif now - since > self._patience_s:
                 text = board.disagreement()
                 if text is None and now - stopped_since > 4 * self._patience_s:  # no message takes that long

@@ -134,7 +134,7 @@ class Comm:
         self.sent_bytes[key] += num_bytes
         self.received_bytes[key] += num_bytes if received is None else received
         if self._board is not None:
-            self._board.issue(kind, name)
+            self._board.issue(kind, name, num_bytes)
 
     def wait_for(self, works: Sequence[dist.Work]) -> None:
         """Wait for other ranks; on CUDA this only makes the compute stream wait."""

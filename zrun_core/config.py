@@ -161,7 +161,6 @@ class LossScaleConfig(Section):
     window: PositiveInt = Field(default=2000, description="good steps before the scale doubles")
     hysteresis: PositiveInt = Field(default=1, description="overflows in a row before the scale halves")
     min: PositiveFloat = Field(default=1.0, description="the scale never falls below this")
-    max_skips: PositiveInt = Field(default=50, description="skipped steps in a row before the run stops (exit 7)")
 
 
 class PrecisionConfig(Section):
@@ -421,6 +420,36 @@ class LimitsConfig(Section):
 
     start_s: PositiveFloat = Field(default=300.0, description="seconds for all ranks to arrive")
     collective_s: PositiveFloat = Field(default=600.0, description="seconds one collective may wait for other ranks")
+    first_step_s: PositiveFloat = Field(
+        default=1800.0, description="seconds without progress before the second step: imports, building, compiling"
+    )
+    hang_s: PositiveFloat | None = Field(
+        default=None,
+        description="seconds without progress in a later step; null: 5 slow steps, at least 60 s",
+        examples=[120],
+    )
+    eval_s: PositiveFloat = Field(default=600.0, description="seconds without progress in an evaluation or a hook")
+    save_s: PositiveFloat = Field(default=1800.0, description="seconds without progress in a save")
+    stop_s: PositiveFloat = Field(
+        default=30.0, description="seconds to finish the step and save after a signal; then the run stops at once"
+    )
+
+
+class GuardsConfig(Section):
+    """What stops a run whose numbers, replicas or memory go wrong."""
+
+    max_skips: PositiveInt = Field(
+        default=50, description="skipped steps in a row before the run saves and stops (exit 7)"
+    )
+    max_nonfinite: PositiveInt = Field(
+        default=3, description="the same for skips that no loss scale can help: nan losses, any skip without fp16"
+    )
+    replica_every: int = Field(
+        default=100, ge=0, description="optimizer steps between comparisons of replicas (exit 10); 0: never"
+    )
+    on_oom: Literal["stop", "skip"] = Field(
+        default="stop", description="stop | skip: all ranks drop the batch for which one of them lacks memory"
+    )
 
 
 class JobConfig(Section):
@@ -492,6 +521,11 @@ class JobConfig(Section):
         description="environment of the workers; null: required, taken from the shell",
         examples=[{"NCCL_DEBUG": "INFO"}],
     )
+    guards: GuardsConfig = Field(
+        default_factory=GuardsConfig,
+        description="what stops a run that goes wrong",
+        examples=[{"max_nonfinite": 10}],
+    )
     limits: LimitsConfig = Field(
         default_factory=LimitsConfig, description="times after which waiting is an error", examples=[{"start_s": 600}]
     )
@@ -502,6 +536,15 @@ class JobConfig(Section):
             raise ValueError(
                 f"sync: server keeps all states on one rank, and zero {self.zero.stage} divides them over all; "
                 "write zero: 0, or leave sync out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _can_drop(self) -> Self:
+        if self.guards.on_oom == "skip" and self.zero.stage == 3:
+            raise ValueError(
+                "guards.on_oom: skip is impossible at zero.stage 3: the other ranks would wait for parameters of the "
+                "one that ran out; write stop, or zero.stage: 2"
             )
         return self
 

@@ -7,7 +7,15 @@ escapes is a bug of ours or an exception of the user's own code.
 
 from __future__ import annotations
 
+import re
 from enum import IntEnum
+
+# How gloo, NCCL and sockets say that another rank went away.
+PEER_IS_GONE = re.compile(
+    r"connection (closed|reset|refused|was (broken|aborted))|broken pipe|socket (was )?closed|pair closure"
+    r"|timed out waiting|(recv|send)value failed|ncclRemoteError|remote process (exited|closed)",
+    re.IGNORECASE,
+)
 
 
 class ExitCode(IntEnum):
@@ -22,6 +30,7 @@ class ExitCode(IntEnum):
     NUMERIC = 7  # the numbers went wrong
     SAVE = 8  # a checkpoint was not saved
     CHECKPOINT = 9  # no checkpoint, or none that can be believed
+    DIVERGED = 10  # replicas that must be equal are not
     STOPPED = 75  # stopped on request, resumable
     INTERRUPTED = 130  # SIGINT before saving
     TERMINATED = 143  # SIGTERM before saving
@@ -85,3 +94,23 @@ class CheckpointError(ZrunError):
     """There is no checkpoint, or it is damaged, or it does not fit."""
 
     exit_code = ExitCode.CHECKPOINT
+
+
+class DivergedError(ZrunError):
+    """Ranks hold different values of what must be equal."""
+
+    exit_code = ExitCode.DIVERGED
+
+
+class OutOfMemoryError(ZrunError):
+    """A rank ran out of memory."""
+
+    exit_code = ExitCode.WORKER
+
+
+class StoppedError(ZrunError):
+    """The run ends because a signal asked for it, between two steps."""
+
+    def __init__(self, message: str, exit_code: ExitCode) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code

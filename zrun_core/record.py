@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zrun_core.comm import TrafficKey
-from zrun_core.errors import HangError, NumericError
+from zrun_core.errors import HangError
 from zrun_core.events import Emitter
 from zrun_core.layout import Kind
 from zrun_core.metrics import Phase, StepClock, peak_flops, process_memory
@@ -28,6 +28,8 @@ class Progress:
         steps: optimizer steps issued, skipped ones included.
         updates: those that changed the parameters: what the learning rate follows.
         micro_batches: of this rank.
+        skips_in_a_row: because of numbers that were not finite.
+        helpless_skips: the last of these, since one that a smaller loss scale could have helped.
         loss: of the last step whose numbers were read, over all ranks.
     """
 
@@ -36,6 +38,7 @@ class Progress:
     micro_batches: int = 0
     skips: int = 0
     skips_in_a_row: int = 0
+    helpless_skips: int = 0
     samples: int = 0
     tokens: int = 0
     loss: float = float("nan")
@@ -48,6 +51,8 @@ class Numbers(NamedTuple):
     loss: float  # summed
     samples: float
     tokens: float
+    stop: float  # ranks that a signal asked to stop
+    dropped: float  # micro-batches for which a rank had no memory
     grad_norm: float
     skipped: float
     agreed: float
@@ -134,7 +139,6 @@ class Recorder:
 
         Raises:
             HangError: the ranks went different ways.
-            NumericError: loss scaling found no scale that does not overflow.
         """
         if not numbers.agreed:
             raise HangError(
@@ -147,15 +151,9 @@ class Recorder:
         progress.tokens += int(numbers.tokens)
         progress.skips += skipped
         progress.updates += not skipped
-        progress.skips_in_a_row = progress.skips_in_a_row + 1 if skipped and numbers.weight else 0
         for key, sent in pending.sent.items():
             self._traffic_bytes[key.kind] += sent
         self._tell_step(pending, numbers, epoch)
-        if progress.skips_in_a_row >= self.job.precision.loss_scale.max_skips:
-            raise NumericError(
-                f"step {pending.step}: {progress.skips_in_a_row} steps in a row overflowed, down to a loss scale of "
-                f"{numbers.scale:g}; write precision: bf16, or lower optim.lr"
-            )
 
     def _tell_step(self, pending: Pending, numbers: Numbers, epoch: float | None) -> None:
         progress = self.progress

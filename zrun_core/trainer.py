@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -14,13 +14,17 @@ from torch import nn
 from zrun_core.board import Board
 from zrun_core.data.batch import MicroBatch
 from zrun_core.data.loader import BatchLoader, eval_batches
-from zrun_core.errors import JobError
+from zrun_core.errors import JobError, NumericError, OutOfMemoryError, StoppedError
 from zrun_core.events import Emitter
+from zrun_core.guards import NumericGuard
 from zrun_core.loss import LossFunction, LossKind, compute_loss
 from zrun_core.metrics import FlopCount, Phase, StepClock
+from zrun_core.oom import MemoryGuard
 from zrun_core.optim.lr import Schedule
 from zrun_core.record import Pending, Recorder, to_host
+from zrun_core.replicas import ReplicaGuard
 from zrun_core.spec import RunSpec
+from zrun_core.stop import StopSignals
 from zrun_core.user import user_code
 from zrun_core.zero.sharded import ShardedModel
 
@@ -73,10 +77,11 @@ class Trainer:
         schedule: Schedule,
         emitter: Emitter,
         board: Board | None,
+        stop: StopSignals,
     ) -> None:
         self.spec, self.job = spec, spec.job
         self.sharded, self.loader, self.parts = sharded, loader, parts
-        self.schedule, self.emitter, self.board = schedule, emitter, board
+        self.schedule, self.emitter, self.board, self.stop = schedule, emitter, board, stop
         self.module, self.comm, self.world = sharded.module, sharded.comm, sharded.mesh.world
         self.device = self.comm.device
         self.phase = "start"
@@ -85,6 +90,22 @@ class Trainer:
         self._flops_per_sample: float | None = None
         self.recorder = Recorder(spec, sharded, emitter, self._clock)
         self.progress = self.recorder.progress
+        self.replicas = ReplicaGuard(sharded)
+        self._numeric = NumericGuard(self.job, self.progress, sharded, emitter, is_main=self.is_main)
+        self._memory = MemoryGuard(spec, sharded, emitter)
+        self._own_sums = torch.zeros(0)
+        self._must_stop = self._has_told_stop = False
+
+    @property
+    def phase(self) -> str:
+        """What this rank does, in the words of the board."""
+        return self._phase
+
+    @phase.setter
+    def phase(self, phase: str) -> None:
+        self._phase = phase
+        if self.board is not None:
+            self.board.phase(phase)
 
     @property
     def is_main(self) -> bool:
@@ -95,7 +116,9 @@ class Trainer:
 
         Raises:
             UserCodeError: the user's model, loss, data or hooks raised.
-            NumericError: loss scaling found no scale that does not overflow.
+            NumericError: too many steps in a row were not finite.
+            DivergedError: ranks hold different values of what must be equal.
+            StoppedError: a signal asked for the end.
             JobError: the job counts tokens, and the data has none.
         """
         if not self.module.training:
@@ -107,6 +130,8 @@ class Trainer:
         reason = self._train()
         self._resolve()
         self.recorder.warn_once()
+        if reason == "stopped":
+            self._leave()
         if self.job.eval is not None:
             every = self.job.eval.every
             if every is None or self.progress.steps % every:
@@ -117,6 +142,8 @@ class Trainer:
     def _train(self) -> str:
         evaluation = self.job.eval
         while self.job.steps is None or self.progress.steps < self.job.steps:
+            if self._must_stop:
+                return "stopped"
             self.phase = "data"
             with self._clock.during(Phase.DATA):
                 micro_batches = self.loader.next_step()
@@ -149,22 +176,29 @@ class Trainer:
         self.comm.drain()
         self.comm.take_waited()  # what came before the step is not its own
         waited = dict.fromkeys(Phase, 0.0)
-        sums = torch.zeros(4, dtype=torch.float64, device=self.device)  # weight, loss, samples, tokens
+        sums = torch.zeros(6, dtype=torch.float64, device=self.device)  # the first fields of `Numbers`
+        sums[4] = self._asked_to_stop()
         self.sharded.begin_step()
         for number, micro in enumerate(micro_batches):
-            self.phase = "forward"
-            with self._clock.during(Phase.FORWARD):
-                scaled = self._forward(micro, sums)
-            waited[Phase.FORWARD] += self.comm.take_waited()
-            self.phase = "backward"
-            with self._clock.during(Phase.BACKWARD), user_code("backward failed"):
-                self.sharded.backward(scaled, boundary=number == len(micro_batches) - 1)
-            waited[Phase.BACKWARD] += self.comm.take_waited()
+            boundary = number == len(micro_batches) - 1
+            is_lost = False
+            try:
+                self._micro_batch(micro, sums, waited, boundary)
+            except OutOfMemoryError as error:
+                self._memory.see(error, self.progress.steps)
+                is_lost = True
+            if is_lost:  # not before the traceback has let go of the activations
+                self._memory.release()
+                self.sharded.give_up_backward(boundary=boundary)
+                sums[5] += 1
         if self.device.type == "cuda":
             self._resolve()  # the last step's: whether it was skipped decides this one's learning rate
         self.phase = "update"
         lr = self.job.optim.lr * self.schedule(self.progress.updates)
         scale = self.sharded.scaler.scale.clone()
+        if self.job.guards.replica_every and self.progress.steps % self.job.guards.replica_every == 0:
+            self.check_replicas(lr)
+        self._own_sums = sums
         with self._clock.during(Phase.OPTIM):
             result = self.sharded.step(lr, sums, self._divisor)
         waited[Phase.OPTIM] += self.comm.take_waited()
@@ -174,6 +208,16 @@ class Trainer:
         )
         if self.device.type != "cuda" or self.parts.on_step is not None:  # the hook is called between two steps
             self._resolve()
+
+    def _micro_batch(self, micro: MicroBatch, sums: torch.Tensor, waited: dict[Phase, float], boundary: bool) -> None:
+        self.phase = "forward"
+        with self._clock.during(Phase.FORWARD):
+            scaled = self._forward(micro, sums)
+        waited[Phase.FORWARD] += self.comm.take_waited()
+        self.phase = "backward"
+        with self._clock.during(Phase.BACKWARD), user_code("backward failed"):
+            self.sharded.backward(scaled, boundary=boundary)
+        waited[Phase.BACKWARD] += self.comm.take_waited()
 
     def _forward(self, micro: MicroBatch, sums: torch.Tensor) -> torch.Tensor:
         """The micro-batch's contribution to the loss, to be differentiated. Adds its numbers to `sums`.
@@ -195,7 +239,7 @@ class Trainer:
         return loss.value * (float(loss.weight) / nominal) if loss.kind is LossKind.MEAN else loss.value / nominal
 
     def _divisor(self, sums: torch.Tensor) -> torch.Tensor:
-        return sums[0] / self.spec.batch.global_size
+        return sums[0] / self.spec.batch.global_size * (sums[5] == 0)  # 0 skips the step
 
     @contextmanager
     def _counting_flops(self, micro: MicroBatch) -> Iterator[None]:
@@ -215,7 +259,12 @@ class Trainer:
         with self._waiting():
             numbers = pending.read()
         self.recorder.step(pending, numbers, self.loader.epoch)
+        self._must_stop |= numbers.stop > 0
+        problem = self._numeric.see(pending.step, numbers, float(self._own_sums[1]) if numbers.skipped else 0.0)
+        if problem is not None:
+            raise NumericError(problem)
         if self.parts.on_step is not None:
+            self.phase = "hook"
             with user_code("hooks.on_step failed"):
                 self.parts.on_step(self._context())
 
@@ -228,6 +277,46 @@ class Trainer:
         if self.board is not None:
             self.board.waiting(False)
 
+    # Guards
+
+    def check_replicas(self, lr: float) -> None:
+        """Compare with the other ranks what must be equal: parameters, counters, scale, learning rate. Collective.
+
+        Raises:
+            DivergedError: it is not.
+        """
+        progress = self.progress
+        self.replicas.check(
+            progress.steps,
+            {
+                "step": progress.steps,
+                "updates": progress.updates,
+                "skips": progress.skips,
+                "samples": progress.samples,
+                "tokens": progress.tokens,
+                "lr": lr,
+                "loss scale": float(self.sharded.scaler.scale),
+            },
+        )
+
+    def _asked_to_stop(self) -> bool:
+        """Whether a signal came to this rank. The others learn of it with the step's numbers."""
+        asked = self.stop.first
+        if asked is not None and not self._has_told_stop:
+            self._has_told_stop = True
+            self.emitter.emit("stop", step=self.progress.steps, signal=asked.name)
+        return asked is not None
+
+    def _leave(self) -> NoReturn:
+        """End between two steps, all ranks together.
+
+        Raises:
+            StoppedError: always.
+        """
+        self.stop.ignore()
+        self.comm.barrier(self.world)
+        raise StoppedError(f"stopped after step {self.progress.steps}, not saved", self.stop.exit_code)
+
     # Evaluation
 
     def evaluate(self) -> float:
@@ -238,7 +327,7 @@ class Trainer:
         self._broadcast_buffers()
         modes = [(inner, inner.training) for inner in self.module.modules()]
         self.module.eval()
-        sums = torch.zeros(4, dtype=torch.float64, device=self.device)
+        sums = torch.zeros(5, dtype=torch.float64, device=self.device)
         batches = eval_batches(
             self.parts.eval_data,
             self.spec.batch.micro,
@@ -251,13 +340,17 @@ class Trainer:
             micro = micro.to(self.device)
             with self.sharded.evaluation(), user_code("evaluation failed"):
                 loss = compute_loss(self.module, micro.batch, self.parts.loss, micro.num_samples)
+            if self.board is not None:
+                self.board.tick()
             if micro.num_samples:
                 numbers = (loss.weight, loss.total.double(), micro.num_samples, micro.num_tokens)
                 for place, number in enumerate(numbers):
                     sums[place] += number
         for inner, mode in modes:
             inner.training = mode
-        weight, total, samples, tokens = self.comm.sum_small(sums, self.world, name="evaluation").tolist()
+        sums[4] = self._asked_to_stop()
+        weight, total, samples, tokens, stop = self.comm.sum_small(sums, self.world, name="evaluation").tolist()
+        self._must_stop |= stop > 0
         loss_value = total / weight if weight else float("nan")
         self.recorder.evaluation(loss_value, int(samples), int(tokens), time.monotonic() - start)
         if self.parts.on_eval is not None:

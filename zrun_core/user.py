@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from zrun_core.config import Ref
-from zrun_core.errors import JobError, UserCodeError, ZrunError
+from zrun_core.errors import PEER_IS_GONE, JobError, OutOfMemoryError, PeerError, UserCodeError, ZrunError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,6 +36,11 @@ _HIDDEN_FOLDERS = tuple(
     f"{folder}{os.sep}" for folder in (_OWN_PACKAGE, _OWN_PACKAGE.parent / "zrun", Path(importlib.__file__).parent)
 )
 _PACKAGE_FOLDERS = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_ALL_PACKAGES = (*_PACKAGE_FOLDERS, f"{Path(importlib.__file__).parent.parent}{os.sep}")  # and Python's own modules
+_MECHANISMS = tuple(
+    str(_OWN_PACKAGE / name) for name in (f"zero{os.sep}", f"optim{os.sep}", "comm.py", "arena.py", "board.py")
+)
+_SHARDED_MODEL = str(_OWN_PACKAGE / "zero" / "sharded.py")
 _FRAME = re.compile(r'(?P<indent>[ |]*)File "(?P<file>[^"]+)", line \d+')
 
 
@@ -125,16 +130,49 @@ def build_model(ref: Ref, job_dir: Path) -> nn.Module:
 
 @contextmanager
 def user_code(what: str) -> Iterator[None]:
-    """Everything raised inside is the user's: it becomes a `UserCodeError` that starts with `what`.
+    """What is raised inside is the user's: it becomes a `UserCodeError` that starts with `what`.
 
-    A `ZrunError` passes unchanged (the bundled models and data raise those), and so does an interrupt.
+    A `ZrunError` passes unchanged (the bundled models and data raise those), and so does an interrupt. What comes out
+    of the runtime's own hooks is not the user's: another rank went away, or it is a bug of ours.
+
+    Raises:
+        PeerError: a collective failed because of another rank.
+        OutOfMemoryError: there was no memory for a tensor.
     """
     try:
         yield
     except ZrunError:
         raise
     except (Exception, SystemExit) as error:
+        if is_out_of_memory(error):
+            raise OutOfMemoryError(f"{what}: out of memory: {_first_line(error)}") from error
+        if _comes_from_runtime(error):
+            if PEER_IS_GONE.search(str(error)):
+                raise PeerError(f"another rank went away: {error}") from error
+            raise
         raise UserCodeError(f"{what}\n{user_traceback(error)}") from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocator said that there is no memory: Python's, torch's on a CPU, or that of a device."""
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError)
+        and (type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error))
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+def _comes_from_runtime(error: BaseException) -> bool:
+    """Whether the innermost frame that is not of a package belongs to the mechanisms that run under the user's model.
+
+    What torch's autograd says of the user's graph comes out of `ShardedModel.backward`, which is not among them.
+    """
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    last = next((file for file in reversed(files) if not any(folder in file for folder in _ALL_PACKAGES)), "")
+    return last.startswith(_MECHANISMS) and last != _SHARDED_MODEL
 
 
 def user_traceback(error: BaseException) -> str:

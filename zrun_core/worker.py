@@ -30,12 +30,13 @@ from zrun_core.comm import Comm, Group
 from zrun_core.config import Ref
 from zrun_core.data.loader import BatchLoader
 from zrun_core.data.order import mix
-from zrun_core.errors import ExitCode, HangError, PeerError, RendezvousError, UserCodeError, ZrunError
+from zrun_core.errors import ExitCode, HangError, PeerError, RendezvousError, StoppedError, UserCodeError, ZrunError
 from zrun_core.events import Emitter
 from zrun_core.mesh import Mesh
 from zrun_core.optim.choose import choose
 from zrun_core.optim.lr import make_schedule
 from zrun_core.spec import RunSpec
+from zrun_core.stop import StopSignals
 from zrun_core.trainer import Parts, Trainer
 
 
@@ -48,6 +49,7 @@ def main() -> NoReturn:
     worker = Worker(spec, rank)
     code = ExitCode.OK
     try:
+        worker.listen()
         worker.run()
     except BaseException as error:
         code = worker.report(error)
@@ -66,12 +68,25 @@ class Worker:
         is_heard = spec.telemetry is not None and Path(spec.telemetry).exists()  # not under torchrun, of an earlier run
         self.emitter = Emitter(spec.telemetry if is_heard else None, rank)
         self.phase = "start"
+        self.stop = StopSignals()
+        self.board: Board | None = None
+        if len(set(spec.plan.hosts)) == 1:
+            self.board = Board(self.run_dir / "board", rank, spec.plan.world_size)
         self._trainer: Trainer | None = None
+
+    def listen(self) -> None:
+        """Obey signals; SIGQUIT writes every thread's stack, also while the process is stuck in native code."""
+        self.stop.listen()
+        folder = self.run_dir / "stacks"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        stacks = open(folder / f"rank-{self.rank}.txt", "w")  # noqa: SIM115  # for as long as the process lives
+        faulthandler.register(signal.SIGQUIT, stacks)
 
     def run(self) -> None:
         """Everything from joining the others to the last step."""
         trainer, world = self._prepare()
         self._trainer = trainer
+        self.stop.can_finish = True
         trainer.run()
         trainer.comm.barrier(world)
 
@@ -82,7 +97,7 @@ class Worker:
         torch.set_num_threads(plan.threads)
         self.phase = "rendezvous"
         self._join(device)
-        comm, board, mesh = self._connect(device)
+        comm, mesh = self._connect(device)
 
         self.phase = "build"
         user.add_to_path(job_dir)
@@ -102,7 +117,14 @@ class Worker:
         )  # fmt: skip
         torch.manual_seed(mix(job.seed, 1 + self.rank))  # from here on each rank draws from its own stream
         trainer = Trainer(
-            self.spec, sharded, loader, parts, make_schedule(job.lr, job.steps, custom), self.emitter, board
+            self.spec,
+            sharded,
+            loader,
+            parts,
+            make_schedule(job.lr, job.steps, custom),
+            self.emitter,
+            self.board,
+            self.stop,
         )
         trainer.recorder.start(notes)
         return trainer, mesh.world
@@ -138,17 +160,15 @@ class Worker:
                 f"not all {size} ranks arrived within {limits.start_s:g} s (limits.start_s): {error}"
             ) from None
 
-    def _connect(self, device: torch.device) -> tuple[Comm, Board | None, Mesh]:
-        """The groups of this rank, and the board on which the ranks of one host can see each other."""
+    def _connect(self, device: torch.device) -> tuple[Comm, Mesh]:
+        """The groups of this rank; where one host has them all, they see each other on its board."""
         hosts = [place.host for place in self.spec.plan.ranks]
-        board = None
-        if len(set(hosts)) == 1:
-            board = Board(self.run_dir / "board", self.rank, len(hosts))
-            Watchdog(board, self._stop)
-        comm = Comm(device, board)
+        if self.board is not None:
+            Watchdog(self.board, self._hangs)
+        comm = Comm(device, self.board)
         ranks_here = hosts.count(hosts[self.rank])
         mesh = Mesh.build(self.rank, hosts, parallelize.shard_size(self.spec.job, len(hosts), ranks_here))
-        return comm, board, mesh
+        return comm, mesh
 
     def _build(self, mesh: Mesh, comm: Comm) -> Built:
         job = self.spec.job
@@ -174,7 +194,7 @@ class Worker:
             collate=load(job.data.collate),
         )
 
-    def _stop(self, error: HangError) -> None:
+    def _hangs(self, error: HangError) -> None:
         """Called by the watchdog's thread: the main thread waits in a collective and cannot be interrupted."""
         code = self.report(error)
         self.emitter.close()
@@ -182,6 +202,9 @@ class Worker:
 
     def report(self, error: BaseException) -> ExitCode:
         """Write the failure for the launcher, print it to the rank's log, and say how to exit."""
+        if isinstance(error, StoppedError):  # no failure
+            print(error, file=sys.stderr, flush=True)
+            return error.exit_code
         if isinstance(error, ZrunError):
             kind, code, text = "zrun", error.exit_code, str(error)
             first, *rest = text.splitlines()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -53,12 +56,24 @@ def test_the_history_is_a_ring_and_lags_do_not_matter(boards):
 
 def test_long_names_are_cut_and_states_are_seen(boards):
     boards[0].issue("small", "ü" * 200)
-    assert boards[1].history(0, "small")[1].startswith("üüü")
+    assert boards[1].history(0, "small")[1].name.startswith("üüü")
     boards[0].step(3)
+    boards[0].phase("backward")
     boards[0].waiting(True)
-    assert boards[1].state(0) == (3, True, 1)
+    state = boards[1].state(0)
+    assert (state.step, state.waiting, state.num_waits, state.phase, state.pid) == (3, True, 1, "backward", os.getpid())
     boards[0].waiting(False)
-    assert boards[1].state(0) == (3, False, 1)
+    after = boards[1].state(0)
+    assert (after.waiting, after.num_waits) == (False, 1)
+    assert after.progress == state.progress + 1
+
+
+def test_the_last_collective_is_told_with_its_size(boards):
+    assert boards[1].last(0) is None
+    boards[0].issue("all_gather", "embed", 4096)
+    boards[0].issue("small", "step", 64)
+    boards[0].issue("all_gather", "blocks.0", 3 << 20)
+    assert str(boards[1].last(0)) == "all_gather 2, 'blocks.0' (3.0 MiB)"
 
 
 def test_a_new_run_forgets_an_earlier_one_in_the_same_file(tmp_path):
@@ -127,3 +142,21 @@ def test_the_watchdog_stops_ranks_that_all_wait_for_different_things(boards):
     assert stopped.event.wait(5)
     watchdog.close()
     assert "rank 1 for all_gather 1, 'extra', to which rank 0 does not come" in str(stopped.errors[0])
+
+
+def test_a_halted_process_is_late_and_no_stalemate(boards, tmp_path):
+    """A rank that was sent SIGSTOP while it waits may still come: its peers must not be told that it disagrees."""
+    code = (
+        "import sys, os, signal\nfrom pathlib import Path\nfrom zrun_core.board import Board\n"
+        "board = Board(Path(sys.argv[1]), 0, 3)\nboard.waiting(True)\nos.kill(os.getpid(), signal.SIGSTOP)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "board")])
+    try:
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        boards[1].issue("all_gather", "extra")
+        assert boards[1].state(0).is_halted
+        assert boards[1].stalemate() is None
+    finally:
+        process.kill()
+        process.wait()
+    assert boards[1].stalemate() is not None

@@ -7,13 +7,16 @@ import pickle
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
+import torch
 from torch import nn
 
 from zrun_core import user
+from zrun_core.comm import Comm
 from zrun_core.config import Ref
-from zrun_core.errors import ExitCode, JobError, UserCodeError
+from zrun_core.errors import ExitCode, JobError, PeerError, UserCodeError
 
 TRAIN = """
 import torch
@@ -238,3 +241,37 @@ def test_the_innermost_frame_stays_where_all_are_hidden() -> None:
 
 def test_an_error_that_was_never_raised_has_no_frames() -> None:
     assert user.user_traceback(ValueError("x")) == "ValueError: x"
+
+
+def _wait_in_backward(message: str) -> None:
+    """A hook of ours waits for another rank while autograd runs."""
+    weight = torch.ones(1, requires_grad=True)
+    comm = Comm(torch.device("cpu"))
+    work: torch.futures.Future[None] = torch.futures.Future()
+    work.set_exception(RuntimeError(message))
+    weight.register_hook(lambda grad: comm.wait_for([cast(Any, work)]))
+    weight.sum().backward()
+
+
+def test_what_our_own_hooks_raise_is_not_the_users():
+    with pytest.raises(PeerError, match="another rank went away"), user.user_code("backward failed"):
+        _wait_in_backward("Connection closed by peer [127.0.0.1]:33210")
+    with pytest.raises(RuntimeError, match="no such buffer"), user.user_code("backward failed"):
+        _wait_in_backward("no such buffer")
+
+
+def test_what_autograd_says_of_the_users_graph_is_theirs():
+    with pytest.raises(UserCodeError, match="does not require grad"), user.user_code("backward failed"):
+        torch.ones(()).backward()
+
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            raise AssertionError("mine")
+
+    with pytest.raises(UserCodeError, match="mine"), user.user_code("backward failed"):
+        Broken.apply(torch.ones((), requires_grad=True)).backward()

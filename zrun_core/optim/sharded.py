@@ -12,7 +12,7 @@ bits at every stage.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -167,6 +167,12 @@ class ShardedOptimizer:
             for value in state.values()
             if isinstance(value, torch.Tensor) and value.shape == param.shape
         )
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Everything that the optimizers keep on this rank."""
+        for update in self._updates:
+            for state in update.optimizer.state.values() if update.optimizer is not None else ():
+                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
     def state_dict(self) -> list[dict[str, Any]]:
         """By unit, torch's state of its optimizer."""

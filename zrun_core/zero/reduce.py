@@ -23,6 +23,7 @@ from zrun_core.arena import Ring
 from zrun_core.comm import Comm, Group, Handle, reduce_tag, slice_start
 from zrun_core.layout import Sharded, StatePolicy
 from zrun_core.mesh import Mesh
+from zrun_core.zero.nonfinite import Inspector
 from zrun_core.zero.unit import FlatUnit
 
 
@@ -59,6 +60,8 @@ class Reducer:
         layouts = [unit.layout for unit in self._order]
         num_bytes = policy.reduce_ring_bytes(layouts, self._arrival_shards, self._split.index)
         self.ring = Ring(num_bytes, comm.device)
+        self.inspector: Inspector | None = None  # looks at gradients before they are summed
+        self.is_open = False  # between `begin` and the end of `finish`
         self._in_flight: deque[_InFlight] = deque()
         self._missing: dict[int, set[int]] = {}  # unit index -> parameters whose gradients have not come in this pass
         self._complete: set[int] = set()  # indices of units that expect no more gradients in this pass
@@ -71,7 +74,7 @@ class Reducer:
 
     def begin(self, *, boundary: bool) -> None:
         """A backward pass begins; `boundary` says that it is the last one of the optimizer step."""
-        self._boundary = boundary
+        self._boundary, self.is_open = boundary, True
         self._reduces = self._policy.zero.reduce_now(boundary) and self._split.size > 1
         self._turn = 0
         self._missing = {unit.index: set(range(len(unit.params))) for unit in self._order}
@@ -111,9 +114,12 @@ class Reducer:
             unit.num_calls = 0
         while self._in_flight:
             self._retire()
+        self.is_open = False
         if self._boundary and self._split.size == 1:
             for unit in self._order:
-                unit.complete_grad()
+                whole = unit.complete_grad()
+                if self.inspector is not None:
+                    self.inspector.see(unit, whole)
         if self._boundary and Sharded.OPTIMIZER in self._policy.zero.sharded:
             self._sum_replicas()
         if not self._order_is_learnt:
@@ -141,6 +147,8 @@ class Reducer:
         if unit.whole_grad is None:
             unit.begin_grad(self._scratch(unit.layout.padded_numel))
         whole = unit.complete_grad()
+        if self.inspector is not None:
+            self.inspector.see(unit, whole)
         arrivals = self._scratch(unit.layout.shard_numel * self._arrival_shards)
         held = [arrivals] if unit.keeps(whole) else [arrivals, whole]
         tag = reduce_tag(unit.index)

@@ -32,6 +32,7 @@ from zrun_core.precision import LossScaler, Precision
 from zrun_core.zero.cut import Cut, cut, repeated_blocks
 from zrun_core.zero.gather import Gatherer, Pass
 from zrun_core.zero.hooks import install
+from zrun_core.zero.nonfinite import Culprit, Inspector
 from zrun_core.zero.reduce import Reducer, arrival_shards, split_group
 from zrun_core.zero.unit import FlatUnit, page_pool
 
@@ -168,6 +169,7 @@ class ShardedModel:
         decays = [None, 0.0] if settings.no_decay else [None]
         self.optimizer = ShardedOptimizer(self.units, settings.optimizer, decays, self._reducer.ring, comm)
         self.scaler = LossScaler(settings.precision, comm.device)
+        self._inspector = Inspector(self.units, comm, mesh.world)
         self._never: set[str] | None = None
 
     # One optimizer step
@@ -177,6 +179,7 @@ class ShardedModel:
         for unit in self._trained:
             unit.begin_step()
         self._gatherer.schedule_hash = 0
+        self._inspector.begin_step()
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -197,8 +200,28 @@ class ShardedModel:
         self._reducer.finish()
         self._gatherer.end()
 
+    def give_up_backward(self, *, boundary: bool) -> None:
+        """Take part in what the other ranks still do for a micro-batch that this one could not compute.
+
+        It contributes zeros; the step is to be skipped. Only where parameters are not given up between uses (stages 0
+        to 2): there the order of collectives does not depend on what runs.
+
+        Args:
+            boundary: as for `backward`.
+        """
+        for unit in self.units:
+            unit.num_active = 0
+        if not self._gatherer.in_backward:
+            self._gatherer.begin_backward()
+        if not self._reducer.is_open:
+            self._reducer.begin(boundary=boundary)
+        self._reducer.finish()
+        self._gatherer.end()
+
     def step(self, lr: float, sums: torch.Tensor, divisor_of: Callable[[torch.Tensor], torch.Tensor]) -> StepResult:
-        """Clip, update, and mark every unit stale. Skipped by all ranks together on overflow (fp16) or zero divisor.
+        """Clip, update, and mark every unit stale.
+
+        All ranks skip the update together if the gradient, or one of `sums`, is not finite, or if the divisor is 0.
 
         Args:
             lr: learning rate.
@@ -219,8 +242,9 @@ class ShardedModel:
 
         divisor = divisor_of(totals) * self.scaler.scale.double()
         norm = square.sqrt() / divisor
-        overflow = ~torch.isfinite(square) & self.scaler.enabled
-        skipped = overflow | (divisor == 0)
+        is_finite = torch.isfinite(square)
+        overflow = ~is_finite & self.scaler.enabled
+        skipped = ~(is_finite & torch.isfinite(totals).all()) | (divisor == 0)
         if self.settings.clip is not None:
             divisor = divisor * (norm / self.settings.clip).clamp(min=1.0)
         self._update(lr, divisor.float(), skipped, self._got_anywhere(got, summed[len(sums) + 3 :]))
@@ -266,6 +290,18 @@ class ShardedModel:
         }  # fmt: skip
         self._never = missing if self._never is None else self._never & missing
         return found
+
+    def inspect_gradients(self, wanted: bool) -> None:
+        """Whether to look at each rank's own gradient from now on, before it is summed: one more pass over it."""
+        self._reducer.inspector = self._inspector if wanted else None
+
+    def find_nonfinite(self, own_loss: float) -> Culprit | None:
+        """The parameter, or the rank's loss, because of which the last step was skipped. Collective.
+
+        Args:
+            own_loss: of this rank, summed over the step.
+        """
+        return self._inspector.find(own_loss)
 
     @property
     def without_gradient(self) -> list[str]:
@@ -329,6 +365,13 @@ class ShardedModel:
         split = split_group(self.mesh, self.settings.states)
         arrivals = arrival_shards(self.comm, split, self.settings.states)
         return planned_memory(self.layouts, self.settings, split.index, arrivals)
+
+    def own_tensors(self) -> Iterator[torch.Tensor]:
+        """The tensors in which this rank's states and scratch lie."""
+        for unit in self.units:
+            yield from (value for value in vars(unit).values() if isinstance(value, torch.Tensor))
+        yield from self._reducer.ring.tensors
+        yield from self.optimizer.tensors()
 
     def allocated_memory(self) -> MemoryAccount:
         """What this rank has allocated."""

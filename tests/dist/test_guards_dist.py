@@ -1,0 +1,218 @@
+"""Numbers that go wrong on one rank: skipped by all, named, and replicas that drift apart are told from each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from toys import Net, data, full_state, make_sharded, train_sharded, world
+
+from zrun_core.errors import DivergedError
+from zrun_core.replicas import ReplicaGuard, device_digest, digest
+
+
+def build() -> Net:
+    torch.manual_seed(1)
+    return Net()
+
+
+PLACE = "blocks.1.up.weight"
+
+
+def spoiled(stage: int, precision: str, kind: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Five steps; in the third and the fourth one gradient, or the loss, of the last rank is not finite."""
+    formats = {"compute": precision, "loss_scale": {"init": 1024.0}}
+    sharded = make_sharded(build(), stage, precision=formats, **options)
+    rank, size = world()
+    skips, states, found = [], [], []
+    for number, (x, y) in enumerate(data(5)):
+        bad = number in (2, 3)
+        sharded.begin_step()
+        with sharded.forward():
+            x, y = x.chunk(size)[rank], y.chunk(size)[rank]
+            loss = sharded.module(x.to(sharded.settings.precision.compute), y)
+        total = loss.item()
+        param = dict(sharded.module.named_parameters())[PLACE]
+        hook = None
+        if bad and rank == size - 1:
+            if kind == "loss":
+                total = float("nan")
+            else:
+                hook = param.register_hook(lambda grad: grad.index_fill(0, torch.tensor([1]), float(kind)))
+        sharded.backward(loss / size, boundary=True)
+        if hook is not None:
+            hook.remove()
+        sums = torch.tensor([total / size], dtype=torch.float64)
+        result = sharded.step(1e-2, sums, lambda sums: torch.ones(()).double())
+        skips.append(bool(result.skipped))
+        if skips[-1]:
+            culprit = sharded.find_nonfinite(total)
+            found.append(None if culprit is None else (culprit.parameter, culprit.kind, culprit.rank, culprit.loss))
+        sharded.inspect_gradients(skips[-1])
+        states.append({name: value.float().numpy() for name, value in full_state(sharded).items()})
+    return {"skips": skips, "states": states, "found": found, "scale": float(sharded.scaler.scale)}
+
+
+@pytest.mark.parametrize("kind", ["nan", "inf", "loss"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_all_ranks_skip_what_one_spoils_and_name_it(ranks, stage, kind, precision):
+    runs = ranks(2).run(spoiled, stage, precision, kind, {})
+    for run in runs:
+        assert run["skips"] == [False, False, True, True, False]
+        before, after = run["states"][1], run["states"][3]
+        assert all((before[name] == after[name]).all() for name in before), "a skipped step changed the parameters"
+        if kind == "loss":
+            assert run["found"] == [(None, None, 1, "nan")] * 2
+        else:
+            # At first only the sum is known; then each rank looks at its own gradient.
+            assert run["found"] == [(PLACE, kind, None, None), (PLACE, kind, 1, None)]
+        # As torch.amp.GradScaler: every overflow halves it, and a loss that the gradient does not show does not.
+        halvings = 2 * (precision == "fp16" and kind != "loss")
+        assert run["scale"] == (1024.0 if precision == "fp16" else 1.0) / 2**halvings
+    for name, value in runs[0]["states"][-1].items():
+        assert (value == runs[1]["states"][-1][name]).all()
+
+
+def test_a_hybrid_skips_together_too(ranks):
+    for run in ranks(4).run(spoiled, 2, "bf16", "nan", {"shard_group": 2}):
+        assert run["skips"] == [False, False, True, True, False]
+        assert run["found"][1] == (PLACE, "nan", 3, None)
+
+
+def starved(stage: int, accumulation: int, where: str) -> dict[str, Any]:
+    """Five steps; in the third, memory of the last rank runs out in its first micro-batch."""
+    sharded = make_sharded(build(), stage)
+    rank, size = world()
+    skips, states = [], []
+    for number, (x, y) in enumerate(data(5)):
+        sharded.begin_step()
+        lost = 0
+        for k in range(accumulation):
+            part = [t.chunk(size)[rank].chunk(accumulation)[k] for t in (x, y)]
+            broken = number == 2 and rank == size - 1 and k == 0
+            boundary = k == accumulation - 1
+            layer = sharded.module.blocks[1].up
+
+            def fail(*_: Any) -> None:
+                raise MemoryError
+
+            hook = layer.register_forward_hook(fail) if broken and where == "forward" else None
+            try:
+                with sharded.forward():
+                    hidden = sharded.module(*part)
+                if broken and where == "backward":
+                    hook = layer.weight.register_hook(fail)
+                sharded.backward(hidden / size / accumulation, boundary=boundary)
+            except MemoryError:
+                lost += 1
+            if hook is not None:
+                hook.remove()
+            if broken:
+                sharded.give_up_backward(boundary=boundary)
+        sums = torch.tensor([float(lost)], dtype=torch.float64)
+        result = sharded.step(1e-2, sums, lambda sums: (sums[0] == 0).double())
+        skips.append(bool(result.skipped))
+        states.append({name: value.numpy() for name, value in full_state(sharded).items()})
+    return {"skips": skips, "states": states}
+
+
+def without_the_third(stage: int, accumulation: int) -> dict[str, Any]:
+    """The same steps on batches that never had the third one."""
+    sharded = make_sharded(build(), stage)
+    batches = data(5)
+    train_sharded(sharded, batches[:2] + batches[3:], accumulation=accumulation)
+    return {name: value.numpy() for name, value in full_state(sharded).items()}
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize(("stage", "accumulation"), [(0, 1), (1, 1), (1, 2), (2, 2)])
+def test_a_batch_that_one_rank_cannot_hold_is_dropped_by_all(ranks, stage, accumulation, where):
+    runs = ranks(2).run(starved, stage, accumulation, where)
+    oracle = ranks(2).run(without_the_third, stage, accumulation)[0]
+    for run in runs:
+        assert run["skips"] == [False, False, True, False, False]
+        for name, value in oracle.items():
+            assert (run["states"][-1][name] == value).all(), name
+
+
+def drifted(stage: int, options: dict[str, Any], what: str) -> list[str | None]:
+    """What the guard says before and after one bit of one rank changes, between backward and update."""
+    sharded = make_sharded(build(), stage, **options)
+    rank, size = world()
+    guard, found = ReplicaGuard(sharded), []
+    for number, (x, y) in enumerate(data(3)):
+        sharded.begin_step()
+        with sharded.forward():
+            loss = sharded.module(x.chunk(size)[rank].to(sharded.settings.precision.compute), y.chunk(size)[rank])
+        sharded.backward(loss / size, boundary=True)
+        lr = 1e-2
+        if number == 1 and rank == size - 1:
+            unit = next(unit for unit in sharded.units if any(slot.name == PLACE for slot in unit.layout.slots))
+            if what == "lr":
+                lr *= 1 + 2**-52
+            elif what == "master":
+                _flip(unit.master, unit.layout.numel - 3 if stage == 0 else 1)
+            else:
+                slot = next(slot for slot in unit.layout.slots if slot.name == PLACE)
+                _flip(unit.full, slot.offset + 5)
+        try:
+            guard.check(number, {"step": number, "lr": lr})
+            found.append(None)
+        except DivergedError as error:
+            found.append(str(error))
+            break
+        sharded.step(lr, torch.ones(1).double(), lambda sums: torch.ones(()).double())
+    guard_traffic = sum(sent for key, sent in sharded.comm.sent_bytes.items() if key.kind == "small")
+    assert guard_traffic < 1 << 16
+    return found
+
+
+def _flip(flat: torch.Tensor, place: int) -> None:
+    """The lowest mantissa bit of one element."""
+    bits = flat.view(torch.int32 if flat.dtype == torch.float32 else torch.int16)
+    bits[place] ^= 1
+
+
+@pytest.mark.parametrize(
+    ("stage", "options", "what", "words"),
+    [
+        (0, {}, "parameter", f"rank 2 has another parameter {PLACE}"),
+        (0, {"precision": "bf16"}, "parameter", f"rank 2 has another parameter {PLACE}"),
+        (0, {"precision": "bf16"}, "master", "rank 2 has another fp32 master blocks.1."),
+        (1, {}, "parameter", f"rank 2 has another parameter {PLACE}"),
+        (2, {"precision": "bf16"}, "parameter", f"rank 2 has another parameter {PLACE}"),
+        (3, {}, "lr", "rank 2 has lr 0.010000000000000002, rank 0 has 0.01"),
+        (0, {}, "lr", "rank 2 has lr 0.010000000000000002, rank 0 has 0.01"),
+    ],
+)
+def test_one_bit_of_one_replica_is_found_with_its_rank_and_name(ranks, stage, options, what, words):
+    for found in ranks(3).run(drifted, stage, options, what):
+        assert found[0] is None
+        assert f"step 1: replicas diverged: {words}" in found[1]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_shards_are_compared_between_the_groups_of_a_hybrid(ranks, stage):
+    options = {"precision": "bf16", "shard_group": 2}
+    for found in ranks(4).run(drifted, stage, options, "master"):
+        assert found[0] is None
+        assert "replicas diverged: rank 3 has another fp32 master" in found[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("compute", [digest, lambda flat: int(device_digest(flat.view(torch.uint8)))])
+def test_every_bit_and_the_order_count(dtype, compute):
+    flat = torch.randn(37, generator=torch.Generator().manual_seed(1)).to(dtype)
+    first = compute(flat)
+    assert compute(flat.clone()) == first
+    assert compute(flat[:-1]) != first
+    swapped = flat.clone()
+    swapped[[3, 4]] = flat[[4, 3]]
+    assert compute(swapped) != first
+    raw = flat.view(torch.uint8)
+    for bit in range(8 * raw.numel()):
+        raw[bit // 8] ^= 1 << bit % 8
+        assert compute(flat) != first
+        raw[bit // 8] ^= 1 << bit % 8

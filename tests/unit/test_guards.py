@@ -1,0 +1,119 @@
+"""Skips in a row: which are told, which end the run, and when gradients are looked at."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from zrun_core.config import JobConfig
+from zrun_core.events import Emitter
+from zrun_core.guards import NumericGuard
+from zrun_core.record import Numbers, Progress
+from zrun_core.zero.nonfinite import Culprit
+
+NAN, INF = math.nan, math.inf
+BASE = {"name": "j", "model": "m:f", "data": "m:f", "steps": 9, "batch": 4}
+
+
+class Sharded:
+    """Answers like `ShardedModel`, and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.inspects = False
+        self.num_looks = 0
+
+    def inspect_gradients(self, wanted: bool) -> None:
+        self.inspects = wanted
+
+    def find_nonfinite(self, own_loss: float) -> Culprit | None:
+        self.num_looks += 1
+        return Culprit("blocks.1.down.weight", "nan", 1 if self.inspects else None)
+
+
+class Ear(Emitter):
+    def __init__(self) -> None:
+        super().__init__(None, 0)
+        self.heard: list[str] = []
+
+    def emit(self, kind: Any, **fields: Any) -> None:
+        self.heard.append(fields["message"])
+
+
+def numbers(
+    *, skipped: bool = True, loss: float = 1.0, norm: float = INF, scale: float = 8.0, weight: float = 4.0
+) -> Numbers:
+    return Numbers(weight, loss, 4, 0, 0, 0, norm, float(skipped), 1.0, scale)
+
+
+def guard(**keys: Any) -> tuple[NumericGuard, Progress, Sharded, Ear]:
+    progress, sharded, ear = Progress(), Sharded(), Ear()
+    job = JobConfig.model_validate(BASE | keys)
+    return NumericGuard(job, progress, sharded, ear, is_main=True), progress, sharded, ear
+
+
+GOOD, BAD = numbers(skipped=False, norm=1.0), numbers()
+
+
+def test_without_a_scale_three_in_a_row_end_the_run_and_name_the_rank():
+    numeric, progress, _, ear = guard(precision="bf16")
+    found = [numeric.see(step, each, 1.0) for step, each in enumerate([BAD, BAD, GOOD, BAD, BAD], start=1)]
+    assert found == [None] * 5
+    assert progress.skips_in_a_row == 2
+    why = numeric.see(6, BAD, 1.0)
+    assert why is not None
+    assert "step 6: 3 steps in a row were skipped" in why
+    assert "the gradient of blocks.1.down.weight (layer blocks.1.down) is nan on rank 1" in why
+    assert "optim.lr" in why
+    assert ear.heard[0].startswith("step 1 was skipped on all ranks: the gradient of blocks.1.down.weight")
+
+
+def test_a_good_step_puts_an_end_to_looking():
+    numeric, _, sharded, _ = guard()
+    numeric.see(1, BAD, 1.0)
+    assert sharded.inspects
+    numeric.see(2, GOOD, 1.0)
+    assert not sharded.inspects
+    assert sharded.num_looks == 1
+
+
+def test_an_overflow_of_fp16_is_told_once_and_the_scale_has_time():
+    numeric, progress, sharded, ear = guard(precision="fp16", guards={"max_skips": 20})
+    scale, why = 65536.0, None
+    for step in range(1, 21):
+        assert why is None
+        why = numeric.see(step, numbers(scale=scale), 1.0)
+        scale /= 2 if step < 5 else 1
+    assert len(ear.heard) == 1
+    assert sharded.num_looks == 2
+    assert why is not None
+    assert "20 steps in a row were skipped" in why
+    assert "down to a loss scale of 4096; write precision: bf16" in why
+    assert progress.helpless_skips == 0
+
+
+@pytest.mark.parametrize("bad", [numbers(loss=NAN), numbers(loss=INF, norm=1.0), numbers(scale=1.0)])
+def test_what_no_scale_can_help_ends_soon_in_fp16_too(bad):
+    numeric, _, _, _ = guard(precision="fp16")
+    assert [numeric.see(step, bad, 1.0) is None for step in range(1, 4)] == [True, True, False]
+
+
+def test_a_step_without_samples_says_nothing():
+    numeric, progress, sharded, _ = guard()
+    numeric.see(1, BAD, 1.0)
+    numeric.see(2, numbers(weight=0.0, loss=0.0, norm=NAN), 0.0)
+    assert progress.skips_in_a_row == 1
+    assert sharded.num_looks == 1
+
+
+@pytest.mark.parametrize(
+    ("culprit", "words"),
+    [
+        (Culprit("w", "inf", None), "the gradient of w (layer the model itself) is inf"),
+        (Culprit("a.w", "nan", 0, "nan"), "the loss is nan on rank 0, and the gradient of a.w (layer a) is nan"),
+        (Culprit(None, None, 2, "inf"), "the loss is inf on rank 2"),
+    ],
+)
+def test_words(culprit, words):
+    assert str(culprit) == words

@@ -1,0 +1,73 @@
+"""Steps whose numbers are not finite: told with the parameter's name, and when there are too many, the run's end."""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+from zrun_core.config import JobConfig
+from zrun_core.events import Emitter
+from zrun_core.record import Numbers, Progress
+from zrun_core.zero.nonfinite import Culprit
+
+
+class Inspected(Protocol):
+    """What looking for names needs of `ShardedModel`."""
+
+    def inspect_gradients(self, wanted: bool) -> None: ...
+    def find_nonfinite(self, own_loss: float) -> Culprit | None: ...
+
+
+class NumericGuard:
+    """Follows the skips of a run. Every rank sees the same numbers, so that all judge alike."""
+
+    def __init__(
+        self, job: JobConfig, progress: Progress, sharded: Inspected, emitter: Emitter, *, is_main: bool
+    ) -> None:
+        self._config, self._progress = job.guards, progress
+        self._sharded, self._emitter, self._is_main = sharded, emitter, is_main
+        self._is_scaled = job.precision.compute == "fp16"
+        self._least_scale = job.precision.loss_scale.min
+        self._has_told_overflow = False
+
+    def see(self, step: int, numbers: Numbers, own_loss: float) -> str | None:
+        """Take in one step. Collective where it was skipped because of its numbers.
+
+        Args:
+            own_loss: of this rank, summed over the step.
+
+        Returns:
+            Why the run must stop, or None.
+        """
+        progress = self._progress
+        if not numbers.skipped:
+            progress.skips_in_a_row = progress.helpless_skips = 0
+            self._sharded.inspect_gradients(False)
+            return None
+        if numbers.dropped or not numbers.weight:  # for want of memory, or of samples
+            return None
+        can_scale_help = self._is_scaled and math.isfinite(numbers.loss) and numbers.scale > self._least_scale
+        progress.skips_in_a_row += 1
+        progress.helpless_skips = 0 if can_scale_help else progress.helpless_skips + 1
+        must_stop = (
+            progress.skips_in_a_row >= self._config.max_skips or progress.helpless_skips >= self._config.max_nonfinite
+        )
+        if must_stop or progress.helpless_skips or not self._has_told_overflow:
+            culprit = self._sharded.find_nonfinite(own_loss)
+            self._has_told_overflow = True
+            if must_stop:
+                return self._why(step, numbers, culprit)
+            if self._is_main:
+                what = culprit or "the gradient was not finite"
+                self._emitter.emit("warning", message=f"step {step} was skipped on all ranks: {what}")
+        # What may stop the run soon is looked at more closely: whose gradient is it?
+        is_near = progress.helpless_skips > 0 or progress.skips_in_a_row + 2 >= self._config.max_skips
+        self._sharded.inspect_gradients(is_near)
+        return None
+
+    def _why(self, step: int, numbers: Numbers, culprit: Culprit | None) -> str:
+        what = culprit or "the gradient was not finite"
+        text = f"step {step}: {self._progress.skips_in_a_row} steps in a row were skipped: {what}"
+        if not self._progress.helpless_skips:
+            return f"{text}, down to a loss scale of {numbers.scale:g}; write precision: bf16, or lower optim.lr"
+        return f"{text}; lower optim.lr, set optim.clip, or look at the samples of this step"

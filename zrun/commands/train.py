@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
@@ -41,7 +42,8 @@ def train(
 
     Exit codes: 0 done; 2 the job is wrong; 3 this machine cannot run it;
     4 workers did not start in time; 5 a worker failed; 6 a hang;
-    7 the numbers went wrong; 130 or 143 stopped by a signal.
+    7 the numbers went wrong; 10 replicas diverged; 75 stopped by a signal
+    after saving; 130 or 143 stopped by a signal before saving.
     """
     from zrun.launch.frames import Start
     from zrun.launch.local import LocalAgent
@@ -110,16 +112,31 @@ def _follow(agent: LocalAgent, resolved: Resolved, rundir: RunDir, ui: Ui) -> in
     run, interrupts = Run(plan.world_size), Interrupts()
     try:
         with interrupts.caught():
-            watch(agent, run, interrupts, job.limits.start_s, follower.event, follower.turn)
+            watch(agent, run, interrupts, job.limits, follower.event, follower.turn)
     except ZrunError as error:
         rundir.write_failure({"message": str(error), "exit_code": int(error.exit_code)})
+        raise
+    except Exception as error:
+        rundir.write_failure({"message": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()})
         raise
     finally:
         follower.close()
     code, failure = judge(run, plan, rundir, interrupts)
     if failure is not None:
         rundir.write_failure(failure.as_json())
-        print(failure.describe(), file=sys.stderr)
+        _say(failure.describe(), sys.stderr)
     elif code == ExitCode.OK and ui is not Ui.none:
-        print(report(follower.state, rundir.path), file=sys.stderr if ui is Ui.json else sys.stdout)
+        _say(report(follower.state, rundir.path), sys.stderr if ui is Ui.json else sys.stdout)
+    elif code != ExitCode.OK:
+        _say(f"stopped after step {run.last_step}{'' if code == ExitCode.STOPPED else ', not saved'}", sys.stderr)
     return code
+
+
+def _say(text: str, out: TextIO) -> None:
+    """Print, if anybody still listens. Python would end with a code of its own if the last flush failed."""
+    try:
+        print(text, file=out, flush=True)
+    except OSError:
+        with open(os.devnull, "wb") as nothing:
+            for stream in (1, 2):
+                os.dup2(nothing.fileno(), stream)

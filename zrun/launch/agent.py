@@ -17,8 +17,11 @@ from pathlib import Path
 
 from zrun.launch import elastic, processes
 from zrun.launch.environment import WORKER_DEFAULTS
-from zrun.launch.frames import Start
+from zrun.launch.frames import Start, Stop
+from zrun.launch.hangs import HangGuard
 from zrun.launch.switchboard import Switchboard
+from zrun_core.board import BoardView
+from zrun_core.config import LimitsConfig
 
 _STORE = "store"  # the file through which the workers find each other
 _LONGEST_SOCKET_PATH = 100  # the kernel takes 107 bytes
@@ -58,7 +61,26 @@ def _run(start: Start, run_dir: Path, telemetry: str, switchboard: Switchboard) 
         logs={place["local_rank"]: run_dir / "logs" / f"rank-{place['rank']}.log" for place in here},
     )
     first_rank = min(place["rank"] for place in here)
-    elastic.run(command, lambda workers: switchboard.watch(workers, first_rank))
+    guard = None
+    if len(here) == len(plan["ranks"]):  # the ranks of one host share a board
+        view = BoardView(run_dir / "board", len(here))
+        guard = HangGuard(view, LimitsConfig.model_validate(start.spec["job"].get("limits", {})), run_dir)
+
+    def on_start(workers: elastic.Workers) -> None:
+        switchboard.watch(workers, first_rank, guard)
+        _pass_on_signals(switchboard)
+
+    elastic.run(command, on_start)
+
+
+def _pass_on_signals(switchboard: Switchboard) -> None:
+    """A scheduler signals every process of a job: what means "finish" to the launcher must not end this one.
+
+    torch's elastic agent has just installed handlers of its own. Where SIGTERM tells of the launcher's death, the end
+    of its stream does too.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, lambda *_: switchboard.stop(Stop.FINISH))
 
 
 def _environment(asked: dict[str, str], run_dir: Path, threads: int) -> dict[str, str]:

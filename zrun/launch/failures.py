@@ -6,8 +6,8 @@ is shown is the cause, once.
 
 from __future__ import annotations
 
-import re
 import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,20 +15,14 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from zrun.launch.frames import GRACE_S
-from zrun_core.errors import ExitCode
-from zrun_core.spec import RankPlace
+from zrun_core.errors import PEER_IS_GONE, ExitCode
+from zrun_core.spec import LaunchPlan, RankPlace
 
 _KEPT_LINES = 50  # of a log, in failure.json
 _SHOWN_LINES = 15  # of a log, on screen, where there is no traceback
 _TAIL_BYTES = 1 << 16
 
-# How gloo, NCCL and sockets say that another rank went away.
-_PEER_IS_GONE = re.compile(
-    r"connection (closed|reset|refused|was (broken|aborted))|broken pipe|socket (was )?closed|pair closure"
-    r"|timed out waiting|(recv|send)value failed|ncclRemoteError|remote process (exited|closed)",
-    re.IGNORECASE,
-)
-_PASSED_ON = {code for code in ExitCode if ExitCode.USAGE <= code <= ExitCode.NUMERIC}
+_PASSED_ON = {code for code in ExitCode if ExitCode.USAGE <= code <= ExitCode.DIVERGED}
 
 
 @dataclass(frozen=True)
@@ -74,7 +68,7 @@ class Note(BaseModel):
     @property
     def is_echo(self) -> bool:
         """It tells of another rank's end."""
-        return self.kind == "peer" or _PEER_IS_GONE.search(self.message) is not None
+        return self.kind == "peer" or PEER_IS_GONE.search(self.message) is not None
 
 
 def first_failure(exits: list[Exit], notes: dict[int, Note], ended: bool) -> Exit | None:
@@ -155,20 +149,12 @@ class Failure:
             return "correct the code that the traceback names"
         return "correct what the message names"
 
-    def last_lines(self, count: int) -> list[str]:
-        try:
-            with open(self.log, "rb") as log:
-                log.seek(max(0, self.log.stat().st_size - _TAIL_BYTES))
-                return log.read().decode(errors="replace").splitlines()[-count:]
-        except OSError:
-            return []
-
     def describe(self) -> str:
         """What a person reads last."""
         if self.note is not None:
             body = (self.note.traceback or self.note.message).strip()
         else:
-            body = "\n".join(self.last_lines(_SHOWN_LINES)) or "(its log is empty)"
+            body = "\n".join(last_lines(self.log, _SHOWN_LINES)) or "(its log is empty)"
         return f"{body}\n\n{self.headline}\n  log: {self.log}\n  next: {self.advice}"
 
     def as_json(self) -> dict[str, Any]:
@@ -189,7 +175,98 @@ class Failure:
             "message": note.message if note else self.headline,
             "traceback": note.traceback if note else None,
             "log": str(self.log),
-            "last_lines": self.last_lines(_KEPT_LINES),
+            "last_lines": last_lines(self.log, _KEPT_LINES),
             "what_to_do": self.advice,
             "time": self.end.time,
         }
+
+
+@dataclass(frozen=True)
+class Hang:
+    """Ranks that no longer move, as the agent of their host saw them.
+
+    Attributes:
+        frame: what the agent sent, see `zrun.launch.hangs.HangGuard.look`.
+    """
+
+    frame: dict[str, Any]
+    plan: LaunchPlan
+    run_dir: Path
+
+    @property
+    def first(self) -> dict[str, Any]:
+        """What is known of the first rank that is to blame."""
+        found: dict[str, Any] = next(told for told in self.frame["ranks"] if told["rank"] == self.frame["to_blame"][0])
+        return found
+
+    @property
+    def headline(self) -> str:
+        limit = f"no progress for {self.frame['limit_s']:.3g} s ({self.frame['key']})"
+        if all(told["does"] == "waits" for told in self.frame["ranks"]):
+            return f"{limit}: all ranks wait for each other at step {self.first['step']}"
+        ranks = ", ".join(str(rank) for rank in self.frame["to_blame"])
+        who = f"rank{'s' if len(self.frame['to_blame']) > 1 else ''} {ranks} of {self.plan.world_size}"
+        does = "stopped by a signal or a debugger" if self.first["does"] == "is stopped" else "stuck"
+        where = f"in {self.first['phase']}" + (f" of step {self.first['step']}" if self.first["step"] else "")
+        return f"{limit}: {who} {'are' if len(self.frame['to_blame']) > 1 else 'is'} {does} {where}"
+
+    @property
+    def advice(self) -> str:
+        if self.first["does"] == "is stopped":
+            return "find who sent SIGSTOP; the run can be started again"
+        if self.frame["reason"] is not None:
+            return "make every rank run the same modules, or name the one that chooses in zero.leaf"
+        return f"see what the stack waits for; if it is merely slow, raise {self.frame['key']}"
+
+    @property
+    def stack(self) -> list[str]:
+        """The main thread of the first rank that is to blame, innermost call first."""
+        lines = str(self.frame["stacks"].get(str(self.first["rank"]), "")).splitlines()
+        starts = [number for number, line in enumerate(lines) if line.startswith(("Current thread", "Thread"))]
+        return lines[starts[-1] if starts else 0 :]  # faulthandler begins with the newest thread
+
+    def describe(self) -> str:
+        """What a person reads last."""
+        ranks = [
+            f"  rank {told['rank']} {told['does']} in {told['phase']} of step {told['step']}, last: {told['last']}"
+            for told in self.frame["ranks"]
+        ]
+        reason = [self.frame["reason"]] if self.frame["reason"] else []
+        stack = [line for line in self.stack if line.strip()][:_SHOWN_LINES]
+        return "\n".join(
+            [*stack, "", self.headline, *reason, *ranks, f"  stacks: {self.run_dir}/stacks", f"  next: {self.advice}"]
+        ).lstrip("\n")
+
+    def as_json(self) -> dict[str, Any]:
+        """The content of failure.json."""
+        place = self.plan.ranks[self.first["rank"]]
+        return {
+            "rank": place.rank,
+            "host": place.host,
+            "device": place.device,
+            "step": self.first["step"],
+            "phase": self.first["phase"],
+            "exit_code": int(ExitCode.HANG),
+            "kind": "hang",
+            "message": self.headline,
+            "reason": self.frame["reason"],
+            "limit": self.frame["key"],
+            "limit_s": self.frame["limit_s"],
+            "ranks": self.frame["ranks"],
+            "traceback": "\n".join(self.stack),
+            "stacks": str(self.run_dir / "stacks"),
+            "log": str(self.run_dir / "logs" / f"rank-{place.rank}.log"),
+            "last_lines": last_lines(self.run_dir / "logs" / f"rank-{place.rank}.log", _KEPT_LINES),
+            "what_to_do": self.advice,
+            "time": time.time(),
+        }
+
+
+def last_lines(log: Path, count: int) -> list[str]:
+    """The end of a file; nothing where there is none."""
+    try:
+        with open(log, "rb") as file:
+            file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+            return file.read().decode(errors="replace").splitlines()[-count:]
+    except OSError:
+        return []

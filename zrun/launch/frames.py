@@ -1,7 +1,7 @@
 """What a launcher and the agent of a host say to each other.
 
-Down the agent's stdin go length-prefixed JSON objects: one `Start`, then perhaps `{"signal": 15}`; its end is the end
-of the launcher, and of the workers. Up its stdout come JSON lines: `started`, `event`, `exit` and `done`.
+Down the agent's stdin go length-prefixed JSON objects: one `Start`, then perhaps `{"stop": "finish"}`; its end is the
+end of the launcher, and of the workers. Up its stdout come JSON lines: `started`, `event`, `exit`, `hang` and `done`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import struct
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from typing import Any
 
 Frame = dict[str, Any]
@@ -17,6 +18,14 @@ GRACE_S = 5.0  # that an agent leaves workers between SIGTERM and SIGKILL
 
 _LENGTH = struct.Struct(">I")
 _LARGEST = 16 << 20  # a plan for thousands of ranks takes about 1 MiB
+
+
+class Stop(StrEnum):
+    """How workers are asked to end, from the gentlest on."""
+
+    FINISH = "finish"  # the step, save if the job does, and leave together
+    NOW = "now"  # with a moment to clean up
+    KILL = "kill"
 
 
 @dataclass(frozen=True)

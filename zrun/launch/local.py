@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import selectors
-import signal
 import subprocess
 import sys
 from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
-from zrun.launch.frames import Frame, Lines, Start, pack
+from zrun.launch.frames import Frame, Lines, Start, Stop, pack
 
 _READ_BYTES = 1 << 18
 _PATIENCE_S = 10.0  # for an agent that was told to end; it gives its workers half of that
@@ -49,9 +48,9 @@ class LocalAgent:
         self._started = True
         self._tell(start.pack())
 
-    def stop(self, number: signal.Signals) -> None:
-        """End the workers: SIGTERM gives them time, SIGKILL does not."""
-        self._tell(pack({"signal": int(number)}))
+    def stop(self, how: Stop) -> None:
+        """Ask the workers to end."""
+        self._tell(pack({"stop": how}))
 
     def frames(self, patience_s: float) -> list[Frame] | None:
         """What the agent said within `patience_s` seconds; None when it has ended."""

@@ -32,8 +32,13 @@ class Process:
 
     def alive(self) -> bool:
         """It still runs: not ended, not a zombie, and its number was not given to another."""
+        return (self.state or "X") not in "ZX"
+
+    @property
+    def state(self) -> str | None:
+        """The kernel's letter for what it does (R, S, D, T, Z, ...); None once it is gone."""
         stat = _stat(self.pid)
-        return stat is not None and int(stat[19]) == self.started and stat[0] not in "ZX"
+        return stat[0] if stat is not None and int(stat[19]) == self.started else None
 
 
 def session_of(leader: Process) -> list[Process]:

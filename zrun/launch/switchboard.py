@@ -19,9 +19,10 @@ from contextlib import suppress
 from queue import SimpleQueue
 from subprocess import Popen
 
-from zrun.launch import cgroup, processes
+from zrun.launch import cgroup, hangs, processes
 from zrun.launch.elastic import Workers
-from zrun.launch.frames import GRACE_S, Start, Unpacker
+from zrun.launch.frames import GRACE_S, Start, Stop, Unpacker
+from zrun.launch.hangs import HangGuard
 from zrun.launch.processes import Process
 
 _READ_BYTES = 1 << 18
@@ -35,10 +36,11 @@ class Switchboard:
         self._unpacker = Unpacker()
         self._started = False
         self._telemetry: socket.socket | None = None
-        self._leaders: list[Process] = []
+        self._leaders: dict[int, Process] = {}  # by rank
+        self._hangs: HangGuard | None = None
         self._running: dict[int, tuple[int, Popen[bytes]]] = {}  # pidfd -> rank, worker
         self._writing = threading.Lock()
-        self._stop_with: signal.Signals | None = None
+        self._stop_with: Stop | None = None
         self._kill_at: float | None = None
         self._oom_kills = cgroup.oom_kills()
         self._done, self._finish = os.pipe()
@@ -55,18 +57,19 @@ class Switchboard:
         self._telemetry = telemetry
         self._on(telemetry.fileno(), self._forward)
 
-    def watch(self, workers: Workers, first_rank: int) -> None:
-        """Report the end of these workers, and stop them when the launcher says so or dies."""
+    def watch(self, workers: Workers, first_rank: int, hangs: HangGuard | None) -> None:
+        """Report the end of these workers, or that they hang; stop them when the launcher says so or dies."""
         for local, worker in workers.items():
             leader = Process.find(worker.pid)
             if leader is not None:
-                self._leaders.append(leader)
+                self._leaders[first_rank + local] = leader
             pidfd = os.pidfd_open(worker.pid)
             self._running[pidfd] = first_rank + local, worker
             self._on(pidfd, self._exited)
         self._send({"frame": "started", "pids": {first_rank + local: worker.pid for local, worker in workers.items()}})
+        self._hangs = hangs
         if self._stop_with is not None:
-            self._signal(self._stop_with)
+            self.stop(self._stop_with)
 
     def finish(self) -> None:
         """Forward what is left and end the thread."""
@@ -75,7 +78,7 @@ class Switchboard:
 
     def end_sessions(self) -> None:
         """Leave nothing of the workers behind: not their helpers, nor what those left to this process."""
-        left = [process for leader in self._leaders for process in processes.session_of(leader)]
+        left = [process for leader in self._leaders.values() for process in processes.session_of(leader)]
         processes.send(left, signal.SIGTERM)
         processes.send(processes.wait_gone(left, GRACE_S / 5), signal.SIGKILL)
         while orphans := processes.children_of(os.getpid()):
@@ -86,19 +89,31 @@ class Switchboard:
     def _run(self) -> None:
         try:
             while True:
-                patience = None if self._kill_at is None else max(0.0, self._kill_at - time.monotonic())
+                patience = hangs.PERIOD_S
+                if self._kill_at is not None:
+                    patience = min(patience, max(0.0, self._kill_at - time.monotonic()))
                 for key, _ in self._selector.select(patience):
                     key.data(key.fd)
                 if self._kill_at is not None and time.monotonic() >= self._kill_at:
                     self._kill_at = None
-                    self._signal(signal.SIGKILL)
+                    self.stop(Stop.KILL)
+                if self._hangs is not None and self._kill_at is None:
+                    self._look_for_hangs(self._hangs)
         except _Finished:
             pass
         except BaseException:
             # Without this thread nobody would hear of the launcher's end.
             traceback.print_exc()
-            self._signal(signal.SIGKILL)
+            self.stop(Stop.KILL)
             os._exit(1)
+
+    def _look_for_hangs(self, guard: HangGuard) -> None:
+        running = [rank for rank, _ in list(self._running.values())]
+        frame = guard.look({rank: self._leaders[rank] for rank in running if rank in self._leaders})
+        if frame is not None:
+            self._hangs = None
+            self._send(frame)
+            self.stop(Stop.KILL)
 
     def _on(self, descriptor: int, action: Callable[[int], object]) -> None:
         self._selector.register(descriptor, selectors.EVENT_READ, action)
@@ -107,27 +122,33 @@ class Switchboard:
         data = os.read(descriptor, _READ_BYTES)
         if not data:
             self._selector.unregister(descriptor)
-            self._stop(signal.SIGTERM)
+            self._asked(Stop.NOW)
             return
         for frame in self._unpacker.feed(data):
-            if "signal" in frame:
-                self._stop(signal.Signals(frame["signal"]))
+            if "stop" in frame:
+                self._asked(Stop(frame["stop"]))
             else:
                 self._started = True
                 self.start_frames.put(Start(**frame))
 
-    def _stop(self, number: signal.Signals) -> None:
+    def _asked(self, how: Stop) -> None:
         """End the workers; those that `watch` is about to hear of too."""
         if not self._started:
             os._exit(0)
-        self._stop_with = number
-        self._signal(number)
+        self._stop_with = how
+        self.stop(how)
 
-    def _signal(self, number: signal.Signals) -> None:
-        if number != signal.SIGKILL and self._kill_at is None:
+    def stop(self, how: Stop) -> None:
+        """Ask the workers to end: SIGUSR1 to them alone, or SIGTERM or SIGKILL to all that they started too."""
+        if how is Stop.NOW and self._kill_at is None:
             self._kill_at = time.monotonic() + GRACE_S
-        for leader in list(self._leaders):
-            processes.send(processes.session_of(leader), number)
+        for leader in list(self._leaders.values()):
+            if how is Stop.FINISH:
+                processes.send([leader], signal.SIGUSR1)
+                continue
+            if how is Stop.NOW:
+                processes.send([leader], signal.SIGINT)  # a worker takes the second of SIGINT and SIGTERM for "now"
+            processes.send(processes.session_of(leader), signal.SIGKILL if how is Stop.KILL else signal.SIGTERM)
 
     def _forward(self, _: int) -> int:
         """Send a turn's worth of datagrams up, and say how many there were."""

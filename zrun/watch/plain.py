@@ -51,6 +51,8 @@ def message_line(event: Event) -> str | None:
             return f"eval at step {event['step']}: loss {float(event['loss']):.6g} over {event.get('samples')} samples"
         case "warning":
             return f"warning (rank {event['rank']}): {text.printable(str(event.get('message')))}"
+        case "stop":
+            return f"rank {event['rank']}: {event.get('signal')}: finishing the step"
         case "log":
             return f"rank {event['rank']}: {text.printable(str(event.get('message')))}"
     return None

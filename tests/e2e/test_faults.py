@@ -1,0 +1,212 @@
+"""Ranks that hang, crash, leave or are signalled, in the real runtime: found, named, and nothing survives."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WILD = Path(__file__).with_name("wild.py")
+PATIENCE_S = 90.0
+HANG_S = 2.0
+
+
+def command(folder: Path, fault: str = "none", **more: Any) -> list[str]:
+    shutil.copy(WILD, folder)
+    args = {"fault": fault, **more.pop("args", {})}
+    keys = {
+        "name": "wild", "model": {"call": "wild.py:Net", "args": args}, "data": "wild.py:data", "steps": 6, "batch": 8,
+        "slots": 2, "device": "cpu", "threads": 1, "log": {"every": 1},
+        "limits": {"hang_s": HANG_S, "stop_s": 20, **more.pop("limits", {})}, **more,
+    }  # fmt: skip
+    (folder / "job.yaml").write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in keys.items()))
+    return [sys.executable, "-m", "zrun", "train", "job.yaml", "--run-dir", "run", "--ui", "plain"]
+
+
+def zrun(folder: Path, fault: str, **more: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(folder, fault, **more), cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S
+    )
+
+
+def failure(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "run" / "failure.json").read_text())
+    return found
+
+
+def events(folder: Path, kind: str) -> list[dict[str, Any]]:
+    path = folder / "run" / "events.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [event for event in map(json.loads, lines) if event["type"] == kind]
+
+
+def wait_for(condition: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + PATIENCE_S
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "it never came to be"
+        time.sleep(0.02)
+    return found
+
+
+def workers(folder: Path) -> dict[int, int]:
+    """Pids of the run's workers by rank."""
+    mark = f"ZRUN_STORE={folder / 'run'}/".encode()
+    found = {}
+    for entry in Path("/proc").iterdir():
+        try:
+            variables = (entry / "environ").read_bytes().split(b"\0") if entry.name.isdigit() else []
+        except OSError:
+            continue
+        if any(variable.startswith(mark) for variable in variables):
+            rank = next(v for v in variables if v.startswith(b"RANK="))
+            found[int(rank.removeprefix(b"RANK="))] = int(entry.name)
+    return found
+
+
+@pytest.mark.parametrize("fault", ["stop", "hold the gil"])
+def test_a_rank_that_no_longer_moves_is_found_from_outside(tmp_path, fault):
+    done = zrun(tmp_path, fault)
+    assert done.returncode == 6, done.stderr
+    report = failure(tmp_path)
+    assert (report["rank"], report["step"], report["phase"], report["kind"]) == (1, 3, "forward", "hang")
+    assert f"no progress for {HANG_S:g} s (limits.hang_s)" in report["message"]
+    assert [told["rank"] for told in report["ranks"]] == [0, 1]
+    assert report["ranks"][0]["does"] == "waits"
+    assert "all_reduce" in report["ranks"][0]["last"]
+    assert report["ranks"][1]["does"] == ("is stopped" if fault == "stop" else "runs")
+    assert "wild.py" in report["traceback"]
+    for rank in range(2):
+        assert "most recent call first" in (tmp_path / "run" / "stacks" / f"rank-{rank}.txt").read_text()
+    assert workers(tmp_path) == {}
+
+
+def test_the_users_python_is_shown_where_it_hangs(tmp_path):
+    done = zrun(tmp_path, "deadlock", zero=3)
+    assert done.returncode == 6, done.stderr
+    assert "in deadlock" in done.stderr
+    assert "rank 1 of 2 is stuck in forward of step 3" in done.stderr
+    assert workers(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("crash", "was killed by SIGSEGV after step"),
+        ("leave", "ended with status 0 before training did after step"),
+        ("exit", "SystemExit"),
+    ],
+)
+def test_a_rank_that_ends_is_named(tmp_path, fault, words):
+    done = zrun(tmp_path, fault)
+    assert done.returncode == 5, done.stderr
+    assert words in done.stderr
+    assert "rank 1 of 2" in done.stderr
+    assert failure(tmp_path)["rank"] == 1
+    if fault == "crash":
+        assert "Fatal Python error: Segmentation fault" in (tmp_path / "run" / "logs" / "rank-1.log").read_text()
+
+
+def test_numbers_that_stay_wrong_end_the_run_with_a_name(tmp_path):
+    done = zrun(tmp_path, "nan", precision="bf16", zero=2)
+    assert done.returncode == 7, done.stderr
+    assert "step 3 was skipped on all ranks: the gradient of out.weight (layer out) is nan" in done.stdout
+    assert "3 steps in a row were skipped: the gradient of out.weight (layer out) is nan on rank 1" in done.stderr
+    report = failure(tmp_path)
+    assert (report["exit_code"], report["step"], report["kind"]) == (7, 5, "zrun")
+    assert [event["skipped"] for event in events(tmp_path, "step")] == [False, False, True, True, True]
+    assert [event["skips"] for event in events(tmp_path, "step")] == [0, 0, 1, 2, 3]
+
+
+def test_a_flipped_bit_of_a_replica_ends_the_run(tmp_path):
+    done = zrun(tmp_path, "none", hooks={"on_step": "wild.py:flip"}, guards={"replica_every": 2})
+    assert done.returncode == 10, done.stderr
+    assert "step 4: replicas diverged: rank 1 has another parameter blocks.1.weight than the other ranks" in done.stderr
+    assert failure(tmp_path)["exit_code"] == 10
+
+
+@contextmanager
+def training(folder: Path, **more: Any) -> Iterator[subprocess.Popen[str]]:
+    """A launcher whose workers train, slowly and without end."""
+    line = command(folder, **{"steps": 100_000, "args": {"pause": 0.02}, "limits": {"hang_s": 60}, **more})
+    process = subprocess.Popen(
+        line, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        wait_for(lambda: len(events(folder, "step")) > 2 or process.poll() is not None)
+        assert process.poll() is None, process.communicate()[1]
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGUSR1, 143)])
+def test_one_signal_lets_all_ranks_finish_the_same_step(tmp_path, number, code):
+    with training(tmp_path) as launcher:
+        launcher.send_signal(number)
+        _, said = launcher.communicate(timeout=PATIENCE_S)
+    assert launcher.returncode == code, said
+    assert f"{number.name}: finishing the step" in said
+    logs = [(tmp_path / "run" / "logs" / f"rank-{rank}.log").read_text() for rank in range(2)]
+    last = events(tmp_path, "step")[-1]["step"]
+    assert logs[0] == logs[1]
+    assert f"stopped after step {last}" in logs[0]
+    assert workers(tmp_path) == {}
+
+
+def test_a_signal_to_one_worker_stops_them_all(tmp_path):
+    with training(tmp_path) as launcher:
+        os.kill(workers(tmp_path)[1], signal.SIGTERM)
+        _, said = launcher.communicate(timeout=PATIENCE_S)
+    assert launcher.returncode == 143, said
+    assert [event["rank"] for event in events(tmp_path, "stop")] == [1]
+    assert "stopped after step" in (tmp_path / "run" / "logs" / "rank-0.log").read_text()
+
+
+def test_more_presses_do_not_wait_for_the_step(tmp_path):
+    with training(tmp_path, args={"pause": 0.02, "fault": "spin", "step": 6}) as launcher:
+        wait_for(lambda: events(tmp_path, "step")[-1]["step"] == 5)
+        begin = time.monotonic()
+        for _ in range(3):
+            launcher.send_signal(signal.SIGINT)
+            time.sleep(0.3)
+        _, said = launcher.communicate(timeout=PATIENCE_S)
+    assert launcher.returncode == 130, said
+    assert time.monotonic() - begin < 8
+    assert workers(tmp_path) == {}
+
+
+def test_patience_with_a_step_that_does_not_end_is_limited(tmp_path):
+    limits = {"hang_s": 60, "stop_s": 1}
+    with training(tmp_path, args={"pause": 0.02, "fault": "spin", "step": 6}, limits=limits) as launcher:
+        wait_for(lambda: events(tmp_path, "step")[-1]["step"] == 5)
+        launcher.send_signal(signal.SIGTERM)
+        _, said = launcher.communicate(timeout=PATIENCE_S)
+    assert launcher.returncode == 143, said
+    assert "not finished after 1 s (limits.stop_s)" in said
+
+
+def test_a_closed_terminal_ends_the_run_in_order(tmp_path):
+    """The launcher leads a terminal's session; the terminal goes away."""
+    line = command(tmp_path, steps=100_000, args={"pause": 0.02}, limits={"hang_s": 60})
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(tmp_path)
+        os.execv(line[0], line)
+    wait_for(lambda: len(events(tmp_path, "step")) > 2)
+    os.close(terminal)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 143
+    assert "stopped after step" in (tmp_path / "run" / "logs" / "rank-1.log").read_text()
+    assert workers(tmp_path) == {}

@@ -1,0 +1,143 @@
+"""Which rank hangs, by which limit, and how it is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zrun.launch.failures import Hang
+from zrun.launch.hangs import HangWatch, StepTimes
+from zrun_core.board import RankState
+from zrun_core.config import LimitsConfig
+from zrun_core.errors import ExitCode
+from zrun_core.spec import LaunchPlan, RankPlace
+
+
+def state(step: int = 5, phase: str = "forward", *, waiting: bool = False, progress: int = 1) -> RankState:
+    return RankState(step, waiting, 0, progress, phase, 0)
+
+
+def watch(**limits: Any) -> HangWatch:
+    return HangWatch(LimitsConfig.model_validate(limits))
+
+
+def test_a_rank_that_works_without_progress_is_found_when_its_limit_is_over():
+    hangs = watch(hang_s=5)
+    waits = state(waiting=True)
+    assert hangs.look(0.0, {0: waits, 1: state()}) is None
+    assert hangs.look(5.0, {0: waits, 1: state()}) is None
+    verdict = hangs.look(5.1, {0: waits, 1: state()})
+    assert verdict is not None
+    assert (verdict.ranks, verdict.limit_s, verdict.key) == ([1], 5.0, "limits.hang_s")
+
+
+def test_any_progress_begins_anew_and_waiting_for_a_rank_that_works_is_no_hang():
+    hangs = watch(hang_s=5)
+    for second in range(100):
+        assert hangs.look(second, {0: state(waiting=True), 1: state(progress=second // 4)}) is None
+
+
+def test_when_all_wait_the_last_to_move_counts():
+    hangs = watch(hang_s=5)
+    waits = state(waiting=True)
+    assert hangs.look(0.0, {0: waits, 1: waits}) is None
+    assert hangs.look(4.0, {0: waits, 1: state(waiting=True, progress=2)}) is None
+    assert hangs.look(8.9, {0: waits, 1: state(waiting=True, progress=2)}) is None
+    verdict = hangs.look(9.1, {0: waits, 1: state(waiting=True, progress=2)})
+    assert verdict is not None
+    assert verdict.ranks == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("found", "seconds", "key"),
+    [
+        (state(0, "start"), 30.0, "limits.first_step_s"),
+        (state(1, "backward"), 30.0, "limits.first_step_s"),
+        (state(2, "data"), 5.0, "limits.hang_s"),
+        (state(2, "evaluation"), 7.0, "limits.eval_s"),
+        (state(0, "evaluation"), 30.0, "limits.eval_s"),
+        (state(2, "hook"), 7.0, "limits.eval_s"),
+        (state(1, "save"), 11.0, "limits.save_s"),
+        (state(1, "end"), 5.0, "limits.hang_s"),
+    ],
+)
+def test_each_phase_has_its_limit(found, seconds, key):
+    assert watch(hang_s=5, first_step_s=30, eval_s=7, save_s=11).limit(found) == (seconds, key)
+
+
+def run_steps(hangs: HangWatch, seconds: list[float]) -> None:
+    now = 0.0
+    for step, length in enumerate(seconds, start=1):
+        hangs.look(now, {0: state(step, progress=step)})
+        now += length
+    hangs.look(now, {0: state(len(seconds) + 1, progress=-1)})
+
+
+@pytest.mark.parametrize(
+    ("seconds", "limit"),
+    [
+        ([1.0] * 10, 60.0),  # never below a minute
+        ([100.0, *[1.0] * 10], 60.0),  # the first step warms up
+        ([1.0, *[20.0] * 10], 100.0),
+        ([1.0, *[20.0] * 150, 30.0], 100.0),  # one in 151 is beyond the 99th percentile
+        ([1.0, *[20.0] * 50, 30.0], 150.0),
+    ],
+)
+def test_auto_is_five_slow_steps_and_at_least_a_minute(seconds, limit):
+    hangs = watch()
+    run_steps(hangs, seconds)
+    assert hangs.limit(state(1000)) == (limit, "limits.hang_s")
+
+
+def test_steps_with_a_pause_do_not_count():
+    times = StepTimes()
+    for now, step, phase in [
+        (0, 1, "update"),
+        (1, 2, "update"),
+        (2, 2, "evaluation"),
+        (500, 3, "data"),
+        (503, 4, "data"),
+    ]:
+        times.see(float(now), state(step, phase))
+    assert times.p99 == 3.0
+
+
+def hang(*, does: str = "runs", reason: str | None = None, to_blame: tuple[int, ...] = (1,)) -> Hang:
+    ranks = [
+        {"rank": 0, "step": 5, "phase": "backward", "does": "waits", "last": "all_gather 9, 'blocks.0' (1.0 MiB)"},
+        {"rank": 1, "step": 5, "phase": "forward", "does": does, "last": "small 4, 'step' (64 B)"},
+    ]
+    stack = (
+        'Thread 0x01 (most recent call first):\n  File "board.py", line 1 in _watch\n\n'
+        'Current thread 0x02 (most recent call first):\n  File "train.py", line 7 in forward\n'
+    )
+    frame = {"frame": "hang", "ranks": ranks, "to_blame": list(to_blame), "limit_s": 5.0, "key": "limits.hang_s"}
+    places = [RankPlace(rank=rank, host="node", local_rank=rank, device="cpu") for rank in range(2)]
+    plan = LaunchPlan(ranks=places, threads=1)
+    return Hang(frame | {"reason": reason, "stacks": {"1": stack}}, plan, Path("/runs/a"))
+
+
+def test_a_stuck_rank_is_told_with_its_stack_and_the_last_collective_of_each():
+    told = hang().describe()
+    assert "no progress for 5 s (limits.hang_s): rank 1 of 2 is stuck in forward of step 5" in told
+    assert 'File "train.py", line 7 in forward' in told
+    assert "_watch" not in told
+    assert "rank 0 waits in backward of step 5, last: all_gather 9, 'blocks.0' (1.0 MiB)" in told
+    assert "rank 1 runs in forward of step 5, last: small 4, 'step' (64 B)" in told
+    assert "raise limits.hang_s" in told
+
+
+def test_a_stopped_rank_and_ranks_that_wait_for_each_other_are_told_apart():
+    assert "rank 1 of 2 is stopped by a signal or a debugger in forward of step 5" in hang(does="is stopped").headline
+    both = hang(does="waits", reason="all ranks wait in step 5: ...", to_blame=(0, 1))
+    assert "all ranks wait for each other at step 5" in both.headline
+    assert "zero.leaf" in both.advice
+
+
+def test_failure_json_has_the_fields_of_any_failure():
+    report = hang().as_json()
+    assert (report["rank"], report["host"], report["step"], report["phase"]) == (1, "node", 5, "forward")
+    assert report["exit_code"] == ExitCode.HANG
+    assert {"kind", "message", "traceback", "log", "last_lines", "what_to_do", "time"} <= report.keys()

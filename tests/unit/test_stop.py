@@ -1,0 +1,212 @@
+"""What signals ask for: of a worker, of the launcher, and what a run that was asked to stop exits with."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zrun.launch.failures import Exit
+from zrun.launch.frames import Frame, Stop
+from zrun.launch.rundir import RunDir
+from zrun.launch.supervise import Interrupts, Run, judge, watch
+from zrun_core.config import LimitsConfig
+from zrun_core.spec import LaunchPlan, RankPlace
+from zrun_core.stop import StopSignals
+
+INT, TERM, HUP, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1
+
+
+class EndedError(Exception):
+    """Instead of the end of the process."""
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> StopSignals:
+    def end(code: int) -> None:
+        raise EndedError(code)
+
+    monkeypatch.setattr(os, "_exit", end)
+    return StopSignals()
+
+
+@pytest.mark.parametrize(
+    ("numbers", "code"),
+    [
+        ([TERM], None),
+        ([INT], None),
+        ([USR1, USR1, HUP, TERM], None),  # warnings may come often, and before the order
+        ([TERM, USR1], None),  # the scheduler tells the workers and the launcher, which tells the workers
+        ([TERM, TERM], 143),
+        ([USR1, INT, TERM], 143),  # the launcher's "now"
+        ([INT, TERM], 130),
+    ],
+)
+def test_a_worker_finishes_its_step_unless_told_twice(worker, numbers, code):
+    worker.can_finish = True
+    for number in numbers[:-1]:
+        worker._note(number, None)
+    with nullcontext() if code is None else pytest.raises(EndedError, match=str(code)):
+        worker._note(numbers[-1], None)
+    assert worker.first == numbers[0]
+
+
+def test_before_the_first_step_there_is_nothing_to_finish(worker):
+    with pytest.raises(EndedError, match="143"):
+        worker._note(USR1, None)
+
+
+def test_a_forked_helper_ends_as_if_there_were_no_handler():
+    code = (
+        "import os, signal, time\nfrom zrun_core.stop import StopSignals\n"
+        "stop = StopSignals()\nstop.can_finish = True\n"
+        "stop.listen()\nread, write = os.pipe()\npid = os.fork()\n"
+        "if pid == 0:\n    os.write(write, b'x')\n    while True:\n        time.sleep(0.01)\n"
+        "os.read(read, 1)\nos.kill(pid, signal.SIGTERM)\nprint(os.WTERMSIG(os.waitpid(pid, 0)[1]), stop.first)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "15 None\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("numbers", "level"),
+    [
+        ([INT], 1),
+        ([INT, INT], 2),
+        ([INT, TERM, INT], 3),
+        ([HUP, HUP, HUP], 1),
+        ([USR1, TERM], 1),
+        ([USR1, TERM, INT], 2),
+    ],
+)
+def test_only_firm_signals_escalate(numbers, level):
+    interrupts = Interrupts()
+    for number in numbers:
+        interrupts._note(number, None)
+    assert (interrupts.first, interrupts.level) == (numbers[0], level)
+    assert (interrupts.forced_at is not None) == (level > 1)
+
+
+class ScriptedAgent:
+    """Says what a test wrote down; a callable is a signal, or whatever else happens between two frames."""
+
+    def __init__(self, script: list[Any]) -> None:
+        self.script, self.asked = script, []
+
+    def frames(self, patience_s: float) -> list[Frame] | None:
+        item = self.script.pop(0)
+        if callable(item):
+            item()
+            return []
+        return item if item is None else [item]
+
+    def stop(self, how: Stop) -> None:
+        self.asked.append(how)
+
+
+STARTED: Frame = {"frame": "started", "pids": {}}
+DONE: Frame = {"frame": "done"}
+
+
+def exit_frame(rank: int, status: int, time: float = 1.0) -> Frame:
+    return {"frame": "exit", "rank": rank, "status": status, "time": time, "oom": False}
+
+
+def follow(script: list[Any], interrupts: Interrupts, **limits: Any) -> tuple[Run, list[Stop]]:
+    run, agent = Run(2), ScriptedAgent([STARTED, *script, DONE])
+    watch(agent, run, interrupts, LimitsConfig.model_validate(limits), lambda event: None, lambda: None)
+    return run, agent.asked
+
+
+def test_the_launcher_asks_once_per_level():
+    interrupts = Interrupts()
+
+    def press() -> None:
+        interrupts._note(INT, None)
+
+    _, asked = follow([press, lambda: None, press, lambda: None, press], interrupts)
+    assert asked == [Stop.FINISH, Stop.NOW, Stop.KILL]
+
+
+def test_patience_ends(monkeypatch):
+    interrupts = Interrupts()
+    _, asked = follow([lambda: interrupts._note(TERM, None), lambda: None, lambda: None], interrupts, stop_s=1e-9)
+    assert asked[0] is Stop.FINISH or asked == [Stop.NOW]
+    assert asked[-1] is Stop.NOW
+    assert interrupts.level == 2
+
+
+def test_a_rank_that_was_signalled_by_others_has_the_same_patience():
+    interrupts = Interrupts()
+    told = {"frame": "event", "event": {"type": "stop", "rank": 1, "time": 1.0, "signal": "SIGTERM"}}
+    run, asked = follow([told, lambda: None, lambda: None], interrupts, stop_s=1e-9)
+    assert run.stopping
+    assert asked == [Stop.NOW]
+
+
+@pytest.fixture
+def rundir(tmp_path: Path):
+    with RunDir.claim("job", tmp_path / "run") as claimed:
+        yield claimed
+
+
+def plan() -> LaunchPlan:
+    return LaunchPlan(ranks=[RankPlace(rank=r, host="node", local_rank=r, device="cpu") for r in range(2)], threads=1)
+
+
+@pytest.mark.parametrize(
+    ("first", "statuses", "code"),
+    [
+        (INT, (75, 75), 75),
+        (TERM, (75, 75), 75),
+        (None, (75, 75), 75),  # signalled by others
+        (INT, (143, 143), 130),  # nothing to save
+        (TERM, (143, 143), 143),
+        (HUP, (143, 143), 143),
+        (USR1, (143, 143), 143),
+        (None, (143, 143), 143),
+        (None, (130, 130), 130),
+        (INT, (-signal.SIGUSR1, -signal.SIGTERM), 130),  # before the workers had handlers
+        (TERM, (5, 143), 5),  # it failed while it stopped
+        (TERM, (8, -signal.SIGTERM), 8),
+        (None, (0, 0), 0),
+    ],
+)
+def test_the_exit_code_of_a_stopped_run(rundir, first, statuses, code):
+    interrupts, run = Interrupts(), Run(2, started=True, done=True)
+    run.ended = statuses == (0, 0)
+    if first is not None:
+        interrupts._note(first, None)
+    for rank, status in enumerate(statuses):
+        run.exits.append(Exit(rank, status, 1.0 + rank))
+        if status in (5, 8):
+            note = {"rank": rank, "kind": "zrun", "type": "E", "message": "m", "exit_code": status}
+            rundir.failure(rank).write_text(json.dumps(note))
+    found, failure = judge(run, plan(), rundir, interrupts)
+    assert found == code
+    assert (failure is not None) == (code in (5, 8))
+
+
+def test_what_is_killed_after_now_is_no_failure(rundir):
+    interrupts, run = Interrupts(), Run(2, started=True, done=True)
+    interrupts._note(INT, None)
+    interrupts._note(INT, None)
+    assert interrupts.forced_at is not None
+    run.exits += [Exit(rank, -signal.SIGKILL, interrupts.forced_at + 1) for rank in range(2)]
+    assert judge(run, plan(), rundir, interrupts) == (130, None)
+
+
+def test_a_peer_that_felt_the_others_stop_is_no_failure(rundir):
+    interrupts, run = Interrupts(), Run(2, started=True, done=True)
+    interrupts._note(TERM, None)
+    note = '{"rank": 1, "kind": "peer", "type": "E", "message": "Connection closed by peer", "exit_code": 5}'
+    rundir.failure(1).write_text(note)
+    run.exits += [Exit(0, -signal.SIGUSR1, 1.0), Exit(1, 5, 1.1)]
+    assert judge(run, plan(), rundir, interrupts) == (143, None)

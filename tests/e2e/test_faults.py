@@ -128,6 +128,18 @@ def test_numbers_that_stay_wrong_end_the_run_with_a_name(tmp_path):
     assert [event["skips"] for event in events(tmp_path, "step")] == [0, 0, 1, 2, 3]
 
 
+def test_batches_without_memory_are_dropped_and_the_third_in_a_row_is_the_last(tmp_path):
+    done = zrun(tmp_path, "memory", zero=2, guards={"on_oom": "skip"})
+    assert done.returncode == 5, done.stderr
+    for step in (3, 4):
+        assert f"warning (rank 1): step {step}: forward failed: out of memory: " in done.stdout
+    assert [event["skipped"] for event in events(tmp_path, "step")] == [False, False, True, True]
+    assert "What holds most:" in done.stderr
+    assert "activations saved for backward" in done.stderr
+    assert "batch.micro: 2  # activations halve, the result stays" in done.stderr
+    assert (failure(tmp_path)["type"], failure(tmp_path)["step"]) == ("OutOfMemoryError", 5)
+
+
 def test_a_flipped_bit_of_a_replica_ends_the_run(tmp_path):
     done = zrun(tmp_path, "none", hooks={"on_step": "wild.py:flip"}, guards={"replica_every": 2})
     assert done.returncode == 10, done.stderr
@@ -172,6 +184,18 @@ def test_a_signal_to_one_worker_stops_them_all(tmp_path):
     assert launcher.returncode == 143, said
     assert [event["rank"] for event in events(tmp_path, "stop")] == [1]
     assert "stopped after step" in (tmp_path / "run" / "logs" / "rank-0.log").read_text()
+
+
+def test_a_scheduler_that_signals_every_process_stops_the_run_in_order(tmp_path):
+    with training(tmp_path) as launcher:
+        ranks = workers(tmp_path)
+        agent = int(Path(f"/proc/{ranks[0]}/stat").read_text().rpartition(")")[2].split()[1])
+        for pid in (agent, *ranks.values(), launcher.pid):
+            os.kill(pid, signal.SIGTERM)
+        _, said = launcher.communicate(timeout=PATIENCE_S)
+    assert launcher.returncode == 143, said
+    assert "stopped after step" in (tmp_path / "run" / "logs" / "rank-0.log").read_text()
+    assert workers(tmp_path) == {}
 
 
 def test_more_presses_do_not_wait_for_the_step(tmp_path):

@@ -59,6 +59,7 @@ FAULTS = {
     "crash": lambda: ctypes.string_at(0),
     "exit": lambda: sys.exit(0),
     "leave": lambda: os._exit(0),
+    "memory": lambda: torch.empty(1 << 50),
 }
 
 

@@ -51,7 +51,7 @@ def message_line(event: Event) -> str | None:
             return f"eval at step {event['step']}: loss {float(event['loss']):.6g} over {event.get('samples')} samples"
         case "warning":
             return f"warning (rank {event['rank']}): {text.printable(str(event.get('message')))}"
-        case "stop":
+        case "stop" if event.get("signal") != "SIGUSR1":  # the launcher's own way to ask
             return f"rank {event['rank']}: {event.get('signal')}: finishing the step"
         case "log":
             return f"rank {event['rank']}: {text.printable(str(event.get('message')))}"

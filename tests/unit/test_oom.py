@@ -1,0 +1,69 @@
+"""Running out of memory: recognised, told with its holders, and what a job file can say about it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from zrun_core import oom
+from zrun_core.config import JobConfig
+from zrun_core.errors import OutOfMemoryError, UserCodeError
+from zrun_core.spec import BatchPlan
+from zrun_core.user import is_out_of_memory, user_code
+
+BASE = {"name": "j", "model": "m:f", "data": "m:f", "steps": 9, "batch": 4}
+
+
+def test_what_says_that_there_is_no_memory():
+    for error in (MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")):
+        assert is_out_of_memory(error)
+    with (
+        pytest.raises(OutOfMemoryError, match=r"backward failed: out of memory: .*allocate"),
+        user_code("backward failed"),
+    ):
+        torch.empty(1 << 50)
+    with (
+        pytest.raises(OutOfMemoryError, match="forward failed: out of memory: MemoryError"),
+        user_code("forward failed"),
+    ):
+        raise MemoryError
+    with pytest.raises(UserCodeError), user_code("forward failed"):
+        raise RuntimeError("size mismatch")
+
+
+def job(**keys: Any) -> JobConfig:
+    return JobConfig.model_validate(BASE | keys)
+
+
+def test_dropping_a_batch_is_refused_where_peers_wait_for_parameters():
+    for stage in range(3):
+        job(zero=stage, guards={"on_oom": "skip"})
+    job(zero=3)
+    with pytest.raises(ValidationError, match=r"guards.on_oom: skip is impossible at zero.stage 3.*zero.stage: 2"):
+        job(zero=3, guards={"on_oom": "skip"})
+
+
+def test_advice_is_only_what_the_job_does_not_do_yet():
+    batch = BatchPlan(global_size=16, micro=8, accumulation=1, ranks=2)
+    lines = oom.advice(job(zero=1), batch)
+    assert [line.partition("  #")[0] for line in lines] == [
+        "batch.micro: 4", "activations.checkpoint: full", "zero.stage: 2", "precision: bf16",
+    ]  # fmt: skip
+    small = BatchPlan(global_size=2, micro=1, accumulation=1, ranks=2)
+    assert oom.advice(job(zero=3, precision="bf16", activations={"checkpoint": "full"}), small) == []
+
+
+def test_the_message_has_a_line_per_holder():
+    text = oom.describe(
+        "forward failed: out of memory: x", [("gradients", 3 << 30), ("tensors (7,) int64", 56)], ["a: b"]
+    )
+    assert text.splitlines() == [
+        "forward failed: out of memory: x. What holds most:",
+        "     3.0 GiB  gradients",
+        "        56 B  tensors (7,) int64",
+        "What would help, in the job file:",
+        "  a: b",
+    ]

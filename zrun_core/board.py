@@ -20,8 +20,8 @@ from typing import NamedTuple
 from zrun_core.errors import HangError
 from zrun_core.sizes import format_size
 
-_PAGE = 16384
-_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "small")
+_PAGE = 32768
+_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "push", "pull", "broadcast", "small")
 PHASES = ("start", "data", "forward", "backward", "update", "hook", "evaluation", "save", "end")
 _HISTORY = 32  # last collectives of each kind that are remembered
 _NAME_BYTES = 72

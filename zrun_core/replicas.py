@@ -103,7 +103,8 @@ class ReplicaGuard:
                 found.append(_Replica(unit, "parameter", unit.full[:stop], True, 0))
             elif self._mesh.replicate.size > 1:
                 found.append(_shard(unit, "parameter", unit.param_shard, layout.shard_range(split.index)[0]))
-            if unit.trainable and self._sharded.settings.states.has_master(layout):
+            states = self._sharded.settings.states
+            if unit.trainable and states.has_master(layout) and not states.server:  # a server alone has masters
                 if unit.owned == (0, layout.padded_numel):
                     found.append(_Replica(unit, "fp32 master", unit.master[:stop], True, 0))
                 elif self._mesh.replicate.size > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from zrun_core import comm
 from zrun_core.board import Board, Watchdog
 from zrun_core.errors import HangError
 
@@ -52,6 +54,15 @@ def test_the_history_is_a_ring_and_lags_do_not_matter(boards):
     assert len(boards[2].history(0, "all_reduce")) == 32
     boards[1].issue("all_reduce", "other")
     assert "all_reduce 81" in (boards[0].disagreement() or "")
+
+
+def test_every_kind_of_collective_has_a_place(boards):
+    sources = (Path(comm.__file__)).read_text()
+    kinds = set(re.findall(r'self\._count\("(\w+)"', sources))
+    assert {"push", "all_gather", "small"} <= kinds
+    for kind in kinds:
+        boards[0].issue(kind, "unit")
+        assert len(boards[1].history(0, kind)) == 1
 
 
 def test_long_names_are_cut_and_states_are_seen(boards):

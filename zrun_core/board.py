@@ -26,7 +26,7 @@ PHASES = ("start", "data", "forward", "backward", "update", "hook", "evaluation"
 _HISTORY = 32  # last collectives of each kind that are remembered
 _NAME_BYTES = 72
 _ENTRY = struct.Struct(f"<QQQ{_NAME_BYTES}s")  # number from 1 per kind, number over all kinds, bytes, name
-_HEADER = struct.Struct("<QQQQQQ")  # the fields of `RankState`
+_HEADER = struct.Struct("<7Q")  # the fields of `RankState`
 _ADVICE = (
     "Some modules ran on one rank only: name the module that chooses between them in zero.leaf, so that it is handled "
     "as a whole"
@@ -44,6 +44,7 @@ class RankState(NamedTuple):
         progress: counts whatever the rank does: steps, phases, collectives.
         phase: one of `PHASES`.
         pid: 0 before the rank's process has come so far.
+        first: the step that began first; a resumed run does not begin with step 1.
     """
 
     step: int
@@ -52,6 +53,7 @@ class RankState(NamedTuple):
     progress: int
     phase: str
     pid: int
+    first: int
 
     @property
     def is_halted(self) -> bool:
@@ -96,8 +98,8 @@ class BoardView:
         os.close(descriptor)
 
     def state(self, rank: int) -> RankState:
-        step, waiting, num_waits, progress, phase, pid = _HEADER.unpack_from(self._map, _PAGE * rank)
-        return RankState(step, bool(waiting), num_waits, progress, PHASES[min(phase, len(PHASES) - 1)], pid)
+        step, waiting, num_waits, progress, phase, pid, first = _HEADER.unpack_from(self._map, _PAGE * rank)
+        return RankState(step, bool(waiting), num_waits, progress, PHASES[min(phase, len(PHASES) - 1)], pid, first)
 
     def history(self, rank: int, kind: str) -> dict[int, Issue]:
         """The last collectives of one kind that `rank` issued, by their number."""
@@ -158,19 +160,20 @@ class Board(BoardView):
         self._base = _PAGE * rank
         self._map[self._base : self._base + _PAGE] = bytes(_PAGE)  # an earlier run's
         self._numbers = dict.fromkeys(_KINDS, 0)
-        self._step = self._num_waits = self._progress = self._phase = self._order = 0
+        self._step = self._first = self._num_waits = self._progress = self._phase = self._order = 0
         self._waiting = False
         self._pid = os.getpid()
         self._write_header()
 
     def _write_header(self) -> None:
         self._progress += 1
-        fields = (self._step, self._waiting, self._num_waits, self._progress, self._phase, self._pid)
+        fields = (self._step, self._waiting, self._num_waits, self._progress, self._phase, self._pid, self._first)
         _HEADER.pack_into(self._map, self._base, *fields)
 
     def step(self, step: int) -> None:
         """Say which optimizer step begins."""
         self._step, self._waiting = step, False
+        self._first = self._first or step
         self._write_header()
 
     def phase(self, phase: str) -> None:

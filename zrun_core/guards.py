@@ -21,25 +21,23 @@ class Inspected(Protocol):
 class NumericGuard:
     """Follows the skips of a run. Every rank sees the same numbers, so that all judge alike."""
 
-    def __init__(
-        self, job: JobConfig, progress: Progress, sharded: Inspected, emitter: Emitter, *, is_main: bool
-    ) -> None:
-        self._config, self._progress = job.guards, progress
+    def __init__(self, job: JobConfig, sharded: Inspected, emitter: Emitter, *, is_main: bool) -> None:
+        self._config = job.guards
         self._sharded, self._emitter, self._is_main = sharded, emitter, is_main
         self._is_scaled = job.precision.compute == "fp16"
         self._least_scale = job.precision.loss_scale.min
         self._has_told_overflow = False
 
-    def see(self, step: int, numbers: Numbers, own_loss: float) -> str | None:
+    def see(self, progress: Progress, step: int, numbers: Numbers, own_loss: float) -> str | None:
         """Take in one step. Collective where it was skipped because of its numbers.
 
         Args:
+            progress: counts the skips in a row.
             own_loss: of this rank, summed over the step.
 
         Returns:
             Why the run must stop, or None.
         """
-        progress = self._progress
         if not numbers.skipped:
             progress.skips_in_a_row = progress.helpless_skips = 0
             self._sharded.inspect_gradients(False)
@@ -56,7 +54,7 @@ class NumericGuard:
             culprit = self._sharded.find_nonfinite(own_loss)
             self._has_told_overflow = True
             if must_stop:
-                return self._why(step, numbers, culprit)
+                return self._why(progress, step, numbers, culprit)
             if self._is_main:
                 what = culprit or "the gradient was not finite"
                 self._emitter.emit("warning", message=f"step {step} was skipped on all ranks: {what}")
@@ -65,9 +63,9 @@ class NumericGuard:
         self._sharded.inspect_gradients(is_near)
         return None
 
-    def _why(self, step: int, numbers: Numbers, culprit: Culprit | None) -> str:
+    def _why(self, progress: Progress, step: int, numbers: Numbers, culprit: Culprit | None) -> str:
         what = culprit or "the gradient was not finite"
-        text = f"step {step}: {self._progress.skips_in_a_row} steps in a row were skipped: {what}"
-        if not self._progress.helpless_skips:
+        text = f"step {step}: {progress.skips_in_a_row} steps in a row were skipped: {what}"
+        if not progress.helpless_skips:
             return f"{text}, down to a loss scale of {numbers.scale:g}; write precision: bf16, or lower optim.lr"
         return f"{text}; lower optim.lr, set optim.clip, or look at the samples of this step"

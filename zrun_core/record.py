@@ -59,6 +59,9 @@ class Numbers(NamedTuple):
     scale: float
 
 
+NUM_SUMS = Numbers._fields.index("grad_norm")  # the fields before it are summed over ranks
+
+
 @dataclass(frozen=True)
 class Pending:
     """A step that was issued. On a GPU its numbers are read when the next one is, so that the device never idles.

@@ -21,12 +21,14 @@ from zrun_core.loss import LossFunction, LossKind, compute_loss
 from zrun_core.metrics import FlopCount, Phase, StepClock
 from zrun_core.oom import MemoryGuard
 from zrun_core.optim.lr import Schedule
-from zrun_core.record import Pending, Recorder, to_host
+from zrun_core.record import NUM_SUMS, Numbers, Pending, Recorder, to_host
 from zrun_core.replicas import ReplicaGuard
 from zrun_core.spec import RunSpec
 from zrun_core.stop import StopSignals
 from zrun_core.user import user_code
 from zrun_core.zero.sharded import ShardedModel
+
+_STOP, _DROPPED = (Numbers._fields.index(name) for name in ("stop", "dropped"))
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class Trainer:
         self.recorder = Recorder(spec, sharded, emitter, self._clock)
         self.progress = self.recorder.progress
         self.replicas = ReplicaGuard(sharded)
-        self._numeric = NumericGuard(self.job, self.progress, sharded, emitter, is_main=self.is_main)
+        self._numeric = NumericGuard(self.job, sharded, emitter, is_main=self.is_main)
         self._memory = MemoryGuard(spec, sharded, emitter)
         self._own_sums = torch.zeros(0)
         self._must_stop = self._has_told_stop = False
@@ -176,8 +178,8 @@ class Trainer:
         self.comm.drain()
         self.comm.take_waited()  # what came before the step is not its own
         waited = dict.fromkeys(Phase, 0.0)
-        sums = torch.zeros(6, dtype=torch.float64, device=self.device)  # the first fields of `Numbers`
-        sums[4] = self._asked_to_stop()
+        sums = torch.zeros(NUM_SUMS, dtype=torch.float64, device=self.device)  # the first fields of `Numbers`
+        sums[_STOP] = self._asked_to_stop()
         self.sharded.begin_step()
         for number, micro in enumerate(micro_batches):
             boundary = number == len(micro_batches) - 1
@@ -190,7 +192,7 @@ class Trainer:
             if is_lost:  # not before the traceback has let go of the activations
                 self._memory.release()
                 self.sharded.give_up_backward(boundary=boundary)
-                sums[5] += 1
+                sums[_DROPPED] += 1
         if self.device.type == "cuda":
             self._resolve()  # the last step's: whether it was skipped decides this one's learning rate
         self.phase = "update"
@@ -239,7 +241,7 @@ class Trainer:
         return loss.value * (float(loss.weight) / nominal) if loss.kind is LossKind.MEAN else loss.value / nominal
 
     def _divisor(self, sums: torch.Tensor) -> torch.Tensor:
-        return sums[0] / self.spec.batch.global_size * (sums[5] == 0)  # 0 skips the step
+        return sums[0] / self.spec.batch.global_size * (sums[_DROPPED] == 0)  # 0 skips the step
 
     @contextmanager
     def _counting_flops(self, micro: MicroBatch) -> Iterator[None]:
@@ -260,7 +262,8 @@ class Trainer:
             numbers = pending.read()
         self.recorder.step(pending, numbers, self.loader.epoch)
         self._must_stop |= numbers.stop > 0
-        problem = self._numeric.see(pending.step, numbers, float(self._own_sums[1]) if numbers.skipped else 0.0)
+        own_loss = float(self._own_sums[1]) if numbers.skipped else 0.0
+        problem = self._numeric.see(self.progress, pending.step, numbers, own_loss)
         if problem is not None:
             raise NumericError(problem)
         if self.parts.on_step is not None:

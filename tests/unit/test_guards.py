@@ -50,7 +50,7 @@ def numbers(
 def guard(**keys: Any) -> tuple[NumericGuard, Progress, Sharded, Ear]:
     progress, sharded, ear = Progress(), Sharded(), Ear()
     job = JobConfig.model_validate(BASE | keys)
-    return NumericGuard(job, progress, sharded, ear, is_main=True), progress, sharded, ear
+    return NumericGuard(job, sharded, ear, is_main=True), progress, sharded, ear
 
 
 GOOD, BAD = numbers(skipped=False, norm=1.0), numbers()
@@ -58,10 +58,10 @@ GOOD, BAD = numbers(skipped=False, norm=1.0), numbers()
 
 def test_without_a_scale_three_in_a_row_end_the_run_and_name_the_rank():
     numeric, progress, _, ear = guard(precision="bf16")
-    found = [numeric.see(step, each, 1.0) for step, each in enumerate([BAD, BAD, GOOD, BAD, BAD], start=1)]
+    found = [numeric.see(progress, step, each, 1.0) for step, each in enumerate([BAD, BAD, GOOD, BAD, BAD], start=1)]
     assert found == [None] * 5
     assert progress.skips_in_a_row == 2
-    why = numeric.see(6, BAD, 1.0)
+    why = numeric.see(progress, 6, BAD, 1.0)
     assert why is not None
     assert "step 6: 3 steps in a row were skipped" in why
     assert "the gradient of blocks.1.down.weight (layer blocks.1.down) is nan on rank 1" in why
@@ -70,10 +70,10 @@ def test_without_a_scale_three_in_a_row_end_the_run_and_name_the_rank():
 
 
 def test_a_good_step_puts_an_end_to_looking():
-    numeric, _, sharded, _ = guard()
-    numeric.see(1, BAD, 1.0)
+    numeric, progress, sharded, _ = guard()
+    numeric.see(progress, 1, BAD, 1.0)
     assert sharded.inspects
-    numeric.see(2, GOOD, 1.0)
+    numeric.see(progress, 2, GOOD, 1.0)
     assert not sharded.inspects
     assert sharded.num_looks == 1
 
@@ -83,7 +83,7 @@ def test_an_overflow_of_fp16_is_told_once_and_the_scale_has_time():
     scale, why = 65536.0, None
     for step in range(1, 21):
         assert why is None
-        why = numeric.see(step, numbers(scale=scale), 1.0)
+        why = numeric.see(progress, step, numbers(scale=scale), 1.0)
         scale /= 2 if step < 5 else 1
     assert len(ear.heard) == 1
     assert sharded.num_looks == 2
@@ -95,14 +95,14 @@ def test_an_overflow_of_fp16_is_told_once_and_the_scale_has_time():
 
 @pytest.mark.parametrize("bad", [numbers(loss=NAN), numbers(loss=INF, norm=1.0), numbers(scale=1.0)])
 def test_what_no_scale_can_help_ends_soon_in_fp16_too(bad):
-    numeric, _, _, _ = guard(precision="fp16")
-    assert [numeric.see(step, bad, 1.0) is None for step in range(1, 4)] == [True, True, False]
+    numeric, progress, _, _ = guard(precision="fp16")
+    assert [numeric.see(progress, step, bad, 1.0) is None for step in range(1, 4)] == [True, True, False]
 
 
 def test_a_step_without_samples_says_nothing():
     numeric, progress, sharded, _ = guard()
-    numeric.see(1, BAD, 1.0)
-    numeric.see(2, numbers(weight=0.0, loss=0.0, norm=NAN), 0.0)
+    numeric.see(progress, 1, BAD, 1.0)
+    numeric.see(progress, 2, numbers(weight=0.0, loss=0.0, norm=NAN), 0.0)
     assert progress.skips_in_a_row == 1
     assert sharded.num_looks == 1
 

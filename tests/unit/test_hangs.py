@@ -15,8 +15,10 @@ from zrun_core.errors import ExitCode
 from zrun_core.spec import LaunchPlan, RankPlace
 
 
-def state(step: int = 5, phase: str = "forward", *, waiting: bool = False, progress: int = 1) -> RankState:
-    return RankState(step, waiting, 0, progress, phase, 0)
+def state(
+    step: int = 5, phase: str = "forward", *, waiting: bool = False, progress: int = 1, first: int = 1
+) -> RankState:
+    return RankState(step, waiting, 0, progress, phase, 0, first)
 
 
 def watch(**limits: Any) -> HangWatch:
@@ -89,6 +91,16 @@ def test_auto_is_five_slow_steps_and_at_least_a_minute(seconds, limit):
     hangs = watch()
     run_steps(hangs, seconds)
     assert hangs.limit(state(1000)) == (limit, "limits.hang_s")
+
+
+def test_the_first_step_of_a_resumed_run_has_the_first_steps_limit():
+    hangs = watch(hang_s=5, first_step_s=30)
+    for now, step in [(0, 0), (10, 812), (39, 812)]:
+        assert hangs.look(now, {0: state(step, progress=step, first=812)}) is None
+    assert hangs.look(41, {0: state(813, progress=813, first=812)}) is None
+    verdict = hangs.look(47, {0: state(813, progress=813, first=812)})
+    assert verdict is not None
+    assert verdict.key == "limits.hang_s"
 
 
 def test_steps_with_a_pause_do_not_count():

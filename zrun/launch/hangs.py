@@ -39,7 +39,7 @@ class StepTimes:
 
     def see(self, now: float, state: RankState) -> None:
         if state.step != self._step:
-            if self._is_clean and self._step > 1:  # the first one warms up
+            if self._is_clean and self._step > state.first:  # which warms up
                 self._times.append((now - self._since) / (state.step - self._step))
             self._step, self._since, self._is_clean = state.step, now, True
         if state.phase in _PAUSES:
@@ -76,7 +76,7 @@ class HangWatch:
             return limits.save_s, "limits.save_s"
         if state.phase in _PAUSES:
             return max(limits.eval_s, limits.first_step_s if state.step == 0 else 0.0), "limits.eval_s"
-        if state.step <= 1 and state.phase != "end":
+        if state.step <= state.first and state.phase != "end":
             return limits.first_step_s, "limits.first_step_s"
         if limits.hang_s is None:
             return max(_LEAST_AUTO_S, _STEPS_AUTO * self._times.p99), "limits.hang_s"

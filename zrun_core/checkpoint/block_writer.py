@@ -24,14 +24,14 @@ from zrun_core.errors import SaveError
 from zrun_core.sizes import format_size
 
 Bytes = NDArray[np.uint8]
-_BLOCK = 8 * 2**20
-_BLOCKS = 3  # two on their way to the disk, one being filled
+_BLOCK = 4 * 2**20
+_BLOCKS = 5  # four on their way to the disk, one being filled
 _COPY = 2**20  # the digest leaves these in the cache for the copy
 _ALIGNMENT = 4096
 
 
-def write_file(path: Path, num_bytes: int, pieces: Iterable[Bytes]) -> list[str]:
-    """Create `path` (0600) with the bytes of `pieces`, `num_bytes` in all, and wait until they are on the disk.
+def write_file(path: Path, num_bytes: int, pieces: Iterable[Bytes], mode: int = 0o600) -> list[str]:
+    """Create `path` with the bytes of `pieces`, `num_bytes` in all, and wait until they are on the disk.
 
     Returns:
         The digest of each piece.
@@ -40,8 +40,14 @@ def write_file(path: Path, num_bytes: int, pieces: Iterable[Bytes]) -> list[str]
         SaveError: the file exists, or the disk is full, read-only or fails. Nothing is left of the file.
     """
     try:
-        with _created(path, num_bytes) as file:
-            digests = _stream(file, num_bytes, pieces)
+        with _created(path, num_bytes, mode) as file:
+            _past_the_cache(file, True)
+            # Leaving the pool waits for its threads, also after an error: none writes to a descriptor that is closed.
+            with ThreadPoolExecutor(_BLOCKS - 1, thread_name_prefix="zrun-write") as pool:
+                blocks = _Blocks(file, pool)
+                digests = list(map(blocks.add, pieces))  # which keeps no piece while the next one is made
+                if (written := blocks.finish()) != num_bytes:
+                    raise ValueError(f"{written} bytes in a file of {num_bytes}")
             os.fsync(file)
     except OSError as error:
         raise save_error(path, error, num_bytes) from error
@@ -66,14 +72,13 @@ def _free(folder: Path) -> str:
 
 
 @contextmanager
-def _created(path: Path, num_bytes: int) -> Iterator[int]:
+def _created(path: Path, num_bytes: int, mode: int) -> Iterator[int]:
     """A descriptor of a new file with its space reserved; it is removed again if the block raises."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    file = os.open(path, flags, 0o600)
+    file = os.open(path, flags, mode)
     try:
         try:
-            if num_bytes:
-                os.posix_fallocate(file, 0, num_bytes)  # a full disk shows here, before any byte is written
+            reserve(file, num_bytes)
             yield file
         finally:
             os.close(file)
@@ -82,38 +87,64 @@ def _created(path: Path, num_bytes: int) -> Iterator[int]:
         raise
 
 
-def _stream(file: int, num_bytes: int, pieces: Iterable[Bytes]) -> list[str]:
-    _past_the_cache(file, True)
-    blocks = [np.frombuffer(mmap.mmap(-1, _BLOCK), dtype=np.uint8) for _ in range(_BLOCKS)]
-    digests: list[str] = []
-    pending: deque[Future[None]] = deque()
-    offset, filled = 0, 0  # of the block that is being filled; bytes in it
-    # Leaving the pool waits for its threads, also after an error: none writes to a descriptor that is closed.
-    with ThreadPoolExecutor(_BLOCKS - 1, thread_name_prefix="zrun-write") as pool:
-        for piece in pieces:
-            running = xxhash.xxh3_128()
-            done = 0
-            while done < len(piece):
-                part = piece[done : done + min(_COPY, _BLOCK - filled)]
-                running.update(part.data)
-                np.copyto(blocks[0][filled : filled + len(part)], part)
-                done, filled = done + len(part), filled + len(part)
-                if filled == _BLOCK:
-                    pending.append(pool.submit(write_all, file, blocks[0].data, offset))
-                    blocks.append(blocks.pop(0))
-                    offset, filled = offset + _BLOCK, 0
-                    if len(pending) == _BLOCKS:
-                        pending.popleft().result()
-            digests.append(running.hexdigest())
-        if offset + filled != num_bytes:
-            raise ValueError(f"{offset + filled} bytes to write into a file of {num_bytes}")
-        whole = filled - filled % _ALIGNMENT
-        pending.append(pool.submit(write_all, file, blocks[0][:whole].data, offset))
-        for write in pending:
+def reserve(file: int, num_bytes: int) -> None:
+    """Take the space of a file, so that a full disk shows before any byte is written.
+
+    Raises:
+        OSError: there is not enough of it.
+    """
+    if num_bytes == 0:
+        return
+    try:
+        os.posix_fallocate(file, 0, num_bytes)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # this file system cannot
+            raise
+
+
+class _Blocks:
+    """Gathers pieces into blocks, which threads of `pool` write from the beginning of `file` on."""
+
+    def __init__(self, file: int, pool: ThreadPoolExecutor) -> None:
+        self._file = file
+        self._pool = pool
+        self._blocks = deque(np.frombuffer(mmap.mmap(-1, _BLOCK), dtype=np.uint8) for _ in range(_BLOCKS))
+        self._pending: deque[Future[None]] = deque()
+        self._offset = 0  # of the block that is being filled
+        self._filled = 0  # bytes in it
+
+    def add(self, piece: Bytes) -> str:
+        """Take the bytes of `piece`. Returns their digest."""
+        running = xxhash.xxh3_128()
+        done = 0
+        while done < len(piece):
+            part = piece[done : done + min(_COPY, _BLOCK - self._filled)]
+            running.update(part.data)
+            np.copyto(self._blocks[0][self._filled : self._filled + len(part)], part)
+            done += len(part)
+            self._filled += len(part)
+            if self._filled == _BLOCK:
+                self._send(_BLOCK)
+        return running.hexdigest()
+
+    def _send(self, num_bytes: int) -> None:
+        block = self._blocks[0][:num_bytes].data
+        self._pending.append(self._pool.submit(_write_block, self._file, block, self._offset))
+        self._blocks.rotate(-1)
+        self._offset += num_bytes
+        self._filled -= num_bytes
+        if len(self._pending) == _BLOCKS:
+            self._pending.popleft().result()
+
+    def finish(self) -> int:
+        """Write what is left, and wait for all. Returns how many bytes there were."""
+        left, begin = self._blocks[0], self._filled - self._filled % _ALIGNMENT
+        self._send(begin)
+        for write in self._pending:
             write.result()
-    _past_the_cache(file, False)
-    write_all(file, blocks[0][whole:filled].data, offset + whole)
-    return digests
+        _past_the_cache(self._file, False)  # less than a page cannot go past it
+        write_all(self._file, left[begin : begin + self._filled].data, self._offset)
+        return self._offset + self._filled
 
 
 def _past_the_cache(file: int, wanted: bool) -> None:
@@ -124,6 +155,16 @@ def _past_the_cache(file: int, wanted: bool) -> None:
     except OSError as error:
         if error.errno != errno.EINVAL:  # this file system has no such thing
             raise
+
+
+def _write_block(file: int, block: memoryview, offset: int) -> None:
+    try:
+        write_all(file, block, offset)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        _past_the_cache(file, False)  # refused only now, or after a write that ended within a page
+        write_all(file, block, offset)
 
 
 def write_all(file: int, data: memoryview, offset: int) -> None:

@@ -15,7 +15,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from zrun_core.checkpoint.block_writer import save_error, write_all
+from zrun_core.checkpoint.block_writer import reserve, save_error, write_all
 from zrun_core.checkpoint.digest import opened
 from zrun_core.checkpoint.manifest import MANIFEST, MAX_BYTES, Manifest
 from zrun_core.checkpoint.verify import check_size, verify
@@ -155,10 +155,10 @@ class CheckpointFolder:
             return []
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from None
-        steps = sorted(((int(match[1]), name) for name in names if (match := _STEP.fullmatch(name))), reverse=True)
-        return [_look_at(step, self.path / name) for step, name in steps]
+        steps = {int(match[1]) for name in names if (match := _STEP.fullmatch(name))}
+        return [_look_at(step, self.step_path(step)) for step in sorted(steps, reverse=True)]
 
-    def prune(self, keep: int, *, thorough: bool = False) -> list[int]:
+    def prune(self, keep: int, *, thorough: bool = False, dry_run: bool = False) -> list[int]:
         """Remove all steps before the newest `keep` valid ones. With fewer, nothing is removed.
 
         A damaged step does not count, and one that is newer than those kept stays: somebody may want to see it.
@@ -166,9 +166,10 @@ class CheckpointFolder:
         Args:
             keep: at least LEAST_KEPT.
             thorough: read every byte of the steps that count, not only their manifests.
+            dry_run: remove nothing.
 
         Returns:
-            The steps that are gone.
+            The steps that are gone, or would be.
 
         Raises:
             SaveError: a folder cannot be removed.
@@ -178,7 +179,8 @@ class CheckpointFolder:
         kept, gone = 0, []
         for found in self.scan():
             if kept == keep:
-                self._remove(found.path)
+                if not dry_run:
+                    self._remove(found.path)
                 gone.append(found.step)
             elif found.manifest is not None and not (thorough and verify(found.path, found.manifest)):
                 kept += 1
@@ -250,7 +252,7 @@ def _write_new(path: Path, content: bytes) -> None:
     """Create a file (0600) and wait until it is on the disk."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        os.posix_fallocate(file, 0, len(content))
+        reserve(file, len(content))
         write_all(file, memoryview(content), 0)
         os.fsync(file)
     finally:

@@ -1,0 +1,169 @@
+"""`zrun ckpt`: what is printed, with which exit code, and that it starts without torch."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from checkpoint_toys import write_step
+from safetensors.torch import load_file
+
+from zrun import cli
+from zrun_core.checkpoint.folder import CheckpointFolder
+
+Ckpt = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run directory with steps 10, 20 and 30; the newest is short of a byte."""
+    path = tmp_path / "runs" / "toy" / "20261121-000000-abcd"
+    folder = CheckpointFolder(path / "checkpoints")
+    for step in (10, 20, 30):
+        write_step(folder, step)
+    shard = folder.step_path(30) / "rank-00001.safetensors"
+    os.truncate(shard, shard.stat().st_size - 1)
+    return path
+
+
+@pytest.fixture
+def ckpt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ckpt:
+    """Runs `zrun ckpt` in this process: exit code, stdout, stderr."""
+
+    def call(*arguments: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["zrun", "ckpt", *map(str, arguments)])
+        monkeypatch.setenv("COLUMNS", "160")
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        captured = capsys.readouterr()
+        return int(ended.value.code or 0), captured.out, captured.err
+
+    return call
+
+
+def test_ls(ckpt: Ckpt, run: Path) -> None:
+    code, out, err = ckpt("ls", run)
+    assert (code, err) == (0, "")
+    rows = [line.split() for line in out.splitlines() if line.strip().startswith(("30", "20", "10"))]
+    assert [row[0] for row in rows] == ["30", "20", "10"]
+    assert "rank-00001.safetensors has" in " ".join(rows[0])
+    assert rows[1][3:] == ["9.4", "KiB", "2", "run-1", "complete"] or "complete" in rows[1]
+    code, out, _ = ckpt("ls", run / "checkpoints", "--json")
+    listed = json.loads(out)
+    assert listed["latest"] == 30
+    assert [step["problem"] is None for step in listed["steps"]] == [False, True, True]
+
+
+def test_ls_of_one_step(ckpt: Ckpt, run: Path) -> None:
+    code, out, _ = ckpt("ls", run / "checkpoints" / "step-00000010", "--json")
+    assert (code, [step["step"] for step in json.loads(out)["steps"]]) == (0, [10])
+    code, _, err = ckpt("ls", run / "checkpoints" / "step-00000030")
+    assert code == 9
+    assert "no valid checkpoint" in err
+
+
+def test_a_bad_latest_is_a_warning(ckpt: Ckpt, run: Path) -> None:
+    (run / "checkpoints" / "latest").write_text("garbage")
+    code, _, err = ckpt("ls", run)
+    assert code == 0
+    assert "does not name a step; it is only a hint" in err
+
+
+@pytest.mark.parametrize("command", ["ls", "inspect", "verify", "prune", "export"])
+def test_no_such_folder(ckpt: Ckpt, tmp_path: Path, command: str) -> None:
+    more = {"prune": ["--keep", "2"], "export": [str(tmp_path / "out")]}.get(command, [])
+    code, out, err = ckpt(command, tmp_path / "nothing", *more)
+    assert (code, out) == (2, "")
+    assert "no such folder; give a run directory" in err
+    code, out, err = ckpt(command, tmp_path, *more)
+    assert (code, out) == (9, "")
+    assert "holds no checkpoints" in err
+
+
+def test_the_runs_of_a_job_are_named(ckpt: Ckpt, run: Path) -> None:
+    code, _, err = ckpt("ls", run.parent)
+    assert code == 9
+    assert f"name one of its runs, such as {run}" in err
+
+
+def test_inspect(ckpt: Ckpt, run: Path) -> None:
+    code, out, _ = ckpt("inspect", run, "--tensors")
+    assert code == 0
+    assert "step-00000020" in out  # the newest that counts
+    for text in ("stage 3", "samples 1280", "exp_avg_sq", "layer.weight", "= tied.weight", "48 x 33", "bfloat16"):
+        assert text in out, text
+    code, out, _ = ckpt("inspect", run, "--step", "10", "--json")
+    facts = json.loads(out)
+    assert (code, facts["step"], facts["job"], len(facts["tensors"])) == (0, 10, {"name": "toy"}, 5)
+    code, _, err = ckpt("inspect", run, "--step", "30")
+    assert (code, "rank-00001.safetensors has" in err) == (9, True)
+    code, _, err = ckpt("inspect", run, "--step", "11")
+    assert (code, "has no step 11; it has 30, 20, 10" in err) == (9, True)
+
+
+def test_verify(ckpt: Ckpt, run: Path) -> None:
+    code, out, _ = ckpt("verify", run)
+    assert code == 9
+    assert out.count("every byte as saved") == 2
+    assert ckpt("verify", run, "--step", "20")[0] == 0
+    assert ckpt("verify", run, "--step", "99")[0] == 9
+    with (run / "checkpoints" / "step-00000010" / "rank-00000.safetensors").open("r+b") as file:
+        file.seek(5000)
+        byte = file.read(1)[0]
+        file.seek(5000)
+        file.write(bytes([byte ^ 4]))
+    code, out, _ = ckpt("verify", run / "checkpoints" / "step-00000010", "--json")
+    assert code == 9
+    assert "the digest of" in json.loads(out)["10"][0]
+
+
+def test_export(ckpt: Ckpt, run: Path, tmp_path: Path) -> None:
+    code, out, _ = ckpt("export", run, tmp_path / "out.safetensors", "--dtype", "bf16")
+    assert (code, out.startswith("wrote step 20 to ")) == (0, True)
+    state = load_file(tmp_path / "out.safetensors")
+    assert str(state["tied.weight"].dtype) == "torch.bfloat16"
+    code, _, err = ckpt("export", run, tmp_path / "out.safetensors")
+    assert (code, "exists" in err) == (2, True)
+    code, _, err = ckpt("export", run, tmp_path / "other", "--max-shard-size", "lots")
+    assert (code, "--max-shard-size: 'lots' is not a size" in err) == (2, True)
+    assert ckpt("export", run, tmp_path / "other", "--step", "30")[0] == 9
+
+
+def test_prune(ckpt: Ckpt, run: Path) -> None:
+    folder = CheckpointFolder(run / "checkpoints")
+    write_step(folder, 40)
+    code, _, err = ckpt("prune", run, "--keep", "1")
+    assert (code, "at least 2 steps stay" in err) == (2, True)
+    assert ckpt("prune", run / "checkpoints" / "step-00000020", "--keep", "2")[0] == 2
+    assert ckpt("prune", run, "--keep", "2", "--dry-run")[1] == "would remove step 10\n"
+    assert len(folder.scan()) == 4
+    assert ckpt("prune", run, "--keep", "2")[1] == "removed step 10\n"
+    assert [found.step for found in folder.scan()] == [40, 30, 20]
+    assert json.loads(ckpt("prune", run, "--keep", "2", "--json")[1]) == {"removed": []}
+
+
+def test_prune_leaves_a_save_under_way(ckpt: Ckpt, run: Path) -> None:
+    folder = CheckpointFolder(run / "checkpoints")
+    half = folder.begin(50)
+    with (run / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert ckpt("prune", run, "--keep", "2")[0] == 0
+        assert half.is_dir()
+    assert ckpt("prune", run, "--keep", "2")[0] == 0
+    assert not half.exists()
+
+
+def test_listing_needs_no_torch(run: Path) -> None:
+    code = (
+        "import sys; from zrun import cli; sys.argv = ['zrun', 'ckpt', *sys.argv[1:]]\n"
+        "try: cli.main()\nfinally: print('torch' in sys.modules)"
+    )
+    for command in (["ls"], ["inspect"], ["verify"], ["prune", "--keep", "2"]):
+        result = subprocess.run([sys.executable, "-c", code, *command, str(run)], capture_output=True, text=True)
+        assert result.stdout.endswith("False\n"), result.stderr

@@ -1,0 +1,95 @@
+"""From the path that a person gives, a run, a folder of checkpoints or one step, to the steps that are meant."""
+
+from __future__ import annotations
+
+import fcntl
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zrun_core.errors import CheckpointError, JobError
+
+if TYPE_CHECKING:
+    from zrun_core.checkpoint.folder import CheckpointFolder, Found
+
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Place:
+    """Steps, newest first, and the folder that they are in."""
+
+    folder: CheckpointFolder
+    steps: Sequence[Found]
+    is_single: bool  # the path was that of one step
+
+    def newest_valid(self) -> Found:
+        """The newest step that counts.
+
+        Raises:
+            CheckpointError: there is none; the message says what is wrong with those that are there.
+        """
+        for found in self.steps:
+            if found.problem is None:
+                return found
+        problems = "".join(f"\n  {found.problem}" for found in self.steps[:_SHOWN])
+        raise CheckpointError(f"no valid checkpoint in {self.folder.path}{problems}")
+
+    def step(self, number: int | None) -> Found:
+        """Step `number`, or the newest that counts.
+
+        Raises:
+            CheckpointError: it is not there, or does not count.
+        """
+        if number is None:
+            return self.newest_valid()
+        for found in self.steps:
+            if found.step == number:
+                if found.problem is not None:
+                    raise CheckpointError(found.problem)
+                return found
+        there = ", ".join(str(found.step) for found in self.steps[:_SHOWN])
+        raise CheckpointError(f"{self.folder.path} has no step {number}; it has {there}")
+
+
+def locate(path: Path) -> Place:
+    """The steps that `path` leads to, at least one.
+
+    Raises:
+        JobError: there is no such folder.
+        CheckpointError: it holds no checkpoints.
+    """
+    from zrun_core.checkpoint.folder import CheckpointFolder
+
+    if not path.is_dir():
+        raise JobError(f"{path}: no such folder; give a run directory, its checkpoints folder, or one step in it")
+    path = path.absolute()
+    if re.fullmatch(r"step-\d{8,19}", path.name):
+        folder = CheckpointFolder(path.parent)
+        steps = [found for found in folder.scan() if found.path == path]
+        if steps:
+            return Place(folder, steps, is_single=True)
+    for candidate in (path / "checkpoints", path):
+        folder = CheckpointFolder(candidate)
+        if candidate.is_dir() and (steps := folder.scan()):
+            return Place(folder, steps, is_single=False)
+    raise CheckpointError(f"{path} holds no checkpoints{_runs_below(path)}")
+
+
+def _runs_below(path: Path) -> str:
+    runs = sorted(each.parent.name for each in path.glob("*/checkpoints"))
+    return f"; name one of its runs, such as {path / runs[-1]}" if runs else ""
+
+
+def is_in_use(run: Path) -> bool:
+    """Whether a launcher holds the run directory: its ranks may be saving."""
+    try:
+        with (run / ".lock").open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # no run directory of a launcher
+        return False
+    return False

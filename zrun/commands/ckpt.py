@@ -1,0 +1,205 @@
+"""`zrun ckpt ls|inspect|verify|export|prune`: look at checkpoints, believe them, hand them on, remove them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from zrun_core.errors import ExitCode
+
+if TYPE_CHECKING:
+    from zrun_core.checkpoint.folder import Found
+
+ckpt = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="List, inspect, verify, export and prune checkpoints."
+)
+
+
+class _Dtype(StrEnum):
+    KEEP = "keep"
+    FP32 = "fp32"
+    BF16 = "bf16"
+
+
+_Where = Annotated[
+    Path,
+    typer.Argument(metavar="PATH", help="A run directory, its checkpoints folder, or one step.", show_default=False),
+]
+_Step = Annotated[int | None, typer.Option(min=0, help="Which step; the newest valid one if not given.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@ckpt.command()
+def ls(path: _Where, as_json: _Json = False) -> None:
+    """List the steps, newest first, and what is wrong with those that do not count. No tensor is read.
+
+    Exit code 9 if none of them counts. Example: zrun ckpt ls runs/gpt/20261121-031359-de0d
+    """
+    from zrun.checkpoints.locate import locate
+
+    place = locate(path)
+    latest, problem = place.folder.latest()
+    if as_json:
+        from zrun.checkpoints.tables import step_facts
+
+        _print_json({"latest": latest, "steps": [step_facts(found) for found in place.steps]})
+    else:
+        from zrun.checkpoints.tables import steps_table
+
+        print(place.folder.path)
+        _print(steps_table(place.steps, [_saved(found) for found in place.steps], latest))
+    if problem is not None:
+        print(f"warning: {problem}; it is only a hint, and nothing depends on it", file=sys.stderr)
+    place.newest_valid()
+
+
+@ckpt.command()
+def inspect(
+    path: _Where,
+    step: _Step = None,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor too.")] = False,
+    as_json: _Json = False,
+) -> None:
+    """Show what a checkpoint holds: progress, layout, versions, tensors and their states. No tensor is read.
+
+    Example: zrun ckpt inspect runs/gpt/20261121-031359-de0d --tensors
+    """
+    from zrun.checkpoints import tables
+    from zrun.checkpoints.locate import locate
+
+    found = locate(path).step(step)
+    manifest = found.manifest
+    assert manifest is not None
+    if as_json:
+        _print_json(tables.inspect_facts(found, manifest))
+        return
+    _print(tables.summary(found, manifest))
+    _print(tables.states_table(manifest))
+    if tensors:
+        _print(tables.tensors_table(manifest))
+
+
+@ckpt.command()
+def verify(
+    path: _Where,
+    step: Annotated[int | None, typer.Option(min=0, help="Only this step; all of them if not given.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, max=64, help="How many read at once.")] = None,
+    as_json: _Json = False,
+) -> None:
+    """Read every byte and compare it with the digests. Exit code 9 if anything is damaged.
+
+    Example: zrun ckpt verify runs/gpt/20261121-031359-de0d
+    """
+    import time
+
+    from zrun.checkpoints.locate import locate
+    from zrun_core.checkpoint.verify import verify as problems_of
+
+    place = locate(path)
+    steps = place.steps if step is None else [found for found in place.steps if found.step == step]
+    if not steps:
+        place.step(step)
+    problems: list[list[str]] = []
+    seconds: list[float] = []
+    for found in steps:
+        start = time.perf_counter()
+        if found.manifest is None:
+            problems.append([found.problem or ""])
+        else:
+            problems.append(problems_of(found.path, found.manifest, threads))
+        seconds.append(time.perf_counter() - start)
+    if as_json:
+        _print_json({str(found.step): wrong for found, wrong in zip(steps, problems, strict=True)})
+    else:
+        from zrun.checkpoints.tables import verify_table
+
+        print(place.folder.path)
+        _print(verify_table(steps, problems, seconds))
+    if any(problems):
+        raise typer.Exit(ExitCode.CHECKPOINT)
+
+
+@ckpt.command()
+def export(
+    path: _Where,
+    out: Annotated[
+        Path, typer.Argument(help="NAME.safetensors, NAME.pt, or a folder for transformers.", show_default=False)
+    ],
+    step: _Step = None,
+    dtype: Annotated[_Dtype, typer.Option(help="Number format; keep: that of the masters.")] = _Dtype.KEEP,
+    max_shard_size: Annotated[str, typer.Option(help="Of one file in a folder.")] = "5GB",
+) -> None:
+    """Write the weights and buffers of a checkpoint as safetensors or as a plain state_dict. Every byte is verified.
+
+    Example: zrun ckpt export runs/gpt/20261121-031359-de0d model --dtype bf16
+    """
+    from zrun.checkpoints.locate import locate
+    from zrun_core.errors import JobError
+    from zrun_core.sizes import format_size, parse_size
+
+    try:
+        max_shard_bytes = parse_size(max_shard_size)
+    except ValueError as error:
+        raise JobError(f"--max-shard-size: {error}") from None
+    found = locate(path).step(step)
+    assert found.manifest is not None
+    from zrun_core.checkpoint.export import export as write
+
+    files = write(found.path, found.manifest, out, dtype.value, max_shard_bytes)
+    size = format_size(sum(file.stat().st_size for file in files))
+    print(f"wrote step {found.step} to {out}: {size} in {len(files)} {'file' if len(files) == 1 else 'files'}")
+
+
+@ckpt.command()
+def prune(
+    path: _Where,
+    keep: Annotated[int, typer.Option(help="How many valid steps stay, at least 2.", show_default=False)],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    as_json: _Json = False,
+) -> None:
+    """Remove old steps, and what dead saves have left. The newest steps that verify stay: every byte of them is read.
+
+    Example: zrun ckpt prune runs/gpt/20261121-031359-de0d --keep 3
+    """
+    from zrun.checkpoints.locate import is_in_use, locate
+    from zrun_core.checkpoint.folder import LEAST_KEPT
+    from zrun_core.errors import JobError
+
+    if keep < LEAST_KEPT:
+        raise JobError(f"--keep {keep}: at least {LEAST_KEPT} steps stay, in case the newest is damaged")
+    place = locate(path)
+    if place.is_single:
+        raise JobError(f"{path} is one step: give the folder above it")
+    gone = place.folder.prune(keep, thorough=True, dry_run=dry_run)
+    if not dry_run and not is_in_use(place.folder.path.parent):
+        place.folder.sweep()
+    if as_json:
+        _print_json({"would_remove" if dry_run else "removed": gone})
+    else:
+        verb = "would remove" if dry_run else "removed"
+        print(f"{verb} {', '.join(f'step {step}' for step in gone)}" if gone else "nothing to remove")
+
+
+def _saved(found: Found) -> str:
+    """When the step was written, in local time."""
+    import time
+
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.path.lstat().st_mtime))
+    except OSError:
+        return ""
+
+
+def _print(renderable: Any) -> None:
+    from rich.console import Console
+
+    Console(highlight=False, soft_wrap=not sys.stdout.isatty()).print(renderable)
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2))

@@ -1,0 +1,186 @@
+"""A checkpoint as what the rest of the world reads: safetensors, in one file or many, or a plain `state_dict`.
+
+Tensors pass through memory one at a time, each read with its digest compared. The values are those that training goes
+on with: the fp32 masters where there are any.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from zrun_core.checkpoint.block_writer import Bytes, save_error, write_file
+from zrun_core.checkpoint.manifest import ITEM_BYTES, VALUE, Fragment, Manifest, TensorInfo
+from zrun_core.checkpoint.shard_file import Entry, as_bytes, encode_header, read_fragment
+from zrun_core.errors import JobError, SaveError
+
+DTYPES = {"keep": None, "fp32": "float32", "bf16": "bfloat16"}
+_FLOATING = ("float64", "float32", "float16", "bfloat16")
+_METADATA = {"format": "pt"}  # transformers refuses a file without
+_MODE = 0o666  # less the umask: made to be handed on
+
+
+@dataclass(frozen=True)
+class _Item:
+    """A tensor to export, under its own name or one that is tied to it."""
+
+    name: str
+    info: TensorInfo
+    fragments: Sequence[Fragment]
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        return self.info.numel * ITEM_BYTES[self.dtype]
+
+    def load(self, step: Path) -> torch.Tensor:
+        """The tensor, contiguous. Held meanwhile: its elements as stored, and as exported if that differs."""
+        stored = self.fragments[0].dtype if self.fragments else self.info.dtype
+        flat = torch.empty(self.info.numel, dtype=getattr(torch, stored))
+        for fragment in self.fragments:
+            read_fragment(step, fragment, flat[fragment.start : fragment.stop])
+        tensor = flat.as_strided(self.info.shape, self.info.stride)
+        if tensor.is_contiguous() and stored == self.dtype:
+            return tensor
+        return torch.empty(self.info.shape, dtype=getattr(torch, self.dtype)).copy_(tensor)
+
+
+def export(
+    step: Path, manifest: Manifest, out: Path, dtype: str = "keep", max_shard_bytes: int = 5 * 10**9
+) -> list[Path]:
+    """Write the values of a checkpoint to `out`, whole or not at all.
+
+    Args:
+        step: the folder of `manifest`.
+        out: what does not exist yet: `*.safetensors` one file, `*.pt` or `*.pth` a plain `state_dict`, else a folder of
+            `model.safetensors`, or of several with an index as `transformers` writes them.
+        dtype: a key of DTYPES; "keep" is the format of the masters. Integers and masks stay what they are.
+        max_shard_bytes: of a file in a folder, unless a single tensor is larger.
+
+    Returns:
+        The files.
+
+    Raises:
+        JobError: `out` exists.
+        CheckpointError: the checkpoint is damaged.
+        SaveError: the disk is full, or `out` cannot be written.
+    """
+    if os.path.lexists(out):
+        raise JobError(f"{out} exists: choose another name, or remove it")
+    items = _items(manifest, DTYPES[dtype])
+    tmp = out.with_name(f".{out.name}.tmp-{secrets.token_hex(8)}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if out.suffix in (".pt", ".pth"):
+            _write_state_dict(tmp, step, items)
+        elif out.suffix == ".safetensors":
+            _write_safetensors(tmp, step, items)
+        else:
+            tmp.mkdir()
+            _write_folder(tmp, step, items, max_shard_bytes)
+        os.rename(tmp, out)
+    except OSError as error:
+        raise save_error(out, error) from error
+    finally:
+        _remove(tmp)
+    return sorted(out.iterdir()) if out.is_dir() else [out]
+
+
+def _items(manifest: Manifest, dtype: str | None) -> list[_Item]:
+    values: dict[str, list[Fragment]] = {}
+    for fragment in manifest.fragments:
+        if fragment.state == VALUE:
+            values.setdefault(fragment.tensor, []).append(fragment)
+    items = []
+    for info in manifest.tensors:
+        fragments = values.get(info.name, [])
+        stored = fragments[0].dtype if fragments else info.dtype
+        target = dtype if dtype is not None and stored in _FLOATING else stored
+        items += [_Item(name, info, fragments, target) for name in (info.name, *info.aliases)]
+    return items
+
+
+def _write_safetensors(path: Path, step: Path, items: Sequence[_Item]) -> dict[str, int]:
+    """One file. Returns the offset of each tensor in it."""
+    items = sorted(items, key=lambda item: -ITEM_BYTES[item.dtype])
+    header = encode_header([Entry(each.name, each.dtype, each.info.shape, each.num_bytes) for each in items], _METADATA)
+    offsets, end = {}, len(header)
+    for item in items:
+        offsets[item.name] = end
+        end += item.num_bytes
+
+    def pieces() -> Iterator[Bytes]:
+        yield np.frombuffer(header, dtype=np.uint8)
+        for item in items:
+            yield as_bytes(item.load(step))
+
+    write_file(path, end, pieces(), _MODE)
+    return offsets
+
+
+def _write_folder(folder: Path, step: Path, items: Sequence[_Item], max_shard_bytes: int) -> None:
+    shards: list[list[_Item]] = [[]]
+    filled = 0
+    for item in items:
+        if shards[-1] and filled + item.num_bytes > max_shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(item)
+        filled += item.num_bytes
+    if len(shards) == 1:
+        _write_safetensors(folder / "model.safetensors", step, items)
+        return
+    where = {}
+    for index, shard in enumerate(shards):
+        name = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
+        _write_safetensors(folder / name, step, shard)
+        where.update({item.name: name for item in shard})
+    total = sum(item.num_bytes for item in items)
+    text = json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}, indent=2)
+    content = np.frombuffer(f"{text}\n".encode(), dtype=np.uint8)
+    write_file(folder / "model.safetensors.index.json", len(content), [content], _MODE)
+
+
+def _write_state_dict(path: Path, step: Path, items: Sequence[_Item]) -> None:
+    """What `torch.load` gives back as a dict of tensors; tied names share their memory.
+
+    The tensors lie in a file meanwhile, from which torch reads them through the page cache: none is held in memory.
+    """
+    values = path.with_name(f"{path.name}.values")
+    try:
+        first = {item.info.name: item for item in reversed(items)}  # of each group of tied names
+        offsets = _write_safetensors(values, step, list(first.values()))
+        mapped = {name: _map(values, offsets[item.name], item) for name, item in first.items()}
+        with path.open("xb") as file:
+            try:
+                torch.save({item.name: mapped[item.info.name] for item in items}, file)
+            except RuntimeError as error:  # its writer, on a full disk
+                raise SaveError(f"cannot save {path}: {str(error).splitlines()[0]}") from error
+            file.flush()
+            os.fsync(file.fileno())
+    finally:
+        values.unlink(missing_ok=True)
+
+
+def _map(path: Path, offset: int, item: _Item) -> torch.Tensor:
+    """A tensor of the file `path`, in a storage of its own that is read when it is touched."""
+    dtype = getattr(torch, item.dtype)
+    if item.num_bytes == 0:
+        return torch.empty(item.info.shape, dtype=dtype)
+    content = np.memmap(path, dtype=np.uint8, mode="c", offset=offset, shape=(item.num_bytes,))
+    return torch.from_numpy(content).view(dtype).view(item.info.shape)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,403 @@
+"""What is found when checkpoints are damaged or cannot be written: zrun, torch.distributed.checkpoint and torch.save.
+
+    python benchmarks/corruption.py              every fault: about 2 minutes; the full disk needs root
+    python benchmarks/corruption.py --quick      few cases: a test of the harness
+
+All three save the same tensors. A case is one of
+
+    found      loading raises, or saving does where saving is what goes wrong
+    harmless   the tensors that are loaded are the ones that were saved
+    SILENT     nothing is raised, and a tensor has other values, or a save that failed is reported as a success
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import io
+import logging
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import warnings
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from render import render
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # zrun without installing it
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+
+from zrun_core.checkpoint.folder import CheckpointFolder
+from zrun_core.checkpoint.manifest import Manifest, TensorInfo
+from zrun_core.checkpoint.shard_file import Part, check_header, read_fragment, write_shard
+
+State = dict[str, torch.Tensor]
+RAISED = (Exception, CheckpointException)  # which is no Exception
+Fault = Callable[["System", Path, bool], Counter[str]]
+
+
+def make_state(step: int) -> State:
+    """1.2 MB of fp32 whose every element tells the step."""
+    random_numbers = torch.Generator().manual_seed(step)
+    return {f"layer{index}.weight": torch.randn(128, 600, generator=random_numbers) + step for index in range(4)}
+
+
+class System(ABC):
+    """A way to save the steps of a run below a folder."""
+
+    name: str
+
+    @abstractmethod
+    def save(self, folder: Path, step: int) -> None:
+        """Save a step, with an fsync."""
+
+    @abstractmethod
+    def load(self, folder: Path, step: int) -> State:
+        """Load it, or raise."""
+
+    @abstractmethod
+    def path(self, folder: Path, step: int) -> Path:
+        """What holds the step: a file or a folder."""
+
+    @abstractmethod
+    @contextmanager
+    def failing_writes(self) -> Iterator[None]:
+        """Writes fail as a disk does, in the thread that writes."""
+        yield
+
+    @abstractmethod
+    @contextmanager
+    def dying_late(self) -> Iterator[None]:
+        """The process ends (an exception that nothing handles) when the bytes of a save are written, before its end."""
+        yield
+
+    def files(self, folder: Path, step: int) -> list[Path]:
+        path = self.path(folder, step)
+        return sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
+
+
+class Died(BaseException):
+    """Stands for the end of the process."""
+
+
+def _broken(*_: object, **__: object) -> Any:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def _dies(*_: object, **__: object) -> Any:
+    raise Died
+
+
+class Zrun(System):
+    name = "zrun"
+
+    def path(self, folder: Path, step: int) -> Path:
+        return CheckpointFolder(folder).step_path(step)
+
+    def save(self, folder: Path, step: int) -> None:
+        state = make_state(step)
+        checkpoints = CheckpointFolder(folder)
+        tmp = checkpoints.begin(step)
+        try:
+            halves = [
+                [self._half(name, tensor.reshape(-1), rank) for name, tensor in state.items()] for rank in range(2)
+            ]
+            shards = [write_shard(tmp / f"rank-0000{rank}.safetensors", half) for rank, half in enumerate(halves)]
+            infos = [
+                TensorInfo(name, tuple(tensor.shape), tensor.stride(), "float32", "param", (), {})
+                for name, tensor in state.items()
+            ]
+            checkpoints.commit(
+                tmp,
+                Manifest(
+                    step=step, run_id="bench", versions={}, job={}, world_size=2, layout={}, progress={},
+                    files=[info for info, _ in shards], tensors=infos,
+                    fragments=[each for _, fragments in shards for each in fragments], rank_states=[],
+                ),
+            )  # fmt: skip
+        except Exception:
+            checkpoints.discard(tmp)
+            raise
+
+    @staticmethod
+    def _half(name: str, flat: torch.Tensor, rank: int) -> Part:
+        middle = flat.numel() // 2
+        start, stop = ((0, middle), (middle, flat.numel()))[rank]
+        return Part(name, "value", start, stop, flat[start:stop])
+
+    def load(self, folder: Path, step: int) -> State:
+        (found,) = (found for found in CheckpointFolder(folder).scan() if found.step == step)
+        if found.manifest is None:
+            raise ValueError(found.problem)
+        state = {info.name: torch.empty(info.shape) for info in found.manifest.tensors}
+        for info in found.manifest.files:
+            check_header(found.path, info)
+        for fragment in found.manifest.fragments:
+            read_fragment(found.path, fragment, state[fragment.tensor].view(-1)[fragment.start : fragment.stop])
+        return state
+
+    @contextmanager
+    def failing_writes(self) -> Iterator[None]:
+        with mock.patch.object(os, "pwrite", _broken):
+            yield
+
+    @contextmanager
+    def dying_late(self) -> Iterator[None]:
+        with mock.patch.object(os, "rename", _dies):
+            yield
+
+
+class Dcp(System):
+    name = "DCP, 4 threads"
+
+    def path(self, folder: Path, step: int) -> Path:
+        return folder / f"step-{step}"
+
+    def save(self, folder: Path, step: int) -> None:
+        writer = FileSystemWriter(self.path(folder, step), thread_count=4)
+        dcp.save(make_state(step), storage_writer=writer, no_dist=True)
+
+    def load(self, folder: Path, step: int) -> State:
+        state = {name: torch.zeros_like(tensor) for name, tensor in make_state(step).items()}
+        dcp.load(state, checkpoint_id=self.path(folder, step), no_dist=True)
+        return state
+
+    @contextmanager
+    def failing_writes(self) -> Iterator[None]:
+        real = FileSystem.create_stream
+
+        @contextmanager
+        def create_stream(system: FileSystem, path: Any, mode: str) -> Iterator[io.IOBase]:
+            if threading.current_thread() is not threading.main_thread() and "w" in mode:
+                _broken()
+            with real(system, path, mode) as stream:
+                yield stream
+
+        with mock.patch.object(FileSystem, "create_stream", create_stream):
+            yield
+
+    @contextmanager
+    def dying_late(self) -> Iterator[None]:
+        with mock.patch.object(FileSystemWriter, "finish", _dies):
+            yield
+
+
+class TorchSave(System):
+    name = "torch.save"
+
+    def path(self, folder: Path, step: int) -> Path:
+        return folder / f"step-{step}.pt"
+
+    def save(self, folder: Path, step: int) -> None:
+        with self.path(folder, step).open("wb") as file:
+            torch.save(make_state(step), file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def load(self, folder: Path, step: int) -> State:
+        state: State = torch.load(self.path(folder, step), weights_only=True)
+        return state
+
+    @contextmanager
+    def failing_writes(self) -> Iterator[None]:
+        with mock.patch.object(os, "fsync", _broken):  # where a disk that fails shows behind a page cache
+            yield
+
+    @contextmanager
+    def dying_late(self) -> Iterator[None]:
+        def half(file: int) -> None:
+            os.ftruncate(file, os.fstat(file).st_size // 2)
+            raise Died
+
+        with mock.patch.object(os, "fsync", half):
+            yield
+
+
+# Faults
+
+
+def outcome(system: System, folder: Path, step: int) -> str:
+    """What loading a step that was meddled with comes to."""
+    try:
+        loaded = system.load(folder, step)
+        expected = make_state(step)
+        same = loaded.keys() == expected.keys() and all(torch.equal(loaded[name], expected[name]) for name in expected)
+    except RAISED:
+        return "found"
+    return "harmless" if same else "SILENT"
+
+
+def bit_flips(system: System, folder: Path, quick: bool) -> Counter[str]:
+    system.save(folder, 10)
+    chance = random.Random(0)
+    files = system.files(folder, 10)
+    sizes = [file.stat().st_size for file in files]
+    outcomes: Counter[str] = Counter()
+    for _ in range(16 if quick else 256):
+        (file,) = chance.choices(files, sizes)
+        content = file.read_bytes()
+        damaged = bytearray(content)
+        damaged[chance.randrange(len(damaged))] ^= 1 << chance.randrange(8)
+        file.write_bytes(damaged)
+        outcomes[outcome(system, folder, 10)] += 1
+        file.write_bytes(content)
+    return outcomes
+
+
+def truncations(system: System, folder: Path, quick: bool) -> Counter[str]:
+    system.save(folder, 10)
+    outcomes: Counter[str] = Counter()
+    for file in system.files(folder, 10):
+        content = file.read_bytes()
+        for end in range(0, len(content), 2**17 if quick else 4096):
+            os.truncate(file, end)
+            outcomes[outcome(system, folder, 10)] += 1
+            file.write_bytes(content)
+    return outcomes
+
+
+def missing(system: System, folder: Path, quick: bool) -> Counter[str]:
+    system.save(folder, 10)
+    outcomes: Counter[str] = Counter()
+    for file in system.files(folder, 10):
+        file.rename(folder / "away")
+        outcomes[outcome(system, folder, 10)] += 1
+        (folder / "away").rename(file)
+    return outcomes
+
+
+def of_another_step(system: System, folder: Path, quick: bool) -> Counter[str]:
+    system.save(folder, 10)
+    system.save(folder, 20)
+    outcomes: Counter[str] = Counter()
+    for mine, other in zip(system.files(folder, 20), system.files(folder, 10), strict=True):
+        content = mine.read_bytes()
+        shutil.copy(other, mine)
+        outcomes[outcome(system, folder, 20)] += 1
+        mine.write_bytes(content)
+    return outcomes
+
+
+def io_error(system: System, folder: Path, quick: bool) -> Counter[str]:
+    with system.failing_writes():
+        return Counter([_told(system, folder, 20)])
+
+
+def _told(system: System, folder: Path, step: int) -> str:
+    """Save where that cannot succeed."""
+    try:
+        system.save(folder, step)
+    except RAISED:
+        return "found"
+    return "SILENT"
+
+
+def killed(system: System, folder: Path, quick: bool) -> Counter[str]:
+    """The step on disk has the name of the one being saved, as with a fixed name like `last`."""
+    system.save(folder, 10)
+    os.rename(system.path(folder, 10), folder / "before")
+    system.save(folder, 20)
+    path = system.path(folder, 20)
+    if not isinstance(system, Zrun):  # which has no such thing: it saves every step under its own name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        os.rename(folder / "before", path)
+    step = 30 if isinstance(system, Zrun) else 20
+    try:
+        with system.dying_late():
+            system.save(folder, step)
+    except (Died, CheckpointException):
+        pass
+    return Counter([_after_death(system, folder)])
+
+
+def _after_death(system: System, folder: Path) -> str:
+    """Whether what is left is one of the two steps, whole."""
+    try:
+        loaded = system.load(folder, 20)
+    except RAISED:
+        return "found, both steps lost"
+    for step in (10, 20):
+        if all(torch.equal(loaded[name], tensor) for name, tensor in make_state(step).items()):
+            return "harmless" if isinstance(system, Zrun) or step == 10 else "SILENT: loads as complete"
+    return "SILENT"
+
+
+def full_disk(system: System, folder: Path, quick: bool) -> Counter[str]:
+    """With room for 0 to 90 % of a step, beside one that was saved before."""
+    disk = folder / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(disk)], check=True)
+    try:
+        system.save(disk, 10)
+        status = os.statvfs(disk)
+        used = status.f_blocks - status.f_bfree
+        outcomes: Counter[str] = Counter()
+        for percent in range(0, 100, 10):
+            blocks = used + sum(file.stat().st_size for file in system.files(disk, 10)) * percent // 100 // 4096
+            subprocess.run(["mount", "-o", f"remount,size={blocks * 4096}", str(disk)], check=True)
+            told = _told(system, disk, 20)
+            kept = outcome(system, disk, 10) == "harmless"
+            status = os.statvfs(disk)
+            left = status.f_blocks - status.f_bfree > used
+            outcomes[told + (", half a step is left" if left else "") + ("" if kept else ", OLD STEP LOST")] += 1
+            path = system.path(disk, 20)
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        return outcomes
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+FAULTS: dict[str, Fault] = {
+    "a bit flipped, anywhere": bit_flips,
+    "a file cut at each 4 KiB": truncations,
+    "a file missing": missing,
+    "a file of another step": of_another_step,
+    "I/O error while writing": io_error,
+    "disk full at 0 to 90 %": full_disk,
+    "killed before a save ends": killed,
+}
+
+
+def main() -> None:
+    """Run every fault on every system and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="few cases: a test of the harness")
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.CRITICAL)
+    threading.excepthook = lambda _: None  # of DCP's writers, whose errors go nowhere else
+    torch.set_num_threads(1)
+    systems = [Zrun(), Dcp(), TorchSave()]
+    lines, silent = [], 0
+    for name, fault in FAULTS.items():
+        if fault is full_disk and os.geteuid() != 0:
+            lines.append([name, "needs root", "", ""])
+            continue
+        line = [name]
+        for system in systems:
+            with tempfile.TemporaryDirectory(prefix="corruption-") as folder:
+                outcomes = fault(system, Path(folder), options.quick)
+            line.append("; ".join(f"{count} {text}" for text, count in sorted(outcomes.items())))
+            if isinstance(system, Zrun):
+                silent += sum(count for text, count in outcomes.items() if "SILENT" in text or "LOST" in text)
+        lines.append(line)
+    print(render(("fault", *(system.name for system in systems)), lines))
+    sys.exit(silent > 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -248,6 +248,13 @@ class LionArgs(Section):
 
 
 ARGS_OF: dict[str, type[Section]] = {"lamb": LambArgs, "lars": LarsArgs, "lion": LionArgs}
+# What null stands for where the optimizer is one that we know: told before a run, as nothing is to be silent.
+OWN_DEFAULTS: dict[str, dict[str, Any]] = {
+    "adam": {"betas": (0.9, 0.999), "eps": 1e-8},
+    "adamw": {"betas": (0.9, 0.999), "eps": 1e-8},
+    "lamb": {"betas": (0.9, 0.999), "eps": 1e-6},
+    "lion": {"betas": (0.9, 0.99)},
+}
 WITH_BF16_MOMENTS = ("adam", "adamw", "lamb", "lion")
 _SMALL_STATE = "write adamw with optim.moments: bf16 (4 bytes of state per parameter) or lion (4, or 2 with bf16)"
 _WHOLE_MATRICES = "adamw, or lamb where large batches are the reason"

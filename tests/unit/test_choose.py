@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from zrun_core.config import NOT_SHARDED, OptimConfig
+from zrun_core.config import NOT_SHARDED, OWN_DEFAULTS, OptimConfig
 from zrun_core.errors import JobError
 from zrun_core.optim.choose import Chosen, choose
 
@@ -186,3 +186,10 @@ def test_an_optimizer_over_given_slices():
     made = chosen(weight_decay=0.1).make([param], 0.0)
     assert made.param_groups[0]["weight_decay"] == 0.0
     assert chosen(weight_decay=0.1).make([param], None).param_groups[0]["weight_decay"] == 0.1
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "lamb", "lion"])
+def test_the_defaults_that_are_told_are_those_of_the_classes(name):
+    built = inspect.signature(chosen(name=name).build).parameters
+    for key, value in OWN_DEFAULTS[name].items():
+        assert built[key].default == value

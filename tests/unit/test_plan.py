@@ -46,8 +46,16 @@ def test_auto_with_gpus_is_one_rank_each() -> None:
 
 
 def test_what_the_job_says_needs_no_reason() -> None:
-    resolved = make_plan(job(slots=2, device="cpu", threads=1, zero={"bucket": "1MiB"}), CPU_HOST)
+    optim = {"betas": [0.9, 0.95], "eps": 1e-8}
+    resolved = make_plan(job(slots=2, device="cpu", threads=1, zero={"bucket": "1MiB"}, optim=optim), CPU_HOST)
     assert resolved.reasons == ()
+
+
+def test_hyper_parameters_that_are_left_to_the_optimizer_are_told() -> None:
+    resolved = make_plan(job(optim={"name": "LAMB", "betas": [0.9, 0.95]}), CPU_HOST)
+    assert reason(resolved, "optim.eps") == "1e-06 (lamb's own)"
+    assert resolved.job.optim.betas == (0.9, 0.95)
+    assert make_plan(job(optim={"name": "sgd"}), CPU_HOST).job.optim.betas is None
 
 
 def test_no_auto_is_left() -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import os
 import socket
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from zrun.launch import cgroup
-from zrun_core.config import JobConfig
+from zrun_core.config import OWN_DEFAULTS, JobConfig
 from zrun_core.errors import JobError, PreflightError
 from zrun_core.sizes import format_size
 from zrun_core.spec import BatchPlan, LaunchPlan, RankPlace, resolve_batch, resolve_bucket
@@ -83,6 +83,7 @@ def make_plan(job: JobConfig, host: HostFacts) -> Resolved:
             "batch": job.batch.model_copy(update={"global_": batch.global_size, "micro": batch.micro}),
             "zero": job.zero.model_copy(update={"bucket": _bucket(job, device, reasons)}),
             "lr": job.lr.model_copy(update={"decay_steps": _decay_steps(job, reasons)}),
+            "optim": job.optim.model_copy(update=_own_defaults(job, reasons)),
         }
     )
     return Resolved(resolved, LaunchPlan(ranks=ranks, threads=threads), batch, tuple(reasons))
@@ -160,6 +161,16 @@ def _decay_steps(job: JobConfig, reasons: list[Reason]) -> int | Literal["auto"]
     steps = max(1, job.steps // 5) if is_tail else job.steps
     reasons.append(Reason("lr.decay_steps", str(steps), "a fifth of the run" if is_tail else "the run's steps"))
     return steps
+
+
+def _own_defaults(job: JobConfig, reasons: list[Reason]) -> dict[str, Any]:
+    """Hyper-parameters that the job leaves to the optimizer."""
+    name = job.optim.name.lower()
+    found = {key: value for key, value in OWN_DEFAULTS.get(name, {}).items() if getattr(job.optim, key) is None}
+    for key, value in found.items():
+        shown = f"{value:g}" if isinstance(value, float) else str(list(value))
+        reasons.append(Reason(f"optim.{key}", shown, f"{name}'s own"))
+    return found
 
 
 def _several(count: int, noun: str) -> str:

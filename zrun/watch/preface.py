@@ -64,6 +64,8 @@ def _has_effect(job: JobConfig, key: str) -> bool:
         return job.precision.compute == "fp16"
     if key == "activations.n":
         return job.activations.checkpoint == "every_n"
+    if key in ("optim.betas", "optim.eps"):  # null: the class has none, or is not ours to know
+        return getattr(job.optim, key.removeprefix("optim.")) is not None
     if key == "lr.power":
         return job.lr.schedule == "polynomial"
     return True

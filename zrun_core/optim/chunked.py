@@ -6,6 +6,7 @@ places that `lay` names, so that an element is computed by the same instructions
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
@@ -39,7 +40,7 @@ class Cells(NamedTuple):
     steps: list[torch.Tensor]
 
 
-class Chunked(torch.optim.Optimizer):
+class Chunked(torch.optim.Optimizer, ABC):
     """Base of optimizers over flat fp32 parameters, with gradients in fp32 that an update may overwrite.
 
     State as torch keeps it: per parameter a 0-d fp32 `step` and a tensor per moment, in `moment_dtype`. Moments in bf16
@@ -70,17 +71,6 @@ class Chunked(torch.optim.Optimizer):
             for first, border in pairwise(borders)
             for low in range(first - start, border - start, chunk)
         ]
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update of the parameters that have a gradient."""
-        for group in self.param_groups:
-            for cells in self._cells(group):
-                self._update(cells, group)
-
-    def _update(self, cells: Cells, group: dict[str, Any]) -> None:
-        """Update `cells` in place. `cells.steps` have counted this step already."""
-        raise AssertionError(f"{type(self).__name__} updates nothing")
 
     def _cells(self, group: dict[str, Any]) -> Iterator[Cells]:
         """The group's parameters that have a gradient, about a chunk at a time; moments are stored afterwards."""
@@ -147,7 +137,22 @@ class Chunked(torch.optim.Optimizer):
                 grad.masked_fill_(self.found_inf > 0, 0.0)
 
 
-class Bf16Adam(Chunked):
+class Elementwise(Chunked):
+    """Base of optimizers of which each element is updated by itself."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One update of the parameters that have a gradient."""
+        for group in self.param_groups:
+            for cells in self._cells(group):
+                self._update(cells, group)
+
+    @abstractmethod
+    def _update(self, cells: Cells, group: dict[str, Any]) -> None:
+        """Update `cells` in place. `cells.steps` have counted this step already."""
+
+
+class Bf16Adam(Elementwise):
     """Adam (Kingma and Ba 2015, Algorithm 1) with moments in bf16: decay is added to the gradient."""
 
     moment_names = ("exp_avg", "exp_avg_sq")
@@ -181,7 +186,7 @@ class Bf16AdamW(Bf16Adam):
     _kernel = staticmethod(torch._fused_adamw_)
 
 
-class Lion(Chunked):
+class Lion(Elementwise):
     """Lion (Chen et al. 2023, Algorithm 2): the sign of an interpolated moment, decay apart from it."""
 
     moment_names = ("exp_avg",)

@@ -7,6 +7,7 @@ ranks, `apply` takes a trust ratio for each parameter.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -25,7 +26,18 @@ class PartNorms(NamedTuple):
 
 
 class LayerWise(Chunked):
-    """Base of layer-wise optimizers. A group with `adapt: False` has a trust ratio of 1."""
+    """Base of layer-wise optimizers."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Both halves of an update, of parameters that lie here whole and are all adapted."""
+        decays: list[float] = []
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.lay(param, len(decays), 0, max(1, param.numel()))
+                decays.append(group["weight_decay"])
+        trust = Trust(self, decays, [True] * len(decays), self.param_groups[0]["params"][0].device)
+        self.apply(trust.ratios(trust.squares([self.propose()], [0])))
 
     @torch.no_grad()
     def propose(self) -> PartNorms:
@@ -39,22 +51,21 @@ class LayerWise(Chunked):
                 found.updates.extend(torch._foreach_norm(cells.grads))
         return found
 
-    @torch.no_grad()
+    @abstractmethod
     def apply(self, ratios: Sequence[Any]) -> None:
         """Subtract the proposed updates from the parameters that have one.
 
         Args:
             ratios: trust ratio by number of the parameter, a float or 0-d fp32 tensor each.
         """
-        raise AssertionError(f"{type(self).__name__} applies nothing")
 
+    @abstractmethod
     def trust_ratios(self, params: torch.Tensor, updates: torch.Tensor, decays: torch.Tensor) -> torch.Tensor:
         """Trust ratios [n] of layers with 2-norms `params` and `updates`, and with decays `decays`: all [n] float64."""
-        raise AssertionError(f"{type(self).__name__} trusts nothing")
 
+    @abstractmethod
     def _propose(self, cells: Cells, group: dict[str, Any]) -> None:
         """Update the moments of `cells`, and overwrite its gradients with the update."""
-        raise AssertionError(f"{type(self).__name__} proposes nothing")
 
     def _together(self, group: dict[str, Any], *moments: str) -> Iterator[tuple[Part, tuple[torch.Tensor, ...]]]:
         """Parts of the group's parameters, with those of the proposed updates and of `moments` beside them."""

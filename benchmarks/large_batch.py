@@ -29,7 +29,7 @@ BASE_LR = {"adamw": 1.5e-3, "lamb": 1e-2}
 MODELS: dict[str, list[str]] = {
     "main": [],
     "short": [
-        "model.args={flavour: llama, vocab_size: 256, dim: 192, depth: 4, heads: 6, seq_len: 128}",
+        "model.args={flavour: llama, vocab_size: 256, dim: 128, depth: 3, heads: 4, seq_len: 128}",
         "data.args.seq_len=128",
         "eval.data.args.seq_len=128",
     ],
@@ -115,7 +115,7 @@ def table(records: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", choices=MODELS, default="short", help="the main job's model, or a third of it")
+    parser.add_argument("--model", choices=MODELS, default="short", help="the main job's model, or a small one")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--sweep", action="store_true", help="the rates at batch 8 instead")
     parser.add_argument("--record", type=Path, default=Path("large-batch.jsonl"), help="file of the runs that are made")

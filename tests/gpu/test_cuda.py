@@ -158,10 +158,46 @@ def test_low_precision_follows_fp32(precision):
     assert losses["low"][-1] < 0.8 * losses["low"][0]
 
 
-@pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "adagrad", "rmsprop"])
+@pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "adagrad", "rmsprop", "lamb", "lars", "lion"])
 def test_optimizers_by_name(name):
     losses = train(make_sharded(build(), 2, "bf16", {"name": name}), 4)
     assert all(0 < loss < 100 for loss in losses)
+
+
+OURS = [{"name": "lamb"}, {"name": "lars"}, {"name": "lion"}, {"name": "lamb", "moments": "bf16"},
+        {"name": "adamw", "moments": "bf16"}]  # fmt: skip
+
+
+@pytest.mark.parametrize("optim", OURS, ids=lambda optim: " ".join(optim.values()))
+def test_our_own_are_those_of_a_cpu(optim):
+    given = torch.Generator().manual_seed(0)
+    start, grads = torch.randn(1000, generator=given), torch.randn(3, 1000, generator=given)
+    found = []
+    for device in (torch.device("cpu"), CUDA):
+        param = torch.nn.Parameter(start.to(device))
+        config = OptimConfig.model_validate({"lr": 1e-2, "weight_decay": 0.1, **optim})
+        optimizer = choose(config, lambda name: None, device).make([param], None)
+        for grad in grads:
+            param.grad = grad.to(device)
+            optimizer.step()
+        found.append(param.detach().cpu())
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("optim", OURS, ids=lambda optim: " ".join(optim.values()))
+def test_our_own_skip_on_the_device_and_never_make_the_host_wait(optim):
+    sharded = make_sharded(build(), 2, {"compute": "fp16", "loss_scale": {"init": 1024.0}}, {**optim, "clip": 1.0})
+    prepared = batches(4)
+    one_step(sharded, prepared[0])  # the optimizer's state is made
+    before = [unit.master.clone() for unit in sharded.units]
+    with no_synchronisation():
+        skipped = one_step(sharded, prepared[1], factor=float("inf"))
+        after = [unit.master.clone() for unit in sharded.units]
+        for batch in prepared[2:]:
+            one_step(sharded, batch)
+    assert bool(skipped.skipped)
+    assert all(torch.equal(new, old) for new, old in zip(after, before, strict=True))
+    assert not all(torch.equal(unit.master, old) for unit, old in zip(sharded.units, before, strict=True))
 
 
 def test_momentum_starts_well_after_a_first_step_that_overflowed():

@@ -191,6 +191,7 @@ class Trust:
         self._rule = rule
         self._decays = torch.tensor(decays, dtype=torch.float64, device=device)
         self._adapts = torch.tensor(adapts, dtype=torch.bool, device=device)
+        self._copied: tuple[Any, torch.Tensor] | None = None
 
     def squares(self, found: Sequence[PartNorms], shards: Sequence[int]) -> torch.Tensor:
         """Squared norms [2 * n] float64 of what lies in `shards`: those of the parameters, then those of the updates.
@@ -212,10 +213,17 @@ class Trust:
                 lengths.append(sum(1 for _ in same))
         if places:
             stacked = torch.stack([torch.stack(of_one_kind) for of_one_kind in norms], 1).double().square()
-            on_device = torch.tensor([*zip(*places, strict=True)], device=table.device)
-            sizes = torch.tensor(lengths, device=table.device)
-            table[on_device[0], :, on_device[1]] = torch.segment_reduce(stacked, "sum", lengths=sizes, initial=0.0)
+            rows, numbers, sizes = self._on_device(tuple(places), tuple(lengths))
+            sums = torch.segment_reduce(stacked, "sum", lengths=sizes, unsafe=True, initial=0.0)  # no look at `sizes`
+            table[rows, :, numbers] = sums
         return table.sum(0).flatten()
+
+    def _on_device(self, places: tuple[tuple[int, int], ...], lengths: tuple[int, ...]) -> torch.Tensor:
+        """int64 [3, n]: rows, numbers and lengths. Copied once: they change only with what got a gradient."""
+        if self._copied is None or self._copied[0] != (places, lengths):
+            together = torch.tensor([*zip(*places, strict=True), lengths], device=self._decays.device)
+            self._copied = (places, lengths), together
+        return self._copied[1]
 
     def ratios(self, squares: torch.Tensor) -> Sequence[Any]:
         """Trust ratios by number of the parameter, from the sum over all ranks of `squares`."""

@@ -95,19 +95,21 @@ class ReplicaGuard:
             raise DivergedError(self._name(step, counters, replicas))
 
     def _replicas(self) -> list[_Replica]:
+        # With a parameter server only one rank keeps states, and the others take its parameters before each forward.
+        hybrid = self._mesh.replicate.size > 1 and not self._sharded.settings.server
         found = []
         for unit in self._sharded.units:
             layout, split = unit.layout, unit.split
             stop = layout.numel
             if not unit.frees and (unit.state is UnitState.WHOLE or split.size == 1):
                 found.append(_Replica(unit, "parameter", unit.full[:stop], True, 0))
-            elif self._mesh.replicate.size > 1:
+            elif hybrid:
                 found.append(_shard(unit, "parameter", unit.param_shard, layout.shard_range(split.index)[0]))
             states = self._sharded.settings.states
             if unit.trainable and states.has_master(layout) and not states.server:  # a server alone has masters
-                if unit.owned == (0, layout.padded_numel):
+                if unit.owned == (0, layout.padded_numel) and not self._sharded.settings.server:
                     found.append(_Replica(unit, "fp32 master", unit.master[:stop], True, 0))
-                elif self._mesh.replicate.size > 1:
+                elif hybrid:
                     found.append(_shard(unit, "fp32 master", unit.master, unit.owned[0]))
         return found
 

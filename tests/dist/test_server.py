@@ -10,7 +10,9 @@ from test_bytes import Exact, P
 from toys import Net, data, full_state, make_sharded, train_sharded, world
 
 from zrun_core.comm import Comm, TrafficKey
+from zrun_core.errors import DivergedError
 from zrun_core.mesh import Mesh
+from zrun_core.replicas import ReplicaGuard
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -75,6 +77,33 @@ def test_traffic_at_the_server_grows_with_the_ranks_and_the_rings_does_not(ranks
         ring = ranks(n).run(count, False)
         assert ring == [(8 * P * (n - 1) // n, 8 * P * (n - 1) // n)] * n
         assert ring[0][0] < 8 * P
+
+
+def compare_replicas() -> list[str]:
+    """After an update, once the parameters have arrived, and with a flipped bit on the last rank."""
+    torch.manual_seed(1)
+    sharded = make_sharded(Net(), 0, server=True, precision="bf16")
+    train_sharded(sharded, data(2))
+    guard, found = ReplicaGuard(sharded), []
+    rank, size = world()
+    for number in range(3):
+        if number == 1:
+            with sharded.evaluation():
+                sharded.module(*data(1)[0])
+        if number == 2 and rank == size - 1:
+            sharded.units[0].full[:1].view(torch.int16)[0] ^= 1
+        try:
+            guard.check(2, {"updates": 2.0})
+            found.append("")
+        except DivergedError as error:
+            found.append(str(error))
+    return found
+
+
+def test_replicas_are_what_the_server_sent(ranks):
+    for run in ranks(2).run(compare_replicas):
+        assert run[:2] == ["", ""]
+        assert "rank 1 has another parameter" in run[2]
 
 
 def push_and_pull(numel: int) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """LAMB and AdamW on the main job at 8 times the batch and an eighth of the steps: `python benchmarks/large_batch.py`.
 
 All runs see the same samples in the same order. The rate at batch 8 is each optimizer's own, from a sweep at batch 8;
-from there on one rule holds for both: the rate times sqrt(8) (You et al. 2020, section 4), warm-up over the same
-samples. The last loss on held-out text is compared, as mean and extremes over seeds.
+from there on one rule holds for both: the rate times sqrt(8) (You et al. 2020, section 4) or times 8 (Goyal et al.
+2017), and warm-up over the same samples. The last loss on held-out text is compared, as mean and extremes over seeds.
 
 Runs are appended to a file as they end, and those that it has are not made again.
 """
@@ -68,14 +68,17 @@ class Case:
         ]
 
 
-def cases(model: str, seeds: int) -> list[Case]:
+RULES = {"sqrt": math.sqrt(GROWTH), "linear": float(GROWTH)}
+
+
+def cases(model: str, seeds: int, rule: str) -> list[Case]:
     """Small batch, then the large one by the rule, for both optimizers."""
     found = []
     for seed in range(seeds):
         for optimizer, lr in BASE_LR.items():
             found += [
                 Case(model, optimizer, 8, lr, seed),
-                Case(model, optimizer, 8 * GROWTH, round(lr * math.sqrt(GROWTH), 6), seed),
+                Case(model, optimizer, 8 * GROWTH, round(lr * RULES[rule], 6), seed),
             ]
     return found
 
@@ -117,6 +120,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", choices=MODELS, default="short", help="the main job's model, or a small one")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rule", choices=RULES, default="sqrt", help="what the rate is multiplied by")
     parser.add_argument("--sweep", action="store_true", help="the rates at batch 8 instead")
     parser.add_argument("--record", type=Path, default=Path("large-batch.jsonl"), help="file of the runs that are made")
     parser.add_argument("--runs", type=int, default=1000, help="make at most so many runs")
@@ -124,7 +128,7 @@ def main() -> None:
     lines = args.record.read_text().splitlines() if args.record.exists() else []
     records = [json.loads(line) for line in lines]
     made = {Case(**{key: record[key] for key in Case.__dataclass_fields__}) for record in records}
-    wanted = sweep(args.model) if args.sweep else cases(args.model, args.seeds)
+    wanted = sweep(args.model) if args.sweep else cases(args.model, args.seeds, args.rule)
     for case in [case for case in wanted if case not in made][: args.runs]:
         records.append(run(case))
         with args.record.open("a") as file:

@@ -1,1 +1,58 @@
-"""The training runtime: ZeRO stages 0-3 over a user's own module. Import what you need from its modules."""
+"""The training runtime: ZeRO stages 0-3 over a user's own module, by `zrun train` or from a loop of the user's own.
+
+What is in `__all__` is for such a loop, started by torchrun, and documented in docs/library.md. All else is private.
+Nothing is imported before it is asked for: torch takes seconds.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zrun_core.errors import ZrunError as ZrunError
+    from zrun_core.library.model import evaluation as evaluation
+    from zrun_core.library.model import forward as forward
+    from zrun_core.library.model import gathered as gathered
+    from zrun_core.library.model import shard as shard
+    from zrun_core.library.optimizer import GradScaler as GradScaler
+    from zrun_core.library.optimizer import Optimizer as Optimizer
+    from zrun_core.library.optimizer import optimizer as optimizer
+    from zrun_core.library.run import Run as Run
+    from zrun_core.library.run import init as init
+
+_HOMES = {
+    "init": "library.run",
+    "Run": "library.run",
+    "shard": "library.model",
+    "forward": "library.model",
+    "gathered": "library.model",
+    "evaluation": "library.model",
+    "optimizer": "library.optimizer",
+    "Optimizer": "library.optimizer",
+    "GradScaler": "library.optimizer",
+    "ZrunError": "errors",
+}
+
+__all__ = [
+    "GradScaler",
+    "Optimizer",
+    "Run",
+    "ZrunError",
+    "evaluation",
+    "forward",
+    "gathered",
+    "init",
+    "optimizer",
+    "shard",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"zrun_core has no {name!r}; it has {', '.join(__all__)}")
+    return getattr(importlib.import_module(f"zrun_core.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from zrun_core.board import Board
+from zrun_core.errors import HangError, PeerError
 
 DIRECT_MAX_RANKS = 8
 
@@ -118,6 +119,7 @@ class Comm:
         self.calls: Counter[TrafficKey] = Counter()
         self.waited_s = 0.0
         self._board = board
+        self._roll_calls: Counter[str] = Counter()
 
     def is_direct(self, group: Group) -> bool:
         """Whether ranks of `group` exchange pairwise. See [Note: direct exchange]."""
@@ -137,12 +139,20 @@ class Comm:
             self._board.issue(kind, name, num_bytes)
 
     def wait_for(self, works: Sequence[dist.Work]) -> None:
-        """Wait for other ranks; on CUDA this only makes the compute stream wait."""
+        """Wait for other ranks; on CUDA this only makes the compute stream wait.
+
+        Raises:
+            PeerError: one of them is no more, or the time limit of the process group is over.
+        """
         start = time.perf_counter()
         if self._board is not None:
             self._board.waiting(True)
-        for work in works:
-            work.wait()
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise PeerError(f"another rank has ended, or does not answer ({reason}): see what it says") from None
         if self._board is not None:
             self._board.waiting(False)
         self.waited_s += time.perf_counter() - start
@@ -287,6 +297,30 @@ class Comm:
         if group.size > 1:
             self.sum_small(torch.zeros(1, device=self.device), group, name="barrier")
 
+    def roll_call(self, group: Group, what: str, patience_s: float) -> None:
+        """Return when every rank of `group` has come to `what`, through the store in which the ranks first met.
+
+        Raises:
+            HangError: some have not come within `patience_s` seconds; it names them.
+        """
+        if group.size == 1:
+            return
+        store = dist.distributed_c10d._get_default_store()
+        number = self._roll_calls[what] = self._roll_calls[what] + 1
+        keys = [f"zrun/{what}/{number}/{rank}" for rank in group.ranks]
+        store.set(keys[group.index], "here")
+        deadline, pause_s = time.monotonic() + patience_s, 0.0005
+        while not store.check(keys):
+            if time.monotonic() > deadline:
+                missing = [rank for rank, key in zip(group.ranks, keys, strict=True) if not store.check([key])]
+                if missing:
+                    store.delete_key(keys[group.index])  # who comes later must not take this rank to be here
+                    self._roll_calls[what] -= 1
+                    who = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {_listed(missing)} have"
+                    raise HangError(f"{what}: {who} not called it within {patience_s:g} s; call it on every rank")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.05)
+
     def drain(self) -> Counter[TrafficKey]:
         """Bytes sent since the last call."""
         counted, self.sent_bytes = self.sent_bytes, Counter()
@@ -301,6 +335,11 @@ class Comm:
 def slice_start(numel: int, parts: int, index: int) -> int:
     """Where part `index` of `numel` elements cut into `parts` begins; the last ones may be shorter, or empty."""
     return min(numel, index * -(-numel // parts))
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    shown = [str(rank) for rank in ranks[:8]] + ["..."] * (len(ranks) > 8)
+    return ", ".join(shown)
 
 
 _SMALL_TAG = 1  # units use even tags from 2 on for gathers, odd ones from 3 on for reductions

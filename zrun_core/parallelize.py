@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
 from zrun_core.activations.checkpoint import apply_checkpointing
 from zrun_core.build import Built
 from zrun_core.comm import Comm
-from zrun_core.config import JobConfig
+from zrun_core.config import ActivationsConfig, JobConfig, PrecisionConfig, ZeroConfig
 from zrun_core.errors import JobError
 from zrun_core.layout import ZeroPolicy
 from zrun_core.mesh import Mesh
@@ -21,28 +23,39 @@ from zrun_core.zero.sharded import Settings, ShardedModel
 
 def make_settings(job: JobConfig, optimizer: Chosen, device: torch.device) -> Settings:
     """How `job` wants its model sharded and updated."""
+    settings = shard_settings(job.zero, job.precision, job.activations, device, compile=job.compile)
+    optim, server = job.optim, job.sync == "server"
+    return replace(settings, optimizer=optimizer, clip=optim.clip, no_decay=optim.no_decay, server=server)
+
+
+def shard_settings(
+    zero: ZeroConfig, precision: PrecisionConfig, activations: ActivationsConfig, device: torch.device, *, compile: bool
+) -> Settings:
+    """How a model is sharded, before anything is said of its optimizer."""
     return Settings(
-        zero=ZeroPolicy.of_stage(job.zero.stage),
-        precision=Precision.of(job.precision),
-        optimizer=optimizer,
-        bucket=resolve_bucket(job.zero, device.type),
-        clip=job.optim.clip,
-        no_decay=job.optim.no_decay,
-        unit_names=job.zero.units,
-        leaf_names=job.zero.leaf,
-        persist_below=job.zero.persist_below,
-        prefetch=job.zero.prefetch,
-        whole_blocks=job.compile,
-        server=job.sync == "server",
-        recomputes_blocks=job.activations.checkpoint != "none",
+        zero=ZeroPolicy.of_stage(zero.stage),
+        precision=Precision.of(precision),
+        optimizer=None,
+        bucket=resolve_bucket(zero, device.type),
+        unit_names=zero.units,
+        leaf_names=zero.leaf,
+        persist_below=zero.persist_below,
+        prefetch=zero.prefetch,
+        whole_blocks=compile,
+        recomputes_blocks=activations.checkpoint != "none",
     )
 
 
 def shard_size(job: JobConfig, world_size: int, ranks_per_host: int) -> int:
     """Ranks that hold one copy of the model states between them."""
-    if job.zero.stage == 0:
+    return ranks_per_copy(job.zero, world_size, ranks_per_host)
+
+
+def ranks_per_copy(zero: ZeroConfig, world_size: int, ranks_per_host: int) -> int:
+    """`shard_size`, of a job with this section."""
+    if zero.stage == 0:
         return 1
-    match job.zero.shard_group:
+    match zero.shard_group:
         case "all":
             return world_size
         case "node":
@@ -57,18 +70,18 @@ def parallelize(built: Built, job: JobConfig, settings: Settings, mesh: Mesh, co
     Raises:
         JobError: the job asks for what this model cannot do.
     """
-    transform(built.module, job)
+    transform(built.module, job.activations, compile=job.compile)
     return ShardedModel(built.module, built.read, settings, mesh, comm)
 
 
-def transform(model: nn.Module, job: JobConfig) -> None:
+def transform(model: nn.Module, activations: ActivationsConfig, *, compile: bool) -> None:
     """What happens to a model before it is sharded, in place.
 
     Raises:
-        JobError: the job asks for what this model cannot do.
+        JobError: this model cannot be transformed so.
     """
-    apply_checkpointing(model, job.activations)
-    if job.compile:
+    apply_checkpointing(model, activations)
+    if compile:
         compile_blocks(model)
 
 

@@ -44,7 +44,7 @@ class PoolWorker(Worker):
     def _connect(self, device: torch.device) -> Any:
         size = self.spec.plan.world_size
         mesh = Mesh.build(self.rank, ["host"] * size, shard_size(self.spec.job, size, size))
-        return Comm(device), None, mesh
+        return Comm(device), mesh
 
 
 def prepare(keys: dict[str, Any], run_dir: str) -> Any:

@@ -113,7 +113,7 @@ def _inspect(job: JobConfig, job_dir: Path) -> Structure:
         raise JobError("\n".join(mistakes))
     model = _build(job, job_dir)
     build.check(model)
-    parallelize.transform(model, job)
+    parallelize.transform(model, job.activations, compile=job.compile)
     parameters = list(model.parameters())
     return Structure(
         class_name=type(model).__name__,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,7 @@ from zrun_core.optim.chunked import Bf16Adam, Bf16AdamW, Chunked, Lion
 from zrun_core.optim.layerwise import Lamb, Lars, LayerWise, Trust
 
 OptimizerClass = Callable[..., torch.optim.Optimizer]
+Options = Mapping[str, Any]  # of a parameter group, where they differ from the optimizer's own
 _CPU = torch.device("cpu")
 _BY_LOWER_NAME = {
     name.lower(): name
@@ -54,16 +55,16 @@ class Chosen:
             kwargs["weight_decay"] = weight_decay
         return lightweight.build(self.build, params, kwargs)
 
-    def trust(self, groups: Sequence[int], decays: Sequence[float | None], device: torch.device) -> Trust:
-        """What a layer-wise optimizer needs to know of all parameters, given the optimizer group of each.
+    def trust(self, numbers: Sequence[int], groups: Sequence[Options], device: torch.device) -> Trust:
+        """What a layer-wise optimizer needs to know of all parameters, given the group of each, and the groups.
 
-        Group 1 is without weight decay, and adapted only if the job says so.
+        A group that is said to be without weight decay is adapted only if the optimizer says so.
         """
         rule = self.make([torch.nn.Parameter(torch.zeros(1, device=device))], None)
         assert isinstance(rule, Lamb | Lars)
-        own = [self.kwargs["weight_decay"] if decay is None else decay for decay in decays]
-        adapts = [group == 0 or rule.adapt_no_decay for group in groups]
-        return Trust(rule, [own[group] for group in groups], adapts, device)
+        decays = [group.get("weight_decay", rule.defaults["weight_decay"]) for group in groups]
+        adapts = [group.get("weight_decay") != 0.0 or rule.adapt_no_decay for group in groups]
+        return Trust(rule, [decays[number] for number in numbers], [adapts[number] for number in numbers], device)
 
 
 def choose(config: OptimConfig, load: Callable[[str], Any], device: torch.device = _CPU) -> Chosen:
@@ -75,7 +76,7 @@ def choose(config: OptimConfig, load: Callable[[str], Any], device: torch.device
         JobError: no such optimizer, arguments that it does not take, or one that is not elementwise.
     """
     in_bf16 = config.moments == "bf16"
-    build: OptimizerClass = _WITH_BF16_MOMENTS[config.name.lower()] if in_bf16 else _find(config.name, load)
+    build: OptimizerClass = _WITH_BF16_MOMENTS[config.name.lower()] if in_bf16 else find(config.name, load)
     accepted = inspect.signature(build).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
     kwargs: dict[str, Any] = {"lr": config.lr}
@@ -91,15 +92,31 @@ def choose(config: OptimConfig, load: Callable[[str], Any], device: torch.device
             hint = f"; did you mean {near[0]}?" if near else ""
             raise JobError(f"optim.args.{key}: {config.name} has no such argument{hint}")
     kwargs |= config.args
+    return choose_with(config.name, build, kwargs, device, torch.bfloat16 if in_bf16 else torch.float32)
+
+
+def choose_with(
+    name: str,
+    build: OptimizerClass,
+    kwargs: dict[str, Any],
+    device: torch.device,
+    moment_dtype: torch.dtype = torch.float32,
+) -> Chosen:
+    """The optimizer `build(params, **kwargs)`, called `name`, fused where that can be.
+
+    Raises:
+        JobError: it is neither elementwise nor one of ours.
+    """
     if (ours := _as_ours(build)) is not None:
-        return _with(config.name, ours, kwargs, torch.bfloat16 if in_bf16 else torch.float32)
-    if "fused" in accepted and not {"fused", "foreach", "capturable", "differentiable"} & config.args.keys():
+        return _with(name, ours, kwargs, moment_dtype)
+    accepted = inspect.signature(build).parameters
+    if "fused" in accepted and not {"fused", "foreach", "capturable", "differentiable"} & kwargs.keys():
         # On CPU the default is a loop over tensors, 7 times slower. Some are not right when fused: Adagrad is not on
         # CUDA, and SGD with momentum wants a gradient for every parameter in the first step.
         with suppress(JobError):
             fused = {**kwargs, "fused": True}
-            return Chosen(config.name, build, fused, *_probe(config.name, build, fused, device))
-    return Chosen(config.name, build, kwargs, *_probe(config.name, build, kwargs, device))
+            return Chosen(name, build, fused, *_probe(name, build, fused, device))
+    return Chosen(name, build, kwargs, *_probe(name, build, kwargs, device))
 
 
 def _as_ours(build: OptimizerClass) -> type[Chunked] | None:
@@ -119,7 +136,12 @@ def _with(name: str, build: type[Chunked], kwargs: dict[str, Any], moment_dtype:
     )  # fmt: skip
 
 
-def _find(name: str, load: Callable[[str], Any]) -> OptimizerClass:
+def find(name: str, load: Callable[[str], Any]) -> OptimizerClass:
+    """The class called `name`, of torch.optim or ours unless it is `module:attr`, which `load` resolves.
+
+    Raises:
+        JobError: there is none.
+    """
     if ":" in name:
         found = load(name)
         if not callable(found):

@@ -12,16 +12,16 @@ bits at every stage.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from zrun_core.arena import Ring
 from zrun_core.comm import Comm
-from zrun_core.layout import Piece
+from zrun_core.layout import ParamSlot, Piece
 from zrun_core.optim import lightweight
-from zrun_core.optim.choose import Chosen
+from zrun_core.optim.choose import Chosen, Options
 from zrun_core.optim.chunked import Chunked
 from zrun_core.optim.layerwise import LayerWise
 from zrun_core.zero.unit import FlatUnit
@@ -30,7 +30,14 @@ from zrun_core.zero.unit import FlatUnit
 class _UnitUpdate:
     """The optimizer of one unit."""
 
-    def __init__(self, unit: FlatUnit, chosen: Chosen, decays: Sequence[float | None], first: int) -> None:
+    def __init__(
+        self,
+        unit: FlatUnit,
+        chosen: Chosen,
+        groups: Sequence[Options],
+        group_of: Callable[[ParamSlot], int],
+        first: int,
+    ) -> None:
         """`first` is the number of the unit's first parameter in the model."""
         self.unit = unit
         start, stop = unit.owned
@@ -42,15 +49,20 @@ class _UnitUpdate:
         if self._params:
             self.optimizer = chosen.make(self._params, None)
             self.optimizer.param_groups.clear()
-            for group in sorted({piece.slot.group for piece in self.pieces}):
-                members = [p for p, piece in zip(self._params, self.pieces, strict=True) if piece.slot.group == group]
-                settings: dict[str, Any] = {"params": members}
-                if decays[group] is not None:
-                    settings["weight_decay"] = decays[group]
-                self.optimizer.add_param_group(settings)
+            numbers = [group_of(piece.slot) for piece in self.pieces]
+            self._group_numbers = sorted(set(numbers))  # of the optimizer's groups
+            for group in self._group_numbers:
+                members = [param for param, number in zip(self._params, numbers, strict=True) if number == group]
+                self.optimizer.add_param_group({"params": members, **groups[group]})
         if isinstance(self.optimizer, Chunked):
             for param, piece in zip(self._params, self.pieces, strict=True):
                 self.optimizer.lay(param, first + piece.index, start + piece.start, unit.layout.shard_numel)
+
+    def set_options(self, groups: Sequence[Options]) -> None:
+        """Replace the options of each group."""
+        if self.optimizer is not None:
+            for number, group in zip(self._group_numbers, self.optimizer.param_groups, strict=True):
+                group.update(groups[number])
 
     def set_grads(self, grad: torch.Tensor | None, got: bytes | bytearray) -> None:
         """Show the optimizer `grad` [owned], or nothing for parameters that got none (or once the step is over)."""
@@ -68,21 +80,38 @@ class ShardedOptimizer:
     """Updates the trainable units' masters in place, and the parameters in compute dtype from them."""
 
     def __init__(
-        self, units: Sequence[FlatUnit], chosen: Chosen, decays: Sequence[float | None], scratch: Ring, comm: Comm
+        self,
+        units: Sequence[FlatUnit],
+        chosen: Chosen,
+        groups: Sequence[Options],
+        group_of: Callable[[ParamSlot], int],
+        scratch: Ring,
+        comm: Comm,
     ) -> None:
+        """An optimizer with `groups`, of which `group_of` gives a parameter's number."""
         self._chosen, self._scratch, self._comm = chosen, scratch, comm
         self._updates: list[_UnitUpdate] = []
         num_params = 0
         for unit in units:
             if unit.trainable:
-                self._updates.append(_UnitUpdate(unit, chosen, decays, num_params))
+                self._updates.append(_UnitUpdate(unit, chosen, groups, group_of, num_params))
                 num_params += len(unit.params)
-        groups = [slot.group for update in self._updates for slot in update.unit.layout.slots]
-        self._trust = chosen.trust(groups, decays, comm.device) if chosen.layer_wise else None
+        numbers = [group_of(slot) for update in self._updates for slot in update.unit.layout.slots]
+        self._trust = chosen.trust(numbers, groups, comm.device) if chosen.layer_wise else None
+
+    @property
+    def scales_inside(self) -> bool:
+        """Whether the device can scale and skip without the host's help."""
+        return self._chosen.scales_inside
+
+    def set_options(self, groups: Sequence[Options]) -> None:
+        """Replace the options of each group, such as its learning rate."""
+        for update in self._updates:
+            update.set_options(groups)
 
     def step(
         self,
-        lr: float,
+        lr: float | None,
         got: Sequence[bytes | bytearray],
         grad_scale: torch.Tensor | None,
         found_inf: torch.Tensor | None,
@@ -90,7 +119,7 @@ class ShardedOptimizer:
         """One update. `found_inf` is None where the host knows already that the step is to be made.
 
         Args:
-            lr: learning rate of this step.
+            lr: learning rate of this step, for all groups; None leaves each its own.
             got: by unit, which parameters got a gradient on any rank; the others are left alone.
             grad_scale: 0-d fp32; gradients are divided by it. None is 1, exactly.
             found_inf: 0-d fp32; 1 skips the update on the device.
@@ -113,7 +142,7 @@ class ShardedOptimizer:
     def _begin(
         self,
         update: _UnitUpdate,
-        lr: float,
+        lr: float | None,
         got: bytes | bytearray,
         grad_scale: torch.Tensor | None,
         found_inf: torch.Tensor | None,
@@ -126,8 +155,9 @@ class ShardedOptimizer:
             optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf  # type: ignore[attr-defined]
         elif grad_scale is not None:
             grad.div_(grad_scale)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
+        if lr is not None:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
         update.set_grads(grad, got)
         return grad if borrowed else None
 

@@ -9,7 +9,7 @@ modules of a unit often run one after the other.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 
@@ -34,6 +34,8 @@ class Gatherer:
         pass_number: of the pass under way, from 1.
         num_refreshes: training forwards that found units stale, and gathered them.
         schedule_hash: digest of what was demanded since the step began, to compare between ranks.
+        notice: called when a gradient comes in a backward pass that nobody announced, with whether it is a parameter's;
+            None where every pass is announced.
     """
 
     def __init__(self, units: Sequence[FlatUnit], comm: Comm, prefetch: int, *, sees_lookups: bool) -> None:
@@ -50,15 +52,26 @@ class Gatherer:
         self._pass = Pass.FORWARD
         self._idle: list[FlatUnit] = []
         self._seen_outside: list[FlatUnit] = []
-        self._is_all_whole = False
+        self.is_all_whole = False
         self.active = False
+        self.notice: Callable[[bool], None] | None = None
         self.pass_number = 0
         self.num_refreshes = 0
         self.schedule_hash = 0
 
     @property
     def in_backward(self) -> bool:
-        return self._pass is Pass.BACKWARD
+        return self.active and self._pass is Pass.BACKWARD
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether a training forward has begun whose backward has not."""
+        return self.active and self._pass is Pass.FORWARD
+
+    def notice_backward(self, *, of_param: bool) -> None:
+        """The gradient of a module's output, or of a parameter, has come."""
+        if self.notice is not None:
+            self.notice(of_param)
 
     def begin(self, kind: Pass) -> None:
         """A pass begins; what lingered from the last one is given up."""
@@ -84,16 +97,23 @@ class Gatherer:
             self._orders[self._pass] = self._trace
         self._trace, self._cursor = [], 0
         self.active = False
-        if self._pass is not Pass.FORWARD:  # what forward looked at, backward needs
-            for unit in self._seen_outside:
-                unit.pins -= 1
-            self._seen_outside = []
+        # What forward looked at, backward needs; and a backward that nobody announced may be followed by another one.
+        if self._pass is Pass.EVAL or (self._pass is Pass.BACKWARD and self.notice is None):
+            self.let_go()
         for unit in self._units:
             if not unit.frees and unit.state is UnitState.GATHERING:  # and nobody has used it
                 unit.unshard(self._comm)
             if unit.frees and unit.state is not UnitState.SHARDED and not unit.num_active and not unit.pins:
                 unit.reshard()
         self._idle = []
+
+    def let_go(self) -> None:
+        """No backward of what forward looked at is to come."""
+        for unit in self._seen_outside:
+            unit.pins -= 1
+            if unit.frees and not unit.pins and not unit.num_active and not self.active:
+                unit.reshard()
+        self._seen_outside = []
 
     def demand(self, unit: FlatUnit) -> None:
         """`unit` is needed now."""
@@ -166,18 +186,23 @@ class Gatherer:
     def all_whole(self) -> Iterator[None]:
         """Every unit is whole inside. Collective on entry and on exit; nested in itself, it does nothing."""
         if self.active:
+            if self.notice is not None and self.in_forward:
+                raise UserCodeError(
+                    "gathered(): the model was called and backward() has not followed: enter gathered() after it, and "
+                    "call the model under torch.no_grad() where no backward is to follow"
+                )
             raise UserCodeError("gathered() inside a forward or backward pass: enter it between steps, on all ranks")
-        if self._is_all_whole:
+        if self.is_all_whole:
             yield
             return
-        self._is_all_whole = True
+        self.is_all_whole = True
         for unit in self._units:
             unit.pins += 1
             unit.unshard(self._comm)
         try:
             yield
         finally:
-            self._is_all_whole = False
+            self.is_all_whole = False
             for unit in self._units:
                 unit.pins -= 1
                 unit.adopt_writes()

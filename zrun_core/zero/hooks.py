@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zrun_core.errors import UserCodeError
 from zrun_core.zero.gather import Gatherer
 from zrun_core.zero.reduce import Reducer
 from zrun_core.zero.unit import FlatUnit
@@ -63,7 +64,7 @@ def _storage(tensor: torch.Tensor) -> int | None:
 _CALLS = "_zrun_calls"  # attribute of a tensor: what its gradient calls, with the node that it belongs to
 
 
-def _when_gradient_comes(tensor: torch.Tensor, call: Callable[[], None]) -> None:
+def when_gradient_comes(tensor: torch.Tensor, call: Callable[[], None]) -> None:
     """Call `call` when the gradient of `tensor` is complete.
 
     Backward is forward reversed, so the last call to be registered comes first: the modules that consumed the tensor
@@ -90,6 +91,7 @@ class ModuleHooks:
         self._freed = [unit for unit in units if unit.frees]
         self._leaf = leaf
         self._gatherer, self._reducer = gatherer, reducer
+        self._was_refused = False
         self._num_open = 0  # calls of this forward pass whose backward is not over
         self._pass_number = 0
         module.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
@@ -103,6 +105,12 @@ class ModuleHooks:
         return hooks
 
     def _before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if self._units and not self._gatherer.active and not self._gatherer.is_all_whole:
+            self._was_refused = True  # what is called after the module, also after this
+            raise UserCodeError(
+                f"{self._units[0].layout.modules} ({type(module).__name__}) was called outside of its model's forward: "
+                "call the model itself, or enter zrun_core.forward(model); in a hook or to generate, enter gathered()"
+            )
         for unit in self._units:
             self._gatherer.enter(unit)
         if torch.is_grad_enabled() and not self._gatherer.in_backward:
@@ -126,7 +134,7 @@ class ModuleHooks:
                 self._over()
 
         for tensor in waiting.values():
-            _when_gradient_comes(tensor, arrived)
+            when_gradient_comes(tensor, arrived)
 
     def _over(self) -> None:
         """The gradients of all inputs of one call are known: nothing inside runs any more for that call."""
@@ -140,6 +148,9 @@ class ModuleHooks:
                 self._gatherer.finish(unit)
 
     def _after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        if self._was_refused:
+            self._was_refused = False
+            return
         if self._freed:
             handed_out = {_storage(t) for t in tensors_in(output)}  # a weight, or a view of one?
             self._gatherer.hold([unit for unit in self._freed if _storage(unit.full) in handed_out])
@@ -147,13 +158,14 @@ class ModuleHooks:
             seen = tensors_in(output)
             for tensor in seen:
                 if tensor.requires_grad and tensor.grad_fn is not None:
-                    _when_gradient_comes(tensor, self._backward_begins)
+                    when_gradient_comes(tensor, self._backward_begins)
             if not seen or _may_hide_tensors(output):
                 self._gatherer.hold(self._freed)
         for unit in self._units:
             self._gatherer.leave(unit)
 
     def _backward_begins(self) -> None:
+        self._gatherer.notice_backward(of_param=False)
         if not self._gatherer.in_backward:  # backward of this backward is yet to come, and cannot be seen
             self._gatherer.hold(self._freed)
         for unit in self._freed:
@@ -226,6 +238,7 @@ def _take(
     assert unit is not None
     assert gatherer is not None
     assert reducer is not None
+    gatherer.notice_backward(of_param=True)
     if reducer.take(unit, number) and not unit.leaf:
         reducer.complete(unit)
         gatherer.finish(unit)

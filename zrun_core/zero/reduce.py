@@ -69,13 +69,43 @@ class Reducer:
         self._late: set[int] = set()  # and of those that got a gradient after that
         self._left_for_end: set[int] = set()  # units that were late once
         self._seen: list[int] = []  # in the order in which their last gradient came
+        self._reduces = self._boundary = False
+        self._is_summed = False  # this step's gradients so far were summed over all ranks
+        self.keeps_calls = False  # several backward passes may follow one forward: it says itself when they are over
+
+    # One optimizer step
+
+    def begin_step(self) -> None:
+        """Forget what the last step summed."""
+        self._is_summed = False
+
+    def forget_calls(self) -> None:
+        """No backward of the modules that were called so far is to come."""
+        for unit in self._order:
+            unit.num_calls = 0
+
+    def flush(self) -> None:
+        """The step is to be made, and no pass was said to be its last: sum over ranks what is not summed yet."""
+        if not self._is_summed:
+            self._begin(boundary=True, reduces=Sharded.GRADIENT not in self._policy.zero.sharded)
+            self.finish()
 
     # One backward pass
 
     def begin(self, *, boundary: bool) -> None:
-        """A backward pass begins; `boundary` says that it is the last one of the optimizer step."""
-        self._boundary, self.is_open = boundary, True
-        self._reduces = self._policy.zero.reduce_now(boundary) and self._split.size > 1
+        """A backward pass begins. After one with `boundary` the gradients are summed over all ranks.
+
+        It is meant to be the last one of the optimizer step; where others follow, their sum is made anew.
+        """
+        self._begin(boundary=boundary, reduces=self._policy.zero.reduce_now(boundary))
+
+    def _begin(self, *, boundary: bool, reduces: bool) -> None:
+        if self._is_summed:
+            for unit in self._order:
+                unit.reopen(counts_here=self._mesh.replicate.index == 0)
+            self._is_summed = False
+        self.is_open, self._boundary = True, boundary
+        self._reduces = reduces and self._split.size > 1
         self._turn = 0
         self._missing = {unit.index: set(range(len(unit.params))) for unit in self._order}
         self._complete, self._issued, self._late, self._seen = set(), set(), set(), []
@@ -97,7 +127,7 @@ class Reducer:
 
     def complete(self, unit: FlatUnit) -> None:
         """No more gradients are expected for `unit` in this pass."""
-        if unit.index in self._left_for_end or unit.index in self._complete:
+        if not self.is_open or unit.index in self._left_for_end or unit.index in self._complete:
             return
         self._seen.append(unit.index)
         self._complete.add(unit.index)
@@ -111,7 +141,8 @@ class Reducer:
             if unit.index in self._late:
                 self._left_for_end.add(unit.index)
                 self._issue(unit)
-            unit.num_calls = 0
+            if not self.keeps_calls:
+                unit.num_calls = 0
         while self._in_flight:
             self._retire()
         self.is_open = False
@@ -122,6 +153,7 @@ class Reducer:
                     self.inspector.see(unit, whole)
         if self._boundary and Sharded.OPTIMIZER in self._policy.zero.sharded:
             self._sum_replicas()
+        self._is_summed = self._boundary
         if not self._order_is_learnt:
             self._learn_order()
 

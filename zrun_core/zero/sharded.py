@@ -18,21 +18,22 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
 from zrun_core.comm import Comm, Phase, slice_start
-from zrun_core.layout import Buffer, Kind, Sharded, StatePolicy, UnitLayout, ZeroPolicy
+from zrun_core.layout import Buffer, Kind, ParamSlot, Sharded, StatePolicy, UnitLayout, ZeroPolicy
 from zrun_core.mesh import Mesh
-from zrun_core.optim.choose import Chosen
+from zrun_core.optim.choose import Chosen, Options
 from zrun_core.optim.sharded import ShardedOptimizer
 from zrun_core.precision import LossScaler, Precision
 from zrun_core.zero.cut import Cut, cut, repeated_blocks
 from zrun_core.zero.gather import Gatherer, Pass
 from zrun_core.zero.hooks import install
 from zrun_core.zero.nonfinite import Culprit, Inspector
+from zrun_core.zero.plain import PlainLoop
 from zrun_core.zero.reduce import Reducer, arrival_shards, split_group
 from zrun_core.zero.unit import FlatUnit, page_pool
 
@@ -46,7 +47,7 @@ class Settings:
 
     zero: ZeroPolicy
     precision: Precision
-    optimizer: Chosen
+    optimizer: Chosen | None  # None: `ShardedModel.attach` gives it later
     bucket: int  # bytes of parameters
     clip: float | None = None
     no_decay: Sequence[str] = ()
@@ -60,10 +61,11 @@ class Settings:
 
     @property
     def states(self) -> StatePolicy:
-        optimizer = self.optimizer
-        return StatePolicy(
-            self.zero, self.precision.reduce, optimizer.moments, optimizer.moment_dtype, optimizer.layer_wise,
-            self.server,
+        states = StatePolicy(self.zero, self.precision.reduce, 0, server=self.server)
+        if (chosen := self.optimizer) is None:
+            return states
+        return replace(
+            states, moments=chosen.moments, moment_dtype=chosen.moment_dtype, updates_together=chosen.layer_wise
         )  # fmt: skip
 
     def group_of(self, name: str) -> int:
@@ -79,12 +81,14 @@ class StepResult:
         sums: the caller's numbers, summed over all ranks, float64.
         grad_norm: global 2-norm of the gradient, before clipping; not finite after an overflow.
         skipped: bool: the update was not made.
+        overflow: bool: because the scaled gradient is not finite.
         agreed: bool: all ranks gathered the same units in the same order.
     """
 
     sums: torch.Tensor
     grad_norm: torch.Tensor
     skipped: torch.Tensor
+    overflow: torch.Tensor
     agreed: torch.Tensor
 
 
@@ -136,12 +140,15 @@ class ShardedModel:
         settings: Settings,
         mesh: Mesh,
         comm: Comm,
+        *,
+        first_unit: int = 0,
     ) -> None:
         """Move the parameters of `module` into units, unit by unit.
 
         Args:
             module: on any device, also meta; its parameters keep their identity.
             read: full value of a parameter, by name, asked for once per parameter.
+            first_unit: number of units of models before this one, whose messages must not be taken for this one's.
         """
         self.module, self.settings, self.mesh, self.comm = module, settings, mesh, comm
         states = settings.states
@@ -150,7 +157,7 @@ class ShardedModel:
         self.layouts = [unit.layout for unit in planned.units]
         self._pool = page_pool(comm.device, states.gather_ring_bytes(self.layouts, settings.prefetch))
         self.units: list[FlatUnit] = []
-        for number, piece in enumerate(planned.units):
+        for number, piece in enumerate(planned.units, first_unit):
             unit = FlatUnit(
                 number, piece.layout, piece.params, piece.leaf,
                 policy=states, split=split, device=comm.device, pool=self._pool,
@@ -166,11 +173,24 @@ class ShardedModel:
         self._reducer = Reducer(self.units, states, mesh, comm)
         install(module, self.units, planned.hooked, self._gatherer, self._reducer, watched=watched)
         self._trained = [unit for unit in self.units if unit.trainable]
-        decays = [None, 0.0] if settings.no_decay else [None]
-        self.optimizer = ShardedOptimizer(self.units, settings.optimizer, decays, self._reducer.ring, comm)
+        self.optimizer: ShardedOptimizer
+        if settings.optimizer is not None:
+            self.attach(settings.optimizer, [{}, {"weight_decay": 0.0}], lambda slot: slot.group)
         self.scaler = LossScaler(settings.precision, comm.device)
         self._inspector = Inspector(self.units, comm, mesh.world)
         self._never: set[str] | None = None
+
+    def attach(self, chosen: Chosen, groups: Sequence[Options], group_of: Callable[[ParamSlot], int]) -> None:
+        """Give the model its optimizer, with `groups`, of which `group_of` gives a parameter's number."""
+        self.settings = replace(self.settings, optimizer=chosen)
+        self.optimizer = ShardedOptimizer(self.units, chosen, groups, group_of, self._reducer.ring, self.comm)
+
+    def run_plainly(self, accumulate: int) -> PlainLoop:
+        """From now on plain calls of the module and plain `loss.backward()` begin and end their passes themselves."""
+        return PlainLoop(
+            self.module, self._gatherer, self._reducer,
+            lambda: self.settings.precision.autocast(self.comm.device), accumulate,
+        )  # fmt: skip
 
     # One optimizer step
 
@@ -178,6 +198,7 @@ class ShardedModel:
         """Forget the last step's gradients."""
         for unit in self._trained:
             unit.begin_step()
+        self._reducer.begin_step()
         self._gatherer.schedule_hash = 0
         self._inspector.begin_step()
 
@@ -218,16 +239,24 @@ class ShardedModel:
         self._reducer.finish()
         self._gatherer.end()
 
-    def step(self, lr: float, sums: torch.Tensor, divisor_of: Callable[[torch.Tensor], torch.Tensor]) -> StepResult:
+    def step(
+        self,
+        lr: float | None,
+        sums: torch.Tensor,
+        divisor_of: Callable[[torch.Tensor], torch.Tensor],
+        scaler: LossScaler | None = None,
+    ) -> StepResult:
         """Clip, update, and mark every unit stale.
 
         All ranks skip the update together if the gradient, or one of `sums`, is not finite, or if the divisor is 0.
 
         Args:
-            lr: learning rate.
+            lr: learning rate of all groups; None leaves each its own.
             sums: [n] float64 numbers of this rank, to be summed over ranks in the step's one small message.
             divisor_of: from the summed numbers, what the gradient is to be divided by.
+            scaler: what the loss was scaled by, if not by `backward`; its owner updates it.
         """
+        scale = self.scaler if scaler is None else scaler
         self.comm.phase = Phase.STEP
         # Equal numbers of 20 bits: both sides of `agreed` are exact in float64 for up to 8192 ranks.
         schedule = float(self._gatherer.schedule_hash % (1 << 20))
@@ -240,20 +269,21 @@ class ShardedModel:
         totals, square, agreement = summed[: len(sums)], summed[len(sums)], summed[len(sums) + 1 : len(sums) + 3]
         agreed = agreement[0] ** 2 == agreement[1] * self.mesh.world.size
 
-        divisor = divisor_of(totals) * self.scaler.scale.double()
+        divisor = divisor_of(totals) * scale.scale.double()
         norm = square.sqrt() / divisor
         is_finite = torch.isfinite(square)
-        overflow = ~is_finite & self.scaler.enabled
+        overflow = ~is_finite & scale.enabled
         skipped = ~(is_finite & torch.isfinite(totals).all()) | (divisor == 0)
         if self.settings.clip is not None:
             divisor = divisor * (norm / self.settings.clip).clamp(min=1.0)
         self._update(lr, divisor.float(), skipped, self._got_anywhere(got, summed[len(sums) + 3 :]))
-        self.scaler.update(overflow)
-        return StepResult(totals, norm, skipped, agreed)
+        if scaler is None:
+            self.scaler.update(overflow)
+        return StepResult(totals, norm, skipped, overflow, agreed)
 
-    def _update(self, lr: float, divisor: torch.Tensor, skipped: torch.Tensor, got: list[bytes]) -> None:
+    def _update(self, lr: float | None, divisor: torch.Tensor, skipped: torch.Tensor, got: list[bytes]) -> None:
         with torch.no_grad():
-            if self.comm.device.type == "cpu" or not self.settings.optimizer.scales_inside:
+            if self.comm.device.type == "cpu" or not self.optimizer.scales_inside:
                 if not bool(skipped):
                     grad_scale = None if float(divisor) == 1.0 else divisor
                     self.optimizer.step(lr, got, grad_scale, None)
@@ -378,7 +408,8 @@ class ShardedModel:
         account = MemoryAccount()
         for unit in self.units:
             account.add(unit.allocated())
-        account.add([Buffer("moments", Kind.OPTIM, self.optimizer.moment_bytes())])
+        if self.settings.optimizer is not None:
+            account.add([Buffer("moments", Kind.OPTIM, self.optimizer.moment_bytes())])
         pool_bytes = self._pool.num_bytes if self._pool is not None else 0
         account.add([Buffer("rings", Kind.RING, pool_bytes + self._reducer.ring.num_bytes)])
         return account

@@ -198,6 +198,17 @@ class FlatUnit:
         self._use_grad(whole)
         whole[self.layout.numel :].zero_()
 
+    def reopen(self, *, counts_here: bool) -> None:
+        """More gradients come after the sum over ranks was made: the sum stays on one of the ranks that hold it."""
+        if not counts_here:
+            self.grad.zero_()
+        if self._kept_grad is not None:
+            start, stop = self.owned
+            self._kept_grad[:start].zero_()
+            self._kept_grad[stop:].zero_()
+            self._written = bytearray(b"\1" * len(self.params))  # the next ones are added
+            self.is_reduced = False
+
     def keeps(self, whole: torch.Tensor) -> bool:
         """Whether the flat gradient `whole` is the unit's own, not scratch."""
         return whole is self._kept_grad

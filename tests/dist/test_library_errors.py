@@ -1,0 +1,193 @@
+"""What goes wrong in a user's own loop is told in one line, and nobody waits for ever."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_library import Scores, build_scores, inputs, sharded, start
+from torch import nn
+
+import zrun_core
+from zrun_core.errors import ZrunError
+
+
+def says(action: Any) -> str:
+    with pytest.raises(ZrunError) as caught:
+        action()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def misuse(stage: int) -> dict[str, str]:
+    start()
+    told = {}
+    plain = build_scores()
+    told["early"] = says(lambda: zrun_core.optimizer(plain))
+    torchs = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    model = zrun_core.shard(plain, zero=stage)
+    x = inputs()[0]
+    told["again"] = says(lambda: zrun_core.shard(model))
+    other = nn.Linear(3, 5)
+    told["foreign"] = says(lambda: zrun_core.optimizer(model, groups=[{"params": other.parameters()}]))
+    told["twice"] = says(lambda: zrun_core.optimizer(model, groups=[{"params": [model.last.bias, model.last.bias]}]))
+    told["left out"] = says(lambda: zrun_core.optimizer(model, groups=[{"params": [model.last.bias]}]))
+    told["no groups"] = says(lambda: zrun_core.optimizer(model, groups=[{"lr": 1.0}]))
+    told["name"] = says(lambda: zrun_core.optimizer(model, "adamv"))
+    told["argument"] = says(lambda: zrun_core.optimizer(model, "adamw", beta=3))
+    told["whole"] = says(lambda: zrun_core.optimizer(model, torch.optim.Adafactor, lr=1e-3))
+    optimizer = zrun_core.optimizer(model, "sgd", lr=0.1)
+    told["second"] = says(lambda: zrun_core.optimizer(model))
+    told["no backward"] = says(optimizer.step)
+    told["part"] = says(lambda: model.first(x))
+    out = model(x)
+    told["gathered"] = says(zrun_core.gathered(model).__enter__)
+    out.mean().backward()
+    told["torch's"] = says(torchs.step)
+    torchs_scaler = torch.amp.GradScaler("cpu")
+    torchs_scaler.scale(out.mean().detach())
+    told["scaler"] = says(lambda: torchs_scaler.step(optimizer))
+    told["weight"] = says(lambda: optimizer.step(weight=float("nan")))
+    told["state"] = says(optimizer.state_dict)
+    optimizer.step()
+    told["stepped"] = says(optimizer.step)
+    told["zero"] = says(lambda: zrun_core.shard(Scores, zero=4))
+    told["precision"] = says(lambda: zrun_core.shard(Scores, precision="fp8"))
+    told["no model"] = says(lambda: zrun_core.shard(lambda: 3))
+    scaler = zrun_core.GradScaler()
+    told["update"] = says(scaler.update)
+    with zrun_core.forward(model), pytest.raises(ZrunError, match="when the model has returned"):
+        model.first(x).mean().backward()
+    return told
+
+
+EXPECTED = {
+    "early": "call model = zrun_core.shard(model) first",
+    "again": "sharded already",
+    "foreign": "shape (5, 3) (number 0) that is none of this model's",
+    "twice": "last.bias is in two groups",
+    "left out": "in no group, first.weight first",
+    "no groups": 'groups[0] is no mapping with "params"',
+    "name": "did you mean",
+    "argument": "did you mean betas?",
+    "whole": "cannot be sharded, because it looks at whole tensors",
+    "second": "has one already",
+    "no backward": "no backward() of this model's outputs since",
+    "part": "call the model itself, or enter zrun_core.forward(model)",
+    "gathered": "backward() has not followed",
+    "torch's": "zrun_core.optimizer(model, torch.optim.AdamW, lr=...)",
+    "scaler": "use zrun_core.GradScaler",
+    "weight": "a finite number, 0 or more",
+    "state": "zrun_core.save",
+    "stepped": "no backward() of this model's outputs since",
+    "zero": "shard(zero=4)",
+    "precision": "shard(precision='fp8')",
+    "no model": "returned int",
+    "update": "no optimizer has stepped",
+}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_misuse_is_told_in_one_line(ranks, stage):
+    for told in ranks(2).run(misuse, stage):
+        assert told.keys() == EXPECTED.keys()
+        for key, text in EXPECTED.items():
+            assert text in told[key], key
+
+
+def stale_graph(stage: int) -> str:
+    """A forward, an update, and then the forward's backward: torch's own refusal."""
+    model = sharded(stage, build_scores)
+    optimizer = zrun_core.optimizer(model, "sgd", lr=0.1)
+    x = inputs()[0]
+    early = model(x).square().mean()
+    model(x).square().mean().backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError) as caught:
+        early.backward()
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_backward_through_updated_parameters_is_refused_as_by_torch(ranks, stage):
+    for text in ranks(2).run(stale_graph, stage):
+        assert "modified by an inplace operation" in text
+
+
+def interrupted(stage: int) -> list[float]:
+    """A backward that raises on every rank, and the same step made again."""
+    model = sharded(stage, build_scores)
+    optimizer = zrun_core.optimizer(model, "sgd", lr=0.005)
+
+    def fail(grad: torch.Tensor) -> None:
+        raise ValueError("the user's own")
+
+    losses = []
+    for x in inputs():
+        out = model(x)
+        hidden = out.square()
+        handle = model.first.weight.register_hook(fail)
+        with pytest.raises(ValueError, match="own"):
+            hidden.mean().backward()
+        handle.remove()
+        assert "call zero_grad()" in says(optimizer.step)
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_step_can_be_made_again_after_a_backward_that_raised(ranks, stage):
+    model = build_scores()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.005)
+    plain = []
+    for x in inputs():
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        plain.append(loss.item())
+    assert ranks(2).run(interrupted, stage)[0] == pytest.approx(plain, abs=2e-6)
+
+
+def alone() -> str:
+    """`gathered` entered on one rank only."""
+    run = start()
+    model = sharded(3, build_scores)
+    if not run.is_main:
+        return ""
+    return says(zrun_core.gathered(model).__enter__)
+
+
+def test_gathered_on_one_rank_names_the_others(ranks):
+    told, _ = ranks(2).run(alone)
+    assert "rank 1 has not called it within 3 s" in told
+
+
+def never_finite() -> tuple[list[bool], str]:
+    run = start()
+    model = sharded(2, build_scores)
+    optimizer = zrun_core.optimizer(model, "sgd", lr=0.1)
+    skipped = []
+
+    def step() -> None:
+        (model(inputs()[0]).mean() * (float("nan") if run.is_main else 1.0)).backward()
+        optimizer.step()
+
+    for _ in range(49):
+        step()
+        skipped.append(bool(optimizer.skipped))
+    return skipped, says(step)
+
+
+def test_steps_that_are_never_finite_end_on_every_rank(ranks):
+    for skipped, told in ranks(2).run(never_finite):
+        assert skipped == [True] * 49
+        assert "50 steps in a row were skipped" in told

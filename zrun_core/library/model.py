@@ -1,0 +1,247 @@
+"""Models in a user's own loop: shard one, run it, evaluate it, see it whole."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal, TypeVar, cast
+
+import torch
+from pydantic import ValidationError
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from zrun_core import parallelize
+from zrun_core.build import Built, build_on_meta, build_once_per_host, check
+from zrun_core.config import ActivationsConfig, PrecisionConfig, Section, ZeroConfig
+from zrun_core.errors import JobError, UserCodeError
+from zrun_core.library.run import Run, current
+from zrun_core.user import user_code
+from zrun_core.zero.plain import PlainLoop
+from zrun_core.zero.sharded import ShardedModel
+
+Model = TypeVar("Model", bound=nn.Module)
+_Section = TypeVar("_Section", bound=Section)
+
+_HANDLE = "_zrun"  # attribute of a sharded module
+_OWNED = "_zrun_owned"  # and of its parameters
+
+
+class Handle:
+    """What a sharded module knows of itself; it hangs on the module and goes with it."""
+
+    def __init__(self, run: Run, sharded: ShardedModel, loop: PlainLoop) -> None:
+        self.run, self.sharded, self.loop = run, sharded, loop
+        self.optimizer: torch.optim.Optimizer | None = None
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """A copy of the module is a plain module."""
+
+    @classmethod
+    def of(cls, model: nn.Module, what: str) -> Handle:
+        """That of `model`, for the function `what`.
+
+        Raises:
+            UserCodeError: it is not sharded.
+        """
+        found = getattr(model, _HANDLE, None)
+        if not isinstance(found, cls):
+            kind = type(model).__name__
+            raise UserCodeError(f"{what}: this {kind} is not sharded: call model = zrun_core.shard(model) first")
+        return found
+
+
+def shard(
+    model: Model | Callable[[], Model],
+    *,
+    zero: int | Mapping[str, Any] = 0,
+    precision: str | Mapping[str, Any] = "fp32",
+    accumulate: int = 1,
+    activations: Mapping[str, Any] | None = None,
+    compile: bool = False,
+    init: Literal["factory", "meta"] = "factory",
+) -> Model:
+    """Divide a model's states over the ranks, and return the module: the user's own, in place. Every rank calls it.
+
+    The module is called, and what comes of it differentiated with `loss.backward()`, as before. Floating outputs are
+    fp32 whatever the precision. Its parameters are whole only inside of its forward and inside of `gathered()`.
+
+    Args:
+        model: a factory, which runs once per host, or a module, of which the first rank's values are taken.
+        zero: stage 0, 1, 2 or 3, or keys of a job's `zero` section.
+        precision: fp32, bf16 or fp16, or keys of a job's `precision` section.
+        accumulate: how many backward calls there will be per optimizer step. At stages 0 and 1 gradients are summed
+            over ranks with the last of these only; a wrong number costs traffic, never the result.
+        activations: keys of a job's `activations` section, such as `{"checkpoint": "full"}`.
+        compile: torch.compile each repeated block.
+        init: meta makes a factory's parameters shard by shard, by each module's own `reset_parameters`.
+
+    Raises:
+        JobError: an argument is wrong, or asks for what this model cannot do.
+        UserCodeError: the factory raised, or returned something else.
+        HangError: not every rank called it.
+    """
+    run = current()
+    zero_config = _section(ZeroConfig, zero, "zero")
+    precision_config = _section(PrecisionConfig, precision, "precision")
+    activations_config = _section(ActivationsConfig, activations or {}, "activations")
+    if accumulate < 1:
+        raise JobError(f"shard(accumulate={accumulate}): write how many backward calls make a step, 1 or more")
+    if init not in ("factory", "meta"):
+        raise JobError(f"shard(init={init!r}): write factory or meta")
+    run._meet("shard()")
+    mesh = run._mesh(parallelize.ranks_per_copy(zero_config, run.world_size, run._ranks_per_host))
+    state = torch.get_rng_state()
+    if isinstance(model, nn.Module):
+        built = _adopt(model, run)
+    elif init == "meta":
+        built = build_on_meta(_factory(model), run.seed)
+    else:
+        path = run._folder / f"init-{run._num_models}"
+        built = build_once_per_host(_factory(model), run.seed, path, mesh.host, run._comm)
+    torch.set_rng_state(state)
+    parallelize.transform(built.module, activations_config, compile=compile)
+    settings = parallelize.shard_settings(
+        zero_config, precision_config, activations_config, run.device, compile=compile
+    )
+    sharded = ShardedModel(built.module, built.read, settings, mesh, run._comm, first_unit=run._num_units)
+    built.module.to(run.device)  # buffers: the parameters are there
+    _broadcast_buffers(built.module, run)
+    run._num_units += len(sharded.units)
+    run._num_models += 1
+    built.module.__dict__[_HANDLE] = Handle(run, sharded, sharded.run_plainly(accumulate))
+    for param in built.module.parameters():
+        setattr(param, _OWNED, True)
+    _watch_foreign_optimizers()
+    return cast(Model, built.module)
+
+
+def forward(model: nn.Module) -> AbstractContextManager[None]:
+    """Context in which parts of a sharded model may be called by themselves: `with forward(model): model.encoder(x)`.
+
+    Calling the model itself needs no context. What is computed inside is in the model's precision, as in its forward.
+    """
+    return Handle.of(model, "forward()").loop.forward()
+
+
+@contextmanager
+def gathered(model: Model) -> Iterator[Model]:
+    """Context in which every parameter of a sharded model is whole, to be read, written or generated with.
+
+    Every rank enters and leaves it; inside, ranks may call the model for different lengths of time, or not at all.
+    There are no gradients. What is written stays, and must be the same on every rank.
+
+    Raises:
+        HangError: not every rank entered it.
+        UserCodeError: a forward has no backward yet.
+    """
+    handle = Handle.of(model, "gathered()")
+    handle.run._meet("gathered()")
+    with handle.sharded.gathered():
+        yield model
+
+
+@contextmanager
+def evaluation(model: Model) -> Iterator[Model]:
+    """Context of an evaluation: no gradients, `eval()` mode, the first rank's buffers. Every rank enters it.
+
+    The modules get their modes back. Inside, every rank must call the model equally often; where that cannot be,
+    enter `gathered()` too.
+    """
+    handle = Handle.of(model, "evaluation()")
+    _broadcast_buffers(model, handle.run)
+    modes = [(inner, inner.training) for inner in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield model
+    finally:
+        for inner, mode in modes:
+            inner.training = mode
+
+
+def _section(section: type[_Section], value: Any, name: str) -> _Section:
+    """`value`, in the short form or as a mapping, as a section of a job.
+
+    Raises:
+        JobError: it is not one.
+    """
+    try:
+        return section.model_validate(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise JobError(f"shard({name}={value!r}): {f'{place}: ' if place else ''}{first['msg']}") from None
+
+
+def _factory(function: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    if not callable(function):
+        raise JobError(f"shard(): {type(function).__name__} is neither a module nor a function that returns one")
+
+    def build() -> nn.Module:
+        with user_code("the model factory failed"):
+            module = function()
+        if not isinstance(module, nn.Module):
+            raise UserCodeError(f"the model factory returned {type(module).__name__}, not an nn.Module")
+        return module
+
+    return build
+
+
+def _adopt(module: nn.Module, run: Run) -> Built:
+    """A module that every rank has built: the first rank's values are taken.
+
+    Raises:
+        UserCodeError: it is sharded already, has no values, or differs between ranks.
+    """
+    if getattr(module, _HANDLE, None) is not None:
+        raise UserCodeError(f"shard(): this {type(module).__name__} is sharded already")
+    check(module)
+    for name, param in module.named_parameters():
+        if param.is_meta:
+            raise UserCodeError(f'shard(): {name} has no values: pass the function that builds the model, init="meta"')
+    shapes = repr([(name, tuple(param.shape), param.requires_grad) for name, param in module.named_parameters()])
+    digest = float(zlib.crc32(shapes.encode()) % (1 << 20))
+    world = run._mesh(1).world
+    total, square = run._comm.sum_small(
+        torch.tensor([digest, digest**2], dtype=torch.float64, device=run.device), world, name="shapes"
+    ).tolist()
+    if total**2 != square * world.size:
+        raise UserCodeError("shard(): the ranks have built different models: build the same one everywhere")
+
+    def read(name: str, param: nn.Parameter) -> torch.Tensor:
+        value = param.detach().to(run.device)
+        run._comm.broadcast(value, world, name=name)
+        return value
+
+    return Built(module, read)
+
+
+def _broadcast_buffers(module: nn.Module, run: Run) -> None:
+    with torch.no_grad():
+        for name, buffer in module.named_buffers():
+            run._comm.broadcast(buffer, run._mesh(1).world, name=name)
+
+
+_is_watching = False
+
+
+def _watch_foreign_optimizers() -> None:
+    """An optimizer of torch's own on a sharded model's parameters would find no gradients, and silently do nothing."""
+    global _is_watching
+    if not _is_watching:
+        _is_watching = True
+        register_optimizer_step_pre_hook(_refuse_foreign)
+
+
+def _refuse_foreign(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if getattr(optimizer, _OWNED, False):
+        return
+    for group in optimizer.param_groups:
+        if any(getattr(param, _OWNED, False) for param in group["params"]):
+            name = type(optimizer).__name__
+            raise UserCodeError(
+                f"{name}.step(): its parameters belong to a sharded model, which keeps the gradients elsewhere: write "
+                f"optimizer = zrun_core.optimizer(model, torch.optim.{name}, lr=...) after shard()"
+            )

@@ -1,0 +1,318 @@
+"""The optimizer and the loss scaler of a user's own loop."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from zrun_core.config import LossScaleConfig
+from zrun_core.errors import HangError, JobError, NumericError, UserCodeError
+from zrun_core.library.model import Handle
+from zrun_core.library.run import current
+from zrun_core.optim import lightweight
+from zrun_core.optim.choose import Chosen, choose_with, find
+from zrun_core.precision import LossScaler, Precision
+from zrun_core.zero.sharded import StepResult
+
+MAX_SKIPS = 50  # in a row, before step() says that there is no use
+
+
+class Optimizer(torch.optim.Optimizer):
+    """Updates one sharded model; `optimizer()` makes it.
+
+    `param_groups` holds what can be changed between steps, as in torch (`param_groups[0]["lr"]`), and torch's learning
+    rate schedulers take it. The state lies in shards: `zrun_core.save` writes it.
+
+    Attributes:
+        grad_norm: 0-d, global 2-norm of the last step's gradient before clipping; not finite after an overflow.
+        skipped: 0-d bool, whether the last step left the parameters as they were.
+    """
+
+    _zrun_owned = True
+    _step_supports_amp_scaling = True  # so that torch's GradScaler calls step(), which refuses it
+
+    def __init__(self, groups: list[dict[str, Any]], *, defaults: dict[str, Any], handle: Handle) -> None:
+        super().__init__(groups, defaults)
+        self._handle = handle
+        self._trained = [param for unit in handle.sharded.units if unit.trainable for param in unit.params]
+        self._unread: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
+        self._skips_in_a_row = 0
+        self._has_warned = False
+        self.grad_norm = torch.tensor(float("nan"))
+        self.skipped = torch.tensor(False)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of backward calls that no step has used."""
+        self._handle.loop.drop_gradients()
+        self._handle.sharded.begin_step()
+
+    def step(self, closure: None = None, *, weight: float | torch.Tensor = 1.0) -> None:  # type: ignore[override]
+        """Update the model. The gradients are used up: `zero_grad()` is needed only to drop some.
+
+        The gradient is that of the sum of all losses that were differentiated since the last step, on all ranks,
+        divided by the sum of the ranks' weights. With mean losses that is the mean over ranks, as in DDP; with
+        `weight=n`, over ranks and n backward calls; with losses that are sums over tokens and the number of tokens for
+        a weight, over all tokens.
+
+        If the gradient is not finite, or all weights are 0, all ranks skip the update: `skipped` says so.
+
+        Args:
+            weight: of this rank's losses, 0 or more.
+
+        Raises:
+            UserCodeError: there was no backward, or the weight is no such number.
+            HangError: ranks gathered different modules.
+            NumericError: 50 steps in a row were skipped.
+        """
+        self._step(weight, None)
+
+    def _step(self, weight: float | torch.Tensor, scaler: LossScaler | None) -> StepResult:
+        handle = self._handle
+        sharded, device = handle.sharded, handle.run.device
+        if self.__dict__.pop("grad_scale", None) is not None:
+            raise UserCodeError("step(): torch's GradScaler finds no gradients here: use zrun_core.GradScaler")
+        self._warn_unscaled(scaler)
+        sums = _weight(weight).to(device, torch.float64).view(1)
+        self._read_last()
+        handle.loop.end_gradients()
+        options = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+        sharded.optimizer.set_options(options)
+        result = sharded.step(None, sums, lambda totals: totals[0], scaler)
+        torch.autograd.graph.increment_version(self._trained)  # a backward of what was called before is refused
+        sharded.begin_step()
+        handle.loop.end_step()
+        self.grad_norm, self.skipped = result.grad_norm, result.skipped
+        self._look_at(torch.stack([result.agreed, result.skipped]))
+        return result
+
+    def _look_at(self, flags: torch.Tensor) -> None:
+        """Read (agreed, skipped) at once; on a GPU with the next step, so that it never idles."""
+        if flags.device.type != "cuda":
+            self._unread = flags, None
+            self._read_last()
+            return
+        arrived = torch.cuda.Event()
+        self._unread = flags.to("cpu", non_blocking=True), arrived
+        arrived.record()
+
+    def _read_last(self) -> None:
+        unread, self._unread = self._unread, None
+        if unread is None:
+            return
+        flags, arrived = unread
+        if arrived is not None:
+            arrived.synchronize()
+        agreed, skipped = flags.tolist()
+        self._skips_in_a_row = self._skips_in_a_row + 1 if skipped else 0
+        if self._skips_in_a_row >= MAX_SKIPS:
+            raise NumericError(
+                f"step(): {MAX_SKIPS} steps in a row were skipped, because the gradient is not finite or all weights "
+                "are 0: go back to the last checkpoint with a lower lr, or with bf16 where it was fp16"
+            )
+        if not agreed:
+            raise HangError(
+                "step(): ranks gathered different modules; name the module that chooses between them in "
+                'shard(zero={"stage": ..., "leaf": [...]}), so that it is handled as a whole'
+            )
+
+    def _warn_unscaled(self, scaler: LossScaler | None) -> None:
+        if scaler is None and not self._has_warned and self._handle.sharded.scaler.enabled:
+            self._has_warned = True
+            warnings.warn("fp16 without zrun_core.GradScaler: small gradients become zero", stacklevel=4)
+
+    def state_dict(self) -> NoReturn:
+        """Refused: the state lies in shards."""
+        raise UserCodeError("state_dict(): the state lies in shards, on all ranks: use zrun_core.save(...)")
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> NoReturn:
+        """Refused: the state lies in shards."""
+        raise UserCodeError("load_state_dict(): the state lies in shards, on all ranks: use zrun_core.load(...)")
+
+
+def optimizer(
+    model: nn.Module,
+    name: str | Callable[..., torch.optim.Optimizer] = "adamw",
+    *,
+    groups: Sequence[Mapping[str, Any]] | None = None,
+    clip: float | None = None,
+    **options: Any,
+) -> Optimizer:
+    """The optimizer of a sharded model.
+
+    Args:
+        model: what `shard` returned.
+        name: an elementwise class of `torch.optim` or of the user's own, or the name of one of torch's.
+        groups: parameter groups with options of their own, as torch takes them; together they hold every parameter
+            that requires a gradient. None is one group of all.
+        clip: largest global 2-norm of the gradient; None never clips.
+        options: keyword arguments of the class, `lr` among them; what is not given has the class's own default.
+
+    Raises:
+        UserCodeError: the model is not sharded or has an optimizer already, or the groups are not of its parameters.
+        JobError: no such optimizer, arguments that it does not take, or one that cannot work on shards.
+    """
+    handle = Handle.of(model, "optimizer()")
+    if handle.optimizer is not None:
+        raise UserCodeError("optimizer(): this model has one already")
+    if clip is not None and not clip > 0:
+        raise JobError(f"optimizer(clip={clip}): write a number above 0, or None")
+    chosen = _choose(name, options, handle.run.device)
+    made = _make_groups(model, groups)
+    number_of = {id(param): number for number, group in enumerate(made) for param in group["params"]}
+    by_name = {name: number_of[id(param)] for name, param in model.named_parameters() if param.requires_grad}
+    settings = [{key: value for key, value in group.items() if key != "params"} for group in made]
+    defaults = chosen.make([nn.Parameter(torch.zeros(1))], None).defaults
+    build = functools.partial(Optimizer, defaults=defaults, handle=handle)
+    result = lightweight.build(build, made, {})  # type: ignore[arg-type]
+    assert isinstance(result, Optimizer)
+    handle.sharded.attach(chosen, settings, lambda slot: by_name[slot.name])
+    handle.sharded.settings = replace(handle.sharded.settings, clip=clip)
+    handle.optimizer = result
+    return result
+
+
+def _choose(name: str | Callable[..., torch.optim.Optimizer], options: dict[str, Any], device: torch.device) -> Chosen:
+    try:
+        build = find(name, _no_reference) if isinstance(name, str) else name
+        title = name if isinstance(name, str) else getattr(name, "__name__", str(name))
+        accepted = inspect.signature(build).parameters
+        if not any(param.kind is inspect.Parameter.VAR_KEYWORD for param in accepted.values()):
+            for key in options:
+                if key not in accepted:
+                    near = difflib.get_close_matches(key, accepted, 1)
+                    hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(list(accepted)[1:])}"
+                    raise JobError(f"{title} has no argument {key!r}; {hint}")
+        return choose_with(title, build, options, device)
+    except JobError as error:
+        text = str(error).removeprefix("optim.name: ").removeprefix("optim: ")
+        raise JobError(f"optimizer(): {text}") from None
+
+
+def _no_reference(reference: str) -> NoReturn:
+    raise JobError(f"{reference}: pass the class itself")
+
+
+def _make_groups(model: nn.Module, groups: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
+    """`groups` with their parameters as lists, each checked to be one of the model's own, and in one group only."""
+    names = {id(param): name for name, param in model.named_parameters() if param.requires_grad}
+    if groups is None:
+        return [{"params": [param for param in model.parameters() if param.requires_grad]}]
+    seen: set[int] = set()
+    made = []
+    for number, group in enumerate(groups):
+        if not isinstance(group, Mapping) or "params" not in group:
+            raise UserCodeError(f'optimizer(): groups[{number}] is no mapping with "params"')
+        params = group["params"]
+        members = [params] if isinstance(params, torch.Tensor) else list(_iterable(params, number))
+        for place, param in enumerate(members):
+            if id(param) not in names:
+                what = f"a parameter of shape {tuple(param.shape)}" if isinstance(param, torch.Tensor) else repr(param)
+                raise UserCodeError(
+                    f"optimizer(): groups[{number}] holds {what} (number {place}) that is none of this model's, or "
+                    "requires no gradient: take them from model.named_parameters() after shard()"
+                )
+            if id(param) in seen:
+                raise UserCodeError(f"optimizer(): {names[id(param)]} is in two groups: leave it in one")
+            seen.add(id(param))
+        made.append({**group, "params": members})
+    if missing := [name for key, name in names.items() if key not in seen]:
+        raise UserCodeError(
+            f"optimizer(): {len(missing)} parameters are in no group, {missing[0]} first: add them, or call "
+            "requires_grad_(False) on them before shard()"
+        )
+    return made
+
+
+def _iterable(params: Any, number: int) -> Iterable[Any]:
+    if not isinstance(params, Iterable):
+        raise UserCodeError(f'optimizer(): groups[{number}]["params"] is {type(params).__name__}, not parameters')
+    return params
+
+
+def _weight(weight: float | torch.Tensor) -> torch.Tensor:
+    """`weight` as a 0-d tensor."""
+    if isinstance(weight, torch.Tensor):
+        if weight.dim():
+            raise UserCodeError(f"step(weight=...): shape {tuple(weight.shape)} where one number is needed")
+        return weight.detach()
+    if not (math.isfinite(weight) and weight >= 0):
+        raise UserCodeError(f"step(weight={weight}): write a finite number, 0 or more")
+    return torch.tensor(float(weight), dtype=torch.float64)
+
+
+class GradScaler:
+    """Dynamic loss scaling for fp16, used as `torch.amp.GradScaler` is; several models share one.
+
+    Scale each loss, step each optimizer through the scaler, then update once. An optimizer whose gradients overflowed
+    skips its step, on all ranks, and the others make theirs; the scale halves if any of them did.
+    """
+
+    def __init__(
+        self,
+        init_scale: float = 65536.0,
+        *,
+        growth_interval: int = 2000,
+        hysteresis: int = 1,
+        min_scale: float = 1.0,
+        enabled: bool = True,
+    ) -> None:
+        """A scaler on the run's device.
+
+        Args:
+            growth_interval: good steps before the scale doubles.
+            hysteresis: overflows in a row before the scale halves.
+            min_scale: the scale never falls below this.
+            enabled: False makes everything here do nothing: losses stay, optimizers step.
+        """
+        config = LossScaleConfig(init=init_scale, window=growth_interval, hysteresis=hysteresis, min=min_scale)
+        compute = torch.float16 if enabled else torch.float32
+        self._scaler = LossScaler(Precision(compute, torch.float32, config), current().device)
+        self._overflows: dict[int, torch.Tensor] = {}  # by optimizer, since the last update
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """`loss` times the scale, to be differentiated."""
+        return loss * self._scaler.scale if self._scaler.enabled else loss
+
+    def step(self, optimizer: Optimizer, *, weight: float | torch.Tensor = 1.0) -> None:
+        """`optimizer.step(weight=weight)` with gradients divided by the scale; skipped if they overflowed.
+
+        Raises:
+            UserCodeError: as `Optimizer.step`, or `update` was not called since the optimizer's last step.
+        """
+        if not isinstance(optimizer, Optimizer):
+            raise UserCodeError(f"GradScaler.step(): {type(optimizer).__name__} was not made by zrun_core.optimizer")
+        if id(optimizer) in self._overflows:
+            raise UserCodeError("GradScaler.step(): this optimizer has stepped already: call update() after each round")
+        self._overflows[id(optimizer)] = optimizer._step(weight, self._scaler).overflow
+
+    def update(self) -> None:
+        """Let the scale follow what the optimizers' steps since the last update came to.
+
+        Raises:
+            UserCodeError: there was none.
+        """
+        if not self._overflows:
+            raise UserCodeError("GradScaler.update(): no optimizer has stepped: call step(optimizer) first")
+        self._scaler.update(torch.stack(list(self._overflows.values())).any())
+        self._overflows.clear()
+
+    def get_scale(self) -> float:
+        """The scale as it is now."""
+        return float(self._scaler.scale)
+
+    def state_dict(self) -> dict[str, float]:
+        """The scale, and how far it is from changing: JSON."""
+        return self._scaler.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, float]) -> None:
+        """Restore what `state_dict` returned."""
+        self._scaler.load_state_dict(dict(state_dict))

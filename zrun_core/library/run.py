@@ -1,0 +1,190 @@
+"""A rank of a user's own script: where it sits, how it meets the others, what it shares with them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from zrun_core.board import Board, Watchdog
+from zrun_core.comm import Comm
+from zrun_core.data.order import mix
+from zrun_core.errors import ExitCode, HangError, JobError, PreflightError, RendezvousError, UserCodeError
+from zrun_core.mesh import Mesh
+
+_PATH_BYTES = 1024
+_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+class Run:
+    """This process among the ranks of a script; `init()` makes it.
+
+    Attributes:
+        rank: of this process, from 0.
+        world_size: number of ranks.
+        local_rank: of this process among those of its host.
+        device: where models are sharded to, and where batches belong.
+        seed: of model factories; each rank's own stream was seeded from it too.
+    """
+
+    def __init__(self, seat: tuple[int, int, int, int], device: torch.device, *, seed: int, patience_s: float) -> None:
+        self.rank, self.world_size, self.local_rank, self._ranks_per_host = seat
+        self.device, self.seed, self._patience_s = device, seed, patience_s
+        self._hosts = [str(rank // self._ranks_per_host) for rank in range(self.world_size)]
+        self._meshes: dict[int, Mesh] = {}
+        mesh = self._mesh(1)
+        self._folder = self._share_folder(mesh)
+        board = None
+        if len(mesh.host.ranks) == self.world_size > 1:
+            board = Board(self._folder / "board", self.rank, self.world_size)
+            Watchdog(board, _stop)
+        self._comm = Comm(device, board)
+        self._comm.barrier(mesh.world)
+        self._num_units = self._num_models = 0  # of the models sharded so far
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the one rank that prints and writes files of the user's own."""
+        return self.rank == 0
+
+    def mean(self, value: float | torch.Tensor, weight: float | torch.Tensor = 1.0) -> float:
+        """The mean of a number over all ranks, each weighing `weight`. Every rank must call it."""
+        parts = (torch.as_tensor(part, dtype=torch.float64).detach().to(self.device) for part in (value, weight))
+        number, share = parts
+        total = self._comm.sum_small(torch.stack([number * share, share]), self._mesh(1).world, name="mean").tolist()
+        return total[0] / total[1] if total[1] else float("nan")
+
+    def _mesh(self, shard_size: int) -> Mesh:
+        """The groups where `shard_size` ranks hold one copy of a model's states. Collective when first asked for."""
+        if shard_size not in self._meshes:
+            self._meshes[shard_size] = Mesh.build(self.rank, self._hosts, shard_size)
+        return self._meshes[shard_size]
+
+    def _meet(self, what: str) -> None:
+        """Return when every rank has called `what`.
+
+        Raises:
+            HangError: some have not, for a long time.
+        """
+        self._comm.roll_call(self._mesh(1).world, what, self._patience_s)
+
+    def _share_folder(self, mesh: Mesh) -> Path:
+        """A folder that the ranks of this host have in common; it goes with the process that made it."""
+        path = torch.zeros(_PATH_BYTES, dtype=torch.uint8, device=self.device)
+        if mesh.host.index == 0:
+            self._made = tempfile.TemporaryDirectory(prefix="zrun-")
+            text = os.fsencode(self._made.name)
+            path[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        Comm(self.device).broadcast(path, mesh.host, name="folder")
+        return Path(os.fsdecode(bytes(path.tolist()).rstrip(b"\0")))
+
+
+_current: Run | None = None
+
+
+def init(
+    *,
+    seed: int = 0,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    threads: int | None = None,
+    timeout_s: float = 600.0,
+    patience_s: float = 25.0,
+) -> Run:
+    """Join the ranks that `torchrun` has started, or be a world of one where it has not. Later calls return the same.
+
+    A process group that exists already is used as it is. Torch's generators are seeded, on each rank with its own
+    stream (dropout differs between ranks), and model factories run with `seed` itself.
+
+    Args:
+        device: auto is the local rank's GPU where there is one.
+        threads: CPU threads of this rank; None divides the usable cores by the ranks of the host, where torchrun
+            would leave each rank with one.
+        timeout_s: seconds that the ranks may take to arrive, and one collective to wait for the others.
+        patience_s: seconds that `shard`, `gathered`, `save` and `load` wait for all ranks to call them.
+
+    Raises:
+        PreflightError: torchrun's variables are incomplete, or there is no GPU for this rank.
+        RendezvousError: not every rank came in time.
+    """
+    global _current
+    if _current is None:
+        seat = _find_seat()
+        chosen = _find_device(device, seat[2])
+        if threads is None:
+            threads = max(1, len(os.sched_getaffinity(0)) // seat[3]) if hasattr(os, "sched_getaffinity") else 1
+        torch.set_num_threads(threads)
+        _join(seat, chosen, timeout_s)
+        _current = Run(seat, chosen, seed=seed, patience_s=patience_s)
+        torch.manual_seed(mix(seed, 1 + seat[0]))  # as a job's worker does
+    return _current
+
+
+def current() -> Run:
+    """The run of this process.
+
+    Raises:
+        UserCodeError: there is none yet.
+    """
+    if _current is None:
+        raise UserCodeError("zrun_core.init() comes first")
+    return _current
+
+
+def _find_seat() -> tuple[int, int, int, int]:
+    """(rank, world size, local rank, ranks on this host)."""
+    found = {name: os.environ[name] for name in _VARIABLES if os.environ.get(name)}
+    if dist.is_initialized():
+        rank, size = dist.get_rank(), dist.get_world_size()
+        local_size = int(found.get("LOCAL_WORLD_SIZE", size))
+        seat = (rank, size, int(found.get("LOCAL_RANK", rank % local_size)), local_size)
+    elif not found:
+        return 0, 1, 0, 1
+    else:
+        if missing := [name for name in _VARIABLES if name not in found]:
+            raise PreflightError(
+                f"init(): {', '.join(found)} set without {', '.join(missing)}: start the script with torchrun, or "
+                "without any of these variables for one rank"
+            )
+        rank, size, local_rank, local_size = (int(found[name]) for name in _VARIABLES)
+        seat = (rank, size, local_rank, local_size)
+    if seat[1] % seat[3]:
+        raise PreflightError(f"init(): {seat[1]} ranks with {seat[3]} on this host: give every host the same number")
+    return seat
+
+
+def _find_device(device: str, local_rank: int) -> torch.device:
+    if device not in ("auto", "cpu", "cuda"):
+        raise JobError(f"init(device={device!r}): write auto, cpu or cuda")
+    num_gpus = torch.cuda.device_count()
+    if device == "cpu" or (device == "auto" and not num_gpus):
+        return torch.device("cpu")
+    if local_rank >= num_gpus:
+        raise PreflightError(
+            f"init(): local rank {local_rank} has no GPU of its own, there are {num_gpus}: lower --nproc-per-node, or "
+            'write init(device="cpu")'
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def _join(seat: tuple[int, int, int, int], device: torch.device, timeout_s: float) -> None:
+    if seat[1] == 1 or dist.is_initialized():
+        return
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        reason = str(error).splitlines()[0]
+        raise RendezvousError(f"init(): not all {seat[1]} ranks arrived within {timeout_s:g} s: {reason}") from None
+
+
+def _stop(error: HangError) -> None:
+    """Called by the watchdog's thread: the main thread waits for other ranks and cannot be interrupted."""
+    print(f"zrun_core: {error}", file=sys.stderr, flush=True)
+    os._exit(ExitCode.HANG)

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -68,19 +69,17 @@ class Case:
         ]
 
 
-RULES = {"sqrt": math.sqrt(GROWTH), "linear": float(GROWTH)}
+RULES: dict[str, Callable[[float], float]] = {"sqrt": math.sqrt, "linear": float}
 
 
-def cases(model: str, seeds: int, rule: str) -> list[Case]:
-    """Small batch, then the large one by the rule, for both optimizers."""
-    found = []
-    for seed in range(seeds):
-        for optimizer, lr in BASE_LR.items():
-            found += [
-                Case(model, optimizer, 8, lr, seed),
-                Case(model, optimizer, 8 * GROWTH, round(lr * RULES[rule], 6), seed),
-            ]
-    return found
+def cases(model: str, seeds: int, rule: str, small: int) -> list[Case]:
+    """Small batch, then the large one, for both optimizers; all rates follow from those at batch 8 by the rule."""
+    return [
+        Case(model, optimizer, batch, round(lr * RULES[rule](batch / 8), 6), seed)
+        for seed in range(seeds)
+        for optimizer, lr in BASE_LR.items()
+        for batch in (small, small * GROWTH)
+    ]
 
 
 def sweep(model: str) -> list[Case]:
@@ -121,6 +120,7 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="short", help="the main job's model, or a small one")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rule", choices=RULES, default="sqrt", help="what the rate is multiplied by")
+    parser.add_argument("--batch", type=int, default=8, help="the small batch")
     parser.add_argument("--sweep", action="store_true", help="the rates at batch 8 instead")
     parser.add_argument("--record", type=Path, default=Path("large-batch.jsonl"), help="file of the runs that are made")
     parser.add_argument("--runs", type=int, default=1000, help="make at most so many runs")
@@ -128,7 +128,7 @@ def main() -> None:
     lines = args.record.read_text().splitlines() if args.record.exists() else []
     records = [json.loads(line) for line in lines]
     made = {Case(**{key: record[key] for key in Case.__dataclass_fields__}) for record in records}
-    wanted = sweep(args.model) if args.sweep else cases(args.model, args.seeds, args.rule)
+    wanted = sweep(args.model) if args.sweep else cases(args.model, args.seeds, args.rule, args.batch)
     for case in [case for case in wanted if case not in made][: args.runs]:
         records.append(run(case))
         with args.record.open("a") as file:

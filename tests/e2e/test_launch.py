@@ -186,11 +186,11 @@ def test_a_killed_launcher_leaves_no_process(job: Path) -> None:
         wait_for(lambda: not processes_of(run))
 
 
-def test_a_killed_agent_leaves_no_worker(job: Path) -> None:
+def test_a_killed_agent_leaves_no_worker_nor_what_it_started(job: Path) -> None:
     run = job.parent / "run"
-    with started(job, {"0": "hang", "1": "hang"}) as launcher:
+    with started(job, {"0": "hang_with_helper", "1": "hang"}) as launcher:
         wait_for(lambda: both_hang(run))
-        agent = int(Path(f"/proc/{processes_of(run)[0]}/stat").read_text().rpartition(")")[2].split()[1])
+        agent = int(Path(f"/proc/{min(processes_of(run))}/stat").read_text().rpartition(")")[2].split()[1])
         os.kill(agent, signal.SIGKILL)
         assert launcher.wait(PATIENCE_S) == 6
         wait_for(lambda: not processes_of(run))

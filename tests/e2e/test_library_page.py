@@ -1,0 +1,103 @@
+"""docs/library.md as it is written: its scripts run under torchrun, and with Python alone."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "library.md"
+TIMEOUT_S = 120
+
+
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with every script of the page: by the name above it, or by the heading of its section."""
+    folder = tmp_path_factory.mktemp("page")
+    text = PAGE.read_text(encoding="utf-8")
+    for match in re.finditer(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+        before = text[: match.start()].rstrip()
+        named = re.search(r"(\w+\.py)`[^`]*$", before.rpartition("\n\n")[2])
+        heading = re.findall(r"^## (\w+)", before, re.MULTILINE)[-1]
+        (folder / (named[1] if named else f"{heading.lower()}.py")).write_text(match[1], encoding="utf-8")
+    return folder
+
+
+def run(script: Path, ranks: int) -> list[str]:
+    """Lines of the script's output."""
+    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node", str(ranks)]
+    command = [*torchrun, script.name] if ranks else [sys.executable, script.name]
+    done = subprocess.run(command, cwd=script.parent, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return sorted(done.stdout.splitlines())
+
+
+def losses(lines: list[str]) -> dict[int, str]:
+    found = [re.fullmatch(r"step (\d+) loss ([\d.]+)", line) for line in lines]
+    assert all(found), lines
+    return {int(match[1]): match[2] for match in found if match}
+
+
+def test_the_loop_is_short_and_trains(scripts: Path) -> None:
+    text = (scripts / "loop.py").read_text()
+    assert len([line for line in text.splitlines() if line and not line.startswith("import")]) <= 15
+    full = losses(run(scripts / "loop.py", 2))
+    assert list(full) == [10, 20, 30, 40]
+    assert float(full[40]) < 0.7 * float(full[10])
+
+
+def test_one_rank_gets_the_same_losses(scripts: Path, tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text((scripts / "model.py").read_text())
+    script = tmp_path / "loop.py"
+    script.write_text((scripts / "loop.py").read_text().replace("bf16", "fp32"))
+    alone = losses(run(script, 0))
+    together = losses(run(script, 2))
+    assert {k: float(v) for k, v in alone.items()} == pytest.approx(
+        {k: float(v) for k, v in together.items()}, abs=2e-5
+    )
+
+
+def test_the_gan_learns_the_circle(scripts: Path) -> None:
+    (line,) = run(scripts / "gan.py", 2)
+    radius = float(re.search(r"radius ([\d.]+)", line)[1])
+    assert 0.7 < radius < 1.3
+
+
+@pytest.mark.parametrize("name", ["schedules.py", "evaluation.py"])
+def test_the_other_scripts_run(scripts: Path, name: str) -> None:
+    run(scripts / name, 2)
+
+
+ALONE = """
+import torch
+import zrun_core
+from model import batch, build_model
+
+run = zrun_core.init(patience_s=2)
+model = zrun_core.shard(build_model, zero=3)
+optimizer = zrun_core.optimizer(model, "sgd", lr=0.1)
+x, label = batch(0, run.rank, run.world_size)
+{action}
+"""
+CASES = {
+    "if run.is_main:\n    model(x)\nelse:\n    run.mean(1.0)": "to which rank 1 does not come",
+    "if run.is_main:\n    model(x)": "another rank has ended",
+    "if run.is_main:\n    zrun_core.gathered(model).__enter__()\nelse:\n    import time; time.sleep(60)": (
+        "zrun_core.errors.HangError: gathered(): rank 1 has not called it within 2 s; call it on every rank"
+    ),
+}
+
+
+@pytest.mark.parametrize("action", CASES)
+def test_what_one_rank_does_alone_is_an_error_and_no_hang(scripts: Path, action: str) -> None:
+    script = scripts / "alone.py"
+    script.write_text(ALONE.format(action=action))
+    torchrun = str(Path(sys.executable).with_name("torchrun"))
+    done = subprocess.run(
+        [torchrun, "--nproc-per-node", "2", script.name], cwd=scripts, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    assert done.returncode != 0
+    assert CASES[action] in done.stderr

@@ -81,8 +81,8 @@ class System(ABC):
 
     @abstractmethod
     @contextmanager
-    def dying_late(self) -> Iterator[None]:
-        """The process ends (an exception that nothing handles) when the bytes of a save are written, before its end."""
+    def dying(self) -> Iterator[None]:
+        """The process ends when about half of the bytes of a save are written."""
         yield
 
     def files(self, folder: Path, step: int) -> list[Path]:
@@ -90,16 +90,8 @@ class System(ABC):
         return sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
 
 
-class Died(BaseException):
-    """Stands for the end of the process."""
-
-
 def _broken(*_: object, **__: object) -> Any:
     raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-
-def _dies(*_: object, **__: object) -> Any:
-    raise Died
 
 
 class Zrun(System):
@@ -156,8 +148,15 @@ class Zrun(System):
             yield
 
     @contextmanager
-    def dying_late(self) -> Iterator[None]:
-        with mock.patch.object(os, "rename", _dies):
+    def dying(self) -> Iterator[None]:
+        left = [2]  # the fsync of the second of two files
+
+        def fsync(file: int) -> None:
+            left[0] -= 1
+            if left[0] == 0:
+                os._exit(9)
+
+        with mock.patch.object(os, "fsync", fsync):
             yield
 
 
@@ -191,8 +190,19 @@ class Dcp(System):
             yield
 
     @contextmanager
-    def dying_late(self) -> Iterator[None]:
-        with mock.patch.object(FileSystemWriter, "finish", _dies):
+    def dying(self) -> Iterator[None]:
+        real, lock, left = FileSystem.create_stream, threading.Lock(), [3]  # the third of four files
+
+        @contextmanager
+        def create_stream(system: FileSystem, path: Any, mode: str) -> Iterator[io.IOBase]:
+            with lock:
+                left[0] -= 1
+                if left[0] == 0:
+                    os._exit(9)
+                with real(system, path, mode) as stream:
+                    yield stream
+
+        with mock.patch.object(FileSystem, "create_stream", create_stream):
             yield
 
 
@@ -218,10 +228,10 @@ class TorchSave(System):
             yield
 
     @contextmanager
-    def dying_late(self) -> Iterator[None]:
+    def dying(self) -> Iterator[None]:
         def half(file: int) -> None:
             os.ftruncate(file, os.fstat(file).st_size // 2)
-            raise Died
+            os._exit(9)
 
         with mock.patch.object(os, "fsync", half):
             yield
@@ -307,33 +317,22 @@ def _told(system: System, folder: Path, step: int) -> str:
 
 
 def killed(system: System, folder: Path, quick: bool) -> Counter[str]:
-    """The step on disk has the name of the one being saved, as with a fixed name like `last`."""
+    """A step is there, and the next is saved under its name, as with one like `last`; zrun has no such thing."""
     system.save(folder, 10)
-    os.rename(system.path(folder, 10), folder / "before")
-    system.save(folder, 20)
-    path = system.path(folder, 20)
-    if not isinstance(system, Zrun):  # which has no such thing: it saves every step under its own name
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-        os.rename(folder / "before", path)
-    step = 30 if isinstance(system, Zrun) else 20
+    step = 10 if isinstance(system, Zrun) else 20
+    os.rename(system.path(folder, 10), system.path(folder, step))
+    if (child := os.fork()) == 0:
+        with system.dying():
+            system.save(folder, 20)
+        os._exit(0)
+    if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 9:
+        sys.exit(f"{system.name}: the process did not die where it should")
     try:
-        with system.dying_late():
-            system.save(folder, step)
-    except (Died, CheckpointException):
-        pass
-    return Counter([_after_death(system, folder)])
-
-
-def _after_death(system: System, folder: Path) -> str:
-    """Whether what is left is one of the two steps, whole."""
-    try:
-        loaded = system.load(folder, 20)
+        loaded = system.load(folder, step)
     except RAISED:
-        return "found, both steps lost"
-    for step in (10, 20):
-        if all(torch.equal(loaded[name], tensor) for name, tensor in make_state(step).items()):
-            return "harmless" if isinstance(system, Zrun) or step == 10 else "SILENT: loads as complete"
-    return "SILENT"
+        return Counter(["found, both steps lost"])
+    whole = any(all(torch.equal(loaded[key], each[key]) for key in each) for each in (make_state(10), make_state(20)))
+    return Counter(["harmless" if whole else "SILENT: a mix of both"])
 
 
 def full_disk(system: System, folder: Path, quick: bool) -> Counter[str]:
@@ -368,7 +367,7 @@ FAULTS: dict[str, Fault] = {
     "a file of another step": of_another_step,
     "I/O error while writing": io_error,
     "disk full at 0 to 90 %": full_disk,
-    "killed before a save ends": killed,
+    "killed in mid-save": killed,
 }
 
 

@@ -34,4 +34,4 @@ def test_corruption_table() -> None:
     assert rows["a bit flipped, anywhere"] == "16 found"
     assert rows["a file of another step"] == "3 found"
     assert rows["I/O error while writing"] == "1 found"
-    assert rows["killed before a save ends"] == "1 harmless"
+    assert rows["killed in mid-save"] == "1 harmless"

@@ -63,8 +63,13 @@ def check(module: nn.Module) -> None:
         raise UserCodeError(f"the model has nothing to train: none of its {len(params)} parameters requires a gradient")
 
 
-def build_once_per_host(factory: Factory, seed: int, path: Path, host: Group, comm: Comm) -> Built:
+def build_once_per_host(
+    factory: Factory, seed: int, path: Path, host: Group, comm: Comm, *, values: bool = True
+) -> Built:
     """Run `factory` on the first rank of `host` and share what it made through the file at `path`.
+
+    Args:
+        values: false: buffers only; the parameters get their values from elsewhere, and nothing is copied for them.
 
     Raises:
         UserCodeError: the factory failed, or builds different structures on different ranks.
@@ -74,7 +79,7 @@ def build_once_per_host(factory: Factory, seed: int, path: Path, host: Group, co
     if host.size == 1:
         module = factory()
         check(module)
-        return Built(module, lambda name, param: param.detach())
+        return Built(module, (lambda name, param: param.detach()) if values else _no_value)
     is_first = host.index == 0
     notes: tuple[str, ...] = ()
     try:
@@ -82,7 +87,7 @@ def build_once_per_host(factory: Factory, seed: int, path: Path, host: Group, co
             if is_first:
                 module = factory()
                 check(module)
-                _write(module, path)
+                _write(module, path, values)
             else:
                 module, notes = _build_structure(factory, seed)
         with _together(host, comm):
@@ -95,7 +100,11 @@ def build_once_per_host(factory: Factory, seed: int, path: Path, host: Group, co
         _forget_values(module)
     else:
         stored.fill_buffers(module)
-    return Built(module, lambda name, param: stored.tensor(f"param {name}"), notes)
+    return Built(module, (lambda name, param: stored.tensor(f"param {name}")) if values else _no_value, notes)
+
+
+def _no_value(name: str, param: nn.Parameter) -> torch.Tensor:
+    return torch.empty(param.shape, device="meta")
 
 
 @contextmanager
@@ -153,8 +162,11 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         yield f"buffer {name}", buffer
 
 
-def _write(module: nn.Module, path: Path) -> None:
-    """All parameters and buffers, contiguous, after a header of (name, dtype, shape, offset)."""
+def _write(module: nn.Module, path: Path, values: bool) -> None:
+    """All parameters and buffers, contiguous, after a header of (name, dtype, shape, offset).
+
+    Without `values` the file has holes where the parameters would be, which take no room.
+    """
     header, offset = [], 0
     for name, tensor in _tensors(module):
         header.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset))
@@ -163,8 +175,8 @@ def _write(module: nn.Module, path: Path) -> None:
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(len(head).to_bytes(8, "little") + head)
         start = -(-file.tell() // 4096) * 4096
-        for (_, _, _, at), (_, tensor) in zip(header, _tensors(module), strict=True):
-            if tensor.numel():
+        for (_, _, _, at), (name, tensor) in zip(header, _tensors(module), strict=True):
+            if tensor.numel() and (values or name.startswith("buffer ")):
                 file.seek(start + at)
                 file.write(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
         file.truncate(max(start + offset, file.tell(), start + 1))
@@ -222,8 +234,11 @@ def _forget_values(module: nn.Module) -> None:
 # init: meta
 
 
-def build_on_meta(factory: Factory, seed: int) -> Built:
+def build_on_meta(factory: Factory, seed: int, *, values: bool = True) -> Built:
     """Build the structure only; each module's own `reset_parameters` makes its values when they are asked for.
+
+    Args:
+        values: false: the parameters get their values from elsewhere.
 
     Raises:
         JobError: modules that cannot reset themselves, or a factory that changes parameters after building them.
@@ -253,11 +268,11 @@ def build_on_meta(factory: Factory, seed: int) -> Built:
     numbers = {id(inner): number for number, inner in enumerate(module.modules())}
     for inner in module.modules():
         if any(True for _ in inner.buffers(recurse=False)):
-            values = _reset(inner, mix(seed, numbers[id(inner)]))
+            made = _reset(inner, mix(seed, numbers[id(inner)]))
             for key in inner._buffers:
-                if key in values:
-                    inner._buffers[key] = values[key]
-    return Built(module, _ResetOnDemand(module, seed, numbers))
+                if key in made:
+                    inner._buffers[key] = made[key]
+    return Built(module, _ResetOnDemand(module, seed, numbers) if values else _no_value)
 
 
 _ADVICE = "write init: factory"

@@ -292,6 +292,30 @@ class Comm:
             once = tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())  # an expanded tensor
             tensor[once].copy_(payload[once])
 
+    def exchange_bytes(self, payload: bytes, group: Group, *, name: str) -> list[bytes]:
+        """Every rank's `payload`, in the order of the group. For short messages: each rank gets all of them."""
+        size, index = group.size, group.index
+        if size == 1:
+            return [payload]
+        lengths = torch.zeros(size, dtype=torch.float64, device=self.device)
+        lengths[index] = len(payload)
+        counts = [int(count) for count in self.sum_small(lengths, group, name=name).tolist()]
+        if not (longest := max(counts)):
+            return [b""] * size
+        own = torch.zeros(longest, dtype=torch.uint8)
+        own[: len(payload)] = torch.frombuffer(bytearray(payload + b"\0"), dtype=torch.uint8)[:-1]
+        everyone = torch.empty(size * longest, dtype=torch.uint8, device=self.device)
+        everyone.view(size, -1)[index] = own
+        self._count("small", group, (size - 1) * longest, name)
+        rows = everyone.view(size, -1).unbind()
+        if self.is_direct(group):
+            arriving = [row for peer, row in enumerate(rows) if peer != index]
+            works = self._exchange([rows[index]] * (size - 1), arriving, group, _SMALL_TAG)
+        else:
+            works = [_all_gather_single(everyone, rows[index].clone(), group.handle)]
+        self.wait_for(works)
+        return [row[:n].numpy().tobytes() for row, n in zip(everyone.cpu().view(size, -1), counts, strict=True)]
+
     def barrier(self, group: Group) -> None:
         """Return when every rank of `group` is here."""
         if group.size > 1:

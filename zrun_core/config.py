@@ -416,6 +416,58 @@ class HooksConfig(Section):
     )
 
 
+class CheckpointConfig(Section):
+    """Saves of the whole state of a run, from which it goes on bit for bit. The short form sets `every`."""
+
+    model_config = ConfigDict(populate_by_name=True)
+    short = ("every", int)
+
+    every: PositiveInt | None = Field(default=None, description="optimizer steps between saves", examples=[500])
+    minutes: PositiveFloat | None = Field(
+        default=None, description="minutes between saves, by the clock of the first rank", examples=[30]
+    )
+    keep: int = Field(default=2, ge=2, description="newest valid steps that are kept; older ones are removed")
+    dir: str | None = Field(
+        default=None, description="folder of the checkpoints; null: checkpoints in the run directory",
+        examples=["/data/gpt"],
+    )  # fmt: skip
+    async_: bool = Field(
+        default=False, alias="async", description="write in the background, from a copy in host memory"
+    )
+    busy: Literal["wait", "skip"] = Field(
+        default="wait", description="async: what a save does that is due while the last one is being written"
+    )
+    final: bool = Field(default=True, description="save at the end of the run too")
+    on_save_error: Literal["stop", "warn"] = Field(
+        default="stop", description="stop (exit 8) | warn: go on, up to two failed saves in a row"
+    )
+
+
+class InitFromConfig(Section):
+    """Weights to start from: a safetensors file or sharded folder, a `state_dict` of torch, or a zrun checkpoint."""
+
+    short = ("path", str)
+
+    path: str = Field(description="file or folder of the weights", examples=["gpt2/model.safetensors"])
+    strict: bool = Field(default=True, description="false: what the file lacks stays as the model's code made it")
+    map: dict[str, str] = Field(
+        default_factory=dict,
+        description="regex of a name in the file -> name in the model, with groups as \\1; the first match counts",
+        examples=[{r"transformer\.(.*)": r"\1"}],
+    )
+
+    @field_validator("map")
+    @classmethod
+    def _check_map(cls, names: dict[str, str]) -> dict[str, str]:
+        for pattern, replacement in names.items():
+            _check_pattern(pattern)
+            try:
+                re.sub(pattern, replacement, "")  # the replacement is read even where nothing matches
+            except (re.error, IndexError) as error:
+                raise ValueError(f"{replacement!r} cannot replace {pattern!r}: {error}") from None
+        return names
+
+
 class LogConfig(Section):
     """What is printed. `events.jsonl` always has every step."""
 
@@ -508,6 +560,19 @@ class JobConfig(Section):
     )
     activations: ActivationsConfig = Field(
         default_factory=ActivationsConfig, description="activation checkpointing", examples=[{"checkpoint": "full"}]
+    )
+    checkpoint: CheckpointConfig | None = Field(
+        default=None,
+        description="saves: steps between them, or {every, minutes, keep, dir, async, ...}; null: none",
+        examples=[{"every": 500}],
+    )
+    resume: str | int = Field(
+        default="never",
+        description="never | auto: from the newest checkpoint of this job, if there is one | a step | a path",
+        examples=["auto"],
+    )
+    init_from: InitFromConfig | None = Field(
+        default=None, description="weights to start from; null: the model's own", examples=["weights.safetensors"]
     )
     compile: bool = Field(default=False, description="torch.compile each repeated block")
     hooks: HooksConfig = Field(

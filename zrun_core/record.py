@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -43,6 +45,19 @@ class Progress:
     tokens: int = 0
     loss: float = float("nan")
 
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "loss": self.loss if math.isfinite(self.loss) else None}
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Self:
+        """What `as_json` returned, among other keys.
+
+        Raises:
+            KeyError, TypeError, ValueError: something is missing, or is no number.
+        """
+        loss = float("nan") if found["loss"] is None else float(found["loss"])
+        return cls(**{each.name: int(found[each.name]) for each in fields(cls) if each.name != "loss"}, loss=loss)
+
 
 class Numbers(NamedTuple):
     """What a step came to, over all ranks."""
@@ -53,6 +68,9 @@ class Numbers(NamedTuple):
     tokens: float
     stop: float  # ranks that a signal asked to stop
     dropped: float  # micro-batches for which a rank had no memory
+    written: float  # these three: see zrun_core/checkpoint/checkpointer.py
+    settled: float
+    due: float
     grad_norm: float
     skipped: float
     agreed: float
@@ -103,6 +121,7 @@ class Recorder:
     def __init__(self, spec: RunSpec, sharded: ShardedModel, emitter: Emitter, clock: StepClock) -> None:
         self.spec, self.job = spec, spec.job
         self.progress = Progress()
+        self._first = Progress()  # what of it was done before this process
         self._sharded, self._emitter, self._clock = sharded, emitter, clock
         self._world, self._device = sharded.mesh.world, sharded.comm.device
         self._peak_flops = peak_flops(self._device, sharded.settings.precision.compute)
@@ -114,7 +133,7 @@ class Recorder:
     def is_main(self) -> bool:
         return self._world.index == 0
 
-    def start(self, notes: list[str]) -> None:
+    def start(self, notes: list[str], resumed_from: Path | None = None) -> None:
         """What is about to run."""
         if not self.is_main:
             return
@@ -134,8 +153,15 @@ class Recorder:
             units=len(layouts),
             versions={"torch": torch.__version__, "python": sys.version.split()[0]},
             device=str(self._device) if self._device.type == "cpu" else torch.cuda.get_device_name(self._device),
+            resumed=None if resumed_from is None else {"step": self.progress.steps, "path": str(resumed_from)},
             notes=notes,
         )
+
+    def resume(self, progress: Progress) -> None:
+        """Count on from `progress`."""
+        for each in fields(progress):  # others hold on to the object
+            setattr(self.progress, each.name, getattr(progress, each.name))
+        self._first = replace(progress)
 
     def step(self, pending: Pending, numbers: Numbers, epoch: float | None) -> None:
         """Count a step and tell it.
@@ -185,10 +211,11 @@ class Recorder:
                 split=split,
                 traffic={"sent_bytes": sum(pending.sent.values())},
             )
-        if pending.step == 1 or pending.step % self.job.log.every == 0:
+        number = pending.step - self._first.steps
+        if number == 1 or pending.step % self.job.log.every == 0:
             by_kind = {kind.value: size for kind, size in self._sharded.allocated_memory().by_kind.items()}
             self._emitter.emit("memory", step=pending.step, **by_kind, **process_memory(self._device))
-        if pending.step == 2:
+        if number == 2:
             self.warn_once()
 
     def warn_once(self) -> None:
@@ -216,7 +243,8 @@ class Recorder:
         if not self.is_main:
             return
         allocated, planned = self._sharded.allocated_memory().by_kind, self._sharded.planned_memory().by_kind
-        expected = self._sharded.expected_traffic(self.progress.steps, self.progress.micro_batches)
+        done, before = self.progress, self._first
+        expected = self._sharded.expected_traffic(done.steps - before.steps, done.micro_batches - before.micro_batches)
         self._emitter.emit(
             "end",
             step=self.progress.steps,

@@ -52,6 +52,13 @@ class BatchPlan(Section):
         )
 
 
+class ResumeSpec(Section):
+    """Where a run goes on from."""
+
+    folder: str  # of checkpoints
+    step: int | None = None  # this one and no other; None: the newest valid one
+
+
 class RunSpec(Section):
     """The one object that a launcher hands to a worker."""
 
@@ -61,6 +68,7 @@ class RunSpec(Section):
     job_dir: str  # folder of the job file: first on the workers' sys.path
     run_dir: str
     run_id: str
+    resume: ResumeSpec | None = None  # None: from the beginning
     telemetry: str | None = None  # unix datagram socket of this host's agent; None: nobody listens
 
     @classmethod
@@ -76,6 +84,13 @@ class RunSpec(Section):
         """Store the spec at `path`, readable by its owner only."""
         path.touch(mode=0o600)
         path.write_text(json.dumps(self.as_json(), indent=1))
+
+
+def checkpoint_folder(job: JobConfig, run_dir: Path) -> Path:
+    """Where the checkpoints of a run lie: `checkpoint.dir`, else a folder of the run directory."""
+    if job.checkpoint is not None and job.checkpoint.dir is not None:
+        return Path(job.checkpoint.dir).expanduser().absolute()
+    return run_dir / "checkpoints"
 
 
 def resolve_bucket(zero: ZeroConfig, device: str) -> int:

@@ -12,23 +12,26 @@ import torch
 from torch import nn
 
 from zrun_core.board import Board
+from zrun_core.checkpoint.checkpointer import Checkpointer, Votes
+from zrun_core.checkpoint.resume import Resumed, restore_streams
 from zrun_core.data.batch import MicroBatch
 from zrun_core.data.loader import BatchLoader, eval_batches
-from zrun_core.errors import JobError, NumericError, OutOfMemoryError, StoppedError
+from zrun_core.errors import CheckpointError, ExitCode, JobError, NumericError, OutOfMemoryError, StoppedError
 from zrun_core.events import Emitter
 from zrun_core.guards import NumericGuard
 from zrun_core.loss import LossFunction, LossKind, compute_loss
 from zrun_core.metrics import FlopCount, Phase, StepClock
 from zrun_core.oom import MemoryGuard
 from zrun_core.optim.lr import Schedule
-from zrun_core.record import NUM_SUMS, Numbers, Pending, Recorder, to_host
+from zrun_core.record import NUM_SUMS, Numbers, Pending, Progress, Recorder, to_host
 from zrun_core.replicas import ReplicaGuard
 from zrun_core.spec import RunSpec
 from zrun_core.stop import StopSignals
 from zrun_core.user import user_code
 from zrun_core.zero.sharded import ShardedModel
 
-_STOP, _DROPPED = (Numbers._fields.index(name) for name in ("stop", "dropped"))
+_STOP, _DROPPED, _FIRST_VOTE = (Numbers._fields.index(name) for name in ("stop", "dropped", Votes._fields[0]))
+_VOTES = slice(_FIRST_VOTE, _FIRST_VOTE + len(Votes._fields))
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ class Trainer:
         emitter: Emitter,
         board: Board | None,
         stop: StopSignals,
+        checkpointer: Checkpointer | None = None,
     ) -> None:
         self.spec, self.job = spec, spec.job
         self.sharded, self.loader, self.parts = sharded, loader, parts
@@ -90,12 +94,14 @@ class Trainer:
         self._pending: Pending | None = None
         self._clock = StepClock(self.device)
         self._flops_per_sample: float | None = None
+        self.checkpointer = checkpointer  # None: nothing is saved
         self.recorder = Recorder(spec, sharded, emitter, self._clock)
         self.progress = self.recorder.progress
         self.replicas = ReplicaGuard(sharded)
         self._numeric = NumericGuard(self.job, sharded, emitter, is_main=self.is_main)
         self._memory = MemoryGuard(spec, sharded, emitter)
         self._own_sums = torch.zeros(0)
+        self._is_resumed = False
         self._must_stop = self._has_told_stop = False
 
     @property
@@ -125,15 +131,21 @@ class Trainer:
         """
         if not self.module.training:
             self.module.train()
-        self._broadcast_buffers()
-        if self.job.eval is not None and self.job.eval.first:
-            self.evaluate()
+        if not self._is_resumed:  # its buffers are those of the run that it goes on with
+            self._broadcast_buffers()
+            if self.job.eval is not None and self.job.eval.first:
+                self.evaluate()
         self._clock.restart()
         reason = self._train()
         self._resolve()
         self.recorder.warn_once()
         if reason == "stopped":
             self._leave()
+        if self.checkpointer is not None:
+            self.phase = "save"
+            self.checkpointer.finish()
+            if self.checkpointer.config.final:
+                self.save("end")
         if self.job.eval is not None:
             every = self.job.eval.every
             if every is None or self.progress.steps % every:
@@ -156,6 +168,7 @@ class Trainer:
                 self._resolve()
                 self.evaluate()
                 self._clock.restart()
+            self._save_if_due()
             if self.job.tokens is not None:
                 self._resolve()
                 if not self.progress.tokens:
@@ -166,6 +179,63 @@ class Trainer:
                 if self.progress.tokens >= self.job.tokens:
                     return "tokens"
         return "steps"
+
+    # Saving and going on
+
+    def save(self, reason: str) -> None:
+        """Save now, unless this step is saved already. Between two steps, on all ranks; it is there on return.
+
+        Raises:
+            SaveError: this rank could not, and the job says to stop then.
+            PeerError: another rank could not.
+        """
+        if self.checkpointer is None:
+            return
+        self.phase = "save"
+        self._resolve()
+        self.checkpointer.save(self.progress.steps, self._state(), reason)
+        self._clock.restart()
+
+    def _save_if_due(self) -> None:
+        if self.checkpointer is None or not self.checkpointer.is_concerned(self.progress.steps):
+            return
+        self.phase = "save"
+        self._resolve()
+        self.checkpointer.after_step(self.progress.steps, self._state)
+        self._clock.restart()
+
+    def _state(self) -> dict[str, Any]:
+        """What of a save is not a tensor: counters, the place in the data, the loss scale.
+
+        Raises:
+            DivergedError: the ranks do not hold the same, so nothing is saved.
+        """
+        if self.job.guards.replica_every:
+            self.check_replicas(self.job.optim.lr * self.schedule(self.progress.updates))
+        return {
+            **self.progress.as_json(),
+            "cursor": self.loader.cursor,
+            "dataset_samples": self.loader.num_samples,
+            "scaler": self.sharded.scaler.state_dict() if self.sharded.scaler.enabled else None,
+        }
+
+    def resume(self, resumed: Resumed) -> None:
+        """Go on where the run was whose tensors are loaded already. The last thing before `run`.
+
+        Raises:
+            CheckpointError: the manifest lacks what a run needs.
+        """
+        state = resumed.manifest.progress
+        try:
+            self.recorder.resume(Progress.from_json(state))
+            cursor, scaler = int(state["cursor"]), state["scaler"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{resumed.path} is not of a training run: {error!r} in its progress") from None
+        if scaler is not None and self.sharded.scaler.enabled:
+            self.sharded.scaler.load_state_dict(scaler)
+        self.loader.seek(cursor)
+        restore_streams(resumed, self.job.seed, self.world.index, self.device)
+        self._is_resumed = True
 
     # One step
 
@@ -178,8 +248,7 @@ class Trainer:
         self.comm.drain()
         self.comm.take_waited()  # what came before the step is not its own
         waited = dict.fromkeys(Phase, 0.0)
-        sums = torch.zeros(NUM_SUMS, dtype=torch.float64, device=self.device)  # the first fields of `Numbers`
-        sums[_STOP] = self._asked_to_stop()
+        sums = self._first_sums()
         self.sharded.begin_step()
         for number, micro in enumerate(micro_batches):
             boundary = number == len(micro_batches) - 1
@@ -210,6 +279,16 @@ class Trainer:
         )
         if self.device.type != "cuda" or self.parts.on_step is not None:  # the hook is called between two steps
             self._resolve()
+
+    def _first_sums(self) -> torch.Tensor:
+        """What this rank has to say before the step, in the place of the first fields of `Numbers`."""
+        sums = torch.zeros(NUM_SUMS, dtype=torch.float64)
+        sums[_STOP] = self._asked_to_stop()
+        if self.checkpointer is not None:
+            sums[_VOTES] = torch.tensor(self.checkpointer.votes(), dtype=torch.float64)
+        if self.device.type == "cuda":
+            sums = sums.pin_memory()  # copied without waiting for the device
+        return sums.to(self.device, non_blocking=True)
 
     def _micro_batch(self, micro: MicroBatch, sums: torch.Tensor, waited: dict[Phase, float], boundary: bool) -> None:
         self.phase = "forward"
@@ -260,6 +339,8 @@ class Trainer:
             return
         with self._waiting():
             numbers = pending.read()
+        if self.checkpointer is not None:
+            self.checkpointer.heed(Votes(numbers.written, numbers.settled, numbers.due))
         self.recorder.step(pending, numbers, self.loader.epoch)
         self._must_stop |= numbers.stop > 0
         own_loss = float(self._own_sums[1]) if numbers.skipped else 0.0
@@ -317,8 +398,12 @@ class Trainer:
             StoppedError: always.
         """
         self.stop.ignore()
+        if self.checkpointer is None:
+            self.comm.barrier(self.world)
+            raise StoppedError(f"stopped after step {self.progress.steps}, not saved", self.stop.exit_code)
+        self.save("stopped")
         self.comm.barrier(self.world)
-        raise StoppedError(f"stopped after step {self.progress.steps}, not saved", self.stop.exit_code)
+        raise StoppedError(f"stopped after step {self.progress.steps}, saved", ExitCode.STOPPED)
 
     # Evaluation
 

@@ -11,6 +11,7 @@ import ctypes
 import faulthandler
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -23,9 +24,14 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from zrun_core import parallelize, user
+from zrun_core import parallelize, rng, user
 from zrun_core.board import Board, Watchdog
 from zrun_core.build import Built, build_on_meta, build_once_per_host
+from zrun_core.checkpoint.checkpointer import About, Checkpointer, hold, versions
+from zrun_core.checkpoint.folder import CheckpointFolder
+from zrun_core.checkpoint.initial import load_weights
+from zrun_core.checkpoint.resume import load_newest
+from zrun_core.checkpoint.state import ModelState
 from zrun_core.comm import Comm, Group
 from zrun_core.config import Ref
 from zrun_core.data.loader import BatchLoader
@@ -35,7 +41,7 @@ from zrun_core.events import Emitter
 from zrun_core.mesh import Mesh
 from zrun_core.optim.choose import choose
 from zrun_core.optim.lr import make_schedule
-from zrun_core.spec import RunSpec
+from zrun_core.spec import RunSpec, checkpoint_folder
 from zrun_core.stop import StopSignals
 from zrun_core.trainer import Parts, Trainer
 
@@ -69,6 +75,7 @@ class Worker:
         self.emitter = Emitter(spec.telemetry if is_heard else None, rank)
         self.phase = "start"
         self.stop = StopSignals()
+        self.lock: int | None = None  # on the folder of checkpoints
         self.board: Board | None = None
         if len(set(spec.plan.hosts)) == 1:
             self.board = Board(self.run_dir / "board", rank, spec.plan.world_size)
@@ -107,6 +114,16 @@ class Worker:
         sharded = parallelize.parallelize(built, job, settings, mesh, comm)
         sharded.module.to(device)  # buffers: the parameters are there
         notes = list(built.notes)
+        self.phase = "load"
+        if job.checkpoint is not None and self.rank == 0:
+            self.lock = hold(checkpoint_folder(job, self.run_dir))  # before anything in it is believed
+        state = ModelState(sharded)
+        resumed = None
+        if self.spec.resume is not None:
+            resumed = load_newest(self.spec.resume, state, comm, mesh.world)
+            notes += resumed.in_words()
+        elif job.init_from is not None:
+            notes += load_weights(job.init_from, state, mesh.world)
 
         self.phase = "data"
         parts = self._load_parts()
@@ -115,7 +132,9 @@ class Worker:
             user.call(_plain(job.data), job_dir), job.data, self.spec.batch, self.rank, job.seed, device,
             epochs=job.epochs, collate=parts.collate,
         )  # fmt: skip
-        torch.manual_seed(mix(job.seed, 1 + self.rank))  # from here on each rank draws from its own stream
+        torch.manual_seed(mix(job.seed, 1 + self.rank))  # from here on each rank draws from its own streams
+        rng.seed(mix(job.seed, 1 + self.rank))
+        checkpointer = self._checkpointer(state, comm, mesh.world)
         trainer = Trainer(
             self.spec,
             sharded,
@@ -125,9 +144,31 @@ class Worker:
             self.emitter,
             self.board,
             self.stop,
+            checkpointer,
         )
-        trainer.recorder.start(notes)
+        if resumed is not None:
+            trainer.resume(resumed)
+            if resumed.notes is not None:
+                state.adopt_learnt(resumed.notes["learnt"], resumed.manifest)
+        if checkpointer is not None:
+            checkpointer.open(resumed)
+        trainer.recorder.start(notes, resumed.path if resumed is not None else None)
         return trainer, mesh.world
+
+    def _checkpointer(self, state: ModelState, comm: Comm, world: Group) -> Checkpointer | None:
+        config = self.spec.job.checkpoint
+        if config is None:
+            return None
+        folder = CheckpointFolder(checkpoint_folder(self.spec.job, self.run_dir))
+        run_id = re.sub(r"[^A-Za-z0-9_-]", "-", self.spec.run_id)[:128]  # of a folder that the user named
+        about = About(run_id, self.spec.job.model_dump(mode="json", by_alias=True), versions())
+        return Checkpointer(folder, state, config, comm, world, about, self._tell_save)
+
+    def _tell_save(self, **fields: Any) -> None:
+        if "warning" in fields:
+            self.emitter.emit("warning", message=fields["warning"])
+        else:
+            self.emitter.emit("save", **fields)
 
     def _join(self, device: torch.device) -> None:
         """Meet the other ranks.
@@ -172,13 +213,15 @@ class Worker:
 
     def _build(self, mesh: Mesh, comm: Comm) -> Built:
         job = self.spec.job
+        values = self.spec.resume is None and (job.init_from is None or not job.init_from.strict)
 
         def factory() -> torch.nn.Module:
             return user.build_model(job.model, Path(self.spec.job_dir))
 
         if job.init == "meta":
-            return build_on_meta(factory, job.seed)
-        return build_once_per_host(factory, job.seed, self.run_dir / f"init-{mesh.host.ranks[0]}", mesh.host, comm)
+            return build_on_meta(factory, job.seed, values=values)
+        path = self.run_dir / f"init-{mesh.host.ranks[0]}"
+        return build_once_per_host(factory, job.seed, path, mesh.host, comm, values=values)
 
     def _load_parts(self) -> Parts:
         job, job_dir = self.spec.job, Path(self.spec.job_dir)

@@ -151,4 +151,7 @@ def test_no_bytes_of_others_are_unpickled(name: str) -> None:
     calls = (
         r"\w*_object_list|\w*_object|torch\.load|torch\.save|yaml\.(?:unsafe_load|full_load|load)|np\.load|numpy\.load"
     )
+    if name == "zrun_core.checkpoint.initial":  # a state_dict that the job names, as tensors and nothing else
+        source, number = re.subn(r"torch\.load\(path, map_location='cpu', mmap=True, weights_only=True\)", "", source)
+        assert number == 1
     assert not re.search(rf"\b(?:dist\.|distributed\.)?(?:{calls})\(", source), name

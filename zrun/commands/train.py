@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import traceback
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from zrun.launch.local import LocalAgent
     from zrun.launch.plan import Resolved
     from zrun.launch.rundir import RunDir
+    from zrun_core.spec import ResumeSpec
 
 
 def train(
@@ -33,6 +35,11 @@ def train(
     slots: Annotated[
         int | None, typer.Option(help="Ranks on this host; short for slots=N.", show_default=False)
     ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(help="auto, a step, a path, or never; short for resume=...", show_default=False),
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start over where checkpoints are; they are kept.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would run, and stop.")] = False,
     worker: Annotated[str, typer.Option(hidden=True)] = "zrun_core",
 ) -> None:
@@ -42,8 +49,9 @@ def train(
 
     Exit codes: 0 done; 2 the job is wrong; 3 this machine cannot run it;
     4 workers did not start in time; 5 a worker failed; 6 a hang;
-    7 the numbers went wrong; 10 replicas diverged; 75 stopped by a signal
-    after saving; 130 or 143 stopped by a signal before saving.
+    7 the numbers went wrong; 8 a checkpoint could not be saved; 9 no valid
+    checkpoint; 10 replicas diverged; 75 stopped by a signal after saving;
+    130 or 143 stopped by a signal before saving.
     """
     from zrun.launch.frames import Start
     from zrun.launch.local import LocalAgent
@@ -53,26 +61,34 @@ def train(
         from zrun.job.load import load_job
         from zrun.launch.environment import worker_environment
         from zrun.launch.plan import make_plan, probe_host
-        from zrun.launch.rundir import RunDir
+        from zrun.launch.resume import begin
+        from zrun.launch.rundir import RunDir, set_checkpoints_aside
         from zrun.watch.preface import print_preface
 
-        loaded = load_job(job, [*(overrides or ()), *([f"slots={slots}"] if slots is not None else ())])
+        short = {"slots": slots, "resume": json.dumps(resume) if resume and not resume.isdigit() else resume}
+        given = [f"{key}={value}" for key, value in short.items() if value is not None]
+        loaded = load_job(job, [*(overrides or ()), *given])
         environment = worker_environment(loaded.config, os.environ)
         host = probe_host()
         resolved = make_plan(loaded.config, host)
         if ui is not Ui.none:
             print_preface(resolved, host, sys.stderr)
-        if agent is None:
+        beginning = begin(resolved.job, run_dir, fresh)
+        if beginning.note:
+            print(beginning.note, file=sys.stderr)
+        if agent is None or beginning.complete:
             return
-        with RunDir.claim(resolved.job.name, run_dir) as rundir:
+        with RunDir.claim(resolved.job.name, beginning.run_dir, earlier=beginning.earlier) as rundir:
+            if beginning.aside is not None:
+                set_checkpoints_aside(beginning.aside, rundir.run_id)
             rundir.write_job(_record(loaded, resolved))
             rundir.write_plan(resolved.plan)
-            agent.start(Start(_spec(loaded, resolved, rundir), host.hostname, environment, worker))
+            agent.start(Start(_spec(loaded, resolved, rundir, beginning.resume), host.hostname, environment, worker))
             code = _follow(agent, resolved, rundir, ui)
     raise typer.Exit(code)
 
 
-def _spec(loaded: LoadedJob, resolved: Resolved, rundir: RunDir) -> dict[str, Any]:
+def _spec(loaded: LoadedJob, resolved: Resolved, rundir: RunDir, resume: ResumeSpec | None) -> dict[str, Any]:
     from zrun.launch.environment import without_secrets
     from zrun_core.spec import RunSpec
 
@@ -83,6 +99,7 @@ def _spec(loaded: LoadedJob, resolved: Resolved, rundir: RunDir) -> dict[str, An
         job_dir=str(loaded.path.absolute().parent),
         run_dir=str(rundir.path),
         run_id=rundir.run_id,
+        resume=resume,
     )
     return spec.as_json()
 

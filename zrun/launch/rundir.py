@@ -13,6 +13,7 @@ import json
 import os
 import secrets
 import time
+from enum import Enum
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -20,6 +21,17 @@ from typing import Any, Self
 from zrun_core.errors import JobError, ZrunError
 from zrun_core.events import Event, encode
 from zrun_core.spec import LaunchPlan
+
+
+class Earlier(Enum):
+    """What becomes of an earlier run in the directory."""
+
+    REFUSE = "nothing is written over it"
+    CONTINUE = "its record and its checkpoints stay, the rest of it moves to attempts/<n>"
+    START_OVER = "all of it moves to attempts/<n>"
+
+
+_KEPT = {Earlier.CONTINUE: {"events.jsonl", "checkpoints"}, Earlier.START_OVER: set[str]()}
 
 
 class RunDir:
@@ -32,7 +44,9 @@ class RunDir:
         self._events = os.open(path / "events.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
     @classmethod
-    def claim(cls, name: str, chosen: Path | None, root: Path = Path("runs")) -> Self:
+    def claim(
+        cls, name: str, chosen: Path | None, root: Path = Path("runs"), earlier: Earlier = Earlier.REFUSE
+    ) -> Self:
         """Make the run directory and lock it: `chosen`, or a new one below `root`.
 
         Raises:
@@ -42,13 +56,16 @@ class RunDir:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.mkdir(mode=0o700, exist_ok=True)
-            if not (path / ".lock").exists():
+            if not (path / ".lock").exists() and not is_run(path):
                 _refuse_files(path)  # before anything is written there: it may be anybody's folder
             lock = _lock(path)
         except OSError as error:
             raise JobError(f"run directory {path}: {error.strerror}: choose another with --run-dir") from None
         try:
-            _refuse_files(path)
+            if earlier is not Earlier.REFUSE and is_run(path):
+                _move_attempt(path, _KEPT[earlier])
+            else:
+                _refuse_files(path)
             path.chmod(0o700)
             for folder in ("logs", "failures"):
                 (path / folder).mkdir(mode=0o700)
@@ -128,6 +145,45 @@ def _lock(path: Path) -> int:
     return lock
 
 
+def is_run(path: Path) -> bool:
+    """Whether `path` is the directory of a run that was started once."""
+    return (path / "events.jsonl").is_file()
+
+
+def _move_attempt(path: Path, kept: set[str]) -> None:
+    """Make room for another attempt.
+
+    Raises:
+        JobError: something cannot be moved.
+    """
+    try:
+        attempts = path / "attempts"
+        attempts.mkdir(mode=0o700, exist_ok=True)
+        target = attempts / str(1 + max((int(e.name) for e in attempts.iterdir() if e.name.isdigit()), default=0))
+        target.mkdir(mode=0o700)
+        for entry in sorted(path.iterdir()):
+            if entry.name not in kept | {".lock", "attempts"}:
+                entry.rename(target / entry.name)
+    except OSError as error:
+        raise JobError(f"run directory {path}: {error.strerror}: choose another with --run-dir") from None
+
+
+def set_checkpoints_aside(folder: Path, run_id: str) -> None:
+    """Move what lies in a folder of checkpoints into a folder of it, so that another run can use it.
+
+    Raises:
+        JobError: it cannot be moved.
+    """
+    try:
+        target = folder / f"before-{run_id}"
+        target.mkdir(mode=0o700)
+        for entry in sorted(folder.iterdir()):
+            if entry.name.startswith(("step-", "latest")):
+                entry.rename(target / entry.name)
+    except OSError as error:
+        raise JobError(f"checkpoint.dir: {folder}: {error.strerror}: name another folder") from None
+
+
 def _refuse_files(path: Path) -> None:
     """Nothing is ever written over an earlier run, or into a folder of something else.
 
@@ -136,6 +192,9 @@ def _refuse_files(path: Path) -> None:
     """
     names = sorted(entry.name for entry in path.iterdir() if entry.name != ".lock")
     if "events.jsonl" in names:
-        raise JobError(f"run directory {path} holds an earlier run: remove it or choose another with --run-dir")
+        raise JobError(
+            f"run directory {path} holds an earlier run: go on with --resume auto, start over with --fresh, or choose "
+            "another with --run-dir"
+        )
     if names:
         raise JobError(f"run directory {path} is not empty (it holds {names[0]}): choose another with --run-dir")

@@ -61,19 +61,20 @@ class BatchLoader:
             epochs=epochs,
             pin_memory=device.type == "cuda",
         )
-        self._num_samples = len(dataset) if is_map_style(dataset) else None  # type: ignore[arg-type]
-        self.cursor = 0
+        self.num_samples = len(dataset) if is_map_style(dataset) else None  # type: ignore[arg-type]
+        self.cursor = 0  # in the stream, in samples over all ranks
         self._steps: Iterator[Step] = self._source.steps(0)
 
     @property
     def epoch(self) -> float | None:
         """Passes over the data that the cursor stands for; None for an iterable dataset, which has no length."""
-        return self.cursor / self._num_samples if self._num_samples else None
+        return self.cursor / self.num_samples if self.num_samples else None
 
     def seek(self, cursor: int) -> None:
         """Continue from this position of the stream, in samples over all ranks."""
         self.cursor = cursor
-        self._steps = self._source.steps(cursor)
+        with user_code("reading the training data failed"):
+            self._steps = self._source.steps(cursor)
 
     def next_step(self) -> list[MicroBatch] | None:
         """This rank's micro-batches of the next optimizer step, or None when the data has ended, on all ranks.

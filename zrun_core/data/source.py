@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count, islice
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
+from zrun_core import rng
 from zrun_core.data.batch import MicroBatch
 from zrun_core.data.order import EpochOrder, micro_batches, mix, split, steps
 from zrun_core.errors import JobError, UserCodeError
@@ -71,8 +72,8 @@ class MapSource:
         # An own generator: DataLoader draws its workers' seeds from it instead of from the rank's global stream.
         generator = torch.Generator().manual_seed(mix(self._seed, self._rank))
         loader: DataLoader[Any] = DataLoader(
-            self._dataset,
-            batch_sampler=_Indices(self, start),
+            _Placed(self._dataset, self._seed) if self._workers else self._dataset,
+            batch_sampler=_Indices(self, start, placed=self._workers > 0),
             num_workers=self._workers,
             collate_fn=self._collate,
             pin_memory=self._pin_memory,
@@ -83,23 +84,59 @@ class MapSource:
             parts = micro_batches(len(positions), self._batch, self._rank)
             yield len(positions), [MicroBatch.of(next(batches), len(part)) for part in parts]
 
-    def micro_batch_indices(self, start: int) -> Iterator[list[int]]:
-        """The dataset indices of every micro-batch of this rank from stream position `start` on."""
+    def micro_batch_places(self, start: int) -> Iterator[list[Place]]:
+        """The samples of every micro-batch of this rank from stream position `start` on."""
         for positions in steps(start, self._batch.global_size, self._total):
             for part in micro_batches(len(positions), self._batch, self._rank):
                 # Nothing left for this rank: the step's first sample stands in.
-                yield [self._order.index(positions[offset]) for offset in part or (0,)]
+                places = [positions[offset] for offset in part or (0,)]
+                yield [Place(self._order.index(position), position) for position in places]
+
+
+class Place(NamedTuple):
+    """A sample: its number in the dataset, and its position in the stream."""
+
+    number: int
+    position: int
 
 
 class _Indices:
     """A batch sampler: DataLoader wants an iterable, and its processes run ahead of the step being consumed."""
 
-    def __init__(self, source: MapSource, start: int) -> None:
+    def __init__(self, source: MapSource, start: int, *, placed: bool) -> None:
         self._source = source
         self._start = start
+        self._placed = placed
 
-    def __iter__(self) -> Iterator[list[int]]:
-        return self._source.micro_batch_indices(self._start)
+    def __iter__(self) -> Iterator[list[Any]]:
+        for places in self._source.micro_batch_places(self._start):
+            yield list(places) if self._placed else [place.number for place in places]
+
+
+class _Placed(Dataset[Any]):
+    """A dataset in a loader process: what is drawn for a sample depends on its position in the stream alone.
+
+    Not on which process draws, nor on how many samples it has drawn before: a run that goes on draws the same, with
+    any number of processes and ranks.
+    """
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self._dataset = dataset
+        self._seed = seed
+
+    def __getitems__(self, places: list[Place]) -> list[Any]:
+        if hasattr(self._dataset, "__getitems__"):  # several at once, by its own means
+            self._place(places[0])
+            found: list[Any] = self._dataset.__getitems__([place.number for place in places])
+            return found
+        samples = []
+        for place in places:
+            self._place(place)
+            samples.append(self._dataset[place.number])
+        return samples
+
+    def _place(self, place: Place) -> None:
+        rng.seed(mix(self._seed, place.position))
 
 
 class IterableSource:
@@ -136,8 +173,13 @@ class IterableSource:
         self._limit = limit
 
     def steps(self, start: int) -> Iterator[Step]:
-        """The steps from stream position `start` on, after walking past everything before it."""
-        stream = islice(self._stream(), start, self._limit)
+        """The steps from stream position `start` on, after walking past everything before it, which happens at once."""
+        stream = self._stream()
+        for _ in islice(stream, start):
+            pass
+        return self._steps(islice(stream, None if self._limit is None else max(0, self._limit - start)))
+
+    def _steps(self, stream: Iterator[Any]) -> Iterator[Step]:
         global_size = self._batch.global_size
         # In a full step a rank needs its own part. In a short last one that part moves to the front, and how far is
         # known only at its end, so all samples of the step are kept where the stream can end.

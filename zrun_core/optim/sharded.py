@@ -13,7 +13,6 @@ bits at every stage.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 
@@ -204,12 +203,9 @@ class ShardedOptimizer:
             for state in update.optimizer.state.values() if update.optimizer is not None else ():
                 yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
-    def state_dict(self) -> list[dict[str, Any]]:
-        """By unit, torch's state of its optimizer."""
-        return [update.optimizer.state_dict() if update.optimizer else {} for update in self._updates]
-
-    def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
-        """Restore what `state_dict` returned on the same layout."""
-        for update, state in zip(self._updates, states, strict=True):
+    def held(self) -> Iterator[tuple[FlatUnit, Piece, torch.nn.Parameter, torch.optim.Optimizer]]:
+        """Every part of a parameter that this rank updates: (unit, part, as its optimizer knows it, that optimizer)."""
+        for update in self._updates:
             if update.optimizer is not None:
-                update.optimizer.load_state_dict(state)
+                for piece, param in zip(update.pieces, update._params, strict=True):
+                    yield update.unit, piece, param, update.optimizer

@@ -14,8 +14,8 @@ reduced once more at the end; from then on it is left for the end.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -225,3 +225,18 @@ class Reducer:
         order = torch.tensor(seen, device=self._comm.device)
         self._comm.broadcast(order, self._mesh.world, name="order of reductions")
         self._order = [by_index[index] for index in order.tolist()]
+
+    def learnt(self) -> dict[str, Any]:
+        """What backward passes have taught, as small JSON: sums of late gradients depend on it, to the last bit."""
+        return {
+            "order": [unit.index for unit in self._order] if self._order_is_learnt else None,
+            "late": sorted(self._left_for_end),
+        }
+
+    def adopt(self, learnt: Mapping[str, Any]) -> None:
+        """Go on with what the same model on the same layout had learnt."""
+        if learnt["order"] is not None:
+            by_index = {unit.index: unit for unit in self._order}
+            self._order = [by_index[index] for index in learnt["order"]]
+            self._order_is_learnt = True
+        self._left_for_end = set(learnt["late"])

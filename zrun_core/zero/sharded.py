@@ -170,8 +170,8 @@ class ShardedModel:
         compiled = {id(inner) for block in blocks for inner in block.modules()}
         watched = [inner for inner in module.modules() if id(inner) not in compiled] if split.size > 1 else []
         self._gatherer = Gatherer(self.units, comm, settings.prefetch, sees_lookups=not compiled)
-        self._reducer = Reducer(self.units, states, mesh, comm)
-        install(module, self.units, planned.hooked, self._gatherer, self._reducer, watched=watched)
+        self.reducer = Reducer(self.units, states, mesh, comm)
+        install(module, self.units, planned.hooked, self._gatherer, self.reducer, watched=watched)
         self._trained = [unit for unit in self.units if unit.trainable]
         self.optimizer: ShardedOptimizer
         if settings.optimizer is not None:
@@ -183,12 +183,12 @@ class ShardedModel:
     def attach(self, chosen: Chosen, groups: Sequence[Options], group_of: Callable[[ParamSlot], int]) -> None:
         """Give the model its optimizer, with `groups`, of which `group_of` gives a parameter's number."""
         self.settings = replace(self.settings, optimizer=chosen)
-        self.optimizer = ShardedOptimizer(self.units, chosen, groups, group_of, self._reducer.ring, self.comm)
+        self.optimizer = ShardedOptimizer(self.units, chosen, groups, group_of, self.reducer.ring, self.comm)
 
     def run_plainly(self, accumulate: int) -> PlainLoop:
         """From now on plain calls of the module and plain `loss.backward()` begin and end their passes themselves."""
         return PlainLoop(
-            self.module, self._gatherer, self._reducer,
+            self.module, self._gatherer, self.reducer,
             lambda: self.settings.precision.autocast(self.comm.device), accumulate,
         )  # fmt: skip
 
@@ -198,7 +198,7 @@ class ShardedModel:
         """Forget the last step's gradients."""
         for unit in self._trained:
             unit.begin_step()
-        self._reducer.begin_step()
+        self.reducer.begin_step()
         self._gatherer.schedule_hash = 0
         self._inspector.begin_step()
 
@@ -216,9 +216,9 @@ class ShardedModel:
             boundary: whether this is the last micro-batch of the optimizer step.
         """
         self._gatherer.begin_backward()
-        self._reducer.begin(boundary=boundary)
+        self.reducer.begin(boundary=boundary)
         (loss * self.scaler.scale if self.scaler.enabled else loss).backward()
-        self._reducer.finish()
+        self.reducer.finish()
         self._gatherer.end()
 
     def give_up_backward(self, *, boundary: bool) -> None:
@@ -234,9 +234,9 @@ class ShardedModel:
             unit.num_active = 0
         if not self._gatherer.in_backward:
             self._gatherer.begin_backward()
-        if not self._reducer.is_open:
-            self._reducer.begin(boundary=boundary)
-        self._reducer.finish()
+        if not self.reducer.is_open:
+            self.reducer.begin(boundary=boundary)
+        self.reducer.finish()
         self._gatherer.end()
 
     def step(
@@ -323,7 +323,7 @@ class ShardedModel:
 
     def inspect_gradients(self, wanted: bool) -> None:
         """Whether to look at each rank's own gradient from now on, before it is summed: one more pass over it."""
-        self._reducer.inspector = self._inspector if wanted else None
+        self.reducer.inspector = self._inspector if wanted else None
 
     def find_nonfinite(self, own_loss: float) -> Culprit | None:
         """The parameter, or the rank's loss, because of which the last step was skipped. Collective.
@@ -400,7 +400,7 @@ class ShardedModel:
         """The tensors in which this rank's states and scratch lie."""
         for unit in self.units:
             yield from (value for value in vars(unit).values() if isinstance(value, torch.Tensor))
-        yield from self._reducer.ring.tensors
+        yield from self.reducer.ring.tensors
         yield from self.optimizer.tensors()
 
     def allocated_memory(self) -> MemoryAccount:
@@ -411,7 +411,7 @@ class ShardedModel:
         if self.settings.optimizer is not None:
             account.add([Buffer("moments", Kind.OPTIM, self.optimizer.moment_bytes())])
         pool_bytes = self._pool.num_bytes if self._pool is not None else 0
-        account.add([Buffer("rings", Kind.RING, pool_bytes + self._reducer.ring.num_bytes)])
+        account.add([Buffer("rings", Kind.RING, pool_bytes + self.reducer.ring.num_bytes)])
         return account
 
 

@@ -104,7 +104,10 @@ class FlatUnit:
     # Parameters
 
     def load(self, sources: list[torch.Tensor]) -> None:
-        """Fill the shard, the master copy and, if it is kept, the whole unit from full parameter values."""
+        """Fill the shard, the master copy and, if it is kept, the whole unit from full parameter values.
+
+        A value on the meta device is none yet: what comes later fills it.
+        """
         with torch.no_grad():
             own = self.layout.shard_range(self.split.index)
             targets = [(self.param_shard, own)] if self.frees else [(self.full, (0, self.layout.padded_numel))]
@@ -113,6 +116,8 @@ class FlatUnit:
             for target, (start, stop) in targets:
                 for piece in self.layout.pieces(start, stop):
                     source, slot = sources[piece.index], piece.slot
+                    if source.is_meta:
+                        continue
                     flat = source if source.stride() == slot.stride else _with_stride(source, slot)
                     first = start + piece.start - slot.offset
                     part = flat.as_strided((piece.stop - piece.start,), (1,), flat.storage_offset() + first)

@@ -1,0 +1,229 @@
+"""Whole runs of a job on the ranks of a pool: what `zrun train` does, without its processes."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from toys import Block, world
+from torch import nn
+
+from zrun_core.checkpoint.state import ModelState
+from zrun_core.comm import Comm
+from zrun_core.config import JobConfig
+from zrun_core.data.batch import MicroBatch
+from zrun_core.errors import UserCodeError, ZrunError
+from zrun_core.mesh import Mesh
+from zrun_core.spec import LaunchPlan, RankPlace, ResumeSpec, RunSpec, resolve_batch
+from zrun_core.trainer import HookContext, Trainer
+from zrun_core.worker import Worker
+
+VOCAB = 13
+Event = dict[str, Any]
+
+
+class Speaker(nn.Module):
+    """Tokens [batch, time] -> logits, with dropout, a tied weight, a frozen one, and running statistics."""
+
+    def __init__(self, dropout: float = 0.1, dim: int = 16, depth: int = 2, norm: bool = True) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, dim)
+        self.blocks = nn.ModuleList(Block(dim) for _ in range(depth))
+        self.drop = nn.Dropout(dropout)
+        self.scale = nn.Parameter(torch.full((dim,), 0.5), requires_grad=False)
+        self.norm = nn.BatchNorm1d(dim) if norm else nn.Identity()
+        self.head = nn.Linear(dim, VOCAB, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        x = self.drop(self.embed(input_ids))
+        for block in self.blocks:
+            x = self.drop(block(x)) * self.scale
+        x = self.norm(x.transpose(1, 2)).transpose(1, 2)
+        return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), labels.flatten())
+
+
+class Tokens(torch.utils.data.Dataset[Any]):
+    """`length` samples, each with its index."""
+
+    def __init__(self, length: int = 40, seq_len: int = 6) -> None:
+        generator = torch.Generator().manual_seed(4)
+        self.tokens = torch.randint(VOCAB, (length, seq_len + 1), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        row = self.tokens[index]
+        return {"input_ids": row[:-1], "labels": row[1:], "index": torch.tensor(index)}
+
+
+class Plain(Tokens):
+    """Without the index."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        sample = super().__getitem__(index)
+        del sample["index"]
+        return sample
+
+
+class Augmented(Tokens):
+    """Samples of which a random token is replaced, by all three of the usual streams."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        sample = super().__getitem__(index)
+        drawn = [random.randrange(VOCAB), int(np.random.randint(VOCAB)), int(torch.randint(VOCAB, ()))]  # noqa: NPY002
+        return {**sample, "input_ids": torch.cat([sample["input_ids"][3:], torch.tensor(drawn)])}
+
+
+class Interrupted(Exception):
+    """Stands for the end of a process."""
+
+
+def on_step(context: HookContext) -> None:
+    if str(context.step) == os.environ.get("STOP_AFTER"):
+        raise Interrupted
+
+
+def job(**keys: Any) -> dict[str, Any]:
+    """A small job as a mapping."""
+    return {
+        "name": "resume",
+        "model": "runs.py:Speaker",
+        "data": {"call": "runs.py:Tokens", "shuffle": True},
+        "steps": 8,
+        "batch": {"global": 8, "micro": 1},
+        "optim": {"lr": 1e-2, "weight_decay": 0.1, "no_decay": ["norm"], "clip": 1.0},
+        "lr": {"schedule": "cosine", "warmup": 2},
+        "hooks": {"on_step": "runs.py:on_step"},
+        "checkpoint": {"every": 3},
+        "seed": 3,
+        **keys,
+    }
+
+
+class Listener:
+    """Keeps what a rank would tell."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def emit(self, kind: str, **fields: Any) -> None:
+        self.events.append({"type": kind, **fields})
+
+
+class PoolWorker(Worker):
+    """A rank in a process that has met the others already."""
+
+    def _join(self, device: torch.device) -> None:
+        pass
+
+    def __init__(self, spec: RunSpec, rank: int) -> None:
+        super().__init__(spec, rank)
+        self.board = None  # its watchdog would outlive the run
+        self.told = Listener()
+        self.emitter = self.told  # type: ignore[assignment]
+        multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # may have loaders
+
+    def close(self) -> None:
+        """Give up what a process gives up when it ends."""
+        if self.lock is not None:
+            os.close(self.lock)
+
+    def prepare(self) -> Trainer:
+        return self._prepare()[0]
+
+
+def make_spec(keys: dict[str, Any], run_dir: str, resume: dict[str, Any] | None) -> RunSpec:
+    _, size = world()
+    config = JobConfig.model_validate(keys)
+    places = [RankPlace(rank=rank, host="host", local_rank=rank, device="cpu") for rank in range(size)]
+    return RunSpec(
+        job=config,
+        plan=LaunchPlan(ranks=places, threads=1),
+        batch=resolve_batch(config, size),
+        job_dir=str(Path(__file__).parent),
+        run_dir=run_dir,
+        run_id="test",
+        resume=None if resume is None else ResumeSpec.model_validate(resume),
+    )
+
+
+def run(
+    keys: dict[str, Any], run_dir: str, resume: dict[str, Any] | None = None, stop_after: int | None = None
+) -> dict[str, Any]:
+    """Train a job, or a part of it.
+
+    Args:
+        resume: fields of a `ResumeSpec`; its folder is that of the run directory unless it says otherwise.
+        stop_after: end as if the process had died right after this step.
+    """
+    if resume is not None:
+        resume = {"folder": f"{run_dir}/checkpoints", **resume}
+    rank, _ = world()
+    Path(run_dir).mkdir(exist_ok=True)
+    worker = PoolWorker(make_spec(keys, run_dir, resume), rank)
+    trainer = None
+    error = ""
+    seen: dict[int, list[int]] = {}  # by step, the indices of the samples that counted
+    try:
+        trainer = worker.prepare()
+        step = trainer.step
+
+        def watched(micro_batches: list[MicroBatch]) -> None:
+            indices = [m.batch["index"].tolist() for m in micro_batches if m.num_samples and "index" in m.batch]
+            seen[trainer.progress.steps + 1] = [index for each in indices for index in each]
+            step(micro_batches)
+
+        trainer.step = watched
+        os.environ["STOP_AFTER"] = str(stop_after)  # the job's reference loads this module anew
+        trainer.run()
+    except UserCodeError as caught:
+        if "Interrupted" not in str(caught):
+            raise
+    except ZrunError as caught:
+        error = f"{type(caught).__name__}: {caught}"
+    if trainer is not None and trainer.checkpointer is not None:
+        trainer.checkpointer.close()
+    worker.close()
+    found: dict[str, Any] = {"events": worker.told.events, "error": error, "seen": seen}
+    if trainer is not None:
+        found |= contents(trainer)
+    return found
+
+
+def look(keys: dict[str, Any], run_dir: str, resume: dict[str, Any] | None) -> dict[str, Any]:
+    """What a run begins with."""
+    Path(run_dir).mkdir(exist_ok=True)
+    rank, _ = world()
+    if resume is not None:
+        resume = {"folder": f"{run_dir}/checkpoints", **resume}
+    worker = PoolWorker(make_spec(keys, run_dir, resume), rank)
+    try:
+        trainer = worker.prepare()
+    except ZrunError as caught:
+        return {"error": f"{type(caught).__name__}: {caught}"}
+    finally:
+        worker.close()
+    return {"error": "", **contents(trainer)}
+
+
+def contents(trainer: Trainer) -> dict[str, Any]:
+    """What this rank would save, and a digest of it."""
+    state = ModelState(trainer.sharded)
+    parts = {(p.tensor, p.state, p.start): p.data.float().numpy().copy() for p in state.parts()}
+    digest = hashlib.sha256()
+    for part in state.parts():
+        digest.update(f"{part.key} {part.stop}".encode() + part.data.contiguous().view(torch.uint8).numpy().tobytes())
+    digest.update(repr(sorted(state.scalars().items())).encode())
+    return {"parts": parts, "scalars": state.scalars(), "digest": digest.hexdigest(), "step": trainer.progress.steps}
+
+
+def losses(result: dict[str, Any]) -> dict[int, float]:
+    return {event["step"]: event["loss"] for event in result["events"] if event["type"] == "step"}

@@ -1,0 +1,133 @@
+"""A run that ended anywhere goes on bit for bit; on another layout, from the same parameters and optimizer."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from runs import job, look, losses, run
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_resume_is_bit_identical(ranks, tmp_path, stage, precision, accumulation):
+    keys = job(zero=stage, precision=precision, batch={"global": 8, "micro": 4 // accumulation})
+    whole = ranks(2).run(run, keys, str(tmp_path / "whole"))
+    cut = ranks(2).run(run, keys, str(tmp_path / "cut"), None, 5)
+    rest = ranks(2).run(run, keys, str(tmp_path / "cut"), {})
+    assert {**losses(cut[0]), **losses(rest[0])} == losses(whole[0])
+    assert min(losses(rest[0])) == 4
+    for rank in range(2):
+        assert rest[rank]["digest"] == whole[rank]["digest"], rank
+
+
+def assembled(results: list[dict[str, Any]]) -> dict[tuple[str, str], np.ndarray]:
+    """Every state of every tensor, whole, from what the ranks write."""
+    parts: dict[tuple[str, str], dict[int, np.ndarray]] = {}
+    for result in results:
+        for (tensor, state, start), data in result["parts"].items():
+            held = parts.setdefault((tensor, state), {})
+            assert start not in held, f"{state} of {tensor} is written twice"
+            held[start] = data
+    return {key: np.concatenate([held[start] for start in sorted(held)]) for key, held in parts.items()}
+
+
+def same_tensors(left: list[dict[str, Any]], right: list[dict[str, Any]]) -> None:
+    ours, theirs = assembled(left), assembled(right)
+    assert ours.keys() == theirs.keys()
+    for key, value in ours.items():
+        np.testing.assert_array_equal(value, theirs[key], err_msg=str(key))
+    scalars = [{name: each for one in results for name, each in one["scalars"].items()} for results in (left, right)]
+    assert scalars[0] == scalars[1]
+
+
+LAYOUTS = [
+    (0, 1, {}),
+    (3, 1, {}),
+    (0, 2, {}),
+    (1, 2, {"zero": {"stage": 1, "bucket": 2048}}),
+    (2, 3, {}),
+    (3, 3, {}),
+    (3, 2, {"precision": "fp32"}),
+    (2, 4, {"zero": {"stage": 2, "shard_group": 2}}),
+]
+
+
+@pytest.fixture(scope="module")
+def saved(ranks, tmp_path_factory) -> tuple[str, list[dict[str, Any]]]:
+    """A run of 6 steps at stage 3 on 4 ranks in bf16, without dropout: its masks depend on the number of ranks."""
+    run_dir = str(tmp_path_factory.mktemp("saved"))
+    return run_dir, ranks(4).run(run, resharded(3, steps=6), run_dir)
+
+
+def resharded(stage: int, **keys: Any) -> dict[str, Any]:
+    model = {"call": "runs.py:Speaker", "args": {"dropout": 0.0, "norm": False}}
+    batch = {"global": 12, "micro": 1}
+    fixed = {"schedule": "constant"}
+    return job(**{"zero": stage, "precision": "bf16", "model": model, "batch": batch, "lr": fixed, **keys})
+
+
+@pytest.mark.parametrize(("stage", "world_size", "keys"), LAYOUTS)
+def test_another_layout_has_the_same_tensors(ranks, saved, tmp_path, stage, world_size, keys):
+    run_dir, before = saved
+    source = {"folder": f"{run_dir}/checkpoints"}
+    same_tensors(ranks(world_size).run(look, resharded(stage, **keys), str(tmp_path), source), before)
+
+
+@pytest.mark.parametrize(("stage", "world_size", "keys"), [each for each in LAYOUTS if "precision" not in each[2]])
+def test_another_layout_has_the_same_next_loss(ranks, saved, tmp_path, stage, world_size, keys):
+    source = {"folder": f"{saved[0]}/checkpoints"}
+    whole = ranks(4).run(run, resharded(3, steps=7), str(tmp_path / "same"), source)
+    there = ranks(world_size).run(run, resharded(stage, steps=7, **keys), str(tmp_path / "other"), source)
+    assert losses(whole[0]).keys() == {7}
+    assert losses(there[0])[7] == pytest.approx(losses(whole[0])[7], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"model": {"call": "runs.py:Speaker", "args": {"dim": 8}}}, "scale is [16] in the checkpoint and [8] in the model"),
+        ({"model": {"call": "runs.py:Speaker", "args": {"depth": 3}}}, "no tensor blocks.2.norm.weight [16]"),
+        ({"model": {"call": "runs.py:Speaker", "args": {"depth": 1}}}, "has a tensor blocks.1.norm.weight [16], which"),
+        ({"optim": {"name": "sgd"}}, "was made with the optimizer adamw, and optim.name is sgd: write optim.name"),
+        ({"optim": {"args": {"amsgrad": True}}}, "keeps exp_avg, exp_avg_sq, max_exp_avg_sq, step with the options"),
+    ],
+)
+def test_what_does_not_fit_is_named(ranks, tmp_path, keys, words):
+    ranks(2).run(run, job(steps=3), str(tmp_path))
+    for result in ranks(2).run(run, job(**keys), str(tmp_path), {}):
+        assert result["error"].startswith("CheckpointError: ")
+        assert words in result["error"]
+
+
+def damage(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(-9, os.SEEK_END)
+        byte = file.read(1)
+        file.seek(-9, os.SEEK_END)
+        file.write(bytes([byte[0] ^ 4]))
+
+
+def test_a_damaged_step_is_skipped_by_all_ranks_and_its_number_is_free_again(ranks, tmp_path):
+    whole = ranks(2).run(run, job(), str(tmp_path / "whole"))
+    ranks(2).run(run, job(), str(tmp_path / "cut"), None, 7)
+    folder = tmp_path / "cut" / "checkpoints"
+    damage(folder / "step-00000006" / "rank-00001.safetensors")
+    rest = ranks(2).run(run, job(), str(tmp_path / "cut"), {})
+    assert losses(rest[0]).keys() == {4, 5, 6, 7, 8}
+    assert [each["digest"] for each in rest] == [each["digest"] for each in whole]
+    notes = next(event["notes"] for event in rest[0]["events"] if event["type"] == "start")
+    assert any("step 6 is skipped" in note and "rank-00001.safetensors is damaged" in note for note in notes)
+    assert (folder / "step-00000006" / "manifest.json").exists()
+
+
+def test_a_named_step_that_is_damaged_is_an_error(ranks, tmp_path):
+    ranks(2).run(run, job(), str(tmp_path))
+    damage(tmp_path / "checkpoints" / "step-00000006" / "rank-00000.safetensors")
+    for result in ranks(2).run(look, job(), str(tmp_path), {"step": 6}):
+        assert result["error"].startswith("CheckpointError: ")
+        assert "does not hold step 6\n  step 6: " in result["error"]

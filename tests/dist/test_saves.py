@@ -1,0 +1,134 @@
+"""Saves in the background, saves that fail, and where a run goes on in its data."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import job, losses, run
+from toys import world
+
+from zrun_core.checkpoint import shard_file
+from zrun_core.checkpoint.folder import CheckpointFolder, read_step
+from zrun_core.checkpoint.verify import verify
+from zrun_core.errors import SaveError
+
+
+def steps_of(run_dir: Path) -> list[int]:
+    """The valid steps, every byte of them."""
+    found = CheckpointFolder(run_dir / "checkpoints").scan()
+    return [each.step for each in found if each.manifest and not verify(each.path, each.manifest)]
+
+
+def contents_of(run_dir: Path, step: int) -> dict[tuple[str, str, int], str]:
+    manifest = read_step(run_dir / "checkpoints" / f"step-{step:08d}")
+    return {(each.tensor, each.state, each.start): each.digest for each in manifest.fragments}
+
+
+@pytest.mark.parametrize("busy", ["wait", "skip"])
+def test_a_save_in_the_background_is_of_its_own_step(ranks, tmp_path, busy):
+    """Every step is due while the one before is being written; no save has anything of another step in it."""
+    ranks(2).run(run, job(steps=6, checkpoint={"every": 1, "keep": 9}), str(tmp_path / "sync"))
+    keys = job(steps=6, checkpoint={"every": 1, "keep": 9, "async": True, "busy": busy})
+    found = ranks(2).run(run, keys, str(tmp_path / "async"))
+    assert found[0]["error"] == ""
+    saved = steps_of(tmp_path / "async")
+    assert saved[0] == 6
+    assert busy == "skip" or saved == [6, 5, 4, 3, 2, 1]
+    for step in saved:
+        assert contents_of(tmp_path / "async", step) == contents_of(tmp_path / "sync", step)
+    told = [event["step"] for event in found[0]["events"] if event["type"] == "save"]
+    skipped = [event for event in found[0]["events"] if event["type"] == "warning" and "is not saved" in event["message"]]
+    assert told == saved[::-1]
+    assert {*told, *(int(event["message"].split()[1]) for event in skipped)} == {1, 2, 3, 4, 5, 6}
+
+
+def test_every_rank_writes_its_share(ranks, tmp_path):
+    for stage, keys in {0: {}, 2: {}, 3: {"zero": {"stage": 3, "shard_group": 2}}}.items():
+        size = 4 if stage == 3 else 2
+        model = {"call": "runs.py:Speaker", "args": {"dim": 256}}
+        folder = tmp_path / str(stage)
+        spec = job(**{"zero": stage, "steps": 1, "lr": "constant", "model": model, **keys})
+        assert [each["error"] for each in ranks(size).run(run, spec, str(folder))] == [""] * size
+        sizes = [file.num_bytes for file in read_step(folder / "checkpoints" / "step-00000001").files]
+        assert len(sizes) == size
+        assert max(sizes) < 1.2 * sum(sizes) / size, (stage, sizes)
+
+
+def test_old_steps_go(ranks, tmp_path):
+    ranks(2).run(run, job(checkpoint={"every": 2, "keep": 3}), str(tmp_path))
+    assert steps_of(tmp_path) == [8, 6, 4]
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step-00000008\n"
+
+
+def run_with_failing_writes(keys: dict[str, Any], run_dir: str, rank: int, failing: list[int]) -> dict[str, Any]:
+    """As `run`, where the writes of `rank` fail in the saves numbered `failing`, from 1."""
+    write, number = shard_file.write_file, 0
+
+    def write_file(path: Path, num_bytes: int, pieces: Any) -> Any:
+        nonlocal number
+        number += 1
+        if number in failing and world()[0] == rank:
+            raise SaveError(f"cannot write {path}: {os.strerror(errno.EIO)}")
+        return write(path, num_bytes, pieces)
+
+    shard_file.write_file = write_file
+    try:
+        return run(keys, run_dir)
+    finally:
+        shard_file.write_file = write
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_failing_rank_fails_the_save_of_all(ranks, tmp_path, rank, in_background):
+    keys = job(checkpoint={"every": 3, "async": in_background})
+    found = ranks(2).run(run_with_failing_writes, keys, str(tmp_path), rank, [2])
+    assert found[rank]["error"].startswith("SaveError: step 6 is not saved: cannot write ")
+    assert found[1 - rank]["error"] == f"PeerError: rank {rank} could not save step 6"
+    assert steps_of(tmp_path) == [3]
+    assert not [path for path in (tmp_path / "checkpoints").iterdir() if ".tmp-" in path.name]
+
+
+def test_a_job_may_go_on_after_two_failed_saves(ranks, tmp_path):
+    options = {"every": 1, "on_save_error": "warn"}
+    found = ranks(2).run(run_with_failing_writes, job(checkpoint=options), str(tmp_path / "a"), 1, [2, 3, 5, 6])
+    assert found[0]["error"] == found[1]["error"] == ""
+    warnings = [event["message"] for event in found[0]["events"] if event["type"] == "warning"]
+    assert sum("training goes on (checkpoint.on_save_error)" in text for text in warnings) == 4
+    assert steps_of(tmp_path / "a") == [8, 7]
+    found = ranks(2).run(run_with_failing_writes, job(checkpoint=options), str(tmp_path / "b"), 1, [2, 3, 4])
+    assert found[1]["error"].startswith("SaveError: step 4 is not saved")
+    assert steps_of(tmp_path / "b") == [1]
+
+
+# Data
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_no_sample_is_lost_or_read_twice(ranks, tmp_path, workers):
+    """Two epochs of 40 samples on 1, then 2, then 3 ranks, with an uneven end."""
+    data = {"call": "runs.py:Tokens", "shuffle": True, "workers": workers}
+    keys = job(steps=None, epochs=2, batch={"global": 6, "micro": 1}, checkpoint={"every": 1}, data=data, lr="constant")
+    by_step: dict[int, list[int]] = {}  # a step that is made again counts as it was made last
+    for size, stop_after in ((1, 5), (2, 9), (3, None)):
+        found = ranks(size).run(run, keys, str(tmp_path), {} if by_step else None, stop_after)
+        for step in found[0]["seen"]:
+            by_step[step] = [index for one in found for index in one["seen"][step]]
+    assert sorted(by_step) == list(range(1, 15))
+    in_order = [index for step in sorted(by_step) for index in by_step[step]]
+    assert Counter(in_order[:40]) == Counter(in_order[40:]) == Counter(range(40))
+
+
+def test_loader_processes_draw_the_same_after_going_on(ranks, tmp_path):
+    keys = job(data={"call": "runs.py:Augmented", "shuffle": True, "workers": 2})
+    whole = ranks(2).run(run, keys, str(tmp_path / "whole"))
+    keys["data"]["workers"] = 1
+    cut = ranks(2).run(run, keys, str(tmp_path / "cut"), None, 4)
+    rest = ranks(2).run(run, keys, str(tmp_path / "cut"), {})
+    assert {**losses(cut[0]), **losses(rest[0])} == losses(whole[0])
+    assert [each["digest"] for each in rest] == [each["digest"] for each in whole]

@@ -1,0 +1,109 @@
+"""`zrun train --resume`, from the shell: killed anywhere, it goes on bit for bit; and what is said where it cannot."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zrun_core.checkpoint.folder import read_step
+
+HERE = Path(__file__).parent
+KEYS: dict[str, Any] = {
+    "name": "small",
+    "model": "small_job.py:Net",
+    "data": {"call": "small_job.py:Vectors", "shuffle": True},
+    "steps": 20,
+    "batch": {"global": 8, "micro": 2},
+    "zero": 2,
+    "precision": "bf16",
+    "slots": 2,
+    "device": "cpu",
+    "lr": {"schedule": "cosine", "warmup": 3},
+    "hooks": {"on_step": "small_job.py:on_step"},
+    "checkpoint": {"every": 3},
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make(tmp_path)
+
+
+def make(folder: Path, **keys: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    shutil.copy(HERE / "small_job.py", folder)
+    lines = (f"{key}: {json.dumps(value)}\n" for key, value in {**KEYS, **keys}.items())
+    (folder / "job.yaml").write_text("".join(lines))
+    return folder
+
+
+def zrun(folder: Path, *options: str, kill: str = "nobody:nowhere:0") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "zrun", "train", "job.yaml", "--ui", "none", *options]
+    environment = os.environ | {"KILL": kill}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def runs(folder: Path) -> list[Path]:
+    return sorted((folder / "runs" / "small").iterdir())
+
+
+def losses(run: Path) -> dict[int, float]:
+    """By step; one that was made again counts as it was made last."""
+    events = map(json.loads, (run / "events.jsonl").read_text().splitlines())
+    return {event["step"]: event["loss"] for event in events if event["type"] == "step"}
+
+
+def digests(run: Path, step: int) -> dict[tuple[str, str, int, int], str]:
+    """Of every parameter, master, moment and random stream."""
+    manifest = read_step(run / "checkpoints" / f"step-{step:08d}")
+    return {(each.tensor, each.state, each.start, each.stop): each.digest for each in manifest.fragments}
+
+
+def test_killed_at_every_level_it_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    whole, cut = make(tmp_path / "whole"), make(tmp_path / "cut")
+    assert zrun(whole).returncode == 0
+    kills = {"rank:forward:9": 5, "agent:data:13": 6, "launcher:hook:4": -9}
+    for kill, code in kills.items():
+        killed = zrun(cut, "--resume", "auto", kill=kill)
+        assert killed.returncode == code, killed.stderr
+    done = zrun(cut, "--resume", "auto")
+    assert done.returncode == 0, done.stderr
+    assert "goes on after step 9" in done.stderr
+    (expected,), (run,) = runs(whole), runs(cut)
+    assert losses(run) == losses(expected)
+    assert digests(run, 20) == digests(expected, 20)
+    assert sorted(path.name for path in (run / "attempts").iterdir()) == ["1", "2", "3"]
+    before = sorted(str(path) for path in cut.rglob("*"))
+    again = zrun(cut, "--resume", "auto")
+    assert again.returncode == 0
+    assert "already complete" in again.stderr
+    assert sorted(str(path) for path in cut.rglob("*")) == before
+
+
+def test_an_earlier_run_is_neither_overwritten_nor_forgotten(folder: Path) -> None:
+    """What may be written is said before any worker starts; --fresh moves what is in the way."""
+    first = zrun(folder, "--run-dir", "run", "steps=4")
+    assert first.returncode == 0, first.stderr
+    again = zrun(folder, "--run-dir", "run", "steps=4")
+    assert again.returncode == 2
+    assert "go on with --resume auto, start over with --fresh" in again.stderr
+    missing = zrun(folder, "--resume", "nowhere")
+    assert missing.returncode == 9
+    assert "is no checkpoint" in missing.stderr
+    other = zrun(folder, "--run-dir", "run", "--resume", "auto", "steps=6", "optim.name=sgd")
+    assert other.returncode == 9, other.stderr
+    assert "write optim.name: adamw" in other.stderr
+    longer = zrun(folder, "--run-dir", "run", "--resume", "auto", "steps=6")
+    assert longer.returncode == 0, longer.stderr
+    assert sorted(losses(folder / "run")) == [1, 2, 3, 4, 5, 6]
+    fresh = zrun(folder, "--run-dir", "run", "--fresh", "steps=3")
+    assert fresh.returncode == 0, fresh.stderr
+    assert sorted(losses(folder / "run")) == [1, 2, 3]
+    assert sorted(losses(folder / "run" / "attempts" / "3")) == [1, 2, 3, 4, 5, 6]

@@ -1,0 +1,195 @@
+"""Where a run begins: anew, or from a checkpoint. Decided from what lies on the disk, before anything is written.
+
+    zrun train job.yaml                    a new run
+    zrun train job.yaml --resume auto      the newest run of this name that has saved goes on, in its directory
+    zrun train job.yaml --resume 500       a new run from step 500 of that run
+    zrun train job.yaml --resume PATH      a new run from a step, a folder of steps, or a run directory
+
+With --run-dir or `checkpoint.dir`, that place and no other is looked at.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zrun.launch.rundir import Earlier, is_run
+from zrun_core.config import JobConfig
+from zrun_core.errors import CheckpointError, JobError
+from zrun_core.spec import ResumeSpec, checkpoint_folder
+
+if TYPE_CHECKING:
+    from zrun_core.checkpoint.manifest import Manifest
+
+_STEP_FOLDER = re.compile(r"step-(\d{8,19})")
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """How a run begins.
+
+    Attributes:
+        run_dir: chosen, or that of the run that goes on; None: a new one.
+        earlier: what becomes of a run that the directory holds.
+        aside: a folder of checkpoints, those of which make room for the new run's.
+        note: what to tell the user; empty: nothing out of the ordinary.
+        complete: there is nothing left to train.
+    """
+
+    run_dir: Path | None
+    resume: ResumeSpec | None = None
+    earlier: Earlier = Earlier.REFUSE
+    aside: Path | None = None
+    note: str = ""
+    complete: bool = False
+
+
+def begin(job: JobConfig, chosen: Path | None, fresh: bool, root: Path = Path("runs")) -> Beginning:
+    """Decide how a run of `job` begins.
+
+    Args:
+        chosen: --run-dir.
+        fresh: --fresh: start over where checkpoints are.
+        root: of the run directories.
+
+    Raises:
+        JobError: it could not be told whether to start over or to go on.
+        CheckpointError: what is asked for is not there, or not valid.
+    """
+    if fresh or job.resume == "never":
+        return _anew(job, chosen, fresh)
+    own = _own_folder(job, chosen)
+    if job.resume == "auto":
+        return _auto(job, chosen, own, root)
+    if isinstance(job.resume, int):
+        folder = own if own is not None and _steps(own) else _newest_folder(root / job.name, job.resume)
+        if folder is None:
+            raise CheckpointError(f"resume: no run in {root / job.name} has a step {job.resume}: see zrun ckpt ls")
+        source = ResumeSpec(folder=str(folder), step=job.resume)
+    else:
+        source = _at(Path(job.resume).expanduser().absolute())
+    return _branch(job, chosen, own, source)
+
+
+def _anew(job: JobConfig, chosen: Path | None, fresh: bool) -> Beginning:
+    if fresh and chosen is not None and is_run(chosen):  # without --fresh, whoever claims it says why not
+        note = f"starts over: the earlier run moves to {chosen}/attempts"
+        return Beginning(chosen, earlier=Earlier.START_OVER, aside=_given_folder(job), note=note)
+    folder = _given_folder(job)
+    if folder is not None and (steps := _steps(folder)):
+        if not fresh:
+            raise JobError(
+                f"checkpoint.dir: {folder} holds step {steps[-1]}: go on with --resume auto, start over with --fresh, "
+                "or name another folder"
+            )
+        return Beginning(chosen, aside=folder, note=f"starts over: the checkpoints in {folder} are set aside")
+    return Beginning(chosen)
+
+
+def _auto(job: JobConfig, chosen: Path | None, own: Path | None, root: Path) -> Beginning:
+    folder = own if own is not None else _newest_folder(root / job.name)
+    if folder is None or not _steps(folder):
+        if chosen is not None and is_run(chosen):
+            note = "resume: the earlier run has saved nothing, so it starts over"
+            return Beginning(chosen, earlier=Earlier.START_OVER, note=note)
+        return Beginning(
+            chosen, note=f"resume: no checkpoint in {folder or root / job.name}: starts from the beginning"
+        )
+    run_dir = chosen if own is not None else folder.parent
+    earlier = Earlier.CONTINUE if run_dir is not None and is_run(run_dir) else Earlier.REFUSE
+    return _from(job, ResumeSpec(folder=str(folder)), run_dir, earlier)
+
+
+def _branch(job: JobConfig, chosen: Path | None, own: Path | None, source: ResumeSpec) -> Beginning:
+    """Go on from a step that the user names."""
+    is_own = own is not None and own.resolve() == Path(source.folder).resolve()
+    earlier = Earlier.REFUSE
+    if chosen is not None and is_run(chosen):
+        if not is_own:
+            raise JobError(f"run directory {chosen} holds an earlier run: choose another with --run-dir")
+        earlier = Earlier.CONTINUE
+    if is_own and source.step is not None and (newer := [s for s in _steps(Path(source.folder)) if s > source.step]):
+        raise JobError(
+            f"resume: {source.folder} holds step {newer[-1]} too, which step {source.step} would lead to again: choose "
+            "another --run-dir or checkpoint.dir for what comes now"
+        )
+    if not is_own and own is not None and (steps := _steps(own)):
+        raise JobError(f"checkpoint.dir: {own} holds step {steps[-1]} of another run: name another folder")
+    return _from(job, source, chosen, earlier)
+
+
+def _from(job: JobConfig, source: ResumeSpec, run_dir: Path | None, earlier: Earlier) -> Beginning:
+    from zrun_core.checkpoint.folder import CheckpointFolder
+    from zrun_core.checkpoint.verify import verify
+
+    found = [each for each in CheckpointFolder(Path(source.folder)).scan() if source.step in (None, each.step)]
+    newest = next((each for each in found if each.manifest is not None), None)
+    if newest is None or newest.manifest is None:
+        what = f"step {source.step}" if source.step is not None else "a valid checkpoint"
+        reasons = "".join(f"\n  step {each.step}: {each.problem}" for each in found)
+        raise CheckpointError(
+            f"{source.folder} does not hold {what}{reasons}\n"
+            "name another with --resume PATH or --resume STEP, or start over with --fresh"
+        )
+    if _is_complete(newest.manifest, job) and not verify(newest.path, newest.manifest):
+        return Beginning(run_dir, note=f"already complete: {newest.path}", complete=True)
+    note = f"resume: goes on after step {newest.step} of {source.folder}"
+    return Beginning(run_dir, source, earlier, note=note)
+
+
+def _is_complete(manifest: Manifest, job: JobConfig) -> bool:
+    """Whether the run that saved had come to the end of `job`."""
+    progress = manifest.progress
+    steps, tokens, cursor = (progress.get(key) or 0 for key in ("steps", "tokens", "cursor"))
+    if job.steps is not None:
+        return bool(steps >= job.steps)
+    if job.tokens is not None:
+        return bool(tokens >= job.tokens)
+    samples = progress.get("dataset_samples")
+    return bool(samples and job.epochs is not None and cursor >= samples * job.epochs)
+
+
+def _given_folder(job: JobConfig) -> Path | None:
+    """`checkpoint.dir`."""
+    has_own = job.checkpoint is not None and job.checkpoint.dir is not None
+    return checkpoint_folder(job, Path()) if has_own else None
+
+
+def _own_folder(job: JobConfig, chosen: Path | None) -> Path | None:
+    """The folder that the user says checkpoints lie in; None: that of whichever run it will be."""
+    if (given := _given_folder(job)) is not None:
+        return given
+    return checkpoint_folder(job, chosen.absolute()) if chosen is not None else None
+
+
+def _steps(folder: Path) -> list[int]:
+    """The numbers of the steps in `folder`, whether they are valid or not."""
+    try:
+        names = [entry.name for entry in folder.iterdir()]
+    except OSError:
+        return []
+    return sorted(int(match[1]) for name in names if (match := _STEP_FOLDER.fullmatch(name)))
+
+
+def _newest_folder(runs: Path, step: int | None = None) -> Path | None:
+    """The checkpoints of the newest run below `runs` that has any, or has `step`. Run ids sort by time."""
+    names = sorted((entry.name for entry in runs.iterdir()), reverse=True) if runs.is_dir() else []
+    for name in names:
+        steps = _steps(folder := (runs / name / "checkpoints").absolute())
+        if (steps if step is None else step in steps) and is_run(runs / name):
+            return folder
+    return None
+
+
+def _at(path: Path) -> ResumeSpec:
+    """A step, a folder of steps, or a run directory."""
+    if match := _STEP_FOLDER.fullmatch(path.name):
+        return ResumeSpec(folder=str(path.parent), step=int(match[1]))
+    for folder in (path, path / "checkpoints"):
+        if _steps(folder):
+            return ResumeSpec(folder=str(folder))
+    raise CheckpointError(
+        f"resume: {path} is no checkpoint: name a step-... folder, a folder of them, or a run directory"
+    )

@@ -1,0 +1,409 @@
+"""The saves of a run: when one is due, what it holds, and how all ranks make it a step together.
+
+    begin     rank 0 makes the folder; each rank has its parts, or a copy of them in host memory, and its streams
+    write     each rank writes its file, in a thread; training goes on meanwhile if the save is asynchronous
+    report    when every rank has written, each tells all others the digests of its file, or why there is none
+    commit    rank 0 writes the manifest and renames the folder, in its thread
+
+Ranks agree on each turn through numbers that they add to the step's one message, so no rank ever waits for another's
+disk unless it was asked to. The thread never talks to other ranks.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from zrun_core import rng
+from zrun_core.arena import flat_buffer
+from zrun_core.checkpoint.folder import CheckpointFolder
+from zrun_core.checkpoint.manifest import RANK, FileInfo, Fragment, Manifest
+from zrun_core.checkpoint.resume import Resumed
+from zrun_core.checkpoint.shard_file import Part, write_shard
+from zrun_core.checkpoint.state import ModelState
+from zrun_core.comm import Comm, Group
+from zrun_core.config import CheckpointConfig
+from zrun_core.errors import CheckpointError, PeerError, SaveError
+
+Tell = Callable[..., None]  # an event's fields
+_ALIGN = 64  # bytes, in the snapshot
+_FAILURES = 2  # saves in a row that may fail where the job says to go on
+
+
+class Votes(NamedTuple):
+    """What ranks tell each other with every step; each number is summed over all ranks."""
+
+    written: float = 0.0  # ranks that have written their file
+    settled: float = 0.0  # 1 committed, -1 not committed, says rank 0
+    due: float = 0.0  # 1: it is time to save, by rank 0's clock
+
+
+@dataclass(frozen=True)
+class About:
+    """What a manifest says of the run."""
+
+    run_id: str
+    job: dict[str, Any]
+    versions: dict[str, str]
+
+
+class _Commit(NamedTuple):
+    """What became of a step on rank 0."""
+
+    error: str = ""  # why it is not there
+    warning: str = ""  # what went wrong after it was there
+    num_bytes: int = 0
+    removed: Sequence[int] = ()  # older steps
+
+
+@dataclass
+class _Save:
+    """A save under way."""
+
+    step: int
+    reason: str
+    tmp: Path
+    progress: dict[str, Any]
+    start: float
+    writing: Future[bytes]
+    stall_s: float = 0.0
+    reports: list[bytes] | None = None  # once every rank has written
+    committing: Future[_Commit] | None = None  # on rank 0
+
+
+class Checkpointer:
+    """Saves of one model on one rank. Every method is called by all ranks at the same place between two steps.
+
+    Attributes:
+        last_step: the newest step that is committed, or under way.
+    """
+
+    def __init__(
+        self,
+        folder: CheckpointFolder,
+        state: ModelState,
+        config: CheckpointConfig,
+        comm: Comm,
+        world: Group,
+        about: About,
+        tell: Tell,
+    ) -> None:
+        """
+        Args:
+            tell: called on rank 0 with the fields of a `save` event, or with `warning`, a text.
+        """
+        self.folder, self.state, self.config, self.about = folder, state, config, about
+        self.last_step: int | None = None
+        self._comm, self._world, self._tell = comm, world, tell
+        self._votes = Votes()
+        self._current: _Save | None = None
+        self._failures = 0
+        self._last_save = time.monotonic()
+        self._room: torch.Tensor | None = None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="zrun-save")
+
+    # Between steps
+
+    def votes(self) -> Votes:
+        """What this rank adds to the step's message."""
+        current, is_first = self._current, self._world.index == 0
+        settled = 0.0
+        if current is not None and current.committing is not None and current.committing.done():
+            settled = -1.0 if current.committing.result().error else 1.0
+        due = is_first and self.config.minutes is not None and self._minutes_passed() >= self.config.minutes
+        return Votes(float(current is not None and current.writing.done()), settled, float(due))
+
+    def heed(self, votes: Votes) -> None:
+        """The sums that a step's message came to."""
+        self._votes = votes
+
+    def _minutes_passed(self) -> float:
+        return (time.monotonic() - self._last_save) / 60
+
+    def is_concerned(self, step: int) -> bool:
+        """Whether `after_step` has anything to do after this step; the same on every rank."""
+        return self._is_due(step) or (self._current is not None and any(self._votes))
+
+    def _is_due(self, step: int) -> bool:
+        every = self.config.every
+        return (every is not None and step % every == 0) or self._votes.due > 0
+
+    def after_step(self, step: int, progress: Callable[[], dict[str, Any]]) -> None:
+        """Move the save under way on, and begin one if it is due.
+
+        Args:
+            progress: what the manifest is to say of the run so far; asked only if there is a save.
+
+        Raises:
+            SaveError: this rank could not save, and the job says to stop then.
+            PeerError: another rank could not.
+        """
+        is_due = self._is_due(step)
+        self._advance()
+        self._votes = Votes()
+        if not is_due:
+            return
+        if self._current is not None and self.config.busy == "skip":
+            self._warn(f"step {step} is not saved: step {self._current.step} is still being written")
+            return
+        self.save(step, progress(), "due", wait=not self.config.async_)
+
+    def open(self, resumed: Resumed | None) -> None:
+        """Before the first step: rank 0 removes what dead processes left, and frees the numbers of damaged steps.
+
+        Raises:
+            SaveError: a damaged step cannot be set aside.
+        """
+        damaged: list[int] = []
+        if resumed is not None and resumed.path.parent == self.folder.path:
+            self.last_step = resumed.manifest.step
+            damaged = [step for step in resumed.skipped if step > resumed.manifest.step]
+        if self._world.index == 0:
+            self.folder.sweep()
+            for step in damaged:
+                self.folder.set_aside(step)
+
+    def save(self, step: int, progress: dict[str, Any], reason: str, *, wait: bool = True) -> None:
+        """Save `step`; with `wait` it is committed when this returns. A step that is saved already is not saved again.
+
+        Raises:
+            SaveError: this rank could not save, and the job says to stop then.
+            PeerError: another rank could not.
+        """
+        self.finish()
+        if step != self.last_step:
+            self._begin(step, progress, reason, copy=not wait or self._comm.device.type == "cuda")
+            if wait:
+                self.finish()
+
+    def finish(self) -> None:
+        """Wait until no save is under way.
+
+        Raises:
+            SaveError: as `save`.
+            PeerError: as `save`.
+        """
+        current = self._current
+        if current is None:
+            return
+        start = time.monotonic()
+        if current.reports is None:
+            self._report(current)
+        if self._current is None:  # it failed, and the job goes on
+            return
+        error = current.committing.result().error if current.committing is not None else ""
+        error = self._comm.exchange_bytes(error.encode(), self._world, name="save")[0].decode()
+        current.stall_s += time.monotonic() - start
+        self._end(current, error)
+
+    def close(self) -> None:
+        """No save comes after this."""
+        self._pool.shutdown()
+
+    # The turns of one save
+
+    def _begin(self, step: int, progress: dict[str, Any], reason: str, *, copy: bool) -> None:
+        start = time.monotonic()
+        opening: dict[str, Any] = {}
+        if self._world.index == 0:
+            try:
+                opening = {"tmp": str(self.folder.begin(step)), "buffers": self.state.buffer_digests()}
+            except SaveError as error:
+                opening = {"error": str(error)}
+        opening = json.loads(self._comm.exchange_bytes(json.dumps(opening).encode(), self._world, name="save")[0])
+        self._last_save = time.monotonic()
+        if "error" in opening:
+            self._fail(step, 0, opening["error"])
+            return
+        parts = [*self.state.parts(), *self.state.own_buffers(opening["buffers"])]
+        streams, numbers = rng.capture(self._comm.device)
+        rank = self._world.index
+        parts += [Part(f"rng/{rank}/{key}", RANK, 0, data.numel(), data) for key, data in streams.items()]
+        notes = {"rank": rank, "rng": numbers, "learnt": self.state.learnt()}
+        scalars = self.state.scalars()
+        if copy:
+            parts = self._snapshot(parts)
+        tmp = Path(opening["tmp"])
+        writing = self._pool.submit(_write, tmp / f"rank-{rank:05d}.safetensors", parts, scalars, notes)
+        self._current = _Save(step, reason, tmp, progress, start, writing, time.monotonic() - start)
+        self.last_step = step
+
+    def _snapshot(self, parts: Sequence[Part]) -> list[Part]:
+        """Copies in host memory that is kept from save to save."""
+        sizes = [-(-part.data.nbytes // _ALIGN) * _ALIGN for part in parts]
+        if self._room is None or self._room.numel() < sum(sizes):
+            self._room = None
+            cuda = self._comm.device.type == "cuda"
+            self._room = (
+                torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
+                if cuda
+                else flat_buffer(sum(sizes), torch.uint8, torch.device("cpu"))
+            )
+        copies, offset = [], 0
+        for part, size in zip(parts, sizes, strict=True):
+            room = self._room[offset : offset + part.data.nbytes].view(part.data.dtype)
+            copies.append(replace(part, data=room.copy_(part.data, non_blocking=True)))
+            offset += size
+        if self._comm.device.type == "cuda":
+            torch.cuda.current_stream(self._comm.device).synchronize()
+        return copies
+
+    def _advance(self) -> None:
+        """As far as the last step's votes say that it takes no waiting."""
+        current = self._current
+        if current is None:
+            return
+        start = time.monotonic()
+        if current.reports is None:
+            if self._votes.written == self._world.size:
+                self._report(current)
+                current.stall_s += time.monotonic() - start
+        elif self._votes.settled:
+            error = ""
+            if self._votes.settled < 0:
+                assert current.committing is not None or self._world.index
+                error = current.committing.result().error if current.committing is not None else ""
+                error = self._comm.exchange_bytes(error.encode(), self._world, name="save")[0].decode()
+            self._end(current, error)
+
+    def _report(self, current: _Save) -> None:
+        """All ranks hear of all files, and rank 0 commits them, or all know that one is missing."""
+        current.reports = self._comm.exchange_bytes(current.writing.result(), self._world, name="save")
+        failed = [(rank, text) for rank, text in enumerate(current.reports) if not text.startswith(b"{")]
+        if failed:
+            self._current = self.last_step = None
+            if self._world.index == 0:
+                self.folder.discard(current.tmp)
+            rank, text = failed[0]
+            self._fail(current.step, rank, text.decode())
+        elif self._world.index == 0:
+            current.committing = self._pool.submit(self._commit, current, current.reports)
+
+    def _commit(self, current: _Save, reports: Sequence[bytes]) -> _Commit:
+        """In rank 0's thread."""
+        try:
+            manifest = self._manifest(current, [json.loads(text) for text in reports])
+            self.folder.commit(current.tmp, manifest)
+        except Exception as error:
+            self.folder.discard(current.tmp)
+            return _Commit(error=_in_words(error))
+        try:
+            self.folder.point_latest(current.step)
+            return _Commit(num_bytes=manifest.num_bytes, removed=self.folder.prune(self.config.keep))
+        except (SaveError, CheckpointError) as error:
+            return _Commit(warning=str(error), num_bytes=manifest.num_bytes)
+
+    def _manifest(self, current: _Save, reports: Sequence[dict[str, Any]]) -> Manifest:
+        scalars: dict[str, dict[str, float]] = {}
+        for report in reports:
+            scalars |= report["scalars"]
+        return Manifest(
+            step=current.step,
+            run_id=self.about.run_id,
+            versions=self.about.versions,
+            job=self.about.job,
+            world_size=self._world.size,
+            layout=self.state.layout,
+            progress=current.progress,
+            files=[FileInfo(**report["file"]) for report in reports],
+            tensors=[replace(info, scalars=scalars.get(info.name, {})) for info in self.state.tensors()],
+            fragments=[Fragment(**each) for report in reports for each in report["fragments"]],
+            rank_states=[report["notes"] for report in reports],
+        )
+
+    def _end(self, current: _Save, error: str) -> None:
+        self._current = None
+        if error:
+            self.last_step = None
+            self._fail(current.step, 0, error)
+            return
+        self._failures = 0
+        if current.committing is not None:
+            commit = current.committing.result()
+            if commit.warning:
+                self._warn(commit.warning)
+            self._tell(
+                step=current.step,
+                path=str(self.folder.step_path(current.step)),
+                reason=current.reason,
+                bytes=commit.num_bytes,
+                seconds=time.monotonic() - current.start,
+                stall_s=current.stall_s,
+                removed=list(commit.removed),
+            )
+
+    def _fail(self, step: int, rank: int, text: str) -> None:
+        """Step `step` was not saved, because of `rank`. All ranks come here together."""
+        self._failures += 1
+        if self.config.on_save_error == "warn" and self._failures <= _FAILURES:
+            self._warn(f"step {step} is not saved: {text}; training goes on (checkpoint.on_save_error)")
+        elif rank == self._world.index:
+            raise SaveError(f"step {step} is not saved: {text}")
+        else:
+            raise PeerError(f"rank {rank} could not save step {step}")
+
+    def _warn(self, text: str) -> None:
+        if self._world.index == 0:
+            self._tell(warning=text)
+
+
+def _write(path: Path, parts: Sequence[Part], scalars: dict[str, Any], notes: dict[str, Any]) -> bytes:
+    """In the thread: what a rank tells the others of its file, as JSON; or in words, why there is none."""
+    try:
+        file, fragments = write_shard(path, parts)
+    except Exception as error:
+        return _in_words(error).encode()
+    report = {"file": asdict(file), "fragments": [asdict(each) for each in fragments]}
+    return json.dumps({**report, "scalars": scalars, "notes": notes}).encode()
+
+
+def _in_words(error: Exception) -> str:
+    return str(error) if isinstance(error, SaveError) else f"{type(error).__name__}: {error}"
+
+
+def hold(folder: Path, patience_s: float = 20.0) -> int:
+    """Lock a folder of checkpoints for the life of this process; returns the descriptor that holds the lock.
+
+    Raises:
+        SaveError: another process has had it for all that time, or the folder cannot be made.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise SaveError(f"cannot save in {folder}: {error.strerror}; set checkpoint.dir") from None
+    deadline = time.monotonic() + patience_s  # an earlier attempt may be about to end
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                holder = os.pread(lock, 32, 0).decode(errors="replace").strip()
+                os.close(lock)
+                raise SaveError(
+                    f"cannot save in {folder}: it is in use by process {holder or '(unknown)'} of another run; set "
+                    "checkpoint.dir"
+                ) from None
+            time.sleep(0.1)
+        else:
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, str(os.getpid()).encode(), 0)
+            return lock
+
+
+def versions() -> dict[str, str]:
+    """Of what a run is made of."""
+    found = {"torch": torch.__version__, "python": sys.version.split()[0]}
+    if (numpy := sys.modules.get("numpy")) is not None:
+        found["numpy"] = numpy.__version__
+    return found

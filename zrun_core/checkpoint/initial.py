@@ -1,0 +1,349 @@
+"""Weights to start from: safetensors, a torch `state_dict`, or a zrun checkpoint. Weights only, no optimizer.
+
+Each rank reads the ranges that it keeps, in pieces, straight into its memory: beside the model itself, all ranks
+together hold a few pieces of the file, never a copy of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from zrun_core.checkpoint.folder import CheckpointFolder, read_step
+from zrun_core.checkpoint.manifest import MANIFEST, TensorInfo
+from zrun_core.checkpoint.shard_file import as_bytes
+from zrun_core.checkpoint.state import ModelState, Reader, Target
+from zrun_core.comm import Group
+from zrun_core.config import InitFromConfig
+from zrun_core.errors import CheckpointError
+
+_PIECE_BYTES = 1 << 20
+_READERS = 4  # threads
+_MAX_HEADER_BYTES = 100 << 20  # as the safetensors library
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+_TORCH_SUFFIXES = {".pt", ".pth", ".bin", ".ckpt"}
+
+
+class Weights(Protocol):
+    """Named tensors in files."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """By name."""
+        ...
+
+    def fill(self, targets: Sequence[Target]) -> None:
+        """Fill the memory of `targets`, whose first names are names of these weights.
+
+        Raises:
+            CheckpointError: a file cannot be read.
+        """
+        ...
+
+
+def load_weights(config: InitFromConfig, state: ModelState, world: Group) -> list[str]:
+    """Fill the model's parameters and persistent buffers from `config.path`; returns what the user should know.
+
+    Raises:
+        CheckpointError: it cannot be read, or does not fit the model; the message names the first difference.
+    """
+    path = Path(config.path).expanduser()
+    weights = open_weights(path, world)
+    chosen, notes = match(weights.shapes, state.tensors(), config)
+
+    def fill(targets: Sequence[Target]) -> None:
+        weights.fill([replace(t, names=(chosen[t.names[0]],)) for t in targets if t.names[0] in chosen])
+
+    state.fill(fill)
+    return [f"weights from {path}", *notes]
+
+
+def match(
+    shapes: Mapping[str, tuple[int, ...]], tensors: Sequence[TensorInfo], config: InitFromConfig
+) -> tuple[dict[str, str], list[str]]:
+    """(name in the model -> name in the files, notes). Tied tensors go by any of their names.
+
+    Raises:
+        CheckpointError: a tensor is missing, unexpected or of another shape.
+    """
+    path = config.path
+    first = {name: info for info in tensors for name in (info.name, *info.aliases)}
+    taken: dict[str, str] = {}  # name in the model -> name in the files
+    unexpected = []
+    for name, shape in shapes.items():
+        ours = _renamed(name, config.map)
+        if not ours:
+            continue  # mapped to nothing: left out
+        if ours in taken:
+            raise CheckpointError(f"init_from.map: {taken[ours]} and {name} of {path} both become {ours}")
+        taken[ours] = name
+        if ours not in first:
+            unexpected.append(f"{name} {list(shape)}" + (f", as {ours}," if ours != name else ""))
+        elif shape != first[ours].shape:
+            raise CheckpointError(
+                f"init_from: {name} is {list(shape)} in {path}, and {ours} is {list(first[ours].shape)} in the model"
+            )
+    found = {}
+    for info in tensors:
+        for ours in (info.name, *info.aliases):
+            if info.name not in found and ours in taken:
+                found[info.name] = taken[ours]
+    missing = [f"{info.name} {list(info.shape)}" for info in tensors if info.name not in found]
+    if config.strict and missing:
+        hint = f"; what it has is like {next(iter(shapes), 'nothing')}: map names with init_from.map"
+        raise CheckpointError(
+            f"init_from: {path} has no {missing[0]}{_more(missing)}{hint}, or write init_from.strict: false"
+        )
+    if config.strict and unexpected:
+        raise CheckpointError(
+            f"init_from: the model has no place for {unexpected[0]} of {path}{_more(unexpected)}: map names with "
+            'init_from.map (to "" to leave one out), or write init_from.strict: false'
+        )
+    notes = [f"left as the model's code made it: {missing[0]}{_more(missing)}"] if missing else []
+    return found, [*notes, *([f"not used: {unexpected[0]}{_more(unexpected)}"] if unexpected else [])]
+
+
+def _renamed(name: str, names: Mapping[str, str]) -> str:
+    for pattern, replacement in names.items():
+        if (found := re.fullmatch(pattern, name)) is not None:
+            return found.expand(replacement)
+    return name
+
+
+def _more(names: Sequence[str]) -> str:
+    return f" and {len(names) - 1} more" if len(names) > 1 else ""
+
+
+def open_weights(path: Path, world: Group) -> Weights:
+    """What lies at `path`.
+
+    Raises:
+        CheckpointError: nothing that can be read.
+    """
+    if path.is_dir():
+        return _open_folder(path, world)
+    if not path.is_file():
+        raise CheckpointError(f"init_from: there is no file {path.absolute()}")
+    if path.suffix == ".safetensors":
+        return _Safetensors([path])
+    if path.suffix in _TORCH_SUFFIXES:
+        return _StateDict(path)
+    raise CheckpointError(f"init_from: {path} is neither .safetensors nor a state_dict of torch (.pt, .pth, .bin)")
+
+
+def _open_folder(path: Path, world: Group) -> Weights:
+    if (path / MANIFEST).is_file():
+        return _Step(path, world)
+    indices = sorted(path.glob("*.safetensors.index.json"))
+    if len(indices) > 1:
+        raise CheckpointError(f"init_from: {path} has {len(indices)} indices: name a file")
+    if indices:
+        return _Safetensors(_files_of_index(indices[0]))
+    files = sorted(path.glob("*.safetensors"))
+    if files:
+        return _Safetensors(files)
+    for folder in (path, path / "checkpoints"):
+        found = CheckpointFolder(folder).scan()
+        if valid := next((each for each in found if each.manifest is not None), None):
+            return _Step(valid.path, world)
+        if found:
+            raise CheckpointError(f"init_from: {folder} holds no valid checkpoint: {found[0].problem}")
+    raise CheckpointError(f"init_from: {path} holds neither safetensors files nor a checkpoint of zrun")
+
+
+def _files_of_index(index: Path) -> list[Path]:
+    """The files that a sharded checkpoint of `transformers` consists of."""
+    try:
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise CheckpointError(f"init_from: {index} is no index of safetensors files") from None
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise CheckpointError(f"init_from: {index} names a file outside of its folder: {name!r}")
+        if not (index.parent / name).is_file():
+            raise CheckpointError(f"init_from: {index.parent / name} is missing, which {index.name} names")
+    return [index.parent / name for name in names]
+
+
+class _Step:
+    """A checkpoint of zrun, at any layout."""
+
+    def __init__(self, path: Path, world: Group) -> None:
+        manifest = read_step(path)
+        self._reader = Reader(path, manifest, world)
+        self.shapes = {name: info.shape for info in manifest.tensors for name in (info.name, *info.aliases)}
+
+    def fill(self, targets: Sequence[Target]) -> None:
+        self._reader.fill(targets)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int  # bytes, from the file's beginning
+
+
+class _Safetensors:
+    """One or more safetensors files, read by range."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._entries: dict[str, _Entry] = {}
+        for path in paths:
+            for name, entry in _read_header(path).items():
+                if name in self._entries:
+                    raise CheckpointError(f"init_from: {name} is both in {self._entries[name].path} and in {path}")
+                self._entries[name] = entry
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: entry.shape for name, entry in self._entries.items()}
+
+    def fill(self, targets: Sequence[Target]) -> None:
+        """Fill the memory of `targets`, in threads."""
+        _in_threads([partial(self._fill, target) for target in targets])
+
+    def _fill(self, target: Target) -> None:
+        entry = self._entries[target.names[0]]
+        with entry.path.open("rb", buffering=0) as file:
+
+            def read(start: int, into: torch.Tensor) -> None:
+                view, offset = as_bytes(into).data, entry.offset + start * entry.dtype.itemsize
+                while view:
+                    try:
+                        count = os.preadv(file.fileno(), [view], offset)
+                    except OSError as error:
+                        raise CheckpointError(f"init_from: {entry.path}: {error.strerror}") from None
+                    if count == 0:
+                        raise CheckpointError(f"init_from: {entry.path} ends too early")
+                    view, offset = view[count:], offset + count
+
+            _fill_in_pieces(target, entry.shape, entry.dtype, read)
+
+
+def _read_header(path: Path) -> dict[str, _Entry]:
+    """The tensors of a safetensors file; each lies within the file.
+
+    Raises:
+        CheckpointError: it is no such file, or is cut off.
+    """
+    try:
+        with path.open("rb") as file:
+            total = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= min(_MAX_HEADER_BYTES, total - 8):
+                raise ValueError("its header is not there")
+            header = json.loads(file.read(length))
+        entries = {}
+        for name, each in header.items():
+            if name == "__metadata__":
+                continue
+            dtype, shape = _DTYPES[each["dtype"]], tuple(int(size) for size in each["shape"])
+            start, stop = each["data_offsets"]
+            numel = torch.Size(shape).numel()
+            if min(shape, default=0) < 0 or stop - start != numel * dtype.itemsize or not 0 <= start <= stop:
+                raise ValueError(f"{name} has a wrong size")
+            if 8 + length + stop > total:
+                raise ValueError(f"it is cut off: {name} should end at byte {8 + length + stop}, and it has {total}")
+            entries[name] = _Entry(path, dtype, shape, 8 + length + start)
+    except OSError as error:
+        raise CheckpointError(f"init_from: {path}: {error.strerror}") from None
+    except KeyError as error:
+        raise CheckpointError(f"init_from: {path} is not usable: it has no, or an unknown, {error}") from None
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise CheckpointError(f"init_from: {path} is not a whole safetensors file: {error}") from None
+    return entries
+
+
+class _StateDict:
+    """What torch saved of `model.state_dict()`, mapped. Nothing but tensors is made of its bytes."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        except Exception as error:  # zip, pickle and runtime errors, by what is wrong with the file
+            raise CheckpointError(
+                f"init_from: {path} is no state_dict of torch: {str(error).splitlines()[0]}; write it as torch.save "
+                "does with model.state_dict()"
+            ) from None
+        self._tensors = _only_tensors(found, path)
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+
+    def fill(self, targets: Sequence[Target]) -> None:
+        """Fill the memory of `targets`, one after the other."""
+        for target in targets:
+            tensor = self._tensors[target.names[0]]
+            flat = tensor.detach().reshape(-1)  # a copy of this one tensor if it is a view
+
+            is_mapped = flat.data_ptr() == tensor.data_ptr()
+
+            def read(start: int, into: torch.Tensor, flat: torch.Tensor = flat, is_mapped: bool = is_mapped) -> None:
+                parts = flat[start : start + into.numel()].split(_PIECE_BYTES // flat.element_size())
+                for part, room in zip(parts, into.split(_PIECE_BYTES // flat.element_size()), strict=True):
+                    room.copy_(part)
+                    if is_mapped:
+                        _forget(part)
+
+            _fill_in_pieces(target, tuple(tensor.shape), tensor.dtype, read)
+
+
+def _only_tensors(found: Any, path: Path) -> dict[str, torch.Tensor]:
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"init_from: {path} holds a {type(found).__name__}, not a state_dict")
+    tensors = {str(name): value for name, value in found.items() if isinstance(value, torch.Tensor)}
+    if not tensors:
+        inner = [str(name) for name, value in found.items() if isinstance(value, Mapping)]
+        hint = f": write found[{inner[0]!r}] of it to a file of its own" if inner else ""
+        raise CheckpointError(f"init_from: {path} holds no tensors by name{hint}")
+    return tensors
+
+
+def _forget(part: torch.Tensor) -> None:
+    """Give up the pages of a mapped file that were read: they stay in the page cache, and in nobody's memory."""
+    start = -(-part.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    stop = (part.data_ptr() + part.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if stop > start:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_DONTNEED)
+
+
+def _fill_in_pieces(
+    target: Target, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[int, torch.Tensor], None]
+) -> None:
+    """Fill `target` from a contiguous tensor, of which `read(start, into)` reads elements from `start` on."""
+    if target.stride != torch.empty(shape, device="meta").stride() and len(shape) > 1:  # channels_last
+        whole = torch.empty(shape, dtype=dtype)
+        read(0, whole.view(-1))
+        turned = torch.empty_strided(target.shape, target.stride, dtype=dtype).copy_(whole)
+        target.memory.copy_(turned.as_strided((whole.numel(),), (1,))[target.start : target.stop])
+        return
+    memory = target.memory
+    if memory.dtype == dtype and memory.device.type == "cpu":
+        read(target.start, memory)
+        return
+    size = max(1, _PIECE_BYTES // dtype.itemsize)
+    scratch = torch.empty(min(size, memory.numel()), dtype=dtype)
+    for start in range(0, memory.numel(), size):
+        piece = scratch[: min(size, memory.numel() - start)]
+        read(target.start + start, piece)
+        memory[start : start + piece.numel()].copy_(piece)
+
+
+def _in_threads(tasks: Sequence[Callable[[], None]]) -> None:
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="zrun-load") as pool:
+        for done in [pool.submit(task) for task in tasks]:
+            done.result()

@@ -1,0 +1,129 @@
+"""Which checkpoint a run goes on from: the newest that every rank can read whole, agreed on by all of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zrun_core import rng
+from zrun_core.checkpoint.folder import CheckpointFolder, read_step
+from zrun_core.checkpoint.manifest import Manifest
+from zrun_core.checkpoint.state import ModelState, Reader
+from zrun_core.comm import Comm, Group
+from zrun_core.data.order import mix
+from zrun_core.errors import CheckpointError
+from zrun_core.spec import ResumeSpec
+
+Streams = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A checkpoint that was read.
+
+    Attributes:
+        skipped: newer steps that could not be believed, and why.
+        streams, notes: this rank's own state; none if no such rank has saved.
+    """
+
+    path: Path
+    manifest: Manifest
+    skipped: dict[int, str]
+    streams: Streams
+    notes: dict[str, Any] | None
+
+    def in_words(self) -> list[str]:
+        """What to tell the user."""
+        skipped = [f"step {step} is skipped: {problem}" for step, problem in sorted(self.skipped.items())]
+        return [*skipped, f"goes on after step {self.manifest.step} of {self.path}"]
+
+
+def load_newest(source: ResumeSpec, state: ModelState, comm: Comm, world: Group) -> Resumed:
+    """Fill the model from the newest valid step of `source`, or from the one that it names. Collective.
+
+    Raises:
+        CheckpointError: none is valid, the named one is not, or it is of another model.
+    """
+
+    def agree(look: Callable[[], str]) -> list[str]:
+        try:
+            said = look()
+        except CheckpointError as error:
+            said = f"!{error}"
+        return [each.decode() for each in comm.exchange_bytes(said.encode(), world, name="resume")]
+
+    first = agree(lambda: _candidates(source) if world.index == 0 else "")[0]
+    if first.startswith("!"):
+        raise CheckpointError(first[1:])
+    found = json.loads(first)
+    skipped = {int(step): problem for step, problem in found["skipped"].items()}
+    for name in found["paths"]:
+        path = Path(name)
+        manifests: list[Manifest] = []
+
+        def look(path: Path = path, manifests: list[Manifest] = manifests) -> str:
+            manifests.append(read_step(path))
+            return manifests[0].to_json()[-40:].decode()  # with its digest
+
+        streams: dict[str, torch.Tensor] = {}
+
+        def load(path: Path = path, manifests: list[Manifest] = manifests, streams: Streams = streams) -> str:
+            state.load(path, manifests[0])
+            prefix = f"rng/{world.index}/"
+            for name, data in Reader(path, manifests[0], world).rank_tensors(prefix).items():
+                streams[name.removeprefix(prefix)] = data
+            return ""
+
+        problem = _first_problem(said := agree(look))
+        if problem is None and len(set(said)) > 1:
+            problem = f"{path}: ranks read different manifests"
+        if problem is None:
+            state.check(manifests[0])  # the same on every rank
+            problem = _first_problem(agree(load))
+        if problem is None:
+            notes = next((each for each in manifests[0].rank_states if each.get("rank") == world.index), None)
+            return Resumed(path, manifests[0], skipped, streams, notes)
+        skipped[int(path.name.removeprefix("step-"))] = problem
+    raise CheckpointError(_none_valid(source, skipped))
+
+
+def _candidates(source: ResumeSpec) -> str:
+    """On rank 0: the steps worth trying, newest first, and those that are not, as JSON."""
+    folder = CheckpointFolder(Path(source.folder))
+    paths, skipped = [], {}
+    for found in folder.scan():
+        if source.step is not None and found.step != source.step:
+            continue
+        if found.manifest is not None:
+            paths.append(str(found.path))
+        else:
+            skipped[found.step] = found.problem or "it cannot be read"
+    return json.dumps({"paths": paths, "skipped": skipped})
+
+
+def _first_problem(said: list[str]) -> str | None:
+    return next((f"{text[1:]} (rank {rank})" for rank, text in enumerate(said) if text.startswith("!")), None)
+
+
+def _none_valid(source: ResumeSpec, skipped: dict[int, str]) -> str:
+    what = f"step {source.step}" if source.step is not None else "a valid checkpoint"
+    reasons = "".join(f"\n  step {step}: {problem}" for step, problem in sorted(skipped.items(), reverse=True))
+    return (
+        f"{source.folder} does not hold {what}{reasons}\n"
+        "name another with --resume PATH or --resume STEP, or start anew with --fresh"
+    )
+
+
+def restore_streams(resumed: Resumed, seed: int, rank: int, device: torch.device) -> None:
+    """Go on with this rank's random streams; a rank that did not exist then gets one that no other has had."""
+    if resumed.streams and resumed.notes is not None:
+        rng.restore(resumed.streams, resumed.notes["rng"], device)
+    else:
+        value = mix(mix(seed, 1 + rank), resumed.manifest.step)
+        torch.manual_seed(value)
+        rng.seed(value)

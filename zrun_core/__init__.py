@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from zrun_core.library.optimizer import optimizer as optimizer
     from zrun_core.library.run import Run as Run
     from zrun_core.library.run import init as init
+    from zrun_core.library.saving import Loaded as Loaded
+    from zrun_core.library.saving import load as load
+    from zrun_core.library.saving import save as save
 
 _HOMES = {
     "init": "library.run",
@@ -31,11 +34,15 @@ _HOMES = {
     "optimizer": "library.optimizer",
     "Optimizer": "library.optimizer",
     "GradScaler": "library.optimizer",
+    "save": "library.saving",
+    "load": "library.saving",
+    "Loaded": "library.saving",
     "ZrunError": "errors",
 }
 
 __all__ = [
     "GradScaler",
+    "Loaded",
     "Optimizer",
     "Run",
     "ZrunError",
@@ -43,7 +50,9 @@ __all__ = [
     "forward",
     "gathered",
     "init",
+    "load",
     "optimizer",
+    "save",
     "shard",
 ]
 

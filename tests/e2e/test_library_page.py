@@ -41,12 +41,20 @@ def losses(lines: list[str]) -> dict[int, str]:
     return {int(match[1]): match[2] for match in found if match}
 
 
-def test_the_loop_is_short_and_trains(scripts: Path) -> None:
+def test_the_fifteen_lines_train_and_resume(scripts: Path, tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text((scripts / "model.py").read_text())
     text = (scripts / "loop.py").read_text()
     assert len([line for line in text.splitlines() if line and not line.startswith("import")]) <= 15
-    full = losses(run(scripts / "loop.py", 2))
+    whole, parts = tmp_path / "loop.py", tmp_path / "parts.py"
+    whole.write_text(text)
+    parts.write_text(text.replace('"checkpoints"', '"other"').replace(", 40)", ", 20)"))
+    full = losses(run(whole, 2))
     assert list(full) == [10, 20, 30, 40]
     assert float(full[40]) < 0.7 * float(full[10])
+    assert losses(run(parts, 2)) == {step: full[step] for step in (10, 20)}
+    parts.write_text(text.replace('"checkpoints"', '"other"'))
+    assert losses(run(parts, 2)) == {step: full[step] for step in (30, 40)}
+    assert run(whole, 0) == []  # one rank, nothing left to do
 
 
 def test_one_rank_gets_the_same_losses(scripts: Path, tmp_path: Path) -> None:
@@ -54,6 +62,7 @@ def test_one_rank_gets_the_same_losses(scripts: Path, tmp_path: Path) -> None:
     script = tmp_path / "loop.py"
     script.write_text((scripts / "loop.py").read_text().replace("bf16", "fp32"))
     alone = losses(run(script, 0))
+    script.write_text(script.read_text().replace('"checkpoints"', '"other"'))
     together = losses(run(script, 2))
     assert {k: float(v) for k, v in alone.items()} == pytest.approx(
         {k: float(v) for k, v in together.items()}, abs=2e-5
@@ -85,8 +94,8 @@ x, label = batch(0, run.rank, run.world_size)
 CASES = {
     "if run.is_main:\n    model(x)\nelse:\n    run.mean(1.0)": "to which rank 1 does not come",
     "if run.is_main:\n    model(x)": "another rank has ended",
-    "if run.is_main:\n    zrun_core.gathered(model).__enter__()\nelse:\n    import time; time.sleep(60)": (
-        "zrun_core.errors.HangError: gathered(): rank 1 has not called it within 2 s; call it on every rank"
+    'if run.is_main:\n    zrun_core.save("alone", model, step=1)\nelse:\n    import time; time.sleep(60)': (
+        "zrun_core.errors.HangError: save(): rank 1 has not called it within 2 s; call it on every rank"
     ),
 }
 
@@ -101,3 +110,4 @@ def test_what_one_rank_does_alone_is_an_error_and_no_hang(scripts: Path, action:
     )
     assert done.returncode != 0
     assert CASES[action] in done.stderr
+    assert not (scripts / "alone").exists()

@@ -30,7 +30,7 @@ from zrun_core.checkpoint.folder import CheckpointFolder
 from zrun_core.checkpoint.manifest import RANK, FileInfo, Fragment, Manifest
 from zrun_core.checkpoint.resume import Resumed
 from zrun_core.checkpoint.shard_file import Part, write_shard
-from zrun_core.checkpoint.state import ModelState
+from zrun_core.checkpoint.state import State
 from zrun_core.comm import Comm, Group
 from zrun_core.config import CheckpointConfig
 from zrun_core.errors import CheckpointError, PeerError, SaveError
@@ -91,7 +91,7 @@ class Checkpointer:
     def __init__(
         self,
         folder: CheckpointFolder,
-        state: ModelState,
+        state: State,
         config: CheckpointConfig,
         comm: Comm,
         world: Group,

@@ -13,7 +13,7 @@ import torch
 from zrun_core import rng
 from zrun_core.checkpoint.folder import CheckpointFolder, read_step
 from zrun_core.checkpoint.manifest import Manifest
-from zrun_core.checkpoint.state import ModelState, Reader
+from zrun_core.checkpoint.state import Reader, State
 from zrun_core.comm import Comm, Group
 from zrun_core.data.order import mix
 from zrun_core.errors import CheckpointError
@@ -43,7 +43,7 @@ class Resumed:
         return [*skipped, f"goes on after step {self.manifest.step} of {self.path}"]
 
 
-def load_newest(source: ResumeSpec, state: ModelState, comm: Comm, world: Group) -> Resumed:
+def load_newest(source: ResumeSpec, state: State, comm: Comm, world: Group) -> Resumed:
     """Fill the model from the newest valid step of `source`, or from the one that it names. Collective.
 
     Raises:

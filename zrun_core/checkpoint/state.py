@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -54,6 +54,21 @@ class Target:
     @property
     def stop(self) -> int:
         return self.start + self.memory.numel()
+
+
+class State(Protocol):
+    """What is saved and loaded: a `ModelState`, or several as one. Its methods say what they do."""
+
+    @property
+    def layout(self) -> dict[str, Any]: ...
+    def tensors(self) -> list[TensorInfo]: ...
+    def parts(self) -> list[Part]: ...
+    def scalars(self) -> dict[str, dict[str, float]]: ...
+    def learnt(self) -> dict[str, Any]: ...
+    def buffer_digests(self) -> dict[str, str]: ...
+    def own_buffers(self, first: Mapping[str, str]) -> list[Part]: ...
+    def check(self, manifest: Manifest) -> None: ...
+    def load(self, folder: Path, manifest: Manifest) -> None: ...
 
 
 class ModelState:

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from zrun_core import rng
 from zrun_core.board import Board, Watchdog
 from zrun_core.comm import Comm
 from zrun_core.data.order import mix
@@ -98,8 +99,8 @@ def init(
 ) -> Run:
     """Join the ranks that `torchrun` has started, or be a world of one where it has not. Later calls return the same.
 
-    A process group that exists already is used as it is. Torch's generators are seeded, on each rank with its own
-    stream (dropout differs between ranks), and model factories run with `seed` itself.
+    A process group that exists already is used as it is. The generators of Python, numpy and torch are seeded, on each
+    rank with its own stream (dropout differs between ranks), and model factories run with `seed` itself.
 
     Args:
         device: auto is the local rank's GPU where there is one.
@@ -121,7 +122,7 @@ def init(
         torch.set_num_threads(threads)
         _join(seat, chosen, timeout_s)
         _current = Run(seat, chosen, seed=seed, patience_s=patience_s)
-        torch.manual_seed(mix(seed, 1 + seat[0]))  # as a job's worker does
+        rng.seed(mix(seed, 1 + seat[0]))  # as a job's worker does
     return _current
 
 

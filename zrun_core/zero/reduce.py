@@ -229,14 +229,14 @@ class Reducer:
     def learnt(self) -> dict[str, Any]:
         """What backward passes have taught, as small JSON: sums of late gradients depend on it, to the last bit."""
         return {
-            "order": [unit.index for unit in self._order] if self._order_is_learnt else None,
-            "late": sorted(self._left_for_end),
+            "order": [unit.name for unit in self._order] if self._order_is_learnt else None,
+            "late": sorted(unit.name for unit in self._order if unit.index in self._left_for_end),
         }
 
     def adopt(self, learnt: Mapping[str, Any]) -> None:
         """Go on with what the same model on the same layout had learnt."""
         if learnt["order"] is not None:
-            by_index = {unit.index: unit for unit in self._order}
-            self._order = [by_index[index] for index in learnt["order"]]
+            by_name = {unit.name: unit for unit in self._order}
+            self._order = [by_name[name] for name in learnt["order"]]
             self._order_is_learnt = True
-        self._left_for_end = set(learnt["late"])
+        self._left_for_end = {unit.index for unit in self._order if unit.name in learnt["late"]}

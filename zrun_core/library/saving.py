@@ -1,0 +1,342 @@
+"""Checkpoints of a user's own loop: models, their optimizers, every rank's random streams, and what the user adds."""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from torch import nn
+
+from zrun_core.checkpoint.checkpointer import About, Checkpointer, hold, versions
+from zrun_core.checkpoint.folder import CheckpointFolder
+from zrun_core.checkpoint.manifest import RANK, Manifest, TensorInfo
+from zrun_core.checkpoint.resume import Resumed, load_newest, restore_streams
+from zrun_core.checkpoint.shard_file import Part
+from zrun_core.checkpoint.state import ModelState
+from zrun_core.config import CheckpointConfig
+from zrun_core.errors import CheckpointError, PeerError, SaveError, UserCodeError
+from zrun_core.library.model import Handle
+from zrun_core.library.run import Run
+from zrun_core.spec import ResumeSpec
+
+Models = nn.Module | Mapping[str, nn.Module]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What `load` found beside the models' own state.
+
+    Attributes:
+        step: that was saved.
+        extra: what `save` was given.
+    """
+
+    step: int
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def save(
+    folder: str | os.PathLike[str],
+    model: Models,
+    *,
+    step: int,
+    extra: Mapping[str, Any] | None = None,
+    keep: int = 3,
+) -> None:
+    """Commit the state of one or more models as step `step` of a folder. Every rank calls it, between two steps.
+
+    When it returns, the step is on disk with its digests, or an error was raised and the older steps are untouched.
+
+    Args:
+        folder: of the checkpoints; it is made, and locked for the life of this process.
+        model: a sharded model with its optimizer, or several by name.
+        extra: anything that JSON can say; the first rank's counts.
+        keep: newest valid steps that are kept, 2 or more.
+
+    Raises:
+        HangError: not every rank called it; it names those that did not.
+        SaveError: it could not be saved. On the other ranks a PeerError.
+        UserCodeError: gradients wait for their step, or `extra` is not JSON.
+    """
+    run, states = _states(model, "save()")
+    text = _as_json(extra)
+    if step < 0:
+        raise UserCodeError(f"save(step={step}): write how many steps were made")
+    for name, handle in states.handles.items():
+        if handle.loop.num_backwards:
+            who = name or "the model"
+            raise UserCodeError(f"save(): {who} has gradients that no step has used: call step() or zero_grad() first")
+    run._meet("save()")
+    groups = {name: _options(handle) for name, handle in states.handles.items()}
+    progress = {"extra": json.loads(text), "groups": groups}
+    path = Path(folder).absolute()
+    checkpointer = _checkpointer(run, path, states, keep)
+    if checkpointer.last_step == step:
+        raise UserCodeError(f"save(step={step}): {path} holds that step already: count on from the one that was loaded")
+    try:
+        checkpointer.save(step, progress, "asked")
+    except SaveError as error:
+        raise SaveError(_in_own_words(error)) from None
+
+
+def load(folder: str | os.PathLike[str], model: Models, *, step: int | None = None) -> Loaded | None:
+    """Fill models and their optimizers from the newest valid step of a folder, or from `step`. Every rank calls it.
+
+    Stage, precision and number of ranks may be others than when it was saved. Each rank goes on with its own random
+    streams; the options of the optimizer's groups, such as the learning rate, are those that were saved.
+
+    Returns:
+        None where the folder holds no step and none was named.
+
+    Raises:
+        HangError: not every rank called it.
+        CheckpointError: no step is valid, or it is of other models.
+    """
+    run, states = _states(model, "load()")
+    run._meet("load()")
+    path = Path(folder).absolute()
+    world, comm = run._mesh(1).world, run._comm
+    if step is None and not _agreed(run, lambda: "some" if CheckpointFolder(path).scan() else ""):
+        return None
+    for handle in states.handles.values():
+        handle.loop.drop_gradients()
+        handle.sharded.begin_step()
+    try:
+        resumed = load_newest(ResumeSpec(folder=str(path), step=step), states, comm, world)
+    except CheckpointError as error:
+        raise CheckpointError(_in_own_words(error)) from None
+    for number, text in sorted(resumed.skipped.items()):
+        if run.is_main:
+            warnings.warn(f"step {number} is skipped: {text}", stacklevel=2)
+    restore_streams(resumed, run.seed, run.rank, run.device)
+    if resumed.notes is not None:
+        states.adopt_learnt(resumed.notes["learnt"], resumed.manifest)
+    for name, handle in states.handles.items():
+        _set_options(handle, resumed.manifest.progress.get("groups", {}).get(name))
+    _resumed[path] = resumed
+    return Loaded(resumed.manifest.step, dict(resumed.manifest.progress.get("extra") or {}))
+
+
+class States:
+    """The states of several models as those of one: each model's tensors are named `<model>.<tensor>`."""
+
+    def __init__(self, handles: Mapping[str, Handle]) -> None:
+        self.handles = dict(handles)
+        self._states = {name: ModelState(handle.sharded) for name, handle in handles.items()}
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """How each model is cut; of the only model, as a job has it."""
+        layouts = {name: state.layout for name, state in self._states.items()}
+        return layouts.get("", {"models": layouts})
+
+    # Saving
+
+    def tensors(self) -> list[TensorInfo]:
+        return [
+            replace(info, name=_join(name, info.name), aliases=tuple(_join(name, other) for other in info.aliases))
+            for name, state in self._states.items()
+            for info in state.tensors()
+        ]
+
+    def parts(self) -> list[Part]:
+        return [
+            replace(part, tensor=_join(name, part.tensor))
+            for name, state in self._states.items()
+            for part in state.parts()
+        ]
+
+    def scalars(self) -> dict[str, dict[str, float]]:
+        return {
+            _join(name, tensor): scalars
+            for name, state in self._states.items()
+            for tensor, scalars in state.scalars().items()
+        }
+
+    def buffer_digests(self) -> dict[str, str]:
+        return {
+            _join(name, buffer): digest
+            for name, state in self._states.items()
+            for buffer, digest in state.buffer_digests().items()
+        }
+
+    def own_buffers(self, first: Mapping[str, str]) -> list[Part]:
+        found = []
+        for name, state in self._states.items():
+            own = {_strip(name, key): digest for key, digest in first.items() if _is_of(name, key)}
+            found += [replace(part, tensor=_rejoin(name, part.tensor)) for part in state.own_buffers(own)]
+        return found
+
+    def learnt(self) -> dict[str, Any]:
+        learnt = {name: state.learnt() for name, state in self._states.items()}
+        return learnt.get("", learnt)
+
+    # Loading
+
+    def check(self, manifest: Manifest) -> None:
+        saved = manifest.layout.get("models", {"": manifest.layout})
+        if sorted(saved) != sorted(self._states):
+            raise CheckpointError(
+                f"the checkpoint is of {_listed(saved)}, and load() was given {_listed(self._states)}"
+            )
+        for name, state in self._states.items():
+            state.check(_only(manifest, name))
+
+    def load(self, folder: Path, manifest: Manifest) -> None:
+        for name, state in self._states.items():
+            state.load(folder, _only(manifest, name))
+
+    def adopt_learnt(self, learnt: Mapping[str, Any], manifest: Manifest) -> None:
+        for name, state in self._states.items():
+            state.adopt_learnt(learnt.get(name, learnt), _only(manifest, name))
+
+
+def _only(manifest: Manifest, name: str) -> Manifest:
+    """What `manifest` says of one model, by the names that the model itself has for its tensors."""
+    if not name:
+        return manifest
+    return replace(
+        manifest,
+        layout=manifest.layout["models"][name],
+        tensors=[
+            replace(info, name=_strip(name, info.name), aliases=tuple(_strip(name, other) for other in info.aliases))
+            for info in manifest.tensors
+            if _is_of(name, info.name)
+        ],
+        fragments=[
+            replace(each, tensor=own)
+            for each in manifest.fragments
+            if (own := _own_name(name, each.tensor, is_rank_state=each.state == RANK)) is not None
+        ],
+    )
+
+
+def _own_name(name: str, tensor: str, *, is_rank_state: bool) -> str | None:
+    """A fragment's tensor as the model `name` calls it; None if it is another's."""
+    if not is_rank_state:
+        return _strip(name, tensor) if _is_of(name, tensor) else None
+    kind, rank, rest = tensor.split("/", 2)
+    if kind != "buffer":
+        return tensor
+    return f"{kind}/{rank}/{_strip(name, rest)}" if _is_of(name, rest) else None
+
+
+def _join(name: str, tensor: str) -> str:
+    return f"{name}.{tensor}" if name else tensor
+
+
+def _rejoin(name: str, tensor: str) -> str:
+    """`buffer/<rank>/<name>` of a model, as one of several."""
+    kind, rank, rest = tensor.split("/", 2)
+    return f"{kind}/{rank}/{_join(name, rest)}"
+
+
+def _is_of(name: str, tensor: str) -> bool:
+    return tensor.startswith(f"{name}.") if name else True
+
+
+def _strip(name: str, tensor: str) -> str:
+    return tensor.removeprefix(f"{name}.") if name else tensor
+
+
+def _listed(names: Sequence[str] | Mapping[str, Any]) -> str:
+    return "one model" if list(names) == [""] else f"models called {', '.join(names)}"
+
+
+def _states(model: Models, what: str) -> tuple[Run, States]:
+    models = {"": model} if isinstance(model, nn.Module) else model
+    if not isinstance(models, Mapping) or not models:
+        raise UserCodeError(f"{what}: give a sharded model, or a dict of several by name")
+    handles: dict[str, Handle] = {}
+    for name, each in models.items():
+        handle = handles[name] = Handle.of(each, what)
+        if isinstance(model, Mapping) and not name.isidentifier():
+            raise UserCodeError(f"{what}: {name!r} cannot name a model: use letters, digits and _")
+        if handle.optimizer is None:
+            raise UserCodeError(f"{what}: {name or 'the model'} has no optimizer: call zrun_core.optimizer first")
+    return next(iter(handles.values())).run, States(handles)
+
+
+def _as_json(extra: Mapping[str, Any] | None) -> str:
+    try:
+        return json.dumps(dict(extra or {}), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise UserCodeError(f"save(extra=...): it must be JSON: {error}") from None
+
+
+def _options(handle: Handle) -> list[dict[str, Any]]:
+    """What JSON can say of the optimizer's groups."""
+    assert handle.optimizer is not None
+    kinds = (bool, int, float, str, list, tuple, type(None))
+    return [
+        {key: value for key, value in group.items() if key != "params" and isinstance(value, kinds)}
+        for group in handle.optimizer.param_groups
+    ]
+
+
+def _set_options(handle: Handle, saved: Sequence[Mapping[str, Any]] | None) -> None:
+    assert handle.optimizer is not None
+    groups = handle.optimizer.param_groups
+    if saved is None:  # by a job
+        return
+    if len(saved) != len(groups):
+        raise CheckpointError(f"the optimizer had {len(saved)} groups when it was saved, and has {len(groups)} now")
+    for group, options in zip(groups, saved, strict=True):
+        group.update({key: tuple(value) if isinstance(value, list) else value for key, value in options.items()})
+
+
+def _checkpointer(run: Run, path: Path, states: States, keep: int) -> Checkpointer:
+    """The one of this folder; made when it is first saved to, or when the models are others than before."""
+    try:
+        config = CheckpointConfig(keep=keep)
+    except ValidationError:
+        raise UserCodeError(f"save(keep={keep}): write 2 or more, so that a valid step is always there") from None
+    known = _savers.get(path)
+    if known is not None and known[0].handles == states.handles:
+        known[1].config = config
+        return known[1]
+    if known is None and (problem := _agreed(run, lambda: _try(lambda: hold(path)))):
+        raise SaveError(problem) if run.is_main else PeerError("rank 0 cannot save")
+    about = About(f"script-{uuid.uuid4().hex[:8]}", {}, versions())
+    made = Checkpointer(CheckpointFolder(path), states, config, run._comm, run._mesh(1).world, about, _tell)
+    if problem := _agreed(run, lambda: _try(lambda: made.open(_resumed.get(path)))):
+        raise SaveError(problem) if run.is_main else PeerError("rank 0 cannot save")
+    _savers[path] = states, made
+    return made
+
+
+_savers: dict[Path, tuple[States, Checkpointer]] = {}  # of this process, by folder
+_resumed: dict[Path, Resumed] = {}  # what was loaded last from a folder
+
+
+def _in_own_words(error: Exception) -> str:
+    """What is said to somebody with a job, to somebody with a loop."""
+    text = "\n".join(line for line in str(error).splitlines() if "--resume" not in line)
+    text = text.replace("set checkpoint.dir", "name another folder").replace("give the job", "give load()")
+    return text.replace(", or start from the weights with init_from", "")
+
+
+def _agreed(run: Run, ask: Callable[[], str]) -> str:
+    """The first rank's answer, on every rank."""
+    own = ask().encode() if run.is_main else b""
+    return run._comm.exchange_bytes(own, run._mesh(1).world, name="agree")[0].decode()
+
+
+def _try(action: Callable[[], object]) -> str:
+    try:
+        action()
+    except SaveError as error:
+        return _in_own_words(error)
+    return ""
+
+
+def _tell(**fields: Any) -> None:
+    if "warning" in fields:
+        warnings.warn(fields["warning"], stacklevel=2)

@@ -56,7 +56,7 @@ def train(
     from zrun.launch.frames import Start
     from zrun.launch.local import LocalAgent
 
-    # First of all: the agent imports torch while this process still reads the job.
+    # First of all: the agent gets ready while this process still reads the job.
     with nullcontext() if dry_run else LocalAgent() as agent:
         from zrun.job.load import load_job
         from zrun.launch.environment import worker_environment

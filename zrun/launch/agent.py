@@ -1,6 +1,6 @@
 """`python -m zrun.launch.agent`: runs the workers of one host and ends with its launcher.
 
-The launcher may start it before it knows what to run: torch is imported while it waits for the `Start` frame.
+The launcher starts it before it knows what to run, and says so with the `Start` frame.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from zrun.launch import elastic, processes
+from zrun.launch import processes
 from zrun.launch.environment import WORKER_DEFAULTS
 from zrun.launch.frames import Start, Stop
 from zrun.launch.hangs import HangGuard
 from zrun.launch.switchboard import Switchboard
+from zrun.launch.workers import Command
 from zrun_core.board import BoardView
 from zrun_core.config import LimitsConfig
 
@@ -31,7 +32,6 @@ def main() -> None:
     processes.die_with_parent(signal.SIGTERM)
     processes.adopt_orphans()
     switchboard = Switchboard(*_take_streams())
-    elastic.load()
     start = switchboard.start_frames.get()
     run_dir = Path(start.spec["run_dir"])
     _log_to(run_dir / "logs" / f"agent-{start.host}.log")
@@ -53,45 +53,42 @@ def _run(start: Start, run_dir: Path, telemetry: str, switchboard: Switchboard) 
     spec_file.write_text(json.dumps(start.spec | {"telemetry": telemetry}, indent=1))
     plan = start.spec["plan"]
     here = [place for place in plan["ranks"] if place["host"] == start.host]
-    os.environ.update(_environment(start.env, run_dir, plan["threads"]))
-    command = elastic.Command(
+    command = Command(
         run_id=start.spec["run_id"],
         module=start.module,
         argument=str(spec_file),
-        logs={place["local_rank"]: run_dir / "logs" / f"rank-{place['rank']}.log" for place in here},
+        env=os.environ | _environment(start.env, run_dir, plan["threads"]),
+        world_size=len(plan["ranks"]),
+        logs={place["rank"]: run_dir / "logs" / f"rank-{place['rank']}.log" for place in here},
     )
-    first_rank = min(place["rank"] for place in here)
     guard = None
     if len(here) == len(plan["ranks"]):  # the ranks of one host share a board
         view = BoardView(run_dir / "board", len(here))
         guard = HangGuard(view, LimitsConfig.model_validate(start.spec["job"].get("limits", {})), run_dir)
-
-    def on_start(workers: elastic.Workers) -> None:
-        switchboard.watch(workers, first_rank, guard)
-        _pass_on_signals(switchboard)
-
-    elastic.run(command, on_start)
+    _pass_on_signals(switchboard)
+    workers = command.start()
+    switchboard.watch(workers, guard)
+    for worker in workers.values():
+        worker.wait()
 
 
 def _pass_on_signals(switchboard: Switchboard) -> None:
     """A scheduler signals every process of a job: what means "finish" to the launcher must not end this one.
 
-    torch's elastic agent has just installed handlers of its own. Where SIGTERM tells of the launcher's death, the end
-    of its stream does too.
+    Where SIGTERM tells of the launcher's death, the end of its stream does too.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda *_: switchboard.stop(Stop.FINISH))
 
 
 def _environment(asked: dict[str, str], run_dir: Path, threads: int) -> dict[str, str]:
-    """What the workers get beyond what this process has; torch adds RANK, WORLD_SIZE and so on."""
+    """What the workers get beyond what this process has and what `Command` adds."""
     return (
         {key: os.environ.get(key, value) for key, value in WORKER_DEFAULTS.items()}
         | asked
         | {
             "OMP_NUM_THREADS": str(threads),
             "ZRUN_STORE": str(run_dir / _STORE),
-            "TORCH_ELASTIC_WORKER_IDENTICAL": "1",  # ranks follow from the plan, no exchange needed
         }
     )
 
@@ -131,4 +128,3 @@ def _telemetry(run_dir: Path) -> Iterator[socket.socket]:
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # torch takes 0.3 s to tear itself down, and the launcher waits

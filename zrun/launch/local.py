@@ -17,13 +17,13 @@ _PATIENCE_S = 10.0  # for an agent that was told to end; it gives its workers ha
 
 
 class LocalAgent:
-    """An agent that is already importing torch when it is told what to run.
+    """An agent that is already there when it is told what to run.
 
     It must be created by the main thread: the kernel ends it with the thread that started it.
     """
 
     def __init__(self) -> None:
-        # -P: a torch.py or types.py in the working directory is not meant for the agent. A session of its own: ctrl-C
+        # -P: a json.py or types.py in the working directory is not meant for the agent. A session of its own: ctrl-C
         # in the terminal reaches the launcher only.
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "zrun.launch.agent"],

@@ -1,7 +1,7 @@
 """The agent's thread between its host's workers and the launcher.
 
-It forwards telemetry and exit statuses up, obeys what comes down, and takes the end of its input for the launcher's
-death. The main thread belongs to torch's elastic agent, which must not be held up by either side.
+It forwards telemetry and exit statuses up, obeys what comes down, stops the other workers when one fails, and takes the
+end of its input for the launcher's death. The main thread only waits: the workers end with it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from queue import SimpleQueue
 from subprocess import Popen
 
 from zrun.launch import cgroup, hangs, processes
-from zrun.launch.elastic import Workers
 from zrun.launch.frames import GRACE_S, Start, Stop, Unpacker
 from zrun.launch.hangs import HangGuard
 from zrun.launch.processes import Process
+from zrun.launch.workers import Workers
 
 _READ_BYTES = 1 << 18
+_LAST_WORDS_S = 0.1  # for the workers that fail together with the first one to say why
 _EVENTS_PER_TURN = 256  # then the other descriptors are served
 
 
@@ -41,6 +42,7 @@ class Switchboard:
         self._running: dict[int, tuple[int, Popen[bytes]]] = {}  # pidfd -> rank, worker
         self._writing = threading.Lock()
         self._stop_with: Stop | None = None
+        self._terminate_at: float | None = None
         self._kill_at: float | None = None
         self._oom_kills = cgroup.oom_kills()
         self._done, self._finish = os.pipe()
@@ -57,16 +59,16 @@ class Switchboard:
         self._telemetry = telemetry
         self._on(telemetry.fileno(), self._forward)
 
-    def watch(self, workers: Workers, first_rank: int, hangs: HangGuard | None) -> None:
+    def watch(self, workers: Workers, hangs: HangGuard | None) -> None:
         """Report the end of these workers, or that they hang; stop them when the launcher says so or dies."""
-        for local, worker in workers.items():
+        for rank, worker in workers.items():
             leader = Process.find(worker.pid)
             if leader is not None:
-                self._leaders[first_rank + local] = leader
+                self._leaders[rank] = leader
             pidfd = os.pidfd_open(worker.pid)
-            self._running[pidfd] = first_rank + local, worker
+            self._running[pidfd] = rank, worker
             self._on(pidfd, self._exited)
-        self._send({"frame": "started", "pids": {first_rank + local: worker.pid for local, worker in workers.items()}})
+        self._send({"frame": "started", "pids": {rank: worker.pid for rank, worker in workers.items()}})
         self._hangs = hangs
         if self._stop_with is not None:
             self.stop(self._stop_with)
@@ -90,10 +92,15 @@ class Switchboard:
         try:
             while True:
                 patience = hangs.PERIOD_S
-                if self._kill_at is not None:
-                    patience = min(patience, max(0.0, self._kill_at - time.monotonic()))
+                for moment in (self._terminate_at, self._kill_at):
+                    if moment is not None:
+                        patience = min(patience, max(0.0, moment - time.monotonic()))
                 for key, _ in self._selector.select(patience):
                     key.data(key.fd)
+                if self._terminate_at is not None and time.monotonic() >= self._terminate_at:
+                    self._terminate_at = None
+                    for leader in list(self._leaders.values()):
+                        processes.send(processes.session_of(leader), signal.SIGTERM)
                 if self._kill_at is not None and time.monotonic() >= self._kill_at:
                     self._kill_at = None
                     self.stop(Stop.KILL)
@@ -171,12 +178,13 @@ class Switchboard:
             while self._forward(0) == _EVENTS_PER_TURN:
                 pass  # what it said before it ended comes first
         while (status := worker.poll()) is None:
-            time.sleep(0.001)  # the elastic agent is just collecting it
+            time.sleep(0.001)  # the main thread is just collecting it
         oom_kills = cgroup.oom_kills()
         oom = status == -signal.SIGKILL and oom_kills is not None and oom_kills > (self._oom_kills or 0)
         self._send({"frame": "exit", "rank": rank, "status": status, "time": moment, "oom": oom})
         if status != 0 and self._kill_at is None:
-            self._kill_at = time.monotonic() + GRACE_S  # the elastic agent now asks the others to stop
+            now = time.monotonic()
+            self._terminate_at, self._kill_at = now + _LAST_WORDS_S, now + GRACE_S
 
     def _close(self, _: int) -> None:
         for pidfd, (_, worker) in list(self._running.items()):

@@ -1,0 +1,78 @@
+"""The workers of one host: a process for each rank, started with the variables of torchrun.
+
+This is what torch's elastic agent does for one generation of workers whose places are known beforehand. Ours imports no
+torch, which would hold up every launch and 220 MB of every host before the first worker starts.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from subprocess import DEVNULL, STDOUT, Popen
+
+Workers = dict[int, "Popen[bytes]"]  # by rank
+
+
+@dataclass(frozen=True)
+class Command:
+    """What runs on this host: `python -u -m module argument`, once per rank."""
+
+    run_id: str
+    module: str
+    argument: str
+    env: Mapping[str, str]
+    world_size: int
+    logs: Mapping[int, Path]  # of the ranks of this host, which are contiguous
+
+    def start(self) -> Workers:
+        """Start the workers, each in a session of its own, so that what it starts can be ended with it.
+
+        To be called by the main thread: the kernel ends a worker with the thread that started it.
+        """
+        first, port = min(self.logs), _free_port()
+        return {rank: self._start(rank, rank - first, port) for rank in sorted(self.logs)}
+
+    def _start(self, rank: int, local_rank: int, port: int) -> Popen[bytes]:
+        log = os.open(self.logs[rank], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            return Popen(
+                [sys.executable, "-u", "-m", self.module, self.argument],
+                env={**self.env, **self._variables(rank, local_rank, port)},
+                stdin=DEVNULL,
+                stdout=log,
+                stderr=STDOUT,
+                start_new_session=True,
+            )
+        finally:
+            os.close(log)
+
+    def _variables(self, rank: int, local_rank: int, port: int) -> dict[str, str]:
+        """What a script of torchrun's finds in its environment."""
+        return {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(len(self.logs)),
+            "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
+            "ROLE_NAME": "worker",
+            "ROLE_RANK": str(rank),
+            "ROLE_WORLD_SIZE": str(self.world_size),
+            # For code that calls `init_process_group("gloo")` by itself: ours meets in the file that ZRUN_STORE names.
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_RUN_ID": self.run_id,
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
+        }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -16,7 +16,15 @@ from zrun_core.checkpoint.checkpointer import Checkpointer, Votes
 from zrun_core.checkpoint.resume import Resumed, restore_streams
 from zrun_core.data.batch import MicroBatch
 from zrun_core.data.loader import BatchLoader, eval_batches
-from zrun_core.errors import CheckpointError, ExitCode, JobError, NumericError, OutOfMemoryError, StoppedError
+from zrun_core.errors import (
+    CheckpointError,
+    ExitCode,
+    JobError,
+    NumericError,
+    OutOfMemoryError,
+    StoppedError,
+    ZrunError,
+)
 from zrun_core.events import Emitter
 from zrun_core.guards import NumericGuard
 from zrun_core.loss import LossFunction, LossKind, compute_loss
@@ -346,7 +354,7 @@ class Trainer:
         own_loss = float(self._own_sums[1]) if numbers.skipped else 0.0
         problem = self._numeric.see(self.progress, pending.step, numbers, own_loss)
         if problem is not None:
-            raise NumericError(problem)
+            self._stop_numerically(problem)
         if self.parts.on_step is not None:
             self.phase = "hook"
             with user_code("hooks.on_step failed"):
@@ -397,13 +405,26 @@ class Trainer:
         Raises:
             StoppedError: always.
         """
-        self.stop.ignore()
-        if self.checkpointer is None:
-            self.comm.barrier(self.world)
-            raise StoppedError(f"stopped after step {self.progress.steps}, not saved", self.stop.exit_code)
+        saved = self.checkpointer is not None
         self.save("stopped")
+        self.stop.ignore()  # from here on the ranks leave together
         self.comm.barrier(self.world)
-        raise StoppedError(f"stopped after step {self.progress.steps}, saved", ExitCode.STOPPED)
+        code = ExitCode.STOPPED if saved else self.stop.exit_code
+        raise StoppedError(f"stopped after step {self.progress.steps}, {'saved' if saved else 'not saved'}", code)
+
+    def _stop_numerically(self, problem: str) -> NoReturn:
+        """Save and end. Skipped steps changed nothing: the parameters are those of the last good one.
+
+        Raises:
+            NumericError: always.
+        """
+        if self.checkpointer is not None:
+            try:
+                self.save("numeric")
+                problem += f"; the last good parameters are saved as step {self.progress.steps}"
+            except ZrunError as error:
+                problem += f"; and the last good parameters could not be saved: {error}"
+        raise NumericError(problem)
 
     # Evaluation
 

@@ -118,12 +118,15 @@ def test_a_rank_that_ends_is_named(tmp_path, fault, words):
 
 
 def test_numbers_that_stay_wrong_end_the_run_with_a_name(tmp_path):
-    done = zrun(tmp_path, "nan", precision="bf16", zero=2)
+    done = zrun(tmp_path, "nan", precision="bf16", zero=2, checkpoint={"every": 100})
     assert done.returncode == 7, done.stderr
     assert "step 3 was skipped on all ranks: the gradient of out.weight (layer out) is nan" in done.stdout
     assert "3 steps in a row were skipped: the gradient of out.weight (layer out) is nan on rank 1" in done.stderr
     report = failure(tmp_path)
     assert (report["exit_code"], report["step"], report["kind"]) == (7, 5, "zrun")
+    assert "the last good parameters are saved as step 5" in done.stderr
+    assert [event["reason"] for event in events(tmp_path, "save")] == ["numeric"]
+    assert report["resume"] == "zrun train job.yaml --run-dir run --resume auto"
     assert [event["skipped"] for event in events(tmp_path, "step")] == [False, False, True, True, True]
     assert [event["skips"] for event in events(tmp_path, "step")] == [0, 0, 1, 2, 3]
 
@@ -186,15 +189,17 @@ def test_a_signal_to_one_worker_stops_them_all(tmp_path):
     assert "stopped after step" in (tmp_path / "run" / "logs" / "rank-0.log").read_text()
 
 
-def test_a_scheduler_that_signals_every_process_stops_the_run_in_order(tmp_path):
-    with training(tmp_path) as launcher:
+def test_a_scheduler_that_signals_every_process_has_the_step_saved(tmp_path):
+    with training(tmp_path, checkpoint={"every": 100_000}) as launcher:
         ranks = workers(tmp_path)
         agent = int(Path(f"/proc/{ranks[0]}/stat").read_text().rpartition(")")[2].split()[1])
         for pid in (agent, *ranks.values(), launcher.pid):
             os.kill(pid, signal.SIGTERM)
         _, said = launcher.communicate(timeout=PATIENCE_S)
-    assert launcher.returncode == 143, said
-    assert "stopped after step" in (tmp_path / "run" / "logs" / "rank-0.log").read_text()
+    assert launcher.returncode == 75, said
+    last = events(tmp_path, "step")[-1]["step"]
+    assert [(event["step"], event["reason"]) for event in events(tmp_path, "save")] == [(last, "stopped")]
+    assert f"stopped after step {last}, saved; resume: zrun train job.yaml --run-dir run --resume auto" in said
     assert workers(tmp_path) == {}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 import traceback
 from contextlib import nullcontext
@@ -84,7 +85,9 @@ def train(
             rundir.write_job(_record(loaded, resolved))
             rundir.write_plan(resolved.plan)
             agent.start(Start(_spec(loaded, resolved, rundir, beginning.resume), host.hostname, environment, worker))
-            code = _follow(agent, resolved, rundir, ui)
+            given = ["--run-dir", str(run_dir)] if run_dir is not None else []
+            again = shlex.join(["zrun", "train", str(job), *(overrides or ()), *given, "--resume", "auto"])
+            code = _follow(agent, resolved, rundir, ui, again)
     raise typer.Exit(code)
 
 
@@ -115,13 +118,18 @@ def _record(loaded: LoadedJob, resolved: Resolved) -> str:
     return with_origins(LoadedJob(without_secrets(resolved.job), loaded.path, {**loaded.origins, **autos}))
 
 
-def _follow(agent: LocalAgent, resolved: Resolved, rundir: RunDir, ui: Ui) -> int:
-    """Watch the run to its end, report it, and return its exit code."""
+def _follow(agent: LocalAgent, resolved: Resolved, rundir: RunDir, ui: Ui, again: str) -> int:
+    """Watch the run to its end, report it, and return its exit code.
+
+    Args:
+        again: the command that goes on from the run's last checkpoint.
+    """
     from zrun.launch.supervise import Interrupts, Run, judge, watch
     from zrun.watch.follow import Follower
     from zrun.watch.report import report
     from zrun.watch.screen import open_screen
     from zrun.watch.view import Facts
+    from zrun_core.spec import checkpoint_folder
 
     job, plan = resolved.job, resolved.plan
     facts = Facts(job.name, rundir.run_id, plan.world_size)
@@ -139,13 +147,15 @@ def _follow(agent: LocalAgent, resolved: Resolved, rundir: RunDir, ui: Ui) -> in
     finally:
         follower.close()
     code, failure = judge(run, plan, rundir, interrupts)
+    has_checkpoint = job.checkpoint is not None and any(checkpoint_folder(job, rundir.path).glob("step-*[0-9]"))
     if failure is not None:
-        rundir.write_failure(failure.as_json())
-        _say(failure.describe(), sys.stderr)
+        rundir.write_failure(failure.as_json() | {"resume": again if has_checkpoint else None})
+        _say(failure.describe() + (f"\n  resume: {again}" if has_checkpoint else ""), sys.stderr)
     elif code == ExitCode.OK and ui is not Ui.none:
         _say(report(follower.state, rundir.path), sys.stderr if ui is Ui.json else sys.stdout)
     elif code != ExitCode.OK:
-        _say(f"stopped after step {run.last_step}{'' if code == ExitCode.STOPPED else ', not saved'}", sys.stderr)
+        saved = f"saved; resume: {again}" if code == ExitCode.STOPPED else "not saved"
+        _say(f"stopped after step {run.last_step}, {saved}", sys.stderr)
     return code
 
 

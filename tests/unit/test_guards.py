@@ -44,7 +44,9 @@ class Ear(Emitter):
 def numbers(
     *, skipped: bool = True, loss: float = 1.0, norm: float = INF, scale: float = 8.0, weight: float = 4.0
 ) -> Numbers:
-    return Numbers(weight, loss, 4, 0, 0, 0, norm, float(skipped), 1.0, scale)
+    nothing = dict.fromkeys(Numbers._fields, 0.0)
+    told = {"weight": weight, "loss": loss, "samples": 4.0, "grad_norm": norm, "skipped": float(skipped)}
+    return Numbers(**nothing | told | {"agreed": 1.0, "scale": scale})
 
 
 def guard(**keys: Any) -> tuple[NumericGuard, Progress, Sharded, Ear]:

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from zrun_core.board import Board
-from zrun_core.errors import HangError, PeerError
+from zrun_core.errors import PEER_IS_GONE, HangError, PeerError
 
 DIRECT_MAX_RANKS = 8
 
@@ -151,6 +151,8 @@ class Comm:
             for work in works:
                 work.wait()
         except RuntimeError as error:
+            if PEER_IS_GONE.search(str(error)) is None:
+                raise
             reason = str(error).splitlines()[0]
             raise PeerError(f"another rank has ended, or does not answer ({reason}): see what it says") from None
         if self._board is not None:

@@ -254,7 +254,7 @@ def _wait_in_backward(message: str) -> None:
 
 
 def test_what_our_own_hooks_raise_is_not_the_users():
-    with pytest.raises(PeerError, match="another rank went away"), user.user_code("backward failed"):
+    with pytest.raises(PeerError, match="another rank has ended"), user.user_code("backward failed"):
         _wait_in_backward("Connection closed by peer [127.0.0.1]:33210")
     with pytest.raises(RuntimeError, match="no such buffer"), user.user_code("backward failed"):
         _wait_in_backward("no such buffer")

@@ -10,7 +10,8 @@ train: .venv/ready
 	.venv/bin/zrun train jobs/stdlib-gpt.yaml
 
 test: .venv/ready lint
-	.venv/bin/python -m pytest -q
+	.venv/bin/python -m pytest -q -n 2 tests/unit
+	.venv/bin/python -m pytest -q --ignore tests/unit
 
 lint: .venv/ready
 	.venv/bin/ruff check .

@@ -92,7 +92,6 @@ x, label = batch(0, run.rank, run.world_size)
 {action}
 """
 CASES = {
-    "if run.is_main:\n    model(x)\nelse:\n    run.mean(1.0)": "to which rank 1 does not come",
     "if run.is_main:\n    model(x)": "another rank has ended",
     'if run.is_main:\n    zrun_core.save("alone", model, step=1)\nelse:\n    import time; time.sleep(60)': (
         "zrun_core.errors.HangError: save(): rank 1 has not called it within 2 s; call it on every rank"

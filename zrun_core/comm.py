@@ -155,8 +155,9 @@ class Comm:
                 raise
             reason = str(error).splitlines()[0]
             raise PeerError(f"another rank has ended, or does not answer ({reason}): see what it says") from None
-        if self._board is not None:
-            self._board.waiting(False)
+        finally:
+            if self._board is not None:
+                self._board.waiting(False)
         self.waited_s += time.perf_counter() - start
 
     def _exchange(

@@ -237,9 +237,9 @@ class StatePolicy:
 
         What leaves is the unit's whole gradient, which lives here only if gradients are sharded; what arrives is
         `arrival_shards` shards (one per peer where ranks exchange directly, one where the backend sums, whole units
-        from all peers on a server). Lasting and
-        persistent units fill up while others come and go. The update casts one unit's gradient to fp32 in the same
-        room, or all units' if they are updated together, once all reductions are over.
+        from all peers on a server). Lasting and persistent units fill up while others come and go. The update casts one
+        unit's gradient to fp32 in the same room, or all units' if they are updated together, once all reductions are
+        over.
         """
         leaving = Sharded.GRADIENT in self.zero.sharded
         passing: dict[UnitLayout, int] = {}

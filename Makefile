@@ -1,17 +1,23 @@
-# make train   train the main job: a language model of 10 million parameters on Python's own source, two CPU ranks
-# make test    every test, the linter and the type checker
-# Both set up .venv first, with the versions of constraints.txt.
+# make train        train the main job: a language model of 10 million parameters on Python's own source, two CPU ranks
+# make test         every test, the linter and the type checker
+# make test-hosts   the tests on three hosts, which are network namespaces with an sshd each: needs root, installs sshd
+# All set up .venv first, with the versions of constraints.txt.
 
 PYTHON ?= python3
 
-.PHONY: train test lint clean
+.PHONY: train test test-hosts lint clean
 
 train: .venv/ready
 	.venv/bin/zrun train jobs/stdlib-gpt.yaml
 
 test: .venv/ready lint
 	.venv/bin/python -m pytest -q -n 2 tests/unit
-	.venv/bin/python -m pytest -q --ignore tests/unit
+	.venv/bin/python -m pytest -q --ignore tests/unit --ignore tests/hosts
+	$(MAKE) test-hosts
+
+test-hosts: .venv/ready
+	tests/hosts/install-sshd
+	.venv/bin/python -m pytest -q tests/hosts
 
 lint: .venv/ready
 	.venv/bin/ruff check .

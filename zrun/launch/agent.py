@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import shutil
 import signal
 import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 
 from zrun.launch import processes
@@ -31,7 +33,9 @@ _LONGEST_SOCKET_PATH = 100  # the kernel takes 107 bytes
 def main() -> None:
     processes.die_with_parent(signal.SIGTERM)
     processes.adopt_orphans()
-    switchboard = Switchboard(*_take_streams())
+    control, output = _take_streams()
+    os.write(output, _hello())
+    switchboard = Switchboard(control, output)
     start = switchboard.start_frames.get()
     run_dir = Path(start.spec["run_dir"])
     _log_to(run_dir / "logs" / f"agent-{start.host}.log")
@@ -91,6 +95,12 @@ def _environment(asked: dict[str, str], run_dir: Path, threads: int) -> dict[str
             "ZRUN_STORE": str(run_dir / _STORE),
         }
     )
+
+
+def _hello() -> bytes:
+    """Says that there is an agent. On a line of its own: a login shell may have written half of one."""
+    frame = {"frame": "hello", "pid": os.getpid(), "python": platform.python_version(), "zrun": version("zrun")}
+    return b"\n" + json.dumps(frame).encode() + b"\n"
 
 
 def _take_streams() -> tuple[int, int]:

@@ -1,7 +1,8 @@
 """What a launcher and the agent of a host say to each other.
 
 Down the agent's stdin go length-prefixed JSON objects: one `Start`, then perhaps `{"stop": "finish"}`; its end is the
-end of the launcher, and of the workers. Up its stdout come JSON lines: `started`, `event`, `exit`, `hang` and `done`.
+end of the launcher, and of the workers. Up its stdout come JSON lines: `hello`, then `started`, `event`, `exit`, `hang`
+and `done`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,30 @@
+"""The three hosts of `rig.py`, made once; after each test nothing may be left on them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import rig as rigs
+
+LEFT_S = 20.0  # what was told to end has this long: cut connections end last
+
+
+@pytest.fixture(scope="session")
+def three_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[rigs.Rig]:
+    if reason := rigs.missing():
+        pytest.skip(f"three hosts: {reason}")
+    before = rigs.interfaces()
+    with rigs.build(tmp_path_factory.mktemp("hosts") / "rig") as rig:
+        yield rig
+    assert [name for name in rigs.interfaces() if name not in before] == []
+
+
+@pytest.fixture
+def rig(three_hosts: rigs.Rig) -> Iterator[rigs.Rig]:
+    yield three_hosts
+    deadline = time.monotonic() + LEFT_S
+    while (left := three_hosts.leftovers()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert left == {}

@@ -10,6 +10,7 @@ SYSTEMS = (
     "nocomm",  # every rank trains alone: no training system, but the floor of the step time
     "ddp",
     *(f"zrun{stage}" for stage in range(4)),
+    *(f"zrun{stage}-sockets" for stage in range(4)),  # as between hosts: not through the memory of the ranks
     "fsdp2-z2",
     "fsdp2-z3",
     *(f"ds{stage}" for stage in (1, 2, 3)),
@@ -96,7 +97,7 @@ class Request:
 
 # What `--only` chooses from. The first name of a part is what the others are compared with.
 PARTS = {
-    "fp32": "ddp zrun0 zrun1 zrun2 zrun3 fsdp2-z2 fsdp2-z3 ds1 ds2 ds3",
+    "fp32": "ddp zrun0 zrun1 zrun2 zrun3 zrun1-sockets zrun2-sockets zrun3-sockets fsdp2-z2 fsdp2-z3 ds1 ds2 ds3",
     "bf16": "ddp-bf16 zrun3-bf16 fsdp2-z3-bf16 ds3-bf16",
     "loss": "single ddp zrun0 zrun1 zrun2 zrun3",
     "one-rank": "single@1 zrun2@1",

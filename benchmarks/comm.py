@@ -1,10 +1,10 @@
-"""Direct exchange against gloo's own collectives, by size and number of ranks: where does which one win?
+"""Direct exchange, through memory and through sockets, against gloo's own collectives: where does which one win?
 
     python benchmarks/comm.py                      2 and 4 ranks, 4 KiB to 64 MiB: about 2 minutes
     python benchmarks/comm.py --ranks 2,3,8 --quick
 
-Both ways are `zrun_core.comm.Comm`, once with and once without `is_direct`; they take turns, and a time is that of the
-slowest rank. `DIRECT_MAX_RANKS` in that module follows from this table.
+All are `zrun_core.comm.Comm`: with and without `use_memory`, with and without `is_direct`. They take turns, and a time
+is that of the slowest rank. `DIRECT_MAX_RANKS` in that module follows from this table.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # zrun without ins
 
 OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce")
 SIZES_KIB = (4, 64, 1024, 4096, 16384, 65536)  # of the whole buffer
+WAYS = ("memory", "sockets", "native")
 _UNTIMED = 2
 
 
@@ -84,7 +85,9 @@ def _rank(rank: int, ranks: int, sizes_kib: tuple[int, ...], repetitions: int, f
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", ranks), rank=rank, world_size=ranks)
     group = Mesh.build(rank, ["localhost"] * ranks, ranks).shard
-    ways: dict[str, Comm] = {"direct": Direct(torch.device("cpu")), "native": Native(torch.device("cpu"))}
+    device = torch.device("cpu")
+    ways: dict[str, Comm] = dict(zip(WAYS, (Direct(device), Direct(device), Native(device)), strict=True))
+    ways["memory"].use_memory(group, 60.0)
     rows = []
     for operation in OPERATIONS:
         for size_kib in sizes_kib:
@@ -110,6 +113,7 @@ def _call(comm: Comm, operation: str, group: Group, numel: int) -> Callable[[], 
     def call() -> None:
         if operation == "all_gather":
             comm.all_gather(full, own, group, tag=2, name="bench").wait()
+            comm.settle()
         elif operation == "reduce_scatter":
             comm.reduce_scatter(full, arrivals, own, group, accumulate=False, tag=3, name="bench").wait()
         else:
@@ -136,16 +140,17 @@ def _interleaved(calls: dict[str, Callable[[], None]], repetitions: int) -> dict
 
 
 def table(rows: list[dict[str, float | str]]) -> str:
-    """Milliseconds both ways, and where native wins."""
-    columns = ("operation", "ranks", "KiB", "direct ms", "native ms", "native / direct", "faster")
+    """Milliseconds each way, and which one is the fastest."""
     lines = []
     for row in rows:
-        direct, native = float(row["direct"]), float(row["native"])
+        times = {way: float(row[way]) for way in WAYS}
         lines.append([
-            str(row["operation"]), str(row["ranks"]), str(row["KiB"]), f"{direct:.3f}", f"{native:.3f}",
-            f"{native / direct:.2f}", "native" if native < direct else "direct",
+            str(row["operation"]), str(row["ranks"]), str(row["KiB"]), *(f"{time:.3f}" for time in times.values()),
+            f"{times['native'] / times['sockets']:.2f}", f"{times['sockets'] / times['memory']:.2f}",
+            min(times, key=times.__getitem__),
         ])  # fmt: skip
-    return render(columns, lines)
+    ratios = ("native / sockets", "sockets / memory")
+    return render(("operation", "ranks", "KiB", *(f"{way} ms" for way in WAYS), *ratios, "fastest"), lines)
 
 
 if __name__ == "__main__":

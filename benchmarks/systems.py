@@ -137,7 +137,7 @@ def deepspeed(stage: int) -> Make:
     return make
 
 
-def zrun(stage: int) -> Make:
+def zrun(stage: int, *, sockets: bool = False) -> Make:
     from zrun_core.build import Built
     from zrun_core.comm import Comm
     from zrun_core.config import JobConfig
@@ -151,6 +151,8 @@ def zrun(stage: int) -> Make:
         settings = make_settings(job, choose(job.optim, lambda name: None), device)
         comm = Comm(device)
         mesh = Mesh.build(seat.rank, hosts, shard_size(job, seat.world, seat.world))
+        if not sockets:
+            comm.use_memory(mesh.host, 60.0)
         built = Built(model, lambda name, param: param.detach())
         sharded = parallelize(built, job, settings, mesh, comm)
         global_batch = seat.world * seat.shape.batch
@@ -184,6 +186,7 @@ _LOADERS: dict[str, Callable[[], Make]] = {
     "nocomm": nocomm,
     "ddp": ddp,
     **{f"zrun{stage}": partial(zrun, stage) for stage in range(4)},
+    **{f"zrun{stage}-sockets": partial(zrun, stage, sockets=True) for stage in range(4)},
     "fsdp2-z2": partial(fsdp2, False),
     "fsdp2-z3": partial(fsdp2, True),
     **{f"ds{stage}": partial(deepspeed, stage) for stage in (1, 2, 3)},

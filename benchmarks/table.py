@@ -147,10 +147,10 @@ def verdicts(runs: Runs, size: str, ranks: int) -> list[Verdict]:
         return Verdict(label, found and found.median, spread, must, aim, peer=peer, digits=".3f")
 
     def on_wire(stage: int, must: float, peers: str) -> Verdict:
-        name = case(f"zrun{stage}")
+        name = case(f"zrun{stage}-sockets")
         device = wire(runs, name, "loopback")
         return Verdict(
-            f"bytes sent, ZeRO-{stage} / DDP", wire(runs, name), f"device {device:.3f}" if device else "",
+            f"bytes through sockets, ZeRO-{stage} / DDP", wire(runs, name), f"device {device:.3f}" if device else "",
             must if ranks == 2 else None, exact=True, peer=best(peers, wire, ".3f"), digits=".3f",
         )  # fmt: skip
 
@@ -173,6 +173,8 @@ def verdicts(runs: Runs, size: str, ranks: int) -> list[Verdict]:
         speed("ZeRO-1 step / DDP", "zrun1", 1.00, 0.95, "ds1 ds2 fsdp2-z2"),
         speed("ZeRO-2 step / DDP", "zrun2", 1.00, 0.95, "ds1 ds2 fsdp2-z2"),
         speed("ZeRO-3 step / DDP", "zrun3", 1.05, 0.97, "ds3 fsdp2-z3"),
+        speed("ZeRO-2 step / DDP, both over sockets", "zrun2-sockets", 1.00, 0.95, "ds1 ds2 fsdp2-z2"),
+        speed("ZeRO-3 step / DDP, both over sockets", "zrun3-sockets", 1.05, 0.97, "ds3 fsdp2-z3"),
         speed("bf16 ZeRO-3 step / DDP autocast", "zrun3-bf16", 1.05, 1.00, "ds3-bf16 fsdp2-z3-bf16"),
         speed("one rank / plain loop", "zrun2@1", 1.02, 1.005, ""),
         on_wire(1, 1.0, "ds1 ds2 fsdp2-z2"),

@@ -5,7 +5,8 @@ gloo's reduce-scatter is an all-reduce whose surplus is thrown away, and its all
 `DIRECT_MAX_RANKS` ranks, each pair exchanges exactly what it owes instead (`benchmarks/comm.py` compares them).
 Contributions are always added in rank order, so the sum of an element does not depend on which rank owns it: that is
 what makes the ZeRO stages bit-equal on any number of ranks. Messages carry a tag that names their unit: ranks that
-disagree wait for each other, and the watchdog says about what, instead of mixing two units of one size.
+disagree wait for each other, and the watchdog says about what, instead of mixing two units of one size. Where all ranks
+of a group are on one host, what they exchange goes through their memory (`host_memory.py`), else through sockets.
 
 [Note: one stream on CUDA]
 NCCL work is issued asynchronously from the compute stream: its own stream waits for what was queued before, and `wait`
@@ -15,6 +16,7 @@ reused in a fixed order.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -28,6 +30,7 @@ import torch.distributed as dist
 
 from zrun_core.board import Board
 from zrun_core.errors import PEER_IS_GONE, HangError, PeerError
+from zrun_core.host_memory import HostMemory, Work
 
 DIRECT_MAX_RANKS = 8
 
@@ -66,7 +69,7 @@ class Group:
 class Handle:
     """Communication under way. `wait` finishes it (once); `poll` moves it on if that takes no waiting."""
 
-    def __init__(self, comm: Comm, works: Sequence[dist.Work], then: Callable[[], Handle | None] | None = None) -> None:
+    def __init__(self, comm: Comm, works: Sequence[Work], then: Callable[[], Handle | None] | None = None) -> None:
         self._comm = comm
         self._works = list(works)
         self._then = then
@@ -119,7 +122,33 @@ class Comm:
         self.calls: Counter[TrafficKey] = Counter()
         self.waited_s = 0.0
         self._board = board
+        self._memory: HostMemory | None = None
+        self._unread: list[Work] = []  # sends that nobody has waited for
         self._roll_calls: Counter[str] = Counter()
+
+    def use_memory(self, host: Group, patience_s: float) -> str | None:
+        """Exchange messages among the ranks of `host` through their memory. Collective.
+
+        Args:
+            patience_s: seconds that another rank may take to answer.
+
+        Returns:
+            why that cannot be, where it cannot: they go on through sockets.
+        """
+        if self.device.type != "cpu" or host.size == 1:
+            return None
+        try:
+            exchange = functools.partial(self.exchange_bytes, group=host, name="host memory")
+            self._memory = HostMemory(host.ranks, host.index, exchange, patience_s)
+        except OSError as error:
+            return str(error)
+        return None
+
+    def settle(self) -> None:
+        """Return when other ranks have taken all that this one has sent: from now on it may change."""
+        unread, self._unread = self._unread, []
+        if unread:
+            self.wait_for(unread)
 
     def is_direct(self, group: Group) -> bool:
         """Whether ranks of `group` exchange pairwise. See [Note: direct exchange]."""
@@ -138,7 +167,7 @@ class Comm:
         if self._board is not None:
             self._board.issue(kind, name, num_bytes)
 
-    def wait_for(self, works: Sequence[dist.Work]) -> None:
+    def wait_for(self, works: Sequence[Work]) -> None:
         """Wait for other ranks; on CUDA this only makes the compute stream wait.
 
         Raises:
@@ -160,18 +189,40 @@ class Comm:
                 self._board.waiting(False)
         self.waited_s += time.perf_counter() - start
 
+    def _send(self, tensor: torch.Tensor, peer: int, group: Group, tag: int) -> Work:
+        """Send `tensor` to rank `peer` of `group`."""
+        if self._memory is not None and self._memory.holds(group.ranks, tag):
+            return self._memory.send(tensor, group.ranks[peer], tag)
+        assert group.handle is not None
+        return _work(group.handle.send([_raw(tensor)], peer, tag))
+
+    def _receive(self, tensor: torch.Tensor, peer: int, group: Group, tag: int) -> Work:
+        """Receive `tensor` from rank `peer` of `group`."""
+        if self._memory is not None and self._memory.holds(group.ranks, tag):
+            return self._memory.receive(tensor, group.ranks[peer], tag)
+        assert group.handle is not None
+        return _work(group.handle.recv([_raw(tensor)], peer, tag))
+
     def _exchange(
         self, outgoing: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor], group: Group, tag: int
-    ) -> list[dist.Work]:
-        """Send `outgoing[k]` to, and receive `arriving[k]` from, the k-th other rank of `group`."""
-        assert group.handle is not None
+    ) -> tuple[list[Work], list[Work]]:
+        """Send `outgoing[k]` to, and receive `arriving[k]` from, the k-th other rank of `group`: receipts and sends."""
         others = [peer for peer in range(group.size) if peer != group.index]
-        works = [group.handle.recv([_raw(t)], peer, tag) for peer, t in zip(others, arriving, strict=True)]
-        works += [group.handle.send([_raw(t)], peer, tag) for peer, t in zip(others, outgoing, strict=True)]
-        return works
+        receipts = [self._receive(t, peer, group, tag) for peer, t in zip(others, arriving, strict=True)]
+        return receipts, [self._send(t, peer, group, tag) for peer, t in zip(others, outgoing, strict=True)]
+
+    def _exchange_all(
+        self, outgoing: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor], group: Group, tag: int
+    ) -> list[Work]:
+        """As `_exchange`; once all is over, what was sent may change."""
+        receipts, sends = self._exchange(outgoing, arriving, group, tag)
+        return [*receipts, *sends]
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, group: Group, *, tag: int, name: str) -> Handle:
-        """Fill `full` [size * n] with every rank's `shard` [n]. `shard` may be, or equal, the own slice of `full`."""
+        """Fill `full` [size * n] with every rank's `shard` [n]. `shard` may be, or equal, the own slice of `full`.
+
+        Other ranks may read `shard` until `settle`, although the gather is over here.
+        """
         size = group.size
         if size == 1 or not full.numel():
             return Handle(self, [])
@@ -179,7 +230,9 @@ class Comm:
         if self.is_direct(group):
             slices = full.view(size, -1).unbind()
             arriving = [s for peer, s in enumerate(slices) if peer != group.index]
-            return Handle(self, self._exchange([shard] * (size - 1), arriving, group, tag))
+            receipts, sends = self._exchange([shard] * (size - 1), arriving, group, tag)
+            self._unread = [*(work for work in self._unread if not work.is_completed()), *sends]
+            return Handle(self, receipts)
         work = _all_gather_single(full, shard, group.handle)
         return Handle(self, [work])
 
@@ -208,7 +261,7 @@ class Comm:
             arriving = list(arrivals.view(size - 1, -1).unbind())
             outgoing = [s for peer, s in enumerate(slices) if peer != index]
             parts = [*arriving[:index], own, *arriving[index:]]
-            works = self._exchange(outgoing, arriving, group, tag)
+            works = self._exchange_all(outgoing, arriving, group, tag)
             return Handle(self, works, lambda: _store(parts, into, accumulate))
         work = _reduce_scatter_single(arrivals, full, group.handle)
         return Handle(self, [work], lambda: _store([arrivals], into, accumulate))
@@ -233,9 +286,9 @@ class Comm:
 
         def spread() -> Handle:
             _store(parts, own, accumulate=False)
-            return Handle(self, self._exchange([own] * (size - 1), others, group, tag))
+            return Handle(self, self._exchange_all([own] * (size - 1), others, group, tag))
 
-        return Handle(self, self._exchange(others, arriving, group, tag), spread)
+        return Handle(self, self._exchange_all(others, arriving, group, tag), spread)
 
     def push(self, full: torch.Tensor, arrivals: torch.Tensor, group: Group, *, tag: int, name: str) -> Handle:
         """Sum `full` [n] of all ranks on the first one, in place, in rank order; the others' stay as they are.
@@ -246,13 +299,12 @@ class Comm:
         size, num_bytes = group.size, _bytes(full)
         if size == 1 or not full.numel():
             return Handle(self, [])
-        assert group.handle is not None
         if group.index:
             self._count("push", group, num_bytes, name, received=0)
-            return Handle(self, [group.handle.send([_raw(full)], 0, tag)])
+            return Handle(self, [self._send(full, 0, group, tag)])
         self._count("push", group, 0, name, received=(size - 1) * num_bytes)
         arriving = list(arrivals.view(size - 1, -1).unbind())
-        works = [group.handle.recv([_raw(part)], peer, tag) for peer, part in enumerate(arriving, 1)]
+        works = [self._receive(part, peer, group, tag) for peer, part in enumerate(arriving, 1)]
         return Handle(self, works, lambda: _store([full, *arriving], full, accumulate=False))
 
     def pull(self, tensor: torch.Tensor, group: Group, *, tag: int, name: str) -> Handle:
@@ -260,12 +312,11 @@ class Comm:
         size, num_bytes = group.size, _bytes(tensor)
         if size == 1 or not tensor.numel():
             return Handle(self, [])
-        assert group.handle is not None
         if group.index:
             self._count("pull", group, 0, name, received=num_bytes)
-            return Handle(self, [group.handle.recv([_raw(tensor)], 0, tag)])
+            return Handle(self, [self._receive(tensor, 0, group, tag)])
         self._count("pull", group, (size - 1) * num_bytes, name, received=0)
-        return Handle(self, [group.handle.send([_raw(tensor)], peer, tag) for peer in range(1, size)])
+        return Handle(self, [self._send(tensor, peer, group, tag) for peer in range(1, size)])
 
     def sum_small(self, values: torch.Tensor, group: Group, *, name: str) -> torch.Tensor:
         """The sum of a short vector over `group`, the same bits on every rank."""
@@ -279,7 +330,7 @@ class Comm:
         everyone = torch.empty(group.size, values.numel(), dtype=values.dtype)
         everyone[group.index] = values
         arriving = [row for peer, row in enumerate(everyone.unbind()) if peer != group.index]
-        self.wait_for(self._exchange([values] * (group.size - 1), arriving, group, _SMALL_TAG))
+        self.wait_for(self._exchange_all([values.contiguous()] * (group.size - 1), arriving, group, _SMALL_TAG))
         return everyone.sum(0)
 
     def broadcast(self, tensor: torch.Tensor, group: Group, *, name: str, source: int = 0) -> None:
@@ -313,7 +364,7 @@ class Comm:
         rows = everyone.view(size, -1).unbind()
         if self.is_direct(group):
             arriving = [row for peer, row in enumerate(rows) if peer != index]
-            works = self._exchange([rows[index]] * (size - 1), arriving, group, _SMALL_TAG)
+            works = self._exchange_all([rows[index]] * (size - 1), arriving, group, _SMALL_TAG)
         else:
             works = [_all_gather_single(everyone, rows[index].clone(), group.handle)]
         self.wait_for(works)
@@ -404,16 +455,16 @@ def _store(parts: list[torch.Tensor], into: torch.Tensor, accumulate: bool) -> N
         into.copy_(total)
 
 
-def _work(work: dist.Work | None) -> dist.Work:
+def _work(work: dist.Work | None) -> Work:
     assert work is not None  # async_op=True on a member of the group
     return work
 
 
-def _all_gather_single(full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None) -> dist.Work:
+def _all_gather_single(full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None) -> Work:
     collective = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
     return _work(collective(full, shard, group=group, async_op=True))
 
 
-def _reduce_scatter_single(out: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup | None) -> dist.Work:
+def _reduce_scatter_single(out: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup | None) -> Work:
     collective = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
     return _work(collective(out, full, group=group, async_op=True))

@@ -209,6 +209,8 @@ class Worker:
         comm = Comm(device, self.board)
         ranks_here = hosts.count(hosts[self.rank])
         mesh = Mesh.build(self.rank, hosts, parallelize.shard_size(self.spec.job, len(hosts), ranks_here))
+        if (reason := comm.use_memory(mesh.host, self.spec.job.limits.collective_s)) is not None:
+            print(f"the ranks of this host talk through sockets: {reason}")
         return comm, mesh
 
     def _build(self, mesh: Mesh, comm: Comm) -> Built:

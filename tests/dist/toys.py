@@ -75,7 +75,9 @@ def make_sharded(
         **settings,
     )
     mesh = Mesh.build(rank, ["host"] * world_size, shard_size)
-    return ShardedModel(model, read, full, mesh, Comm(torch.device("cpu")))
+    comm = Comm(torch.device("cpu"))
+    comm.use_memory(mesh.host, 60.0)
+    return ShardedModel(model, read, full, mesh, comm)
 
 
 def optim_config(**keys: Any) -> OptimConfig:

@@ -14,14 +14,22 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "step.py"
 
 def test_quick(tmp_path: Path) -> None:
     results = tmp_path / "results.json"
-    command = [sys.executable, str(SCRIPT), "--quick", "--systems", "ddp,zrun3,train", "--json", str(results)]
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        "--quick",
+        "--systems",
+        "ddp,zrun3,zrun3-sockets,train",
+        "--json",
+        str(results),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     saved = json.loads(results.read_text())
     found = {verdict["label"]: verdict for verdict in saved["verdicts"]}
     assert found["stages that differ from DDP in any bit"]["value"] == 0
     assert found["bytes that zrun counts / plan"]["value"] == pytest.approx(1, abs=1e-4)
-    assert found["bytes sent, ZeRO-3 / DDP"]["value"] == pytest.approx(
+    assert found["bytes through sockets, ZeRO-3 / DDP"]["value"] == pytest.approx(
         1.5, rel=0.01
     )  # shards of a tiny model are padded
     assert "zrun train to first step, s" in found

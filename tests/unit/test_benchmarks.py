@@ -101,14 +101,15 @@ def test_targets_are_judged_from_records() -> None:
     runs = {
         case("single"): [record([9.0], losses=[3.0, 2.0 + 1e-7])],
         case("ddp"): [record([1.0])],
-        case("zrun3"): [record([1.2], payload=150, peak_mb=700.0, counted=[10, 10], digests=["a", "b"])],
+        case("zrun3-sockets"): [record([1.1], payload=150)],
+        case("zrun3"): [record([1.2], payload=0, peak_mb=700.0, counted=[10, 10], digests=["a", "b"])],
         case("fsdp2-z3"): [record([1.3], payload=200)],
         case("train"): [{"round": 0, "first_s": 5.5, "losses": [3.0]}],
     }
     found = {verdict.label: verdict for verdict in table.verdicts(runs, "50m", 2)}
     assert found["ZeRO-3 step / DDP"].text == "MISSED"
     assert found["ZeRO-3 step / DDP"].peer == "1.300 fsdp2-z3"
-    assert found["bytes sent, ZeRO-3 / DDP"].text == "must"
+    assert found["bytes through sockets, ZeRO-3 / DDP"].text == "must"
     assert found["bytes that zrun counts / plan"].value == 1.0
     assert found["resident memory, ZeRO-3, 2 ranks, MB"].text == "must"
     assert found["zrun train to first step, s"].text == "must"

@@ -248,6 +248,7 @@ class ModelState:
 
     def fill(self, fill: Callable[[Sequence[Target]], None]) -> None:
         """Have `fill` write the values that this rank keeps; what follows from them is brought up to date."""
+        self._sharded.comm.settle()
         with torch.no_grad():
             flat_buffers = {name: flat(buffer) for name, buffer in self.buffers.items() if buffer.numel()}
             buffer_targets = [self._buffer_target(name, memory) for name, memory in flat_buffers.items()]

@@ -34,7 +34,9 @@ class Run:
         seed: of model factories; each rank's own stream was seeded from it too.
     """
 
-    def __init__(self, seat: tuple[int, int, int, int], device: torch.device, *, seed: int, patience_s: float) -> None:
+    def __init__(
+        self, seat: tuple[int, int, int, int], device: torch.device, *, seed: int, timeout_s: float, patience_s: float
+    ) -> None:
         self.rank, self.world_size, self.local_rank, self._ranks_per_host = seat
         self.device, self.seed, self._patience_s = device, seed, patience_s
         self._hosts = [str(rank // self._ranks_per_host) for rank in range(self.world_size)]
@@ -46,6 +48,8 @@ class Run:
             board = Board(self._folder / "board", self.rank, self.world_size)
             Watchdog(board, _stop)
         self._comm = Comm(device, board)
+        if (reason := self._comm.use_memory(mesh.host, timeout_s)) is not None:
+            print(f"zrun_core: the ranks of this host talk through sockets: {reason}", file=sys.stderr)
         self._comm.barrier(mesh.world)
         self._num_units = self._num_models = 0  # of the models sharded so far
 
@@ -121,7 +125,7 @@ def init(
             threads = max(1, len(os.sched_getaffinity(0)) // seat[3]) if hasattr(os, "sched_getaffinity") else 1
         torch.set_num_threads(threads)
         _join(seat, chosen, timeout_s)
-        _current = Run(seat, chosen, seed=seed, patience_s=patience_s)
+        _current = Run(seat, chosen, seed=seed, timeout_s=timeout_s, patience_s=patience_s)
         rng.seed(mix(seed, 1 + seat[0]))  # as a job's worker does
     return _current
 

@@ -199,6 +199,7 @@ class Gatherer:
         for unit in self._units:
             unit.pins += 1
             unit.unshard(self._comm)
+        self._comm.settle()  # who is inside may write
         try:
             yield
         finally:

@@ -282,6 +282,7 @@ class ShardedModel:
         return StepResult(totals, norm, skipped, overflow, agreed)
 
     def _update(self, lr: float | None, divisor: torch.Tensor, skipped: torch.Tensor, got: list[bytes]) -> None:
+        self.comm.settle()
         with torch.no_grad():
             if self.comm.device.type == "cpu" or not self.optimizer.scales_inside:
                 if not bool(skipped):

@@ -1,0 +1,217 @@
+"""Messages through the memory of the ranks of a host: the same bits as through sockets, in order, and never a hang."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_comm import CPU, collectives, join, whole
+from toys import Net, data, full_state, make_sharded, train_sharded
+
+from zrun_core import host_memory
+from zrun_core.comm import Comm, Group
+from zrun_core.errors import HangError, PeerError
+from zrun_core.host_memory import HostMemory
+
+
+def join_memory(patience_s: float = 60.0) -> tuple[Comm, Group]:
+    """A group that has no sockets to fall back on."""
+    comm, group = join()
+    assert comm.use_memory(group, patience_s) is None
+    return comm, replace(group, handle=None)
+
+
+def exchange(shards: list[int], dtypes: list[str]) -> dict[str, Any]:
+    comm, group = join_memory()
+    return {
+        f"{kind} {shard} {name}": tensor.float().tolist()
+        for name in dtypes
+        for shard in shards
+        for kind, tensor in collectives(comm, group, shard, getattr(torch, name)).items()
+    }
+
+
+def exchange_over_sockets(shards: list[int], dtypes: list[str]) -> dict[str, Any]:
+    comm, group = join()
+    return {
+        f"{kind} {shard} {name}": tensor.float().tolist()
+        for name in dtypes
+        for shard in shards
+        for kind, tensor in collectives(comm, group, shard, getattr(torch, name)).items()
+    }
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_collectives_have_the_bits_of_those_over_sockets(ranks, world_size):
+    cases = [1, 7, 100_000], ["float32", "bfloat16"]
+    assert ranks(world_size).run(exchange, *cases) == ranks(world_size).run(exchange_over_sockets, *cases)
+
+
+def train(stage: int, in_memory: bool) -> tuple[list[float], dict[str, list[float]]]:
+    torch.manual_seed(1)
+    os.environ[host_memory.SWITCH] = "on" if in_memory else "off"
+    try:
+        sharded = make_sharded(Net(), stage)
+    finally:
+        del os.environ[host_memory.SWITCH]
+    assert (sharded.comm._memory is not None) == in_memory
+    losses = train_sharded(sharded, data(4), accumulation=2)
+    return losses, {name: value.tolist() for name, value in full_state(sharded).items()}
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_training_has_the_bits_of_that_over_sockets(ranks, stage):
+    assert ranks(3).run(train, stage, True) == ranks(3).run(train, stage, False)
+
+
+def refuse_on_one_rank() -> tuple[str | None, list[float]]:
+    comm, group = join()
+    if group.index == 1:
+        os.environ[host_memory.SWITCH] = "off"
+    try:
+        reason = comm.use_memory(group, 60.0)
+    finally:
+        os.environ.pop(host_memory.SWITCH, None)
+    return reason, comm.sum_small(torch.ones(2), group, name="after").tolist()
+
+
+def test_one_rank_that_cannot_makes_all_use_sockets(ranks):
+    for reason, total in ranks(3).run(refuse_on_one_rank):
+        assert "ZRUN_HOST_MEMORY=off" in (reason or "")
+        assert total == [3, 3]
+
+
+def meet_a_stranger() -> str | None:
+    """Each rank says that another process is it: what is found there is not what was shown."""
+    comm, group = join()
+    real, own = os.getpid, os.getpid()
+    pids = [int.from_bytes(each, "little") for each in comm.exchange_bytes(own.to_bytes(8, "little"), group, name="p")]
+    os.getpid = lambda: pids[(group.index + 1) % group.size]
+    try:
+        return comm.use_memory(group, 60.0)
+    finally:
+        os.getpid = real
+
+
+def test_another_process_is_not_taken_for_a_rank(ranks):
+    for reason in ranks(3).run(meet_a_stranger):
+        assert reason is not None
+
+
+def in_odd_order() -> list[list[float]]:
+    """Ranks wait for the same gathers in opposite orders, and use one tag twice."""
+    comm, group = join_memory()
+    fulls, handles = [], []
+    for number, tag in enumerate((2, 4, 2, 6)):
+        full = torch.zeros(4 * group.size)
+        own = full.view(group.size, -1)[group.index]
+        own.fill_(10 * number + group.index)
+        handles.append(comm.all_gather(full, own, group, tag=tag, name=str(number)))
+        fulls.append(full)
+    scattered = whole(8 * group.size, torch.float32, group.index)
+    into, arrivals = torch.zeros(8), torch.zeros(8 * (group.size - 1))
+    reduced = comm.reduce_scatter(scattered, arrivals, into, group, accumulate=False, tag=3, name="r")
+    for handle in [reduced, *handles] if group.index else [*reversed(handles), reduced]:
+        handle.wait()
+    comm.settle()
+    return [full.view(group.size, -1)[:, 0].tolist() for full in fulls]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_that_wait_in_different_orders_do_not_wait_for_each_other(ranks, world_size):
+    for found in ranks(world_size).run(in_odd_order):
+        assert found == [[10 * number + peer for peer in range(world_size)] for number in range(4)]
+
+
+def overtake() -> list[float]:
+    """Rank 0 is done with a gather that rank 1 has not looked at; `settle` makes it wait before it writes."""
+    comm, group = join_memory()
+    store = dist.distributed_c10d._get_default_store()
+    full = torch.zeros(2)
+    own = full[group.index : group.index + 1].fill_(group.index + 1)
+    handle = comm.all_gather(full, own, group, tag=2, name="a")
+    if group.index == 0:
+        handle.wait()
+        is_read = all(work.is_completed() for work in comm._unread)
+        store.set(f"overtake/{id(comm)}", "")  # not read by anyone: both sides use the one below
+        store.set("overtake", "done")
+        assert not is_read, "the gather was over here before the other rank looked"
+        comm.settle()
+        own.fill_(9)
+    else:
+        store.wait(["overtake"])
+        handle.wait()
+    comm.barrier(group)
+    if group.index == 0:
+        store.delete_key("overtake")
+    return full.tolist()
+
+
+def test_settle_waits_until_others_have_read(ranks):
+    assert ranks(2).run(overtake) == [[9, 2], [1, 2]]
+
+
+def disagree() -> str:
+    comm, group = join_memory()
+    full = torch.zeros(4 if group.index else 8)
+    handle = comm.all_gather(full, full.chunk(2)[group.index], group, tag=2, name="a")
+    try:
+        handle.wait()
+    except HangError as error:
+        return str(error)
+    return ""
+
+
+def test_messages_of_different_sizes_are_refused(ranks):
+    assert "where another expected" in "".join(ranks(2).run(disagree))
+
+
+def lose_a_peer() -> str:
+    """Rank 1's place is taken by a child that ends without a word."""
+    comm, group = join()
+    if group.index == 1:
+        comm.exchange_bytes(b"", group, name="stay")  # until rank 0 has seen the child go
+        return ""
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    try:
+        memory = alone_with(child)
+        with pytest.raises(PeerError, match="is gone"):
+            memory.receive(torch.zeros(1), 1, 2).wait()
+        with pytest.raises(PeerError, match="does not answer within"):
+            alone_with(os.getpid(), patience_s=0.0).receive(torch.zeros(1), 1, 2).wait()
+    finally:
+        os.waitpid(child, 0)
+        comm.exchange_bytes(b"", group, name="stay")
+    return "seen"
+
+
+def alone_with(pid: int, patience_s: float = 60.0) -> HostMemory:
+    """The memory of a rank whose peer runs in process `pid` and never posts anything."""
+    memory = HostMemory((0,), 0, lambda payload: [payload], patience_s)
+    memory.ranks = (0, 1)
+    descriptor = os.memfd_create("peer")
+    try:
+        os.ftruncate(descriptor, 1 << 23)
+        memory.peers[1] = host_memory._Peer(os.getpid(), descriptor, 1 << 23)
+    finally:
+        os.close(descriptor)
+    memory.peers[1].pid = pid
+    return memory
+
+
+def test_a_peer_that_ends_or_is_silent_is_an_error(ranks):
+    assert ranks(2).run(lose_a_peer) == ["seen", ""]
+
+
+def test_only_groups_within_the_host_use_it():
+    memory = alone_with(os.getpid())
+    assert memory.holds((0, 1), 2)
+    assert not memory.holds((0, 1, 2), 2)
+    assert not memory.holds((0, 1), 1 << 16)
+    assert Comm(CPU).use_memory(Group("host", (0,), 0, None), 1.0) is None

@@ -25,6 +25,7 @@ TIMEOUT_S = 120.0
 
 def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    mp.set_start_method("fork", force=True)  # for a loader's processes, as in a worker; ours is inherited otherwise
     import torch
     import torch.distributed as dist
 

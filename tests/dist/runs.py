@@ -14,6 +14,7 @@ import torch
 from toys import Block, world
 from torch import nn
 
+from zrun_core.checkpoint.checkpointer import release
 from zrun_core.checkpoint.state import ModelState
 from zrun_core.comm import Comm
 from zrun_core.config import JobConfig
@@ -134,7 +135,7 @@ class PoolWorker(Worker):
     def close(self) -> None:
         """Give up what a process gives up when it ends."""
         if self.lock is not None:
-            os.close(self.lock)
+            release(self.lock)
 
     def prepare(self) -> Trainer:
         return self._prepare()[0]
@@ -146,7 +147,7 @@ def make_spec(keys: dict[str, Any], run_dir: str, resume: dict[str, Any] | None)
     places = [RankPlace(rank=rank, host="host", local_rank=rank, device="cpu") for rank in range(size)]
     return RunSpec(
         job=config,
-        plan=LaunchPlan(ranks=places),
+        plan=LaunchPlan(ranks=places, threads=1),
         batch=resolve_batch(config, size),
         job_dir=str(Path(__file__).parent),
         run_dir=run_dir,
@@ -163,6 +164,9 @@ def run(
     Args:
         resume: fields of a `ResumeSpec`; its folder is that of the run directory unless it says otherwise.
         stop_after: end as if the process had died right after this step.
+
+    Returns:
+        `contents` of the end; where it goes on from a checkpoint, also those of the beginning, as "begun".
     """
     if resume is not None:
         resume = {"folder": f"{run_dir}/checkpoints", **resume}
@@ -172,8 +176,10 @@ def run(
     trainer = None
     error = ""
     seen: dict[int, list[int]] = {}  # by step, the indices of the samples that counted
+    begun = None
     try:
         trainer = worker.prepare()
+        begun = None if resume is None else contents(trainer)
         step = trainer.step
 
         def watched(micro_batches: list[MicroBatch]) -> None:
@@ -189,10 +195,12 @@ def run(
             raise
     except ZrunError as caught:
         error = f"{type(caught).__name__}: {caught}"
-    if trainer is not None and trainer.checkpointer is not None:
-        trainer.checkpointer.close()
+    if trainer is not None:
+        trainer.loader._steps.close()  # the loader's processes go now, not in the middle of a later test
+        if trainer.checkpointer is not None:
+            trainer.checkpointer.close()
     worker.close()
-    found: dict[str, Any] = {"events": worker.told.events, "error": error, "seen": seen}
+    found: dict[str, Any] = {"events": worker.told.events, "error": error, "seen": seen, "begun": begun}
     if trainer is not None:
         found |= contents(trainer)
     return found

@@ -11,6 +11,7 @@ import torch
 from checkpoint_toys import read_step_state, toy_state, write_step
 from safetensors import safe_open
 
+from zrun_core.checkpoint.checkpointer import hold, release
 from zrun_core.checkpoint.folder import CheckpointFolder, read_step
 from zrun_core.checkpoint.manifest import ITEM_BYTES, Manifest
 from zrun_core.checkpoint.shard_file import DTYPES, Part, check_header, read_fragment, write_shard
@@ -200,3 +201,22 @@ def test_sweep_removes_what_died(folder: CheckpointFolder) -> None:
 
 def test_errors_have_their_exit_code() -> None:
     assert CheckpointError.exit_code == ExitCode.CHECKPOINT == 9
+
+
+def test_a_process_that_was_forked_does_not_hold_the_folder(tmp_path: Path) -> None:
+    lock = hold(tmp_path)
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(theirs)
+        os.read(ours, 1)  # until the test has ended
+        os._exit(0)
+    try:
+        with pytest.raises(SaveError, match=f"in use by process {os.getpid()} "):
+            hold(tmp_path, patience_s=0)
+        release(lock)
+        release(hold(tmp_path, patience_s=0))
+    finally:
+        os.close(ours)
+        os.close(theirs)
+        os.waitpid(child, 0)

@@ -371,6 +371,24 @@ def _in_words(error: Exception) -> str:
     return str(error) if isinstance(error, SaveError) else f"{type(error).__name__}: {error}"
 
 
+_held: set[int] = set()  # descriptors of locks
+
+
+def _let_go() -> None:
+    """In a process that was forked, such as a data loader's: it may live a little longer than the one that saves."""
+    while _held:
+        os.close(_held.pop())
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
+def release(lock: int) -> None:
+    """Give up what `hold` returned."""
+    _held.discard(lock)
+    os.close(lock)
+
+
 def hold(folder: Path, patience_s: float = 20.0) -> int:
     """Lock a folder of checkpoints for the life of this process; returns the descriptor that holds the lock.
 
@@ -398,6 +416,7 @@ def hold(folder: Path, patience_s: float = 20.0) -> int:
         else:
             os.ftruncate(lock, 0)
             os.pwrite(lock, str(os.getpid()).encode(), 0)
+            _held.add(lock)
             return lock
 
 

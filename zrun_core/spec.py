@@ -19,13 +19,14 @@ class RankPlace(Section):
     host: str
     local_rank: int
     device: str  # "cpu" or "cuda:<index>"
+    uuid: str | None = None  # of its GPU: CUDA counts the GPUs of a host in the order of its ranks
+    threads: PositiveInt = 1  # of its CPU work
 
 
 class LaunchPlan(Section):
     """Rank -> host and device. Ranks of a host are contiguous."""
 
     ranks: list[RankPlace]
-    threads: PositiveInt  # CPU threads of each rank
 
     @property
     def world_size(self) -> int:

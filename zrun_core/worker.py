@@ -101,7 +101,7 @@ class Worker:
         """Join the others, build the model, shard it, open the data."""
         job, plan, job_dir = self.spec.job, self.spec.plan, Path(self.spec.job_dir)
         device = torch.device(plan.ranks[self.rank].device)
-        torch.set_num_threads(plan.threads)
+        torch.set_num_threads(plan.ranks[self.rank].threads)
         self.phase = "rendezvous"
         self._join(device)
         comm, mesh = self._connect(device)

@@ -147,7 +147,7 @@ def make_spec(keys: dict[str, Any], run_dir: str, resume: dict[str, Any] | None)
     places = [RankPlace(rank=rank, host="host", local_rank=rank, device="cpu") for rank in range(size)]
     return RunSpec(
         job=config,
-        plan=LaunchPlan(ranks=places, threads=1),
+        plan=LaunchPlan(ranks=places),
         batch=resolve_batch(config, size),
         job_dir=str(Path(__file__).parent),
         run_dir=run_dir,

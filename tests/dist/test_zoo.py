@@ -55,7 +55,7 @@ def prepare(keys: dict[str, Any], run_dir: str) -> Any:
         {"name": "zoo", "steps": STEPS, "batch": GLOBAL, "optim": OPTIM, "zero": small, "slots": size, **keys}
     )
     places = [RankPlace(rank=r, host="host", local_rank=r, device="cpu") for r in range(size)]
-    plan = LaunchPlan(ranks=places, threads=1)
+    plan = LaunchPlan(ranks=places)
     spec = RunSpec(job=job, plan=plan, batch=resolve_batch(job, size), job_dir=str(HERE), run_dir=run_dir, run_id="x")
     worker = PoolWorker(spec, rank)
     trainer, _ = worker._prepare()

@@ -127,7 +127,7 @@ def hang(*, does: str = "runs", reason: str | None = None, to_blame: tuple[int, 
     )
     frame = {"frame": "hang", "ranks": ranks, "to_blame": list(to_blame), "limit_s": 5.0, "key": "limits.hang_s"}
     places = [RankPlace(rank=rank, host="node", local_rank=rank, device="cpu") for rank in range(2)]
-    plan = LaunchPlan(ranks=places, threads=1)
+    plan = LaunchPlan(ranks=places)
     return Hang(frame | {"reason": reason, "stacks": {"1": stack}}, plan, Path("/runs/a"))
 
 

@@ -26,7 +26,7 @@ def test_a_worker_knows_which_keys_the_job_gave(tmp_path: Path) -> None:
     job = JobConfig.model_validate(
         {"name": "x", "model": "a:b", "data": "a:b", "steps": 1, "batch": 2, "optim": {"name": "sgd"}}
     )
-    plan = LaunchPlan(ranks=[RankPlace(rank=0, host="h", local_rank=0, device="cpu")], threads=1)
+    plan = LaunchPlan(ranks=[RankPlace(rank=0, host="h", local_rank=0, device="cpu")])
     spec = RunSpec(job=job, plan=plan, batch=resolve_batch(job, 1), job_dir="/", run_dir="/", run_id="x")
     spec.write(tmp_path / "spec.json")
     again = RunSpec.read(tmp_path / "spec.json")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
-from zrun.launch.plan import Gpu, HostFacts, Resolved, _visible, make_plan, probe_host
+from zrun.launch.cluster import Cluster, Gpu, HostFacts, _visible, probe_host
+from zrun.launch.plan import Resolved
+from zrun.launch.plan import make_plan as make_plan_on
 from zrun_core.config import JobConfig
 from zrun_core.errors import ExitCode, JobError, PreflightError
 
@@ -20,6 +23,10 @@ def job(**keys: Any) -> JobConfig:
     return JobConfig.model_validate(base | keys)
 
 
+def make_plan(asked: JobConfig, *hosts: HostFacts) -> Resolved:
+    return make_plan_on(asked, Cluster(hosts))
+
+
 def reason(resolved: Resolved, key: str) -> str:
     return next(f"{each.value} ({each.why})" for each in resolved.reasons if each.key == key)
 
@@ -27,7 +34,7 @@ def reason(resolved: Resolved, key: str) -> str:
 def test_auto_without_gpu_is_one_rank_with_all_cores() -> None:
     resolved = make_plan(job(), CPU_HOST)
     assert [place.device for place in resolved.plan.ranks] == ["cpu"]
-    assert resolved.plan.threads == 8
+    assert [place.threads for place in resolved.plan.ranks] == [8]
     assert reason(resolved, "slots").startswith("1 (")
     assert reason(resolved, "threads") == "8 (8 usable cores / 1 rank)"
 
@@ -41,7 +48,7 @@ def test_auto_with_gpus_is_one_rank_each() -> None:
         (3, 3, "cuda:3"),
     ]
     assert resolved.plan.hosts == ["node"]
-    assert resolved.plan.threads == 16
+    assert {place.threads for place in resolved.plan.ranks} == {16}
     assert str(resolved.batch) == "global 24 = micro 3 x accumulation 2 x 4 data-parallel ranks"
 
 
@@ -118,6 +125,60 @@ def test_batch_that_does_not_divide_is_a_job_error() -> None:
 )
 def test_visible_devices(wanted: str | None, indices: list[int]) -> None:
     assert _visible(GPUS, wanted) == tuple(GPUS[index] for index in indices)
+
+
+def test_ranks_follow_the_order_of_the_hosts() -> None:
+    """Each host has the slots that it is given, and its ranks are contiguous."""
+    big, small = HostFacts("z", 16, 1 << 34).called("big", 3), HostFacts("a", 4, 1 << 33).called("small", 2)
+    resolved = make_plan(job(batch={"micro": 1}), big, small)
+    assert [(p.rank, p.host, p.local_rank, p.threads) for p in resolved.plan.ranks] == [
+        (0, "big", 0, 5),
+        (1, "big", 1, 5),
+        (2, "big", 2, 5),
+        (3, "small", 0, 2),
+        (4, "small", 1, 2),
+    ]
+    assert resolved.plan.hosts == ["big", "small"]
+    assert reason(resolved, "slots") == "3 on big; 2 on small (the slots given to each host)"
+    assert "5 on big; 2 on small" in reason(resolved, "threads")
+    assert (resolved.job.slots, resolved.job.threads) == ("auto", "auto")
+    again = make_plan(resolved.job, big, small)
+    assert (again.job, again.plan) == (resolved.job, resolved.plan)
+
+
+def test_hosts_that_are_given_nothing_have_a_rank_each() -> None:
+    resolved = make_plan(job(batch={"micro": 1}), CPU_HOST.called("b"), CPU_HOST.called("a"))
+    assert [(place.host, place.local_rank) for place in resolved.plan.ranks] == [("b", 0), ("a", 0)]
+    assert (resolved.job.slots, resolved.job.threads) == (1, 8)
+
+
+def test_chosen_slots_are_gpus() -> None:
+    resolved = make_plan(job(batch={"micro": 1}), GPU_HOST.called("n", 4, (1, 3)))
+    assert [(p.device, p.uuid) for p in resolved.plan.ranks] == [("cuda:0", GPUS[1].uuid), ("cuda:1", GPUS[3].uuid)]
+    with pytest.raises(PreflightError, match="slot 4 is wanted, but n has 4 GPUs"):
+        make_plan(job(), GPU_HOST.called("n", chosen=(1, 4)))
+
+
+def test_a_host_without_gpus_among_others_is_named() -> None:
+    with pytest.raises(PreflightError, match="but box has no usable NVIDIA GPU: leave out the hosts without"):
+        make_plan(job(), GPU_HOST, CPU_HOST)
+    resolved = make_plan(job(device="cpu", batch={"micro": 1}), GPU_HOST, CPU_HOST)
+    assert resolved.plan.hosts == ["node", "box"]
+
+
+def test_more_ranks_than_given_slots() -> None:
+    with pytest.raises(PreflightError, match="slots: 3, but box is given 2 slots: write slots: 2 or auto"):
+        make_plan(job(slots=3), CPU_HOST.called("box", 2))
+
+
+def test_a_cluster_names_each_host_once() -> None:
+    with pytest.raises(ValueError, match="each once"):
+        Cluster((CPU_HOST, CPU_HOST))
+
+
+def test_facts_travel_as_json() -> None:
+    facts = GPU_HOST.called("n", 4, (1, 3))
+    assert HostFacts.from_json(json.loads(json.dumps(facts.as_json()))) == facts
 
 
 def test_probe_finds_this_machine() -> None:

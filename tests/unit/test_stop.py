@@ -158,7 +158,7 @@ def rundir(tmp_path: Path):
 
 
 def plan() -> LaunchPlan:
-    return LaunchPlan(ranks=[RankPlace(rank=r, host="node", local_rank=r, device="cpu") for r in range(2)], threads=1)
+    return LaunchPlan(ranks=[RankPlace(rank=r, host="node", local_rank=r, device="cpu") for r in range(2)])
 
 
 @pytest.mark.parametrize(

@@ -33,17 +33,18 @@ def check(
     """
     from zrun.job.load import load_job
     from zrun.job.structure import inspect_structure
-    from zrun.launch.plan import make_plan, probe_host
+    from zrun.launch.cluster import Cluster, probe_host
+    from zrun.launch.plan import make_plan
     from zrun.watch.preface import print_preface
 
     loaded = load_job(job, [*(overrides or ()), *([f"slots={slots}"] if slots is not None else ())])
-    host = probe_host()
-    resolved = make_plan(loaded.config, host)
+    cluster = Cluster((probe_host(),))
+    resolved = make_plan(loaded.config, cluster)
     structure = None if no_import else inspect_structure(loaded, _BUILD_TIMEOUT_S)
     if as_json:
         _print_json(loaded, resolved, structure)
     else:
-        print_preface(resolved, host, sys.stdout)
+        print_preface(resolved, cluster, sys.stdout)
         print(f"structure: {_in_words(structure) if structure else 'not looked at'}")
 
 

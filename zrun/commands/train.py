@@ -60,8 +60,9 @@ def train(
     # First of all: the agent gets ready while this process still reads the job.
     with nullcontext() if dry_run else LocalAgent() as agent:
         from zrun.job.load import load_job
+        from zrun.launch.cluster import Cluster, probe_host
         from zrun.launch.environment import worker_environment
-        from zrun.launch.plan import make_plan, probe_host
+        from zrun.launch.plan import make_plan
         from zrun.launch.resume import begin
         from zrun.launch.rundir import RunDir, set_checkpoints_aside
         from zrun.watch.preface import print_preface
@@ -71,9 +72,10 @@ def train(
         loaded = load_job(job, [*(overrides or ()), *given])
         environment = worker_environment(loaded.config, os.environ)
         host = probe_host()
-        resolved = make_plan(loaded.config, host)
+        cluster = Cluster((host,))
+        resolved = make_plan(loaded.config, cluster)
         if ui is not Ui.none:
-            print_preface(resolved, host, sys.stderr)
+            print_preface(resolved, cluster, sys.stderr)
         beginning = begin(resolved.job, run_dir, fresh)
         if beginning.note:
             print(beginning.note, file=sys.stderr)

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from zrun.launch import processes
 from zrun.launch.environment import WORKER_DEFAULTS
@@ -61,7 +62,7 @@ def _run(start: Start, run_dir: Path, telemetry: str, switchboard: Switchboard) 
         run_id=start.spec["run_id"],
         module=start.module,
         argument=str(spec_file),
-        env=os.environ | _environment(start.env, run_dir, plan["threads"]),
+        env=os.environ | _environment(start.env, run_dir, here),
         world_size=len(plan["ranks"]),
         logs={place["rank"]: run_dir / "logs" / f"rank-{place['rank']}.log" for place in here},
     )
@@ -85,13 +86,15 @@ def _pass_on_signals(switchboard: Switchboard) -> None:
         signal.signal(number, lambda *_: switchboard.stop(Stop.FINISH))
 
 
-def _environment(asked: dict[str, str], run_dir: Path, threads: int) -> dict[str, str]:
-    """What the workers get beyond what this process has and what `Command` adds."""
+def _environment(asked: dict[str, str], run_dir: Path, here: list[dict[str, Any]]) -> dict[str, str]:
+    """What the workers get beyond what this process has and what `Command` adds. `here` is the ranks of this host."""
+    gpus = [place["uuid"] for place in here if place.get("uuid") is not None]
     return (
         {key: os.environ.get(key, value) for key, value in WORKER_DEFAULTS.items()}
+        | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})  # in the order of the ranks
         | asked
         | {
-            "OMP_NUM_THREADS": str(threads),
+            "OMP_NUM_THREADS": str(here[0].get("threads", 1)),
             "ZRUN_STORE": str(run_dir / _STORE),
         }
     )

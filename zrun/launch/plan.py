@@ -1,43 +1,21 @@
-"""Where each rank of a job sits, and what `auto` means on this machine: `make_plan(job, probe_host())`.
+"""What `auto` means on a cluster, and where each rank sits there: `make_plan(job, Cluster((probe_host(),)))`.
 
-`probe_host` looks, and never fails; `make_plan` is pure, so that a plan for another machine is one `HostFacts` away.
+`make_plan` is pure, so that a plan for other machines is a few `HostFacts` away.
 """
 
 from __future__ import annotations
 
-import os
-import socket
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from zrun.launch import cgroup
+from zrun.launch.cluster import Cluster, HostFacts, each, listed, several
+from zrun.launch.place import seats
 from zrun_core.config import OWN_DEFAULTS, JobConfig
 from zrun_core.errors import JobError, PreflightError
 from zrun_core.sizes import format_size
-from zrun_core.spec import BatchPlan, LaunchPlan, RankPlace, resolve_batch, resolve_bucket
+from zrun_core.spec import BatchPlan, LaunchPlan, resolve_batch, resolve_bucket
 
 _DECAYING = ("linear", "cosine", "polynomial", "wsd")
-
-
-@dataclass(frozen=True)
-class Gpu:
-    uuid: str
-    name: str
-    memory_bytes: int
-
-
-@dataclass(frozen=True)
-class HostFacts:
-    """What one machine offers to a job."""
-
-    hostname: str
-    cores: int  # usable: CPU affinity, cut by the control group's quota
-    memory_bytes: int
-    gpus: tuple[Gpu, ...] = ()  # those that CUDA_VISIBLE_DEVICES leaves, in its order
-
-    def __str__(self) -> str:
-        gpus = f"{len(self.gpus)} x {self.gpus[0].name}" if self.gpus else "no GPU"
-        return f"{self.hostname}: {_several(self.cores, 'core')}, {format_size(self.memory_bytes)}, {gpus}"
 
 
 @dataclass(frozen=True)
@@ -57,75 +35,108 @@ class Resolved:
     reasons: tuple[Reason, ...]
 
 
-def make_plan(job: JobConfig, host: HostFacts) -> Resolved:
-    """Seat the ranks of `job` on `host` and fill in what it leaves to auto.
+def make_plan(job: JobConfig, cluster: Cluster) -> Resolved:
+    """Seat the ranks of `job` on `cluster` and fill in what it leaves to auto.
+
+    What differs from host to host stays auto in the job: the plan has it for each rank.
 
     Raises:
-        PreflightError: the host lacks the GPUs that the job asks for.
+        PreflightError: a host lacks the GPUs or slots that the job asks for.
         JobError: the batch or `zero.shard_group` does not divide over the ranks, or the learning rate has no end to
             decay to.
     """
     reasons: list[Reason] = []
-    device = _device(job, host, reasons)
-    slots = _slots(job, host, device, reasons)
-    threads = _threads(job, host, slots, reasons)
-    batch = _batch(job, slots, reasons)
-    _check_shard_group(job, slots)
-    ranks = [
-        RankPlace(rank=rank, host=host.hostname, local_rank=rank, device=f"cuda:{rank}" if device == "cuda" else "cpu")
-        for rank in range(slots)
-    ]
+    device = _device(job, cluster, reasons)
+    slots = _slots(job, cluster, device, reasons)
+    threads = _threads(job, cluster, slots, reasons)
+    num_ranks = sum(slots.values())
+    batch = _batch(job, num_ranks, reasons)
+    _check_shard_group(job, num_ranks)
     resolved = job.model_copy(
         update={
             "device": device,
-            "slots": slots,
-            "threads": threads,
+            "slots": _shared(slots),
+            "threads": _shared(threads),
             "batch": job.batch.model_copy(update={"global_": batch.global_size, "micro": batch.micro}),
             "zero": job.zero.model_copy(update={"bucket": _bucket(job, device, reasons)}),
             "lr": job.lr.model_copy(update={"decay_steps": _decay_steps(job, reasons)}),
             "optim": job.optim.model_copy(update=_own_defaults(job, reasons)),
         }
     )
-    return Resolved(resolved, LaunchPlan(ranks=ranks, threads=threads), batch, tuple(reasons))
+    plan = LaunchPlan(ranks=seats(cluster, device, slots, threads))
+    return Resolved(resolved, plan, batch, tuple(reasons))
 
 
-def _device(job: JobConfig, host: HostFacts, reasons: list[Reason]) -> Literal["cpu", "cuda"]:
-    if job.device == "cuda" and not host.gpus:
-        raise PreflightError(f"device: cuda, but {host.hostname} has no usable NVIDIA GPU: write device: cpu or auto")
+def _shared(values: dict[str, int]) -> int | Literal["auto"]:
+    """The one value that all hosts have."""
+    found = set(values.values())
+    return found.pop() if len(found) == 1 else "auto"
+
+
+def _device(job: JobConfig, cluster: Cluster, reasons: list[Reason]) -> Literal["cpu", "cuda"]:
+    without = [host.hostname for host in cluster.hosts if not host.gpus]
+    some_have = len(without) < len(cluster.hosts)
+    if without and (job.device == "cuda" or (job.device == "auto" and some_have)):
+        lacking = f"{listed(without)} {'has' if len(without) == 1 else 'have'} no usable NVIDIA GPU"
+        advice = "leave out the hosts without, or write device: cpu" if some_have else "write device: cpu or auto"
+        raise PreflightError(f"device: {job.device}, but {lacking}: {advice}")
     if job.device != "auto":
         return job.device
-    reasons.append(Reason("device", "cuda" if host.gpus else "cpu", str(host)))
-    return "cuda" if host.gpus else "cpu"
+    reasons.append(Reason("device", "cpu" if without else "cuda", str(cluster)))
+    return "cpu" if without else "cuda"
 
 
-def _slots(job: JobConfig, host: HostFacts, device: str, reasons: list[Reason]) -> int:
-    num_gpus = len(host.gpus)
+def _slots(job: JobConfig, cluster: Cluster, device: str, reasons: list[Reason]) -> dict[str, int]:
+    """Ranks of each host."""
+    slots = {host.hostname: _slots_of(job, host, device) for host in cluster.hosts}
     if job.slots == "auto":
-        slots = num_gpus if device == "cuda" else 1
-        why = f"one rank per GPU of {host.hostname}" if device == "cuda" else "one rank where there is no GPU"
-        reasons.append(Reason("slots", str(slots), why))
-        return slots
-    if device == "cuda" and job.slots > num_gpus:
+        if any(host.slots is not None or host.chosen is not None for host in cluster.hosts):
+            why = "the slots given to each host"
+        elif device == "cuda":
+            why = f"one rank per GPU of {listed(list(slots))}"
+        else:
+            why = "one rank where there is no GPU" + " of each host" * (len(slots) > 1)
+        reasons.append(Reason("slots", each(cluster.hosts, lambda host: slots[host.hostname]), why))
+    return slots
+
+
+def _slots_of(job: JobConfig, host: HostFacts, device: str) -> int:
+    num_gpus = len(host.gpus)
+    given = len(host.chosen) if host.chosen is not None else host.slots
+    if given is not None and job.slots != "auto" and job.slots > given:
         raise PreflightError(
-            f"more ranks than slots: slots: {job.slots}, but {host.hostname} has {_several(num_gpus, 'GPU')}: "
+            f"more ranks than slots: slots: {job.slots}, but {host.hostname} is given {several(given, 'slot')}: "
+            f"write slots: {given} or auto"
+        )
+    slots = job.slots if job.slots != "auto" else given if given is not None else num_gpus if device == "cuda" else 1
+    highest = max((host.chosen or (-1,))[:slots]) + 1
+    if device == "cuda" and max(slots, highest) > num_gpus:
+        asked = f"slot {highest - 1} is wanted" if highest > slots else f"slots: {slots}"
+        raise PreflightError(
+            f"more ranks than slots: {asked}, but {host.hostname} has {several(num_gpus, 'GPU')}: "
             f"write slots: {num_gpus} or device: cpu"
         )
-    return job.slots
+    return slots
 
 
-def _threads(job: JobConfig, host: HostFacts, slots: int, reasons: list[Reason]) -> int:
-    threads = max(1, host.cores // slots) if job.threads == "auto" else job.threads
-    why = "as written" if job.threads != "auto" else f"{host.cores} usable cores / {_several(slots, 'rank')}"
-    if slots * threads > host.cores:
-        why += f"; {slots * threads} threads share {_several(host.cores, 'core')}, which is slow"
-    elif job.threads != "auto":
-        return threads
-    reasons.append(Reason("threads", str(threads), why))
-    return threads
+def _threads(job: JobConfig, cluster: Cluster, slots: dict[str, int], reasons: list[Reason]) -> dict[str, int]:
+    """CPU threads of a rank on each host."""
+
+    def number(host: HostFacts) -> int:
+        return max(1, host.cores // slots[host.hostname]) if job.threads == "auto" else job.threads
+
+    def why(host: HostFacts) -> str:
+        ranks, busy = slots[host.hostname], slots[host.hostname] * number(host)
+        reason = "as written" if job.threads != "auto" else f"{host.cores} usable cores / {several(ranks, 'rank')}"
+        return reason + f"; {busy} threads share {several(host.cores, 'core')}, which is slow" * (busy > host.cores)
+
+    if job.threads == "auto" or any(slots[host.hostname] * number(host) > host.cores for host in cluster.hosts):
+        reasons.append(Reason("threads", each(cluster.hosts, number), each(cluster.hosts, why)))
+    return {host.hostname: number(host) for host in cluster.hosts}
 
 
 def _batch(job: JobConfig, slots: int, reasons: list[Reason]) -> BatchPlan:
-    batch, ranks = resolve_batch(job, slots), _several(slots, "rank")
+    batch, ranks = resolve_batch(job, slots), several(slots, "rank")
     if job.batch.global_ == "auto":
         reasons.append(Reason("batch.global", str(batch.global_size), f"micro {batch.micro} x {ranks}"))
     if job.batch.micro == "auto":
@@ -138,7 +149,7 @@ def _check_shard_group(job: JobConfig, slots: int) -> None:
     group = job.zero.shard_group
     if isinstance(group, int) and job.zero.stage > 0 and slots % group:
         raise JobError(
-            f"zero.shard_group: groups of {group} do not divide {_several(slots, 'rank')}: write a divisor, or all"
+            f"zero.shard_group: groups of {group} do not divide {several(slots, 'rank')}: write a divisor, or all"
         )
 
 
@@ -171,60 +182,3 @@ def _own_defaults(job: JobConfig, reasons: list[Reason]) -> dict[str, Any]:
         shown = f"{value:g}" if isinstance(value, float) else str(list(value))
         reasons.append(Reason(f"optim.{key}", shown, f"{name}'s own"))
     return found
-
-
-def _several(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
-def probe_host() -> HostFacts:
-    """What this machine offers. Reads only; takes a few milliseconds without a GPU."""
-    affinity = len(os.sched_getaffinity(0))
-    quota = cgroup.cpu_quota()
-    cores = affinity if quota is None else max(1, min(affinity, int(quota)))
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    memory = min(total, cgroup.memory_limit() or total)
-    return HostFacts(
-        socket.gethostname(), cores, memory, _visible(_nvml_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
-    )
-
-
-def _nvml_gpus() -> tuple[Gpu, ...]:
-    """The host's GPUs in PCI order; none where NVML, its driver or a device fails."""
-    import pynvml  # type: ignore[import-untyped]  # 50 ms that `zrun --help` must not pay
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return ()
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        return tuple(
-            Gpu(
-                pynvml.nvmlDeviceGetUUID(handle),
-                pynvml.nvmlDeviceGetName(handle),
-                int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
-            )
-            for handle in handles
-        )
-    except pynvml.NVMLError:
-        return ()
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _visible(gpus: tuple[Gpu, ...], wanted: str | None) -> tuple[Gpu, ...]:
-    """The GPUs that CUDA_VISIBLE_DEVICES selects, by index or start of a UUID; like CUDA, up to the first miss."""
-    if wanted is None:
-        return gpus
-    chosen: list[Gpu] = []
-    for entry in wanted.split(","):
-        name = entry.strip()
-        if name.isdigit():
-            match = gpus[int(name)] if int(name) < len(gpus) else None
-        else:
-            match = next((gpu for gpu in gpus if name and gpu.uuid.startswith(name)), None)
-        if match is None:
-            break
-        chosen.append(match)
-    return tuple(chosen)

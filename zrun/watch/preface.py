@@ -7,19 +7,20 @@ from typing import TextIO
 
 from zrun.job.load import leaves
 from zrun.job.scalars import write
-from zrun.launch.plan import HostFacts, Resolved
+from zrun.launch.cluster import Cluster
+from zrun.launch.plan import Resolved
 from zrun_core.config import JobConfig
 
 _UNSHOWN = ("name", "batch", "env")
 
 
-def print_preface(resolved: Resolved, host: HostFacts, out: TextIO) -> None:
+def print_preface(resolved: Resolved, cluster: Cluster, out: TextIO) -> None:
     """Print it as wide as `out` is."""
     width = shutil.get_terminal_size().columns if out.isatty() else None
-    print(preface(resolved, host, width), file=out)
+    print(preface(resolved, cluster, width), file=out)
 
 
-def preface(resolved: Resolved, host: HostFacts, width: int | None = None) -> str:
+def preface(resolved: Resolved, cluster: Cluster, width: int | None = None) -> str:
     """A paragraph for each section of the job, then each auto with its value and reason.
 
     Args:
@@ -27,7 +28,7 @@ def preface(resolved: Resolved, host: HostFacts, width: int | None = None) -> st
     """
     plan = resolved.plan
     ranks = f"{plan.world_size} rank{'s' if plan.world_size > 1 else ''}"
-    lines = [f"{resolved.job.name}: {ranks} on {host}", f"batch: {resolved.batch}"]
+    lines = [f"{resolved.job.name}: {ranks} on {cluster}", f"batch: {resolved.batch}"]
     for section, values in _sections(resolved.job).items():
         lines += _paragraph(f"{section}: ", values, width)
     lines += [f"auto: {each.key} = {each.value} ({each.why})" for each in resolved.reasons]

@@ -172,7 +172,7 @@ def _make_key(path: Path) -> None:
 
 
 def _add_host(rig: Rig, name: str, namespace: str, address: str, bridge: str) -> None:
-    here, there = f"{namespace}b", f"{namespace}h"
+    here, there = f"{namespace}b", "eth0"
     sh("ip", "netns", "add", namespace)
     sh("ip", "link", "add", here, "type", "veth", "peer", "name", there, "netns", namespace)
     sh("ip", "link", "set", here, "master", bridge, "up")
@@ -222,6 +222,7 @@ def _write_client_files(rig: Rig) -> None:
     aliases = {name: f"HostName {host.address}\n  HostKeyAlias {name}" for name, host in rig.hosts.items()}
     first = rig.hosts["node1"].address
     aliases |= {
+        "again": aliases["node1"],
         "changed": f"HostName {first}\n  HostKeyAlias changed",
         "unseen": f"HostName {first}\n  HostKeyAlias unseen",
         "refusing": f"HostName {first}\n  HostKeyAlias node1\n  Port 9",

@@ -19,7 +19,7 @@ from rig import Entry, Rig, silent_listener
 
 from zrun.launch.agent_process import close_all
 from zrun.launch.frames import Start
-from zrun.launch.preflight import require_all
+from zrun.launch.preflight import Needs, preflight
 from zrun.launch.ssh import SshAgent
 from zrun_core.errors import PreflightError
 
@@ -62,7 +62,7 @@ def agent_of(rig: Rig, name: str) -> SshAgent:
 
 def test_an_agent_of_each_host_answers_runs_and_ends(rig: Rig, tmp_path: Path) -> None:
     agents = [agent_of(rig, name) for name in rig.hosts]
-    require_all(agents)
+    preflight(agents, Needs())
     assert all(agent.hello is not None and agent.hello["pid"] > 0 for agent in agents)
     for agent in agents:
         agent.start(start_frame(tmp_path / agent.host, agent.host, "echo_worker", values=[], names=[]))
@@ -121,16 +121,20 @@ def test_each_failure_has_its_own_cause_and_all_are_named_at_once(rig: Rig, bare
     agents = [SshAgent(Entry(name), rig.ssh, pythons.get(name, sys.executable)) for name in FAILURES]
     with silent_listener(rig.address) as port:
         good, silent = agent_of(rig, "node3"), SshAgent(Entry(rig.address, port=port), rig.ssh)
-        with pytest.raises(PreflightError) as caught:
-            require_all([*agents, good, silent])
-    first, *lines = str(caught.value).splitlines()
-    assert first == "not every host can be used:"
+        all_ = [*agents, good, silent]
+        try:
+            with pytest.raises(PreflightError) as caught:
+                preflight(all_, Needs())
+        finally:
+            close_all(all_)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "8 of 9 hosts cannot be used:"
     assert caught.value.exit_code == 3
+    lines = lines[2 + len(all_) :]  # below the table
     assert [line.split(":")[0] for line in lines] == [f"  {name}" for name in (*FAILURES, rig.address)]
     for line, cause in zip(lines, FAILURES.values(), strict=False):
         assert re.search(cause, line), line
     assert "sshd has not answered in time: is the host up, and is it sshd that listens?" in lines[-1]
-    close_all([*agents, good, silent])
 
 
 def nasty(random_: random.Random, canary: str) -> str:

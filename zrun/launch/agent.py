@@ -1,6 +1,6 @@
 """`python -m zrun.launch.agent`: runs the workers of one host and ends with its launcher.
 
-The launcher starts it before it knows what to run, and says so with the `Start` frame.
+The launcher starts it before it knows what to run. It may ask what the host is like, and then sends the `Start` frame.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from zrun.launch.environment import WORKER_DEFAULTS
 from zrun.launch.frames import Start, Stop
 from zrun.launch.hangs import HangGuard
 from zrun.launch.switchboard import Switchboard
+from zrun.launch.witness import Witness
 from zrun.launch.workers import Command
 from zrun_core.board import BoardView
 from zrun_core.config import LimitsConfig
@@ -37,7 +38,7 @@ def main() -> None:
     control, output = _take_streams()
     os.write(output, _hello())
     switchboard = Switchboard(control, output)
-    start = switchboard.start_frames.get()
+    start = _answer_questions(switchboard)
     run_dir = Path(start.spec["run_dir"])
     _log_to(run_dir / "logs" / f"agent-{start.host}.log")
     with _telemetry(run_dir) as telemetry:
@@ -50,6 +51,15 @@ def main() -> None:
             switchboard.end_sessions()
             (run_dir / _STORE).unlink(missing_ok=True)
             switchboard.finish()
+
+
+def _answer_questions(switchboard: Switchboard) -> Start:
+    """Say what the launcher asks before it says what to run."""
+    witness = Witness()
+    while not isinstance(order := switchboard.orders.get(), Start):
+        switchboard.answer(witness.answer(order))
+    witness.close()
+    return order
 
 
 def _run(start: Start, run_dir: Path, telemetry: str, switchboard: Switchboard) -> None:

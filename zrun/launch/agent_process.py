@@ -36,6 +36,8 @@ class AgentProcess(ABC):
         hello: the first thing it said: its pid, Python and zrun; None until then.
     """
 
+    by_ssh = False  # sshd knows at which address its host was reached
+
     def __init__(self, host: str, argv: Sequence[str], stderr: int | None = None) -> None:
         """Start it.
 

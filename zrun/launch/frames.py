@@ -1,8 +1,8 @@
 """What a launcher and the agent of a host say to each other.
 
-Down the agent's stdin go length-prefixed JSON objects: one `Start`, then perhaps `{"stop": "finish"}`; its end is the
-end of the launcher, and of the workers. Up its stdout come JSON lines: `hello`, then `started`, `event`, `exit`, `hang`
-and `done`.
+Down the agent's stdin go length-prefixed JSON objects: questions such as `{"ask": "facts"}`, one `Start`, then perhaps
+`{"stop": "finish"}`; its end is the end of the launcher, and of the workers. Up its stdout come JSON lines: `hello`, an
+`answer` to each question, then `started`, `event`, `exit`, `hang` and `done`.
 """
 
 from __future__ import annotations

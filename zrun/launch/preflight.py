@@ -1,45 +1,129 @@
-"""Before anything is started: is every host there, and is it what the job needs?"""
+"""Before anything is started: is every host there, is it what the job needs, and do they reach each other?
+
+    reports = preflight(agents, Needs(job_dir=folder, shared=(run_dir,)))
+
+All hosts are asked at the same time, and all that is wrong is said at once, in one table.
+"""
 
 from __future__ import annotations
 
-import selectors
+import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
 
 from zrun.launch.agent_process import AgentProcess
+from zrun.launch.meeting import meet
+from zrun.launch.probe import TOKEN_PREFIX, HostReport, job_code, software
+from zrun.launch.questions import Answers, ask
+from zrun.launch.verdict import Finding, Needs, describe, judge, remarks
 from zrun_core.errors import PreflightError
 
+__all__ = ["Finding", "HostReport", "Needs", "inspect", "preflight"]
+
 HELLO_S = 12.0  # ssh may take 10 to connect
+_SETTLE_S = 1.5  # without news, those that are there meet before the others are waited for
 
 
-def greet(agents: Sequence[AgentProcess], patience_s: float = HELLO_S) -> dict[AgentProcess, str]:
-    """Wait until every agent has said hello, all at the same time. Returns why those that did not have not."""
-    waiting = {agent for agent in agents if agent.hello is None}
-    missing: dict[AgentProcess, str] = {}
-    deadline = time.monotonic() + patience_s
-    with selectors.DefaultSelector() as selector:
-        for agent in waiting:
-            selector.register(agent, selectors.EVENT_READ, agent)
-        while waiting and (left := deadline - time.monotonic()) > 0:
-            for key, _ in selector.select(left):
-                agent = key.data
-                ended = agent.read() is None
-                if ended:
-                    missing[agent] = agent.why_ended()
-                if ended or agent.hello is not None:
-                    selector.unregister(agent)
-                    waiting.remove(agent)
-    late = f"its agent has not answered after {patience_s:g} s: is the host, or where its Python lies, very slow?"
-    missing |= {agent: f"{agent.host}: {late}" for agent in waiting}
-    return {agent: missing[agent] for agent in agents if agent in missing}
+def preflight(agents: Sequence[AgentProcess], needs: Needs, hello_s: float = HELLO_S) -> tuple[HostReport, ...]:
+    """Look at the hosts of all agents, which were started but not told what to run.
 
-
-def require_all(agents: Sequence[AgentProcess], patience_s: float = HELLO_S) -> None:
-    """Wait until every agent is there.
+    Returns:
+        What is known of each, in the order of `agents`, with the address at which the others reach it.
 
     Raises:
-        PreflightError: some are not; all of them are named.
+        PreflightError: some cannot be used; the text is a table of all hosts and a line for each problem.
     """
-    missing = greet(agents, patience_s)
-    if missing:
-        raise PreflightError("\n  ".join(["not every host can be used:", *missing.values()]))
+    findings = inspect(agents, needs, hello_s)
+    if any(finding.problems for finding in findings):
+        raise PreflightError(describe(findings))
+    return tuple(finding.report for finding in findings if finding.report is not None)
+
+
+def inspect(agents: Sequence[AgentProcess], needs: Needs, hello_s: float = HELLO_S) -> list[Finding]:
+    """Like `preflight`, for whoever wants to see the hosts that cannot be used too.
+
+    Raises:
+        PreflightError: this host itself cannot write to a folder of `needs.shared`.
+    """
+    with _tokens(needs.shared) as tokens:
+        question = {
+            "ask": "facts",
+            "job_dir": str(needs.job_dir) if needs.job_dir is not None else None,
+            "folders": {str(folder): token for folder, token in tokens.items()},
+        }
+        deadline = time.monotonic() + hello_s
+        answers = ask(dict.fromkeys(agents, question), hello_s, settle_s=_SETTLE_S)
+        reports = _reports(answers)
+        meeting = meet(reports)
+        late = [agent for agent in agents if agent not in answers]
+        if late:
+            more = ask(dict.fromkeys(late, question), max(0.1, deadline - time.monotonic()))
+            answers |= more
+            if came := _reports(more):
+                reports |= came
+                meeting = meet(reports)
+    here, code = software(), job_code(needs.job_dir) if needs.job_dir is not None else {}
+    findings = []
+    for agent in agents:
+        found = reports.get(agent)
+        if found is None:
+            findings.append(Finding(agent.host, None, (str(answers[agent]),)))
+            continue
+        report, reach = meeting.get(agent, (found, []))
+        problems = (*judge(report, here, code, needs, agent.host), *reach)
+        findings.append(Finding(agent.host, report, problems, tuple(remarks(report, here, needs))))
+    return findings
+
+
+def _reports(answers: Answers) -> dict[AgentProcess, HostReport]:
+    """Those that gave one. For the others a sentence takes the place of the answer."""
+    reports = {}
+    for agent, answer in answers.items():
+        if isinstance(answer, str):
+            continue
+        if "error" in answer:
+            answers[agent] = f"its agent could not look at it ({answer['error']})"
+            continue
+        try:
+            report = HostReport.from_json(answer["report"])
+        except ValueError:  # pydantic's
+            answers[agent] = "its zrun is another one: install the same version there"
+            continue
+        # As between two clocks of NTP: the message takes the same time in both directions, more or less.
+        skew = ((answer["heard"] - answer["asked"]) + (answer["said"] - answer["got"])) / 2
+        error = ((answer["got"] - answer["asked"]) - (answer["said"] - answer["heard"])) / 2
+        reports[agent] = replace(report, skew_s=skew, skew_error_s=abs(error))
+    return reports
+
+
+@contextmanager
+def _tokens(folders: Sequence[Path]) -> Iterator[dict[Path, str]]:
+    """Leave a file of a random name in each folder, by which another host sees that it is the same one.
+
+    Raises:
+        PreflightError: a folder is not writable.
+    """
+    tokens = {_existing(folder): secrets.token_hex(8) for folder in folders}
+    made: list[Path] = []
+    try:
+        for folder, token in tokens.items():
+            path = folder / f"{TOKEN_PREFIX}{token}"
+            try:
+                path.touch(mode=0o600, exist_ok=False)
+            except OSError as error:
+                raise PreflightError(f"{folder}: nothing can be written there: {error.strerror}") from None
+            made.append(path)
+        yield tokens
+    finally:
+        for path in made:
+            with suppress(OSError):
+                path.unlink()
+
+
+def _existing(folder: Path) -> Path:
+    """The folder itself, or the nearest one above that exists."""
+    folder = folder.absolute()
+    return next(each for each in (folder, *folder.parents) if each.is_dir())

@@ -77,6 +77,8 @@ class Reachable(Protocol):
 class SshAgent(AgentProcess):
     """An agent at the other end of an ssh connection."""
 
+    by_ssh = True
+
     def __init__(
         self, entry: Reachable, ssh: str = "ssh", python: str = sys.executable, connect_s: float = CONNECT_S
     ) -> None:

@@ -20,7 +20,7 @@ from queue import SimpleQueue
 from subprocess import Popen
 
 from zrun.launch import cgroup, hangs, processes
-from zrun.launch.frames import GRACE_S, Start, Stop, Unpacker
+from zrun.launch.frames import GRACE_S, Frame, Start, Stop, Unpacker
 from zrun.launch.hangs import HangGuard
 from zrun.launch.processes import Process
 from zrun.launch.workers import Workers
@@ -32,7 +32,7 @@ _EVENTS_PER_TURN = 256  # then the other descriptors are served
 
 class Switchboard:
     def __init__(self, control: int, output: int) -> None:
-        self.start_frames: SimpleQueue[Start] = SimpleQueue()  # gets one item
+        self.orders: SimpleQueue[Start | Frame] = SimpleQueue()  # questions, then one start
         self._control, self._output = control, output
         self._unpacker = Unpacker()
         self._started = False
@@ -72,6 +72,10 @@ class Switchboard:
         self._hangs = hangs
         if self._stop_with is not None:
             self.stop(self._stop_with)
+
+    def answer(self, frame: Frame) -> None:
+        """Tell the launcher something."""
+        self._send(frame)
 
     def finish(self) -> None:
         """Forward what is left and end the thread."""
@@ -134,9 +138,11 @@ class Switchboard:
         for frame in self._unpacker.feed(data):
             if "stop" in frame:
                 self._asked(Stop(frame["stop"]))
+            elif "ask" in frame:
+                self.orders.put(frame)
             else:
                 self._started = True
-                self.start_frames.put(Start(**frame))
+                self.orders.put(Start(**frame))
 
     def _asked(self, how: Stop) -> None:
         """End the workers; those that `watch` is about to hear of too."""

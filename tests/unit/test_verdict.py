@@ -1,0 +1,178 @@
+"""From what is known of hosts to sentences; and doors and knocks on this machine's own loopback."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from zrun.launch.cluster import Gpu, HostFacts
+from zrun.launch.meeting import peers
+from zrun.launch.probe import Driver, Folder, GpuState, HostReport, Limits, Software, facts, job_code
+from zrun.launch.reach import Door, knock
+from zrun.launch.verdict import Finding, Needs, describe, judge, remarks
+
+HERE = Software("3.11.7", "/venv/bin/python", "0.1.0", "c0de", "2.13.0+cu128")
+GB = 1 << 30
+REPORT = HostReport(
+    facts=HostFacts("n1", 8, 64 * GB, (Gpu("GPU-a", "H100", 80 * GB), Gpu("GPU-b", "H100", 80 * GB))),
+    software=HERE,
+    code={"train.py": "1"},
+    folders=(Folder("/runs", True, 9 * GB, None),),
+    limits=Limits(1024, None, None, 8 * GB),
+    driver=Driver("570.1", (12, 8)),
+    gpus=(GpuState("GPU-a", 79 * GB, 80 * GB, ()), GpuState("GPU-b", 79 * GB, 80 * GB, ())),
+    infiniband=False,
+    addresses={"lo": ("127.0.0.1",), "eth0": ("10.0.0.1",)},
+    reached_at="10.0.0.1",
+    user="me",
+)
+NEEDS = Needs(job_dir=Path("/job"), shared=(Path("/runs"),), cuda=True, shm_bytes=64 << 20)
+
+
+def said(report: HostReport, needs: Needs = NEEDS) -> list[str]:
+    return list(judge(report, HERE, {"train.py": "1"}, needs, "n1"))
+
+
+def test_a_good_host_has_nothing_said_of_it() -> None:
+    assert said(REPORT) == []
+    assert list(remarks(REPORT, HERE, NEEDS)) == []
+
+
+def test_it_crosses_as_json() -> None:
+    assert HostReport.from_json(REPORT.as_json()) == REPORT
+
+
+def test_an_agent_looks_at_this_machine(tmp_path: Path) -> None:
+    (tmp_path / ".zrun-token-x").touch()
+    answer = facts({"job_dir": str(tmp_path), "folders": {str(tmp_path): "x", str(tmp_path / "none"): "y"}})
+    report = HostReport.from_json(answer["report"])
+    assert report.code == {}
+    assert [(folder.same, folder.trouble) for folder in report.folders] == [(True, None), (False, None)]
+    assert report.folders[0].free_bytes
+    assert "127.0.0.1" in report.addresses["lo"]
+    assert answer["said"] >= answer["heard"]
+
+
+SOFTWARE = {
+    "torch 2.12.0 there, 2.13.0+cu128 here: install the same version for /venv/bin/python": {"torch": "2.12.0"},
+    "/venv/bin/python has no torch: install 2.13.0+cu128 there": {"torch": None},
+    "zrun 0.2.0 there, 0.1.0 here: install the same": {"zrun": "0.2.0", "zrun_code": "x"},
+    "its zrun has other code: install the same version": {"zrun_code": "x"},
+    "Python 3.12.1 there, 3.11.7 here: name one that is the same everywhere in launch.python": {"python": "3.12.1"},
+}
+
+
+@pytest.mark.parametrize("problem", SOFTWARE)
+def test_software_must_be_the_same(problem: str) -> None:
+    (line,) = said(replace(REPORT, software=replace(HERE, **SOFTWARE[problem])), replace(NEEDS, cuda=False))
+    assert line.startswith(problem)
+
+
+def test_a_patch_of_python_is_worth_a_remark_only() -> None:
+    report = replace(REPORT, software=replace(HERE, python="3.11.2"), skew_s=-60.0)
+    assert said(report) == []
+    assert list(remarks(report, HERE, NEEDS)) == [
+        "its clock is -60.0 s off; nothing depends on it but the times in logs",
+        "Python 3.11.2 there, 3.11.7 here",
+    ]
+
+
+PROBLEMS = {
+    "the job's folder /job is not there: share it, or copy it: rsync -a /job/ n1:/job/": {"code": None},
+    "the job's code differs in new.py, train.py: share it": {"code": {"train.py": "2", "new.py": "1"}},
+    "/runs is not the folder of that name here": {"folders": (Folder("/runs", False, GB, None),)},
+    "/runs: nothing can be written there as me: Read-only": {"folders": (Folder("/runs", True, GB, "Read-only"),)},
+    "/runs: 1.0 GiB free, 2.0 GiB needed": {"folders": (Folder("/runs", True, GB, None),)},
+    "it has no usable NVIDIA GPU, and no driver that answers": {
+        "facts": HostFacts("n1", 8, GB),
+        "gpus": (),
+        "driver": None,
+    },
+    "its driver 470 serves CUDA 11.4, and torch 2.13.0+cu128 needs 12: update": {"driver": Driver("470", (11, 4))},
+    "GPU 1 is in use, 60.0 GiB of 80.0 GiB are taken: end pid 7, 8, or": {
+        "gpus": (REPORT.gpus[0], GpuState("GPU-b", 20 * GB, 80 * GB, (7, 8)))
+    },
+    "ulimit -n (open files) is 64, 256 are needed: raise nofile": {"limits": Limits(64, None, None, GB)},
+    "ulimit -u (threads of a user) is 64, 100 are needed: raise nproc": {"limits": Limits(None, 64, None, GB)},
+    "ulimit -l (locked memory) is 64.0 KiB, and InfiniBand": {
+        "limits": Limits(None, None, 65536, GB),
+        "infiniband": True,
+    },
+    "/dev/shm has 1.0 MiB free, 64.0 MiB are needed: mount -o remount,size=64M": {
+        "limits": Limits(None, None, None, 1 << 20)
+    },
+    "there is no /dev/shm, 64.0 MiB are needed": {"limits": Limits(None, None, None, None)},
+}
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_each_problem_says_what_is_and_what_is_needed(problem: str) -> None:
+    (line,) = said(
+        replace(REPORT, **PROBLEMS[problem]),
+        replace(NEEDS, free_bytes=2 * GB if "2.0 GiB" in problem else 0, nproc=100),
+    )
+    assert line.startswith(problem)
+
+
+def test_a_gpu_that_is_left_out_may_be_busy() -> None:
+    busy = replace(REPORT, gpus=(REPORT.gpus[0], GpuState("GPU-b", 20 * GB, 80 * GB, (7,))))
+    assert said(busy, replace(NEEDS, chosen={"n1": (0,)})) == []
+    assert len(said(busy, replace(NEEDS, chosen={"n1": (1,)}))) == 1
+
+
+def test_one_table_names_all_and_groups_what_is_the_same() -> None:
+    findings = [Finding(f"n{number}", REPORT, ("no torch",) if number % 2 else ()) for number in range(4)]
+    text = describe([*findings, Finding("gone", None, ("refused",))])
+    assert text.splitlines()[0] == "3 of 5 hosts cannot be used:"
+    assert text.splitlines()[-2:] == ["  n1, n3: no torch", "  gone: refused"]
+    many = describe(
+        [Finding(f"n{number}", REPORT, ()) for number in range(999)] + [Finding("gone", None, ("refused",))]
+    )
+    assert "  and 999 more that can be used" in many.splitlines()
+    assert len(many.splitlines()) == 5
+
+
+def test_code_is_compared_but_not_what_is_no_code(tmp_path: Path) -> None:
+    for name in ("train.py", "net/model.py", ".git/hook.py", "runs/x/old.py", "venv/lib/a.py", "env/b.py", "data.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x = 1\n")
+    (tmp_path / "env" / "pyvenv.cfg").touch()
+    before = job_code(tmp_path)
+    assert before is not None
+    assert sorted(before) == ["net/model.py", "train.py"]
+    (tmp_path / "net/model.py").write_text("x = 2\n")
+    assert job_code(tmp_path) == before | {"net/model.py": job_code(tmp_path / "net")["model.py"]}  # type: ignore[index]
+    assert job_code(tmp_path / "gone") is None
+
+
+def test_between_any_two_hosts_that_knock_it_is_both_ways() -> None:
+    for count in (2, 32, 100):
+        knocked = {(a, b) for a in range(count) for b in peers(count, a)}
+        assert all((b, a) in knocked for a, b in knocked)
+        assert all((0, each) in knocked for each in range(1, count))
+        assert all(a != b for a, b in knocked)
+    assert len(knocked) < 100 * 11
+
+
+def test_a_door_is_at_one_address_and_knows_its_mark() -> None:
+    door, other = Door("127.0.0.1", "mark"), Door("127.0.0.1", "another")
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        closed = socket.create_server(("127.0.0.1", 0))
+        closed_port = closed.getsockname()[1]
+        closed.close()
+        places = {"good": door.port, "other": other.port, "closed": closed_port, "deaf": deaf.getsockname()[1]}
+        failed = knock({name: ("127.0.0.1", port) for name, port in places.items()}, "mark", patience_s=0.3)
+    assert failed == {
+        "other": "another machine or program answers at that address",
+        "closed": "Connection refused",
+        "deaf": "no answer within 0.3 s",
+    }
+    door.close()
+    other.close()
+    assert knock({"gone": ("127.0.0.1", door.port), "nonsense": ("no address", 1)}, "mark").keys() == {
+        "gone",
+        "nonsense",
+    }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import shlex
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -26,6 +27,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from zrun_core.hostname import checked_item
 from zrun_core.sizes import parse_size
 
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
@@ -494,6 +496,44 @@ class LimitsConfig(Section):
     )
 
 
+class LaunchConfig(Section):
+    """How ranks are started, on this host and on others."""
+
+    short = ("backend", str)
+
+    backend: Literal["auto", "local", "ssh", "slurm", "env"] = Field(
+        default="auto",
+        description="auto | local: this host | ssh | slurm: srun starts them | env: another launcher has done so",
+        examples=["ssh"],
+    )
+    ssh: str = Field(
+        default="ssh", description="the ssh client, with options as a shell reads them", examples=["ssh -F cluster.cfg"]
+    )
+    python: str | None = Field(
+        default=None,
+        description="a Python with zrun on the other hosts; null: the path of the one that runs zrun here",
+        examples=["/opt/venv/bin/python"],
+    )
+
+    @field_validator("ssh")
+    @classmethod
+    def _is_a_command(cls, ssh: str) -> str:
+        try:
+            words = shlex.split(ssh)
+        except ValueError as error:
+            raise ValueError(f"{ssh!r}: {error}: close the quote") from None
+        if not words or words[0].startswith("-") or not ssh.isprintable():
+            raise ValueError(f"{ssh!r} names no command; write ssh, or ssh with its options: ssh -F cluster.cfg")
+        return ssh
+
+    @field_validator("python")
+    @classmethod
+    def _is_a_path(cls, python: str | None) -> str | None:
+        if python is not None and (not python.strip() or python.startswith("-") or not python.isprintable()):
+            raise ValueError(f"{python!r} is not the path of a Python; write for example /opt/venv/bin/python")
+        return python
+
+
 class GuardsConfig(Section):
     """What stops a run whose numbers, replicas or memory go wrong."""
 
@@ -579,6 +619,16 @@ class JobConfig(Section):
         default_factory=HooksConfig,
         description="functions called by the loop",
         examples=[{"on_step": "hooks.py:on_step"}],
+    )
+    hosts: str | Annotated[list[Annotated[str, AfterValidator(checked_item)]], Field(min_length=1)] | None = Field(
+        default=None,
+        description="a host file (name slots=N on each line) or a list of name:slots; null: this host, or Slurm's",
+        examples=[["node1:8", "node2:8"]],
+    )
+    launch: LaunchConfig = Field(
+        default_factory=LaunchConfig,
+        description="how ranks are started: auto | local | ssh | slurm | env, or {backend, ssh, python}",
+        examples=[{"ssh": "ssh -F cluster.cfg"}],
     )
     slots: PositiveInt | Literal["auto"] = Field(
         default="auto", description="ranks on a host; auto: its GPUs, else 1", examples=[8]

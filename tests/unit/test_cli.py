@@ -274,6 +274,72 @@ def test_config_schema(zrun: Zrun) -> None:
     assert json.loads(zrun("config", "schema").out)["required"] == ["name", "model", "data", "batch"]
 
 
+def test_check_lists_the_hosts(zrun: Zrun) -> None:
+    Path("hf").write_text("node1 slots=8\nme@node2:2222 slots=8\n")
+    result = zrun("check", "job.yaml", "--hosts", "hf", "-i", "node2:3,1@node1", "--no-import")
+    assert (result.code, result.err) == (0, "")
+    assert result.out == (
+        "hosts: 2 hosts, 10 slots, by ssh (hf names them)\n  node1  slots=8  (hf:1:1)\n"
+        "  me@node2:2222  slots 1,3 of 8  (hf:2:1)\nstructure: not looked at\n"
+    )
+    report = json.loads(zrun("check", "job.yaml", "--hosts", "hf", "--no-import", "--json").out)
+    assert (report["backend"]["kind"], [host["name"] for host in report["hosts"]]) == ("ssh", ["node1", "node2"])
+    assert report["plan"] is None
+
+
+@pytest.mark.parametrize("arguments", [["--gpus", "2"], ["-H", "localhost:2"], ["--slots", "2"]], ids=" ".join)
+def test_check_counts_slots_of_this_host(zrun: Zrun, arguments: list[str]) -> None:
+    report = json.loads(zrun("check", "job.yaml", *arguments, "--no-import", "--json").out)
+    assert (report["batch"]["ranks"], report["backend"]["kind"]) == (2, "local")
+    assert "launch.backend" in {reason["key"] for reason in report["auto"]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--hosts", "none"], "none: there is no such host file; write a line for each host, such as: node1 slots=8"),
+        (["-H", "-x"], '-H:1:1: "-x" begins with "-", which no host name does'),
+        (["hosts=[a, $b]"], 'override hosts=[a, $b]: hosts[1]: "$b" is not a host name: letters, digits, dots, - and '
+         "_, no other character"),
+        (["hosts=[]"], "override hosts=[]: hosts: expected text | [text, ...] | null, found []; write for example "
+         "hosts: [node1:8, node2:8]"),
+        (["hosts=[1]"], 'override hosts=[1]: hosts[0]: expected text, found 1; write "1"'),
+        (["launch.backend=slrm"], 'override launch.backend=slrm: launch.backend: expected auto | local | ssh | slurm | '
+         'env, found "slrm"; did you mean "slurm"? write backend: slurm'),
+        (["launch.ssh=-F x"], "override launch.ssh=-F x: launch.ssh: '-F x' names no command; write ssh, or ssh with "
+         "its options: ssh -F cluster.cfg"),
+        (["launch.python=-c"], "override launch.python=-c: launch.python: '-c' is not the path of a Python; write for "
+         "example /opt/venv/bin/python"),
+    ],
+)  # fmt: skip
+def test_hosts_that_are_wrong(zrun: Zrun, arguments: list[str], message: str) -> None:
+    for command in ("check", "train"):
+        assert zrun(command, "job.yaml", *arguments) == Result(ExitCode.USAGE, "", f"error: {message}\n")
+
+
+def test_hosts_in_the_job_have_a_place(zrun: Zrun) -> None:
+    Path("job.yaml").write_text(f"{JOB}hosts:\n  - node1:8\n  - node1 slot=8\n")
+    line = JOB.count("\n") + 3
+    assert zrun("check", "job.yaml").err == (
+        f'error: job.yaml:{line}:5: hosts[1]: "slot=8" means nothing here: a line is [user@]name[:port] slots=N\n'
+    )
+
+
+def test_train_uses_this_host_only(zrun: Zrun, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = zrun("train", "job.yaml", "-H", "h1:8,h2:8")
+    assert result.code == ExitCode.USAGE
+    assert result.err.endswith(
+        "error: zrun train uses this host only, for now, and not 2 hosts, 16 slots, by ssh (-H names them): "
+        "name no hosts\n"
+    )
+    dry = zrun("train", "job.yaml", "-H", "h1:8,h2:8", "--dry-run")
+    assert (dry.code, dry.err.splitlines()[0]) == (0, "hosts: 2 hosts, 16 slots, by ssh (-H names them)")
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert "zrun train cannot join the ranks of another launcher yet" in zrun("train", "job.yaml").err
+    assert zrun("train", "job.yaml", "--dry-run", "launch=local").code == 0
+
+
 def test_interrupt(zrun: Zrun, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt

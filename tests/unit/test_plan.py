@@ -66,7 +66,7 @@ def test_hyper_parameters_that_are_left_to_the_optimizer_are_told() -> None:
 
 
 def test_no_auto_is_left() -> None:
-    asked = job(batch=6, steps=50, lr={"schedule": "wsd"}, zero=2)
+    asked = job(batch=6, steps=50, lr={"schedule": "wsd"}, zero=2, launch="local")
     resolved = make_plan(asked, CPU_HOST).job
     assert "auto" not in resolved.model_dump_json()
     assert (resolved.batch.global_, resolved.batch.micro) == (6, 6)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from socket import gethostname
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from zrun.flags import Exclude, Gpus, HostList, HostsFile, Include, Nodes, host_options
+
 if TYPE_CHECKING:
     from zrun.job.load import LoadedJob
     from zrun.job.structure import Structure
+    from zrun.launch.hosts import Backend
     from zrun.launch.plan import Resolved
 
 _BUILD_TIMEOUT_S = 300.0
@@ -23,7 +28,13 @@ def check(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Values that replace those of the file.")
     ] = None,
-    slots: Annotated[int | None, typer.Option(min=1, help="Plan for this many ranks on this host.")] = None,
+    hosts: HostsFile = None,
+    host_list: HostList = None,
+    include: Include = None,
+    exclude: Exclude = None,
+    nodes: Nodes = None,
+    gpus: Gpus = None,
+    slots: Annotated[int | None, typer.Option(min=1, help="Plan for this many ranks on each host.")] = None,
     no_import: Annotated[bool, typer.Option("--no-import", help="Do not run the job's own code.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -34,27 +45,39 @@ def check(
     from zrun.job.load import load_job
     from zrun.job.structure import inspect_structure
     from zrun.launch.cluster import Cluster, probe_host
+    from zrun.launch.hosts import find_backend, with_backend
     from zrun.launch.plan import make_plan
-    from zrun.watch.preface import print_preface
+    from zrun.watch.preface import hosts_preface, print_preface
 
+    options = host_options(hosts, host_list, include, exclude, nodes, gpus)
     loaded = load_job(job, [*(overrides or ()), *([f"slots={slots}"] if slots is not None else ())])
-    cluster = Cluster((probe_host(),))
-    resolved = make_plan(loaded.config, cluster)
+    backend = find_backend(loaded.config, options, os.environ, job.absolute().parent, gethostname())
+    cluster = Cluster((backend.on_this_host(probe_host()),))
+    resolved = None
+    if backend.kind == "local":
+        config, reasons = with_backend(loaded.config, backend)
+        resolved = make_plan(config, cluster)
+        resolved = replace(resolved, reasons=(*reasons, *resolved.reasons))
     structure = None if no_import else inspect_structure(loaded, _BUILD_TIMEOUT_S)
     if as_json:
-        _print_json(loaded, resolved, structure)
-    else:
+        _print_json(loaded, backend, resolved, structure)
+        return
+    if backend.hosts is not None or backend.kind != "local":
+        print(hosts_preface(backend))
+    if resolved is not None:
         print_preface(resolved, cluster, sys.stdout)
-        print(f"structure: {_in_words(structure) if structure else 'not looked at'}")
+    print(f"structure: {_in_words(structure) if structure else 'not looked at'}")
 
 
-def _print_json(loaded: LoadedJob, resolved: Resolved, structure: Structure | None) -> None:
+def _print_json(loaded: LoadedJob, backend: Backend, resolved: Resolved | None, structure: Structure | None) -> None:
     report = {
         "job": str(loaded.path),
-        "config": resolved.job.model_dump(mode="json", by_alias=True),
-        "batch": resolved.batch.model_dump(),
-        "plan": resolved.plan.model_dump(),
-        "auto": [asdict(reason) for reason in resolved.reasons],
+        "config": (resolved.job if resolved else loaded.config).model_dump(mode="json", by_alias=True),
+        "backend": {"kind": backend.kind, "why": backend.why},
+        "hosts": [asdict(entry) for entry in backend.hosts or ()],
+        "batch": resolved and resolved.batch.model_dump(),
+        "plan": resolved and resolved.plan.model_dump(),
+        "auto": [asdict(reason) for reason in resolved.reasons] if resolved else [],
         "structure": structure and asdict(structure),
     }
     print(json.dumps(report, indent=2))

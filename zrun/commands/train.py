@@ -8,16 +8,20 @@ import shlex
 import sys
 import traceback
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from socket import gethostname
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
 
 import typer
 
+from zrun.flags import Exclude, Gpus, HostList, HostsFile, Include, Nodes, host_options
 from zrun.watch.ui import Ui
-from zrun_core.errors import ExitCode, ZrunError
+from zrun_core.errors import ExitCode, JobError, ZrunError
 
 if TYPE_CHECKING:
     from zrun.job.load import LoadedJob
+    from zrun.launch.hosts import Backend
     from zrun.launch.local import LocalAgent
     from zrun.launch.plan import Resolved
     from zrun.launch.rundir import RunDir
@@ -33,8 +37,14 @@ def train(
         Path | None, typer.Option(help="Directory of this run.", show_default="runs/<name>/<run id>")
     ] = None,
     ui: Annotated[Ui, typer.Option(help="How progress is shown; auto: live on a terminal, else plain.")] = Ui.auto,
+    hosts: HostsFile = None,
+    host_list: HostList = None,
+    include: Include = None,
+    exclude: Exclude = None,
+    nodes: Nodes = None,
+    gpus: Gpus = None,
     slots: Annotated[
-        int | None, typer.Option(help="Ranks on this host; short for slots=N.", show_default=False)
+        int | None, typer.Option(help="Ranks on each host; short for slots=N.", show_default=False)
     ] = None,
     resume: Annotated[
         str | None,
@@ -62,18 +72,29 @@ def train(
         from zrun.job.load import load_job
         from zrun.launch.cluster import Cluster, probe_host
         from zrun.launch.environment import worker_environment
+        from zrun.launch.hosts import find_backend, with_backend
         from zrun.launch.plan import make_plan
         from zrun.launch.resume import begin
         from zrun.launch.rundir import RunDir, set_checkpoints_aside
-        from zrun.watch.preface import print_preface
+        from zrun.watch.preface import hosts_preface, print_preface
 
+        options = host_options(hosts, host_list, include, exclude, nodes, gpus)
         short = {"slots": slots, "resume": json.dumps(resume) if resume and not resume.isdigit() else resume}
         given = [f"{key}={value}" for key, value in short.items() if value is not None]
         loaded = load_job(job, [*(overrides or ()), *given])
         environment = worker_environment(loaded.config, os.environ)
+        backend = find_backend(loaded.config, options, os.environ, job.absolute().parent, gethostname())
+        if ui is not Ui.none and (backend.hosts is not None or backend.kind != "local"):
+            print(hosts_preface(backend), file=sys.stderr)
+        if backend.kind != "local":
+            if dry_run:
+                return
+            _refuse(backend)
         host = probe_host()
-        cluster = Cluster((host,))
-        resolved = make_plan(loaded.config, cluster)
+        cluster = Cluster((backend.on_this_host(host),))
+        config, reasons = with_backend(loaded.config, backend)
+        resolved = make_plan(config, cluster)
+        resolved = replace(resolved, reasons=(*reasons, *resolved.reasons))
         if ui is not Ui.none:
             print_preface(resolved, cluster, sys.stderr)
         beginning = begin(resolved.job, run_dir, fresh)
@@ -87,10 +108,20 @@ def train(
             rundir.write_job(_record(loaded, resolved))
             rundir.write_plan(resolved.plan)
             agent.start(Start(_spec(loaded, resolved, rundir, beginning.resume), host.hostname, environment, worker))
-            given = ["--run-dir", str(run_dir)] if run_dir is not None else []
+            given = [f"--slots={slots}"] * (slots is not None) + options.as_arguments()
+            given += ["--run-dir", str(run_dir)] if run_dir is not None else []
             again = shlex.join(["zrun", "train", str(job), *(overrides or ()), *given, "--resume", "auto"])
             code = _follow(agent, resolved, rundir, ui, again)
     raise typer.Exit(code)
+
+
+def _refuse(backend: Backend) -> NoReturn:
+    if backend.kind == "env":
+        raise JobError(
+            f"zrun train cannot join the ranks of another launcher yet ({backend.why}): run it once, by itself, or use "
+            "zrun_core in a loop of your own"
+        )
+    raise JobError(f"zrun train uses this host only, for now, and not {backend}: name no hosts")
 
 
 def _spec(loaded: LoadedJob, resolved: Resolved, rundir: RunDir, resume: ResumeSpec | None) -> dict[str, Any]:

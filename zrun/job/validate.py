@@ -123,11 +123,11 @@ def _one_per_key(mistakes: Iterable[_Mistake]) -> list[_Mistake]:
     chosen = []
     for path, rivals in by_path.items():
         above = [by_path[path[:depth]][0] for depth in range(len(path)) if path[:depth] in by_path]
-        if any(not isinstance(mistake.value, dict) for mistake in above):
+        if any(not isinstance(mistake.value, dict | list) for mistake in above):
             continue  # a branch took the value for a short form; none of them fits
         below = any(len(other) > len(path) and other[: len(path)] == path for other in by_path)
-        if below and isinstance(rivals[0].value, dict):
-            continue  # the branch that takes a mapping got further
+        if below and isinstance(rivals[0].value, dict | list):
+            continue  # the branch that takes a mapping or a list got further
         several = below or len(rivals) > 1
         chosen.append(_Mistake(path, "union", "", rivals[0].value) if several else rivals[0])
     return chosen
@@ -186,7 +186,8 @@ def _what_to_write(path: KeyPath, key: Key, mistake: _Mistake) -> str:
 
 def _written(document: Document, path: KeyPath) -> KeyPath:
     """`path` as the file has it: `precision: bf61` is about `precision`, although `precision.compute` is wrong."""
-    return path if path in document.values or path[:-1] not in document.values else path[:-1]
+    is_there = path in document.values or isinstance(path[-1], int)
+    return path if is_there or path[:-1] not in document.values else path[:-1]
 
 
 def _line(path: tuple[str, ...] | KeyPath, value: Any) -> str:

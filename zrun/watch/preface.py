@@ -8,10 +8,12 @@ from typing import TextIO
 from zrun.job.load import leaves
 from zrun.job.scalars import write
 from zrun.launch.cluster import Cluster
+from zrun.launch.hosts import Backend, HostEntry
 from zrun.launch.plan import Resolved
 from zrun_core.config import JobConfig
 
 _UNSHOWN = ("name", "batch", "env")
+_HOSTS_SHOWN = 64
 
 
 def print_preface(resolved: Resolved, cluster: Cluster, out: TextIO) -> None:
@@ -33,6 +35,22 @@ def preface(resolved: Resolved, cluster: Cluster, width: int | None = None) -> s
         lines += _paragraph(f"{section}: ", values, width)
     lines += [f"auto: {each.key} = {each.value} ({each.why})" for each in resolved.reasons]
     return "\n".join(lines)
+
+
+def hosts_preface(backend: Backend) -> str:
+    """How ranks are started, then a line for each host."""
+    hosts = backend.hosts or ()
+    more = len(hosts) - _HOSTS_SHOWN
+    lines = [f"hosts: {backend}", *(f"  {_host(each)}" for each in hosts[:_HOSTS_SHOWN])]
+    return "\n".join([*lines, f"  and {more} more"] if more > 0 else lines)
+
+
+def _host(entry: HostEntry) -> str:
+    user = f"{entry.user}@" if entry.user is not None else ""
+    slots = "its GPUs, or 1 slot" if entry.slots is None else f"slots={entry.slots}"
+    if entry.chosen is not None:
+        slots = f"slots {','.join(map(str, entry.chosen))}" + ("" if entry.slots is None else f" of {entry.slots}")
+    return f"{user}{entry}  {slots}  ({entry.where})"
 
 
 def _paragraph(head: str, values: list[str], width: int | None) -> list[str]:
@@ -67,6 +85,10 @@ def _has_effect(job: JobConfig, key: str) -> bool:
         return job.activations.checkpoint == "every_n"
     if key in ("optim.betas", "optim.eps"):  # null: the class has none, or is not ours to know
         return getattr(job.optim, key.removeprefix("optim.")) is not None
+    if key in ("launch.ssh", "launch.python"):
+        return job.launch.backend == "ssh"
+    if key == "hosts":  # they are listed beforehand
+        return False
     if key == "lr.power":
         return job.lr.schedule == "polynomial"
     return True

@@ -1,0 +1,44 @@
+"""Options that several commands take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from zrun.launch.hosts import HostOptions
+
+HostsFile = Annotated[
+    Path | None,
+    typer.Option("--hosts", metavar="FILE", help="Host file, a line for each: name slots=N.", show_default=False),
+]
+HostList = Annotated[
+    str | None, typer.Option("-H", metavar="HOSTS", help="Hosts and slots: h1:8,h2:8.", show_default=False)
+]
+Include = Annotated[
+    str | None,
+    typer.Option("--include", "-i", metavar="PICKS", help="Only these: h1:0,1@h2.", show_default=False),
+]
+Exclude = Annotated[
+    str | None, typer.Option("--exclude", "-e", metavar="PICKS", help="All but these.", show_default=False)
+]
+Nodes = Annotated[int | None, typer.Option(min=1, metavar="N", help="The first N hosts.", show_default=False)]
+Gpus = Annotated[int | None, typer.Option(min=1, metavar="N", help="Slots 0 to N-1 of each host.", show_default=False)]
+
+
+def host_options(
+    hosts: Path | None, host_list: str | None, include: str | None, exclude: str | None, nodes: int | None,
+    gpus: int | None,
+) -> HostOptions:  # fmt: skip
+    """What these options say, together.
+
+    Raises:
+        JobError: they contradict each other.
+    """
+    from zrun.launch.hosts import HostOptions
+
+    options = HostOptions(hosts, host_list, include, exclude, nodes, gpus)
+    options.check()
+    return options

@@ -86,6 +86,12 @@ def hang(spec: RunSpec, emitter: Emitter) -> None:
     time.sleep(600)
 
 
+def will_not_finish(spec: RunSpec, emitter: Emitter) -> None:
+    """Never comes to the end of its step; what is meant by "now" it obeys."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    hang(spec, emitter)
+
+
 def hang_with_helper(spec: RunSpec, emitter: Emitter) -> None:
     """A data loader that outlives its parent and does not listen to SIGTERM."""
     code = (
@@ -128,6 +134,7 @@ BEHAVIOURS = {
         kill_itself,
         steps_then_hang,
         hang,
+        will_not_finish,
         hang_with_helper,
         leave_early,
         show_environment,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -81,15 +80,3 @@ def locate(path: Path) -> Place:
 def _runs_below(path: Path) -> str:
     runs = sorted(each.parent.name for each in path.glob("*/checkpoints"))
     return f"; name one of its runs, such as {path / runs[-1]}" if runs else ""
-
-
-def is_in_use(run: Path) -> bool:
-    """Whether a launcher holds the run directory: its ranks may be saving."""
-    try:
-        with (run / ".lock").open("rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # no run directory of a launcher
-        return False
-    return False

@@ -166,7 +166,8 @@ def prune(
 
     Example: zrun ckpt prune runs/gpt/20261121-031359-de0d --keep 3
     """
-    from zrun.checkpoints.locate import is_in_use, locate
+    from zrun.checkpoints.locate import locate
+    from zrun.launch.lock import is_held
     from zrun_core.checkpoint.folder import LEAST_KEPT
     from zrun_core.errors import JobError
 
@@ -176,7 +177,7 @@ def prune(
     if place.is_single:
         raise JobError(f"{path} is one step: give the folder above it")
     gone = place.folder.prune(keep, thorough=True, dry_run=dry_run)
-    if not dry_run and not is_in_use(place.folder.path.parent):
+    if not dry_run and not is_held(place.folder.path.parent):
         place.folder.sweep()
     if as_json:
         _print_json({"would_remove" if dry_run else "removed": gone})

@@ -52,6 +52,7 @@ def train(
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over where checkpoints are; they are kept.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would run, and stop.")] = False,
+    detach: Annotated[bool, typer.Option("--detach", help="Return once it trains; it goes on by itself.")] = False,
     worker: Annotated[str, typer.Option(hidden=True)] = "zrun_core",
 ) -> None:
     """Train the model of a job.
@@ -67,6 +68,11 @@ def train(
     from zrun.launch.frames import Start
     from zrun.launch.local import LocalAgent
 
+    detached = None
+    if detach and not dry_run:
+        from zrun.launch.detach import Detached
+
+        detached = Detached.begin(ui)
     # First of all: the agent gets ready while this process still reads the job.
     with nullcontext() if dry_run else LocalAgent() as agent:
         from zrun.job.load import load_job
@@ -103,6 +109,8 @@ def train(
         if agent is None or beginning.complete:
             return
         with RunDir.claim(resolved.job.name, beginning.run_dir, earlier=beginning.earlier) as rundir:
+            if detached is not None:
+                detached.moved_in(rundir)
             if beginning.aside is not None:
                 set_checkpoints_aside(beginning.aside, rundir.run_id)
             rundir.write_job(_record(loaded, resolved))
@@ -111,7 +119,7 @@ def train(
             given = [f"--slots={slots}"] * (slots is not None) + options.as_arguments()
             given += ["--run-dir", str(run_dir)] if run_dir is not None else []
             again = shlex.join(["zrun", "train", str(job), *(overrides or ()), *given, "--resume", "auto"])
-            code = _follow(agent, resolved, rundir, ui, again)
+            code = rundir.exit_code = _follow(agent, resolved, rundir, ui, again)
     raise typer.Exit(code)
 
 

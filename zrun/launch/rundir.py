@@ -8,17 +8,18 @@ A lock on the directory lives as long as the launcher, however it ends.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import secrets
 import time
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from zrun_core.errors import JobError, ZrunError
+from zrun.launch.lock import LOCK, Lock, last_holder
+from zrun_core.errors import ExitCode, JobError, ZrunError
 from zrun_core.events import Event, encode
 from zrun_core.spec import LaunchPlan
 
@@ -35,13 +36,19 @@ _KEPT = {Earlier.CONTINUE: {"events.jsonl", "checkpoints"}, Earlier.START_OVER: 
 
 
 class RunDir:
-    """A run directory that this process holds."""
+    """A run directory that this process holds.
 
-    def __init__(self, path: Path, lock: int) -> None:
+    Attributes:
+        exit_code: how the launcher is about to end, once that is known. Others read it in `exit.json`.
+    """
+
+    def __init__(self, path: Path, lock: Lock) -> None:
         self.path = path
         self.run_id = path.name
+        self.exit_code: int | None = None
         self._lock = lock
         self._events = os.open(path / "events.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        lock.starts_at(os.fstat(self._events).st_size)
 
     @classmethod
     def claim(
@@ -56,7 +63,7 @@ class RunDir:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.mkdir(mode=0o700, exist_ok=True)
-            if not (path / ".lock").exists() and not is_run(path):
+            if not (path / LOCK).exists() and not is_run(path):
                 _refuse_files(path)  # before anything is written there: it may be anybody's folder
             lock = _lock(path)
         except OSError as error:
@@ -71,7 +78,7 @@ class RunDir:
                 (path / folder).mkdir(mode=0o700)
             return cls(path, lock)
         except BaseException:
-            os.close(lock)
+            lock.close()
             raise
 
     def __enter__(self) -> Self:
@@ -80,8 +87,17 @@ class RunDir:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        code = _exit_code(error) if error is not None else self.exit_code
+        if code is not None:
+            with suppress(OSError):
+                self._write("exit.json", json.dumps({"exit_code": int(code), "time": time.time()}) + "\n")
         os.close(self._events)
-        os.close(self._lock)
+        self._lock.close()
+
+    @property
+    def first_event(self) -> int:
+        """Where in `events.jsonl` the record of this launcher begins, in bytes."""
+        return self._lock.holder.events
 
     @property
     def spec(self) -> Path:
@@ -124,25 +140,26 @@ def _new_id() -> str:
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
-def _lock(path: Path) -> int:
-    """Lock the directory for the life of this process. The file says who holds it.
+def _lock(path: Path) -> Lock:
+    """Lock the directory for the life of this process.
 
     Raises:
         JobError: it is held already.
     """
-    lock = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return Lock(path)
     except BlockingIOError:
-        holder = os.pread(lock, 32, 0).decode().strip()
-        os.close(lock)
         raise JobError(
-            f"run directory {path} is in use by the zrun process {holder or '(starting)'}: "
-            "wait for it, stop it, or choose another with --run-dir"
+            f"run directory {path} is in use by the zrun {last_holder(path) or 'process that is just starting'}: "
+            "wait for it, stop it with zrun stop, or choose another with --run-dir"
         ) from None
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, str(os.getpid()).encode(), 0)
-    return lock
+
+
+def _exit_code(error: BaseException) -> int:
+    """What the process that `error` ends will report."""
+    if isinstance(error, KeyboardInterrupt):
+        return ExitCode.INTERRUPTED
+    return int(getattr(error, "exit_code", 1))
 
 
 def is_run(path: Path) -> bool:
@@ -162,7 +179,7 @@ def _move_attempt(path: Path, kept: set[str]) -> None:
         target = attempts / str(1 + max((int(e.name) for e in attempts.iterdir() if e.name.isdigit()), default=0))
         target.mkdir(mode=0o700)
         for entry in sorted(path.iterdir()):
-            if entry.name not in kept | {".lock", "attempts"}:
+            if entry.name not in kept | {LOCK, "attempts"}:
                 entry.rename(target / entry.name)
     except OSError as error:
         raise JobError(f"run directory {path}: {error.strerror}: choose another with --run-dir") from None
@@ -190,7 +207,7 @@ def _refuse_files(path: Path) -> None:
     Raises:
         JobError: the directory has files.
     """
-    names = sorted(entry.name for entry in path.iterdir() if entry.name != ".lock")
+    names = sorted(entry.name for entry in path.iterdir() if entry.name != LOCK)
     if "events.jsonl" in names:
         raise JobError(
             f"run directory {path} holds an earlier run: go on with --resume auto, start over with --fresh, or choose "

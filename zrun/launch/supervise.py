@@ -78,6 +78,9 @@ class Run:
         return next((each for each in self.exits if each.status == 0), None)
 
 
+STOP_NOW = signal.SIGRTMIN  # from `zrun stop --now`: level 2, whatever came before and however often it comes
+
+
 class Interrupts:
     """Signals that ask the launcher to end, counted instead of obeyed at once.
 
@@ -101,7 +104,7 @@ class Interrupts:
 
     @contextmanager
     def caught(self) -> Iterator[None]:
-        numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]
+        numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, STOP_NOW]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup wants it to stay ignored
             numbers.append(signal.SIGHUP)
         before = [signal.signal(number, self._note) for number in numbers]
@@ -114,6 +117,9 @@ class Interrupts:
 
     def _note(self, number: int, _: object) -> None:
         self.first = self.first or signal.Signals(number)
+        if number == STOP_NOW:
+            self.force()
+            return
         self._num_firm += number in (signal.SIGINT, signal.SIGTERM)
         self.level = max(1, self._num_firm)
         if self.level > 1:

@@ -1,0 +1,214 @@
+"""`zrun train --detach`, `ps`, `logs` and `stop`, with real launchers and a worker that needs no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zrun.launch import lock
+from zrun.launch.processes import Process
+
+HERE = Path(__file__).parent
+PATIENCE_S = 60.0
+ZRUN = [sys.executable, "-m", "zrun"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """Where a job lies; whatever happens, no launcher of it is left afterwards."""
+    (tmp_path / "job.yaml").write_text(
+        "name: fake\nmodel: {call: 'fake:model'}\ndata: fake:data\nsteps: 3\nbatch: 4\nslots: 2\nlog: {every: 1}\n"
+    )
+    yield tmp_path
+    for path in (tmp_path / "runs").glob("*/*"):
+        holder = lock.last_holder(path)
+        if holder is not None and holder.process is not None:
+            os.kill(holder.pid, signal.SIGKILL)
+
+
+def zrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*ZRUN, *arguments], **settings(folder), capture_output=True, timeout=PATIENCE_S)
+
+
+def settings(folder: Path) -> dict[str, Any]:
+    environ = os.environ | {"PYTHONPATH": str(HERE)}
+    return {"cwd": folder, "env": environ, "text": True, "stdin": subprocess.DEVNULL}
+
+
+def train_arguments(behaviour: dict[str, str], *options: str) -> list[str]:
+    chosen = f"model.args.behaviour={json.dumps(behaviour)}"
+    return ["train", "job.yaml", chosen, "--worker", "fake_worker", "--detach", *options]
+
+
+def detached(folder: Path, behaviour: dict[str, str]) -> Path:
+    """A run that goes on by itself; its directory."""
+    done = zrun(folder, *train_arguments(behaviour))
+    assert done.returncode == 0, done.stderr
+    first, place, *commands = done.stdout.splitlines()
+    path = Path(place.strip().removeprefix("in "))
+    pid = int(first.rpartition(" ")[2])
+    assert path.parent == folder / "runs" / "fake"
+    assert [line.partition("zrun ")[2] for line in commands] == [
+        f"logs {path.name} -r launcher -f", f"stop {path.name}", "ps"
+    ]  # fmt: skip
+    holder = lock.last_holder(path)
+    assert holder is not None
+    assert holder.pid == pid
+    assert os.getsid(pid) == pid
+    return path
+
+
+def of(folder: Path, *options: str) -> dict[str, dict[str, Any]]:
+    """What `zrun ps` tells of the runs of this folder, by id."""
+    told = json.loads(zrun(folder, "ps", "--json", *options).stdout)
+    return {run["run"]: run for run in told if run["path"].startswith(f"{folder}/")}
+
+
+def wait_for(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it never came to be"
+        time.sleep(0.02)
+
+
+def hangs(path: Path) -> bool:
+    """Both ranks are where they stay."""
+    return (path / "events.jsonl").read_text().count('"hanging ') == 2
+
+
+def test_two_runs_go_on_and_one_is_stopped(folder: Path) -> None:
+    first, second = (detached(folder, {"0": "hang", "1": "hang"}) for _ in range(2))
+    wait_for(lambda: hangs(first))
+    wait_for(lambda: hangs(second))
+    told = of(folder)
+    assert {name: run["state"] for name, run in told.items()} == {first.name: "running", second.name: "running"}
+    assert told[first.name]["job"] == "fake"
+    assert (told[first.name]["ranks"], told[first.name]["total_steps"]) == (2, 3)
+
+    both = zrun(folder, "stop", "fake")
+    assert both.returncode == 2
+    assert "'fake' may be any of 2 runs" in both.stderr
+
+    follow = [*ZRUN, "logs", str(first), "-f", "-r", "all,launcher"]
+    with subprocess.Popen(follow, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **settings(folder)) as follower:
+        assert follower.stdout is not None
+        assert follower.stdout.readline() == "rank 0: rank 0 behaves: hang\n"
+        stopped = zrun(folder, "stop", first.name)
+        assert stopped.returncode == 0, stopped.stderr
+        assert stopped.stdout == "stopped before the first step ended, not saved (exit code 143)\n"
+        rest, _ = follower.communicate(timeout=PATIENCE_S)
+        assert follower.returncode == 0
+        assert "rank 1: on stderr\n" in rest
+        assert "launcher: SIGTERM: finishing the step" in rest  # it came while the run ended
+    told = of(folder)
+    assert (told[first.name]["state"], told[first.name]["exit_code"]) == ("stopped", 143)
+    assert told[second.name]["state"] == "running"
+    again = zrun(folder, "stop", first.name)
+    assert (again.returncode, again.stdout.partition(":")[0]) == (0, f"run {first.name} was not running")
+
+    os.kill(told[second.name]["launcher"]["pid"], signal.SIGKILL)
+    wait_for(lambda: of(folder)[second.name]["state"] == "vanished")
+
+
+def test_now_means_now_and_not_kill(folder: Path) -> None:
+    path = detached(folder, {"0": "will_not_finish", "1": "will_not_finish"})
+    wait_for(lambda: hangs(path))
+    gentle = zrun(folder, "stop", "fake", "--timeout", "0")
+    assert gentle.returncode == 6
+    assert f"zrun stop {path.name} --now" in gentle.stderr
+    stopped = zrun(folder, "stop", "fake", "--now", "--json")
+    assert stopped.returncode == 0, stopped.stderr
+    facts = json.loads(stopped.stdout)
+    assert (facts["state"], facts["exit_code"], facts["was_running"]) == ("stopped", 143, True)
+    log = (path / "launcher.log").read_text()
+    assert "stopping the workers" in log
+    assert "killing the workers" not in log
+
+
+def test_a_closed_terminal_stops_nothing(folder: Path) -> None:
+    """The shell and what it started get SIGHUP with the terminal's end; the launcher is none of them any more."""
+    arguments = [*ZRUN, *train_arguments({"0": "hang", "1": "hang"})]
+    shell, terminal = pty.fork()
+    if shell == 0:
+        os.chdir(folder)
+        os.environ["PYTHONPATH"] = str(HERE)
+        os.execvp("sh", ["sh", "-c", '"$@"; cat', "sh", *arguments])
+    shown = b""
+    while b"see it:" not in shown:
+        shown += os.read(terminal, 4096)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(shell, 0)[1]) == -signal.SIGHUP
+    (path,) = (folder / "runs" / "fake").iterdir()
+    assert of(folder)[path.name]["state"] == "running"
+    assert zrun(folder, "stop", path.name).returncode == 0
+    assert "SIGTERM: finishing the step" in (path / "launcher.log").read_text()  # the first that it heard of
+
+
+def test_what_fails_before_training_begins_is_told_as_without_detach(folder: Path) -> None:
+    wrong = ["train", "job.yaml", "stepss=3"]
+    plain, alone = zrun(folder, *wrong), zrun(folder, *wrong, "--detach")
+    assert (alone.returncode, alone.stdout, alone.stderr) == (2, "", plain.stderr)
+    assert not (folder / "runs").exists()
+    live = zrun(folder, *wrong, "--detach", "--ui", "live")
+    assert (live.returncode, "--ui live" in live.stderr) == (2, True)
+
+    failed = zrun(folder, *train_arguments({}, "--worker", "no_such_worker"))
+    (path,) = (folder / "runs" / "fake").iterdir()
+    assert (failed.returncode, failed.stdout) == (5, "")
+    assert "No module named no_such_worker" in failed.stderr
+    assert f"log: {path}/logs/rank-" in failed.stderr
+    told = of(folder)[path.name]
+    assert (told["state"], told["exit_code"]) == ("failed", 5)
+    assert "ended with status 1" in told["headline"]
+
+
+def test_an_interrupt_reaches_the_launcher_until_it_is_on_its_own(folder: Path) -> None:
+    """A worker that never says `start`: the command waits, and ctrl-C ends what it waits for."""
+    (folder / "silent.py").write_text("import time\nprint('silent', flush=True)\ntime.sleep(600)\n")
+    arguments = [*ZRUN, *train_arguments({}, "--worker", "silent")]
+    surroundings = settings(folder)
+    surroundings["env"] = surroundings["env"] | {"PYTHONPATH": str(folder)}
+    with subprocess.Popen(arguments, stderr=subprocess.PIPE, start_new_session=True, **surroundings) as command:
+        wait_for(lambda: list(folder.glob("runs/fake/*/logs/rank-1.log")))
+        (path,) = (folder / "runs" / "fake").iterdir()
+        launcher = lock.last_holder(path)
+        wait_for(lambda: (path / "logs" / "rank-1.log").read_text() == "silent\n")
+        os.killpg(command.pid, signal.SIGINT)
+        _, told = command.communicate(timeout=PATIENCE_S)
+    assert command.returncode == 130
+    assert "SIGINT: finishing the step" in told
+    assert launcher is not None
+    assert launcher.process is None
+
+
+def test_locks_and_pipes_of_the_caller_are_let_go(folder: Path) -> None:
+    """A shell's lock on descriptor 9, and the pipe that it reads the output from."""
+    mine = os.open(folder / "mine", os.O_RDWR | os.O_CREAT)
+    done = subprocess.run(
+        [*ZRUN, *train_arguments({"0": "hang", "1": "hang"})],
+        **settings(folder), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, pass_fds=[mine], timeout=PATIENCE_S,
+    )  # fmt: skip
+    os.close(mine)
+    assert done.returncode == 0, done.stdout
+    (path,) = (folder / "runs" / "fake").iterdir()
+    holder = lock.last_holder(path)
+    assert holder is not None
+    assert Process.find(holder.pid) is not None
+    opened = set()
+    for descriptor in Path(f"/proc/{holder.pid}/fd").iterdir():
+        with suppress(OSError):
+            opened.add(os.readlink(descriptor))
+    assert str(folder / "mine") not in opened
+    assert str(path / "launcher.log") in opened
+    assert zrun(folder, "stop", path.name, "--now").returncode == 0

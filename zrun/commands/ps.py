@@ -1,0 +1,44 @@
+"""`zrun ps`: which runs there are, and how they are."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+_WIDE = 240  # where nobody's screen limits it
+
+
+def ps(
+    everything: Annotated[bool, typer.Option("--all", "-a", help="Runs of earlier days too.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List the runs that go on and those of today: of ./runs, and your others on this machine.
+
+    Example: zrun ps --all
+    """
+    import json
+    import time
+
+    from zrun.launch.runs import listed
+
+    midnight = time.mktime((*time.localtime()[:3], 0, 0, 0, 0, 0, -1))
+    runs, num_others = listed(None if everything else midnight)
+    if as_json:
+        print(json.dumps([run.facts() for run in runs], indent=2))
+        return
+    if runs:
+        from rich.console import Console
+
+        from zrun.watch.runs_table import remarks, runs_table
+
+        console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE)
+        console.print(runs_table(runs))
+        for remark in remarks(runs):
+            console.print(remark, markup=False)
+    else:
+        print("no run goes on, and none began today" if num_others else "no runs in ./runs", file=sys.stderr)
+    if num_others:
+        others = "1 earlier run" if num_others == 1 else f"{num_others} earlier runs"
+        print(f"{others}: zrun ps --all", file=sys.stderr)

@@ -1,0 +1,76 @@
+"""`zrun stop`: ask a run to end, and say how it did."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from zrun.launch.runs import Run
+
+
+def stop(
+    run: Annotated[
+        str,
+        typer.Argument(metavar="RUN", help="A run directory, a run id or its beginning, or a job.", show_default=False),
+    ],
+    now: Annotated[bool, typer.Option("--now", help="End the workers at once; nothing is saved.")] = False,
+    timeout: Annotated[
+        float | None,
+        typer.Option(min=0, metavar="SECONDS", help="How long to wait.", show_default="limits.stop_s + 30"),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Let a run finish its step, save and end; wait until it is gone.
+
+    Example: zrun stop gpt
+
+    Exit codes: 0 it does not run any more; 2 there is no such run; 3 its
+    launcher is on another machine; 6 it still runs when the time is over; the
+    run's own if it failed while it ended.
+    """
+    import json
+
+    from zrun.launch import stopping
+    from zrun.launch.runs import State, find, read
+
+    found = read(find(run, running=True))
+    was_running = found.state is State.RUNNING
+    if was_running and dry_run:
+        process = stopping.launcher_of(found)
+        print(f"would send {'the second' if now else 'a first'} signal to process {process.pid} of run {found.run_id}")
+        return
+    if was_running:
+        if found.holder is not None and not as_json:
+            how = "ending the workers" if now else "finishing the step"
+            print(f"run {found.run_id} of {found.job}, {found.holder}: {how}", file=sys.stderr)
+        stopping.stop(found, now, stopping.patience_s(found.path) if timeout is None else timeout)
+        found = read(found.path)
+    if as_json:
+        print(json.dumps(found.facts() | {"was_running": was_running}, indent=2))
+    else:
+        print(_end(found) if was_running else f"run {found.run_id} was not running: {_end(found)}")
+    if was_running and found.state is State.FAILED:
+        raise typer.Exit(found.exit_code or 1)
+
+
+def _end(run: Run) -> str:
+    """How it ended, in one line."""
+    from zrun.launch.runs import State
+    from zrun_core.errors import ExitCode
+
+    after = f" after step {run.step}" if run.step else " before the first step ended"
+    match run.state:
+        case State.STOPPED:
+            saved = "saved" if run.exit_code == ExitCode.STOPPED else "not saved"
+            return f"stopped{after}, {saved} (exit code {run.exit_code})"
+        case State.FAILED:
+            return f"failed{after} (exit code {run.exit_code}): {run.headline}"
+        case State.VANISHED:
+            return f"ended{after}; its launcher was killed and could not say more"
+        case State.RUNNING:
+            return "another launcher has just taken it over"
+    return f"finished{after}"

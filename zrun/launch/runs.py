@@ -1,0 +1,281 @@
+"""The runs of this folder and of this machine, from the files that they leave. Nothing here changes a run.
+
+    path = find("gpt")      # a run directory, a run id, the beginning of one, or a job: its newest run
+    run = read(path)        # running, finished, failed, stopped or vanished; how far it is
+
+A run is alive while its launcher holds the lock of its directory. No process is looked up by name, and no clock of one
+host is compared with that of another: `started` is told by the launcher's, `seconds` by that of rank 0 alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from difflib import get_close_matches
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from zrun.launch.lock import Holder, held_here, is_held, last_holder
+from zrun.launch.rundir import is_run
+from zrun_core.errors import ExitCode, JobError
+from zrun_core.events import Event
+
+ROOT = Path("runs")
+_STOPPED = {ExitCode.STOPPED, ExitCode.INTERRUPTED, ExitCode.TERMINATED}
+_HEAD_BYTES = 1 << 18  # of a record: its `start` is among the first events
+_BLOCK_BYTES, _TAIL_BYTES = 1 << 16, 1 << 22  # of a record: what is read at once, and at most, to find the newest step
+_SHOWN = 5
+
+
+class State(StrEnum):
+    RUNNING = "running"
+    FINISHED = "finished"
+    FAILED = "failed"
+    STOPPED = "stopped"
+    VANISHED = "vanished"  # its launcher was killed: it could not say how it ended
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the files of a run say.
+
+    Attributes:
+        holder: its launcher, the last one if there were several; None: not known.
+        exit_code: of the launcher; None while it runs, or if nobody knows.
+        headline: what went wrong, in one line; empty unless it failed.
+        started: unix seconds, by the launcher's clock.
+        seconds: from the start of training to the newest event, by the clock of rank 0's host.
+        step: the newest that ended, or that the run went on from.
+    """
+
+    path: Path
+    job: str
+    state: State
+    holder: Holder | None
+    exit_code: int | None
+    headline: str
+    started: float
+    seconds: float | None
+    step: int | None
+    total_steps: int | None
+    hosts: tuple[str, ...]
+    ranks: int | None
+
+    @property
+    def run_id(self) -> str:
+        return self.path.name
+
+    def facts(self) -> dict[str, Any]:
+        """For JSON."""
+        holder = self.holder
+        return {
+            "run": self.run_id,
+            "job": self.job,
+            "path": str(self.path),
+            "state": self.state,
+            "exit_code": self.exit_code,
+            "headline": self.headline or None,
+            "step": self.step,
+            "total_steps": self.total_steps,
+            "started": self.started,
+            "seconds": self.seconds,
+            "ranks": self.ranks,
+            "hosts": list(self.hosts),
+            "launcher": {"host": holder.host, "pid": holder.pid} if holder is not None else None,
+        }
+
+
+def known(root: Path = ROOT) -> list[Path]:
+    """The run directories below `root`, and those of this user's launchers on this machine; newest first."""
+    below = [path for path in sorted(root.absolute().glob("*/*")) if is_run(path)]
+    paths = dict.fromkeys([*below, *(path for path in held_here() if is_run(path))])
+    return sorted(paths, key=lambda path: (_started(path, last_holder(path)), path.name), reverse=True)
+
+
+def listed(since: float | None, root: Path = ROOT) -> tuple[list[Run], int]:
+    """Those that run, and those that started at `since` (unix seconds) or later; None: all. Newest first.
+
+    Returns:
+        They, and how many others there are.
+    """
+    paths = known(root)
+    wanted = [path for path in paths if since is None or _started(path, last_holder(path)) >= since or is_held(path)]
+    return [read(path) for path in wanted], len(paths) - len(wanted)
+
+
+def find(text: str, root: Path = ROOT, running: bool = False) -> Path:
+    """The run directory that `text` names.
+
+    Args:
+        running: of a job's runs the one that runs is meant, if one does.
+
+    Raises:
+        JobError: there is none, or more than one.
+    """
+    path = Path(text).expanduser().absolute()
+    if is_run(path):
+        return path
+    if "/" in text:
+        raise JobError(f"{text} is no run directory{_below(path)}")
+    paths = known(root)
+    if exact := [path for path in paths if path.name == text]:
+        return _only(text, exact, "give its path")
+    if of_job := [path for path in paths if job_name(path) == text]:
+        alive = [path for path in of_job if is_held(path)] if running else []
+        return _only(text, alive, "name one") if alive else of_job[0]
+    if starting := [path for path in paths if path.name.startswith(text)]:
+        return _only(text, starting, "write more of it")
+    raise JobError(
+        f"no run and no job is called {text!r}{_nearest(text, paths)}; zrun ps --all lists the runs of ./{root}"
+    )
+
+
+def reference(path: Path, root: Path = ROOT) -> str:
+    """What names a run in a command typed here: its id, or its path where it does not lie with the others."""
+    is_listed = path.parent.parent == root.absolute()
+    return shlex.quote(path.name if is_listed else str(path))
+
+
+def _only(text: str, paths: list[Path], advice: str) -> Path:
+    if len(paths) == 1:
+        return paths[0]
+    names = "".join(f"\n  {path.name}  {job_name(path)}  {path}" for path in paths[:_SHOWN])
+    more = f"\n  and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
+    raise JobError(f"{text!r} may be any of {len(paths)} runs: {advice}{names}{more}")
+
+
+def _nearest(text: str, paths: list[Path]) -> str:
+    jobs = dict.fromkeys(job_name(path) for path in paths)
+    found = get_close_matches(text, [*jobs, *(path.name for path in paths)], n=1)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+def _below(path: Path) -> str:
+    runs = sorted(each for each in path.glob("*") if is_run(each)) if path.is_dir() else []
+    if runs:
+        return f"; name one of its runs, such as {runs[-1]}"
+    return "" if path.is_dir() else ": there is no such folder"
+
+
+def job_name(path: Path) -> str:
+    """The name of the job of a run."""
+    with suppress(OSError), (path / "job.yaml").open(encoding="utf-8", errors="replace") as file:
+        if match := re.search(r"^name: *[\"']?([A-Za-z0-9._-]+)", file.read(_HEAD_BYTES), re.MULTILINE):
+            return match[1]
+    return path.parent.name
+
+
+def read(path: Path) -> Run:
+    """What the files of a run say now."""
+    path = path.absolute()
+    running = is_held(path)  # first: whoever ends meanwhile has written the rest
+    holder = last_holder(path)
+    events = _Events(path / "events.jsonl", holder.events if holder is not None else 0)
+    start, step, last = events.start, events.newest("step"), events.newest(None)
+    report = _json(path / "failure.json")
+    code = None if running else _exit_code(path, events, report)
+    ranks = _json(path / "plan.json").get("ranks") or []
+    return Run(
+        path=path,
+        job=job_name(path),
+        state=State.RUNNING if running else _state(code),
+        holder=holder,
+        exit_code=code,
+        headline="" if running else _headline(report),
+        started=_started(path, holder),
+        seconds=max(0.0, last["time"] - start["time"]) if start and last else None,
+        step=(step or start.get("resumed") or {}).get("step"),
+        total_steps=start.get("total_steps"),
+        hosts=tuple(dict.fromkeys(place["host"] for place in ranks)),
+        ranks=len(ranks) or start.get("world_size"),
+    )
+
+
+def _state(code: int | None) -> State:
+    if code is None:
+        return State.VANISHED
+    if code in _STOPPED:
+        return State.STOPPED
+    return State.FAILED if code else State.FINISHED
+
+
+def _exit_code(path: Path, events: _Events, report: dict[str, Any]) -> int | None:
+    """What the launcher said last. A run that could not say it may still have reached its end, or told of a failure."""
+    code = _json(path / "exit.json").get("exit_code", report.get("exit_code", 1 if report else None))
+    if code is None and events.newest("end"):
+        return ExitCode.OK
+    return int(code) if code is not None else None
+
+
+def _headline(report: dict[str, Any]) -> str:
+    message = str(report.get("message") or "").strip().partition("\n")[0]
+    is_told_by_rank = report.get("kind") not in (None, "hang") and report.get("rank") is not None
+    return f"rank {report['rank']}: {message}" if is_told_by_rank else message
+
+
+def _started(path: Path, holder: Holder | None) -> float:
+    if holder is not None and holder.time:
+        return holder.time
+    with suppress(OSError):
+        return (path / "events.jsonl").stat().st_mtime
+    return 0.0
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """The object in a file; an empty one where there is none, or half of one."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+class _Events:
+    """The record of one launcher: its beginning and its end, however long it is."""
+
+    def __init__(self, path: Path, offset: int) -> None:
+        self._path, self._offset = path, offset
+        self.start = next((event for event in _parsed(self._head()) if event.get("type") == "start"), {})
+        self._tail: list[Event] | None = None
+
+    def newest(self, kind: str | None) -> Event:
+        """The last event of rank 0 with this type, any for None; an empty one where there is none."""
+        if self._tail is None:
+            self._tail = [event for event in self._backwards() if event.get("rank") == 0]
+        return next((event for event in self._tail if kind in (None, event.get("type"))), {})
+
+    def _head(self) -> bytes:
+        with suppress(OSError), self._path.open("rb") as file:
+            file.seek(self._offset)
+            return file.read(_HEAD_BYTES)
+        return b""
+
+    def _backwards(self) -> Iterator[Event]:
+        """Events from the last one on, up to and including a step."""
+        with suppress(OSError), self._path.open("rb") as file:
+            position = file.seek(0, 2)
+            lowest = max(self._offset, position - _TAIL_BYTES)
+            rest = b""  # the end of a line that begins further up
+            while position > lowest:
+                position, end = max(lowest, position - _BLOCK_BYTES), position
+                file.seek(position)
+                block = file.read(end - position) + rest
+                rest, _, lines = block.partition(b"\n") if position > self._offset else (b"", b"", block)
+                for event in reversed(list(_parsed(lines))):
+                    yield event
+                    if event.get("type") == "step":
+                        return
+
+
+def _parsed(lines: bytes) -> Iterator[Event]:
+    """The events in whole lines; what is none is skipped."""
+    for line in lines.split(b"\n"):
+        with suppress(ValueError):
+            event = json.loads(line)
+            if isinstance(event, dict) and isinstance(event.get("time"), int | float):
+                yield event

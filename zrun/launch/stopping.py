@@ -1,0 +1,95 @@
+"""Ask the launcher of a run to end, and wait until it has."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+from zrun.launch.processes import Process
+from zrun.launch.runs import Run
+from zrun.launch.supervise import STOP_NOW
+from zrun_core.config import LimitsConfig
+from zrun_core.errors import HangError, JobError, PreflightError
+
+_CLEANING_S = 30.0  # that a launcher may take for the rest, once the workers had their time
+
+
+def launcher_of(run: Run) -> Process:
+    """The process that a running run answers to.
+
+    Raises:
+        PreflightError: it is on another machine, or cannot be seen from here.
+    """
+    holder = run.holder
+    if holder is None:
+        raise PreflightError(f"run {run.run_id} is just starting, or its lock file is damaged: try again")
+    if not holder.is_here:
+        raise PreflightError(
+            f"run {run.run_id} belongs to a launcher on {holder.host} (process {holder.pid}): stop it there, with "
+            f"ssh {holder.host} zrun stop {run.path}"
+        )
+    process = holder.process
+    if process is None:
+        raise PreflightError(
+            f"run {run.run_id} belongs to process {holder.pid}, which cannot be seen from here: stop it in the "
+            "container that it was started in"
+        )
+    return process
+
+
+def stop(run: Run, now: bool, timeout_s: float) -> None:
+    """Signal the launcher of a running run, and wait until it is gone.
+
+    Args:
+        now: end the workers at once; else they finish the step, and save.
+
+    Raises:
+        PreflightError: the launcher cannot be reached from here.
+        JobError: it belongs to another user.
+        HangError: it is still there after `timeout_s` seconds.
+    """
+    process = launcher_of(run)
+    try:
+        descriptor = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return  # it has just ended
+    try:
+        if not process.alive():  # what the descriptor means now may be another process
+            return
+        signal.pidfd_send_signal(descriptor, STOP_NOW if now else signal.SIGTERM)
+        if _is_gone(descriptor, timeout_s):
+            return
+    except PermissionError:
+        raise JobError(f"run {run.run_id} (process {process.pid}) belongs to another user") from None
+    except ProcessLookupError:
+        return
+    finally:
+        os.close(descriptor)
+    if process.state in ("T", "t"):
+        raise HangError(
+            f"run {run.run_id}: process {process.pid} is stopped by a signal or a debugger, and obeys once it goes on: "
+            f"kill -CONT {process.pid}"
+        )
+    advice = f"look at {run.path}/logs" if now else f"wait with a longer --timeout, or zrun stop {run.run_id} --now"
+    raise HangError(
+        f"run {run.run_id} was told to stop and still runs after {timeout_s:g} s (process {process.pid}): {advice}"
+    )
+
+
+def patience_s(path: Path) -> float:
+    """How long a launcher may take to end: `limits.stop_s` of its job, and the time to clean up."""
+    limits = LimitsConfig()
+    with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+        limits = LimitsConfig.model_validate(json.loads((path / "spec.json").read_bytes())["job"].get("limits", {}))
+    return limits.stop_s + _CLEANING_S
+
+
+def _is_gone(descriptor: int, patience_s: float) -> bool:
+    """Whether the process of a pidfd ends in time."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(patience_s * 1000))

@@ -1,14 +1,11 @@
-"""Options that several commands take."""
+"""Options that several commands take: together they are a `HostOptions`."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-
-if TYPE_CHECKING:
-    from zrun.launch.hosts import HostOptions
 
 HostsFile = Annotated[
     Path | None,
@@ -26,19 +23,3 @@ Exclude = Annotated[
 ]
 Nodes = Annotated[int | None, typer.Option(min=1, metavar="N", help="The first N hosts.", show_default=False)]
 Gpus = Annotated[int | None, typer.Option(min=1, metavar="N", help="Slots 0 to N-1 of each host.", show_default=False)]
-
-
-def host_options(
-    hosts: Path | None, host_list: str | None, include: str | None, exclude: str | None, nodes: int | None,
-    gpus: int | None,
-) -> HostOptions:  # fmt: skip
-    """What these options say, together.
-
-    Raises:
-        JobError: they contradict each other.
-    """
-    from zrun.launch.hosts import HostOptions
-
-    options = HostOptions(hosts, host_list, include, exclude, nodes, gpus)
-    options.check()
-    return options

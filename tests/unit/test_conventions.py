@@ -15,6 +15,8 @@ HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRA
 ALLOCATION = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[10,2]"}
 BATCH = ALLOCATION | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURMD_NODENAME": "n2", "SLURM_NTASKS": "2"}
 STEP = BATCH | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2", "SLURM_PROCID": "3"}
+TASK_PER_HOST = STEP | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_GPUS_PER_NODE": "h100:8",
+                        "SLURM_STEP_NODELIST": "n[10,2]"}  # fmt: skip
 PET = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "job-master-0", "PET_MASTER_PORT": "23456"}
 POD = {"KUBERNETES_SERVICE_HOST": "10.1.0.1", "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-0",
        "MASTER_PORT": "23456"}  # fmt: skip
@@ -65,8 +67,8 @@ def test_evidence_names_the_launcher() -> None:
         ({"PET_NNODES": "2", "PET_NODE_RANK": "0", "MASTER_ADDR": "n1"}, "pet", HostSeat(0, 2, None, "n1")),
         (POD, "kubernetes", HostSeat(1, 2, None, "job-0", 23456)),
         (SKY, "skypilot", HostSeat(1, 2, 8, "10.0.0.2")),
-        (STEP | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_GPUS_PER_NODE": "h100:8",
-                 "SLURM_STEP_NODELIST": "n[2,10]"}, "slurm", HostSeat(1, 2, 8, "n2")),
+        (TASK_PER_HOST, "slurm", HostSeat(0, 2, 8, "n2")),
+        (TASK_PER_HOST | {"SLURMD_NODENAME": "n10", "SLURM_PROCID": "0"}, "slurm", HostSeat(1, 2, 8, "n2")),
     ],
 )  # fmt: skip
 def test_a_process_per_host(environ: dict[str, str], kind: str, seat: HostSeat) -> None:
@@ -137,6 +139,12 @@ def test_one_host_of_an_allocation_that_is_not_this_one() -> None:
         ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK and WORLD_SIZE are set without LOCAL_RANK"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "n1"}, "RANK and WORLD_SIZE are set without LOCAL_RANK"),
         (POD | {"RANK": "2"}, "RANK=2 is not below WORLD_SIZE=2"),
+        (TORCHRUN | {"MASTER_ADDR": "$(id)"}, 'MASTER_ADDR: "$(id)" is not a host name'),
+        (
+            {"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_RDZV_ENDPOINT": "fd00::7"},
+            "PET_RDZV_ENDPOINT: write host:port",
+        ),
+        (TASK_PER_HOST | {"SLURMD_NODENAME": "n3"}, "SLURM_STEP_NODELIST: 2 hosts, where SLURM_STEP_NUM_NODES=2 and"),
         (POD | {"MASTER_ADDR": "-x"}, 'MASTER_ADDR: "-x" begins with "-"'),
         ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_LOCAL_RANK is not set"),
         ({"PET_NNODES": "1:4", "PET_NODE_RANK": "0"}, "the number must be fixed: write PET_NNODES=4"),
@@ -207,7 +215,9 @@ def test_node_lists(text: str, names: list[str]) -> None:
         ("n[5-3]", "column 3: 5-3 counts down"),
         ("n[0-999999999]", f"column 3: more than {MAX_HOSTS} hosts"),
         ("n[0-999][0-999]", f"column 1: more than {MAX_HOSTS} hosts"),
-        ("n[1-2]" + "[0-9]" * 100, f"column 1: more than {MAX_HOSTS} hosts"),
+        ("n" + "[0-65535]" * 10_000, f"column 1: more than {MAX_HOSTS} hosts"),  # none of which is written out
+        (f"n[{'0-65535,' * 10_000}0]", f"column 11: more than {MAX_HOSTS} hosts"),
+        ("n[0-65535],m", f"column 12: more than {MAX_HOSTS} hosts"),
         ("(null)", "column 1: '(null)' is not a part of a host name"),
         ("$(id)", "column 1: '$(id)' is not a part of a host name"),
     ],

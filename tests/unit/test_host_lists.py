@@ -307,7 +307,7 @@ def test_what_is_excluded_must_be_known() -> None:
 
 
 def test_picks_without_a_list() -> None:
-    for options in (HostOptions(include="node1"), HostOptions(exclude="node1"), HostOptions(nodes=2)):
+    for options in (HostOptions(include="node1"), HostOptions(exclude="localhost:0"), HostOptions(nodes=2)):
         assert "picks from a list of hosts, and there is none" in refused(options)
     assert wanted(HostOptions(nodes=1)) is None
     found = wanted(HostOptions(include="localhost:0,2")) or ()
@@ -342,6 +342,7 @@ def backend(options: HostOptions, config: JobConfig | None = None, **environ: st
         ({}, {}, {}, "local (no other host is named)"),
         ({}, {"launch": "local"}, SLURM | TORCHRUN, "local (launch.backend)"),
         ({"host_list": "box:2"}, {}, {}, "1 host, 2 slots, by local (-H:1:1 names this host only)"),
+        ({"gpus": 2}, {}, {}, "1 host, 2 slots, by local (no other host is named)"),
         ({"host_list": "box2:2"}, {}, {}, "1 host, 2 slots, by ssh (-H names it)"),
         ({"host_list": "me@box:2"}, {}, {}, "1 host, 2 slots, by ssh (-H names it)"),
         ({}, {"hosts": ["a:2", "b:3"]}, {}, "2 hosts, 5 slots, by ssh (hosts names them)"),
@@ -350,6 +351,8 @@ def backend(options: HostOptions, config: JobConfig | None = None, **environ: st
         ({}, {}, SLURM, "3 hosts, by slurm (Slurm job 7: 3 hosts (SLURM_JOB_NODELIST))"),
         ({"nodes": 2}, {"launch": "ssh"}, SLURM, "2 hosts, by ssh (launch.backend)"),
         ({"host_list": "node3,node1"}, {}, SLURM, "2 hosts, by slurm (Slurm job 7: 3 hosts (SLURM_JOB_NODELIST))"),
+        ({"host_list": "node1"}, {}, SLURM, "1 host, by slurm (Slurm job 7: 3 hosts (SLURM_JOB_NODELIST))"),
+        ({"host_list": "box"}, {}, SLURM, "1 host, by local (-H:1:1 names this host only)"),
         ({"host_list": "node1,other"}, {}, SLURM, "2 hosts, by ssh (-H names them)"),
         ({"host_list": "me@node1,node2"}, {}, SLURM, "2 hosts, by ssh (-H names them)"),
         ({}, {}, TORCHRUN, "env (a launcher like torchrun: RANK=3, WORLD_SIZE=8, LOCAL_RANK=1)"),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from zrun.flags import Exclude, Gpus, HostList, HostsFile, Include, Nodes, host_options
+from zrun.flags import Exclude, Gpus, HostList, HostsFile, Include, Nodes
 
 if TYPE_CHECKING:
     from zrun.job.load import LoadedJob
@@ -45,11 +45,11 @@ def check(
     from zrun.job.load import load_job
     from zrun.job.structure import inspect_structure
     from zrun.launch.cluster import Cluster, probe_host
-    from zrun.launch.hosts import find_backend, with_backend
+    from zrun.launch.hosts import HostOptions, find_backend, with_backend
     from zrun.launch.plan import make_plan
     from zrun.watch.preface import hosts_preface, print_preface
 
-    options = host_options(hosts, host_list, include, exclude, nodes, gpus)
+    options = HostOptions(hosts, host_list, include, exclude, nodes, gpus)
     loaded = load_job(job, [*(overrides or ()), *([f"slots={slots}"] if slots is not None else ())])
     backend = find_backend(loaded.config, options, os.environ, job.absolute().parent, gethostname())
     cluster = Cluster((backend.on_this_host(probe_host()),))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
 
 import typer
 
-from zrun.flags import Exclude, Gpus, HostList, HostsFile, Include, Nodes, host_options
+from zrun.flags import Exclude, Gpus, HostList, HostsFile, Include, Nodes
 from zrun.watch.ui import Ui
 from zrun_core.errors import ExitCode, JobError, ZrunError
 
@@ -78,13 +78,13 @@ def train(
         from zrun.job.load import load_job
         from zrun.launch.cluster import Cluster, probe_host
         from zrun.launch.environment import worker_environment
-        from zrun.launch.hosts import find_backend, with_backend
+        from zrun.launch.hosts import HostOptions, find_backend, with_backend
         from zrun.launch.plan import make_plan
         from zrun.launch.resume import begin
         from zrun.launch.rundir import RunDir, set_checkpoints_aside
         from zrun.watch.preface import hosts_preface, print_preface
 
-        options = host_options(hosts, host_list, include, exclude, nodes, gpus)
+        options = HostOptions(hosts, host_list, include, exclude, nodes, gpus)
         short = {"slots": slots, "resume": json.dumps(resume) if resume and not resume.isdigit() else resume}
         given = [f"{key}={value}" for key, value in short.items() if value is not None]
         loaded = load_job(job, [*(overrides or ()), *given])
@@ -129,7 +129,8 @@ def _refuse(backend: Backend) -> NoReturn:
             f"zrun train cannot join the ranks of another launcher yet ({backend.why}): run it once, by itself, or use "
             "zrun_core in a loop of your own"
         )
-    raise JobError(f"zrun train uses this host only, for now, and not {backend}: name no hosts")
+    instead = "add launch=local" if backend.kind == "slurm" else "name no hosts"
+    raise JobError(f"zrun train uses this host only, for now, and not {backend}: {instead}")
 
 
 def _spec(loaded: LoadedJob, resolved: Resolved, rundir: RunDir, resume: ResumeSpec | None) -> dict[str, Any]:

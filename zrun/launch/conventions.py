@@ -6,6 +6,7 @@ alone would train as many separate models as there are processes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -27,6 +28,7 @@ _MPI = (
 # Slurm numbers the steps that no `srun` started downwards from 2**32: a batch script, a shell of salloc's.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 _MAX_PROCESSES = 1 << 24
+_ENDPOINT = re.compile(r"(?:\[([^\[\]]+)\]|([^\[\]:]+))(?::([0-9]+))?")
 
 
 @dataclass(frozen=True)
@@ -83,14 +85,14 @@ def _torchrun(environ: Environ) -> Convention | None:
         return None
     by = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "a launcher like torchrun"
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    return _joined(environ, by, names, environ.get("MASTER_ADDR"), _port(environ, "MASTER_PORT"))
+    return _joined(environ, by, names, "MASTER_ADDR", "MASTER_PORT")
 
 
 def _mpi(environ: Environ) -> Convention | None:
     for by, *names in _MPI:
         if names[0] not in environ or (by == "MPICH" and _is_step_rank(environ)):
             continue
-        found = _joined(environ, by, (names[0], names[1], names[2], names[3]), None, None)
+        found = _joined(environ, by, (names[0], names[1], names[2], names[3]))
         if found is not None:
             return found
     return None
@@ -103,7 +105,7 @@ def _is_step_rank(environ: Environ) -> bool:
 
 
 def _joined(
-    environ: Environ, by: str, names: tuple[str, str, str, str], address: str | None, port: int | None
+    environ: Environ, by: str, names: tuple[str, str, str, str], address: str = "", port: str = ""
 ) -> Convention | None:
     rank_name, world_name, local_name, local_world_name = names
     world = _number(environ, world_name, least=1)
@@ -115,7 +117,8 @@ def _joined(
     if local_world is not None:
         _check_below(local_name, local_rank, local_world_name, local_world)
     evidence = f"{by}: {rank_name}={rank}, {world_name}={world}, {local_name}={local_rank}"
-    return Convention("joined", evidence, Seat(rank, world, local_rank, local_world, address, port))
+    seat = Seat(rank, world, local_rank, local_world, _address(environ, address), _port(environ, port))
+    return Convention("joined", evidence, seat)
 
 
 def _pods(environ: Environ) -> Convention | None:
@@ -171,8 +174,10 @@ def _pet(environ: Environ) -> Convention | None:
         )
     address, port = "PET_MASTER_ADDR", "PET_MASTER_PORT"
     if address not in environ and "PET_RDZV_ENDPOINT" in environ:
-        endpoint, _, number = environ["PET_RDZV_ENDPOINT"].rpartition(":")
-        environ = {**environ, address: endpoint.strip("[]") or number} | ({port: number} if endpoint else {})
+        match = _ENDPOINT.fullmatch(environ["PET_RDZV_ENDPOINT"])
+        if match is None:
+            raise JobError("PET_RDZV_ENDPOINT: write host:port, with an IPv6 address in brackets")
+        environ = {**environ, address: match[1] or match[2]} | ({port: match[3]} if match[3] else {})
     elif address not in environ and "MASTER_ADDR" in environ:
         address, port = "MASTER_ADDR", "MASTER_PORT"
     seat = _host_seat(environ, "PET_NODE_RANK", "PET_NNODES", "PET_NPROC_PER_NODE", address, port)
@@ -182,13 +187,13 @@ def _pet(environ: Environ) -> Convention | None:
 def _host_seat(environ: Environ, index: str, count: str, slots: str | None, address: str, port: str) -> HostSeat:
     total, own = _number(environ, count, least=1), _number(environ, index)
     _check_below(index, own, count, total)
-    if not environ.get(address):
+    first = _address(environ, address)
+    if first is None:
         raise JobError(f"{index}={own} of {count}={total} hosts, but {address} does not name the first one: set it too")
-    _check_host(address, environ[address])
     # "auto", "gpu" and "cpu" leave the number to the host.
     per_host = environ.get(slots, "") if slots is not None else ""
     given = _number(environ, slots or "", least=1) if per_host.isdigit() else None
-    return HostSeat(own, total, given, environ[address], _port(environ, port))
+    return HostSeat(own, total, given, first, _port(environ, port))
 
 
 def _slurm(environ: Environ) -> Convention | None:
@@ -227,12 +232,15 @@ def _slurm_task(environ: Environ) -> Convention:
     slots = _slurm_slots(environ)
     if hosts == world and slots is not None and slots > 1:  # a task per host, and each has several GPUs to run
         source = "SLURM_STEP_NODELIST" if "SLURM_STEP_NODELIST" in environ else "SLURM_JOB_NODELIST"
-        names = tuple(_nodes(source, environ.get(source, "")))
-        if len(names) != hosts:
-            raise JobError(f"{source} names {len(names)} hosts, but SLURM_STEP_NUM_NODES={hosts}: start srun anew")
-        evidence = f"srun: a task for each of {hosts} hosts (SLURM_PROCID={rank}, {source})"
-        seat = HostSeat(rank, hosts, slots, names[0])
-        return Convention("slurm", evidence, None, seat, names, slots, source, names[rank])
+        names = tuple(sorted(_nodes(source, environ.get(source, "")), key=natural))
+        here = environ.get("SLURMD_NODENAME")
+        if len(names) != hosts or here not in names:
+            raise JobError(
+                f"{source}: {len(names)} hosts, where SLURM_STEP_NUM_NODES={hosts} and SLURMD_NODENAME count"
+            )
+        seat = HostSeat(names.index(here), hosts, slots, names[0])
+        evidence = f"srun: a task for each of {hosts} hosts (SLURM_STEP_NUM_TASKS={world}, {source})"
+        return Convention("slurm", evidence, None, seat, names, slots, source, here)
     local_rank = _number(environ, "SLURM_LOCALID")
     evidence = f"srun: SLURM_PROCID={rank}, SLURM_STEP_NUM_TASKS={world}, SLURM_LOCALID={local_rank}"
     return Convention("joined", evidence, Seat(rank, world, local_rank))
@@ -258,6 +266,12 @@ def _nodes(variable: str, text: str) -> list[str]:
         twice = next(name for name in names if names.count(name) > 1)
         raise JobError(f"{variable} names {twice} twice")
     return names
+
+
+def _address(environ: Environ, name: str) -> str | None:
+    if environ.get(name):
+        _check_host(name, environ[name])
+    return environ.get(name) or None
 
 
 def _check_host(variable: str, name: str) -> None:

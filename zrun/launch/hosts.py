@@ -92,13 +92,16 @@ def wanted_hosts(
     options.check()
     entries = _listed(job, options, environ, job_dir)
     picks = options.include or options.exclude
-    if entries is None and picks is not None and _is_about_this_host(picks):
-        entries = (HostEntry("localhost", where="--include" if options.include else "--exclude"),)
+    if entries is None and options.include is not None and _is_about_this_host(options.include):
+        entries = (HostEntry("localhost", where="--include"),)
     if entries is not None:
         return filtered(entries, options)
     if picks is not None or (options.nodes or 1) > 1:
         asked = "--include" if options.include else "--exclude" if options.exclude else "--nodes"
-        raise JobError(f"{asked} picks from a list of hosts, and there is none: name them with --hosts FILE or -H")
+        raise JobError(
+            f"{asked} picks from a list of hosts, and there is none: name them with --hosts FILE or -H; or slots of "
+            "this host with --include localhost:0,1"
+        )
     if options.gpus is not None:
         return filtered((HostEntry("localhost", where="--gpus"),), options)
     return None
@@ -203,10 +206,12 @@ def _automatic(hosts: tuple[HostEntry, ...] | None, named: bool, convention: Con
         return Backend("env", convention.evidence, None, convention)
     if hosts is None:
         return Backend("local", "no other host is named", None, convention)
-    if convention.kind == "slurm" and (not named or _outside(hosts, convention) == []):
-        return Backend("slurm", convention.evidence, hosts, convention)
     if len(hosts) == 1 and is_this_host(hosts[0], hostname):
-        return Backend("local", f"{hosts[0].where} names this host only", hosts, convention)
+        is_listed = not hosts[0].where.startswith("--")
+        why = f"{hosts[0].where} names this host only" if is_listed else "no other host is named"
+        return Backend("local", why, hosts, convention)
+    if convention.kind == "slurm" and (not named or not _outside(hosts, convention)):
+        return Backend("slurm", convention.evidence, hosts, convention)
     source = hosts[0].where.partition(":")[0].partition("[")[0]
     return Backend("ssh", f"{source} names {'them' if len(hosts) > 1 else 'it'}", hosts, convention)
 

@@ -24,12 +24,7 @@ def expand(text: str) -> list[str]:
     names: list[str] = []
     place = 0
     while True:
-        parts, end = _item(text, place)
-        total = 1
-        for part in parts:
-            total *= len(part)
-        if total + len(names) > MAX_HOSTS:
-            raise ValueError(f"column {place + 1}: more than {MAX_HOSTS} hosts")
+        parts, end = _item(text, place, MAX_HOSTS - len(names))
         names += ("".join(choice) for choice in product(*parts))
         if end == len(text):
             return names
@@ -38,10 +33,10 @@ def expand(text: str) -> list[str]:
         place = end + 1
 
 
-def _item(text: str, place: int) -> tuple[list[list[str]], int]:
+def _item(text: str, place: int, limit: int) -> tuple[list[list[str]], int]:
     """What may stand in each part of the name that begins at `place`, and where that name ends."""
     parts: list[list[str]] = []
-    end = place
+    end, total = place, 1
     while match := _PIECE.match(text, end):
         inside, literal = match.groups()
         if literal is None:
@@ -50,7 +45,9 @@ def _item(text: str, place: int) -> tuple[list[list[str]], int]:
             parts.append([literal])
         else:
             raise ValueError(f"column {end + 1}: {literal[:60]!r} is not a part of a host name")
-        end = match.end()
+        end, total = match.end(), total * len(parts[-1])
+        if total > limit:
+            raise ValueError(f"column {place + 1}: more than {MAX_HOSTS} hosts")
     if not parts:
         raise ValueError(f"column {place + 1}: a host name is missing")
     return parts, end
@@ -64,7 +61,7 @@ def _choices(inside: str, place: int) -> list[str]:
             first, last, width = int(match[1]), int(match[2]), len(match[1])
             if last < first:
                 raise ValueError(f"column {place + 1}: {choice} counts down")
-            if last - first >= MAX_HOSTS:
+            if last - first + len(found) >= MAX_HOSTS:
                 raise ValueError(f"column {place + 1}: more than {MAX_HOSTS} hosts")
             found += (f"{number:0{width}}" for number in range(first, last + 1))
         elif re.fullmatch(r"[A-Za-z0-9_]+", choice):

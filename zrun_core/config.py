@@ -551,6 +551,32 @@ class GuardsConfig(Section):
     )
 
 
+Axis = Literal["tp", "dp", "pp"]
+
+
+class ParallelConfig(Section):
+    """How the ranks divide the model: tp inside of layers, pp between layers, dp over the batch."""
+
+    tp: PositiveInt = Field(default=1, description="ranks that share each layer, on one host", examples=[4])
+    pp: PositiveInt = Field(default=1, description="stages of the pipeline, each with a part of the layers")
+    dp: PositiveInt | Literal["auto"] = Field(
+        default="auto", description="replicas of the whole; auto: ranks / (tp * pp)", examples=[2]
+    )
+    order: tuple[Axis, Axis, Axis] = Field(
+        default=("tp", "dp", "pp"), description="axes of the ranks' numbers, fastest first"
+    )
+    allow_cross_node_tp: bool = Field(
+        default=False, description="let a tp group span hosts that no NVLink joins, which is slow"
+    )
+
+    @field_validator("order")
+    @classmethod
+    def _each_axis_once(cls, order: tuple[Axis, Axis, Axis]) -> tuple[Axis, Axis, Axis]:
+        if len(set(order)) < len(order):
+            raise ValueError(f"{list(order)} does not have each axis once: write [tp, dp, pp] or another order of them")
+        return order
+
+
 class JobConfig(Section):
     """A training job, as asked for. Defaults add nothing that the job does not say."""
 
@@ -630,12 +656,18 @@ class JobConfig(Section):
         description="how ranks are started: auto | local | ssh | slurm | env, or {backend, ssh, python}",
         examples=[{"ssh": "ssh -F cluster.cfg"}],
     )
+    parallel: ParallelConfig = Field(
+        default_factory=ParallelConfig, description="tensor and pipeline parallelism", examples=[{"tp": 4, "pp": 2}]
+    )
     slots: PositiveInt | Literal["auto"] = Field(
         default="auto", description="ranks on a host; auto: its GPUs, else 1", examples=[8]
     )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda where there is one")
     threads: PositiveInt | Literal["auto"] = Field(
         default="auto", description="CPU threads per rank; auto: usable cores / ranks", examples=[4]
+    )
+    bind: Literal["auto", "off"] = Field(
+        default="auto", description="auto: each rank keeps to cores of its own near its GPU, unless you bind by hand"
     )
     log: LogConfig = Field(default_factory=LogConfig, description="printed output", examples=[{"every": 1}])
     env: dict[str, str | None] = Field(

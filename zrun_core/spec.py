@@ -13,14 +13,19 @@ from zrun_core.errors import JobError
 
 
 class RankPlace(Section):
-    """One rank's seat."""
+    """One rank's seat, and its place along each axis of parallelism."""
 
     rank: int
     host: str
     local_rank: int
     device: str  # "cpu" or "cuda:<index>"
     uuid: str | None = None  # of its GPU: CUDA counts the GPUs of a host in the order of its ranks
+    pp: int = 0
+    dp: int = 0
+    tp: int = 0
     threads: PositiveInt = 1  # of its CPU work
+    cpus: str | None = None  # that it keeps to, as Linux writes sets: "0-7,64-71"; None: not bound
+    numa: int | None = None  # node of its GPU, or of its CPUs
 
 
 class LaunchPlan(Section):

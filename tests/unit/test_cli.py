@@ -98,6 +98,7 @@ def test_version(zrun: Zrun) -> None:
         ["explain", "zero.stage"],
         ["config", "show", "job.yaml"],
         ["check", "job.yaml", "--no-import"],
+        ["topo", "--json"],
     ],
     ids=" ".join,
 )
@@ -346,3 +347,23 @@ def test_interrupt(zrun: Zrun, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("zrun.job.load.load_job", interrupted)
     assert zrun("config", "show", "job.yaml").code == ExitCode.INTERRUPTED
+
+
+def test_check_and_dry_run_show_where_ranks_sit(zrun: Zrun) -> None:
+    arguments = ["job.yaml", "parallel.tp=2", "parallel.pp=2", "--slots", "8"]
+    for result in (zrun("check", *arguments, "--no-import"), zrun("train", *arguments, "--dry-run")):
+        assert result.code == 0, result.err
+        shown = result.out + result.err
+        assert "parallel: tp 2, pp 2, dp 2, order [tp, dp, pp], allow_cross_node_tp false" in shown
+        rows = [line.split() for line in shown.splitlines()]
+        header = rows.index(["rank", "host", "GPU", "pp", "dp", "tp", "node", "CPUs"])
+        assert [(row[0], *row[3:6]) for row in rows[header + 1 : header + 9]] == [
+            (str(rank), str(rank // 4), str(rank // 2 % 2), str(rank % 2)) for rank in range(8)
+        ]
+
+
+def test_model_parallelism_is_planned_and_not_trained(zrun: Zrun) -> None:
+    result = zrun("train", "job.yaml", "parallel.tp=2", "--slots", "2")
+    assert result.code == ExitCode.USAGE
+    assert "parallel.tp: 2: tensor and pipeline parallelism are planned, and shown by zrun check" in result.err
+    assert not Path("runs").exists()

@@ -101,6 +101,19 @@ def test_launcher_imports_torch_late(name: str) -> None:
     assert core <= SPINE  # all the rest of the runtime needs torch
 
 
+@pytest.mark.parametrize("name", [name for name in ALL if name.startswith("zrun.topology")])
+def test_topology_knows_no_launcher(name: str) -> None:
+    """Machines and groups of their devices, and nothing of jobs and ranks."""
+    above = {module for module in _imported(name, late=True) if module.startswith("zrun")}
+    assert {module for module in above if not module.startswith("zrun.topology")} <= {"zrun_core.errors"}
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name.startswith("zrun.") and name != "zrun.topology.nvml"])
+def test_one_module_knows_nvml(name: str) -> None:
+    """Its calls fail in many ways, and that one is ready for each."""
+    assert "pynvml" not in _packages(_imported(name, late=True))
+
+
 @pytest.mark.parametrize("name", [name for name in ALL if name.startswith("zrun.commands.")])
 def test_command_module_has_one_public_name(name: str) -> None:
     command = name.rpartition(".")[2]

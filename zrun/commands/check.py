@@ -48,6 +48,7 @@ def check(
     from zrun.launch.hosts import HostOptions, find_backend, with_backend
     from zrun.launch.plan import make_plan
     from zrun.watch.preface import hosts_preface, print_preface
+    from zrun.watch.topology import show_seats
 
     options = HostOptions(hosts, host_list, include, exclude, nodes, gpus)
     loaded = load_job(job, [*(overrides or ()), *([f"slots={slots}"] if slots is not None else ())])
@@ -66,6 +67,7 @@ def check(
         print(hosts_preface(backend))
     if resolved is not None:
         print_preface(resolved, cluster, sys.stdout)
+        show_seats(resolved.plan, cluster, sys.stdout)
     print(f"structure: {_in_words(structure) if structure else 'not looked at'}")
 
 

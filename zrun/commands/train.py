@@ -83,6 +83,7 @@ def train(
         from zrun.launch.resume import begin
         from zrun.launch.rundir import RunDir, set_checkpoints_aside
         from zrun.watch.preface import hosts_preface, print_preface
+        from zrun.watch.topology import show_seats
 
         options = HostOptions(hosts, host_list, include, exclude, nodes, gpus)
         short = {"slots": slots, "resume": json.dumps(resume) if resume and not resume.isdigit() else resume}
@@ -103,6 +104,9 @@ def train(
         resolved = replace(resolved, reasons=(*reasons, *resolved.reasons))
         if ui is not Ui.none:
             print_preface(resolved, cluster, sys.stderr)
+        if agent is None and ui is not Ui.none:
+            show_seats(resolved.plan, cluster, sys.stderr)
+        _refuse_untrained(resolved, dry_run)
         beginning = begin(resolved.job, run_dir, fresh)
         if beginning.note:
             print(beginning.note, file=sys.stderr)
@@ -131,6 +135,18 @@ def _refuse(backend: Backend) -> NoReturn:
         )
     instead = "add launch=local" if backend.kind == "slurm" else "name no hosts"
     raise JobError(f"zrun train uses this host only, for now, and not {backend}: {instead}")
+
+
+def _refuse_untrained(resolved: Resolved, dry_run: bool) -> None:
+    """Tensor and pipeline parallelism have a plan, but nothing that trains by it."""
+    parallel = resolved.job.parallel
+    if not dry_run and parallel.tp * parallel.pp > 1:
+        key = "tp" if parallel.tp > 1 else "pp"
+        raise JobError(
+            f"parallel.{key}: {getattr(parallel, key)}: tensor and pipeline parallelism are planned, and shown by zrun "
+            "check, zrun topo and --dry-run, but not trained yet: leave parallel out, and write zero: 3 to share a "
+            "model over the ranks"
+        )
 
 
 def _spec(loaded: LoadedJob, resolved: Resolved, rundir: RunDir, resume: ResumeSpec | None) -> dict[str, Any]:

@@ -75,6 +75,8 @@ def _run(start: Start, run_dir: Path, telemetry: str, switchboard: Switchboard) 
         env=os.environ | _environment(start.env, run_dir, here),
         world_size=len(plan["ranks"]),
         logs={place["rank"]: run_dir / "logs" / f"rank-{place['rank']}.log" for place in here},
+        cpus={place["rank"]: place["cpus"] for place in here if place.get("cpus")},
+        slices={place["rank"]: place["uuid"] for place in here if (place.get("uuid") or "").startswith("MIG-")},
     )
     guard = None
     if len(here) == len(plan["ranks"]):  # the ranks of one host share a board

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
+
+from zrun.topology.cpus import parse_cpus
 
 _ROOT = Path("/sys/fs/cgroup")
 _UNLIMITED = 1 << 60  # version 1 writes "no limit" as the largest page-aligned number
@@ -26,6 +29,17 @@ def memory_limit() -> int | None:
     limits = [_number(folder / "memory.max") for folder in _folders("")]
     limits += [_number(folder / "memory.limit_in_bytes") for folder in _folders("memory")]
     return min((limit for limit in limits if limit is not None and limit < _UNLIMITED), default=None)
+
+
+def cpuset() -> set[int] | None:
+    """The CPUs that a process of the group may run on unless it narrows them down itself."""
+    paths = [folder / "cpuset.cpus.effective" for folder in _folders("")]
+    paths += [folder / "cpuset.effective_cpus" for folder in _folders("cpuset")]
+    for path in [*paths, Path("/sys/devices/system/cpu/online")]:
+        if text := _text(path).strip():
+            with suppress(ValueError):
+                return set(parse_cpus(text))
+    return None
 
 
 def oom_kills() -> int | None:

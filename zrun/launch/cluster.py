@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 from zrun.launch import cgroup
+from zrun.topology.cpus import USER_BINDING, NumaNode, read_nodes
+from zrun.topology.links import LinkMatrix, link_matrix, usable
+from zrun.topology.nvml import Device, Reading, Slice, read, read_machine
+from zrun.topology.scenario import Scenario
 from zrun_core.sizes import format_size
 
 _NAMED = 3  # hosts that a message lists before it counts
@@ -20,9 +25,22 @@ _NAMED = 3  # hosts that a message lists before it counts
 
 @dataclass(frozen=True)
 class Gpu:
+    """What a rank may have: a GPU, or a MIG slice of one.
+
+    Attributes:
+        memory_bytes: 0 if that is not known.
+        index: of the GPU, in PCI order, as `nvidia-smi` counts.
+        numa: node of the CPUs next to it.
+        fabric: NVLink domain that may span hosts.
+    """
+
     uuid: str
     name: str
     memory_bytes: int
+    index: int = 0
+    numa: int | None = None
+    is_slice: bool = False
+    fabric: str | None = None
 
 
 @dataclass(frozen=True)
@@ -35,6 +53,10 @@ class HostFacts:
         gpus: those that CUDA_VISIBLE_DEVICES leaves, in its order.
         slots: ranks that the user gave this host; None: the job says, else its GPUs, else one.
         chosen: which of its slots the user wants; None: all.
+        links: between the GPUs, in their order; None: not known.
+        nodes: NUMA nodes with the usable cores; none: not known.
+        unbound: why ranks are not to be bound to cores; None: they may.
+        problems: GPUs that cannot be used, and why.
     """
 
     hostname: str
@@ -43,10 +65,21 @@ class HostFacts:
     gpus: tuple[Gpu, ...] = ()
     slots: int | None = None
     chosen: tuple[int, ...] | None = None
+    links: LinkMatrix | None = None
+    nodes: tuple[NumaNode, ...] = ()
+    unbound: str | None = None
+    problems: tuple[str, ...] = ()
+    driver: str | None = None
 
     def __str__(self) -> str:
-        gpus = f"{len(self.gpus)} x {self.gpus[0].name}" if self.gpus else "no GPU"
-        return f"{self.hostname}: {several(self.cores, 'core')}, {format_size(self.memory_bytes)}, {gpus}"
+        gpus = [f"{count} x {name}" for name, count in Counter(gpu.name for gpu in self.gpus).items()] or ["no GPU"]
+        facts = [several(self.cores, "core"), format_size(self.memory_bytes), *gpus, *self.problems]
+        return f"{self.hostname}: {', '.join(facts)}"
+
+    @property
+    def cpus(self) -> tuple[int, ...]:
+        """Every CPU that may be used, where the nodes are known."""
+        return tuple(cpu for node in self.nodes for cpu in node.cpus)
 
     def called(self, name: str, slots: int | None = None, chosen: tuple[int, ...] | None = None) -> HostFacts:
         """The same machine as the user names it, with the slots that the user gives it."""
@@ -109,52 +142,86 @@ def several(count: int, noun: str) -> str:
 
 def probe_host() -> HostFacts:
     """What this machine offers. Reads only; takes a few milliseconds without a GPU."""
-    affinity = len(os.sched_getaffinity(0))
+    cpus = os.sched_getaffinity(0)
     quota = cgroup.cpu_quota()
-    cores = affinity if quota is None else max(1, min(affinity, int(quota)))
+    cores = len(cpus) if quota is None else max(1, min(len(cpus), int(quota)))
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    memory = min(total, cgroup.memory_limit() or total)
-    return HostFacts(
-        socket.gethostname(), cores, memory, _visible(_nvml_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    host = HostFacts(
+        socket.gethostname(),
+        cores,
+        min(total, cgroup.memory_limit() or total),
+        nodes=read_nodes(cpus),
+        unbound=_unbound(cpus, cores),
+    )
+    return _with_gpus(host, read_machine(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def simulate(scenario: Scenario) -> Cluster:
+    """The hosts that a scenario describes."""
+    nodes = tuple(scenario.nodes)
+    cores = sum(len(node.cpus) for node in nodes) or 1
+    host = _with_gpus(HostFacts("host", cores, scenario.ram_mib << 20, nodes=nodes), read(scenario), None)
+    if scenario.num_hosts == 1:
+        return Cluster((host,))
+    return Cluster(tuple(host.called(f"host{number}") for number in range(scenario.num_hosts)))
+
+
+def _unbound(cpus: set[int], cores: int) -> str | None:
+    """Who already decided where threads run, or why nobody should."""
+    if by_hand := [name for name in USER_BINDING if name in os.environ]:
+        return f"{by_hand[0]} is set"
+    if cores < len(cpus):
+        return f"a CPU quota of {cores} on {len(cpus)} CPUs, which others use too"
+    allowed = cgroup.cpuset()
+    if allowed is not None and cpus < allowed:
+        return "an affinity is set already"
+    return None
+
+
+def _with_gpus(host: HostFacts, reading: Reading, visible: str | None) -> HostFacts:
+    """`host` with those of its GPUs that CUDA would find; their links in the same order."""
+    gpus = tuple(_gpu(device, part, host.nodes) for device in usable(reading) for part in (device.slices or (None,)))
+    kept = _visible(gpus, visible)
+    return replace(
+        host,
+        gpus=tuple(gpus[number] for number in kept),
+        links=link_matrix(reading).take(kept) if kept else None,
+        problems=tuple(
+            f"GPU {device.index} {device.problem or 'is in MIG mode and has no slices'}"
+            for device in reading.devices
+            if device not in usable(reading)
+        ),
+        driver=reading.driver,
     )
 
 
-def _nvml_gpus() -> tuple[Gpu, ...]:
-    """The host's GPUs in PCI order; none where NVML, its driver or a device fails."""
-    import pynvml  # type: ignore[import-untyped]  # 50 ms that `zrun --help` must not pay
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return ()
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        return tuple(
-            Gpu(
-                pynvml.nvmlDeviceGetUUID(handle),
-                pynvml.nvmlDeviceGetName(handle),
-                int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
-            )
-            for handle in handles
-        )
-    except pynvml.NVMLError:
-        return ()
-    finally:
-        pynvml.nvmlShutdown()
+def _gpu(device: Device, part: Slice | None, nodes: Sequence[NumaNode]) -> Gpu:
+    near = device.numa
+    if near is None and device.cpus:
+        here = [node.id for node in nodes if set(node.cpus) <= set(device.cpus)]
+        near = here[0] if len(here) == 1 else None
+    name = (part.name if part else device.name) or "GPU"
+    memory = (part.memory_bytes if part else device.memory_bytes) or 0
+    uuid = part.uuid if part else device.uuid or ""
+    return Gpu(uuid, name, memory, device.index, near, part is not None, None if part else device.fabric)
 
 
-def _visible(gpus: tuple[Gpu, ...], wanted: str | None) -> tuple[Gpu, ...]:
-    """The GPUs that CUDA_VISIBLE_DEVICES selects, by index or start of a UUID; like CUDA, up to the first miss."""
+def _visible(gpus: Sequence[Gpu], wanted: str | None) -> list[int]:
+    """The places in `gpus` of those that CUDA_VISIBLE_DEVICES selects.
+
+    By number or by the start of a UUID; like CUDA, up to the first miss, and the first slice of a GPU in MIG mode.
+    """
     if wanted is None:
-        return gpus
-    chosen: list[Gpu] = []
+        return list(range(len(gpus)))
+    chosen: list[int] = []
     for entry in wanted.split(","):
         name = entry.strip()
-        if name.isdigit():
-            match = gpus[int(name)] if int(name) < len(gpus) else None
-        else:
-            match = next((gpu for gpu in gpus if name and gpu.uuid.startswith(name)), None)
-        if match is None:
+        fits = (
+            place
+            for place, gpu in enumerate(gpus)
+            if (gpu.index == int(name) if name.isdecimal() else name and gpu.uuid.startswith(name))
+        )
+        if (match := next(fits, None)) is None:
             break
         chosen.append(match)
-    return tuple(chosen)
+    return chosen

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from zrun.launch.cluster import Cluster, HostFacts, each, listed, several
-from zrun.launch.place import seats
+from zrun.launch.place import Dims, Seats, seats
 from zrun_core.config import OWN_DEFAULTS, JobConfig
 from zrun_core.errors import JobError, PreflightError
 from zrun_core.sizes import format_size
@@ -41,30 +41,35 @@ def make_plan(job: JobConfig, cluster: Cluster) -> Resolved:
     What differs from host to host stays auto in the job: the plan has it for each rank.
 
     Raises:
-        PreflightError: a host lacks the GPUs or slots that the job asks for.
-        JobError: the batch or `zero.shard_group` does not divide over the ranks, or the learning rate has no end to
-            decay to.
+        PreflightError: a host lacks the GPUs, slots or links that the job asks for.
+        JobError: `parallel`, the batch or `zero.shard_group` does not divide over the ranks, or the learning
+            rate has no end to decay to.
     """
     reasons: list[Reason] = []
     device = _device(job, cluster, reasons)
     slots = _slots(job, cluster, device, reasons)
     threads = _threads(job, cluster, slots, reasons)
-    num_ranks = sum(slots.values())
-    batch = _batch(job, num_ranks, reasons)
-    _check_shard_group(job, num_ranks)
+    dims = Dims.of(job.parallel, sum(slots.values()))
+    if job.parallel.dp == "auto" and dims.tp * dims.pp > 1:
+        why = f"{several(sum(slots.values()), 'rank')} / (tp {dims.tp} x pp {dims.pp})"
+        reasons.append(Reason("parallel.dp", str(dims.dp), why))
+    found = seats(job, cluster, device, dims, slots, threads)
+    batch = _batch(job, dims.dp, reasons)
+    _check_shard_group(job, dims.dp)
     resolved = job.model_copy(
         update={
             "device": device,
             "slots": _shared(slots),
             "threads": _shared(threads),
+            "parallel": job.parallel.model_copy(update={"dp": dims.dp}),
+            "bind": _bind(job, cluster, found, reasons),
             "batch": job.batch.model_copy(update={"global_": batch.global_size, "micro": batch.micro}),
             "zero": job.zero.model_copy(update={"bucket": _bucket(job, device, reasons)}),
             "lr": job.lr.model_copy(update={"decay_steps": _decay_steps(job, reasons)}),
             "optim": job.optim.model_copy(update=_own_defaults(job, reasons)),
         }
     )
-    plan = LaunchPlan(ranks=seats(cluster, device, slots, threads))
-    return Resolved(resolved, plan, batch, tuple(reasons))
+    return Resolved(resolved, LaunchPlan(ranks=found.ranks), batch, tuple(reasons))
 
 
 def _shared(values: dict[str, int]) -> int | Literal["auto"]:
@@ -133,6 +138,14 @@ def _threads(job: JobConfig, cluster: Cluster, slots: dict[str, int], reasons: l
     if job.threads == "auto" or any(slots[host.hostname] * number(host) > host.cores for host in cluster.hosts):
         reasons.append(Reason("threads", each(cluster.hosts, number), each(cluster.hosts, why)))
     return {host.hostname: number(host) for host in cluster.hosts}
+
+
+def _bind(job: JobConfig, cluster: Cluster, found: Seats, reasons: list[Reason]) -> Literal["auto", "off"]:
+    bind: Literal["auto", "off"] = "off" if None not in found.unbound.values() else "auto"
+    if job.bind == "auto":
+        why = each(cluster.hosts, lambda host: found.unbound[host.hostname] or "each rank keeps to cores of its own")
+        reasons.append(Reason("bind", bind, why))
+    return bind
 
 
 def _batch(job: JobConfig, slots: int, reasons: list[Reason]) -> BatchPlan:

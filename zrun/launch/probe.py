@@ -21,6 +21,7 @@ from typing import Any
 
 from zrun.launch.cluster import HostFacts, probe_host
 from zrun.launch.frames import Frame
+from zrun.topology.nvml import read_machine
 
 TOKEN_PREFIX = ".zrun-token-"
 _MAX_FILES = 500  # of a job's code that are compared
@@ -266,31 +267,18 @@ def _reached_at(environ: Mapping[str, str]) -> str | None:
 
 def _gpu_states(visible: set[str]) -> tuple[Driver | None, tuple[GpuState, ...]]:
     """The driver, and who uses the GPUs in `visible`. Of a GPU that does not answer nothing is said."""
-    import pynvml  # type: ignore[import-untyped]
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return None, ()
-    states = []
-    try:
-        cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()
-        driver = Driver(str(pynvml.nvmlSystemGetDriverVersion()), (cuda // 1000, cuda % 1000 // 10))
-        for index in range(pynvml.nvmlDeviceGetCount()):
-            try:
-                handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-                uuid = str(pynvml.nvmlDeviceGetUUID(handle))
-                memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-                pids = tuple(int(each.pid) for each in pynvml.nvmlDeviceGetComputeRunningProcesses(handle))
-            except pynvml.NVMLError:
-                continue
-            if uuid in visible:
-                states.append(GpuState(uuid, int(memory.free), int(memory.total), pids))
-    except pynvml.NVMLError:
-        return None, tuple(states)
-    finally:
-        pynvml.nvmlShutdown()
-    return driver, tuple(states)
+    found = read_machine()
+    driver = None
+    if found.driver is not None and found.cuda is not None:
+        driver = Driver(found.driver, (found.cuda // 1000, found.cuda % 1000 // 10))
+    return driver, tuple(
+        GpuState(device.uuid, device.free_bytes, device.memory_bytes, device.processes)
+        for device in found.devices
+        if device.uuid in visible
+        and device.free_bytes is not None
+        and device.memory_bytes is not None
+        and device.processes is not None
+    )
 
 
 def route_to(peer: str) -> str | None:

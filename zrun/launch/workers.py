@@ -9,10 +9,13 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from subprocess import DEVNULL, STDOUT, Popen
+
+from zrun.topology.cpus import USER_BINDING, parse_cpus
 
 Workers = dict[int, "Popen[bytes]"]  # by rank
 
@@ -27,6 +30,8 @@ class Command:
     env: Mapping[str, str]
     world_size: int
     logs: Mapping[int, Path]  # of the ranks of this host, which are contiguous
+    cpus: Mapping[int, str] = field(default_factory=dict)  # that ranks keep to, as Linux writes sets
+    slices: Mapping[int, str] = field(default_factory=dict)  # UUIDs: CUDA shows a process no more than one MIG slice
 
     def start(self) -> Workers:
         """Start the workers, each in a session of its own, so that what it starts can be ended with it.
@@ -38,21 +43,24 @@ class Command:
 
     def _start(self, rank: int, local_rank: int, port: int) -> Popen[bytes]:
         log = os.open(self.logs[rank], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        by_hand = not self.env.keys().isdisjoint(USER_BINDING)
         try:
-            return Popen(
-                [sys.executable, "-u", "-m", self.module, self.argument],
-                env={**self.env, **self._variables(rank, local_rank, port)},
-                stdin=DEVNULL,
-                stdout=log,
-                stderr=STDOUT,
-                start_new_session=True,
-            )
+            with _bound(None if by_hand else self.cpus.get(rank)):
+                return Popen(
+                    [sys.executable, "-u", "-m", self.module, self.argument],
+                    env={**self.env, **self._variables(rank, local_rank, port)},
+                    stdin=DEVNULL,
+                    stdout=log,
+                    stderr=STDOUT,
+                    start_new_session=True,
+                )
         finally:
             os.close(log)
 
     def _variables(self, rank: int, local_rank: int, port: int) -> dict[str, str]:
         """What a script of torchrun's finds in its environment."""
-        return {
+        slice_ = {"CUDA_VISIBLE_DEVICES": self.slices[rank]} if rank in self.slices else {}
+        return slice_ | {
             "RANK": str(rank),
             "LOCAL_RANK": str(local_rank),
             "WORLD_SIZE": str(self.world_size),
@@ -70,6 +78,24 @@ class Command:
             "TORCHELASTIC_MAX_RESTARTS": "0",
             "TORCHELASTIC_USE_AGENT_STORE": "False",
         }
+
+
+@contextmanager
+def _bound(cpus: str | None) -> Iterator[None]:
+    """Processes that are started meanwhile keep to `cpus`, from their first instruction on.
+
+    They inherit it from this thread: a process that binds itself comes too late for threads that its imports start.
+    """
+    before = os.sched_getaffinity(0)
+    try:
+        if cpus is not None:
+            os.sched_setaffinity(0, parse_cpus(cpus))
+    except OSError:  # the host has changed since it was looked at: a rank that may run anywhere is slower, not wrong
+        pass
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def _free_port() -> int:

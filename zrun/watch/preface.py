@@ -89,6 +89,8 @@ def _has_effect(job: JobConfig, key: str) -> bool:
         return job.launch.backend == "ssh"
     if key == "hosts":  # they are listed beforehand
         return False
+    if key.startswith("parallel."):
+        return job.parallel.tp * job.parallel.pp > 1
     if key == "lr.power":
         return job.lr.schedule == "polynomial"
     return True

@@ -29,18 +29,6 @@ from typing import Any
 NAMES = ("node1", "node2", "node3")
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A host as a host file names it."""
-
-    name: str
-    user: str | None = None
-    port: int | None = None
-    slots: int | None = None
-    chosen: tuple[int, ...] | None = None
-    where: str = "rig"
-
-
 @dataclass
 class Host:
     name: str

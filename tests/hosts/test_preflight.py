@@ -12,9 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from rig import Entry, Host, Rig
+from rig import Host, Rig
 
 from zrun.launch.agent_process import AgentProcess, close_all
+from zrun.launch.hosts import HostEntry
 from zrun.launch.local import LocalAgent
 from zrun.launch.preflight import HostReport, Needs, inspect, preflight
 from zrun.launch.probe import software
@@ -26,7 +27,7 @@ from zrun_core.errors import PreflightError
 @contextmanager
 def agents(rig: Rig, *more: AgentProcess, python: dict[str, str] | None = None) -> Iterator[list[AgentProcess]]:
     """An agent on each of the three, and `more`."""
-    found = [SshAgent(Entry(name), rig.ssh, (python or {}).get(name, sys.executable)) for name in rig.hosts]
+    found = [SshAgent(HostEntry(name), rig.ssh, (python or {}).get(name, sys.executable)) for name in rig.hosts]
     both: list[AgentProcess] = [*found, *more]
     try:
         yield both
@@ -93,7 +94,7 @@ def test_everything_that_is_wrong_is_said_at_once(rig: Rig, tmp_path: Path, old_
         mounted(node2, "/dev/shm", "-o", "size=1M"),
         mounted(node2, str(job)),
         few_files(node3, 64),
-        agents(rig, SshAgent(Entry("refusing"), rig.ssh), python={"node1": old_torch}) as all_,
+        agents(rig, SshAgent(HostEntry("refusing"), rig.ssh), python={"node1": old_torch}) as all_,
         pytest.raises(PreflightError) as caught,
     ):
         preflight(all_, Needs(job_dir=job, shared=(run,), shm_bytes=64 << 20, nofile=500))
@@ -128,7 +129,7 @@ def test_hosts_that_do_not_reach_each_other_are_named(rig: Rig) -> None:
 
 
 def test_a_machine_with_two_names_is_one_host(rig: Rig) -> None:
-    with agents(rig, SshAgent(Entry("again"), rig.ssh)) as all_:
+    with agents(rig, SshAgent(HostEntry("again"), rig.ssh)) as all_:
         findings = inspect(all_, Needs())
     assert [finding.problems for finding in findings[:3]] == [()] * 3
     assert findings[3].problems == ("it is the same machine as node1: name each host once",)

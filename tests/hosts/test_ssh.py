@@ -11,14 +11,16 @@ import sys
 import time
 import venv
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rig import Entry, Rig, silent_listener
+from rig import Rig, silent_listener
 
 from zrun.launch.agent_process import close_all
 from zrun.launch.frames import Start
+from zrun.launch.hosts import HostEntry
 from zrun.launch.preflight import Needs, preflight
 from zrun.launch.ssh import SshAgent
 from zrun_core.errors import PreflightError
@@ -57,7 +59,7 @@ def start_frame(run_dir: Path, host: str, module: str, env: dict[str, str] | Non
 
 
 def agent_of(rig: Rig, name: str) -> SshAgent:
-    return SshAgent(Entry(name), rig.ssh)
+    return SshAgent(HostEntry(name), rig.ssh)
 
 
 def test_an_agent_of_each_host_answers_runs_and_ends(rig: Rig, tmp_path: Path) -> None:
@@ -97,6 +99,20 @@ def test_the_end_of_the_connection_is_the_end_of_all(rig: Rig, tmp_path: Path, h
     agent.close()
 
 
+def test_a_secret_is_in_no_command_line_and_in_no_file(rig: Rig, tmp_path: Path) -> None:
+    canary = f"canary-{os.urandom(8).hex()}".encode()
+    with agent_of(rig, "node3") as agent:
+        agent.start(start_frame(tmp_path / "run", "node3", "endless", {"HF_TOKEN": canary.decode()}))
+        pids = wait_for(lambda: [pid for pid, line in rig.hosts["node3"].commands().items() if "endless" in line])
+        assert canary in Path(f"/proc/{pids[0]}/environ").read_bytes()  # it did arrive
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with suppress(OSError):
+                assert canary not in path.read_bytes()
+        files = [path for folder in (tmp_path, rig.folder) for path in folder.rglob("*") if path.is_file()]
+        assert files
+        assert [path for path in files if canary in path.read_bytes()] == []
+
+
 @pytest.fixture(scope="module")
 def bare_python(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A Python that has no packages."""
@@ -118,9 +134,9 @@ FAILURES = {
 
 def test_each_failure_has_its_own_cause_and_all_are_named_at_once(rig: Rig, bare_python: str) -> None:
     pythons = {"node1": "/opt/none/bin/python", "node2": bare_python}
-    agents = [SshAgent(Entry(name), rig.ssh, pythons.get(name, sys.executable)) for name in FAILURES]
+    agents = [SshAgent(HostEntry(name), rig.ssh, pythons.get(name, sys.executable)) for name in FAILURES]
     with silent_listener(rig.address) as port:
-        good, silent = agent_of(rig, "node3"), SshAgent(Entry(rig.address, port=port), rig.ssh)
+        good, silent = agent_of(rig, "node3"), SshAgent(HostEntry(rig.address, port=port), rig.ssh)
         all_ = [*agents, good, silent]
         try:
             with pytest.raises(PreflightError) as caught:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zrun.launch import cgroup, processes
-from zrun.launch.environment import without_secrets, worker_environment
+from zrun.launch.environment import forwarded_environment, without_secrets, worker_environment
 from zrun.launch.frames import Lines, Start, Unpacker, pack
 from zrun.launch.processes import Process
 from zrun.launch.rundir import RunDir
@@ -91,6 +91,15 @@ def test_the_environment_comes_from_job_and_shell() -> None:
     assert worker_environment(asked, {"WANDB_API_KEY": "s", "OTHER": "x"}) == {"WANDB_API_KEY": "s", "MODE": "fast"}
     with pytest.raises(JobError, match="WANDB_API_KEY: null takes the value from the shell"):
         worker_environment(asked, {})
+
+
+def test_other_hosts_get_settings_of_libraries_but_no_secrets_and_no_paths() -> None:
+    settings = {"NCCL_DEBUG": "INFO", "OMP_PROC_BIND": "true", "HF_HUB_OFFLINE": "1", "CUDA_LAUNCH_BLOCKING": "1"}
+    others = {
+        *("HF_TOKEN", "WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD", "AWS_SECRET_ACCESS_KEY", "SSH_AUTH_SOCK"),
+        *("PATH", "HOME", "LD_PRELOAD", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "MY_NCCL_DEBUG"),
+    }
+    assert forwarded_environment(settings | dict.fromkeys(others, "x")) == settings
 
 
 def test_secrets_are_not_written() -> None:

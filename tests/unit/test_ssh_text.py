@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 
+from zrun.launch.hosts import HostEntry
 from zrun.launch.ssh import SshAgent, explain, remote_command, ssh_argv
 from zrun_core.errors import JobError, PreflightError
 
 
-@dataclass(frozen=True)
-class Entry:
-    name: str
-    user: str | None = None
-    port: int | None = None
-
-
 def test_the_host_comes_after_the_options_and_the_remote_command_is_a_constant() -> None:
-    argv = ssh_argv(Entry("fe80::1", "me", 2222), "ssh -F 'my cfg' -oConnectTimeout=3", "/venv/bin/python", 10)
+    argv = ssh_argv(HostEntry("fe80::1", "me", 2222), "ssh -F 'my cfg' -oConnectTimeout=3", "/venv/bin/python", 10)
     assert argv[:4] == ["ssh", "-F", "my cfg", "-oConnectTimeout=3"]  # ssh takes the first of two values
     assert argv[-7:] == ["-l", "me", "-p", "2222", "--", "fe80::1", "exec /venv/bin/python -P -m zrun.launch.agent"]
     assert "-oBatchMode=yes" in argv
@@ -27,7 +19,7 @@ def test_the_host_comes_after_the_options_and_the_remote_command_is_a_constant()
 
 @pytest.mark.parametrize("name", ["-oProxyCommand=touch${IFS}x", "", "a\nb", "\x1b[2J"])
 def test_what_is_no_host_is_refused(name: str) -> None:
-    for entry in (Entry(name), Entry("fine", user=name)):
+    for entry in (HostEntry(name), HostEntry("fine", user=name)):
         with pytest.raises(JobError, match="is no host or user"):
             ssh_argv(entry, "ssh", "python3", 10)
 
@@ -53,12 +45,12 @@ def test_what_is_no_python_is_refused(python: str) -> None:
 @pytest.mark.parametrize("ssh", ["", "ssh 'open"])
 def test_a_client_that_no_shell_would_take_is_refused(ssh: str) -> None:
     with pytest.raises(JobError, match=r"launch\.ssh"):
-        ssh_argv(Entry("a"), ssh, "python3", 10)
+        ssh_argv(HostEntry("a"), ssh, "python3", 10)
 
 
 def test_a_client_that_is_not_there_is_named() -> None:
     with pytest.raises(PreflightError, match=r"no-such-ssh: No such file.*install the OpenSSH client"):
-        SshAgent(Entry("a"), ssh="no-such-ssh")
+        SshAgent(HostEntry("a"), ssh="no-such-ssh")
 
 
 @pytest.mark.parametrize(
@@ -81,13 +73,13 @@ def test_a_client_that_is_not_there_is_named() -> None:
     ],
 )
 def test_an_end_has_one_line(status: int, errors: str, said_hello: bool, cause: str) -> None:
-    line = explain(status, errors, said_hello, Entry("a"), "py")
+    line = explain(status, errors, said_hello, HostEntry("a"), "py")
     assert line.startswith(cause)
     assert "\n" not in line
 
 
 def test_the_advice_fits_the_host() -> None:
-    changed = explain(255, "WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!", False, Entry("a", port=2222), "py")
+    changed = explain(255, "WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!", False, HostEntry("a", port=2222), "py")
     assert "ssh-keygen -R '[a]:2222'" in changed
-    unknown = explain(255, "Host key verification failed.", False, Entry("a", "me", 2222), "py")
+    unknown = explain(255, "Host key verification failed.", False, HostEntry("a", "me", 2222), "py")
     assert "log in once by hand with ssh -p 2222 me@a," in unknown

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from zrun.launch.cluster import Gpu, HostFacts
+from zrun.launch.findings import Finding, describe
 from zrun.launch.meeting import peers
 from zrun.launch.probe import Driver, Folder, GpuState, HostReport, Limits, Software, facts, job_code
 from zrun.launch.reach import Door, knock
-from zrun.launch.verdict import Finding, Needs, describe, judge, remarks
+from zrun.launch.verdict import Needs, judge, remarks
 
 HERE = Software("3.11.7", "/venv/bin/python", "0.1.0", "c0de", "2.13.0+cu128")
 GB = 1 << 30

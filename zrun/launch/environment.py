@@ -19,6 +19,12 @@ WORKER_DEFAULTS = {
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # on CUDA: reserved memory follows what is allocated
 }
 
+# What of the launcher's shell other hosts get without a job asking for it: settings of libraries, which mean the same
+# everywhere. Paths, and the numbers of this host's devices, do not.
+_FORWARDED = re.compile(
+    r"(NCCL|GLOO|UCX|FI|OMP|MKL|KMP|OPENBLAS|TORCH|PYTORCH|CUBLAS|CUDNN|NVIDIA|HF|TRANSFORMERS|WANDB|MLFLOW)_\w+"
+    r"|CUDA_(LAUNCH_BLOCKING|DEVICE_MAX_CONNECTIONS|MODULE_LOADING)|GLIBC_TUNABLES|TOKENIZERS_PARALLELISM|TZ|LANG|LC_\w+"
+)
 _SECRET = re.compile(r"token|key|secret|passw|credential", re.IGNORECASE)
 
 
@@ -33,6 +39,11 @@ def worker_environment(job: JobConfig, environ: Mapping[str, str]) -> dict[str, 
         names = ", ".join(missing)
         raise JobError(f"env.{names}: null takes the value from the shell, where it is not set: export it first")
     return {name: environ[name] if value is None else value for name, value in job.env.items()}
+
+
+def forwarded_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables of `environ` that other hosts get too. What may be a secret has to be named in `job.env`."""
+    return {name: value for name, value in environ.items() if _FORWARDED.fullmatch(name) and not _SECRET.search(name)}
 
 
 def without_secrets(job: JobConfig) -> JobConfig:

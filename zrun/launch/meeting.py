@@ -24,7 +24,7 @@ def meet(reports: Mapping[AgentProcess, HostReport]) -> Meeting:
         return {}
     mark = secrets.token_hex(8)
     found: Meeting = {agent: (report, []) for agent, report in reports.items()}
-    places = _open_doors(found, mark)
+    places = open_doors(found, mark)
     _check_addresses(found)
     names = {agent.host: agent for agent in places}
     agents = list(places)
@@ -43,7 +43,7 @@ def meet(reports: Mapping[AgentProcess, HostReport]) -> Meeting:
     return found
 
 
-def _open_doors(found: Meeting, mark: str) -> dict[AgentProcess, tuple[str, int]]:
+def open_doors(found: Meeting, mark: str) -> dict[AgentProcess, tuple[str, int]]:
     """The address and port at which each host now listens; the reports learn their addresses."""
     known = {agent: report.reached_at for agent, (report, _) in found.items()}
     questions = {}

@@ -15,10 +15,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from zrun.launch.agent_process import AgentProcess
+from zrun.launch.findings import Finding, describe
 from zrun.launch.meeting import meet
 from zrun.launch.probe import TOKEN_PREFIX, HostReport, job_code, software
 from zrun.launch.questions import Answers, ask
-from zrun.launch.verdict import Finding, Needs, describe, judge, remarks
+from zrun.launch.verdict import Needs, judge, remarks
 from zrun_core.errors import PreflightError
 
 __all__ = ["Finding", "HostReport", "Needs", "inspect", "preflight"]
@@ -56,14 +57,13 @@ def inspect(agents: Sequence[AgentProcess], needs: Needs, hello_s: float = HELLO
         }
         deadline = time.monotonic() + hello_s
         answers = ask(dict.fromkeys(agents, question), hello_s, settle_s=_SETTLE_S)
-        reports = _reports(answers)
+        reports = _reports(answers, agents)
         meeting = meet(reports)
         late = [agent for agent in agents if agent not in answers]
         if late:
             more = ask(dict.fromkeys(late, question), max(0.1, deadline - time.monotonic()))
             answers |= more
-            if came := _reports(more):
-                reports |= came
+            if len(reports) < len(reports := _reports(answers, agents)):
                 meeting = meet(reports)
     here, code = software(), job_code(needs.job_dir) if needs.job_dir is not None else {}
     findings = []
@@ -78,10 +78,11 @@ def inspect(agents: Sequence[AgentProcess], needs: Needs, hello_s: float = HELLO
     return findings
 
 
-def _reports(answers: Answers) -> dict[AgentProcess, HostReport]:
-    """Those that gave one. For the others a sentence takes the place of the answer."""
+def _reports(answers: Answers, agents: Sequence[AgentProcess]) -> dict[AgentProcess, HostReport]:
+    """Those of the agents that gave one, in their order. For others a sentence takes the place of the answer."""
     reports = {}
-    for agent, answer in answers.items():
+    for agent in agents:
+        answer = answers.get(agent, "")
         if isinstance(answer, str):
             continue
         if "error" in answer:

@@ -12,9 +12,9 @@ import re
 import shlex
 import subprocess
 import sys
-from typing import Protocol
 
 from zrun.launch.agent_process import AgentProcess
+from zrun.launch.hostfile import HostEntry
 from zrun_core.errors import JobError, PreflightError
 
 CONNECT_S = 10.0
@@ -63,24 +63,13 @@ _CAUSES = [
 ]
 
 
-class Reachable(Protocol):
-    """What ssh needs to know of a host."""
-
-    @property
-    def name(self) -> str: ...  # a name, an alias of ~/.ssh/config, an IPv4 or IPv6 address
-    @property
-    def user(self) -> str | None: ...
-    @property
-    def port(self) -> int | None: ...
-
-
 class SshAgent(AgentProcess):
     """An agent at the other end of an ssh connection."""
 
     by_ssh = True
 
     def __init__(
-        self, entry: Reachable, ssh: str = "ssh", python: str = sys.executable, connect_s: float = CONNECT_S
+        self, entry: HostEntry, ssh: str = "ssh", python: str = sys.executable, connect_s: float = CONNECT_S
     ) -> None:
         """Begin to connect. It is there once it has said hello.
 
@@ -97,7 +86,7 @@ class SshAgent(AgentProcess):
         self._entry, self._python = entry, python
         self._stderr = os.memfd_create("ssh-stderr", os.MFD_CLOEXEC)  # takes all, and holds nobody up
         try:
-            super().__init__(entry.name, self._argv, self._stderr)
+            super().__init__(str(entry), self._argv, self._stderr)
         except OSError as error:
             os.close(self._stderr)
             raise PreflightError(
@@ -124,7 +113,7 @@ class SshAgent(AgentProcess):
             self._stderr = -1
 
 
-def ssh_argv(entry: Reachable, ssh: str, python: str, connect_s: float) -> list[str]:
+def ssh_argv(entry: HostEntry, ssh: str, python: str, connect_s: float) -> list[str]:
     """The command that leads to the agent of a host. Nothing in it comes from the job but `launch.ssh` and its host.
 
     Raises:
@@ -158,7 +147,7 @@ def remote_command(python: str) -> str:
     return f"exec {word} -P -m zrun.launch.agent"
 
 
-def explain(status: int | None, errors: str, said_hello: bool, entry: Reachable, python: str) -> str:
+def explain(status: int | None, errors: str, said_hello: bool, entry: HostEntry, python: str) -> str:
     """In one line, why a connection to an agent ended.
 
     Args:
@@ -175,7 +164,7 @@ def explain(status: int | None, errors: str, said_hello: bool, entry: Reachable,
         cause = _explain_connection(lines, entry)
     else:
         cause = _explain_start(status or 0, lines, python)
-    return f"{entry.name}: {cause}"
+    return f"{entry}: {cause}"
 
 
 def _printable(line: str) -> str:
@@ -187,7 +176,7 @@ def _last(lines: list[str]) -> str:
     return lines[-1] if lines else "it gave no reason"
 
 
-def _explain_connection(lines: list[str], entry: Reachable) -> str:
+def _explain_connection(lines: list[str], entry: HostEntry) -> str:
     """There was no login."""
     user = f"{entry.user}@" if entry.user else ""
     port = f" -p {entry.port}" if entry.port else ""

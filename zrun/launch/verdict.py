@@ -1,4 +1,4 @@
-"""Is a host what the job needs? Pure: from what is known of the hosts to sentences and a table."""
+"""Is a host what the job needs? Pure: from what is known of it to sentences."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from zrun.launch.probe import HostReport, Software
 from zrun_core.sizes import format_size
 
 _BUSY = 0.1  # share of a GPU's memory that others may hold
-_SHOWN = 20  # rows of a table of hosts that are well
 
 
 @dataclass(frozen=True)
@@ -23,6 +22,7 @@ class Needs:
         job_dir: its Python files must be the same everywhere.
         shared: folders that must be one and the same on all hosts, and writable. Where one is not there yet, the folder
             is looked at in which it would be made.
+        must_share: else it is only said where `shared` are other folders.
         free_bytes: in each of `shared`.
         cuda: ranks run on GPUs.
         chosen: numbers of the GPUs that are used, by host; all of them where it says nothing.
@@ -31,6 +31,7 @@ class Needs:
 
     job_dir: Path | None = None
     shared: tuple[Path, ...] = ()
+    must_share: bool = True
     free_bytes: int = 0
     cuda: bool = False
     chosen: Mapping[str, Sequence[int]] = field(default_factory=dict)
@@ -39,22 +40,14 @@ class Needs:
     shm_bytes: int = 0
 
 
-@dataclass(frozen=True)
-class Finding:
-    """A host, and what is to be said of it."""
-
-    host: str
-    report: HostReport | None
-    problems: tuple[str, ...]  # for which it cannot be used
-    notes: tuple[str, ...] = ()
-
-
 def judge(report: HostReport, here: Software, code: Mapping[str, str] | None, needs: Needs, host: str) -> Iterator[str]:
     """Why a host cannot be used, in the order in which one would set it right."""
     yield from _judge_software(report.software, here)
     yield from _judge_code(report, code, needs, host)
     for folder in report.folders:
         if not folder.same:
+            if not needs.must_share:
+                continue
             yield f"{folder.path} is not the folder of that name here: it must be on a file system that all hosts share"
         elif folder.trouble is not None:
             yield f"{folder.path}: nothing can be written there as {report.user}: {folder.trouble}"
@@ -137,54 +130,12 @@ def remarks(report: HostReport, here: Software, needs: Needs) -> Iterator[str]:
     """What is worth knowing, and stops nothing."""
     if abs(report.skew_s) > 1.0 + report.skew_error_s:
         yield f"its clock is {report.skew_s:+.1f} s off; nothing depends on it but the times in logs"
+    for folder in report.folders:
+        if not folder.same and not needs.must_share:
+            yield f"{folder.path} is another folder there: runs and checkpoints need one that all hosts share"
     if report.software.python != here.python:
         yield f"Python {report.software.python} there, {here.python} here"
     numbers = {gpu.uuid: number for number, gpu in enumerate(report.facts.gpus)}
     for state in report.gpus:
         if state.foreign and not needs.cuda:
             yield f"GPU {numbers[state.uuid]} is in use by pid {listed([str(pid) for pid in state.foreign])}"
-
-
-def describe(findings: Sequence[Finding]) -> str:
-    """All hosts in one table, then a line for each problem."""
-    bad = [finding for finding in findings if finding.problems]
-    count = f"{len(findings)} host{'' if len(findings) == 1 else 's'}"
-    lines = [f"{len(bad)} of {count} cannot be used:"]
-    shown = findings if len(findings) <= _SHOWN else bad
-    lines += [f"  {line}" for line in table(shown)]
-    if len(shown) < len(findings):
-        lines.append(f"  and {len(findings) - len(shown)} more that can be used")
-    hosts: dict[str, list[str]] = {}  # by problem: many hosts often have the same one
-    for finding in bad:
-        for problem in finding.problems:
-            hosts.setdefault(problem, []).append(finding.host)
-    lines += [f"  {', '.join(names)}: {problem}" for problem, names in hosts.items()]
-    return "\n".join(lines)
-
-
-def table(findings: Sequence[Finding]) -> list[str]:
-    """A line for each host, below a heading."""
-    rows = [("host", "address", "python", "torch", "cores", "memory", "GPUs", "shm", "clock", ""), *map(_row, findings)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def _row(finding: Finding) -> tuple[str, ...]:
-    report, num_problems = finding.report, len(finding.problems)
-    if report is None:
-        return (finding.host, *["-"] * 8, "not there")
-    address = f"{report.address} ({report.interface})" if report.address and report.interface else report.address or "-"
-    gpus = f"{len(report.facts.gpus)} x {report.facts.gpus[0].name}" if report.facts.gpus else "none"
-    shm = report.limits.shm_free_bytes
-    return (
-        finding.host,
-        address,
-        report.software.python,
-        report.software.torch or "none",
-        str(report.facts.cores),
-        format_size(report.facts.memory_bytes),
-        gpus,
-        "none" if shm is None else format_size(shm),
-        f"{report.skew_s:+.2f} s",
-        "ok" if not num_problems else f"{num_problems} problem{'' if num_problems == 1 else 's'}",
-    )

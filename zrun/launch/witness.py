@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from zrun.launch import probe
 from zrun.launch.frames import Frame
-from zrun.launch.reach import Door, knock
+from zrun.launch.reach import Door, knock, link_rates
 
 
 class Witness:
@@ -28,6 +28,12 @@ class Witness:
                 case "knock":
                     peers = {name: (address, port) for name, (address, port) in question["peers"].items()}
                     return frame | {"failed": knock(peers, question["mark"])}
+                case "link":
+                    return frame | {"rates": link_rates(question["address"], question["port"], question["mark"])}
+                case "bench":
+                    from zrun.launch.bench import run_apart
+
+                    return frame | {"rates": run_apart(question["folder"])}
                 case other:
                     raise ValueError(f"this agent knows no question {other!r}: its zrun is another one")
         except Exception as error:  # the launcher says it, with the host's name

@@ -1,0 +1,172 @@
+"""`python -m zrun.launch.bench`: how fast is this host? A process of its own: it needs torch, and the agent must not.
+
+It reads `{"folder": path}` from stdin and prints one JSON object, the `HostRates` of `calibration.py`. Each measurement
+takes about a second, and the best of several tries counts: what else the host does can only make them slower.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import mmap
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from zrun.launch import processes
+from zrun.launch.frames import Frame
+
+_TRY_S = 0.4  # for the tries of one measurement
+_CPU_SIDE, _GPU_SIDE = 1536, 8192  # of square matrices: large enough to be bound by arithmetic
+_COPY_BYTES = 256 << 20
+_DISK_BYTES = 256 << 20
+_BLOCK_BYTES = 8 << 20  # of disk requests
+_PATIENCE_S = 120.0
+
+
+def run_apart(folder: str) -> Frame:
+    """Run this module in a process of its own, which ends with this one.
+
+    Raises:
+        RuntimeError: it failed; the text is its last line.
+    """
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "zrun.launch.bench"],
+        input=json.dumps({"folder": folder}).encode(),
+        capture_output=True,
+        timeout=_PATIENCE_S,
+    )
+    if done.returncode:
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        raise RuntimeError(lines[-1] if lines else f"it ended with status {done.returncode}")
+    rates: Frame = json.loads(done.stdout.splitlines()[-1])
+    return rates
+
+
+def main() -> None:
+    processes.die_with_parent(signal.SIGKILL)
+    folder = json.loads(sys.stdin.read())["folder"]
+    print(json.dumps({**_cpu(), "disk": disk_rates(folder), "gpus": _gpus()}))
+
+
+def _cpu() -> dict[str, Any]:
+    import torch
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    source = torch.ones(_COPY_BYTES // 4)
+    target = torch.empty_like(source)
+    copy_s = _best(lambda: target.copy_(source))
+    return {"cpu": _matmul_rates(torch, "cpu", _CPU_SIDE), "copy_bytes_per_s": _COPY_BYTES / copy_s}
+
+
+def _gpus() -> list[dict[str, Any]]:
+    import torch
+
+    return [_gpu(torch, index) for index in range(torch.cuda.device_count())]
+
+
+def _gpu(torch: Any, index: int) -> dict[str, Any]:
+    device = f"cuda:{index}"
+    there = torch.empty(_COPY_BYTES // 4, device=device)
+    other = torch.empty_like(there)
+    here = torch.empty(_COPY_BYTES // 4, pin_memory=True)
+
+    def wait() -> None:
+        torch.cuda.synchronize(device)
+
+    return {
+        "uuid": f"GPU-{torch.cuda.get_device_properties(index).uuid}",
+        "name": torch.cuda.get_device_name(index),
+        **_matmul_rates(torch, device, _GPU_SIDE, wait),
+        "copy_bytes_per_s": _COPY_BYTES / _best(lambda: other.copy_(there), wait),
+        "to_device_bytes_per_s": _COPY_BYTES / _best(lambda: there.copy_(here, non_blocking=True), wait),
+        "from_device_bytes_per_s": _COPY_BYTES / _best(lambda: here.copy_(there, non_blocking=True), wait),
+    }
+
+
+def _matmul_rates(torch: Any, device: str, side: int, wait: Callable[[], object] = lambda: None) -> dict[str, float]:
+    """FLOP/s of square matrix products, two per multiply-add."""
+    rates = {}
+    for name, dtype in {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}.items():
+        if name == "fp16" and device == "cpu":
+            continue  # nothing trains so, and it takes minutes where the CPU has no instruction for it
+        left = torch.randn(side, side, device=device).to(dtype)
+        right = torch.randn(side, side, device=device).to(dtype)
+        rates[f"{name}_flops"] = 2 * side**3 / _best(lambda a=left, b=right: a @ b, wait)  # type: ignore[misc]
+    return rates
+
+
+def _best(action: Callable[[], object], wait: Callable[[], object] = lambda: None) -> float:
+    """The shortest time of `action` in seconds, after a first one that warms up."""
+    action()
+    wait()
+    times: list[float] = []
+    while sum(times) < _TRY_S or len(times) < 3:
+        start = time.perf_counter()
+        action()
+        wait()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def disk_rates(folder: str, num_bytes: int = _DISK_BYTES) -> dict[str, Any]:
+    """Bytes per second to and from a file of a folder, past the page cache where the file system can do so.
+
+    A folder that cannot be used has the reason instead.
+    """
+    try:
+        with _unnamed_file(folder) as (descriptor, is_direct), mmap.mmap(-1, _BLOCK_BYTES) as block:  # page-aligned
+            block.write(os.urandom(_BLOCK_BYTES))
+            write_s = _timed(lambda: _write_all(descriptor, block, num_bytes))
+            if not is_direct:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            read_s = _timed(lambda: _read_all(descriptor, block, num_bytes))
+    except OSError as error:
+        return {"folder": folder, "error": error.strerror}
+    rates = {"write_bytes_per_s": num_bytes / write_s, "read_bytes_per_s": num_bytes / read_s}
+    return {"folder": folder, "direct": is_direct, **rates}
+
+
+@contextmanager
+def _unnamed_file(folder: str) -> Iterator[tuple[int, bool]]:
+    """A file that is gone however this ends, and whether its transfers pass the page cache."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    path = os.path.join(folder, f".zrun-bench-{secrets.token_hex(8)}")
+    try:
+        descriptor, is_direct = os.open(path, flags | os.O_DIRECT, 0o600), True
+    except OSError:
+        descriptor, is_direct = os.open(path, flags, 0o600), False
+    try:
+        os.unlink(path)
+        yield descriptor, is_direct
+    finally:
+        os.close(descriptor)
+
+
+def _write_all(descriptor: int, block: mmap.mmap, num_bytes: int) -> None:
+    for offset in range(0, num_bytes, _BLOCK_BYTES):
+        if os.pwritev(descriptor, [block], offset) != _BLOCK_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    os.fsync(descriptor)
+
+
+def _read_all(descriptor: int, block: mmap.mmap, num_bytes: int) -> None:
+    for offset in range(0, num_bytes, _BLOCK_BYTES):
+        if os.preadv(descriptor, [block], offset) != _BLOCK_BYTES:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def _timed(action: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    main()

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from zrun_core.library.run import Run as Run
     from zrun_core.library.run import init as init
     from zrun_core.library.saving import Loaded as Loaded
+    from zrun_core.library.saving import finish as finish
     from zrun_core.library.saving import load as load
     from zrun_core.library.saving import save as save
 
@@ -35,6 +36,7 @@ _HOMES = {
     "Optimizer": "library.optimizer",
     "GradScaler": "library.optimizer",
     "save": "library.saving",
+    "finish": "library.saving",
     "load": "library.saving",
     "Loaded": "library.saving",
     "ZrunError": "errors",
@@ -47,6 +49,7 @@ __all__ = [
     "Run",
     "ZrunError",
     "evaluation",
+    "finish",
     "forward",
     "gathered",
     "init",

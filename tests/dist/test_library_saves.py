@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import io
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +18,12 @@ from test_library import start
 from torch.nn.functional import binary_cross_entropy_with_logits as bce
 
 import zrun_core
-from zrun_core.errors import ZrunError
+from zrun_core.checkpoint import shard_file
+from zrun_core.checkpoint.folder import CheckpointFolder, read_step
+from zrun_core.checkpoint.state import ModelState
+from zrun_core.checkpoint.verify import verify
+from zrun_core.errors import SaveError, ZrunError
+from zrun_core.library.model import Handle
 
 
 class Duel:
@@ -51,9 +62,9 @@ class Duel:
         self.for_judge.zero_grad()
         return losses
 
-    def save(self, folder: str, step: int) -> None:
+    def save(self, folder: str, step: int, **options: Any) -> bool:
         extra = {"schedule": self.schedule.state_dict(), "scaler": self.scaler.state_dict()}
-        zrun_core.save(folder, self.models, step=step, extra=extra)
+        return zrun_core.save(folder, self.models, step=step, extra=extra, **options)
 
     def load(self, folder: str) -> int:
         saved = zrun_core.load(folder, self.models)
@@ -161,8 +172,6 @@ def test_mistakes_are_told_in_one_line(ranks, tmp_path):
 
 def lonely(folder: str) -> int:
     """A checkpoint of a library's model is one that every other tool reads."""
-    from zrun_core.checkpoint.folder import read_step
-
     duel = Duel(3, "fp32")
     duel.train(0, 1)
     zrun_core.save(folder, duel.made, step=1)
@@ -173,3 +182,230 @@ def lonely(folder: str) -> int:
 
 def test_one_model_has_its_own_names(ranks, tmp_path):
     assert ranks(2).run(lonely, str(tmp_path / "lonely")) == [1, 1]
+
+
+# Behind
+
+
+def valid_steps(folder: str | Path) -> list[int]:
+    """Those of which every byte is there."""
+    found = CheckpointFolder(Path(folder)).scan()
+    return [each.step for each in found if each.manifest and not verify(each.path, each.manifest)]
+
+
+def behind_and_not(folder: str) -> tuple[list[list[str]], list[list[str]]]:
+    """By step, the digests of a run that saves each step behind, and of one that waits for each."""
+    found = []
+    for name, wait in (("behind", False), ("waits", True)):
+        duel = Duel(3, "fp32")
+        torch.manual_seed(start().rank)  # what the runs before have drawn
+        for step in range(4):
+            duel.train(step, step + 1)
+            assert duel.save(f"{folder}/{name}", step + 1, keep=9, wait=wait)
+        zrun_core.finish()
+        steps = [each.manifest for each in CheckpointFolder(Path(folder, name)).scan() if each.manifest is not None]
+        assert [each.step for each in steps] == [4, 3, 2, 1]
+        found.append([[fragment.digest for fragment in each.fragments] for each in steps])
+    return found[0], found[1]
+
+
+def test_a_save_behind_is_of_its_own_step(ranks, tmp_path):
+    for behind, waits in ranks(2).run(behind_and_not, str(tmp_path)):
+        assert behind == waits
+    assert valid_steps(tmp_path / "behind") == [4, 3, 2, 1]
+
+
+def commit_by_steps(folder: str) -> int:
+    """How many rounds of training it took until a save behind was there; nothing else was called."""
+    duel = Duel(2, "fp16")
+    duel.train(0, 1)
+    duel.save(folder, 1, wait=False)
+    for step in range(1, 10_000):
+        duel.train(step, step + 1)
+        if start()._background.step is None:
+            return step
+    return 0
+
+
+def test_optimizer_steps_commit_a_save_behind(ranks, tmp_path):
+    first, second = ranks(2).run(commit_by_steps, str(tmp_path))
+    assert first == second > 0
+    assert valid_steps(tmp_path) == [1]
+
+
+@contextmanager
+def writing(before: Any) -> Iterator[None]:
+    """Inside, `before` is called before a file of this rank is written."""
+    write = shard_file.write_file
+
+    def write_file(*args: Any) -> Any:
+        before()
+        return write(*args)
+
+    shard_file.write_file = write_file
+    try:
+        yield
+    finally:
+        shard_file.write_file = write
+
+
+def save_while_busy(folder: str) -> list[bool]:
+    duel = Duel(0, "fp32")
+    duel.train(0, 1)
+    may_write = threading.Event()
+    with writing(may_write.wait):
+        saved = [duel.save(folder, 1, wait=False)]
+        with pytest.warns() if start().is_main else nullcontext() as told:
+            saved.append(duel.save(folder, 2, wait=False, busy="skip"))
+        if start().is_main:
+            assert str(told[0].message) == "step 2 is not saved: step 1 is still being written"
+        may_write.set()
+        saved.append(duel.save(folder, 3, wait=False))
+        zrun_core.finish()
+    return saved
+
+
+def test_a_save_behind_waits_for_another_or_is_skipped(ranks, tmp_path):
+    assert ranks(2).run(save_while_busy, str(tmp_path)) == [[True, False, True]] * 2
+    assert valid_steps(tmp_path) == [3, 1]
+
+
+def fail_behind(folder: str) -> list[str]:
+    """What the calls after a failed save say; and then all is well."""
+
+    def fail() -> None:
+        if start().rank == 1:
+            raise SaveError(f"cannot write: {os.strerror(errno.EIO)}; set checkpoint.dir")
+
+    duel, told = Duel(1, "fp32"), []
+    duel.train(0, 1)
+    duel.save(folder, 1)
+
+    def step() -> None:
+        for number in range(10_000):
+            duel.train(number, number + 1)
+
+    calls = {"step": step, "save": lambda: duel.save(folder, 9), "load": lambda: duel.load(folder), "": zrun_core.finish}
+    for call in calls.values():
+        with writing(fail):
+            duel.save(folder, 2, wait=False)
+            with pytest.raises(ZrunError) as caught:
+                call()
+        told.append(f"{type(caught.value).__name__}: {caught.value}")
+        duel.for_made.zero_grad()
+        duel.for_judge.zero_grad()
+        duel.scaler._overflows.clear()
+    duel.save(folder, 2)
+    return told
+
+
+def test_what_goes_wrong_behind_is_raised_by_the_next_call(ranks, tmp_path):
+    first, second = ranks(2).run(fail_behind, str(tmp_path))
+    assert first == ["PeerError: rank 1 could not save step 2"] * 4
+    assert second == ["SaveError: step 2 is not saved: cannot write: Input/output error; name another folder"] * 4
+    assert valid_steps(tmp_path) == [2, 1]
+
+
+def test_the_end_of_a_script_in_the_middle_of_a_save_is_told(ranks, tmp_path):
+    assert ranks(1).run(end_early, str(tmp_path)) == [
+        "zrun_core: step 1 is not saved: the script ended in the middle of it; call zrun_core.finish() at its end\n"
+    ]
+
+
+def end_early(folder: str) -> str:
+    duel = Duel(0, "fp32")
+    duel.train(0, 1)
+    duel.save(folder, 1, wait=False)
+    told = io.StringIO()
+    with redirect_stderr(told):
+        start()._background._tell_unfinished()
+        zrun_core.finish()
+        start()._background._tell_unfinished()
+    return told.getvalue()
+
+
+# Weights only
+
+
+def load_weights(folder: str) -> dict[str, Any]:
+    start()
+    torch.manual_seed(5)
+    bare = zrun_core.shard(generator, zero=2, precision="bf16")
+    found = zrun_core.load(folder, {"made": bare}, weights_only=True)
+    assert found is not None
+    assert "scaler" in found.extra
+    assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(5)))
+    trained = Duel(1, "fp32")
+    trained.train(0, 2)
+    before = [state["exp_avg"].clone() for _, _, _, _, state in state_of(trained.made)._optimizer_states()]
+    zrun_core.load(folder, {"made": trained.made}, weights_only=True)
+    after = [state["exp_avg"] for _, _, _, _, state in state_of(trained.made)._optimizer_states()]
+    assert all(torch.equal(left, right) for left, right in zip(before, after, strict=True))
+    assert trained.for_made.param_groups[0]["lr"] == pytest.approx(1e-3 * 0.9**2)
+    with pytest.raises(ZrunError, match=r"models called made, judge, and load\(\) was given models called other"):
+        zrun_core.load(folder, {"other": bare}, weights_only=True)
+    with zrun_core.gathered(bare), zrun_core.gathered(trained.made):
+        both = (dict(model.named_parameters()) for model in (bare, trained.made))
+        low, full = ({name: param.detach().float().numpy().copy() for name, param in each.items()} for each in both)
+    assert all((torch.from_numpy(value).bfloat16().float().numpy() == low[name]).all() for name, value in full.items())
+    return full
+
+
+def state_of(model: torch.nn.Module) -> ModelState:
+    return ModelState(Handle.of(model, "test").sharded)
+
+
+def test_weights_alone_need_no_optimizer(ranks, tmp_path):
+    folder = str(tmp_path / "duel")
+    ranks(2).run(whole, 3, "fp32", folder)
+    expected = ranks(2).run(weights, 3, folder)[0]
+    for found in ranks(3).run(load_weights, folder):
+        assert all((expected[f"made.{name}"] == value).all() for name, value in found.items())
+
+
+# Replicas
+
+
+def diverge(folder: str) -> list[str]:
+    start()
+    model = zrun_core.shard(generator)
+    optimizer = zrun_core.optimizer(model, "sgd", lr=0.1, replica_every=3)
+    told, made = [], 0
+
+    def step() -> None:
+        nonlocal made
+        model(batch(0)[1]).mean().backward()
+        optimizer.step()
+        made += 1
+
+    def says(action: Any) -> None:
+        with pytest.raises(ZrunError) as caught:
+            action()
+        told.append(f"{type(caught.value).__name__} {caught.value.exit_code:d}: {caught.value}")
+
+    step()
+    optimizer.check_replicas()
+    name, param = next(iter(model.named_parameters()))
+    if start().rank == 1:
+        param.data.view(-1).view(torch.int32)[3] ^= 1
+    step()
+    says(step)  # the third
+    optimizer.zero_grad()
+    says(lambda: zrun_core.save(folder, model, step=2))
+    says(optimizer.check_replicas)
+    assert made == 2
+    if start().rank == 1:
+        param.data.view(-1).view(torch.int32)[3] ^= 1
+        optimizer.param_groups[0]["lr"] = 0.2
+    says(optimizer.check_replicas)
+    return [text.replace(name, "NAME") for text in told]
+
+
+def test_replicas_that_differ_stop_the_loop(ranks, tmp_path):
+    first, second = ranks(2).run(diverge, str(tmp_path / "none"))
+    assert first == second
+    for text in first[:3]:
+        assert "replicas diverged: rank 1 has another parameter NAME than the other ranks; go on from the last" in text
+        assert text.startswith("DivergedError 10: step 3: ")
+    assert "rank 1 has lr 0.20000000000000001, rank 0 has 0.10000000000000001" in first[3]
+    assert not (tmp_path / "none").exists()

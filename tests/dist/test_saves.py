@@ -31,9 +31,12 @@ def contents_of(run_dir: Path, step: int) -> dict[tuple[str, str, int], str]:
 
 @pytest.mark.parametrize("busy", ["wait", "skip"])
 def test_a_save_in_the_background_is_of_its_own_step(ranks, tmp_path, busy):
-    """Every step is due while the one before is being written; no save has anything of another step in it."""
-    ranks(2).run(run, job(steps=6, checkpoint={"every": 1, "keep": 9}), str(tmp_path / "sync"))
-    keys = job(steps=6, checkpoint={"every": 1, "keep": 9, "async": True, "busy": busy})
+    """Every step is due while the one before is being written; no save has anything of another step in it.
+
+    At stage 3 a writer that looked at the model in the middle of a step would gather it.
+    """
+    ranks(2).run(run, job(zero=3, steps=6, checkpoint={"every": 1, "keep": 9}), str(tmp_path / "sync"))
+    keys = job(zero=3, steps=6, checkpoint={"every": 1, "keep": 9, "async": True, "busy": busy})
     found = ranks(2).run(run, keys, str(tmp_path / "async"))
     assert found[0]["error"] == ""
     saved = steps_of(tmp_path / "async")

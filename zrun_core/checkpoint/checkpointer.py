@@ -6,7 +6,8 @@
     commit    rank 0 writes the manifest and renames the folder, in its thread
 
 Ranks agree on each turn through numbers that they add to the step's one message, so no rank ever waits for another's
-disk unless it was asked to. The thread never talks to other ranks.
+disk unless it was asked to. The thread never talks to other ranks, and never looks at the model: a look at a parameter
+in the middle of a step makes it whole, which other ranks have to take part in.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import torch
 from zrun_core import rng
 from zrun_core.arena import flat_buffer
 from zrun_core.checkpoint.folder import CheckpointFolder
-from zrun_core.checkpoint.manifest import RANK, FileInfo, Fragment, Manifest
+from zrun_core.checkpoint.manifest import RANK, FileInfo, Fragment, Manifest, TensorInfo
 from zrun_core.checkpoint.resume import Resumed
 from zrun_core.checkpoint.shard_file import Part, write_shard
 from zrun_core.checkpoint.state import State
@@ -74,6 +75,8 @@ class _Save:
     reason: str
     tmp: Path
     progress: dict[str, Any]
+    layout: dict[str, Any]
+    tensors: Sequence[TensorInfo]
     start: float
     writing: Future[bytes]
     stall_s: float = 0.0
@@ -112,6 +115,11 @@ class Checkpointer:
         self._room: torch.Tensor | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="zrun-save")
 
+    @property
+    def under_way(self) -> int | None:
+        """The step that is being saved."""
+        return None if self._current is None else self._current.step
+
     # Between steps
 
     def votes(self) -> Votes:
@@ -149,8 +157,7 @@ class Checkpointer:
             PeerError: another rank could not.
         """
         is_due = self._is_due(step)
-        self._advance()
-        self._votes = Votes()
+        self.advance(self._votes)
         if not is_due:
             return
         if self._current is not None and self.config.busy == "skip":
@@ -235,7 +242,8 @@ class Checkpointer:
             parts = self._snapshot(parts)
         tmp = Path(opening["tmp"])
         writing = self._pool.submit(_write, tmp / f"rank-{rank:05d}.safetensors", parts, scalars, notes)
-        self._current = _Save(step, reason, tmp, progress, start, writing, time.monotonic() - start)
+        layout, tensors = self.state.layout, self.state.tensors()
+        self._current = _Save(step, reason, tmp, progress, layout, tensors, start, writing, time.monotonic() - start)
         self.last_step = step
 
     def _snapshot(self, parts: Sequence[Part]) -> list[Part]:
@@ -258,19 +266,24 @@ class Checkpointer:
             torch.cuda.current_stream(self._comm.device).synchronize()
         return copies
 
-    def _advance(self) -> None:
-        """As far as the last step's votes say that it takes no waiting."""
-        current = self._current
+    def advance(self, votes: Votes) -> None:
+        """Move the save under way on, as far as these sums of a step's votes say that it takes no waiting.
+
+        Raises:
+            SaveError: this rank could not save, and the job says to stop then.
+            PeerError: another rank could not.
+        """
+        self._votes, current = Votes(), self._current
         if current is None:
             return
         start = time.monotonic()
         if current.reports is None:
-            if self._votes.written == self._world.size:
+            if votes.written == self._world.size:
                 self._report(current)
                 current.stall_s += time.monotonic() - start
-        elif self._votes.settled:
+        elif votes.settled:
             error = ""
-            if self._votes.settled < 0:
+            if votes.settled < 0:
                 assert current.committing is not None or self._world.index
                 error = current.committing.result().error if current.committing is not None else ""
                 error = self._comm.exchange_bytes(error.encode(), self._world, name="save")[0].decode()
@@ -313,10 +326,10 @@ class Checkpointer:
             versions=self.about.versions,
             job=self.about.job,
             world_size=self._world.size,
-            layout=self.state.layout,
+            layout=current.layout,
             progress=current.progress,
             files=[FileInfo(**report["file"]) for report in reports],
-            tensors=[replace(info, scalars=scalars.get(info.name, {})) for info in self.state.tensors()],
+            tensors=[replace(info, scalars=scalars.get(info.name, {})) for info in current.tensors],
             fragments=[Fragment(**each) for report in reports for each in report["fragments"]],
             rank_states=[report["notes"] for report in reports],
         )

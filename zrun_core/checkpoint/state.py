@@ -74,8 +74,12 @@ class State(Protocol):
 class ModelState:
     """Parameters, masters, optimizer state and persistent buffers of one sharded model, on this rank."""
 
-    def __init__(self, sharded: ShardedModel) -> None:
-        self._sharded = sharded
+    def __init__(self, sharded: ShardedModel, *, weights_only: bool = False) -> None:
+        """
+        Args:
+            weights_only: `check` and `load` leave the optimizer alone.
+        """
+        self._sharded, self._weights_only = sharded, weights_only
         self._aliases = _names(sharded.module.named_parameters(remove_duplicate=False))
         self._buffer_aliases = _names(_all_persistent_buffers(sharded.module))
 
@@ -195,15 +199,16 @@ class ModelState:
                 raise CheckpointError(
                     f"the checkpoint has a tensor {saved.name} {list(saved.shape)}, which the model has not; {_ADVICE}"
                 )
+        if not self._weights_only:
+            self._check_optimizer(manifest, known)
+
+    def _check_optimizer(self, manifest: Manifest, known: Mapping[str, TensorInfo]) -> None:
         asked, used = self.layout["optimizer"], manifest.layout.get("optimizer")
         if used != asked:
             raise CheckpointError(
                 f"the checkpoint was made with the optimizer {used}, and optim.name is {asked}: write optim.name: "
                 f"{used}, or start from its weights alone with init_from"
             )
-        self._check_optimizer(manifest, known)
-
-    def _check_optimizer(self, manifest: Manifest, known: Mapping[str, TensorInfo]) -> None:
         prototype = self._prototype()
         expected = sorted(key for key, value in prototype.items() if value is not None)
         states: dict[str, set[str]] = defaultdict(set)
@@ -241,7 +246,8 @@ class ModelState:
         with torch.no_grad():
             reader = Reader(folder, manifest, self._sharded.mesh.world)
             reader.check_files()
-            reader.fill(self._optimizer_targets(manifest))
+            if not self._weights_only:
+                reader.fill(self._optimizer_targets(manifest))
             self.fill(reader.fill)
             if manifest.world_size == self._sharded.mesh.world.size:
                 self._load_own_buffers(reader)

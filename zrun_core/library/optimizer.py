@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from zrun_core.checkpoint.checkpointer import Votes
 from zrun_core.config import LossScaleConfig
 from zrun_core.errors import HangError, JobError, NumericError, UserCodeError
 from zrun_core.library.model import Handle
@@ -21,6 +22,7 @@ from zrun_core.library.run import current
 from zrun_core.optim import lightweight
 from zrun_core.optim.choose import Chosen, choose_with, find
 from zrun_core.precision import LossScaler, Precision
+from zrun_core.replicas import ReplicaGuard
 from zrun_core.zero.sharded import StepResult
 
 MAX_SKIPS = 50  # in a row, before step() says that there is no use
@@ -40,11 +42,16 @@ class Optimizer(torch.optim.Optimizer):
     _zrun_owned = True
     _step_supports_amp_scaling = True  # so that torch's GradScaler calls step(), which refuses it
 
-    def __init__(self, groups: list[dict[str, Any]], *, defaults: dict[str, Any], handle: Handle) -> None:
+    def __init__(
+        self, groups: list[dict[str, Any]], *, defaults: dict[str, Any], handle: Handle, replica_every: int | None
+    ) -> None:
         super().__init__(groups, defaults)
-        self._handle = handle
+        self._handle, self._replica_every = handle, replica_every
+        self._replicas = ReplicaGuard(handle.sharded)
+        self._num_steps = 0
         self._trained = [param for unit in handle.sharded.units if unit.trainable for param in unit.params]
-        self._unread: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
+        self._unread: tuple[torch.Tensor, torch.cuda.Event | None, int] | None = None
+        self._heard: tuple[int, Votes] | None = None  # of a save under way
         self._skips_in_a_row = 0
         self._has_warned = False
         self.grad_norm = torch.tensor(float("nan"))
@@ -72,6 +79,8 @@ class Optimizer(torch.optim.Optimizer):
             UserCodeError: there was no backward, or the weight is no such number.
             HangError: ranks gathered different modules.
             NumericError: 50 steps in a row were skipped.
+            DivergedError: ranks hold different values of what must be equal. Nothing was updated.
+            SaveError: a save that went on behind has failed; on the other ranks a PeerError. The update was made.
         """
         self._step(weight, None)
 
@@ -81,9 +90,14 @@ class Optimizer(torch.optim.Optimizer):
         if self.__dict__.pop("grad_scale", None) is not None:
             raise UserCodeError("step(): torch's GradScaler finds no gradients here: use zrun_core.GradScaler")
         self._warn_unscaled(scaler)
-        sums = _weight(weight).to(device, torch.float64).view(1)
+        save, votes = handle.run._background.votes()
+        said = torch.tensor([votes.written, votes.settled], dtype=torch.float64)
+        sums = torch.cat([_weight(weight).to(device, torch.float64).view(1), said.to(device)])
         self._read_last()
         handle.loop.end_gradients()
+        self._num_steps += 1
+        if self._replica_every is not None and self._num_steps % self._replica_every == 0:
+            self._compare(scaler)
         options = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
         sharded.optimizer.set_options(options)
         result = sharded.step(None, sums, lambda totals: totals[0], scaler)
@@ -91,27 +105,49 @@ class Optimizer(torch.optim.Optimizer):
         sharded.begin_step()
         handle.loop.end_step()
         self.grad_norm, self.skipped = result.grad_norm, result.skipped
-        self._look_at(torch.stack([result.agreed, result.skipped]))
+        self._look_at(torch.cat([torch.stack([result.agreed, result.skipped]).double(), result.sums[1:]]), save)
+        heard, self._heard = self._heard, None
+        if heard is not None:
+            handle.run._background.advance(*heard)
         return result
 
-    def _look_at(self, flags: torch.Tensor) -> None:
-        """Read (agreed, skipped) at once; on a GPU with the next step, so that it never idles."""
-        if flags.device.type != "cuda":
-            self._unread = flags, None
+    def check_replicas(self) -> None:
+        """Compare with the other ranks what must be equal: parameters, masters, options. Every rank calls it.
+
+        Raises:
+            DivergedError: it is not; the message names the rank, and the parameter or the number.
+        """
+        self._compare(None)
+
+    def _compare(self, scaler: LossScaler | None) -> None:
+        numbers = {"step": float(self._num_steps)}
+        for place, group in enumerate(self.param_groups):
+            for key, value in group.items():
+                if isinstance(value, int | float):
+                    numbers[f"{key} of group {place}" if place else key] = float(value)
+        if scaler is not None:
+            numbers["loss scale"] = float(scaler.scale)
+        self._replicas.check(self._num_steps, numbers)
+
+    def _look_at(self, numbers: torch.Tensor, save: int) -> None:
+        """Read (agreed, skipped, votes for `save`) at once; on a GPU with the next step, so that it never idles."""
+        if numbers.device.type != "cuda":
+            self._unread = numbers, None, save
             self._read_last()
             return
         arrived = torch.cuda.Event()
-        self._unread = flags.to("cpu", non_blocking=True), arrived
+        self._unread = numbers.to("cpu", non_blocking=True), arrived, save
         arrived.record()
 
     def _read_last(self) -> None:
         unread, self._unread = self._unread, None
         if unread is None:
             return
-        flags, arrived = unread
+        numbers, arrived, save = unread
         if arrived is not None:
             arrived.synchronize()
-        agreed, skipped = flags.tolist()
+        agreed, skipped, written, settled = numbers.tolist()
+        self._heard = save, Votes(written, settled)
         self._skips_in_a_row = self._skips_in_a_row + 1 if skipped else 0
         if self._skips_in_a_row >= MAX_SKIPS:
             raise NumericError(
@@ -144,6 +180,7 @@ def optimizer(
     *,
     groups: Sequence[Mapping[str, Any]] | None = None,
     clip: float | None = None,
+    replica_every: int | None = 100,
     **options: Any,
 ) -> Optimizer:
     """The optimizer of a sharded model.
@@ -154,6 +191,7 @@ def optimizer(
         groups: parameter groups with options of their own, as torch takes them; together they hold every parameter
             that requires a gradient. None is one group of all.
         clip: largest global 2-norm of the gradient; None never clips.
+        replica_every: steps between comparisons of what several ranks hold; also before each save. None never does.
         options: keyword arguments of the class, `lr` among them; what is not given has the class's own default.
 
     Raises:
@@ -165,13 +203,15 @@ def optimizer(
         raise UserCodeError("optimizer(): this model has one already")
     if clip is not None and not clip > 0:
         raise JobError(f"optimizer(clip={clip}): write a number above 0, or None")
+    if replica_every is not None and not (isinstance(replica_every, int) and replica_every > 0):
+        raise JobError(f"optimizer(replica_every={replica_every}): write a number of steps, 1 or more, or None")
     chosen = _choose(name, options, handle.run.device)
     made = _make_groups(model, groups)
     number_of = {id(param): number for number, group in enumerate(made) for param in group["params"]}
     by_name = {name: number_of[id(param)] for name, param in model.named_parameters() if param.requires_grad}
     settings = [{key: value for key, value in group.items() if key != "params"} for group in made]
     defaults = chosen.make([nn.Parameter(torch.zeros(1))], None).defaults
-    build = functools.partial(Optimizer, defaults=defaults, handle=handle)
+    build = functools.partial(Optimizer, defaults=defaults, handle=handle, replica_every=replica_every)
     result = lightweight.build(build, made, {})  # type: ignore[arg-type]
     assert isinstance(result, Optimizer)
     handle.sharded.attach(chosen, settings, lambda slot: by_name[slot.name])

@@ -17,6 +17,7 @@ from zrun_core.board import Board, Watchdog
 from zrun_core.comm import Comm
 from zrun_core.data.order import mix
 from zrun_core.errors import ExitCode, HangError, JobError, PreflightError, RendezvousError, UserCodeError
+from zrun_core.library.background import Background
 from zrun_core.mesh import Mesh
 
 _PATH_BYTES = 1024
@@ -52,6 +53,7 @@ class Run:
             print(f"zrun_core: the ranks of this host talk through sockets: {reason}", file=sys.stderr)
         self._comm.barrier(mesh.world)
         self._num_units = self._num_models = 0  # of the models sharded so far
+        self._background = Background()
 
     @property
     def is_main(self) -> bool:

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 from torch import nn
@@ -22,8 +22,10 @@ from zrun_core.checkpoint.shard_file import Part
 from zrun_core.checkpoint.state import ModelState
 from zrun_core.config import CheckpointConfig
 from zrun_core.errors import CheckpointError, PeerError, SaveError, UserCodeError
+from zrun_core.library.background import in_own_words
 from zrun_core.library.model import Handle
-from zrun_core.library.run import Run
+from zrun_core.library.optimizer import Optimizer
+from zrun_core.library.run import Run, current
 from zrun_core.spec import ResumeSpec
 
 Models = nn.Module | Mapping[str, nn.Module]
@@ -49,48 +51,86 @@ def save(
     step: int,
     extra: Mapping[str, Any] | None = None,
     keep: int = 3,
-) -> None:
+    wait: bool = True,
+    busy: Literal["wait", "skip"] = "wait",
+) -> bool:
     """Commit the state of one or more models as step `step` of a folder. Every rank calls it, between two steps.
 
     When it returns, the step is on disk with its digests, or an error was raised and the older steps are untouched.
+    With `wait=False` it returns as soon as the state is copied in host memory. The copy is written behind; optimizer
+    steps move it on without waiting, and the one at which it is on disk commits it. What goes wrong is raised by the
+    next `step`, `save`, `load` or `finish`. Call `finish` before the script ends.
 
     Args:
         folder: of the checkpoints; it is made, and locked for the life of this process.
         model: a sharded model with its optimizer, or several by name.
         extra: anything that JSON can say; the first rank's counts.
         keep: newest valid steps that are kept, 2 or more.
+        wait: until the step is on disk.
+        busy: what a save that does not wait does while the one before is being written: it waits for that one, or is
+            skipped with a warning.
+
+    Returns:
+        Whether the step is saved, or being saved; not if it was skipped.
 
     Raises:
         HangError: not every rank called it; it names those that did not.
-        SaveError: it could not be saved. On the other ranks a PeerError.
+        SaveError: it, or the one under way, could not be saved. On the other ranks a PeerError.
+        DivergedError: ranks hold different values of what must be equal, so nothing is saved.
         UserCodeError: gradients wait for their step, or `extra` is not JSON.
     """
     run, states = _states(model, "save()")
     text = _as_json(extra)
     if step < 0:
         raise UserCodeError(f"save(step={step}): write how many steps were made")
+    if busy not in ("wait", "skip"):
+        raise UserCodeError(f"save(busy={busy!r}): write wait or skip")
     for name, handle in states.handles.items():
         if handle.loop.num_backwards:
             who = name or "the model"
             raise UserCodeError(f"save(): {who} has gradients that no step has used: call step() or zero_grad() first")
     run._meet("save()")
+    if not wait and busy == "skip" and run._background.step is not None:
+        if run.is_main:
+            _tell(warning=f"step {step} is not saved: step {run._background.step} is still being written")
+        return False
+    run._background.finish()
+    for handle in states.handles.values():
+        if isinstance(handle.optimizer, Optimizer) and handle.optimizer._replica_every is not None:
+            handle.optimizer.check_replicas()
     groups = {name: _options(handle) for name, handle in states.handles.items()}
     progress = {"extra": json.loads(text), "groups": groups}
     path = Path(folder).absolute()
     checkpointer = _checkpointer(run, path, states, keep)
     if checkpointer.last_step == step:
         raise UserCodeError(f"save(step={step}): {path} holds that step already: count on from the one that was loaded")
-    try:
-        checkpointer.save(step, progress, "asked")
-    except SaveError as error:
-        raise SaveError(_in_own_words(error)) from None
+    run._background.save(checkpointer, step, progress, wait=wait)
+    return True
 
 
-def load(folder: str | os.PathLike[str], model: Models, *, step: int | None = None) -> Loaded | None:
+def finish() -> None:
+    """Wait until no save is under way. Every rank calls it, at the latest at the end of a script that has such saves.
+
+    Raises:
+        HangError: not every rank called it.
+        SaveError: the save could not be made. On the other ranks a PeerError.
+    """
+    run = current()
+    run._meet("finish()")
+    run._background.finish()
+
+
+def load(
+    folder: str | os.PathLike[str], model: Models, *, step: int | None = None, weights_only: bool = False
+) -> Loaded | None:
     """Fill models and their optimizers from the newest valid step of a folder, or from `step`. Every rank calls it.
 
     Stage, precision and number of ranks may be others than when it was saved. Each rank goes on with its own random
     streams; the options of the optimizer's groups, such as the learning rate, are those that were saved.
+
+    Args:
+        weights_only: parameters and buffers. Models need no optimizer, and one that they have stays as it is, as do
+            random streams. Of several models that were saved, some may be given.
 
     Returns:
         None where the folder holds no step and none was named.
@@ -99,8 +139,9 @@ def load(folder: str | os.PathLike[str], model: Models, *, step: int | None = No
         HangError: not every rank called it.
         CheckpointError: no step is valid, or it is of other models.
     """
-    run, states = _states(model, "load()")
+    run, states = _states(model, "load()", weights_only=weights_only)
     run._meet("load()")
+    run._background.finish()
     path = Path(folder).absolute()
     world, comm = run._mesh(1).world, run._comm
     if step is None and not _agreed(run, lambda: "some" if CheckpointFolder(path).scan() else ""):
@@ -111,15 +152,16 @@ def load(folder: str | os.PathLike[str], model: Models, *, step: int | None = No
     try:
         resumed = load_newest(ResumeSpec(folder=str(path), step=step), states, comm, world)
     except CheckpointError as error:
-        raise CheckpointError(_in_own_words(error)) from None
+        raise CheckpointError(in_own_words(error)) from None
     for number, text in sorted(resumed.skipped.items()):
         if run.is_main:
             warnings.warn(f"step {number} is skipped: {text}", stacklevel=2)
-    restore_streams(resumed, run.seed, run.rank, run.device)
-    if resumed.notes is not None:
-        states.adopt_learnt(resumed.notes["learnt"], resumed.manifest)
-    for name, handle in states.handles.items():
-        _set_options(handle, resumed.manifest.progress.get("groups", {}).get(name))
+    if not weights_only:
+        restore_streams(resumed, run.seed, run.rank, run.device)
+        if resumed.notes is not None:
+            states.adopt_learnt(resumed.notes["learnt"], resumed.manifest)
+        for name, handle in states.handles.items():
+            _set_options(handle, resumed.manifest.progress.get("groups", {}).get(name))
     _resumed[path] = resumed
     return Loaded(resumed.manifest.step, dict(resumed.manifest.progress.get("extra") or {}))
 
@@ -127,9 +169,10 @@ def load(folder: str | os.PathLike[str], model: Models, *, step: int | None = No
 class States:
     """The states of several models as those of one: each model's tensors are named `<model>.<tensor>`."""
 
-    def __init__(self, handles: Mapping[str, Handle]) -> None:
+    def __init__(self, handles: Mapping[str, Handle], *, weights_only: bool = False) -> None:
         self.handles = dict(handles)
-        self._states = {name: ModelState(handle.sharded) for name, handle in handles.items()}
+        self._weights_only = weights_only
+        self._states = {name: ModelState(handle.sharded, weights_only=weights_only) for name, handle in handles.items()}
 
     @property
     def layout(self) -> dict[str, Any]:
@@ -182,7 +225,8 @@ class States:
 
     def check(self, manifest: Manifest) -> None:
         saved = manifest.layout.get("models", {"": manifest.layout})
-        if sorted(saved) != sorted(self._states):
+        given = set(self._states)
+        if not (given <= set(saved) if self._weights_only else given == set(saved)):
             raise CheckpointError(
                 f"the checkpoint is of {_listed(saved)}, and load() was given {_listed(self._states)}"
             )
@@ -250,7 +294,7 @@ def _listed(names: Sequence[str] | Mapping[str, Any]) -> str:
     return "one model" if list(names) == [""] else f"models called {', '.join(names)}"
 
 
-def _states(model: Models, what: str) -> tuple[Run, States]:
+def _states(model: Models, what: str, *, weights_only: bool = False) -> tuple[Run, States]:
     models = {"": model} if isinstance(model, nn.Module) else model
     if not isinstance(models, Mapping) or not models:
         raise UserCodeError(f"{what}: give a sharded model, or a dict of several by name")
@@ -259,9 +303,9 @@ def _states(model: Models, what: str) -> tuple[Run, States]:
         handle = handles[name] = Handle.of(each, what)
         if isinstance(model, Mapping) and not name.isidentifier():
             raise UserCodeError(f"{what}: {name!r} cannot name a model: use letters, digits and _")
-        if handle.optimizer is None:
+        if handle.optimizer is None and not weights_only:
             raise UserCodeError(f"{what}: {name or 'the model'} has no optimizer: call zrun_core.optimizer first")
-    return next(iter(handles.values())).run, States(handles)
+    return next(iter(handles.values())).run, States(handles, weights_only=weights_only)
 
 
 def _as_json(extra: Mapping[str, Any] | None) -> str:
@@ -316,13 +360,6 @@ _savers: dict[Path, tuple[States, Checkpointer]] = {}  # of this process, by fol
 _resumed: dict[Path, Resumed] = {}  # what was loaded last from a folder
 
 
-def _in_own_words(error: Exception) -> str:
-    """What is said to somebody with a job, to somebody with a loop."""
-    text = "\n".join(line for line in str(error).splitlines() if "--resume" not in line)
-    text = text.replace("set checkpoint.dir", "name another folder").replace("give the job", "give load()")
-    return text.replace(", or start from the weights with init_from", "")
-
-
 def _agreed(run: Run, ask: Callable[[], str]) -> str:
     """The first rank's answer, on every rank."""
     own = ask().encode() if run.is_main else b""
@@ -333,7 +370,7 @@ def _try(action: Callable[[], object]) -> str:
     try:
         action()
     except SaveError as error:
-        return _in_own_words(error)
+        return in_own_words(error)
     return ""
 
 

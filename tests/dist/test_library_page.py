@@ -1,13 +1,20 @@
-"""docs/library.md as it is written: its scripts run under torchrun, and with Python alone."""
+"""docs/library.md as it is written: the fifteen lines run under torchrun, and every script on ranks that stand ready."""
 
 from __future__ import annotations
 
+import io
+import os
 import re
+import runpy
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
+import torch
+
+from zrun_core.library import run as library
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "library.md"
 TIMEOUT_S = 120
@@ -26,13 +33,30 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(script: Path, ranks: int) -> list[str]:
-    """Lines of the script's output."""
-    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node", str(ranks)]
-    command = [*torchrun, script.name] if ranks else [sys.executable, script.name]
-    done = subprocess.run(command, cwd=script.parent, capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return sorted(done.stdout.splitlines())
+def torchrun(script: Path) -> subprocess.CompletedProcess[str]:
+    """On two ranks."""
+    command = [str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node", "2", script.name]
+    return subprocess.run(command, cwd=script.parent, capture_output=True, text=True, timeout=TIMEOUT_S)
+
+
+def play(script: str) -> list[str]:
+    """Run a script on a rank that stands ready, as if in a process of its own; the lines that it prints."""
+    before = library._current, os.getcwd(), torch.get_num_threads()
+    library._current = None
+    sys.modules.pop("model", None)
+    folder = str(Path(script).parent)
+    sys.path.insert(0, folder)
+    os.chdir(folder)
+    out = io.StringIO()
+    try:
+        with redirect_stdout(out):
+            runpy.run_path(script, run_name="__main__")
+    finally:
+        library._current, place, threads = before
+        os.chdir(place)
+        torch.set_num_threads(threads)
+        sys.path.remove(folder)
+    return out.getvalue().splitlines()
 
 
 def losses(lines: list[str]) -> dict[int, str]:
@@ -41,43 +65,47 @@ def losses(lines: list[str]) -> dict[int, str]:
     return {int(match[1]): match[2] for match in found if match}
 
 
-def test_the_fifteen_lines_train_and_resume(scripts: Path, tmp_path: Path) -> None:
+def test_the_fifteen_lines_train_and_resume(ranks, scripts: Path, tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text((scripts / "model.py").read_text())
     text = (scripts / "loop.py").read_text()
     assert len([line for line in text.splitlines() if line and not line.startswith("import")]) <= 15
     whole, parts = tmp_path / "loop.py", tmp_path / "parts.py"
     whole.write_text(text)
     parts.write_text(text.replace('"checkpoints"', '"other"').replace(", 40)", ", 20)"))
-    full = losses(run(whole, 2))
+    done = torchrun(whole)
+    assert done.returncode == 0, done.stderr[-4000:]
+    full = losses(done.stdout.splitlines())
     assert list(full) == [10, 20, 30, 40]
     assert float(full[40]) < 0.7 * float(full[10])
-    assert losses(run(parts, 2)) == {step: full[step] for step in (10, 20)}
+    first, second = ranks(2).run(play, str(parts))
+    assert losses(first) == {step: full[step] for step in (10, 20)}
+    assert second == []
     parts.write_text(text.replace('"checkpoints"', '"other"'))
-    assert losses(run(parts, 2)) == {step: full[step] for step in (30, 40)}
-    assert run(whole, 0) == []  # one rank, nothing left to do
+    assert losses(ranks(2).run(play, str(parts))[0]) == {step: full[step] for step in (30, 40)}
+    assert ranks(1).run(play, str(whole)) == [[]]  # one rank, nothing left to do
 
 
-def test_one_rank_gets_the_same_losses(scripts: Path, tmp_path: Path) -> None:
+def test_one_rank_gets_the_same_losses(ranks, scripts: Path, tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text((scripts / "model.py").read_text())
     script = tmp_path / "loop.py"
     script.write_text((scripts / "loop.py").read_text().replace("bf16", "fp32"))
-    alone = losses(run(script, 0))
+    alone = losses(ranks(1).run(play, str(script))[0])
     script.write_text(script.read_text().replace('"checkpoints"', '"other"'))
-    together = losses(run(script, 2))
+    together = losses(ranks(2).run(play, str(script))[0])
     assert {k: float(v) for k, v in alone.items()} == pytest.approx(
         {k: float(v) for k, v in together.items()}, abs=2e-5
     )
 
 
-def test_the_gan_learns_the_circle(scripts: Path) -> None:
-    (line,) = run(scripts / "gan.py", 2)
+def test_the_gan_learns_the_circle(ranks, scripts: Path) -> None:
+    (line,) = ranks(2).run(play, str(scripts / "gan.py"))[0]
     radius = float(re.search(r"radius ([\d.]+)", line)[1])
     assert 0.7 < radius < 1.3
 
 
-@pytest.mark.parametrize("name", ["schedules.py", "evaluation.py"])
-def test_the_other_scripts_run(scripts: Path, name: str) -> None:
-    run(scripts / name, 2)
+@pytest.mark.parametrize("name", ["schedules.py", "evaluation.py", "behind.py"])
+def test_the_other_scripts_run(ranks, scripts: Path, name: str) -> None:
+    ranks(2).run(play, str(scripts / name))
 
 
 ALONE = """
@@ -103,10 +131,7 @@ CASES = {
 def test_what_one_rank_does_alone_is_an_error_and_no_hang(scripts: Path, action: str) -> None:
     script = scripts / "alone.py"
     script.write_text(ALONE.format(action=action))
-    torchrun = str(Path(sys.executable).with_name("torchrun"))
-    done = subprocess.run(
-        [torchrun, "--nproc-per-node", "2", script.name], cwd=scripts, capture_output=True, text=True, timeout=TIMEOUT_S
-    )
+    done = torchrun(script)
     assert done.returncode != 0
     assert CASES[action] in done.stderr
     assert not (scripts / "alone").exists()

@@ -1,0 +1,87 @@
+"""The save that goes on behind a user's own loop. Each optimizer step moves it on, and no step waits for it."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from zrun_core.checkpoint.checkpointer import Checkpointer, Votes
+from zrun_core.errors import SaveError
+
+
+class Background:
+    """At most one save of this process that is under way, whatever its folder; the same one on every rank."""
+
+    def __init__(self) -> None:
+        self._saves: Checkpointer | None = None
+        self._number = 0  # of saves begun here
+
+    @property
+    def step(self) -> int | None:
+        """The step that is being saved."""
+        return None if self._saves is None else self._saves.under_way
+
+    def save(self, saves: Checkpointer, step: int, progress: dict[str, Any], *, wait: bool) -> None:
+        """Save, or begin to. What was under way is finished first.
+
+        Raises:
+            SaveError: this rank could not save, this step or the one before.
+            PeerError: another rank could not.
+        """
+        self.finish()
+        _in_turn(lambda: saves.save(step, progress, "asked", wait=wait))
+        if saves.under_way is not None:
+            if not self._number:
+                atexit.register(self._tell_unfinished)
+            self._saves = saves
+            self._number += 1
+
+    def votes(self) -> tuple[int, Votes]:
+        """Which save is under way, and what this rank adds to a step's message for it."""
+        return self._number, Votes() if self.step is None or self._saves is None else self._saves.votes()
+
+    def advance(self, number: int, votes: Votes) -> None:
+        """Move save `number` on, as far as the sums of its votes say that nobody waits. Collective if they say any.
+
+        Raises:
+            SaveError: this rank could not save.
+            PeerError: another rank could not.
+        """
+        saves = self._saves
+        if saves is not None and number == self._number:  # else they are of a save before it
+            _in_turn(lambda: saves.advance(votes))
+
+    def finish(self) -> None:
+        """Wait until no save is under way. Collective.
+
+        Raises:
+            SaveError: this rank could not save.
+            PeerError: another rank could not.
+        """
+        saves, self._saves = self._saves, None
+        if saves is not None:
+            _in_turn(saves.finish)
+
+    def _tell_unfinished(self) -> None:
+        if self.step is not None:
+            print(
+                f"zrun_core: step {self.step} is not saved: the script ended in the middle of it; call "
+                "zrun_core.finish() at its end",
+                file=sys.stderr,
+            )
+
+
+def _in_turn(action: Callable[[], None]) -> None:
+    try:
+        action()
+    except SaveError as error:
+        raise SaveError(in_own_words(error)) from None
+
+
+def in_own_words(error: Exception) -> str:
+    """What is said to somebody with a job, to somebody with a loop."""
+    text = "\n".join(line for line in str(error).splitlines() if "--resume" not in line)
+    text = text.replace("set checkpoint.dir", "name another folder").replace("give the job", "give load()")
+    return text.replace(", or start from the weights with init_from", "")

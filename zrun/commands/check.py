@@ -67,7 +67,7 @@ def check(
         print(hosts_preface(backend))
     if resolved is not None:
         print_preface(resolved, cluster, sys.stdout)
-        show_seats(resolved.plan, cluster, sys.stdout)
+        show_seats(resolved.plan.ranks, cluster, sys.stdout)
     print(f"structure: {_in_words(structure) if structure else 'not looked at'}")
 
 

@@ -105,7 +105,7 @@ def train(
         if ui is not Ui.none:
             print_preface(resolved, cluster, sys.stderr)
         if agent is None and ui is not Ui.none:
-            show_seats(resolved.plan, cluster, sys.stderr)
+            show_seats(resolved.plan.ranks, cluster, sys.stderr)
         _refuse_untrained(resolved, dry_run)
         beginning = begin(resolved.job, run_dir, fresh)
         if beginning.note:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -15,7 +15,9 @@ from zrun.topology.cpus import format_cpus
 from zrun.topology.grouping import best_groups, weakest_pair
 from zrun.topology.links import LinkMatrix
 from zrun.watch.text import printable, size
-from zrun_core.spec import LaunchPlan, RankPlace
+
+if TYPE_CHECKING:  # 80 ms of 300: a table of links needs no job
+    from zrun_core.spec import RankPlace
 
 _MOST_ROWS = 64  # of a table of ranks
 _WIDE = 1000  # columns of what is no terminal: nothing is folded
@@ -57,7 +59,7 @@ def topology(cluster: Cluster, ranks: Sequence[RankPlace]) -> RenderableType:
     for hosts in _alike(cluster):
         parts += [_title(hosts), *_links(hosts[0]), *_groups(hosts[0]), ""]
     if ranks:
-        parts.append(seats_table(LaunchPlan(ranks=list(ranks)), cluster))
+        parts.append(seats_table(ranks, cluster))
     return Group(*parts[: None if ranks else -1])
 
 
@@ -66,10 +68,10 @@ def topology_facts(cluster: Cluster, ranks: Sequence[RankPlace]) -> dict[str, An
     return {"hosts": [_host_facts(host) for host in cluster.hosts], "ranks": [place.model_dump() for place in ranks]}
 
 
-def show_seats(plan: LaunchPlan, cluster: Cluster, out: TextIO) -> None:
+def show_seats(ranks: Sequence[RankPlace], cluster: Cluster, out: TextIO) -> None:
     """Print where the ranks sit, if there are several."""
-    if plan.world_size > 1:
-        Console(file=out, highlight=False, width=None if out.isatty() else _WIDE).print(seats_table(plan, cluster))
+    if len(ranks) > 1:
+        Console(file=out, highlight=False, width=None if out.isatty() else _WIDE).print(seats_table(ranks, cluster))
 
 
 def show_topology(cluster: Cluster, ranks: Sequence[RankPlace], out: TextIO) -> None:
@@ -77,19 +79,19 @@ def show_topology(cluster: Cluster, ranks: Sequence[RankPlace], out: TextIO) -> 
     Console(file=out, highlight=False, width=None if out.isatty() else _WIDE).print(topology(cluster, ranks))
 
 
-def seats_table(plan: LaunchPlan, cluster: Cluster) -> RenderableType:
+def seats_table(ranks: Sequence[RankPlace], cluster: Cluster) -> RenderableType:
     """A row per rank: host, GPU, place along the axes, CPUs."""
     table = Table(box=None, pad_edge=False)
     for column in ("rank", "host", "GPU", "pp", "dp", "tp", "node", "CPUs"):
         table.add_column(column, justify="left" if column in ("host", "CPUs") else "right", overflow="fold")
     numbers = {(host.hostname, gpu.uuid): _number(host, place) for host in cluster.hosts
                for place, gpu in enumerate(host.gpus)}  # fmt: skip
-    for place in plan.ranks[:_MOST_ROWS]:
+    for place in ranks[:_MOST_ROWS]:
         gpu = numbers.get((place.host, place.uuid or ""), "-")
         node = "-" if place.numa is None else str(place.numa)
         where = [str(place.pp), str(place.dp), str(place.tp)]
         table.add_row(str(place.rank), printable(place.host), gpu, *where, node, place.cpus or "any")
-    more = len(plan.ranks) - _MOST_ROWS
+    more = len(ranks) - _MOST_ROWS
     return Group(table, f"and {several(more, 'rank')} more: --json lists all") if more > 0 else table
 
 

@@ -84,28 +84,33 @@ def process_state(pid: int) -> str | None:
 
 
 class BoardView:
-    """The pages of all ranks, to be read. The file is created by whoever comes first.
+    """The pages of a host's ranks, to be read. The file is created by whoever comes first.
 
     Attributes:
+        ranks: of the host, contiguous.
         rank: whose point of view `disagreement` takes.
     """
 
-    def __init__(self, path: Path, world_size: int, rank: int = 0) -> None:
-        self.rank, self.world_size = rank, world_size
+    def __init__(self, path: Path, ranks: range, rank: int | None = None) -> None:
+        self.ranks = ranks
+        self.rank = ranks.start if rank is None else rank
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        os.ftruncate(descriptor, _PAGE * world_size)  # the same size from everyone: harmless to repeat
-        self._map = mmap.mmap(descriptor, _PAGE * world_size)
+        os.ftruncate(descriptor, _PAGE * len(ranks))  # the same size from everyone: harmless to repeat
+        self._map = mmap.mmap(descriptor, _PAGE * len(ranks))
         os.close(descriptor)
 
+    def _page(self, rank: int) -> int:
+        return _PAGE * self.ranks.index(rank)
+
     def state(self, rank: int) -> RankState:
-        step, waiting, num_waits, progress, phase, pid, first = _HEADER.unpack_from(self._map, _PAGE * rank)
+        step, waiting, num_waits, progress, phase, pid, first = _HEADER.unpack_from(self._map, self._page(rank))
         return RankState(step, bool(waiting), num_waits, progress, PHASES[min(phase, len(PHASES) - 1)], pid, first)
 
     def history(self, rank: int, kind: str) -> dict[int, Issue]:
         """The last collectives of one kind that `rank` issued, by their number."""
         found = {}
         for place in range(_HISTORY):
-            at = _PAGE * rank + _HEADER.size + (_KINDS.index(kind) * _HISTORY + place) * _ENTRY.size
+            at = self._page(rank) + _HEADER.size + (_KINDS.index(kind) * _HISTORY + place) * _ENTRY.size
             number, order, num_bytes, name = _ENTRY.unpack_from(self._map, at)
             if number:
                 found[number] = Issue(kind, number, order, num_bytes, name.rstrip(b"\0").decode(errors="replace"))
@@ -120,7 +125,7 @@ class BoardView:
         """The first collective on which this rank and another differ, in words; None if there is none."""
         for kind in _KINDS:
             mine = self.history(self.rank, kind)
-            for peer in range(self.world_size):
+            for peer in self.ranks:
                 theirs = self.history(peer, kind)
                 for number in sorted(mine.keys() & theirs.keys()):
                     ours, other = mine[number], theirs[number]
@@ -135,14 +140,14 @@ class BoardView:
     def stalemate(self) -> str | None:
         """What one rank is waiting for and another never came to, in words. Meant for when all ranks have stopped.
 
-        A rank that a signal halted may still come.
+        A rank that a signal halted may still come. Where other hosts have ranks too, they may be what all wait for.
         """
-        states = [self.state(rank) for rank in range(self.world_size)]
-        if any(state.is_halted for state in states):
+        states = {rank: self.state(rank) for rank in self.ranks}
+        if any(state.is_halted for state in states.values()):
             return None
         for kind in _KINDS:
-            last = [max(self.history(rank, kind), default=0) for rank in range(self.world_size)]
-            ahead, behind = last.index(max(last)), last.index(min(last))
+            last = {rank: max(self.history(rank, kind), default=0) for rank in self.ranks}
+            ahead, behind = max(last, key=last.__getitem__), min(last, key=last.__getitem__)
             if last[ahead] != last[behind]:
                 name = self.history(ahead, kind)[last[ahead]].name
                 return (
@@ -155,9 +160,10 @@ class BoardView:
 class Board(BoardView):
     """This rank's page, and a view of the others'."""
 
-    def __init__(self, path: Path, rank: int, world_size: int) -> None:
-        super().__init__(path, world_size, rank)
-        self._base = _PAGE * rank
+    def __init__(self, path: Path, rank: int, ranks: range, world_size: int) -> None:
+        super().__init__(path, ranks, rank)
+        self.has_everyone = len(ranks) == world_size
+        self._base = self._page(rank)
         self._map[self._base : self._base + _PAGE] = bytes(_PAGE)  # an earlier run's
         self._numbers = dict.fromkeys(_KINDS, 0)
         self._step = self._first = self._num_waits = self._progress = self._phase = self._order = 0
@@ -219,15 +225,17 @@ class Watchdog:
         everyone: list[RankState] = []
         while not self._closed.wait(self._patience_s / 4):
             now = time.monotonic()
-            states = [board.state(rank) for rank in range(board.world_size)]
+            states = [board.state(rank) for rank in board.ranks]
             if states != everyone or not all(state.waiting for state in states):
                 stopped_since, everyone = now, states
-            own = states[board.rank]
+            own = board.state(board.rank)
             if not own.waiting or own.num_waits != last:
                 since, last = now, own.num_waits
             elif now - since > self._patience_s:
                 text = board.disagreement()
-                if text is None and now - stopped_since > 4 * self._patience_s:  # no message takes that long
+                if (
+                    text is None and board.has_everyone and now - stopped_since > 4 * self._patience_s
+                ):  # no message takes that long
                     text = board.stalemate()
                 if text is not None and text == seen:  # twice: the other rank may have been writing
                     self._stop(HangError(text))

@@ -637,6 +637,16 @@ class JobConfig(Section):
         description="never | auto: from the newest checkpoint of this job, if there is one | a step | a path",
         examples=["auto"],
     )
+    restarts: int = Field(
+        default=0,
+        ge=0,
+        le=1000,
+        description="how often the run is started again after a killed worker, a hang or a lost host",
+        examples=[3],
+    )
+    min_hosts: PositiveInt | None = Field(
+        default=None, description="a restart may do with this many hosts; null: with all or none", examples=[2]
+    )
     init_from: InitFromConfig | None = Field(
         default=None, description="weights to start from; null: the model's own", examples=["weights.safetensors"]
     )

@@ -42,6 +42,11 @@ class LaunchPlan(Section):
         """The hosts in rank order, each once."""
         return list(dict.fromkeys(place.host for place in self.ranks))
 
+    def ranks_on(self, host: str) -> range:
+        """The ranks of one host."""
+        ranks = [place.rank for place in self.ranks if place.host == host]
+        return range(ranks[0], ranks[-1] + 1)
+
 
 class BatchPlan(Section):
     """The batch identity: global = micro * accumulation * data-parallel ranks."""
@@ -90,6 +95,15 @@ class RunSpec(Section):
         """Store the spec at `path`, readable by its owner only."""
         path.touch(mode=0o600)
         path.write_text(json.dumps(self.as_json(), indent=1))
+
+
+def host_file(run_dir: Path, name: str, first_rank: int) -> Path:
+    """A file of the run directory that belongs to one host, whose ranks begin with `first_rank`.
+
+    Hosts may share the directory itself.
+    """
+    path = run_dir / name
+    return path.with_stem(f"{path.stem}-{first_rank}") if first_rank else path
 
 
 def checkpoint_folder(job: JobConfig, run_dir: Path) -> Path:

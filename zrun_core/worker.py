@@ -1,8 +1,9 @@
 """One rank's process: `python -m zrun_core run_dir/spec.json`, under zrun's agent or plain torchrun.
 
 It reads where it sits from torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK). ZRUN_STORE names the file through which
-the ranks of one host meet; without it they meet at MASTER_ADDR:MASTER_PORT. A failure is written to
-`run_dir/failures/rank-N.json` before the process ends with the failure's exit code.
+the ranks of one host meet, or the address at which those of several do: tcp://10.0.0.1:41234, where rank 0 has
+inherited the socket that listens there, ZRUN_STORE_FD. Without it they meet at MASTER_ADDR:MASTER_PORT. A failure is
+written to `run_dir/failures/rank-N.json` before the process ends with the failure's exit code.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from zrun_core.events import Emitter
 from zrun_core.mesh import Mesh
 from zrun_core.optim.choose import choose
 from zrun_core.optim.lr import make_schedule
-from zrun_core.spec import RunSpec, checkpoint_folder
+from zrun_core.spec import RunSpec, checkpoint_folder, host_file
 from zrun_core.stop import StopSignals
 from zrun_core.trainer import Parts, Trainer
 
@@ -76,9 +77,8 @@ class Worker:
         self.phase = "start"
         self.stop = StopSignals()
         self.lock: int | None = None  # on the folder of checkpoints
-        self.board: Board | None = None
-        if len(set(spec.plan.hosts)) == 1:
-            self.board = Board(self.run_dir / "board", rank, spec.plan.world_size)
+        ranks = spec.plan.ranks_on(spec.plan.ranks[rank].host)
+        self.board = Board(host_file(self.run_dir, "board", ranks.start), rank, ranks, spec.plan.world_size)
         self._trainer: Trainer | None = None
 
     def listen(self) -> None:
@@ -181,11 +181,7 @@ class Worker:
             torch.cuda.set_device(device)
         if size == 1:
             return
-        start = timedelta(seconds=limits.start_s)
-        store = None
-        if (path := os.environ.get("ZRUN_STORE")) is not None:
-            store = dist.FileStore(path, size)  # type: ignore[attr-defined]
-            store.set_timeout(start)
+        store = _store(os.environ.get("ZRUN_STORE"), self.rank, size, timedelta(seconds=limits.start_s))
         backend = "nccl" if device.type == "cuda" else "gloo"
         try:
             dist.init_process_group(
@@ -202,10 +198,9 @@ class Worker:
             ) from None
 
     def _connect(self, device: torch.device) -> tuple[Comm, Mesh]:
-        """The groups of this rank; where one host has them all, they see each other on its board."""
+        """The groups of this rank; those of one host see each other on its board."""
         hosts = [place.host for place in self.spec.plan.ranks]
-        if self.board is not None:
-            Watchdog(self.board, self._hangs)
+        Watchdog(self.board, self._hangs)
         comm = Comm(device, self.board)
         ranks_here = hosts.count(hosts[self.rank])
         mesh = Mesh.build(self.rank, hosts, parallelize.shard_size(self.spec.job, len(hosts), ranks_here))
@@ -283,6 +278,33 @@ class Worker:
 def _plain(ref: Ref) -> Ref:
     """The reference alone, without the options of a section that extends it."""
     return Ref(call=ref.call, args=ref.args)
+
+
+def _store(where: str | None, rank: int, size: int, patience: timedelta) -> Any:
+    """The place where ranks meet that the agent names; None: torchrun's.
+
+    The listening socket is bound to one address, where torch's own would listen on all of them.
+
+    Raises:
+        RendezvousError: rank 0 is not there.
+    """
+    if where is None:
+        return None
+    if not where.startswith("tcp://"):
+        store = dist.FileStore(where, size)  # type: ignore[attr-defined]
+        store.set_timeout(patience)
+        return store
+    host, _, port = where.removeprefix("tcp://").rpartition(":")
+    listener = int(os.environ["ZRUN_STORE_FD"]) if rank == 0 else None
+    try:
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            host.strip("[]"), int(port), size, rank == 0, patience, wait_for_workers=False, master_listen_fd=listener
+        )
+    except dist.DistError as error:
+        reason = str(error).splitlines()[0]
+        raise RendezvousError(
+            f"rank 0 cannot be reached at {where} (limits.start_s, or a firewall): {reason}"
+        ) from None
 
 
 def _die_with_parent() -> None:

@@ -19,7 +19,7 @@ from zrun_core.errors import HangError
 
 @pytest.fixture
 def boards(tmp_path: Path) -> list[Board]:
-    return [Board(tmp_path / "board", rank, 3) for rank in range(3)]
+    return [Board(tmp_path / "board", rank, range(3), 3) for rank in range(3)]
 
 
 def test_ranks_that_agree_have_nothing_to_say(boards):
@@ -88,8 +88,8 @@ def test_the_last_collective_is_told_with_its_size(boards):
 
 
 def test_a_new_run_forgets_an_earlier_one_in_the_same_file(tmp_path):
-    Board(tmp_path / "board", 0, 2).issue("small", "old")
-    assert Board(tmp_path / "board", 0, 2).history(0, "small") == {}
+    Board(tmp_path / "board", 0, range(2), 2).issue("small", "old")
+    assert Board(tmp_path / "board", 0, range(2), 2).history(0, "small") == {}
 
 
 class Stopped:
@@ -159,7 +159,7 @@ def test_a_halted_process_is_late_and_no_stalemate(boards, tmp_path):
     """A rank that was sent SIGSTOP while it waits may still come: its peers must not be told that it disagrees."""
     code = (
         "import sys, os, signal\nfrom pathlib import Path\nfrom zrun_core.board import Board\n"
-        "board = Board(Path(sys.argv[1]), 0, 3)\nboard.waiting(True)\nos.kill(os.getpid(), signal.SIGSTOP)\n"
+        "board = Board(Path(sys.argv[1]), 0, range(3), 3)\nboard.waiting(True)\nos.kill(os.getpid(), signal.SIGSTOP)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "board")])
     try:

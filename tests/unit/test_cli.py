@@ -326,18 +326,19 @@ def test_hosts_in_the_job_have_a_place(zrun: Zrun) -> None:
     )
 
 
-def test_train_uses_this_host_only(zrun: Zrun, monkeypatch: pytest.MonkeyPatch) -> None:
-    result = zrun("train", "job.yaml", "-H", "h1:8,h2:8")
-    assert result.code == ExitCode.USAGE
-    assert result.err.endswith(
-        "error: zrun train uses this host only, for now, and not 2 hosts, 16 slots, by ssh (-H names them): "
-        "name no hosts\n"
-    )
-    dry = zrun("train", "job.yaml", "-H", "h1:8,h2:8", "--dry-run")
-    assert (dry.code, dry.err.splitlines()[0]) == (0, "hosts: 2 hosts, 16 slots, by ssh (-H names them)")
+def test_hosts_that_are_not_there_are_all_named(zrun: Zrun) -> None:
+    for more in ([], ["--dry-run"]):
+        result = zrun("train", "job.yaml", "-H", "h1.invalid:8,h2.invalid:8", *more)
+        assert result.code == ExitCode.PREFLIGHT
+        assert result.err.startswith("hosts: 2 hosts, 16 slots, by ssh (-H names them)\n")
+        assert "h1.invalid, h2.invalid: no such host is known here" in result.err
+    assert not Path("runs").exists()
+
+
+def test_ranks_of_another_launcher_are_not_joined(zrun: Zrun, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert "zrun train cannot join the ranks of another launcher yet" in zrun("train", "job.yaml").err
+    assert "zrun train cannot join the ranks of another launcher" in zrun("train", "job.yaml").err
     assert zrun("train", "job.yaml", "--dry-run", "launch=local").code == 0
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from zrun.launch.failures import Exit, Failure, Note, first_failure
+from zrun.launch.failures import Exit, Failure, LostHost, Note, first_failure, is_cause
+from zrun.launch.tail import last_lines
 from zrun_core.errors import ExitCode
 from zrun_core.spec import RankPlace
 
@@ -39,23 +41,23 @@ def note(rank: int, kind: str = "user", message: str = "boom", **fields: Any) ->
     ],
 )
 def test_the_cause_comes_before_its_echoes(exits: list[Exit], notes: list[Note], first: int) -> None:
-    end = first_failure(exits, {each.rank: each for each in notes}, ended=False)
+    found = {each.rank: each for each in notes}
+    end = first_failure([replace(each, note=found.get(each.rank)) for each in exits], ended=False)
     assert end is not None
     assert end.rank == first
 
 
 def test_status_0_is_a_failure_only_before_the_end() -> None:
     exits = [Exit(0, 0, 1.0), Exit(1, 0, 0.9)]
-    assert first_failure(exits, {}, ended=True) is None
-    assert first_failure(exits, {}, ended=False) == exits[1]
-    assert first_failure([*exits, Exit(2, ABORT, 1.1)], {}, ended=True) == Exit(2, ABORT, 1.1)
+    assert first_failure(exits, ended=True) is None
+    assert first_failure(exits, ended=False) == exits[1]
+    assert first_failure([*exits, Exit(2, ABORT, 1.1)], ended=True) == Exit(2, ABORT, 1.1)
 
 
-def failure(end: Exit, found: Note | None, tmp_path: Path) -> Failure:
-    log = tmp_path / "rank-1.log"
-    log.write_text("".join(f"line {number}\n" for number in range(100)))
+def failure(end: Exit, found: Note | None) -> Failure:
     place = RankPlace(rank=1, host="node", local_rank=1, device="cuda:1")
-    return Failure(end, found, place, num_ranks=4, last_step=12, log=log)
+    log = tuple(f"line {number}" for number in range(50, 100))
+    return Failure(replace(end, note=found, log=log), place, num_ranks=4, last_step=12, log=Path("rank-1.log"))
 
 
 @pytest.mark.parametrize(
@@ -75,30 +77,42 @@ def failure(end: Exit, found: Note | None, tmp_path: Path) -> Failure:
         (Exit(1, 0, 1.0), None, "ended with status 0 before training did after step 12", ExitCode.WORKER),
     ],
 )
-def test_headlines_and_codes(end: Exit, found: Note | None, headline: str, code: ExitCode, tmp_path: Path) -> None:
-    told = failure(end, found, tmp_path)
+def test_headlines_and_codes(end: Exit, found: Note | None, headline: str, code: ExitCode) -> None:
+    told = failure(end, found)
     assert told.headline == f"rank 1 of 4 (node, cuda:1) {headline}"
     assert told.exit_code is code
     assert told.advice
     assert json.loads(json.dumps(told.as_json()))["last_lines"] == [f"line {number}" for number in range(50, 100)]
 
 
-def test_the_traceback_is_told_or_else_the_message(tmp_path: Path) -> None:
+def test_the_traceback_is_told_or_else_the_message() -> None:
     trace = "hooks.on_step failed\nTraceback (most recent call last):\n  File ...\nValueError: boom\n"
     for found in (note(1, traceback=trace, message="hooks.on_step failed: ValueError: boom"), note(1)):
-        assert failure(Exit(1, 5, 1.0), found, tmp_path).describe().count("boom") == 1
+        assert failure(Exit(1, 5, 1.0), found).describe().count("boom") == 1
 
 
-def test_half_a_note_is_none(tmp_path: Path) -> None:
-    path = tmp_path / "rank-0.json"
-    assert Note.read(path) is None
-    path.write_text('{"rank": 0, "kind": "us')
-    assert Note.read(path) is None
-    path.write_text(note(0).model_dump_json())
-    assert Note.read(path) == note(0)
+def test_half_a_note_is_none() -> None:
+    assert Note.parse(None) is None
+    assert Note.parse('{"rank": 0, "kind": "us') is None
+    assert Note.parse(note(0).model_dump_json()) == note(0)
 
 
-def test_a_missing_log_is_said(tmp_path: Path) -> None:
-    told = failure(Exit(1, KILL, 1.0), None, tmp_path)
-    told.log.unlink()
+def test_a_missing_log_is_said() -> None:
+    told = replace(failure(Exit(1, KILL, 1.0), None), end=Exit(1, KILL, 1.0))
     assert told.describe().startswith("(its log is empty)")
+
+
+def test_a_log_is_kept_from_its_end(tmp_path: Path) -> None:
+    log = tmp_path / "rank-1.log"
+    assert last_lines(log) == []
+    log.write_bytes(b"\xff\n" + b"".join(b"line %d\n" % number for number in range(100)))
+    assert last_lines(log) == [f"line {number}" for number in range(50, 100)]
+
+
+def test_a_lost_host_is_the_cause_where_ranks_only_felt_it() -> None:
+    found = LostHost("node2", "node2: the connection broke", 12)
+    assert found.headline == "lost node2: the connection broke, after step 12"
+    assert found.exit_code is ExitCode.HANG
+    echo = replace(Exit(0, 5, 1.0), note=note(0, message=GLOO))
+    assert not is_cause(echo, [echo])
+    assert is_cause(Exit(0, KILL, 1.0), [echo, Exit(0, KILL, 1.0)])

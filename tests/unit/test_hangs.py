@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from zrun.launch.failures import Hang
-from zrun.launch.hangs import HangWatch, StepTimes
+from zrun.launch.hangs import HangWatch, Inquiry, StepTimes, Verdict
 from zrun_core.board import RankState
 from zrun_core.config import LimitsConfig
 from zrun_core.errors import ExitCode
@@ -125,10 +125,10 @@ def hang(*, does: str = "runs", reason: str | None = None, to_blame: tuple[int, 
         'Thread 0x01 (most recent call first):\n  File "board.py", line 1 in _watch\n\n'
         'Current thread 0x02 (most recent call first):\n  File "train.py", line 7 in forward\n'
     )
-    frame = {"frame": "hang", "ranks": ranks, "to_blame": list(to_blame), "limit_s": 5.0, "key": "limits.hang_s"}
+    frame = {"ranks": ranks, "to_blame": list(to_blame), "limit_s": 5.0, "key": "limits.hang_s"}
     places = [RankPlace(rank=rank, host="node", local_rank=rank, device="cpu") for rank in range(2)]
     plan = LaunchPlan(ranks=places)
-    return Hang(frame | {"reason": reason, "stacks": {"1": stack}}, plan, Path("/runs/a"))
+    return Hang(frame | {"reason": reason, "stacks": {1: stack}, "logs": {}}, plan, Path("/runs/a"))
 
 
 def test_a_stuck_rank_is_told_with_its_stack_and_the_last_collective_of_each():
@@ -153,3 +153,35 @@ def test_failure_json_has_the_fields_of_any_failure():
     assert (report["rank"], report["host"], report["step"], report["phase"]) == (1, "node", 5, "forward")
     assert report["exit_code"] == ExitCode.HANG
     assert {"kind", "message", "traceback", "log", "last_lines", "what_to_do", "time"} <= report.keys()
+
+
+def saw(*ranks: int, does: str = "waits") -> dict[str, Any]:
+    told = [{"rank": rank, "step": 5, "phase": "forward", "does": does, "last": "small 4"} for rank in ranks]
+    found = {"disagreement": None, "stalemate": "all ranks wait"}
+    return {"ranks": told, **found, "stacks": {str(rank): f"stack {rank}" for rank in ranks}, "logs": {}}
+
+
+def test_what_several_agents_saw_becomes_one_finding():
+    inquiry = Inquiry(Verdict([2], 5.0, "limits.hang_s"), {rank: state() for rank in range(3)}, 100.0)
+    inquiry.hear(saw(0, 1))
+    assert not inquiry.is_over(101.0)
+    inquiry.hear(saw(2, does="is stopped"))
+    assert inquiry.is_over(101.0)
+    found = inquiry.finding()
+    assert [told["does"] for told in found["ranks"]] == ["waits", "waits", "is stopped"]
+    assert (found["to_blame"], found["reason"], found["stacks"][2]) == ([2], None, "stack 2")
+
+
+def test_a_host_that_does_not_answer_is_to_blame():
+    inquiry = Inquiry(Verdict([0, 1], 5.0, "limits.hang_s"), {rank: state() for rank in range(2)}, 100.0)
+    inquiry.hear(saw(0))
+    assert inquiry.is_over(110.0)
+    found = inquiry.finding()
+    assert (found["to_blame"], found["ranks"][1]["does"]) == ([1], "is silent")
+    assert "rank 1 of 2 is silent" in Hang(found, hang().plan, Path("/runs/a")).headline
+
+
+def test_only_a_single_host_knows_that_all_ranks_wait_for_one_of_them():
+    inquiry = Inquiry(Verdict([0, 1], 5.0, "limits.hang_s"), {rank: state() for rank in range(2)}, 100.0)
+    inquiry.hear(saw(0, 1))
+    assert inquiry.finding()["reason"] == "all ranks wait"

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from zrun.launch.failures import Exit
+from zrun.launch.failures import Exit, Note
 from zrun.launch.frames import Frame, Stop
 from zrun.launch.rundir import RunDir
-from zrun.launch.supervise import Interrupts, Run, judge, watch
+from zrun.launch.supervise import Interrupts, Run, Supervisor, judge
 from zrun_core.config import LimitsConfig
+from zrun_core.errors import RendezvousError
 from zrun_core.spec import LaunchPlan, RankPlace
 from zrun_core.stop import StopSignals
 
@@ -94,18 +95,34 @@ def test_only_firm_signals_escalate(numbers, level):
     assert (interrupts.forced_at is not None) == (level > 1)
 
 
-class ScriptedAgent:
-    """Says what a test wrote down; a callable is a signal, or whatever else happens between two frames."""
+class ScriptedAgents:
+    """Say what a test wrote down; a callable is a signal, or whatever else happens between two frames."""
 
-    def __init__(self, script: list[Any]) -> None:
-        self.script, self.asked = script, []
+    def __init__(self, script: list[Any], hosts: list[str]) -> None:
+        self.script, self.hosts = script, hosts
+        self.asked: list[Stop] = []
+        self.told: list[Frame] = []
+        self.lost: dict[str, str] = {}
+        self._num_done = 0
 
-    def frames(self, patience_s: float) -> list[Frame] | None:
+    @property
+    def are_over(self) -> bool:
+        return self._num_done + len(self.lost) == len(self.hosts)
+
+    def frames(self, patience_s: float) -> list[tuple[str, Frame]]:
         item = self.script.pop(0)
         if callable(item):
             item()
             return []
-        return item if item is None else [item]
+        host, frame = item if isinstance(item, tuple) else (self.hosts[0], item)
+        if frame is None:
+            self.lost[host] = f"{host}: the connection broke"
+            return []
+        self._num_done += frame is DONE
+        return [(host, frame)]
+
+    def tell(self, frame: Frame) -> None:
+        self.told.append(frame)
 
     def stop(self, how: Stop) -> None:
         self.asked.append(how)
@@ -115,14 +132,91 @@ STARTED: Frame = {"frame": "started", "pids": {}}
 DONE: Frame = {"frame": "done"}
 
 
-def exit_frame(rank: int, status: int, time: float = 1.0) -> Frame:
-    return {"frame": "exit", "rank": rank, "status": status, "time": time, "oom": False}
+def exit_frame(rank: int, status: int, note: Note | None = None) -> Frame:
+    told = note.model_dump_json() if note is not None else None
+    return {"frame": "exit", "rank": rank, "status": status, "oom": False, "note": told, "log": []}
 
 
 def follow(script: list[Any], interrupts: Interrupts, **limits: Any) -> tuple[Run, list[Stop]]:
-    run, agent = Run(2), ScriptedAgent([STARTED, *script, DONE])
-    watch(agent, run, interrupts, LimitsConfig.model_validate(limits), lambda event: None, lambda: None)
-    return run, agent.asked
+    run, agents = Run(2), ScriptedAgents([STARTED, *script, DONE], ["node"])
+    supervisor = Supervisor(agents, run, interrupts, LimitsConfig.model_validate(limits))
+    supervisor.watch(lambda event: None, lambda: None)
+    return run, agents.asked
+
+
+class Hosts:
+    """Two hosts, a and b, with a rank each, and a clock of their own."""
+
+    def __init__(self, *script: Any, starts: tuple[str, ...] = ("a", "b"), **limits: Any) -> None:
+        self.run, self.now = Run(2), 0.0
+        self.agents = ScriptedAgents([*((host, STARTED) for host in starts), *script], ["a", "b"])
+        self._limits = LimitsConfig.model_validate(limits)
+
+    def watch(self) -> None:
+        script = self.agents.script
+        script[:] = [partial(self._wait, item) if isinstance(item, float) else item for item in script]
+        supervisor = Supervisor(self.agents, self.run, Interrupts(), self._limits, lambda: self.now)
+        supervisor.watch(lambda event: None, lambda: None)
+
+    def _wait(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_a_failure_on_one_host_stops_the_others(rundir):
+    note = Note(rank=0, kind="user", type="E", message="boom", exit_code=5)
+    hosts = Hosts(("a", exit_frame(0, 5, note)), 1.0, ("b", exit_frame(1, 143)), ("a", DONE), ("b", DONE))
+    hosts.watch()
+    assert hosts.agents.asked == [Stop.NOW]
+    assert {"beat": True} in hosts.agents.told
+    code, failure = judge(hosts.run, plan(), rundir, Interrupts())
+    assert (code, failure.headline) == (5, "rank 0 of 2 (node, cpu) failed")
+
+
+def test_a_lost_host_is_named_although_the_others_felt_it_first(rundir):
+    note = Note(rank=0, kind="peer", type="E", message="Connection closed by peer", exit_code=5)
+    hosts = Hosts(("a", exit_frame(0, 5, note)), ("b", None), 1.0, ("a", DONE))
+    hosts.watch()
+    assert hosts.agents.asked == [Stop.NOW]
+    code, failure = judge(hosts.run, plan(), rundir, Interrupts())
+    assert (code, failure.headline) == (6, "lost b: the connection broke")
+
+
+def test_a_host_that_says_no_more_is_not_waited_for(rundir):
+    hosts = Hosts(("a", None), 1.0, 100.0)
+    hosts.watch()
+    assert not hosts.agents.script, "b never said that it was done"
+    assert judge(hosts.run, plan(), rundir, Interrupts())[0] == 6
+
+
+def test_a_host_that_could_not_start_its_workers_is_lost(rundir):
+    hosts = Hosts(("b", DONE), 1.0, ("a", DONE), starts=("a",))
+    hosts.watch()
+    code, failure = judge(hosts.run, plan(), rundir, Interrupts())
+    assert code == 6
+    assert "b: its agent could not start the workers" in failure.headline
+
+
+def test_a_host_that_never_starts_is_named():
+    with pytest.raises(RendezvousError, match=r"^b: the workers had not started after 5 s"):
+        Hosts(6.0, starts=("a",), start_s=5.0).watch()
+
+
+def test_a_hang_is_found_from_the_boards_of_all_hosts(rundir):
+    def board(rank: int, *, waiting: bool) -> Frame:
+        return {"frame": "board", "states": {str(rank): [3, waiting, 0, 7, "forward", 1, 1]}}
+
+    def saw(rank: int, does: str) -> Frame:
+        told = {"rank": rank, "step": 3, "phase": "forward", "does": does, "last": "small 4"}
+        return {"frame": "testimony", "ranks": [told], "disagreement": None, "stalemate": "", "stacks": {}, "logs": {}}
+
+    boards = ("a", board(0, waiting=True)), ("b", board(1, waiting=False))
+    hosts = Hosts(*boards, 6.0, ("a", saw(0, "waits")), ("b", saw(1, "runs")), ("a", DONE), ("b", DONE), hang_s=5.0)
+    hosts.watch()
+    assert {"testify": True} in hosts.agents.told
+    assert hosts.agents.asked == [Stop.KILL]
+    code, failure = judge(hosts.run, plan(), rundir, Interrupts())
+    assert code == 6
+    assert "rank 1 of 2 is stuck in forward of step 3" in failure.headline
 
 
 def test_the_launcher_asks_once_per_level():
@@ -180,22 +274,20 @@ def plan() -> LaunchPlan:
     ],
 )
 def test_the_exit_code_of_a_stopped_run(rundir, first, statuses, code):
-    interrupts, run = Interrupts(), Run(2, started=True, done=True)
+    interrupts, run = Interrupts(), Run(2)
     run.ended = statuses == (0, 0)
     if first is not None:
         interrupts._note(first, None)
     for rank, status in enumerate(statuses):
-        run.exits.append(Exit(rank, status, 1.0 + rank))
-        if status in (5, 8):
-            note = {"rank": rank, "kind": "zrun", "type": "E", "message": "m", "exit_code": status}
-            rundir.failure(rank).write_text(json.dumps(note))
+        note = Note(rank=rank, kind="zrun", type="E", message="m", exit_code=status) if status in (5, 8) else None
+        run.exits.append(Exit(rank, status, 1.0 + rank, note=note))
     found, failure = judge(run, plan(), rundir, interrupts)
     assert found == code
     assert (failure is not None) == (code in (5, 8))
 
 
 def test_what_is_killed_after_now_is_no_failure(rundir):
-    interrupts, run = Interrupts(), Run(2, started=True, done=True)
+    interrupts, run = Interrupts(), Run(2)
     interrupts._note(INT, None)
     interrupts._note(INT, None)
     assert interrupts.forced_at is not None
@@ -204,9 +296,8 @@ def test_what_is_killed_after_now_is_no_failure(rundir):
 
 
 def test_a_peer_that_felt_the_others_stop_is_no_failure(rundir):
-    interrupts, run = Interrupts(), Run(2, started=True, done=True)
+    interrupts, run = Interrupts(), Run(2)
     interrupts._note(TERM, None)
-    note = '{"rank": 1, "kind": "peer", "type": "E", "message": "Connection closed by peer", "exit_code": 5}'
-    rundir.failure(1).write_text(note)
-    run.exits += [Exit(0, -signal.SIGUSR1, 1.0), Exit(1, 5, 1.1)]
+    note = Note(rank=1, kind="peer", type="E", message="Connection closed by peer", exit_code=5)
+    run.exits += [Exit(0, -signal.SIGUSR1, 1.0), Exit(1, 5, 1.1, note=note)]
     assert judge(run, plan(), rundir, interrupts) == (143, None)

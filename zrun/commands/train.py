@@ -6,12 +6,13 @@ import json
 import os
 import shlex
 import sys
+import time
 import traceback
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from socket import gethostname
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
@@ -21,6 +22,10 @@ from zrun_core.errors import ExitCode, JobError, ZrunError
 
 if TYPE_CHECKING:
     from zrun.job.load import LoadedJob
+    from zrun.launch.agent_process import AgentProcess
+    from zrun.launch.agents import Agents
+    from zrun.launch.detach import Detached
+    from zrun.launch.failures import Failure, Hang, LostHost
     from zrun.launch.hosts import Backend
     from zrun.launch.local import LocalAgent
     from zrun.launch.plan import Resolved
@@ -65,7 +70,6 @@ def train(
     checkpoint; 10 replicas diverged; 75 stopped by a signal after saving;
     130 or 143 stopped by a signal before saving.
     """
-    from zrun.launch.frames import Start
     from zrun.launch.local import LocalAgent
 
     detached = None
@@ -74,67 +78,165 @@ def train(
 
         detached = Detached.begin(ui)
     # First of all: the agent gets ready while this process still reads the job.
-    with nullcontext() if dry_run else LocalAgent() as agent:
+    early = None if dry_run else LocalAgent()
+    with early or nullcontext():
         from zrun.job.load import load_job
-        from zrun.launch.cluster import Cluster, probe_host
         from zrun.launch.environment import worker_environment
-        from zrun.launch.hosts import HostOptions, find_backend, with_backend
-        from zrun.launch.plan import make_plan
-        from zrun.launch.resume import begin
-        from zrun.launch.rundir import RunDir, set_checkpoints_aside
-        from zrun.watch.preface import hosts_preface, print_preface
-        from zrun.watch.topology import show_seats
+        from zrun.launch.hosts import HostOptions, find_backend
+        from zrun.watch.preface import hosts_preface
 
         options = HostOptions(hosts, host_list, include, exclude, nodes, gpus)
         short = {"slots": slots, "resume": json.dumps(resume) if resume and not resume.isdigit() else resume}
         given = [f"{key}={value}" for key, value in short.items() if value is not None]
         loaded = load_job(job, [*(overrides or ()), *given])
-        environment = worker_environment(loaded.config, os.environ)
         backend = find_backend(loaded.config, options, os.environ, job.absolute().parent, gethostname())
         if ui is not Ui.none and (backend.hosts is not None or backend.kind != "local"):
             print(hosts_preface(backend), file=sys.stderr)
-        if backend.kind != "local":
-            if dry_run:
-                return
-            _refuse(backend)
-        host = probe_host()
-        cluster = Cluster((backend.on_this_host(host),))
-        config, reasons = with_backend(loaded.config, backend)
-        resolved = make_plan(config, cluster)
-        resolved = replace(resolved, reasons=(*reasons, *resolved.reasons))
-        if ui is not Ui.none:
-            print_preface(resolved, cluster, sys.stderr)
-        if agent is None and ui is not Ui.none:
-            show_seats(resolved.plan.ranks, cluster, sys.stderr)
-        _refuse_untrained(resolved, dry_run)
-        beginning = begin(resolved.job, run_dir, fresh)
-        if beginning.note:
-            print(beginning.note, file=sys.stderr)
-        if agent is None or beginning.complete:
-            return
-        with RunDir.claim(resolved.job.name, beginning.run_dir, earlier=beginning.earlier) as rundir:
-            if detached is not None:
-                detached.moved_in(rundir)
-            if beginning.aside is not None:
-                set_checkpoints_aside(beginning.aside, rundir.run_id)
-            rundir.write_job(_record(loaded, resolved))
-            rundir.write_plan(resolved.plan)
-            agent.start(Start(_spec(loaded, resolved, rundir, beginning.resume), host.hostname, environment, worker))
-            given = [f"--slots={slots}"] * (slots is not None) + options.as_arguments()
-            given += ["--run-dir", str(run_dir)] if run_dir is not None else []
-            again = shlex.join(["zrun", "train", str(job), *(overrides or ()), *given, "--resume", "auto"])
-            code = rundir.exit_code = _follow(agent, resolved, rundir, ui, again)
+        if backend.kind == "env":
+            raise JobError(
+                f"zrun train cannot join the ranks of another launcher ({backend.why}): run it once, by itself, or use "
+                "zrun_core in a loop of your own"
+            )
+        again = [f"--slots={slots}"] * (slots is not None) + options.as_arguments()
+        again += ["--run-dir", str(run_dir)] if run_dir is not None else []
+        order = _Order(
+            loaded=loaded,
+            backend=backend,
+            environment=worker_environment(loaded.config, os.environ),
+            run_dir=run_dir,
+            fresh=fresh,
+            ui=ui,
+            dry_run=dry_run,
+            worker=worker,
+            again=shlex.join(["zrun", "train", str(job), *(overrides or ()), *again, "--resume", "auto"]),
+            detached=detached,
+        )
+        if early is not None and backend.kind != "local":
+            early.close()
+            early = None
+        code = _run(order, early)
     raise typer.Exit(code)
 
 
-def _refuse(backend: Backend) -> NoReturn:
-    if backend.kind == "env":
-        raise JobError(
-            f"zrun train cannot join the ranks of another launcher yet ({backend.why}): run it once, by itself, or use "
-            "zrun_core in a loop of your own"
+@dataclass(frozen=True)
+class _Order:
+    """What was asked for, and what stays the same however often it is tried.
+
+    Attributes:
+        again: the command that goes on from the run's last checkpoint.
+        is_restart: it goes on, in the directory of the run that failed.
+    """
+
+    loaded: LoadedJob
+    backend: Backend
+    environment: dict[str, str]
+    run_dir: Path | None
+    fresh: bool
+    ui: Ui
+    dry_run: bool
+    worker: str
+    again: str
+    detached: Detached | None = None
+    is_restart: bool = False
+
+    def resumed(self, run_dir: Path) -> _Order:
+        """The same once more, from what the run in `run_dir` has saved."""
+        config = self.loaded.config.model_copy(update={"resume": "auto"})
+        loaded = replace(self.loaded, config=config)
+        return replace(self, loaded=loaded, run_dir=run_dir, fresh=False, is_restart=True)
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    code: int
+    failure: Failure | Hang | LostHost | None = None
+    run_dir: Path | None = None  # None: nothing was started
+    committed: int = 0  # the newest step that was saved
+
+
+def _run(order: _Order, early: LocalAgent | None) -> int:
+    """Train, and start again as often as the job allows. Returns the exit code."""
+    from zrun.launch.agent_process import close_all
+    from zrun.launch.assemble import open_agents
+    from zrun.launch.restarts import Restarts
+
+    job = order.loaded.config
+    restarts = Restarts(job.restarts)
+    while True:
+        members: list[AgentProcess] = [early] if early is not None else []
+        if not members and not (order.dry_run and order.backend.kind == "local"):
+            members = open_agents(order.backend, job)
+        early = None
+        try:
+            outcome = _attempt(order, members)
+        finally:
+            close_all(members)
+        pause_s = restarts.after(outcome.failure, outcome.committed)
+        if pause_s is None or outcome.run_dir is None:
+            return outcome.code
+        left = f"after step {outcome.committed}" if outcome.committed else "from the beginning"
+        _say(f"restart {restarts.made} of {restarts.budget} in {pause_s:g} s, {left}", sys.stderr)
+        time.sleep(pause_s)
+        order = order.resumed(outcome.run_dir)
+
+
+def _attempt(order: _Order, members: list[AgentProcess]) -> _Outcome:
+    """Look at the hosts, plan, start the workers and follow them to the end."""
+    from zrun.launch.agents import Agents
+    from zrun.launch.assemble import assemble
+    from zrun.launch.frames import Start
+    from zrun.launch.hosts import with_backend
+    from zrun.launch.plan import make_plan
+    from zrun.launch.resume import begin
+    from zrun.launch.rundir import RunDir, set_checkpoints_aside
+    from zrun.watch.preface import print_preface
+    from zrun.watch.topology import show_seats
+
+    config, reasons = with_backend(order.loaded.config, order.backend)
+    job_dir = order.loaded.path.absolute().parent
+    least = config.min_hosts if order.is_restart and config.min_hosts is not None else len(members)
+    root = order.run_dir or Path("runs") / config.name
+    assembly = assemble(members, order.backend, config, job_dir, root.absolute(), least)
+    if assembly.dropped:
+        _say(assembly.dropped, sys.stderr)
+    resolved = make_plan(config, assembly.cluster)
+    resolved = replace(resolved, reasons=(*reasons, *resolved.reasons))
+    if order.ui is not Ui.none and not order.is_restart:
+        print_preface(resolved, assembly.cluster, sys.stderr)
+        if order.dry_run:
+            show_seats(resolved.plan.ranks, assembly.cluster, sys.stderr)
+    _refuse_untrained(resolved, order.dry_run)
+    beginning = begin(resolved.job, order.run_dir, order.fresh)
+    if beginning.note:
+        print(beginning.note, file=sys.stderr)
+    if order.dry_run or beginning.complete:
+        return _Outcome(ExitCode.OK)
+    with RunDir.claim(resolved.job.name, beginning.run_dir, earlier=beginning.earlier) as rundir:
+        if order.detached is not None and not order.is_restart:
+            order.detached.moved_in(rundir)
+        if beginning.aside is not None:
+            set_checkpoints_aside(beginning.aside, rundir.run_id)
+        rundir.write_job(_record(order.loaded, resolved))
+        rundir.write_plan(resolved.plan)
+        spec = _spec(order.loaded, resolved, rundir, beginning.resume)
+        agents = Agents(assembly.agents)
+        agents.start(
+            Start(spec, host, order.environment, order.worker, assembly.store, interface, order.backend.kind != "local")
+            for host, interface in assembly.interfaces.items()
         )
-    instead = "add launch=local" if backend.kind == "slurm" else "name no hosts"
-    raise JobError(f"zrun train uses this host only, for now, and not {backend}: {instead}")
+        code, failure = _follow(agents, resolved, rundir, order)
+        rundir.exit_code = code
+        return _Outcome(code, failure, rundir.path, _committed(resolved, rundir))
+
+
+def _committed(resolved: Resolved, rundir: RunDir) -> int:
+    """The newest step that the run has saved; 0: none."""
+    from zrun_core.spec import checkpoint_folder
+
+    if resolved.job.checkpoint is None:
+        return 0
+    folders = checkpoint_folder(resolved.job, rundir.path).glob("step-*[0-9]")
+    return max((int(folder.name.removeprefix("step-")) for folder in folders), default=0)
 
 
 def _refuse_untrained(resolved: Resolved, dry_run: bool) -> None:
@@ -176,26 +278,23 @@ def _record(loaded: LoadedJob, resolved: Resolved) -> str:
     return with_origins(LoadedJob(without_secrets(resolved.job), loaded.path, {**loaded.origins, **autos}))
 
 
-def _follow(agent: LocalAgent, resolved: Resolved, rundir: RunDir, ui: Ui, again: str) -> int:
-    """Watch the run to its end, report it, and return its exit code.
-
-    Args:
-        again: the command that goes on from the run's last checkpoint.
-    """
-    from zrun.launch.supervise import Interrupts, Run, judge, watch
+def _follow(
+    agents: Agents, resolved: Resolved, rundir: RunDir, order: _Order
+) -> tuple[int, Failure | Hang | LostHost | None]:
+    """Watch the run to its end, report it, and return its exit code and the failure behind it."""
+    from zrun.launch.supervise import Interrupts, Run, Supervisor, judge
     from zrun.watch.follow import Follower
     from zrun.watch.report import report
     from zrun.watch.screen import open_screen
     from zrun.watch.view import Facts
-    from zrun_core.spec import checkpoint_folder
 
-    job, plan = resolved.job, resolved.plan
+    job, plan, ui = resolved.job, resolved.plan, order.ui
     facts = Facts(job.name, rundir.run_id, plan.world_size)
     follower = Follower(open_screen(ui, facts, job.log.every, sys.stdout, os.environ), rundir.append)
     run, interrupts = Run(plan.world_size), Interrupts()
     try:
         with interrupts.caught():
-            watch(agent, run, interrupts, job.limits, follower.event, follower.turn)
+            Supervisor(agents, run, interrupts, job.limits).watch(follower.event, follower.turn)
     except ZrunError as error:
         rundir.write_failure({"message": str(error), "exit_code": int(error.exit_code)})
         raise
@@ -205,16 +304,16 @@ def _follow(agent: LocalAgent, resolved: Resolved, rundir: RunDir, ui: Ui, again
     finally:
         follower.close()
     code, failure = judge(run, plan, rundir, interrupts)
-    has_checkpoint = job.checkpoint is not None and any(checkpoint_folder(job, rundir.path).glob("step-*[0-9]"))
     if failure is not None:
-        rundir.write_failure(failure.as_json() | {"resume": again if has_checkpoint else None})
-        _say(failure.describe() + (f"\n  resume: {again}" if has_checkpoint else ""), sys.stderr)
+        again = order.again if _committed(resolved, rundir) else None
+        rundir.write_failure(failure.as_json() | {"resume": again})
+        _say(failure.describe() + (f"\n  resume: {again}" if again else ""), sys.stderr)
     elif code == ExitCode.OK and ui is not Ui.none:
         _say(report(follower.state, rundir.path), sys.stderr if ui is Ui.json else sys.stdout)
     elif code != ExitCode.OK:
-        saved = f"saved; resume: {again}" if code == ExitCode.STOPPED else "not saved"
+        saved = f"saved; resume: {order.again}" if code == ExitCode.STOPPED else "not saved"
         _say(f"stopped after step {run.last_step}, {saved}", sys.stderr)
-    return code
+    return code, failure
 
 
 def _say(text: str, out: TextIO) -> None:

@@ -21,15 +21,14 @@ from typing import Any
 from zrun.launch import processes
 from zrun.launch.environment import WORKER_DEFAULTS
 from zrun.launch.frames import Start, Stop
-from zrun.launch.hangs import HangGuard
+from zrun.launch.hangs import Observer
 from zrun.launch.switchboard import Switchboard
 from zrun.launch.witness import Witness
 from zrun.launch.workers import Command
 from zrun_core.board import BoardView
-from zrun_core.config import LimitsConfig
+from zrun_core.spec import host_file
 
 _STORE = "store"  # the file through which the workers find each other
-_LONGEST_SOCKET_PATH = 100  # the kernel takes 107 bytes
 
 
 def main() -> None:
@@ -38,13 +37,15 @@ def main() -> None:
     control, output = _take_streams()
     os.write(output, _hello())
     switchboard = Switchboard(control, output)
-    start = _answer_questions(switchboard)
+    start, store = _answer_questions(switchboard)
     run_dir = Path(start.spec["run_dir"])
+    for folder in (run_dir, run_dir / "logs", run_dir / "failures"):  # the launcher's disk may not be this one
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _log_to(run_dir / "logs" / f"agent-{start.host}.log")
-    with _telemetry(run_dir) as telemetry:
+    with _telemetry() as telemetry:
         switchboard.listen(telemetry)
         try:
-            _run(start, run_dir, telemetry.getsockname(), switchboard)
+            _run(start, store, run_dir, telemetry.getsockname(), switchboard)
         finally:
             # A second signal must not cut the cleaning short.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -53,38 +54,43 @@ def main() -> None:
             switchboard.finish()
 
 
-def _answer_questions(switchboard: Switchboard) -> Start:
-    """Say what the launcher asks before it says what to run."""
+def _answer_questions(switchboard: Switchboard) -> tuple[Start, socket.socket | None]:
+    """Say what the launcher asks before it says what to run; the door of the workers' store, if that was asked for."""
     witness = Witness()
     while not isinstance(order := switchboard.orders.get(), Start):
         switchboard.answer(witness.answer(order))
     witness.close()
-    return order
+    return order, witness.store
 
 
-def _run(start: Start, run_dir: Path, telemetry: str, switchboard: Switchboard) -> None:
-    spec_file = run_dir / "spec.json"
-    spec_file.touch(mode=0o600)
-    spec_file.write_text(json.dumps(start.spec | {"telemetry": telemetry}, indent=1))
+def _run(start: Start, store: socket.socket | None, run_dir: Path, telemetry: str, switchboard: Switchboard) -> None:
     plan = start.spec["plan"]
     here = [place for place in plan["ranks"] if place["host"] == start.host]
+    ranks = range(here[0]["rank"], here[-1]["rank"] + 1)
+    spec_file = host_file(run_dir, "spec.json", ranks.start)
+    spec_file.touch(mode=0o600)
+    spec_file.write_text(json.dumps(start.spec | {"telemetry": telemetry}, indent=1))
+    for rank in ranks:  # of an earlier attempt, where the launcher does not see this disk
+        (run_dir / "failures" / f"rank-{rank}.json").unlink(missing_ok=True)
+    hosts = list(dict.fromkeys(place["host"] for place in plan["ranks"]))
     command = Command(
         run_id=start.spec["run_id"],
         module=start.module,
         argument=str(spec_file),
-        env=os.environ | _environment(start.env, run_dir, here),
+        env=os.environ | _environment(start, run_dir, here),
         world_size=len(plan["ranks"]),
-        logs={place["rank"]: run_dir / "logs" / f"rank-{place['rank']}.log" for place in here},
+        host=(hosts.index(start.host), len(hosts)),
+        logs={rank: run_dir / "logs" / f"rank-{rank}.log" for rank in ranks},
         cpus={place["rank"]: place["cpus"] for place in here if place.get("cpus")},
         slices={place["rank"]: place["uuid"] for place in here if (place.get("uuid") or "").startswith("MIG-")},
+        store=store,
     )
-    guard = None
-    if len(here) == len(plan["ranks"]):  # the ranks of one host share a board
-        view = BoardView(run_dir / "board", len(here))
-        guard = HangGuard(view, LimitsConfig.model_validate(start.spec["job"].get("limits", {})), run_dir)
     _pass_on_signals(switchboard)
     workers = command.start()
-    switchboard.watch(workers, guard)
+    if store is not None:
+        store.close()  # rank 0 has it
+    observer = Observer(BoardView(host_file(run_dir, "board", ranks.start), ranks), run_dir)
+    switchboard.watch(workers, run_dir, observer, is_remote=start.is_remote)
     for worker in workers.values():
         worker.wait()
 
@@ -98,18 +104,16 @@ def _pass_on_signals(switchboard: Switchboard) -> None:
         signal.signal(number, lambda *_: switchboard.stop(Stop.FINISH))
 
 
-def _environment(asked: dict[str, str], run_dir: Path, here: list[dict[str, Any]]) -> dict[str, str]:
+def _environment(start: Start, run_dir: Path, here: list[dict[str, Any]]) -> dict[str, str]:
     """What the workers get beyond what this process has and what `Command` adds. `here` is the ranks of this host."""
-    gpus = [place["uuid"] for place in here if place.get("uuid") is not None]
-    return (
-        {key: os.environ.get(key, value) for key, value in WORKER_DEFAULTS.items()}
-        | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})  # in the order of the ranks
-        | asked
-        | {
-            "OMP_NUM_THREADS": str(here[0].get("threads", 1)),
-            "ZRUN_STORE": str(run_dir / _STORE),
-        }
-    )
+    found = {key: os.environ.get(key, value) for key, value in WORKER_DEFAULTS.items()}
+    if start.interface is not None:
+        found["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", start.interface)
+        found["NCCL_SOCKET_IFNAME"] = os.environ.get("NCCL_SOCKET_IFNAME", f"={start.interface}")
+    if gpus := [place["uuid"] for place in here if place.get("uuid") is not None]:
+        found["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)  # in the order of the ranks
+    store = start.store or str(run_dir / _STORE)
+    return found | start.env | {"OMP_NUM_THREADS": str(here[0].get("threads", 1)), "ZRUN_STORE": store}
 
 
 def _hello() -> bytes:
@@ -135,20 +139,16 @@ def _log_to(path: Path) -> None:
 
 
 @contextmanager
-def _telemetry(run_dir: Path) -> Iterator[socket.socket]:
-    """A datagram socket in the run directory, or in a folder of its own where that path is too long for one."""
-    folder = run_dir
-    if len(os.fsencode(run_dir / "telemetry.sock")) > _LONGEST_SOCKET_PATH:
-        folder = Path(tempfile.mkdtemp(prefix="zrun-"))  # 0700
+def _telemetry() -> Iterator[socket.socket]:
+    """A datagram socket in a folder of its own: the run directory may be long, and on a file system without sockets."""
+    folder = Path(tempfile.mkdtemp(prefix="zrun-"))  # 0700
     path = folder / "telemetry.sock"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as telemetry:
         telemetry.bind(str(path))
         try:
             yield telemetry
         finally:
-            path.unlink(missing_ok=True)
-            if folder is not run_dir:
-                shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -18,29 +18,10 @@ from zrun.launch.frames import GRACE_S
 from zrun_core.errors import PEER_IS_GONE, ExitCode
 from zrun_core.spec import LaunchPlan, RankPlace
 
-_KEPT_LINES = 50  # of a log, in failure.json
+_DOES = {"is stopped": "stopped by a signal or a debugger", "is silent": "silent, as is the agent of its host"}
 _SHOWN_LINES = 15  # of a log, on screen, where there is no traceback
-_TAIL_BYTES = 1 << 16
 
 _PASSED_ON = {code for code in ExitCode if ExitCode.USAGE <= code <= ExitCode.DIVERGED}
-
-
-@dataclass(frozen=True)
-class Exit:
-    """The end of one worker, as its agent saw it."""
-
-    rank: int
-    status: int  # negative: the signal that ended it
-    time: float  # unix seconds by the agent's clock
-    oom: bool = False  # the kernel took it because memory ran out
-
-    @property
-    def signal(self) -> signal.Signals | None:
-        number = -self.status if self.status < 0 else self.status - 128
-        try:
-            return signal.Signals(number)
-        except ValueError:
-            return None
 
 
 class Note(BaseModel):
@@ -58,11 +39,11 @@ class Note(BaseModel):
     phase: str | None = None
 
     @classmethod
-    def read(cls, path: Path) -> Note | None:
-        """The note at `path`; None where there is none, or half of one."""
+    def parse(cls, text: str | None) -> Note | None:
+        """The note that `text` is; None where there is none, or half of one."""
         try:
-            return cls.model_validate_json(path.read_bytes())
-        except (OSError, ValidationError):
+            return cls.model_validate_json(text) if text is not None else None
+        except ValidationError:
             return None
 
     @property
@@ -71,22 +52,47 @@ class Note(BaseModel):
         return self.kind == "peer" or PEER_IS_GONE.search(self.message) is not None
 
 
-def first_failure(exits: list[Exit], notes: dict[int, Note], ended: bool) -> Exit | None:
+@dataclass(frozen=True)
+class Exit:
+    """The end of one worker, as its agent saw it."""
+
+    rank: int
+    status: int  # negative: the signal that ended it
+    time: float  # unix seconds at which the launcher heard of it: clocks of hosts are never compared
+    oom: bool = False  # the kernel took it because memory ran out
+    note: Note | None = None  # what it said why
+    log: tuple[str, ...] = ()  # the end of its log
+
+    @property
+    def signal(self) -> signal.Signals | None:
+        number = -self.status if self.status < 0 else self.status - 128
+        try:
+            return signal.Signals(number)
+        except ValueError:
+            return None
+
+
+def first_failure(exits: list[Exit], ended: bool) -> Exit | None:
     """The exit that caused the others. `ended`: training reached its end, so that status 0 is no failure."""
     failed = [each for each in exits if each.status != 0 or not ended]
     if not failed:
         return None
     start = min(each.time for each in failed)
-    return min(failed, key=lambda each: (_distance(each, notes.get(each.rank), start), each.time))
+    return min(failed, key=lambda each: (_distance(each, start), each.time))
 
 
-def _distance(end: Exit, note: Note | None, start: float) -> int:
+def is_cause(end: Exit, exits: list[Exit]) -> bool:
+    """Whether an exit needs no other one to explain it."""
+    return _distance(end, min(each.time for each in exits)) == 0
+
+
+def _distance(end: Exit, start: float) -> int:
     """How far an exit is from being the cause: 0 a cause, 1 perhaps, 2 an echo, 3 our own doing.
 
     `start` is the time of the first failure, at which the agent asks the other workers to end.
     """
-    if note is not None:
-        return 2 if note.is_echo else 1 if note.kind == "bug" else 0
+    if end.note is not None:
+        return 2 if end.note.is_echo else 1 if end.note.kind == "bug" else 0
     if end.time == start or end.status == 0 or end.oom:
         return 0
     if end.signal == signal.SIGKILL:
@@ -99,11 +105,14 @@ class Failure:
     """The first failing rank, and what is known about it."""
 
     end: Exit
-    note: Note | None
     place: RankPlace
     num_ranks: int
     last_step: int  # that any event told of
-    log: Path
+    log: Path  # on the rank's host
+
+    @property
+    def note(self) -> Note | None:
+        return self.end.note
 
     @property
     def exit_code(self) -> ExitCode:
@@ -154,7 +163,7 @@ class Failure:
         if self.note is not None:
             body = (self.note.traceback or self.note.message).strip()
         else:
-            body = "\n".join(last_lines(self.log, _SHOWN_LINES)) or "(its log is empty)"
+            body = "\n".join(self.end.log[-_SHOWN_LINES:]) or "(its log is empty)"
         return f"{body}\n\n{self.headline}\n  log: {self.log}\n  next: {self.advice}"
 
     def as_json(self) -> dict[str, Any]:
@@ -175,7 +184,7 @@ class Failure:
             "message": note.message if note else self.headline,
             "traceback": note.traceback if note else None,
             "log": str(self.log),
-            "last_lines": last_lines(self.log, _KEPT_LINES),
+            "last_lines": list(self.end.log),
             "what_to_do": self.advice,
             "time": self.end.time,
         }
@@ -186,7 +195,7 @@ class Hang:
     """Ranks that no longer move, as the agent of their host saw them.
 
     Attributes:
-        frame: what the agent sent, see `zrun.launch.hangs.HangGuard.look`.
+        frame: what was found, see `zrun.launch.hangs.Inquiry.finding`.
     """
 
     frame: dict[str, Any]
@@ -206,7 +215,7 @@ class Hang:
             return f"{limit}: all ranks wait for each other at step {self.first['step']}"
         ranks = ", ".join(str(rank) for rank in self.frame["to_blame"])
         who = f"rank{'s' if len(self.frame['to_blame']) > 1 else ''} {ranks} of {self.plan.world_size}"
-        does = "stopped by a signal or a debugger" if self.first["does"] == "is stopped" else "stuck"
+        does = _DOES.get(self.first["does"], "stuck")
         where = f"in {self.first['phase']}" + (f" of step {self.first['step']}" if self.first["step"] else "")
         return f"{limit}: {who} {'are' if len(self.frame['to_blame']) > 1 else 'is'} {does} {where}"
 
@@ -214,6 +223,8 @@ class Hang:
     def advice(self) -> str:
         if self.first["does"] == "is stopped":
             return "find who sent SIGSTOP; the run can be started again"
+        if self.first["does"] == "is silent":
+            return "look at that host: it is overloaded, or somebody stopped its processes"
         if self.frame["reason"] is not None:
             return "make every rank run the same modules, or name the one that chooses in zero.leaf"
         return f"see what the stack waits for; if it is merely slow, raise {self.frame['key']}"
@@ -221,7 +232,7 @@ class Hang:
     @property
     def stack(self) -> list[str]:
         """The main thread of the first rank that is to blame, innermost call first."""
-        lines = str(self.frame["stacks"].get(str(self.first["rank"]), "")).splitlines()
+        lines = str(self.frame["stacks"].get(self.first["rank"], "")).splitlines()
         starts = [number for number, line in enumerate(lines) if line.startswith(("Current thread", "Thread"))]
         return lines[starts[-1] if starts else 0 :]  # faulthandler begins with the newest thread
 
@@ -256,17 +267,42 @@ class Hang:
             "traceback": "\n".join(self.stack),
             "stacks": str(self.run_dir / "stacks"),
             "log": str(self.run_dir / "logs" / f"rank-{place.rank}.log"),
-            "last_lines": last_lines(self.run_dir / "logs" / f"rank-{place.rank}.log", _KEPT_LINES),
+            "last_lines": self.frame["logs"].get(place.rank, []),
             "what_to_do": self.advice,
             "time": time.time(),
         }
 
 
-def last_lines(log: Path, count: int) -> list[str]:
-    """The end of a file; nothing where there is none."""
-    try:
-        with open(log, "rb") as file:
-            file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
-            return file.read().decode(errors="replace").splitlines()[-count:]
-    except OSError:
-        return []
+@dataclass(frozen=True)
+class LostHost:
+    """A host whose agent is gone, and with it every rank there."""
+
+    host: str
+    why: str  # one line that begins with the host
+    last_step: int
+
+    exit_code = ExitCode.HANG
+
+    @property
+    def headline(self) -> str:
+        return f"lost {self.why}" + (f", after step {self.last_step}" if self.last_step else "")
+
+    @property
+    def advice(self) -> str:
+        return "see what became of that host; the run can be started again"
+
+    def describe(self) -> str:
+        """What a person reads last."""
+        return f"{self.headline}\n  next: {self.advice}"
+
+    def as_json(self) -> dict[str, Any]:
+        """The content of failure.json."""
+        return {
+            "host": self.host,
+            "step": self.last_step or None,
+            "exit_code": int(self.exit_code),
+            "kind": "lost host",
+            "message": self.headline,
+            "what_to_do": self.advice,
+            "time": time.time(),
+        }

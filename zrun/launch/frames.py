@@ -1,8 +1,15 @@
 """What a launcher and the agent of a host say to each other.
 
-Down the agent's stdin go length-prefixed JSON objects: questions such as `{"ask": "facts"}`, one `Start`, then perhaps
-`{"stop": "finish"}`; its end is the end of the launcher, and of the workers. Up its stdout come JSON lines: `hello`, an
-`answer` to each question, then `started`, `event`, `exit`, `hang` and `done`.
+Down the agent's stdin go length-prefixed JSON objects; its end is the end of the launcher, and of the workers:
+
+    {"ask": "facts"}        what is the host like? See `zrun.launch.witness`
+    Start                   run the workers
+    {"stop": "finish"}      ask them to end: see `Stop`
+    {"testify": true}       a rank hangs: what do those of this host do?
+    {"beat": true}          the launcher is there
+
+Up its stdout come JSON lines: `hello`, an `answer` to each question, `started`, `event`, `board`, `testimony`, `exit`
+and `done`.
 """
 
 from __future__ import annotations
@@ -16,6 +23,8 @@ from typing import Any
 Frame = dict[str, Any]
 
 GRACE_S = 5.0  # that an agent leaves workers between SIGTERM and SIGKILL
+BEAT_S = 5.0  # between two words of a launcher to the agents of other hosts
+SILENCE_S = 20.0  # after which such an agent takes the launcher, or the way to it, for dead
 
 _LENGTH = struct.Struct(">I")
 _LARGEST = 16 << 20  # a plan for thousands of ranks takes about 1 MiB
@@ -37,6 +46,9 @@ class Start:
     host: str  # which of the plan's hosts this agent is
     env: dict[str, str]
     module: str  # run as `python -u -m <module> <spec.json>`
+    store: str | None = None  # where the ranks of several hosts meet, tcp://address:port; None: in a file
+    interface: str | None = None  # of this host, that leads to the others; None: there are none
+    is_remote: bool = False  # the launcher is elsewhere: its silence for SILENCE_S is its end, or that of the way to it
 
     def pack(self) -> bytes:
         return pack(asdict(self))

@@ -1,8 +1,9 @@
-"""Ranks that no longer move: found by the agent, which is another process than the one that hangs.
+"""Ranks that no longer move: found by the launcher, from what the agents of all hosts see on their boards.
 
-Each rank counts its progress on the board (`zrun_core.board`). The agent times how long a count stands still, by its
-own monotonic clock. A rank that works is given the limit of its phase; a rank that waits for others is not to blame
-while one of them works, so waiting counts only when everyone waits.
+Each rank counts its progress on the board of its host (`zrun_core.board`), which the agent passes on. The launcher
+times how long a count stands still, by its own monotonic clock: clocks of hosts are never compared. A rank that works
+is given the limit of its phase; a rank that waits for others is not to blame while one of them works, so waiting counts
+only when everyone waits.
 """
 
 from __future__ import annotations
@@ -11,22 +12,24 @@ import math
 import signal
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from zrun.launch import processes
 from zrun.launch.processes import Process
+from zrun.launch.tail import last_lines
 from zrun_core.board import BoardView, RankState
 from zrun_core.config import LimitsConfig
 
-PERIOD_S = 0.25  # between two looks
+BOARD_S = 0.5  # between two looks at a board
 _LEAST_AUTO_S = 60.0
 _STEPS_AUTO = 5
 _TIMES_KEPT = 200
 _PAUSES = ("hook", "evaluation", "save")
 _STACKS_S = 1.0  # that ranks get for writing their stacks
+_TESTIMONY_S = 4.0  # that agents get
 
 
 class StepTimes:
@@ -62,7 +65,7 @@ class Verdict:
 
 
 class HangWatch:
-    """Judges what the ranks of a host say of themselves. Knows no clock and no process."""
+    """Judges what all ranks say of themselves. Knows no clock and no process."""
 
     def __init__(self, limits: LimitsConfig) -> None:
         self._limits = limits
@@ -99,21 +102,20 @@ class HangWatch:
         return Verdict(list(states), limit, key) if now - moved > limit else None
 
 
-class HangGuard:
-    """Looks at the board of a host, and reports on a hang."""
+class Observer:
+    """What an agent sees of its host's ranks."""
 
-    def __init__(self, view: BoardView, limits: LimitsConfig, run_dir: Path) -> None:
+    def __init__(self, view: BoardView, run_dir: Path) -> None:
         self._view, self._run_dir = view, run_dir
-        self._watch = HangWatch(limits)
 
-    def look(self, leaders: Mapping[int, Process]) -> dict[str, Any] | None:
-        """The frame that tells of a hang, or None. `leaders` are the running workers by rank."""
-        states = {rank: self._view.state(rank) for rank in leaders}
-        verdict = self._watch.look(time.monotonic(), states)
-        if verdict is None:
-            return None
+    def look(self, ranks: Iterable[int]) -> dict[str, Any]:
+        """The frame that says how far the running `ranks` are."""
+        return {"frame": "board", "states": {rank: list(self._view.state(rank)) for rank in ranks}}
+
+    def testify(self, leaders: Mapping[int, Process]) -> dict[str, Any]:
+        """The frame that says what the running workers do, with their stacks and the ends of their logs."""
         halted = [rank for rank, leader in leaders.items() if leader.state in ("T", "t")]
-        to_blame = [rank for rank in verdict.ranks if rank in halted] or verdict.ranks
+        states = {rank: self._view.state(rank) for rank in leaders}
         told = [
             {
                 "rank": rank,
@@ -124,15 +126,13 @@ class HangGuard:
             }
             for rank, state in states.items()
         ]
-        disagreement = None if halted else self._view.disagreement() or self._view.stalemate()
         return {
-            "frame": "hang",
+            "frame": "testimony",
             "ranks": told,
-            "to_blame": to_blame,
-            "limit_s": verdict.limit_s,
-            "key": verdict.key,
-            "reason": disagreement,
+            "disagreement": None if halted else self._view.disagreement(),
+            "stalemate": None if halted else self._view.stalemate(),
             "stacks": self._dump_stacks(leaders, halted),
+            "logs": {rank: last_lines(self._run_dir / "logs" / f"rank-{rank}.log") for rank in leaders},
         }
 
     def _dump_stacks(self, leaders: Mapping[int, Process], halted: list[int]) -> dict[int, str]:
@@ -149,5 +149,44 @@ class HangGuard:
             if now == sizes and all(now.values()):
                 break
             sizes = now
-            time.sleep(PERIOD_S / 5)
+            time.sleep(_STACKS_S / 20)
         return {rank: files[rank].read_text(errors="replace") for rank in there}
+
+
+class Inquiry:
+    """What the agents testify once the launcher has found a hang, until all have, or have had their time."""
+
+    def __init__(self, verdict: Verdict, states: Mapping[int, RankState], now: float) -> None:
+        self.verdict = verdict
+        self._states = dict(states)
+        self._late = now + _TESTIMONY_S
+        self._told: dict[int, dict[str, Any]] = {}
+        self._frames: list[Mapping[str, Any]] = []
+
+    def hear(self, frame: Mapping[str, Any]) -> None:
+        """Take in a `testimony`."""
+        self._frames.append(frame)
+        self._told |= {each["rank"]: each for each in frame["ranks"]}
+
+    def is_over(self, now: float) -> bool:
+        return now > self._late or self._told.keys() >= self._states.keys()
+
+    def finding(self) -> dict[str, Any]:
+        """All that is known of the hang; what no agent told of is silent."""
+        for rank, state in self._states.items():
+            silent = {"rank": rank, "step": state.step, "phase": state.phase, "does": "is silent", "last": "not known"}
+            self._told.setdefault(rank, silent)
+        told = [self._told[rank] for rank in sorted(self._told)]
+        halted = [rank for rank in self.verdict.ranks if self._told[rank]["does"] in ("is stopped", "is silent")]
+        reasons = [frame["disagreement"] for frame in self._frames]
+        if len(self._frames) == 1:  # where another host has ranks too, they may be what all wait for
+            reasons.append(self._frames[0]["stalemate"])
+        return {
+            "ranks": told,
+            "to_blame": halted or self.verdict.ranks,
+            "limit_s": self.verdict.limit_s,
+            "key": self.verdict.key,
+            "reason": next((reason for reason in reasons if reason is not None), None),
+            "stacks": {int(rank): text for frame in self._frames for rank, text in frame["stacks"].items()},
+            "logs": {int(rank): lines for frame in self._frames for rank, lines in frame["logs"].items()},
+        }

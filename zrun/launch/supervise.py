@@ -1,4 +1,4 @@
-"""From the agent's frames to the run's exit code: who ended, in which order, and who asked for it."""
+"""From the agents' frames to the run's exit code: who ended, in which order, and who asked for it."""
 
 from __future__ import annotations
 
@@ -8,60 +8,79 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
-from zrun.launch import processes
-from zrun.launch.failures import Exit, Failure, Hang, Note, first_failure
-from zrun.launch.frames import Frame, Stop
+from zrun.launch.failures import Exit, Failure, Hang, LostHost, Note, first_failure, is_cause
+from zrun.launch.frames import BEAT_S, GRACE_S, SILENCE_S, Frame, Stop
+from zrun.launch.hangs import HangWatch, Inquiry
 from zrun.launch.rundir import RunDir
+from zrun_core.board import RankState
 from zrun_core.config import LimitsConfig
-from zrun_core.errors import ExitCode, HangError, RendezvousError
+from zrun_core.errors import ExitCode, RendezvousError
 from zrun_core.events import Event
 from zrun_core.spec import LaunchPlan
 
 _TURN_S = 0.1  # how late an interrupt may be noticed
 _ALONE_S = 5.0  # how long the others may run on after a rank left early; most notice by themselves
+_LAST_WORDS_S = 0.5  # that other hosts get to say why they fail too, after the first failure
 _GENTLE = {ExitCode.STOPPED, ExitCode.INTERRUPTED, ExitCode.TERMINATED}  # a worker's, after a signal
-_AGENT_LOG = "its last words are above, or in logs/agent-<host>.log of the run directory"
 
 OnEvent = Callable[[Event], None]
 OnTurn = Callable[[], None]
 
 
-class Agent(Protocol):
-    """What supervising needs of `zrun.launch.local.LocalAgent`."""
+class Talking(Protocol):
+    """What supervising needs of `zrun.launch.agents.Agents`."""
 
-    def frames(self, patience_s: float) -> list[Frame] | None: ...
+    lost: dict[str, str]
+
+    @property
+    def hosts(self) -> list[str]: ...
+    @property
+    def are_over(self) -> bool: ...
+    def frames(self, patience_s: float) -> list[tuple[str, Frame]]: ...
+    def tell(self, frame: Frame) -> None: ...
     def stop(self, how: Stop) -> None: ...
 
 
 @dataclass
 class Run:
-    """What the agent has told so far."""
+    """What the agents have told so far."""
 
     num_ranks: int
     exits: list[Exit] = field(default_factory=list)
     last_step: int = 0
-    started: bool = False  # every worker process exists
-    leaders: list[processes.Process] = field(default_factory=list)  # the workers
+    started: set[str] = field(default_factory=set)  # hosts where every worker process exists
     stopping: bool = False  # a rank got a signal that did not come through the launcher
-    hang: Frame | None = None
+    states: dict[int, RankState] = field(default_factory=dict)  # of the ranks that run, as their boards said last
+    inquiry: Inquiry | None = None
+    hang: dict[str, Any] | None = None
+    lost: dict[str, str] = field(default_factory=dict)  # hosts, with the reason
     ended: bool = False  # rank 0 said that training reached its end
-    done: bool = False  # the agent has cleaned up
 
-    def fold(self, frame: Frame) -> Event | None:
+    def fold(self, host: str, frame: Frame) -> Event | None:
         """Take in one frame; an event is handed back."""
         match frame["frame"]:
             case "started":
-                self.started = True
-                found = (processes.Process.find(pid) for pid in frame["pids"].values())
-                self.leaders = [process for process in found if process is not None]
-            case "exit":
-                self.exits.append(Exit(frame["rank"], frame["status"], frame["time"], frame["oom"]))
-            case "hang":
-                self.hang = frame
+                self.started.add(host)
             case "done":
-                self.done = True
+                if host not in self.started:
+                    why = (
+                        f"{host}: its agent could not start the workers; see logs/agent-{host}.log of the run directory"
+                    )
+                    self.lost[host] = why
+            case "exit":
+                self.states.pop(frame["rank"], None)
+                note = Note.parse(frame["note"])
+                end = Exit(frame["rank"], frame["status"], time.time(), frame["oom"], note, tuple(frame["log"]))
+                self.exits.append(end)
+            case "board":
+                ended = {each.rank for each in self.exits}
+                states = {int(rank): RankState(*state) for rank, state in frame["states"].items()}
+                self.states |= {rank: state for rank, state in states.items() if rank not in ended}
+            case "testimony":
+                if self.inquiry is not None:
+                    self.inquiry.hear(frame)
             case "event":
                 event: Event = frame["event"]
                 self.last_step = max(self.last_step, event.get("step") or 0)
@@ -76,6 +95,10 @@ class Run:
         if self.ended or len(self.exits) == self.num_ranks:
             return None
         return next((each for each in self.exits if each.status == 0), None)
+
+    @property
+    def is_failing(self) -> bool:
+        return bool(self.lost) or any(each.status for each in self.exits)
 
 
 STOP_NOW = signal.SIGRTMIN  # from `zrun stop --now`: level 2, whatever came before and however often it comes
@@ -126,61 +149,119 @@ class Interrupts:
             self.forced_at = self.forced_at or time.time()
 
 
-def watch(
-    agent: Agent, run: Run, interrupts: Interrupts, limits: LimitsConfig, on_event: OnEvent, on_turn: OnTurn
-) -> None:
-    """Follow the agent until it is done, and stop it when asked to.
+class Supervisor:
+    """Follows the agents until all are done or gone, and stops them when asked to, or when one of them fails."""
 
-    Raises:
-        RendezvousError: it has not started the workers after `limits.start_s` seconds.
-        HangError: it ended without cleaning up.
-    """
-    late = time.monotonic() + limits.start_s
-    alone: float | None = None
-    patience: float | None = None  # until when the workers may finish
-    obeyed = 0
-    while not run.done:
-        frames = agent.frames(_TURN_S)
-        if frames is None:
-            _end_sessions(run)
-            raise HangError(f"the agent of this host ended unexpectedly; {_AGENT_LOG}")
-        for frame in frames:
-            event = run.fold(frame)
-            if event is not None:
-                on_event(event)
-        on_turn()
-        now = time.monotonic()
-        if not run.started and now > late:
-            raise RendezvousError(f"the workers had not started after {limits.start_s:.0f} s (limits.start_s)")
-        if run.left_early is not None:
-            alone = alone or now + _ALONE_S
-            if now > alone:
-                agent.stop(Stop.NOW)
-                alone = float("inf")
-        if patience is None and (interrupts.level or run.stopping):
-            patience = now + limits.stop_s
-        if patience is not None and now > patience:
-            patience = float("inf")
-            _say(f"not finished after {limits.stop_s:g} s (limits.stop_s): stopping now")
+    def __init__(
+        self,
+        agents: Talking,
+        run: Run,
+        interrupts: Interrupts,
+        limits: LimitsConfig,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._agents, self._run, self._interrupts, self._limits = agents, run, interrupts, limits
+        self._clock = clock
+        self._hangs = HangWatch(limits)
+        self._late = clock() + limits.start_s
+        self._beat_at = float("-inf")
+        self._alone_until: float | None = None
+        self._finish_until: float | None = None  # the workers may end by themselves
+        self._stop_at: float | None = None  # the other hosts, after a failure
+        self._give_up_at = float("inf")  # on hosts that do not even say that they are done
+        self._obeyed = 0
+
+    def watch(self, on_event: OnEvent, on_turn: OnTurn) -> None:
+        """Return when it is over.
+
+        Raises:
+            RendezvousError: not all hosts have started their workers after `limits.start_s` seconds.
+        """
+        agents, run = self._agents, self._run
+        while not agents.are_over:
+            for host, frame in agents.frames(_TURN_S):
+                event = run.fold(host, frame)
+                if event is not None:
+                    on_event(event)
+            run.lost |= agents.lost
+            on_turn()
+            now = self._clock()
+            if now > self._give_up_at:
+                break
+            self._check_start(now)
+            self._beat(now)
+            self._look_for_hangs(now)
+            self._stop_after_a_failure(now)
+            self._stop_when_asked(now)
+
+    def _check_start(self, now: float) -> None:
+        if now > self._late:
+            missing = [host for host in self._agents.hosts if host not in {*self._run.started, *self._run.lost}]
+            if missing:
+                raise RendezvousError(
+                    f"{', '.join(missing)}: the workers had not started after {self._limits.start_s:.0f} s "
+                    "(limits.start_s)"
+                )
+
+    def _beat(self, now: float) -> None:
+        """Other hosts take silence for this launcher's death, or for that of the way to it."""
+        if now > self._beat_at:
+            self._beat_at = now + BEAT_S
+            self._agents.tell({"beat": True})
+
+    def _look_for_hangs(self, now: float) -> None:
+        """Time what the ranks do; once they hang, hear what their agents have to say, and kill them."""
+        run = self._run
+        if run.hang is not None or run.is_failing:
+            return
+        if run.inquiry is None:
+            verdict = self._hangs.look(now, run.states)
+            if verdict is not None:
+                run.inquiry = Inquiry(verdict, run.states, now)
+                self._agents.tell({"testify": True})
+        elif run.inquiry.is_over(now):
+            run.hang = run.inquiry.finding()
+            self._agents.stop(Stop.KILL)
+            self._give_up_at = now + GRACE_S + SILENCE_S
+
+    def _stop_after_a_failure(self, now: float) -> None:
+        if self._run.left_early is not None:
+            self._alone_until = self._alone_until or now + _ALONE_S
+            if now > self._alone_until:
+                self._agents.stop(Stop.NOW)
+                self._alone_until = float("inf")
+        if self._run.is_failing and self._stop_at is None:
+            self._stop_at = now + _LAST_WORDS_S
+        if self._stop_at is not None and now > self._stop_at:
+            self._stop_at = float("inf")
+            self._give_up_at = now + GRACE_S + SILENCE_S
+            if len(self._agents.hosts) > 1:  # a single agent does so by itself
+                self._agents.stop(Stop.NOW)
+
+    def _stop_when_asked(self, now: float) -> None:
+        interrupts = self._interrupts
+        if self._finish_until is None and (interrupts.level or self._run.stopping):
+            self._finish_until = now + self._limits.stop_s
+        if self._finish_until is not None and now > self._finish_until:
+            self._finish_until = float("inf")
+            _say(f"not finished after {self._limits.stop_s:g} s (limits.stop_s): stopping now")
             interrupts.force()
-        if interrupts.level > obeyed:
-            obeyed = interrupts.level
-            _obey(agent, interrupts)
-    if not run.started and interrupts.first is None:
-        raise HangError(f"the agent of this host could not start the workers; {_AGENT_LOG}")
+        if interrupts.level > self._obeyed:
+            self._obeyed = interrupts.level
+            _obey(self._agents, interrupts)
 
 
-def _obey(agent: Agent, interrupts: Interrupts) -> None:
+def _obey(agents: Talking, interrupts: Interrupts) -> None:
     name = interrupts.first.name if interrupts.first is not None else "a signal"
     if interrupts.level == 1:
         _say(f"{name}: finishing the step; once more stops at once")
-        agent.stop(Stop.FINISH)
+        agents.stop(Stop.FINISH)
     elif interrupts.level == 2:
         _say("stopping the workers; once more kills them")
-        agent.stop(Stop.NOW)
+        agents.stop(Stop.NOW)
     else:
         _say("killing the workers")
-        agent.stop(Stop.KILL)
+        agents.stop(Stop.KILL)
 
 
 def _say(text: str) -> None:
@@ -188,27 +269,27 @@ def _say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def _end_sessions(run: Run) -> None:
-    """Workers die with their agent; what they started does not."""
-    processes.send([each for leader in run.leaders for each in processes.session_of(leader)], signal.SIGKILL)
-
-
-def judge(run: Run, plan: LaunchPlan, rundir: RunDir, interrupts: Interrupts) -> tuple[int, Failure | Hang | None]:
+def judge(
+    run: Run, plan: LaunchPlan, rundir: RunDir, interrupts: Interrupts
+) -> tuple[int, Failure | Hang | LostHost | None]:
     """The run's exit code, and the failure behind it."""
     if run.hang is not None and interrupts.forced_at is None:
         return ExitCode.HANG, Hang(run.hang, plan, rundir.path)
-    notes = {place.rank: Note.read(rundir.failure(place.rank)) for place in plan.ranks}
     statuses = {each.status for each in run.exits}
-    if run.ended and statuses == {0}:
+    are_all = len(run.exits) == run.num_ranks
+    if run.ended and statuses == {0} and are_all:
         return ExitCode.OK, None
-    if statuses == {ExitCode.STOPPED} and len(run.exits) == run.num_ranks:
+    if statuses == {ExitCode.STOPPED} and are_all:
         return ExitCode.STOPPED, None
     asked = interrupts.first is not None or run.stopping or bool(statuses & _GENTLE)
-    exits = [each for each in run.exits if not (asked and _was_asked_to(each, notes[each.rank], interrupts))]
-    end = first_failure(exits, {rank: note for rank, note in notes.items() if note is not None}, run.ended)
+    exits = [each for each in run.exits if not (asked and _was_asked_to(each, interrupts))]
+    end = first_failure(exits, run.ended)
+    if run.lost and interrupts.first is None and (end is None or not is_cause(end, exits)):
+        host, why = next(iter(run.lost.items()))
+        return ExitCode.HANG, LostHost(host, why, run.last_step)
     if end is not None:
         place = plan.ranks[end.rank]
-        failure = Failure(end, notes[end.rank], place, plan.world_size, run.last_step, rundir.log(end.rank))
+        failure = Failure(end, place, plan.world_size, run.last_step, rundir.log(end.rank))
         return failure.exit_code, failure
     if not asked:
         return ExitCode.OK, None
@@ -216,10 +297,10 @@ def judge(run: Run, plan: LaunchPlan, rundir: RunDir, interrupts: Interrupts) ->
     return ExitCode.INTERRUPTED if by_hand else ExitCode.TERMINATED, None
 
 
-def _was_asked_to(end: Exit, note: Note | None, interrupts: Interrupts) -> bool:
+def _was_asked_to(end: Exit, interrupts: Interrupts) -> bool:
     """Whether a worker ended because of a signal that the run got, or because another one did."""
     if interrupts.forced_at is not None and end.time >= interrupts.forced_at:
         return True
     if end.status in _GENTLE or end.signal in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
         return True
-    return note is not None and note.is_echo
+    return end.note is not None and end.note.is_echo

@@ -16,18 +16,21 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from queue import SimpleQueue
 from subprocess import Popen
 
-from zrun.launch import cgroup, hangs, processes
-from zrun.launch.frames import GRACE_S, Frame, Start, Stop, Unpacker
-from zrun.launch.hangs import HangGuard
+from zrun.launch import cgroup, processes
+from zrun.launch.frames import GRACE_S, SILENCE_S, Frame, Start, Stop, Unpacker
+from zrun.launch.hangs import BOARD_S, Observer
 from zrun.launch.processes import Process
+from zrun.launch.tail import last_lines
 from zrun.launch.workers import Workers
 
 _READ_BYTES = 1 << 18
 _LAST_WORDS_S = 0.1  # for the workers that fail together with the first one to say why
 _EVENTS_PER_TURN = 256  # then the other descriptors are served
+_LARGEST_NOTE = 1 << 18
 
 
 class Switchboard:
@@ -38,7 +41,10 @@ class Switchboard:
         self._started = False
         self._telemetry: socket.socket | None = None
         self._leaders: dict[int, Process] = {}  # by rank
-        self._hangs: HangGuard | None = None
+        self._observer: Observer | None = None
+        self._run_dir = Path()
+        self._looked = self._heard = 0.0
+        self._is_watched = False  # the launcher's silence means that it, or the way to it, is dead
         self._running: dict[int, tuple[int, Popen[bytes]]] = {}  # pidfd -> rank, worker
         self._writing = threading.Lock()
         self._stop_with: Stop | None = None
@@ -59,8 +65,13 @@ class Switchboard:
         self._telemetry = telemetry
         self._on(telemetry.fileno(), self._forward)
 
-    def watch(self, workers: Workers, hangs: HangGuard | None) -> None:
-        """Report the end of these workers, or that they hang; stop them when the launcher says so or dies."""
+    def watch(self, workers: Workers, run_dir: Path, observer: Observer, *, is_remote: bool) -> None:
+        """Report how these workers fare, and stop them when the launcher says so or dies.
+
+        Args:
+            is_remote: the launcher is on another host, and may vanish without a word.
+        """
+        self._run_dir = run_dir
         for rank, worker in workers.items():
             leader = Process.find(worker.pid)
             if leader is not None:
@@ -69,7 +80,8 @@ class Switchboard:
             self._running[pidfd] = rank, worker
             self._on(pidfd, self._exited)
         self._send({"frame": "started", "pids": {rank: worker.pid for rank, worker in workers.items()}})
-        self._hangs = hangs
+        self._heard = time.monotonic()
+        self._observer, self._is_watched = observer, is_remote
         if self._stop_with is not None:
             self.stop(self._stop_with)
 
@@ -95,7 +107,7 @@ class Switchboard:
     def _run(self) -> None:
         try:
             while True:
-                patience = hangs.PERIOD_S
+                patience = BOARD_S
                 for moment in (self._terminate_at, self._kill_at):
                     if moment is not None:
                         patience = min(patience, max(0.0, moment - time.monotonic()))
@@ -108,8 +120,7 @@ class Switchboard:
                 if self._kill_at is not None and time.monotonic() >= self._kill_at:
                     self._kill_at = None
                     self.stop(Stop.KILL)
-                if self._hangs is not None and self._kill_at is None:
-                    self._look_for_hangs(self._hangs)
+                self._look(time.monotonic())
         except _Finished:
             pass
         except BaseException:
@@ -118,13 +129,20 @@ class Switchboard:
             self.stop(Stop.KILL)
             os._exit(1)
 
-    def _look_for_hangs(self, guard: HangGuard) -> None:
+    def _look(self, now: float) -> None:
+        """What is to be done now and then."""
+        if self._observer is not None and now - self._looked > BOARD_S:
+            self._looked = now
+            self._send(self._observer.look([rank for rank, _ in list(self._running.values())]))
+        if self._is_watched and now - self._heard > SILENCE_S:
+            self._is_watched = False
+            print(f"no word from the launcher for {SILENCE_S:g} s: stopping", flush=True)
+            self._asked(Stop.NOW)
+
+    def _testify(self) -> None:
         running = [rank for rank, _ in list(self._running.values())]
-        frame = guard.look({rank: self._leaders[rank] for rank in running if rank in self._leaders})
-        if frame is not None:
-            self._hangs = None
-            self._send(frame)
-            self.stop(Stop.KILL)
+        if self._observer is not None:
+            self._send(self._observer.testify({rank: self._leaders[rank] for rank in running if rank in self._leaders}))
 
     def _on(self, descriptor: int, action: Callable[[int], object]) -> None:
         self._selector.register(descriptor, selectors.EVENT_READ, action)
@@ -135,12 +153,15 @@ class Switchboard:
             self._selector.unregister(descriptor)
             self._asked(Stop.NOW)
             return
+        self._heard = time.monotonic()
         for frame in self._unpacker.feed(data):
             if "stop" in frame:
                 self._asked(Stop(frame["stop"]))
+            elif "testify" in frame:
+                self._testify()
             elif "ask" in frame:
                 self.orders.put(frame)
-            else:
+            elif "beat" not in frame:
                 self._started = True
                 self.orders.put(Start(**frame))
 
@@ -176,7 +197,6 @@ class Switchboard:
         return len(datagrams)
 
     def _exited(self, pidfd: int) -> None:
-        moment = time.time()
         self._selector.unregister(pidfd)
         os.close(pidfd)
         rank, worker = self._running.pop(pidfd)
@@ -187,10 +207,17 @@ class Switchboard:
             time.sleep(0.001)  # the main thread is just collecting it
         oom_kills = cgroup.oom_kills()
         oom = status == -signal.SIGKILL and oom_kills is not None and oom_kills > (self._oom_kills or 0)
-        self._send({"frame": "exit", "rank": rank, "status": status, "time": moment, "oom": oom})
+        self._send({"frame": "exit", "rank": rank, "status": status, "oom": oom, **self._last_words(rank, status)})
         if status != 0 and self._kill_at is None:
             now = time.monotonic()
             self._terminate_at, self._kill_at = now + _LAST_WORDS_S, now + GRACE_S
+
+    def _last_words(self, rank: int, status: int) -> dict[str, object]:
+        """Why a worker ended: its own note and the end of its log, which only this host may have."""
+        note: str | None = None
+        with suppress(OSError), open(self._run_dir / "failures" / f"rank-{rank}.json", errors="replace") as file:
+            note = file.read(_LARGEST_NOTE)
+        return {"note": note, "log": last_lines(self._run_dir / "logs" / f"rank-{rank}.log") if status else []}
 
     def _close(self, _: int) -> None:
         for pidfd, (_, worker) in list(self._running.items()):

@@ -7,14 +7,24 @@ What goes wrong is an answer too: `{"frame": "answer", "to": "facts", "error": "
 
 from __future__ import annotations
 
+import socket
+
 from zrun.launch import probe
 from zrun.launch.frames import Frame
 from zrun.launch.reach import Door, knock, link_rates
+from zrun.launch.store import open_store
 
 
 class Witness:
+    """Answers, and keeps what was opened for an answer.
+
+    Attributes:
+        store: the socket at which the ranks of several hosts are to meet, once it was asked for.
+    """
+
     def __init__(self) -> None:
         self._door: Door | None = None
+        self.store: socket.socket | None = None
 
     def answer(self, question: Frame) -> Frame:
         """What is to be sent up."""
@@ -25,6 +35,9 @@ class Witness:
                     return frame | probe.facts(question)
                 case "door":
                     return frame | self._open_door(question)
+                case "store":
+                    self.store = open_store(question["address"])
+                    return frame | {"port": self.store.getsockname()[1]}
                 case "knock":
                     peers = {name: (address, port) for name, (address, port) in question["peers"].items()}
                     return frame | {"failed": knock(peers, question["mark"])}

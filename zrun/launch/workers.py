@@ -29,9 +29,11 @@ class Command:
     argument: str
     env: Mapping[str, str]
     world_size: int
+    host: tuple[int, int]  # which of how many hosts this is
     logs: Mapping[int, Path]  # of the ranks of this host, which are contiguous
     cpus: Mapping[int, str] = field(default_factory=dict)  # that ranks keep to, as Linux writes sets
     slices: Mapping[int, str] = field(default_factory=dict)  # UUIDs: CUDA shows a process no more than one MIG slice
+    store: socket.socket | None = None  # listens for the ranks of several hosts; rank 0 inherits it
 
     def start(self) -> Workers:
         """Start the workers, each in a session of its own, so that what it starts can be ended with it.
@@ -53,20 +55,23 @@ class Command:
                     stdout=log,
                     stderr=STDOUT,
                     start_new_session=True,
+                    pass_fds=[self.store.fileno()] if self.store is not None and rank == 0 else [],
                 )
         finally:
             os.close(log)
 
     def _variables(self, rank: int, local_rank: int, port: int) -> dict[str, str]:
         """What a script of torchrun's finds in its environment."""
-        slice_ = {"CUDA_VISIBLE_DEVICES": self.slices[rank]} if rank in self.slices else {}
-        return slice_ | {
+        own = {"CUDA_VISIBLE_DEVICES": self.slices[rank]} if rank in self.slices else {}
+        if self.store is not None and rank == 0:
+            own["ZRUN_STORE_FD"] = str(self.store.fileno())
+        return own | {
             "RANK": str(rank),
             "LOCAL_RANK": str(local_rank),
             "WORLD_SIZE": str(self.world_size),
             "LOCAL_WORLD_SIZE": str(len(self.logs)),
-            "GROUP_RANK": "0",
-            "GROUP_WORLD_SIZE": "1",
+            "GROUP_RANK": str(self.host[0]),
+            "GROUP_WORLD_SIZE": str(self.host[1]),
             "ROLE_NAME": "worker",
             "ROLE_RANK": str(rank),
             "ROLE_WORLD_SIZE": str(self.world_size),

@@ -45,8 +45,9 @@ class Run:
         mesh = self._mesh(1)
         self._folder = self._share_folder(mesh)
         board = None
-        if len(mesh.host.ranks) == self.world_size > 1:
-            board = Board(self._folder / "board", self.rank, self.world_size)
+        if self.world_size > 1:
+            ranks = range(mesh.host.ranks[0], mesh.host.ranks[-1] + 1)
+            board = Board(self._folder / "board", self.rank, ranks, self.world_size)
             Watchdog(board, _stop)
         self._comm = Comm(device, board)
         if (reason := self._comm.use_memory(mesh.host, timeout_s)) is not None:

@@ -1,0 +1,66 @@
+"""The agents of all hosts of a run, as one thing to talk to and to listen to."""
+
+from __future__ import annotations
+
+import selectors
+from collections.abc import Iterable, Sequence
+
+from zrun.launch.agent_process import AgentProcess
+from zrun.launch.frames import Frame, Start, Stop, pack
+
+
+class Agents:
+    """In the order of the hosts' ranks.
+
+    Attributes:
+        lost: hosts whose agents have ended without being done, with the reason, in the order in which it was noticed.
+    """
+
+    def __init__(self, members: Sequence[AgentProcess]) -> None:
+        self._members = {member.host: member for member in members}
+        self._done: set[str] = set()
+        self.lost: dict[str, str] = {}
+        self._selector = selectors.DefaultSelector()
+        for member in members:
+            self._selector.register(member, selectors.EVENT_READ, member)
+
+    @property
+    def hosts(self) -> list[str]:
+        return list(self._members)
+
+    @property
+    def are_over(self) -> bool:
+        """Whether each has cleaned up, or is gone."""
+        return len(self._done) + len(self.lost) == len(self._members)
+
+    def start(self, starts: Iterable[Start]) -> None:
+        """Run the workers: a start for each agent."""
+        for member, start in zip(self._members.values(), starts, strict=True):
+            member.start(start)
+
+    def stop(self, how: Stop) -> None:
+        """Ask all workers to end."""
+        self.tell({"stop": how})
+
+    def tell(self, frame: Frame) -> None:
+        """Say one thing to every host that is there."""
+        data = pack(frame)
+        for host, member in self._members.items():
+            if host not in self.lost:
+                member.tell(data)
+
+    def frames(self, patience_s: float) -> list[tuple[str, Frame]]:
+        """What the agents said within `patience_s` seconds, each with its host."""
+        found: list[tuple[str, Frame]] = []
+        for key, _ in self._selector.select(patience_s):
+            member: AgentProcess = key.data
+            frames = member.read()
+            if frames is None:
+                self._selector.unregister(member)
+                if member.host not in self._done:
+                    self.lost[member.host] = member.why_ended()
+                continue
+            found += [(member.host, frame) for frame in frames]
+            if any(frame.get("frame") == "done" for frame in frames):
+                self._done.add(member.host)
+        return found

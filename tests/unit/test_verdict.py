@@ -11,9 +11,11 @@ import pytest
 from zrun.launch.cluster import Gpu, HostFacts
 from zrun.launch.findings import Finding, describe
 from zrun.launch.meeting import peers
-from zrun.launch.probe import Driver, Folder, GpuState, HostReport, Limits, Software, facts, job_code
+from zrun.launch.probe import Driver, Folder, GpuState, HostReport, Limits, Software, _gpu_states, facts, job_code
 from zrun.launch.reach import Door, knock
-from zrun.launch.verdict import Needs, judge, remarks
+from zrun.launch.verdict import Needs, judge, needs_of, remarks
+from zrun.topology.nvml import Device, Reading
+from zrun_core.config import JobConfig
 
 HERE = Software("3.11.7", "/venv/bin/python", "0.1.0", "c0de", "2.13.0+cu128")
 GB = 1 << 30
@@ -122,6 +124,38 @@ def test_a_gpu_that_is_left_out_may_be_busy() -> None:
     busy = replace(REPORT, gpus=(REPORT.gpus[0], GpuState("GPU-b", 20 * GB, 80 * GB, (7,))))
     assert said(busy, replace(NEEDS, chosen={"n1": (0,)})) == []
     assert len(said(busy, replace(NEEDS, chosen={"n1": (1,)}))) == 1
+
+
+def test_a_gpu_that_is_lost_is_worth_a_remark() -> None:
+    """How many are left is counted where ranks are seated."""
+    report = replace(REPORT, facts=replace(REPORT.facts, problems=("GPU 2 is lost: it fell off the bus",)))
+    assert said(report) == []
+    assert list(remarks(report, HERE, NEEDS)) == ["GPU 2 is lost: it fell off the bus"]
+
+
+def test_who_computes_on_a_gpu_is_read_of_those_that_are_visible() -> None:
+    devices = (
+        Device(0, uuid="GPU-a", memory_bytes=80 * GB, free_bytes=20 * GB, processes=(7,)),
+        Device(1, uuid="GPU-hidden", memory_bytes=80 * GB, free_bytes=80 * GB),
+        Device(2, "is lost"),
+        Device(3, uuid="GPU-d", memory_bytes=80 * GB, free_bytes=80 * GB, processes=None),
+    )
+    driver, states = _gpu_states(Reading(devices, driver="570.1", cuda=12080), {"GPU-a", "GPU-d"})
+    assert driver == Driver("570.1", (12, 8))
+    assert states == (GpuState("GPU-a", 20 * GB, 80 * GB, (7,)), GpuState("GPU-d", 80 * GB, 80 * GB, ()))
+    assert _gpu_states(Reading(), set()) == (None, ())
+
+
+def test_what_a_job_needs_grows_with_its_ranks_and_loaders() -> None:
+    keys = {"name": "x", "model": "m:f", "steps": 1, "batch": 1}
+    plain = JobConfig.model_validate(keys | {"data": "m:d"})
+    loading = JobConfig.model_validate(keys | {"data": {"call": "m:d", "workers": 4}, "device": "cuda"})
+    small, large = needs_of(plain, Path("/j"), [Path("/r")], 2, 2), needs_of(loading, Path("/j"), [Path("/r")], 64, 8)
+    assert (small.job_dir, small.shared, small.cuda, small.shm_bytes) == (Path("/j"), (Path("/r"),), False, 0)
+    assert large.cuda
+    assert large.shm_bytes == 8 * (32 + 64) << 20
+    assert (small.nofile, large.nofile) == (272, 832)  # 1024 is the usual limit
+    assert large.nproc == 8 * 80
 
 
 def test_one_table_names_all_and_groups_what_is_the_same() -> None:

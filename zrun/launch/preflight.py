@@ -19,10 +19,10 @@ from zrun.launch.findings import Finding, describe
 from zrun.launch.meeting import meet
 from zrun.launch.probe import TOKEN_PREFIX, HostReport, job_code, software
 from zrun.launch.questions import Answers, ask
-from zrun.launch.verdict import Needs, judge, remarks
+from zrun.launch.verdict import Needs, judge, needs_of, remarks
 from zrun_core.errors import PreflightError
 
-__all__ = ["Finding", "HostReport", "Needs", "inspect", "preflight"]
+__all__ = ["Finding", "HostReport", "Needs", "inspect", "needs_of", "preflight"]
 
 HELLO_S = 12.0  # ssh may take 10 to connect
 _SETTLE_S = 1.5  # without news, those that are there meet before the others are waited for

@@ -21,7 +21,7 @@ from typing import Any
 
 from zrun.launch.cluster import HostFacts, probe_host
 from zrun.launch.frames import Frame
-from zrun.topology.nvml import read_machine
+from zrun.topology import nvml
 
 TOKEN_PREFIX = ".zrun-token-"
 _MAX_FILES = 500  # of a job's code that are compared
@@ -111,8 +111,9 @@ class HostReport:
 def facts(question: Frame) -> Frame:
     """Answer `{"ask": "facts", "job_dir": path or None, "folders": {path: token}}`."""
     heard = time.time()
-    facts = probe_host()
-    driver, gpus = _gpu_states({gpu.uuid for gpu in facts.gpus})
+    with nvml.library():  # stays open between the two: to open it may take seconds
+        facts = probe_host()
+        driver, gpus = _gpu_states(nvml.read_machine(), {gpu.uuid for gpu in facts.gpus})
     job_dir = question["job_dir"]
     report = HostReport(
         facts=facts,
@@ -265,20 +266,17 @@ def _reached_at(environ: Mapping[str, str]) -> str | None:
     return parts[2].removeprefix("::ffff:") if len(parts) == 4 else None
 
 
-def _gpu_states(visible: set[str]) -> tuple[Driver | None, tuple[GpuState, ...]]:
-    """The driver, and who uses the GPUs in `visible`. Of a GPU that does not answer nothing is said."""
-    found = read_machine()
+def _gpu_states(reading: nvml.Reading, visible: set[str]) -> tuple[Driver | None, tuple[GpuState, ...]]:
+    """The driver, and who uses the GPUs in `visible`. Of a GPU whose memory is not known nothing is said."""
     driver = None
-    if found.driver is not None and found.cuda is not None:
-        driver = Driver(found.driver, (found.cuda // 1000, found.cuda % 1000 // 10))
-    return driver, tuple(
-        GpuState(device.uuid, device.free_bytes, device.memory_bytes, device.processes)
-        for device in found.devices
-        if device.uuid in visible
-        and device.free_bytes is not None
-        and device.memory_bytes is not None
-        and device.processes is not None
+    if reading.driver is not None and reading.cuda is not None:
+        driver = Driver(reading.driver, (reading.cuda // 1000, reading.cuda % 1000 // 10))
+    states = tuple(
+        GpuState(device.uuid, device.free_bytes, device.memory_bytes, device.processes or ())
+        for device in reading.devices
+        if device.uuid in visible and device.free_bytes is not None and device.memory_bytes
     )
+    return driver, states
 
 
 def route_to(peer: str) -> str | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from zrun.launch.cluster import listed
 from zrun.launch.probe import HostReport, Software
+from zrun_core.config import JobConfig
 from zrun_core.sizes import format_size
 
 _BUSY = 0.1  # share of a GPU's memory that others may hold
@@ -38,6 +39,24 @@ class Needs:
     nofile: int = 256
     nproc: int = 0
     shm_bytes: int = 0
+
+
+def needs_of(job: JobConfig, job_dir: Path, shared: Sequence[Path], num_ranks: int, ranks_per_host: int) -> Needs:
+    """What a job needs of every host, as far as it can be told before its model is built.
+
+    Args:
+        shared: folders in which ranks of several hosts write.
+    """
+    cuda, loaders = job.device == "cuda", job.data.workers
+    return Needs(
+        job_dir=job_dir,
+        shared=tuple(shared),
+        cuda=cuda,
+        nofile=256 + 8 * num_ranks + 16 * loaders,  # connections to every rank in several groups; pipes to loaders
+        nproc=ranks_per_host * (64 + 4 * loaders),
+        # NCCL's buffers between GPUs of a host, and batches on their way from loader processes.
+        shm_bytes=ranks_per_host * ((32 << 20) * cuda + (16 << 20) * loaders),
+    )
 
 
 def judge(report: HostReport, here: Software, code: Mapping[str, str] | None, needs: Needs, host: str) -> Iterator[str]:
@@ -128,6 +147,7 @@ def _judge_limits(report: HostReport, needs: Needs) -> Iterator[str]:
 
 def remarks(report: HostReport, here: Software, needs: Needs) -> Iterator[str]:
     """What is worth knowing, and stops nothing."""
+    yield from report.facts.problems
     if abs(report.skew_s) > 1.0 + report.skew_error_s:
         yield f"its clock is {report.skew_s:+.1f} s off; nothing depends on it but the times in logs"
     for folder in report.folders:

@@ -152,7 +152,7 @@ class Worker:
                 state.adopt_learnt(resumed.notes["learnt"], resumed.manifest)
         if checkpointer is not None:
             checkpointer.open(resumed)
-        trainer.recorder.start(notes, resumed.path if resumed is not None else None)
+        trainer.recorder.start(notes, resumed.path if resumed is not None else None, trainer.loader.num_samples)
         return trainer, mesh.world
 
     def _checkpointer(self, state: ModelState, comm: Comm, world: Group) -> Checkpointer | None:

@@ -123,6 +123,7 @@ def test_no_sample_is_lost_or_read_twice(ranks, tmp_path, workers):
         for step in found[0]["seen"]:
             by_step[step] = [index for one in found for index in one["seen"][step]]
     assert sorted(by_step) == list(range(1, 15))
+    assert next(event["total_steps"] for event in found[0]["events"] if event["type"] == "start") == 14
     in_order = [index for step in sorted(by_step) for index in by_step[step]]
     assert Counter(in_order[:40]) == Counter(in_order[40:]) == Counter(range(40))
 

@@ -205,18 +205,20 @@ def test_errors_have_their_exit_code() -> None:
 
 def test_a_process_that_was_forked_does_not_hold_the_folder(tmp_path: Path) -> None:
     lock = hold(tmp_path)
-    ours, theirs = os.pipe()
+    (is_there, says), (ours, theirs) = os.pipe(), os.pipe()
     child = os.fork()
     if not child:
         os.close(theirs)
+        os.write(says, b"!")
         os.read(ours, 1)  # until the test has ended
         os._exit(0)
     try:
+        os.read(is_there, 1)
         with pytest.raises(SaveError, match=f"in use by process {os.getpid()} "):
             hold(tmp_path, patience_s=0)
         release(lock)
         release(hold(tmp_path, patience_s=0))
     finally:
-        os.close(ours)
-        os.close(theirs)
+        for each in (is_there, says, ours, theirs):
+            os.close(each)
         os.waitpid(child, 0)

@@ -145,7 +145,7 @@ def test_prune(ckpt: Ckpt, run: Path) -> None:
     assert len(folder.scan()) == 4
     assert ckpt("prune", run, "--keep", "2")[1] == "removed step 10\n"
     assert [found.step for found in folder.scan()] == [40, 30, 20]
-    assert json.loads(ckpt("prune", run, "--keep", "2", "--json")[1]) == {"removed": []}
+    assert json.loads(ckpt("prune", run, "--keep", "2", "--json")[1]) == {"removed": [], "aside": []}
 
 
 def test_prune_leaves_a_save_under_way(ckpt: Ckpt, run: Path) -> None:
@@ -167,3 +167,17 @@ def test_listing_needs_no_torch(run: Path) -> None:
     for command in (["ls"], ["inspect"], ["verify"], ["prune", "--keep", "2"]):
         result = subprocess.run([sys.executable, "-c", code, *command, str(run)], capture_output=True, text=True)
         assert result.stdout.endswith("False\n"), result.stderr
+
+
+def test_what_was_set_aside_is_named_and_removed_on_request(ckpt: Ckpt, run: Path) -> None:
+    folder = CheckpointFolder(run / "checkpoints")
+    damaged = folder.set_aside(30).name
+    write_step(CheckpointFolder(folder.path / "before-old"), 40)
+    code, out, _ = ckpt("ls", run)
+    assert (code, out.splitlines()[-2:]) == (0, ["set aside: before-old", f"set aside: {damaged}"])
+    assert ckpt("prune", run, "--keep", "2")[1] == "nothing to remove\n"
+    assert ckpt("prune", run, "--keep", "2", "--aside", "--dry-run")[1] == f"would remove before-old, {damaged}\n"
+    assert json.loads(ckpt("ls", run, "--json")[1])["aside"] == [str(folder.path / n) for n in ("before-old", damaged)]
+    assert ckpt("prune", run, "--keep", "2", "--aside")[1] == f"removed before-old, {damaged}\n"
+    assert folder.aside() == []
+    assert [found.step for found in folder.scan()] == [20, 10]

@@ -317,3 +317,10 @@ def test_small_texts() -> None:
 def test_a_logged_message_cannot_steer_the_terminal() -> None:
     line = message_line(event("log", message="def f():\n\treturn\x1b[31m\r\x07 é"))
     assert line == "rank 0: def f():\n        return�[31m�� é"
+
+
+def test_saves_are_drawn() -> None:
+    save = event("save", step=50, path="/x", reason="due", bytes=1200 * MIB, seconds=0.8, stall_s=0.1, removed=[])
+    assert "ckpt 50" in draw(after(START, step(50), save, step(51)), 100)
+    assert "ckpt" not in draw(after(START, step(50)), 100)
+    assert message_line(save) == f"saved step 50 ({text.size(1200 * MIB)}, {text.seconds(0.8)})"

@@ -54,7 +54,7 @@ class Place:
 
 
 def locate(path: Path) -> Place:
-    """The steps that `path` leads to, at least one.
+    """The steps that `path` leads to: at least one, or one that was set aside.
 
     Raises:
         JobError: there is no such folder.
@@ -72,7 +72,7 @@ def locate(path: Path) -> Place:
             return Place(folder, steps, is_single=True)
     for candidate in (path / "checkpoints", path):
         folder = CheckpointFolder(candidate)
-        if candidate.is_dir() and (steps := folder.scan()):
+        if candidate.is_dir() and ((steps := folder.scan()) or folder.aside()):
             return Place(folder, steps, is_single=False)
     raise CheckpointError(f"{path} holds no checkpoints{_runs_below(path)}")
 

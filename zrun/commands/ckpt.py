@@ -43,16 +43,20 @@ def ls(path: _Where, as_json: _Json = False) -> None:
     from zrun.checkpoints.locate import locate
 
     place = locate(path)
+    aside = [] if place.is_single else place.folder.aside()
     latest, problem = place.folder.latest()
     if as_json:
         from zrun.checkpoints.tables import step_facts
 
-        _print_json({"latest": latest, "steps": [step_facts(found) for found in place.steps]})
+        steps = [step_facts(found) for found in place.steps]
+        _print_json({"latest": latest, "steps": steps, "aside": [str(each) for each in aside]})
     else:
         from zrun.checkpoints.tables import steps_table
 
         print(place.folder.path)
         _print(steps_table(place.steps, [_saved(found) for found in place.steps], latest))
+        for each in aside:
+            print(f"set aside: {each.name}")
     if problem is not None:
         print(f"warning: {problem}; it is only a hint, and nothing depends on it", file=sys.stderr)
     place.newest_valid()
@@ -159,6 +163,7 @@ def export(
 def prune(
     path: _Where,
     keep: Annotated[int, typer.Option(help="How many valid steps stay, at least 2.", show_default=False)],
+    aside: Annotated[bool, typer.Option("--aside", help="Remove what was set aside too.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
     as_json: _Json = False,
 ) -> None:
@@ -177,13 +182,15 @@ def prune(
     if place.is_single:
         raise JobError(f"{path} is one step: give the folder above it")
     gone = place.folder.prune(keep, thorough=True, dry_run=dry_run)
+    also = [] if not aside else place.folder.aside() if dry_run else place.folder.remove_aside()
     if not dry_run and not is_held(place.folder.path.parent):
         place.folder.sweep()
     if as_json:
-        _print_json({"would_remove" if dry_run else "removed": gone})
+        _print_json({"would_remove" if dry_run else "removed": gone, "aside": [str(each) for each in also]})
     else:
         verb = "would remove" if dry_run else "removed"
-        print(f"{verb} {', '.join(f'step {step}' for step in gone)}" if gone else "nothing to remove")
+        names = [*(f"step {step}" for step in gone), *(each.name for each in also)]
+        print(f"{verb} {', '.join(names)}" if names else "nothing to remove")
 
 
 def _saved(found: Found) -> str:

@@ -49,6 +49,9 @@ def message_line(event: Event) -> str | None:
     match event.get("type"):
         case "eval":
             return f"eval at step {event['step']}: loss {float(event['loss']):.6g} over {event.get('samples')} samples"
+        case "save":
+            cost = f"{text.size(int(event.get('bytes') or 0))}, {text.seconds(float(event.get('seconds') or 0))}"
+            return f"saved step {event['step']} ({cost})"
         case "warning":
             return f"warning (rank {event['rank']}): {text.printable(str(event.get('message')))}"
         case "stop" if event.get("signal") != "SIGUSR1":  # the launcher's own way to ask

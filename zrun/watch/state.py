@@ -83,6 +83,7 @@ class RunState:
     traffic_bytes: int = 0  # sent by rank 0
     memory: Mapping[int, Event] = field(default_factory=dict)  # by rank, its newest `memory` event
     evals: tuple[Evaluation, ...] = ()
+    saved: int | None = None  # the newest step that is committed
     messages: tuple[Message, ...] = ()
     num_messages: int = 0
     end: Event | None = None
@@ -149,6 +150,8 @@ def fold(state: RunState, event: Event) -> RunState:
             return replace(state, memory={**state.memory, event["rank"]: event})
         case "eval":
             return replace(state, evals=(*state.evals, Evaluation(event["step"], number(event["loss"]))))
+        case "save":
+            return replace(state, saved=event["step"])
         case "warning" | "log" as kind:
             message = Message(kind, event["rank"], event["time"], str(event.get("message", "")))
             kept = (*state.messages, message)[-_KEPT_MESSAGES:]

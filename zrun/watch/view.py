@@ -96,6 +96,8 @@ def _numbers(state: RunState) -> Text:
     if step.loss_scale is not None:
         line.append(f"  scale {step.loss_scale:g}")
     line.append(f"  skipped {step.skips}", _ALERT if step.skipped else "")
+    if state.saved is not None:
+        line.append(f"  ckpt {state.saved}")
     if state.num_messages:
         line.append(f"  messages {state.num_messages}", _QUIET)
     return line

@@ -24,6 +24,7 @@ from zrun_core.errors import CheckpointError, SaveError
 LATEST = "latest"
 LEAST_KEPT = 2
 _STEP = re.compile(r"step-(\d{8,19})")
+_ASIDE = re.compile(r"step-\d{8,19}\.aside-[0-9a-f]+|before-.+")  # damaged; of a run that was started over
 _STALE = re.compile(r"(?:step-\d{8,19}|latest)\.tmp-[0-9a-f]+")
 
 
@@ -109,6 +110,25 @@ class CheckpointFolder:
         except OSError as error:
             raise save_error(path, error) from error
         return aside
+
+    def aside(self) -> list[Path]:
+        """Damaged steps that were set aside, and folders with the steps of runs that were started over."""
+        try:
+            names = sorted(name for name in os.listdir(self.path) if _ASIDE.fullmatch(name))
+        except OSError:
+            return []
+        return [self.path / name for name in names if (self.path / name).is_dir()]
+
+    def remove_aside(self) -> list[Path]:
+        """Remove all of that; returns what is gone.
+
+        Raises:
+            SaveError: a folder cannot be removed.
+        """
+        found = self.aside()
+        for path in found:
+            self._remove(path)
+        return found
 
     def point_latest(self, step: int) -> None:
         """Write the hint for people and scripts: the name of the newest step.

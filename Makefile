@@ -1,6 +1,6 @@
 # make train        train the main job: a language model of 10 million parameters on Python's own source, two CPU ranks
 # make test         every test, the linter and the type checker
-# make test-hosts   the tests on three hosts, which are network namespaces with an sshd each: needs root, installs sshd
+# make test-hosts   the tests on three hosts, network namespaces with an sshd each (as root; installs sshd)
 # All set up .venv first, with the versions of constraints.txt.
 
 PYTHON ?= python3

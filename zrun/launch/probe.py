@@ -292,7 +292,7 @@ def route_to(peer: str) -> str | None:
 
 def own_address(known: str | None, towards: Sequence[str]) -> str | None:
     """The address at which the others reach this host: a known one, else that of the route to one of them."""
-    if known is not None and any(known in found for found in addresses().values()):
+    if known is not None and (known.startswith("127.") or any(known in found for found in addresses().values())):
         return known
     return next((address for peer in towards if (address := route_to(peer)) is not None), None)
 

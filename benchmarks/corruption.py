@@ -27,7 +27,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -177,33 +177,40 @@ class Dcp(System):
 
     @contextmanager
     def failing_writes(self) -> Iterator[None]:
-        real = FileSystem.create_stream
-
-        @contextmanager
-        def create_stream(system: FileSystem, path: Any, mode: str) -> Iterator[io.IOBase]:
+        def in_a_writer(mode: str) -> None:
             if threading.current_thread() is not threading.main_thread() and "w" in mode:
                 _broken()
-            with real(system, path, mode) as stream:
-                yield stream
 
-        with mock.patch.object(FileSystem, "create_stream", create_stream):
+        with _opening(in_a_writer, nullcontext()):
             yield
 
     @contextmanager
     def dying(self) -> Iterator[None]:
-        real, lock, left = FileSystem.create_stream, threading.Lock(), [3]  # the third of four files
+        left = [3]  # the third of four files, one after the other
 
-        @contextmanager
-        def create_stream(system: FileSystem, path: Any, mode: str) -> Iterator[io.IOBase]:
-            with lock:
-                left[0] -= 1
-                if left[0] == 0:
-                    os._exit(9)
-                with real(system, path, mode) as stream:
-                    yield stream
+        def count(mode: str) -> None:
+            left[0] -= 1
+            if left[0] == 0:
+                os._exit(9)
 
-        with mock.patch.object(FileSystem, "create_stream", create_stream):
+        with _opening(count, threading.Lock()):
             yield
+
+
+@contextmanager
+def _opening(before: Callable[[str], None], held: AbstractContextManager[Any]) -> Iterator[None]:
+    """DCP calls `before` with the mode of each file that it opens, and holds `held` while it is open."""
+    real = FileSystem.create_stream
+
+    @contextmanager
+    def create_stream(system: FileSystem, path: Any, mode: str) -> Iterator[io.IOBase]:
+        with held:
+            before(mode)
+            with real(system, path, mode) as stream:
+                yield stream
+
+    with mock.patch.object(FileSystem, "create_stream", create_stream):
+        yield
 
 
 class TorchSave(System):

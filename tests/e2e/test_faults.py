@@ -10,15 +10,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import PATIENCE_S, wait_for
 
 WILD = Path(__file__).with_name("wild.py")
-PATIENCE_S = 90.0
 HANG_S = 2.0
 
 
@@ -49,14 +49,6 @@ def events(folder: Path, kind: str) -> list[dict[str, Any]]:
     path = folder / "run" / "events.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     return [event for event in map(json.loads, lines) if event["type"] == kind]
-
-
-def wait_for(condition: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + PATIENCE_S
-    while not (found := condition()):
-        assert time.monotonic() < deadline, "it never came to be"
-        time.sleep(0.02)
-    return found
 
 
 def workers(folder: Path) -> dict[int, int]:

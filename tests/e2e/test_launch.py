@@ -9,15 +9,15 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import PATIENCE_S, wait_for
 
 HERE = Path(__file__).parent
-PATIENCE_S = 60.0
 
 Behaviour = dict[str, str]
 
@@ -65,14 +65,6 @@ def started(job: Path, behaviour: Behaviour, ignored: signal.Signals | None = No
 def events(run_dir: Path) -> list[dict[str, Any]]:
     path = run_dir / "events.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def wait_for(condition: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + PATIENCE_S
-    while not (found := condition()):
-        assert time.monotonic() < deadline, "it never came to be"
-        time.sleep(0.02)
-    return found
 
 
 def messages(run_dir: Path) -> list[str]:

@@ -15,12 +15,15 @@ import pytest
 from rig import Host, Rig
 
 from zrun.launch.agent_process import AgentProcess, close_all
-from zrun.launch.hosts import HostEntry
+from zrun.launch.assemble import assemble, open_agents
+from zrun.launch.conventions import NONE
+from zrun.launch.hosts import Backend, HostEntry
 from zrun.launch.local import LocalAgent
 from zrun.launch.preflight import HostReport, Needs, inspect, preflight
 from zrun.launch.probe import software
 from zrun.launch.questions import ask
 from zrun.launch.ssh import SshAgent
+from zrun_core.config import JobConfig
 from zrun_core.errors import PreflightError
 
 
@@ -137,6 +140,24 @@ def test_a_machine_with_two_names_is_one_host(rig: Rig) -> None:
         findings = inspect(all_, Needs())
     assert [finding.problems for finding in findings[:3]] == [()] * 3
     assert findings[3].problems == ("it is the same machine as node1: name each host once",)
+
+
+def test_a_host_with_a_port_is_called_by_both(isolated_rig: Rig, tmp_path: Path) -> None:
+    """A name may be there several times, with other ports."""
+    job = JobConfig.model_validate({
+        "name": "x", "model": "m:f", "data": "m:d", "steps": 1, "batch": 1, "launch": {"ssh": isolated_rig.ssh},
+    })  # fmt: skip
+    entries = (HostEntry("node1", port=22, slots=2), HostEntry("node2", chosen=(1,), slots=2))
+    backend = Backend("ssh", "", entries, NONE)
+    started = open_agents(backend, job)
+    try:
+        found = assemble(started, backend, job, tmp_path, tmp_path / "run", least=2)
+        assert [(host.hostname, host.slots, host.chosen) for host in found.cluster.hosts] == [
+            *[("node1:22", 2, None), ("node2", 2, (1,))]
+        ]
+        assert found.interfaces == {"node1:22": "eth0", "node2": "eth0"}
+    finally:
+        close_all(started)
 
 
 def test_a_clock_that_is_off_is_reported_only(rig: Rig, late_python: str) -> None:

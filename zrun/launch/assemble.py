@@ -75,7 +75,7 @@ def assemble(
         here = backend.on_this_host(probe_host())
         return Assembly(tuple(agents), Cluster((here,)), {here.hostname: None})
     shared = [checkpoint_folder(job, run_dir)] if job.checkpoint is not None else []
-    chosen = {entry.name: entry.chosen for entry in backend.hosts or () if entry.chosen is not None}
+    chosen = {str(entry): entry.chosen for entry in backend.hosts or () if entry.chosen is not None}
     needs = Needs(job_dir=job_dir, shared=tuple(shared), cuda=job.device == "cuda", chosen=chosen)
     findings = inspect(agents, needs)
     good = [finding.report for finding in findings if finding.report is not None and not finding.problems]
@@ -84,7 +84,7 @@ def assemble(
         dropped = describe(findings)
         if len(good) < least:
             raise PreflightError(dropped)
-    entries = {entry.name: entry for entry in backend.hosts or ()}
+    entries = {str(entry): entry for entry in backend.hosts or ()}
     used = [
         (agent, finding.report)
         for agent, finding in zip(agents, findings, strict=True)
@@ -93,7 +93,7 @@ def assemble(
     hosts = []
     for agent, report in used:
         entry = entries[agent.host]
-        hosts.append(report.facts.called(entry.name, entry.slots, entry.chosen))
+        hosts.append(report.facts.called(agent.host, entry.slots, entry.chosen))
     interfaces = {agent.host: report.interface for agent, report in used}
     store = _open_store(*used[0]) if len(used) > 1 else None
     return Assembly(tuple(agent for agent, _ in used), Cluster(tuple(hosts)), interfaces, store, dropped)

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from zrun.launch import lock
-from zrun.launch.processes import Process
 
 HERE = Path(__file__).parent
 PATIENCE_S = 60.0
@@ -37,8 +36,10 @@ def folder(tmp_path: Path) -> Iterator[Path]:
             os.kill(holder.pid, signal.SIGKILL)
 
 
-def zrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*ZRUN, *arguments], **settings(folder), capture_output=True, timeout=PATIENCE_S)
+def zrun(folder: Path, *arguments: str, inherited: tuple[int, ...] = ()) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*ZRUN, *arguments], **settings(folder), capture_output=True, pass_fds=inherited, timeout=PATIENCE_S
+    )
 
 
 def settings(folder: Path) -> dict[str, Any]:
@@ -51,9 +52,9 @@ def train_arguments(behaviour: dict[str, str], *options: str) -> list[str]:
     return ["train", "job.yaml", chosen, "--worker", "fake_worker", "--detach", *options]
 
 
-def detached(folder: Path, behaviour: dict[str, str]) -> Path:
-    """A run that goes on by itself; its directory."""
-    done = zrun(folder, *train_arguments(behaviour))
+def detached(folder: Path, behaviour: dict[str, str], inherited: tuple[int, ...] = ()) -> Path:
+    """A run that goes on by itself; its directory. It has let go the pipes that its output is read from here."""
+    done = zrun(folder, *train_arguments(behaviour), inherited=inherited)
     assert done.returncode == 0, done.stderr
     first, place, *commands = done.stdout.splitlines()
     path = Path(place.strip().removeprefix("in "))
@@ -82,6 +83,17 @@ def wait_for(condition: Callable[[], Any]) -> None:
         time.sleep(0.02)
 
 
+def opened_by(path: Path) -> set[str]:
+    """The files that the launcher of a run has open."""
+    holder = lock.last_holder(path)
+    assert holder is not None
+    names = set()
+    for descriptor in Path(f"/proc/{holder.pid}/fd").iterdir():
+        with suppress(OSError):
+            names.add(os.readlink(descriptor))
+    return names
+
+
 def hangs(path: Path) -> bool:
     """Both ranks are where they stay."""
     return (path / "events.jsonl").read_text().count('"hanging ') == 2
@@ -106,7 +118,7 @@ def test_two_runs_go_on_and_one_is_stopped(folder: Path) -> None:
         assert follower.stdout.readline() == "rank 0: rank 0 behaves: hang\n"
         stopped = zrun(folder, "stop", first.name)
         assert stopped.returncode == 0, stopped.stderr
-        assert stopped.stdout == "stopped before the first step ended, not saved (exit code 143)\n"
+        assert stopped.stdout == "stopped before the first step ended, exit code 143, not saved\n"
         rest, _ = follower.communicate(timeout=PATIENCE_S)
         assert follower.returncode == 0
         assert "rank 1: on stderr\n" in rest
@@ -122,7 +134,11 @@ def test_two_runs_go_on_and_one_is_stopped(folder: Path) -> None:
 
 
 def test_now_means_now_and_not_kill(folder: Path) -> None:
-    path = detached(folder, {"0": "will_not_finish", "1": "will_not_finish"})
+    mine = os.open(folder / "mine", os.O_RDWR | os.O_CREAT)  # such as a shell's lock
+    path = detached(folder, {"0": "will_not_finish", "1": "will_not_finish"}, (mine,))
+    os.close(mine)
+    assert str(folder / "mine") not in opened_by(path)
+    assert str(path / "launcher.log") in opened_by(path)
     wait_for(lambda: hangs(path))
     gentle = zrun(folder, "stop", "fake", "--timeout", "0")
     assert gentle.returncode == 6
@@ -190,25 +206,3 @@ def test_an_interrupt_reaches_the_launcher_until_it_is_on_its_own(folder: Path) 
     assert "SIGINT: finishing the step" in told
     assert launcher is not None
     assert launcher.process is None
-
-
-def test_locks_and_pipes_of_the_caller_are_let_go(folder: Path) -> None:
-    """A shell's lock on descriptor 9, and the pipe that it reads the output from."""
-    mine = os.open(folder / "mine", os.O_RDWR | os.O_CREAT)
-    done = subprocess.run(
-        [*ZRUN, *train_arguments({"0": "hang", "1": "hang"})],
-        **settings(folder), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, pass_fds=[mine], timeout=PATIENCE_S,
-    )  # fmt: skip
-    os.close(mine)
-    assert done.returncode == 0, done.stdout
-    (path,) = (folder / "runs" / "fake").iterdir()
-    holder = lock.last_holder(path)
-    assert holder is not None
-    assert Process.find(holder.pid) is not None
-    opened = set()
-    for descriptor in Path(f"/proc/{holder.pid}/fd").iterdir():
-        with suppress(OSError):
-            opened.add(os.readlink(descriptor))
-    assert str(folder / "mine") not in opened
-    assert str(path / "launcher.log") in opened
-    assert zrun(folder, "stop", path.name, "--now").returncode == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import os
@@ -202,6 +203,9 @@ def test_what_is_not_found_is_answered_with_what_was_meant() -> None:
         "runs/gpt": "such as .*/runs/gpt/20260101-000000-bbbb",
         "runs/bert": "no such folder",
         "-": "no run and no job",
+        "~nobody.at.all": "no run and no job",
+        "~nobody.at.all/run": "no such folder",
+        "x/" + "y" * 5000: "no such folder",
         "": "no run and no job|any of 2 runs",
     }.items():
         with pytest.raises(JobError, match=said):
@@ -241,6 +245,14 @@ def test_who_holds_the_lock(tmp_path: Path) -> None:
     held.close()
     assert not is_held(tmp_path)
     assert tmp_path not in lock.held_here()
+
+
+def test_whoever_only_looks_is_in_nobodys_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Lock(tmp_path).close()
+    with (tmp_path / lock.LOCK).open("rb") as looking:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        monkeypatch.setattr(lock.time, "sleep", lambda _: fcntl.flock(looking, fcntl.LOCK_UN))
+        Lock(tmp_path).close()
 
 
 def test_a_holder_is_told_from_later_and_distant_processes() -> None:

@@ -65,8 +65,8 @@ def _end(run: Run) -> str:
     after = f" after step {run.step}" if run.step else " before the first step ended"
     match run.state:
         case State.STOPPED:
-            saved = "saved" if run.exit_code == ExitCode.STOPPED else "not saved"
-            return f"stopped{after}, {saved} (exit code {run.exit_code})"
+            saved = "saved: --resume auto goes on" if run.exit_code == ExitCode.STOPPED else "not saved"
+            return f"stopped{after}, exit code {run.exit_code}, {saved}"
         case State.FAILED:
             return f"failed{after} (exit code {run.exit_code}): {run.headline}"
         case State.VANISHED:

@@ -10,9 +10,10 @@ host is compared with that of another: `started` is told by the launcher's, `sec
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -117,7 +118,7 @@ def find(text: str, root: Path = ROOT, running: bool = False) -> Path:
     Raises:
         JobError: there is none, or more than one.
     """
-    path = Path(text).expanduser().absolute()
+    path = Path(os.path.expanduser(text)).absolute()  # unlike Path's, it takes a user who does not exist for a name
     if is_run(path):
         return path
     if "/" in text:
@@ -156,10 +157,10 @@ def _nearest(text: str, paths: list[Path]) -> str:
 
 
 def _below(path: Path) -> str:
-    runs = sorted(each for each in path.glob("*") if is_run(each)) if path.is_dir() else []
-    if runs:
-        return f"; name one of its runs, such as {runs[-1]}"
-    return "" if path.is_dir() else ": there is no such folder"
+    if not os.path.isdir(path):
+        return ": there is no such folder, or it is not for you to see"
+    runs = sorted(each for each in path.glob("*") if is_run(each))
+    return f"; name one of its runs, such as {runs[-1]}" if runs else ""
 
 
 def job_name(path: Path) -> str:
@@ -249,11 +250,12 @@ class _Events:
             self._tail = [event for event in self._backwards() if event.get("rank") == 0]
         return next((event for event in self._tail if kind in (None, event.get("type"))), {})
 
-    def _head(self) -> bytes:
+    def _head(self) -> Iterator[bytes]:
+        """The first lines."""
         with suppress(OSError), self._path.open("rb") as file:
             file.seek(self._offset)
-            return file.read(_HEAD_BYTES)
-        return b""
+            while file.tell() < self._offset + _HEAD_BYTES and (line := file.readline(_HEAD_BYTES)):
+                yield line
 
     def _backwards(self) -> Iterator[Event]:
         """Events from the last one on, up to and including a step."""
@@ -266,15 +268,15 @@ class _Events:
                 file.seek(position)
                 block = file.read(end - position) + rest
                 rest, _, lines = block.partition(b"\n") if position > self._offset else (b"", b"", block)
-                for event in reversed(list(_parsed(lines))):
+                for event in _parsed(reversed(lines.split(b"\n"))):
                     yield event
                     if event.get("type") == "step":
                         return
 
 
-def _parsed(lines: bytes) -> Iterator[Event]:
-    """The events in whole lines; what is none is skipped."""
-    for line in lines.split(b"\n"):
+def _parsed(lines: Iterable[bytes]) -> Iterator[Event]:
+    """The events in these lines; what is none is skipped."""
+    for line in lines:
         with suppress(ValueError):
             event = json.loads(line)
             if isinstance(event, dict) and isinstance(event.get("time"), int | float):

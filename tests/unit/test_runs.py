@@ -95,6 +95,21 @@ def test_the_lock_says_that_it_runs() -> None:
     assert (read(path).state, read(path).exit_code, read(path).headline) == (State.FAILED, 4, "no rest")
 
 
+def test_between_two_attempts_a_run_still_runs() -> None:
+    path = Path("runs", "gpt", "a")
+    with RunDir.claim("gpt", path) as rundir:
+        rundir.exit_code = 5
+        held = rundir.keep_lock()
+    assert read(path).state is State.RUNNING
+    with pytest.raises(JobError, match="in use"):
+        RunDir.claim("gpt", path, earlier=Earlier.CONTINUE)
+    with RunDir.claim("gpt", path, earlier=Earlier.CONTINUE, lock=held) as rundir:
+        rundir.exit_code = 0
+        assert (path / "attempts" / "1" / "exit.json").exists()
+    assert read(path).state is State.FINISHED
+    assert not is_held(path)
+
+
 def test_an_error_is_an_end_too() -> None:
     for number, (error, code) in enumerate([(SaveError("full"), 8), (KeyboardInterrupt(), 130), (ValueError(), 1)]):
         path = Path("runs", "gpt", str(number))

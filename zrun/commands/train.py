@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from zrun.launch.failures import Failure, Hang, LostHost
     from zrun.launch.hosts import Backend
     from zrun.launch.local import LocalAgent
+    from zrun.launch.lock import Lock
     from zrun.launch.plan import Resolved
     from zrun.launch.rundir import RunDir
     from zrun_core.spec import ResumeSpec
@@ -125,6 +126,7 @@ class _Order:
     Attributes:
         again: the command that goes on from the run's last checkpoint.
         is_restart: it goes on, in the directory of the run that failed.
+        lock: on that directory: nobody else gets it in between, and the run counts as running.
     """
 
     loaded: LoadedJob
@@ -138,12 +140,13 @@ class _Order:
     again: str
     detached: Detached | None = None
     is_restart: bool = False
+    lock: Lock | None = None
 
-    def resumed(self, run_dir: Path) -> _Order:
+    def resumed(self, run_dir: Path, lock: Lock | None) -> _Order:
         """The same once more, from what the run in `run_dir` has saved."""
         config = self.loaded.config.model_copy(update={"resume": "auto"})
         loaded = replace(self.loaded, config=config)
-        return replace(self, loaded=loaded, run_dir=run_dir, fresh=False, is_restart=True)
+        return replace(self, loaded=loaded, run_dir=run_dir, fresh=False, is_restart=True, lock=lock)
 
 
 @dataclass(frozen=True)
@@ -152,6 +155,7 @@ class _Outcome:
     failure: Failure | Hang | LostHost | None = None
     run_dir: Path | None = None  # None: nothing was started
     committed: int = 0  # the newest step that was saved
+    lock: Lock | None = None  # on the run directory
 
 
 def _run(order: _Order, early: LocalAgent | None) -> int:
@@ -177,7 +181,7 @@ def _run(order: _Order, early: LocalAgent | None) -> int:
         left = f"after step {outcome.committed}" if outcome.committed else "from the beginning"
         _say(f"restart {restarts.made} of {restarts.budget} in {pause_s:g} s, {left}", sys.stderr)
         time.sleep(pause_s)
-        order = order.resumed(outcome.run_dir)
+        order = order.resumed(outcome.run_dir, outcome.lock)
 
 
 def _attempt(order: _Order, members: list[AgentProcess]) -> _Outcome:
@@ -211,8 +215,8 @@ def _attempt(order: _Order, members: list[AgentProcess]) -> _Outcome:
         print(beginning.note, file=sys.stderr)
     if order.dry_run or beginning.complete:
         return _Outcome(ExitCode.OK)
-    with RunDir.claim(resolved.job.name, beginning.run_dir, earlier=beginning.earlier) as rundir:
-        if order.detached is not None and not order.is_restart:
+    with RunDir.claim(resolved.job.name, beginning.run_dir, earlier=beginning.earlier, lock=order.lock) as rundir:
+        if order.detached is not None:
             order.detached.moved_in(rundir)
         if beginning.aside is not None:
             set_checkpoints_aside(beginning.aside, rundir.run_id)
@@ -226,7 +230,7 @@ def _attempt(order: _Order, members: list[AgentProcess]) -> _Outcome:
         )
         code, failure = _follow(agents, resolved, rundir, order)
         rundir.exit_code = code
-        return _Outcome(code, failure, rundir.path, _committed(resolved, rundir))
+        return _Outcome(code, failure, rundir.path, _committed(resolved, rundir), rundir.keep_lock())
 
 
 def _committed(resolved: Resolved, rundir: RunDir) -> int:

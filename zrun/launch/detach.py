@@ -39,7 +39,7 @@ class Detached:
     """What the launcher owes to the process that waits for it."""
 
     def __init__(self, told: int) -> None:
-        self._told = told
+        self._told: int | None = told
 
     @classmethod
     def begin(cls, ui: Ui) -> Self:
@@ -69,7 +69,7 @@ class Detached:
         return cls(told)
 
     def moved_in(self, rundir: RunDir) -> None:
-        """Write to the log of the run directory from now on.
+        """Write to the log of the run directory from now on. To be called again when a restart has moved it away.
 
         Raises:
             ZrunError: it cannot be made.
@@ -83,9 +83,12 @@ class Detached:
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)
+        if self._told is None:
+            return
         with suppress(OSError):  # nobody waits any more
             os.write(self._told, json.dumps({"path": str(rundir.path), "events": rundir.first_event}).encode() + b"\n")
         os.close(self._told)
+        self._told = None
 
 
 def _wait(launcher: int, heard: int) -> NoReturn:
@@ -117,32 +120,44 @@ class _Place:
 
     def __init__(self, path: str, events: int) -> None:
         self.path = path
-        self._events, self._log = events, 0
+        self._events = _Growing(Path(path) / "events.jsonl", events)
+        self._log = _Growing(Path(path) / LOG)
         self._rest = b""
 
     def show_log(self) -> None:
         """Copy what is new to stderr."""
-        data, self._log = _read_from(Path(self.path) / LOG, self._log)
+        data = self._log.read()
         with suppress(OSError):  # the terminal is gone
             sys.stderr.buffer.write(data)
             sys.stderr.flush()
 
     def has_begun(self) -> bool:
         """Whether rank 0 has said so."""
-        data, self._events = _read_from(Path(self.path) / "events.jsonl", self._events)
-        *lines, self._rest = (self._rest + data).split(b"\n")
+        *lines, self._rest = (self._rest + self._events.read()).split(b"\n")
         return any(json.loads(line).get("type") == "start" for line in lines)
 
 
-def _read_from(path: Path, offset: int) -> tuple[bytes, int]:
-    """What a file holds from `offset` on, and its end."""
-    try:
-        with path.open("rb") as file:
-            file.seek(offset)
-            data = file.read()
-    except FileNotFoundError:  # moved away, with the run
-        data = b""
-    return data, offset + len(data)
+class _Growing:
+    """A file that another process writes, and that a restart may replace."""
+
+    def __init__(self, path: Path, offset: int = 0) -> None:
+        self._path, self._offset = path, offset
+        self._inode: int | None = None
+
+    def read(self) -> bytes:
+        """What is new."""
+        try:
+            with self._path.open("rb") as file:
+                inode = os.fstat(file.fileno()).st_ino
+                if self._inode not in (None, inode):
+                    self._offset = 0
+                self._inode = inode
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:  # moved away, with the attempt
+            return b""
+        self._offset += len(data)
+        return data
 
 
 def _farewell(path: Path, launcher: int) -> str:

@@ -47,14 +47,23 @@ class RunDir:
         self.run_id = path.name
         self.exit_code: int | None = None
         self._lock = lock
+        self._keeps_lock = False
         self._events = os.open(path / "events.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         lock.starts_at(os.fstat(self._events).st_size)
 
     @classmethod
     def claim(
-        cls, name: str, chosen: Path | None, root: Path = Path("runs"), earlier: Earlier = Earlier.REFUSE
+        cls,
+        name: str,
+        chosen: Path | None,
+        root: Path = Path("runs"),
+        earlier: Earlier = Earlier.REFUSE,
+        lock: Lock | None = None,
     ) -> Self:
         """Make the run directory and lock it: `chosen`, or a new one below `root`.
+
+        Args:
+            lock: that of the directory, where this process has held it since an earlier attempt.
 
         Raises:
             JobError: another launcher holds it, it has files in it, or it cannot be made.
@@ -65,7 +74,7 @@ class RunDir:
             path.mkdir(mode=0o700, exist_ok=True)
             if not (path / LOCK).exists() and not is_run(path):
                 _refuse_files(path)  # before anything is written there: it may be anybody's folder
-            lock = _lock(path)
+            lock = lock or _lock(path)
         except OSError as error:
             raise JobError(f"run directory {path}: {error.strerror}: choose another with --run-dir") from None
         try:
@@ -92,7 +101,13 @@ class RunDir:
             with suppress(OSError):
                 self._write("exit.json", json.dumps({"exit_code": int(code), "time": time.time()}) + "\n")
         os.close(self._events)
-        self._lock.close()
+        if not self._keeps_lock:
+            self._lock.close()
+
+    def keep_lock(self) -> Lock:
+        """Hold the directory until this process ends, whatever becomes of this object."""
+        self._keeps_lock = True
+        return self._lock
 
     @property
     def first_event(self) -> int:

@@ -8,18 +8,17 @@ import pty
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import PATIENCE_S, wait_for
 
 from zrun.launch import lock
 
 HERE = Path(__file__).parent
-PATIENCE_S = 60.0
 ZRUN = [sys.executable, "-m", "zrun"]
 
 
@@ -74,13 +73,6 @@ def of(folder: Path, *options: str) -> dict[str, dict[str, Any]]:
     """What `zrun ps` tells of the runs of this folder, by id."""
     told = json.loads(zrun(folder, "ps", "--json", *options).stdout)
     return {run["run"]: run for run in told if run["path"].startswith(f"{folder}/")}
-
-
-def wait_for(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it never came to be"
-        time.sleep(0.02)
 
 
 def opened_by(path: Path) -> set[str]:

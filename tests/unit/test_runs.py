@@ -181,6 +181,10 @@ def test_what_runs_elsewhere_on_this_machine_is_listed_too(
         assert path in [run.path for run in listed(None)[0]]
         assert find("a run") == path
         assert reference(path) == f"'{path}'"
+        here = make("gpt", "a run too")
+        assert find("a run") == here  # what lies here comes first, even if only its beginning is given
+        (path / "job.yaml").write_text("name: gpt")
+        assert find("gpt", running=True) == here
     assert path not in [run.path for run in listed(None)[0]]
 
 
@@ -221,7 +225,7 @@ def test_what_is_not_found_is_answered_with_what_was_meant() -> None:
         "~nobody.at.all": "no run and no job",
         "~nobody.at.all/run": "no such folder",
         "x/" + "y" * 5000: "no such folder",
-        "": "no run and no job|any of 2 runs",
+        "": "no run and no job",
     }.items():
         with pytest.raises(JobError, match=said):
             find(text)

@@ -124,13 +124,15 @@ def find(text: str, root: Path = ROOT, running: bool = False) -> Path:
     if "/" in text:
         raise JobError(f"{text} is no run directory{_below(path)}")
     paths = known(root)
-    if exact := [path for path in paths if path.name == text]:
-        return _only(text, exact, "give its path")
-    if of_job := [path for path in paths if job_name(path) == text]:
-        alive = [path for path in of_job if is_held(path)] if running else []
-        return _only(text, alive, "name one") if alive else of_job[0]
-    if starting := [path for path in paths if path.name.startswith(text)]:
-        return _only(text, starting, "write more of it")
+    here = [path for path in paths if _is_below(path, root)]
+    for nearer in (here, [path for path in paths if path not in here]):  # what runs elsewhere is in nobody's way
+        if exact := [path for path in nearer if path.name == text]:
+            return _only(text, exact, "give its path")
+        if of_job := [path for path in nearer if job_name(path) == text]:
+            alive = [path for path in of_job if is_held(path)] if running else []
+            return _only(text, alive, "name one") if alive else of_job[0]
+        if starting := [path for path in nearer if text and path.name.startswith(text)]:
+            return _only(text, starting, "write more of it")
     raise JobError(
         f"no run and no job is called {text!r}{_nearest(text, paths)}; zrun ps --all lists the runs of ./{root}"
     )
@@ -138,8 +140,11 @@ def find(text: str, root: Path = ROOT, running: bool = False) -> Path:
 
 def reference(path: Path, root: Path = ROOT) -> str:
     """What names a run in a command typed here: its id, or its path where it does not lie with the others."""
-    is_listed = path.parent.parent == root.absolute()
-    return shlex.quote(path.name if is_listed else str(path))
+    return shlex.quote(path.name if _is_below(path, root) else str(path))
+
+
+def _is_below(path: Path, root: Path) -> bool:
+    return path.parent.parent == root.absolute()
 
 
 def _only(text: str, paths: list[Path], advice: str) -> Path:

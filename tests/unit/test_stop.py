@@ -176,7 +176,14 @@ def test_a_lost_host_is_named_although_the_others_felt_it_first(rundir):
     note = Note(rank=0, kind="peer", type="E", message="Connection closed by peer", exit_code=5)
     hosts = Hosts(("a", exit_frame(0, 5, note)), ("b", None), 1.0, ("a", DONE))
     hosts.watch()
-    assert hosts.agents.asked == [Stop.NOW]
+    assert hosts.agents.asked == [Stop.KILL], "nothing can be saved without b"
+    code, failure = judge(hosts.run, plan(), rundir, Interrupts())
+    assert (code, failure.headline) == (6, "lost b: the connection broke")
+
+
+def test_who_is_killed_for_a_lost_host_is_not_to_blame(rundir):
+    hosts = Hosts(("b", None), 1.0, ("a", exit_frame(0, -9)), ("a", DONE))
+    hosts.watch()
     code, failure = judge(hosts.run, plan(), rundir, Interrupts())
     assert (code, failure.headline) == (6, "lost b: the connection broke")
 

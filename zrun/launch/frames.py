@@ -23,8 +23,8 @@ from typing import Any
 Frame = dict[str, Any]
 
 GRACE_S = 5.0  # that an agent leaves workers between SIGTERM and SIGKILL
-BEAT_S = 5.0  # between two words of a launcher to the agents of other hosts
-SILENCE_S = 20.0  # after which such an agent takes the launcher, or the way to it, for dead
+BEAT_S = 3.0  # between two words of a launcher to the agents of other hosts
+SILENCE_S = 15.0  # after which such an agent takes the launcher, or the way to it, for dead
 
 _LENGTH = struct.Struct(">I")
 _LARGEST = 16 << 20  # a plan for thousands of ranks takes about 1 MiB

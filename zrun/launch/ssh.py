@@ -21,8 +21,8 @@ CONNECT_S = 10.0
 
 _OPTIONS = {
     "BatchMode": "yes",  # never ask: nobody could answer on many hosts at once
-    "ServerAliveInterval": "5",
-    "ServerAliveCountMax": "3",  # a cut connection is noticed within 20 s
+    "ServerAliveInterval": "3",
+    "ServerAliveCountMax": "4",  # a cut connection is noticed within 15 s
     "ClearAllForwardings": "yes",  # tunnels of the user's config belong to the first session that opens them
     "ControlMaster": "no",  # a master that is there is used, but other sessions must not come to hang on this one
     "LogLevel": "INFO",  # without its messages nobody could say what is wrong

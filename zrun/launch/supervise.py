@@ -56,6 +56,7 @@ class Run:
     inquiry: Inquiry | None = None
     hang: dict[str, Any] | None = None
     lost: dict[str, str] = field(default_factory=dict)  # hosts, with the reason
+    lost_at: float = float("inf")  # unix seconds at which the first of them was missed
     ended: bool = False  # rank 0 said that training reached its end
 
     def fold(self, host: str, frame: Frame) -> Event | None:
@@ -184,6 +185,8 @@ class Supervisor:
                 if event is not None:
                     on_event(event)
             run.lost |= agents.lost
+            if run.lost:
+                run.lost_at = min(run.lost_at, time.time())
             on_turn()
             now = self._clock()
             if now > self._give_up_at:
@@ -236,7 +239,8 @@ class Supervisor:
             self._stop_at = float("inf")
             self._give_up_at = now + GRACE_S + SILENCE_S
             if len(self._agents.hosts) > 1:  # a single agent does so by itself
-                self._agents.stop(Stop.NOW)
+                # Without a host nothing can be saved, and whoever waits for it listens to nothing else.
+                self._agents.stop(Stop.KILL if self._run.lost else Stop.NOW)
 
     def _stop_when_asked(self, now: float) -> None:
         interrupts = self._interrupts
@@ -284,7 +288,7 @@ def judge(
     asked = interrupts.first is not None or run.stopping or bool(statuses & _GENTLE)
     exits = [each for each in run.exits if not (asked and _was_asked_to(each, interrupts))]
     end = first_failure(exits, run.ended)
-    if run.lost and interrupts.first is None and (end is None or not is_cause(end, exits)):
+    if run.lost and interrupts.first is None and (end is None or end.time > run.lost_at or not is_cause(end, exits)):
         host, why = next(iter(run.lost.items()))
         return ExitCode.HANG, LostHost(host, why, run.last_step)
     if end is not None:

@@ -82,7 +82,7 @@ def train(
     early = None if dry_run else LocalAgent()
     with early or nullcontext():
         from zrun.job.load import load_job
-        from zrun.launch.environment import worker_environment
+        from zrun.launch.environment import forwarded_environment, worker_environment
         from zrun.launch.hosts import HostOptions, find_backend
         from zrun.watch.preface import hosts_preface
 
@@ -100,10 +100,13 @@ def train(
             )
         again = [f"--slots={slots}"] * (slots is not None) + options.as_arguments()
         again += ["--run-dir", str(run_dir)] if run_dir is not None else []
+        environment = worker_environment(loaded.config, os.environ)
+        if backend.kind != "local":
+            environment = forwarded_environment(os.environ) | environment
         order = _Order(
             loaded=loaded,
             backend=backend,
-            environment=worker_environment(loaded.config, os.environ),
+            environment=environment,
             run_dir=run_dir,
             fresh=fresh,
             ui=ui,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import resource
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zrun.launch.agent_process import AgentProcess
@@ -12,11 +13,12 @@ from zrun.launch.cluster import Cluster, probe_host
 from zrun.launch.findings import describe
 from zrun.launch.hosts import Backend
 from zrun.launch.local import LocalAgent
-from zrun.launch.preflight import HostReport, Needs, inspect
+from zrun.launch.preflight import HostReport, inspect
 from zrun.launch.questions import ask
 from zrun.launch.slurm import SrunAgent
 from zrun.launch.ssh import SshAgent
 from zrun.launch.store import url
+from zrun.launch.verdict import needs_of
 from zrun_core.config import JobConfig
 from zrun_core.errors import PreflightError
 from zrun_core.spec import checkpoint_folder
@@ -50,6 +52,8 @@ def open_agents(backend: Backend, job: JobConfig) -> list[AgentProcess]:
     if backend.kind == "local":
         return [LocalAgent()]
     python = job.launch.python or sys.executable
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most) if limit < most else (limit, most))  # 3 for each host
     agents: list[AgentProcess] = []
     for entry in backend.hosts or ():
         if backend.kind == "slurm":
@@ -74,26 +78,23 @@ def assemble(
     if backend.kind == "local":
         here = backend.on_this_host(probe_host())
         return Assembly(tuple(agents), Cluster((here,)), {here.hostname: None})
-    shared = [checkpoint_folder(job, run_dir)] if job.checkpoint is not None else []
-    chosen = {str(entry): entry.chosen for entry in backend.hosts or () if entry.chosen is not None}
-    needs = Needs(job_dir=job_dir, shared=tuple(shared), cuda=job.device == "cuda", chosen=chosen)
-    findings = inspect(agents, needs)
-    good = [finding.report for finding in findings if finding.report is not None and not finding.problems]
-    dropped = ""
-    if len(good) < len(findings):
-        dropped = describe(findings)
-        if len(good) < least:
-            raise PreflightError(dropped)
     entries = {str(entry): entry for entry in backend.hosts or ()}
+    shared = [checkpoint_folder(job, run_dir)] if job.checkpoint is not None else []
+    per_host = max(entry.slots or (job.slots if isinstance(job.slots, int) else 1) for entry in entries.values())
+    needs = needs_of(job, job_dir, shared, per_host * len(entries), per_host)
+    chosen = {name: entry.chosen for name, entry in entries.items() if entry.chosen is not None}
+    findings = inspect(agents, replace(needs, chosen=chosen))
     used = [
         (agent, finding.report)
         for agent, finding in zip(agents, findings, strict=True)
         if finding.report is not None and not finding.problems
     ]
-    hosts = []
-    for agent, report in used:
-        entry = entries[agent.host]
-        hosts.append(report.facts.called(agent.host, entry.slots, entry.chosen))
+    dropped = describe(findings) if len(used) < len(findings) else ""
+    if len(used) < min(least, len(findings)) or not used:
+        raise PreflightError(dropped)
+    hosts = [
+        report.facts.called(agent.host, entries[agent.host].slots, entries[agent.host].chosen) for agent, report in used
+    ]
     interfaces = {agent.host: report.interface for agent, report in used}
     store = _open_store(*used[0]) if len(used) > 1 else None
     return Assembly(tuple(agent for agent, _ in used), Cluster(tuple(hosts)), interfaces, store, dropped)

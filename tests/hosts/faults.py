@@ -160,6 +160,10 @@ def no_python(rig: rigs.Rig) -> dict[str, Any]:
     return {"launch": {"ssh": rig.ssh, "python": "/nowhere/python"}}
 
 
+def do_with_two(rig: rigs.Rig) -> dict[str, Any]:
+    return {"steps": 60, "checkpoint": {"every": 5}, "restarts": 1, "min_hosts": 2}
+
+
 def slow_clock(rig: rigs.Rig) -> dict[str, Any]:
     """node2 takes it to be a minute earlier."""
     source, shim, python = (rig.folder / name for name in ("clock.c", "clock.so", "python"))
@@ -208,6 +212,7 @@ FAULTS = [
     Fault("ssh client killed", kill_ssh, 6, r"lost node3: the ssh client was killed by signal 9", 8),
     Fault("launcher killed", kill_launcher, -9, "", 8),
     Fault("link cut", cut, 6, r"lost node2: the host no longer answers", 20),
+    Fault("link cut, min_hosts: 2", cut, 0, r"restart 1 of 1 in 5 s, after step", 60, keys=do_with_two),
     Fault("link down for 3 s", unplug_briefly, 130, r"stopped after step", 60),
     Fault("ctrl-C", interrupt, 130, r"stopped after step", 8),
     Fault("ctrl-C twice", interrupt_twice, 130, r"stopped after step", 8),

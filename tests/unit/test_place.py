@@ -283,6 +283,7 @@ def test_workers_start_on_their_cores(tmp_path: Path, own_affinity: set[int], by
         argument="-",
         env=env,
         world_size=3,
+        host=(0, 1),
         logs={rank: tmp_path / f"{rank}.log" for rank in range(3)},
         cpus={0: str(first), 2: "4000-4001"},  # the last ones are not there: a rank without them is slower, not wrong
         slices={1: "MIG-b"},

@@ -18,7 +18,7 @@ import typer
 
 from zrun.flags import Exclude, Gpus, HostList, HostsFile, Include, Nodes
 from zrun.watch.ui import Ui
-from zrun_core.errors import ExitCode, JobError, ZrunError
+from zrun_core.errors import ExitCode, JobError, PreflightError, ZrunError
 
 if TYPE_CHECKING:
     from zrun.job.load import LoadedJob
@@ -169,18 +169,28 @@ def _run(order: _Order, early: LocalAgent | None) -> int:
 
     job = order.loaded.config
     restarts = Restarts(job.restarts)
+    outcome = _Outcome(ExitCode.OK)
     while True:
+        missing: PreflightError | None = None
         members: list[AgentProcess] = [early] if early is not None else []
         if not members and not (order.dry_run and order.backend.kind == "local"):
             members = open_agents(order.backend, job)
         early = None
         try:
             outcome = _attempt(order, members)
+        except PreflightError as error:
+            if not order.is_restart:
+                raise
+            missing = error  # a lost host may be a while in coming back
         finally:
             close_all(members)
         pause_s = restarts.after(outcome.failure, outcome.committed)
         if pause_s is None or outcome.run_dir is None:
+            if missing is not None:
+                raise missing
             return outcome.code
+        if missing is not None:
+            _say(str(missing), sys.stderr)
         left = f"after step {outcome.committed}" if outcome.committed else "from the beginning"
         _say(f"restart {restarts.made} of {restarts.budget} in {pause_s:g} s, {left}", sys.stderr)
         time.sleep(pause_s)

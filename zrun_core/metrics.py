@@ -14,20 +14,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-# Dense matrix products per second that the vendor states, by a part of the device's name.
-_PEAK_FLOPS = {
-    torch.bfloat16: {"H200": 989e12, "H100": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12},
-    torch.float16: {"H200": 989e12, "H100": 989e12, "B200": 2250e12, "A100": 312e12, "V100": 125e12, "4090": 165e12},
-    torch.float32: {"H200": 67e12, "H100": 67e12, "B200": 75e12, "A100": 19.5e12, "V100": 15.7e12},
-}
+from zrun_core.plan import hardware
+
+_FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """FLOP/s that `device` could do in `dtype`; None where nobody says."""
-    if device.type != "cuda":
+    if device.type != "cuda" or dtype not in _FORMATS:
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in _PEAK_FLOPS.get(dtype, {}).items() if part in name), None)
+    return hardware.peak_flops(torch.cuda.get_device_name(device), _FORMATS[dtype])
 
 
 class FlopCount(TorchDispatchMode):

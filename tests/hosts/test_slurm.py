@@ -1,0 +1,111 @@
+"""A job in a Slurm allocation of two nodes, whose `srun` only starts processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import faults
+import pytest
+from rig import Rig
+
+from zrun.launch.slurm import SrunAgent
+
+HERE = Path(__file__).parent
+NODES = ("node1", "node2")
+FAKE = {"name": "fake", "steps": 3, "hosts": None}
+
+
+@pytest.fixture
+def allocation(isolated_rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    """This process is the shell of `salloc -N 2`, and the nodes know each other's names."""
+    rig, names, tools = isolated_rig, tmp_path / "etc-hosts", tmp_path / "bin"
+    names.write_text("".join(f"{host.address} {name}\n" for name, host in rig.hosts.items()))
+    tools.mkdir()
+    srun = tools / "srun"
+    srun.write_text(f'#!/bin/sh\nexec {sys.executable} {HERE / "fake_srun.py"} "$@"\n')
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tools), prepend=":")
+    monkeypatch.setenv("PYTHONPATH", str(HERE.parent / "e2e"))
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-2]")
+    monkeypatch.setenv("FAKE_SRUN_NODES", json.dumps({name: rig.hosts[name].sshd.pid for name in NODES}))
+    for host in rig.hosts.values():
+        host.run("mount", "--bind", str(names), "/etc/hosts")
+    try:
+        yield rig
+    finally:
+        for host in rig.hosts.values():
+            host.run("umount", "/etc/hosts")
+
+
+def end(launch: faults.Launch) -> tuple[int, str]:
+    _, report = launch.launcher.communicate(timeout=faults.PATIENCE_S)
+    return launch.launcher.returncode, report
+
+
+def test_sigterm_saves_on_both_nodes_and_leaves_nothing(allocation: Rig, tmp_path: Path) -> None:
+    """What `scancel --signal=TERM --batch` does to the script that runs zrun."""
+    launch = faults.start(allocation, tmp_path / "job", hosts=None, checkpoint={"every": 100}, zero=2)
+    launch.wait_for(lambda: len(launch.events("step")) > 3, "training")
+    assert all(launch.pids(name, "zrun_core") for name in NODES)
+    launch.launcher.send_signal(signal.SIGTERM)
+    code, report = end(launch)
+    assert code == 75, report
+    assert "hosts: 2 hosts, by slurm (Slurm job 7: 2 hosts (SLURM_JOB_NODELIST))" in report
+    step = len(launch.events("step"))
+    assert f"stopped after step {step}, saved; resume: zrun train" in report
+    assert (tmp_path / "job" / "run" / "checkpoints" / f"step-{step:08}" / "manifest.json").exists()
+    assert allocation.leftovers() == {}
+
+
+def test_a_worker_that_dies_ends_both_nodes(allocation: Rig, tmp_path: Path) -> None:
+    model = {"call": "fake:model", "args": {"behaviour": {"0": "hang", "1": "kill_itself"}}}
+    launch = faults.start(allocation, tmp_path / "job", "--worker", "fake_worker", model=model, **FAKE)
+    code, report = end(launch)
+    assert code == 5, report
+    assert "rank 1 of 2 (node2, cpu) was killed by SIGKILL" in report
+    assert allocation.leftovers() == {}
+
+
+def down(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_SRUN_NODES", "{}")
+
+
+def gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", os.environ["PATH"].partition(":")[2])
+
+
+@pytest.mark.parametrize(
+    ("trouble", "says"),
+    [
+        (down, "node2: srun could not start the agent (status 1): srun: error: Task launch failed on node node2"),
+        (gone, "srun: No such file or directory: launch.backend: slurm needs Slurm's commands on this host"),
+    ],
+)
+def test_nodes_without_an_agent_are_named(
+    allocation: Rig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    trouble: Callable[[pytest.MonkeyPatch], None],
+    says: str,
+) -> None:
+    trouble(monkeypatch)
+    code, report = end(faults.start(allocation, tmp_path / "job", **FAKE))
+    assert code == 3
+    assert says in report
+    assert "Traceback" not in report
+
+
+def test_another_option_would_be_refused(allocation: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in is as strict as Slurm's own."""
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node[2-3]")
+    agent = SrunAgent("node1", sys.executable)
+    while agent.frames(1.0) is not None:
+        pass
+    assert "Requested nodes are not in it" in agent.why_ended()
+    agent.close()

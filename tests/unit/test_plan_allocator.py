@@ -1,0 +1,153 @@
+"""The simulated caching allocator, on sequences worked out by hand from torch's rules."""
+
+from __future__ import annotations
+
+import pytest
+
+from zrun_core.plan.allocator import MIB, CachingAllocator, pinned_bytes, simulate
+from zrun_core.plan.profile import Event, Linear, Phase, Trace
+
+KIB = 1024
+
+
+def counts(allocator: CachingAllocator) -> tuple[int, int]:
+    return allocator.allocated, allocator.reserved
+
+
+def test_small_sizes_share_a_segment() -> None:
+    allocator = CachingAllocator()
+    first = allocator.allocate(1)
+    assert counts(allocator) == (512, 2 * MIB)
+    allocator.allocate(513)
+    assert counts(allocator) == (512 + 1024, 2 * MIB)
+    allocator.free(first)
+    assert counts(allocator) == (1024, 2 * MIB)
+    assert allocator.allocate(0) is None
+
+
+def test_small_blocks_are_split_to_the_last_512_bytes() -> None:
+    allocator = CachingAllocator()
+    for _ in range(2):
+        allocator.allocate(MIB)  # the largest small size
+    assert counts(allocator) == (2 * MIB, 2 * MIB)
+    allocator.allocate(512)
+    assert allocator.reserved == 4 * MIB
+
+
+def test_middle_sizes_come_from_20_mib() -> None:
+    allocator = CachingAllocator()
+    allocator.allocate(MIB + 1)
+    assert counts(allocator) == (MIB + 512, 20 * MIB)
+    allocator.allocate(9 * MIB)
+    assert allocator.reserved == 20 * MIB
+    allocator.allocate(9 * MIB)  # 20 - 1.0005 - 9 = 9.9995 MIB are left: it fits, and the rest is too small to be split
+    assert allocator.reserved == 20 * MIB
+    assert allocator.allocated == MIB + 512 + 9 * MIB + (20 * MIB - (MIB + 512) - 9 * MIB)
+
+
+def test_large_sizes_have_segments_of_their_own() -> None:
+    allocator = CachingAllocator()
+    allocator.allocate(10 * MIB)
+    assert counts(allocator) == (10 * MIB, 10 * MIB)
+    # 12 MIB for 10 MIB + 1: what is left over is less than 1 MIB + 1, so the block is not split.
+    allocator.allocate(11 * MIB - 1)
+    assert counts(allocator) == (10 * MIB + 12 * MIB, 22 * MIB)
+    allocator.allocate(10 * MIB + 1)  # more than 1 MIB is left over: split
+    assert counts(allocator) == (22 * MIB + 10 * MIB + 512, 34 * MIB)
+
+
+def test_the_smallest_block_that_suffices_is_taken_and_neighbours_join() -> None:
+    allocator = CachingAllocator()
+    large, middle, small = (allocator.allocate(size * MIB) for size in (40, 30, 20))
+    for block in (large, middle, small):
+        allocator.free(block)
+    assert counts(allocator) == (0, 90 * MIB)
+    allocator.allocate(25 * MIB)  # from the 30
+    allocator.allocate(35 * MIB)  # from the 40
+    allocator.allocate(20 * MIB)
+    assert allocator.reserved == 90 * MIB
+    allocator.allocate(11 * MIB)  # 5 + 5 MIB are free, in two segments
+    assert allocator.reserved == 102 * MIB
+
+
+def test_freed_neighbours_serve_a_larger_size() -> None:
+    allocator = CachingAllocator()
+    blocks = [allocator.allocate(5 * MIB) for _ in range(4)]
+    assert allocator.reserved == 20 * MIB
+    for block in (blocks[0], blocks[2], blocks[1]):
+        allocator.free(block)
+    allocator.allocate(15 * MIB)
+    assert counts(allocator) == (20 * MIB, 20 * MIB)
+
+
+def test_a_limit_gives_back_what_is_free() -> None:
+    allocator = CachingAllocator(capacity=50 * MIB)
+    allocator.free(allocator.allocate(40 * MIB))
+    allocator.allocate(44 * MIB)
+    assert counts(allocator) == (44 * MIB, 44 * MIB)
+
+
+def test_expandable_segments_grow_by_pages() -> None:
+    allocator = CachingAllocator(expandable=True)
+    allocator.allocate(512)
+    assert counts(allocator) == (512, 2 * MIB)
+    first = allocator.allocate(30 * MIB)
+    assert counts(allocator) == (30 * MIB + 512, 2 * MIB + 40 * MIB)
+    second = allocator.allocate(30 * MIB)  # 10 MIB are left in the last page: one more page
+    assert allocator.reserved == 2 * MIB + 60 * MIB
+    allocator.free(first)
+    allocator.free(second)
+    allocator.allocate(60 * MIB)
+    assert allocator.reserved == 2 * MIB + 60 * MIB
+    allocator.allocate(512 + MIB)
+    assert allocator.reserved == 2 * MIB + 80 * MIB
+
+
+def test_expandable_segments_keep_the_end_for_what_must_grow() -> None:
+    allocator = CachingAllocator(expandable=True)
+    hole = allocator.allocate(12 * MIB)
+    allocator.allocate(18 * MIB)  # 10 MIB are free at the end: the better fit for 10, but it can still grow
+    allocator.free(hole)
+    allocator.allocate(10 * MIB)
+    assert allocator.reserved == 40 * MIB
+    allocator.allocate(28 * MIB)  # needs what was kept at the end, and one page
+    assert allocator.reserved == 60 * MIB
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_everything_comes_back(expandable: bool) -> None:
+    allocator = CachingAllocator(expandable=expandable)
+    for _ in range(3):
+        blocks = [allocator.allocate((size * 7919) % (24 * MIB) + 1) for size in range(200)]
+        for block in blocks[::2] + blocks[1::2]:
+            allocator.free(block)
+        assert allocator.allocated == 0
+    once = allocator.reserved
+    allocator.release_cached()
+    assert allocator.reserved == 0
+    assert once == allocator.peak_reserved
+
+
+def test_replay_of_steps() -> None:
+    def at(tensor: int, mib: float, come: bool, phase: Phase) -> Event:
+        return Event(tensor, Linear(0, mib * MIB), come, phase, "", -1, "activation")
+
+    events = [
+        at(0, 8, True, Phase.FORWARD), at(1, 4, True, Phase.FORWARD), at(1, 4, False, Phase.FORWARD),
+        at(2, 16, True, Phase.BACKWARD), at(0, 8, False, Phase.BACKWARD), at(2, 16, False, Phase.BACKWARD),
+    ]  # fmt: skip
+    found = simulate(Trace("none", tuple(events), ()), 1, [30 * MIB], late=[12 * MIB, 12 * MIB], expandable=False)
+    # The first step: 30; a segment of 20 for 8 and 4; 16 of its own. Then the moments: the first takes the freed 16,
+    # whose rest is split off, the second needs 12 from the freed 20. In step two 8 and 4 fit in what is left over.
+    assert found.allocated == (30 + 24 + 24) * MIB
+    assert found.reserved == (30 + 20 + 16 + 16) * MIB
+    grown = simulate(Trace("none", tuple(events), ()), 1, [30 * MIB], late=[12 * MIB, 12 * MIB], expandable=True)
+    assert grown.allocated == found.allocated
+    assert grown.reserved <= found.reserved
+
+
+def test_pinned_memory_is_rounded_to_powers_of_two() -> None:
+    assert [pinned_bytes(size) for size in (0, 1, 3, 4096, 4097)] == [0, 1, 4, 4096, 8192]
+    assert pinned_bytes(int(2.25 * 2**30)) == 4 * 2**30
+    assert pinned_bytes(int(2.25 * 2**30), round_threshold=2**30) == int(2.25 * 2**30)
+    assert pinned_bytes(600 * KIB, round_threshold=MIB) == MIB

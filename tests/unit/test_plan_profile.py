@@ -1,0 +1,121 @@
+"""A timeline's peak is a maximum over live sets, of a whole model and of a pipeline's stages."""
+
+from __future__ import annotations
+
+import pytest
+
+from zrun_core.plan.profile import Event, Linear, ModuleInfo, Op, ParamInfo, Peak, Phase, Profile, Trace, peak_of
+
+F, B = Phase.FORWARD, Phase.BACKWARD
+
+
+def event(tensor: int, per_sample: float, come: bool, phase: Phase, block: int, base: float = 0.0) -> Event:
+    module = f"blocks.{block}" if block >= 0 else ""
+    return Event(tensor, Linear(base, per_sample), come, phase, module, block, "activation")
+
+
+def trace() -> Trace:
+    """Two blocks that keep 10 each for backward; the loss takes 30 for a moment; a gradient passes through."""
+    rows = [
+        event(0, 5, True, F, -1),  # embedding, kept by block 0
+        event(1, 10, True, F, 0),
+        event(2, 4, True, F, 0),  # output of block 0, kept by block 1
+        event(3, 10, True, F, 1),
+        event(4, 4, True, F, 1),  # output of block 1
+        event(5, 30, True, Phase.LOSS, -1),
+        event(5, 30, False, Phase.LOSS, -1),
+        event(6, 4, True, B, -1),  # gradient of block 1's output
+        event(4, 4, False, B, -1),
+        event(7, 4, True, B, 1, base=100),  # gradient of its input
+        event(3, 10, False, B, 1),
+        event(6, 4, False, B, 1),
+        event(2, 4, False, B, 1),
+        event(8, 4, True, B, 0),
+        event(1, 10, False, B, 0),
+        event(7, 4, False, B, 0, base=100),
+        event(0, 5, False, B, -1),
+        event(8, 4, False, B, -1),
+    ]
+    return Trace("none", tuple(rows), ())
+
+
+def test_peak_is_the_largest_moment() -> None:
+    peak = peak_of(trace(), 2, steady={})
+    assert (peak.num_bytes, peak.phase, peak.module) == (2 * (5 + 10 + 4 + 10 + 4 + 4 - 4) + 100 + 8, B, "blocks.1")
+    assert peak.holders[0] == ("activations of blocks.*", 2 * (10 + 4 + 10 + 4) + 100)
+    assert peak_of(trace(), 100, steady={}).phase is Phase.LOSS  # there the logits are larger than what is fixed
+
+
+def test_states_move_the_peak() -> None:
+    steady = {F: 1000, Phase.LOSS: 1000, B: 10, Phase.UPDATE: 5}
+    peak = peak_of(trace(), 2, steady=steady)
+    assert (peak.num_bytes, peak.phase, peak.dynamic) == (1000 + 2 * 63, Phase.LOSS, 2 * 63)
+    update = peak_of(trace(), 2, steady={Phase.UPDATE: 10_000})
+    assert update == Peak(10_000, Phase.UPDATE, "", ())
+
+
+def test_each_allocation_is_rounded_up() -> None:
+    one = Trace("none", (event(0, 100, True, F, 0), event(1, 513, True, F, 0)), ())
+    assert peak_of(one, 1, steady={}, align=512).num_bytes == 512 + 1024
+
+
+def test_stages_of_a_pipeline() -> None:
+    first = peak_of(trace(), 1, blocks=range(0, 1), steady={})
+    # Embedding, block 0 and its output; in backward the gradient that arrives, and the one of the embedding's output.
+    assert first.num_bytes == 5 + 10 + 104 + 4
+    last = peak_of(trace(), 1, blocks=range(1, 2), steady={})
+    assert last.num_bytes == 4 + 10 + 4 + 104  # its input has arrived; its output went when the loss was over
+    assert peak_of(trace(), 1, blocks=range(1, 2), steady={F: 500, Phase.LOSS: 500}).phase is Phase.LOSS
+
+
+def test_micro_batches_in_flight_hold_what_forward_kept() -> None:
+    kept = 5 + 10  # block 0 of the first stage; its output has been sent
+    one, three = (peak_of(trace(), 1, blocks=range(0, 1), in_flight=n, steady={}).num_bytes for n in (1, 3))
+    assert three == one + 2 * kept
+
+
+def test_a_second_micro_batch_is_added_to_the_first() -> None:
+    cast = [
+        Event(9, Linear(64, 0), come, B, "blocks.0", 0, "grad", accumulates=True) for come in (True, False)
+    ]  # fmt: skip
+    both = Trace("none", (*trace().events[:10], *cast, *trace().events[10:]), ())
+    assert peak_of(both, 2, steady={}) == peak_of(trace(), 2, steady={})
+    assert peak_of(both, 2, steady={}, accumulating=True).num_bytes == peak_of(trace(), 2, steady={}).num_bytes + 64
+
+
+def test_some_micro_batches_are_exact() -> None:
+    exact = Trace("none", (event(0, 0, True, F, 0, base=7),), ())
+    mixed = Trace("none", trace().events, (), {1: exact})
+    assert peak_of(mixed, 1, steady={}).num_bytes == 7
+    assert peak_of(mixed, 2, steady={}) == peak_of(trace(), 2, steady={})
+
+
+def profile() -> Profile:
+    op = Op("mm", "gemm", Linear(0, 2.0), Linear(1, 3.5), F, "blocks.0", 0, "float32", (4, 2, 3))
+    return Profile(
+        source="traced",
+        why="",
+        params=(ParamInfo("w", (2, 3), "bfloat16", True, 0, (3, 1)), ParamInfo("b", (), "float32", False)),
+        buffer_bytes=12,
+        num_blocks=2,
+        batch_bytes=Linear(0, 16),
+        tokens_per_sample=8,
+        traces={"none": Trace("none", trace().events, (op,), {1: Trace("none", (), (op,))})},
+        modules=(
+            ModuleInfo("", 0),
+            ModuleInfo("a", 1, "list", True, (("w", "w"),), ""),
+            ModuleInfo("b", 0, same_as="a"),
+        ),
+        notes=("a note",),
+    )
+
+
+def test_a_profile_survives_json() -> None:
+    assert Profile.from_json(profile().to_json()) == profile()
+    assert profile().num_params == 6 + 1
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "nothing", '{"format": 99}', '{"format": 1}'])
+def test_other_json_is_no_profile(text: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011  # of json or ours
+        Profile.from_json(text)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from rig import Host, Rig
 
-from zrun.launch.agent_process import AgentProcess, close_all
+from zrun.launch.agent_process import AgentLink, close_all
 from zrun.launch.assemble import assemble, open_agents
 from zrun.launch.conventions import NONE
 from zrun.launch.hosts import Backend, HostEntry
@@ -28,10 +28,10 @@ from zrun_core.errors import PreflightError
 
 
 @contextmanager
-def agents(rig: Rig, *more: AgentProcess, python: dict[str, str] | None = None) -> Iterator[list[AgentProcess]]:
+def agents(rig: Rig, *more: AgentLink, python: dict[str, str] | None = None) -> Iterator[list[AgentLink]]:
     """An agent on each of the three, and `more`."""
     found = [SshAgent(HostEntry(name), rig.ssh, (python or {}).get(name, sys.executable)) for name in rig.hosts]
-    both: list[AgentProcess] = [*found, *more]
+    both: list[AgentLink] = [*found, *more]
     try:
         yield both
     finally:
@@ -155,7 +155,7 @@ def test_a_host_with_a_port_is_called_by_both(isolated_rig: Rig, tmp_path: Path)
         assert [(host.hostname, host.slots, host.chosen) for host in found.cluster.hosts] == [
             *[("node1:22", 2, None), ("node2", 2, (1,))]
         ]
-        assert found.interfaces == {"node1:22": "eth0", "node2": "eth0"}
+        assert {post.host: post.interface for post in found.posts} == {"node1:22": "eth0", "node2": "eth0"}
     finally:
         close_all(started)
 

@@ -335,10 +335,14 @@ def test_hosts_that_are_not_there_are_all_named(zrun: Zrun) -> None:
     assert not Path("runs").exists()
 
 
-def test_ranks_of_another_launcher_are_not_joined(zrun: Zrun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_launcher_of_the_ranks_has_to_do_is_refused(zrun: Zrun, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert "zrun train cannot join the ranks of another launcher" in zrun("train", "job.yaml").err
+    told = zrun("train", "job.yaml", "restarts=2")
+    assert told.code == ExitCode.USAGE
+    assert "restarts: another launcher started this process (a launcher like torchrun: RANK=1, WORLD_SIZE=2" in told.err
+    assert "--dry-run: another launcher started this process" in zrun("train", "job.yaml", "--dry-run").err
+    assert "MASTER_ADDR does not name the host of rank 0" in zrun("train", "job.yaml").err
     assert zrun("train", "job.yaml", "--dry-run", "launch=local").code == 0
 
 

@@ -13,7 +13,7 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from zrun.launch.agent_process import AgentProcess
+    from zrun.launch.agent_process import AgentLink
     from zrun.launch.calibration import Calibration
     from zrun.launch.preflight import Finding
 
@@ -69,7 +69,7 @@ def doctor(
         raise typer.Exit(ExitCode.PREFLIGHT)
 
 
-def _agents(hosts: Path | None, ssh: str, python: str) -> Sequence[AgentProcess]:
+def _agents(hosts: Path | None, ssh: str, python: str) -> Sequence[AgentLink]:
     if hosts is None:
         from zrun.launch.local import LocalAgent
 

@@ -8,7 +8,8 @@ import shlex
 import sys
 import time
 import traceback
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from socket import gethostname
@@ -18,19 +19,21 @@ import typer
 
 from zrun.flags import Exclude, Gpus, HostList, HostsFile, Include, Nodes
 from zrun.watch.ui import Ui
-from zrun_core.errors import ExitCode, JobError, PreflightError, ZrunError
+from zrun_core.errors import ExitCode, JobError, PreflightError, StoppedError, ZrunError
 
 if TYPE_CHECKING:
     from zrun.job.load import LoadedJob
-    from zrun.launch.agent_process import AgentProcess
+    from zrun.launch.agent_process import AgentLink
     from zrun.launch.agents import Agents
     from zrun.launch.detach import Detached
     from zrun.launch.failures import Failure, Hang, LostHost
     from zrun.launch.hosts import Backend
+    from zrun.launch.join import Rendezvous
     from zrun.launch.local import LocalAgent
     from zrun.launch.lock import Lock
     from zrun.launch.plan import Resolved
     from zrun.launch.rundir import RunDir
+    from zrun_core.config import JobConfig
     from zrun_core.spec import ResumeSpec
 
 
@@ -72,6 +75,7 @@ def train(
     130 or 143 stopped by a signal before saving.
     """
     from zrun.launch.local import LocalAgent
+    from zrun.launch.signals import stoppable
 
     detached = None
     if detach and not dry_run:
@@ -80,7 +84,7 @@ def train(
         detached = Detached.begin(ui)
     # First of all: the agent gets ready while this process still reads the job.
     early = None if dry_run else LocalAgent()
-    with early or nullcontext():
+    with _told(), stoppable(lambda: "before training began"), early or nullcontext():
         from zrun.job.load import load_job
         from zrun.launch.environment import forwarded_environment, worker_environment
         from zrun.launch.hosts import HostOptions, find_backend
@@ -91,18 +95,29 @@ def train(
         given = [f"{key}={value}" for key, value in short.items() if value is not None]
         loaded = load_job(job, [*(overrides or ()), *given])
         backend = find_backend(loaded.config, options, os.environ, job.absolute().parent, gethostname())
+        environment = worker_environment(loaded.config, os.environ)
+        rendezvous = None
+        if backend.kind == "env":
+            from zrun.launch.join import Rendezvous, become_agent, job_key, knock
+
+            _refuse_joined(loaded.config, backend, dry_run, detach)
+            rendezvous = Rendezvous.of(backend.convention, os.environ)
+            key = job_key(loaded.config, worker, rendezvous, os.environ)
+            if rendezvous.index > 0 and early is not None:
+                early.close()
+                try:
+                    connection = knock(rendezvous, key, loaded.config.limits.start_s)
+                except StoppedError as error:  # the first one says so
+                    raise typer.Exit(error.exit_code) from None
+                os.environ.update(environment)  # not sent: its values may be secrets
+                become_agent(connection)
+        elif backend.kind != "local":
+            environment = forwarded_environment(os.environ) | environment
         if ui is not Ui.none and (backend.hosts is not None or backend.kind != "local"):
             print(hosts_preface(backend), file=sys.stderr)
-        if backend.kind == "env":
-            raise JobError(
-                f"zrun train cannot join the ranks of another launcher ({backend.why}): run it once, by itself, or use "
-                "zrun_core in a loop of your own"
-            )
         again = [f"--slots={slots}"] * (slots is not None) + options.as_arguments()
         again += ["--run-dir", str(run_dir)] if run_dir is not None else []
-        environment = worker_environment(loaded.config, os.environ)
-        if backend.kind != "local":
-            environment = forwarded_environment(os.environ) | environment
+        command = shlex.join(["zrun", "train", str(job), *(overrides or ()), *again, "--resume", "auto"])
         order = _Order(
             loaded=loaded,
             backend=backend,
@@ -112,14 +127,27 @@ def train(
             ui=ui,
             dry_run=dry_run,
             worker=worker,
-            again=shlex.join(["zrun", "train", str(job), *(overrides or ()), *again, "--resume", "auto"]),
+            again=command if rendezvous is None else f"start all processes again, each with {command}",
             detached=detached,
         )
+        if rendezvous is not None:
+            assert early is not None
+            raise typer.Exit(_lead(order, early, rendezvous, key))
         if early is not None and backend.kind != "local":
             early.close()
             early = None
         code = _run(order, early)
     raise typer.Exit(code)
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Whoever stopped it reads one line, and the shell gets the exit code."""
+    try:
+        yield
+    except StoppedError as error:
+        _say(str(error), sys.stderr)
+        raise typer.Exit(error.exit_code) from None
 
 
 @dataclass(frozen=True)
@@ -166,43 +194,87 @@ def _run(order: _Order, early: LocalAgent | None) -> int:
     from zrun.launch.agent_process import close_all
     from zrun.launch.assemble import open_agents
     from zrun.launch.restarts import Restarts
+    from zrun.launch.signals import stoppable
 
     job = order.loaded.config
     restarts = Restarts(job.restarts)
     outcome = _Outcome(ExitCode.OK)
-    while True:
-        missing: PreflightError | None = None
-        members: list[AgentProcess] = [early] if early is not None else []
-        if not members and not (order.dry_run and order.backend.kind == "local"):
-            members = open_agents(order.backend, job)
-        early = None
-        try:
-            outcome = _attempt(order, members)
-        except PreflightError as error:
-            if not order.is_restart:
-                raise
-            missing = error  # a lost host may be a while in coming back
-        finally:
-            close_all(members)
-        pause_s = restarts.after(outcome.failure, outcome.committed)
-        if pause_s is None or outcome.run_dir is None:
+    when = "before training began"
+    with stoppable(lambda: when) as arm:
+        while True:
+            missing: PreflightError | None = None
+            members: list[AgentLink] = [early] if early is not None else []
+            try:
+                if not members and not (order.dry_run and order.backend.kind == "local"):
+                    members = open_agents(order.backend, job)
+                early = None
+                outcome = _attempt(order, members)
+            except PreflightError as error:
+                if not order.is_restart:
+                    raise
+                missing = error  # a lost host may be a while in coming back
+            finally:
+                close_all(members)
+            pause_s = restarts.after(outcome.failure, outcome.committed)
+            if pause_s is None or outcome.run_dir is None:
+                if missing is not None:
+                    raise missing
+                return outcome.code
+            when = f"before restart {restarts.made}" + (f"; resume: {order.again}" if outcome.committed else "")
+            arm()
             if missing is not None:
-                raise missing
-            return outcome.code
-        if missing is not None:
-            _say(str(missing), sys.stderr)
-        left = f"after step {outcome.committed}" if outcome.committed else "from the beginning"
-        _say(f"restart {restarts.made} of {restarts.budget} in {pause_s:g} s, {left}", sys.stderr)
-        time.sleep(pause_s)
-        order = order.resumed(outcome.run_dir, outcome.lock)
+                _say(str(missing), sys.stderr)
+            left = f"after step {outcome.committed}" if outcome.committed else "from the beginning"
+            _say(f"restart {restarts.made} of {restarts.budget} in {pause_s:g} s, {left}", sys.stderr)
+            time.sleep(pause_s)
+            order = order.resumed(outcome.run_dir, outcome.lock)
 
 
-def _attempt(order: _Order, members: list[AgentProcess]) -> _Outcome:
+def _refuse_joined(job: JobConfig, backend: Backend, dry_run: bool, detach: bool) -> None:
+    """What only the launcher that started the processes could do."""
+    asked = "restarts" if job.restarts else "--detach" if detach else "--dry-run" if dry_run else None
+    if asked is not None:
+        instead = {
+            "restarts": "leave it out, and let that launcher start all of them again, with --resume auto",
+            "--detach": "leave it out, and let that launcher go on without its terminal",
+            "--dry-run": "call zrun train --dry-run once, by itself",
+        }[asked]
+        raise JobError(f"{asked}: another launcher started this process ({backend.why}): {instead}")
+
+
+def _lead(order: _Order, own: LocalAgent, rendezvous: Rendezvous, key: bytes) -> int:
+    """Train with the processes that another launcher started, of which this is the first. Returns the exit code."""
+    from zrun.launch.agent_process import close_all
+    from zrun.launch.join import Door, JoinedAgent
+    from zrun.launch.signals import ignore
+
+    door = Door.open(rendezvous, key)
+    own.known_at = door.address
+    if rendezvous.is_rank:
+        own.host = f"rank 0 ({own.host})"
+    members: list[AgentLink] = [own, *door.gather(order.loaded.config.limits.start_s)]
+    code: int = ExitCode.WORKER  # of a bug
+    try:
+        code = _attempt(order, members).code
+    except ZrunError as error:
+        code = error.exit_code
+        raise
+    finally:
+        ignore()  # once the others have ended, their launcher may want to end this one too
+        for member in members:
+            if isinstance(member, JoinedAgent):
+                member.dismiss(code)
+        close_all(members)
+    return code
+
+
+def _attempt(order: _Order, members: list[AgentLink]) -> _Outcome:
     """Look at the hosts, plan, start the workers and follow them to the end."""
     from zrun.launch.agents import Agents
     from zrun.launch.assemble import assemble
     from zrun.launch.frames import Start
     from zrun.launch.hosts import with_backend
+    from zrun.launch.join import JoinedAgent
     from zrun.launch.plan import make_plan
     from zrun.launch.resume import begin
     from zrun.launch.rundir import RunDir, set_checkpoints_aside
@@ -236,10 +308,19 @@ def _attempt(order: _Order, members: list[AgentProcess]) -> _Outcome:
         rundir.write_job(_record(order.loaded, resolved))
         rundir.write_plan(resolved.plan)
         spec = _spec(order.loaded, resolved, rundir, beginning.resume)
-        agents = Agents(assembly.agents)
+        agents = Agents([post.agent for post in assembly.posts])
         agents.start(
-            Start(spec, host, order.environment, order.worker, assembly.store, interface, order.backend.kind != "local")
-            for host, interface in assembly.interfaces.items()
+            Start(
+                spec=spec,
+                host=post.host,
+                env={} if isinstance(post.agent, JoinedAgent) else order.environment,  # it has its own
+                module=order.worker,
+                store=assembly.store,
+                interface=post.interface,
+                seat=post.seat,
+                is_remote=post.is_remote,
+            )
+            for post in assembly.posts
         )
         code, failure = _follow(agents, resolved, rundir, order)
         rundir.exit_code = code
@@ -299,6 +380,7 @@ def _follow(
     agents: Agents, resolved: Resolved, rundir: RunDir, order: _Order
 ) -> tuple[int, Failure | Hang | LostHost | None]:
     """Watch the run to its end, report it, and return its exit code and the failure behind it."""
+    from zrun.launch.signals import ends_with_parent, ignore
     from zrun.launch.supervise import Interrupts, Run, Supervisor, judge
     from zrun.watch.follow import Follower
     from zrun.watch.report import report
@@ -309,9 +391,11 @@ def _follow(
     facts = Facts(job.name, rundir.run_id, plan.world_size)
     follower = Follower(open_screen(ui, facts, job.log.every, sys.stdout, os.environ), rundir.append)
     run, interrupts = Run(plan.world_size), Interrupts()
+    turn = ends_with_parent(follower.turn) if order.backend.kind == "env" else follower.turn
     try:
         with interrupts.caught():
-            Supervisor(agents, run, interrupts, job.limits).watch(follower.event, follower.turn)
+            Supervisor(agents, run, interrupts, job.limits).watch(follower.event, turn)
+        ignore()  # what is left are the last words
     except ZrunError as error:
         rundir.write_failure({"message": str(error), "exit_code": int(error.exit_code)})
         raise

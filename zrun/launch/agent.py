@@ -1,6 +1,8 @@
 """`python -m zrun.launch.agent`: runs the workers of one host and ends with its launcher.
 
 The launcher starts it before it knows what to run. It may ask what the host is like, and then sends the `Start` frame.
+With the argument `joined` it is a process that another launcher started, see `zrun.launch.join`: that one looks at its
+exit code, which is the run's.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import platform
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,17 +29,21 @@ from zrun.launch.switchboard import Switchboard
 from zrun.launch.witness import Witness
 from zrun.launch.workers import Command
 from zrun_core.board import BoardView
+from zrun_core.errors import ExitCode
 from zrun_core.spec import host_file
 
 _STORE = "store"  # the file through which the workers find each other
 
 
 def main() -> None:
-    processes.die_with_parent(signal.SIGTERM)
+    is_joined = sys.argv[1:] == ["joined"]
+    if not is_joined:  # the kernel ends it with the thread that started it, and other launchers may use any
+        processes.die_with_parent(signal.SIGTERM)
     processes.adopt_orphans()
     control, output = _take_streams()
+    terminal = os.dup(2) if is_joined else None  # whoever detaches gives up all of it
     os.write(output, _hello())
-    switchboard = Switchboard(control, output)
+    switchboard = Switchboard(control, output, is_joined=is_joined)
     start, store = _answer_questions(switchboard)
     run_dir = Path(start.spec["run_dir"])
     for folder in (run_dir, run_dir / "logs", run_dir / "failures"):  # the launcher's disk may not be this one
@@ -50,8 +57,14 @@ def main() -> None:
             # A second signal must not cut the cleaning short.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             switchboard.end_sessions()
-            (run_dir / _STORE).unlink(missing_ok=True)
+            if not start.seat:  # rank 0 is here, or all of this host's
+                (run_dir / _STORE).unlink(missing_ok=True)
             switchboard.finish()
+    if terminal is not None:
+        if switchboard.verdict is None:
+            here = socket.gethostname()
+            os.write(terminal, f"error: {here}: lost the process of rank 0, which led the run\n".encode())
+        sys.exit(ExitCode.HANG if switchboard.verdict is None else switchboard.verdict)
 
 
 def _answer_questions(switchboard: Switchboard) -> tuple[Start, socket.socket | None]:
@@ -66,13 +79,16 @@ def _answer_questions(switchboard: Switchboard) -> tuple[Start, socket.socket | 
 def _run(start: Start, store: socket.socket | None, run_dir: Path, telemetry: str, switchboard: Switchboard) -> None:
     plan = start.spec["plan"]
     here = [place for place in plan["ranks"] if place["host"] == start.host]
-    ranks = range(here[0]["rank"], here[-1]["rank"] + 1)
+    all_here = range(here[0]["rank"], here[-1]["rank"] + 1)
+    ranks = all_here if start.seat is None else range(start.seat, start.seat + 1)
     spec_file = host_file(run_dir, "spec.json", ranks.start)
     spec_file.touch(mode=0o600)
     spec_file.write_text(json.dumps(start.spec | {"telemetry": telemetry}, indent=1))
     for rank in ranks:  # of an earlier attempt, where the launcher does not see this disk
         (run_dir / "failures" / f"rank-{rank}.json").unlink(missing_ok=True)
     hosts = list(dict.fromkeys(place["host"] for place in plan["ranks"]))
+    # Where several have the same number, each sees no other: a slice of MIG, or what another launcher gave to it.
+    are_alone = sum(place["device"] == "cuda:0" for place in here) > 1
     command = Command(
         run_id=start.spec["run_id"],
         module=start.module,
@@ -80,16 +96,17 @@ def _run(start: Start, store: socket.socket | None, run_dir: Path, telemetry: st
         env=os.environ | _environment(start, run_dir, here),
         world_size=len(plan["ranks"]),
         host=(hosts.index(start.host), len(hosts)),
+        ranks=all_here,
         logs={rank: run_dir / "logs" / f"rank-{rank}.log" for rank in ranks},
         cpus={place["rank"]: place["cpus"] for place in here if place.get("cpus")},
-        slices={place["rank"]: place["uuid"] for place in here if (place.get("uuid") or "").startswith("MIG-")},
+        alone={place["rank"]: place["uuid"] for place in here if are_alone and place.get("uuid")},
         store=store,
     )
     _pass_on_signals(switchboard)
     workers = command.start()
     if store is not None:
         store.close()  # rank 0 has it
-    observer = Observer(BoardView(host_file(run_dir, "board", ranks.start), ranks), run_dir)
+    observer = Observer(BoardView(host_file(run_dir, "board", all_here.start), all_here), run_dir)
     switchboard.watch(workers, run_dir, observer, is_remote=start.is_remote)
     for worker in workers.values():
         worker.wait()

@@ -1,7 +1,8 @@
-"""An agent as the launcher sees it: a process whose stdin is its lifeline, and whose stdout carries its frames.
+"""An agent as the launcher sees it: a link down which orders go, and up which frames come. It is a lifeline too.
 
-The agent of this machine is a child, that of another one is reached through an ssh client. Both are the same here: they
-differ in how they are started, and in what an early end means.
+The agent of this machine is a child, that of another one is reached through an ssh client, and one that another
+launcher has started comes by itself, through a socket. All are the same here: they differ in how they are started, and
+in what an early end means.
 
     agents = [SshAgent(host) for host in hosts]
     selector.register(agents[0], EVENT_READ)
@@ -20,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Self
+from typing import IO, Self
 
 from zrun.launch.frames import Frame, Lines, Start, Stop, pack
 
@@ -28,44 +29,41 @@ _READ_BYTES = 1 << 18
 PATIENCE_S = 10.0  # for an agent that was told to end; it gives its workers half of that
 
 
-class AgentProcess(ABC):
+class AgentLink(ABC):
     """An agent that is there before it is told what to run.
 
     Attributes:
         host: what messages call its host.
         hello: the first thing it said: its pid, Python and zrun; None until then.
+        known_at: an address of its host at which others have reached it; None: none is known.
     """
 
     by_ssh = False  # sshd knows at which address its host was reached
 
-    def __init__(self, host: str, argv: Sequence[str], stderr: int | None = None) -> None:
-        """Start it.
+    def __init__(self, host: str, down: IO[bytes], up: IO[bytes]) -> None:
+        """Talk to it through two unbuffered files.
 
         Args:
-            argv: what is executed here, without a shell.
-            stderr: a descriptor that gets its error output; None leaves it to the terminal.
+            down: what it reads.
+            up: what it writes.
         """
         self.host = host
         self.hello: Frame | None = None
-        # A session of its own: ctrl-C in the terminal reaches the launcher only.
-        self._process = subprocess.Popen(
-            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, bufsize=0, start_new_session=True
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._input, self._output = self._process.stdin, self._process.stdout
-        os.set_blocking(self._input.fileno(), False)
-        os.set_blocking(self._output.fileno(), False)
+        self.known_at: str | None = None
+        self._input, self._output = down, up
+        os.set_blocking(down.fileno(), False)
+        os.set_blocking(up.fileno(), False)
         self._lines = Lines()
         self._started = False
+        self._broken: OSError | None = None
         self._unsent = b""
         self._sending = threading.Condition()
         self._sender: threading.Thread | None = None
 
     @property
+    @abstractmethod
     def pid(self) -> int:
-        """The number of the process here: the agent, or the ssh client that leads to it."""
-        return self._process.pid
+        """A number of a process for messages: of the agent, or of what leads to it."""
 
     def fileno(self) -> int:
         """What becomes readable when the agent has said something, or has ended."""
@@ -86,6 +84,9 @@ class AgentProcess(ABC):
             data = os.read(self._output.fileno(), _READ_BYTES)
         except BlockingIOError:
             return []
+        except OSError as error:  # a connection that broke
+            self._broken = error
+            return None
         if not data:
             return None
         frames = self._lines.feed(data)
@@ -138,16 +139,9 @@ class AgentProcess(ABC):
         with self._sending, suppress(OSError):
             self._input.close()
 
+    @abstractmethod
     def close(self, patience_s: float = PATIENCE_S) -> None:
-        """Let go, and wait until it is gone; after `patience_s` seconds what is left of it here is killed."""
-        self.let_go()
-        with suppress(OSError):
-            self._output.close()
-        try:
-            self._process.wait(patience_s)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        """Let go, and wait until it is gone, at most for `patience_s` seconds."""
 
     def __enter__(self) -> Self:
         return self
@@ -159,7 +153,44 @@ class AgentProcess(ABC):
         self.close()
 
 
-def close_all(agents: Iterable[AgentProcess], patience_s: float = PATIENCE_S) -> None:
+class AgentProcess(AgentLink):
+    """An agent that is a process of this host, or is behind one: stdin leads down, stdout up."""
+
+    def __init__(self, host: str, argv: Sequence[str], stderr: int | None = None) -> None:
+        """Start it.
+
+        Args:
+            argv: what is executed here, without a shell.
+            stderr: a descriptor that gets its error output; None leaves it to the terminal.
+        """
+        # A session of its own: ctrl-C in the terminal reaches the launcher only.
+        self._process = subprocess.Popen(
+            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, bufsize=0, start_new_session=True
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        super().__init__(host, self._process.stdin, self._process.stdout)
+
+    @property
+    def pid(self) -> int:
+        """The number of the process here: the agent, or the client that leads to it."""
+        return self._process.pid
+
+    def close(self, patience_s: float = PATIENCE_S) -> None:
+        """Let go, and wait until it is gone; after `patience_s` seconds what is left of it here is killed."""
+        self.let_go()
+        with suppress(OSError):
+            self._output.close()
+        if self.hello is None and not self._started:  # a client that still connects would not hear of the end
+            self._process.terminate()
+        try:
+            self._process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def close_all(agents: Iterable[AgentLink], patience_s: float = PATIENCE_S) -> None:
     """End all of them together: it takes as long as the slowest."""
     agents = list(agents)
     for agent in agents:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import selectors
 from collections.abc import Iterable, Sequence
 
-from zrun.launch.agent_process import AgentProcess
+from zrun.launch.agent_process import AgentLink
 from zrun.launch.frames import Frame, Start, Stop, pack
 
 
@@ -16,7 +16,7 @@ class Agents:
         lost: hosts whose agents have ended without being done, with the reason, in the order in which it was noticed.
     """
 
-    def __init__(self, members: Sequence[AgentProcess]) -> None:
+    def __init__(self, members: Sequence[AgentLink]) -> None:
         self._members = {member.host: member for member in members}
         self._done: set[str] = set()
         self.lost: dict[str, str] = {}
@@ -53,7 +53,7 @@ class Agents:
         """What the agents said within `patience_s` seconds, each with its host."""
         found: list[tuple[str, Frame]] = []
         for key, _ in self._selector.select(patience_s):
-            member: AgentProcess = key.data
+            member: AgentLink = key.data
             frames = member.read()
             if frames is None:
                 self._selector.unregister(member)

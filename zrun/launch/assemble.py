@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from socket import gethostname
 
-from zrun.launch.agent_process import AgentProcess
-from zrun.launch.cluster import Cluster, probe_host
+from zrun.launch.agent_process import AgentLink
+from zrun.launch.cluster import Cluster, HostFacts, probe_host
 from zrun.launch.findings import describe
+from zrun.launch.frames import Frame
 from zrun.launch.hosts import Backend
+from zrun.launch.join import Caller, JoinedAgent
 from zrun.launch.local import LocalAgent
-from zrun.launch.preflight import HostReport, inspect
+from zrun.launch.preflight import HELLO_S, HostReport, inspect
 from zrun.launch.questions import ask
+from zrun.launch.seating import check_slots, hosts_of, merged
 from zrun.launch.slurm import SrunAgent
 from zrun.launch.ssh import SshAgent
 from zrun.launch.store import url
@@ -27,23 +32,39 @@ _STORE_S = 10.0
 
 
 @dataclass(frozen=True)
-class Assembly:
-    """Agents that are there, in the order of their hosts' ranks, and what they offer.
+class Post:
+    """An agent that is there, and what it is to run.
 
     Attributes:
-        interfaces: by host, the one that leads to the others; none where there are no others.
+        host: as the plan calls it.
+        interface: of that host, which leads to the others; None: there are no others.
+        seat: the one rank of that host that it runs; None: all of them.
+        is_remote: it may be cut off from this process, whose silence then tells it so.
+    """
+
+    agent: AgentLink
+    host: str
+    interface: str | None = None
+    seat: int | None = None
+    is_remote: bool = True
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """The agents in the order of their ranks, and what their hosts offer.
+
+    Attributes:
         store: where the ranks of several hosts meet.
         dropped: what is wrong with hosts that are done without.
     """
 
-    agents: tuple[AgentProcess, ...]
+    posts: tuple[Post, ...]  # none on this host alone, if nothing is to run
     cluster: Cluster
-    interfaces: Mapping[str, str | None]
     store: str | None = None
     dropped: str = ""
 
 
-def open_agents(backend: Backend, job: JobConfig) -> list[AgentProcess]:
+def open_agents(backend: Backend, job: JobConfig) -> list[AgentLink]:
     """Begin to start the agents of all hosts.
 
     Raises:
@@ -54,7 +75,7 @@ def open_agents(backend: Backend, job: JobConfig) -> list[AgentProcess]:
     python = job.launch.python or sys.executable
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most) if limit < most else (limit, most))  # 3 for each host
-    agents: list[AgentProcess] = []
+    agents: list[AgentLink] = []
     for entry in backend.hosts or ():
         if backend.kind == "slurm":
             agents.append(SrunAgent(entry.name, python))
@@ -64,7 +85,7 @@ def open_agents(backend: Backend, job: JobConfig) -> list[AgentProcess]:
 
 
 def assemble(
-    agents: Sequence[AgentProcess], backend: Backend, job: JobConfig, job_dir: Path, run_dir: Path, least: int
+    agents: Sequence[AgentLink], backend: Backend, job: JobConfig, job_dir: Path, run_dir: Path, least: int
 ) -> Assembly:
     """Look at all hosts at once.
 
@@ -77,11 +98,12 @@ def assemble(
     """
     if backend.kind == "local":
         here = backend.on_this_host(probe_host())
-        return Assembly(tuple(agents), Cluster((here,)), {here.hostname: None})
+        return Assembly(tuple(Post(agent, here.hostname, is_remote=False) for agent in agents), Cluster((here,)))
+    if backend.kind == "env":
+        return _assemble_joined(agents, backend, job, job_dir, run_dir)
     entries = {str(entry): entry for entry in backend.hosts or ()}
-    shared = [checkpoint_folder(job, run_dir)] if job.checkpoint is not None else []
     per_host = max(entry.slots or (job.slots if isinstance(job.slots, int) else 1) for entry in entries.values())
-    needs = needs_of(job, job_dir, shared, per_host * len(entries), per_host)
+    needs = needs_of(job, job_dir, _shared(job, run_dir), per_host * len(entries), per_host)
     chosen = {name: entry.chosen for name, entry in entries.items() if entry.chosen is not None}
     findings = inspect(agents, replace(needs, chosen=chosen))
     used = [
@@ -95,12 +117,70 @@ def assemble(
     hosts = [
         report.facts.called(agent.host, entries[agent.host].slots, entries[agent.host].chosen) for agent, report in used
     ]
-    interfaces = {agent.host: report.interface for agent, report in used}
     store = _open_store(*used[0]) if len(used) > 1 else None
-    return Assembly(tuple(agent for agent, _ in used), Cluster(tuple(hosts)), interfaces, store, dropped)
+    posts = tuple(Post(agent, agent.host, report.interface) for agent, report in used)
+    return Assembly(posts, Cluster(tuple(hosts)), store, dropped)
 
 
-def _open_store(agent: AgentProcess, report: HostReport) -> str:
+def _assemble_joined(
+    agents: Sequence[AgentLink], backend: Backend, job: JobConfig, job_dir: Path, run_dir: Path
+) -> Assembly:
+    """Look at the hosts of processes that another launcher started; the first of `agents` is that of this process.
+
+    Raises:
+        PreflightError: one cannot be used, or its processes see it differently.
+        JobError: the job asks for other ranks.
+    """
+    is_rank = backend.convention.seat is not None
+    callers = [Caller(0, len(agents), 0, gethostname(), os.getpid())]
+    callers += [agent.caller for agent in agents if isinstance(agent, JoinedAgent)]
+    hosts = hosts_of(callers, is_rank)
+    if is_rank:
+        check_slots(job.slots, hosts)
+    leaders = {agents[host.members[0]]: host for host in hosts}
+    facts: dict[AgentLink, HostFacts] = {}
+    reports: dict[AgentLink, HostReport] = {}
+    if len(hosts) > 1:
+        per_host = max(len(host.members) for host in hosts) if is_rank else _given_slots(backend) or 1
+        needs = needs_of(job, job_dir, _shared(job, run_dir), per_host * len(hosts), per_host)
+        findings = inspect(list(leaders), needs)
+        if any(finding.problems for finding in findings):
+            raise PreflightError(describe(findings))
+        reports = {agent: each.report for agent, each in zip(leaders, findings, strict=True) if each.report is not None}
+        facts = {agent: report.facts for agent, report in reports.items()}
+    question: Frame = {"ask": "facts", "job_dir": None, "folders": {}}
+    for agent, answer in ask({each: question for each in agents if each not in facts}, HELLO_S).items():
+        if isinstance(answer, str) or "error" in answer:
+            why = answer if isinstance(answer, str) else answer["error"]
+            raise PreflightError(f"{agent.host}: its agent could not look at it ({why})")
+        facts[agent] = HostReport.from_json(answer["report"]).facts
+    cluster, posts = [], []
+    for host in hosts:
+        members = [agents[place] for place in host.members]
+        if is_rank:
+            cluster.append(merged(host.name, [facts[member] for member in members]))
+        else:
+            cluster.append(facts[members[0]].called(host.name, _given_slots(backend)))
+        interface = reports[members[0]].interface if reports else None
+        posts += [
+            Post(member, host.name, interface, place if is_rank else None, is_remote=len(hosts) > 1 and place > 0)
+            for place, member in zip(host.members, members, strict=True)
+        ]
+    store = _open_store(agents[0], reports[agents[0]]) if reports else None
+    return Assembly(tuple(posts), Cluster(tuple(cluster)), store)
+
+
+def _given_slots(backend: Backend) -> int | None:
+    """Ranks of each host, as its process was told."""
+    return backend.convention.host_seat.slots if backend.convention.host_seat is not None else None
+
+
+def _shared(job: JobConfig, run_dir: Path) -> list[Path]:
+    """Folders that all hosts must see."""
+    return [checkpoint_folder(job, run_dir)] if job.checkpoint is not None else []
+
+
+def _open_store(agent: AgentLink, report: HostReport) -> str:
     """Let the first host open the door at which all ranks meet.
 
     Raises:

@@ -56,6 +56,7 @@ class HostFacts:
         links: between the GPUs, in their order; None: not known.
         nodes: NUMA nodes with the usable cores; none: not known.
         unbound: why ranks are not to be bound to cores; None: they may.
+        apart: each rank sees a GPU of its own, and no other.
         problems: GPUs that cannot be used, and why.
     """
 
@@ -68,6 +69,7 @@ class HostFacts:
     links: LinkMatrix | None = None
     nodes: tuple[NumaNode, ...] = ()
     unbound: str | None = None
+    apart: bool = False
     problems: tuple[str, ...] = ()
     driver: str | None = None
 

@@ -92,7 +92,7 @@ def _mpi(environ: Environ) -> Convention | None:
     for by, *names in _MPI:
         if names[0] not in environ or (by == "MPICH" and _is_step_rank(environ)):
             continue
-        found = _joined(environ, by, (names[0], names[1], names[2], names[3]))
+        found = _joined(environ, by, (names[0], names[1], names[2], names[3]), "MASTER_ADDR", "MASTER_PORT")
         if found is not None:
             return found
     return None
@@ -104,9 +104,7 @@ def _is_step_rank(environ: Environ) -> bool:
     return all(environ.get(pmi) == environ.get(slurm) for pmi, slurm in pairs)
 
 
-def _joined(
-    environ: Environ, by: str, names: tuple[str, str, str, str], address: str = "", port: str = ""
-) -> Convention | None:
+def _joined(environ: Environ, by: str, names: tuple[str, str, str, str], address: str, port: str) -> Convention | None:
     rank_name, world_name, local_name, local_world_name = names
     world = _number(environ, world_name, least=1)
     if world == 1:
@@ -127,9 +125,14 @@ def _pods(environ: Environ) -> Convention | None:
         return _skypilot(environ)
     if "PET_NNODES" in environ:
         return _pet(environ)
-    if not environ.keys() >= {"RANK", "WORLD_SIZE"} or _number(environ, "WORLD_SIZE", least=1) == 1:
-        return None
     in_pod = "KUBERNETES_PORT" in environ or "KUBERNETES_SERVICE_HOST" in environ
+    index = "JOB_COMPLETION_INDEX" if in_pod and "RANK" not in environ else "RANK"
+    if not environ.keys() >= {index, "WORLD_SIZE"} or _number(environ, "WORLD_SIZE", least=1) == 1:
+        return None
+    if index != "RANK":
+        seat = _host_seat(environ, index, "WORLD_SIZE", None, "MASTER_ADDR", "MASTER_PORT")
+        evidence = f"an indexed Job: pod {seat.index} of {seat.count} ({index}, WORLD_SIZE)"
+        return Convention("kubernetes", evidence, None, seat)
     if not in_pod or "MASTER_ADDR" not in environ or "GROUP_RANK" in environ:
         raise JobError(
             "RANK and WORLD_SIZE are set without LOCAL_RANK: is this process one of several? Set LOCAL_RANK too if "
@@ -243,7 +246,10 @@ def _slurm_task(environ: Environ) -> Convention:
         return Convention("slurm", evidence, None, seat, names, slots, source, here)
     local_rank = _number(environ, "SLURM_LOCALID")
     evidence = f"srun: SLURM_PROCID={rank}, SLURM_STEP_NUM_TASKS={world}, SLURM_LOCALID={local_rank}"
-    return Convention("joined", evidence, Seat(rank, world, local_rank))
+    address, port = _address(environ, "MASTER_ADDR"), _port(environ, "MASTER_PORT")
+    if address is None and "SLURM_STEP_NODELIST" in environ:  # task 0 is on the first of them
+        address = _nodes("SLURM_STEP_NODELIST", environ["SLURM_STEP_NODELIST"])[0]
+    return Convention("joined", evidence, Seat(rank, world, local_rank, world if hosts == 1 else None, address, port))
 
 
 def _slurm_slots(environ: Environ) -> int | None:

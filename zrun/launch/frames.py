@@ -7,6 +7,7 @@ Down the agent's stdin go length-prefixed JSON objects; its end is the end of th
     {"stop": "finish"}      ask them to end: see `Stop`
     {"testify": true}       a rank hangs: what do those of this host do?
     {"beat": true}          the launcher is there
+    {"exit": 5}             to an agent that another launcher started: how its process is to end
 
 Up its stdout come JSON lines: `hello`, an `answer` to each question, `started`, `event`, `board`, `testimony`, `exit`
 and `done`.
@@ -48,6 +49,7 @@ class Start:
     module: str  # run as `python -u -m <module> <spec.json>`
     store: str | None = None  # where the ranks of several hosts meet, tcp://address:port; None: in a file
     interface: str | None = None  # of this host, that leads to the others; None: there are none
+    seat: int | None = None  # the one rank that it runs, where each has an agent of its own; None: those of the host
     is_remote: bool = False  # the launcher is elsewhere: its silence for SILENCE_S is its end, or that of the way to it
 
     def pack(self) -> bytes:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 
-from zrun.launch.agent_process import AgentProcess
+from zrun.launch.agent_process import AgentLink
 from zrun.launch.calibration import Calibration, HostRates, LinkRates
 from zrun.launch.meeting import open_doors
 from zrun.launch.preflight import Finding
@@ -18,7 +18,7 @@ _BENCH_S = 150.0
 _LINK_S = 20.0
 
 
-def measure(agents: Sequence[AgentProcess], findings: Sequence[Finding], folder: str) -> Calibration:
+def measure(agents: Sequence[AgentLink], findings: Sequence[Finding], folder: str) -> Calibration:
     """Measure hosts that were found to be well.
 
     Args:
@@ -53,7 +53,7 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
     return [paired[0::2], paired[1::2], *last]
 
 
-def _links(agents: Sequence[AgentProcess], findings: Sequence[Finding], failed: list[str]) -> list[LinkRates]:
+def _links(agents: Sequence[AgentLink], findings: Sequence[Finding], failed: list[str]) -> list[LinkRates]:
     mark = secrets.token_hex(8)
     reports = {agent: each.report for agent, each in zip(agents, findings, strict=True) if each.report is not None}
     found = {agent: (report, failed) for agent, report in reports.items()}

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import replace
 
-from zrun.launch.agent_process import AgentProcess
+from zrun.launch.agent_process import AgentLink
 from zrun.launch.cluster import listed
 from zrun.launch.probe import HostReport
 from zrun.launch.questions import ask
@@ -15,10 +15,10 @@ _MEET_S = 10.0
 _ALL_PAIRS = 32  # hosts; among more of them everyone knocks at the first one and at some neighbours
 _NEIGHBOURS = 4  # on each side
 
-Meeting = dict[AgentProcess, tuple[HostReport, list[str]]]  # and its problems
+Meeting = dict[AgentLink, tuple[HostReport, list[str]]]  # and its problems
 
 
-def meet(reports: Mapping[AgentProcess, HostReport]) -> Meeting:
+def meet(reports: Mapping[AgentLink, HostReport]) -> Meeting:
     """Let every host listen at one address and knock at those of the others."""
     if len(reports) < 2:
         return {}
@@ -43,15 +43,14 @@ def meet(reports: Mapping[AgentProcess, HostReport]) -> Meeting:
     return found
 
 
-def open_doors(found: Meeting, mark: str) -> dict[AgentProcess, tuple[str, int]]:
+def open_doors(found: Meeting, mark: str) -> dict[AgentLink, tuple[str, int]]:
     """The address and port at which each host now listens; the reports learn their addresses."""
     known = {agent: report.reached_at for agent, (report, _) in found.items()}
     questions = {}
     for agent in found:
         others = [known[other] or other.host for other in found if other is not agent]
-        questions[agent] = {"ask": "door", "mark": mark, "known": known[agent] if agent.by_ssh else None,
-                            "towards": others[:_NEIGHBOURS]}  # fmt: skip
-    places: dict[AgentProcess, tuple[str, int]] = {}
+        questions[agent] = {"ask": "door", "mark": mark, "known": known[agent], "towards": others[:_NEIGHBOURS]}
+    places: dict[AgentLink, tuple[str, int]] = {}
     for agent, answer in ask(questions, _MEET_S).items():
         report, problems = found[agent]
         if isinstance(answer, str) or "error" in answer:
@@ -66,7 +65,7 @@ def open_doors(found: Meeting, mark: str) -> dict[AgentProcess, tuple[str, int]]
 
 def _check_addresses(found: Meeting) -> None:
     """Say which hosts are one, and which have an address that means something else to the others."""
-    seen: dict[tuple[str | None, str], AgentProcess] = {}
+    seen: dict[tuple[str | None, str], AgentLink] = {}
     outside = any(report.address and not _is_loopback(report.address) for report, _ in found.values())
     for agent, (report, problems) in found.items():
         if report.address is None:

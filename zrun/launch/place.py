@@ -108,7 +108,8 @@ def seats(
         gpus += chosen
         cpus, unbound[host.hostname] = _cpus(job, host, chosen, threads[host.hostname])
         for local_rank, gpu in enumerate(chosen):
-            number = 0 if gpu is not None and gpu.is_slice else local_rank  # CUDA shows a process one slice at most
+            # CUDA shows a process one slice at most.
+            number = 0 if gpu is not None and (gpu.is_slice or host.apart) else local_rank
             where = dims.coordinates(base + local_rank)
             places.append(
                 RankPlace(

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from zrun.launch.agent_process import AgentProcess
+from zrun.launch.agent_process import AgentLink
 from zrun.launch.findings import Finding, describe
 from zrun.launch.meeting import meet
 from zrun.launch.probe import TOKEN_PREFIX, HostReport, job_code, software
@@ -28,7 +28,7 @@ HELLO_S = 12.0  # ssh may take 10 to connect
 _SETTLE_S = 1.5  # without news, those that are there meet before the others are waited for
 
 
-def preflight(agents: Sequence[AgentProcess], needs: Needs, hello_s: float = HELLO_S) -> tuple[HostReport, ...]:
+def preflight(agents: Sequence[AgentLink], needs: Needs, hello_s: float = HELLO_S) -> tuple[HostReport, ...]:
     """Look at the hosts of all agents, which were started but not told what to run.
 
     Returns:
@@ -43,7 +43,7 @@ def preflight(agents: Sequence[AgentProcess], needs: Needs, hello_s: float = HEL
     return tuple(finding.report for finding in findings if finding.report is not None)
 
 
-def inspect(agents: Sequence[AgentProcess], needs: Needs, hello_s: float = HELLO_S) -> list[Finding]:
+def inspect(agents: Sequence[AgentLink], needs: Needs, hello_s: float = HELLO_S) -> list[Finding]:
     """Like `preflight`, for whoever wants to see the hosts that cannot be used too.
 
     Raises:
@@ -78,7 +78,7 @@ def inspect(agents: Sequence[AgentProcess], needs: Needs, hello_s: float = HELLO
     return findings
 
 
-def _reports(answers: Answers, agents: Sequence[AgentProcess]) -> dict[AgentProcess, HostReport]:
+def _reports(answers: Answers, agents: Sequence[AgentLink]) -> dict[AgentLink, HostReport]:
     """Those of the agents that gave one, in their order. For others a sentence takes the place of the answer."""
     reports = {}
     for agent in agents:
@@ -96,7 +96,8 @@ def _reports(answers: Answers, agents: Sequence[AgentProcess]) -> dict[AgentProc
         # As between two clocks of NTP: the message takes the same time in both directions, more or less.
         skew = ((answer["heard"] - answer["asked"]) + (answer["said"] - answer["got"])) / 2
         error = ((answer["got"] - answer["asked"]) - (answer["said"] - answer["heard"])) / 2
-        reports[agent] = replace(report, skew_s=skew, skew_error_s=abs(error))
+        reached_at = report.reached_at if agent.by_ssh else agent.known_at
+        reports[agent] = replace(report, skew_s=skew, skew_error_s=abs(error), reached_at=reached_at)
     return reports
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import time
 from dataclasses import dataclass
@@ -82,6 +83,12 @@ def wait_gone(processes: list[Process], patience_s: float) -> list[Process]:
     while (left := [process for process in processes if process.alive()]) and time.monotonic() < deadline:
         time.sleep(0.01)
     return left
+
+
+def allow_files() -> None:
+    """Let this process open as many files as it may."""
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most) if limit < most else (limit, most))
 
 
 def adopt_orphans() -> None:

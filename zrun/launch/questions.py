@@ -6,16 +6,16 @@ import selectors
 import time
 from collections.abc import Mapping
 
-from zrun.launch.agent_process import AgentProcess
+from zrun.launch.agent_process import AgentLink
 from zrun.launch.frames import Frame, pack
 
 _ANSWER_S = 30.0  # a driver that has to wake GPUs up takes several
 
-Answers = dict[AgentProcess, Frame | str]  # or why there is none
+Answers = dict[AgentLink, Frame | str]  # or why there is none
 
 
 def ask(
-    questions: Mapping[AgentProcess, Frame],
+    questions: Mapping[AgentLink, Frame],
     patience_s: float,
     settle_s: float | None = None,
     answer_s: float = _ANSWER_S,
@@ -50,10 +50,10 @@ def ask(
 
 
 class _Asking:
-    def __init__(self, questions: Mapping[AgentProcess, Frame]) -> None:
+    def __init__(self, questions: Mapping[AgentLink, Frame]) -> None:
         self.answers: Answers = {}
         self._questions = questions
-        self._asked: dict[AgentProcess, float] = {}
+        self._asked: dict[AgentLink, float] = {}
         for agent in questions:
             self._put(agent)
 
@@ -62,12 +62,12 @@ class _Asking:
         """Somebody was asked and has not answered."""
         return bool(self._asked.keys() - self.answers.keys())
 
-    def _put(self, agent: AgentProcess) -> None:
+    def _put(self, agent: AgentLink) -> None:
         if agent.hello is not None and agent not in self._asked:
             self._asked[agent] = time.time()
             agent.tell(pack(self._questions[agent]))
 
-    def hear(self, agent: AgentProcess) -> bool:
+    def hear(self, agent: AgentLink) -> bool:
         """Read what an agent said; whether that settles it."""
         frames = agent.read()
         if frames is None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from zrun.launch.processes import Process
 from zrun.launch.runs import Run
-from zrun.launch.supervise import STOP_NOW
+from zrun.launch.signals import STOP_NOW
 from zrun_core.config import LimitsConfig
 from zrun_core.errors import HangError, JobError, PreflightError
 

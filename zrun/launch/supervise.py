@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from zrun.launch import signals
 from zrun.launch.failures import Exit, Failure, Hang, LostHost, Note, first_failure, is_cause
 from zrun.launch.frames import BEAT_S, GRACE_S, SILENCE_S, Frame, Stop
 from zrun.launch.hangs import HangWatch, Inquiry
@@ -67,7 +68,7 @@ class Run:
             case "done":
                 if host not in self.started:
                     why = (
-                        f"{host}: its agent could not start the workers; see logs/agent-{host}.log of the run directory"
+                        f"{host}: its agent could not start the workers; see its log in logs of the run directory there"
                     )
                     self.lost[host] = why
             case "exit":
@@ -102,14 +103,12 @@ class Run:
         return bool(self.lost) or any(each.status for each in self.exits)
 
 
-STOP_NOW = signal.SIGRTMIN  # from `zrun stop --now`: level 2, whatever came before and however often it comes
-
-
 class Interrupts:
     """Signals that ask the launcher to end, counted instead of obeyed at once.
 
     Attributes:
         first: the one that came first.
+        first_at: unix seconds at which it came.
         level: 0 none; 1 finish the step and save; 2 now; 3 kill. Only SIGINT and SIGTERM go beyond 1: a closing
             terminal and a scheduler warn more than once.
         forced_at: unix seconds at which level 2 was reached.
@@ -117,6 +116,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.first: signal.Signals | None = None
+        self.first_at: float | None = None
         self.level = 0
         self.forced_at: float | None = None
         self._num_firm = 0
@@ -128,20 +128,18 @@ class Interrupts:
 
     @contextmanager
     def caught(self) -> Iterator[None]:
-        numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, STOP_NOW]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup wants it to stay ignored
-            numbers.append(signal.SIGHUP)
-        before = [signal.signal(number, self._note) for number in numbers]
+        before = {number: signal.signal(number, self._note) for number in signals.numbers()}
         try:
             yield
         finally:
-            for number, handler in zip(numbers, before, strict=True):
+            for number, handler in before.items():
                 # Whoever keeps on pressing must not cut the last words short.
                 signal.signal(number, handler if self.first is None else signal.SIG_IGN)
 
     def _note(self, number: int, _: object) -> None:
         self.first = self.first or signal.Signals(number)
-        if number == STOP_NOW:
+        self.first_at = self.first_at or time.time()
+        if number == signals.STOP_NOW:  # level 2, whatever came before and however often it comes
             self.force()
             return
         self._num_firm += number in (signal.SIGINT, signal.SIGTERM)
@@ -252,7 +250,8 @@ class Supervisor:
             interrupts.force()
         if interrupts.level > self._obeyed:
             self._obeyed = interrupts.level
-            _obey(self._agents, interrupts)
+            if interrupts.level > 1 or not self._run.is_failing:  # else all are being stopped already
+                _obey(self._agents, interrupts)
 
 
 def _obey(agents: Talking, interrupts: Interrupts) -> None:
@@ -288,7 +287,8 @@ def judge(
     asked = interrupts.first is not None or run.stopping or bool(statuses & _GENTLE)
     exits = [each for each in run.exits if not (asked and _was_asked_to(each, interrupts))]
     end = first_failure(exits, run.ended)
-    if run.lost and interrupts.first is None and (end is None or end.time > run.lost_at or not is_cause(end, exits)):
+    came_first = interrupts.first_at is None or run.lost_at < interrupts.first_at
+    if run.lost and came_first and (end is None or end.time > run.lost_at or not is_cause(end, exits)):
         host, why = next(iter(run.lost.items()))
         return ExitCode.HANG, LostHost(host, why, run.last_step)
     if end is not None:

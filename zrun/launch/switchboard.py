@@ -26,6 +26,7 @@ from zrun.launch.hangs import BOARD_S, Observer
 from zrun.launch.processes import Process
 from zrun.launch.tail import last_lines
 from zrun.launch.workers import Workers
+from zrun_core.errors import ExitCode
 
 _READ_BYTES = 1 << 18
 _LAST_WORDS_S = 0.1  # for the workers that fail together with the first one to say why
@@ -34,8 +35,25 @@ _LARGEST_NOTE = 1 << 18
 
 
 class Switchboard:
-    def __init__(self, control: int, output: int) -> None:
-        self.orders: SimpleQueue[Start | Frame] = SimpleQueue()  # questions, then one start
+    """
+    Attributes:
+        orders: what the launcher sent to be done by the main thread: questions, then one start.
+        verdict: how the run ended, once an agent has heard it that is to end in the same way.
+    """
+
+    def __init__(self, control: int, output: int, *, is_joined: bool = False) -> None:
+        """
+        Args:
+            control: what the launcher says.
+            output: where it is told.
+            is_joined: another launcher started this process. It ends the run should that one vanish, and stays after
+                the workers' end until it has the verdict.
+        """
+        self.orders: SimpleQueue[Start | Frame] = SimpleQueue()
+        self.verdict: int | None = None
+        self._is_joined, self._parent = is_joined, os.getppid()
+        self._is_deaf = False  # nothing more will be heard
+        self._is_done = False
         self._control, self._output = control, output
         self._unpacker = Unpacker()
         self._started = False
@@ -137,7 +155,12 @@ class Switchboard:
         if self._is_watched and now - self._heard > SILENCE_S:
             self._is_watched = False
             print(f"no word from the launcher for {SILENCE_S:g} s: stopping", flush=True)
+            self._hear_no_more()
             self._asked(Stop.NOW)
+        if self._is_joined and os.getppid() != self._parent:
+            self._parent = os.getppid()
+            print("the launcher that started this process is gone: stopping", flush=True)
+            self._asked(Stop.FINISH)
 
     def _testify(self) -> None:
         running = [rank for rank, _ in list(self._running.values())]
@@ -148,9 +171,13 @@ class Switchboard:
         self._selector.register(descriptor, selectors.EVENT_READ, action)
 
     def _read_control(self, descriptor: int) -> None:
-        data = os.read(descriptor, _READ_BYTES)
+        try:
+            data = os.read(descriptor, _READ_BYTES)
+        except OSError:  # a connection that broke
+            data = b""
         if not data:
             self._selector.unregister(descriptor)
+            self._hear_no_more()
             self._asked(Stop.NOW)
             return
         self._heard = time.monotonic()
@@ -161,6 +188,9 @@ class Switchboard:
                 self._testify()
             elif "ask" in frame:
                 self.orders.put(frame)
+            elif "exit" in frame:
+                self.verdict = int(frame["exit"])
+                self._hear_no_more()
             elif "beat" not in frame:
                 self._started = True
                 self.orders.put(Start(**frame))
@@ -168,9 +198,15 @@ class Switchboard:
     def _asked(self, how: Stop) -> None:
         """End the workers; those that `watch` is about to hear of too."""
         if not self._started:
-            os._exit(0)
+            os._exit((ExitCode.HANG if self.verdict is None else self.verdict) if self._is_joined else 0)
         self._stop_with = how
         self.stop(how)
+
+    def _hear_no_more(self) -> None:
+        """The launcher has said its last, or cannot be heard."""
+        self._is_deaf = True
+        if self._is_done:
+            raise _Finished
 
     def stop(self, how: Stop) -> None:
         """Ask the workers to end: SIGUSR1 to them alone, or SIGTERM or SIGKILL to all that they started too."""
@@ -224,14 +260,17 @@ class Switchboard:
             if worker.poll() is not None:
                 self._exited(pidfd)
         self._send({"frame": "done"})
-        raise _Finished
+        if not self._is_joined or self._is_deaf:
+            raise _Finished
+        self._selector.unregister(self._done)
+        self._is_done = True
 
     def _send(self, frame: dict[str, object]) -> None:
         self._write(json.dumps(frame).encode() + b"\n")
 
     def _write(self, data: bytes) -> None:
         view = memoryview(data)
-        with self._writing, suppress(BrokenPipeError):  # the launcher is gone: the end of our input says so too
+        with self._writing, suppress(ConnectionError):  # the launcher is gone: the end of our input says so too
             while view:
                 view = view[os.write(self._output, view) :]
 

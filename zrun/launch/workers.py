@@ -30,9 +30,10 @@ class Command:
     env: Mapping[str, str]
     world_size: int
     host: tuple[int, int]  # which of how many hosts this is
-    logs: Mapping[int, Path]  # of the ranks of this host, which are contiguous
+    ranks: range  # of this host
+    logs: Mapping[int, Path]  # of those that are started
     cpus: Mapping[int, str] = field(default_factory=dict)  # that ranks keep to, as Linux writes sets
-    slices: Mapping[int, str] = field(default_factory=dict)  # UUIDs: CUDA shows a process no more than one MIG slice
+    alone: Mapping[int, str] = field(default_factory=dict)  # UUIDs of GPUs, or of slices, that the rank alone sees
     store: socket.socket | None = None  # listens for the ranks of several hosts; rank 0 inherits it
 
     def start(self) -> Workers:
@@ -40,8 +41,8 @@ class Command:
 
         To be called by the main thread: the kernel ends a worker with the thread that started it.
         """
-        first, port = min(self.logs), _free_port()
-        return {rank: self._start(rank, rank - first, port) for rank in sorted(self.logs)}
+        port = _free_port()
+        return {rank: self._start(rank, rank - self.ranks.start, port) for rank in sorted(self.logs)}
 
     def _start(self, rank: int, local_rank: int, port: int) -> Popen[bytes]:
         log = os.open(self.logs[rank], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -62,14 +63,14 @@ class Command:
 
     def _variables(self, rank: int, local_rank: int, port: int) -> dict[str, str]:
         """What a script of torchrun's finds in its environment."""
-        own = {"CUDA_VISIBLE_DEVICES": self.slices[rank]} if rank in self.slices else {}
+        own = {"CUDA_VISIBLE_DEVICES": self.alone[rank]} if rank in self.alone else {}
         if self.store is not None and rank == 0:
             own["ZRUN_STORE_FD"] = str(self.store.fileno())
         return own | {
             "RANK": str(rank),
             "LOCAL_RANK": str(local_rank),
             "WORLD_SIZE": str(self.world_size),
-            "LOCAL_WORLD_SIZE": str(len(self.logs)),
+            "LOCAL_WORLD_SIZE": str(len(self.ranks)),
             "GROUP_RANK": str(self.host[0]),
             "GROUP_WORLD_SIZE": str(self.host[1]),
             "ROLE_NAME": "worker",

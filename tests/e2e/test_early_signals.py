@@ -1,0 +1,76 @@
+"""Ctrl-C and SIGTERM while hosts are looked at, and between two attempts: one line, and nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from waiting import PATIENCE_S, wait_for
+
+HERE = Path(__file__).parent
+JOB = "name: fake\nmodel: {call: 'fake:model'}\ndata: fake:data\nsteps: 3\nbatch: 4\nslots: 2\n"
+
+
+def train(folder: Path, job: str, *options: str) -> subprocess.Popen[str]:
+    (folder / "job.yaml").write_text(job)
+    return subprocess.Popen(
+        [sys.executable, "-m", "zrun", "train", "job.yaml", "--worker", "fake_worker", "--run-dir", "run", *options],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(HERE)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def lines_of(launcher: subprocess.Popen[str], until: str) -> list[str]:
+    """What it says, up to the line with `until`."""
+    assert launcher.stderr is not None
+    lines = []
+    while until not in (lines or [""])[-1]:
+        lines.append(launcher.stderr.readline())
+        assert lines[-1], lines
+    return lines
+
+
+def in_folder(folder: Path) -> list[bytes]:
+    """The command lines of what runs there."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and Path(os.readlink(entry / "cwd")) == folder:
+                found.append((entry / "cmdline").read_bytes())
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 143)])
+def test_while_hosts_are_awaited(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    client = tmp_path / "silent-ssh"
+    client.write_text("#!/bin/sh\nexec sleep 600\n")
+    client.chmod(0o755)
+    launcher = train(tmp_path, JOB + f"hosts: [a, b]\nlaunch: {{ssh: {client}}}\n")
+    lines_of(launcher, "b  its GPUs")
+    wait_for(lambda: sum(b"sleep" in line for line in in_folder(tmp_path)) == 2)
+    launcher.send_signal(number)
+    _, rest = launcher.communicate(timeout=PATIENCE_S)
+    assert (launcher.returncode, rest) == (code, f"{number.name}: stopped before training began\n")
+    assert in_folder(tmp_path) == []
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_between_two_attempts(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    behaviour = json.dumps({"1": "kill_itself"})
+    launcher = train(tmp_path, JOB + "restarts: 3\n", f"model.args.behaviour={behaviour}")
+    lines_of(launcher, "restart 1 of 3 in 5 s")
+    launcher.send_signal(number)
+    _, rest = launcher.communicate(timeout=PATIENCE_S)
+    assert (launcher.returncode, rest) == (code, f"{number.name}: stopped before restart 1\n")
+    assert in_folder(tmp_path) == []

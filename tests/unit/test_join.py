@@ -1,0 +1,256 @@
+"""Processes of another launcher that come together: where they meet, who is let in, and who then runs what."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zrun.launch.cluster import Gpu, HostFacts
+from zrun.launch.conventions import detect
+from zrun.launch.frames import Unpacker
+from zrun.launch.join import Caller, Door, JoinedAgent, Rendezvous, job_key, knock
+from zrun.launch.probe import route_to
+from zrun.launch.seating import check_slots, hosts_of, merged
+from zrun.topology.cpus import NumaNode
+from zrun_core.config import JobConfig
+from zrun_core.errors import JobError, PreflightError, RendezvousError
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "n1",
+            "MASTER_PORT": "29600", "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True"}  # fmt: skip
+STEP = {"SLURM_JOB_ID": "1234", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "n[7-8]"}  # fmt: skip
+POD = {
+    "KUBERNETES_SERVICE_HOST": "10.1.0.1",
+    "JOB_COMPLETION_INDEX": "1",
+    "WORLD_SIZE": "3",
+    "MASTER_ADDR": "job-0.svc",
+}
+
+
+def rendezvous(environ: dict[str, str]) -> Rendezvous:
+    return Rendezvous.of(detect(environ), environ)
+
+
+@pytest.mark.parametrize(
+    ("environ", "address", "first_port"),
+    [
+        (TORCHRUN, None, 29601),  # all on this host; torchrun's store has the port itself
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}, "n1", 29601),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "False"}, "n1", 29600),
+        (STEP, "n7", 20000 + 1234 * 8 % 9000),
+        (STEP | {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "n7"}, None, 20000 + 1234 * 8 % 9000),
+        (STEP | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5000"}, "10.0.0.1", 5000),
+        (POD, "job-0.svc", 29500),
+    ],
+)
+def test_where_processes_meet(environ: dict[str, str], address: str | None, first_port: int) -> None:
+    found = rendezvous(environ)
+    assert (found.address, found.ports[0], len(found.ports)) == (address, first_port, 8)
+
+
+def test_a_pod_of_an_indexed_job_is_a_host() -> None:
+    found = rendezvous(POD)
+    assert (found.index, found.count, found.is_rank) == (1, 3, False)
+    assert detect({key: value for key, value in POD.items() if key != "WORLD_SIZE"}).kind == "none"  # it is on its own
+
+
+def test_ranks_of_a_start_have_one_mark_and_other_starts_have_others() -> None:
+    mark = rendezvous(TORCHRUN).mark
+    assert rendezvous(TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0"}).mark == mark
+    assert rendezvous(TORCHRUN | {"MASTER_PORT": "29601"}).mark != mark
+    assert rendezvous(TORCHRUN | {"TORCHELASTIC_RUN_ID": "b"}).mark != mark
+
+
+@pytest.mark.parametrize(
+    ("environ", "says"),
+    [
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"},
+         "MASTER_ADDR does not name the host of rank 0: .* mpirun -x MASTER_ADDR"),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
+         "nothing tells these processes from those of another start on this host: pass MASTER_PORT"),
+    ],
+)  # fmt: skip
+def test_too_little_is_said(environ: dict[str, str], says: str) -> None:
+    with pytest.raises(JobError, match=says):
+        rendezvous(environ)
+
+
+def job(**keys: Any) -> JobConfig:
+    given = {"name": "x", "model": "m:f", "data": "m:d", "steps": 1, "batch": 1, **keys}
+    return JobConfig.model_validate(given)
+
+
+def test_the_key_is_that_of_the_job_and_of_the_token() -> None:
+    place = rendezvous(TORCHRUN)
+    key = job_key(job(), "zrun_core", place, {})
+    assert job_key(job(), "zrun_core", place, {}) == key
+    assert job_key(job(steps=2), "zrun_core", place, {}) != key
+    assert job_key(job(), "zrun_core", place, {"ZRUN_TOKEN": "a"}) != key
+
+
+@pytest.fixture(params=["one host", "several"])
+def start(request: pytest.FixtureRequest, tmp_path: Path) -> Rendezvous:
+    """Rank 0 of three, of a start that no other test is."""
+    address = route_to("192.0.2.1") if request.param == "several" else None
+    if request.param == "several" and address is None:
+        pytest.skip("this machine has no interface but lo")
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    return Rendezvous(0, 3, True, 0, address, range(port, port + 4), f"{tmp_path}{port}")
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor() as pool:
+        yield pool
+
+
+KEY = b"k" * 32
+
+
+def rank(start: Rendezvous, index: int) -> Rendezvous:
+    return replace(start, index=index, local_index=index)
+
+
+def close(agents: list[JoinedAgent], connections: list[socket.socket]) -> None:
+    for connection in connections:
+        connection.close()
+    for agent in agents:
+        agent.close(5.0)
+
+
+def test_ranks_join_in_any_order_and_hear_how_it_ended(start: Rendezvous, pool: ThreadPoolExecutor) -> None:
+    second = pool.submit(knock, rank(start, 2), KEY, 10.0)  # before there is a door
+    door = Door.open(start, KEY)
+    first = pool.submit(knock, rank(start, 1), KEY, 10.0)
+    agents = door.gather(10.0)
+    connections = [first.result(), second.result()]
+    assert [agent.caller.index for agent in agents] == [1, 2]
+    assert [agent.host for agent in agents] == [f"rank {index} ({socket.gethostname()})" for index in (1, 2)]
+    assert [agent.known_at for agent in agents] == [start.address, start.address]
+    connections[1].sendall(b'\n{"frame": "hello", "pid": 1}\n{"frame": "answer"}\n')
+    assert agents[1].frames(5.0) == [{"frame": "answer"}]
+    agents[0].dismiss(5)
+    assert Unpacker().feed(connections[0].recv(100)) == [{"exit": 5}]
+    connections[0].close()
+    assert agents[0].frames(5.0) is None
+    assert agents[0].why_ended().endswith("ended, or was killed")
+    with pytest.raises(RendezvousError, match="Connection refused"):  # nothing listens any more
+        knock(rank(start, 1), KEY, 0.0)
+    close(agents, connections)
+
+
+def test_who_runs_another_job_is_told_so_and_the_first_says_who_is_missing(
+    start: Rendezvous, pool: ThreadPoolExecutor
+) -> None:
+    door = Door.open(start, KEY)
+    led = pool.submit(door.gather, 1.0)
+    with pytest.raises(PreflightError, match=r"rank 0 does not take rank 1 .*: it runs another job, or the same with"):
+        knock(rank(start, 1), b"x" * 32, 10.0)
+    with pytest.raises(RendezvousError, match=r"ranks 1, 2 of 3 did not come .* 1 that came do not run this job"):
+        led.result()
+
+
+def test_two_processes_cannot_be_one_rank(start: Rendezvous, pool: ThreadPoolExecutor) -> None:
+    door = Door.open(start, KEY)
+    led = pool.submit(door.gather, 10.0)
+    connections = [knock(rank(start, 1), KEY, 10.0)]
+    with pytest.raises(PreflightError, match="rank 1 is there already"):
+        knock(rank(start, 1), KEY, 10.0)
+    with pytest.raises(PreflightError, match="it is rank 7 of 3, and rank 0 one of 3"):
+        knock(rank(start, 7), KEY, 10.0)
+    connections.append(knock(rank(start, 2), KEY, 10.0))
+    close(led.result(), connections)
+
+
+def test_the_end_of_a_process_ends_the_wait_for_others(start: Rendezvous, pool: ThreadPoolExecutor) -> None:
+    door = Door.open(start, KEY)
+    led = pool.submit(door.gather, 30.0)
+    knock(rank(start, 2), KEY, 10.0).close()
+    with pytest.raises(RendezvousError, match=r"rank 2 .*ended, or was killed while the others were awaited"):
+        led.result()
+
+
+@pytest.mark.parametrize("start", ["several"], indirect=True)
+def test_another_start_on_the_same_ports_is_passed_by(pool: ThreadPoolExecutor, start: Rendezvous) -> None:
+    other = replace(start, mark="another", count=2)
+    theirs, ours = Door.open(other, b"o" * 32), Door.open(start, KEY)
+    led = [pool.submit(theirs.gather, 10.0), pool.submit(ours.gather, 10.0)]
+    connections = [knock(rank(start, 1), KEY, 10.0), knock(rank(other, 1), b"o" * 32, 10.0)]
+    connections.append(knock(rank(start, 2), KEY, 10.0))
+    close([agent for each in led for agent in each.result()], connections)
+
+
+@pytest.mark.parametrize("noise", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\0" * 5000, b'{"caller": 3}\n', b"[]\n"])
+def test_noise_at_the_door_changes_nothing(start: Rendezvous, pool: ThreadPoolExecutor, noise: bytes) -> None:
+    door = Door.open(start, KEY)
+    led = pool.submit(door.gather, 10.0)
+    if door.address is not None:
+        stranger = socket.create_connection((door.address, door._server.getsockname()[1]))
+        stranger.sendall(noise)
+        threading.Timer(0.1, stranger.close).start()
+    connections = [knock(rank(start, index), KEY, 10.0) for index in (1, 2)]
+    close(led.result(), connections)
+
+
+def test_nobody_leads(start: Rendezvous) -> None:
+    with pytest.raises(RendezvousError, match=r"the process of rank 0 is not there.* after 0 s: Connection refused"):
+        knock(rank(start, 1), KEY, 0.0)
+
+
+def callers(*hosts: str, local: list[int] | None = None) -> list[Caller]:
+    seen: dict[str, int] = {}
+    found = []
+    for index, host in enumerate(hosts):
+        seen[host] = seen.get(host, -1) + 1
+        found.append(Caller(index, len(hosts), seen[host] if local is None else local[index], host, 100 + index))
+    return found
+
+
+def test_ranks_are_on_the_hosts_that_their_launcher_chose() -> None:
+    found = hosts_of(callers("b", "b", "a"), is_rank=True)
+    assert [(host.name, host.members) for host in found] == [("b", (0, 1)), ("a", (2,))]
+    found = hosts_of(callers("pod", "pod", "other"), is_rank=False)
+    assert [(host.name, host.members) for host in found] == [("pod-0", (0,)), ("pod-1", (1,)), ("other", (2,))]
+    check_slots("auto", found)
+    check_slots(1, found)
+    with pytest.raises(JobError, match="slots: 2, and 1 ranks were started on pod-0: leave slots out"):
+        check_slots(2, found)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (callers("a", "b", "a", "b"), "a has the ranks 0, 2: those of a host must follow each other, as with mpirun"),
+        (callers("a", "a", local=[0, 0]), "a has 2 ranks, whose launcher numbers them 0, 0 on their host"),
+    ],
+)
+def test_other_orders_are_refused(given: list[Caller], says: str) -> None:
+    with pytest.raises(PreflightError, match=says):
+        hosts_of(given, is_rank=True)
+
+
+def seen_by(cpus: tuple[int, ...], *gpus: str) -> HostFacts:
+    nodes = (NumaNode(0, tuple((cpu,) for cpu in cpus)),)
+    return HostFacts("h", len(cpus), 8 << 30, tuple(Gpu(uuid, "G", 1 << 30, 0, None) for uuid in gpus), nodes=nodes)
+
+
+def test_what_all_processes_of_a_host_see_is_the_host() -> None:
+    found = merged("h", [seen_by((0, 1, 2, 3), "A", "B")] * 2)
+    assert (found.slots, found.cores, [gpu.uuid for gpu in found.gpus], found.apart) == (2, 4, ["A", "B"], False)
+    assert found.unbound is None
+
+
+def test_cores_and_gpus_of_each_process_stay_its_own() -> None:
+    found = merged("h", [seen_by((0, 1), "A"), seen_by((2, 3), "B")])
+    assert (found.slots, found.cores, [gpu.uuid for gpu in found.gpus], found.apart) == (2, 4, ["A", "B"], True)
+    assert found.unbound is not None
+    with pytest.raises(PreflightError, match=r"h: its ranks see different GPUs, and not each one of its own \(1, 2\)"):
+        merged("h", [seen_by((0, 1), "A"), seen_by((0, 1), "A", "B")])

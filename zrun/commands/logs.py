@@ -32,6 +32,7 @@ def logs(
     import json
     import os
     import re
+    import shlex
     import socket
 
     from zrun.launch.lock import is_held
@@ -51,7 +52,8 @@ def logs(
     for tail in tails if not goes_on else ():
         if not tail.exists:
             elsewhere = tail.source.host not in ("", socket.gethostname())
-            where = f"; it ran on {tail.source.host}" if elsewhere else ""
+            far = shlex.join(["ssh", tail.source.host, "cat", str(tail.source.path)])
+            where = f"; it is on {tail.source.host}: {far}" if elsewhere else ""
             only = "; a launcher keeps one with --detach" if tail.source.name == "launcher" else ""
             print(f"{tail.source.name}: no log {tail.source.path}{where}{only}", file=sys.stderr)
     if not tails:

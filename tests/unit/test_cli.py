@@ -277,13 +277,14 @@ def test_config_schema(zrun: Zrun) -> None:
 
 def test_check_lists_the_hosts(zrun: Zrun) -> None:
     Path("hf").write_text("node1 slots=8\nme@node2:2222 slots=8\n")
-    result = zrun("check", "job.yaml", "--hosts", "hf", "-i", "node2:3,1@node1", "--no-import")
+    result = zrun("check", "job.yaml", "--hosts", "hf", "-i", "node2:3,1@node1", "--no-import", "--offline")
     assert (result.code, result.err) == (0, "")
     assert result.out == (
         "hosts: 2 hosts, 10 slots, by ssh (hf names them)\n  node1  slots=8  (hf:1:1)\n"
-        "  me@node2:2222  slots 1,3 of 8  (hf:2:1)\nstructure: not looked at\n"
+        "  me@node2:2222  slots 1,3 of 8  (hf:2:1)\nplan: none: the hosts were not looked at (--offline)\n"
+        "structure: not looked at\n"
     )
-    report = json.loads(zrun("check", "job.yaml", "--hosts", "hf", "--no-import", "--json").out)
+    report = json.loads(zrun("check", "job.yaml", "--hosts", "hf", "--no-import", "--json", "--offline").out)
     assert (report["backend"]["kind"], [host["name"] for host in report["hosts"]]) == ("ssh", ["node1", "node2"])
     assert report["plan"] is None
 
@@ -324,6 +325,14 @@ def test_hosts_in_the_job_have_a_place(zrun: Zrun) -> None:
     assert zrun("check", "job.yaml").err == (
         f'error: job.yaml:{line}:5: hosts[1]: "slot=8" means nothing here: a line is [user@]name[:port] slots=N\n'
     )
+
+
+def test_check_names_hosts_that_are_not_there_and_says_the_rest(zrun: Zrun) -> None:
+    result = zrun("check", "job.yaml", "-H", "h1.invalid:8,h2.invalid:8", "--no-import")
+    assert result.code == ExitCode.PREFLIGHT
+    assert "plan: none: 2 of 2 hosts cannot be used:\n" in result.out
+    assert "h1.invalid, h2.invalid: no such host is known here" in result.out
+    assert result.out.endswith("structure: not looked at\n")
 
 
 def test_hosts_that_are_not_there_are_all_named(zrun: Zrun) -> None:

@@ -1,4 +1,4 @@
-"""`zrun check JOB`: is this job right, and what would it do? Nothing is started."""
+"""`zrun check JOB`: is this job right, what would it do, and are its hosts ready? Nothing is started."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zrun.flags import Exclude, Gpus, HostList, HostsFile, Include, Nodes
+from zrun_core.errors import PreflightError
 
 if TYPE_CHECKING:
     from zrun.job.load import LoadedJob
     from zrun.job.structure import Structure
+    from zrun.launch.cluster import Cluster
     from zrun.launch.hosts import Backend
     from zrun.launch.plan import Resolved
 
@@ -36,15 +38,19 @@ def check(
     gpus: Gpus = None,
     slots: Annotated[int | None, typer.Option(min=1, help="Plan for this many ranks on each host.")] = None,
     no_import: Annotated[bool, typer.Option("--no-import", help="Do not run the job's own code.")] = False,
+    offline: Annotated[bool, typer.Option("--offline", help="Do not look at other hosts: there is no plan.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Validate a job, resolve what it leaves open, and build its model without data. Nothing is started.
+    """Validate a job, look at its hosts, resolve what it leaves open, and build its model without data.
+
+    Nothing is started, and nothing is changed on any host. Exit codes: 0 it
+    can train; 2 the job is wrong; 3 some hosts cannot be used; 5 its own code
+    failed.
 
     Example: zrun check job.yaml zero.stage=3 --slots 8
     """
     from zrun.job.load import load_job
     from zrun.job.structure import inspect_structure
-    from zrun.launch.cluster import Cluster, probe_host
     from zrun.launch.hosts import HostOptions, find_backend, with_backend
     from zrun.launch.plan import make_plan
     from zrun.watch.preface import hosts_preface, print_preface
@@ -53,25 +59,58 @@ def check(
     options = HostOptions(hosts, host_list, include, exclude, nodes, gpus)
     loaded = load_job(job, [*(overrides or ()), *([f"slots={slots}"] if slots is not None else ())])
     backend = find_backend(loaded.config, options, os.environ, job.absolute().parent, gethostname())
-    cluster = Cluster((backend.on_this_host(probe_host()),))
+    cluster, why_not = _look(backend, loaded, offline)
     resolved = None
-    if backend.kind == "local":
+    if cluster is not None:
         config, reasons = with_backend(loaded.config, backend)
         resolved = make_plan(config, cluster)
         resolved = replace(resolved, reasons=(*reasons, *resolved.reasons))
     structure = None if no_import else inspect_structure(loaded, _BUILD_TIMEOUT_S)
     if as_json:
-        _print_json(loaded, backend, resolved, structure)
-        return
-    if backend.hosts is not None or backend.kind != "local":
-        print(hosts_preface(backend))
-    if resolved is not None:
-        print_preface(resolved, cluster, sys.stdout)
-        show_seats(resolved.plan.ranks, cluster, sys.stdout)
-    print(f"structure: {_in_words(structure) if structure else 'not looked at'}")
+        _print_json(loaded, backend, resolved, structure, why_not)
+    else:
+        if backend.hosts is not None or backend.kind != "local":
+            print(hosts_preface(backend))
+        if resolved is not None and cluster is not None:
+            print_preface(resolved, cluster, sys.stdout)
+            show_seats(resolved.plan.ranks, cluster, sys.stdout)
+        else:
+            print(f"plan: none: {why_not}")
+        print(f"structure: {_in_words(structure) if structure else 'not looked at'}")
+    if isinstance(why_not, PreflightError):
+        raise typer.Exit(why_not.exit_code)
 
 
-def _print_json(loaded: LoadedJob, backend: Backend, resolved: Resolved | None, structure: Structure | None) -> None:
+def _look(backend: Backend, loaded: LoadedJob, offline: bool) -> tuple[Cluster | None, str | PreflightError]:
+    """The hosts; or why they are not looked at, or cannot be used."""
+    from zrun.launch.agent_process import close_all
+    from zrun.launch.assemble import cluster_of, open_agents, survey
+    from zrun.launch.cluster import Cluster, probe_host
+    from zrun.launch.findings import describe
+
+    if backend.kind == "local":
+        return Cluster((backend.on_this_host(probe_host()),)), ""
+    if backend.kind == "env":
+        return None, f"the ranks are those that another launcher started ({backend.why})"
+    if offline:
+        return None, "the hosts were not looked at (--offline)"
+    agents = open_agents(backend, loaded.config)
+    try:
+        findings = survey(agents, backend, loaded.config, loaded.path.absolute().parent, shared=())
+    finally:
+        close_all(agents)
+    if any(finding.problems for finding in findings):
+        return None, PreflightError(describe(findings))
+    return cluster_of(findings, backend), ""
+
+
+def _print_json(
+    loaded: LoadedJob,
+    backend: Backend,
+    resolved: Resolved | None,
+    structure: Structure | None,
+    why_not: str | PreflightError,
+) -> None:
     report = {
         "job": str(loaded.path),
         "config": (resolved.job if resolved else loaded.config).model_dump(mode="json", by_alias=True),
@@ -79,6 +118,7 @@ def _print_json(loaded: LoadedJob, backend: Backend, resolved: Resolved | None, 
         "hosts": [asdict(entry) for entry in backend.hosts or ()],
         "batch": resolved and resolved.batch.model_dump(),
         "plan": resolved and resolved.plan.model_dump(),
+        "no_plan": str(why_not) or None,
         "auto": [asdict(reason) for reason in resolved.reasons] if resolved else [],
         "structure": structure and asdict(structure),
     }

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-import resource
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from socket import gethostname
 
+from zrun.launch import processes
 from zrun.launch.agent_process import AgentLink
 from zrun.launch.cluster import Cluster, HostFacts, probe_host
-from zrun.launch.findings import describe
+from zrun.launch.findings import Finding, describe
 from zrun.launch.frames import Frame
 from zrun.launch.hosts import Backend
 from zrun.launch.join import Caller, JoinedAgent
@@ -73,8 +73,7 @@ def open_agents(backend: Backend, job: JobConfig) -> list[AgentLink]:
     if backend.kind == "local":
         return [LocalAgent()]
     python = job.launch.python or sys.executable
-    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most) if limit < most else (limit, most))  # 3 for each host
+    processes.allow_files()  # 3 for each host
     agents: list[AgentLink] = []
     for entry in backend.hosts or ():
         if backend.kind == "slurm":
@@ -101,11 +100,7 @@ def assemble(
         return Assembly(tuple(Post(agent, here.hostname, is_remote=False) for agent in agents), Cluster((here,)))
     if backend.kind == "env":
         return _assemble_joined(agents, backend, job, job_dir, run_dir)
-    entries = {str(entry): entry for entry in backend.hosts or ()}
-    per_host = max(entry.slots or (job.slots if isinstance(job.slots, int) else 1) for entry in entries.values())
-    needs = needs_of(job, job_dir, _shared(job, run_dir), per_host * len(entries), per_host)
-    chosen = {name: entry.chosen for name, entry in entries.items() if entry.chosen is not None}
-    findings = inspect(agents, replace(needs, chosen=chosen))
+    findings = survey(agents, backend, job, job_dir, _shared(job, run_dir))
     used = [
         (agent, finding.report)
         for agent, finding in zip(agents, findings, strict=True)
@@ -114,12 +109,36 @@ def assemble(
     dropped = describe(findings) if len(used) < len(findings) else ""
     if len(used) < min(least, len(findings)) or not used:
         raise PreflightError(dropped)
-    hosts = [
-        report.facts.called(agent.host, entries[agent.host].slots, entries[agent.host].chosen) for agent, report in used
-    ]
     store = _open_store(*used[0]) if len(used) > 1 else None
     posts = tuple(Post(agent, agent.host, report.interface) for agent, report in used)
-    return Assembly(posts, Cluster(tuple(hosts)), store, dropped)
+    return Assembly(posts, cluster_of(findings, backend), store, dropped)
+
+
+def survey(
+    agents: Sequence[AgentLink], backend: Backend, job: JobConfig, job_dir: Path, shared: Sequence[Path]
+) -> list[Finding]:
+    """What is known of each host, and why it cannot be used for `job`.
+
+    Args:
+        shared: folders that must be the same on all hosts: a file lies there meanwhile. Else nothing is changed.
+    """
+    entries = {str(entry): entry for entry in backend.hosts or ()}
+    per_host = max(entry.slots or (job.slots if isinstance(job.slots, int) else 1) for entry in entries.values())
+    needs = needs_of(job, job_dir, shared, per_host * len(entries), per_host)
+    chosen = {name: entry.chosen for name, entry in entries.items() if entry.chosen is not None}
+    return inspect(agents, replace(needs, chosen=chosen))
+
+
+def cluster_of(findings: Sequence[Finding], backend: Backend) -> Cluster:
+    """The hosts that can be used, as the user names them and with the slots that the user gives them."""
+    entries = {str(entry): entry for entry in backend.hosts or ()}
+    return Cluster(
+        tuple(
+            each.report.facts.called(each.host, entries[each.host].slots, entries[each.host].chosen)
+            for each in findings
+            if each.report is not None and not each.problems
+        )
+    )
 
 
 def _assemble_joined(

@@ -1,0 +1,102 @@
+"""Models and data for the tracer that behave, and some that do not. A job names what it needs of this file."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Vectors(torch.utils.data.Dataset[Any]):
+    """Tuples of a vector and its target."""
+
+    def __init__(self, dim: int = 16, count: int = 8, ragged: bool = False) -> None:
+        self.dim, self.count, self.ragged = dim, count, ragged
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.ones(self.dim), torch.ones(1)
+
+
+class Layer(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.relu(self.up(x)))
+
+
+class Deep(nn.Module):
+    """`style`: plain; collects (all outputs are used at the end); indexed (blocks by number); skips (one in two)."""
+
+    def __init__(self, dim: int = 16, depth: int = 12, style: str = "plain") -> None:
+        super().__init__()
+        self.depth, self.style = depth, style
+        self.first, self.last = nn.Linear(dim, dim), nn.Linear(dim, 1)
+        self.layers = nn.ModuleList(Layer(dim) for _ in range(depth))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.first(x)
+        seen = []
+        if self.style == "indexed":
+            for number in range(self.depth):
+                x = self.layers[number](x)
+        else:
+            for number, layer in enumerate(self.layers):
+                x = layer(x) * 2.0 if self.style == "skips" and number % 2 else layer(x)
+                seen.append(x)
+        if self.style == "collects":
+            x = torch.stack(seen).mean(0)
+        return F.mse_loss(self.last(x), y)
+
+
+class Looks(nn.Module):
+    """What runs depends on values."""
+
+    def __init__(self, dim: int = 16) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(dim, dim), nn.Linear(dim, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.first(x)
+        if float(y.sum()) > 0:
+            x = x[(y[:, 0] > 0).nonzero()[:, 0]]
+        return F.mse_loss(self.last(x), y)
+
+
+class Square(Looks):
+    """Memory is quadratic in the batch."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.first(x)
+        return (x @ x.T).softmax(-1).square().mean()
+
+
+class Ends(Looks):
+    """Its forward ends the process, by `how`."""
+
+    def __init__(self, how: str, dim: int = 16) -> None:
+        super().__init__(dim)
+        self.how = how
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if self.how == "abort":
+            os.kill(os.getpid(), signal.SIGABRT)
+        if self.how == "exit":
+            sys.exit(3)
+        if self.how == "hang":
+            time.sleep(600)
+        raise ValueError("this model has a mistake")
+
+
+def never() -> nn.Module:
+    raise RuntimeError("no such weights")

@@ -1,0 +1,197 @@
+"""Models are traced without memory, deep ones through few of their blocks, and nothing that they do reaches us."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import plan_models
+import pytest
+import torch
+from torch import nn
+
+from zrun_core.config import JobConfig
+from zrun_core.errors import JobError, UserCodeError
+from zrun_core.models.bert import bert
+from zrun_core.models.gpt import gpt
+from zrun_core.plan import trace
+from zrun_core.plan.depth import alike
+from zrun_core.plan.profile import Linear, Profile, peak_of
+from zrun_core.plan.skeleton import skeleton_of
+from zrun_core.plan.trace import trace_in_subprocess, trace_job
+from zrun_core.plan.tracing import describe_modules, describe_params
+from zrun_core.zero.cut import cut
+
+HERE = Path(plan_models.__file__).parent
+GPT = "zrun_core.models.gpt:gpt"
+TEXT = {"call": "zrun_core.data.text:text", "args": {"paths": "nothing-matches-*", "seq_len": 32}}
+
+
+def job(model: str, data: Any = "plan_models.py:Vectors", **keys: Any) -> JobConfig:
+    call, args = (model, {}) if isinstance(model, str) else model
+    keys = {"steps": 1, "batch": {"global": 4, "micro": 4}, **keys}
+    return JobConfig.model_validate({"name": "t", "model": {"call": call, "args": args}, "data": data, **keys})
+
+
+def traced(model: Any, *policies: str, **keys: Any) -> Profile:
+    return trace_job(job(model, **keys), HERE, micros=(4,), checkpoints=policies or ("none",))
+
+
+def test_a_linear_model_to_the_byte() -> None:
+    profile = traced(("plan_models.py:Deep", {"depth": 2}))
+    assert (profile.source, profile.why, profile.num_blocks) == ("traced", "", 2)
+    assert profile.batch_bytes.at(3) == 3 * 4 * (16 + 1)
+    # fp32, per sample: input of layers 16 and 16; relu's output 32 each, which `up` also made: 2 x (32 + 32 freed).
+    at_loss = [event for event in profile.traces["none"].events if event.alloc and event.phase == "forward"]
+    assert [event.size.at(1) for event in at_loss[:4]] == [64, 128, 128, 64]
+    assert all(event.size.base == 0 for event in at_loss)
+
+
+@pytest.mark.parametrize(
+    ("style", "policies"),
+    [
+        ("plain", ("none", "every_n", "selective")),
+        ("collects", ("full",)),
+        ("indexed", ("none",)),
+        ("skips", ("none",)),
+    ],
+)
+def test_blocks_that_did_not_run_are_written_out(
+    style: str, policies: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = ("plan_models.py:Deep", {"depth": 12, "style": style})
+    few = traced(model, *policies)
+    monkeypatch.setattr("zrun_core.plan.tracing.find_series", lambda *_: [])
+    full = traced(model, *policies)
+    for policy in policies:
+        assert alike([*few.traces[policy].events], [*full.traces[policy].events])
+        assert few.traces[policy].ops == full.traces[policy].ops
+
+
+def test_few_blocks_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    forward = plan_models.Layer.forward
+
+    def counted(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        calls.append(self)
+        return forward(self, x)
+
+    monkeypatch.setattr(plan_models.Layer, "forward", counted)
+    traced(("plan_models.py:Deep", {"depth": 40}), "none", "full")
+    assert len(set(map(id, calls))) < 8
+
+
+def test_recomputing_costs_flops_and_saves_memory() -> None:
+    model = (GPT, {"flavour": "llama", "dim": 32, "depth": 2, "heads": 2, "seq_len": 32})
+    profile = traced(model, "none", "selective", "full", data=TEXT, precision="bf16")
+    assert "its seq_len says its shape" in profile.notes[0]  # there was no text
+    none, selective, full = (profile.traces[name] for name in ("none", "selective", "full"))
+    peaks = [peak_of(trace, 4, steady={}).num_bytes for trace in (full, selective, none)]
+    assert peaks == sorted(set(peaks))
+    flops = [sum(op.flops.at(4) for op in trace.ops) for trace in (none, selective, full)]
+    assert flops[0] == flops[1] < flops[2]
+    assert profile.tokens_per_sample == 32
+    assert {event.kind for event in none.events} == {"activation", "temp", "grad"}
+
+
+def test_values_decide() -> None:
+    profile = traced("plan_models.py:Looks")
+    assert profile.source == "measured on the CPU"
+    assert "fake tensors" in profile.why
+    assert peak_of(profile.traces["none"], 4, steady={}).num_bytes > 0
+
+
+def test_not_linear_in_the_batch() -> None:
+    profile = traced("plan_models.py:Square")
+    trace = profile.traces["none"]
+    assert profile.source == "traced"
+    assert set(trace.exact) == {4}
+    largest = max(event.size.at(4) for event in trace.of(4).events)
+    assert largest == 4 * max(4 * 16, 16 * 16)
+    assert any("not linear" in note for note in profile.notes)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: gpt(dim=32, depth=3, heads=2, vocab_size=64),
+        lambda: bert(dim=32, depth=3, heads=2, vocab_size=64),
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 2)),
+    ],
+)
+def test_a_skeleton_is_cut_as_the_model_is(model: Any) -> None:
+    with torch.device("meta"):
+        built = model()
+    next(iter(built.parameters())).requires_grad_(False)
+    params, modules = describe_params(built, torch.bfloat16), describe_modules(built)
+    described = Profile("formula", "", params, 0, 0, Linear(0.0, 0.0), None, {}, modules)
+    skeleton = skeleton_of(Profile.from_json(described.to_json()))
+    for options in ({}, {"persist_below": 200}, {"recomputes_blocks": True}):
+        one, other = (
+            cut(each, dtype=torch.bfloat16, num_shards=3, bucket=1 << 12, **options) for each in (built, skeleton)
+        )
+        assert [unit.layout for unit in one.units] == [unit.layout for unit in other.units]
+        assert [indices for _, indices, _ in one.hooked] == [indices for _, indices, _ in other.hooked]
+
+
+# In a process of its own
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "zrun" / "profiles"
+
+
+def ask(model: Any, folder: Path = HERE, timeout_s: float = 60.0, **keys: Any) -> Profile:
+    return trace_in_subprocess(job(model, **keys), folder, micros=(4,), timeout_s=timeout_s)
+
+
+def test_what_was_found_holds_until_the_code_changes(cache: Path, tmp_path: Path) -> None:
+    code = tmp_path / "mine.py"
+    code.write_text((HERE / "plan_models.py").read_text())
+    model = ("mine.py:Deep", {"depth": 2})
+    first = ask(model, tmp_path, data="mine.py:Vectors")
+    (kept,) = cache.glob("*.json")
+    assert (kept.stat().st_mode & 0o777, cache.stat().st_mode & 0o777) == (0o600, 0o700)
+    text = kept.read_text()
+    marked = json.loads(text)
+    marked["profile"] = marked["profile"].replace('"why":""', '"why":"kept"')
+    kept.write_text(json.dumps(marked))
+    assert ask(model, tmp_path, data="mine.py:Vectors") == replace(first, why="kept")
+    kept.write_text(text[:100])
+    assert trace._stored(kept) is None
+    kept.write_text(text)
+    assert trace._stored(kept) == first
+    code.write_text(code.read_text().replace("2 * dim", "3 * dim"))
+    assert trace._stored(kept) is None
+
+
+@pytest.mark.parametrize(("how", "said"), [("exit", "SystemExit: 3"), ("raise", "this model has a mistake")])
+def test_a_model_that_does_not_run_is_described(how: str, said: str) -> None:
+    profile = traced(("plan_models.py:Ends", {"how": how}))
+    assert (profile.source, dict(profile.traces)) == ("formula", {})
+    assert said in profile.why
+    assert profile.num_params == 16 * 16 + 16 + 17
+
+
+def test_so_is_one_that_ends_its_process(cache: Path) -> None:
+    profile = ask(("plan_models.py:Ends", {"how": "abort"}))
+    assert (profile.source, profile.num_params) == ("formula", 16 * 16 + 16 + 17)
+    assert "signal 6" in profile.why
+
+
+def test_and_one_that_hangs(cache: Path) -> None:
+    profile = ask(("plan_models.py:Ends", {"how": "hang"}), timeout_s=7)
+    assert profile.source == "formula"
+    assert "was not traced within 7 s" in profile.why
+
+
+def test_mistakes_are_errors(cache: Path) -> None:
+    with pytest.raises(JobError, match="did you mean Deep"):
+        ask("plan_models.py:Dep")
+    assert not list(cache.glob("*.json"))
+    with pytest.raises(UserCodeError, match="no such weights"):
+        traced("plan_models.py:never")

@@ -1,0 +1,614 @@
+"""Trace the model of a job: build it, run a micro-batch of its data through it on fake tensors, and write that down.
+
+This is the heavy side, which runs the user's code: `trace.py` gives it a process of its own. Nothing of the size of the
+model is allocated: it is built on the meta device where its factory bears that, and its parameters become fake tensors
+in the compute dtype, as flat units have them. A model that looks at values cannot be run so: it is built for real then,
+with few of its blocks, and runs on the CPU under the same recorder.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.data import default_collate
+
+from zrun_core import user
+from zrun_core.activations.checkpoint import apply_checkpointing
+from zrun_core.build import check
+from zrun_core.config import ActivationsConfig, JobConfig, Ref
+from zrun_core.data.batch import _map_tensors, count_tokens
+from zrun_core.data.source import is_map_style
+from zrun_core.errors import UserCodeError, ZrunError
+from zrun_core.layout import dense_stride
+from zrun_core.loss import LossFunction, LossKind, compute_loss
+from zrun_core.plan.depth import UNITS, Series, Timeline, alike, expand, find_series, shortened
+from zrun_core.plan.profile import Event, Linear, ModuleInfo, Op, ParamInfo, Phase, Profile, Source, Trace
+from zrun_core.plan.record import Recorder, Row
+from zrun_core.precision import Precision
+from zrun_core.zero.cut import _of_running_norms, repeated_blocks
+
+_CPU = torch.device("cpu")
+_TEXT = {"zrun_core.data.text:text": 256, "zrun_core.data.text:masked_text": 128}  # their default seq_len
+_LOOK_AT = 32  # samples, of which the largest is taken
+_LOOK_FOR_S = 2.0
+_PAIRS = ((1, 2), (2, 3), (2, 4), (4, 8))  # micro-batches from which sizes are known as a function of it
+_REAL_S = 60.0  # that a pass may take on values
+_REAL_BYTES = 256 << 20  # parameters of a model that runs for real with all of its blocks
+
+
+class _CannotTraceError(Exception):
+    """The model does not run on fake tensors; the text says why."""
+
+
+class _NotAlikeError(Exception):
+    """Blocks that looked alike do not do the same."""
+
+
+def trace_job(
+    job: JobConfig,
+    job_dir: Path,
+    *,
+    micros: Sequence[int] = (),
+    checkpoints: Sequence[str] = ("none",),
+    device: str = "cpu",
+    mode: str = "fake",
+    why: str = "",
+) -> Profile:
+    """What the job's model and micro-batches take.
+
+    Args:
+        micros: micro-batches that will be asked for; they matter only to models that are not linear in it.
+        checkpoints: policies of activation checkpointing; those that the model cannot have are left out.
+        device: whose kernels count: "cpu" or "cuda".
+        mode: what to begin with: "fake" tensors, a run on "values", or the "shape" of the model alone.
+        why: how what comes before that failed.
+
+    Raises:
+        JobError: the job names what does not exist, or what the model cannot do.
+        UserCodeError: the user's code raised.
+    """
+    user.add_to_path(job_dir)
+    loss = None if job.loss is None else user.function(job.loss, job_dir)
+    model, is_meta = _build(job, job_dir)
+    check(model)
+    if not model.training:
+        model.train()
+    subject = _Subject(job, job_dir, model, is_meta, loss, _sample_of(job, job_dir))
+    return subject.profile(micros, checkpoints, device, mode, why)
+
+
+def _build(job: JobConfig, job_dir: Path) -> tuple[nn.Module, bool]:
+    """The model, and whether it is on the meta device."""
+    try:
+        with torch.device("meta"):
+            model = user.build_model(job.model, job_dir)
+        return model, True
+    except UserCodeError:
+        return _build_for_real(job, job_dir), False
+
+
+def _build_for_real(job: JobConfig, job_dir: Path) -> nn.Module:
+    torch.manual_seed(job.seed)
+    return user.build_model(job.model, job_dir)
+
+
+# The batch
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """What a micro-batch is made of: the largest sample that was looked at, as often as needed."""
+
+    first: Sequence[Any]
+    largest: Any
+    collate: Callable[[list[Any]], Any]
+    note: str = ""
+
+    def batch(self, micro: int) -> Any:
+        return self.collate([self.largest] * micro)
+
+    def real_batch(self, micro: int) -> Any:
+        """Different samples, for models in which values matter."""
+        return self.collate(list(itertools.islice(itertools.cycle(self.first), micro)))
+
+
+def _sample_of(job: JobConfig, job_dir: Path) -> _Samples:
+    """Read a few samples of the job's data.
+
+    Raises:
+        JobError: there is no such data.
+        UserCodeError: reading it failed, and its shapes are not known otherwise.
+    """
+    collate = default_collate if job.data.collate is None else user.function(job.data.collate, job_dir)
+    try:
+        dataset = user.call(Ref(call=job.data.call, args=job.data.args), job_dir)
+        with user.user_code("reading the training data failed"):
+            samples = list(_first_samples(dataset))
+    except ZrunError as error:
+        if job.data.call not in _TEXT:
+            raise
+        length = int(job.data.args.get("seq_len", _TEXT[job.data.call]))
+        tokens = torch.zeros(length, dtype=torch.int64)
+        sample = {"input_ids": tokens, "labels": tokens}
+        reason = str(error).splitlines()[0]
+        return _Samples([sample], sample, collate, f"the data was not read ({reason}): its seq_len says its shape")
+    if not samples:
+        raise UserCodeError(f"the dataset is empty: {type(dataset).__name__}")
+    sizes = [_bytes_of(sample) for sample in samples]
+    note = ""
+    if len(set(sizes)) > 1:
+        note = f"samples differ in size: planned with the largest of {len(samples)}"
+    return _Samples(samples, samples[sizes.index(max(sizes))], collate, note)
+
+
+def _first_samples(dataset: Any) -> Iterator[Any]:
+    start = time.monotonic()
+    if is_map_style(dataset):
+        count = len(dataset)
+        step = max(1, count // _LOOK_AT)
+        places = [*range(0, count, step)][:_LOOK_AT]
+        read: Iterator[Any] = (dataset[place] for place in places)
+    else:
+        read = itertools.islice(iter(dataset), _LOOK_AT)
+    for sample in read:
+        yield sample
+        if time.monotonic() - start > _LOOK_FOR_S:
+            return
+
+
+def _bytes_of(value: Any) -> int:
+    total = 0
+
+    def add(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal total
+        total += tensor.numel() * tensor.element_size()
+        return tensor
+
+    _map_tensors(add, value)
+    return total
+
+
+def _tensors_of(value: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+
+    def add(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    _map_tensors(add, value)
+    return found
+
+
+# The model
+
+
+class _Subject:
+    """A job's model, and the passes that are run through it."""
+
+    def __init__(
+        self,
+        job: JobConfig,
+        job_dir: Path,
+        model: nn.Module,
+        is_meta: bool,
+        loss: LossFunction | None,
+        samples: _Samples,
+    ) -> None:
+        self._job, self._job_dir, self._model, self._loss, self._samples = job, job_dir, model, loss, samples
+        self._is_meta = is_meta
+        self._precision = Precision.of(job.precision)
+        self._blocks = repeated_blocks(model)
+        self._mode: AbstractContextManager[Any] = nullcontext()
+        self._is_fake = False
+        self._known: list[torch.Tensor] = []
+        self._seconds_per_sample = 0.0
+        self._first_policy = ""
+        self._is_linear = True
+        self.notes: list[str] = [samples.note] if samples.note else []
+
+    # All of it
+
+    def profile(self, micros: Sequence[int], checkpoints: Sequence[str], device: str, mode: str, why: str) -> Profile:
+        """Trace every policy."""
+        params, modules = describe_params(self._model, self._precision.compute), describe_modules(self._model)
+        buffer_bytes = sum(buffer.numel() * buffer.element_size() for buffer in self._model.buffers())
+        policies = [each for each in checkpoints if each == "none" or self._blocks]
+        if len(policies) < len(checkpoints):
+            self.notes.append("the model has no repeated blocks that could be recomputed")
+        if self._job.compile:
+            self.notes.append("traced without torch.compile, which fuses operators and then keeps less")
+        ways: list[tuple[str, Source, Callable[[], None]]] = [
+            ("fake", "traced", self._make_fake),
+            ("values", "measured on the CPU", self._make_real),
+        ]
+        source: Source = "formula"
+        traces: dict[str, Trace] = {}
+        for name, label, make in ways[0 if mode == "fake" else 1 if mode == "values" else 2 :]:
+            try:
+                make()
+                traces = {policy: self.traced(policy, micros) for policy in policies}
+            except (_CannotTraceError, ZrunError) as error:
+                if not why:
+                    why = f"the model does not run on {name} tensors: {_last_line(error)}"
+                traces = {}
+            else:
+                source = label
+                break
+        batches = {micro: _bytes_of(self._samples.batch(micro)) for micro in (1, 2)}
+        tokens = count_tokens(self._samples.batch(1))
+        return Profile(
+            source=source,
+            why=why,
+            params=params,
+            buffer_bytes=buffer_bytes,
+            num_blocks=len(self._blocks),
+            batch_bytes=_line(1, batches[1], 2, batches[2]),
+            tokens_per_sample=tokens or None,
+            traces=traces,
+            modules=modules,
+            device=device,
+            notes=tuple(dict.fromkeys(self.notes)),
+        )
+
+    # Fake
+
+    def _make_fake(self) -> None:
+        """Parameters in the compute dtype, buffers and other tensors become fake."""
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._mode, self._is_fake = mode, True
+        with mode:
+            self._replace_tensors(lambda tensor, dtype: torch.empty_strided(
+                tensor.shape, dense_stride(tensor), dtype=dtype, device=_CPU
+            ))  # fmt: skip
+
+    def _make_real(self) -> None:
+        """Parameters in the compute dtype and with values, but without those of blocks that will not run."""
+        gc.collect()
+        self._mode, self._is_fake = nullcontext(), False
+        shape = describe_params(self._model, self._precision.compute)
+        num_bytes = 4 * sum(param.numel for param in shape)
+        if num_bytes > 0.4 * psutil.virtual_memory().available:
+            raise UserCodeError(
+                f"the model must run for real to be measured, and its {num_bytes / 2**30:.1f} GiB do not fit here"
+            )
+        self._model = _build_for_real(self._job, self._job_dir)
+        if not self._model.training:
+            self._model.train()
+        self._blocks = repeated_blocks(self._model)
+        self._replace_tensors(lambda tensor, dtype: tensor.detach().to(dtype))
+
+    def _replace_tensors(self, made: Callable[[torch.Tensor, torch.dtype], torch.Tensor]) -> None:
+        """Every tensor of the model becomes what `made` makes of it, in a dtype; one that is shared stays shared."""
+        in_fp32 = _of_running_norms(self._model)
+        new: dict[int, torch.Tensor] = {}
+        self._known = []
+
+        def replaced(old: torch.Tensor) -> torch.Tensor:
+            if id(old) not in new:
+                dtype = old.dtype
+                if isinstance(old, nn.Parameter):
+                    dtype = torch.float32 if id(old) in in_fp32 else self._precision.compute
+                new[id(old)] = made(old.detach(), dtype)
+                if isinstance(old, nn.Parameter):
+                    new[id(old)] = nn.Parameter(new[id(old)], requires_grad=old.requires_grad)
+                    new[id(old)].__dict__.update(vars(old))
+                self._known += [old, new[id(old)]]  # the old one keeps its identity from being used again
+            return new[id(old)]
+
+        for module in self._model.modules():
+            for tensors in (module._parameters, module._buffers):
+                for key, tensor in tensors.items():
+                    if tensor is not None:
+                        tensors[key] = replaced(tensor)  # type: ignore[assignment]
+        for module in self._model.modules():
+            for key, value in list(vars(module).items()):
+                if key not in ("_parameters", "_buffers", "_modules"):
+                    vars(module)[key] = _with_tensors(value, replaced)
+
+    # One policy
+
+    def traced(self, policy: str, micros: Sequence[int]) -> Trace:
+        """The timeline of one policy: from few blocks where the others do the same, else from all of them.
+
+        Raises:
+            _CannotTraceError: the model does not run on what it is made of now.
+        """
+        self._first_policy = self._first_policy or policy  # which is looked at more closely than the others
+        with self._checkpointed(policy):
+            is_small = 4 * sum(param.numel() for param in self._model.parameters()) <= _REAL_BYTES
+            if self._is_fake or not is_small:
+                multiple = self._job.activations.n if policy == "every_n" else 1
+                if series := find_series(self._blocks, self._model, multiple):
+                    try:
+                        return self._fitted(policy, micros, series)
+                    except (_NotAlikeError, _CannotTraceError):
+                        pass
+            return self._fitted(policy, micros, ())
+
+    @contextmanager
+    def _checkpointed(self, policy: str) -> Iterator[None]:
+        """Blocks recompute as `policy` says inside."""
+        own = {id(block): vars(block).get("forward") for _, block in self._blocks}
+        apply_checkpointing(self._model, ActivationsConfig(checkpoint=policy, n=self._job.activations.n))  # type: ignore[arg-type]
+        try:
+            yield
+        finally:
+            for _, block in self._blocks:
+                vars(block).pop("forward", None)
+                if own[id(block)] is not None:
+                    vars(block)["forward"] = own[id(block)]
+
+    def _fitted(self, policy: str, micros: Sequence[int], series: Sequence[Series]) -> Trace:
+        """Sizes as functions of the micro-batch, from passes of a few of them; all blocks written out."""
+
+        @functools.cache
+        def rows(micro: int, units: int = UNITS) -> list[Row]:
+            return self._pass(micro, series, units)
+
+        def exactly(micro: int) -> Trace:
+            return _as_trace(policy, _expanded(_fit(rows(micro), micro, rows(micro), micro), series))
+
+        low, high, timeline = self._line(rows, _PAIRS[:1] if series else _PAIRS)
+        if timeline is None and series:
+            raise _NotAlikeError
+        if timeline is None:  # what runs depends on the values, or on their number
+            self.notes.append("what runs depends on the micro-batch: its memory is taken to be proportional to it")
+            largest = max(micros, default=high) if self._is_fake or self._is_quick(micros) else high
+            proportional = _as_trace(policy, _expanded(_proportional(rows(largest), largest), series))
+            return replace(proportional, exact={largest: exactly(largest)})
+        if series and policy == self._first_policy:
+            once = _fit(rows(low), low, rows(low), low)
+            deeper = _fit(rows(low, UNITS + 1), low, rows(low, UNITS + 1), low)
+            if once is None or deeper is None or not alike(_expanded(once, series, 1), deeper):
+                raise _NotAlikeError
+        beside = {micro for micro in micros if micro < low}
+        if policy == self._first_policy and self._is_fake:
+            again = _fit(rows(low), low, rows(2 * high), 2 * high)
+            self._is_linear = again == timeline
+        if not self._is_linear:
+            self.notes.append(f"memory is not linear in the micro-batch: exact for {_listed(micros)}")
+            beside |= set(micros)
+        found = _as_trace(policy, _expanded(timeline, series))
+        return replace(found, exact={micro: exactly(micro) for micro in sorted(beside)})
+
+    def _line(
+        self, rows: Callable[[int], list[Row]], pairs: Sequence[tuple[int, int]]
+    ) -> tuple[int, int, Timeline | None]:
+        """Two micro-batches between which only sizes differ, and the timeline of them; None if there are none."""
+        problem: _CannotTraceError | None = None
+        tried = (0, 0)
+        for low, high in pairs:
+            try:
+                timeline = _fit(rows(low), low, rows(high), high)
+            except _CannotTraceError as error:  # such as a loss that needs pairs
+                problem = problem or error
+                continue
+            if timeline is not None:
+                return low, high, timeline
+            tried = (low, high)
+            if not self._is_fake:
+                break
+        if tried == (0, 0):
+            assert problem is not None
+            raise problem
+        return *tried, None
+
+    def _is_quick(self, micros: Sequence[int]) -> bool:
+        return max(micros, default=1) <= 4 or self._seconds_per_sample * max(micros) < _REAL_S
+
+    def _pass(self, micro: int, series: Sequence[Series], units: int) -> list[Row]:
+        """Forward, loss and backward of one micro-batch.
+
+        Raises:
+            _CannotTraceError: something raised.
+            _NotAlikeError: other blocks ran than those that were left.
+        """
+        names = {id(module): name for name, module in self._model.named_modules()}
+        block_of = {
+            names[id(inner)]: number for number, (_, block) in enumerate(self._blocks) for inner in block.modules()
+        }
+        recorder = Recorder(self._model, names, block_of, reduce_dtype=self._precision.reduce)
+        gc.collect()
+        gc.disable()  # cycles are freed when Python thinks fit: not in here
+        start = time.monotonic()
+        try:
+            with self._mode, shortened(series, units):
+                batch = self._batch(micro)
+                recorder.know(self._known)
+                recorder.know(_tensors_of(batch))
+                with recorder.following():
+                    value = self._forward(batch, micro)
+                    recorder.phase = Phase.BACKWARD
+                    value.backward()
+                    del value
+        except ZrunError as error:
+            raise _CannotTraceError(_last_line(error)) from error
+        except Exception as error:
+            raise _CannotTraceError(f"{type(error).__name__}: {_last_line(error)}") from error
+        finally:
+            gc.enable()
+        self._seconds_per_sample = (time.monotonic() - start) / micro
+        kept = [each.first + place for each in series for place in each.kept(units)]
+        within = {each.first + place for each in series for place in range(len(each.names))}
+        if sorted(block for block in recorder.entered if block in within) != sorted(kept):
+            raise _NotAlikeError
+        return recorder.rows()
+
+    def _batch(self, micro: int) -> Any:
+        if not self._is_fake:
+            return self._samples.real_batch(micro)
+        batch = self._samples.batch(micro)
+        return _map_tensors(lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=_CPU), batch)
+
+    def _forward(self, batch: Any, micro: int) -> torch.Tensor:
+        """What `Trainer` differentiates."""
+        with self._precision.autocast(_CPU), user.user_code("forward failed"):
+            loss = compute_loss(self._model, batch, self._loss, micro)
+        weight = float(loss.weight) if loss.kind is LossKind.MEAN else 1.0
+        return loss.value * (weight / micro)
+
+
+def _with_tensors(value: Any, replaced: Callable[[torch.Tensor], torch.Tensor], depth: int = 0) -> Any:
+    """`value` with every tensor in it replaced; itself where there is none."""
+    if isinstance(value, torch.Tensor):
+        return replaced(value)
+    if depth > 3 or not isinstance(value, dict | list | tuple) or hasattr(value, "_fields"):
+        return value
+    if isinstance(value, dict):
+        for key, item in list(value.items()):
+            changed = _with_tensors(item, replaced, depth + 1)
+            if changed is not item:
+                value[key] = changed
+        return value
+    items = [_with_tensors(item, replaced, depth + 1) for item in value]
+    if all(one is other for one, other in zip(items, value, strict=True)):
+        return value
+    return type(value)(items)
+
+
+# From passes to timelines
+
+
+def _fit(rows: Sequence[Row], low: int, more: Sequence[Row], high: int) -> Timeline | None:
+    """Sizes as lines through those of two micro-batches; None if something else happened in the other one."""
+    if len(rows) != len(more):
+        return None
+    out: Timeline = []
+    for row, other in zip(rows, more, strict=True):
+        same = (row.tensor, row.alloc, row.phase, row.module, row.kind) == (
+            other.tensor, other.alloc, other.phase, other.module, other.kind
+        )  # fmt: skip
+        if not same or (row.op is None) != (other.op is None):
+            return None
+        if row.op is None or other.op is None:
+            size = _line(low, row.size, high, other.size)
+            out.append(Event(row.tensor, size, row.alloc, row.phase, row.module, row.block, row.kind, row.accumulates))
+        elif row.op.name != other.op.name:
+            return None
+        else:
+            op = row.op
+            out.append(
+                Op(op.name, op.family, _line(low, op.flops, high, other.op.flops),
+                   _line(low, op.bytes_moved, high, other.op.bytes_moved), row.phase, row.module, row.block,
+                   op.dtype, op.shape)
+            )  # fmt: skip
+    return out
+
+
+def _line(low: int, at_low: float, high: int, at_high: float) -> Linear:
+    per_sample = (at_high - at_low) / (high - low) if high != low else 0.0
+    return Linear(at_low - per_sample * low, per_sample)
+
+
+def _proportional(rows: Sequence[Row], micro: int) -> Timeline:
+    """All that one micro-batch took, in proportion to it, but for what is of the size of parameters."""
+    timeline = _fit(rows, micro, rows, micro)
+    assert timeline is not None
+    out: Timeline = []
+    for row in timeline:
+        if isinstance(row, Op):
+            flops, moved = (Linear(0.0, value.base / micro) for value in (row.flops, row.bytes_moved))
+            out.append(replace(row, flops=flops, bytes_moved=moved))
+        else:
+            out.append(row if row.kind == "grad" else replace(row, size=Linear(0.0, row.size.base / micro)))
+    return out
+
+
+def _expanded(timeline: Timeline | None, series: Sequence[Series], copies: int | None = None) -> Timeline:
+    """`timeline` with all units of each series, or with so many more than ran.
+
+    Raises:
+        _NotAlikeError: it is not that simple.
+    """
+    for each in series:
+        if timeline is not None:
+            timeline = expand(timeline, each, each.num_units - UNITS if copies is None else copies)
+    if timeline is None:
+        raise _NotAlikeError
+    return timeline
+
+
+def _as_trace(policy: str, timeline: Timeline) -> Trace:
+    """The finished timeline: the loss is what comes after the last block, outside of modules."""
+    forward = [place for place, row in enumerate(timeline) if row.phase is Phase.FORWARD]
+    in_blocks = [place for place in forward if timeline[place].block >= 0]
+    in_modules = [place for place in forward if timeline[place].module]
+    last = max(in_blocks or in_modules, default=-1)
+    rows = [
+        replace(row, phase=Phase.LOSS) if place > last and row.phase is Phase.FORWARD and not row.module else row
+        for place, row in enumerate(timeline)
+    ]
+    events = tuple(row for row in rows if isinstance(row, Event))
+    return Trace(policy, events, tuple(row for row in rows if isinstance(row, Op)))
+
+
+# The model as data
+
+
+def describe_params(model: nn.Module, compute: torch.dtype) -> tuple[ParamInfo, ...]:
+    """Every parameter, under its first name, in the dtype in which it is computed with."""
+    in_fp32 = _of_running_norms(model)
+    block_of = {
+        id(param): number
+        for number, (_, block) in reversed([*enumerate(repeated_blocks(model))])
+        for param in block.parameters()
+    }
+    return tuple(
+        ParamInfo(
+            name,
+            tuple(param.shape),
+            str(torch.float32 if id(param) in in_fp32 else compute).removeprefix("torch."),
+            param.requires_grad,
+            block_of.get(id(param), -1),
+            tuple(dense_stride(param)),
+        )
+        for name, param in model.named_parameters()
+    )
+
+
+def describe_modules(model: nn.Module) -> tuple[ModuleInfo, ...]:
+    """The module tree, parents before children, as `skeleton` builds it again."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    kinds: dict[type, int] = {}
+    first: dict[int, str] = {}
+    found: list[ModuleInfo] = []
+    for name, module in model.named_modules(remove_duplicate=False):
+        if id(module) in first:
+            if not any(name.startswith(f"{info.name}.") for info in found if info.same_as):
+                found.append(ModuleInfo(name, 0, same_as=first[id(module)]))
+            continue
+        first[id(module)] = name
+        container = "list" if isinstance(module, nn.ModuleList) else ""
+        container = "sequential" if isinstance(module, nn.Sequential) else container
+        found.append(
+            ModuleInfo(
+                name,
+                kinds.setdefault(type(module), len(kinds)),
+                container,
+                isinstance(module, _NormBase) and bool(module.track_running_stats),
+                tuple((key, names[id(param)]) for key, param in module._parameters.items() if param is not None),
+            )
+        )
+    return tuple(found)
+
+
+def _last_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return (lines[-1] if lines else type(error).__name__).strip()[:300]
+
+
+def _listed(micros: Sequence[int]) -> str:
+    return ", ".join(str(micro) for micro in micros) or "none"

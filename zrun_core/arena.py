@@ -149,6 +149,30 @@ class PagePool:
         self._free = merged
 
 
+class StorageMeter:
+    """Bytes of resized storages that have memory. What was foreseen counts as taken, as that of a pool is.
+
+    Attributes:
+        num_bytes: the most at a time, and at least what was foreseen.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = self._foreseen = num_bytes
+        self._held = 0
+
+    def take(self, num_bytes: int) -> None:
+        self._held += num_bytes
+        self.num_bytes = max(self.num_bytes, self._held)
+
+    def give(self, num_bytes: int) -> None:
+        self._held -= num_bytes
+
+    def shrink(self) -> None:
+        """Forget what it has grown by, if everything was given back."""
+        if not self._held:
+            self.num_bytes = self._foreseen
+
+
 class Window(ABC):
     """The whole flat buffer of one unit. `full` and its storage live as long as the unit; its values may come and go.
 
@@ -223,7 +247,10 @@ class PageWindow(Window):
 class StorageWindow(Window):
     """A unit whose storage is resized: any device, any platform. The shard is a copy of its own."""
 
-    def __init__(self, numel: int, own: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, numel: int, own: tuple[int, int], dtype: torch.dtype, device: torch.device, meter: StorageMeter
+    ) -> None:
+        self._meter = meter
         self.full = torch.empty(numel, dtype=dtype, device=device)
         self.shard = torch.empty(own[1] - own[0], dtype=dtype, device=device)
         self._own = own
@@ -231,12 +258,14 @@ class StorageWindow(Window):
         self.full.untyped_storage().resize_(0)
 
     def acquire(self) -> None:
+        self._meter.take(self._num_bytes)
         self.full.untyped_storage().resize_(self._num_bytes)
         with torch.no_grad():
             self.full[self._own[0] : self._own[1]].copy_(self.shard)
 
     def release(self) -> None:
         self.full.untyped_storage().resize_(0)
+        self._meter.give(self._num_bytes)
 
 
 @functools.cache

@@ -35,6 +35,11 @@ from zrun_core.host_memory import HostMemory, Work
 DIRECT_MAX_RANKS = 8
 
 
+def direct_up_to(device: str) -> int:
+    """Ranks of a group that exchange pairwise, at most, on devices of this type. See [Note: direct exchange]."""
+    return DIRECT_MAX_RANKS if device == "cpu" else 0
+
+
 class Phase(Enum):
     """When traffic was issued."""
 
@@ -152,7 +157,7 @@ class Comm:
 
     def is_direct(self, group: Group) -> bool:
         """Whether ranks of `group` exchange pairwise. See [Note: direct exchange]."""
-        return self.device.type == "cpu" and group.size <= DIRECT_MAX_RANKS
+        return group.size <= direct_up_to(self.device.type)
 
     def arrival_shards(self, group: Group) -> int:
         """Shards of scratch that a reduce-scatter needs for what arrives."""

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import Enum, Flag, auto
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum, Flag, StrEnum, auto
 
 import torch
 
 PAGE_BYTES = 4096  # shards start on pages, so that a gathered unit can be assembled by moving pages
+STAGING_SLOTS = 2  # of what goes up to the device, or down from it: one is filled while the other is on its way
+DISK_SLOTS = 3  # of host memory: one is read into, one is updated, one is written from
 
 
 class Sharded(Flag):
@@ -64,16 +66,62 @@ class Kind(Enum):
     PARAM = "params"
     GRAD = "grads"
     OPTIM = "optim"  # fp32 master copy and the optimizer's moments
-    RING = "rings"  # constant-size scratch of gathers and reductions
+    RING = "rings"  # constant-size scratch: of gathers and reductions, and of copies between tiers
+    BUFFER = "buffers"  # of modules, such as running statistics
+    ACTIVATION = "activations"  # kept from forward for backward
+    TEMP = "temporaries"
+    CONTEXT = "context"  # what the device's libraries take for themselves
+
+
+class Tier(StrEnum):
+    """Where a buffer lies."""
+
+    DEVICE = "device"  # where training computes; of a job on CPUs that is the host's memory
+    HOST = "host"
+    DISK = "disk"
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """One allocation of one rank."""
+    """One allocation of one rank.
+
+    Attributes:
+        pinned: host memory that the device copies from and to by itself, and that is never swapped out.
+        phases: of a step in which it is alive, as `plan.profile.Phase` names them; None: all the time.
+    """
 
     name: str
     kind: Kind
     num_bytes: int
+    tier: Tier = Tier.DEVICE
+    pinned: bool = False
+    phases: frozenset[str] | None = None
+
+
+@dataclass(frozen=True)
+class Placement:
+    """On which tier each of a unit's states has its home; and a block's checkpointed input, which belongs to no unit.
+
+    Ren et al. 2021 ("ZeRO-Offload") keep gradients and the optimizer on the host, Rajbhandari et al. 2021
+    ("ZeRO-Infinity") any of these on any tier. The update runs on the host wherever the optimizer is not on the device.
+
+    Attributes:
+        fraction: share of the elements whose states leave the device: see `place`.
+    """
+
+    param: Tier = Tier.DEVICE
+    grad: Tier = Tier.DEVICE
+    optimizer: Tier = Tier.DEVICE
+    activation: Tier = Tier.DEVICE
+    fraction: float = 1.0
+
+    def tier_of(self, kind: Kind) -> Tier:
+        """Where a unit's parameters, gradients or optimizer states have their home."""
+        return {Kind.PARAM: self.param, Kind.GRAD: self.grad, Kind.OPTIM: self.optimizer}[kind]
+
+
+ON_DEVICE = Placement()
+NOWHERE_ELSE: Mapping[str, Placement] = {}  # all units are on the device
 
 
 @dataclass(frozen=True)
@@ -114,6 +162,7 @@ class UnitLayout:
     persistent: bool = False  # stage 3: stays whole
     lasting: bool = False  # in use while other units come and go: tied to modules of theirs, or of a container itself
     modules: str = ""  # those that the unit was cut from; units cut from the same ones are in use together
+    block: str = ""  # the repeated block that these lie in, or are
     numel: int = field(init=False)
     shard_numel: int = field(init=False)
 
@@ -160,6 +209,7 @@ def lay_out(
     persistent: bool = False,
     lasting: bool = False,
     modules: str = "",
+    block: str = "",
 ) -> UnitLayout:
     """Place `params`, triples of (name, tensor, optimizer group), in one unit. Groups become contiguous ranges."""
     offset, slots = 0, []
@@ -168,7 +218,28 @@ def lay_out(
             ParamSlot(param_name, tuple(tensor.shape), dense_stride(tensor), group, offset, numel := tensor.numel())
         )
         offset += numel
-    return UnitLayout(name, tuple(slots), dtype, trainable, num_shards, persistent, lasting, modules or name)
+    return UnitLayout(name, tuple(slots), dtype, trainable, num_shards, persistent, lasting, modules or name, block)
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The ranks that a unit is divided over when it is reduced, as one of them sees them.
+
+    Attributes:
+        index: this rank's place among them.
+        copies: groups like this one, whose equal shards are summed once per step: hybrid sharding.
+        direct_up_to: up to so many ranks exchange pairwise, so that the parts of all peers arrive apart; more, or ranks
+            whose backend sums on the way, get one part.
+    """
+
+    size: int = 1
+    index: int = 0
+    copies: int = 1
+    direct_up_to: int = 0
+
+    def arrivals(self, size: int) -> int:
+        """Parts that arrive where `size` ranks sum something."""
+        return size - 1 if size <= self.direct_up_to else 1
 
 
 @dataclass(frozen=True)
@@ -181,10 +252,11 @@ class StatePolicy:
     moment_dtype: torch.dtype = torch.float32
     updates_together: bool = False  # all units propose an update before the first is applied: layer-wise optimizers
     server: bool = False  # stage 0: the first rank alone updates, and sends the parameters to the others
+    recomputes_blocks: bool = False  # backward runs a repeated block again first: its units are in use together
 
-    def has_master(self, unit: UnitLayout) -> bool:
-        """Whether the optimizer works on a copy: fp32 parameters are their own master."""
-        return unit.trainable and unit.dtype != torch.float32
+    def has_master(self, unit: UnitLayout, placement: Placement = ON_DEVICE) -> bool:
+        """Whether the optimizer works on a copy: fp32 parameters are their own master, where they are on its tier."""
+        return unit.trainable and (unit.dtype != torch.float32 or placement.param is not placement.optimizer)
 
     def owned_range(self, unit: UnitLayout, index: int) -> tuple[int, int]:
         """The elements that rank `index` of the shard group updates."""
@@ -205,8 +277,18 @@ class StatePolicy:
         """Whether only a shard of the unit's parameters stays in memory between uses."""
         return self.zero.free_after_use and not unit.persistent
 
-    def buffers(self, unit: UnitLayout, index: int) -> list[Buffer]:
-        """The permanent buffers of `unit` on rank `index` of its shard group: parameters, gradients, optimizer."""
+    def buffers(self, unit: UnitLayout, index: int, placement: Placement = ON_DEVICE) -> list[Buffer]:
+        """The permanent buffers of `unit` on rank `index` of its shard group: parameters, gradients, optimizer.
+
+        On the host, what the device copies from or to is pinned; the optimizer's states are not, because the update
+        runs where they are. On disk each begins on a page.
+        """
+        found = self._states(unit, index, placement)
+        if placement is ON_DEVICE:
+            return found
+        return [_at_home(buffer, placement.tier_of(buffer.kind)) for buffer in found]
+
+    def _states(self, unit: UnitLayout, index: int, placement: Placement) -> list[Buffer]:
         param = unit.shard_numel if self.frees(unit) else unit.padded_numel
         found = [Buffer(f"{unit.name}/param", Kind.PARAM, param * unit.dtype.itemsize)]
         if not unit.trainable:
@@ -214,50 +296,161 @@ class StatePolicy:
         grad = unit.shard_numel if Sharded.GRADIENT in self.zero.sharded else unit.padded_numel
         found.append(Buffer(f"{unit.name}/grad", Kind.GRAD, grad * self.reduce_dtype.itemsize))
         start, stop = self.owned_range(unit, index)
-        if self.has_master(unit):
+        if self.has_master(unit, placement):
             found.append(Buffer(f"{unit.name}/master", Kind.OPTIM, 4 * (stop - start)))
         held = sum(piece.stop - piece.start for piece in unit.pieces(start, stop))  # padding has no moments
         moment_bytes = held * self.moment_dtype.itemsize
         found += [Buffer(f"{unit.name}/moment{number}", Kind.OPTIM, moment_bytes) for number in range(self.moments)]
         return found
 
-    def gather_ring_bytes(self, units: Sequence[UnitLayout], prefetch: int) -> int:
-        """Room for the other ranks' shards of units that are whole at a time.
+    def gather_ring_bytes(
+        self,
+        units: Sequence[UnitLayout],
+        prefetch: int,
+        *,
+        moves_pages: bool = True,
+        placements: Mapping[str, Placement] = NOWHERE_ELSE,
+    ) -> int:
+        """Room for units that are whole at a time: the ones in use, `prefetch` more, and all that are lasting.
 
-        These are the ones in use, `prefetch` more, and all that are lasting.
+        Where pages are moved into a unit it takes those of the other ranks' shards only; elsewhere its own shard is a
+        copy, and there must be room for all of it, as there must be where its home is on another tier.
         """
-        foreign = {u: (u.padded_numel - u.shard_numel) * u.dtype.itemsize for u in units if self.frees(u)}
-        passing = {unit: num_bytes for unit, num_bytes in foreign.items() if not unit.lasting}
-        lasting = sum(foreign.values()) - sum(passing.values())
-        ahead = prefetch * max(passing.values(), default=0)
-        return min(_most_together(passing) + ahead, sum(passing.values())) + lasting
+        passing: list[tuple[UnitLayout, int]] = []
+        lasting = 0
+        for unit in units:
+            if placements.get(unit.name, ON_DEVICE).param is not Tier.DEVICE:
+                room = unit.padded_numel
+            elif self.frees(unit) and unit.num_shards > 1:
+                room = unit.padded_numel - moves_pages * unit.shard_numel
+            else:
+                continue
+            if unit.lasting:
+                lasting += room * unit.dtype.itemsize
+            else:
+                passing.append((unit, room * unit.dtype.itemsize))
+        sizes = [size for _, size in passing]
+        return min(self._most_together(passing) + prefetch * max(sizes, default=0), sum(sizes)) + lasting
 
-    def reduce_ring_bytes(self, units: Sequence[UnitLayout], arrival_shards: int, index: int = 0) -> int:
+    def arrival_shards(self, peers: Peers) -> int:
+        """Shards of scratch that one unit's reduction needs for what arrives: whole units from all on a server."""
+        if self.server:
+            return 0 if peers.index else (peers.size - 1) * peers.size
+        return peers.arrivals(peers.size) if peers.size > 1 else 0
+
+    def reduce_ring_bytes(
+        self, units: Sequence[UnitLayout], peers: Peers, *, placements: Mapping[str, Placement] = NOWHERE_ELSE
+    ) -> int:
         """Room for reductions, of what is being filled and of one unit on its way: what leaves and what arrives.
 
-        What leaves is the unit's whole gradient, which lives here only if gradients are sharded; what arrives is
-        `arrival_shards` shards (one per peer where ranks exchange directly, one where the backend sums, whole units
-        from all peers on a server). Lasting and persistent units fill up while others come and go. The update casts one
-        unit's gradient to fp32 in the same room, or all units' if they are updated together, once all reductions are
-        over.
+        What leaves is the unit's whole gradient, which lives here only if gradients are sharded, or have their home on
+        another tier. Lasting and persistent units fill up while others come and go. Once all reductions are over, the
+        sums of copies take their turns in the same room, and the update casts one unit's gradient to fp32 there, or all
+        units' if they are updated together.
         """
-        leaving = Sharded.GRADIENT in self.zero.sharded
-        passing: dict[UnitLayout, int] = {}
-        lasting = cast = 0
+        arrival_shards = self.arrival_shards(peers)
+        passing: list[tuple[UnitLayout, int]] = []
+        lasting = cast = copies = 0
         for unit in units:
-            if unit.trainable and self.reduce_dtype != torch.float32:
-                start, stop = self.owned_range(unit, index)
+            if not unit.trainable:
+                continue
+            placement = placements.get(unit.name, ON_DEVICE)
+            away = placement.grad is not Tier.DEVICE
+            leaving = away or Sharded.GRADIENT in self.zero.sharded
+            if self.reduce_dtype != torch.float32 and placement.optimizer is Tier.DEVICE:
+                start, stop = self.owned_range(unit, peers.index)
                 cast = 4 * (stop - start) + cast if self.updates_together else max(cast, 4 * (stop - start))
-            if unit.trainable and unit.num_shards > 1:
-                passing[unit] = unit.padded_numel * leaving + unit.shard_numel * arrival_shards
+            if unit.num_shards > 1 or away:
+                passing.append((unit, unit.padded_numel * leaving + unit.shard_numel * arrival_shards))
                 lasting += unit.padded_numel * leaving * (unit.lasting or unit.persistent)
-        on_its_way = max(passing.values(), default=0)
-        return max((_most_together(passing) + on_its_way + lasting) * self.reduce_dtype.itemsize, cast)
+            if peers.copies > 1:
+                part = math.ceil(unit.shard_numel / peers.copies)
+                copies = max(copies, part * peers.arrivals(peers.copies))
+        on_its_way = max((size for _, size in passing), default=0)
+        reduced = max(self._most_together(passing) + on_its_way + lasting, copies)
+        return whole_pages(max(reduced * self.reduce_dtype.itemsize, cast))
+
+    def _most_together(self, sizes: Iterable[tuple[UnitLayout, int]]) -> int:
+        """The largest sum of sizes of units that are in use together."""
+        sums: Counter[str] = Counter()
+        for unit, size in sizes:
+            sums[unit.block if self.recomputes_blocks and unit.block else unit.modules] += size
+        return max(sums.values(), default=0)
+
+    def rank_buffers(
+        self,
+        units: Sequence[UnitLayout],
+        peers: Peers,
+        *,
+        prefetch: int,
+        moves_pages: bool,
+        placements: Mapping[str, Placement] = NOWHERE_ELSE,
+    ) -> list[Buffer]:
+        """Everything that a rank allocates for `units`, once, before the first step. Moments come with the first.
+
+        Args:
+            prefetch: units gathered ahead of their use.
+            moves_pages: whether a unit is made whole by moving pages into it.
+            placements: by unit name, of the units whose states do not all have their home on the device.
+        """
+        found = [self.buffers(unit, peers.index, placements.get(unit.name, ON_DEVICE)) for unit in units]
+        gathered = self.gather_ring_bytes(units, prefetch, moves_pages=moves_pages, placements=placements)
+        reduced = self.reduce_ring_bytes(units, peers, placements=placements)
+        return [
+            *(buffer for buffers in found for buffer in buffers),
+            Buffer("gather ring", Kind.RING, gathered),
+            Buffer("reduce ring", Kind.RING, reduced),
+            *self._staging(units, peers, placements),
+            *_disk_slots(found),
+        ]
+
+    def _staging(self, units: Sequence[UnitLayout], peers: Peers, placements: Mapping[str, Placement]) -> list[Buffer]:
+        """Pinned slots through which gradients come down to an update on the host, and parameters go up from it."""
+        down = up = 0
+        for unit in units:
+            placement = placements.get(unit.name, ON_DEVICE)
+            if unit.trainable and placement.optimizer is not Tier.DEVICE:
+                start, stop = self.owned_range(unit, peers.index)
+                if placement.grad is Tier.DEVICE:
+                    down = max(down, (stop - start) * self.reduce_dtype.itemsize)
+                if placement.param is Tier.DEVICE:
+                    up = max(up, (stop - start) * unit.dtype.itemsize)
+        sizes = {"gradient staging": down, "parameter staging": up}
+        return [
+            Buffer(name, Kind.RING, STAGING_SLOTS * size, Tier.HOST, pinned=True)
+            for name, size in sizes.items()
+            if size
+        ]
 
 
-def _most_together(sizes: Mapping[UnitLayout, int]) -> int:
-    """The largest sum of sizes of units that are in use together."""
-    sums: Counter[str] = Counter()
-    for unit, size in sizes.items():
-        sums[unit.modules] += size
-    return max(sums.values(), default=0)
+def _at_home(buffer: Buffer, tier: Tier) -> Buffer:
+    """`buffer` where it belongs."""
+    if tier is Tier.DEVICE:
+        return buffer
+    if tier is Tier.HOST:
+        return replace(buffer, tier=tier, pinned=buffer.kind is not Kind.OPTIM)
+    return replace(buffer, tier=tier, num_bytes=whole_pages(buffer.num_bytes))
+
+
+def _disk_slots(by_unit: Iterable[Sequence[Buffer]]) -> list[Buffer]:
+    """Page-aligned host memory through which states on disk pass, a unit's states of one kind at a time."""
+    largest: dict[Kind, int] = {}
+    for buffers in by_unit:
+        for kind in (Kind.PARAM, Kind.GRAD, Kind.OPTIM):
+            size = sum(b.num_bytes for b in buffers if b.kind is kind and b.tier is Tier.DISK)
+            largest[kind] = max(largest.get(kind, 0), size)
+    return [
+        Buffer(f"disk slots of {kind.value}", Kind.RING, DISK_SLOTS * size, Tier.HOST, pinned=True)
+        for kind, size in largest.items()
+        if size
+    ]
+
+
+def whole_pages(num_bytes: int) -> int:
+    """`num_bytes`, rounded up to pages."""
+    return math.ceil(num_bytes / PAGE_BYTES) * PAGE_BYTES
+
+
+def module_buffers(module: torch.nn.Module) -> list[Buffer]:
+    """The buffers that `module`, on any device, keeps of its own: each once, whatever names it has."""
+    return [Buffer(name, Kind.BUFFER, buffer.nbytes) for name, buffer in module.named_buffers()]

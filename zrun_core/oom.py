@@ -24,6 +24,7 @@ _NAMES = {
     Kind.GRAD: "gradients",
     Kind.OPTIM: "optimizer states and fp32 masters",
     Kind.RING: "scratch of gathers and reductions",
+    Kind.BUFFER: "buffers of modules",
 }
 
 
@@ -67,7 +68,7 @@ class MemoryGuard:
 def largest_holders(sharded: ShardedModel) -> list[tuple[str, int]]:
     """What holds most bytes of this rank, largest first: the runtime's buffers by kind, and tensors beyond them."""
     by_kind = sharded.allocated_memory().by_kind
-    found = Counter({_NAMES[kind]: by_kind[kind] for kind in Kind})
+    found = Counter({_NAMES[kind]: size for kind, size in by_kind.items()})
     largest = max((unit.allocated()[0].num_bytes, unit.name) for unit in sharded.units)
     found[f"{_NAMES[Kind.PARAM]}, largest unit {largest[1]!r} with {format_size(largest[0])}"] = found.pop(
         _NAMES[Kind.PARAM]

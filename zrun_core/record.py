@@ -16,7 +16,6 @@ import torch
 from zrun_core.comm import TrafficKey
 from zrun_core.errors import HangError
 from zrun_core.events import Emitter
-from zrun_core.layout import Kind
 from zrun_core.metrics import Phase, StepClock, peak_flops, process_memory
 from zrun_core.spec import RunSpec
 from zrun_core.zero.sharded import ShardedModel, StepResult
@@ -265,7 +264,7 @@ class Recorder:
                 for kind, num_bytes in expected.items()
             },
             memory={
-                "planned_bytes": sum(planned[kind] for kind in Kind),
-                "measured_bytes": sum(allocated[kind] for kind in Kind),
+                "planned_bytes": sum(planned.values()),
+                "measured_bytes": sum(allocated.values()),
             },
         )

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from zrun_core.activations.checkpoint import apply_checkpointing
-from zrun_core.arena import Ring, StorageWindow
+from zrun_core.arena import Ring, StorageMeter, StorageWindow
 from zrun_core.comm import Comm
 from zrun_core.config import ActivationsConfig, OptimConfig, PrecisionConfig
 from zrun_core.layout import Kind, ZeroPolicy
@@ -262,7 +262,7 @@ def test_a_storage_window_gives_its_memory_back_and_keeps_views_good():
     numel, own = 1 << 20, (1 << 18, 1 << 19)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    window = StorageWindow(numel, own, torch.float32, CUDA)
+    window = StorageWindow(numel, own, torch.float32, CUDA, StorageMeter(0))
     shard_bytes = 4 * (own[1] - own[0])
     assert torch.cuda.memory_allocated() - before == shard_bytes
     values = torch.arange(numel, dtype=torch.float32, device=CUDA)

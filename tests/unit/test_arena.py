@@ -11,7 +11,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zrun_core.arena import PagePool, PageWindow, Region, Ring, StorageWindow, WholeWindow, Window, can_move_pages
+from zrun_core.arena import (
+    PagePool,
+    PageWindow,
+    Region,
+    Ring,
+    StorageMeter,
+    StorageWindow,
+    WholeWindow,
+    Window,
+    can_move_pages,
+)
 from zrun_core.arena import flat_buffer as make_buffer
 from zrun_core.layout import PAGE_BYTES
 
@@ -26,7 +36,7 @@ def page_window(numel: int, own: tuple[int, int]) -> Window:
 
 
 def storage_window(numel: int, own: tuple[int, int]) -> Window:
-    return StorageWindow(numel, own, torch.float32, CPU)
+    return StorageWindow(numel, own, torch.float32, CPU, StorageMeter(0))
 
 
 def whole_window(numel: int, own: tuple[int, int]) -> Window:
@@ -251,3 +261,18 @@ def test_a_region_is_unreadable_where_it_is_protected():
     region.protect(PAGE_BYTES, PAGE_BYTES)
     tensor[:PAGE_BYTES] = 7
     assert (tensor[:PAGE_BYTES] == 7).all()
+
+
+def test_the_meter_of_storages_counts_like_a_pool():
+    meter = StorageMeter(4096)
+    windows = [StorageWindow(1024, (0, 512), torch.float32, CPU, meter) for _ in range(2)]
+    windows[0].acquire()
+    assert meter.num_bytes == 4096, "foreseen"
+    windows[1].acquire()
+    assert meter.num_bytes == 8192
+    windows[0].release()
+    meter.shrink()
+    assert meter.num_bytes == 8192, "one is whole still"
+    windows[1].release()
+    meter.shrink()
+    assert meter.num_bytes == 4096

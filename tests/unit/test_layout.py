@@ -11,13 +11,16 @@ from hypothesis import strategies as st
 
 from zrun_core.layout import (
     PAGE_BYTES,
+    Buffer,
     Kind,
+    Peers,
     Sharded,
     StatePolicy,
     UnitLayout,
     ZeroPolicy,
     dense_stride,
     lay_out,
+    module_buffers,
 )
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -169,16 +172,69 @@ def test_the_gather_ring_holds_the_unit_in_use_and_those_ahead():
     assert policy(3).gather_ring_bytes([*units, frozen], 0) // PAGE_BYTES == 4 + 3
 
 
+def test_where_pages_do_not_move_a_whole_unit_has_its_own_shard_twice():
+    units = [unit((pages, 1024), name=f"u{pages}") for pages in (2, 8, 4)]
+    assert policy(3).gather_ring_bytes(units, 1, moves_pages=False) // PAGE_BYTES == 8 + 4 + 2
+    assert policy(3).gather_ring_bytes(units, 0, moves_pages=False) // PAGE_BYTES == 8
+    alone = [unit((8, 1024), num_shards=1)]
+    assert policy(3).gather_ring_bytes(alone, 1, moves_pages=False) == 0, "it is never given up"
+
+
+def test_units_of_a_block_that_is_recomputed_are_whole_together():
+    units = [unit((pages, 1024), name=f"u{pages}", block="block") for pages in (2, 8, 4)]
+    apart, together = policy(3), replace(policy(3), recomputes_blocks=True)
+    assert apart.gather_ring_bytes(units, 0) // PAGE_BYTES == 4
+    assert together.gather_ring_bytes(units, 0) // PAGE_BYTES == 4 + 2 + 1
+    peers = Peers(2, direct_up_to=8)
+    leaving_and_arriving = [page + page // 2 for page in (2, 8, 4)]
+    assert apart.reduce_ring_bytes(units, peers) == 2 * 12 * PAGE_BYTES
+    assert together.reduce_ring_bytes(units, peers) == (sum(leaving_and_arriving) + 12) * PAGE_BYTES
+
+
+def test_sums_of_copies_have_room_also_where_nothing_is_divided():
+    """Hybrid sharding with groups of one: each rank has all states, and gradients are summed like equal shards."""
+    units = [unit((8, 1024), num_shards=1)]
+    assert policy(2).reduce_ring_bytes(units, Peers(1, copies=4, direct_up_to=8)) == 3 * 2 * PAGE_BYTES
+    assert policy(2).reduce_ring_bytes(units, Peers(1, copies=4)) == 2 * PAGE_BYTES
+
+
+def test_a_ranks_buffers_are_its_units_and_two_rings():
+    units = [unit((pages, 1024), name=f"u{pages}") for pages in (2, 8)]
+    peers = Peers(2, index=1, direct_up_to=8)
+    found = policy(3).rank_buffers(units, peers, prefetch=1, moves_pages=True)
+    assert [buffer.name for buffer in found] == [
+        *(f"{name}/{part}" for name in ("u2", "u8") for part in ("param", "grad", "moment0", "moment1")),
+        "gather ring",
+        "reduce ring",
+    ]
+    assert [buffer.num_bytes for buffer in found[-2:]] == [
+        policy(3).gather_ring_bytes(units, 1), policy(3).reduce_ring_bytes(units, peers)
+    ]  # fmt: skip
+    assert {(buffer.tier, buffer.pinned, buffer.phases) for buffer in found} == {("device", False, None)}
+
+
+def test_buffers_of_modules_count_once():
+    model = torch.nn.ModuleList([torch.nn.BatchNorm1d(4), torch.nn.Module()])
+    model[1].same = model[0].running_mean
+    model[1].register_buffer("again", model[0].running_mean)
+    assert module_buffers(model) == [
+        Buffer("0.running_mean", Kind.BUFFER, 16),
+        Buffer("0.running_var", Kind.BUFFER, 16),
+        Buffer("0.num_batches_tracked", Kind.BUFFER, 8),
+    ]
+
+
 def test_the_reduce_ring_holds_two_units_leaving_and_arriving():
     units = [unit((pages, 1024), name=f"u{pages}", num_shards=4) for pages in (4, 8)]  # shards of 1 and 2 pages
-    kept, sharded = policy(1).reduce_ring_bytes(units, 3), policy(2).reduce_ring_bytes(units, 3)
+    direct, native = Peers(4, direct_up_to=4), Peers(4)
+    kept, sharded = policy(1).reduce_ring_bytes(units, direct), policy(2).reduce_ring_bytes(units, direct)
     assert kept == 2 * 3 * 2 * PAGE_BYTES
     assert sharded == 2 * (8 + 3 * 2) * PAGE_BYTES
-    assert policy(2).reduce_ring_bytes(units, 1) == 2 * (8 + 2) * PAGE_BYTES
+    assert policy(2).reduce_ring_bytes(units, native) == 2 * (8 + 2) * PAGE_BYTES
     frozen = [unit((64, 1024), num_shards=4, trainable=False)]
-    assert policy(2).reduce_ring_bytes([*units, *frozen], 3) == sharded
+    assert policy(2).reduce_ring_bytes([*units, *frozen], direct) == sharded
     lasting = [unit((4, 1024), num_shards=4, lasting=True)]
-    assert policy(2).reduce_ring_bytes([*units, *lasting], 3) == sharded + 4 * PAGE_BYTES
+    assert policy(2).reduce_ring_bytes([*units, *lasting], direct) == sharded + 4 * PAGE_BYTES
 
 
 def test_the_update_casts_a_units_gradient_in_the_same_ring():
@@ -186,11 +242,15 @@ def test_the_update_casts_a_units_gradient_in_the_same_ring():
         unit((8, 1024), num_shards=1),
         [unit((pages, 1024), name=f"u{pages}", num_shards=4) for pages in (4, 8)],
     )
-    assert policy(2).reduce_ring_bytes([alone], 0) == 0, "fp32 gradients are used as they are"
-    assert policy(2, torch.bfloat16).reduce_ring_bytes([alone], 0) == 8 * PAGE_BYTES
-    assert policy(0, torch.bfloat16).reduce_ring_bytes(units, 1) == 8 * PAGE_BYTES, "more than the reductions need"
+    assert policy(2).reduce_ring_bytes([alone], Peers()) == 0, "fp32 gradients are used as they are"
+    assert policy(2, torch.bfloat16).reduce_ring_bytes([alone], Peers()) == 8 * PAGE_BYTES
+    assert policy(0, torch.bfloat16).reduce_ring_bytes(units, Peers(4)) == 8 * PAGE_BYTES, (
+        "more than the reductions need"
+    )
     together = replace(policy(0, torch.bfloat16), updates_together=True)
-    assert together.reduce_ring_bytes(units, 1) == (4 + 8) * PAGE_BYTES, "all gradients are there until norms are known"
+    assert together.reduce_ring_bytes(units, Peers(4)) == (4 + 8) * PAGE_BYTES, (
+        "all gradients are there until norms are known"
+    )
 
 
 def test_moments_in_bf16_take_half():
@@ -208,5 +268,5 @@ def test_a_server_has_all_states_and_counts_all_shards():
     assert [list(alone.counted_shards(layout, index)) for index in range(4)] == [[0, 1, 2, 3], [], [], []]
     for stage in range(4):
         assert [list(policy(stage).counted_shards(layout, index)) for index in range(4)] == [[0], [1], [2], [3]]
-    ring = [alone.reduce_ring_bytes([layout], 12 if index == 0 else 0, index) for index in range(2)]
+    ring = [alone.reduce_ring_bytes([layout], Peers(4, index, direct_up_to=8)) for index in range(2)]
     assert ring == [2 * 3 * layout.padded_numel * 4, 0], "the gradients of all others arrive, of two units at a time"

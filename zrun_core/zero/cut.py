@@ -177,7 +177,6 @@ def cut(
     leaf_names: Sequence[str] = (),
     persist_below: int = 0,
     whole_blocks: bool = False,
-    recomputes_blocks: bool = False,
     group_of: Callable[[str], int] = lambda name: 0,
 ) -> Cut:
     """Cut `model` into units of at most `bucket` bytes in `dtype`, where the module tree allows it.
@@ -187,7 +186,6 @@ def cut(
         unit_names: regexes; a module whose whole name matches becomes units of its own.
         leaf_names: regexes; a matching module is gathered and reduced as a whole.
         whole_blocks: never cut inside a repeated block, whatever its size.
-        recomputes_blocks: backward runs a repeated block again first, so that its units are in use together.
         persist_below: parameters of fewer bytes go to units that stay whole.
         group_of: optimizer group of a parameter name.
 
@@ -207,7 +205,7 @@ def cut(
     units: list[CutUnit] = []
     unit_of: dict[int, int] = {}  # id(parameter) -> unit
 
-    def add(name: str, names: Sequence[str], leaf: bool, persistent: bool, modules: str) -> None:
+    def add(name: str, names: Sequence[str], leaf: bool, persistent: bool, block: str) -> None:
         for trainable, of_dtype in itertools.product((True, False), dict.fromkeys((dtype, torch.float32))):
             chosen = [n for n in names if params[n].requires_grad == trainable and dtypes[n] == of_dtype]
             if not chosen:
@@ -221,7 +219,8 @@ def cut(
                 num_shards=num_shards,
                 persistent=persistent,
                 lasting=any(n in lasting for n in chosen),
-                modules=modules,
+                modules=name,
+                block=block,
             )
             for n in chosen:
                 unit_of[id(params[n])] = len(units)
@@ -232,10 +231,8 @@ def cut(
 
     for run in _merge(atoms, size_of, bucket):
         names = [n for atom in run for n in atom.param_names if n not in small]
-        title = _title([atom.name for atom in run])
-        modules = run[0].block if recomputes_blocks and run[0].block else title
-        add(title, names, run[0].leaf, persistent=False, modules=modules)
-    add("small parameters", [n for n in params if n in small], leaf=False, persistent=True, modules="small parameters")
+        add(_title([atom.name for atom in run]), names, run[0].leaf, persistent=False, block=run[0].block)
+    add("small parameters", [n for n in params if n in small], leaf=False, persistent=True, block="")
     hooked = [(atom.module, sorted({unit_of[id(p)] for p in atom.used()}), atom.leaf) for atom in atoms]
     return Cut(units, hooked)
 

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 
 from zrun_core.arena import Ring
-from zrun_core.comm import Comm, Group, Handle, reduce_tag, slice_start
-from zrun_core.layout import Sharded, StatePolicy
+from zrun_core.comm import Comm, Group, Handle, direct_up_to, reduce_tag, slice_start
+from zrun_core.layout import Peers, Sharded, StatePolicy
 from zrun_core.mesh import Mesh
 from zrun_core.zero.nonfinite import Inspector
 from zrun_core.zero.unit import FlatUnit
@@ -41,11 +41,11 @@ def split_group(mesh: Mesh, policy: StatePolicy) -> Group:
     return mesh.shard if Sharded.OPTIMIZER in policy.zero.sharded else mesh.replicate
 
 
-def arrival_shards(comm: Comm, split: Group, policy: StatePolicy) -> int:
-    """Shards of scratch that one unit's reduction needs on this rank for what arrives."""
-    if policy.server:
-        return 0 if split.index else (split.size - 1) * split.size
-    return comm.arrival_shards(split) if split.size > 1 else 0
+def peers_of(comm: Comm, mesh: Mesh, policy: StatePolicy) -> Peers:
+    """This rank's place in the groups that reduce, for `StatePolicy`."""
+    split = split_group(mesh, policy)
+    copies = mesh.replicate.size if Sharded.OPTIMIZER in policy.zero.sharded else 1
+    return Peers(split.size, split.index, copies, direct_up_to(comm.device.type))
 
 
 class Reducer:
@@ -56,10 +56,9 @@ class Reducer:
         self._split = split_group(mesh, policy)
         self._order = [unit for unit in reversed(units) if unit.trainable]
         self._order_is_learnt = False
-        self._arrival_shards = arrival_shards(comm, self._split, policy)
-        layouts = [unit.layout for unit in self._order]
-        num_bytes = policy.reduce_ring_bytes(layouts, self._arrival_shards, self._split.index)
-        self.ring = Ring(num_bytes, comm.device)
+        peers = peers_of(comm, mesh, policy)
+        self._arrival_shards = policy.arrival_shards(peers)
+        self.ring = Ring(policy.reduce_ring_bytes([unit.layout for unit in self._order], peers), comm.device)
         self.inspector: Inspector | None = None  # looks at gradients before they are summed
         self.is_open = False  # between `begin` and the end of `finish`
         self._in_flight: deque[_InFlight] = deque()

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from zrun_core.comm import Comm, Phase, slice_start
-from zrun_core.layout import Buffer, Kind, ParamSlot, Sharded, StatePolicy, UnitLayout, ZeroPolicy
+from zrun_core.layout import Buffer, Kind, ParamSlot, Sharded, StatePolicy, ZeroPolicy, module_buffers
 from zrun_core.mesh import Mesh
 from zrun_core.optim.choose import Chosen, Options
 from zrun_core.optim.sharded import ShardedOptimizer
@@ -34,10 +34,11 @@ from zrun_core.zero.gather import Gatherer, Pass
 from zrun_core.zero.hooks import install
 from zrun_core.zero.nonfinite import Culprit, Inspector
 from zrun_core.zero.plain import PlainLoop
-from zrun_core.zero.reduce import Reducer, arrival_shards, split_group
-from zrun_core.zero.unit import FlatUnit, page_pool
+from zrun_core.zero.reduce import Reducer, peers_of, split_group
+from zrun_core.zero.unit import FlatUnit, moves_pages, window_pool
 
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce", "push", "pull")
+_OWN_KINDS = (Kind.PARAM, Kind.GRAD, Kind.OPTIM, Kind.RING, Kind.BUFFER)  # of what a rank keeps from step to step
 _NORM_CHUNK = 1 << 20  # elements that a CPU casts at a time: they stay in cache
 
 
@@ -61,7 +62,9 @@ class Settings:
 
     @property
     def states(self) -> StatePolicy:
-        states = StatePolicy(self.zero, self.precision.reduce, 0, server=self.server)
+        states = StatePolicy(
+            self.zero, self.precision.reduce, 0, server=self.server, recomputes_blocks=self.recomputes_blocks
+        )  # fmt: skip
         if (chosen := self.optimizer) is None:
             return states
         return replace(
@@ -96,7 +99,7 @@ class StepResult:
 class MemoryAccount:
     """Bytes of one rank by kind."""
 
-    by_kind: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys(Kind, 0))
+    by_kind: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys(_OWN_KINDS, 0))
 
     def add(self, buffers: Sequence[Buffer]) -> None:
         for buffer in buffers:
@@ -114,20 +117,8 @@ def plan_cut(model: nn.Module, settings: Settings, num_shards: int) -> Cut:
         leaf_names=settings.leaf_names,
         persist_below=settings.persist_below,
         whole_blocks=settings.whole_blocks,
-        recomputes_blocks=settings.recomputes_blocks,
         group_of=settings.group_of,
     )
-
-
-def planned_memory(layouts: Sequence[UnitLayout], settings: Settings, index: int, arrival_shards: int) -> MemoryAccount:
-    """Bytes that rank `index` of the shard group will allocate: the sum of `Layout`'s buffers."""
-    states, account = settings.states, MemoryAccount()
-    for layout in layouts:
-        account.add(states.buffers(layout, index))
-    rings = states.gather_ring_bytes(layouts, settings.prefetch)
-    rings += states.reduce_ring_bytes(layouts, arrival_shards, index)
-    account.add([Buffer("rings", Kind.RING, rings)])
-    return account
 
 
 class ShardedModel:
@@ -155,7 +146,9 @@ class ShardedModel:
         split = split_group(mesh, states)
         planned = plan_cut(module, settings, split.size)
         self.layouts = [unit.layout for unit in planned.units]
-        self._pool = page_pool(comm.device, states.gather_ring_bytes(self.layouts, settings.prefetch))
+        moves = moves_pages(comm.device.type)
+        whole = states.gather_ring_bytes(self.layouts, settings.prefetch, moves_pages=moves)
+        self._pool = window_pool(comm.device, whole)
         self.units: list[FlatUnit] = []
         for number, piece in enumerate(planned.units, first_unit):
             unit = FlatUnit(
@@ -358,8 +351,7 @@ class ShardedModel:
         """
         with self._gatherer.all_whole(), torch.no_grad(), self.settings.precision.autocast(self.comm.device):
             yield self.module
-        if self._pool is not None:
-            self._pool.shrink()
+        self._pool.shrink()
 
     def expected_traffic(self, num_steps: int, num_micro_batches: int) -> dict[str, int]:
         """Bytes that this rank should have sent in so many training steps, by kind of collective.
@@ -392,16 +384,23 @@ class ShardedModel:
         return {kind: num_bytes for kind, num_bytes in expected.items() if num_bytes}
 
     def planned_memory(self) -> MemoryAccount:
-        """What `Layout` says this rank allocates."""
-        split = split_group(self.mesh, self.settings.states)
-        arrivals = arrival_shards(self.comm, split, self.settings.states)
-        return planned_memory(self.layouts, self.settings, split.index, arrivals)
+        """What `layout` says this rank allocates."""
+        states, account = self.settings.states, MemoryAccount()
+        peers = peers_of(self.comm, self.mesh, states)
+        account.add(
+            states.rank_buffers(
+                self.layouts, peers, prefetch=self.settings.prefetch, moves_pages=moves_pages(self.comm.device.type)
+            )
+        )
+        account.add(module_buffers(self.module))
+        return account
 
     def own_tensors(self) -> Iterator[torch.Tensor]:
         """The tensors in which this rank's states and scratch lie."""
         for unit in self.units:
             yield from (value for value in vars(unit).values() if isinstance(value, torch.Tensor))
         yield from self.reducer.ring.tensors
+        yield from self.module.buffers()
         yield from self.optimizer.tensors()
 
     def allocated_memory(self) -> MemoryAccount:
@@ -411,8 +410,8 @@ class ShardedModel:
             account.add(unit.allocated())
         if self.settings.optimizer is not None:
             account.add([Buffer("moments", Kind.OPTIM, self.optimizer.moment_bytes())])
-        pool_bytes = self._pool.num_bytes if self._pool is not None else 0
-        account.add([Buffer("rings", Kind.RING, pool_bytes + self.reducer.ring.num_bytes)])
+        account.add(module_buffers(self.module))
+        account.add([Buffer("rings", Kind.RING, self._pool.num_bytes + self.reducer.ring.num_bytes)])
         return account
 
 

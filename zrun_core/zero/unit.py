@@ -13,7 +13,16 @@ from enum import Enum
 import torch
 from torch import nn
 
-from zrun_core.arena import PagePool, PageWindow, StorageWindow, WholeWindow, Window, can_move_pages, flat_buffer
+from zrun_core.arena import (
+    PagePool,
+    PageWindow,
+    StorageMeter,
+    StorageWindow,
+    WholeWindow,
+    Window,
+    can_move_pages,
+    flat_buffer,
+)
 from zrun_core.comm import Comm, Group, Handle, gather_tag
 from zrun_core.layout import Buffer, Kind, ParamSlot, Sharded, StatePolicy, UnitLayout
 
@@ -47,7 +56,7 @@ class FlatUnit:
         policy: StatePolicy,
         split: Group,
         device: torch.device,
-        pool: PagePool | None,
+        pool: PagePool | StorageMeter,
     ) -> None:
         self.index, self.layout, self.params, self.leaf = index, layout, params, leaf
         self.policy, self.split = policy, split
@@ -68,17 +77,17 @@ class FlatUnit:
     def trainable(self) -> bool:
         return self.layout.trainable
 
-    def _allocate(self, device: torch.device, pool: PagePool | None) -> None:
+    def _allocate(self, device: torch.device, pool: PagePool | StorageMeter) -> None:
         layout, policy = self.layout, self.policy
         own = layout.shard_range(self.split.index)
         self.window: Window
         if not self.frees:
             self.window = WholeWindow(flat_buffer(layout.padded_numel, layout.dtype, device), own)
-        elif pool is not None:
+        elif isinstance(pool, PagePool):
             self.window = PageWindow(layout.padded_numel, own, layout.dtype, pool)
             self.state = UnitState.SHARDED
         else:
-            self.window = StorageWindow(layout.padded_numel, own, layout.dtype, device)
+            self.window = StorageWindow(layout.padded_numel, own, layout.dtype, device, pool)
             self.state = UnitState.SHARDED
         self.full, self.param_shard = self.window.full, self.window.shard
         self.views = [_view(self.full, slot) for slot in layout.slots] if not _resizes(self.window) else []
@@ -258,9 +267,14 @@ class FlatUnit:
         return found
 
 
-def page_pool(device: torch.device, num_bytes: int) -> PagePool | None:
-    """The pool from which units on this device are assembled; None where pages cannot be moved."""
-    return PagePool(num_bytes) if device.type == "cpu" and can_move_pages() else None
+def moves_pages(device: str) -> bool:
+    """Whether units on devices of this type are assembled from pages of a pool. See [Note: constant addresses]."""
+    return device == "cpu" and can_move_pages()
+
+
+def window_pool(device: torch.device, num_bytes: int) -> PagePool | StorageMeter:
+    """Where units on this device take memory from while they are whole; `num_bytes` are foreseen."""
+    return PagePool(num_bytes) if moves_pages(device.type) else StorageMeter(num_bytes)
 
 
 def _resizes(window: Window) -> bool:

@@ -1,0 +1,140 @@
+"""What a planner lists from the job alone is, to the byte, what ranks then hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+import torch
+from runs import PoolWorker, Speaker, make_spec
+from toys import world
+
+from zrun_core import comm
+from zrun_core.arena import PagePool, PageWindow
+from zrun_core.config import JobConfig
+from zrun_core.layout import Kind
+from zrun_core.parallelize import shard_size
+from zrun_core.plan.states import Coordinates, Dims, cut_on_paper, rank_buffers, settings_of
+from zrun_core.zero.sharded import ShardedModel
+
+# Tied and frozen parameters, batch norms and their statistics; of odd sizes, so that nothing divides.
+ODD = {"model": {"call": "runs.py:Speaker", "args": {"dim": 37, "depth": 3, "dropout": 0.0}}}
+CASES: dict[str, dict[str, Any]] = {
+    "fp32": {"zero": {"bucket": "8kB", "prefetch": 2}},
+    "bf16": {"precision": "bf16", "zero": {"bucket": "8kB", "persist_below": 300}, "activations": {"checkpoint": "full"}},
+    "narrow": {
+        "precision": {"compute": "bf16", "reduce": "compute"},
+        "optim": {"name": "lamb", "moments": "bf16", "no_decay": ["norm"]},
+    },
+    "moments": {"optim": {"name": "sgd", "args": {"momentum": 0.9}}, "zero": {"leaf": [r"blocks\.1"]}},
+}
+ALL = [(stage, name, {}) for stage in range(4) for name in CASES]
+HYBRID: list[tuple[int, str, dict[str, Any]]] = [
+    (stage, name, {"shard_group": group}) for group in (1, 2) for stage, name in ((1, "narrow"), (2, "bf16"), (3, "fp32"))
+]
+SERVER: list[tuple[int, str, dict[str, Any]]] = [(0, "fp32", {"sync": "server"}), (0, "narrow", {"sync": "server"})]
+CHOSEN = {
+    1: ALL[::3] + SERVER[:1],
+    2: ALL + HYBRID[:3] + SERVER,
+    3: ALL[1::3] + SERVER[:1],
+    4: ALL[2::3] + HYBRID,
+}
+
+
+def job(stage: int, name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """A small job of one step."""
+    options = dict(options)
+    keys = {**ODD, "steps": 1, "checkpoint": None, "batch": {"global": 12}, **CASES[name]}
+    if "sync" in options:
+        keys["sync"] = options.pop("sync")
+    return runs.job(**{**keys, "zero": {**keys.get("zero", {}), "stage": stage, **options}})
+
+
+def held(sharded: ShardedModel) -> dict[str, int]:
+    """Bytes of the memory in which this rank's states and scratch lie, each once, by kind."""
+    found: dict[int, tuple[Kind, int]] = {}
+
+    def see(kind: Kind, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage.nbytes():
+            found.setdefault(storage.data_ptr(), (kind, storage.nbytes()))
+
+    for unit in sharded.units:
+        if isinstance(unit.window, PageWindow):  # a range of addresses, of which the own shard has memory
+            found[unit.window.full.data_ptr()] = Kind.PARAM, unit.param_shard.nbytes
+        else:
+            see(Kind.PARAM, unit.window.full)
+        if unit.trainable:
+            see(Kind.GRAD, unit.grad)
+            see(Kind.OPTIM, unit.master)
+    for tensor in sharded.optimizer.tensors():
+        if tensor.dim():  # not a count of steps
+            see(Kind.OPTIM, tensor)
+    for tensor in sharded.reducer.ring.tensors:
+        see(Kind.RING, tensor)
+    assert isinstance(sharded._pool, PagePool)
+    for region in sharded._pool._regions:
+        found[region.address] = Kind.RING, region.num_bytes
+    for buffer in sharded.module.buffers():
+        see(Kind.BUFFER, buffer)
+    sums = dict.fromkeys((kind.value for kind in sharded.allocated_memory().by_kind), 0)
+    for kind, num_bytes in found.values():
+        sums[kind.value] += num_bytes
+    return sums
+
+
+def train(cases: list[tuple[int, str, dict[str, Any]]], run_dir: str, direct: int) -> list[dict[str, int]]:
+    """Bytes that this rank holds after a step of each job."""
+    comm.DIRECT_MAX_RANKS, default = direct, comm.DIRECT_MAX_RANKS
+    try:
+        found = []
+        for number, case in enumerate(cases):
+            path = Path(run_dir) / str(number)
+            path.mkdir(exist_ok=True)
+            worker = PoolWorker(make_spec(job(*case), str(path), None), world()[0])
+            trainer = worker.prepare()
+            trainer.run()
+            trainer.loader.close()
+            worker.close()
+            sums = held(trainer.sharded)
+            told = {kind.value: size for kind, size in trainer.sharded.allocated_memory().by_kind.items()}
+            assert told == sums, "what a run says that it holds"
+            found.append(sums)
+        return found
+    finally:
+        comm.DIRECT_MAX_RANKS = default
+
+
+def planned(keys: dict[str, Any], world_size: int, rank: int) -> dict[str, int]:
+    """The same from the job, in a process that has no ranks and gives the model no memory."""
+    config = JobConfig.model_validate(keys)
+    settings = settings_of(config, lambda name: None, "cpu")
+    with torch.device("meta"):
+        cut = cut_on_paper(Speaker(**config.model.args), settings)
+    dims = Dims(world_size, shard=shard_size(config, world_size, world_size))
+    found = dict.fromkeys((kind.value for kind in (Kind.PARAM, Kind.GRAD, Kind.OPTIM, Kind.RING, Kind.BUFFER)), 0)
+    for buffer in rank_buffers(cut, settings, dims, rank=Coordinates(dp=rank), device="cpu"):
+        assert (buffer.tier, buffer.pinned, buffer.phases) == ("device", False, None)
+        found[buffer.kind.value] += buffer.num_bytes
+    return found
+
+
+@pytest.mark.parametrize("world_size", CHOSEN)
+def test_what_is_planned_from_the_job_is_what_ranks_hold(ranks, world_size, tmp_path):
+    cases = CHOSEN[world_size]
+    for rank, sums in enumerate(ranks(world_size).run(train, cases, str(tmp_path), comm.DIRECT_MAX_RANKS)):
+        for case, held_here in zip(cases, sums, strict=True):
+            assert planned(job(*case), world_size, rank) == held_here, (rank, *case)
+            assert held_here["optim"] or (case[2].get("sync") and rank), "it has been trained"
+
+
+def test_backends_that_sum_on_the_way_need_less_room(ranks, monkeypatch, tmp_path):
+    cases = [(2, "bf16", {}), (3, "fp32", {}), (0, "narrow", {}), (1, "fp32", {"shard_group": 1})]
+    direct = [planned(job(*case), 3, 0) for case in cases]
+    monkeypatch.setattr(comm, "DIRECT_MAX_RANKS", 1)
+    for rank, sums in enumerate(ranks(3).run(train, cases, str(tmp_path), 1)):
+        assert [planned(job(*case), 3, rank) for case in cases] == sums
+    assert all(sum(own["rings"] for own in (few, many)) for few, many in zip(sums, direct, strict=True))
+    assert sums[0]["rings"] < direct[0]["rings"]

@@ -1,0 +1,280 @@
+"""The buffers of a rank on paper: pipelines, tiers and checkpoints that nothing trains with yet, by their contracts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from zrun_core.config import JobConfig
+from zrun_core.layout import ON_DEVICE, PAGE_BYTES, Buffer, Kind, Placement, Tier
+from zrun_core.models.gpt import gpt
+from zrun_core.plan.states import (
+    Coordinates,
+    Dims,
+    PaperCut,
+    checkpoint_buffers,
+    cut_of_shape,
+    cut_on_paper,
+    place,
+    rank_buffers,
+    settings_of,
+    stage_blocks,
+)
+from zrun_core.plan.transformer import TransformerShape
+from zrun_core.zero.sharded import Settings
+
+HOST, DISK = Tier.HOST, Tier.DISK
+OWN = {Kind.PARAM, Kind.GRAD, Kind.OPTIM}
+PAPER = {"compute": "bf16", "reduce": "compute"}  # gradients of 2 bytes
+
+
+def settings(device: str = "cuda", **keys: Any) -> Settings:
+    job = {"name": "plan", "model": "m:m", "data": "d:d", "steps": 1, "batch": 8, "precision": PAPER, **keys}
+    return settings_of(JobConfig.model_validate(job), lambda name: None, device)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(256, 512, bias=False), nn.Linear(512, 256, bias=False)
+        self.register_buffer("scale", torch.zeros(8))
+
+
+class Net(nn.Module):
+    """Elements: 256K of a tied embedding, 256K per block, 4K of a norm and a table: whole pages in any format."""
+
+    def __init__(self, depth: int = 4, tied: bool = True) -> None:
+        super().__init__()
+        self.embed, self.places = nn.Embedding(1024, 256), nn.Embedding(16, 256)
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.norm = nn.Linear(256, 16, bias=False)
+        self.head = nn.Linear(256, 1024, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        self.register_buffer("mask", torch.zeros(4))
+
+
+P = 1024 * 256 + 4 * 2 * 256 * 512 + 2 * 16 * 256
+
+
+def cut(chosen: Settings, **options: Any) -> PaperCut:
+    with torch.device("meta"):
+        return cut_on_paper(Net(**options), chosen)
+
+
+def sums(buffers: list[Buffer], tier: Tier = Tier.DEVICE, kinds: set[Kind] = OWN) -> int:
+    return sum(b.num_bytes for b in buffers if b.tier is tier and b.kind in kinds)
+
+
+# Tiers
+
+
+@pytest.mark.parametrize(
+    ("placement", "device", "host", "pinned"),
+    [
+        (ON_DEVICE, 16, 0, 0),
+        (Placement(grad=HOST), 14, 2, 2),
+        (Placement(optimizer=HOST), 4, 12, 0),
+        (Placement(grad=HOST, optimizer=HOST), 2, 14, 2),
+        (Placement(HOST, HOST, HOST), 0, 16, 4),
+        (Placement(grad=HOST, optimizer=DISK), 2, 2, 2),
+    ],
+)
+@pytest.mark.parametrize("stage", [0, 2])
+def test_states_that_leave_the_device_are_the_papers(stage, placement, device, host, pinned):
+    """Ren et al. 2021, table 1: 16P, 14P, 4P, 2P on one GPU."""
+    chosen = settings(zero=stage)
+    found = rank_buffers(cut(chosen), chosen, Dims(1), placement=placement)
+    assert sums(found) == device * P
+    assert sums(found, HOST) == host * P
+    assert sum(b.num_bytes for b in found if b.pinned and b.kind in OWN) == pinned * P
+    assert sums(found, DISK) == (16 - device - host) * P
+
+
+def test_what_crosses_the_bus_has_pinned_slots():
+    chosen = settings(zero=2)
+    block, largest = 1024 * 256, 1040 * 256  # elements; the largest unit has both tables
+
+    def scratch(placement: Placement, dp: int = 1) -> dict[str, int]:
+        found = rank_buffers(cut(chosen), chosen, Dims(dp), placement=placement)
+        assert all(b.pinned for b in found if b.tier is HOST and b.kind is Kind.RING)
+        return {b.name: b.num_bytes for b in found if b.kind is Kind.RING and b.num_bytes}
+
+    cast = 4 * largest  # the update casts a unit's gradient to fp32
+    assert scratch(ON_DEVICE) == {"reduce ring": cast}
+    assert scratch(Placement(optimizer=HOST)) == {
+        "gradient staging": 2 * 2 * largest, "parameter staging": 2 * 2 * largest
+    }  # fmt: skip
+    assert scratch(Placement(grad=HOST, optimizer=HOST)) == {
+        "reduce ring": 2 * 2 * largest,  # one unit is filled, one is on its way down
+        "parameter staging": 2 * 2 * largest,
+    }
+    everything = scratch(Placement(HOST, HOST, HOST))
+    assert everything["gather ring"] == 2 * (largest + 2 * block), "the lasting unit, one in use, one ahead"
+    assert "parameter staging" not in everything, "it is updated where it is"
+    on_disk = scratch(Placement(optimizer=DISK), dp=4)
+    assert on_disk["disk slots of optim"] == 3 * 12 * largest // 4
+    assert on_disk["gradient staging"] == 2 * 2 * largest // 4
+
+
+def test_fp32_parameters_need_a_copy_where_the_update_is_elsewhere():
+    chosen = settings(zero=0, precision="fp32")
+    found = rank_buffers(cut(chosen), chosen, Dims(1), placement=Placement(optimizer=HOST))
+    assert (sums(found), sums(found, HOST)) == (8 * P, 12 * P)
+    together = rank_buffers(cut(chosen), chosen, Dims(1), placement=Placement(HOST, HOST, HOST))
+    assert sums(together, HOST) == 16 * P
+
+
+def test_a_fraction_takes_the_units_whose_gradients_come_first():
+    layouts = cut(settings()).layouts(Dims(1), 0, 1)
+    assert [unit.name for unit in layouts][1:-1] == [f"blocks.{n}" for n in range(4)]
+    away = Placement(optimizer=HOST, fraction=0.5)
+    assert list(place(layouts, away)) == [layouts[-1].name, "blocks.3", "blocks.2", "blocks.1"]
+    assert set(place(layouts, away).values()) == {Placement(optimizer=HOST)}
+    assert place(layouts, replace(away, fraction=0.0)) == {}
+    assert place(layouts, Placement(activation=HOST)) == {}, "they are no unit's"
+
+
+@given(fraction=st.floats(0, 1), stage=st.integers(0, 3), dp=st.sampled_from([1, 2, 3, 8]))
+def test_every_byte_has_a_home_whatever_the_fraction(fraction, stage, dp):
+    chosen = settings(zero=stage)
+    on_paper = cut(chosen)
+    here = rank_buffers(on_paper, chosen, Dims(dp))
+    moved = rank_buffers(on_paper, chosen, Dims(dp), placement=Placement(grad=HOST, optimizer=HOST, fraction=fraction))
+    assert sums(moved) + sums(moved, HOST) == sums(here)
+    assert sums(moved, HOST) >= fraction * sum(sums(here, kinds={kind}) for kind in (Kind.OPTIM, Kind.GRAD)) * 0.99
+
+
+def test_states_on_disk_begin_on_pages():
+    chosen = settings(zero=1, precision="fp32")
+    with torch.device("meta"):
+        odd = cut_on_paper(nn.Sequential(nn.Linear(37, 41)), chosen)
+    found = rank_buffers(odd, chosen, Dims(3), placement=Placement(optimizer=DISK))
+    assert {b.num_bytes % PAGE_BYTES for b in found if b.tier is DISK} == {0}
+
+
+# Pipelines
+
+
+def test_stages_have_equal_runs_of_blocks():
+    assert [stage_blocks(10, Dims(1, pp=4), stage) for stage in range(4)] == [
+        (range(0, 3),), (range(3, 6),), (range(6, 8),), (range(8, 10),)
+    ]  # fmt: skip
+    assert stage_blocks(8, Dims(1, pp=2, virtual=2), 1) == (range(2, 4), range(6, 8))
+    assert stage_blocks(0, Dims(1), 0) == (range(0, 0),)
+    with pytest.raises(ValueError, match="3 blocks do not fill 2 stages of 2 parts"):
+        stage_blocks(3, Dims(1, pp=2, virtual=2), 0)
+
+
+@given(blocks=st.integers(1, 60), pp=st.integers(1, 8), virtual=st.integers(1, 4))
+def test_every_block_is_on_one_stage(blocks, pp, virtual):
+    dims = Dims(1, pp=pp, virtual=virtual if pp > 1 else 1)
+    if blocks < dims.pp * dims.virtual:
+        return
+    found = [block for stage in range(pp) for run in stage_blocks(blocks, dims, stage) for block in run]
+    assert sorted(found) == list(range(blocks))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_ends_of_a_pipeline_have_what_they_use(tied):
+    chosen = settings(zero=1)
+    on_paper = cut(chosen, tied=tied)
+    dims = Dims(2, pp=2)
+    stages = [[unit.name for unit in on_paper.layouts(dims, stage, 2)] for stage in range(2)]
+    assert stages[0] == ["{embed,places}", "blocks.0", "blocks.1"]
+    assert stages[1] == [*["{embed,places}"] * tied, "blocks.2", "blocks.3", "{norm,head}"]
+    one, other = (rank_buffers(on_paper, chosen, dims, rank=Coordinates(pp=stage)) for stage in range(2))
+    assert {b.name for b in one if b.kind is Kind.BUFFER} == {"mask", "blocks.0.scale", "blocks.1.scale"}
+    assert {b.name for b in other if b.kind is Kind.BUFFER} == {"mask", "blocks.2.scale", "blocks.3.scale"}
+
+
+def test_small_parameters_are_with_their_blocks():
+    chosen = settings(zero={"stage": 3, "persist_below": "9kB"})
+    stages = [cut(chosen).layouts(Dims(1, pp=2), stage, 1) for stage in range(2)]
+    small = [[slot.name for unit in units if unit.persistent for slot in unit.slots] for units in stages]
+    assert small == [["places.weight", "norm.weight"]] * 2, "where they are used is not known of those outside"
+    assert sum(unit.numel for units in stages for unit in units if not unit.persistent) == P + 1024 * 256 - 2 * 16 * 256
+
+
+def test_dims_must_divide():
+    assert Dims(8, tp=2, pp=4).world == 64
+    assert Dims(8).shard_size == 8
+    for wrong in ({"dp": 0}, {"dp": 8, "shard": 3}, {"dp": 1, "virtual": 2}, {"dp": 2, "tp": -1}):
+        with pytest.raises(ValueError, match=r"must be at least 1|do not divide|need a pipeline"):
+            Dims(**wrong)
+
+
+# Shapes
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"flavour": "gpt2", "dim": 768, "depth": 3, "heads": 12},
+        {"flavour": "gpt2", "dim": 4096, "depth": 2, "heads": 32},  # blocks larger than a unit may be
+        {"flavour": "llama", "dim": 1024, "depth": 3, "heads": 16, "kv_heads": 4, "tied": False},
+    ],
+)
+def test_a_shape_is_cut_like_the_model(args, stage):
+    chosen = settings(zero=stage, activations={"checkpoint": "full"})
+    with torch.device("meta"):
+        model = gpt(**args)
+    shape = TransformerShape.from_model_args("zrun_core.models.gpt:gpt", args)
+    found = [cut_of_shape(shape, chosen), cut_on_paper(model, chosen)]
+    sizes = [
+        [(b.name, b.num_bytes) for b in rank_buffers(each, chosen, Dims(4)) if b.kind is not Kind.BUFFER]
+        for each in found
+    ]
+    assert sizes[0] == sizes[1]
+
+
+def test_tensor_parallel_ranks_share_what_they_can():
+    chosen = settings()
+    shape = TransformerShape.llama(2, 512, 8, kv_heads=2, ffn=1408, vocab=1000, seq=64)
+    whole, of_two, of_four = (cut_of_shape(shape, chosen, tp) for tp in (1, 2, 4))
+    assert whole.num_params == shape.num_params
+    norms = 5 * 512
+    assert of_two.num_params == (shape.num_params - norms) // 2 + norms
+    keys = 2 * 512 * 64  # of two layers: one key and one value head on each rank, twice as many as there are
+    assert of_four.num_params == (shape.num_params - norms) // 4 + norms + keys
+    with pytest.raises(ValueError, match="8 heads and 2 key heads do not divide over 3 ranks"):
+        cut_of_shape(shape, chosen, 3)
+
+
+def test_a_size_has_as_many_states_as_it_says():
+    chosen = settings(zero=3)
+    on_paper = cut_of_shape(TransformerShape.from_size("1.3B"), chosen)
+    assert on_paper.num_params == 1_300_000_000
+    assert sums(rank_buffers(on_paper, chosen, Dims(64))) == pytest.approx(16 * 1.3e9 / 64, rel=0.01), "and padding"
+
+
+# Checkpoints
+
+
+def test_partitioned_checkpoints_are_the_papers():
+    """Rajbhandari et al. 2020, section 6.1: 2 * batch * seq * hidden * layers / MP bytes."""
+    one = 2 * 16 * 1024 * 8192
+    arenas = [checkpoint_buffers(one, 125, tp=16, partitioned=partitioned) for partitioned in (False, True)]
+    assert [round(found[0].num_bytes / 1e9, 2) for found in arenas] == [33.55, 2.1]
+    assert [b.name for b in arenas[0]] == ["checkpoint arena"]
+    assert [(b.name, b.num_bytes, b.phases) for b in arenas[1][1:]] == [
+        ("gathered checkpoint", one, frozenset({"backward"}))
+    ]
+    assert arenas[1][0].phases == {"forward", "loss", "backward"}
+
+
+def test_checkpoints_on_other_tiers_pass_through_slots():
+    on_host, on_disk = (checkpoint_buffers(5000, 10, in_flight=2, tier=tier) for tier in (HOST, DISK))
+    assert [(b.name, b.tier, b.num_bytes, b.pinned) for b in on_host] == [
+        ("checkpoint arena", HOST, 20 * 8192, True), ("checkpoint staging", Tier.DEVICE, 2 * 8192, False)
+    ]  # fmt: skip
+    assert [(b.name, b.tier, b.num_bytes, b.pinned) for b in on_disk[-1:]] == [
+        ("disk slots of checkpoints", HOST, 3 * 8192, True)
+    ]

@@ -1,0 +1,455 @@
+"""A transformer as a handful of numbers: parameters, operations and activations by formula.
+
+    TransformerShape.from_size("7.5B")
+    TransformerShape.from_config(json.loads(Path("config.json").read_text()))
+    TransformerShape.from_model_args("zrun_core.models.gpt:gpt", {"flavour": "llama"})
+
+Parameters and operations are counted matrix by matrix; for GPT-2's layers they are those of Narayanan et al. 2021
+("Efficient Large-Scale Language Model Training on GPU Clusters"), sections 5.1 and appendix. Activations follow
+Korthikanti et al. 2022 ("Reducing Activation Recomputation in Large Transformer Models"), tables 1 and 2, term by term.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any, Literal
+
+from zrun_core.errors import JobError
+
+# What backward finds of a block: none: everything is kept | full: its input | every_n: the inputs of one block in n |
+# selective: matrix products and attention are kept, as activations.checkpoint: selective does | attention: everything
+# but the inside of attention, which is the "selective" of Korthikanti et al.
+Recompute = Literal["none", "full", "every_n", "selective", "attention"]
+_COUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kKmMbBtT])\s*")
+_FACTORS = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+SMALLEST, LARGEST = 10**5, 10**15  # parameters of `from_size`
+_LOGIT_BYTES = 8  # beside the logit itself: its fp32 copy, and the fp32 gradient of that
+
+
+@dataclass(frozen=True)
+class TransformerShape:
+    """A stack of equal blocks between an embedding and a head.
+
+    Attributes:
+        kv_heads: key and value heads; 0: `heads`.
+        ffn: width inside the feed-forward layer; 0: 4 * hidden.
+        head_dim: 0: hidden / heads.
+        seq: tokens per sample.
+        tied: whether the head is the embedding.
+        gated: SwiGLU instead of GELU: three matrices.
+        positions: rows of a learned table of positions; 0: none.
+        qkv_bias, out_bias, ffn_bias: whether the products before attention, after it, and of the feed-forward layer add
+            a bias.
+        norm_params: vectors of each norm: 2 of LayerNorm, 1 of RMSNorm.
+        extra: parameters beside the blocks, such as BERT's masked head.
+        dropout: whether masks are kept for backward.
+        flash: whether attention keeps its output and a number per row, not its matrix.
+        loss_chunk: positions whose logits exist at a time; None: all.
+        given: parameters that it is said to have; 0: those of the formula.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    vocab: int
+    seq: int
+    kv_heads: int = 0
+    ffn: int = 0
+    head_dim: int = 0
+    tied: bool = True
+    gated: bool = False
+    positions: int = 0
+    qkv_bias: bool = False
+    out_bias: bool = False
+    ffn_bias: bool = False
+    norm_params: int = 1
+    extra: int = 0
+    dropout: bool = False
+    flash: bool = True
+    loss_chunk: int | None = None
+    given: int = 0
+    name: str = "transformer"
+
+    def __post_init__(self) -> None:
+        for key, value in (("kv_heads", self.heads), ("ffn", 4 * self.hidden)):
+            if not getattr(self, key):
+                object.__setattr__(self, key, value)
+        for key in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq"):
+            value = getattr(self, key)
+            if type(value) is not int or value < 1:
+                raise JobError(f"{self.name}: {key} is {value!r}: it must be a whole number from 1")
+        if not self.head_dim:
+            if self.hidden % self.heads:
+                raise JobError(f"{self.name}: a width of {self.hidden} does not divide into {self.heads} heads")
+            object.__setattr__(self, "head_dim", self.hidden // self.heads)
+        if self.heads % self.kv_heads:
+            raise JobError(f"{self.name}: {self.heads} heads do not divide over {self.kv_heads} key heads")
+
+    # Where shapes come from
+
+    @classmethod
+    def gpt(cls, layers: int, hidden: int, heads: int, *, vocab: int = 51200, seq: int = 2048, **more: Any) -> (
+        TransformerShape
+    ):  # fmt: skip
+        """GPT-2's layers, as Narayanan et al. and Korthikanti et al. count them: vocabulary padded, with dropout."""
+        return cls(
+            layers, hidden, heads, vocab, seq, positions=more.pop("positions", seq), qkv_bias=True, out_bias=True,
+            ffn_bias=True, norm_params=2, dropout=more.pop("dropout", True), name=more.pop("name", "GPT"), **more,
+        )  # fmt: skip
+
+    @classmethod
+    def llama(cls, layers: int, hidden: int, heads: int, *, kv_heads: int, ffn: int, vocab: int, seq: int,
+              tied: bool = False, **more: Any) -> TransformerShape:  # fmt: skip
+        """Llama's layers: RMSNorm, SwiGLU, grouped queries, no biases."""
+        return cls(
+            layers, hidden, heads, vocab, seq, kv_heads, ffn, tied=tied, gated=True, name=more.pop("name", "Llama"),
+            **more,
+        )  # fmt: skip
+
+    @classmethod
+    def from_size(cls, text: str) -> TransformerShape:
+        """A plausible GPT of about "7.5B" parameters; `given` is exactly that many, and what its states are made of.
+
+        Its depth and width are in the proportion of published models of that size: 64 at 100M, 110 at 7.5B, 200 at 1T.
+
+        Raises:
+            JobError: the text is no such number.
+        """
+        params = parse_count(text)
+        vocab, seq = (51200, 2048) if params >= 10**8 else (8192, 1024) if params >= 10**7 else (256, 256)
+        wanted = 64 * (params / 1e8) ** 0.124
+        best: tuple[float, TransformerShape] | None = None
+        for hidden in _widths():
+            shape = _filled(params, hidden, vocab, seq)
+            if shape is None:
+                continue
+            lacks = 1 - shape.num_params / params
+            cost = abs(math.log(hidden / shape.layers / wanted)) + 20 * lacks + 2 * (shape.layers % 2)
+            if best is None or cost < best[0]:
+                best = cost, shape
+        assert best is not None
+        return replace(best[1], given=params, name=f"GPT of {text.strip()}")
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], seq: int | None = None) -> TransformerShape:
+        """The model of a transformers `config.json`: GPT-2, BERT, and all that have Llama's keys.
+
+        Args:
+            seq: tokens per sample; None: as many as the model takes.
+
+        Raises:
+            JobError: what is needed is not there, or it is a mixture of experts.
+        """
+        kind = str(config.get("model_type", "model"))
+        for key, value in config.items():
+            if "expert" in key and isinstance(value, int) and value > 1:
+                raise JobError(f"{kind}: {key} is {value}: experts are not counted by formula; estimate a job of it")
+        if kind == "gpt2":
+            return _gpt2(config, seq)
+        names = _keys(
+            config, kind, layers="num_hidden_layers", hidden="hidden_size", heads="num_attention_heads",
+            vocab="vocab_size", ffn="intermediate_size", seq="max_position_embeddings",
+        )  # fmt: skip
+        if kind == "bert":
+            return _bert(**{**names, "seq": seq or names["seq"], "positions": names["seq"]},
+                         dropout=bool(config.get("hidden_dropout_prob", 0.1)))  # fmt: skip
+        gated = config.get("hidden_act", "silu") in ("silu", "swish", "swiglu")
+        has_bias = bool(config.get("attention_bias", False))
+        return cls(
+            names["layers"],
+            names["hidden"],
+            names["heads"],
+            names["vocab"],
+            seq or names["seq"],
+            ffn=names["ffn"],
+            kv_heads=config.get("num_key_value_heads") or {"mistral": 8}.get(kind, names["heads"]),
+            head_dim=config.get("head_dim") or 0,
+            tied=bool(config.get("tie_word_embeddings", False)),
+            gated=gated,
+            qkv_bias=has_bias or kind == "qwen2",
+            ffn_bias=bool(config.get("mlp_bias", False)),
+            out_bias=has_bias,
+            dropout=bool(config.get("attention_dropout", 0.0)),
+            name=kind,
+        )
+
+    @classmethod
+    def from_model_args(cls, call: str, args: Mapping[str, Any]) -> TransformerShape:
+        """The model that a job makes of `call` and `args`, if it is a GPT or BERT of `zrun_core.models`.
+
+        Raises:
+            JobError: it is none of these, or the arguments do not fit it.
+        """
+        if call not in _BUNDLED:
+            raise JobError(f"{call} is none of {', '.join(_BUNDLED)}: its shape is not known")
+        module, _, attr = call.partition(":")
+        try:
+            given = inspect.signature(getattr(import_module(module), attr)).bind(**args)
+        except TypeError as error:
+            raise JobError(f"{call}: {error}") from None
+        given.apply_defaults()
+        found = given.arguments
+        dim, seq, depth, heads = found["dim"], found["seq_len"], found["depth"], found["heads"]
+        if attr == "bert":
+            return _bert(depth, dim, heads, found["vocab_size"], found["ffn_dim"] or 4 * dim, seq, positions=seq,
+                         dropout=bool(found["dropout"]), loss_chunk=found["loss_chunk"])  # fmt: skip
+        if found["flavour"] not in ("gpt2", "llama"):
+            raise JobError(f"{call}: there is no flavour {found['flavour']!r}")
+        is_gpt2 = found["flavour"] == "gpt2"
+        default_ffn = 4 * dim if is_gpt2 else -(-8 * dim // 3 // 256) * 256
+        return cls(
+            depth, dim, heads, found["vocab_size"], seq,
+            kv_heads=found["kv_heads"] or heads,
+            ffn=found["ffn_dim"] or default_ffn,
+            tied=found["tied"],
+            gated=not is_gpt2,
+            positions=seq if is_gpt2 else 0,
+            qkv_bias=is_gpt2,
+            out_bias=is_gpt2,
+            ffn_bias=is_gpt2,
+            norm_params=2 if is_gpt2 else 1,
+            dropout=bool(found["dropout"]),
+            loss_chunk=found["loss_chunk"],
+            name=f"{found['flavour']} of {depth} x {dim}",
+        )  # fmt: skip
+
+    # Parameters
+
+    @property
+    def num_params(self) -> int:
+        """Parameters by the formula, matrix by matrix."""
+        return self.embedding_params + self.layers * self.layer_params + self.head_params
+
+    @property
+    def params(self) -> int:
+        """Parameters that it is said to have, else those of the formula."""
+        return self.given or self.num_params
+
+    @property
+    def embedding_params(self) -> int:
+        """Parameters of the tables of tokens and positions."""
+        return (self.vocab + self.positions) * self.hidden
+
+    @property
+    def head_params(self) -> int:
+        """Parameters that come after the blocks; none of the head itself where it is the embedding."""
+        head = 0 if self.tied else self.vocab * self.hidden
+        return self.norm_params * self.hidden + head + self.extra
+
+    @property
+    def layer_params(self) -> int:
+        """Parameters of one block."""
+        matrices = self.qkv_width * self.hidden + self.attention_width * self.hidden
+        matrices += self.num_ffn_matrices * self.hidden * self.ffn
+        biases = self.qkv_bias * self.qkv_width
+        biases += self.out_bias * self.hidden
+        biases += self.ffn_bias * ((self.num_ffn_matrices - 1) * self.ffn + self.hidden)
+        return matrices + biases + 2 * self.norm_params * self.hidden
+
+    @property
+    def attention_width(self) -> int:
+        """Width of all queries together."""
+        return self.heads * self.head_dim
+
+    @property
+    def qkv_width(self) -> int:
+        """Width of queries, keys and values together."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def num_ffn_matrices(self) -> int:
+        return 3 if self.gated else 2
+
+    # Operations: a multiply-add is two. Attention is counted whole, also where a mask leaves half of it out.
+
+    def block_flops(self, tokens: float, seq: int | None = None) -> float:
+        """Operations of one block's forward pass over `tokens` in samples of `seq`."""
+        return self.product_flops(tokens) + self.attention_flops(tokens, seq)
+
+    def product_flops(self, tokens: float) -> float:
+        """Operations of the products with one block's weights."""
+        width = self.qkv_width + self.attention_width + self.num_ffn_matrices * self.ffn
+        return 2.0 * tokens * self.hidden * width
+
+    def attention_flops(self, tokens: float, seq: int | None = None) -> float:
+        """Operations of the two products inside one block's attention."""
+        return 4.0 * tokens * (seq or self.seq) * self.attention_width
+
+    def head_flops(self, tokens: float) -> float:
+        """Operations of the logits' forward pass."""
+        return 2.0 * tokens * self.hidden * self.vocab
+
+    def model_flops(self, samples: float) -> float:
+        """Operations that a step over `samples` needs, whatever is computed twice: three times those of forward."""
+        tokens = samples * self.seq
+        return 3 * (self.layers * self.block_flops(tokens) + self.head_flops(tokens))
+
+    def hardware_flops(self, samples: float, recompute: Recompute = "none", every: int = 2) -> float:
+        """Operations that a step really makes.
+
+        With "full" it is equation 3 of Narayanan et al. Products and attention are what counts, and "selective" keeps
+        their results. "attention" makes the two products inside of attention again.
+        """
+        tokens = samples * self.seq
+        again = 0.0
+        if recompute == "full":
+            again = self.layers * self.block_flops(tokens)
+        elif recompute == "every_n":
+            again = math.ceil(self.layers / every) * self.block_flops(tokens)
+        elif recompute == "attention":
+            again = self.layers * self.attention_flops(tokens)
+        return self.model_flops(samples) + again
+
+    # Activations
+
+    def block_activations(
+        self,
+        micro: float,
+        *,
+        tp: int = 1,
+        sequence_parallel: bool = False,
+        recompute: Recompute = "none",
+        every: int = 2,
+        element: int = 2,
+    ) -> float:
+        """Bytes that one block keeps for backward, on each of `tp` ranks, for `micro` samples.
+
+        Args:
+            sequence_parallel: whether what tensor parallelism does not divide is divided along the sequence.
+            every: "every_n" is the mean of one recomputed block and every - 1 that keep everything.
+            element: bytes of an activation.
+        """
+        if recompute == "every_n":
+            one, others = (
+                self.block_activations(
+                    micro, tp=tp, sequence_parallel=sequence_parallel, recompute=policy, element=element
+                )
+                for policy in ("full", "none")
+            )
+            return (one + (every - 1) * others) / every
+        whole, divided = self._kept(recompute, element)
+        return micro * self.seq * (whole / (tp if sequence_parallel else 1) + divided / tp)
+
+    def _kept(self, recompute: Recompute, element: int) -> tuple[float, float]:
+        """Bytes per token that a block keeps: of what tensor parallelism leaves whole, and of what it divides."""
+        hidden = self.hidden
+        if recompute == "full":
+            return element * hidden, 0.0
+        up = (self.num_ffn_matrices - 1) * self.ffn
+        if recompute == "selective":  # its input, and what products and attention made
+            return element * 3 * hidden, element * (self.qkv_width + self.attention_width + up) + 4 * self.heads
+        # Inputs of two norms, of the first and of the second half; masks after each half.
+        whole = element * 4 * hidden + self.dropout * 2 * hidden
+        # Queries, keys, values; the output of attention; what is before and after the activation function.
+        products = (2 if self.gated else 1) * self.ffn
+        divided = float(element * (self.qkv_width + self.attention_width + up + products))
+        if self.flash:
+            divided += 4.0 * self.heads  # log of the sums of each row, fp32
+        elif recompute != "attention":  # softmax, and with dropout its mask and its result
+            divided += self.heads * self.seq * (element + self.dropout * (1 + element))
+        return whole, divided
+
+    def first_stage_activations(
+        self,
+        micro: float,
+        *,
+        tp: int = 1,
+        pp: int = 1,
+        virtual: int = 1,
+        sequence_parallel: bool = False,
+        recompute: Recompute = "none",
+        element: int = 2,
+    ) -> float:
+        """Bytes on the first stage of a pipeline, which has `pp` micro-batches in flight: section 4.2.3.
+
+        So it holds as much as all layers do for one; a little more where stages have several parts.
+        """
+        block = self.block_activations(
+            micro, tp=tp, sequence_parallel=sequence_parallel, recompute=recompute, element=element
+        )
+        return self.layers * block * (1 + (pp - 1) / (pp * virtual) if virtual > 1 else 1)
+
+    def logit_bytes(self, micro: float, *, tp: int = 1, element: int = 2) -> float:
+        """Bytes at the loss: logits, their copy in fp32, and its gradient."""
+        tokens = min(micro * self.seq, self.loss_chunk or math.inf)
+        return tokens * self.vocab * (element + _LOGIT_BYTES) / tp
+
+
+_BUNDLED = ("zrun_core.models.gpt:gpt", "zrun_core.models.bert:bert")
+
+
+def parse_count(text: str) -> int:
+    """Parameters in "7.5B", "124M", "1T" or "350k".
+
+    Raises:
+        JobError: it is no such number, or beyond what `from_size` takes.
+    """
+    match = _COUNT.fullmatch(text) if len(text) <= 20 else None
+    if match is None:
+        raise JobError(f"{text!r} is no number of parameters: write for example 124M, 7.5B or 1T")
+    whole, _, decimals = match[1].partition(".")
+    count: int = int(whole + decimals) * _FACTORS[match[2].lower()] // 10 ** len(decimals)
+    if not SMALLEST <= count <= LARGEST:
+        raise JobError(f"{text.strip()} parameters: write a number from 100k to 1000T")
+    return count
+
+
+def _widths() -> list[int]:
+    """Multiples of 64, then of 128, 256 and so on: widths that products divide well."""
+    return [
+        16,
+        32,
+        48,
+        *range(64, 1024, 64),
+        *range(1024, 4096, 128),
+        *range(4096, 16384, 256),
+        *range(16384, 262145, 1024),
+    ]
+
+
+def _filled(params: int, hidden: int, vocab: int, seq: int) -> TransformerShape | None:
+    """The deepest GPT of this width that has no more than `params`; None if it would have no block."""
+    head_dim = 128 if hidden >= 2048 else 64
+    one = TransformerShape.gpt(1, hidden, max(1, hidden // head_dim), vocab=vocab, seq=seq)
+    layers = (params - (one.num_params - one.layer_params)) // one.layer_params
+    return replace(one, layers=layers) if layers > 0 else None
+
+
+def _keys(config: Mapping[str, Any], kind: str, **wanted: str) -> dict[str, int]:
+    """The numbers of a config by our names.
+
+    Raises:
+        JobError: it lacks some of them.
+    """
+    missing = [key for key in wanted.values() if config.get(key) is None]
+    if missing:
+        inner = [key for key, value in config.items() if isinstance(value, dict) and key.endswith("_config")]
+        hint = f"; what {inner[0]} says may be what is meant: give that alone" if inner else ""
+        raise JobError(f"the config of this {kind} lacks {', '.join(missing)}{hint}")
+    return {name: config[key] for name, key in wanted.items()}
+
+
+def _gpt2(config: Mapping[str, Any], seq: int | None) -> TransformerShape:
+    found = _keys(config, "gpt2", layers="n_layer", hidden="n_embd", heads="n_head", vocab="vocab_size",
+                  seq="n_positions")  # fmt: skip
+    return TransformerShape.gpt(
+        found["layers"], found["hidden"], found["heads"], vocab=found["vocab"], seq=seq or found["seq"],
+        positions=found["seq"], ffn=config.get("n_inner") or 0, dropout=bool(config.get("resid_pdrop", 0.1)),
+        tied=bool(config.get("tie_word_embeddings", True)), name="gpt2",
+    )  # fmt: skip
+
+
+def _bert(
+    layers: int, hidden: int, heads: int, vocab: int, ffn: int, seq: int, *, positions: int, dropout: bool,
+    loss_chunk: int | None = None,
+) -> TransformerShape:  # fmt: skip
+    """BERT with its masked head: two segments; a product with its bias and a norm; a bias of the vocabulary."""
+    return TransformerShape(
+        layers, hidden, heads, vocab, seq, ffn=ffn, positions=positions, qkv_bias=True, out_bias=True, ffn_bias=True,
+        norm_params=2, extra=hidden**2 + 5 * hidden + vocab, dropout=dropout, loss_chunk=loss_chunk, name="bert",
+    )  # fmt: skip

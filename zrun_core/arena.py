@@ -22,7 +22,7 @@ from collections import OrderedDict
 
 import torch
 
-from zrun_core.layout import PAGE_BYTES
+from zrun_core.layout import PAGE_BYTES, whole_pages
 
 _HUGE_PAGE_BYTES = 2 << 20
 _PROT_NONE, _PROT_RW = 0, mmap.PROT_READ | mmap.PROT_WRITE
@@ -54,7 +54,7 @@ class Region:
     """A range of addresses, unmapped when the last tensor over it is gone."""
 
     def __init__(self, num_bytes: int, *, huge: bool = True) -> None:
-        self.num_bytes = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+        self.num_bytes = whole_pages(num_bytes)
         # Aligned to huge pages, so that moving whole huge pages moves one entry each.
         self._mapped_bytes = self.num_bytes + _HUGE_PAGE_BYTES
         base = _libc().mmap(None, self._mapped_bytes, _PROT_RW, _RESERVE, -1, 0)
@@ -283,10 +283,13 @@ def can_move_pages() -> bool:
 
 
 def flat_buffer(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A permanent buffer of zeros: on CPU from huge pages outside the heap, which it therefore does not fragment."""
+    """A permanent buffer of zeros, in whole pages.
+
+    On CPU it lies in huge pages outside the heap, which it therefore does not fragment.
+    """
     if device.type == "cpu" and sys.platform.startswith("linux") and numel:
         return Region(numel * dtype.itemsize).tensor().view(dtype)[:numel]
-    return torch.zeros(numel, dtype=dtype, device=device)
+    return torch.zeros(whole_pages(numel * dtype.itemsize) // dtype.itemsize, dtype=dtype, device=device)[:numel]
 
 
 class Ring:

@@ -294,7 +294,7 @@ class StatePolicy:
         if not unit.trainable:
             return found
         grad = unit.shard_numel if Sharded.GRADIENT in self.zero.sharded else unit.padded_numel
-        found.append(Buffer(f"{unit.name}/grad", Kind.GRAD, grad * self.reduce_dtype.itemsize))
+        found.append(Buffer(f"{unit.name}/grad", Kind.GRAD, whole_pages(grad * self.reduce_dtype.itemsize)))
         start, stop = self.owned_range(unit, index)
         if self.has_master(unit, placement):
             found.append(Buffer(f"{unit.name}/master", Kind.OPTIM, 4 * (stop - start)))

@@ -35,18 +35,13 @@ HYBRID: list[tuple[int, str, dict[str, Any]]] = [
     (stage, name, {"shard_group": group}) for group in (1, 2) for stage, name in ((1, "narrow"), (2, "bf16"), (3, "fp32"))
 ]
 SERVER: list[tuple[int, str, dict[str, Any]]] = [(0, "fp32", {"sync": "server"}), (0, "narrow", {"sync": "server"})]
-CHOSEN = {
-    1: ALL[::3] + SERVER[:1],
-    2: ALL + HYBRID[:3] + SERVER,
-    3: ALL[1::3] + SERVER[:1],
-    4: ALL[2::3] + HYBRID,
-}
+CHOSEN = {1: ALL[::5], 2: ALL[::2] + HYBRID[:3] + SERVER, 3: ALL[1::4], 4: ALL[3::4] + HYBRID[3:]}
 
 
 def job(stage: int, name: str, options: dict[str, Any]) -> dict[str, Any]:
     """A small job of one step."""
     options = dict(options)
-    keys = {**ODD, "steps": 1, "checkpoint": None, "batch": {"global": 12}, **CASES[name]}
+    keys = {**ODD, "steps": 1, "lr": "constant", "checkpoint": None, "batch": {"global": 12}, **CASES[name]}
     if "sync" in options:
         keys["sync"] = options.pop("sync")
     return runs.job(**{**keys, "zero": {**keys.get("zero", {}), "stage": stage, **options}})
@@ -96,11 +91,10 @@ def train(cases: list[tuple[int, str, dict[str, Any]]], run_dir: str, direct: in
             worker = PoolWorker(make_spec(job(*case), str(path), None), world()[0])
             trainer = worker.prepare()
             trainer.run()
-            trainer.loader.close()
             worker.close()
             sums = held(trainer.sharded)
             told = {kind.value: size for kind, size in trainer.sharded.allocated_memory().by_kind.items()}
-            assert told == sums, "what a run says that it holds"
+            assert told == sums, (case, told, sums)
             found.append(sums)
         return found
     finally:
@@ -127,7 +121,7 @@ def test_what_is_planned_from_the_job_is_what_ranks_hold(ranks, world_size, tmp_
     for rank, sums in enumerate(ranks(world_size).run(train, cases, str(tmp_path), comm.DIRECT_MAX_RANKS)):
         for case, held_here in zip(cases, sums, strict=True):
             assert planned(job(*case), world_size, rank) == held_here, (rank, *case)
-            assert held_here["optim"] or (case[2].get("sync") and rank), "it has been trained"
+            assert held_here["optim"] or rank, "it has been trained"
 
 
 def test_backends_that_sum_on_the_way_need_less_room(ranks, monkeypatch, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 from hypothesis import given
@@ -114,6 +115,7 @@ def test_a_size_alone_is_near_the_published_shape(size, layers, hidden):
     assert hidden / 1.35 <= shape.hidden <= hidden * 1.35
 
 
+@hypothesis.settings(deadline=None, max_examples=50)
 @given(exponent=st.floats(5.01, 14.99))
 def test_any_size_has_a_shape(exponent):
     shape = TransformerShape.from_size(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 from hypothesis import given
@@ -112,15 +113,15 @@ def test_what_crosses_the_bus_has_pinned_slots():
         "gradient staging": 2 * 2 * largest, "parameter staging": 2 * 2 * largest
     }  # fmt: skip
     assert scratch(Placement(grad=HOST, optimizer=HOST)) == {
-        "reduce ring": 2 * 2 * largest,  # one unit is filled, one is on its way down
+        "reduce ring": 3 * 2 * largest,  # one unit is filled, one is on its way down, and the tied one fills slowly
         "parameter staging": 2 * 2 * largest,
     }
     everything = scratch(Placement(HOST, HOST, HOST))
     assert everything["gather ring"] == 2 * (largest + 2 * block), "the lasting unit, one in use, one ahead"
     assert "parameter staging" not in everything, "it is updated where it is"
-    on_disk = scratch(Placement(optimizer=DISK), dp=4)
-    assert on_disk["disk slots of optim"] == 3 * 12 * largest // 4
-    assert on_disk["gradient staging"] == 2 * 2 * largest // 4
+    on_disk = scratch(Placement(optimizer=DISK), dp=2)
+    assert on_disk["disk slots of optim"] == 3 * 12 * largest // 2
+    assert on_disk["gradient staging"] == 2 * 2 * largest // 2
 
 
 def test_fp32_parameters_need_a_copy_where_the_update_is_elsewhere():
@@ -141,6 +142,7 @@ def test_a_fraction_takes_the_units_whose_gradients_come_first():
     assert place(layouts, Placement(activation=HOST)) == {}, "they are no unit's"
 
 
+@hypothesis.settings(deadline=None, max_examples=30)
 @given(fraction=st.floats(0, 1), stage=st.integers(0, 3), dp=st.sampled_from([1, 2, 3, 8]))
 def test_every_byte_has_a_home_whatever_the_fraction(fraction, stage, dp):
     chosen = settings(zero=stage)

@@ -129,7 +129,7 @@ class TransformerShape:
             if shape is None:
                 continue
             lacks = 1 - shape.num_params / params
-            cost = abs(math.log(hidden / shape.layers / wanted)) + 20 * lacks + 2 * (shape.layers % 2)
+            cost = abs(math.log(hidden / shape.layers / wanted)) + 40 * lacks + 0.05 * (shape.layers % 4)
             if best is None or cost < best[0]:
                 best = cost, shape
         assert best is not None
@@ -400,15 +400,13 @@ def parse_count(text: str) -> int:
 
 
 def _widths() -> list[int]:
-    """Multiples of 64, then of 128, 256 and so on: widths that products divide well."""
+    """Multiples of 64, then of 128, 512 and 1024: products divide well, and the heads of large models over 8 ranks."""
     return [
-        16,
-        32,
-        48,
+        *(16, 32, 48),
         *range(64, 1024, 64),
-        *range(1024, 4096, 128),
-        *range(4096, 16384, 256),
-        *range(16384, 262145, 1024),
+        *range(1024, 2048, 128),
+        *range(2048, 4096, 512),
+        *range(4096, 262145, 1024),
     ]
 
 

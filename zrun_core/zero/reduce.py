@@ -4,8 +4,8 @@
 Every rank issues its reductions in one fixed order, because the backend pairs them up and because a rank that waits for
 scratch must wait for something that the others have issued too. A unit that is complete early waits for its turn; units
 that ran on no module of this rank are complete from the start; what is incomplete at the end of backward (a parameter
-that got no gradient) follows then, with zeros. The first order is that of registration backwards; after the first
-backward it is the one that rank 0 saw.
+that got no gradient) follows then, with zeros. The first order is that of registration backwards, parameters of
+units that stay whole last; after the first backward it is the one that rank 0 saw.
 
 A unit that gets another gradient after its turn (a parameter used outside its module, several backward calls) is
 reduced once more at the end; from then on it is left for the end.
@@ -54,7 +54,8 @@ class Reducer:
     def __init__(self, units: Sequence[FlatUnit], policy: StatePolicy, mesh: Mesh, comm: Comm) -> None:
         self._comm, self._mesh, self._policy = comm, mesh, policy
         self._split = split_group(mesh, policy)
-        self._order = [unit for unit in reversed(units) if unit.trainable]
+        # What stays whole belongs to modules of the whole model, so it is complete last.
+        self._order = sorted((u for u in reversed(units) if u.trainable), key=lambda unit: unit.layout.persistent)
         self._order_is_learnt = False
         peers = peers_of(comm, mesh, policy)
         self._arrival_shards = policy.arrival_shards(peers)

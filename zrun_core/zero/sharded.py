@@ -419,9 +419,10 @@ def _materialise(params: Sequence[nn.Parameter], unit: FlatUnit) -> None:
     """Give meta parameters a device. They keep their identity, attributes and hooks.
 
     `torch.utils.swap_tensors` swaps attributes and hooks away, and refuses parameters with weak references (LSTM).
+    A parameter must not count a gather into the unit as a change of what autograd has saved: hence `data`.
     """
     for param, view in zip(params, unit.views or unit._placeholders, strict=True):
         if param.device.type == "meta":
             hooks, late_hooks = param._backward_hooks, param._post_accumulate_grad_hooks
-            torch._C._swap_tensor_impl(param, nn.Parameter(view, requires_grad=param.requires_grad))
+            torch._C._swap_tensor_impl(param, nn.Parameter(view.data, requires_grad=param.requires_grad))
             param._backward_hooks, param._post_accumulate_grad_hooks = hooks, late_hooks

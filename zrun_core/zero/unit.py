@@ -260,8 +260,7 @@ class FlatUnit:
         param = self.param_shard if self.frees else self.full
         found = [Buffer(f"{self.name}/param", Kind.PARAM, param.nbytes)]
         if self.trainable:
-            grad = self.grad if self._kept_grad is None else self._kept_grad
-            found.append(Buffer(f"{self.name}/grad", Kind.GRAD, grad.nbytes))
+            found.append(Buffer(f"{self.name}/grad", Kind.GRAD, self.grad.untyped_storage().nbytes()))
             if self.policy.has_master(self.layout):
                 found.append(Buffer(f"{self.name}/master", Kind.OPTIM, self.master.nbytes))
         return found

@@ -128,7 +128,7 @@ def test_a_skeleton_is_cut_as_the_model_is(model: Any) -> None:
     params, modules = describe_params(built, torch.bfloat16), describe_modules(built)
     described = Profile("formula", "", params, 0, 0, Linear(0.0, 0.0), None, {}, modules)
     skeleton = skeleton_of(Profile.from_json(described.to_json()))
-    for options in ({}, {"persist_below": 200}, {"recomputes_blocks": True}):
+    for options in ({}, {"persist_below": 200}, {"whole_blocks": True}):
         one, other = (
             cut(each, dtype=torch.bfloat16, num_shards=3, bucket=1 << 12, **options) for each in (built, skeleton)
         )

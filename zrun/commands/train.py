@@ -124,7 +124,8 @@ def train(
             environment=environment,
             run_dir=run_dir,
             fresh=fresh,
-            ui=ui,
+            # mpirun hands on what it takes from a terminal of its own.
+            ui=Ui.plain if rendezvous is not None and ui is Ui.auto else ui,
             dry_run=dry_run,
             worker=worker,
             again=command if rendezvous is None else f"start all processes again, each with {command}",

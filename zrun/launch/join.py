@@ -31,7 +31,7 @@ from typing import Any, NoReturn, Self
 
 from zrun.launch.agent_process import PATIENCE_S, AgentLink, close_all
 from zrun.launch.conventions import Convention
-from zrun.launch.frames import SILENCE_S, pack
+from zrun.launch.frames import BEAT_S, SILENCE_S, pack
 from zrun.launch.probe import route_to
 from zrun.launch.processes import allow_files
 from zrun_core.config import JobConfig
@@ -93,7 +93,7 @@ class Rendezvous:
         if alone and not marks:
             raise JobError(
                 f"{convention.evidence}: nothing tells these processes from those of another start on this host: pass "
-                "MASTER_PORT to all of them, such as by mpirun -x MASTER_PORT=29500"
+                "MASTER_PORT to all of them, such as by mpirun -x MASTER_PORT=29500 or mpiexec -genv MASTER_PORT 29500"
             )
         port = (seat.port if seat is not None else host.port if host else None) or _default_port(environ)
         if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -444,14 +444,14 @@ def _proof(key: bytes, who: str, door_nonce: str, caller_nonce: str, caller: Cal
 
 
 def _keep_alive(connection: socket.socket) -> None:
-    """Notice that the other host is gone, within `SILENCE_S`."""
+    """Notice that the other host is gone, about when it notices that by `SILENCE_S`."""
     if connection.family == socket.AF_UNIX:
         return
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in ((socket.TCP_KEEPIDLE, 3), (socket.TCP_KEEPINTVL, 3), (socket.TCP_KEEPCNT, 4)):
+    for option, value in ((socket.TCP_KEEPIDLE, 3), (socket.TCP_KEEPINTVL, 3), (socket.TCP_KEEPCNT, 3)):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SILENCE_S * 1000))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int((SILENCE_S - BEAT_S) * 1000))
 
 
 def _say(connection: socket.socket, what: Mapping[str, Any]) -> None:

@@ -25,6 +25,9 @@ class Cost(NamedTuple):
         return Cost(self.seconds * count, self.node * count, self.network * count)
 
 
+NOTHING = Cost()
+
+
 @dataclass(frozen=True)
 class Span:
     """A group of ranks whose numbers are `stride` apart, on nodes that are filled in the order of the numbers.

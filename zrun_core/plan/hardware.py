@@ -153,7 +153,7 @@ def _gpu(name: str, memory_mib: int, peak: Mapping[str, float], bandwidth: float
 # Memory in MiB as the CUDA runtime reports it; peaks dense; bandwidth in bytes/s; streaming multiprocessors.
 # Attention is torch's flash kernel (FlashAttention-2) from the A100 on, the memory-efficient one before.
 _A100 = {"gemm": 0.80, "attention": 0.55}
-_HOPPER = {"gemm": 0.80, "attention": 0.38, "workspace_bytes": 32 * MIB, "context_bytes": 520 * MIB}
+_HOPPER = {"gemm": 0.64, "attention": 0.32, "workspace_bytes": 32 * MIB, "context_bytes": 520 * MIB}
 DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
@@ -163,7 +163,7 @@ DEVICES: dict[str, Device] = {
         _gpu("A100-80G", 81051, _peaks(312e12, 19.5e12), 2039e9, 108, **_A100),
         _gpu("H100-80G", 81090, _peaks(989e12, 67e12), 3350e9, 132, **_HOPPER),
         _gpu("H200", 143156, _peaks(989e12, 67e12), 4800e9, 132, **_HOPPER),
-        _gpu("B200", 182642, _peaks(2250e12, 75e12), 8000e9, 148, **(_HOPPER | {"gemm": 0.72, "attention": 0.25})),
+        _gpu("B200", 182642, _peaks(2250e12, 75e12), 8000e9, 148, **(_HOPPER | {"gemm": 0.60, "attention": 0.22})),
         _gpu("L40S", 45488, _peaks(362e12, 91.6e12), 864e9, 142, gemm=0.62, attention=0.45),
         _gpu("4090", 24217, _peaks(165e12, 82.6e12), 1008e9, 128, gemm=0.88, attention=0.75),
     )

@@ -127,7 +127,7 @@ def replay(
     return _replay(tuple(forward), tuple(backward), stages, micro_batches, send)
 
 
-_STEADY = 3  # rounds of `stages` micro-batches after which a pipeline only repeats itself
+_STEADY = 2  # rounds of `stages` micro-batches after which a pipeline only repeats itself
 
 
 @lru_cache(maxsize=4096)
@@ -143,11 +143,16 @@ def _replay(
     return tuple(low + (high - low) * rounds for low, high in zip(some, more, strict=True))
 
 
+@lru_cache(maxsize=16)
+def _orders(stages: int, virtual: int, micro_batches: int) -> list[list[tuple[bool, int, int]]]:
+    return [stage_order(stage, stages, virtual, micro_batches) for stage in range(stages)]
+
+
 def _play(
     forward: tuple[float, ...], backward: tuple[float, ...], stages: int, micro_batches: int, send: float
 ) -> tuple[float, ...]:
     chunks = len(forward)
-    orders = [stage_order(stage, stages, chunks // stages, micro_batches) for stage in range(stages)]
+    orders = _orders(stages, chunks // stages, micro_batches)
     there: list[list[float | None]] = [[None] * micro_batches for _ in range(chunks)]  # when a forward is done
     back: list[list[float | None]] = [[None] * micro_batches for _ in range(chunks)]
     clock, cursor = [0.0] * stages, [0] * stages

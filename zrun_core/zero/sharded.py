@@ -23,8 +23,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from zrun_core.comm import Comm, Phase, slice_start
-from zrun_core.layout import Buffer, Kind, ParamSlot, Sharded, StatePolicy, ZeroPolicy, module_buffers
+from zrun_core.comm import Comm, Phase
+from zrun_core.layout import Buffer, Kind, ParamSlot, StatePolicy, ZeroPolicy, module_buffers
 from zrun_core.mesh import Mesh
 from zrun_core.optim.choose import Chosen, Options
 from zrun_core.optim.sharded import ShardedOptimizer
@@ -35,9 +35,9 @@ from zrun_core.zero.hooks import install
 from zrun_core.zero.nonfinite import Culprit, Inspector
 from zrun_core.zero.plain import PlainLoop
 from zrun_core.zero.reduce import Reducer, peers_of, split_group
+from zrun_core.zero.traffic import Steps, expected_traffic
 from zrun_core.zero.unit import FlatUnit, moves_pages, window_pool
 
-_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "push", "pull")
 _OWN_KINDS = (Kind.PARAM, Kind.GRAD, Kind.OPTIM, Kind.RING, Kind.BUFFER)  # of what a rank keeps from step to step
 _NORM_CHUNK = 1 << 20  # elements that a CPU casts at a time: they stay in cache
 
@@ -356,32 +356,13 @@ class ShardedModel:
     def expected_traffic(self, num_steps: int, num_micro_batches: int) -> dict[str, int]:
         """Bytes that this rank should have sent in so many training steps, by kind of collective.
 
-        It holds for models whose modules each run once per forward; see the module's docstring for the formulas.
+        It holds for models whose modules each run once per forward; see `traffic.py` for the formulas.
         """
-        policy, expected = self.settings.zero, dict.fromkeys(_KINDS, 0)
-        reduce_size = self.settings.precision.reduce.itemsize
-        for unit in self.units:
-            peers, shard = unit.split.size - 1, unit.layout.shard_numel
-            gathers = 2 * num_micro_batches if unit.frees else self._gatherer.num_refreshes
-            is_gathered = unit.frees or (unit.trainable and Sharded.OPTIMIZER in policy.sharded)
-            expected["all_gather"] += gathers * is_gathered * peers * shard * unit.layout.dtype.itemsize
-            if not unit.trainable:
-                continue
-            reductions = num_micro_batches if Sharded.GRADIENT in policy.sharded else num_steps
-            if Sharded.OPTIMIZER in policy.sharded:
-                expected["reduce_scatter"] += reductions * peers * shard * reduce_size
-                copies, index = self.mesh.replicate.size, self.mesh.replicate.index
-                own = slice_start(shard, copies, index + 1) - slice_start(shard, copies, index)
-                expected["all_reduce"] += num_steps * (copies > 1) * (shard + (copies - 2) * own) * reduce_size
-            elif self.settings.server:
-                is_server, numel = unit.split.index == 0, unit.layout.padded_numel
-                expected["push"] += reductions * (peers > 0) * (not is_server) * numel * reduce_size
-                expected["pull"] += (
-                    self._gatherer.num_refreshes * peers * is_server * numel * unit.layout.dtype.itemsize
-                )
-            else:
-                expected["all_reduce"] += 2 * reductions * peers * shard * reduce_size
-        return {kind: num_bytes for kind, num_bytes in expected.items() if num_bytes}
+        how_often = Steps(num_steps, num_micro_batches, self._gatherer.num_refreshes)
+        return expected_traffic(
+            self.layouts, self.settings.states, how_often, index=split_group(self.mesh, self.settings.states).index,
+            copies=self.mesh.replicate.size, copy_index=self.mesh.replicate.index,
+        )  # fmt: skip
 
     def planned_memory(self) -> MemoryAccount:
         """What `layout` says this rank allocates."""

@@ -1,0 +1,224 @@
+"""The search finds what estimating everything finds, and says what it may not be asked."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from zrun_core.config import JobConfig
+from zrun_core.errors import JobError
+from zrun_core.plan.candidate import Candidate
+from zrun_core.plan.estimate import Estimate, Planner
+from zrun_core.plan.hardware import Hardware, parse_simulate
+from zrun_core.plan.search import Constraints, Result, _Search, changes, search
+from zrun_core.plan.states import Dims
+from zrun_core.plan.transformer import TransformerShape
+
+SMALL = TransformerShape.gpt(8, 1024, 16, seq=1024, vocab=50304)
+MIDDLE = TransformerShape.gpt(8, 4096, 32, seq=2048)
+BIG = TransformerShape.gpt(24, 4096, 32, seq=2048)  # 5.2 billion: 16 bytes each are more than a device has
+
+
+def everything(planner: Planner, constraints: Constraints) -> list[Estimate]:
+    found = []
+    for candidate in _Search(planner, constraints)._all():
+        try:
+            found.append(planner.estimate(candidate))
+        except JobError:
+            continue
+    return found
+
+
+def names(found: tuple[Estimate, ...]) -> list[str]:
+    return [str(each.candidate) for each in found]
+
+
+@pytest.mark.parametrize(("shape", "hardware", "batch"), [(SMALL, "4xV100-16G", 32), (MIDDLE, "2x4xA100-40G@100G", 16)])
+def test_the_best_are_those_of_trying_everything(shape: TransformerShape, hardware: str, batch: int) -> None:
+    planner = Planner(shape, parse_simulate(hardware))
+    limits = Constraints(batch, stages=(0, 1, 3), checkpoints=("none", "full"), offloads=False, virtual=2, most_micro=2)
+    all_of_them = everything(planner, limits)
+    fitting = sorted(each.time.seconds for each in all_of_them if each.fits)
+    found = search(planner, planner.hardware, limits, "best")
+    assert [each.time.seconds for each in found.best] == pytest.approx(fitting[:10])
+    assert all(each.fits for each in found.best)
+    assert found.tried + found.pruned >= len(all_of_them) > found.tried, "bounds ruled some out"
+    for point in found.pareto:
+        better = [e for e in all_of_them if e.fits and e.time.seconds < point.time.seconds
+                  and e.headroom > point.headroom + 0.01 * point.capacity]  # fmt: skip
+        assert not better
+    most_room = max(each.headroom for each in all_of_them if each.fits)
+    assert found.pareto[-1].headroom >= most_room - 0.01 * found.pareto[-1].capacity
+
+
+def test_it_is_the_same_every_time() -> None:
+    results: list[Result] = []
+    for _ in range(2):
+        planner = Planner(MIDDLE, parse_simulate("4xV100-16G"))
+        results.append(search(planner, planner.hardware, Constraints(16, virtual=1, most_micro=1), "best"))
+    for one, other in itertools.pairwise(results):
+        assert (one.best, one.pareto, one.rejected, one.tried) == (
+            other.best,
+            other.pareto,
+            other.rejected,
+            other.tried,
+        )
+
+
+def test_no_bound_is_above_what_it_bounds() -> None:
+    planner = Planner(MIDDLE, parse_simulate("2x2xA100-80G"))
+    searching = _Search(planner, Constraints(8, virtual=2, most_micro=2, checkpoints=("none", "selective")))
+    for bound in searching._bounds():
+        found = planner.estimate(bound.candidate)
+        assert bound.seconds <= found.time.seconds * (1 + 1e-9), bound.candidate
+        assert bound.num_bytes <= found.device_used, bound.candidate
+
+
+def fit(hardware: Hardware, base: Candidate, batch: int, **limits: object) -> Result:
+    planner = Planner(BIG, hardware)
+    return search(planner, hardware, Constraints(batch, base=base, **limits), "fit")  # type: ignore[arg-type]
+
+
+def test_the_cheapest_change_is_one_key_that_zrun_can_train_with() -> None:
+    base = Candidate(0, Dims(8), 1, 4, "full", "bf16")
+    found = fit(parse_simulate("8xA100-80G"), base, 32)
+    best = found.best[0].candidate
+    assert best.stage > 0
+    assert changes(base, best) == 1
+    assert not best.lacking()
+    alike = [each for each in found.best if changes(base, each.candidate) == 1 and not each.candidate.lacking()]
+    assert found.best[: len(alike)] == tuple(alike)
+    assert [e.time.seconds for e in alike] == sorted(e.time.seconds for e in alike), "the least slowdown first"
+    assert found.rejected
+    assert not any(each.fits for each in found.rejected)
+
+
+def test_what_zrun_cannot_train_with_comes_only_where_nothing_else_fits() -> None:
+    base = Candidate(0, Dims(1), 1, 4, "none", "bf16")
+    found = fit(parse_simulate("1xA100-80G"), base, 4)
+    assert found.best[0].candidate.lacking() == ("offload",)
+    assert "does not train with it yet" in " ".join(found.best[0].notes)
+    only = fit(parse_simulate("1xA100-80G"), base, 4, trainable=True)
+    assert not only.best
+    missing = [-each.headroom for each in only.rejected]
+    assert missing == sorted(missing)
+    assert missing[0] > 0
+
+
+def test_a_job_that_fits_needs_no_change() -> None:
+    base = Candidate(3, Dims(8), 1, 1, "full", "bf16")
+    found = fit(parse_simulate("8xA100-80G"), base, 8)
+    assert names(found.best)[0] == str(base)
+
+
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        ({"global_batch": 0}, "trains nothing"),
+        ({"global_batch": 8, "tp": ()}, "leave nothing to choose tp from"),
+        ({"global_batch": 8, "tp": (2, 4), "trainable": True}, "contradict each other"),
+    ],
+)
+def test_contradictions_are_said(limits: dict[str, object], said: str) -> None:
+    with pytest.raises(JobError, match=said):
+        Constraints(**limits)  # type: ignore[arg-type]
+
+
+def test_a_batch_that_does_not_divide_is_said() -> None:
+    hardware = parse_simulate("8xA100-80G")
+    with pytest.raises(JobError, match="no configuration has 7 samples per step on 8xA100-80G"):
+        search(BIG, hardware, Constraints(7, trainable=True), "best")
+    with pytest.raises(JobError, match="one of something"):
+        search(BIG, hardware, Constraints(8), "fit")
+
+
+# Estimates
+
+
+def test_an_estimate_adds_up() -> None:
+    planner = Planner(BIG, parse_simulate("2x8xA100-80G"))
+    found = planner.estimate(Candidate(1, Dims(2, tp=4, pp=2), 1, 8, "selective", sequence_parallel=True))
+    assert [rank.role for rank in found.ranks] == ["first", "last"]
+    for rank in found.ranks:
+        states = sum(buffer.num_bytes for buffer in rank.buffers)
+        assert rank.allocated == rank.peak.num_bytes == states + rank.peak.dynamic
+        assert rank.reserved >= rank.allocated
+        assert rank.device_used > rank.reserved
+    assert found.headroom == found.capacity - max(rank.device_used for rank in found.ranks)
+    assert found.source == "formula"
+    assert sum("does not train with it yet" in note for note in found.notes) == 2
+    share = BIG.num_params / 8
+    assert found.paper == {"params": 2 * share, "grads": 2 * share, "optim": 12 * share / 2}
+    middle = planner.estimate(Candidate(1, Dims(1, tp=4, pp=4), 1, 8))
+    assert [rank.role for rank in middle.ranks] == ["first", "middle", "last"]
+
+
+def test_earlier_stages_hold_more_micro_batches() -> None:
+    planner = Planner(BIG, parse_simulate("8xA100-80G"))
+    first, middle, last = planner.estimate(Candidate(0, Dims(1, tp=2, pp=4), 1, 16, "full")).ranks
+    one_block = BIG.block_activations(1, tp=2, recompute="full")
+    assert first.peak.holders[0] == ("activations of blocks", round(4 * 6 * one_block))
+    assert dict(middle.peak.holders)["activations of blocks"] == round(3 * 6 * one_block)
+    assert dict(last.peak.holders)["activations of blocks"] == round(6 * one_block)
+
+
+def test_states_elsewhere_are_counted_where_they_are() -> None:
+    from zrun_core.plan.estimate import Placement, Tier
+
+    planner = Planner(BIG, parse_simulate("2xA100-80G"))
+    here, there, disk = (
+        planner.estimate(Candidate(2, Dims(2), 1, 1, "full", placement=placement))
+        for placement in (Placement(), Placement(grad=Tier.HOST, optimizer=Tier.HOST), Placement(optimizer=Tier.DISK))
+    )
+    assert there.device_used < here.device_used
+    rank = there.ranks[0]
+    optimizer = sum(b.num_bytes for b in rank.buffers if b.kind.value == "optim")
+    assert rank.pageable > optimizer >= 12 * BIG.num_params / 2
+    assert rank.pinned >= 4 * BIG.num_params / 2
+    assert there.host_bytes == sum(there.host_parts.values()) >= 2 * (rank.pinned + optimizer)
+    assert disk.ranks[0].disk >= 12 * BIG.num_params / 2
+
+
+def test_a_jobs_own_keys_count() -> None:
+    values = {"name": "j", "model": "m:f", "data": {"call": "d:f", "workers": 3}, "steps": 1, "batch": {"micro": 1}}
+    hardware = parse_simulate("2xA100-80G")
+    plain, bf16, sgd = (
+        Planner(SMALL, hardware, JobConfig.model_validate({**values, "optim": optim})).estimate(
+            Candidate(0, Dims(2), 1, 1)
+        )
+        for optim in ({}, {"moments": "bf16"}, {"name": "sgd"})
+    )
+    sizes = [sum(b.num_bytes for b in e.ranks[0].buffers if b.kind.value == "optim") for e in (plain, bf16, sgd)]
+    params = SMALL.num_params
+    assert sizes == [pytest.approx(each * params, rel=1e-3) for each in (12, 8, 4)]
+    assert plain.host_parts["loaders"] == 2 * 3 * (220 << 20)
+    assert plain.host_parts["build"] == 4 * params
+    assert plain.time.parts["update"] > bf16.time.parts["update"] > sgd.time.parts["update"]
+
+
+@pytest.mark.parametrize(
+    ("candidate", "said"),
+    [
+        (Candidate(0, Dims(16), 1, 1), "16 ranks on 8 devices"),
+        (Candidate(0, Dims(1, tp=3), 1, 1), "tp 3: 16 heads and 16 key heads do not divide over 3 ranks"),
+        (Candidate(0, Dims(1, pp=4, virtual=4), 1, 4), "the model has 8 repeated blocks only"),
+        (Candidate(0, Dims(1, pp=4, virtual=2), 1, 6), "micro-batches in groups of 4, and a step has 6"),
+    ],
+)
+def test_the_impossible_is_said(candidate: Candidate, said: str) -> None:
+    with pytest.raises(JobError, match=said):
+        Planner(SMALL, parse_simulate("8xA100-80G")).estimate(candidate)
+
+
+def test_traffic_is_that_of_the_layouts() -> None:
+    planner = Planner(SMALL, parse_simulate("4xA100-80G"))
+    sent = [planner.estimate(Candidate(stage, Dims(4), 1, 3)).traffic for stage in range(4)]
+    params, share = SMALL.num_params, 3 / 4
+    close = {"rel": 2e-3}  # padding to pages
+    assert sent[0] == {"all_reduce": pytest.approx(2 * 4 * params * share, **close)}
+    for stage, (gathers, reductions) in {1: (1, 1), 2: (1, 3), 3: (6, 3)}.items():
+        assert sent[stage]["all_gather"] == pytest.approx(gathers * 2 * params * share, **close)
+        assert sent[stage]["reduce_scatter"] == pytest.approx(reductions * 4 * params * share, **close)
+    hybrid = planner.estimate(Candidate(1, Dims(4, shard=2), 1, 3)).traffic
+    assert hybrid["all_reduce"] == pytest.approx(4 * params / 2, **close)

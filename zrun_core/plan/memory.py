@@ -1,0 +1,140 @@
+"""What one rank's micro-batch takes beyond the states: of a traced model event by event, of a shape by formula."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from zrun_core.plan.allocator import simulate
+from zrun_core.plan.candidate import Candidate
+from zrun_core.plan.costs import BYTES
+from zrun_core.plan.profile import Peak, Phase, Profile, peak_of
+from zrun_core.plan.states import Dims, stage_blocks
+from zrun_core.plan.transformer import TransformerShape
+
+ALIGN = 512  # bytes to which CUDA's allocator rounds
+_FORMULA_SLACK = 0.03  # reserved beyond allocated, where no timeline tells
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A pipeline stage as its activations see it.
+
+    Attributes:
+        blocks: how many of the model's.
+        held: micro-batches whose activations it holds at most, in units of all its blocks.
+    """
+
+    index: int
+    blocks: int
+    held: float
+    first: bool
+    last: bool
+
+    @classmethod
+    def of(cls, dims: Dims, index: int, num_blocks: int, accumulation: int) -> Stage:
+        """Stage `index` of 1F1B, or of its interleaved form: as many as it runs ahead, and the one that it is at."""
+        if dims.pp == 1:
+            return cls(0, num_blocks, 1.0, True, True)
+        blocks = sum(map(len, stage_blocks(num_blocks, dims, index)))
+        ahead = dims.pp - 1 - index
+        if dims.virtual > 1:
+            ahead = 2 * ahead + (dims.virtual - 1) * dims.pp
+        held = min(ahead + 1, accumulation * dims.virtual) / dims.virtual
+        return cls(index, blocks, held, index == 0, index == dims.pp - 1)
+
+    def range(self, num_blocks: int) -> range | None:
+        """As many neighbouring blocks of the model, with its ends where the stage has them; None: all."""
+        if self.first and self.last:
+            return None
+        if self.last:
+            return range(num_blocks - self.blocks, num_blocks)
+        start = 0 if self.first else min(1, num_blocks - self.blocks)
+        return range(start, start + self.blocks)
+
+
+@dataclass(frozen=True)
+class Held:
+    """The largest live set of a rank.
+
+    Attributes:
+        peak: with steady bytes in it.
+        reserved_beyond: bytes that the allocator takes from the device beside those in use.
+    """
+
+    peak: Peak
+    reserved_beyond: int
+
+
+def traced(profile: Profile, candidate: Candidate, stage: Stage, steady: Mapping[Phase, int], *, cuda: bool) -> Peak:
+    """The peak of a stage of a traced model.
+
+    Raises:
+        KeyError: it was not traced with this kind of checkpointing.
+    """
+    return peak_of(
+        profile.traces[candidate.checkpoint], candidate.micro, blocks=stage.range(profile.num_blocks),
+        in_flight=math.ceil(stage.held), steady=steady, accumulating=candidate.accumulation > 1,
+        align=ALIGN if cuda else 1,
+    )  # fmt: skip
+
+
+def reserved_beyond(profile: Profile, candidate: Candidate) -> int:
+    """Bytes that the caching allocator takes from the device for a micro-batch beyond those in use at the peak."""
+    found = simulate(
+        profile.traces[candidate.checkpoint], candidate.micro, (), accumulation=candidate.accumulation, expandable=True
+    )
+    return max(0, found.reserved - found.allocated)
+
+
+def by_formula(
+    shape: TransformerShape, candidate: Candidate, stage: Stage, steady: Mapping[Phase, int], every: int
+) -> Peak:
+    """The peak of a stage of a transformer of this shape.
+
+    At the end of forward there are the kept activations of all blocks, and the logits; in backward there are, beside
+    those, what one block is recomputed to, the gradients of its largest activations, and of its largest matrix.
+    """
+    tp, element = candidate.dims.tp, BYTES[candidate.precision]
+    tokens = candidate.micro * shape.seq
+    policy = candidate.checkpoint
+
+    def of_block(recompute: str) -> float:
+        return shape.block_activations(
+            candidate.micro, tp=tp, sequence_parallel=candidate.sequence_parallel,
+            recompute=recompute, every=every, element=element,  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    kept = stage.held * stage.blocks * of_block(policy)
+    again = (
+        max(0.0, of_block("none") - of_block("full" if policy == "every_n" else policy)) if policy != "none" else 0.0
+    )
+    widest = max(shape.hidden, shape.qkv_width / tp, (shape.num_ffn_matrices - 1) * shape.ffn / tp)
+    grads = 2 * element * tokens * widest
+    matrix = element * shape.hidden * max(shape.qkv_width, shape.ffn) / tp
+    logits = shape.logit_bytes(candidate.micro, tp=tp, element=element) if stage.last else 0.0
+    loss = kept + logits + element * tokens * shape.hidden
+    back = kept + again + grads + matrix
+    sizes = {Phase.LOSS: loss if stage.last else kept, Phase.BACKWARD: back}
+    live = {
+        Phase.LOSS: {"activations of blocks": kept, "logits": logits},
+        Phase.BACKWARD: {
+            "activations of blocks": kept,
+            "a recomputed block": again,
+            "gradients of a block": grads + matrix,
+        },
+    }
+    totals = {phase: size + steady.get(phase, 0) for phase, size in sizes.items()}
+    totals |= {phase: float(size) for phase, size in steady.items() if phase not in totals}
+    phase = max(totals, key=lambda each: totals[each])
+    holders = sorted(live.get(phase, {}).items(), key=lambda item: -item[1])
+    return Peak(
+        round(totals[phase]), phase, "", tuple((name, round(size)) for name, size in holders if size > 0),
+        round(sizes.get(phase, 0.0)),
+    )  # fmt: skip
+
+
+def formula_slack(dynamic: int) -> int:
+    """What the allocator is taken to reserve beyond `dynamic` bytes of activations and temporaries."""
+    return round(_FORMULA_SLACK * dynamic)

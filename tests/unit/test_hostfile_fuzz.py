@@ -143,7 +143,7 @@ def test_the_command_says_the_same(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("job.yaml").write_text("name: a\nmodel: m.py:f\ndata: m.py:g\nsteps: 1\nbatch: 1\n")
-    monkeypatch.setattr(sys, "argv", ["zrun", "check", "job.yaml", "--no-import", "--hosts", "hf"])
+    monkeypatch.setattr(sys, "argv", ["zrun", "check", "job.yaml", "--no-import", "--offline", "--hosts", "hf"])
     rng = random.Random(2)
     codes = set()
     for _ in range(40):

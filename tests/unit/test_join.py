@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 
-from zrun.launch.cluster import Gpu, HostFacts
+from zrun.launch.cluster import Cluster, Gpu, HostFacts
 from zrun.launch.conventions import detect
 from zrun.launch.frames import Unpacker
 from zrun.launch.join import Caller, Door, JoinedAgent, Rendezvous, job_key, knock
+from zrun.launch.plan import make_plan
 from zrun.launch.probe import route_to
 from zrun.launch.seating import check_slots, hosts_of, merged
+from zrun.launch.workers import seen_alone
 from zrun.topology.cpus import NumaNode
 from zrun_core.config import JobConfig
 from zrun_core.errors import JobError, PreflightError, RendezvousError
@@ -252,5 +254,15 @@ def test_cores_and_gpus_of_each_process_stay_its_own() -> None:
     found = merged("h", [seen_by((0, 1), "A"), seen_by((2, 3), "B")])
     assert (found.slots, found.cores, [gpu.uuid for gpu in found.gpus], found.apart) == (2, 4, ["A", "B"], True)
     assert found.unbound is not None
+    plan = make_plan(job(batch={"micro": 1}, device="cuda"), Cluster((found,))).plan
+    assert [(place.device, place.uuid, place.threads) for place in plan.ranks] == [
+        ("cuda:0", "A", 2),
+        ("cuda:0", "B", 2),
+    ]
+    assert seen_alone(plan.model_dump()["ranks"]) == {0: "A", 1: "B"}
+    shared = merged("h", [seen_by((0, 1, 2, 3), "A", "B")] * 2)
+    plan = make_plan(job(batch={"micro": 1}, device="cuda"), Cluster((shared,))).plan
+    assert [place.device for place in plan.ranks] == ["cuda:0", "cuda:1"]
+    assert seen_alone(plan.model_dump()["ranks"]) == {}
     with pytest.raises(PreflightError, match=r"h: its ranks see different GPUs, and not each one of its own \(1, 2\)"):
         merged("h", [seen_by((0, 1), "A"), seen_by((0, 1), "A", "B")])

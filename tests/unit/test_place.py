@@ -286,7 +286,8 @@ def test_workers_start_on_their_cores(tmp_path: Path, own_affinity: set[int], by
         host=(0, 1),
         logs={rank: tmp_path / f"{rank}.log" for rank in range(3)},
         cpus={0: str(first), 2: "4000-4001"},  # the last ones are not there: a rank without them is slower, not wrong
-        slices={1: "MIG-b"},
+        ranks=range(3),
+        alone={1: "MIG-b"},
     )
     for worker in command.start().values():
         assert worker.wait(60) == 0

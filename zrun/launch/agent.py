@@ -27,7 +27,7 @@ from zrun.launch.frames import Start, Stop
 from zrun.launch.hangs import Observer
 from zrun.launch.switchboard import Switchboard
 from zrun.launch.witness import Witness
-from zrun.launch.workers import Command
+from zrun.launch.workers import Command, seen_alone
 from zrun_core.board import BoardView
 from zrun_core.errors import ExitCode
 from zrun_core.spec import host_file
@@ -87,8 +87,6 @@ def _run(start: Start, store: socket.socket | None, run_dir: Path, telemetry: st
     for rank in ranks:  # of an earlier attempt, where the launcher does not see this disk
         (run_dir / "failures" / f"rank-{rank}.json").unlink(missing_ok=True)
     hosts = list(dict.fromkeys(place["host"] for place in plan["ranks"]))
-    # Where several have the same number, each sees no other: a slice of MIG, or what another launcher gave to it.
-    are_alone = sum(place["device"] == "cuda:0" for place in here) > 1
     command = Command(
         run_id=start.spec["run_id"],
         module=start.module,
@@ -99,7 +97,7 @@ def _run(start: Start, store: socket.socket | None, run_dir: Path, telemetry: st
         ranks=all_here,
         logs={rank: run_dir / "logs" / f"rank-{rank}.log" for rank in ranks},
         cpus={place["rank"]: place["cpus"] for place in here if place.get("cpus")},
-        alone={place["rank"]: place["uuid"] for place in here if are_alone and place.get("uuid")},
+        alone=seen_alone(here),
         store=store,
     )
     _pass_on_signals(switchboard)

@@ -9,15 +9,29 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from subprocess import DEVNULL, STDOUT, Popen
+from typing import Any
 
 from zrun.topology.cpus import USER_BINDING, parse_cpus
 
 Workers = dict[int, "Popen[bytes]"]  # by rank
+
+
+def seen_alone(places: Sequence[Mapping[str, Any]]) -> dict[int, str]:
+    """The one GPU that each rank of a host may see, by rank, where several are to take their first: none elsewhere.
+
+    Those are slices of MIG, of which CUDA shows a process one, and GPUs that another launcher gave to one rank each.
+
+    Args:
+        places: of all ranks of the host, as in a plan.
+    """
+    if sum(place["device"] == "cuda:0" for place in places) < 2:
+        return {}
+    return {place["rank"]: place["uuid"] for place in places if place.get("uuid")}
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from zrun_core.board import Board
 from zrun_core.errors import PEER_IS_GONE, HangError, PeerError
-from zrun_core.host_memory import HostMemory, Work
+from zrun_core.host_memory import HostMemory, Message, Work
 
 DIRECT_MAX_RANKS = 8
 
@@ -182,6 +182,8 @@ class Comm:
         if self._board is not None:
             self._board.waiting(True)
         try:
+            if self._memory is not None and not all(isinstance(work, Message) for work in works):
+                self._memory.take_all()
             for work in works:
                 work.wait()
         except RuntimeError as error:
@@ -194,16 +196,20 @@ class Comm:
                 self._board.waiting(False)
         self.waited_s += time.perf_counter() - start
 
+    def _in_memory(self, group: Group, tag: int) -> bool:
+        """Whether such messages go through the memory of the ranks."""
+        return self._memory is not None and self._memory.holds(group.ranks, tag)
+
     def _send(self, tensor: torch.Tensor, peer: int, group: Group, tag: int) -> Work:
         """Send `tensor` to rank `peer` of `group`."""
-        if self._memory is not None and self._memory.holds(group.ranks, tag):
+        if self._memory is not None and self._in_memory(group, tag):
             return self._memory.send(tensor, group.ranks[peer], tag)
         assert group.handle is not None
         return _work(group.handle.send([_raw(tensor)], peer, tag))
 
     def _receive(self, tensor: torch.Tensor, peer: int, group: Group, tag: int) -> Work:
         """Receive `tensor` from rank `peer` of `group`."""
-        if self._memory is not None and self._memory.holds(group.ranks, tag):
+        if self._memory is not None and self._in_memory(group, tag):
             return self._memory.receive(tensor, group.ranks[peer], tag)
         assert group.handle is not None
         return _work(group.handle.recv([_raw(tensor)], peer, tag))
@@ -226,7 +232,7 @@ class Comm:
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, group: Group, *, tag: int, name: str) -> Handle:
         """Fill `full` [size * n] with every rank's `shard` [n]. `shard` may be, or equal, the own slice of `full`.
 
-        Other ranks may read `shard` until `settle`, although the gather is over here.
+        Through memory, other ranks may read `shard` until `settle`, although the gather is over here.
         """
         size = group.size
         if size == 1 or not full.numel():
@@ -236,6 +242,8 @@ class Comm:
             slices = full.view(size, -1).unbind()
             arriving = [s for peer, s in enumerate(slices) if peer != group.index]
             receipts, sends = self._exchange([shard] * (size - 1), arriving, group, tag)
+            if not self._in_memory(group, tag):  # sockets deliver by themselves: the sends are over no later than the receipts
+                return Handle(self, [*receipts, *sends])
             self._unread = [*(work for work in self._unread if not work.is_completed()), *sends]
             return Handle(self, receipts)
         work = _all_gather_single(full, shard, group.handle)

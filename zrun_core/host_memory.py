@@ -11,8 +11,9 @@ has taken. The next message of a peer and tag is posted once the one before was 
 
 [Note: who moves messages]
 No thread does: a rank takes what was posted for it, and posts what is due, whenever it looks after any message of its
-own. It may wait for sockets only when it has taken all that it asked for; else two ranks could wait for each other. So
-a group uses memory for everything, or for nothing: `HostMemory.holds`.
+own. It may wait for sockets only when it has taken all that it asked for (`take_all`); else two ranks could wait for
+each other. So a group uses memory for everything, or for nothing: `HostMemory.holds`. What is due is posted by then too:
+whoever sends the next message of a tag has taken the one before, so taking it also looks after what goes the other way.
 
 Processes may read each other's memory if they belong to one user and, where the Yama security module restricts it, if
 the sender allows it. Each rank allows it to the descendants of its own parent, which started the other ranks too. The
@@ -138,6 +139,8 @@ class _Sending(_Line):
 
 
 class _Receiving(_Line):
+    back: _Sending | None = None  # the same peer and tag in the other direction
+
     def add(self, message: Message) -> None:
         self.messages.append(message)
 
@@ -153,6 +156,8 @@ class _Receiving(_Line):
             self.messages.popleft().is_over = True
             self.count += 1
             self.table[self.at + _TAKEN] = self.count
+            if self.back is not None:
+                self.back.move()
 
 
 class Message:
@@ -212,18 +217,19 @@ class HostMemory:
         token = secrets.token_bytes(_TOKEN_BYTES)
         shown = ctypes.create_string_buffer(token, _TOKEN_BYTES)
         descriptor: int | None = None
-        card: dict[str, Any] = {}
+        card: dict[str, Any] = {"problem": f"this machine does not offer it, or {SWITCH}=off"}
         if is_possible():
-            descriptor = os.memfd_create("zrun")
-            os.ftruncate(descriptor, num_bytes)
-            self.table = memoryview(mmap.mmap(descriptor, num_bytes)).cast("Q")
+            try:
+                descriptor = os.memfd_create("zrun")
+                os.ftruncate(descriptor, num_bytes)
+                self.table = memoryview(mmap.mmap(descriptor, num_bytes)).cast("Q")
+                card = {"pid": os.getpid(), "table": descriptor, "at": ctypes.addressof(shown), "token": token.hex()}
+            except OSError as error:  # the others wait to hear of it
+                card = {"problem": f"no table can be made: {error.strerror}"}
             ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
-            card = {"pid": os.getpid(), "table": descriptor, "at": ctypes.addressof(shown), "token": token.hex()}
         cards = [json.loads(each) for each in exchange(json.dumps(card).encode())]
-        problem = ""
-        if not all(cards):
-            problem = f"this machine does not offer it, or {SWITCH}=off"
-        else:
+        problem = next((each["problem"] for each in cards if "problem" in each), "")
+        if not problem:
             try:
                 for rank, found in zip(self.ranks, cards, strict=True):
                     if rank != self.ranks[self.index]:
@@ -258,9 +264,22 @@ class HostMemory:
         line = self._lines.get((kind, rank, tag))
         if line is None:
             line = self._lines[kind, rank, tag] = kind(self, rank, tag)
+            taken, posted = self._lines.get((_Receiving, rank, tag)), self._lines.get((_Sending, rank, tag))
+            if isinstance(taken, _Receiving) and isinstance(posted, _Sending):
+                taken.back = posted
         message = Message(self, line, tensor)
         line.add(message)
         return message
+
+    def take_all(self) -> None:
+        """Return when this rank has taken all that it asked for. See [Note: who moves messages].
+
+        Raises:
+            PeerError: a peer has ended, or does not answer.
+        """
+        for line in list(self._lines.values()):
+            if isinstance(line, _Receiving) and line.messages:
+                line.messages[-1].wait()
 
     def wait_for(self, message: Message) -> None:
         """Move messages, this and any other, until this one is over.

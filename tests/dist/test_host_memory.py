@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import os
 from dataclasses import replace
 from typing import Any
@@ -13,7 +15,7 @@ from test_comm import CPU, collectives, join, whole
 from toys import Net, data, full_state, make_sharded, train_sharded
 
 from zrun_core import host_memory
-from zrun_core.comm import Comm, Group
+from zrun_core.comm import Comm, Group, Handle
 from zrun_core.errors import HangError, PeerError
 from zrun_core.host_memory import HostMemory
 
@@ -85,6 +87,28 @@ def test_one_rank_that_cannot_makes_all_use_sockets(ranks):
         assert total == [3, 3]
 
 
+def fail_to_make_a_table_on_one_rank() -> tuple[str | None, list[float]]:
+    comm, group = join()
+    real = os.memfd_create
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    if group.index == 1:
+        os.memfd_create = refuse
+    try:
+        reason = comm.use_memory(group, 60.0)
+    finally:
+        os.memfd_create = real
+    return reason, comm.sum_small(torch.ones(2), group, name="after").tolist()
+
+
+def test_one_rank_without_descriptors_makes_all_use_sockets(ranks):
+    for reason, total in ranks(3).run(fail_to_make_a_table_on_one_rank):
+        assert reason == "no table can be made: Too many open files"
+        assert total == [3, 3]
+
+
 def meet_a_stranger() -> str | None:
     """Each rank says that another process is it: what is found there is not what was shown."""
     comm, group = join()
@@ -153,6 +177,74 @@ def overtake() -> list[float]:
 
 def test_settle_waits_until_others_have_read(ranks):
     assert ranks(2).run(overtake) == [[9, 2], [1, 2]]
+
+
+_CALLS = itertools.count()  # the ranks of a pool make the same ones
+
+
+def owe_a_message() -> list[float]:
+    """Rank 0 has a second message behind one that is not taken yet, and finds all that it asked for at the first look."""
+    comm, group = join_memory(patience_s=10.0)
+    call = next(_CALLS)
+
+    def gather(value: float) -> tuple[torch.Tensor, Handle]:
+        full = torch.zeros(2)
+        own = full[group.index : group.index + 1].fill_(value + group.index)
+        return full, comm.all_gather(full, own, group, tag=2, name="a")
+
+    def meet(place: str) -> None:  # nobody looks at messages here, as in a wait for sockets
+        comm.roll_call(group, f"owe {call} {place}", 20.0)
+
+    _, first = gather(10)
+    meet("both have sent")
+    if group.index == 0:
+        first.wait()
+        full, second = gather(20)
+        meet("the second waits behind the first")
+    else:
+        meet("the second waits behind the first")
+        first.wait()
+        full, second = gather(20)
+    meet("rank 1 has taken the first, and sent the second")
+    second.wait()
+    meet("both have all")
+    comm.settle()
+    return full.tolist()
+
+
+def test_what_is_due_is_sent_before_a_rank_turns_to_something_else(ranks):
+    assert ranks(2).run(owe_a_message) == [[20, 21]] * 2
+
+
+def settle_while_another_waits_for_a_socket() -> tuple[list[float], list[float]]:
+    """Rank 1 has asked for a gather that it needs later only; rank 0 must not wait for it in vain."""
+    comm, group = join()
+    assert comm.use_memory(group, 10.0) is None
+    full = torch.zeros(2)
+    own = full[group.index : group.index + 1].fill_(group.index + 1)
+    gathered = comm.all_gather(full, own, group, tag=2, name="a")
+    if group.index == 0:
+        comm.settle()
+    over_sockets = torch.ones(2)
+    comm.all_reduce(over_sockets, torch.zeros(2), group, tag=1 << 16, name="b").wait()
+    gathered.wait()
+    comm.settle()
+    return full.tolist(), over_sockets.tolist()
+
+
+def test_a_rank_takes_what_it_asked_for_before_it_waits_for_sockets(ranks):
+    assert ranks(2).run(settle_while_another_waits_for_a_socket) == [([1, 2], [2, 2])] * 2
+
+
+def gather_over_sockets() -> int:
+    comm, group = join()
+    for number in range(3):
+        comm.all_gather(torch.zeros(2), torch.ones(1), group, tag=2, name=str(number)).wait()
+    return len(comm._unread)
+
+
+def test_gathers_over_sockets_leave_nothing_behind(ranks):
+    assert ranks(2).run(gather_over_sockets) == [0, 0]
 
 
 def disagree() -> str:

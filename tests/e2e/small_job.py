@@ -28,7 +28,8 @@ class Fate:
         self.count += 1
         if self.count == self.number:
             agent = _parent(os.getpid())
-            os.kill({"rank": os.getpid(), "agent": agent, "launcher": _parent(agent)}[self.victim], signal.SIGKILL)
+            launcher = _parent(_parent(agent))  # the keeper is between them
+            os.kill({"rank": os.getpid(), "agent": agent, "launcher": launcher}[self.victim], signal.SIGKILL)
 
 
 class Net(nn.Module):

@@ -1,4 +1,4 @@
-"""Never ends by itself, nor does its helper. Like every worker it ends with its agent."""
+"""Never ends by itself, nor do its helpers, of which one leads a session. Like every worker it ends with its agent."""
 
 import signal
 import subprocess
@@ -9,5 +9,6 @@ from zrun.launch.processes import die_with_parent
 
 if len(sys.argv) > 1:
     die_with_parent(signal.SIGKILL)
-    subprocess.Popen([sys.executable, __file__])
+    for is_daemon in (False, True):
+        subprocess.Popen([sys.executable, __file__], start_new_session=is_daemon)
 time.sleep(600)

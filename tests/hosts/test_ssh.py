@@ -77,26 +77,23 @@ def test_an_agent_of_each_host_answers_runs_and_ends(rig: Rig, tmp_path: Path) -
     close_all(agents)
 
 
-@pytest.mark.parametrize("how", ["let go", "client killed", "agent killed"])
+@pytest.mark.parametrize("how", ["let go", "client killed", "agent killed", "keeper killed"])
 def test_the_end_of_the_connection_is_the_end_of_all(rig: Rig, tmp_path: Path, how: str) -> None:
     node, agent = rig.hosts["node2"], agent_of(rig, "node2")
     agent.start(start_frame(tmp_path / "run", "node2", "endless"))
-    wait_for(lambda: sum("endless" in line for line in node.commands().values()) == 2)
+    wait_for(lambda: sum("endless" in line for line in node.commands().values()) == 3)
     if how == "let go":
         agent.close()
     else:
         while agent.hello is None:
             agent.frames(0.1)
-        victim = agent.pid if how == "client killed" else agent.hello["pid"]
-        os.kill(victim, signal.SIGKILL)
+        pid = agent.hello["pid"]
+        keeper = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill({"client killed": agent.pid, "agent killed": pid, "keeper killed": keeper}[how], signal.SIGKILL)
         while agent.frames(0.5) is not None:
             pass
-        causes = {"client killed": "the ssh client was killed by signal 9", "agent killed": "its agent was killed"}
-        assert agent.why_ended().startswith(f"node2: {causes[how]}")
-    if how == "agent killed":  # the workers end with it, but nobody is left to end what they started
-        wait_for(lambda: len(node.commands()) == 1)
-        (helper,) = node.commands()
-        os.kill(helper, signal.SIGKILL)
+        cause = "the ssh client was killed by signal 9" if how == "client killed" else "its agent was killed"
+        assert agent.why_ended().startswith(f"node2: {cause}")
     wait_for(lambda: not node.commands())
     agent.close()
 

@@ -41,7 +41,7 @@ def test_a_run_goes_on_after_a_lost_host_with_the_bits_of_one_that_was_not_distu
     keys["model"] = {"call": "wild.py:Net", "args": {"pause": 0.05}}
     disturbed = faults.start(rig, tmp_path / "a", **keys, restarts=1)
     disturbed.wait_for(lambda: len(disturbed.events("step")) > 7, "step 8")
-    os.kill(disturbed.pids("node2", "zrun.launch.agent")[0], signal.SIGKILL)
+    os.kill(disturbed.agent("node2"), signal.SIGKILL)
     code, report = end(disturbed)
     assert code == 0, report
     assert "lost node2: its agent was killed there" in report

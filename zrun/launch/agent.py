@@ -3,6 +3,7 @@
 The launcher starts it before it knows what to run. It may ask what the host is like, and then sends the `Start` frame.
 With the argument `joined` it is a process that another launcher started, see `zrun.launch.join`: that one looks at its
 exit code, which is the run's.
+Otherwise it is two processes: see `zrun.launch.keeper`.
 """
 
 from __future__ import annotations
@@ -14,14 +15,13 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from zrun.launch import processes
+from zrun.launch import keeper, processes
 from zrun.launch.environment import WORKER_DEFAULTS
 from zrun.launch.frames import Start, Stop
 from zrun.launch.hangs import Observer
@@ -37,8 +37,8 @@ _STORE = "store"  # the file through which the workers find each other
 
 def main() -> None:
     is_joined = sys.argv[1:] == ["joined"]
-    if not is_joined:  # the kernel ends it with the thread that started it, and other launchers may use any
-        processes.die_with_parent(signal.SIGTERM)
+    # The other launcher looks at this very process; else it is from here on the child of what was started.
+    private = keeper.private_folder() if is_joined else keeper.keep()
     processes.adopt_orphans()
     control, output = _take_streams()
     terminal = os.dup(2) if is_joined else None  # whoever detaches gives up all of it
@@ -49,7 +49,8 @@ def main() -> None:
     for folder in (run_dir, run_dir / "logs", run_dir / "failures"):  # the launcher's disk may not be this one
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _log_to(run_dir / "logs" / f"agent-{start.host}.log")
-    with _telemetry() as telemetry:
+    signal.signal(keeper.ABANDONED, lambda *_: _abandon(switchboard, private))
+    with _telemetry(private) as telemetry:
         switchboard.listen(telemetry)
         try:
             _run(start, store, run_dir, telemetry.getsockname(), switchboard)
@@ -110,6 +111,13 @@ def _run(start: Start, store: socket.socket | None, run_dir: Path, telemetry: st
         worker.wait()
 
 
+def _abandon(switchboard: Switchboard, folder: Path) -> None:
+    """The keeper of this process was killed. Nobody would clean up after it from now on, so it ends while it can."""
+    switchboard.abandon()
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
+
+
 def _pass_on_signals(switchboard: Switchboard) -> None:
     """A scheduler signals every process of a job: what means "finish" to the launcher must not end this one.
 
@@ -154,9 +162,9 @@ def _log_to(path: Path) -> None:
 
 
 @contextmanager
-def _telemetry() -> Iterator[socket.socket]:
+def _telemetry(folder: Path) -> Iterator[socket.socket]:
     """A datagram socket in a folder of its own: the run directory may be long, and on a file system without sockets."""
-    folder = Path(tempfile.mkdtemp(prefix="zrun-"))  # 0700
+    folder.mkdir(mode=0o700)
     path = folder / "telemetry.sock"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as telemetry:
         telemetry.bind(str(path))

@@ -91,6 +91,14 @@ def allow_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most) if limit < most else (limit, most))
 
 
+def end_children(patience_s: float) -> None:
+    """Kill the children of this process, and theirs, which become children of whoever adopts orphans."""
+    while children := children_of(os.getpid()):
+        send(children, signal.SIGKILL)
+        if wait_gone(children, patience_s):
+            break  # in the kernel's hands
+
+
 def adopt_orphans() -> None:
     """Become the parent of descendants whose own parent ends, so that none can escape."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import selectors
 import signal
 import socket
@@ -23,12 +24,14 @@ from subprocess import Popen
 from zrun.launch import cgroup, processes
 from zrun.launch.frames import GRACE_S, SILENCE_S, Frame, Start, Stop, Unpacker
 from zrun.launch.hangs import BOARD_S, Observer
+from zrun.launch.outbox import Outbox
 from zrun.launch.processes import Process
 from zrun.launch.tail import last_lines
 from zrun.launch.workers import Workers
 from zrun_core.errors import ExitCode
 
-_READ_BYTES = 1 << 18
+_READ_BYTES = 1 << 16
+_LARGEST_EVENT = 1 << 18
 _LAST_WORDS_S = 0.1  # for the workers that fail together with the first one to say why
 _EVENTS_PER_TURN = 256  # then the other descriptors are served
 _LARGEST_NOTE = 1 << 18
@@ -55,14 +58,17 @@ class Switchboard:
         self._is_deaf = False  # nothing more will be heard
         self._is_done = False
         self._control, self._output = control, output
+        self._outbox = Outbox(output)
+        self._is_held_up = self._is_pausing = False  # the launcher takes nothing; no telemetry is read meanwhile
         self._unpacker = Unpacker()
         self._started = False
         self._telemetry: socket.socket | None = None
+        self._datagram = memoryview(bytearray(_LARGEST_EVENT))
         self._leaders: dict[int, Process] = {}  # by rank
         self._observer: Observer | None = None
         self._run_dir = Path()
         self._looked = self._heard = 0.0
-        self._is_watched = False  # the launcher's silence means that it, or the way to it, is dead
+        self._is_remote = False  # the launcher's silence means that it, or the way to it, is dead
         self._running: dict[int, tuple[int, Popen[bytes]]] = {}  # pidfd -> rank, worker
         self._writing = threading.Lock()
         self._stop_with: Stop | None = None
@@ -81,7 +87,7 @@ class Switchboard:
         """Forward every datagram of this socket."""
         telemetry.setblocking(False)
         self._telemetry = telemetry
-        self._on(telemetry.fileno(), self._forward)
+        self._on(telemetry.fileno(), self._hear)
 
     def watch(self, workers: Workers, run_dir: Path, observer: Observer, *, is_remote: bool) -> None:
         """Report how these workers fare, and stop them when the launcher says so or dies.
@@ -99,7 +105,7 @@ class Switchboard:
             self._on(pidfd, self._exited)
         self._send({"frame": "started", "pids": {rank: worker.pid for rank, worker in workers.items()}})
         self._heard = time.monotonic()
-        self._observer, self._is_watched = observer, is_remote
+        self._observer, self._is_remote = observer, is_remote
         if self._stop_with is not None:
             self.stop(self._stop_with)
 
@@ -117,10 +123,14 @@ class Switchboard:
         left = [process for leader in self._leaders.values() for process in processes.session_of(leader)]
         processes.send(left, signal.SIGTERM)
         processes.send(processes.wait_gone(left, GRACE_S / 5), signal.SIGKILL)
-        while orphans := processes.children_of(os.getpid()):
-            processes.send(orphans, signal.SIGKILL)
-            if processes.wait_gone(orphans, GRACE_S):
-                break  # in the kernel's hands
+        processes.end_children(GRACE_S)
+
+    def abandon(self) -> None:
+        """End everything without another word: whoever would hear of it takes this process for dead."""
+        with open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), self._output)
+        self.stop(Stop.KILL)
+        self.end_sessions()
 
     def _run(self) -> None:
         try:
@@ -140,7 +150,7 @@ class Switchboard:
                     self.stop(Stop.KILL)
                 self._look(time.monotonic())
         except _Finished:
-            pass
+            self._flush()
         except BaseException:
             # Without this thread nobody would hear of the launcher's end.
             traceback.print_exc()
@@ -149,11 +159,10 @@ class Switchboard:
 
     def _look(self, now: float) -> None:
         """What is to be done now and then."""
-        if self._observer is not None and now - self._looked > BOARD_S:
+        if self._observer is not None and now - self._looked > BOARD_S and not self._outbox.is_full:
             self._looked = now
             self._send(self._observer.look([rank for rank, _ in list(self._running.values())]))
-        if self._is_watched and now - self._heard > SILENCE_S:
-            self._is_watched = False
+        if self._is_remote and not self._is_deaf and now - self._heard > SILENCE_S:
             print(f"no word from the launcher for {SILENCE_S:g} s: stopping", flush=True)
             self._hear_no_more()
             self._asked(Stop.NOW)
@@ -220,13 +229,20 @@ class Switchboard:
                 processes.send([leader], signal.SIGINT)  # a worker takes the second of SIGINT and SIGTERM for "now"
             processes.send(processes.session_of(leader), signal.SIGKILL if how is Stop.KILL else signal.SIGTERM)
 
-    def _forward(self, _: int) -> int:
+    def _hear(self, descriptor: int) -> None:
+        if self._outbox.is_full:  # workers keep what they have to tell
+            self._is_pausing = True
+            self._selector.unregister(descriptor)
+        else:
+            self._forward()
+
+    def _forward(self) -> int:
         """Send a turn's worth of datagrams up, and say how many there were."""
         assert self._telemetry is not None
         datagrams: list[bytes] = []
         with suppress(BlockingIOError):
             while len(datagrams) < _EVENTS_PER_TURN:
-                datagrams.append(self._telemetry.recv(_READ_BYTES))
+                datagrams.append(bytes(self._datagram[: self._telemetry.recv_into(self._datagram)]))
         # A worker sends one line at a time; anything else would break the stream.
         lines = (b'{"frame":"event","event":' + line + b"}\n" for line in datagrams if b"\n" not in line)
         self._write(b"".join(lines))
@@ -237,7 +253,7 @@ class Switchboard:
         os.close(pidfd)
         rank, worker = self._running.pop(pidfd)
         if self._telemetry is not None:
-            while self._forward(0) == _EVENTS_PER_TURN:
+            while self._forward() == _EVENTS_PER_TURN:
                 pass  # what it said before it ended comes first
         while (status := worker.poll()) is None:
             time.sleep(0.001)  # the main thread is just collecting it
@@ -269,10 +285,37 @@ class Switchboard:
         self._write(json.dumps(frame).encode() + b"\n")
 
     def _write(self, data: bytes) -> None:
-        view = memoryview(data)
-        with self._writing, suppress(ConnectionError):  # the launcher is gone: the end of our input says so too
-            while view:
-                view = view[os.write(self._output, view) :]
+        with self._writing:
+            self._outbox.put(data)
+            if not self._outbox.send() and not self._is_held_up:
+                self._is_held_up = True
+                self._selector.register(self._output, selectors.EVENT_WRITE, self._go_on)
+
+    def _go_on(self, _: int) -> None:
+        """The launcher takes something again."""
+        with self._writing:
+            if self._outbox.send():
+                self._is_held_up = False
+                self._selector.unregister(self._output)
+        if self._is_pausing and not self._outbox.is_full:
+            assert self._telemetry is not None
+            self._is_pausing = False
+            self._on(self._telemetry.fileno(), self._hear)
+
+    def _flush(self) -> None:
+        """Let the launcher take what waits for it, as long as it is there."""
+        poll = select.poll()
+        poll.register(self._output, select.POLLOUT)
+        poll.register(self._control, select.POLLIN)
+        while not self._outbox.send() and not self._is_deaf:
+            ready = {descriptor for descriptor, _ in poll.poll(1000 * BOARD_S)}
+            if self._control in ready:
+                try:
+                    self._is_deaf = not os.read(self._control, _READ_BYTES)
+                except OSError:  # a connection that broke
+                    self._is_deaf = True
+                self._heard = time.monotonic()
+            self._is_deaf |= self._is_remote and time.monotonic() - self._heard > SILENCE_S
 
 
 class _Finished(Exception):  # noqa: N818

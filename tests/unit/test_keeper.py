@@ -1,0 +1,81 @@
+"""An agent's keeper: nothing of what an agent started outlives it, however either of them ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from zrun.launch.processes import Process
+
+AGENT = """
+import os, signal, subprocess, sys, time
+from zrun.launch import keeper
+folder = keeper.keep()
+folder.mkdir()
+helpers = [subprocess.Popen(["sleep", "600"], start_new_session=new) for new in (False, True)]
+print(os.getpid(), *(helper.pid for helper in helpers), folder, flush=True)
+sys.stdin.read()
+sys.exit(7)
+"""
+
+
+@contextmanager
+def agent() -> Iterator[tuple[subprocess.Popen[str], list[Process], Path]]:
+    """The keeper, the agent and two helpers of its, of which one leads a session, and the agent's folder."""
+    with subprocess.Popen(
+        [sys.executable, "-c", AGENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        *pids, folder = process.stdout.readline().split()
+        found = [Process.find(int(pid)) for pid in pids]
+        try:
+            yield process, [each for each in found if each is not None], Path(folder)
+        finally:
+            for pid in map(int, pids):
+                if (each := Process.find(pid)) in found and each is not None and each.alive():
+                    os.kill(pid, signal.SIGKILL)
+            process.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGABRT])
+def test_what_a_killed_agent_started_ends_with_it(number: signal.Signals) -> None:
+    with agent() as (keeper, alive, folder):
+        os.kill(alive[0].pid, number)
+        assert keeper.wait(30) == -number, "it ends as the agent did"
+        assert [each for each in alive if each.alive()] == []
+        assert not folder.exists()
+
+
+def test_an_agent_that_ends_by_itself_leaves_nothing_either() -> None:
+    with agent() as (keeper, alive, folder):
+        assert keeper.stdin is not None
+        keeper.stdin.close()
+        assert keeper.wait(30) == 7
+        assert [each for each in alive if each.alive()] == []
+        assert not folder.exists()
+
+
+def test_the_streams_are_the_agents_and_signals_reach_it() -> None:
+    with agent() as (keeper, alive, _):
+        assert keeper.stdout is not None
+        keeper.send_signal(signal.SIGTERM)
+        assert keeper.stdout.read() == "", "the keeper holds no end of it"
+        assert keeper.wait(30) == -signal.SIGTERM
+        assert not alive[0].alive()
+
+
+def test_an_agent_hears_of_its_keepers_death() -> None:
+    with agent() as (keeper, alive, _):
+        keeper.kill()
+        deadline = time.monotonic() + 30
+        while alive[0].alive() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not alive[0].alive()

@@ -1,0 +1,106 @@
+"""An agent whose launcher does not listen: it goes on to obey, to watch over its workers, and loses no word."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zrun.launch import switchboard as module
+from zrun.launch.frames import Lines, Start, Stop, pack
+from zrun.launch.hangs import Observer
+from zrun.launch.switchboard import Switchboard
+from zrun_core.board import BoardView
+
+PATIENCE_S = 30.0
+
+
+class Setting:
+    """A switchboard with one worker, seen from its launcher."""
+
+    def __init__(self, folder: Path, *, is_remote: bool) -> None:
+        control, self.control = os.pipe()
+        self.output, output = os.pipe()
+        self.switchboard = Switchboard(control, output)
+        os.write(self.control, Start({}, "here", {}, "module").pack())
+        self.switchboard.orders.get(timeout=PATIENCE_S)
+        heard, self.telemetry = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.switchboard.listen(heard)
+        self.worker = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        observer = Observer(BoardView(folder / "board", range(1)), folder)
+        self.switchboard.watch({0: self.worker}, folder, observer, is_remote=is_remote)
+
+    def flood(self, count: int) -> None:
+        """Emit more than the pipe takes."""
+        for number in range(count):
+            self.telemetry.send(json.dumps({"type": "log", "number": number, "text": "x" * 1000}).encode())
+
+    def hear(self) -> list[dict[str, Any]]:
+        """Every frame up to `done`."""
+        lines, frames = Lines(), []
+        while not frames or frames[-1]["frame"] != "done":
+            assert select.select([self.output], [], [], PATIENCE_S)[0], frames[-3:]
+            frames += lines.feed(os.read(self.output, 1 << 16))
+        return frames
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "failures").mkdir()
+    return tmp_path
+
+
+def test_silence_is_noticed_although_nobody_takes_what_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SILENCE_S", 0.2)
+    setting = Setting(folder, is_remote=True)
+    try:
+        setting.flood(200)
+        assert setting.worker.wait(PATIENCE_S) != 0
+        setting.switchboard.end_sessions()
+        setting.switchboard.finish()  # nor does the end wait for such a launcher
+    finally:
+        setting.worker.kill()
+
+
+def test_orders_are_obeyed_meanwhile_and_nothing_that_was_said_is_lost(folder: Path) -> None:
+    setting = Setting(folder, is_remote=False)
+    try:
+        setting.flood(200)
+        os.write(setting.control, pack({"stop": Stop.KILL}))
+        assert setting.worker.wait(PATIENCE_S) == -9
+        os.close(setting.switchboard._finish)
+        frames = setting.hear()
+    finally:
+        setting.worker.kill()
+    events = [frame["event"]["number"] for frame in frames if frame["frame"] == "event"]
+    assert events == list(range(200))
+    assert [frame["status"] for frame in frames if frame["frame"] == "exit"] == [-9]
+
+
+def test_telemetry_waits_with_the_workers_when_too_much_is_kept(folder: Path) -> None:
+    setting = Setting(folder, is_remote=False)
+    try:
+        setting.telemetry.setblocking(False)
+        deadline, sent = time.monotonic() + PATIENCE_S, 0
+        while not setting.switchboard._is_pausing and time.monotonic() < deadline:
+            try:
+                setting.telemetry.send(b'{"type":"log","text":"' + b"x" * 10_000 + b'"}')
+                sent += 1
+            except BlockingIOError:
+                time.sleep(0.001)
+        assert setting.switchboard._is_pausing
+        os.write(setting.control, pack({"stop": Stop.KILL}))
+        assert setting.worker.wait(PATIENCE_S) == -9
+        os.close(setting.switchboard._finish)
+        frames = setting.hear()
+    finally:
+        setting.worker.kill()
+    assert sum(frame["frame"] == "event" for frame in frames) == sent

@@ -1,0 +1,69 @@
+"""The parent of an agent: it cleans up where the agent can no longer do so.
+
+An agent that is killed takes its workers along, but not what those have started: loader processes, shells, programs
+that made a session of their own. The kernel hands all of them to their next living ancestor that asked for it, which is
+this process. It does nothing else: there is little that could end it before the agent.
+
+    launcher, or sshd -> keeper -> agent -> workers -> whatever they start
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import tempfile
+from pathlib import Path
+from typing import NoReturn
+
+from zrun.launch import processes
+from zrun.launch.frames import GRACE_S
+
+ABANDONED = signal.SIGRTMIN  # the agent gets it when this process was killed
+_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def private_folder() -> Path:
+    """Where an agent may make a folder for itself: nobody can foresee its name."""
+    return Path(tempfile.gettempdir(), f"zrun-{secrets.token_hex(8)}")
+
+
+def keep() -> Path:
+    """Go on in a child of this process, which outlives it and ends as it did.
+
+    To be called before there are other threads.
+
+    Returns:
+        where the agent may make a folder for itself; whatever is there goes when it ends.
+    """
+    folder = private_folder()
+    processes.die_with_parent(signal.SIGTERM)
+    processes.adopt_orphans()
+    keeper = os.getpid()
+    agent = os.fork()
+    if agent:
+        _wait(agent, folder)
+    processes.die_with_parent(ABANDONED)
+    if os.getppid() != keeper:  # it was killed in between
+        os._exit(1)
+    return folder
+
+
+def _wait(agent: int, folder: Path) -> NoReturn:
+    descriptor = os.pidfd_open(agent)
+    for number in _PASSED_ON:
+        signal.signal(number, lambda number, _: signal.pidfd_send_signal(descriptor, number))
+    with open(os.devnull, "r+b", buffering=0) as nothing:  # the streams are the agent's: their end is its end
+        os.dup2(nothing.fileno(), 0)
+        os.dup2(nothing.fileno(), 1)
+    _, status = os.waitpid(agent, 0)
+    for number in _PASSED_ON:
+        signal.signal(number, signal.SIG_IGN)
+    processes.end_children(GRACE_S)
+    shutil.rmtree(folder, ignore_errors=True)
+    if os.WIFSIGNALED(status):  # whoever started this process is to see it end in the same way
+        if os.WTERMSIG(status) != signal.SIGKILL:
+            signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
+        os.kill(os.getpid(), os.WTERMSIG(status))
+    os._exit(os.waitstatus_to_exitcode(status) & 0xFF)

@@ -242,7 +242,7 @@ class Comm:
             slices = full.view(size, -1).unbind()
             arriving = [s for peer, s in enumerate(slices) if peer != group.index]
             receipts, sends = self._exchange([shard] * (size - 1), arriving, group, tag)
-            if not self._in_memory(group, tag):  # sockets deliver by themselves: the sends are over no later than the receipts
+            if not self._in_memory(group, tag):  # sockets deliver by themselves: sends are over when receipts are
                 return Handle(self, [*receipts, *sends])
             self._unread = [*(work for work in self._unread if not work.is_completed()), *sends]
             return Handle(self, receipts)

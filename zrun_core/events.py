@@ -17,11 +17,15 @@ EventType = Literal["start", "step", "eval", "save", "warning", "log", "memory",
 Event = dict[str, Any]
 
 _BACKLOG_EVENTS = 100_000  # about 30 MB; a launcher that is away for longer loses the oldest
+_ENCODE = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
 def encode(event: Event) -> bytes:
     """One line of strict JSON without the newline: numbers that JSON lacks become the strings nan, inf and -inf."""
-    return json.dumps(_finite(event), separators=(",", ":"), allow_nan=False).encode()
+    try:
+        return _ENCODE(event).encode()
+    except ValueError:  # it has such numbers
+        return _ENCODE(_finite(event)).encode()
 
 
 def _finite(value: Any) -> Any:

@@ -12,8 +12,8 @@ has taken. The next message of a peer and tag is posted once the one before was 
 [Note: who moves messages]
 No thread does: a rank takes what was posted for it, and posts what is due, whenever it looks after any message of its
 own. It may wait for sockets only when it has taken all that it asked for (`take_all`); else two ranks could wait for
-each other. So a group uses memory for everything, or for nothing: `HostMemory.holds`. What is due is posted by then too:
-whoever sends the next message of a tag has taken the one before, so taking it also looks after what goes the other way.
+each other. So a group uses memory for everything, or for nothing: `HostMemory.holds`. What is due is posted by then
+too: whoever sends the next message of a tag has taken the one before, so taking it also looks after the other way.
 
 Processes may read each other's memory if they belong to one user and, where the Yama security module restricts it, if
 the sender allows it. Each rank allows it to the descendants of its own parent, which started the other ranks too. The

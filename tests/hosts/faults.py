@@ -46,6 +46,10 @@ class Launch:
         """Processes on a host whose command line has `text`."""
         return sorted(pid for pid, line in self.rig.hosts[host].commands().items() if text in line)
 
+    def agent(self, host: str) -> int:
+        """The agent of a host, which is not the first process there with its command line: that is its keeper."""
+        return self.pids(host, "zrun.launch.agent")[-1]
+
     def ssh_client(self, host: str) -> int:
         """The process here that leads to a host."""
         for entry in Path("/proc").iterdir():
@@ -91,7 +95,7 @@ def stop_worker(launch: Launch) -> None:
 
 
 def kill_agent(launch: Launch) -> None:
-    os.kill(next(pid for pid in launch.pids("node2", "zrun.launch.agent")), signal.SIGKILL)
+    os.kill(launch.agent("node2"), signal.SIGKILL)
 
 
 def kill_ssh(launch: Launch) -> None:
@@ -104,6 +108,11 @@ def kill_launcher(launch: Launch) -> None:
 
 def cut(launch: Launch) -> None:
     launch.rig.hosts["node2"].link("down")
+
+
+def cut_after_a_save(launch: Launch) -> None:
+    launch.wait_for(lambda: launch.events("save"), "a save")
+    cut(launch)
 
 
 def interrupt(launch: Launch) -> None:
@@ -212,7 +221,7 @@ FAULTS = [
     Fault("ssh client killed", kill_ssh, 6, r"lost node3: the ssh client was killed by signal 9", 8),
     Fault("launcher killed", kill_launcher, -9, "", 8),
     Fault("link cut", cut, 6, r"lost node2: the host no longer answers", 20),
-    Fault("link cut, min_hosts: 2", cut, 0, r"restart 1 of 1 in 5 s, after step", 60, keys=do_with_two),
+    Fault("link cut, min_hosts: 2", cut_after_a_save, 0, r"restart 1 of 1 in 5 s, after step", 60, keys=do_with_two),
     Fault("link down for 3 s", unplug_briefly, 130, r"stopped after step", 60),
     Fault("ctrl-C", interrupt, 130, r"stopped after step", 8),
     Fault("ctrl-C twice", interrupt_twice, 130, r"stopped after step", 8),

@@ -41,6 +41,14 @@ class Peers:
         except OSError:
             return 0
 
+    def name_hosts(self) -> None:
+        """Let the hosts know each other by name: torchrun ends at once where its own name does not resolve."""
+        file = self.rig.folder / "hosts"
+        lines = [f"{host.address} {name}" for name, host in self.rig.hosts.items()]
+        file.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
+        for host in self.rig.hosts.values():
+            host.run("mount", "--bind", str(file), "/etc/hosts")
+
     def start(self, steps: int = 100_000, python: str = sys.executable) -> None:
         endpoint = f"{self.rig.hosts['node1'].address}:29500"
         for number, (name, host) in enumerate(self.rig.hosts.items()):
@@ -116,11 +124,12 @@ def strike(name: str, rig: rigs.Rig, folder: Path) -> str:
 
 def main() -> int:
     """Strike with every fault, and print what came of it."""
-    if reason := rigs.missing():
+    if reason := rigs.missing() or rigs.not_isolated():
         print(f"three hosts: {reason}")
         return 0
     print(f"{'fault':23} {'exit, by host':18} {'s':>5}  {'left':4}")
     with tempfile.TemporaryDirectory(prefix="torchrun-faults-") as folder, rigs.build(Path(folder) / "rig") as rig:
+        Peers(rig, Path(folder)).name_hosts()
         for number, name in enumerate(STRIKES):
             print(strike(name, rig, Path(folder) / str(number)), flush=True)
     return 0

@@ -25,12 +25,17 @@ def watch(**limits: Any) -> HangWatch:
     return HangWatch(LimitsConfig.model_validate(limits))
 
 
+def look(hangs: HangWatch, now: float, states: dict[int, RankState]) -> Verdict | None:
+    hangs.see(now, states)
+    return hangs.judge(now, states)
+
+
 def test_a_rank_that_works_without_progress_is_found_when_its_limit_is_over():
     hangs = watch(hang_s=5)
     waits = state(waiting=True)
-    assert hangs.look(0.0, {0: waits, 1: state()}) is None
-    assert hangs.look(5.0, {0: waits, 1: state()}) is None
-    verdict = hangs.look(5.1, {0: waits, 1: state()})
+    assert look(hangs, 0.0, {0: waits, 1: state()}) is None
+    assert look(hangs, 5.0, {0: waits, 1: state()}) is None
+    verdict = look(hangs, 5.1, {0: waits, 1: state()})
     assert verdict is not None
     assert (verdict.ranks, verdict.limit_s, verdict.key) == ([1], 5.0, "limits.hang_s")
 
@@ -38,16 +43,16 @@ def test_a_rank_that_works_without_progress_is_found_when_its_limit_is_over():
 def test_any_progress_begins_anew_and_waiting_for_a_rank_that_works_is_no_hang():
     hangs = watch(hang_s=5)
     for second in range(100):
-        assert hangs.look(second, {0: state(waiting=True), 1: state(progress=second // 4)}) is None
+        assert look(hangs, second, {0: state(waiting=True), 1: state(progress=second // 4)}) is None
 
 
 def test_when_all_wait_the_last_to_move_counts():
     hangs = watch(hang_s=5)
     waits = state(waiting=True)
-    assert hangs.look(0.0, {0: waits, 1: waits}) is None
-    assert hangs.look(4.0, {0: waits, 1: state(waiting=True, progress=2)}) is None
-    assert hangs.look(8.9, {0: waits, 1: state(waiting=True, progress=2)}) is None
-    verdict = hangs.look(9.1, {0: waits, 1: state(waiting=True, progress=2)})
+    assert look(hangs, 0.0, {0: waits, 1: waits}) is None
+    assert look(hangs, 4.0, {0: waits, 1: state(waiting=True, progress=2)}) is None
+    assert look(hangs, 8.9, {0: waits, 1: state(waiting=True, progress=2)}) is None
+    verdict = look(hangs, 9.1, {0: waits, 1: state(waiting=True, progress=2)})
     assert verdict is not None
     assert verdict.ranks == [0, 1]
 
@@ -72,9 +77,9 @@ def test_each_phase_has_its_limit(found, seconds, key):
 def run_steps(hangs: HangWatch, seconds: list[float]) -> None:
     now = 0.0
     for step, length in enumerate(seconds, start=1):
-        hangs.look(now, {0: state(step, progress=step)})
+        look(hangs, now, {0: state(step, progress=step)})
         now += length
-    hangs.look(now, {0: state(len(seconds) + 1, progress=-1)})
+    look(hangs, now, {0: state(len(seconds) + 1, progress=-1)})
 
 
 @pytest.mark.parametrize(
@@ -96,9 +101,9 @@ def test_auto_is_five_slow_steps_and_at_least_a_minute(seconds, limit):
 def test_the_first_step_of_a_resumed_run_has_the_first_steps_limit():
     hangs = watch(hang_s=5, first_step_s=30)
     for now, step in [(0, 0), (10, 812), (39, 812)]:
-        assert hangs.look(now, {0: state(step, progress=step, first=812)}) is None
-    assert hangs.look(41, {0: state(813, progress=813, first=812)}) is None
-    verdict = hangs.look(47, {0: state(813, progress=813, first=812)})
+        assert look(hangs, now, {0: state(step, progress=step, first=812)}) is None
+    assert look(hangs, 41, {0: state(813, progress=813, first=812)}) is None
+    verdict = look(hangs, 47, {0: state(813, progress=813, first=812)})
     assert verdict is not None
     assert verdict.key == "limits.hang_s"
 

@@ -44,9 +44,10 @@ def test_any_environment_arrives_in_pieces_of_any_size(env: dict[str, str], piec
     assert frames[1:] == [{"signal": 15}]
 
 
-def test_a_stream_of_something_else_is_refused() -> None:
-    with pytest.raises(ValueError, match="not a launcher's stream"):
-        Unpacker().feed(b"GET / HTTP/1.1\r\n")
+@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n", b"\0\0\0\2x\x9c", b"\0\0\0\3\x78\x9c!", b"\0\0\0\1" + b"7"])
+def test_a_stream_of_something_else_is_refused(data: bytes) -> None:
+    with pytest.raises(ValueError, match=r"not a launcher's stream|Expecting value"):
+        Unpacker().feed(data)
 
 
 def test_lines_that_are_no_frames_are_skipped() -> None:

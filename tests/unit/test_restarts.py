@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from zrun.commands import train
+from zrun.job.load import LoadedJob
+from zrun.launch import assemble
+from zrun.launch.conventions import NONE
 from zrun.launch.failures import Exit, Failure, Hang, LostHost, Note
+from zrun.launch.hosts import Backend
 from zrun.launch.restarts import Restarts
+from zrun.watch.ui import Ui
+from zrun_core.config import JobConfig
 from zrun_core.spec import LaunchPlan, RankPlace
 
 PLACE = RankPlace(rank=0, host="node", local_rank=0, device="cpu")
@@ -50,3 +59,24 @@ def test_a_restart_that_saved_nothing_counts_twice() -> None:
     restarts = Restarts(4)
     assert [restarts.after(LOST, 10) for _ in range(3)] == [5.0, 10.0, None]
     assert Restarts(0).after(LOST, 10) is None
+
+
+def test_a_run_that_was_asked_to_end_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that is killed while a scheduler ends the job is an accident, but nobody wants to train on."""
+    attempts: list[bool] = []
+
+    def attempt(order: Any, members: list[Any]) -> train._Outcome:
+        attempts.append(order.is_restart)
+        return train._Outcome(5, failure(-signal.SIGKILL), tmp_path, 0, None, was_asked=len(attempts) == 2)
+
+    monkeypatch.setattr(train, "_attempt", attempt)
+    monkeypatch.setattr(assemble, "open_agents", lambda backend, job: [])
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    config = JobConfig.model_validate({"name": "t", "model": "m:f", "data": "m:d", "steps": 1, "batch": 1})
+    loaded = LoadedJob(config.model_copy(update={"restarts": 5}), Path("job.yaml"), {})
+    order = train._Order(
+        loaded, Backend("local", "", None, NONE), {}, None, fresh=False, ui=Ui.none, dry_run=False, worker="w", again=""
+    )
+    assert train._run(order, None) == 5
+    assert attempts == [False, True]
+

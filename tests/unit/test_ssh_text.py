@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
+from zrun.launch.agent_process import AgentProcess
+from zrun.launch.agents import Agents
+from zrun.launch.frames import Start
 from zrun.launch.hosts import HostEntry
 from zrun.launch.ssh import SshAgent, explain, remote_command, ssh_argv
 from zrun_core.errors import JobError, PreflightError
@@ -83,3 +88,35 @@ def test_the_advice_fits_the_host() -> None:
     assert "ssh-keygen -R '[a]:2222'" in changed
     unknown = explain(255, "Host key verification failed.", False, HostEntry("a", "me", 2222), "py")
     assert "log in once by hand with ssh -p 2222 me@a," in unknown
+
+
+def test_a_client_that_never_got_through_is_not_waited_for() -> None:
+    agent = Waiting("a", ["sleep", "600"])
+    agent.close(patience_s=0.2)
+    assert agent._process.returncode == -signal.SIGTERM
+    there = Waiting("a", ["sh", "-c", 'echo "{\\"frame\\":\\"hello\\"}"; read line; exit 3'])
+    assert there.frames(30.0) == []
+    there.close()
+    assert there._process.returncode == 3, "an agent that is there ends by itself"
+
+
+class Waiting(AgentProcess):
+    def why_ended(self) -> str:
+        return self.host
+
+
+def test_many_hosts_share_what_is_the_same_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed: list[str] = []
+    pack_spec = Start.pack_spec
+
+    def count(start: Start) -> bytes:
+        packed.append(start.host)
+        return pack_spec(start)
+
+    monkeypatch.setattr(Start, "pack_spec", count)
+    spec = {"plan": {"ranks": [{"rank": rank, "host": "n"} for rank in range(5000)]}}
+    members = [Waiting(name, ["cat"]) for name in ("a", "b", "c")]
+    Agents(members).start(Start(spec, member.host, {}, "m") for member in members)
+    assert packed == ["a"]
+    for member in members:
+        member.close()

@@ -231,6 +231,7 @@ def test_json_is_the_events_themselves() -> None:
     out = io.StringIO()
     follower = Follower(Json(out), lambda _: None)
     follower.event(step(1, loss=1 / 3))
+    follower.turn()
     assert json.loads(out.getvalue())["loss"] == 1 / 3
 
 
@@ -240,11 +241,33 @@ def test_a_screen_that_is_gone_does_not_end_the_run() -> None:
             raise BrokenPipeError
 
     kept: list[Event] = []
-    follower = Follower(Gone(), kept.append)
+    follower = Follower(Gone(), kept.extend)
     follower.event(step(1))
+    follower.turn()
     follower.event(step(2))
+    follower.close()
     assert [each["step"] for each in kept] == [1, 2]
     assert follower.state.step.step == 2
+
+
+def test_what_thousands_of_ranks_hold_is_kept_by_rank_and_shown_once_each() -> None:
+    out = io.StringIO()
+    follower = Follower(Json(out), lambda _: None)
+    events = [event("memory", step=n, rank=rank, rss_bytes=n) for n in (1, 2) for rank in (5000, 0, 63, 64, 7)]
+    for each in [*events[:8], step(1), *events[8:]]:
+        follower.event(each)
+    follower.turn()
+    memory = follower.state.memory
+    assert sorted(memory) == [0, 7, 63, 64, 5000]
+    assert len(memory) == 5
+    assert {rank: told["rss_bytes"] for rank, told in memory.items()} == dict.fromkeys((0, 7, 63, 64, 5000), 2)
+    before = RunState().memory.plus([events[0]])
+    after = before.plus([events[5]])
+    assert (before[5000]["step"], after[5000]["step"]) == (1, 2), "what there was stays what it is"
+    assert not RunState().memory
+    shown = [json.loads(line) for line in out.getvalue().splitlines()]
+    told = [*events[:8], step(1), *events[8:]]
+    assert [(each["type"], each["rank"]) for each in shown] == [(each["type"], each["rank"]) for each in told]
 
 
 @pytest.mark.parametrize(

@@ -188,6 +188,7 @@ class _Outcome:
     run_dir: Path | None = None  # None: nothing was started
     committed: int = 0  # the newest step that was saved
     lock: Lock | None = None  # on the run directory
+    was_asked: bool = False  # to end, by a signal
 
 
 def _run(order: _Order, early: LocalAgent | None) -> int:
@@ -216,7 +217,7 @@ def _run(order: _Order, early: LocalAgent | None) -> int:
                 missing = error  # a lost host may be a while in coming back
             finally:
                 close_all(members)
-            pause_s = restarts.after(outcome.failure, outcome.committed)
+            pause_s = None if outcome.was_asked else restarts.after(outcome.failure, outcome.committed)
             if pause_s is None or outcome.run_dir is None:
                 if missing is not None:
                     raise missing
@@ -323,9 +324,9 @@ def _attempt(order: _Order, members: list[AgentLink]) -> _Outcome:
             )
             for post in assembly.posts
         )
-        code, failure = _follow(agents, resolved, rundir, order)
+        code, failure, was_asked = _follow(agents, resolved, rundir, order)
         rundir.exit_code = code
-        return _Outcome(code, failure, rundir.path, _committed(resolved, rundir), rundir.keep_lock())
+        return _Outcome(code, failure, rundir.path, _committed(resolved, rundir), rundir.keep_lock(), was_asked)
 
 
 def _committed(resolved: Resolved, rundir: RunDir) -> int:
@@ -379,8 +380,12 @@ def _record(loaded: LoadedJob, resolved: Resolved) -> str:
 
 def _follow(
     agents: Agents, resolved: Resolved, rundir: RunDir, order: _Order
-) -> tuple[int, Failure | Hang | LostHost | None]:
-    """Watch the run to its end, report it, and return its exit code and the failure behind it."""
+) -> tuple[int, Failure | Hang | LostHost | None, bool]:
+    """Watch the run to its end, and report it.
+
+    Returns:
+        its exit code, the failure behind it, and whether a signal had asked for the end.
+    """
     from zrun.launch.signals import ends_with_parent, ignore
     from zrun.launch.supervise import Interrupts, Run, Supervisor, judge
     from zrun.watch.follow import Follower
@@ -414,8 +419,9 @@ def _follow(
         _say(report(follower.state, rundir.path), sys.stderr if ui is Ui.json else sys.stdout)
     elif code != ExitCode.OK:
         saved = f"saved; resume: {order.again}" if code == ExitCode.STOPPED else "not saved"
-        _say(f"stopped after step {run.last_step}, {saved}", sys.stderr)
-    return code, failure
+        lost = "".join(f"; lost {why}" for why in run.lost.values())
+        _say(f"stopped after step {run.last_step}, {saved}{lost}", sys.stderr)
+    return code, failure, interrupts.first is not None or run.stopping
 
 
 def _say(text: str, out: TextIO) -> None:

@@ -24,8 +24,9 @@ from types import TracebackType
 from typing import IO, Self
 
 from zrun.launch.frames import Frame, Lines, Start, Stop, pack
+from zrun.launch.outbox import Outbox
 
-_READ_BYTES = 1 << 18
+_READ_BYTES = 1 << 16  # larger ones would be mapped anew for each read
 PATIENCE_S = 10.0  # for an agent that was told to end; it gives its workers half of that
 
 
@@ -51,12 +52,11 @@ class AgentLink(ABC):
         self.hello: Frame | None = None
         self.known_at: str | None = None
         self._input, self._output = down, up
-        os.set_blocking(down.fileno(), False)
+        self._outbox = Outbox(down.fileno())
         os.set_blocking(up.fileno(), False)
         self._lines = Lines()
         self._started = False
         self._broken: OSError | None = None
-        self._unsent = b""
         self._sending = threading.Condition()
         self._sender: threading.Thread | None = None
 
@@ -69,10 +69,15 @@ class AgentLink(ABC):
         """What becomes readable when the agent has said something, or has ended."""
         return self._output.fileno()
 
-    def start(self, start: Start) -> None:
-        """Run the workers."""
+    def start(self, start: Start, spec: bytes | None = None) -> None:
+        """Run the workers.
+
+        Args:
+            spec: `start.pack_spec()`, where the caller has it already.
+        """
         self._started = True
-        self.tell(start.pack())
+        self.tell(start.pack_spec() if spec is None else spec)
+        self.tell(start.pack_own())
 
     def stop(self, how: Stop) -> None:
         """Ask the workers to end."""
@@ -92,7 +97,8 @@ class AgentLink(ABC):
         frames = self._lines.feed(data)
         if self.hello is None:
             self.hello = next((frame for frame in frames if frame.get("frame") == "hello"), None)
-        return [frame for frame in frames if frame.get("frame") != "hello"]
+        # A login shell may print anything, also an object.
+        return [frame for frame in frames if frame.get("frame") not in (None, "hello")]
 
     def frames(self, patience_s: float) -> list[Frame] | None:
         """What the agent said within `patience_s` seconds; None when it has ended."""
@@ -101,26 +107,17 @@ class AgentLink(ABC):
     def tell(self, data: bytes) -> None:
         """Send `data`, without waiting for a host that does not listen; an agent that is gone is found by `read`."""
         with self._sending:
-            self._unsent += data
-            if self._sender is None and not self._send_some():
+            if self._input.closed:
+                return
+            self._outbox.put(data)
+            if self._sender is None and not self._outbox.send():
                 self._sender = threading.Thread(target=self._send_rest, name=f"to {self.host}", daemon=True)
                 self._sender.start()
-
-    def _send_some(self) -> bool:
-        """Write what fits, and say whether that was all."""
-        try:
-            while self._unsent:
-                self._unsent = self._unsent[os.write(self._input.fileno(), self._unsent) :]
-        except BlockingIOError:
-            return False
-        except (OSError, ValueError):  # it has ended, or was let go
-            self._unsent = b""
-        return True
 
     def _send_rest(self) -> None:
         while True:
             with self._sending:
-                if self._input.closed or self._send_some():
+                if self._input.closed or self._outbox.send():
                     self._sender = None
                     return
                 # A copy, which stays what it is should the lifeline be cut meanwhile.

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import selectors
+import time
 from collections.abc import Iterable, Sequence
 
 from zrun.launch.agent_process import AgentLink
 from zrun.launch.frames import Frame, Start, Stop, pack
+
+_MANY = 32  # hosts, from which on they are heard together instead of one by one
+_LINGER_S = 0.1
 
 
 class Agents:
@@ -20,6 +24,7 @@ class Agents:
         self._members = {member.host: member for member in members}
         self._done: set[str] = set()
         self.lost: dict[str, str] = {}
+        self._heard_at = 0.0
         self._selector = selectors.DefaultSelector()
         for member in members:
             self._selector.register(member, selectors.EVENT_READ, member)
@@ -35,8 +40,13 @@ class Agents:
 
     def start(self, starts: Iterable[Start]) -> None:
         """Run the workers: a start for each agent."""
+        last: Start | None = None
+        spec = b""
         for member, start in zip(self._members.values(), starts, strict=True):
-            member.start(start)
+            if last is None or start.spec is not last.spec:
+                spec = start.pack_spec()  # once: with many hosts it is large
+            last = start
+            member.start(start, spec)
 
     def stop(self, how: Stop) -> None:
         """Ask all workers to end."""
@@ -52,6 +62,9 @@ class Agents:
     def frames(self, patience_s: float) -> list[tuple[str, Frame]]:
         """What the agents said within `patience_s` seconds, each with its host."""
         found: list[tuple[str, Frame]] = []
+        if len(self._members) > _MANY:
+            time.sleep(max(0.0, self._heard_at + _LINGER_S - time.monotonic()))
+            self._heard_at = time.monotonic()
         for key, _ in self._selector.select(patience_s):
             member: AgentLink = key.data
             frames = member.read()

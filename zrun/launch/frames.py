@@ -3,7 +3,8 @@
 Down the agent's stdin go length-prefixed JSON objects; its end is the end of the launcher, and of the workers:
 
     {"ask": "facts"}        what is the host like? See `zrun.launch.witness`
-    Start                   run the workers
+    {"spec": ...}           what all hosts are to run; compressed, since it tells of every rank
+    Start                   run the workers of this one
     {"stop": "finish"}      ask them to end: see `Stop`
     {"testify": true}       a rank hangs: what do those of this host do?
     {"beat": true}          the launcher is there
@@ -17,7 +18,8 @@ from __future__ import annotations
 
 import json
 import struct
-from dataclasses import asdict, dataclass
+import zlib
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any
 
@@ -28,7 +30,9 @@ BEAT_S = 3.0  # between two words of a launcher to the agents of other hosts
 SILENCE_S = 15.0  # after which such an agent takes the launcher, or the way to it, for dead
 
 _LENGTH = struct.Struct(">I")
-_LARGEST = 16 << 20  # a plan for thousands of ranks takes about 1 MiB
+_LARGEST = 16 << 20
+_LARGEST_UNPACKED = 256 << 20  # a plan for thousands of ranks takes some MiB
+_ZLIB = b"\x78"  # how its streams begin; JSON does not
 
 
 class Stop(StrEnum):
@@ -53,19 +57,30 @@ class Start:
     is_remote: bool = False  # the launcher is elsewhere: its silence for SILENCE_S is its end, or that of the way to it
 
     def pack(self) -> bytes:
-        return pack(asdict(self))
+        return self.pack_spec() + self.pack_own()
+
+    def pack_spec(self) -> bytes:
+        """What is the same for all hosts, and comes first."""
+        return _with_length(zlib.compress(json.dumps({"spec": self.spec}).encode(), 1))
+
+    def pack_own(self) -> bytes:
+        return pack({each.name: getattr(self, each.name) for each in fields(self) if each.name != "spec"})
 
 
 def pack(frame: Frame) -> bytes:
-    body = json.dumps(frame).encode()
+    return _with_length(json.dumps(frame).encode())
+
+
+def _with_length(body: bytes) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
 class Unpacker:
-    """Cuts a stream of bytes back into frames."""
+    """Cuts a stream of bytes back into frames. A spec becomes part of the start that follows it."""
 
     def __init__(self) -> None:
         self._buffer = b""
+        self._spec: Frame = {}
 
     def feed(self, data: bytes) -> list[Frame]:
         """The frames that `data` completes.
@@ -81,9 +96,30 @@ class Unpacker:
                 raise ValueError(f"a frame of {length} bytes: this is not a launcher's stream")
             if len(self._buffer) < _LENGTH.size + length:
                 break
-            frames.append(json.loads(self._buffer[_LENGTH.size : _LENGTH.size + length]))
+            frame = _unpack(self._buffer[_LENGTH.size : _LENGTH.size + length])
+            if frame.keys() == {"spec"}:
+                self._spec = frame
+            else:
+                frames.append(self._spec | frame if "module" in frame else frame)
             self._buffer = self._buffer[_LENGTH.size + length :]
         return frames
+
+
+def _unpack(body: bytes) -> Frame:
+    """The object in a frame.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if body.startswith(_ZLIB):
+        try:
+            body = zlib.decompressobj().decompress(body, _LARGEST_UNPACKED)
+        except zlib.error as error:
+            raise ValueError(f"{error}: this is not a launcher's stream") from None
+    frame = json.loads(body)
+    if not isinstance(frame, dict):
+        raise ValueError("no object: this is not a launcher's stream")
+    return frame
 
 
 class Lines:
@@ -91,13 +127,14 @@ class Lines:
 
     def __init__(self) -> None:
         self._rest = b""
+        self._decode = json.JSONDecoder().raw_decode
 
     def feed(self, data: bytes) -> list[Frame]:
         *lines, self._rest = (self._rest + data).split(b"\n")
         frames = []
         for line in lines:
             try:
-                frame = json.loads(line)
+                frame, _ = self._decode(line.decode())
             except ValueError:
                 continue
             if isinstance(frame, dict):

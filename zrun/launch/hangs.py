@@ -30,6 +30,7 @@ _TIMES_KEPT = 200
 _PAUSES = ("hook", "evaluation", "save")
 _STACKS_S = 1.0  # that ranks get for writing their stacks
 _TESTIMONY_S = 4.0  # that agents get
+_NEVER = -1, 0.0
 
 
 class StepTimes:
@@ -39,20 +40,16 @@ class StepTimes:
         self._times: deque[float] = deque(maxlen=_TIMES_KEPT)
         self._step, self._since = 0, 0.0
         self._is_clean = False
+        self.p99 = 0.0  # seconds; 0 before the second step ended
 
     def see(self, now: float, state: RankState) -> None:
         if state.step != self._step:
             if self._is_clean and self._step > state.first:  # which warms up
                 self._times.append((now - self._since) / (state.step - self._step))
+                self.p99 = sorted(self._times)[math.ceil(0.99 * len(self._times)) - 1]
             self._step, self._since, self._is_clean = state.step, now, True
         if state.phase in _PAUSES:
             self._is_clean = False
-
-    @property
-    def p99(self) -> float:
-        """Seconds; 0 before the second step ended."""
-        ordered = sorted(self._times)
-        return ordered[math.ceil(0.99 * len(ordered)) - 1] if ordered else 0.0
 
 
 @dataclass(frozen=True)
@@ -85,14 +82,17 @@ class HangWatch:
             return max(_LEAST_AUTO_S, _STEPS_AUTO * self._times.p99), "limits.hang_s"
         return limits.hang_s, "limits.hang_s"
 
-    def look(self, now: float, states: Mapping[int, RankState]) -> Verdict | None:
-        """Take in what the running ranks say at `now`, in seconds of one monotonic clock."""
+    def see(self, now: float, states: Mapping[int, RankState]) -> None:
+        """Take in what some ranks say at `now`, in seconds of one monotonic clock."""
+        for rank, state in states.items():
+            if self._seen.get(rank, _NEVER)[0] != state.progress:
+                self._seen[rank] = state.progress, now
+
+    def judge(self, now: float, states: Mapping[int, RankState]) -> Verdict | None:
+        """Which of the running ranks, all of which were seen, stand still at `now`."""
         if not states:
             return None
         self._times.see(now, states[min(states)])
-        for rank, state in states.items():
-            if self._seen.get(rank, (-1, 0.0))[0] != state.progress:
-                self._seen[rank] = state.progress, now
         blamed = {rank: state for rank, state in states.items() if not state.waiting}
         if blamed:
             late = [rank for rank, state in blamed.items() if now - self._seen[rank][1] > self.limit(state)[0]]

@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from enum import Enum
 from pathlib import Path
@@ -134,14 +135,14 @@ class RunDir:
     def write_failure(self, report: dict[str, Any]) -> None:
         self._write("failure.json", json.dumps(report, indent=1) + "\n")
 
-    def append(self, event: Event) -> None:
-        """Add one line to `events.jsonl`, at once: somebody may be reading along.
+    def append(self, events: Sequence[Event]) -> None:
+        """Add lines to `events.jsonl`, at once: somebody may be reading along.
 
         Raises:
             ZrunError: the disk is full, or gone.
         """
         try:
-            os.write(self._events, encode(event) + b"\n")
+            _write_all(self._events, b"".join(encode(event) + b"\n" for event in events))
         except OSError as error:
             raise ZrunError(f"{self.path}/events.jsonl: {error.strerror}; the run cannot be recorded") from None
 
@@ -149,6 +150,12 @@ class RunDir:
         path = self.path / name
         path.touch(mode=0o600)
         path.write_text(text, encoding="utf-8")
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
 
 
 def _new_id() -> str:

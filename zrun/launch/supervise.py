@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from zrun.launch import signals
 from zrun.launch.failures import Exit, Failure, Hang, LostHost, Note, first_failure, is_cause
 from zrun.launch.frames import BEAT_S, GRACE_S, SILENCE_S, Frame, Stop
-from zrun.launch.hangs import HangWatch, Inquiry
+from zrun.launch.hangs import BOARD_S, HangWatch, Inquiry
 from zrun.launch.rundir import RunDir
 from zrun_core.board import RankState
 from zrun_core.config import LimitsConfig
@@ -54,6 +54,10 @@ class Run:
     started: set[str] = field(default_factory=set)  # hosts where every worker process exists
     stopping: bool = False  # a rank got a signal that did not come through the launcher
     states: dict[int, RankState] = field(default_factory=dict)  # of the ranks that run, as their boards said last
+    news: dict[int, RankState] = field(default_factory=dict)  # what of it nobody has looked at
+    ended_ranks: set[int] = field(default_factory=set)
+    first_well: Exit | None = None  # the first exit with status 0
+    is_failing: bool = False  # an exit with another one, or a lost host
     inquiry: Inquiry | None = None
     hang: dict[str, Any] | None = None
     lost: dict[str, str] = field(default_factory=dict)  # hosts, with the reason
@@ -70,16 +74,20 @@ class Run:
                     why = (
                         f"{host}: its agent could not start the workers; see its log in logs of the run directory there"
                     )
-                    self.lost[host] = why
+                    self.lose(host, why)
             case "exit":
                 self.states.pop(frame["rank"], None)
                 note = Note.parse(frame["note"])
                 end = Exit(frame["rank"], frame["status"], time.time(), frame["oom"], note, tuple(frame["log"]))
                 self.exits.append(end)
+                self.ended_ranks.add(end.rank)
+                self.is_failing |= end.status != 0
+                if end.status == 0:
+                    self.first_well = self.first_well or end
             case "board":
-                ended = {each.rank for each in self.exits}
-                states = {int(rank): RankState(*state) for rank, state in frame["states"].items()}
-                self.states |= {rank: state for rank, state in states.items() if rank not in ended}
+                for text, state in frame["states"].items():
+                    if (rank := int(text)) not in self.ended_ranks:
+                        self.states[rank] = self.news[rank] = RankState(*state)
             case "testimony":
                 if self.inquiry is not None:
                     self.inquiry.hear(frame)
@@ -94,13 +102,13 @@ class Run:
     @property
     def left_early(self) -> Exit | None:
         """A rank that ended well while others still train."""
-        if self.ended or len(self.exits) == self.num_ranks:
-            return None
-        return next((each for each in self.exits if each.status == 0), None)
+        return None if self.ended or len(self.exits) == self.num_ranks else self.first_well
 
-    @property
-    def is_failing(self) -> bool:
-        return bool(self.lost) or any(each.status for each in self.exits)
+    def lose(self, host: str, why: str) -> None:
+        """A host is no longer there."""
+        self.lost[host] = why
+        self.lost_at = min(self.lost_at, time.time())
+        self.is_failing = True
 
 
 class Interrupts:
@@ -163,7 +171,7 @@ class Supervisor:
         self._clock = clock
         self._hangs = HangWatch(limits)
         self._late = clock() + limits.start_s
-        self._beat_at = float("-inf")
+        self._beat_at = self._judge_at = float("-inf")
         self._alone_until: float | None = None
         self._finish_until: float | None = None  # the workers may end by themselves
         self._stop_at: float | None = None  # the other hosts, after a failure
@@ -182,9 +190,9 @@ class Supervisor:
                 event = run.fold(host, frame)
                 if event is not None:
                     on_event(event)
-            run.lost |= agents.lost
-            if run.lost:
-                run.lost_at = min(run.lost_at, time.time())
+            for host, why in agents.lost.items():
+                if host not in run.lost:
+                    run.lose(host, why)
             on_turn()
             now = self._clock()
             if now > self._give_up_at:
@@ -197,6 +205,7 @@ class Supervisor:
 
     def _check_start(self, now: float) -> None:
         if now > self._late:
+            self._late = float("inf")
             missing = [host for host in self._agents.hosts if host not in {*self._run.started, *self._run.lost}]
             if missing:
                 raise RendezvousError(
@@ -213,10 +222,15 @@ class Supervisor:
     def _look_for_hangs(self, now: float) -> None:
         """Time what the ranks do; once they hang, hear what their agents have to say, and kill them."""
         run = self._run
+        news, run.news = run.news, {}
+        self._hangs.see(now, news)
         if run.hang is not None or run.is_failing:
             return
         if run.inquiry is None:
-            verdict = self._hangs.look(now, run.states)
+            if now < self._judge_at:
+                return
+            self._judge_at = now + BOARD_S
+            verdict = self._hangs.judge(now, run.states)
             if verdict is not None:
                 run.inquiry = Inquiry(verdict, run.states, now)
                 self._agents.tell({"testify": True})

@@ -2,34 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
 
 from zrun.watch.screen import Nothing, Screen
-from zrun.watch.state import RunState, fold
+from zrun.watch.state import RunState, fold, fold_memory
 from zrun_core.events import Event
 
 
 class Follower:
-    """`record` comes before the screen: what a person saw is in the file."""
+    """Takes events in, and in each turn records and shows those that came: thousands of ranks tell of themselves.
 
-    def __init__(self, screen: Screen, record: Callable[[Event], None]) -> None:
+    `record` comes before the screen: what a person saw is in the file.
+    """
+
+    def __init__(self, screen: Screen, record: Callable[[Sequence[Event]], None]) -> None:
         self.state = RunState()
         self._screen, self._record = screen, record
+        self._new: list[Event] = []
 
     def event(self, event: Event) -> None:
-        self._record(event)
-        self.state = fold(self.state, event)
-        self._draw(lambda: self._screen.show(self.state, event))
+        self._new.append(event)
 
     def turn(self) -> None:
-        self._draw(lambda: self._screen.turn(self.state))
+        self._take_in()
+        with self._drawing():
+            self._screen.turn(self.state)
 
     def close(self) -> None:
-        self._draw(lambda: self._screen.close(self.state))
+        self._take_in()
+        with self._drawing():
+            self._screen.close(self.state)
 
-    def _draw(self, draw: Callable[[], None]) -> None:
+    def _take_in(self) -> None:
+        new, self._new = self._new, []
+        if new:
+            self._record(new)
+        for is_memory, group in groupby(new, lambda event: event.get("type") == "memory"):
+            for events in [list(group)] if is_memory else ([event] for event in group):
+                self.state = fold_memory(self.state, events) if is_memory else fold(self.state, events[0])
+                with self._drawing():
+                    for event in events:
+                        self._screen.show(self.state, event)
+
+    @contextmanager
+    def _drawing(self) -> Iterator[None]:
         try:
-            draw()
+            yield
         except OSError:
             # The terminal or the reader of a pipe is gone. Training is not.
             self._screen = Nothing()

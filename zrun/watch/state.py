@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from zrun_core.events import Event
 _CURVE_POINTS = 512
 _SPEED_STEPS = 20  # over which speeds are averaged
 _KEPT_MESSAGES = 100
+_RANKS_TOGETHER = 64
 
 SPLIT = ("data", "forward", "backward", "comm", "optim")
 MEMORY_KINDS = ("params", "grads", "optim", "rings")
@@ -72,6 +73,37 @@ class Message:
     text: str
 
 
+class ByRank(Mapping[int, Event]):
+    """An event of each rank. A new one copies a few of the others, not those of thousands of ranks."""
+
+    def __init__(self, parts: dict[int, dict[int, Event]] | None = None) -> None:
+        self._parts = parts or {}  # by rank // _RANKS_TOGETHER
+
+    def plus(self, events: Iterable[Event]) -> ByRank:
+        """This, with newer events of some ranks."""
+        parts, own = dict(self._parts), set[int]()
+        for event in events:
+            rank = event["rank"]
+            number = rank // _RANKS_TOGETHER
+            if number not in own:
+                own.add(number)
+                parts[number] = dict(parts.get(number, ()))
+            parts[number][rank] = event
+        return ByRank(parts)
+
+    def __getitem__(self, rank: int) -> Event:
+        return self._parts.get(rank // _RANKS_TOGETHER, {})[rank]
+
+    def __iter__(self) -> Iterator[int]:
+        return (rank for number in sorted(self._parts) for rank in self._parts[number])
+
+    def __len__(self) -> int:
+        return sum(map(len, self._parts.values()))
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+
 @dataclass(frozen=True)
 class RunState:
     """Everything known about a run."""
@@ -81,7 +113,7 @@ class RunState:
     losses: Curve = Curve()
     recent: tuple[Step, ...] = ()  # the last few steps, oldest first
     traffic_bytes: int = 0  # sent by rank 0
-    memory: Mapping[int, Event] = field(default_factory=dict)  # by rank, its newest `memory` event
+    memory: ByRank = field(default_factory=ByRank)  # by rank, its newest `memory` event
     evals: tuple[Evaluation, ...] = ()
     saved: int | None = None  # the newest step that is committed
     messages: tuple[Message, ...] = ()
@@ -147,7 +179,7 @@ def fold(state: RunState, event: Event) -> RunState:
         case "step":
             return _fold_step(state, event)
         case "memory":
-            return replace(state, memory={**state.memory, event["rank"]: event})
+            return fold_memory(state, [event])
         case "eval":
             return replace(state, evals=(*state.evals, Evaluation(event["step"], number(event["loss"]))))
         case "save":
@@ -159,6 +191,11 @@ def fold(state: RunState, event: Event) -> RunState:
         case "end":
             return replace(state, end=event)
     return state
+
+
+def fold_memory(state: RunState, events: Iterable[Event]) -> RunState:
+    """`state` after some `memory` events."""
+    return replace(state, memory=state.memory.plus(events))
 
 
 def _fold_step(state: RunState, event: Event) -> RunState:

@@ -79,4 +79,3 @@ def test_a_run_that_was_asked_to_end_is_not_started_again(tmp_path: Path, monkey
     )
     assert train._run(order, None) == 5
     assert attempts == [False, True]
-

@@ -72,6 +72,23 @@ def test_the_streams_are_the_agents_and_signals_reach_it() -> None:
         assert not alive[0].alive()
 
 
+def test_a_signal_that_comes_when_the_agent_is_gone_is_no_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = """
+import os, signal
+wait = os.waitpid
+def reap(*given):
+    found = wait(*given)
+    os.kill(os.getpid(), signal.SIGTERM)
+    return found
+os.waitpid = reap
+"""
+    monkeypatch.setitem(globals(), "AGENT", late + AGENT)
+    with agent() as (keeper, _, _folder):
+        assert keeper.stdin is not None
+        keeper.stdin.close()
+        assert keeper.wait(30) == 7
+
+
 def test_an_agent_hears_of_its_keepers_death() -> None:
     with agent() as (keeper, alive, _):
         keeper.kill()

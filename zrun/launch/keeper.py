@@ -14,6 +14,7 @@ import secrets
 import shutil
 import signal
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -52,8 +53,13 @@ def keep() -> Path:
 
 def _wait(agent: int, folder: Path) -> NoReturn:
     descriptor = os.pidfd_open(agent)
+
+    def pass_on(number: int, _: object) -> None:
+        with suppress(ProcessLookupError):  # it is just ending
+            signal.pidfd_send_signal(descriptor, number)
+
     for number in _PASSED_ON:
-        signal.signal(number, lambda number, _: signal.pidfd_send_signal(descriptor, number))
+        signal.signal(number, pass_on)
     with open(os.devnull, "r+b", buffering=0) as nothing:  # the streams are the agent's: their end is its end
         os.dup2(nothing.fileno(), 0)
         os.dup2(nothing.fileno(), 1)

@@ -35,7 +35,7 @@ def measured_seconds(job: Path, overrides: list[str], steps: int) -> float:
         run = Path(folder) / "run"
         command = [
             sys.executable, "-m", "zrun", "train", str(job), "--run-dir", str(run), *overrides, f"steps={steps}",
-            "checkpoint=null", "eval=null", "hooks={}",
+            "checkpoint=null", "eval=null", "hooks={}", "lr=constant",
         ]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:

@@ -248,25 +248,29 @@ class _Columns(NamedTuple):
 
 
 _PRODUCT, _ATTENTION, _STREAM = 0, 1, 2
+# What touches no element: questions about a tensor, and other looks at the same memory.
+_FREE = {"device", "view", "_unsafe_view", "reshape", "alias", "detach", "t", "transpose", "permute", "expand", "slice",
+         "select", "split", "unsqueeze", "squeeze", "as_strided", "unbind", "chunk", "empty", "empty_like"}  # fmt: skip
 _FAMILIES = {"gemm": _PRODUCT, "conv": _PRODUCT, "attention": _ATTENTION}
 
 
 def _columns(trace: Trace, num_blocks: int) -> _Columns:
-    count = len(trace.ops)
-    family = np.array([_FAMILIES.get(op.family, _STREAM) for op in trace.ops], dtype=np.int64)
+    ops = [op for op in trace.ops if op.name not in _FREE]
+    count = len(ops)
+    family = np.array([_FAMILIES.get(op.family, _STREAM) for op in ops], dtype=np.int64)
     dims = np.zeros((count, 3))
-    for number, op in enumerate(trace.ops):
+    for number, op in enumerate(ops):
         if op.family == "gemm" and len(op.shape) == 3:
             dims[number] = op.shape
-    back = np.array([op.phase is Phase.BACKWARD for op in trace.ops], dtype=bool)
+    back = np.array([op.phase is Phase.BACKWARD for op in ops], dtype=bool)
     return _Columns(
-        np.array([(op.flops.base, op.flops.per_sample) for op in trace.ops]).reshape(count, 2),
-        np.array([(op.bytes_moved.base, op.bytes_moved.per_sample) for op in trace.ops]).reshape(count, 2),
+        np.array([(op.flops.base, op.flops.per_sample) for op in ops]).reshape(count, 2),
+        np.array([(op.bytes_moved.base, op.bytes_moved.per_sample) for op in ops]).reshape(count, 2),
         family,
         dims,
-        _owners(trace.ops, back, num_blocks),
+        _owners(ops, back, num_blocks),
         back,
-        np.array([op.dtype in ("float32", "fp32", "torch.float32") for op in trace.ops], dtype=bool),
+        np.array([op.dtype in ("float32", "fp32", "torch.float32") for op in ops], dtype=bool),
     )
 
 
@@ -297,6 +301,7 @@ def trace_seconds(columns: _Columns, micro: int, device: Device, precision: str)
     flops = np.maximum(0.0, columns.flops[:, 0] + columns.flops[:, 1] * micro)
     moved = np.maximum(0.0, columns.moved[:, 0] + columns.moved[:, 1] * micro)
     near = np.where(moved <= device.cache_bytes, device.cache_speedup, 1.0)
+    near *= np.where(columns.wide, 1.0, device.narrow)
     streaming = moved / (device.bandwidth * device.streaming * near)
     peak = np.where(columns.wide, device.flops("fp32"), device.flops(precision))
     m, n, k = columns.dims.T

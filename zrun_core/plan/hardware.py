@@ -59,6 +59,7 @@ class Device:
         attention: share of the peak that fused attention reaches.
         streaming: share of the bandwidth that elementwise operations reach.
         cache_bytes: tensors up to this size stay near the cores, at `cache_speedup` times the bandwidth.
+        narrow: bytes per second of elementwise operations in 16 bits, as a share of those in 32.
         launch_s: seconds that an operation takes however small it is.
         context_bytes: of the driver, outside of any allocator.
         workspace_bytes: of the library of matrix products, in the allocator.
@@ -79,6 +80,7 @@ class Device:
     streaming: float = 0.85
     cache_bytes: int = 0
     cache_speedup: float = 1.0
+    narrow: float = 1.0
     launch_s: float = 4e-6
     context_bytes: int = 0
     workspace_bytes: int = 0
@@ -171,7 +173,8 @@ DEVICES: dict[str, Device] = {
 # One core of a server with AVX-512, as a part of a host: what a quick measurement replaces.
 _CPU_CORE = Device(
     "CPU", "cpu", 0, {"fp32": 90e9, "bf16": 180e9}, 12e9, gemm=0.85, gemm_area=4096.0, gemm_depth=48.0, attention=0.35,
-    streaming=0.8, cache_bytes=4 * MIB, cache_speedup=3.0, launch_s=5e-6, contention=1.0, optimizer=0.35e9,
+    streaming=0.8, cache_bytes=16 * MIB, cache_speedup=2.0, narrow=0.55, launch_s=5e-6, contention=1.0,
+    optimizer=0.35e9,
 )  # fmt: skip
 _ALIASES = {
     "V100": "V100-32G", "A100": "A100-80G", "H100": "H100-80G", "RTX4090": "4090", "RTX-4090": "4090",
@@ -429,7 +432,7 @@ def cpu_device(rates: Rates, ranks: int, host_bytes: int) -> Device:
     """One rank's part of a host's cores: a share of what all of them do together."""
     peak = {precision: flops / ranks for precision, flops in rates.cpu_flops.items()}
     device = replace(_CPU_CORE, memory_bytes=host_bytes // ranks, peak=peak, bandwidth=2 * rates.copy / ranks,
-                     gemm=1.0, streaming=1.0)  # fmt: skip
+                     gemm=1.0, streaming=1.0, optimizer=None)  # fmt: skip
     return replace(device, **dict(rates.extra))  # type: ignore[arg-type]
 
 

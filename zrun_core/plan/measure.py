@@ -19,8 +19,9 @@ from zrun_core.plan.hardware import Rates
 _TRY_S = 0.12  # for the tries of one measurement
 _PATIENCE_S = 120.0
 _SIDE = 1024  # of a product that is large
-_THIN = 32  # length of the sum, and half the side of the result, of products that are not
-_LARGE, _SMALL = 1 << 24, 1 << 16  # elements of tensors that do not fit a cache, and that do
+_THIN = 64  # length of the sum, and half the side of the result, of products that are not
+_LARGE = 1 << 24  # elements that are copied
+_FAR, _NEAR = 1 << 22, 1 << 19  # elements of tensors that do not fit a cache, and that do
 _CHAIN = 64  # tiny operations, one after the other
 
 
@@ -77,35 +78,37 @@ def _rates() -> dict[str, float]:
     import torch.nn.functional as F
 
     rates: dict[str, float] = {}
-    for name, dtype in {"fp32": torch.float32, "bf16": torch.bfloat16}.items():
-        rates[f"peak_{name}"] = _product(torch, _SIDE, _SIDE, _SIDE, dtype)
-    big = rates["peak_fp32"]
-    thin = _product(torch, _SIDE, _SIDE, _THIN, torch.float32)
-    rates["gemm_depth"] = max(1.0, _THIN * (big / thin - 1))
+    for name, of_dtype in {"fp32": torch.float32, "bf16": torch.bfloat16}.items():
+        rates[f"peak_{name}"] = _product(torch, _SIDE, _SIDE, _SIDE, of_dtype)
+    # Most of training's products are in the faster format: their sizes matter as they do there.
+    best = max(("fp32", "bf16"), key=lambda name: rates[f"peak_{name}"])
+    dtype, big = (torch.bfloat16 if best == "bf16" else torch.float32), rates[f"peak_{best}"]
+    rates["gemm_depth"] = max(1.0, _THIN * (big / _product(torch, _SIDE, _SIDE, _THIN, dtype) - 1))
     side = 2 * _THIN
-    small = _product(torch, side, side, _SIDE, torch.float32)
-    rates["gemm_area"] = max(1.0, side**2 * (big / small - 1))
+    rates["gemm_area"] = max(1.0, side**2 * (big / _product(torch, side, side, _SIDE, dtype) - 1))
 
-    def bytes_per_s(action: Callable[[object], object], numel: int) -> float:
-        source = torch.randn(numel)
-        return 8 * numel / _seconds(lambda: action(source))
+    def bytes_per_s(numel: int, dtype: torch.dtype) -> float:
+        x = torch.randn(numel).to(dtype)
+        actions: list[tuple[int, Callable[[], object]]] = [
+            (3, lambda: x + x),
+            (2, lambda: x * 1.5),
+            (2, lambda: F.silu(x)),
+            (2, lambda: F.layer_norm(x.view(-1, 256), (256,))),
+        ]
+        return statistics.harmonic_mean(times * x.nbytes / _seconds(action) for times, action in actions)
 
     target = torch.empty(_LARGE)
     source = torch.ones(_LARGE)
     rates["copy"] = 4 * _LARGE / _seconds(lambda: target.copy_(source))
     rates["exchange"] = rates["copy"] / 2
-    actions: list[Callable[[object], object]] = [
-        lambda x: x + 1.0,  # type: ignore[operator]
-        lambda x: F.silu(x),  # type: ignore[arg-type]
-        lambda x: F.layer_norm(x.view(-1, 256), (256,)),  # type: ignore[attr-defined]
-    ]
-    far, near = (statistics.harmonic_mean(bytes_per_s(a, numel) for a in actions) for numel in (_LARGE, _SMALL))
+    far, near = bytes_per_s(_FAR, torch.float32), bytes_per_s(_NEAR, torch.float32)
     rates["streaming"] = far / (2 * rates["copy"])
     rates["cache_speedup"] = max(1.0, near / far)
+    rates["narrow"] = bytes_per_s(_NEAR, torch.bfloat16) / near
     rates["launch_s"] = _launch_seconds(torch)
-    q = torch.randn(4, 6, 256, 64, dtype=torch.bfloat16)
-    seconds = _seconds(lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True))
-    rates["attention"] = min(1.0, 4 * 4 * 6 * 256**2 * 64 / seconds / rates["peak_bf16"])
+    q = torch.randn(4, 6, 256, 64).to(dtype).requires_grad_()
+    seconds = _seconds(lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True).backward(q.detach()))
+    rates["attention"] = min(1.0, 3.5 * 4 * 4 * 6 * 256**2 * 64 / seconds / big)
     param = torch.nn.Parameter(torch.randn(1 << 21))
     param.grad = torch.randn(1 << 21)
     rates["optimizer"] = (1 << 21) / _seconds(torch.optim.AdamW([param], fused=True).step)

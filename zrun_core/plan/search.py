@@ -50,11 +50,11 @@ class Constraints:
     Attributes:
         global_batch: samples per step, which stays what it is.
         base: the candidate that the job asks for; what a change is counted from.
-        devices: numbers of devices that may be used; None: all that the hardware has, or for `fit` first the base's.
+        devices: numbers of devices that may be used; None: as many as the base, and all that the hardware has.
         trainable: only what zrun can train now.
         offloads: whether states may live in the memory of hosts, and on disks where there are any.
         virtual: parts of a pipeline stage at most.
-        most_micro: samples of a micro-batch at most.
+        most_micro: samples of a micro-batch at most, or as many as the base has.
         shard_in_node: consider also copies of the states within each node.
     """
 
@@ -418,9 +418,8 @@ class _Search:
     def _worlds(self) -> list[int]:
         if self.constraints.devices is not None:
             return sorted(set(self.constraints.devices))
-        if self.constraints.base is not None:
-            return [self.constraints.base.dims.world]
-        return [self.hardware.num_devices]
+        asked = {self.constraints.base.dims.world} if self.constraints.base is not None else set()
+        return sorted(asked | {self.hardware.num_devices})
 
     def _precisions(self) -> Sequence[str]:
         if self.constraints.precisions is not None:
@@ -465,7 +464,9 @@ class _Search:
 
     def _micros(self, per_rank: int) -> list[int]:
         asked = self.constraints.micro
-        possible = [micro for micro in _divisors(per_rank) if micro <= self.constraints.most_micro]
+        base = self.constraints.base
+        most = max(self.constraints.most_micro, base.micro if base is not None else 1)
+        possible = [micro for micro in _divisors(per_rank) if micro <= most]
         return possible if asked is None else [micro for micro in possible if micro in asked]
 
     def _shards(self, dims: Dims, stage: int) -> list[int | None]:

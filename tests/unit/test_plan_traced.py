@@ -1,0 +1,128 @@
+"""Estimates of a model that was traced: its operations and events, part by part."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from zrun_core.config import JobConfig
+from zrun_core.errors import JobError
+from zrun_core.plan.candidate import Candidate
+from zrun_core.plan.costs import Costs, Terms
+from zrun_core.plan.estimate import Planner
+from zrun_core.plan.hardware import parse_simulate
+from zrun_core.plan.profile import Event, Linear, Op, Phase, Profile, Trace
+from zrun_core.plan.states import Dims
+from zrun_core.plan.tracing import describe_modules, describe_params
+from zrun_core.plan.transformer import TransformerShape
+
+BLOCKS, WIDTH, TOKENS = 4, 512, 128
+KEPT = 2 * TOKENS * WIDTH  # bytes of an activation of one sample, bf16
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(1000, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.head = nn.Linear(WIDTH, 1000, bias=False)
+
+
+def product(phase: Phase, module: str, block: int, flops: float) -> Op:
+    return Op("mm", "gemm", Linear(0, flops), Linear(2 * WIDTH**2, 2 * KEPT), phase, module, block, "bfloat16",
+              (TOKENS, WIDTH, WIDTH))  # fmt: skip
+
+
+def timeline(checkpoint: str) -> Trace:
+    """Each block keeps one activation; with checkpointing it makes its products once more in backward."""
+    once = 2.0 * TOKENS * WIDTH**2
+    events, ops = (
+        [],
+        [Op("embedding", "copy", Linear(0, 0), Linear(0, KEPT), Phase.FORWARD, "embed", -1, "bfloat16", ())],
+    )
+    for block in range(BLOCKS):
+        name = f"blocks.{block}.linear"
+        events.append(Event(block, Linear(0, KEPT), True, Phase.FORWARD, name, block, "activation"))
+        ops.append(product(Phase.FORWARD, name, block, once))
+    ops.append(product(Phase.FORWARD, "head", -1, once))
+    ops.append(product(Phase.BACKWARD, "head", -1, 2 * once))
+    for block in reversed(range(BLOCKS)):
+        name = f"blocks.{block}.linear"
+        ops += [product(Phase.BACKWARD, name, block, once)] * (3 if checkpoint == "full" else 2)
+        events.append(Event(block, Linear(0, KEPT), False, Phase.BACKWARD, name, block, "activation"))
+    ops.append(Op("scatter", "copy", Linear(0, 0), Linear(0, KEPT), Phase.BACKWARD, "embed", -1, "bfloat16", ()))
+    return Trace(checkpoint, tuple(events), tuple(ops))
+
+
+def profile() -> Profile:
+    with torch.device("meta"):
+        model = Model()
+    return Profile(
+        "traced", "", describe_params(model, torch.bfloat16), 0, BLOCKS, Linear(0, 16.0 * TOKENS), TOKENS,
+        {name: timeline(name) for name in ("none", "full")}, describe_modules(model), "cuda",
+    )  # fmt: skip
+
+
+JOB = JobConfig.model_validate(
+    {"name": "j", "model": "m:f", "data": "d:f", "steps": 1, "batch": {"micro": 1}, "precision": "bf16"}
+)
+HARDWARE = parse_simulate("8xA100-80G")
+
+
+def test_every_operation_and_parameter_belongs_to_one_part() -> None:
+    found = profile()
+    parts = Costs(found, HARDWARE, Terms()).parts(Candidate(0, Dims(1), 4, 1).key)
+    once = 4 * 2.0 * TOKENS * WIDTH**2
+    assert [part.flops for part in parts] == [0, *[3 * once] * BLOCKS, 3 * once]
+    assert [part.params for part in parts] == [1000 * WIDTH, *[WIDTH**2 + WIDTH] * BLOCKS, 1000 * WIDTH]
+    assert parts.before.forward > 0
+    assert parts.before.backward > 0
+    assert parts.boundary_bytes == 4 * KEPT
+
+
+def test_recomputation_is_what_the_other_timeline_lacks() -> None:
+    planner = Planner(profile(), HARDWARE, JOB)
+    none, full = (planner.estimate(Candidate(0, Dims(1), 4, 2, policy)).time for policy in ("none", "full"))
+    assert none.model_flops == full.model_flops == none.hardware_flops
+    assert full.hardware_flops == pytest.approx(none.model_flops + 2 * BLOCKS * 4 * 2.0 * TOKENS * WIDTH**2)
+    assert full.parts["recompute"] == pytest.approx(full.seconds - none.seconds, rel=1e-6)
+
+
+def test_the_peak_is_states_and_live_events() -> None:
+    planner = Planner(profile(), HARDWARE, JOB)
+    one = planner.estimate(Candidate(1, Dims(2), 4, 1)).ranks[0]
+    assert one.peak.dynamic == BLOCKS * 4 * KEPT
+    assert one.allocated == one.peak.dynamic + sum(buffer.num_bytes for buffer in one.buffers)
+    first, last = planner.estimate(Candidate(1, Dims(1, pp=2), 4, 4)).ranks
+    assert (first.peak.dynamic, last.peak.dynamic) == (2 * BLOCKS // 2 * 4 * KEPT, BLOCKS // 2 * 4 * KEPT)
+    with_head = sum(b.num_bytes for b in last.buffers if b.name.startswith("head"))
+    assert with_head > 0
+    assert not any(b.name.startswith("head") for b in first.buffers)
+
+
+def test_tensor_parallelism_is_planned_by_formula() -> None:
+    shape = TransformerShape.gpt(BLOCKS, WIDTH, 8, seq=TOKENS, vocab=1000)
+    found = Planner(profile(), HARDWARE, JOB, formula=shape).estimate(Candidate(0, Dims(1, tp=2), 4, 1))
+    assert found.source == "formula"
+    assert any("by formula" in note for note in found.notes)
+    assert Planner(profile(), HARDWARE, JOB, formula=shape).estimate(Candidate(0, Dims(1), 4, 1)).source == "traced"
+
+
+@pytest.mark.parametrize(
+    ("candidate", "said"),
+    [
+        (Candidate(0, Dims(1, tp=2), 4, 1), "tp 2: how this model is divided is not known"),
+        (Candidate(0, Dims(1), 4, 1, "selective"), "checkpoint selective: the model was not traced with it"),
+        (Candidate(0, Dims(1), 4, 1, precision="fp32"), "precision fp32: the model was traced in bf16"),
+    ],
+)
+def test_what_was_not_traced_is_said(candidate: Candidate, said: str) -> None:
+    with pytest.raises(JobError, match=said):
+        Planner(profile(), HARDWARE, JOB).estimate(candidate)

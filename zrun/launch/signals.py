@@ -48,7 +48,8 @@ def stoppable(when: Callable[[], str]) -> Iterator[Callable[[], None]]:
         yield arm
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # else the process is about to end
+                signal.signal(number, handler)
 
 
 def ends_with_parent(turn: Callable[[], None]) -> Callable[[], None]:

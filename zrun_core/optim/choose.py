@@ -14,7 +14,7 @@ import torch
 from zrun_core.config import NOT_SHARDED, OptimConfig
 from zrun_core.errors import JobError
 from zrun_core.optim import lightweight
-from zrun_core.optim.chunked import Bf16Adam, Bf16AdamW, Chunked, Lion
+from zrun_core.optim.chunked import Bf16Adam, Bf16AdamW, Chunked, Lion, scratch_bytes
 from zrun_core.optim.layerwise import Lamb, Lars, LayerWise, Trust
 
 OptimizerClass = Callable[..., torch.optim.Optimizer]
@@ -47,6 +47,11 @@ class Chosen:
     scales_inside: bool
     moment_dtype: torch.dtype = torch.float32
     layer_wise: bool = False
+
+    def scratch_bytes(self, device: str) -> int:
+        """Bytes that updates on devices of this type, "cpu" or "cuda", keep beside the moments."""
+        ours = _as_ours(self.build)
+        return scratch_bytes(ours, self.moment_dtype, device) if ours is not None else 0
 
     def make(self, params: Sequence[torch.Tensor], weight_decay: float | None) -> torch.optim.Optimizer:
         """An optimizer over `params`; `weight_decay` replaces the configured one if given."""

@@ -52,6 +52,7 @@ class Chunked(torch.optim.Optimizer, ABC):
     """
 
     moment_names: ClassVar[tuple[str, ...]]
+    num_scratch: ClassVar[int] = 0  # beside one for each moment that is not fp32
     _step_supports_amp_scaling = True
 
     def __init__(self, params: Iterable[torch.Tensor], defaults: dict[str, Any], moment_dtype: torch.dtype) -> None:
@@ -190,6 +191,7 @@ class Lion(Elementwise):
     """Lion (Chen et al. 2023, Algorithm 2): the sign of an interpolated moment, decay apart from it."""
 
     moment_names = ("exp_avg",)
+    num_scratch = 1
 
     def __init__(
         self,
@@ -232,6 +234,12 @@ def scratch_like(tensors: list[torch.Tensor], number: int) -> list[torch.Tensor]
 
 
 _scratch: dict[tuple[torch.device, int], torch.Tensor] = {}
+
+
+def scratch_bytes(build: type[Chunked], moment_dtype: torch.dtype, device: str) -> int:
+    """Bytes that `scratch_like` keeps from the first update on, on devices of this type."""
+    casts = 0 if moment_dtype == torch.float32 else len(build.moment_names)
+    return 4 * _CHUNK[device] * (build.num_scratch + casts)
 
 
 def _check(defaults: dict[str, Any]) -> None:

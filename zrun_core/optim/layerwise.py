@@ -91,6 +91,7 @@ class Lamb(LayerWise):
     """
 
     moment_names = ("exp_avg", "exp_avg_sq")
+    num_scratch = 1
 
     def __init__(
         self,

@@ -349,11 +349,24 @@ def rank_buffers(
     """
     peers = peers_of_rank(settings, dims, rank, device)
     layouts = cut.layouts(dims, rank.pp, peers.size)
+    away = place(layouts, placement)
     found = settings.states.rank_buffers(
-        layouts, peers, prefetch=settings.prefetch, moves_pages=moves_pages(device),
-        placements=place(layouts, placement),
-    )  # fmt: skip
-    return [*found, *cut.module_buffers(dims, rank.pp)]
+        layouts, peers, prefetch=settings.prefetch, moves_pages=moves_pages(device), placements=away
+    )
+    return [*found, *cut.module_buffers(dims, rank.pp), *_update_scratch(settings, layouts, away, device)]
+
+
+def _update_scratch(
+    settings: Settings, layouts: Sequence[UnitLayout], away: Mapping[str, Placement], device: str
+) -> list[Buffer]:
+    """What the optimizer keeps from its first update on, wherever it updates."""
+    chosen = settings.optimizer
+    on_host = [unit.name in away and away[unit.name].optimizer is not Tier.DEVICE for unit in layouts if unit.trainable]
+    sizes = {
+        Tier.DEVICE: chosen.scratch_bytes(device) if chosen is not None and not all(on_host) else 0,
+        Tier.HOST: chosen.scratch_bytes("cpu") if chosen is not None and any(on_host) else 0,
+    }
+    return [Buffer("optimizer scratch", Kind.TEMP, size, tier) for tier, size in sizes.items() if size]
 
 
 def checkpoint_buffers(

@@ -121,7 +121,7 @@ def test_any_size_has_a_shape(exponent):
     shape = TransformerShape.from_size(
         f"{10 ** (exponent - 3):.0f}k" if exponent < 9 else f"{10 ** (exponent - 9):.3f}B"
     )
-    least = 0.95 if shape.params >= 10**7 else 0.8
+    least = 0.97 if shape.params >= 2 * 10**8 else 0.93 if shape.params >= 10**7 else 0.8
     assert least * shape.params <= shape.num_params <= shape.params
     assert shape.hidden % shape.heads == 0
 

@@ -278,7 +278,7 @@ class Planner:
 
     def rank(self, candidate: Candidate, index: int) -> RankMemory:
         """The first rank of a pipeline stage."""
-        device, cuda = self.hardware.device, self.device_type == "cuda"
+        cuda = self.device_type == "cuda"
         stage = Stage.of(candidate.dims, index, self.num_blocks, candidate.accumulation)
         states, others = self.states(candidate, index), self._others(candidate)
         beside = sum(buffer.num_bytes for buffer in others)
@@ -290,7 +290,7 @@ class Planner:
             reserved = -(-reserved // (2 * MIB)) * 2 * MIB
         return RankMemory(
             _role(candidate.dims, index), (*states.buffers, *others), peak, allocated, reserved,
-            reserved + device.context_bytes + self._communicators(candidate.dims) * device.communicator_bytes,
+            reserved + self.outside(candidate.dims),
             states.pinned, states.pageable + _PROCESS_BYTES[self.device_type], states.disk,
         )  # fmt: skip
 
@@ -342,11 +342,10 @@ class Planner:
             self._beyond[key] = memory.reserved_beyond(self.subject, candidate)
         return self._beyond[key]
 
-    @staticmethod
-    def _communicators(dims: Dims) -> int:
-        """Groups of ranks that a rank belongs to, each with buffers of its own."""
-        groups = {dims.world, dims.tp, dims.dp, dims.pp, dims.shard_size, dims.dp // dims.shard_size}
-        return len(groups - {1})
+    def outside(self, dims: Dims) -> int:
+        """Bytes of a device outside of its allocator: the driver's, and those of each group that a rank belongs to."""
+        groups = {dims.world, dims.tp, dims.dp, dims.pp, dims.shard_size, dims.dp // dims.shard_size} - {1}
+        return self.hardware.device.context_bytes + len(groups) * self.hardware.device.communicator_bytes
 
     # All of it
 
@@ -358,8 +357,12 @@ class Planner:
         """
         self._check(candidate)
         used, capacity = 0, self.hardware.device.memory_bytes
+        beside = sum(buffer.num_bytes for buffer in self._others(candidate)) + self.outside(candidate.dims)
         for index in self._stages(candidate.dims):
-            used = max(used, self.rank(candidate, index).device_used)
+            stage = Stage.of(candidate.dims, index, self.num_blocks, candidate.accumulation)
+            in_use = self.peak(candidate, stage, self.states(candidate, index).steady).num_bytes + beside
+            # What the allocator takes beyond that is asked only where it may decide.
+            used = max(used, in_use if in_use > capacity else self.rank(candidate, index).device_used)
             if used > capacity:
                 break
         return used - capacity

@@ -127,7 +127,7 @@ def replay(
     return _replay(tuple(forward), tuple(backward), stages, micro_batches, send)
 
 
-_STEADY = 2  # rounds of `stages` micro-batches after which a pipeline only repeats itself
+_STEADY = 1  # rounds of `stages` micro-batches after which a pipeline only repeats itself
 
 
 @lru_cache(maxsize=4096)

@@ -22,7 +22,7 @@ from zrun_core.plan.collectives import Span
 from zrun_core.plan.costs import BYTES, Part, stream_seconds
 from zrun_core.plan.estimate import Estimate, Planner
 from zrun_core.plan.hardware import Hardware
-from zrun_core.plan.memory import Stage
+from zrun_core.plan.memory import Stage, formula_slack
 from zrun_core.plan.profile import Phase, Profile
 from zrun_core.plan.states import Dims
 from zrun_core.plan.timing import host_seconds_per_element, update_bytes
@@ -40,6 +40,7 @@ _OFFLOADS = (
 )
 _FRACTIONS = (0.25, 0.5, 0.75, 1.0)
 _SAME_ROOM = 0.01  # of the capacity: headroom that differs by less is the same
+_SAME_TIME = 1.01  # and so are seconds, where both matter
 _NO_STATES = dict.fromkeys(Phase, 0)
 
 
@@ -89,7 +90,7 @@ class Result:
 
     Attributes:
         best: what fits, best first; at most ten.
-        pareto: what fits and is beaten by nothing in both time and headroom, to a hundredth of the capacity; by time.
+        pareto: what fits and is beaten by nothing in both time and headroom, to a hundredth of each; by time.
         rejected: what does not fit, the smallest overshoot first; at most ten.
         tried: configurations that were estimated.
         pruned: configurations that a bound has ruled out.
@@ -235,12 +236,13 @@ class _Search:
     def _is_beaten(
         self, bound: _Bound, fitting: Sequence[tuple[float, int, int, Estimate]], front: Sequence[tuple[float, int]]
     ) -> bool:
-        """Whether ten are faster for sure, and one of those that fit is as fast with as much room."""
+        """Whether ten are faster for sure, and one of those that fit is about as fast with about as much room."""
         if len(fitting) < SHOWN or fitting[SHOWN - 1][0] > bound.seconds:
             return False
         room = self.capacity - bound.num_bytes - _SAME_ROOM * self.capacity
         return any(
-            headroom >= room for _, headroom in itertools.takewhile(lambda each: each[0] <= bound.seconds, front)
+            headroom >= room
+            for _, headroom in itertools.takewhile(lambda each: each[0] <= bound.seconds * _SAME_TIME, front)
         )
 
     # The cheapest change
@@ -390,7 +392,9 @@ class _Search:
             here = num_bytes * part / (share if candidate.stage >= sharded_from else 1)
             total += here * (left if tier is not Tier.DEVICE else 1.0)
         dynamic = self.planner.peak(candidate, stage, _NO_STATES).num_bytes
-        return total + dynamic + device.context_bytes + device.workspace_bytes
+        if device.kind == "cuda" and self.planner.costs.uses_formula(candidate.key):
+            dynamic += formula_slack(dynamic)
+        return total + dynamic + device.workspace_bytes + self.planner.outside(dims)
 
     def _all(self) -> Iterator[Candidate]:
         """Every candidate that the constraints allow, in a fixed order."""

@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 
 from zrun_core.errors import ExitCode, ZrunError
 
-COMMANDS = ("train", "check", "topo", "doctor", "ps", "logs", "stop", "init", "explain", "config", "ckpt")
+COMMANDS = ("train", "check", "estimate", "topo", "doctor", "ps", "logs", "stop", "init", "explain", "config", "ckpt")
 
 
 class _LazyGroup(TyperGroup):

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -16,6 +17,7 @@ import torch
 from zrun_core.comm import TrafficKey
 from zrun_core.errors import HangError
 from zrun_core.events import Emitter
+from zrun_core.high_water import HighWater
 from zrun_core.metrics import Phase, StepClock, peak_flops, process_memory
 from zrun_core.spec import RunSpec
 from zrun_core.zero.sharded import ShardedModel, StepResult
@@ -154,7 +156,7 @@ class Recorder:
             total_steps=self._total_steps(num_samples),
             planned_bytes={kind.value: size for kind, size in planned.items()},
             units=len(layouts),
-            versions={"torch": torch.__version__, "python": sys.version.split()[0]},
+            versions={"zrun": metadata.version("zrun"), "torch": torch.__version__, "python": sys.version.split()[0]},
             device=str(self._device) if self._device.type == "cpu" else torch.cuda.get_device_name(self._device),
             resumed=None if resumed_from is None else {"step": self.progress.steps, "path": str(resumed_from)},
             notes=notes,
@@ -170,6 +172,23 @@ class Recorder:
         for each in fields(progress):  # others hold on to the object
             setattr(self.progress, each.name, getattr(progress, each.name))
         self._first = replace(progress)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that this process has issued."""
+        return self.progress.steps - self._first.steps
+
+    def peak(self, water: HighWater) -> None:
+        """What the memory of the newest step came to."""
+        if self.num_steps != 2:  # the data had ended
+            return
+        own = 0 if self._device.type == "cuda" else sum(self._sharded.allocated_memory().by_kind.values())
+        self._emitter.emit(
+            "peak",
+            step=self.progress.steps,
+            peak_bytes=None if water.num_bytes is None else own + water.num_bytes,
+            reserved_bytes=water.reserved,
+        )
 
     def step(self, pending: Pending, numbers: Numbers, epoch: float | None) -> None:
         """Count a step and tell it.

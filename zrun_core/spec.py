@@ -80,6 +80,7 @@ class RunSpec(Section):
     run_dir: str
     run_id: str
     resume: ResumeSpec | None = None  # None: from the beginning
+    memory_bytes: int | None = None  # that each rank may have where its model lives; None: it finds out
     telemetry: str | None = None  # unix datagram socket of this host's agent; None: nobody listens
 
     @classmethod

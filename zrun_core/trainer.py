@@ -27,6 +27,7 @@ from zrun_core.errors import (
 )
 from zrun_core.events import Emitter
 from zrun_core.guards import NumericGuard
+from zrun_core.high_water import HighWater
 from zrun_core.loss import LossFunction, LossKind, compute_loss
 from zrun_core.metrics import FlopCount, Phase, StepClock
 from zrun_core.oom import MemoryGuard
@@ -166,12 +167,13 @@ class Trainer:
         while self.job.steps is None or self.progress.steps < self.job.steps:
             if self._must_stop:
                 return "stopped"
-            self.phase = "data"
-            with self._clock.during(Phase.DATA):
-                micro_batches = self.loader.next_step()
-            if micro_batches is None:
-                return "epochs" if self.job.epochs is not None else "data ended"
-            self.step(micro_batches)
+            with self._watched():
+                self.phase = "data"
+                with self._clock.during(Phase.DATA):
+                    micro_batches = self.loader.next_step()
+                if micro_batches is None:
+                    return "epochs" if self.job.epochs is not None else "data ended"
+                self.step(micro_batches)
             if evaluation is not None and evaluation.every is not None and self.progress.steps % evaluation.every == 0:
                 self._resolve()
                 self.evaluate()
@@ -187,6 +189,16 @@ class Trainer:
                 if self.progress.tokens >= self.job.tokens:
                     return "tokens"
         return "steps"
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Measure the memory of the second step of this process: all that lasts is there by then."""
+        if self.recorder.num_steps != 1:
+            yield
+            return
+        with HighWater(self.device) as water:
+            yield
+        self.recorder.peak(water)
 
     # Saving and going on
 

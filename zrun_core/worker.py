@@ -18,6 +18,7 @@ import sys
 import time
 import traceback
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -110,6 +111,7 @@ class Worker:
         user.add_to_path(job_dir)
         chosen = choose(job.optim, lambda name: user.load(Ref(call=name), job_dir), device)
         settings = parallelize.make_settings(job, chosen, device)
+        settings = replace(settings, memory_bytes=self.spec.memory_bytes)
         built = self._build(mesh, comm)
         sharded = parallelize.parallelize(built, job, settings, mesh, comm)
         sharded.module.to(device)  # buffers: the parameters are there

@@ -22,6 +22,7 @@ from zrun.watch.ui import Ui
 from zrun_core.errors import ExitCode, JobError, PreflightError, StoppedError, ZrunError
 
 if TYPE_CHECKING:
+    from zrun.estimate.gate import Gate
     from zrun.job.load import LoadedJob
     from zrun.launch.agent_process import AgentLink
     from zrun.launch.agents import Agents
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from zrun.launch.plan import Resolved
     from zrun.launch.rundir import RunDir
     from zrun_core.config import JobConfig
+    from zrun_core.events import Event
     from zrun_core.spec import ResumeSpec
 
 
@@ -61,6 +63,7 @@ def train(
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over where checkpoints are; they are kept.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would run, and stop.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Start even what does not fit by the estimate.")] = False,
     detach: Annotated[bool, typer.Option("--detach", help="Return once it trains; it goes on by itself.")] = False,
     worker: Annotated[str, typer.Option(hidden=True)] = "zrun_core",
 ) -> None:
@@ -117,6 +120,7 @@ def train(
             print(hosts_preface(backend), file=sys.stderr)
         again = [f"--slots={slots}"] * (slots is not None) + options.as_arguments()
         again += ["--run-dir", str(run_dir)] if run_dir is not None else []
+        again += ["--force"] * force
         command = shlex.join(["zrun", "train", str(job), *(overrides or ()), *again, "--resume", "auto"])
         order = _Order(
             loaded=loaded,
@@ -124,6 +128,7 @@ def train(
             environment=environment,
             run_dir=run_dir,
             fresh=fresh,
+            force=force,
             # mpirun hands on what it takes from a terminal of its own.
             ui=Ui.plain if rendezvous is not None and ui is Ui.auto else ui,
             dry_run=dry_run,
@@ -166,6 +171,7 @@ class _Order:
     environment: dict[str, str]
     run_dir: Path | None
     fresh: bool
+    force: bool
     ui: Ui
     dry_run: bool
     worker: str
@@ -272,6 +278,7 @@ def _lead(order: _Order, own: LocalAgent, rendezvous: Rendezvous, key: bytes) ->
 
 def _attempt(order: _Order, members: list[AgentLink]) -> _Outcome:
     """Look at the hosts, plan, start the workers and follow them to the end."""
+    from zrun.estimate.gate import Gate
     from zrun.launch.agents import Agents
     from zrun.launch.assemble import assemble
     from zrun.launch.frames import Start
@@ -302,14 +309,20 @@ def _attempt(order: _Order, members: list[AgentLink]) -> _Outcome:
         print(beginning.note, file=sys.stderr)
     if order.dry_run or beginning.complete:
         return _Outcome(ExitCode.OK)
-    with RunDir.claim(resolved.job.name, beginning.run_dir, earlier=beginning.earlier, lock=order.lock) as rundir:
+    gate = Gate(
+        order.loaded, resolved, assembly.cluster, order.environment, force=order.force, is_restart=order.is_restart
+    )
+    with (
+        gate,
+        RunDir.claim(resolved.job.name, beginning.run_dir, earlier=beginning.earlier, lock=order.lock) as rundir,
+    ):
         if order.detached is not None:
             order.detached.moved_in(rundir)
         if beginning.aside is not None:
             set_checkpoints_aside(beginning.aside, rundir.run_id)
         rundir.write_job(_record(order.loaded, resolved))
         rundir.write_plan(resolved.plan)
-        spec = _spec(order.loaded, resolved, rundir, beginning.resume)
+        spec = _spec(order.loaded, resolved, rundir, beginning.resume, gate.memory_bytes)
         agents = Agents([post.agent for post in assembly.posts])
         agents.start(
             Start(
@@ -324,7 +337,7 @@ def _attempt(order: _Order, members: list[AgentLink]) -> _Outcome:
             )
             for post in assembly.posts
         )
-        code, failure, was_asked = _follow(agents, resolved, rundir, order)
+        code, failure, was_asked = _follow(agents, resolved, rundir, order, gate)
         rundir.exit_code = code
         return _Outcome(code, failure, rundir.path, _committed(resolved, rundir), rundir.keep_lock(), was_asked)
 
@@ -351,7 +364,9 @@ def _refuse_untrained(resolved: Resolved, dry_run: bool) -> None:
         )
 
 
-def _spec(loaded: LoadedJob, resolved: Resolved, rundir: RunDir, resume: ResumeSpec | None) -> dict[str, Any]:
+def _spec(
+    loaded: LoadedJob, resolved: Resolved, rundir: RunDir, resume: ResumeSpec | None, memory_bytes: int | None
+) -> dict[str, Any]:
     from zrun.launch.environment import without_secrets
     from zrun_core.spec import RunSpec
 
@@ -363,6 +378,7 @@ def _spec(loaded: LoadedJob, resolved: Resolved, rundir: RunDir, resume: ResumeS
         run_dir=str(rundir.path),
         run_id=rundir.run_id,
         resume=resume,
+        memory_bytes=memory_bytes,
     )
     return spec.as_json()
 
@@ -379,13 +395,14 @@ def _record(loaded: LoadedJob, resolved: Resolved) -> str:
 
 
 def _follow(
-    agents: Agents, resolved: Resolved, rundir: RunDir, order: _Order
+    agents: Agents, resolved: Resolved, rundir: RunDir, order: _Order, gate: Gate
 ) -> tuple[int, Failure | Hang | LostHost | None, bool]:
     """Watch the run to its end, and report it.
 
     Returns:
         its exit code, the failure behind it, and whether a signal had asked for the end.
     """
+    from zrun.estimate.gate import refusal
     from zrun.launch.signals import ends_with_parent, ignore
     from zrun.launch.supervise import Interrupts, Run, Supervisor, judge
     from zrun.watch.follow import Follower
@@ -397,10 +414,19 @@ def _follow(
     facts = Facts(job.name, rundir.run_id, plan.world_size)
     follower = Follower(open_screen(ui, facts, job.log.every, sys.stdout, os.environ), rundir.append)
     run, interrupts = Run(plan.world_size), Interrupts()
-    turn = ends_with_parent(follower.turn) if order.backend.kind == "env" else follower.turn
+
+    def on_event(event: Event) -> None:
+        follower.event(event)
+        gate.see(event, follower.event)
+
+    def on_turn() -> None:
+        follower.turn()
+        gate.turn(follower.event)
+
+    turn = ends_with_parent(on_turn) if order.backend.kind == "env" else on_turn
     try:
         with interrupts.caught():
-            Supervisor(agents, run, interrupts, job.limits).watch(follower.event, turn)
+            Supervisor(agents, run, interrupts, job.limits).watch(on_event, turn)
         ignore()  # what is left are the last words
     except ZrunError as error:
         rundir.write_failure({"message": str(error), "exit_code": int(error.exit_code)})
@@ -414,7 +440,9 @@ def _follow(
     if failure is not None:
         again = order.again if _committed(resolved, rundir) else None
         rundir.write_failure(failure.as_json() | {"resume": again})
-        _say(failure.describe() + (f"\n  resume: {again}" if again else ""), sys.stderr)
+        unfit = gate.explanation() if code == ExitCode.PREFLIGHT else None
+        told = refusal(unfit) if unfit is not None else failure.describe()
+        _say(told + (f"\n  resume: {again}" if again else ""), sys.stderr)
     elif code == ExitCode.OK and ui is not Ui.none:
         _say(report(follower.state, rundir.path), sys.stderr if ui is Ui.json else sys.stdout)
     elif code != ExitCode.OK:

@@ -31,6 +31,22 @@ def memory_limit() -> int | None:
     return min((limit for limit in limits if limit is not None and limit < _UNLIMITED), default=None)
 
 
+def memory_left() -> int | None:
+    """Bytes that the group may still take, what the kernel can drop of its files counted as free."""
+    found = []
+    for controller, limit_name, used_name in (
+        ("", "memory.max", "memory.current"),
+        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        for folder in _folders(controller):
+            limit, used = _number(folder / limit_name), _number(folder / used_name)
+            if limit is not None and used is not None and limit < _UNLIMITED:
+                lines = (line.split() for line in _text(folder / "memory.stat").splitlines())
+                droppable = sum(int(line[1]) for line in lines if line[0] in ("inactive_file", "active_file"))
+                found.append(max(0, limit - max(0, used - droppable)))
+    return min(found, default=None)
+
+
 def cpuset() -> set[int] | None:
     """The CPUs that a process of the group may run on unless it narrows them down itself."""
     paths = [folder / "cpuset.cpus.effective" for folder in _folders("")]

@@ -16,6 +16,7 @@ WORKER_DEFAULTS = {
     # them in again: 30,000 page faults and 0.1 s of a 2 s step. The heap keeps them instead, in huge pages.
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=4294967296:"
     "glibc.malloc.trim_threshold=4294967296",
+    "KINETO_LOG_LEVEL": "99",  # or torch's profiler, which measures one step's memory, tells the log
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # on CUDA: reserved memory follows what is allocated
 }
 

@@ -137,19 +137,21 @@ def software() -> Software:
         python=platform.python_version(),
         executable=sys.executable,
         zrun=metadata.version("zrun"),
-        zrun_code=_own_code(),
-        torch=_version("torch"),
+        zrun_code=own_code(),
+        torch=version_of("torch"),
     )
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """The installed version of a package, from its metadata; None where there is none."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
 
 
-def _own_code() -> str:
+def own_code() -> str:
+    """A digest of every file of ours."""
     import zrun
     import zrun_core
 

@@ -52,6 +52,8 @@ def message_line(event: Event) -> str | None:
         case "save":
             cost = f"{text.size(int(event.get('bytes') or 0))}, {text.seconds(float(event.get('seconds') or 0))}"
             return f"saved step {event['step']} ({cost})"
+        case "estimate":
+            return f"estimate: {text.foretold(event)}"
         case "warning":
             return f"warning (rank {event['rank']}): {text.printable(str(event.get('message')))}"
         case "stop" if event.get("signal") != "SIGUSR1":  # the launcher's own way to ask

@@ -26,6 +26,8 @@ def report(state: RunState, run_dir: Path) -> str:
     memory = end.get("memory") or {}
     if memory:
         rows.append(("memory", _compared(memory.get("measured_bytes"), memory.get("planned_bytes"), "planned")))
+    if state.estimate is not None:
+        rows.append(("estimate", text.foretold(state.estimate)))
     rows.append(("run", str(run_dir)))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:{width}}  {value}" for name, value in rows if value)

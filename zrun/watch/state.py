@@ -118,6 +118,7 @@ class RunState:
     saved: int | None = None  # the newest step that is committed
     messages: tuple[Message, ...] = ()
     num_messages: int = 0
+    estimate: Event | None = None  # the newest comparison with what was predicted
     end: Event | None = None
 
     @property
@@ -188,6 +189,8 @@ def fold(state: RunState, event: Event) -> RunState:
             message = Message(kind, event["rank"], event["time"], str(event.get("message", "")))
             kept = (*state.messages, message)[-_KEPT_MESSAGES:]
             return replace(state, messages=kept, num_messages=state.num_messages + 1)
+        case "estimate":
+            return replace(state, estimate=event)
         case "end":
             return replace(state, end=event)
     return state

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
+from zrun_core.events import Event
 from zrun_core.sizes import format_size
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -39,6 +40,21 @@ def seconds(value: float) -> str:
 def size(num_bytes: float) -> str:
     """Bytes in binary units, short enough for a table: `size(1 << 20) == "1.0M"`."""
     return format_size(num_bytes).replace(" ", "").removesuffix("iB")
+
+
+def foretold(event: Event) -> str:
+    """An `estimate` event in words: what was measured of memory and time, and what had been predicted."""
+    predicted, measured = event.get("predicted") or {}, event.get("measured") or {}
+    parts = []
+    if measured.get("peak_bytes") and predicted.get("peak_bytes"):
+        was, said = int(measured["peak_bytes"]), int(predicted["peak_bytes"])
+        parts.append(f"peak {size(was)}, predicted {size(said)} ({(said - was) / was:+.1%})")
+    if measured.get("step_s") and predicted.get("step_s"):
+        took, expected = float(measured["step_s"]), float(predicted["step_s"])
+        low, high = (float(predicted.get(name) or expected) for name in ("low_s", "high_s"))
+        guess = "" if predicted.get("calibrated") else ", not calibrated"
+        parts.append(f"step {seconds(took)}, predicted {seconds(expected)} ({seconds(low)} to {seconds(high)}{guess})")
+    return "; ".join(parts)
 
 
 def printable(message: str) -> str:

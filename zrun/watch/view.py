@@ -39,6 +39,8 @@ def panel(state: RunState, facts: Facts, width: int, ascii_only: bool = False) -
         rows += [_loss(state, inner, ascii_only), _numbers(state), _speed(state), _split(state, inner)]
     if state.memory:
         rows.append(_memory(state))
+    if state.estimate is not None:
+        rows.append(Text(text.foretold(state.estimate), _QUIET, no_wrap=True, overflow="ellipsis"))
     return Panel(
         Group(*rows),
         title=Text(_title(state, facts)),

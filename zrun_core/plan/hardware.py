@@ -417,7 +417,7 @@ def from_rates(
         memory = Link("memory", rates.exchange or rates.copy / ranks / 2, LINKS["memory"].latency)
         return Hardware(name, device, nodes, ranks, memory, inter, memory, host_bytes, 2 * rates.copy, cores,
                         shares_memory=True, **common)  # fmt: skip
-    preset = _like(rates.gpu_name)
+    preset = like(rates.gpu_name)
     usual = _NODES[preset.name]
     host = Link("PCIe", min(rates.to_device, rates.from_device), LINKS[usual.host].latency)
     device = replace(
@@ -436,7 +436,7 @@ def cpu_device(rates: Rates, ranks: int, host_bytes: int) -> Device:
     return replace(device, **dict(rates.extra))  # type: ignore[arg-type]
 
 
-def _like(name: str) -> Device:
+def like(name: str) -> Device:
     """The preset that a driver's name means, or the one that is most like it."""
     upper = name.upper()
     same = [device for device in DEVICES.values() if device.name.partition("-")[0] in upper]

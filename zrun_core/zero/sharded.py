@@ -24,11 +24,13 @@ import torch
 from torch import nn
 
 from zrun_core.comm import Comm, Phase
+from zrun_core.errors import PreflightError
 from zrun_core.layout import Buffer, Kind, ParamSlot, StatePolicy, ZeroPolicy, module_buffers
 from zrun_core.mesh import Mesh
 from zrun_core.optim.choose import Chosen, Options
 from zrun_core.optim.sharded import ShardedOptimizer
 from zrun_core.precision import LossScaler, Precision
+from zrun_core.sizes import format_size
 from zrun_core.zero.cut import Cut, cut, repeated_blocks
 from zrun_core.zero.gather import Gatherer, Pass
 from zrun_core.zero.hooks import install
@@ -59,6 +61,7 @@ class Settings:
     whole_blocks: bool = False  # never hook inside a repeated block: it is compiled
     recomputes_blocks: bool = False  # activation checkpointing
     server: bool = False  # the first rank alone updates
+    memory_bytes: int | None = None  # that a rank may have on its device; None: it finds out
 
     @property
     def states(self) -> StatePolicy:
@@ -147,6 +150,7 @@ class ShardedModel:
         planned = plan_cut(module, settings, split.size)
         self.layouts = [unit.layout for unit in planned.units]
         moves = moves_pages(comm.device.type)
+        self._check_room(moves)
         whole = states.gather_ring_bytes(self.layouts, settings.prefetch, moves_pages=moves)
         self._pool = window_pool(comm.device, whole)
         self.units: list[FlatUnit] = []
@@ -363,6 +367,23 @@ class ShardedModel:
             self.layouts, self.settings.states, how_often, index=split_group(self.mesh, self.settings.states).index,
             copies=self.mesh.replicate.size, copy_index=self.mesh.replicate.index,
         )  # fmt: skip
+
+    def _check_room(self, moves: bool) -> None:
+        """Before anything is allocated.
+
+        Raises:
+            PreflightError: the states alone take more than a rank has.
+        """
+        states, room = self.settings.states, self.settings.memory_bytes
+        if room is None:
+            return
+        peers = peers_of(self.comm, self.mesh, states)
+        buffers = states.rank_buffers(self.layouts, peers, prefetch=self.settings.prefetch, moves_pages=moves)
+        if (needed := sum(buffer.num_bytes for buffer in buffers)) > room:
+            raise PreflightError(
+                f"the model's states take {format_size(needed)} on this rank, which has {format_size(room)}: "
+                "zrun estimate says what would fit"
+            )
 
     def planned_memory(self) -> MemoryAccount:
         """What `layout` says this rank allocates."""

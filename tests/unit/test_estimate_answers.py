@@ -1,0 +1,264 @@
+"""Estimates as a person reads them: tables, bars, the sentence, the picture; and the command that prints them."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from rich.table import Table
+
+from zrun import cli
+from zrun.estimate import tables
+from zrun.estimate.answer import Answer, answer, as_data, forecast_of
+from zrun.estimate.bars import bars, parts_of
+from zrun.estimate.html import page
+from zrun.estimate.request import of_shape
+from zrun_core.plan.hardware import parse_simulate
+
+GIB = 1 << 30
+FULL = "activations.checkpoint=full"
+
+
+def asked(size: str, hardware: str, *overrides: str, goal: str | None = None) -> Answer:
+    return answer(of_shape(size, parse_simulate(hardware), overrides), goal)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def small() -> Answer:
+    """7.5 billion parameters on 64 GPUs, the example of the ZeRO paper's figure 1."""
+    return asked("7.5B", "8x8xA100-80G", "zero=2", FULL)
+
+
+@pytest.fixture(scope="module")
+def too_big() -> Answer:
+    return asked("7.5B", "4xA100-40G", "zero=0")
+
+
+@pytest.fixture(scope="module")
+def searched() -> Answer:
+    return asked("7.5B", "8xA100-40G", "zero=1", goal="best")
+
+
+def rendered(table: Table, width: int) -> list[str]:
+    console = Console(width=width, highlight=False, color_system=None, force_terminal=False)
+    with console.capture() as captured:
+        console.print(table)
+    return captured.get().splitlines()
+
+
+def test_states_are_counted_in_both_ways(small: Answer) -> None:
+    paper = [tables.paper_bytes(each) / 1e9 for each in small.stages]
+    assert paper == pytest.approx([120, 31.4, 16.6, 1.9], abs=0.05)  # Rajbhandari et al. 2020, figure 1
+    ours = [tables.state_bytes(tables.fullest(each)) for each in small.stages]
+    assert ours == sorted(ours, reverse=True)
+    assert ours[0] > 18 * 7.5e9  # gradients are summed in fp32, and updated from scratch
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 200])
+def test_no_line_is_wider_than_the_screen(small: Answer, searched: Answer, width: int) -> None:
+    found = searched
+    assert found.found is not None
+    lines = rendered(tables.stage_table(small.stages, small.chosen.candidate, width), width)
+    assert any(line.startswith(">") for line in lines)
+    lines += rendered(tables.choice_table(found.found.best, width), width)
+    lines += [bar.plain for bar in bars(small.chosen, width)]
+    assert max(map(len, lines)) <= width
+
+
+def test_stage_table_marks_the_job_and_says_what_is_free(small: Answer) -> None:
+    head, *rows = rendered(tables.stage_table(small.stages, small.chosen.candidate, 120), 120)
+    assert head.split() == ["stage", "paper", "K=12", "states", "activations", "peak", "reserved", "device", "fits",
+                            "step", "tok/s", "MFU"]  # fmt: skip
+    assert [row[0] for row in rows] == [" ", " ", ">", " "]
+    assert "no, +" in rows[0]
+    assert re.search(r"yes, \d+% free", rows[2])
+
+
+def test_a_bar_is_the_memory_to_scale(small: Answer, too_big: Answer) -> None:
+    for found in (small, too_big):
+        rank = tables.fullest(found.chosen)
+        assert sum(parts_of(rank).values()) == rank.device_used
+        line = bars(found.chosen, 100, ascii_only=True)[0].plain
+        bar, _, rest = line.rpartition("| ") if found is small else (line, "", line)
+        assert bar.count("|") == (0 if found is small else 1)
+        assert rest.endswith(f" of {found.chosen.capacity / GIB:.1f} GiB")
+        letters = re.sub(r"[^PGORBAsc]", "", line.partition("  ")[0])
+        share = min(1.0, rank.device_used / max(rank.device_used, found.chosen.capacity))
+        assert len(letters) >= 0.9 * share * (100 - 24)
+
+
+def test_why_it_does_not_fit_is_one_sentence_with_a_way_out(too_big: Answer) -> None:
+    rank = tables.fullest(too_big.chosen)
+    over = rank.device_used - too_big.chosen.capacity
+    assert re.fullmatch(
+        rf"each A100-40G would hold {rank.device_used / GIB:.1f} GiB in \w+( of \S+)?, {over / GIB:.1f} GiB more than "
+        r"its 39\.4 GiB: (\d+\.\d GiB [a-z0-9 .*,]+?, ){2}\d+\.\d GiB [a-z ]+; the cheapest change that fits: [^;]+\)",
+        too_big.sentence,
+    )
+    assert too_big.fix is not None
+    assert too_big.fix.fits
+
+
+def test_nothing_that_fits_is_said_too() -> None:
+    found = asked("1T", "1x4090")
+    assert found.fix is None
+    assert found.sentence.endswith("no change of the job makes it fit here")
+
+
+def test_the_best_is_told_with_what_is_planned_only(searched: Answer) -> None:
+    found = searched.found
+    assert found is not None
+    assert found.best[0].time.seconds == min(each.time.seconds for each in found.best)
+    text = "\n".join(rendered(tables.choice_table(found.best, 120), 120))
+    assert " *" in text
+    headroom = [each.headroom for each in found.pareto]
+    assert headroom == sorted(headroom)
+
+
+def test_a_budget_in_days_and_money(small: Answer) -> None:
+    time = small.chosen.time
+    assert time.tokens_per_s is not None
+    days = 300e9 / time.tokens_per_s / 86400
+    line = tables.budget(time, 300_000_000_000, 64, 2.0)
+    assert line.startswith(f"300.0G tokens: {days:.1f} days (")
+    assert f"; {64 * 24 * 2.0 * days:,.0f} (" in line
+
+
+def test_a_forecast_is_the_answer_in_plain_numbers(too_big: Answer) -> None:
+    forecast = forecast_of(too_big)
+    assert not forecast.fits
+    assert forecast.device_bytes == tables.fullest(too_big.chosen).device_used
+    assert type(forecast).from_json(json.dumps(forecast.as_json())) == forecast
+    assert type(forecast).from_json("{}") is None
+
+
+def test_the_picture_needs_nothing_and_believes_nothing(small: Answer) -> None:
+    text = page("<script>alert(1)</script>", ["a & b"], small.stages, small.chosen, "fits")
+    assert "<script" not in text
+    assert "a &amp; b" in text
+    assert not re.search(r"(src|href|url\()\s*=?", text)
+    assert text.count("<rect") >= 4 * 4
+
+
+def test_json_takes_all_of_it(small: Answer) -> None:
+    data = json.loads(json.dumps(as_data(small.chosen)))
+    assert data["candidate"]["stage"] == 2
+    assert {buffer["kind"] for buffer in data["ranks"][0]["buffers"]} >= {"params", "grads", "optim", "rings"}
+
+
+class Zrun:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self._monkeypatch, self._capsys = monkeypatch, capsys
+
+    def __call__(self, *arguments: str) -> tuple[int, str, str]:
+        self._monkeypatch.setattr(sys, "argv", ["zrun", "estimate", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        streams = self._capsys.readouterr()
+        return int(ended.value.code or 0), streams.out, streams.err
+
+
+@pytest.fixture
+def zrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Zrun:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return Zrun(monkeypatch, capsys)
+
+
+def test_a_size_alone(zrun: Zrun) -> None:
+    code, out, _ = zrun("7.5B", "--world", "64", "--gpu", "A100-80G", "--tokens", "300B", "--price", "2")
+    assert code == 0
+    assert out.startswith("GPT of 7.5B: 7.5G parameters, 64 ranks on 64xA100-80G (A100-80G: 79.2 GiB)\n")
+    assert "300.0G tokens: " in out
+    code, out, _ = zrun("7.5B", "--gpu", "H100", "--json")
+    assert code == 3
+    assert json.loads(out)["sentence"].startswith("the H100-80G would hold ")
+
+
+def test_a_config_of_transformers(zrun: Zrun) -> None:
+    config = {"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 4,
+              "vocab_size": 1000, "intermediate_size": 512, "max_position_embeddings": 128}  # fmt: skip
+    Path("config.json").write_text(json.dumps(config))
+    code, out, _ = zrun("config.json", "--simulate", "2x4xA100-40G", "zero=1", "--micro", "2")
+    assert code == 0
+    assert "8 ranks on 2x4xA100-40G" in out
+    code, out, _ = zrun("config.json", "--gpu", "4090", "--sweep", "batch.micro=1,2,x")
+    assert code == 0
+    assert "expected whole number" in out
+    code, out, _ = zrun("config.json", "--gpu", "4090", "zero=2", "--explain", "rings")
+    assert "reduce ring" in out
+
+
+BAD = [
+    ([], "name a job file"),
+    (["7.5B", "--gpu", "A100-40GB", "--simulate", "4xH100"], "leave one out"),
+    (["7.5B", "--gpu", "H10"], "did you mean H100"),
+    (["7.5B", "--gpu", "4xH100"], "--simulate takes hosts"),
+    (["7.5B", "--simulate", "0x8xH100"], "devices"),
+    (["7.5B", "--simulate", "8xH100@fast"], "no link or drive"),
+    (["7.5B", "--simulate", "8xH100", "--world", "8"], "--simulate says how many"),
+    (["big"], "no size of a model"),
+    (["-3B", "--gpu", "H100"], ""),
+    (["none.yaml"], "no such file"),
+    (["none.json"], "No such file"),
+    (["7.5B", "--gpu", "H100", "--fit", "--best"], "leave one out"),
+    (["7.5B", "--gpu", "H100", "--emit", "json"], "only patch"),
+    (["7.5B", "--gpu", "H100", "--emit", "patch"], "no job to change"),
+    (["7.5B", "--gpu", "H100", "--write", "x.yaml"], "no job to write"),
+    (["7.5B", "--gpu", "H100", "--tokens", "many"], "many"),
+    (["7.5B", "--gpu", "H100", "--sweep", "micro"], "a key and its values"),
+    (["7.5B", "--gpu", "H100", "--sweep", "zero.stag=1,2"], "did you mean"),
+    (["7.5B", "--gpu", "H100", "--explain", "nothing such"], "no buffer"),
+    (["7.5B", "--simulate", "8xH100", "batch.global=7"], "do not divide"),
+    (["7.5B", "--simulate", "8xH100", "parallel.tp=3"], "do not divide"),
+    (["7.5B", "--simulate", "8xH100", "zero={stage: 2, shard_group: 3}"], "do not divide"),
+    (["7.5B", "--simulate", "64x8xH100", "parallel.pp=512"], "repeated blocks"),
+    (["--check", "nowhere"], "no run"),
+    (["7.5B", "--check", "nowhere"], "leave the job out"),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"), BAD, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
+)
+def test_bad_questions_are_one_line_and_exit_code_2(zrun: Zrun, arguments: list[str], message: str) -> None:
+    code, out, err = zrun(*arguments)
+    assert code == 2
+    assert message in err
+    assert "Traceback" not in err + out
+
+
+def test_a_config_that_is_none(zrun: Zrun) -> None:
+    nothing = {"num_hidden_layers": -1, "hidden_size": 0, "num_attention_heads": 0, "vocab_size": 1,
+               "intermediate_size": 1, "max_position_embeddings": 1}  # fmt: skip
+    contents = ["", "[]", "{", "{}", '{"model_type": "mamba"}', '{"model_type": "gpt2", "n_layer": "x"}', "null"]
+    contents += ["\x00", json.dumps(nothing)]
+    for content in contents:
+        Path("config.json").write_text(content)
+        code, _, err = zrun("config.json", "--gpu", "H100")
+        assert code == 2, content
+        assert err.startswith("error: config.json"), content
+        assert len(err.splitlines()) == 1
+
+
+def test_no_question_gives_a_traceback(zrun: Zrun) -> None:
+    chance = random.Random(4)
+    models = ["7B", "0", "1e9", "-1", "1T", "70M", "x", ""]
+    keys = ["zero=3", "zero=9", "batch.micro=0", "batch.global=12", "parallel={tp: 2, pp: 2}", "precision=fp16",
+            "activations.checkpoint=full", "activations.checkpoint=selective", "optim.name=sgd", "zero.bucket=1", "a=b",
+            "="]  # fmt: skip
+    values = ["1", "8", "zero=0,3", "H100", "8xH100", "2x8xA100-40G", "100000x100000xB200", "cpu", "∞", *models, *keys]
+    flags = ["--gpu", "--simulate", "--world", "--tokens", "--sweep", "--explain", "--micro", "--seq", "--price"]
+    for _ in range(24):
+        arguments = [chance.choice(models)]
+        arguments += chance.sample(keys, chance.randrange(3))
+        for flag in chance.sample(flags, chance.randrange(3)):
+            arguments += [flag, chance.choice(values)]
+        code, out, err = zrun(*arguments)
+        assert code in (0, 2, 3), arguments
+        assert "Traceback" not in out + err, arguments

@@ -1,0 +1,184 @@
+"""What `zrun train` makes of a forecast: it refuses, it waits for none, and it compares."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zrun.estimate import gate
+from zrun.estimate.check import Line, check_run
+from zrun.estimate.forecast import Forecast, Pace, Request, folder, key_of, store, stored
+from zrun.estimate.gate import Gate, refusal
+from zrun.job.load import LoadedJob, load_job
+from zrun.launch.cluster import Cluster, HostFacts
+from zrun.launch.plan import make_plan
+from zrun.watch.plain import message_line
+from zrun.watch.report import report
+from zrun.watch.state import RunState, fold
+from zrun_core.errors import JobError, PreflightError
+from zrun_core.events import Event
+
+JOB = "name: tiny\nmodel: m.py:f\ndata: m.py:f\nsteps: 5\nbatch: {micro: 2}\ndevice: cpu\nslots: 2\n"
+CLUSTER = Cluster((HostFacts("elsewhere", 4, 8 << 30),))
+WELL = Forecast("traced", 1000, 1000, 1000, 2000, 1.0, 0.8, 1.2, calibrated=True)
+UNFIT = replace(
+    WELL, sentence="each V100 would hold too much; the cheapest change that fits: zero.stage=3 (+1% time)",
+    changes=("zero.stage=3",), patch="zero: 3  # was 0",
+)  # fmt: skip
+
+
+class FakeMaking:
+    """Stands for the process: `ready` is what it will have found."""
+
+    made: list[Pace] = []  # noqa: RUF012
+    ready: Forecast | None = None
+
+    def __init__(self, request: Request, environment: Any, pace: Pace) -> None:
+        self.made.append(pace)
+        self.forecast: Forecast | None = None
+
+    def poll(self) -> bool:
+        self.forecast = type(self).ready
+        return self.forecast is not None
+
+    def wait(self, timeout_s: float) -> Forecast | None:
+        return type(self).ready
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoadedJob:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(gate, "Making", FakeMaking)
+    FakeMaking.made, FakeMaking.ready = [], None
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "job.yaml").write_text(JOB)
+    return load_job(tmp_path / "job" / "job.yaml")
+
+
+def make(loaded: LoadedJob, **options: bool) -> Gate:
+    resolved = make_plan(loaded.config, CLUSTER)
+    return Gate(loaded, resolved, CLUSTER, {}, **{"force": False, "is_restart": False, **options})
+
+
+def step(number: int, step_s: float = 1.0) -> Event:
+    return {"type": "step", "time": 1.0, "rank": 0, "step": number, "step_s": step_s, "loss": 1.0}
+
+
+def peak(rank: int, num_bytes: int | None) -> Event:
+    return {"type": "peak", "time": 1.0, "rank": rank, "step": 2, "peak_bytes": num_bytes, "reserved_bytes": None}
+
+
+def test_key_follows_what_an_estimate_follows(loaded: LoadedJob) -> None:
+    job_dir = loaded.path.parent
+    key = key_of(loaded.config, job_dir, CLUSTER)
+    assert key == key_of(loaded.config.model_copy(update={"name": "other", "resume": "auto"}), job_dir, CLUSTER)
+    assert key != key_of(load_job(loaded.path, ["zero=1"]).config, job_dir, CLUSTER)
+    assert key != key_of(loaded.config, job_dir, Cluster((HostFacts("elsewhere", 8, 8 << 30),)))
+    (job_dir / "m.py").write_text("x = 1\n")
+    assert key != key_of(loaded.config, job_dir, CLUSTER)
+
+
+def test_what_is_stored_is_read_and_nothing_else(loaded: LoadedJob) -> None:
+    assert stored("a") is None
+    store("a", UNFIT)
+    assert stored("a") == UNFIT
+    (folder() / "b.json").write_text('{"source": 1}')
+    assert stored("b") is None
+    store("a/b", WELL)  # nothing can be written there, and nothing is said
+
+
+def test_what_is_known_not_to_fit_is_asked_again_and_refused(loaded: LoadedJob) -> None:
+    store(key_of(loaded.config, loaded.path.parent, CLUSTER), UNFIT)
+    with pytest.raises(PreflightError, match=r"(?s)would hold too much.*zero: 3  # was 0.*--force"), make(loaded):
+        pass
+    assert FakeMaking.made == [Pace.NOW]
+    FakeMaking.ready = WELL  # a host has more free today
+    with make(loaded) as opened:
+        assert opened.forecast == WELL
+
+
+@pytest.mark.parametrize("option", ["force", "is_restart"])
+def test_force_and_restarts_are_not_refused(loaded: LoadedJob, option: str) -> None:
+    store(key_of(loaded.config, loaded.path.parent, CLUSTER), UNFIT)
+    with make(loaded, **{option: True}) as opened:
+        assert opened.memory_bytes is None
+
+
+def test_a_verdict_that_comes_before_the_first_step_ends_the_run(loaded: LoadedJob) -> None:
+    with make(loaded) as opened:
+        assert FakeMaking.made == [Pace.IDLE]
+        assert opened.memory_bytes == (8 << 30) // 2
+        opened.turn(pytest.fail)
+        FakeMaking.ready = UNFIT
+        with pytest.raises(PreflightError, match="does not fit"):
+            opened.turn(pytest.fail)
+
+
+def test_a_verdict_that_comes_later_is_told_with_what_was_measured(loaded: LoadedJob) -> None:
+    told: list[Event] = []
+    with make(loaded) as opened:
+        opened.see(step(1, 9.0), told.append)
+        assert FakeMaking.made == [Pace.IDLE, Pace.ASIDE]
+        opened.see(peak(0, 900), told.append)
+        opened.see(peak(1, 950), told.append)
+        opened.see(step(2, 5.0), told.append)
+        opened.see(step(3, 1.1), told.append)
+        assert not told
+        FakeMaking.ready = replace(WELL, sentence="too big")
+        opened.turn(told.append)
+        assert [event["measured"] for event in told] == [{"peak_bytes": 950, "reserved_bytes": None, "step_s": 1.1}]
+        opened.see(step(4, 1.3), told.append)
+        assert len(told) == 1
+        opened.see({"type": "end", "rank": 0, "time": 1.0}, told.append)
+    assert told[-1]["measured"]["step_s"] == pytest.approx(1.2)
+    state = fold(RunState(), told[-1])
+    line = "peak 950B, predicted 1000B (+5.3%); step 1.20s, predicted 1.00s (0.80s to 1.20s)"
+    assert message_line(told[-1]) == f"estimate: {line}"
+    assert f"estimate  {line}" in report(state, Path("run"))
+
+
+def test_a_rank_that_refused_is_explained(loaded: LoadedJob) -> None:
+    with make(loaded) as opened:
+        assert opened.explanation() is None
+        FakeMaking.ready = UNFIT
+        assert opened.explanation() == UNFIT
+    assert "zero.stage=3" in refusal(UNFIT)
+
+
+def test_a_comparison_is_judged_by_its_tolerance() -> None:
+    assert Line("peak", 101, 100, 0.02).is_right
+    assert not Line("peak", 98, 100, 0.01).is_right
+    assert Line("step", 3.0, 1.0, None).is_right
+    assert "WRONG" in str(Line("step", 3.0, 1.0, 0.15))
+
+
+@pytest.mark.parametrize(
+    ("spec", "events", "message"),
+    [
+        (None, None, "no spec.json"),
+        ("{}", None, "another version"),
+        ("good", None, "No such file"),
+        ("good", "", "no event of a start"),
+        ("good", '{"type": "start"}\nnoise\n[]\n', "too few steps"),
+    ],
+)
+def test_runs_that_cannot_be_compared(tmp_path: Path, spec: str | None, events: str | None, message: str) -> None:
+    if spec == "good":
+        job = {"name": "a", "model": "m:f", "data": "m:f", "steps": 1, "batch": {"micro": 1}, "device": "cpu"}
+        seat = {"rank": 0, "host": "elsewhere", "local_rank": 0, "device": "cpu"}
+        batch = {"global_size": 1, "micro": 1, "accumulation": 1, "ranks": 1}
+        spec = json.dumps(
+            {"job": job, "plan": {"ranks": [seat]}, "batch": batch, "job_dir": "/", "run_dir": "/", "run_id": "a"}
+        )
+    for name, text in (("spec.json", spec), ("events.jsonl", events)):
+        if text is not None:
+            (tmp_path / name).write_text(text)
+    with pytest.raises(JobError, match=message):
+        check_run(tmp_path)

@@ -1,0 +1,114 @@
+"""A job file with some of its keys changed: in place, and never anything else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from zrun.estimate.patch import as_overrides, as_yaml, patched, write_job
+from zrun.job.load import load_job
+from zrun_core.errors import JobError
+
+ROOT = Path(__file__).resolve().parents[2]
+JOB = """\
+# What it is for.
+name: tiny          # its name
+model: train.py:build
+data: train.py:data
+steps: 10
+batch: {global: 64, micro: 16}  # both
+zero: 2             # two
+precision:
+    # the format
+    compute: bf16
+    reduce: fp32
+checkpoint: 100     # often
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    path = tmp_path / "job.yaml"
+    path.write_text(JOB)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "old", "new"),
+    [
+        ({"zero.stage": 3}, "zero: 2             # two", "zero: 3             # two"),
+        ({"zero.shard_group": 4}, "zero: 2 ", "zero: {stage: 2, shard_group: 4} "),
+        ({"batch.micro": 8}, "{global: 64, micro: 16}", "{global: 64, micro: 8}"),
+        ({"precision.compute": "fp16"}, "    compute: bf16", "    compute: fp16"),
+        ({"precision.master": "fp32"}, "    compute: bf16", "    master: fp32\n    compute: bf16"),
+        ({"activations.checkpoint": "full"}, "# often\n", "# often\nactivations: {checkpoint: full}\n"),
+        ({"slots": 4}, "# often\n", "# often\nslots: 4\n"),
+    ],
+)
+def test_one_key_changes_in_its_place(changes: dict[str, object], old: str, new: str) -> None:
+    assert patched(JOB, dict(changes)) == JOB.replace(old, new)
+
+
+def test_several_keys_one_of_them_twice_in_a_section() -> None:
+    text = patched(JOB, {"zero.stage": 3, "zero.shard_group": 2, "batch.micro": 4, "batch.global": 128})
+    assert "zero: {stage: 3, shard_group: 2}             # two" in text
+    assert "batch: {global: 128, micro: 4}  # both" in text
+    assert text.startswith("# What it is for.\nname: tiny          # its name\n")
+
+
+def test_overrides_of_the_command_line_go_into_the_file(job: Path) -> None:
+    target = job.with_name("fits.yaml")
+    write_job(job, target, {"zero.stage": 3}, ["batch.global=32", "seed=7"])
+    config = load_job(target).config
+    assert (config.zero.stage, config.batch.global_, config.batch.micro, config.seed) == (3, 32, 16, 7)
+    assert "# its name" in target.read_text()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "jobs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_bundled_job_can_be_changed_without_losing_a_comment(path: Path, tmp_path: Path) -> None:
+    text = path.read_text()
+    changes = {"zero.stage": 1, "batch.micro": 1, "activations.checkpoint": "selective", "precision.compute": "fp32"}
+    changed = patched(text, changes)
+    assert [line for line in changed.splitlines() if line.startswith("#")] == [
+        line for line in text.splitlines() if line.startswith("#")
+    ]
+    meant = load_job(path, as_overrides(changes)).config
+    (tmp_path / "job.yaml").write_text(changed)
+    assert load_job(tmp_path / "job.yaml").config == meant
+
+
+def test_a_file_that_cannot_be_edited_is_written_anew() -> None:
+    text = patched(JOB.replace("zero: 2             # two", "zero:\n  stage: 2\n  bucket: 1MiB"), {}, ["zero=3"])
+    assert "zero: 3" in text
+    assert "#" not in text  # its comments are lost, its meaning is not
+
+
+def test_a_document_in_one_pair_of_braces() -> None:
+    text = "{name: a, model: m:f, data: m:f, steps: 1, batch: 4}\n"
+    assert patched(text, {"zero.stage": 1}) == "{zero: 1, " + text[1:]
+
+
+def test_refusals(job: Path, tmp_path: Path) -> None:
+    with pytest.raises(JobError, match="is there already"):
+        write_job(job, job, {}, [])
+    (tmp_path / "other").mkdir()
+    with pytest.raises(JobError, match="beside the job file"):
+        write_job(job, tmp_path / "other" / "job.yaml", {}, [])
+    with pytest.raises(JobError, match=r"No such file|beside"):
+        write_job(job, tmp_path / "none" / "job.yaml", {}, [])
+
+
+def test_the_patch_alone(job: Path) -> None:
+    config = load_job(job).config
+    changes = {"zero.stage": 3, "activations.checkpoint": "full", "zero.shard_group": 2, "slots": 2}
+    assert as_yaml(changes, config).splitlines() == [
+        "zero:",
+        "  stage: 3  # was 2",
+        "  shard_group: 2  # was all",
+        "activations:",
+        "  checkpoint: full  # was none",
+        "slots: 2  # was auto",
+    ]
+    assert as_yaml({"zero.stage": 0}, config) == "zero: 0  # was 2"
+    assert as_overrides(changes)[:2] == ["zero.stage=3", "activations.checkpoint=full"]

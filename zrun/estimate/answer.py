@@ -1,0 +1,175 @@
+"""The answer to a question: what the job takes at each stage, why it does not fit, and what would."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, is_dataclass, replace
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from zrun.estimate.forecast import Forecast
+from zrun.estimate.patch import Changes, as_overrides, as_yaml, job_changes
+from zrun.estimate.request import Question
+from zrun.estimate.tables import fullest
+from zrun.estimate.why import overshoot, sentence, time_of
+
+if TYPE_CHECKING:
+    from zrun_core.plan.estimate import Candidate, Estimate
+    from zrun_core.plan.search import Goal, Result
+
+_QUICK = 4096  # devices up to which a change is looked for among everything
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Estimates of a question.
+
+    Attributes:
+        chosen: of what the job asks for.
+        stages: of that at each ZeRO stage.
+        found: of a search, if there was one.
+        fix: the cheapest change that fits; None: it fits, or nothing does.
+        today: the fastest that zrun trains, where the fastest was asked for.
+        sentence: why it does not fit; "" if it does.
+    """
+
+    question: Question
+    chosen: Estimate
+    stages: tuple[Estimate, ...]
+    found: Result | None = None
+    fix: Estimate | None = None
+    today: Estimate | None = None
+    sentence: str = ""
+
+    @property
+    def target(self) -> Estimate | None:
+        """What a patch leads to: the best that zrun trains, or the cheapest change."""
+        if self.today is not None:
+            return self.today
+        return None if self.fix is None or self.fix.candidate.lacking() else self.fix
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader should know."""
+        device, precision = self.question.hardware.device, self.chosen.candidate.precision
+        has = [name for name in ("bf16", "fp16") if name in device.peak]
+        if precision in device.peak or not has:
+            return list(self.chosen.notes)
+        return [
+            f"{device.name} computes {precision} no faster than fp32: write precision: {has[0]}",
+            *self.chosen.notes,
+        ]
+
+    @property
+    def changes(self) -> Changes:
+        """Keys of the job that a patch has; none without a job."""
+        question, target = self.question, self.target
+        if question.config is None or target is None:
+            return {}
+        return job_changes(question.config, question.batch, target.candidate, question.hardware.devices_per_node)
+
+
+def answer(question: Question, goal: Goal | None = None) -> Answer:
+    """Estimate what was asked, and search where it does not fit or where `goal` says so.
+
+    Raises:
+        JobError: it is impossible, or the search has nothing to choose from.
+    """
+    chosen = question.planner.estimate(question.base)
+    stages = tuple(
+        chosen if stage == question.base.stage else question.planner.estimate(_at_stage(question.base, stage))
+        for stage in range(4)
+    )
+    found = None if goal is None else _search(question, goal)
+    today = None
+    if found is not None and goal == "best":
+        trained = [each for each in found.best if not each.candidate.lacking()]
+        trained = trained or list(_search(question, goal, trainable=True).best)
+        today = trained[0] if trained else None
+    if chosen.fits:
+        return Answer(question, chosen, stages, found, today=today)
+    if goal != "fit":
+        fits = _search(question, "fit")
+        fix = fits.best[0] if fits.best else None
+    else:
+        fix = found.best[0] if found is not None and found.best else None
+    why = sentence(chosen, question.hardware, None if fix is None else in_words(question, chosen, fix))
+    return Answer(question, chosen, stages, found, fix, today, why)
+
+
+def in_words(question: Question, before: Estimate, fix: Estimate) -> str:
+    """A change as keys and what it costs: `zero.stage=3 activations.checkpoint=full (+12% time)`."""
+    if question.config is not None and not fix.candidate.lacking():
+        per_node = question.hardware.devices_per_node
+        text = " ".join(as_overrides(job_changes(question.config, question.batch, fix.candidate, per_node)))
+    else:
+        text = _difference(before.candidate, fix.candidate)
+    free = fix.capacity - fullest(fix).device_used
+    notes = [note for note in (time_of(fix, before), f"{free / fix.capacity:.0%} left free") if note]
+    if fix.candidate.lacking():
+        notes.append("which zrun plans, but does not train yet")
+    return f"{text} ({', '.join(notes)})"
+
+
+def forecast_of(found: Answer) -> Forecast:
+    """An answer as a launcher keeps it."""
+    question, chosen = found.question, found.chosen
+    rank, over = fullest(chosen), overshoot(chosen, question.hardware)
+    changes = found.changes if not chosen.fits else {}
+    return Forecast(
+        source=chosen.source,
+        peak_bytes=rank.allocated,
+        reserved_bytes=rank.reserved,
+        device_bytes=rank.device_used,
+        capacity=chosen.capacity,
+        step_s=chosen.time.seconds,
+        low_s=chosen.time.low,
+        high_s=chosen.time.high,
+        calibrated=question.hardware.measured,
+        sentence=found.sentence if over is not None else "",
+        changes=tuple(as_overrides(changes)),
+        patch=as_yaml(changes, question.config) if changes and question.config is not None else "",
+    )
+
+
+def as_data(value: Any) -> Any:
+    """A value of plans as JSON takes it."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {
+            key: as_data(item) for key, item in ((name, getattr(value, name)) for name in value.__dataclass_fields__)
+        }
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, dict):
+        return {str(as_data(key)): as_data(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        items = [as_data(item) for item in value]
+        return sorted(items) if isinstance(value, set | frozenset) else items
+    return value
+
+
+def _at_stage(base: Candidate, stage: int) -> Candidate:
+    return replace(base, stage=stage, dims=base.dims if stage else replace(base.dims, shard=None))
+
+
+def _search(question: Question, goal: Goal, trainable: bool = False) -> Result:
+    from zrun_core.plan.search import Constraints, search
+
+    base = question.base
+    constraints = Constraints(global_batch=question.batch.global_size, base=base, trainable=trainable)
+    if goal == "fit":
+        # First among what zrun trains: that is the change that a person can make today.
+        quick = replace(constraints, trainable=True)
+        with_training = search(question.planner, question.hardware, quick, goal) if _is_trained(base) else None
+        if with_training is not None and with_training.best:
+            return with_training
+    return search(question.planner, question.hardware, constraints, goal)
+
+
+def _is_trained(candidate: Candidate) -> bool:
+    return not candidate.lacking()
+
+
+def _difference(before: Candidate, after: Candidate) -> str:
+    """What differs, in the words of candidates."""
+    old = set(str(before).split(", "))
+    return ", ".join(part for part in str(after).split(", ") if part not in old) or str(after)

@@ -1,0 +1,56 @@
+"""A process that makes a job's forecast: `python -m zrun.estimate.background now|aside|idle`, a `Request` on stdin.
+
+It prints a `Forecast` as JSON, stores it, and ends; with anything else to say it ends with another status.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+_LONGEST_S = 300
+
+
+def _main() -> None:
+    for number in (signal.SIGTERM, signal.SIGALRM):
+        signal.signal(number, lambda *_: sys.exit(1))  # which ends what traces the model, too
+    signal.alarm(_LONGEST_S)  # whoever started it may be gone
+    _step_back(sys.argv[1])
+    answer_fd = os.dup(1)
+    os.dup2(2, 1)  # what the user's code prints is chatter
+    forecast = _make(json.load(sys.stdin))
+    with open(answer_fd, "w") as file:
+        json.dump(forecast, file)
+
+
+def _step_back(pace: str) -> None:
+    """Leave the cores to others: see `forecast.Pace`."""
+    with suppress(OSError):
+        os.nice({"now": 0, "aside": 10}.get(pace, 19))
+    if pace == "idle":
+        with suppress(OSError, AttributeError):
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+
+
+def _make(request: dict[str, Any]) -> dict[str, Any]:
+    from zrun.estimate.answer import answer, forecast_of
+    from zrun.estimate.forecast import store
+    from zrun.estimate.request import of_job
+    from zrun.job.load import LoadedJob
+    from zrun.launch.cluster import Cluster, HostFacts
+    from zrun_core.config import JobConfig
+
+    loaded = LoadedJob(JobConfig.model_validate(request["job"]), Path(request["path"]), {})
+    cluster = Cluster(tuple(HostFacts.from_json(facts) for facts in request["hosts"]))
+    forecast = forecast_of(answer(of_job(loaded, cluster)))
+    store(request["key"], forecast)
+    return forecast.as_json()
+
+
+if __name__ == "__main__":
+    _main()

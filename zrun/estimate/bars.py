@@ -1,0 +1,105 @@
+"""Memory of each class of ranks as stacked bars, with the line that must not be crossed. Pure: estimates to text."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from zrun_core.sizes import format_size
+
+if TYPE_CHECKING:
+    from zrun_core.plan.estimate import Estimate, RankMemory
+
+_NARROWEST = 24  # of a bar
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a part of a bar stands for. Letters carry the meaning where there is no colour."""
+
+    name: str
+    letter: str
+    color: str  # Okabe and Ito's, told apart by any eye
+
+
+PARTS = (
+    Part("params", "P", "#0072B2"),
+    Part("grads", "G", "#56B4E9"),
+    Part("optim", "O", "#009E73"),
+    Part("rings", "R", "#F0E442"),
+    Part("buffers", "B", "#CC79A7"),
+    Part("activations", "A", "#E69F00"),
+    Part("allocator", "s", "#999999"),
+    Part("context", "c", "#D55E00"),
+)
+MEANINGS = {
+    "params": "parameters",
+    "grads": "gradients",
+    "optim": "optimizer states and fp32 masters",
+    "rings": "scratch of gathers and reductions",
+    "buffers": "buffers of modules",
+    "activations": "activations, temporaries and the batch",
+    "allocator": "held by the allocator, and not in use at the peak",
+    "context": "driver, libraries and communicators",
+}
+_STATES = ("params", "grads", "optim", "rings", "buffers")
+
+
+def parts_of(rank: RankMemory) -> dict[str, int]:
+    """Bytes on the device at the peak, by the name of each part."""
+    found = dict.fromkeys((part.name for part in PARTS), 0)
+    for buffer in rank.buffers:
+        if buffer.tier.value == "device" and buffer.kind.value in _STATES:
+            found[buffer.kind.value] += buffer.num_bytes
+    found["activations"] = max(0, rank.allocated - sum(found.values()))
+    found["allocator"] = max(0, rank.reserved - rank.allocated)
+    found["context"] = max(0, rank.device_used - rank.reserved)
+    return found
+
+
+def bars(estimate: Estimate, width: int, ascii_only: bool = False) -> list[Text]:
+    """A line for each class of ranks, then what the letters mean; no line is longer than `width`."""
+    ranks, capacity = estimate.ranks, estimate.capacity
+    heads = [f"{rank.role} " if len(ranks) > 1 else "" for rank in ranks]
+    tails = [f" {format_size(rank.device_used)} of {format_size(capacity)}" for rank in ranks]
+    room = max(_NARROWEST, width - max(map(len, heads)) - max(map(len, tails)))
+    scale = max([capacity, *(rank.device_used for rank in ranks)]) or 1
+    lines = [
+        Text.assemble(head.ljust(max(map(len, heads))), bar(rank, capacity, scale, room, ascii_only), tail)
+        for rank, head, tail in zip(ranks, heads, tails, strict=True)
+    ]
+    return [*lines, *_legend([parts_of(rank) for rank in ranks], width)]
+
+
+def bar(rank: RankMemory, capacity: int, scale: int, width: int, ascii_only: bool = False) -> Text:
+    """One bar of `width` characters, which stand for `scale` bytes; `|` is the capacity."""
+    sizes = parts_of(rank)
+    sums = [0, *itertools.accumulate(sizes[part.name] for part in PARTS)]
+    edges = [round(total / scale * (width - 1)) for total in sums]
+    cells: list[tuple[str, str]] = [(" " if ascii_only else "·", "grey37")] * (width - 1)
+    for part, (start, stop) in zip(PARTS, itertools.pairwise(edges), strict=True):
+        cells[start:stop] = [(part.letter, part.color)] * (stop - start)
+    line = min(width - 1, round(capacity / scale * (width - 1)))
+    cells.insert(line, ("|", "bold red" if rank.device_used > capacity else "bold"))
+    return Text.assemble(*cells)
+
+
+def _legend(found: Sequence[dict[str, int]], width: int) -> list[Text]:
+    """What is in the bars, by size; the largest of all classes counts."""
+    largest = {part: max(sizes[part.name] for sizes in found) for part in PARTS}
+    words = [
+        Text.assemble((part.letter, part.color), f" {part.name} {format_size(size)}")
+        for part, size in largest.items()
+        if size
+    ]
+    lines: list[Text] = []
+    for word in words:
+        if lines and len(lines[-1]) + len(word) + 2 <= width:
+            lines[-1].append("  ").append_text(word)
+        else:
+            lines.append(Text("  ").append_text(word))
+    return lines

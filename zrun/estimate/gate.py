@@ -1,0 +1,174 @@
+"""`zrun train` estimates a job before it runs it, refuses what cannot fit, and compares afterwards.
+
+An estimate needs torch and a trace of the model, some seconds of work, and a launch has none to spare. So:
+
+- a forecast of the same job on the same hosts is kept from the last estimate, and read in milliseconds;
+- else a process makes one beside the launch, on cores that nobody wants: it never delays the first step. If it says no
+  before the first step has ended, the run ends there; later the run itself has shown that it fits. What is not ready by
+  then goes on with a tenth of a core, for the comparison and for the next launch;
+- a rank adds up its own states before it allocates them (`RunSpec.memory_bytes`), and refuses what cannot fit.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Self
+
+from zrun.estimate.forecast import Forecast, Making, Pace, Request, key_of, stored
+from zrun.estimate.machine import capacity_of
+from zrun_core.errors import PreflightError
+from zrun_core.events import Event
+
+if TYPE_CHECKING:
+    from zrun.job.load import LoadedJob
+    from zrun.launch.cluster import Cluster
+    from zrun.launch.plan import Resolved
+
+_PATIENCE_S = 150.0  # for a reason to refuse, which is wanted more than a start
+_COMPARED_AT = 3  # step
+_WARM_STEPS = 2  # not counted in times: the second one's memory is measured
+
+
+class Gate:
+    """The forecast of one launch, from the question whether it fits to the comparison at its end."""
+
+    def __init__(
+        self,
+        loaded: LoadedJob,
+        resolved: Resolved,
+        cluster: Cluster,
+        environment: Mapping[str, str],
+        *,
+        force: bool,
+        is_restart: bool,
+    ) -> None:
+        """Look for a forecast.
+
+        Args:
+            environment: of the workers, whose code is to be traced.
+            force: what does not fit is started all the same.
+            is_restart: the run has shown already that it fits.
+        """
+        self._may_refuse = not (force or is_restart)
+        self._environment = environment
+        self.memory_bytes: int | None = None  # that a rank may have; it refuses by itself what takes more
+        if self._may_refuse:
+            per_host = max(len(resolved.plan.ranks_on(host)) for host in resolved.plan.hosts)
+            self.memory_bytes = capacity_of(cluster, "cpu" if resolved.job.device == "cpu" else "cuda", per_host)
+        job_dir = loaded.path.absolute().parent
+        self._request = Request(
+            job=loaded.config.model_dump(mode="json", by_alias=True, exclude_unset=True),
+            path=str(loaded.path.absolute()),
+            overrides=tuple(origin.text for origin in loaded.origins.values() if origin.kind == "override"),
+            hosts=[host.as_json() for host in cluster.hosts],
+            key=key_of(loaded.config, job_dir, cluster),
+        )
+        self.forecast = stored(self._request.key)
+        self._making: Making | None = None
+        self._peaks: dict[int, tuple[int, int | None]] = {}
+        self._times: list[float] = []
+        self._step = 0
+        self._is_told = False
+
+    def __enter__(self) -> Self:
+        """Refuse what is known not to fit; begin to find out what is not known.
+
+        Raises:
+            PreflightError: it cannot fit.
+        """
+        if self.forecast is not None and not self.forecast.fits and self._may_refuse:
+            # What a host has free changes: the answer that counts is today's.
+            self.forecast = Making(self._request, self._environment, Pace.NOW).wait(_PATIENCE_S) or self.forecast
+            self._refuse(self.forecast)
+        if self.forecast is None:
+            self._making = Making(self._request, self._environment, Pace.IDLE)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._making is not None:
+            self._making.close()
+            self._making = None
+
+    def turn(self, emit: Callable[[Event], None]) -> None:
+        """Time has passed.
+
+        Raises:
+            PreflightError: it has turned out before the first step that the job cannot fit.
+        """
+        if self._making is not None and self._making.poll():
+            self.forecast = self._making.forecast
+            self._making.close()
+            self._making = None
+            if self.forecast is not None and not self._step and self._may_refuse:
+                self._refuse(self.forecast)
+            self._tell(emit)
+
+    def see(self, event: Event, emit: Callable[[Event], None]) -> None:
+        """Take in what a run tells; `emit` gets the comparison when it is due."""
+        match event.get("type"):
+            case "peak":
+                self._peaks[event["rank"]] = (event.get("peak_bytes") or 0, event.get("reserved_bytes"))
+                self._tell(emit)
+            case "step":
+                if not self._times and self._making is not None:  # the launch is over: it may take its part now
+                    self._making.close()
+                    self._making = Making(self._request, self._environment, Pace.ASIDE)
+                self._step = event["step"]
+                self._times.append(float(event["step_s"]))
+                self._tell(emit)
+            case "end":
+                self._is_told = False
+                self._tell(emit)
+
+    def explanation(self) -> Forecast | None:
+        """Why it does not fit, after a rank has refused it: worth some seconds of waiting."""
+        if self.forecast is None or self.forecast.fits:
+            self.__exit__()
+            self.forecast = Making(self._request, self._environment, Pace.NOW).wait(_PATIENCE_S)
+        return self.forecast if self.forecast is not None and not self.forecast.fits else None
+
+    def _refuse(self, forecast: Forecast) -> None:
+        if not forecast.fits:
+            raise PreflightError(refusal(forecast))
+
+    def _tell(self, emit: Callable[[Event], None]) -> None:
+        """Compare, once there is something to compare and nobody was told yet."""
+        forecast = self.forecast
+        if forecast is None or self._is_told or len(self._times) < _COMPARED_AT or not self._peaks:
+            return
+        self._is_told = True
+        peak = max(value for value, _ in self._peaks.values())
+        reserved = max((value or 0 for _, value in self._peaks.values()), default=0)
+        predicted: dict[str, Any] = {
+            name: value
+            for name, value in asdict(forecast).items()
+            if name
+            in ("source", "peak_bytes", "reserved_bytes", "device_bytes", "step_s", "low_s", "high_s", "calibrated")
+        }
+        emit(
+            {
+                "type": "estimate",
+                "time": time.time(),
+                "rank": 0,
+                "step": self._step,
+                "predicted": predicted,
+                "measured": {
+                    "peak_bytes": peak or None,
+                    "reserved_bytes": reserved or None,
+                    "step_s": statistics.median(self._times[_WARM_STEPS:]),
+                },
+            }
+        )
+
+
+def refusal(forecast: Forecast) -> str:
+    """The message of a job that does not fit: why, the keys that would help, and how to try anyway."""
+    lines = [f"this job does not fit: {forecast.sentence}"]
+    if forecast.patch:
+        lines += ["with these keys it fits:", *(f"  {line}" for line in forecast.patch.splitlines())]
+        lines.append(f"on the command line: {' '.join(forecast.changes)}")
+    lines.append("--force starts it all the same; zrun estimate shows where each byte goes")
+    return "\n".join(lines)

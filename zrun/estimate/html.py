@@ -1,0 +1,140 @@
+"""An estimate as one HTML file that needs nothing else: no script, no font, no network."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from html import escape
+from typing import TYPE_CHECKING
+
+from zrun.estimate.bars import MEANINGS, PARTS, parts_of
+from zrun.estimate.tables import fits, fullest, paper_bytes, state_bytes, step_range
+from zrun.watch import text
+from zrun_core.sizes import format_size
+
+if TYPE_CHECKING:
+    from zrun_core.plan.estimate import Estimate
+
+_WIDTH, _ROW, _MARGIN = 760, 34, 90  # pixels
+_STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 62em; padding: 0 1em; color: #222; }
+table { border-collapse: collapse; margin: 1em 0; font-variant-numeric: tabular-nums; }
+th, td { padding: .25em .8em; text-align: right; border-bottom: 1px solid #ddd; }
+th { font-weight: 600; color: #555; }
+tr.chosen { background: #eef5fb; font-weight: 600; }
+.no { color: #b00; } .yes { color: #070; }
+.key span { display: inline-block; width: .9em; height: .9em; margin: 0 .3em 0 1em; vertical-align: -1px; }
+svg text { font: 13px system-ui, sans-serif; }
+"""
+
+
+def page(title: str, lines: Sequence[str], stages: Sequence[Estimate], chosen: Estimate, verdict: str) -> str:
+    """The whole file.
+
+    Args:
+        lines: what the estimate is of, and what else there is to say of it.
+        stages: estimates that differ in their ZeRO stage.
+        verdict: why it does not fit, or that it does.
+    """
+    head = f'<meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
+    body = [
+        f"<h1>{escape(title)}</h1>",
+        *(f"<p>{escape(line)}</p>" for line in lines),
+        f'<p class="{"yes" if chosen.fits else "no"}">{escape(verdict)}</p>',
+        "<h2>Memory of a rank, by ZeRO stage</h2>",
+        _picture([(f"stage {each.candidate.stage}", each, 0) for each in stages]),
+        _key(),
+        _table(stages, chosen),
+    ]
+    if len(chosen.ranks) > 1:
+        rows = [(f"{rank.role} stage", chosen, number) for number, rank in enumerate(chosen.ranks)]
+        body += ["<h2>Memory by place in the pipeline</h2>", _picture(rows)]
+    body += ["<h2>Time of a step</h2>", _times(chosen), "<h2>Buffers</h2>", _buffers(chosen)]
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n' + "\n".join(body) + "\n</body></html>\n"
+
+
+def _picture(rows: Sequence[tuple[str, Estimate, int]]) -> str:
+    """Stacked bars. Each row: its name, an estimate, which of its ranks."""
+    ranks = [(fullest(each) if not number else each.ranks[number]) for _, each, number in rows]
+    top = max([1, *(max(rank.device_used, each.capacity) for rank, (_, each, _) in zip(ranks, rows, strict=True))])
+    scale = (_WIDTH - 2 * _MARGIN) / top
+    parts = []
+    for place, (rank, (name, each, _)) in enumerate(zip(ranks, rows, strict=True)):
+        y = place * _ROW + 4
+        parts.append(f'<text x="0" y="{y + 17}">{escape(name)}</text>')
+        sizes = parts_of(rank)
+        sums = itertools.pairwise([0, *itertools.accumulate(sizes[part.name] for part in PARTS)])
+        for part, (start, stop) in zip(PARTS, sums, strict=True):
+            if stop > start:
+                what = f"{MEANINGS[part.name]}: {format_size(stop - start)}"
+                parts.append(
+                    f'<rect x="{_MARGIN + start * scale:.1f}" y="{y}" width="{(stop - start) * scale:.1f}" '
+                    f'height="24" fill="{part.color}"><title>{escape(what)}</title></rect>'
+                )
+        line = _MARGIN + each.capacity * scale
+        parts.append(
+            f'<line x1="{line:.1f}" x2="{line:.1f}" y1="{y - 4}" y2="{y + 28}" stroke="#b00" stroke-width="2"/>'
+        )
+        end = _MARGIN + max(rank.device_used, 0) * scale
+        parts.append(
+            f'<text x="{min(end, _WIDTH - _MARGIN) + 8:.1f}" y="{y + 17}">{format_size(rank.device_used)}</text>'
+        )
+    height = len(rows) * _ROW + 8
+    return f'<svg role="img" width="{_WIDTH}" height="{height}" viewBox="0 0 {_WIDTH} {height}">{"".join(parts)}</svg>'
+
+
+def _key() -> str:
+    words = "".join(f'<span style="background:{part.color}"></span>{escape(MEANINGS[part.name])}' for part in PARTS)
+    return f'<p class="key">{words}; the red line is what the device has</p>'
+
+
+def _table(stages: Sequence[Estimate], chosen: Estimate) -> str:
+    names = ("stage", "paper, K=12", "states", "activations", "peak", "reserved", "device", "fits", "step", "tok/s")
+    rows = [_row("th", names)]
+    for each in stages:
+        rank = fullest(each)
+        tokens = text.count(each.time.tokens_per_s) if each.time.tokens_per_s else "-"
+        cells = (
+            str(each.candidate.stage),
+            *map(
+                format_size,
+                (
+                    paper_bytes(each),
+                    state_bytes(rank),
+                    parts_of(rank)["activations"],
+                    rank.allocated,
+                    rank.reserved,
+                    rank.device_used,
+                ),
+            ),
+            fits(each).plain,
+            step_range(each.time),
+            tokens,
+        )
+        rows.append(_row("td", cells, "chosen" if each.candidate.stage == chosen.candidate.stage else ""))
+    return f"<table>{''.join(rows)}</table>"
+
+
+def _times(chosen: Estimate) -> str:
+    parts = sorted(chosen.time.parts.items(), key=lambda item: -item[1])
+    rows = [_row("th", ("part", "seconds")), *(_row("td", (name, f"{value:.4g}")) for name, value in parts)]
+    links = [f"<p>{escape(f'{format_size(size)} over {link} per step and rank')}</p>"
+             for link, size in chosen.time.link_bytes.items()]  # fmt: skip
+    return f"<p>{step_range(chosen.time)}</p><table>{''.join(rows)}</table>{''.join(links)}"
+
+
+def _buffers(chosen: Estimate) -> str:
+    found = sorted(fullest(chosen).buffers, key=lambda buffer: (-buffer.num_bytes, buffer.name))
+    rows = [_row("th", ("buffer", "kind", "where", "bytes"))]
+    rows += [
+        _row("td", (each.name, MEANINGS.get(each.kind.value, each.kind.value), each.tier.value, f"{each.num_bytes:,}"))
+        for each in found
+    ]
+    return (
+        f"<details><summary>{len(found)} buffers of the fullest rank</summary><table>{''.join(rows)}</table></details>"
+    )
+
+
+def _row(tag: str, cells: Sequence[str], name: str = "") -> str:
+    inside = "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells)
+    return f'<tr class="{name}">{inside}</tr>' if name else f"<tr>{inside}</tr>"

@@ -1,0 +1,136 @@
+"""Hosts as they were found, as the hardware of a plan: `hardware_of(cluster, "cpu", 2)`. Needs no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from socket import gethostname
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from zrun.launch import cgroup
+from zrun.launch.calibration import Calibration, HostRates, MatmulRates
+
+if TYPE_CHECKING:
+    from zrun.launch.cluster import Cluster, HostFacts
+    from zrun_core.plan.hardware import Hardware, Rates
+
+# What one core of a server does where nobody has measured: FLOP/s of large products, bytes/s copied.
+_CORE_FLOPS, _CORE_COPY = {"fp32": 75e9, "bf16": 150e9}, 4e9
+_MOST_COPY = 40e9
+
+
+def hardware_of(cluster: Cluster, device: str, per_host: int, environ: Mapping[str, str] = os.environ) -> Hardware:
+    """The hosts of `cluster` with `per_host` ranks each; the weakest of them counts.
+
+    Rates are those that `zrun doctor --bench` has stored; else data sheets of GPUs, and a usual core.
+
+    Raises:
+        JobError: the file of rates is none.
+    """
+    least = min(cluster.hosts, key=lambda host: (host.memory_bytes, host.cores))
+    host_bytes = min(host_memory(host) for host in cluster.hosts)
+    nodes, rates = len(cluster.hosts), _rates(cluster, environ)
+    name = str(cluster) if nodes == 1 else f"{nodes} hosts"
+    if device == "cpu":
+        return _of_cpus(rates, least.cores, host_bytes, per_host, nodes, name)
+    return _of_gpus(rates, least, host_bytes, per_host, nodes, name)
+
+
+def capacity_of(cluster: Cluster, device: str, per_host: int) -> int | None:
+    """Bytes that a rank may have where its model lives; None where nobody knows."""
+    if device == "cpu":
+        return min(host_memory(host) for host in cluster.hosts) // per_host
+    sizes = [gpu.memory_bytes for host in cluster.hosts for gpu in host.gpus]
+    return min(sizes, default=0) or None
+
+
+def host_memory(host: HostFacts) -> int:
+    """Bytes of a host's memory that a job may have: of this one what is free now, of others what they have."""
+    if host.hostname not in (gethostname(), "localhost"):
+        return host.memory_bytes
+    return min(host.memory_bytes, psutil.virtual_memory().available, cgroup.memory_left() or host.memory_bytes)
+
+
+def _rates(cluster: Cluster, environ: Mapping[str, str]) -> tuple[Calibration, list[HostRates]] | None:
+    """The stored rates of these hosts, if all of them were measured."""
+    path = Calibration.default_path(environ)
+    if not path.is_file():
+        return None
+    found = Calibration.read(path)
+    names = [host.hostname for host in cluster.hosts]
+    if any(name not in found.hosts for name in names):
+        return None
+    return found, [found.hosts[name] for name in names]
+
+
+def _of_cpus(
+    rates: tuple[Calibration, list[HostRates]] | None, cores: int, host_bytes: int, ranks: int, nodes: int, name: str
+) -> Hardware:
+    from zrun_core.plan.hardware import PRESET_SPREAD, Rates, from_rates
+
+    if rates is None:
+        flops = {precision: rate * cores for precision, rate in _CORE_FLOPS.items()}
+        guess = Rates(cpu_flops=flops, copy=min(_MOST_COPY, _CORE_COPY * cores))
+        found = from_rates(guess, ranks=ranks, nodes=nodes, host_bytes=host_bytes, cores=cores, name=name)
+        return replace(found, measured=False, spread=2 * PRESET_SPREAD)
+    plain = _plain(*rates)
+    return from_rates(plain, ranks=ranks, nodes=nodes, host_bytes=host_bytes, cores=cores, name=name)
+
+
+def _of_gpus(
+    rates: tuple[Calibration, list[HostRates]] | None,
+    host: HostFacts,
+    host_bytes: int,
+    ranks: int,
+    nodes: int,
+    name: str,
+) -> Hardware:
+    from zrun_core.plan.hardware import from_rates, like, parse_simulate
+
+    gpu = min(host.gpus, key=lambda each: each.memory_bytes)
+    if rates is not None and all(each.gpus for each in rates[1]):
+        plain = replace(_plain(*rates), gpu_memory=gpu.memory_bytes)
+        return from_rates(plain, ranks=ranks, nodes=nodes, host_bytes=host_bytes, cores=host.cores, name=name)
+    preset = parse_simulate(f"{nodes}x{ranks}x{like(gpu.name).name}")
+    memory = gpu.memory_bytes or preset.device.memory_bytes
+    device = replace(preset.device, name=gpu.name, memory_bytes=memory)
+    return replace(preset, name=name, device=device, host_bytes=host_bytes, cores=host.cores)
+
+
+def _plain(file: Calibration, hosts: list[HostRates]) -> Rates:
+    """The slowest of what was measured of each host, and of the links between them, as plain numbers."""
+    from zrun_core.plan.hardware import Rates
+
+    first = hosts[0]
+    gpus = [gpu for host in hosts for gpu in host.gpus]
+    links = [(link.bytes_per_s, link.round_trip_s) for link in file.links]
+    found: dict[str, Any] = {
+        "cpu_flops": _flops([host.cpu for host in hosts]),
+        "copy": min(host.copy_bytes_per_s for host in hosts),
+        "disk_read": first.disk.read_bytes_per_s,
+        "disk_write": first.disk.write_bytes_per_s,
+    }
+    if gpus:
+        found |= {
+            "gpu_name": gpus[0].name,
+            "gpu_flops": _flops(gpus),
+            "gpu_copy": min(gpu.copy_bytes_per_s for gpu in gpus),
+            "to_device": min(gpu.to_device_bytes_per_s for gpu in gpus),
+            "from_device": min(gpu.from_device_bytes_per_s for gpu in gpus),
+        }
+    if links:
+        found |= {"link": min(rate for rate, _ in links), "round_trip": max(trip for _, trip in links)}
+    return Rates(**found)
+
+
+def _flops(rates: Sequence[MatmulRates]) -> dict[str, float]:
+    """The lowest rate of each format that all have."""
+    found = {}
+    for name in ("fp32", "bf16", "fp16"):
+        values = [getattr(each, f"{name}_flops") for each in rates]
+        if all(value is not None for value in values):
+            found[name] = min(values)
+    return found

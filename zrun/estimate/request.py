@@ -1,0 +1,237 @@
+"""What is to be estimated: a job, a size or a transformers `config.json`, on hosts that are there or not.
+
+question = of_job(load_job(path), cluster)           # on hosts as they were found
+question = of_job_on(load_job(path), hardware)       # on hardware by name
+question = of_shape("7.5B", hardware)                # a model of that size, in a job that says nothing else
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zrun.job import overrides as command_line
+from zrun.job.document import Document
+from zrun.job.load import LoadedJob
+from zrun.job.scalars import write
+from zrun.job.validate import validate
+from zrun.launch.cluster import Cluster
+from zrun.launch.place import Dims as Axes
+from zrun.launch.plan import make_plan
+from zrun_core.config import JobConfig
+from zrun_core.errors import JobError
+from zrun_core.spec import BatchPlan, resolve_batch, resolve_bucket
+
+if TYPE_CHECKING:
+    from zrun_core.plan.estimate import Candidate, Planner
+    from zrun_core.plan.hardware import Hardware
+    from zrun_core.plan.profile import Profile
+    from zrun_core.plan.transformer import TransformerShape
+
+POLICIES = ("none", "selective", "every_n", "full")
+_TRACE_S = 240.0
+_ALONE = ("zero.", "activations.checkpoint", "parallel.", "batch.")  # keys that change no trace
+
+
+@dataclass(frozen=True)
+class Question:
+    """A model, what runs it, and how the job asks for it.
+
+    Attributes:
+        title: the name of the job, or what was given in its place.
+        config: as it is written; None where there is no job.
+        job: without any auto, on this hardware.
+        base: what the job asks for.
+    """
+
+    title: str
+    planner: Planner
+    hardware: Hardware
+    job: JobConfig
+    batch: BatchPlan
+    base: Candidate
+    config: JobConfig | None = None
+
+
+def of_job(loaded: LoadedJob, cluster: Cluster, environ: Mapping[str, str] = os.environ) -> Question:
+    """A job on hosts as they were found.
+
+    Raises:
+        JobError: the job cannot run there, or names what does not exist.
+        PreflightError: a host lacks what it asks for.
+        UserCodeError: the job's own code fails.
+    """
+    from zrun.estimate.machine import hardware_of
+
+    resolved = make_plan(loaded.config, cluster)
+    device = "cpu" if resolved.job.device == "cpu" else "cuda"
+    per_host = max(len(resolved.plan.ranks_on(host)) for host in resolved.plan.hosts)
+    hardware = hardware_of(cluster, device, per_host, environ)
+    return _question(loaded, resolved.job, resolved.batch, hardware)
+
+
+def of_job_on(loaded: LoadedJob, hardware: Hardware) -> Question:
+    """A job on hardware by name: as many ranks as it has devices, whatever the job says of hosts and slots.
+
+    Raises:
+        JobError: the batch or `parallel` do not divide over it, or the job names what does not exist.
+        UserCodeError: the job's own code fails.
+    """
+    job, batch = _resolved_on(loaded.config, hardware)
+    return _question(loaded, job, batch, hardware)
+
+
+def of_shape(
+    text: str,
+    hardware: Hardware,
+    overrides: Sequence[str] = (),
+    seq: int | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> Question:
+    """A model of a size, or of a `config.json`, in a job with the keys of `overrides`.
+
+    Raises:
+        JobError: `text` is neither, or an override is wrong.
+    """
+    from zrun_core.plan.estimate import Planner
+
+    shape = _shape(text, seq)
+    job = _job_of_shape(text, hardware, overrides, environ)
+    job, batch = _resolved_on(job, hardware)
+    planner = Planner(shape, hardware, job)
+    base = _candidate(job, batch, hardware)
+    if not any(each.partition("=")[0] in ("zero", "zero.stage") for each in overrides):
+        base = _least_stage(planner, base)
+    return Question(shape.name, planner, hardware, job, batch, base)
+
+
+def is_shape(text: str) -> bool:
+    """Whether `text` names a model by its size, or a `config.json`; else a job file."""
+    path = Path(text)
+    return path.suffix == ".json" or not (path.exists() or path.suffix in (".yaml", ".yml"))
+
+
+def at(question: Question, loaded: LoadedJob, key: str) -> Question:
+    """The same question of a job with other keys, which `loaded` has; without a new trace where they change none."""
+    if not key.startswith(_ALONE):  # another model, or another format
+        return of_job_on(loaded, question.hardware)
+    job, batch = _resolved_on(loaded.config, question.hardware)
+    return replace(question, job=job, batch=batch, base=_candidate(job, batch, question.hardware))
+
+
+def _question(loaded: LoadedJob, job: JobConfig, batch: BatchPlan, hardware: Hardware) -> Question:
+    from zrun_core import user
+    from zrun_core.config import Ref
+    from zrun_core.plan.estimate import Planner
+
+    job_dir = loaded.path.absolute().parent
+    base = _candidate(job, batch, hardware)
+    profile = _profile(job, job_dir, hardware, base)
+    planner = Planner(
+        profile, hardware, job, formula=_formula(job), load=lambda name: user.load(Ref(call=name), job_dir)
+    )
+    return Question(job.name, planner, hardware, job, batch, base, loaded.config)
+
+
+def _profile(job: JobConfig, job_dir: Path, hardware: Hardware, base: Candidate) -> Profile:
+    from zrun.launch.environment import worker_environment
+    from zrun_core.plan.trace import trace_in_subprocess
+
+    return trace_in_subprocess(
+        job,
+        job_dir,
+        micros=(base.micro,),
+        checkpoints=POLICIES,
+        device="cpu" if hardware.device.kind == "cpu" else "cuda",
+        environment=worker_environment(job, os.environ),
+        timeout_s=_TRACE_S,
+    )
+
+
+def _formula(job: JobConfig) -> TransformerShape | None:
+    from zrun_core.plan.transformer import TransformerShape
+
+    with suppress(JobError):
+        return TransformerShape.from_model_args(job.model.call, job.model.args)
+    return None
+
+
+def _resolved_on(config: JobConfig, hardware: Hardware) -> tuple[JobConfig, BatchPlan]:
+    axes = Axes.of(config.parallel, hardware.num_devices)
+    batch = resolve_batch(config, axes.dp)
+    device = "cpu" if hardware.device.kind == "cpu" else "cuda"
+    group = config.zero.shard_group
+    if isinstance(group, int) and config.zero.stage and axes.dp % group:
+        raise JobError(f"zero.shard_group: groups of {group} do not divide {axes.dp} data-parallel ranks")
+    job = config.model_copy(
+        update={
+            "device": device,
+            "slots": hardware.devices_per_node,
+            "parallel": config.parallel.model_copy(update={"dp": axes.dp}),
+            "batch": config.batch.model_copy(update={"global_": batch.global_size, "micro": batch.micro}),
+            "zero": config.zero.model_copy(update={"bucket": resolve_bucket(config.zero, device)}),
+        }
+    )
+    return job, batch
+
+
+def _candidate(job: JobConfig, batch: BatchPlan, hardware: Hardware) -> Candidate:
+    from zrun_core.parallelize import ranks_per_copy
+    from zrun_core.plan.estimate import Candidate, Dims
+
+    tp, pp = job.parallel.tp, job.parallel.pp
+    shard = ranks_per_copy(job.zero, batch.ranks, min(hardware.devices_per_node, batch.ranks))
+    dims = Dims(batch.ranks, tp, pp, shard=None if not job.zero.stage or shard == batch.ranks else shard)
+    return Candidate(
+        job.zero.stage, dims, batch.micro, batch.accumulation, job.activations.checkpoint, job.precision.compute,
+        sequence_parallel=tp > 1,
+    )  # fmt: skip
+
+
+def _shape(text: str, seq: int | None) -> TransformerShape:
+    from zrun_core.plan.transformer import TransformerShape
+
+    path = Path(text)
+    if path.suffix != ".json":
+        try:
+            shape = TransformerShape.from_size(text)
+        except JobError as error:
+            raise JobError(f"{text!r} is no file, and no size of a model: {error}") from None
+        return shape if seq is None else replace(shape, seq=seq, positions=max(seq, shape.positions))
+    try:
+        config = json.loads(path.read_bytes())
+    except OSError as error:
+        raise JobError(f"{path}: {error.strerror}") from None
+    except ValueError:
+        raise JobError(f"{path} is no JSON: name the config.json of a transformers model") from None
+    if not isinstance(config, dict):
+        raise JobError(f"{path} holds no object: name the config.json of a transformers model")
+    try:
+        return TransformerShape.from_config(config, seq)
+    except JobError as error:
+        raise JobError(f"{path}: {error}") from None
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        raise JobError(f"{path}: its values make no transformer: {error}") from None
+
+
+def _job_of_shape(text: str, hardware: Hardware, overrides: Sequence[str], environ: Mapping[str, str]) -> JobConfig:
+    """The job of a model that has none: bf16 where the device computes in it, one sample per micro-batch."""
+    precision = next((name for name in ("bf16", "fp16") if name in hardware.device.peak), "fp32")
+    given: dict[str, Any] = {
+        "name": "size", "model": "size:size", "data": "size:size", "steps": 1, "batch": {"micro": 1},
+        "precision": precision,
+    }  # fmt: skip
+    document = Document.parse("".join(f"{key}: {write(value)}\n" for key, value in given.items()), text, environ)
+    command_line.apply(document, overrides, environ)
+    return validate(document)
+
+
+def _least_stage(planner: Planner, base: Candidate) -> Candidate:
+    """The lowest stage that fits; the highest if none does."""
+    stages = [replace(base, stage=stage) for stage in range(4)]
+    return next((each for each in stages if planner.estimate(each).fits), stages[-1])

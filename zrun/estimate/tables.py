@@ -1,0 +1,228 @@
+"""Estimates as tables for a terminal, and as lines of text. Pure: nothing is read or computed here but sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+from rich.text import Text
+
+from zrun.estimate.bars import MEANINGS, parts_of
+from zrun.watch import text
+from zrun_core.sizes import format_size
+
+if TYPE_CHECKING:
+    from zrun_core.plan.estimate import Candidate, Estimate, RankMemory, StepTime
+
+_GOOD, _BAD = "green", "red"
+_DAY_S = 86400.0
+
+
+def fullest(estimate: Estimate) -> RankMemory:
+    """The rank whose device is used most."""
+    return max(estimate.ranks, key=lambda rank: rank.device_used)
+
+
+def stage_table(estimates: Sequence[Estimate], chosen: Candidate, width: int) -> Table:
+    """A row for each estimate, which differ in their ZeRO stage; that of `chosen` is marked.
+
+    What is least missed is left out where `width` columns are too few: what a CPU has no allocator to tell, then times.
+    """
+    has_allocator = any(each.device_used > fullest(each).allocated for each in estimates)
+    has_tokens = any(each.time.tokens_per_s for each in estimates) and width >= 80
+    has_mfu = any(each.time.mfu for each in estimates) and width >= 100
+    columns: dict[str, Callable[[Estimate], str | Text]] = {
+        "": lambda each: ">" if each.candidate.stage == chosen.stage else "",
+        "stage": lambda each: str(each.candidate.stage),
+        "paper K=12": lambda each: text.size(paper_bytes(each)),
+        "states": lambda each: text.size(state_bytes(fullest(each))),
+        "activations": lambda each: text.size(parts_of(fullest(each))["activations"]),
+        "peak": lambda each: text.size(fullest(each).allocated),
+        "reserved": lambda each: text.size(fullest(each).reserved),
+        "device": lambda each: text.size(each.device_used),
+        "fits": fits,
+        "step": lambda each: _seconds(each.time.seconds),
+        "tok/s": lambda each: text.count(each.time.tokens_per_s or 0),
+        "MFU": lambda each: _share(each.time.mfu),
+    }
+    hidden = set() if has_allocator else {"reserved", "device"}
+    hidden |= set() if has_tokens else {"tok/s"}
+    hidden |= set() if has_mfu else {"MFU"}
+    hidden |= {"reserved"} if width < 100 else set()
+    hidden |= {"paper K=12", "peak", "step"} if width < 80 else set()
+    shown = [name for name in columns if name not in hidden]
+    table = _table(*shown)
+    for each in estimates:
+        style = "" if each.candidate.stage == chosen.stage else "dim"
+        table.add_row(*(columns[name](each) for name in shown), style=style)
+    return table
+
+
+def choice_table(estimates: Sequence[Estimate], width: int) -> Table:
+    """A row for each configuration of a search, in the order given."""
+    has_tokens = any(each.time.tokens_per_s for each in estimates) and width >= 100
+    table = _table(
+        "", "zero", "dp x tp x pp", "micro", "checkpoint", "elsewhere", "device", "free", "step",
+        *(["tok/s"] if has_tokens else []), *(["MFU"] if width >= 90 else []), "",
+    )  # fmt: skip
+    for number, each in enumerate(estimates, start=1):
+        candidate = each.candidate
+        dims = candidate.dims
+        sharded = f"/{dims.shard_size}" if candidate.stage and dims.shard_size != dims.dp else ""
+        virtual = f" ({dims.virtual} parts)" if dims.virtual > 1 else ""
+        table.add_row(
+            str(number),
+            f"{candidate.stage}{sharded}",
+            f"{dims.dp} x {dims.tp} x {dims.pp}{virtual}",
+            f"{candidate.micro} x {candidate.accumulation}",
+            candidate.checkpoint,
+            elsewhere(candidate) or "-",
+            text.size(fullest(each).device_used),
+            _free(each),
+            _seconds(each.time.seconds),
+            *([text.count(each.time.tokens_per_s or 0)] if has_tokens else []),
+            *([_share(each.time.mfu)] if width >= 90 else []),
+            "*" if candidate.lacking() else "",
+        )
+    return table
+
+
+def sweep_table(key: str, rows: Sequence[tuple[str, Estimate | str]]) -> Table:
+    """A row for each value of a key: its estimate, or why there is none."""
+    table = _table(key, "states", "activations", "peak", "device", "fits", "step", "tok/s")
+    for value, found in rows:
+        if isinstance(found, str):
+            table.add_row(value, *"-----")  # the reason is told below
+            continue
+        rank = fullest(found)
+        table.add_row(
+            value,
+            text.size(state_bytes(rank)),
+            text.size(parts_of(rank)["activations"]),
+            text.size(rank.allocated),
+            text.size(rank.device_used),
+            fits(found),
+            step_range(found.time),
+            text.count(found.time.tokens_per_s) if found.time.tokens_per_s else "-",
+        )
+    return table
+
+
+def buffer_table(estimate: Estimate, pattern: str) -> Table:
+    """Every buffer whose name contains `pattern`, largest first, of each class of ranks."""
+    table = _table("rank", "buffer", "kind", "where", "bytes", "alive")
+    for rank in estimate.ranks:
+        chosen = [buffer for buffer in rank.buffers if pattern in buffer.name or pattern == buffer.kind.value]
+        for buffer in sorted(chosen, key=lambda each: (-each.num_bytes, each.name)):
+            where = "pinned host" if buffer.pinned else buffer.tier.value
+            alive = "always" if buffer.phases is None else ", ".join(sorted(buffer.phases))
+            kind = MEANINGS.get(buffer.kind.value, buffer.kind.value)
+            table.add_row(rank.role, buffer.name, kind, where, f"{buffer.num_bytes:,}", alive)
+    return table
+
+
+def elsewhere(candidate: Candidate) -> str:
+    """What of the states and activations does not lie on the device: `host: grad, optim 50%`."""
+    placement = candidate.placement
+    kinds = {
+        "param": placement.param,
+        "grad": placement.grad,
+        "optim": placement.optimizer,
+        "act": placement.activation,
+    }
+    away: dict[str, list[str]] = {}
+    for kind, tier in kinds.items():
+        if tier.value != "device":
+            away.setdefault(tier.value, []).append(kind)
+    share = f" {placement.fraction:.0%}" if away and placement.fraction < 1 else ""
+    return "; ".join(f"{tier}: {', '.join(kinds)}" for tier, kinds in away.items()) + share
+
+
+def in_words(estimate: Estimate) -> list[str]:
+    """Lines about time and traffic."""
+    time = estimate.time
+    parts = ", ".join(f"{name} {_seconds(value)}" for name, value in time.parts.items() if value >= 5e-5)
+    lines = [f"step: {step_range(time)}" + (f": {parts}" if parts else "")]
+    rates = [f"{text.count(time.tokens_per_s)} tok/s"] if time.tokens_per_s else []
+    rates += [f"MFU {time.mfu:.1%}"] if time.mfu else []
+    rates += [f"HFU {time.hfu:.1%}"] if time.hfu and time.hfu != time.mfu else []
+    lines += [f"speed: {', '.join(rates)}"] if rates else []
+    sent = [f"{format_size(size)} over {link}" for link, size in time.link_bytes.items() if size]
+    return [*lines, *([f"sent per step and rank: {', '.join(sent)}"] if sent else [])]
+
+
+def budget(time: StepTime, tokens: int, devices: int, price: float | None) -> str:
+    """How long so many tokens take, and what they cost."""
+    if not time.tokens_per_s:
+        return f"{text.count(tokens)} tokens: this model's samples are no tokens"
+    days = tokens / time.tokens_per_s / _DAY_S
+    low, high = (days * each / time.seconds for each in (time.low, time.high))
+    line = f"{text.count(tokens)} tokens: {_days(days)} ({_days(low)} to {_days(high)})"
+    if price is not None:
+        cost, least, most = (price * devices * 24 * each for each in (days, low, high))
+        line += f"; {cost:,.0f} ({least:,.0f} to {most:,.0f}) at {price:g} for a device and hour"
+    return line
+
+
+def step_range(time: StepTime) -> str:
+    """`1.94s (1.7-2.1)`."""
+    if not time.seconds:
+        return "-"
+    unit, factor, digits = (
+        ("ms", 1e3, 0) if time.seconds < 0.1 else ("s", 1.0, 2 if time.seconds < 10 else 1 if time.seconds < 100 else 0)
+    )
+    low, high = (f"{value * factor:.{digits}f}" for value in (time.low, time.high))
+    return f"{time.seconds * factor:.{digits}f}{unit} ({low}-{high})"
+
+
+def fits(estimate: Estimate) -> Text:
+    """Whether it fits, and by how much."""
+    free = estimate.capacity - fullest(estimate).device_used
+    if estimate.fits:
+        share = free / estimate.capacity if estimate.capacity else 0.0
+        return Text(f"yes, {share:.0%} free", _GOOD)
+    return Text(f"no, +{text.size(-free)}" if free < 0 else "no: host memory", _BAD)
+
+
+def state_bytes(rank: RankMemory) -> int:
+    """Everything on the device that is there in every phase of a step."""
+    sizes = parts_of(rank)
+    return sum(sizes[name] for name in ("params", "grads", "optim", "rings", "buffers"))
+
+
+def paper_bytes(estimate: Estimate) -> int:
+    """Model states of a rank by the accounting of the papers."""
+    return round(sum(estimate.paper.values()))
+
+
+def _free(estimate: Estimate) -> Text:
+    free = estimate.capacity - fullest(estimate).device_used
+    share = f"{free / estimate.capacity:.0%}" if estimate.capacity else "-"
+    return Text(
+        share if estimate.fits else f"-{text.size(-free)}" if free < 0 else "host", _GOOD if estimate.fits else _BAD
+    )
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.0f}s" if value >= 100 else text.seconds(value)
+
+
+def _days(days: float) -> str:
+    if days < 1:
+        return text.duration(days * _DAY_S)
+    return f"{days:.1f} days" if days < 100 else f"{days:,.0f} days"
+
+
+def _share(value: float | None) -> str:
+    return f"{value:.1%}" if value else "-"
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
+    left = {"", "fits", "checkpoint", "elsewhere", "buffer", "kind", "where", "alive"}
+    for column in columns:
+        table.add_column(
+            column, justify="left" if column in left else "right", no_wrap=column not in ("buffer", "states")
+        )
+    return table

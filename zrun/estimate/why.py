@@ -1,0 +1,130 @@
+"""Why a configuration does not fit, in one sentence, and the cheapest change that does. Pure: estimates to text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from zrun.estimate.bars import MEANINGS, parts_of
+from zrun_core.sizes import format_size
+
+if TYPE_CHECKING:
+    from zrun_core.plan.estimate import Estimate, RankMemory
+    from zrun_core.plan.hardware import Hardware
+
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Overshoot:
+    """A memory that is too small."""
+
+    what: str  # whose
+    used: int
+    capacity: int
+    moment: str  # of a step; "" where it does not matter
+    largest: tuple[tuple[str, int], ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.used - self.capacity
+
+    def __str__(self) -> str:
+        holders = ", ".join(f"{format_size(size)} {name}" for name, size in self.largest)
+        return (
+            f"{self.what} would hold {format_size(self.used)}{self.moment}, "
+            f"{format_size(self.num_bytes)} more than its {format_size(self.capacity)}: {holders}"
+        )
+
+
+def overshoot(estimate: Estimate, hardware: Hardware) -> Overshoot | None:
+    """The memory that is exceeded by most; None: everything fits."""
+    found = []
+    fullest = max(estimate.ranks, key=lambda rank: rank.device_used)
+    if fullest.device_used > estimate.capacity:
+        found.append(
+            Overshoot(
+                _device(fullest, estimate, hardware),
+                fullest.device_used,
+                estimate.capacity,
+                _moment(fullest),
+                largest(fullest),
+            )
+        )
+    if not hardware.shares_memory and estimate.host_bytes > hardware.host_bytes:
+        found.append(
+            Overshoot(
+                f"each host ({hardware.devices_per_node} ranks)",
+                estimate.host_bytes,
+                hardware.host_bytes,
+                "",
+                _of_tier(estimate.ranks, hardware.devices_per_node, ("host",)),
+            )
+        )
+    disk = hardware.devices_per_node * max(rank.disk for rank in estimate.ranks)
+    if disk > hardware.disk_bytes:
+        found.append(
+            Overshoot(
+                "the disks of each host",
+                disk,
+                hardware.disk_bytes,
+                "",
+                _of_tier(estimate.ranks, hardware.devices_per_node, ("disk",)),
+            )
+        )
+    return max(found, key=lambda each: each.num_bytes, default=None)
+
+
+def sentence(estimate: Estimate, hardware: Hardware, fix: str | None) -> str:
+    """What is too small, when, what holds most, by how much, and what would help.
+
+    Args:
+        fix: the cheapest change that fits, in words; None: there is none.
+    """
+    over = overshoot(estimate, hardware)
+    if over is None:
+        return "fits"
+    helps = f"; the cheapest change that fits: {fix}" if fix else "; no change of the job makes it fit here"
+    return f"{over}{helps}"
+
+
+def largest(rank: RankMemory) -> tuple[tuple[str, int], ...]:
+    """What holds most on the device at the peak, largest first: model states by kind, activations by module."""
+    sizes = parts_of(rank)
+    dynamic = sizes.pop("activations")
+    named = [(MEANINGS[name], size) for name, size in sizes.items()]
+    holders = list(rank.peak.holders[:_SHOWN])
+    rest = dynamic - sum(size for _, size in holders)
+    named += [*holders, ("other activations and temporaries" if holders else MEANINGS["activations"], rest)]
+    return tuple(sorted(((name, size) for name, size in named if size > 0), key=lambda item: -item[1])[:_SHOWN])
+
+
+def time_of(fix: Estimate, before: Estimate) -> str:
+    """How the time of a step changes: `+12% time`."""
+    if not before.time.seconds:
+        return ""
+    change = fix.time.seconds / before.time.seconds - 1
+    return "about the same time" if abs(change) < 0.005 else f"{change:+.0%} time"
+
+
+def _device(rank: RankMemory, estimate: Estimate, hardware: Hardware) -> str:
+    whose = {"first": " of the first stage", "middle": " of a stage in the middle", "last": " of the last stage"}
+    many = estimate.candidate.dims.dp * estimate.candidate.dims.tp * estimate.candidate.dims.pp > 1
+    name = "rank's share of the host's memory" if hardware.shares_memory else hardware.device.name
+    return f"{'each' if many else 'the'} {name}{whose.get(rank.role, '')}"
+
+
+def _moment(rank: RankMemory) -> str:
+    where = f" of {rank.peak.module}" if rank.peak.module else ""
+    return f" in {rank.peak.phase.value}{where}"
+
+
+def _of_tier(ranks: Sequence[RankMemory], per_node: int, tiers: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
+    rank = max(ranks, key=lambda each: each.pinned + each.pageable + each.disk)
+    sums: dict[str, int] = {}
+    for buffer in rank.buffers:
+        if buffer.tier.value in tiers:
+            name = MEANINGS.get(buffer.kind.value, buffer.kind.value)
+            sums[name] = sums.get(name, 0) + buffer.num_bytes * per_node
+    return tuple(sorted(sums.items(), key=lambda item: -item[1])[:_SHOWN])

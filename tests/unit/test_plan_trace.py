@@ -16,7 +16,7 @@ from zrun_core.config import JobConfig
 from zrun_core.errors import JobError, UserCodeError
 from zrun_core.models.bert import bert
 from zrun_core.models.gpt import gpt
-from zrun_core.plan import trace
+from zrun_core.plan import probe, trace
 from zrun_core.plan.depth import alike
 from zrun_core.plan.profile import Linear, Profile, peak_of
 from zrun_core.plan.skeleton import skeleton_of
@@ -111,6 +111,28 @@ def test_not_linear_in_the_batch() -> None:
     largest = max(event.size.at(4) for event in trace.of(4).events)
     assert largest == 4 * max(4 * 16, 16 * 16)
     assert any("not linear" in note for note in profile.notes)
+
+
+def test_cuda_keeps_other_things(cache: Path) -> None:
+    model = (GPT, {"flavour": "llama", "dim": 32, "depth": 1, "heads": 2, "seq_len": 32})
+    asked = job(model, data=TEXT, precision="bf16")
+    profile = trace_in_subprocess(asked, HERE, micros=(4,), device="cuda", timeout_s=60)
+    assert (profile.source, profile.device) == ("traced", "cuda")
+    names = {op.name for op in profile.traces["none"].ops}
+    assert "_scaled_dot_product_flash_attention" in names
+    assert "_scaled_dot_product_flash_attention_for_cpu" not in names
+    norms = [op for op in profile.traces["none"].ops if op.module == "norm" and op.phase == "forward"]
+    assert all(op.name not in ("rsqrt", "mean", "pow") for op in norms)  # in one kernel
+
+
+def test_what_a_convolution_allocates_inside() -> None:
+    x, weight = torch.zeros(2, 16, 8, 8), torch.zeros(16, 16, 3, 3)
+    args = (x, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    out = torch.ops.aten.convolution(*args)
+    inside = probe.allocations(torch.ops.aten.convolution.default, args, {}, out)
+    assert sum(inside) == 0  # the output too was given up
+    assert inside.count(out.nbytes) >= 1
+    assert probe.allocations(torch.ops.aten.mm.default, args, {}, out) == ()
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from zrun_core.plan.probe import allocations
 from zrun_core.plan.profile import EventKind, Family, Phase
 
 _GEMMS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "mv", "addmv", "dot"}
@@ -81,10 +82,17 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(
-        self, model: nn.Module, names: dict[int, str], block_of: dict[str, int], *, reduce_dtype: torch.dtype
+        self,
+        model: nn.Module,
+        names: dict[int, str],
+        block_of: dict[str, int],
+        *,
+        reduce_dtype: torch.dtype,
+        probes: bool = False,
     ) -> None:
         """
         Args:
+            probes: whether what CPU kernels allocate inside is found out.
             names: of modules, by identity.
             block_of: number of the repeated block, by the name of any module in it.
         """
@@ -92,6 +100,7 @@ class Recorder(TorchDispatchMode):
         self.phase = Phase.FORWARD
         self.entered: list[int] = []
         self._model, self._names, self._block_of, self._reduce_dtype = model, names, block_of, reduce_dtype
+        self._probes = probes
         self._rows: list[Row] = []
         self._known: dict[int, Any] = {}  # by storage: what keeps the weak reference, or the storage, alive
         self._numbers: dict[int, int] = {}  # of storages that came while this was recording
@@ -178,10 +187,36 @@ class Recorder(TorchDispatchMode):
         tensors = list(_tensors_in(out))
         module = self._module()
         block = self._block_of.get(module, -1)
-        fresh = [tensor for tensor in tensors if self._see(tensor, module, block)]
+        inside = allocations(func, args, kwargs, out) if self._probes else ()
+        fresh = self._see_inside(inside, tensors, module, block)
+        fresh += [tensor for tensor in tensors if self._see(tensor, module, block)]
         if not func.is_view and (op := _describe(func, args, kwargs, out, tensors, bool(fresh))) is not None:
             self._rows.append(Row(-1, 0, False, self.phase, module, block, op))
         return out
+
+    def _see_inside(
+        self, inside: Sequence[int], outputs: list[torch.Tensor], module: str, block: int
+    ) -> list[torch.Tensor]:
+        """Follow what a kernel allocates while it runs. Of equal sizes, the last ones to come are its outputs."""
+        waiting: dict[int, list[torch.Tensor]] = {}
+        for tensor in outputs:
+            waiting.setdefault(tensor.untyped_storage().nbytes(), []).append(tensor)
+        last = {size: [n for n, other in enumerate(inside) if other == size] for size in waiting}
+        is_output = {n: waiting[size].pop() for size, places in last.items() for n in places[-len(waiting[size]) :]}
+        temporary: dict[int, list[int]] = {}
+        for number, size in enumerate(inside):
+            if number in is_output:
+                self._see(is_output[number], module, block)
+            elif size > 0:
+                temporary.setdefault(size, []).append(self._num_tensors)
+                self._rows.append(Row(self._num_tensors, size, True, self.phase, module, block))
+                self._num_tensors += 1
+            elif temporary.get(-size):
+                tensor_number = temporary[-size].pop()
+                self._rows.append(Row(tensor_number, -size, False, self.phase, module, block))
+        for size, numbers in temporary.items():  # the profiler missed its end
+            self._rows += [Row(number, size, False, self.phase, module, block) for number in numbers]
+        return [*is_output.values()]
 
     def _see(self, tensor: torch.Tensor, module: str, block: int) -> bool:
         """Follow the memory of `tensor`; whether it is new."""

@@ -34,6 +34,7 @@ from zrun_core.data.source import is_map_style
 from zrun_core.errors import UserCodeError, ZrunError
 from zrun_core.layout import dense_stride
 from zrun_core.loss import LossFunction, LossKind, compute_loss
+from zrun_core.plan import kernels
 from zrun_core.plan.depth import UNITS, Series, Timeline, alike, expand, find_series, shortened
 from zrun_core.plan.profile import Event, Linear, ModuleInfo, Op, ParamInfo, Phase, Profile, Source, Trace
 from zrun_core.plan.record import Recorder, Row
@@ -82,22 +83,23 @@ def trace_job(
     """
     user.add_to_path(job_dir)
     loss = None if job.loss is None else user.function(job.loss, job_dir)
-    model, is_meta = _build(job, job_dir)
+    if device == "cuda":
+        kernels.follow_cuda()
+    model = _build(job, job_dir)
     check(model)
     if not model.training:
         model.train()
-    subject = _Subject(job, job_dir, model, is_meta, loss, _sample_of(job, job_dir))
-    return subject.profile(micros, checkpoints, device, mode, why)
+    subject = _Subject(job, job_dir, model, loss, _sample_of(job, job_dir), device)
+    return subject.profile(micros, checkpoints, mode, why)
 
 
-def _build(job: JobConfig, job_dir: Path) -> tuple[nn.Module, bool]:
-    """The model, and whether it is on the meta device."""
+def _build(job: JobConfig, job_dir: Path) -> nn.Module:
+    """The model, on the meta device if its factory bears that."""
     try:
         with torch.device("meta"):
-            model = user.build_model(job.model, job_dir)
-        return model, True
+            return user.build_model(job.model, job_dir)
     except UserCodeError:
-        return _build_for_real(job, job_dir), False
+        return _build_for_real(job, job_dir)
 
 
 def _build_for_real(job: JobConfig, job_dir: Path) -> nn.Module:
@@ -203,25 +205,25 @@ class _Subject:
         job: JobConfig,
         job_dir: Path,
         model: nn.Module,
-        is_meta: bool,
         loss: LossFunction | None,
         samples: _Samples,
+        device: str,
     ) -> None:
         self._job, self._job_dir, self._model, self._loss, self._samples = job, job_dir, model, loss, samples
-        self._is_meta = is_meta
         self._precision = Precision.of(job.precision)
         self._blocks = repeated_blocks(model)
         self._mode: AbstractContextManager[Any] = nullcontext()
         self._is_fake = False
         self._known: list[torch.Tensor] = []
         self._seconds_per_sample = 0.0
+        self._device = device
         self._first_policy = ""
         self._is_linear = True
         self.notes: list[str] = [samples.note] if samples.note else []
 
     # All of it
 
-    def profile(self, micros: Sequence[int], checkpoints: Sequence[str], device: str, mode: str, why: str) -> Profile:
+    def profile(self, micros: Sequence[int], checkpoints: Sequence[str], mode: str, why: str) -> Profile:
         """Trace every policy."""
         params, modules = describe_params(self._model, self._precision.compute), describe_modules(self._model)
         buffer_bytes = sum(buffer.numel() * buffer.element_size() for buffer in self._model.buffers())
@@ -259,7 +261,7 @@ class _Subject:
             tokens_per_sample=tokens or None,
             traces=traces,
             modules=modules,
-            device=device,
+            device=self._device,
             notes=tuple(dict.fromkeys(self.notes)),
         )
 
@@ -420,7 +422,9 @@ class _Subject:
         block_of = {
             names[id(inner)]: number for number, (_, block) in enumerate(self._blocks) for inner in block.modules()
         }
-        recorder = Recorder(self._model, names, block_of, reduce_dtype=self._precision.reduce)
+        recorder = Recorder(
+            self._model, names, block_of, reduce_dtype=self._precision.reduce, probes=self._device == "cpu"
+        )
         gc.collect()
         gc.disable()  # cycles are freed when Python thinks fit: not in here
         start = time.monotonic()

@@ -1,0 +1,116 @@
+"""Models and data as users write them, of a size at which activations weigh as much as states. Nothing knows zrun."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Samples(torch.utils.data.Dataset[Any]):
+    """`count` samples: "text" dicts, "pairs" of sequences, or "images" with their classes."""
+
+    def __init__(self, kind: str, length: int = 128, vocab: int = 1024, count: int = 64) -> None:
+        self.kind, self.length, self.vocab, self.count = kind, length, vocab, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Any:
+        generator = torch.Generator().manual_seed(index)
+        if self.kind == "images":
+            image = torch.randn(3, self.length, self.length, generator=generator)
+            return image, int(torch.randint(10, (), generator=generator))
+        tokens = torch.randint(self.vocab, (2 * self.length + 1,), generator=generator)
+        if self.kind == "pairs":
+            return tokens[: self.length], tokens[self.length : -1], tokens[self.length + 1 :]
+        return {"input_ids": tokens[: self.length], "labels": tokens[1 : self.length + 1]}
+
+
+class Residual(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.norm1(self.conv1(x)), inplace=True)
+        return F.relu(x + self.norm2(self.conv2(y)))
+
+
+class ConvNet(nn.Module):
+    """A small residual network with its loss."""
+
+    def __init__(self, channels: int = 96, depth: int = 4) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, channels, 3, padding=1), nn.BatchNorm2d(channels), nn.ReLU(inplace=True), nn.MaxPool2d(2)
+        )
+        self.blocks = nn.Sequential(*(Residual(channels) for _ in range(depth)))
+        self.head = nn.Linear(channels, 10)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.blocks(self.stem(x)).mean((2, 3))).float(), y)
+
+
+class EncoderDecoder(nn.Module):
+    """torch's own layers, with dropout and one embedding for both sides and the head."""
+
+    def __init__(self, dim: int = 256, depth: int = 3, heads: int = 4, vocab: int = 1024) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, dim)
+        options = {"dim_feedforward": 4 * dim, "dropout": 0.1, "batch_first": True, "norm_first": True}
+        self.encoder = nn.ModuleList(nn.TransformerEncoderLayer(dim, heads, **options) for _ in range(depth))
+        self.decoder = nn.ModuleList(nn.TransformerDecoderLayer(dim, heads, **options) for _ in range(depth))
+        self.head = nn.Linear(dim, vocab, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, source: Tensor, target: Tensor, labels: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1]).to(self.embed.weight.dtype)
+        memory, x = self.embed(source), self.embed(target)
+        for layer in self.encoder:
+            memory = layer(memory)
+        for layer in self.decoder:
+            x = layer(x, memory, tgt_mask=mask)
+        return F.cross_entropy(self.head(x).float().flatten(0, 1), labels.flatten())
+
+
+class Experts(nn.Module):
+    """The best of several feed-forward layers for each token."""
+
+    def __init__(self, dim: int, count: int) -> None:
+        super().__init__()
+        self.norm, self.gate = nn.LayerNorm(dim), nn.Linear(dim, count)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim)) for _ in range(count)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = self.norm(x).flatten(0, 1)
+        weight, best = self.gate(flat).softmax(-1).max(-1)
+        out = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            chosen = (best == number).nonzero()[:, 0]
+            if len(chosen):
+                out = out.index_add(0, chosen, (expert(flat[chosen]) * weight[chosen, None]).to(out.dtype))
+        return x + out.view_as(x)
+
+
+class Mixture(nn.Module):
+    """A language model of experts: which tokens each gets depends on values."""
+
+    def __init__(self, dim: int = 192, depth: int = 3, count: int = 4, vocab: int = 1024) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, dim)
+        self.blocks = nn.ModuleList(Experts(dim, count) for _ in range(depth))
+        self.head = nn.Linear(dim, vocab)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).float().flatten(0, 1), labels.flatten())

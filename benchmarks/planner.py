@@ -5,8 +5,8 @@
     python benchmarks/planner.py --peer-python PATH     an interpreter that has DeepSpeed
 
 The peak is that of tracked allocations: torch's profiler sees every allocation on the CPU from the first one on, and
-what zrun maps outside of torch's allocator (parameters, gradients, master copies, rings) is added as it is allocated. Each
-run is a process per rank that trains three steps by zrun's own loop; the highest moment of the last two counts.
+what zrun maps outside of torch's allocator (parameters, gradients, master copies, rings) is added as it is allocated.
+Each run is a process per rank that trains three steps by zrun's own loop; the highest moment of the last two counts.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ from typing import Any
 import torch
 
 from zrun_core.config import JobConfig
-from zrun_core.optim.choose import choose
-from zrun_core.parallelize import make_settings, shard_size
+from zrun_core.layout import Kind
 from zrun_core.plan.profile import Phase, Profile, peak_of
 from zrun_core.plan.skeleton import skeleton_of
+from zrun_core.plan.states import Dims, cut_on_paper, rank_buffers, settings_of
 from zrun_core.plan.trace import trace_in_subprocess
 from zrun_core.spec import LaunchPlan, RankPlace, RunSpec, resolve_batch
-from zrun_core.zero.sharded import plan_cut, planned_memory
 
 HERE = Path(__file__).parent
 _MARK = 777_767  # bytes of an allocation that no model makes: it tells steps apart
@@ -116,13 +115,13 @@ def predict(case: Case, *, use_cache: bool = False) -> tuple[int, Profile]:
 def predicted_peak(case: Case, profile: Profile) -> int:
     """States as `layout` lists them, the batches, and the timeline on top."""
     job = JobConfig.model_validate(case.job())
-    settings = make_settings(job, choose(job.optim, lambda name: None), torch.device("cpu"))
-    shards = shard_size(job, case.world, case.world) if case.stage else case.world
-    layouts = [unit.layout for unit in plan_cut(skeleton_of(profile), settings, shards).units]
-    arrivals = shards - 1 if shards <= 8 else 1
-    states = sum(planned_memory(layouts, settings, 0, arrivals).by_kind.values())
-    steady = states + profile.buffer_bytes + round(case.accumulation * profile.batch_bytes.at(case.micro))
-    steps = dict.fromkeys((Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.UPDATE), steady)
+    settings = settings_of(job, lambda name: None, "cpu")
+    cut = cut_on_paper(skeleton_of(profile), settings, profile.buffer_bytes)
+    buffers = rank_buffers(cut, settings, Dims(dp=case.world), device="cpu")
+    batches = round(case.accumulation * profile.batch_bytes.at(case.micro))
+    steps = {
+        phase: batches + sum(b.num_bytes for b in buffers if b.phases is None or phase in b.phases) for phase in Phase
+    }
     found = peak_of(
         profile.traces[case.checkpoint], case.micro, steady=steps, accumulating=case.accumulation > 1
     )  # fmt: skip
@@ -178,7 +177,9 @@ def run(case: Case, folder: str) -> None:
     trainer.run()
     profiler.stop()
     (sharded,) = (each for each in gc.get_objects() if type(each) is ShardedModel)
-    outside = sum(sharded.allocated_memory().by_kind.values()) - sharded.optimizer.moment_bytes()
+    kinds = sharded.allocated_memory().by_kind
+    outside = sum(kinds[kind] for kind in (Kind.PARAM, Kind.GRAD, Kind.OPTIM, Kind.RING))
+    outside -= sharded.optimizer.moment_bytes()  # torch's allocator made them
     print(json.dumps({"peak": outside + peak_between_marks(profiler), "outside": outside}))
     sys.stdout.flush()
     os._exit(0)

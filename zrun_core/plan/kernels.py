@@ -39,7 +39,7 @@ def follow_cuda() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that they override a kernel
         for name in _IN_FP32:
-            op = functools.reduce(getattr, name.split("."), _ATEN)
+            op: Any = functools.reduce(getattr, name.split("."), _ATEN)
             op = op if "." in name else op.default
             library.impl(name, functools.partial(_in_fp32, op), "AutocastCPU")
         library.impl("dropout", _dropout, "CompositeImplicitAutograd")
@@ -68,7 +68,7 @@ class _RmsNorm(torch.autograd.Function):
     """Keeps the input and a factor per row."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, dims: int) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, dims: int) -> Tensor:
         rows = x.shape[: x.dim() - dims]
         factor = x.new_empty((*rows, *[1] * dims), dtype=torch.float32)
         ctx.save_for_backward(x, weight, factor)

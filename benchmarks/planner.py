@@ -1,8 +1,8 @@
-"""Predict the peak of training steps, run them, and compare; beside it, what other estimators say of the same jobs.
+"""Predict the peak of training steps, run them, and compare.
 
     python benchmarks/planner.py                        every case: about 10 minutes on 2 quiet cores
     python benchmarks/planner.py --only gpt,moe         some
-    python benchmarks/planner.py --peer-python PATH     an interpreter that has DeepSpeed
+    python benchmarks/planner.py --world 1              those on one rank
 
 The peak is that of tracked allocations: torch's profiler sees every allocation on the CPU from the first one on, and
 what zrun maps outside of torch's allocator (parameters, gradients, master copies, rings) is added as it is allocated.

@@ -23,7 +23,8 @@ from zrun_core.errors import JobError, PreflightError
 from zrun_core.events import Event
 
 JOB = "name: tiny\nmodel: m.py:f\ndata: m.py:f\nsteps: 5\nbatch: {micro: 2}\ndevice: cpu\nslots: 2\n"
-CLUSTER = Cluster((HostFacts("elsewhere", 4, 8 << 30),))
+CLUSTER = Cluster((HostFacts("elsewhere", 8, 8 << 30),))
+NARROW = Cluster((HostFacts("elsewhere", 2, 8 << 30),))
 WELL = Forecast("traced", 1000, 1000, 1000, 2000, 1.0, 0.8, 1.2, calibrated=True)
 UNFIT = replace(
     WELL, sentence="each V100 would hold too much; the cheapest change that fits: zero.stage=3 (+1% time)",
@@ -62,9 +63,9 @@ def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoadedJob:
     return load_job(tmp_path / "job" / "job.yaml")
 
 
-def make(loaded: LoadedJob, **options: bool) -> Gate:
-    resolved = make_plan(loaded.config, CLUSTER)
-    return Gate(loaded, resolved, CLUSTER, {}, **{"force": False, "is_restart": False, **options})
+def make(loaded: LoadedJob, cluster: Cluster = CLUSTER, **options: bool) -> Gate:
+    resolved = make_plan(loaded.config, cluster)
+    return Gate(loaded, resolved, cluster, {}, **{"force": False, "is_restart": False, **options})
 
 
 def step(number: int, step_s: float = 1.0) -> Event:
@@ -78,9 +79,11 @@ def peak(rank: int, num_bytes: int | None) -> Event:
 def test_key_follows_what_an_estimate_follows(loaded: LoadedJob) -> None:
     job_dir = loaded.path.parent
     key = key_of(loaded.config, job_dir, CLUSTER)
-    assert key == key_of(loaded.config.model_copy(update={"name": "other", "resume": "auto"}), job_dir, CLUSTER)
+    assert key == key_of(
+        loaded.config.model_copy(update={"name": "other", "steps": 7, "resume": "auto"}), job_dir, CLUSTER
+    )
     assert key != key_of(load_job(loaded.path, ["zero=1"]).config, job_dir, CLUSTER)
-    assert key != key_of(loaded.config, job_dir, Cluster((HostFacts("elsewhere", 8, 8 << 30),)))
+    assert key != key_of(loaded.config, job_dir, NARROW)
     (job_dir / "m.py").write_text("x = 1\n")
     assert key != key_of(loaded.config, job_dir, CLUSTER)
 
@@ -119,6 +122,16 @@ def test_a_verdict_that_comes_before_the_first_step_ends_the_run(loaded: LoadedJ
         FakeMaking.ready = UNFIT
         with pytest.raises(PreflightError, match="does not fit"):
             opened.turn(pytest.fail)
+
+
+def test_where_no_core_is_spare_the_launch_comes_first(loaded: LoadedJob) -> None:
+    with make(loaded, NARROW) as opened:
+        assert not FakeMaking.made
+        opened.see(
+            {"type": "step", "rank": 0, "step": 1, "loss": 1.0}, pytest.fail
+        )  # as a worker of ours may not tell it
+        opened.see(step(2), pytest.fail)
+        assert FakeMaking.made == [Pace.ASIDE]
 
 
 def test_a_verdict_that_comes_later_is_told_with_what_was_measured(loaded: LoadedJob) -> None:

@@ -29,7 +29,11 @@ if TYPE_CHECKING:
 
 _LAST_WORDS_S = 3.0
 _KEPT = 200  # forecasts in the cache
-_UNRELATED = ("name", "resume", "restarts", "log", "checkpoint", "limits", "launch")  # keys that change no byte of it
+# Keys of a job that change no byte and no second of a step.
+_UNRELATED = (
+    "name", "steps", "tokens", "epochs", "lr", "eval", "hooks", "resume", "restarts", "min_hosts", "init_from", "log",
+    "checkpoint", "guards", "limits", "launch",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@
 An estimate needs torch and a trace of the model, some seconds of work, and a launch has none to spare. So:
 
 - a forecast of the same job on the same hosts is kept from the last estimate, and read in milliseconds;
-- else a process makes one beside the launch, on cores that nobody wants: it never delays the first step. If it says no
-  before the first step has ended, the run ends there; later the run itself has shown that it fits. What is not ready by
-  then goes on with a tenth of a core, for the comparison and for the next launch;
+- else a process makes one, for the comparison and for the next launch: with a tenth of a core, once the first step has
+  ended. Where there are cores to spare it begins beside the launch; if it says no before the first step has ended, the
+  run ends there;
 - a rank adds up its own states before it allocates them (`RunSpec.memory_bytes`), and refuses what cannot fit.
 """
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from zrun.launch.plan import Resolved
 
 _PATIENCE_S = 150.0  # for a reason to refuse, which is wanted more than a start
+_CORES_PER_RANK = 2  # that a launch keeps busy: imports, building, a rank's threads
 _COMPARED_AT = 3  # step
 _WARM_STEPS = 2  # not counted in times: the second one's memory is measured
 
@@ -54,6 +55,8 @@ class Gate:
         """
         self._may_refuse = not (force or is_restart)
         self._environment = environment
+        here = len(resolved.plan.ranks_on(resolved.plan.hosts[0]))
+        self._has_spare_cores = cluster.hosts[0].cores >= _CORES_PER_RANK * here + _CORES_PER_RANK
         self.memory_bytes: int | None = None  # that a rank may have; it refuses by itself what takes more
         if self._may_refuse:
             per_host = max(len(resolved.plan.ranks_on(host)) for host in resolved.plan.hosts)
@@ -83,7 +86,7 @@ class Gate:
             # What a host has free changes: the answer that counts is today's.
             self.forecast = Making(self._request, self._environment, Pace.NOW).wait(_PATIENCE_S) or self.forecast
             self._refuse(self.forecast)
-        if self.forecast is None:
+        if self.forecast is None and self._has_spare_cores:
             self._making = Making(self._request, self._environment, Pace.IDLE)
         return self
 
@@ -113,11 +116,11 @@ class Gate:
                 self._peaks[event["rank"]] = (event.get("peak_bytes") or 0, event.get("reserved_bytes"))
                 self._tell(emit)
             case "step":
-                if not self._times and self._making is not None:  # the launch is over: it may take its part now
-                    self._making.close()
+                if not self._step and self.forecast is None:  # the launch is over: it may take its part now
+                    self.__exit__()
                     self._making = Making(self._request, self._environment, Pace.ASIDE)
                 self._step = event["step"]
-                self._times.append(float(event["step_s"]))
+                self._times.append(float(event.get("step_s") or 0.0))
                 self._tell(emit)
             case "end":
                 self._is_told = False

@@ -171,7 +171,7 @@ def zrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
 
 def test_a_size_alone(zrun: Zrun) -> None:
-    code, out, _ = zrun("7.5B", "--world", "64", "--gpu", "A100-80G", "--tokens", "300B", "--price", "2")
+    code, out, _ = zrun("7.5B", "--world", "64", "--tokens", "300B", "--price", "2")
     assert code == 0
     assert out.startswith("GPT of 7.5B: 7.5G parameters, 64 ranks on 64xA100-80G (A100-80G: 79.2 GiB)\n")
     assert "300.0G tokens: " in out

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from zrun_core.plan.hardware import Hardware
 
 _WIDE = 120  # columns where there is no terminal
+_USUAL_GPU = "A100-80G"  # of --world and a size alone
 
 
 def estimate(
@@ -42,7 +43,10 @@ def estimate(
         typer.Option(metavar="NxMxGPU", help="On hosts that are not there: 512x8xA100-40G.", show_default=False),
     ] = None,
     world: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="So many devices, with --gpu or a size.", show_default=False)
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="So many devices: of --gpu; of a size alone, A100-80G.", show_default=False
+        ),
     ] = None,
     hosts: HostsFile = None,
     host_list: HostList = None,
@@ -160,8 +164,10 @@ class _Asking:
         self.cluster: Cluster | None = None  # that was found, if the hardware is not named
         if seq is not None and not self.is_shape:
             raise JobError("--seq: a job says how long its samples are, in the arguments of its model and data")
+        if self.is_shape and world is not None and simulate is None:
+            gpu = gpu or _USUAL_GPU
         self.hardware = _hardware(gpu, simulate, world, price)
-        if self.hardware is None and world is not None and not self.is_shape:
+        if self.hardware is None and world is not None:
             given.append(f"slots={world}")
 
     def ask(self, *more: str) -> tuple[Question, LoadedJob | None]:

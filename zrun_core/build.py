@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
@@ -24,7 +25,8 @@ from torch.overrides import TorchFunctionMode
 
 from zrun_core.comm import Comm, Group
 from zrun_core.data.order import mix
-from zrun_core.errors import JobError, PeerError, UserCodeError
+from zrun_core.errors import JobError, PeerError, PreflightError, UserCodeError
+from zrun_core.sizes import format_size
 
 Factory = Callable[[], nn.Module]
 Read = Callable[[str, nn.Parameter], torch.Tensor]
@@ -74,6 +76,7 @@ def build_once_per_host(
     Raises:
         UserCodeError: the factory failed, or builds different structures on different ranks.
         PeerError: it failed on another rank.
+        PreflightError: the host has less memory than the parameters take.
     """
     torch.manual_seed(seed)
     if host.size == 1:
@@ -90,6 +93,7 @@ def build_once_per_host(
                 _write(module, path, values)
             else:
                 module, notes = _build_structure(factory, seed)
+                check_room(module, psutil.virtual_memory().total)
         with _together(host, comm):
             stored = _Stored(path)
             stored.check_structure(module)
@@ -113,6 +117,8 @@ def _together(host: Group, comm: Comm) -> Iterator[None]:
     error: BaseException | None = None
     try:
         yield
+    except PreflightError:  # the end of this rank is the end of all: the first one must not go on filling the memory
+        raise
     except BaseException as caught:  # told to the others before it is raised
         error = caught
     failures = torch.zeros(host.size, device=comm.device)
@@ -139,6 +145,20 @@ def _build_structure(factory: Factory, seed: int) -> tuple[nn.Module, tuple[str,
         return module, (f"the model factory runs on every rank: {reason}",)
     check(module)
     return module, ()
+
+
+def check_room(module: nn.Module, host_bytes: int) -> None:
+    """What the structure alone tells, while the first rank still makes the values.
+
+    Raises:
+        PreflightError: no host of `host_bytes` can hold the parameters that the factory makes there.
+    """
+    needed = sum(param.numel() * param.element_size() for param in module.parameters())
+    if needed > host_bytes:
+        raise PreflightError(
+            f"the model's parameters take {format_size(needed)} as its factory builds them, and this host has "
+            f"{format_size(host_bytes)}: write init: meta, which never holds them whole; zrun estimate says what fits"
+        )
 
 
 def _holds_meta(value: Any, depth: int = 0) -> bool:

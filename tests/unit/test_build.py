@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 from torch import nn
 
+from zrun_core import build
 from zrun_core.build import Built, build_on_meta, build_once_per_host
 from zrun_core.comm import Comm, Group
-from zrun_core.errors import JobError, UserCodeError
+from zrun_core.errors import JobError, PreflightError, UserCodeError
 from zrun_core.models.bert import bert
 from zrun_core.models.gpt import gpt
 from zrun_core.models.mlp import mlp
@@ -197,3 +199,17 @@ def test_a_factory_is_read_lazily(tmp_path: Path):
 def test_the_bundled_models_can_all_reset_themselves(factory):
     found = values(build_on_meta(factory, 0))
     assert all(torch.isfinite(value).all() for value in found.values())
+
+
+def test_what_no_host_can_hold_is_refused_by_its_structure() -> None:
+    with torch.device("meta"):
+        module = nn.Linear(1000, 1000, bias=False)
+    build.check_room(module, 4_000_000)
+    with pytest.raises(PreflightError, match=r"take 3\.8 MiB as its factory builds them.*write init: meta"):
+        build.check_room(module, 3_999_999)
+
+
+def test_a_rank_that_refuses_the_host_waits_for_nobody() -> None:
+    comm, host = cast("Comm", None), Group("host", (0, 1), 1, None)  # whoever asks the others fails here
+    with pytest.raises(PreflightError), build._together(host, comm):
+        raise PreflightError("no room")

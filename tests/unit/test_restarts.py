@@ -75,7 +75,16 @@ def test_a_run_that_was_asked_to_end_is_not_started_again(tmp_path: Path, monkey
     config = JobConfig.model_validate({"name": "t", "model": "m:f", "data": "m:d", "steps": 1, "batch": 1})
     loaded = LoadedJob(config.model_copy(update={"restarts": 5}), Path("job.yaml"), {})
     order = train._Order(
-        loaded, Backend("local", "", None, NONE), {}, None, fresh=False, ui=Ui.none, dry_run=False, worker="w", again=""
+        loaded,
+        Backend("local", "", None, NONE),
+        {},
+        None,
+        fresh=False,
+        force=False,
+        ui=Ui.none,
+        dry_run=False,
+        worker="w",
+        again="",
     )
     assert train._run(order, None) == 5
     assert attempts == [False, True]

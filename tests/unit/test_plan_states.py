@@ -143,7 +143,7 @@ def test_a_fraction_takes_the_units_whose_gradients_come_first():
     assert place(layouts, Placement(activation=HOST)) == {}, "they are no unit's"
 
 
-@hypothesis.settings(deadline=None, max_examples=30)
+@hypothesis.settings(deadline=None, max_examples=10)
 @given(fraction=st.floats(0, 1), stage=st.integers(0, 3), dp=st.sampled_from([1, 2, 3, 8]))
 def test_every_byte_has_a_home_whatever_the_fraction(fraction, stage, dp):
     chosen = settings(zero=stage)

@@ -6,14 +6,21 @@
 
 PYTHON ?= python3
 
-.PHONY: train test test-hosts test-faults lint clean
+.PHONY: train test test-ranks test-processes test-hosts test-faults lint clean
 
 train: .venv/ready
 	.venv/bin/zrun train jobs/stdlib-gpt.yaml
 
 test: .venv/ready lint
 	.venv/bin/python -m pytest -q -n 2 tests/unit
-	.venv/bin/python -m pytest -q --ignore tests/unit --ignore tests/hosts
+	$(MAKE) -j 2 --output-sync=target test-ranks test-processes
+
+test-ranks: .venv/ready
+	.venv/bin/python -m pytest -q tests/dist tests/gpu
+
+# Mostly waits for processes to start: beside the ranks it costs little time.
+test-processes: .venv/ready
+	.venv/bin/python -m pytest -q tests/e2e
 	$(MAKE) test-hosts
 
 test-hosts: .venv/ready

@@ -18,7 +18,9 @@ from zrun_core.models.bert import bert
 from zrun_core.models.gpt import gpt
 from zrun_core.plan import probe, trace
 from zrun_core.plan.depth import alike
-from zrun_core.plan.profile import Linear, Profile, peak_of
+from zrun_core.plan.lines import fit_loops
+from zrun_core.plan.profile import Event, Linear, Phase, Profile, Trace, peak_of
+from zrun_core.plan.record import Row
 from zrun_core.plan.skeleton import skeleton_of
 from zrun_core.plan.trace import trace_in_subprocess, trace_job
 from zrun_core.plan.tracing import describe_modules, describe_params
@@ -61,7 +63,7 @@ def test_a_linear_model_to_the_byte() -> None:
 def test_blocks_that_did_not_run_are_written_out(
     style: str, policies: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = ("plan_models.py:Deep", {"depth": 12, "style": style})
+    model = ("plan_models.py:Deep", {"depth": 7, "style": style})
     few = traced(model, *policies)
     monkeypatch.setattr("zrun_core.plan.tracing.find_series", lambda *_: [])
     full = traced(model, *policies)
@@ -113,16 +115,43 @@ def test_not_linear_in_the_batch() -> None:
     assert any("not linear" in note for note in profile.notes)
 
 
-def test_cuda_keeps_other_things(cache: Path) -> None:
-    model = (GPT, {"flavour": "llama", "dim": 32, "depth": 1, "heads": 2, "seq_len": 32})
-    asked = job(model, data=TEXT, precision="bf16")
-    profile = trace_in_subprocess(asked, HERE, micros=(4,), device="cuda", timeout_s=60)
-    assert (profile.source, profile.device) == ("traced", "cuda")
-    names = {op.name for op in profile.traces["none"].ops}
-    assert "_scaled_dot_product_flash_attention" in names
-    assert "_scaled_dot_product_flash_attention_for_cpu" not in names
-    norms = [op for op in profile.traces["none"].ops if op.module == "norm" and op.phase == "forward"]
-    assert all(op.name not in ("rsqrt", "mean", "pow") for op in norms)  # in one kernel
+def test_a_loss_in_chunks_runs_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = {"dim": 32, "depth": 2, "heads": 2, "seq_len": 32, "vocab_size": 512, "loss_chunk": 8}
+    profile = traced((GPT, args), data=TEXT)
+    lines = profile.traces["none"]
+    assert (dict(lines.exact), len(profile.notes)) == ({}, 1)
+    monkeypatch.setattr("zrun_core.plan.tracing.fit_loops", lambda *_: None)
+    followed = traced((GPT, args), data=TEXT)
+    assert any("what runs depends on the micro-batch" in note for note in followed.notes)
+    exact = followed.traces["none"].exact[4]
+    flops = [sum(op.flops.at(4) for op in trace.ops) for trace in (lines, exact)]
+    peaks = [peak_of(trace, 4, steady={}).num_bytes for trace in (lines, exact)]
+    assert flops[0] == pytest.approx(flops[1], rel=1e-3)
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.01)
+
+
+def test_what_is_more_in_the_larger_pass_has_no_size_in_the_smaller_one() -> None:
+    def came(tensor: int, size: int, module: str) -> Row:
+        return Row(tensor, size, True, Phase.FORWARD, module, -1)
+
+    def went(tensor: int, size: int, module: str) -> Row:
+        return Row(tensor, size, False, Phase.FORWARD, module, -1)
+
+    def loop(count: int) -> list[Row]:  # each time around: 8 bytes stay, 100 go again
+        rows = [came(0, 10 * count, "in")]
+        for number in range(count):
+            kept, scratch = 1 + 2 * number, 2 + 2 * number
+            rows += [came(scratch, 100, "loop"), came(kept, 8, "kept"), went(scratch, 100, "loop")]
+        total = 1 + 2 * count
+        rows.append(came(total, 0, "sum"))
+        return [*rows, *(went(1 + 2 * number, 8, "end") for number in range(count)), went(total, 0, "sum")]
+
+    timeline = fit_loops(loop(2), 2, loop(4), 4)
+    assert timeline is not None
+    trace_of_loops = Trace("none", tuple(row for row in timeline if isinstance(row, Event)), ())
+    for micro in (2, 3, 4, 8):
+        assert peak_of(trace_of_loops, micro, steady={}).num_bytes == 10 * micro + 8 * micro + 100
+    assert fit_loops(loop(4), 4, loop(2), 2) is None
 
 
 def test_what_a_convolution_allocates_inside() -> None:
@@ -167,27 +196,41 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "zrun" / "profiles"
 
 
-def ask(model: Any, folder: Path = HERE, timeout_s: float = 60.0, **keys: Any) -> Profile:
-    return trace_in_subprocess(job(model, **keys), folder, micros=(4,), timeout_s=timeout_s)
+def ask(model: Any, timeout_s: float = 60.0) -> Profile:
+    return trace_in_subprocess(job(model), HERE, micros=(4,), timeout_s=timeout_s)
 
 
-def test_what_was_found_holds_until_the_code_changes(cache: Path, tmp_path: Path) -> None:
+def test_cuda_keeps_other_things_and_what_was_found_holds_until_the_code_changes(cache: Path, tmp_path: Path) -> None:
     code = tmp_path / "mine.py"
-    code.write_text((HERE / "plan_models.py").read_text())
-    model = ("mine.py:Deep", {"depth": 2})
-    first = ask(model, tmp_path, data="mine.py:Vectors")
+    code.write_text(
+        "from zrun_core.models.gpt import gpt\n\n\ndef model():\n"
+        "    return gpt(flavour='llama', dim=32, depth=1, heads=2, seq_len=32)\n"
+    )
+    asked = job("mine.py:model", data=TEXT, precision="bf16")
+
+    def found() -> Profile:
+        return trace_in_subprocess(asked, tmp_path, micros=(4,), device="cuda", timeout_s=60)
+
+    first = found()
+    assert (first.source, first.device) == ("traced", "cuda")
+    names = {op.name for op in first.traces["none"].ops}
+    assert "_scaled_dot_product_flash_attention" in names
+    assert "_scaled_dot_product_flash_attention_for_cpu" not in names
+    norms = [op for op in first.traces["none"].ops if op.module == "norm" and op.phase == "forward"]
+    assert all(op.name not in ("rsqrt", "mean", "pow") for op in norms)  # in one kernel
+
     (kept,) = cache.glob("*.json")
     assert (kept.stat().st_mode & 0o777, cache.stat().st_mode & 0o777) == (0o600, 0o700)
     text = kept.read_text()
     marked = json.loads(text)
     marked["profile"] = marked["profile"].replace('"why":""', '"why":"kept"')
     kept.write_text(json.dumps(marked))
-    assert ask(model, tmp_path, data="mine.py:Vectors") == replace(first, why="kept")
+    assert found() == replace(first, why="kept")
     kept.write_text(text[:100])
     assert trace._stored(kept) is None
     kept.write_text(text)
     assert trace._stored(kept) == first
-    code.write_text(code.read_text().replace("2 * dim", "3 * dim"))
+    code.write_text(code.read_text().replace("depth=1", "depth=2"))
     assert trace._stored(kept) is None
 
 
@@ -199,7 +242,8 @@ def test_a_model_that_does_not_run_is_described(how: str, said: str) -> None:
     assert profile.num_params == 16 * 16 + 16 + 17
 
 
-def test_so_is_one_that_ends_its_process(cache: Path) -> None:
+def test_so_is_one_that_ends_its_process(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace, "_MODES", ("fake", "shape"))  # a process less
     profile = ask(("plan_models.py:Ends", {"how": "abort"}))
     assert (profile.source, profile.num_params) == ("formula", 16 * 16 + 16 + 17)
     assert "signal 6" in profile.why

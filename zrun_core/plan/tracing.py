@@ -36,7 +36,19 @@ from zrun_core.layout import dense_stride
 from zrun_core.loss import LossFunction, LossKind, compute_loss
 from zrun_core.plan import kernels
 from zrun_core.plan.depth import UNITS, Series, Timeline, alike, expand, find_series, shortened
-from zrun_core.plan.profile import Event, Linear, ModuleInfo, Op, ParamInfo, Phase, Profile, Source, Trace
+from zrun_core.plan.lines import fit, fit_loops, line
+from zrun_core.plan.profile import (
+    Event,
+    Linear,
+    ModuleInfo,
+    Op,
+    ParamInfo,
+    Phase,
+    Profile,
+    Source,
+    Trace,
+    peak_of,
+)
 from zrun_core.plan.record import Recorder, Row
 from zrun_core.precision import Precision
 from zrun_core.zero.cut import _of_running_norms, repeated_blocks
@@ -46,6 +58,7 @@ _TEXT = {"zrun_core.data.text:text": 256, "zrun_core.data.text:masked_text": 128
 _LOOK_AT = 32  # samples, of which the largest is taken
 _LOOK_FOR_S = 2.0
 _PAIRS = ((1, 2), (2, 3), (2, 4), (4, 8))  # micro-batches from which sizes are known as a function of it
+_LOOP_ERROR = 0.01  # between what loops are taken to need and what they do
 _REAL_S = 60.0  # that a pass may take on values
 _REAL_BYTES = 256 << 20  # parameters of a model that runs for real with all of its blocks
 
@@ -90,7 +103,12 @@ def trace_job(
     if not model.training:
         model.train()
     subject = _Subject(job, job_dir, model, loss, _sample_of(job, job_dir), device)
-    return subject.profile(micros, checkpoints, mode, why)
+    gc.collect()
+    gc.freeze()  # each pass collects what it makes, and not again all that is there before
+    try:
+        return subject.profile(micros, checkpoints, mode, why)
+    finally:
+        gc.unfreeze()
 
 
 def _build(job: JobConfig, job_dir: Path) -> nn.Module:
@@ -257,7 +275,7 @@ class _Subject:
             params=params,
             buffer_bytes=buffer_bytes,
             num_blocks=len(self._blocks),
-            batch_bytes=_line(1, batches[1], 2, batches[2]),
+            batch_bytes=line(1, batches[1], 2, batches[2]),
             tokens_per_sample=tokens or None,
             traces=traces,
             modules=modules,
@@ -361,9 +379,9 @@ class _Subject:
             return self._pass(micro, series, units)
 
         def exactly(micro: int) -> Trace:
-            return _as_trace(policy, _expanded(_fit(rows(micro), micro, rows(micro), micro), series))
+            return _as_trace(policy, _expanded(fit(rows(micro), micro, rows(micro), micro), series))
 
-        low, high, timeline = self._line(rows, _PAIRS[:1] if series else _PAIRS)
+        low, high, timeline, has_loops = self._line(policy, rows, _PAIRS[:1] if series else _PAIRS)
         if timeline is None and series:
             raise _NotAlikeError
         if timeline is None:  # what runs depends on the values, or on their number
@@ -372,13 +390,13 @@ class _Subject:
             proportional = _as_trace(policy, _expanded(_proportional(rows(largest), largest), series))
             return replace(proportional, exact={largest: exactly(largest)})
         if series and policy == self._first_policy:
-            once = _fit(rows(low), low, rows(low), low)
-            deeper = _fit(rows(low, UNITS + 1), low, rows(low, UNITS + 1), low)
+            once = fit(rows(low), low, rows(low), low)
+            deeper = fit(rows(low, UNITS + 1), low, rows(low, UNITS + 1), low)
             if once is None or deeper is None or not alike(_expanded(once, series, 1), deeper):
                 raise _NotAlikeError
         beside = {micro for micro in micros if micro < low}
-        if policy == self._first_policy and self._is_fake:
-            again = _fit(rows(low), low, rows(2 * high), 2 * high)
+        if policy == self._first_policy and self._is_fake and not has_loops:
+            again = fit(rows(low), low, rows(2 * high), 2 * high)
             self._is_linear = again == timeline
         if not self._is_linear:
             self.notes.append(f"memory is not linear in the micro-batch: exact for {_listed(micros)}")
@@ -387,26 +405,45 @@ class _Subject:
         return replace(found, exact={micro: exactly(micro) for micro in sorted(beside)})
 
     def _line(
-        self, rows: Callable[[int], list[Row]], pairs: Sequence[tuple[int, int]]
-    ) -> tuple[int, int, Timeline | None]:
-        """Two micro-batches between which only sizes differ, and the timeline of them; None if there are none."""
+        self, policy: str, rows: Callable[[int], list[Row]], pairs: Sequence[tuple[int, int]]
+    ) -> tuple[int, int, Timeline | None, bool]:
+        """Two micro-batches between which only sizes differ, or how often a loop runs, and the timeline of them.
+
+        Returns:
+            The two; None if there is none; whether a loop runs more often for the larger one.
+        """
         problem: _CannotTraceError | None = None
         tried = (0, 0)
         for low, high in pairs:
             try:
-                timeline = _fit(rows(low), low, rows(high), high)
+                timeline = fit(rows(low), low, rows(high), high)
+                looped = self._looped(policy, rows, low, high) if timeline is None and self._is_fake else None
             except _CannotTraceError as error:  # such as a loss that needs pairs
                 problem = problem or error
                 continue
-            if timeline is not None:
-                return low, high, timeline
+            if timeline is not None or looped is not None:
+                return low, high, timeline or looped, timeline is None
             tried = (low, high)
             if not self._is_fake:
                 break
         if tried == (0, 0):
             assert problem is not None
             raise problem
-        return *tried, None
+        return *tried, None, False
+
+    def _looped(self, policy: str, rows: Callable[[int], list[Row]], low: int, high: int) -> Timeline | None:
+        """The timeline of a model whose loops run more often for a larger micro-batch, if a third one confirms it."""
+        timeline = fit_loops(rows(low), low, rows(high), high)
+        if timeline is None or policy != self._first_policy:
+            return timeline
+        third = 2 * high
+        found = fit(rows(third), third, rows(third), third)
+        assert found is not None
+        expected, real = _as_trace(policy, timeline), _as_trace(policy, found)
+        peaks = [peak_of(trace, third, steady={}).num_bytes for trace in (expected, real)]
+        flops = [sum(op.flops.at(third) for op in trace.ops) for trace in (expected, real)]
+        is_good = all(abs(one - other) <= _LOOP_ERROR * other for one, other in (peaks, flops))
+        return timeline if is_good else None
 
     def _is_quick(self, micros: Sequence[int]) -> bool:
         return max(micros, default=1) <= 4 or self._seconds_per_sample * max(micros) < _REAL_S
@@ -486,40 +523,9 @@ def _with_tensors(value: Any, replaced: Callable[[torch.Tensor], torch.Tensor], 
 # From passes to timelines
 
 
-def _fit(rows: Sequence[Row], low: int, more: Sequence[Row], high: int) -> Timeline | None:
-    """Sizes as lines through those of two micro-batches; None if something else happened in the other one."""
-    if len(rows) != len(more):
-        return None
-    out: Timeline = []
-    for row, other in zip(rows, more, strict=True):
-        same = (row.tensor, row.alloc, row.phase, row.module, row.kind) == (
-            other.tensor, other.alloc, other.phase, other.module, other.kind
-        )  # fmt: skip
-        if not same or (row.op is None) != (other.op is None):
-            return None
-        if row.op is None or other.op is None:
-            size = _line(low, row.size, high, other.size)
-            out.append(Event(row.tensor, size, row.alloc, row.phase, row.module, row.block, row.kind, row.accumulates))
-        elif row.op.name != other.op.name:
-            return None
-        else:
-            op = row.op
-            out.append(
-                Op(op.name, op.family, _line(low, op.flops, high, other.op.flops),
-                   _line(low, op.bytes_moved, high, other.op.bytes_moved), row.phase, row.module, row.block,
-                   op.dtype, op.shape)
-            )  # fmt: skip
-    return out
-
-
-def _line(low: int, at_low: float, high: int, at_high: float) -> Linear:
-    per_sample = (at_high - at_low) / (high - low) if high != low else 0.0
-    return Linear(at_low - per_sample * low, per_sample)
-
-
 def _proportional(rows: Sequence[Row], micro: int) -> Timeline:
     """All that one micro-batch took, in proportion to it, but for what is of the size of parameters."""
-    timeline = _fit(rows, micro, rows, micro)
+    timeline = fit(rows, micro, rows, micro)
     assert timeline is not None
     out: Timeline = []
     for row in timeline:

@@ -138,6 +138,52 @@ def test_rings_hold_a_block_that_is_recomputed_and_shrink_after_gathered(ranks, 
         assert run["allocated"] == run["planned"] < run["inside"]
 
 
+Deep = tuple[str, str, int, int, bool]  # checkpoint, precision, prefetch, bucket, whether only parts are trained
+ONE_UNIT, TWO_UNITS = 1 << 20, 1 << 14  # buckets that a block of 66 kB is cut by
+DEEP: list[Deep] = [
+    *(
+        (checkpoint, precision, prefetch, ONE_UNIT, False)
+        for checkpoint in ("full", "every_n", "selective")
+        for precision in ("fp32", "bf16")
+        for prefetch in (0, 1, 2)
+    ),
+    *(("full", "fp32", prefetch, TWO_UNITS, False) for prefetch in (0, 2)),
+    *(("full", "fp32", 1, bucket, True) for bucket in (ONE_UNIT, TWO_UNITS)),
+]
+
+
+def deep(stage: int, case: Deep) -> dict[str, Any]:
+    checkpoint, precision, prefetch, bucket, frozen = case
+    torch.manual_seed(0)
+    model = Net(dim=64, depth=4)
+    if frozen:
+        model.blocks.requires_grad_(requires_grad=False)
+        for block in model.blocks:
+            block.up.requires_grad_()
+    apply_checkpointing(model, ActivationsConfig(checkpoint=checkpoint, n=2))
+    sharded = make_sharded(
+        model, stage, recomputes_blocks=checkpoint != "none", precision=precision, prefetch=prefetch, bucket=bucket
+    )  # fmt: skip
+    losses = train_sharded(sharded, data(2, 6, 64))
+    planned, allocated = sharded.planned_memory().by_kind, sharded.allocated_memory().by_kind
+    return {"losses": losses, "planned": planned, "allocated": allocated}
+
+
+def deep_runs(cases: list[tuple[int, Deep]]) -> list[dict[str, Any]]:
+    return [deep(*case) for case in cases]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_blocks_that_are_recomputed_are_whole_one_after_the_other(ranks, world_size):
+    kept = sorted({("none", precision, 1, bucket, frozen) for _, precision, _, bucket, frozen in DEEP})
+    cases = [*((1, case) for case in kept), *((3, case) for case in (DEEP if world_size == 2 else DEEP[::2]))]
+    for found in ranks(world_size).run(deep_runs, cases):
+        losses = {(case[1], *case[3:]): run["losses"] for case, run in zip(kept, found, strict=False)}
+        for (stage, case), run in zip(cases, found, strict=True):
+            assert run["allocated"] == run["planned"], (stage, *case)
+            assert run["losses"] == losses[case[1], *case[3:]], (stage, *case)
+
+
 def test_hybrid_shards_share_one_copy_per_group(ranks):
     options = {"shard_group": 2}
     for run in ranks(4).run(everything, 3, options):

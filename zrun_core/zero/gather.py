@@ -168,10 +168,15 @@ class Gatherer:
                 unit.reshard()
 
     def demand_outside(self, unit: FlatUnit) -> None:
-        """A parameter is looked at while no module of its unit runs: whole until backward, or evaluation, is over."""
+        """A parameter is looked at while no module of its unit runs: whole until backward, or evaluation, is over.
+
+        Not so in a recomputation inside of a module whose backward is under way: it finishes the unit. Whoever else
+        looks at the same parameter again did so in forward, and holds the unit since.
+        """
         if self.active and not unit.num_active:
             unit.num_calls += not self.in_backward
-            if unit.frees:
+            is_open = self.in_backward and unit.state is UnitState.WHOLE and unit not in self._idle
+            if unit.frees and not is_open:
                 self.hold([unit])
             self.demand(unit)
 

@@ -19,8 +19,14 @@ from zrun_core.errors import HangError
 from zrun_core.events import Emitter
 from zrun_core.high_water import HighWater
 from zrun_core.metrics import Phase, StepClock, peak_flops, process_memory
+from zrun_core.sizes import format_size
 from zrun_core.spec import RunSpec
 from zrun_core.zero.sharded import ShardedModel, StepResult
+
+_GROWS = {
+    "gathering": "parameters that are looked at outside of their modules stay whole until backward is over",
+    "reducing": "more gradients than expected are incomplete at a time, as those of modules that run several times are",
+}
 
 
 @dataclass
@@ -127,6 +133,7 @@ class Recorder:
         self._world, self._device = sharded.mesh.world, sharded.comm.device
         self._peak_flops = peak_flops(self._device, sharded.settings.precision.compute)
         self._has_warned = False
+        self._told_growth: dict[str, int] = {}  # bytes held, by what the ring is for
         self._traffic_bytes: Counter[str] = Counter()
         self._start_time = time.monotonic()
 
@@ -244,6 +251,21 @@ class Recorder:
             self._emitter.emit("memory", step=pending.step, **by_kind, **process_memory(self._device))
         if number == 2:
             self.warn_once()
+        if number >= 2:  # the first does not gather ahead yet
+            self.warn_of_growth()
+
+    def warn_of_growth(self) -> None:
+        """Name the rings that have outgrown their plan, or what was told of them."""
+        for purpose, planned, held in self._sharded.grown_rings():
+            is_told = held <= self._told_growth.get(purpose, planned)
+            if is_told or (purpose == "gathering" and not self.is_main):  # all ranks gather the same
+                continue
+            self._told_growth[purpose] = held
+            self._emitter.emit(
+                "warning",
+                message=f"the ring of {purpose} holds {format_size(held)}, {format_size(held - planned)} more than the "
+                f"{format_size(planned)} that were planned: {_GROWS[purpose]}; zrun estimate does not count that",
+            )
 
     def warn_once(self) -> None:
         """Name the parameters that have got no gradient so far."""

@@ -148,6 +148,7 @@ class Trainer:
         reason = self._train()
         self._resolve()
         self.recorder.warn_once()
+        self.recorder.warn_of_growth()
         if reason == "stopped":
             self._leave()
         if self.checkpointer is not None:

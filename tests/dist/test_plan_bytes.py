@@ -10,6 +10,7 @@ import runs
 import torch
 from runs import PoolWorker, Speaker, make_spec
 from toys import world
+from torch import nn
 
 from zrun_core import comm
 from zrun_core.arena import PagePool, PageWindow
@@ -17,6 +18,7 @@ from zrun_core.config import JobConfig
 from zrun_core.layout import Kind
 from zrun_core.parallelize import shard_size
 from zrun_core.plan.states import Coordinates, Dims, cut_on_paper, rank_buffers, settings_of
+from zrun_core.sizes import format_size
 from zrun_core.zero.sharded import ShardedModel
 
 # Tied and frozen parameters, batch norms and their statistics; of odd sizes, so that nothing divides.
@@ -80,6 +82,12 @@ def held(sharded: ShardedModel) -> dict[str, int]:
     return sums
 
 
+def growth_told(worker: PoolWorker) -> list[str]:
+    """What was told of rings that have outgrown their plan."""
+    messages = (event["message"] for event in worker.told.events if event["type"] == "warning")
+    return [message for message in messages if message.startswith("the ring of")]
+
+
 def train(cases: list[tuple[int, str, dict[str, Any]]], run_dir: str, direct: int) -> list[dict[str, int]]:
     """Bytes that this rank holds after a step of each job."""
     comm.DIRECT_MAX_RANKS, default = direct, comm.DIRECT_MAX_RANKS
@@ -95,10 +103,33 @@ def train(cases: list[tuple[int, str, dict[str, Any]]], run_dir: str, direct: in
             sums = held(trainer.sharded)
             told = {kind.value: size for kind, size in trainer.sharded.allocated_memory().by_kind.items()}
             assert told == sums, (case, told, sums)
+            assert not growth_told(worker), case
             found.append(sums)
         return found
     finally:
         comm.DIRECT_MAX_RANKS = default
+
+
+class Interleaved(Speaker):
+    """Runs one half of every block, then the other: all are in use, and have some of their gradients, at once."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = torch.relu(block.up(block.norm(x))).unflatten(-1, (2, -1)).sum(-2)
+        for block in self.blocks:
+            x = block.down(torch.cat([x, x], -1))
+        return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), labels.flatten())
+
+
+def outgrow(keys: dict[str, Any], run_dir: str) -> tuple[list[str], list[tuple[int, int]]]:
+    """What is told of rings after a run, and how many bytes were planned for each and are held."""
+    worker = PoolWorker(make_spec(keys, run_dir, None), world()[0])
+    trainer = worker.prepare()
+    before = trainer.sharded.ring_bytes
+    trainer.run()
+    worker.close()
+    return growth_told(worker), list(zip(before, trainer.sharded.ring_bytes, strict=True))
 
 
 def planned(keys: dict[str, Any], world_size: int, rank: int) -> dict[str, int]:
@@ -133,3 +164,16 @@ def test_backends_that_sum_on_the_way_need_less_room(ranks, monkeypatch, tmp_pat
         assert [planned(job(*case), 3, rank) for case in cases] == sums
     assert all(sum(own["rings"] for own in (few, many)) for few, many in zip(sums, direct, strict=True))
     assert sums[0]["rings"] < direct[0]["rings"]
+
+
+def test_rings_that_outgrow_their_plan_are_told(ranks, tmp_path):
+    model = {"call": "test_plan_bytes.py:Interleaved", "args": {"dim": 36, "depth": 4, "dropout": 0.0}}
+    keys = job(3, "moments", {}) | {"model": model, "steps": 3, "zero": {"stage": 3, "bucket": "64kB"}}
+    for rank, (told, rings) in enumerate(ranks(2).run(outgrow, keys, str(tmp_path))):
+        assert all(held > planned for planned, held in rings)
+        expected = [
+            f"the ring of {purpose} holds {format_size(held)}, {format_size(held - planned)} more than the "
+            f"{format_size(planned)} that were planned: "
+            for purpose, (planned, held) in zip(("gathering", "reducing"), rings, strict=True)
+        ]
+        assert [any(message.startswith(each) for message in told) for each in expected] == [rank == 0, True], told

@@ -168,6 +168,7 @@ class ShardedModel:
         watched = [inner for inner in module.modules() if id(inner) not in compiled] if split.size > 1 else []
         self._gatherer = Gatherer(self.units, comm, settings.prefetch, sees_lookups=not compiled)
         self.reducer = Reducer(self.units, states, mesh, comm)
+        self._planned_rings = self.ring_bytes
         install(module, self.units, planned.hooked, self._gatherer, self.reducer, watched=watched)
         self._trained = [unit for unit in self.units if unit.trainable]
         self.optimizer: ShardedOptimizer
@@ -405,6 +406,16 @@ class ShardedModel:
         yield from self.module.buffers()
         yield from self.optimizer.tensors()
 
+    @property
+    def ring_bytes(self) -> tuple[int, int]:
+        """What gathering holds now, and what reducing does."""
+        return self._pool.num_bytes, self.reducer.ring.num_bytes
+
+    def grown_rings(self) -> list[tuple[str, int, int]]:
+        """Rings of which passes have needed more than was planned: what each is for, bytes planned, and held."""
+        rings = zip(("gathering", "reducing"), self._planned_rings, self.ring_bytes, strict=True)
+        return [(purpose, planned, held) for purpose, planned, held in rings if held > planned]
+
     def allocated_memory(self) -> MemoryAccount:
         """What this rank has allocated."""
         account = MemoryAccount()
@@ -413,7 +424,7 @@ class ShardedModel:
         if self.settings.optimizer is not None:
             account.add([Buffer("moments", Kind.OPTIM, self.optimizer.moment_bytes())])
         account.add(module_buffers(self.module))
-        account.add([Buffer("rings", Kind.RING, self._pool.num_bytes + self.reducer.ring.num_bytes)])
+        account.add([Buffer("rings", Kind.RING, sum(self.ring_bytes))])
         return account
 
 

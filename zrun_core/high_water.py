@@ -30,8 +30,10 @@ class HighWater:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             return self
+        if torch._C._autograd._profiler_enabled():  # a second one would end the first, the user's
+            return self
         profiler = torch.autograd.profiler.profile(profile_memory=True)
-        with suppress(RuntimeError):  # one at a time, and it may be the user's
+        with suppress(RuntimeError):
             profiler.__enter__()
             self._profiler = profiler
         return self

@@ -1,0 +1,22 @@
+"""What is foretold of a training step is what the step allocates: one real run of one rank."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.append(str(BENCHMARKS))  # as Python does for its scripts
+
+import planner  # noqa: E402
+
+from zrun_core.config import JobConfig  # noqa: E402
+from zrun_core.plan.trace import trace_job  # noqa: E402
+
+
+def test_the_peak_of_a_rank_is_foretold_to_one_percent() -> None:
+    case = planner.Case("llama", "bf16", "full", micro=2)
+    profile = trace_job(JobConfig.model_validate(case.job()), BENCHMARKS, micros=(2,), checkpoints=("full",))
+    assert profile.source == "traced"
+    predicted, measured = planner.predicted_peak(case, profile), planner.measure(case)["peak"]
+    assert abs(predicted - measured) < 0.01 * measured

@@ -60,9 +60,9 @@ def _wait(agent: int, folder: Path) -> NoReturn:
 
     for number in _PASSED_ON:
         signal.signal(number, pass_on)
-    with open(os.devnull, "r+b", buffering=0) as nothing:  # the streams are the agent's: their end is its end
-        os.dup2(nothing.fileno(), 0)
-        os.dup2(nothing.fileno(), 1)
+    with open(os.devnull, "r+b", buffering=0) as nothing:  # the streams are the agent's, which may give them up
+        for stream in range(3):
+            os.dup2(nothing.fileno(), stream)
     _, status = os.waitpid(agent, 0)
     for number in _PASSED_ON:
         signal.signal(number, signal.SIG_IGN)

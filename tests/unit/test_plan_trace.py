@@ -63,7 +63,7 @@ def test_a_linear_model_to_the_byte() -> None:
 def test_blocks_that_did_not_run_are_written_out(
     style: str, policies: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = ("plan_models.py:Deep", {"depth": 7, "style": style})
+    model = ("plan_models.py:Deep", {"depth": 12, "style": style})
     few = traced(model, *policies)
     monkeypatch.setattr("zrun_core.plan.tracing.find_series", lambda *_: [])
     full = traced(model, *policies)

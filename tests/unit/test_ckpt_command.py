@@ -181,3 +181,23 @@ def test_what_was_set_aside_is_named_and_removed_on_request(ckpt: Ckpt, run: Pat
     assert ckpt("prune", run, "--keep", "2", "--aside")[1] == f"removed before-old, {damaged}\n"
     assert folder.aside() == []
     assert [found.step for found in folder.scan()] == [20, 10]
+
+
+def test_earlier_attempts_are_listed(ckpt: Ckpt, run: Path) -> None:
+    earlier = {number: CheckpointFolder(run / "attempts" / str(number) / "checkpoints") for number in (2, 10)}
+    for number, folder in earlier.items():
+        write_step(folder, number + 100)
+    (run / "attempts" / "11" / "logs").mkdir(parents=True)  # it ended before it saved
+    code, out, _ = ckpt("ls", run)
+    assert [line for line in out.splitlines() if line.startswith(("/", "attempt"))] == [
+        str(run / "checkpoints"), f"attempt 10: {earlier[10].path}", f"attempt 2: {earlier[2].path}",
+    ]  # fmt: skip
+    code, out, _ = ckpt("ls", run, "--json")
+    attempts = json.loads(out)["attempts"]
+    assert {number: [step["step"] for step in steps] for number, steps in attempts.items()} == {"10": [110], "2": [102]}
+    (run / "checkpoints").rename(run.parent / "elsewhere")
+    code, out, err = ckpt("ls", run)
+    assert (code, f"attempt 2: {earlier[2].path}" in out) == (9, True)
+    assert f"an earlier attempt has some: {earlier[10].path}" in err
+    assert "has no step 102; it has none" in ckpt("inspect", run, "--step", "102")[2]
+    assert ckpt("inspect", run / "attempts" / "2")[0] == 0

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ class Place:
     folder: CheckpointFolder
     steps: Sequence[Found]
     is_single: bool  # the path was that of one step
+    attempts: Mapping[int, Place] = field(default_factory=dict)  # earlier ones of the run, newest first
 
     def newest_valid(self) -> Found:
         """The newest step that counts.
@@ -34,7 +35,7 @@ class Place:
             if found.problem is None:
                 return found
         problems = "".join(f"\n  {found.problem}" for found in self.steps[:_SHOWN])
-        raise CheckpointError(f"no valid checkpoint in {self.folder.path}{problems}")
+        raise CheckpointError(f"no valid checkpoint in {self.folder.path}{problems}{self._elsewhere()}")
 
     def step(self, number: int | None) -> Found:
         """Step `number`, or the newest that counts.
@@ -49,12 +50,16 @@ class Place:
                 if found.problem is not None:
                     raise CheckpointError(found.problem)
                 return found
-        there = ", ".join(str(found.step) for found in self.steps[:_SHOWN])
-        raise CheckpointError(f"{self.folder.path} has no step {number}; it has {there}")
+        there = ", ".join(str(found.step) for found in self.steps[:_SHOWN]) or "none"
+        raise CheckpointError(f"{self.folder.path} has no step {number}; it has {there}{self._elsewhere()}")
+
+    def _elsewhere(self) -> str:
+        newest = next(iter(self.attempts.values()), None)
+        return "" if newest is None else f"\n  an earlier attempt has some: {newest.folder.path}"
 
 
 def locate(path: Path) -> Place:
-    """The steps that `path` leads to: at least one, or one that was set aside.
+    """The steps that `path` leads to: at least one, or one that was set aside, or one of an earlier attempt.
 
     Raises:
         JobError: there is no such folder.
@@ -70,11 +75,24 @@ def locate(path: Path) -> Place:
         steps = [found for found in folder.scan() if found.path == path]
         if steps:
             return Place(folder, steps, is_single=True)
+    attempts = _attempts(path)
     for candidate in (path / "checkpoints", path):
         folder = CheckpointFolder(candidate)
         if candidate.is_dir() and ((steps := folder.scan()) or folder.aside()):
-            return Place(folder, steps, is_single=False)
+            return Place(folder, steps, is_single=False, attempts=attempts)
+    if attempts:
+        return Place(CheckpointFolder(path / "checkpoints"), [], is_single=False, attempts=attempts)
     raise CheckpointError(f"{path} holds no checkpoints{_runs_below(path)}")
+
+
+def _attempts(run: Path) -> dict[int, Place]:
+    """The steps of the attempts that a run started over from, as far as they have any, newest first."""
+    from zrun_core.checkpoint.folder import CheckpointFolder
+
+    numbers = sorted((int(each.name) for each in (run / "attempts").glob("*") if each.name.isdecimal()), reverse=True)
+    folders = {number: CheckpointFolder(run / "attempts" / str(number) / "checkpoints") for number in numbers}
+    places = {number: Place(folder, folder.scan(), is_single=False) for number, folder in folders.items()}
+    return {number: place for number, place in places.items() if place.steps}
 
 
 def _runs_below(path: Path) -> str:

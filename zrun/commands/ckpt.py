@@ -38,6 +38,8 @@ _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 def ls(path: _Where, as_json: _Json = False) -> None:
     """List the steps, newest first, and what is wrong with those that do not count. No tensor is read.
 
+    Of a run that was started over with --fresh, those of its earlier attempts follow.
+
     Exit code 9 if none of them counts. Example: zrun ckpt ls runs/gpt/20261121-031359-de0d
     """
     from zrun.checkpoints.locate import locate
@@ -49,7 +51,9 @@ def ls(path: _Where, as_json: _Json = False) -> None:
         from zrun.checkpoints.tables import step_facts
 
         steps = [step_facts(found) for found in place.steps]
-        _print_json({"latest": latest, "steps": steps, "aside": [str(each) for each in aside]})
+        attempts = {number: [step_facts(found) for found in each.steps] for number, each in place.attempts.items()}
+        names = [str(each) for each in aside]
+        _print_json({"latest": latest, "steps": steps, "aside": names, "attempts": attempts})
     else:
         from zrun.checkpoints.tables import steps_table
 
@@ -57,6 +61,9 @@ def ls(path: _Where, as_json: _Json = False) -> None:
         _print(steps_table(place.steps, [_saved(found) for found in place.steps], latest))
         for each in aside:
             print(f"set aside: {each.name}")
+        for number, earlier in place.attempts.items():
+            print(f"attempt {number}: {earlier.folder.path}")
+            _print(steps_table(earlier.steps, [_saved(found) for found in earlier.steps], earlier.folder.latest()[0]))
     if problem is not None:
         print(f"warning: {problem}; it is only a hint, and nothing depends on it", file=sys.stderr)
     place.newest_valid()

@@ -10,14 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from toys import Net, data, full_state, make_sharded, train_plain, train_sharded, world
+from toys import Net, build, data, full_state, make_sharded, train_plain, train_sharded, world
 
 from zrun_core.errors import UserCodeError
-
-
-def build() -> Net:
-    torch.manual_seed(1)
-    return Net()
 
 
 def penalty_first(model: nn.Module, batch: Any) -> torch.Tensor:

@@ -6,15 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from toys import Net, data, full_state, make_sharded, train_sharded, world
+from toys import build, data, full_state, make_sharded, train_sharded, world
 
 from zrun_core.errors import DivergedError
 from zrun_core.replicas import ReplicaGuard, device_digest, digest
-
-
-def build() -> Net:
-    torch.manual_seed(1)
-    return Net()
 
 
 PLACE = "blocks.1.up.weight"

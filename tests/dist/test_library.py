@@ -8,18 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from toys import Net, data, split, train_plain, world
+from toys import Net, build, data, same_bits, split, train_ddp, train_plain
 
 import zrun_core
 from zrun_core.errors import UserCodeError
 from zrun_core.library.model import Handle
-
-
-def build() -> Net:
-    torch.manual_seed(1)
-    return Net()
 
 
 def start() -> zrun_core.Run:
@@ -54,31 +48,9 @@ def train(stage: int, micros: int = 1, accumulate: int = 1, **options: Any) -> d
     return {"losses": losses, "state": state_of(model)}
 
 
-def ddp() -> dict[str, Any]:
-    rank, size = world()
-    model = nn.parallel.DistributedDataParallel(build())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
-    losses = []
-    for x, y in data(6):
-        loss = model(x.chunk(size)[rank], y.chunk(size)[rank])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        mean = loss.detach().double() / size
-        dist.all_reduce(mean)
-        losses.append(float(mean))
-    return {"losses": losses, "state": {n: p.detach().numpy() for n, p in model.module.named_parameters()}}
-
-
-def same_bits(left: dict[str, Any], right: dict[str, Any]) -> None:
-    assert left["losses"] == right["losses"]
-    for name, value in left["state"].items():
-        assert (value == right["state"][name]).all(), name
-
-
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_loop_is_bit_equal_to_ddp(ranks, stage):
-    ours, theirs = ranks(2).run(train, stage), ranks(2).run(ddp)[0]
+    ours, theirs = ranks(2).run(train, stage), ranks(2).run(train_ddp)[0]
     for rank in range(2):
         same_bits(ours[rank], theirs)
 

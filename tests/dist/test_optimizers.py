@@ -9,27 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from toys import Net, data, full_state, make_sharded, optim_config, train_sharded, world
+from toys import Net, build, data, full_state, make_sharded, optim_config, same_bits, train, train_ddp, world
 from torch import nn
 
 from zrun_core.config import NOT_SHARDED
 from zrun_core.optim.choose import choose
 
 NO_DECAY = ["norm", "bias"]
-
-
-def build() -> Net:
-    torch.manual_seed(1)
-    return Net()
-
-
-def train(stage: int, options: dict[str, Any], lr: float = 1e-2) -> dict[str, Any]:
-    sharded = make_sharded(build(), stage, **options)
-    losses = train_sharded(sharded, data(6), lr=lr)
-    planned, allocated = sharded.planned_memory().by_kind, sharded.allocated_memory().by_kind
-    assert planned == allocated, (planned, allocated)
-    return {"losses": losses, "state": {name: value.float().numpy() for name, value in full_state(sharded).items()}}
 
 
 # The papers, line by line, on whole tensors in float64: each takes (x, g, state, t, lr) and returns the next x.
@@ -192,7 +178,7 @@ def test_the_papers_algorithm_at_every_stage(ranks, case):
     optim, rule_of = CASES[case]
     lr, tolerance = (1e-3, 2e-4) if case == "lion" else (1e-2, 2e-5)  # a sign may turn where a moment is near zero
     expected = train_by(rule_of, lr=lr)
-    runs = [ranks(3).run(train, stage, {"optim": optim}, lr) for stage in range(4)]
+    runs = [ranks(3).run(train, stage, {"optim": optim}, 1, lr) for stage in range(4)]
     assert runs[0][0]["losses"] == pytest.approx(expected, rel=tolerance)
     for run in runs:
         for each in run:
@@ -203,7 +189,7 @@ def test_the_papers_algorithm_at_every_stage(ranks, case):
 def test_moments_in_bf16_are_rounded_after_each_step(ranks, rule):
     lr = 1e-3 if rule is lion else 1e-2
     exact, rounded = (train_by(lambda name: rule(decay=0.1), lr=lr, in_bf16=in_bf16) for in_bf16 in (False, True))
-    ours = ranks(2).run(train, 2, {"optim": {"name": rule.__name__, "moments": "bf16"}}, lr)[0]["losses"]
+    ours = ranks(2).run(train, 2, {"optim": {"name": rule.__name__, "moments": "bf16"}}, 1, lr)[0]["losses"]
     assert ours == pytest.approx(rounded, rel=2e-4)
     assert max(abs(a - b) for a, b in zip(ours, rounded, strict=True)) < 0.3 * max(
         abs(a - b) for a, b in zip(exact, rounded, strict=True)
@@ -226,26 +212,6 @@ TORCHS: list[dict[str, Any]] = [
 ]
 
 
-def train_ddp(optim: dict[str, Any]) -> dict[str, Any]:
-    """The plain model under torch's DDP, with torch's class."""
-    rank, size = world()
-    model = torch.nn.parallel.DistributedDataParallel(build())
-    found = choose(optim_config(**optim), lambda name: None)
-    optimizer = getattr(torch.optim, type(found.make([*build().parameters()], None)).__name__)(
-        model.parameters(), **found.kwargs
-    )
-    losses = []
-    for x, y in data(6):
-        loss = model(x.chunk(size)[rank], y.chunk(size)[rank])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        mean = loss.detach().double() / size
-        dist.all_reduce(mean)
-        losses.append(float(mean))
-    return {"losses": losses, "state": {n: p.detach().numpy() for n, p in model.module.named_parameters()}}
-
-
 def test_no_class_of_torch_is_forgotten():
     classes = {n.lower() for n, c in vars(torch.optim).items() if inspect.isclass(c) and n != "Optimizer"}
     assert classes - NOT_SHARDED.keys() == {case["name"] for case in TORCHS}
@@ -253,16 +219,11 @@ def test_no_class_of_torch_is_forgotten():
 
 @pytest.mark.parametrize("optim", TORCHS, ids=lambda optim: " ".join(map(str, optim.values())))
 def test_torchs_own_are_bit_equal_to_the_plain_model_at_every_stage(ranks, optim):
-    plain = ranks(2).run(train_ddp, optim)[0]
+    found = choose(optim_config(**optim), lambda name: None)
+    plain = ranks(2).run(train_ddp, type(found.make([*build().parameters()], None)).__name__, dict(found.kwargs))[0]
     for stage in range(4):
         for run in ranks(2).run(train, stage, {"optim": optim}):
             same_bits(run, plain)
-
-
-def same_bits(left: dict[str, Any], right: dict[str, Any]) -> None:
-    assert left["losses"] == right["losses"]
-    for name, value in left["state"].items():
-        assert (value == right["state"][name]).all(), name
 
 
 OURS = [{"name": "lamb", "clip": 0.05}, {"name": "lars", "clip": 0.05}, {"name": "lion", "clip": 0.05}]

@@ -46,6 +46,12 @@ class Net(nn.Module):
         return nn.functional.mse_loss(self.last(x).float(), y.float())
 
 
+def build() -> Net:
+    """The same one on every rank and in every test."""
+    torch.manual_seed(1)
+    return Net()
+
+
 def world() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
@@ -138,6 +144,47 @@ def train_plain(
         chosen.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+def train(
+    stage: int, options: dict[str, Any], accumulation: int = 1, lr: float = 1e-2, steps: int = 6
+) -> dict[str, Any]:
+    """Losses by step, and parameters, after training in shards."""
+    sharded = make_sharded(build(), stage, **options)
+    losses = train_sharded(sharded, data(steps), accumulation=accumulation, lr=lr)
+    planned, allocated = sharded.planned_memory().by_kind, sharded.allocated_memory().by_kind
+    assert planned == allocated, (planned, allocated)
+    return {"losses": losses, "state": {name: value.float().numpy() for name, value in full_state(sharded).items()}}
+
+
+def train_peer(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 6) -> list[float]:
+    """Global mean losses by step of a model that averages its gradients over the ranks by itself."""
+    rank, size = world()
+    losses = []
+    for batch in data(steps):
+        loss = model(*split(batch, rank, size))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach().double() / size
+        dist.all_reduce(mean)
+        losses.append(float(mean))
+    return losses
+
+
+def train_ddp(optimizer: str = "AdamW", kwargs: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What `train` gives, by torch's DDP and a class of torch.optim."""
+    model = nn.parallel.DistributedDataParallel(build())
+    options = {"lr": 1e-2, "weight_decay": 0.1, "fused": True} if kwargs is None else kwargs
+    losses = train_peer(model, getattr(torch.optim, optimizer)(model.parameters(), **options))
+    return {"losses": losses, "state": {name: param.detach().numpy() for name, param in model.module.named_parameters()}}
+
+
+def same_bits(left: dict[str, Any], right: dict[str, Any]) -> None:
+    """Two results of `train` are equal."""
+    assert left["losses"] == right["losses"]
+    for name, value in left["state"].items():
+        assert (value == right["state"][name]).all(), name
 
 
 def data(steps: int, batch: int = 12, dim: int = 32) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -4,7 +4,8 @@
 
 The hosts are simulated: another process holds the far ends of their pipes, takes what they are told, and says what
 agents and workers say: a look at the board of each host every half second, an event of each rank every second, each by
-itself and at a time of its own. Everything on this side is what `zrun train` runs: agents, supervision, record, state.
+itself and at a time of its own. Everything on this side is what `zrun train` runs: agents, supervision, record, state,
+and the panel that it draws.
 `--rig` also times the preflight of three real hosts in network namespaces, as root.
 """
 
@@ -14,6 +15,7 @@ import argparse
 import contextlib
 import gc
 import heapq
+import io
 import json
 import os
 import random
@@ -29,6 +31,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "hosts")]
 
@@ -40,7 +44,9 @@ from zrun.launch.rundir import RunDir  # noqa: E402
 from zrun.launch.supervise import Interrupts, Run, Supervisor, judge  # noqa: E402
 from zrun.topology.grouping import best_groups  # noqa: E402
 from zrun.watch.follow import Follower  # noqa: E402
-from zrun.watch.screen import Nothing  # noqa: E402
+from zrun.watch.live import Live  # noqa: E402
+from zrun.watch.screen import PERIOD_S  # noqa: E402
+from zrun.watch.view import Facts  # noqa: E402
 from zrun_core.config import JobConfig, LimitsConfig  # noqa: E402
 from zrun_core.events import encode  # noqa: E402
 from zrun_core.spec import LaunchPlan, RankPlace, RunSpec, resolve_batch  # noqa: E402
@@ -207,12 +213,13 @@ def follow(num_hosts: int, ranks_per_host: int, seconds: float, events: bool) ->
     samples: list[tuple[float, float, int]] = []  # when, the CPU seconds and events until then
     heard = 0
     with tempfile.TemporaryDirectory() as folder, RunDir.claim("wide", Path(folder) / "run") as rundir:
-        follower = Follower(Nothing(), rundir.append)
+        terminal = Console(file=io.StringIO(), force_terminal=True, width=120)
+        follower = Follower(Live(terminal, Facts("wide", "x", len(places)), PERIOD_S), rundir.append)
 
-        def event(told: dict[str, Any]) -> None:
+        def event(told: dict[str, Any], line: bytes | None) -> None:
             nonlocal heard
             heard += 1
-            follower.event(told)
+            follower.event(told, line)
 
         def turn() -> None:
             if len(run.started) == num_hosts and not run.exits:

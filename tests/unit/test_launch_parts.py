@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from zrun.launch import cgroup, processes
 from zrun.launch.environment import forwarded_environment, without_secrets, worker_environment
-from zrun.launch.frames import Lines, Start, Unpacker, pack
+from zrun.launch.frames import EVENT, Start, Unpacker, pack
+from zrun.launch.lines import Lines
 from zrun.launch.processes import Process
 from zrun.launch.rundir import RunDir
 from zrun_core.config import JobConfig
@@ -54,6 +55,23 @@ def test_lines_that_are_no_frames_are_skipped() -> None:
     lines = Lines()
     assert lines.feed(b'{"frame":"done"}\nWelcome to node7!\n[1]\n{"fra') == [{"frame": "done"}]
     assert lines.feed(b'me":"exit"}\n') == [{"frame": "exit"}]
+
+
+@pytest.mark.parametrize(
+    ("told", "is_kept"),
+    [
+        (b'{"type":"log","message":"a\\nb"}', True),
+        (b'{"loss": 1e3}', True),
+        (b'{"loss":NaN}', False),
+        (b'{"message":"\xc3\xa9"}', False),
+        (b'{"a":1},"more":{"b":2}', False),
+        (b'{"a":1},"event":{"a":2}', False),
+    ],
+)
+def test_an_event_is_recorded_as_it_came_only_if_it_is_plain(told: bytes, is_kept: bool) -> None:
+    (frame,) = Lines().feed(EVENT + told + b"}\n")
+    assert frame.get("line") == (told if is_kept else None)
+    assert isinstance(frame["event"], dict)
 
 
 def test_a_session_is_told_apart_and_ended() -> None:

@@ -25,6 +25,7 @@ from zrun.launch.rundir import Earlier, RunDir
 from zrun.launch.runs import Run, State, find, job_name, listed, read, reference
 from zrun.watch.runs_table import remarks, runs_table
 from zrun_core.errors import HangError, JobError, PreflightError, SaveError
+from zrun_core.events import encode
 
 PLACES = [{"rank": rank, "host": f"n{rank // 2}"} for rank in range(4)]
 
@@ -47,7 +48,7 @@ def make(job: str, run_id: str, code: int | None = 0, events: list[dict[str, Any
         rundir.write_job(f"# a job\nname: {job}  # file\nsteps: 9\n")
         (path / "plan.json").write_text(json.dumps({"ranks": PLACES}))
         for each in events or []:
-            rundir.append([each])
+            rundir.append([encode(each)])
         rundir.exit_code = code
     return path
 
@@ -132,9 +133,9 @@ def test_a_run_that_goes_on_counts_from_its_own_start() -> None:
     path = make("gpt", "a", 0, first)
     with RunDir.claim("gpt", path, earlier=Earlier.CONTINUE) as rundir:
         assert (read(path).step, read(path).total_steps, read(path).seconds) == (None, None, None)
-        rundir.append([event("start", 50.0, total_steps=20, resumed={"step": 5, "path": "x"})])
+        rundir.append([encode(event("start", 50.0, total_steps=20, resumed={"step": 5, "path": "x"}))])
         assert (read(path).step, read(path).total_steps) == (5, 20)
-        rundir.append([event("step", 57.0, step=6)])
+        rundir.append([encode(event("step", 57.0, step=6))])
         assert (read(path).step, read(path).seconds) == (6, 7.0)
     assert read(path).state is State.VANISHED
 

@@ -140,7 +140,7 @@ def exit_frame(rank: int, status: int, note: Note | None = None) -> Frame:
 def follow(script: list[Any], interrupts: Interrupts, **limits: Any) -> tuple[Run, list[Stop]]:
     run, agents = Run(2), ScriptedAgents([STARTED, *script, DONE], ["node"])
     supervisor = Supervisor(agents, run, interrupts, LimitsConfig.model_validate(limits))
-    supervisor.watch(lambda event: None, lambda: None)
+    supervisor.watch(lambda event, line: None, lambda: None)
     return run, agents.asked
 
 
@@ -156,7 +156,7 @@ class Hosts:
         script = self.agents.script
         script[:] = [partial(self._wait, item) if isinstance(item, float) else item for item in script]
         supervisor = Supervisor(self.agents, self.run, Interrupts(), self._limits, lambda: self.now)
-        supervisor.watch(lambda event: None, lambda: None)
+        supervisor.watch(lambda event, line: None, lambda: None)
 
     def _wait(self, seconds: float) -> None:
         self.now += seconds

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from zrun.launch import switchboard as module
-from zrun.launch.frames import Lines, Start, Stop, pack
+from zrun.launch.frames import Start, Stop, pack
 from zrun.launch.hangs import Observer
+from zrun.launch.lines import Lines
 from zrun.launch.switchboard import Switchboard
 from zrun_core.board import BoardView
 

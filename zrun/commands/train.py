@@ -415,8 +415,8 @@ def _follow(
     follower = Follower(open_screen(ui, facts, job.log.every, sys.stdout, os.environ), rundir.append)
     run, interrupts = Run(plan.world_size), Interrupts()
 
-    def on_event(event: Event) -> None:
-        follower.event(event)
+    def on_event(event: Event, line: bytes | None) -> None:
+        follower.event(event, line)
         gate.see(event, follower.event)
 
     def on_turn() -> None:

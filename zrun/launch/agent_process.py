@@ -23,7 +23,8 @@ from contextlib import suppress
 from types import TracebackType
 from typing import IO, Self
 
-from zrun.launch.frames import Frame, Lines, Start, Stop, pack
+from zrun.launch.frames import Frame, Start, Stop, pack
+from zrun.launch.lines import Lines
 from zrun.launch.outbox import Outbox
 
 _READ_BYTES = 1 << 16  # larger ones would be mapped anew for each read

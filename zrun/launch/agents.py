@@ -10,7 +10,7 @@ from zrun.launch.agent_process import AgentLink
 from zrun.launch.frames import Frame, Start, Stop, pack
 
 _MANY = 32  # hosts, from which on they are heard together instead of one by one
-_LINGER_S = 0.1
+_LINGER_S = 0.25
 
 
 class Agents:
@@ -73,7 +73,8 @@ class Agents:
                 if member.host not in self._done:
                     self.lost[member.host] = member.why_ended()
                 continue
-            found += [(member.host, frame) for frame in frames]
-            if any(frame.get("frame") == "done" for frame in frames):
-                self._done.add(member.host)
+            for frame in frames:
+                found.append((member.host, frame))
+                if frame["frame"] == "done":
+                    self._done.add(member.host)
         return found

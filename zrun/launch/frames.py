@@ -10,8 +10,8 @@ Down the agent's stdin go length-prefixed JSON objects; its end is the end of th
     {"beat": true}          the launcher is there
     {"exit": 5}             to an agent that another launcher started: how its process is to end
 
-Up its stdout come JSON lines: `hello`, an `answer` to each question, `started`, `event`, `board`, `testimony`, `exit`
-and `done`.
+Up its stdout come JSON lines (`zrun.launch.lines`): `hello`, an `answer` to each question, `started`, `event`, `board`,
+`testimony`, `exit` and `done`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ SILENCE_S = 15.0  # after which such an agent takes the launcher, or the way to 
 _LENGTH = struct.Struct(">I")
 _LARGEST = 16 << 20
 _LARGEST_UNPACKED = 256 << 20  # a plan for thousands of ranks takes some MiB
+EVENT = b'{"frame":"event","event":'  # and what a worker has said, and a brace
 _ZLIB = b"\x78"  # how its streams begin; JSON does not
 
 
@@ -120,23 +121,3 @@ def _unpack(body: bytes) -> Frame:
     if not isinstance(frame, dict):
         raise ValueError("no object: this is not a launcher's stream")
     return frame
-
-
-class Lines:
-    """Cuts a stream of bytes into frames of one line each; a line that is not a JSON object is skipped."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-        self._decode = json.JSONDecoder().raw_decode
-
-    def feed(self, data: bytes) -> list[Frame]:
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        frames = []
-        for line in lines:
-            try:
-                frame, _ = self._decode(line.decode())
-            except ValueError:
-                continue
-            if isinstance(frame, dict):
-                frames.append(frame)
-        return frames

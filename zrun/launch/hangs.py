@@ -78,9 +78,12 @@ class HangWatch:
             return max(limits.eval_s, limits.first_step_s if state.step == 0 else 0.0), "limits.eval_s"
         if state.step <= state.first and state.phase != "end":
             return limits.first_step_s, "limits.first_step_s"
-        if limits.hang_s is None:
-            return max(_LEAST_AUTO_S, _STEPS_AUTO * self._times.p99), "limits.hang_s"
-        return limits.hang_s, "limits.hang_s"
+        return self._hang_s(), "limits.hang_s"
+
+    def _hang_s(self) -> float:
+        if self._limits.hang_s is None:
+            return max(_LEAST_AUTO_S, _STEPS_AUTO * self._times.p99)
+        return self._limits.hang_s
 
     def see(self, now: float, states: Mapping[int, RankState]) -> None:
         """Take in what some ranks say at `now`, in seconds of one monotonic clock."""
@@ -95,7 +98,11 @@ class HangWatch:
         self._times.see(now, states[min(states)])
         blamed = {rank: state for rank, state in states.items() if not state.waiting}
         if blamed:
-            late = [rank for rank, state in blamed.items() if now - self._seen[rank][1] > self.limit(state)[0]]
+            # Almost all moved just now: of thousands, few need a closer look.
+            limits = self._limits
+            since = now - min(limits.save_s, limits.eval_s, limits.first_step_s, self._hang_s())
+            still = [rank for rank in blamed if self._seen[rank][1] < since]
+            late = [rank for rank in still if now - self._seen[rank][1] > self.limit(states[rank])[0]]
             return Verdict(late, *self.limit(states[late[0]])) if late else None
         limit, key = max(self.limit(state) for state in states.values())
         moved = max(self._seen[rank][1] for rank in states)

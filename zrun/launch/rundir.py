@@ -21,7 +21,6 @@ from typing import Any, Self
 
 from zrun.launch.lock import LOCK, Lock, last_holder
 from zrun_core.errors import ExitCode, JobError, ZrunError
-from zrun_core.events import Event, encode
 from zrun_core.spec import LaunchPlan
 
 
@@ -135,14 +134,14 @@ class RunDir:
     def write_failure(self, report: dict[str, Any]) -> None:
         self._write("failure.json", json.dumps(report, indent=1) + "\n")
 
-    def append(self, events: Sequence[Event]) -> None:
-        """Add lines to `events.jsonl`, at once: somebody may be reading along.
+    def append(self, lines: Sequence[bytes]) -> None:
+        """Add events to `events.jsonl`, at once: somebody may be reading along.
 
         Raises:
             ZrunError: the disk is full, or gone.
         """
         try:
-            _write_all(self._events, b"".join(encode(event) + b"\n" for event in events))
+            _write_all(self._events, b"".join(line + b"\n" for line in lines))
         except OSError as error:
             raise ZrunError(f"{self.path}/events.jsonl: {error.strerror}; the run cannot be recorded") from None
 

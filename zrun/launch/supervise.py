@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 import time
@@ -24,9 +25,10 @@ from zrun_core.spec import LaunchPlan
 _TURN_S = 0.1  # how late an interrupt may be noticed
 _ALONE_S = 5.0  # how long the others may run on after a rank left early; most notice by themselves
 _LAST_WORDS_S = 0.5  # that other hosts get to say why they fail too, after the first failure
+_GARBAGE = 100_000  # objects that may gather before the launcher looks for cycles among them
 _GENTLE = {ExitCode.STOPPED, ExitCode.INTERRUPTED, ExitCode.TERMINATED}  # a worker's, after a signal
 
-OnEvent = Callable[[Event], None]
+OnEvent = Callable[[Event, bytes | None], None]  # and its line, where it can be recorded as it is
 OnTurn = Callable[[], None]
 
 
@@ -67,6 +69,16 @@ class Run:
     def fold(self, host: str, frame: Frame) -> Event | None:
         """Take in one frame; an event is handed back."""
         match frame["frame"]:
+            case "event":  # most are
+                event: Event = frame["event"]
+                self.last_step = max(self.last_step, event.get("step") or 0)
+                self.ended |= event.get("type") == "end"
+                self.stopping |= event.get("type") == "stop"
+                return event
+            case "board":
+                for text, state in frame["states"].items():
+                    if (rank := int(text)) not in self.ended_ranks:
+                        self.states[rank] = self.news[rank] = RankState(*state)
             case "started":
                 self.started.add(host)
             case "done":
@@ -84,19 +96,9 @@ class Run:
                 self.is_failing |= end.status != 0
                 if end.status == 0:
                     self.first_well = self.first_well or end
-            case "board":
-                for text, state in frame["states"].items():
-                    if (rank := int(text)) not in self.ended_ranks:
-                        self.states[rank] = self.news[rank] = RankState(*state)
             case "testimony":
                 if self.inquiry is not None:
                     self.inquiry.hear(frame)
-            case "event":
-                event: Event = frame["event"]
-                self.last_step = max(self.last_step, event.get("step") or 0)
-                self.ended |= event.get("type") == "end"
-                self.stopping |= event.get("type") == "stop"
-                return event
         return None
 
     @property
@@ -184,12 +186,16 @@ class Supervisor:
         Raises:
             RendezvousError: not all hosts have started their workers after `limits.start_s` seconds.
         """
+        with _few_collections():
+            self._watch(on_event, on_turn)
+
+    def _watch(self, on_event: OnEvent, on_turn: OnTurn) -> None:
         agents, run = self._agents, self._run
         while not agents.are_over:
             for host, frame in agents.frames(_TURN_S):
                 event = run.fold(host, frame)
                 if event is not None:
-                    on_event(event)
+                    on_event(event, frame.get("line"))
             for host, why in agents.lost.items():
                 if host not in run.lost:
                     run.lose(host, why)
@@ -266,6 +272,17 @@ class Supervisor:
             self._obeyed = interrupts.level
             if interrupts.level > 1 or not self._run.is_failing:  # else all are being stopped already
                 _obey(self._agents, interrupts)
+
+
+@contextmanager
+def _few_collections() -> Iterator[None]:
+    """Look for cycles of garbage seldom: frames of thousands of ranks come and go, and their counts free them."""
+    usual = gc.get_threshold()
+    gc.set_threshold(_GARBAGE, *usual[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*usual)
 
 
 def _obey(agents: Talking, interrupts: Interrupts) -> None:

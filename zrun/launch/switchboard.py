@@ -22,7 +22,7 @@ from queue import SimpleQueue
 from subprocess import Popen
 
 from zrun.launch import cgroup, processes
-from zrun.launch.frames import GRACE_S, SILENCE_S, Frame, Start, Stop, Unpacker
+from zrun.launch.frames import EVENT, GRACE_S, SILENCE_S, Frame, Start, Stop, Unpacker
 from zrun.launch.hangs import BOARD_S, Observer
 from zrun.launch.outbox import Outbox
 from zrun.launch.processes import Process
@@ -244,7 +244,7 @@ class Switchboard:
             while len(datagrams) < _EVENTS_PER_TURN:
                 datagrams.append(bytes(self._datagram[: self._telemetry.recv_into(self._datagram)]))
         # A worker sends one line at a time; anything else would break the stream.
-        lines = (b'{"frame":"event","event":' + line + b"}\n" for line in datagrams if b"\n" not in line)
+        lines = (EVENT + line + b"}\n" for line in datagrams if b"\n" not in line)
         self._write(b"".join(lines))
         return len(datagrams)
 

@@ -8,22 +8,25 @@ from itertools import groupby
 
 from zrun.watch.screen import Nothing, Screen
 from zrun.watch.state import RunState, fold, fold_memory
-from zrun_core.events import Event
+from zrun_core.events import Event, encode
 
 
 class Follower:
     """Takes events in, and in each turn records and shows those that came: thousands of ranks tell of themselves.
 
-    `record` comes before the screen: what a person saw is in the file.
+    `record` gets their lines, and comes before the screen: what a person saw is in the file.
     """
 
-    def __init__(self, screen: Screen, record: Callable[[Sequence[Event]], None]) -> None:
+    def __init__(self, screen: Screen, record: Callable[[Sequence[bytes]], None]) -> None:
         self.state = RunState()
         self._screen, self._record = screen, record
         self._new: list[Event] = []
+        self._lines: list[bytes] = []
 
-    def event(self, event: Event) -> None:
+    def event(self, event: Event, line: bytes | None = None) -> None:
+        """Take in an event; `line` is its text, where there is one that can be recorded as it is."""
         self._new.append(event)
+        self._lines.append(encode(event) if line is None else line)
 
     def turn(self) -> None:
         self._take_in()
@@ -37,8 +40,9 @@ class Follower:
 
     def _take_in(self) -> None:
         new, self._new = self._new, []
-        if new:
-            self._record(new)
+        lines, self._lines = self._lines, []
+        if lines:
+            self._record(lines)
         for is_memory, group in groupby(new, lambda event: event.get("type") == "memory"):
             for events in [list(group)] if is_memory else ([event] for event in group):
                 self.state = fold_memory(self.state, events) if is_memory else fold(self.state, events[0])

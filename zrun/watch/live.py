@@ -12,14 +12,19 @@ from zrun.watch.state import RunState
 from zrun.watch.view import Facts, panel
 from zrun_core.events import Event
 
+_SHARE = 0.04  # of a core, for drawing
+
 
 class Live:
-    """Draws `period_s` apart at most: a frame takes 10 ms of the launcher's time, and 5 KB of an ssh line's."""
+    """Draws once in `period_s`, and less often where that would take more than a small share of a core.
+
+    A frame takes 10 ms of the launcher's time, with thousands of ranks twice that, and 5 KB of an ssh line's.
+    """
 
     def __init__(self, console: Console, facts: Facts, period_s: float) -> None:
         self._console, self._facts, self._period_s = console, facts, period_s
         self._ascii_only = not console.encoding.lower().startswith("utf")
-        self._drawn = 0.0
+        self._due = 0.0
         self._live = RichLive(console=console, auto_refresh=False)
         self._live.start()
         self._draw(RunState())
@@ -30,7 +35,7 @@ class Live:
             self._console.print(line, markup=False, highlight=False)
 
     def turn(self, state: RunState) -> None:
-        if time.monotonic() - self._drawn >= self._period_s:
+        if time.monotonic() >= self._due:
             self._draw(state)
 
     def close(self, state: RunState) -> None:
@@ -39,6 +44,7 @@ class Live:
         self._live.stop()
 
     def _draw(self, state: RunState) -> None:
-        self._drawn = time.monotonic()
+        start, busy = time.monotonic(), time.thread_time()
         frame = panel(state, self._facts, min(self._console.width, 140), self._ascii_only)
         self._live.update(frame, refresh=True)
+        self._due = start + max(self._period_s, (time.thread_time() - busy) / _SHARE)

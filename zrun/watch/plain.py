@@ -80,7 +80,7 @@ def step_line(state: RunState) -> str:
     if state.mfu is not None:
         parts.append(f"mfu {state.mfu:.1%}")
     if state.memory:
-        held = max(event.get("device_allocated") or event.get("rss_bytes") or 0 for event in state.memory.values())
+        held = max(event.get("device_allocated") or event.get("rss_bytes") or 0 for event in state.memory.events)
         parts.append(f"mem {text.size(held)}")
     if state.step_s is not None:
         parts.append(f"step {text.seconds(state.step_s)}")

@@ -15,7 +15,7 @@ from zrun.watch.ui import Ui, choose
 from zrun.watch.view import Facts
 from zrun_core.events import Event, encode
 
-_PERIOD_S, _SSH_PERIOD_S = 0.25, 0.5
+PERIOD_S, _SSH_PERIOD_S = 0.25, 0.5  # between two pictures
 
 
 class Screen(Protocol):
@@ -55,6 +55,6 @@ def open_screen(ui: Ui, facts: Facts, every: int, out: TextIO, environ: Mapping[
         case Ui.none:
             return Nothing()
         case Ui.live:
-            period_s = _SSH_PERIOD_S if "SSH_CONNECTION" in environ else _PERIOD_S
+            period_s = _SSH_PERIOD_S if "SSH_CONNECTION" in environ else PERIOD_S
             return Live(Console(file=out), facts, period_s)
     return Plain(out, every)

@@ -91,6 +91,11 @@ class ByRank(Mapping[int, Event]):
             parts[number][rank] = event
         return ByRank(parts)
 
+    @property
+    def events(self) -> list[Event]:
+        """Those of all ranks, in no order."""
+        return [event for part in self._parts.values() for event in part.values()]
+
     def __getitem__(self, rank: int) -> Event:
         return self._parts.get(rank // _RANKS_TOGETHER, {})[rank]
 

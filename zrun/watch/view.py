@@ -134,17 +134,18 @@ def _split(state: RunState, width: int) -> Text:
 
 def _memory(state: RunState) -> Table:
     table = Table(box=None, padding=(0, 1), pad_edge=False, collapse_padding=True, header_style=_QUIET)
-    on_device = any(event.get("device_allocated") is not None for event in state.memory.values())
+    events = state.memory.events
+    on_device = any(event.get("device_allocated") is not None for event in events)
     for name in ("rank", *MEMORY_KINDS, "other", "device" if on_device else "rss", "peak"):
         table.add_column(name, justify="right", no_wrap=True)
-    shown = sorted(heapq.nlargest(_MOST_ROWS, state.memory.values(), key=_held), key=lambda event: int(event["rank"]))
+    shown = sorted(heapq.nlargest(_MOST_ROWS, events, key=_held), key=lambda event: int(event["rank"]))
     for event in shown:
         kinds = [event.get(kind) or 0 for kind in MEMORY_KINDS]
         peak = event.get("device_reserved") if on_device else event.get("peak_rss_bytes")
         other = max(0, _held(event) - sum(kinds))
         table.add_row(str(event["rank"]), *(text.size(value) for value in (*kinds, other, _held(event), peak or 0)))
-    if len(state.memory) > len(shown):
-        table.add_row(f"+{len(state.memory) - len(shown)}", *["-"] * (len(MEMORY_KINDS) + 1), "less", "-", style=_QUIET)
+    if len(events) > len(shown):
+        table.add_row(f"+{len(events) - len(shown)}", *["-"] * (len(MEMORY_KINDS) + 1), "less", "-", style=_QUIET)
     if any(state.planned_bytes.values()):
         table.add_row("plan", *(text.size(value) for value in state.planned_bytes.values()), style=_QUIET)
     return table

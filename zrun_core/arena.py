@@ -57,6 +57,7 @@ class Region:
         self.num_bytes = whole_pages(num_bytes)
         # Aligned to huge pages, so that moving whole huge pages moves one entry each.
         self._mapped_bytes = self.num_bytes + _HUGE_PAGE_BYTES
+        self._base: int | None = None
         base = _libc().mmap(None, self._mapped_bytes, _PROT_RW, _RESERVE, -1, 0)
         _check(base == _MAP_FAILED, f"cannot reserve {num_bytes} bytes of memory")
         self._base = base
@@ -77,7 +78,8 @@ class Region:
         return torch.frombuffer(buffer, dtype=torch.uint8)
 
     def __del__(self) -> None:
-        _libc().munmap(self._base, self._mapped_bytes)
+        if self._base is not None:
+            _libc().munmap(self._base, self._mapped_bytes)
 
 
 def _move_pages(source: int, target: int, num_bytes: int) -> None:

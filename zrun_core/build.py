@@ -4,25 +4,33 @@ The factory really runs on the host's first rank, whatever it does to its parame
 scaling, `load_state_dict`. The values go to a file that the host's other ranks map; they run the factory on the meta
 device for the structure alone. Each rank then reads its shards unit by unit, so the host holds one copy of the model in
 reclaimable page cache, never one per rank. `init: meta` holds none: every module resets itself, seeded by its number.
+
+The structure tells within a moment what the values will take, which may be more than there is. A rank that is alone on
+its host has a copy of its process look at it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import resource
+import signal
 import sys
+import threading
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-import psutil
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.overrides import TorchFunctionMode
 
+from zrun_core import room
 from zrun_core.comm import Comm, Group
 from zrun_core.data.order import mix
 from zrun_core.errors import JobError, PeerError, PreflightError, UserCodeError
@@ -32,6 +40,7 @@ Factory = Callable[[], nn.Module]
 Read = Callable[[str, nn.Parameter], torch.Tensor]
 
 _ALIGN = 64
+_LOOK_BYTES = 1 << 30  # that looking at a structure may take
 
 
 @dataclass(frozen=True)
@@ -66,21 +75,41 @@ def check(module: nn.Module) -> None:
 
 
 def build_once_per_host(
-    factory: Factory, seed: int, path: Path, host: Group, comm: Comm, *, values: bool = True
+    factory: Factory,
+    seed: int,
+    path: Path,
+    host: Group,
+    comm: Comm,
+    *,
+    values: bool = True,
+    memory: int | None = None,
+    check_states: Callable[[nn.Module], None] | None = None,
+    refuse: Callable[[PreflightError], object] | None = None,
 ) -> Built:
     """Run `factory` on the first rank of `host` and share what it made through the file at `path`.
 
     Args:
         values: false: buffers only; the parameters get their values from elsewhere, and nothing is copied for them.
+        memory: bytes of the host that may be taken; None: all.
+        check_states: raises a `PreflightError` where there is no room for what a rank keeps of a structure.
+        refuse: ends a process whose main thread makes values for which there is no room. None: a rank that is alone on
+            its host does not look ahead.
 
     Raises:
         UserCodeError: the factory failed, or builds different structures on different ranks.
         PeerError: it failed on another rank.
-        PreflightError: the host has less memory than the parameters take.
+        PreflightError: there is less memory than the parameters or the states take.
     """
+
+    def look(structure: nn.Module) -> None:
+        check_room(structure, min(room.host_total(), memory or room.host_total()))
+        if check_states is not None:
+            check_states(structure)
+
     torch.manual_seed(seed)
     if host.size == 1:
-        module = factory()
+        with nullcontext() if refuse is None else _looking_ahead(factory, look, refuse):
+            module = factory()
         check(module)
         return Built(module, (lambda name, param: param.detach()) if values else _no_value)
     is_first = host.index == 0
@@ -93,7 +122,7 @@ def build_once_per_host(
                 _write(module, path, values)
             else:
                 module, notes = _build_structure(factory, seed)
-                check_room(module, psutil.virtual_memory().total)
+                look(module)
         with _together(host, comm):
             stored = _Stored(path)
             stored.check_structure(module)
@@ -156,9 +185,67 @@ def check_room(module: nn.Module, host_bytes: int) -> None:
     needed = sum(param.numel() * param.element_size() for param in module.parameters())
     if needed > host_bytes:
         raise PreflightError(
-            f"the model's parameters take {format_size(needed)} as its factory builds them, and this host has "
+            f"the model's parameters take {format_size(needed)} as its factory builds them, and this host has room for "
             f"{format_size(host_bytes)}: write init: meta, which never holds them whole; zrun estimate says what fits"
         )
+
+
+@contextmanager
+def _looking_ahead(
+    factory: Factory, look: Callable[[nn.Module], None], refuse: Callable[[PreflightError], object]
+) -> Iterator[None]:
+    """What runs inside is ended by `refuse` once a copy of this process finds that it can come to no good end.
+
+    The copy runs the factory too, on the meta device. It is another process because a factory may count, draw random
+    numbers or keep what it makes: what this one builds is as if nobody had looked.
+    """
+    read_fd, write_fd = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # other threads: the copy needs none of them
+        child = os.fork()
+    if not child:
+        _look_and_exit(factory, look, write_fd)
+    os.close(write_fd)
+
+    def listen() -> None:
+        with open(read_fd, "rb") as answer:
+            reason = answer.read()
+        if reason:
+            refuse(PreflightError(reason.decode()))
+
+    listener = threading.Thread(target=listen, name="zrun-look", daemon=True)
+    listener.start()
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            os.waitpid(child, 0)
+        listener.join()
+
+
+def _look_and_exit(factory: Factory, look: Callable[[nn.Module], None], answer: int) -> NoReturn:
+    """The copy. Whatever fails in it fails in the original too, which says so."""
+    try:
+        if sys.platform.startswith("linux"):
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: others wait for the end of its connections
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        data = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+        limits = [limit for limit in (soft, data + _LOOK_BYTES) if limit != resource.RLIM_INFINITY]
+        resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))  # of a factory that makes values all the same
+        sys.stdout = sys.stderr = nothing = open(os.devnull, "w")  # noqa: SIM115  # what it prints is printed once
+        for stream in (1, 2):
+            os.dup2(nothing.fileno(), stream)
+        with torch.device("meta"):
+            structure = factory()
+        check(structure)
+        look(structure)
+    except PreflightError as error:
+        os.write(answer, str(error).encode())
+    finally:
+        os._exit(0)
 
 
 def _holds_meta(value: Any, depth: int = 0) -> bool:

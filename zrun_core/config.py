@@ -477,8 +477,13 @@ class LogConfig(Section):
 
 
 class LimitsConfig(Section):
-    """Times after which waiting is an error."""
+    """How much memory may be taken, and times after which waiting is an error."""
 
+    memory: Annotated[Bytes, Field(gt=0)] | None = Field(
+        default=None,
+        description="bytes of each host's memory that the job may take: more is not started; null: what is free",
+        examples=["16GiB"],
+    )
     start_s: PositiveFloat = Field(default=300.0, description="seconds for all ranks to arrive")
     collective_s: PositiveFloat = Field(default=600.0, description="seconds one collective may wait for other ranks")
     first_step_s: PositiveFloat = Field(

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import ctypes
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -25,6 +29,7 @@ class HighWater:
         self.reserved: int | None = None
         self._device = device
         self._profiler: Any = None
+        self._quiet = ExitStack()
 
     def __enter__(self) -> Self:
         if self._device.type == "cuda":
@@ -32,6 +37,7 @@ class HighWater:
             return self
         if torch._C._autograd._profiler_enabled():  # a second one would end the first, the user's
             return self
+        self._quiet.enter_context(_quiet_allocator())
         profiler = torch.autograd.profiler.profile(profile_memory=True)
         with suppress(RuntimeError):
             profiler.__enter__()
@@ -46,6 +52,31 @@ class HighWater:
             with suppress(RuntimeError):
                 self._profiler.__exit__(*error)
                 self.num_bytes = _highest(self._profiler.kineto_results)
+        self._quiet.close()
+
+
+_ERRORS = 2  # glog's number for what is worse than a warning
+
+
+@contextmanager
+def _quiet_allocator() -> Iterator[None]:
+    """Torch warns of each block that was there before its profiler and is given back under it: that is as it should be.
+
+    Only torch's own C++ says less inside. Nothing happens where the environment says how much it is to say.
+    """
+    library = Path(torch.__file__).parent / "lib" / "libc10.so"
+    try:
+        level = ctypes.c_int.in_dll(ctypes.CDLL(str(library)), "FLAGS_caffe2_log_level")
+    except (OSError, ValueError):  # another system, or another torch
+        yield
+        return
+    before = level.value
+    if "TORCH_CPP_LOG_LEVEL" not in os.environ:
+        level.value = max(before, _ERRORS)
+    try:
+        yield
+    finally:
+        level.value = before
 
 
 def _highest(results: Any) -> int:

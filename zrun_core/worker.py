@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from zrun_core import parallelize, rng, user
+from zrun_core import parallelize, rng, room, user
 from zrun_core.board import Board, Watchdog
 from zrun_core.build import Built, build_on_meta, build_once_per_host
 from zrun_core.checkpoint.checkpointer import About, Checkpointer, hold, versions
@@ -38,7 +38,15 @@ from zrun_core.comm import Comm, Group
 from zrun_core.config import Ref
 from zrun_core.data.loader import BatchLoader
 from zrun_core.data.order import mix
-from zrun_core.errors import ExitCode, HangError, PeerError, RendezvousError, StoppedError, UserCodeError, ZrunError
+from zrun_core.errors import (
+    ExitCode,
+    OutOfMemoryError,
+    PeerError,
+    RendezvousError,
+    StoppedError,
+    UserCodeError,
+    ZrunError,
+)
 from zrun_core.events import Emitter
 from zrun_core.mesh import Mesh
 from zrun_core.optim.choose import choose
@@ -46,6 +54,7 @@ from zrun_core.optim.lr import make_schedule
 from zrun_core.spec import RunSpec, checkpoint_folder, host_file
 from zrun_core.stop import StopSignals
 from zrun_core.trainer import Parts, Trainer
+from zrun_core.zero.sharded import Settings, check_room
 
 
 def main() -> NoReturn:
@@ -111,8 +120,8 @@ class Worker:
         user.add_to_path(job_dir)
         chosen = choose(job.optim, lambda name: user.load(Ref(call=name), job_dir), device)
         settings = parallelize.make_settings(job, chosen, device)
-        settings = replace(settings, memory_bytes=self.spec.memory_bytes)
-        built = self._build(mesh, comm)
+        settings = replace(settings, memory_bytes=self._memory_bytes(device))
+        built = self._build(settings, mesh, comm)
         sharded = parallelize.parallelize(built, job, settings, mesh, comm)
         sharded.module.to(device)  # buffers: the parameters are there
         notes = list(built.notes)
@@ -202,7 +211,7 @@ class Worker:
     def _connect(self, device: torch.device) -> tuple[Comm, Mesh]:
         """The groups of this rank; those of one host see each other on its board."""
         hosts = [place.host for place in self.spec.plan.ranks]
-        Watchdog(self.board, self._hangs)
+        Watchdog(self.board, self._give_up)
         comm = Comm(device, self.board)
         ranks_here = hosts.count(hosts[self.rank])
         mesh = Mesh.build(self.rank, hosts, parallelize.shard_size(self.spec.job, len(hosts), ranks_here))
@@ -210,7 +219,12 @@ class Worker:
             print(f"the ranks of this host talk through sockets: {reason}")
         return comm, mesh
 
-    def _build(self, mesh: Mesh, comm: Comm) -> Built:
+    def _memory_bytes(self, device: torch.device) -> int | None:
+        """What the model may take where it lives; None: nobody looks. On a CPU this process has its part already."""
+        given = self.spec.memory_bytes
+        return given if given is None or device.type != "cpu" else given - room.held_bytes([os.getpid()])
+
+    def _build(self, settings: Settings, mesh: Mesh, comm: Comm) -> Built:
         job = self.spec.job
         values = self.spec.resume is None and (job.init_from is None or not job.init_from.strict)
 
@@ -220,7 +234,11 @@ class Worker:
         if job.init == "meta":
             return build_on_meta(factory, job.seed, values=values)
         path = self.run_dir / f"init-{mesh.host.ranks[0]}"
-        return build_once_per_host(factory, job.seed, path, mesh.host, comm, values=values)
+        return build_once_per_host(
+            factory, job.seed, path, mesh.host, comm, values=values, memory=job.limits.memory,
+            check_states=lambda structure: check_room(structure, settings, mesh, comm),
+            refuse=self._give_up if settings.memory_bytes is not None else None,
+        )  # fmt: skip
 
     def _load_parts(self) -> Parts:
         job, job_dir = self.spec.job, Path(self.spec.job_dir)
@@ -236,8 +254,8 @@ class Worker:
             collate=load(job.data.collate),
         )
 
-    def _hangs(self, error: HangError) -> None:
-        """Called by the watchdog's thread: the main thread waits in a collective and cannot be interrupted."""
+    def _give_up(self, error: ZrunError) -> None:
+        """Called by another thread: the main one waits in a collective or makes values, and cannot be interrupted."""
         code = self.report(error)
         self.emitter.close()
         os._exit(code)
@@ -247,6 +265,8 @@ class Worker:
         if isinstance(error, StoppedError):  # no failure
             print(error, file=sys.stderr, flush=True)
             return error.exit_code
+        if not isinstance(error, ZrunError) and user.is_out_of_memory(error):
+            error = OutOfMemoryError(f"out of memory: {error}")
         if isinstance(error, ZrunError):
             kind, code, text = "zrun", error.exit_code, str(error)
             first, *rest = text.splitlines()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event
 from typing import cast
 
 import pytest
@@ -207,6 +209,41 @@ def test_what_no_host_can_hold_is_refused_by_its_structure() -> None:
     build.check_room(module, 4_000_000)
     with pytest.raises(PreflightError, match=r"take 3\.8 MiB as its factory builds them.*write init: meta"):
         build.check_room(module, 3_999_999)
+
+
+def test_a_rank_that_is_alone_looks_ahead_in_a_copy_of_itself(tmp_path, capfd) -> None:
+    heard, calls = Event(), []
+
+    def factory() -> nn.Module:
+        calls.append(os.getpid())
+        print("building")
+        module = nn.Linear(4, 4)
+        if not module.weight.is_meta:
+            assert heard.wait(60)
+        return module
+
+    def too_big(structure: nn.Module) -> None:
+        assert structure.weight.is_meta
+        raise PreflightError("no room for 80 bytes")
+
+    refused: list[PreflightError] = []
+
+    def refuse(error: PreflightError) -> None:
+        refused.append(error)
+        heard.set()
+
+    built = build_once_per_host(factory, 3, tmp_path / "init", ALONE, Comm(CPU), check_states=too_big, refuse=refuse)
+    torch.manual_seed(3)
+    assert same(values(built), dict(nn.Linear(4, 4).named_parameters()))
+    assert [str(error) for error in refused] == ["no room for 80 bytes"]
+    assert calls == [os.getpid()]
+    assert capfd.readouterr().out == "building\n"
+
+
+def test_looking_ahead_says_nothing_where_there_is_room(tmp_path) -> None:
+    for factory in (Tied, lambda: torch.load("nothing") if torch.empty(0).is_meta else Tied()):
+        built = build_once_per_host(factory, 3, tmp_path / "init", ALONE, Comm(CPU), refuse=pytest.fail)
+        assert len(values(built)) == 15
 
 
 def test_a_rank_that_refuses_the_host_waits_for_nobody() -> None:

@@ -13,6 +13,7 @@ from zrun.estimate import gate
 from zrun.estimate.check import Line, check_run
 from zrun.estimate.forecast import Forecast, Pace, Request, folder, key_of, store, stored
 from zrun.estimate.gate import Gate, refusal
+from zrun.estimate.machine import hardware_of
 from zrun.job.load import LoadedJob, load_job
 from zrun.launch.cluster import Cluster, HostFacts
 from zrun.launch.plan import make_plan
@@ -163,6 +164,15 @@ def test_a_rank_that_refused_is_explained(loaded: LoadedJob) -> None:
         FakeMaking.ready = UNFIT
         assert opened.explanation() == UNFIT
     assert "zero.stage=3" in refusal(UNFIT)
+
+
+def test_a_job_may_take_less_than_there_is(loaded: LoadedJob) -> None:
+    limited = load_job(loaded.path, ["limits.memory=3GiB"])
+    assert key_of(limited.config, loaded.path.parent, CLUSTER) != key_of(loaded.config, loaded.path.parent, CLUSTER)
+    with make(limited) as opened:
+        assert opened.memory_bytes == (3 << 30) // 2
+    hardware = hardware_of(CLUSTER, "cpu", 2, {}, 3 << 30)
+    assert (hardware.host_bytes, hardware.device.memory_bytes) == (3 << 30, (3 << 30) // 2)
 
 
 def test_a_comparison_is_judged_by_its_tolerance() -> None:

@@ -73,6 +73,10 @@ def failure(end: Exit, found: Note | None) -> Failure:
             *(Exit(1, KILL, 1.0, oom=True), None),
             *("was killed by SIGKILL because memory ran out after step 12", ExitCode.WORKER),
         ),
+        (
+            *(Exit(1, KILL, 1.0, oom=True, shortage="8.0 MiB were left"), None),
+            *("was killed by SIGKILL because memory ran out: 8.0 MiB were left, after step 12", ExitCode.WORKER),
+        ),
         (Exit(1, 3, 1.0), None, "ended with status 3 after step 12", ExitCode.WORKER),
         (Exit(1, 0, 1.0), None, "ended with status 0 before training did after step 12", ExitCode.WORKER),
     ],
@@ -89,6 +93,12 @@ def test_the_traceback_is_told_or_else_the_message() -> None:
     trace = "hooks.on_step failed\nTraceback (most recent call last):\n  File ...\nValueError: boom\n"
     for found in (note(1, traceback=trace, message="hooks.on_step failed: ValueError: boom"), note(1)):
         assert failure(Exit(1, 5, 1.0), found).describe().count("boom") == 1
+
+
+def test_who_had_no_memory_is_known() -> None:
+    assert failure(Exit(1, KILL, 1.0, oom=True), None).is_out_of_memory
+    assert failure(Exit(1, 5, 1.0), note(1, "zrun", type="OutOfMemoryError")).is_out_of_memory
+    assert not failure(Exit(1, 5, 1.0), note(1, "zrun")).is_out_of_memory
 
 
 def test_half_a_note_is_none() -> None:

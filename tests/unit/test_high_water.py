@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import torch
 
+from zrun.launch.environment import WORKER_DEFAULTS
 from zrun_core.high_water import HighWater
 
 BYTES = 777_767
@@ -16,6 +21,25 @@ def test_the_highest_moment_counts():
         del first, second
         torch.empty(BYTES, dtype=torch.uint8)
     assert water.num_bytes == 2 * BYTES
+
+
+_GIVES_BACK = """
+import torch
+from zrun_core.high_water import HighWater
+before = [torch.ones(1000)]
+with HighWater(torch.device("cpu")) as water:
+    before.clear()
+    torch.ones(3)
+print(water.num_bytes)
+"""
+
+
+def test_a_workers_log_hears_nothing_of_it():
+    environment = {name: value for name, value in os.environ.items() if name != "TORCH_CPP_LOG_LEVEL"} | WORKER_DEFAULTS
+    done = subprocess.run(
+        [sys.executable, "-c", _GIVES_BACK], env=environment, capture_output=True, text=True, check=True
+    )
+    assert (done.stdout, done.stderr) == ("12\n", "")
 
 
 def test_a_profiler_of_the_users_goes_on():

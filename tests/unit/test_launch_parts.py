@@ -18,6 +18,7 @@ from zrun.launch.frames import EVENT, Start, Unpacker, pack
 from zrun.launch.lines import Lines
 from zrun.launch.processes import Process
 from zrun.launch.rundir import RunDir
+from zrun_core import room
 from zrun_core.config import JobConfig
 from zrun_core.errors import JobError
 from zrun_core.spec import LaunchPlan, RankPlace, RunSpec, resolve_batch
@@ -97,7 +98,7 @@ def test_a_session_is_told_apart_and_ended() -> None:
 
 
 def test_counters_of_the_group_are_numbers_or_none() -> None:
-    for value in (cgroup.cpu_quota(), cgroup.memory_limit(), cgroup.oom_kills()):
+    for value in (cgroup.cpu_quota(), room.group_limit(), room.oom_kills()):
         assert value is None or value >= 0
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
+import signal
 import socket
 import subprocess
 import time
@@ -26,7 +28,7 @@ PATIENCE_S = 30.0
 class Setting:
     """A switchboard with one worker, seen from its launcher."""
 
-    def __init__(self, folder: Path, *, is_remote: bool) -> None:
+    def __init__(self, folder: Path, *, is_remote: bool = False, memory: int | None = None) -> None:
         control, self.control = os.pipe()
         self.output, output = os.pipe()
         self.switchboard = Switchboard(control, output)
@@ -36,7 +38,7 @@ class Setting:
         self.switchboard.listen(heard)
         self.worker = subprocess.Popen(["sleep", "600"], start_new_session=True)
         observer = Observer(BoardView(folder / "board", range(1)), folder)
-        self.switchboard.watch({0: self.worker}, folder, observer, is_remote=is_remote)
+        self.switchboard.watch({0: self.worker}, folder, observer, is_remote=is_remote, memory=memory)
 
     def flood(self, count: int) -> None:
         """Emit more than the pipe takes."""
@@ -57,6 +59,15 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "logs").mkdir()
     (tmp_path / "failures").mkdir()
     return tmp_path
+
+
+def test_ranks_that_take_too_much_memory_in_their_first_step_are_killed(folder: Path) -> None:
+    setting = Setting(folder, memory=1)
+    assert setting.worker.wait(PATIENCE_S) == -signal.SIGKILL
+    setting.switchboard.finish()
+    (end,) = (frame for frame in setting.hear() if frame["frame"] == "exit")
+    assert end["oom"]
+    assert re.fullmatch(r"ranks of this host held \S+ .iB, and limits\.memory is 1 B", end["shortage"])
 
 
 def test_silence_is_noticed_although_nobody_takes_what_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

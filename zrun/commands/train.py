@@ -9,7 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from socket import gethostname
@@ -22,6 +22,7 @@ from zrun.watch.ui import Ui
 from zrun_core.errors import ExitCode, JobError, PreflightError, StoppedError, ZrunError
 
 if TYPE_CHECKING:
+    from zrun.estimate.forecast import Forecast
     from zrun.estimate.gate import Gate
     from zrun.job.load import LoadedJob
     from zrun.launch.agent_process import AgentLink
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from zrun.launch.lock import Lock
     from zrun.launch.plan import Resolved
     from zrun.launch.rundir import RunDir
+    from zrun.launch.supervise import Run
     from zrun_core.config import JobConfig
     from zrun_core.events import Event
     from zrun_core.spec import ResumeSpec
@@ -439,8 +441,12 @@ def _follow(
     code, failure = judge(run, plan, rundir, interrupts)
     if failure is not None:
         again = order.again if _committed(resolved, rundir) else None
-        rundir.write_failure(failure.as_json() | {"resume": again})
-        unfit = gate.explanation() if code == ExitCode.PREFLIGHT else None
+        record = failure.as_json() | {"resume": again}
+        rundir.write_failure(record)
+        unfit = _unfit(code, failure, run, gate)
+        if unfit is not None:
+            code = ExitCode.PREFLIGHT
+            rundir.write_failure(record | {"exit_code": int(code), "unfit": unfit.as_json()})
         told = refusal(unfit) if unfit is not None else failure.describe()
         _say(told + (f"\n  resume: {again}" if again else ""), sys.stderr)
     elif code == ExitCode.OK and ui is not Ui.none:
@@ -450,6 +456,23 @@ def _follow(
         lost = "".join(f"; lost {why}" for why in run.lost.values())
         _say(f"stopped after step {run.last_step}, {saved}{lost}", sys.stderr)
     return code, failure, interrupts.first is not None or run.stopping
+
+
+def _unfit(code: int, failure: Failure | Hang | LostHost, run: Run, gate: Gate) -> Forecast | None:
+    """What an estimate says of a job for which a rank had no room; None: it would fit, or nobody waited for it."""
+    from zrun.launch.failures import Failure
+    from zrun.launch.signals import stoppable
+
+    if not isinstance(failure, Failure) or not gate.may_refuse:
+        return None
+    in_first_step = failure.is_out_of_memory and (not run.last_step or bool(failure.end.shortage))
+    if code != ExitCode.PREFLIGHT and not in_first_step:
+        return None
+    reason = f": {failure.note.message}" if failure.note is not None else ""
+    _say(f"{failure.headline}{reason}\nlooking for what would fit; a signal ends that", sys.stderr)
+    with suppress(StoppedError), stoppable(lambda: "looking"):
+        return gate.explanation()
+    return None
 
 
 def _say(text: str, out: TextIO) -> None:

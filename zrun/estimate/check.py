@@ -153,7 +153,7 @@ def _hardware(spec: RunSpec, start: Event) -> tuple[Hardware, list[str]]:
 
         return parse_simulate(f"{len(hosts)}x{per_host}x{like(str(start.get('device'))).name}"), notes
     cluster = Cluster(tuple(replace(here, hostname=host) for host in hosts))
-    return hardware_of(cluster, device, per_host), notes
+    return hardware_of(cluster, device, per_host, memory=spec.job.limits.memory), notes
 
 
 def _spec(run: Path) -> RunSpec:

@@ -95,6 +95,7 @@ def key_of(job: JobConfig, job_dir: Path, cluster: Cluster) -> str:
     ]
     facts = {
         "job": job.model_dump(mode="json", by_alias=True, exclude=set(_UNRELATED)),
+        "memory": job.limits.memory,
         "code": job_code(job_dir),
         "folder": str(job_dir),  # data and code outside of Python files lie relative to it
         "hosts": hosts,
@@ -178,10 +179,12 @@ class Making:
 
     def wait(self, timeout_s: float) -> Forecast | None:
         """The forecast, if it is made in this time."""
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout_s)
-            self._read()
-        self.close()
+        try:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout_s)
+                self._read()
+        finally:
+            self.close()
         return self.forecast
 
     def close(self) -> None:

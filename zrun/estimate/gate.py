@@ -6,7 +6,8 @@ An estimate needs torch and a trace of the model, some seconds of work, and a la
 - else a process makes one, for the comparison and for the next launch: with a tenth of a core, once the first step has
   ended. Where there are cores to spare it begins beside the launch; if it says no before the first step has ended, the
   run ends there;
-- a rank adds up its own states before it allocates them (`RunSpec.memory_bytes`), and refuses what cannot fit.
+- a rank adds up its own states before it allocates them (`RunSpec.memory_bytes`), and refuses what cannot fit;
+- after that, and after a first step for which there was no memory, an estimate says what would help.
 """
 
 from __future__ import annotations
@@ -34,7 +35,13 @@ _WARM_STEPS = 2  # not counted in times: the second one's memory is measured
 
 
 class Gate:
-    """The forecast of one launch, from the question whether it fits to the comparison at its end."""
+    """The forecast of one launch, from the question whether it fits to the comparison at its end.
+
+    Attributes:
+        forecast: None: nobody knows yet.
+        memory_bytes: that a rank may have; it refuses by itself what takes more. None: it refuses nothing.
+        may_refuse: what does not fit is not to be started.
+    """
 
     def __init__(
         self,
@@ -53,14 +60,15 @@ class Gate:
             force: what does not fit is started all the same.
             is_restart: the run has shown already that it fits.
         """
-        self._may_refuse = not (force or is_restart)
+        self.may_refuse = not (force or is_restart)
         self._environment = environment
         here = len(resolved.plan.ranks_on(resolved.plan.hosts[0]))
         self._has_spare_cores = cluster.hosts[0].cores >= _CORES_PER_RANK * here + _CORES_PER_RANK
-        self.memory_bytes: int | None = None  # that a rank may have; it refuses by itself what takes more
-        if self._may_refuse:
+        self.memory_bytes: int | None = None
+        if self.may_refuse:
             per_host = max(len(resolved.plan.ranks_on(host)) for host in resolved.plan.hosts)
-            self.memory_bytes = capacity_of(cluster, "cpu" if resolved.job.device == "cpu" else "cuda", per_host)
+            device = "cpu" if resolved.job.device == "cpu" else "cuda"
+            self.memory_bytes = capacity_of(cluster, device, per_host, resolved.job.limits.memory)
         job_dir = loaded.path.absolute().parent
         self._request = Request(
             job=loaded.config.model_dump(mode="json", by_alias=True, exclude_unset=True),
@@ -82,7 +90,7 @@ class Gate:
         Raises:
             PreflightError: it cannot fit.
         """
-        if self.forecast is not None and not self.forecast.fits and self._may_refuse:
+        if self.forecast is not None and not self.forecast.fits and self.may_refuse:
             # What a host has free changes: the answer that counts is today's.
             self.forecast = Making(self._request, self._environment, Pace.NOW).wait(_PATIENCE_S) or self.forecast
             self._refuse(self.forecast)
@@ -105,7 +113,7 @@ class Gate:
             self.forecast = self._making.forecast
             self._making.close()
             self._making = None
-            if self.forecast is not None and not self._step and self._may_refuse:
+            if self.forecast is not None and not self._step and self.may_refuse:
                 self._refuse(self.forecast)
             self._tell(emit)
 
@@ -127,7 +135,7 @@ class Gate:
                 self._tell(emit)
 
     def explanation(self) -> Forecast | None:
-        """Why it does not fit, after a rank has refused it: worth some seconds of waiting."""
+        """Why it does not fit, after a rank has refused it or has had no memory: worth some seconds of waiting."""
         if self.forecast is None or self.forecast.fits:
             self.__exit__()
             self.forecast = Making(self._request, self._environment, Pace.NOW).wait(_PATIENCE_S)

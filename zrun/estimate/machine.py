@@ -8,10 +8,8 @@ from dataclasses import replace
 from socket import gethostname
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
-from zrun.launch import cgroup
 from zrun.launch.calibration import Calibration, HostRates, MatmulRates
+from zrun_core import room
 
 if TYPE_CHECKING:
     from zrun.launch.cluster import Cluster, HostFacts
@@ -22,16 +20,21 @@ _CORE_FLOPS, _CORE_COPY = {"fp32": 75e9, "bf16": 150e9}, 4e9
 _MOST_COPY = 40e9
 
 
-def hardware_of(cluster: Cluster, device: str, per_host: int, environ: Mapping[str, str] = os.environ) -> Hardware:
+def hardware_of(
+    cluster: Cluster, device: str, per_host: int, environ: Mapping[str, str] = os.environ, memory: int | None = None
+) -> Hardware:
     """The hosts of `cluster` with `per_host` ranks each; the weakest of them counts.
 
     Rates are those that `zrun doctor --bench` has stored; else data sheets of GPUs, and a usual core.
+
+    Args:
+        memory: `limits.memory` of the job.
 
     Raises:
         JobError: the file of rates is none.
     """
     least = min(cluster.hosts, key=lambda host: (host.memory_bytes, host.cores))
-    host_bytes = min(host_memory(host) for host in cluster.hosts)
+    host_bytes = min(_host_memory(host, memory) for host in cluster.hosts)
     nodes, rates = len(cluster.hosts), _rates(cluster, environ)
     name = str(cluster) if nodes == 1 else f"{nodes} hosts"
     if device == "cpu":
@@ -39,19 +42,18 @@ def hardware_of(cluster: Cluster, device: str, per_host: int, environ: Mapping[s
     return _of_gpus(rates, least, host_bytes, per_host, nodes, name)
 
 
-def capacity_of(cluster: Cluster, device: str, per_host: int) -> int | None:
-    """Bytes that a rank may have where its model lives; None where nobody knows."""
+def capacity_of(cluster: Cluster, device: str, per_host: int, memory: int | None) -> int | None:
+    """Bytes that a rank may have where its model lives; None where nobody knows. See `hardware_of`."""
     if device == "cpu":
-        return min(host_memory(host) for host in cluster.hosts) // per_host
+        return min(_host_memory(host, memory) for host in cluster.hosts) // per_host
     sizes = [gpu.memory_bytes for host in cluster.hosts for gpu in host.gpus]
     return min(sizes, default=0) or None
 
 
-def host_memory(host: HostFacts) -> int:
+def _host_memory(host: HostFacts, most: int | None) -> int:
     """Bytes of a host's memory that a job may have: of this one what is free now, of others what they have."""
-    if host.hostname not in (gethostname(), "localhost"):
-        return host.memory_bytes
-    return min(host.memory_bytes, psutil.virtual_memory().available, cgroup.memory_left() or host.memory_bytes)
+    has = host.memory_bytes if most is None else min(host.memory_bytes, most)
+    return has if host.hostname not in (gethostname(), "localhost") else min(has, room.host_left())
 
 
 def _rates(cluster: Cluster, environ: Mapping[str, str]) -> tuple[Calibration, list[HostRates]] | None:

@@ -71,7 +71,7 @@ def of_job(loaded: LoadedJob, cluster: Cluster, environ: Mapping[str, str] = os.
     resolved = make_plan(loaded.config, cluster)
     device = "cpu" if resolved.job.device == "cpu" else "cuda"
     per_host = max(len(resolved.plan.ranks_on(host)) for host in resolved.plan.hosts)
-    hardware = hardware_of(cluster, device, per_host, environ)
+    hardware = hardware_of(cluster, device, per_host, environ, resolved.job.limits.memory)
     return _question(loaded, resolved.job, resolved.batch, hardware)
 
 

@@ -106,7 +106,8 @@ def _run(start: Start, store: socket.socket | None, run_dir: Path, telemetry: st
     if store is not None:
         store.close()  # rank 0 has it
     observer = Observer(BoardView(host_file(run_dir, "board", all_here.start), all_here), run_dir)
-    switchboard.watch(workers, run_dir, observer, is_remote=start.is_remote)
+    memory = start.spec["job"].get("limits", {}).get("memory")
+    switchboard.watch(workers, run_dir, observer, is_remote=start.is_remote, memory=memory)
     for worker in workers.values():
         worker.wait()
 

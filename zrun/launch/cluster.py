@@ -18,6 +18,7 @@ from zrun.topology.cpus import USER_BINDING, NumaNode, read_nodes
 from zrun.topology.links import LinkMatrix, link_matrix, usable
 from zrun.topology.nvml import Device, Reading, Slice, read, read_machine
 from zrun.topology.scenario import Scenario
+from zrun_core import room
 from zrun_core.sizes import format_size
 
 _NAMED = 3  # hosts that a message lists before it counts
@@ -147,11 +148,10 @@ def probe_host() -> HostFacts:
     cpus = os.sched_getaffinity(0)
     quota = cgroup.cpu_quota()
     cores = len(cpus) if quota is None else max(1, min(len(cpus), int(quota)))
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     host = HostFacts(
         socket.gethostname(),
         cores,
-        min(total, cgroup.memory_limit() or total),
+        room.host_total(),
         nodes=read_nodes(cpus),
         unbound=_unbound(cpus, cores),
     )

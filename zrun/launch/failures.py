@@ -15,7 +15,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from zrun.launch.frames import GRACE_S
-from zrun_core.errors import PEER_IS_GONE, ExitCode
+from zrun_core.errors import PEER_IS_GONE, ExitCode, OutOfMemoryError
 from zrun_core.spec import LaunchPlan, RankPlace
 
 _DOES = {"is stopped": "stopped by a signal or a debugger", "is silent": "silent, as is the agent of its host"}
@@ -59,9 +59,10 @@ class Exit:
     rank: int
     status: int  # negative: the signal that ended it
     time: float  # unix seconds at which the launcher heard of it: clocks of hosts are never compared
-    oom: bool = False  # the kernel took it because memory ran out
+    oom: bool = False  # the kernel, or the agent, took it because memory ran out
     note: Note | None = None  # what it said why
     log: tuple[str, ...] = ()  # the end of its log
+    shortage: str = ""  # what the agent saw when it took it
 
     @property
     def signal(self) -> signal.Signals | None:
@@ -125,6 +126,11 @@ class Failure:
         return self.note.step if self.note is not None else self.last_step or None
 
     @property
+    def is_out_of_memory(self) -> bool:
+        """On the host or on a device."""
+        return self.end.oom or (self.note is not None and self.note.type == OutOfMemoryError.__name__)
+
+    @property
     def headline(self) -> str:
         who = f"rank {self.place.rank} of {self.num_ranks} ({self.place.host}, {self.place.device})"
         return f"{who} {self._what()}{self._where()}"
@@ -133,7 +139,8 @@ class Failure:
         if self.note is not None:
             return "failed"
         if self.end.signal is not None:
-            return f"was killed by {self.end.signal.name}" + " because memory ran out" * self.end.oom
+            seen = f": {self.end.shortage}," if self.end.shortage else ""
+            return f"was killed by {self.end.signal.name}" + f" because memory ran out{seen}" * self.end.oom
         return f"ended with status {self.end.status}" + " before training did" * (self.end.status == 0)
 
     def _where(self) -> str:

@@ -119,6 +119,10 @@ class Observer:
         """The frame that says how far the running `ranks` are."""
         return {"frame": "board", "states": {rank: list(self._view.state(rank)) for rank in ranks}}
 
+    def are_past_first_step(self, ranks: Iterable[int]) -> bool:
+        """Whether each of the running `ranks` has made a step."""
+        return all(0 < state.first < state.step for state in map(self._view.state, ranks))
+
     def testify(self, leaders: Mapping[int, Process]) -> dict[str, Any]:
         """The frame that says what the running workers do, with their stacks and the ends of their logs."""
         halted = [rank for rank, leader in leaders.items() if leader.state in ("T", "t")]

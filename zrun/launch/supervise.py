@@ -90,7 +90,10 @@ class Run:
             case "exit":
                 self.states.pop(frame["rank"], None)
                 note = Note.parse(frame["note"])
-                end = Exit(frame["rank"], frame["status"], time.time(), frame["oom"], note, tuple(frame["log"]))
+                end = Exit(
+                    frame["rank"], frame["status"], time.time(), frame["oom"], note, tuple(frame["log"]),
+                    frame.get("shortage", ""),
+                )  # fmt: skip
                 self.exits.append(end)
                 self.ended_ranks.add(end.rank)
                 self.is_failing |= end.status != 0

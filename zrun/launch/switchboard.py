@@ -21,13 +21,15 @@ from pathlib import Path
 from queue import SimpleQueue
 from subprocess import Popen
 
-from zrun.launch import cgroup, processes
+from zrun.launch import processes
 from zrun.launch.frames import EVENT, GRACE_S, SILENCE_S, Frame, Start, Stop, Unpacker
 from zrun.launch.hangs import BOARD_S, Observer
+from zrun.launch.memory_watch import MemoryWatch
 from zrun.launch.outbox import Outbox
 from zrun.launch.processes import Process
 from zrun.launch.tail import last_lines
 from zrun.launch.workers import Workers
+from zrun_core import room
 from zrun_core.errors import ExitCode
 
 _READ_BYTES = 1 << 16
@@ -74,7 +76,9 @@ class Switchboard:
         self._stop_with: Stop | None = None
         self._terminate_at: float | None = None
         self._kill_at: float | None = None
-        self._oom_kills = cgroup.oom_kills()
+        self._oom_kills = room.oom_kills()
+        self._memory: MemoryWatch | None = None
+        self._shortage = ""  # of memory, for which the workers were killed
         self._done, self._finish = os.pipe()
         # epoll lets the main thread add descriptors while this one waits.
         self._selector = selectors.EpollSelector()
@@ -89,10 +93,13 @@ class Switchboard:
         self._telemetry = telemetry
         self._on(telemetry.fileno(), self._hear)
 
-    def watch(self, workers: Workers, run_dir: Path, observer: Observer, *, is_remote: bool) -> None:
+    def watch(
+        self, workers: Workers, run_dir: Path, observer: Observer, *, is_remote: bool, memory: int | None
+    ) -> None:
         """Report how these workers fare, and stop them when the launcher says so or dies.
 
         Args:
+            memory: bytes that they may take together; None: what the host has.
             is_remote: the launcher is on another host, and may vanish without a word.
         """
         self._run_dir = run_dir
@@ -106,6 +113,7 @@ class Switchboard:
         self._send({"frame": "started", "pids": {rank: worker.pid for rank, worker in workers.items()}})
         self._heard = time.monotonic()
         self._observer, self._is_remote = observer, is_remote
+        self._memory = MemoryWatch(memory)
         if self._stop_with is not None:
             self.stop(self._stop_with)
 
@@ -139,6 +147,8 @@ class Switchboard:
                 for moment in (self._terminate_at, self._kill_at):
                     if moment is not None:
                         patience = min(patience, max(0.0, moment - time.monotonic()))
+                if self._memory is not None:
+                    patience = min(patience, self._memory.patience(time.monotonic()))
                 for key, _ in self._selector.select(patience):
                     key.data(key.fd)
                 if self._terminate_at is not None and time.monotonic() >= self._terminate_at:
@@ -161,7 +171,16 @@ class Switchboard:
         """What is to be done now and then."""
         if self._observer is not None and now - self._looked > BOARD_S and not self._outbox.is_full:
             self._looked = now
-            self._send(self._observer.look([rank for rank, _ in list(self._running.values())]))
+            running = [rank for rank, _ in list(self._running.values())]
+            self._send(self._observer.look(running))
+            if self._memory is not None and self._observer.are_past_first_step(running):
+                self._memory = None
+        if self._memory is not None:
+            self._shortage = self._memory.shortage(now, [leader.pid for leader in list(self._leaders.values())])
+            if self._shortage:
+                print(f"{self._shortage}: the workers are killed", flush=True)
+                self._memory = None
+                self.stop(Stop.KILL)
         if self._is_remote and not self._is_deaf and now - self._heard > SILENCE_S:
             print(f"no word from the launcher for {SILENCE_S:g} s: stopping", flush=True)
             self._hear_no_more()
@@ -257,9 +276,11 @@ class Switchboard:
                 pass  # what it said before it ended comes first
         while (status := worker.poll()) is None:
             time.sleep(0.001)  # the main thread is just collecting it
-        oom_kills = cgroup.oom_kills()
-        oom = status == -signal.SIGKILL and oom_kills is not None and oom_kills > (self._oom_kills or 0)
-        self._send({"frame": "exit", "rank": rank, "status": status, "oom": oom, **self._last_words(rank, status)})
+        oom_kills = room.oom_kills()
+        by_kernel = oom_kills is not None and oom_kills > (self._oom_kills or 0)
+        oom = status == -signal.SIGKILL and (bool(self._shortage) or by_kernel)
+        told = {"frame": "exit", "rank": rank, "status": status, "oom": oom, "shortage": self._shortage * oom}
+        self._send({**told, **self._last_words(rank, status)})
         if status != 0 and self._kill_at is None:
             now = time.monotonic()
             self._terminate_at, self._kill_at = now + _LAST_WORDS_S, now + GRACE_S

@@ -61,7 +61,7 @@ class Device:
         cache_bytes: tensors up to this size stay near the cores, at `cache_speedup` times the bandwidth.
         narrow: bytes per second of elementwise operations in 16 bits, as a share of those in 32.
         launch_s: seconds that an operation takes however small it is.
-        context_bytes: of the driver, outside of any allocator.
+        context_bytes: of the driver, outside of any allocator; on a CPU of Python and torch, which each process has.
         workspace_bytes: of the library of matrix products, in the allocator.
         communicator_bytes: of one group of ranks, outside of the allocator.
         contention: share of a transfer's time that it takes from computation beside it; 1: nothing overlaps.
@@ -174,7 +174,7 @@ DEVICES: dict[str, Device] = {
 _CPU_CORE = Device(
     "CPU", "cpu", 0, {"fp32": 90e9, "bf16": 180e9}, 12e9, gemm=0.85, gemm_area=4096.0, gemm_depth=48.0, attention=0.35,
     streaming=0.8, cache_bytes=16 * MIB, cache_speedup=2.0, narrow=0.55, launch_s=5e-6, contention=1.0,
-    optimizer=0.35e9,
+    optimizer=0.35e9, context_bytes=160 * MIB,
 )  # fmt: skip
 _ALIASES = {
     "V100": "V100-32G", "A100": "A100-80G", "H100": "H100-80G", "RTX4090": "4090", "RTX-4090": "4090",

@@ -18,14 +18,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.data import default_collate
 
-from zrun_core import user
+from zrun_core import room, user
 from zrun_core.activations.checkpoint import apply_checkpointing
 from zrun_core.build import check
 from zrun_core.config import ActivationsConfig, JobConfig, Ref
@@ -300,7 +299,7 @@ class _Subject:
         self._mode, self._is_fake = nullcontext(), False
         shape = describe_params(self._model, self._precision.compute)
         num_bytes = 4 * sum(param.numel for param in shape)
-        if num_bytes > 0.4 * psutil.virtual_memory().available:
+        if num_bytes > 0.4 * room.host_left():
             raise UserCodeError(
                 f"the model must run for real to be measured, and its {num_bytes / 2**30:.1f} GiB do not fit here"
             )

@@ -25,7 +25,7 @@ from torch import nn
 
 from zrun_core.comm import Comm, Phase
 from zrun_core.errors import PreflightError
-from zrun_core.layout import Buffer, Kind, ParamSlot, StatePolicy, ZeroPolicy, module_buffers
+from zrun_core.layout import Buffer, Kind, ParamSlot, StatePolicy, UnitLayout, ZeroPolicy, module_buffers
 from zrun_core.mesh import Mesh
 from zrun_core.optim.choose import Chosen, Options
 from zrun_core.optim.sharded import ShardedOptimizer
@@ -124,6 +124,35 @@ def plan_cut(model: nn.Module, settings: Settings, num_shards: int) -> Cut:
     )
 
 
+def check_room(model: nn.Module, settings: Settings, mesh: Mesh, comm: Comm) -> None:
+    """Before anything of `model`, which may be on the meta device, is sharded.
+
+    Raises:
+        PreflightError: this rank has no room for the states.
+    """
+    if settings.memory_bytes is not None:
+        planned = plan_cut(model, settings, split_group(mesh, settings.states).size)
+        check_states([unit.layout for unit in planned.units], settings, mesh, comm)
+
+
+def check_states(layouts: Sequence[UnitLayout], settings: Settings, mesh: Mesh, comm: Comm) -> None:
+    """Before anything is allocated.
+
+    Raises:
+        PreflightError: the states alone take more than a rank has.
+    """
+    states, has = settings.states, settings.memory_bytes
+    if has is None:
+        return
+    peers, moves = peers_of(comm, mesh, states), moves_pages(comm.device.type)
+    buffers = states.rank_buffers(layouts, peers, prefetch=settings.prefetch, moves_pages=moves)
+    if (needed := sum(buffer.num_bytes for buffer in buffers)) > has:
+        raise PreflightError(
+            f"the model's states take {format_size(needed)} on this rank, which has {format_size(has)}: "
+            "zrun estimate says what would fit"
+        )
+
+
 class ShardedModel:
     """A module whose parameters live in flat units."""
 
@@ -150,7 +179,7 @@ class ShardedModel:
         planned = plan_cut(module, settings, split.size)
         self.layouts = [unit.layout for unit in planned.units]
         moves = moves_pages(comm.device.type)
-        self._check_room(moves)
+        check_states(self.layouts, settings, mesh, comm)
         whole = states.gather_ring_bytes(self.layouts, settings.prefetch, moves_pages=moves)
         self._pool = window_pool(comm.device, whole)
         self.units: list[FlatUnit] = []
@@ -368,23 +397,6 @@ class ShardedModel:
             self.layouts, self.settings.states, how_often, index=split_group(self.mesh, self.settings.states).index,
             copies=self.mesh.replicate.size, copy_index=self.mesh.replicate.index,
         )  # fmt: skip
-
-    def _check_room(self, moves: bool) -> None:
-        """Before anything is allocated.
-
-        Raises:
-            PreflightError: the states alone take more than a rank has.
-        """
-        states, room = self.settings.states, self.settings.memory_bytes
-        if room is None:
-            return
-        peers = peers_of(self.comm, self.mesh, states)
-        buffers = states.rank_buffers(self.layouts, peers, prefetch=self.settings.prefetch, moves_pages=moves)
-        if (needed := sum(buffer.num_bytes for buffer in buffers)) > room:
-            raise PreflightError(
-                f"the model's states take {format_size(needed)} on this rank, which has {format_size(room)}: "
-                "zrun estimate says what would fit"
-            )
 
     def planned_memory(self) -> MemoryAccount:
         """What `layout` says this rank allocates."""

@@ -1,0 +1,52 @@
+"""A job that does not fit is refused, with the keys that would help; with those keys it trains."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from waiting import PATIENCE_S
+
+JOB = {
+    "name": "big",
+    "model": {"call": "zrun_core.models.gpt:gpt", "args": {"dim": 448, "depth": 8, "heads": 7, "seq_len": 64}},
+    "data": {"call": "zrun_core.data.text:text", "args": {"paths": "*.txt", "seq_len": 64}},
+    "steps": 2,
+    "batch": {"global": 2, "micro": 1},
+    "slots": 2,
+    "device": "cpu",
+    "zero": 0,
+    "limits": {"memory": "840MiB"},
+}
+
+
+def zrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "zrun", *arguments], cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S
+    )
+
+
+def test_what_does_not_fit_is_refused_and_trains_as_it_is_told_to(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "job.yaml").write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in JOB.items()))
+    (tmp_path / "some.txt").write_text("It was the best of times, it was the worst of times. " * 40)
+    refused = zrun(tmp_path, "train", "job.yaml", "--run-dir", "refused", "--ui", "plain")
+    assert refused.returncode == 3, refused.stderr
+    assert re.search(r"the model's states take \d+\.\d MiB on this rank, which has \d+\.\d MiB", refused.stderr)
+    assert "this job does not fit: each rank's share of the host's memory would hold" in refused.stderr
+    assert "more than its 420.0 MiB: " in refused.stderr
+    assert "; the cheapest change that fits: zero.stage=" in refused.stderr
+    found = json.loads((tmp_path / "refused" / "failure.json").read_text())
+    assert (found["exit_code"], found["unfit"]["capacity"]) == (3, 420 << 20)
+    assert not (tmp_path / "refused" / "checkpoints").exists()
+
+    changed = zrun(tmp_path, "estimate", "job.yaml", "--fit", "--write", "fits.yaml")
+    assert changed.returncode == 3, changed.stderr
+    line = next(line for line in refused.stderr.splitlines() if line.startswith("on the command line: "))
+    assert f"with {line.removeprefix('on the command line: ')}, or in the job file:" in changed.stdout
+    trained = zrun(tmp_path, "train", "fits.yaml", "--run-dir", "fits", "--ui", "plain")
+    assert trained.returncode == 0, trained.stderr
+    assert "step 2/2" in trained.stdout

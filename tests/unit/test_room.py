@@ -1,0 +1,73 @@
+"""How much memory there is: what the kernel's files come to, and when ranks have taken too much of it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from zrun.launch import memory_watch
+from zrun.launch.memory_watch import MemoryWatch
+from zrun_core import room
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The root of control groups that are not there; this process is in `jobs/mine` of both versions."""
+    read = room.text
+    of_process = "4:cpu,memory:/jobs/mine\n0::/jobs/mine\n"
+    monkeypatch.setattr(room, "_GROUPS", tmp_path)
+    monkeypatch.setattr(room, "text", lambda path: of_process if str(path) == "/proc/self/cgroup" else read(path))
+    return tmp_path
+
+
+def fill(folder: Path, **files: object) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(f"{text}\n")
+
+
+def test_without_a_limit_the_host_counts(group: Path) -> None:
+    assert room.group_limit() is None
+    assert room.group_left() is None
+    assert 0 < room.host_left() < room.host_total()
+    fill(group / "memory/jobs/mine", memory__limit_in_bytes=0x7FFFFFFFFFFFF000, memory__usage_in_bytes=1)
+    assert room.group_limit() is None
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_tightest_group_counts_and_what_the_kernel_can_drop_is_free(group: Path, version: int) -> None:
+    limit, used = [("memory__limit_in_bytes", "memory__usage_in_bytes"), ("memory__max", "memory__current")][
+        version - 1
+    ]
+    folder = group / ("memory" if version == 1 else "")
+    fill(folder / "jobs/mine", **{limit: "900" if version == 1 else "max", used: 500})
+    fill(folder / "jobs", **{limit: 700, used: 600, "memory__stat": "anon 1\ninactive_file 150\nactive_file 50\nodd"})
+    assert room.group_limit() == room.host_total() == 700
+    assert room.group_left() == room.host_left() == 300
+
+
+def test_ranks_may_take_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = 1000 * MIB
+    monkeypatch.setattr(room, "host_total", lambda: 10_000 * MIB)
+    monkeypatch.setattr(room, "host_left", lambda *, swap: left)
+    watch = MemoryWatch(None)
+    assert watch.shortage(0.0, []) == ""
+    assert 0.05 < watch.patience(0.0) <= 0.5
+    left = 101 * MIB
+    assert watch.shortage(1.0, []) == ""
+    assert watch.patience(1.0) == pytest.approx(0.02)
+    left = 99 * MIB
+    assert watch.shortage(1.01, []) == ""  # nobody looks yet
+    assert watch.shortage(1.02, []) == "99.0 MiB were left on this host"
+
+
+def test_ranks_may_take_what_their_job_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = room.held_bytes([os.getpid()])
+    assert 10 * MIB < held < room.host_total()
+    monkeypatch.setattr(memory_watch.room, "host_left", lambda *, swap: 1 << 40)
+    assert MemoryWatch(2 * held).shortage(0.0, [os.getpid()]) == ""
+    assert "and limits.memory is 1.0 MiB" in MemoryWatch(MIB).shortage(0.0, [os.getpid(), 0])

@@ -1,0 +1,56 @@
+"""Until the first step of its ranks is over: do they take more memory than a host has, or than their job may have?
+
+A kernel without memory kills whom it likes, after a while in which nothing on the host moves. What a job needs it has
+by the end of its first step, so nobody looks after that.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+from zrun_core import room
+from zrun_core.sizes import format_size
+
+_MOST_KEPT = 256 << 20  # bytes that are left when it is over; less where there is little
+_FILLED_PER_CORE = 4e9  # bytes per second that a core takes at most: pages are cleared for it
+_TOLERATED = 1.1  # of what a job may take: the heap has holes, and the second step is measured
+_SHORTEST_S, _LONGEST_S = 0.02, 0.5  # between two looks
+
+
+class MemoryWatch:
+    """Looks the more often, the less there is: hardly anything is missed, and a host with room to spare is left alone.
+
+    Args:
+        most: bytes that the ranks may take together; None: what the host has.
+    """
+
+    def __init__(self, most: int | None) -> None:
+        self._most = most
+        self._kept = min(_MOST_KEPT, room.host_total() // 100)
+        self._filled_per_s = _FILLED_PER_CORE * min(16, len(os.sched_getaffinity(0)))
+        self._look_at = 0.0
+
+    def patience(self, now: float) -> float:
+        """Seconds until there is something to look at."""
+        return max(0.0, self._look_at - now)
+
+    def shortage(self, now: float, pids: Iterable[int]) -> str:
+        """Why no more may be taken, in words; "": there is enough, or nobody has looked.
+
+        Args:
+            pids: of the ranks.
+        """
+        if now < self._look_at:
+            return ""
+        left = room.host_left(swap=True)
+        if left < self._kept:
+            return f"{format_size(left)} were left on this host"
+        left -= self._kept
+        if self._most is not None:
+            held = room.held_bytes(pids)
+            if held > _TOLERATED * self._most:
+                return f"ranks of this host held {format_size(held)}, and limits.memory is {format_size(self._most)}"
+            left = min(left, round(_TOLERATED * self._most) - held)
+        self._look_at = now + min(_LONGEST_S, max(_SHORTEST_S, left / self._filled_per_s))
+        return ""

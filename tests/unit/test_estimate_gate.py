@@ -115,6 +115,16 @@ def test_force_and_restarts_are_not_refused(loaded: LoadedJob, option: str) -> N
         assert opened.memory_bytes is None
 
 
+def test_nothing_is_made_beside_a_run_where_that_is_switched_off(
+    loaded: LoadedJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZRUN_ESTIMATE", "off")
+    with make(loaded) as opened, make(loaded, NARROW) as narrow:
+        for each in (opened, narrow):
+            each.see(step(1), lambda event: None)
+    assert FakeMaking.made == []
+
+
 def test_a_verdict_that_comes_before_the_first_step_ends_the_run(loaded: LoadedJob) -> None:
     with make(loaded) as opened:
         assert FakeMaking.made == [Pace.IDLE]

@@ -12,6 +12,7 @@ An estimate needs torch and a trace of the model, some seconds of work, and a la
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from zrun.launch.cluster import Cluster
     from zrun.launch.plan import Resolved
 
+SWITCH = "ZRUN_ESTIMATE"  # environment variable: "off" makes no estimate beside a run
 _PATIENCE_S = 150.0  # for a reason to refuse, which is wanted more than a start
 _CORES_PER_RANK = 2  # that a launch keeps busy: imports, building, a rank's threads
 _COMPARED_AT = 3  # step
@@ -62,6 +64,7 @@ class Gate:
         """
         self.may_refuse = not (force or is_restart)
         self._environment = environment
+        self._makes_own = os.environ.get(SWITCH) != "off"
         here = len(resolved.plan.ranks_on(resolved.plan.hosts[0]))
         self._has_spare_cores = cluster.hosts[0].cores >= _CORES_PER_RANK * here + _CORES_PER_RANK
         self.memory_bytes: int | None = None
@@ -94,7 +97,7 @@ class Gate:
             # What a host has free changes: the answer that counts is today's.
             self.forecast = Making(self._request, self._environment, Pace.NOW).wait(_PATIENCE_S) or self.forecast
             self._refuse(self.forecast)
-        if self.forecast is None and self._has_spare_cores:
+        if self.forecast is None and self._has_spare_cores and self._makes_own:
             self._making = Making(self._request, self._environment, Pace.IDLE)
         return self
 
@@ -124,7 +127,7 @@ class Gate:
                 self._peaks[event["rank"]] = (event.get("peak_bytes") or 0, event.get("reserved_bytes"))
                 self._tell(emit)
             case "step":
-                if not self._step and self.forecast is None:  # the launch is over: it may take its part now
+                if not self._step and self.forecast is None and self._makes_own:  # the launch is over
                     self.__exit__()
                     self._making = Making(self._request, self._environment, Pace.ASIDE)
                 self._step = event["step"]

@@ -1,80 +1,221 @@
-"""Predicted against measured step times on this machine's cores: each job is measured, traced, estimated and run.
+"""Predicted against measured step times on this machine's cores: jobs are estimated, run, and compared.
 
-    python benchmarks/planner_time.py jobs/stdlib-gpt.yaml [key=value ...] [--stages 0 1 2 3] [--steps 12]
+    zrun doctor --bench                                              measures the machine, once
+    python benchmarks/planner_time.py                                every case: about 5 minutes on 2 quiet cores
+    python benchmarks/planner_time.py --only gpt,moe --world 1       some
+    python benchmarks/planner_time.py --job jobs/stdlib-gpt.yaml     another job, at each stage
 
-Prints a row per stage: predicted and measured milliseconds of a step (the median of all but the first three), and the
-error. Run it on a machine that does nothing else.
+The prediction is what `zrun estimate` answers, and the measured time the median step of a `zrun train`, the first few
+left out; beside it lies the range of the middle half of the steps. Run it on a machine that does nothing else: its own
+speed may still change from minute to minute, where others share the host. So before and after each run some operators
+are measured again, and the last columns say how much longer they take than when the machine was measured ("speed"), and
+the error of the prediction if all takes so much longer.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from zrun.job.load import load_job
-from zrun_core.plan.candidate import Candidate
-from zrun_core.plan.estimate import Planner
-from zrun_core.plan.hardware import from_rates
-from zrun_core.plan.measure import measure
-from zrun_core.plan.states import Dims
-from zrun_core.plan.trace import trace_in_subprocess
-from zrun_core.spec import resolve_batch
+from planner import HERE, Case
+from planner import cases as memory_cases
 
-_WARM_UP = 3  # steps that are not counted
+BOUND = 0.15  # of a prediction's error
+_PROBES = 9  # of each operator that is measured again
+_WARM_UP = 8  # steps that are not counted: kernels for new shapes are made in them
+_ALONE = ["checkpoint=null", "eval=null", "hooks={}", "lr=constant"]  # nothing but steps
 
 
-def measured_seconds(job: Path, overrides: list[str], steps: int) -> float:
-    """The median step of a run of `job`."""
+@dataclass(frozen=True)
+class Timed:
+    """A job, and what it came to.
+
+    Attributes:
+        predicted, measured: seconds of a step.
+        quartiles: of the measured steps.
+        parts, split: seconds by what they are for, as predicted and as measured.
+        slowdown: of the machine since it was measured.
+    """
+
+    what: str
+    predicted: float
+    measured: float
+    quartiles: tuple[float, float]
+    parts: dict[str, float]
+    split: dict[str, float]
+    source: str
+    slowdown: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+    @property
+    def error_then(self) -> float:
+        """Of the prediction, had the machine been as fast as when it was measured."""
+        return self.predicted * self.slowdown / self.measured - 1
+
+    @property
+    def is_good(self) -> bool:
+        return abs(self.error) <= BOUND
+
+    def __str__(self) -> str:
+        low, high = (1e3 * each for each in self.quartiles)
+        verdict = "   " if self.is_good else "BAD"
+        return (
+            f"{self.what:44} {1e3 * self.predicted:8.1f} ms predicted {1e3 * self.measured:8.1f} measured "
+            f"({low:.1f}-{high:.1f}) {100 * self.error:+6.1f} % {verdict} speed x {self.slowdown:.2f} "
+            f"{100 * self.error_then:+6.1f} %"
+        )
+
+
+def cases() -> list[Case]:
+    """The models of the memory's comparison: alone as they are, on two ranks at each stage."""
+    alone = [case for case in memory_cases() if case.world == 1]
+    together = [
+        Case(model, precision, checkpoint, stage, 2)
+        for model in ("gpt", "llama", "bert", "encdec", "conv", "moe")
+        for precision, checkpoint in (("fp32", "full"), ("bf16", "none"))
+        for stage in ((0, 1, 2, 3) if model == "llama" else (3,))
+    ]
+    return [*alone, *together]
+
+
+def job_of(case: Case) -> dict[str, Any]:
+    """A case as a job file that may lie anywhere."""
+    found = case.job() | {"slots": case.world}
+
+    def absolute(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: absolute(item) for key, item in value.items()}
+        return (
+            f"{HERE.absolute()}/{value}" if isinstance(value, str) and value.startswith("planner_models.py") else value
+        )
+
+    return {key: absolute(value) for key, value in found.items()}
+
+
+def timed(what: str, job: Path, overrides: list[str], steps: int) -> Timed:
+    """Estimate a job, and run it."""
+    given = [*overrides, f"steps={steps}", *_ALONE]
+    answer = json.loads(_zrun("estimate", str(job), *given, "--json"))
+    time = answer["estimate"]["time"]
+    if not answer["hardware"]["measured"]:
+        raise SystemExit("nobody has measured this machine: run zrun doctor --bench")
+    ranks = answer["hardware"]["devices_per_node"]
+    precision = answer["estimate"]["candidate"]["precision"]
     with tempfile.TemporaryDirectory(prefix="zrun-bench-") as folder:
         run = Path(folder) / "run"
-        command = [
-            sys.executable, "-m", "zrun", "train", str(job), "--run-dir", str(run), *overrides, f"steps={steps}",
-            "checkpoint=null", "eval=null", "hooks={}", "lr=constant",
-        ]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+        before = slowdown(ranks, precision)
+        _zrun("train", str(job), "--run-dir", str(run), *given)
+        after = slowdown(ranks, precision)
         events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    seconds = [event["step_s"] for event in events if event["type"] == "step"]
-    return statistics.median(seconds[_WARM_UP:])
+    found = [event for event in events if event["type"] == "step"][_WARM_UP:]
+    seconds = [event["step_s"] for event in found]
+    low, _, high = statistics.quantiles(seconds, n=4)
+    split = {name: statistics.median(event["split"][name] for event in found) for name in found[0]["split"]}
+    return Timed(
+        what, time["seconds"], statistics.median(seconds), (low, high), time["parts"], split,
+        answer["estimate"]["source"], (before + after) / 2,
+    )  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("job", type=Path)
-    parser.add_argument("overrides", nargs="*")
-    parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3])
-    parser.add_argument("--steps", type=int, default=12)
-    given = parser.parse_args()
-    config = load_job(given.job, given.overrides).config
-    ranks = config.slots if isinstance(config.slots, int) else 1
-    cores = len(os.sched_getaffinity(0))
-    threads = config.threads if isinstance(config.threads, int) else max(1, cores // ranks)
-    rates = measure(ranks=ranks, threads=threads)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    hardware = from_rates(rates, ranks=ranks, host_bytes=memory, cores=cores)
-    batch = resolve_batch(config, ranks)
-    policy = config.activations.checkpoint
-    profile = trace_in_subprocess(
-        config, given.job.parent, micros=(batch.micro,), checkpoints=tuple({"none", policy}), device="cpu"
-    )
-    planner = Planner(profile, hardware, config)
-    print(f"{given.job.name}: {ranks} ranks x {threads} threads, activations {profile.source}")
-    print("stage  predicted ms  measured ms   error   parts of the prediction, ms")
-    for stage in given.stages:
-        candidate = Candidate(stage, Dims(ranks), batch.micro, batch.accumulation, policy, config.precision.compute)
-        time = planner.estimate(candidate).time
-        found = measured_seconds(given.job, [*given.overrides, f"zero.stage={stage}"], given.steps)
-        parts = ", ".join(f"{name} {seconds * 1e3:.0f}" for name, seconds in time.parts.items())
-        error = time.seconds / found - 1
-        print(f"{stage:5}  {time.seconds * 1e3:12.1f}  {found * 1e3:11.1f}  {error:+6.1%}   {parts}", flush=True)
+def slowdown(ranks: int, precision: str) -> float:
+    """How much longer operators take now than when the machine was measured, in a process for each rank."""
+    command = [sys.executable, __file__, "--slowdown", str(ranks), precision]
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(ranks)]
+    answers = [process.communicate()[0] for process in started]
+    return statistics.fmean(float(answer) for answer in answers)
+
+
+def _print_slowdown(ranks: int, precision: str) -> None:
+    """One rank's part of `slowdown`."""
+    import torch
+
+    from zrun.estimate.machine import hardware_of
+    from zrun.launch.cluster import Cluster, probe_host
+    from zrun_core.plan import microbench
+    from zrun_core.plan.operators import DTYPES
+
+    here = probe_host()
+    device = hardware_of(Cluster((here,)), "cpu", ranks).device
+    assert device.operators is not None, "this machine was measured"
+    torch.set_num_threads(max(1, here.cores // ranks))
+    print(microbench.slowdown(device.operators, getattr(torch, DTYPES[precision]), _PROBES))
+
+
+def _zrun(*arguments: str) -> str:
+    """Run a command of zrun; what it prints."""
+    done = subprocess.run([sys.executable, "-m", "zrun", *arguments], capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"zrun {' '.join(arguments)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+    return done.stdout
+
+
+def _all(options: argparse.Namespace) -> Iterator[Timed]:
+    if options.job is not None:
+        for stage in options.stages:
+            yield timed(f"{options.job.stem} stage {stage}", options.job, [*options.set, f"zero.stage={stage}"],
+                        options.steps)  # fmt: skip
+        return
+    wanted = options.only.split(",") if options.only else None
+    for case in cases():
+        if (wanted is None or case.model in wanted) and options.world in (None, case.world):
+            with tempfile.TemporaryDirectory(prefix="zrun-bench-") as folder:
+                job = Path(folder) / "job.yaml"
+                job.write_text(json.dumps(job_of(case)))
+                yield timed(str(case), job, options.set, options.steps)
+
+
+def _in_ms(seconds: dict[str, float]) -> str:
+    return ", ".join(f"{name} {1e3 * value:.1f}" for name, value in seconds.items() if value > 5e-5)
+
+
+def summary(results: Iterable[Timed]) -> str:
+    """How many are within the bound."""
+
+    def line(errors: list[float], when: str) -> str:
+        good = sum(abs(error) <= BOUND for error in errors)
+        spread = f": from {100 * min(errors):+.1f} % to {100 * max(errors):+.1f} %" if errors else ""
+        return f"{good} of {len(errors)} step times are within {100 * BOUND:.0f} %{when}{spread}"
+
+    found = list(results)
+    then = line([each.error_then for each in found], ", had the machine been as fast as when it was measured")
+    return f"{line([each.error for each in found], '')}\n{then}"
+
+
+def main() -> int:
+    """Compare; the exit code says whether every case is within the bound."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="models, such as gpt,moe")
+    parser.add_argument("--world", type=int, help="cases with so many ranks")
+    parser.add_argument("--job", type=Path, help="a job file instead of the cases")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="keys of the job")
+    parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3], help="of --job")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--slowdown", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--verbose", action="store_true", help="print what the seconds are for")
+    options = parser.parse_args()
+    if options.slowdown:
+        _print_slowdown(int(options.slowdown[0]), options.slowdown[1])
+        return 0
+    results = []
+    for each in _all(options):
+        results.append(each)
+        print(each, flush=True)
+        if options.verbose:
+            print(f"    predicted {_in_ms(each.parts)}\n    measured  {_in_ms(each.split)}", flush=True)
+    print(summary(results))
+    return int(not all(each.is_good for each in results))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -20,7 +20,9 @@ def doctor(rig: Rig, folder: Path, hostfile: str, *argv: str) -> subprocess.Comp
 
 def test_hosts_are_looked_at_and_measured(rig: Rig, tmp_path: Path) -> None:
     (tmp_path / "fast").mkdir()
-    done = doctor(rig, tmp_path, "node1\nnode2 slots=2\n", "--bench", "--disk", "fast", "--save", "rates.json")
+    done = doctor(
+        rig, tmp_path, "node1\nnode2 slots=2\n", "--bench", "--quick", "--disk", "fast", "--save", "rates.json"
+    )
     assert done.returncode == 0, done.stderr
     rates = Calibration.read(tmp_path / "rates.json")
     assert list(rates.hosts) == ["node1", "node2"]

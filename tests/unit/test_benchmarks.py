@@ -14,13 +14,17 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))  # as Python does for its scripts
 
 import gpu  # noqa: E402
+import gpu_planner  # noqa: E402
 import launch  # noqa: E402
+import planner_time  # noqa: E402
 import render  # noqa: E402
 import step  # noqa: E402
 import systems  # noqa: E402
 import table  # noqa: E402
 from cases import PARTS, SYSTEMS, Case, cases_of  # noqa: E402
 from table import Spread, Verdict  # noqa: E402
+
+from zrun_core.config import JobConfig  # noqa: E402
 
 
 def record(times: list[float], *, number: int = 0, clean: int = 9, **fields: Any) -> launch.Record:
@@ -185,3 +189,51 @@ def test_help(name: str) -> None:
 def test_runs_where_zrun_is_not_installed(name: str) -> None:
     code = f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r}); sys.modules['zrun'] = None; import {name}"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def line_of(predicted: list[float], measured: list[float]) -> dict[str, Any]:
+    names = list(gpu_planner.BOUNDS)
+    return {
+        "case": "gpt",
+        "predicted": dict(zip(names, predicted, strict=True)),
+        "measured": dict(zip(names, measured, strict=True)),
+    }
+
+
+def test_the_gpu_planners_bounds_are_those_of_each_number() -> None:
+    good = line_of([1.02e9, 1.06e9, 0.0108], [1e9, 1e9, 0.0100])
+    late = line_of([1.02e9, 1.06e9, 0.0112], [1e9, 1e9, 0.0100])
+    low = line_of([0.96e9, 1.06e9, 0.0100], [1e9, 1e9, 0.0100])
+    assert [gpu_planner.is_good(line) for line in (good, late, low)] == [True, False, False]
+    assert gpu_planner.errors_of(late) == pytest.approx({"allocated": 0.02, "reserved": 0.06, "seconds": 0.12})
+    text = gpu_planner.table([good, low])
+    assert [row.split()[-1] for row in text.splitlines()[2:]] == ["within", "MISSED"]
+
+
+def test_the_gpu_planners_jobs_are_valid_and_it_refuses_without_a_device() -> None:
+    jobs = [JobConfig.model_validate(gpu_planner.job_of(case)) for case in gpu_planner.cases()]
+    assert {job.device for job in jobs} == {"cuda"}
+    assert {"gpt2-124m", "moe", "conv"} <= {job.name for job in jobs}
+    assert gpu_planner.parse([]).seconds < 360
+    with pytest.raises(SystemExit):
+        gpu_planner.parse(["--only", "gpt5"])
+
+
+def test_step_times_are_judged_by_their_bound_and_by_the_machines_speed() -> None:
+    good = planner_time.Timed("gpt", 0.110, 0.100, (0.09, 0.11), {}, {}, "traced", 1.0)
+    slow = planner_time.Timed("gpt", 0.100, 0.125, (0.12, 0.13), {}, {}, "traced", 1.25)
+    assert (good.is_good, slow.is_good) == (True, False)
+    assert (good.error, slow.error_then) == pytest.approx((0.10, 0.0))
+    assert "BAD" in str(slow)
+    first, second = planner_time.summary([good, slow]).splitlines()
+    assert first.startswith("1 of 2 step times are within 15 %")
+    assert second.startswith("2 of 2")
+
+
+def test_the_cases_of_step_times_are_jobs_that_may_lie_anywhere() -> None:
+    cases = planner_time.cases()
+    assert {case.model for case in cases} == {"gpt", "llama", "bert", "encdec", "conv", "moe"}
+    assert {case.stage for case in cases} == {0, 1, 2, 3}
+    jobs = [JobConfig.model_validate(planner_time.job_of(case)) for case in cases]
+    assert all(Path(job.data.call.partition(":")[0]).is_absolute() for job in jobs)
+    assert {job.slots for job in jobs} == {1, 2}

@@ -214,7 +214,7 @@ def test_cuda_keeps_other_things_and_what_was_found_holds_until_the_code_changes
     first = found()
     assert (first.source, first.device) == ("traced", "cuda")
     names = {op.name for op in first.traces["none"].ops}
-    assert "_scaled_dot_product_flash_attention" in names
+    assert "_scaled_dot_product_flash_attention[causal]" in names
     assert "_scaled_dot_product_flash_attention_for_cpu" not in names
     norms = [op for op in first.traces["none"].ops if op.module == "norm" and op.phase == "forward"]
     assert all(op.name not in ("rsqrt", "mean", "pow") for op in norms)  # in one kernel

@@ -26,6 +26,9 @@ def doctor(
     disk: Annotated[
         Path | None, typer.Option(help="With --bench: the folder whose disk counts.", show_default="this folder")
     ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="With --bench: seconds, not a minute; step times on CPUs are then rough.")
+    ] = False,
     save: Annotated[
         Path | None,
         typer.Option(help="With --bench: where the rates are stored.", show_default="~/.cache/zrun/calibration.json"),
@@ -51,7 +54,7 @@ def doctor(
     try:
         findings = inspect(agents, Needs(shared=(Path.cwd(),), must_share=False))
         well = not any(finding.problems for finding in findings)
-        rates = measure(agents, findings, str((disk or Path.cwd()).absolute())) if bench and well else None
+        rates = measure(agents, findings, str((disk or Path.cwd()).absolute()), quick=quick) if bench and well else None
     finally:
         close_all(agents)
     if rates is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from socket import gethostname
 from typing import TYPE_CHECKING, Annotated, Any
@@ -390,10 +391,11 @@ def _html(found: Answer, target: Path) -> None:
 def _as_json(found: Answer, tokens: str | None, price: float | None) -> dict[str, Any]:
     from zrun.estimate.answer import as_data
 
-    result = found.found
+    result, hardware = found.found, found.question.hardware
+    bare = replace(hardware, device=replace(hardware.device, operators=None))  # a thousand rows
     return {
         "title": found.question.title,
-        "hardware": as_data(found.question.hardware),
+        "hardware": as_data(bare),
         "parameters": found.question.planner.num_params,
         "batch": found.question.batch.model_dump(),
         "estimate": as_data(found.chosen),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from socket import gethostname
 from typing import TYPE_CHECKING, Any
 
-from zrun.launch.calibration import Calibration, HostRates, MatmulRates
+from zrun.launch.calibration import Calibration, CoreRates, HostRates, MatmulRates
 from zrun_core import room
 
 if TYPE_CHECKING:
@@ -79,7 +80,34 @@ def _of_cpus(
         found = from_rates(guess, ranks=ranks, nodes=nodes, host_bytes=host_bytes, cores=cores, name=name)
         return replace(found, measured=False, spread=2 * PRESET_SPREAD)
     plain = _plain(*rates)
+    if closer := _nearest(rates[1], ranks):
+        plain = _closer(plain, closer)
     return from_rates(plain, ranks=ranks, nodes=nodes, host_bytes=host_bytes, cores=cores, name=name)
+
+
+def _nearest(hosts: Sequence[HostRates], ranks: int) -> CoreRates | None:
+    """What was measured of the slowest host while about as many ranks shared its cores."""
+    if not all(host.cores for host in hosts):
+        return None
+    of_each = [min(host.cores, key=lambda each: abs(math.log(each.ranks / ranks))) for host in hosts]
+    return min(of_each, key=lambda each: each.flops["fp32"])
+
+
+def _closer(plain: Rates, found: CoreRates) -> Rates:
+    """`plain` with what is known of ranks that share cores."""
+    from zrun_core.plan.operators import Operators
+
+    tables = found.operators
+    return replace(
+        plain,
+        cpu_flops=found.flops,
+        copy=found.copy_bytes_per_s,
+        exchange=found.exchange_bytes_per_s,
+        exchange_s=found.exchange_s,
+        extra=found.extra,
+        operators=Operators(tables.streams, tables.flops, tables.products) if tables.streams else None,
+        update=found.update,
+    )
 
 
 def _of_gpus(

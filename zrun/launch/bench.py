@@ -1,7 +1,9 @@
 """`python -m zrun.launch.bench`: how fast is this host? A process of its own: it needs torch, and the agent must not.
 
-It reads `{"folder": path}` from stdin and prints one JSON object, the `HostRates` of `calibration.py`. Each measurement
-takes about a second, and the best of several tries counts: what else the host does can only make them slower.
+It reads `{"folder": path, "quick": bool}` from stdin and prints one JSON object, the `HostRates` of `calibration.py`.
+Each measurement takes about a second, and the best of several tries counts: what else the host does can only make them
+slower. Unless it is to be quick, a host that will train on its cores is looked at more closely, for about half a minute
+for each way to share them.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 from zrun.launch import processes
@@ -27,18 +30,22 @@ _CPU_SIDE, _GPU_SIDE = 1536, 8192  # of square matrices: large enough to be boun
 _COPY_BYTES = 256 << 20
 _DISK_BYTES = 256 << 20
 _BLOCK_BYTES = 8 << 20  # of disk requests
-_PATIENCE_S = 120.0
+_PATIENCE_S = 240.0
+_RANKS = (1, 2, 4, 8)  # that share the cores, at most as many as there are
 
 
-def run_apart(folder: str) -> Frame:
+def run_apart(folder: str, quick: bool) -> Frame:
     """Run this module in a process of its own, which ends with this one.
+
+    Args:
+        quick: leave out what only training on cores needs.
 
     Raises:
         RuntimeError: it failed; the text is its last line.
     """
     done = subprocess.run(
         [sys.executable, "-P", "-m", "zrun.launch.bench"],
-        input=json.dumps({"folder": folder}).encode(),
+        input=json.dumps({"folder": folder, "quick": quick}).encode(),
         capture_output=True,
         timeout=_PATIENCE_S,
     )
@@ -51,8 +58,14 @@ def run_apart(folder: str) -> Frame:
 
 def main() -> None:
     processes.die_with_parent(signal.SIGKILL)
-    folder = json.loads(sys.stdin.read())["folder"]
-    print(json.dumps({**_cpu(), "disk": disk_rates(folder), "gpus": _gpus()}))
+    asked = json.loads(sys.stdin.read())
+    gpus = _gpus()
+    cores = (
+        []
+        if gpus or asked["quick"]
+        else [_cores(ranks, threads) for ranks, threads in layouts(len(os.sched_getaffinity(0)))]
+    )
+    print(json.dumps({**_cpu(), "disk": disk_rates(asked["folder"]), "gpus": gpus, "cores": cores}))
 
 
 def _cpu() -> dict[str, Any]:
@@ -65,13 +78,36 @@ def _cpu() -> dict[str, Any]:
     return {"cpu": _matmul_rates(torch, "cpu", _CPU_SIDE), "copy_bytes_per_s": _COPY_BYTES / copy_s}
 
 
+def layouts(cores: int) -> list[tuple[int, int]]:
+    """The ways to share cores that are measured: (ranks, threads of each)."""
+    return [(ranks, cores // ranks) for ranks in _RANKS if ranks <= cores]
+
+
+def _cores(ranks: int, threads: int) -> dict[str, Any]:
+    from zrun_core.plan.measure import measure
+
+    rates = measure(ranks=ranks, threads=threads)
+    return {
+        "ranks": ranks,
+        "threads": threads,
+        "flops": dict(rates.cpu_flops),
+        "copy_bytes_per_s": rates.copy,
+        "exchange_bytes_per_s": rates.exchange,
+        "exchange_s": rates.exchange_s,
+        "extra": dict(rates.extra),
+        "update": dict(rates.update),
+        "operators": asdict(rates.operators) if rates.operators is not None else {},
+    }
+
+
 def _gpus() -> list[dict[str, Any]]:
     import torch
 
-    return [_gpu(torch, index) for index in range(torch.cuda.device_count())]
+    return [gpu_rates(torch, index) for index in range(torch.cuda.device_count())]
 
 
-def _gpu(torch: Any, index: int) -> dict[str, Any]:
+def gpu_rates(torch: Any, index: int) -> dict[str, Any]:
+    """The `GpuRates` of one GPU."""
     device = f"cuda:{index}"
     there = torch.empty(_COPY_BYTES // 4, device=device)
     other = torch.empty_like(there)

@@ -46,11 +46,37 @@ class DiskRates(_Part):
     error: str | None = None  # why nothing was measured
 
 
+Table = dict[str, tuple[tuple[float, ...], ...]]
+
+
+class OperatorTables(_Part):
+    """What single operators take; see `zrun_core.plan.operators`."""
+
+    streams: Table = {}
+    flops: Table = {}
+    products: Table = {}
+
+
+class CoreRates(_Part):
+    """Of a host's cores while so many ranks compute with so many threads each; see `zrun_core.plan.hardware.Rates`."""
+
+    ranks: int
+    threads: int
+    flops: dict[str, float]  # of all ranks together
+    copy_bytes_per_s: float
+    exchange_bytes_per_s: float | None = None
+    exchange_s: float | None = None
+    extra: dict[str, float] = {}
+    update: dict[str, float] = {}
+    operators: OperatorTables = OperatorTables()
+
+
 class HostRates(_Part):
     cpu: MatmulRates  # of all its cores
     copy_bytes_per_s: float  # from memory to memory, each byte counted once
     disk: DiskRates
     gpus: tuple[GpuRates, ...] = ()
+    cores: tuple[CoreRates, ...] = ()  # as ranks share them; none on a host that computes on GPUs
 
 
 class LinkRates(_Part):

@@ -46,7 +46,7 @@ class Witness:
                 case "bench":
                     from zrun.launch.bench import run_apart
 
-                    return frame | {"rates": run_apart(question["folder"])}
+                    return frame | {"rates": run_apart(question["folder"], question["quick"])}
                 case other:
                     raise ValueError(f"this agent knows no question {other!r}: its zrun is another one")
         except Exception as error:  # the launcher says it, with the host's name

@@ -37,9 +37,14 @@ def apply_checkpointing(model: nn.Module, config: ActivationsConfig) -> None:
     every = config.n if config.checkpoint == "every_n" else 1
     options: dict[str, Any] = {"use_reentrant": False}
     if config.checkpoint == "selective":
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep_expensive)
+        options["context_fn"] = selectively
     for _, block in blocks[::every]:
         block.forward = functools.partial(checkpoint, block.forward, **options)
+
+
+def selectively() -> Any:
+    """The contexts in which a block runs, and is recomputed, that keeps what is expensive."""
+    return create_selective_checkpoint_contexts(_keep_expensive)
 
 
 def _keep_expensive(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

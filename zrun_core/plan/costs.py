@@ -8,6 +8,7 @@ between them by the bytes that it reads and writes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from zrun_core.plan.candidate import Key
 from zrun_core.plan.collectives import NOTHING, Cost, Span
 from zrun_core.plan.hardware import Device, Hardware
+from zrun_core.plan.operators import Operators
 from zrun_core.plan.profile import Op, Phase, Profile, Trace
 from zrun_core.plan.transformer import TransformerShape
 
@@ -63,6 +65,7 @@ class Part:
         params, trainable: elements of this rank, before they are sharded.
         flops: of forward and backward, without recomputation.
         flops_again: of recomputation.
+        num_params: parameters that are trained; 0 where only their elements are known.
     """
 
     forward: float = 0.0
@@ -74,6 +77,7 @@ class Part:
     trainable: float = 0.0
     flops: float = 0.0
     flops_again: float = 0.0
+    num_params: int = 0
 
 
 @dataclass(frozen=True)
@@ -195,10 +199,14 @@ def _attention_seconds(shape: TransformerShape, key: Key, device: Device, terms:
     return forward, 2 * (one + other) + stream_seconds(device, (3 * size + drops) * square) + 2 * device.launch_s
 
 
-def _accumulation_seconds(device: Device, precision: str, params: float, terms: Terms) -> float:
-    """Seconds of moving gradients of this many parameters to the flat ones, where they add up."""
+def _accumulation_seconds(device: Device, precision: str, params: float, terms: Terms, num_params: int = 0) -> float:
+    """Seconds of moving gradients of this many elements to the flat ones, where they add up."""
     if terms.fused_accumulation:
         return 0.0
+    if device.operators is not None and num_params:
+        wide, num_bytes = precision == "fp32", params * (BYTES[precision] + (8 if precision == "fp32" else 4))
+        name = "copy" if wide else "_to_copy"
+        return num_params * float(device.operators.stream_seconds(name, "float32", np.array(num_bytes / num_params)))
     return stream_seconds(device, params * (BYTES[precision] + 2 * terms.reduce_bytes))
 
 
@@ -241,7 +249,10 @@ class _Columns(NamedTuple):
     flops: NDArray[np.float64]  # base, per sample
     moved: NDArray[np.float64]
     family: NDArray[np.int64]
-    dims: NDArray[np.float64]  # m, n, k of products at micro-batch 1; 0 elsewhere
+    dims: NDArray[np.float64]  # m, n, k of products for the smallest micro-batch; 0 elsewhere
+    size: NDArray[np.float64]  # elements of a convolution's kernel, length of attention; 0 elsewhere
+    keys: tuple[tuple[str, str], ...]  # names and dtypes that occur
+    key: NDArray[np.int64]  # of them, each operation's
     owner: NDArray[np.int64]  # of the part: 0 before, 1 ... blocks, last after
     is_backward: NDArray[np.bool_]
     wide: NDArray[np.bool_]  # computed in fp32 whatever the job's format
@@ -251,6 +262,7 @@ _PRODUCT, _ATTENTION, _STREAM = 0, 1, 2
 # What touches no element: questions about a tensor, and other looks at the same memory.
 _FREE = {"device", "view", "_unsafe_view", "reshape", "alias", "detach", "t", "transpose", "permute", "expand", "slice",
          "select", "split", "unsqueeze", "squeeze", "as_strided", "unbind", "chunk", "empty", "empty_like"}  # fmt: skip
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 _FAMILIES = {"gemm": _PRODUCT, "conv": _PRODUCT, "attention": _ATTENTION}
 
 
@@ -258,16 +270,25 @@ def _columns(trace: Trace, num_blocks: int) -> _Columns:
     ops = [op for op in trace.ops if op.name not in _FREE]
     count = len(ops)
     family = np.array([_FAMILIES.get(op.family, _STREAM) for op in ops], dtype=np.int64)
-    dims = np.zeros((count, 3))
+    dims, size = np.zeros((count, 3)), np.zeros(count)
+    keys: dict[tuple[str, str], int] = {}
+    key = np.array([keys.setdefault((op.name, op.dtype), len(keys)) for op in ops], dtype=np.int64)
     for number, op in enumerate(ops):
         if op.family == "gemm" and len(op.shape) == 3:
             dims[number] = op.shape
+        elif op.family == "conv":
+            size[number] = math.prod(op.shape)
+        elif op.family == "attention" and len(op.shape) > 1:
+            size[number] = op.shape[-2]
     back = np.array([op.phase is Phase.BACKWARD for op in ops], dtype=bool)
     return _Columns(
         np.array([(op.flops.base, op.flops.per_sample) for op in ops]).reshape(count, 2),
         np.array([(op.bytes_moved.base, op.bytes_moved.per_sample) for op in ops]).reshape(count, 2),
         family,
         dims,
+        size,
+        tuple(keys),
+        key,
         _owners(ops, back, num_blocks),
         back,
         np.array([op.dtype in ("float32", "fp32", "torch.float32") for op in ops], dtype=bool),
@@ -300,6 +321,8 @@ def trace_seconds(columns: _Columns, micro: int, device: Device, precision: str)
     """Seconds of each operation for `micro` samples."""
     flops = np.maximum(0.0, columns.flops[:, 0] + columns.flops[:, 1] * micro)
     moved = np.maximum(0.0, columns.moved[:, 0] + columns.moved[:, 1] * micro)
+    if device.operators is not None:
+        return _measured_seconds(columns, flops, moved, device.operators) + device.launch_s
     near = np.where(moved <= device.cache_bytes, device.cache_speedup, 1.0)
     near *= np.where(columns.wide, 1.0, device.narrow)
     streaming = moved / (device.bandwidth * device.streaming * near)
@@ -316,6 +339,56 @@ def trace_seconds(columns: _Columns, micro: int, device: Device, precision: str)
     return np.maximum(np.where(columns.family == _STREAM, 0.0, flops / (share * peak)), streaming) + device.launch_s
 
 
+def _measured_seconds(
+    columns: _Columns, flops: NDArray[np.float64], moved: NDArray[np.float64], operators: Operators
+) -> NDArray[np.float64]:
+    """Seconds of each operation, as such operations were measured by themselves."""
+    seconds = np.zeros_like(flops)
+    way = _ways(columns)
+    for number, (name, dtype) in enumerate(columns.keys):
+        chosen = columns.key == number
+        m, n, k = columns.dims[chosen].T
+        rate: NDArray[np.float64] | None = None
+        if len(m) and m[0]:
+            growth = flops[chosen] / (2 * m * n * k)
+            sums = way[chosen] == _WEIGHT
+            tall = m * np.where(sums | (way[chosen] == _BATCH), 1.0, growth)
+            long = k * np.where(sums, growth, 1.0)
+            rate = np.zeros_like(growth)
+            for each in np.unique(way[chosen]):
+                found = operators.product_rate(_WAYS[each], dtype, tall, n, long)
+                if found is not None:
+                    rate = np.where(way[chosen] == each, found, rate)
+        elif columns.size[chosen].any():
+            rate = operators.flop_rate(name, dtype, columns.size[chosen])
+        streamed = operators.stream_seconds(name, dtype, moved[chosen])
+        if rate is None:
+            seconds[chosen] = streamed
+        else:
+            seconds[chosen] = np.where(rate > 0, flops[chosen] / np.maximum(rate, 1.0), streamed)
+    return seconds
+
+
+_OUTPUT, _INPUT, _WEIGHT, _BATCH = range(4)
+_WAYS = ("output", "input", "weight", "batch")
+
+
+def _ways(columns: _Columns) -> NDArray[np.int64]:
+    """What each product is: a layer's output, its input's gradient, its weight's gradient, or many at once.
+
+    What does not grow with the micro-batch tells: of the second, the weight; of the third, the result.
+    """
+    m, n, k = columns.dims.T
+    if not columns.keys:
+        return np.zeros(0, dtype=np.int64)
+    names = np.array([name for name, _ in columns.keys])[columns.key]
+    size = np.array([_ITEM_BYTES.get(dtype, 4) for _, dtype in columns.keys])[columns.key]
+    fixed = columns.moved[:, 0] / size
+    backward = np.where(np.abs(fixed - m * n) < np.abs(fixed - k * n), _WEIGHT, _INPUT)
+    plain = np.where(columns.is_backward & (names == "mm"), backward, _OUTPUT)
+    return np.where((names == "bmm") | (names == "baddbmm"), _BATCH, plain).astype(np.int64)
+
+
 def profile_parts(
     profile: Profile, key: Key, hardware: Hardware, terms: Terms, columns: Mapping[str, _Columns]
 ) -> Parts:
@@ -329,8 +402,7 @@ def profile_parts(
     """
     device, count = hardware.device, profile.num_blocks + 2
     trace = profile.traces[key.checkpoint].of(key.micro)
-    table = columns.get(key.checkpoint) if trace is profile.traces[key.checkpoint] else None
-    table = table or _columns(trace, profile.num_blocks)
+    table = _columns_of(profile, key.checkpoint, key.micro, columns)
     seconds = trace_seconds(table, key.micro, device, key.precision)
     flops = np.maximum(0.0, table.flops[:, 0] + table.flops[:, 1] * key.micro)
     back = table.is_backward
@@ -341,19 +413,22 @@ def profile_parts(
     forward, backward = by_part(seconds, ~back), by_part(seconds, back)
     work = by_part(flops, np.ones_like(back))
     plain_work, plain_backward = work, backward
-    if key.checkpoint != "none" and (plain := columns.get("none")) is not None:
+    if key.checkpoint != "none" and "none" in columns:
+        plain = _columns_of(profile, "none", key.micro, columns)
         plain_flops = np.maximum(0.0, plain.flops[:, 0] + plain.flops[:, 1] * key.micro)
         plain_seconds = trace_seconds(plain, key.micro, device, key.precision)
         plain_work = _sums(plain.owner, plain_flops, count)
         plain_backward = _sums(plain.owner[plain.is_backward], plain_seconds[plain.is_backward], count)
-    params, trainable = _params_by_part(profile, trace)
+    params, trainable, num_params = _params_by_part(profile, trace)
+    choosing = _choosing_seconds(table, count, device) if key.checkpoint == "selective" else np.zeros(count)
     parts = [
         Part(
-            float(forward[number]),
-            float(backward[number])
-            + _accumulation_seconds(device, key.precision, trainable[number], terms),
-            max(0.0, float(backward[number] - plain_backward[number])),
-            params=params[number], trainable=trainable[number],
+            float(forward[number] + choosing[number] / 2),
+            float(backward[number] + choosing[number] / 2)
+            + _accumulation_seconds(device, key.precision, trainable[number], terms, num_params[number])
+            + device.param_s * num_params[number],
+            max(0.0, float(backward[number] - plain_backward[number] + choosing[number] / 2)),
+            params=params[number], trainable=trainable[number], num_params=num_params[number],
             flops=float(min(plain_work[number], work[number])),
             flops_again=max(0.0, float(work[number] - plain_work[number])),
         )
@@ -362,16 +437,34 @@ def profile_parts(
     return Parts(parts[0], tuple(parts[1:-1]), parts[-1], _boundary_bytes(trace, profile.num_blocks, key.micro))
 
 
+def _choosing_seconds(columns: _Columns, count: int, device: Device) -> NDArray[np.float64]:
+    """Seconds by part in which selective checkpointing looks at the operations of blocks, once and once more."""
+    seen = columns.owner[~columns.is_backward]
+    seconds = _sums(seen, np.full(len(seen), device.selective_s), count)
+    seconds[[0, -1]] = 0.0
+    return seconds
+
+
+def _columns_of(profile: Profile, policy: str, micro: int, columns: Mapping[str, _Columns]) -> _Columns:
+    """The operations of the timeline that holds for `micro` samples."""
+    trace = profile.traces[policy].of(micro)
+    return columns[policy] if trace is profile.traces[policy] else _columns(trace, profile.num_blocks)
+
+
 def _sums(owner: NDArray[np.int64], values: NDArray[np.float64], count: int) -> NDArray[np.float64]:
     """Sums of `values` by owner."""
     return np.asarray(np.bincount(owner, weights=values, minlength=count), dtype=np.float64)
 
 
-def _params_by_part(profile: Profile, trace: Trace) -> tuple[list[float], list[float]]:
-    """Elements of each part, all and trainable. Those outside of blocks belong where their module first runs."""
+def _params_by_part(profile: Profile, trace: Trace) -> tuple[list[float], list[float], list[int]]:
+    """Elements of each part, all and trainable, and how many parameters are trained.
+
+    Those outside of blocks belong where their module first runs.
+    """
     first_block = next((number for number, op in enumerate(trace.ops) if op.block >= 0), len(trace.ops))
     early = {op.module for op in trace.ops[:first_block]}
     params, trainable = [0.0] * (profile.num_blocks + 2), [0.0] * (profile.num_blocks + 2)
+    counts = [0] * (profile.num_blocks + 2)
     for param in profile.params:
         if param.block >= 0:
             part = param.block + 1
@@ -379,7 +472,8 @@ def _params_by_part(profile: Profile, trace: Trace) -> tuple[list[float], list[f
             part = 0 if param.name.rpartition(".")[0] in early else profile.num_blocks + 1
         params[part] += param.numel
         trainable[part] += param.numel * param.trainable
-    return params, trainable
+        counts[part] += param.trainable
+    return params, trainable, counts
 
 
 def _boundary_bytes(trace: Trace, num_blocks: int, micro: int) -> float:

@@ -16,10 +16,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zrun_core.errors import JobError
 from zrun_core.sizes import parse_size
+
+if TYPE_CHECKING:
+    from zrun_core.plan.operators import Operators
 
 GB = 1e9
 GIB = 1 << 30
@@ -60,12 +63,17 @@ class Device:
         streaming: share of the bandwidth that elementwise operations reach.
         cache_bytes: tensors up to this size stay near the cores, at `cache_speedup` times the bandwidth.
         narrow: bytes per second of elementwise operations in 16 bits, as a share of those in 32.
-        launch_s: seconds that an operation takes however small it is.
+        launch_s: seconds that an operation takes however small it is; where `operators` are known, beside these.
         context_bytes: of the driver, outside of any allocator; on a CPU of Python and torch, which each process has.
         workspace_bytes: of the library of matrix products, in the allocator.
         communicator_bytes: of one group of ranks, outside of the allocator.
         contention: share of a transfer's time that it takes from computation beside it; 1: nothing overlaps.
         optimizer: elements that a fused Adam in fp32 updates per second; None: as the memory allows.
+        operators: what single operators were measured to take; None: they were not.
+        update: elements that the update of a step covers per second, the norm and copies in the compute format
+            included, by that format; empty: as `optimizer` says.
+        param_s, step_s: seconds of a step for each parameter, and for itself, beside operators.
+        selective_s: seconds that selective checkpointing takes for each operation of a block.
     """
 
     name: str
@@ -87,6 +95,11 @@ class Device:
     communicator_bytes: int = 0
     contention: float = 0.12
     optimizer: float | None = None
+    operators: Operators | None = None
+    update: Mapping[str, float] = field(default_factory=dict)
+    param_s: float = 0.0
+    step_s: float = 0.0
+    selective_s: float = 0.0
 
     def flops(self, precision: str) -> float:
         """Peak FLOP/s in a compute format; one that the device lacks is computed in fp32."""
@@ -379,7 +392,9 @@ class Rates:
         disk_read, disk_write: of the folder that was measured.
         link: bytes per second between two hosts.
         round_trip: seconds between two hosts.
+        exchange: bytes per second that a rank sends to others of its host; `exchange_s`: seconds that it takes anyway.
         extra: constants of `Device` that a closer measurement knows.
+        operators, update: as of `Device`, of one rank.
     """
 
     cpu_flops: Mapping[str, float]
@@ -394,8 +409,11 @@ class Rates:
     disk_write: float | None = None
     link: float | None = None
     round_trip: float | None = None
-    exchange: float | None = None  # between ranks of one host, bytes per second that one of them sends
+    exchange: float | None = None
+    exchange_s: float | None = None
     extra: Mapping[str, float] = field(default_factory=dict)
+    operators: Operators | None = None
+    update: Mapping[str, float] = field(default_factory=dict)
 
 
 def from_rates(
@@ -414,7 +432,8 @@ def from_rates(
     common: dict[str, Any] = {"measured": True, "spread": MEASURED_SPREAD, **disks}
     if not rates.gpu_name:
         device = cpu_device(rates, ranks, host_bytes)
-        memory = Link("memory", rates.exchange or rates.copy / ranks / 2, LINKS["memory"].latency)
+        latency = LINKS["memory"].latency if rates.exchange_s is None else rates.exchange_s
+        memory = Link("memory", rates.exchange or rates.copy / ranks / 2, latency)
         return Hardware(name, device, nodes, ranks, memory, inter, memory, host_bytes, 2 * rates.copy, cores,
                         shares_memory=True, **common)  # fmt: skip
     preset = like(rates.gpu_name)
@@ -432,7 +451,8 @@ def cpu_device(rates: Rates, ranks: int, host_bytes: int) -> Device:
     """One rank's part of a host's cores: a share of what all of them do together."""
     peak = {precision: flops / ranks for precision, flops in rates.cpu_flops.items()}
     device = replace(_CPU_CORE, memory_bytes=host_bytes // ranks, peak=peak, bandwidth=2 * rates.copy / ranks,
-                     gemm=1.0, streaming=1.0, optimizer=None)  # fmt: skip
+                     gemm=1.0, streaming=1.0, optimizer=None, operators=rates.operators,
+                     update=rates.update)  # fmt: skip
     return replace(device, **dict(rates.extra))  # type: ignore[arg-type]
 
 

@@ -1,28 +1,40 @@
-"""How fast are these cores? A few seconds of the operations that training is made of: `measure(ranks=2, threads=1)`.
+"""How fast are these cores? The operations that training is made of, for some seconds: `measure(ranks=2, threads=1)`.
 
 Each rank is a process of its own, and all of them measure at the same time, as they train at the same time: they share
-the memory, the caches and the clock of the host. `python -m zrun_core.plan.measure THREADS` is one of them; it prints
-one JSON object. The result is a `Rates`, from which `hardware.from_rates` makes the devices of a plan.
+the memory, the caches and the clock of the host. They time single operators (`microbench.py`), then a few steps of zrun
+on models without work (`rehearsal.py`): what those take beyond their operators is the price of a step, and of each
+parameter in it. `python -m zrun_core.plan.measure THREADS FOLDER` is one rank; it prints one JSON object. The result is
+a `Rates`, from which `hardware.from_rates` makes the devices of a plan.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
 
-from zrun_core.plan.hardware import Rates
+from zrun_core.plan.hardware import Rates, from_rates
+from zrun_core.plan.operators import Operators
 
-_TRY_S = 0.12  # for the tries of one measurement
+_TRY_S = 0.06  # for the tries of one measurement
+_ROUNDS = 5  # of single operators
 _PATIENCE_S = 120.0
 _SIDE = 1024  # of a product that is large
 _THIN = 64  # length of the sum, and half the side of the result, of products that are not
 _LARGE = 1 << 24  # elements that are copied
 _FAR, _NEAR = 1 << 22, 1 << 19  # elements of tensors that do not fit a cache, and that do
 _CHAIN = 64  # tiny operations, one after the other
+_EMPTY, _WIDE = 8, 1024  # widths of models without work, and of one that is all update
+_SHALLOW, _DEEP = 4, 44  # layers
+_SHORT, _LONG = 1 << 14, 4 << 20  # bytes of messages
 
 
 def measure(*, ranks: int, threads: int) -> Rates:
@@ -31,11 +43,32 @@ def measure(*, ranks: int, threads: int) -> Rates:
     Raises:
         RuntimeError: one of them failed; the text is its last line.
     """
-    command = [sys.executable, "-P", "-m", "zrun_core.plan.measure", str(threads)]
+    with tempfile.TemporaryDirectory(prefix="zrun-measure-") as folder:
+        found = _run(ranks, threads, folder)
+    steps = found[0]["steps"]
+    mean = _mean([{name: each[name] for name in each if name != "steps"} for each in found])
+    table = Operators(**mean.pop("operators"))
+    flops = {name.removeprefix("peak_"): mean.pop(name) * ranks for name in list(mean) if name.startswith("peak_")}
+    rates = Rates(flops, mean.pop("copy") * ranks, extra=mean, operators=table, update=_updates(steps))
+    if ranks > 1:
+        short, long = steps["short"], steps["long"]
+        speed = (_LONG - _SHORT) / max(long - short, 1e-9)
+        rates = replace(rates, exchange=speed, exchange_s=max(0.0, short - _SHORT / speed))
+    return _with_prices(rates, steps, ranks)
+
+
+def _run(ranks: int, threads: int, folder: str) -> list[dict[str, Any]]:
+    """What each rank has found."""
+    command = [sys.executable, "-P", "-m", "zrun_core.plan.measure", str(threads), folder]
+    shared = {"WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "lo", "ZRUN_STORE": os.path.join(folder, "store"),
+              "OMP_NUM_THREADS": str(threads)}  # fmt: skip
     started = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for _ in range(ranks)
-    ]
+        subprocess.Popen(
+            command, env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
     try:
         for process in started:  # they begin together, once torch is there
             assert process.stdout is not None
@@ -57,19 +90,89 @@ def measure(*, ranks: int, threads: int) -> Rates:
             if process.poll() is None:
                 process.kill()
                 process.wait()
-    mean = {name: statistics.fmean(each[name] for each in found) for name in found[0]}
-    flops = {name.removeprefix("peak_"): mean.pop(name) * ranks for name in list(mean) if name.startswith("peak_")}
-    copy = mean.pop("copy") * ranks
-    return Rates(flops, copy, exchange=mean.pop("exchange"), extra=mean)
+    return found
+
+
+def _mean(values: Sequence[Any]) -> Any:
+    """The mean of what all ranks have measured, number by number."""
+    first = values[0]
+    if isinstance(first, dict):
+        return {key: _mean([each[key] for each in values]) for key in first}
+    if isinstance(first, list):
+        return [_mean(each) for each in zip(*values, strict=True)]
+    return statistics.fmean(values)
+
+
+def _updates(steps: Mapping[str, float]) -> dict[str, float]:
+    """Elements that a rank's update covers in a second, by compute format."""
+    more = _numel(_WIDE, _SHALLOW) - _numel(_EMPTY, _SHALLOW)
+    return {name: more / max(steps[f"update_{name}"] - steps["update_empty"], 1e-9) for name in ("fp32", "bf16")}
+
+
+def _numel(width: int, depth: int) -> int:
+    """Parameters of a rehearsal's model."""
+    from zrun_core.plan.rehearsal import INPUTS, OUTPUTS
+
+    return (INPUTS + 1) * width + (depth - 2) * (width + 1) * width + (width + 1) * OUTPUTS
+
+
+def _with_prices(rates: Rates, steps: Mapping[str, float], ranks: int) -> Rates:
+    """What the steps of models without work took beyond their operators, per step and per parameter."""
+    shallow, deep = (steps[name] - _predicted(rates, depth, ranks) for name, depth in
+                     (("shallow", _SHALLOW), ("deep", _DEEP)))  # fmt: skip
+    per_param = max(0.0, (deep - shallow) / (2 * (_DEEP - _SHALLOW)))
+    return replace(
+        rates, extra={**rates.extra, "param_s": per_param, "step_s": max(0.0, shallow - 2 * _SHALLOW * per_param)}
+    )
+
+
+def _predicted(rates: Rates, depth: int, ranks: int) -> float:
+    """Seconds of a step of a model without work, as a plan has it so far."""
+    from zrun_core.plan.estimate import Candidate, Dims, Planner
+    from zrun_core.plan.rehearsal import job_of
+    from zrun_core.plan.trace import trace_in_subprocess
+
+    job = job_of(_EMPTY, depth, ranks, "fp32")
+    profile = trace_in_subprocess(job, Path("/"), micros=(1,), checkpoints=("none",))
+    hardware = from_rates(rates, ranks=ranks, host_bytes=1 << 34, cores=ranks)
+    return Planner(profile, hardware, job).estimate(Candidate(0, Dims(ranks), 1, 1, "none", "fp32")).time.seconds
 
 
 def _main() -> None:
     import torch
 
-    torch.set_num_threads(int(sys.argv[1]))
+    threads, folder = int(sys.argv[1]), Path(sys.argv[2])
+    torch.set_num_threads(threads)
     print("ready", flush=True)
-    sys.stdin.readline()
-    print(json.dumps(_rates()))
+    if not sys.stdin.readline():  # who asked is no more
+        return
+    found = {**_rates(), "operators": _operators(), "steps": _steps(threads, folder)}
+    print(json.dumps(found))
+    sys.stdout.flush()
+    os._exit(0)  # destroying a gloo group sometimes aborts
+
+
+def _operators() -> dict[str, Any]:
+    from zrun_core.plan.microbench import operators
+
+    return asdict(operators(_ROUNDS))
+
+
+def _steps(threads: int, folder: Path) -> dict[str, float]:
+    """Seconds of steps, of updates and of messages."""
+    from zrun_core.plan.rehearsal import Rehearsal
+
+    ranks = int(os.environ["WORLD_SIZE"])
+    rehearsal = Rehearsal(int(os.environ["RANK"]), ranks, threads, folder)
+    shallow, split = rehearsal.step(_EMPTY, _SHALLOW)
+    found = {"shallow": shallow, "update_empty": split.get("optim", 0.0)}
+    found["deep"], _ = rehearsal.step(_EMPTY, _DEEP)
+    for name in ("fp32", "bf16"):
+        _, split = rehearsal.step(_WIDE, _SHALLOW, name)
+        found[f"update_{name}"] = split.get("optim", 0.0)
+    if ranks > 1:
+        found |= {"short": rehearsal.exchange(_SHORT), "long": rehearsal.exchange(_LONG)}
+    return found
 
 
 def _rates() -> dict[str, float]:
@@ -100,12 +203,12 @@ def _rates() -> dict[str, float]:
     target = torch.empty(_LARGE)
     source = torch.ones(_LARGE)
     rates["copy"] = 4 * _LARGE / _seconds(lambda: target.copy_(source))
-    rates["exchange"] = rates["copy"] / 2
     far, near = bytes_per_s(_FAR, torch.float32), bytes_per_s(_NEAR, torch.float32)
     rates["streaming"] = far / (2 * rates["copy"])
     rates["cache_speedup"] = max(1.0, near / far)
     rates["narrow"] = bytes_per_s(_NEAR, torch.bfloat16) / near
     rates["launch_s"] = _launch_seconds(torch)
+    rates["selective_s"] = _selective_seconds(torch)
     q = torch.randn(4, 6, 256, 64).to(dtype).requires_grad_()
     seconds = _seconds(lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True).backward(q.detach()))
     rates["attention"] = min(1.0, 3.5 * 4 * 4 * 6 * 256**2 * 64 / seconds / big)
@@ -132,6 +235,28 @@ def _launch_seconds(torch: object) -> float:
         value.sum().backward()
 
     return _seconds(chain) / (2 * _CHAIN)
+
+
+def _selective_seconds(torch: Any) -> float:
+    """What selective checkpointing takes for each operation, recomputation included: Python looks at all of them."""
+    from zrun_core.activations.checkpoint import selectively
+    from zrun_core.plan.microbench import in_turns
+
+    tiny = torch.zeros(8, requires_grad=True)
+
+    def block(value: Any) -> Any:
+        for _ in range(_CHAIN):  # about every second operation of a model is a view
+            value = (value * 1.0).view(8)
+        return value.sum()
+
+    def plainly() -> None:
+        torch.utils.checkpoint.checkpoint(block, tiny, use_reentrant=False).backward()
+
+    def choosing() -> None:
+        torch.utils.checkpoint.checkpoint(block, tiny, use_reentrant=False, context_fn=selectively).backward()
+
+    plain, chosen = in_turns([plainly, choosing], _ROUNDS)
+    return max(0.0, chosen - plain) / _CHAIN
 
 
 def _seconds(action: Callable[[], object]) -> float:

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-FORMAT = 2  # of the JSON
+FORMAT = 3  # of the JSON
 EventKind = Literal["activation", "temp", "grad"]
 Family = Literal["gemm", "attention", "conv", "norm", "elementwise", "copy", "other"]
 Source = Literal["traced", "measured on the CPU", "formula"]
@@ -76,7 +76,12 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One operator's work. `shape` is (m, n, k) of a matrix product at micro-batch 1, else the output's."""
+    """One operator's work.
+
+    Attributes:
+        shape: (m, n, k) of a matrix product, or of each one of a batch, for the smallest micro-batch that was traced;
+            the kernel's for a convolution; else the output's.
+    """
 
     name: str
     family: Family

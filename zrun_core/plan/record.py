@@ -190,7 +190,7 @@ class Recorder(TorchDispatchMode):
         inside = allocations(func, args, kwargs, out) if self._probes else ()
         fresh = self._see_inside(inside, tensors, module, block)
         fresh += [tensor for tensor in tensors if self._see(tensor, module, block)]
-        if not func.is_view and (op := _describe(func, args, kwargs, out, tensors, bool(fresh))) is not None:
+        if not func.is_view and (op := describe(func, args, kwargs, out, is_fresh=bool(fresh))) is not None:
             self._rows.append(Row(-1, 0, False, self.phase, module, block, op))
         return out
 
@@ -284,10 +284,15 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors_in(item)
 
 
-def _describe(
-    func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any, outputs: list[torch.Tensor], is_fresh: bool
+def describe(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any, *, is_fresh: bool = True
 ) -> RawOp | None:
-    """The work of one operator; None where there is none."""
+    """The work of one operator; None where there is none.
+
+    Args:
+        is_fresh: whether it made memory.
+    """
+    outputs = list(_tensors_in(out))
     packet = func._overloadpacket
     name: str = packet.__name__
     if name.startswith(_MAKERS) or name in ("detach", "alias", "lift_fresh"):
@@ -306,7 +311,8 @@ def _describe(
     first = outputs[0] if outputs else inputs[0]
     dtype = str(first.dtype).removeprefix("torch.")
     family = _family(name)
-    return RawOp(name, family, flops, float(moved), dtype, _shape(name, family, inputs, first))
+    shape = _shape(name, family, args, inputs, first)
+    return RawOp(_named(func, name, args, kwargs), family, flops, float(moved), dtype, shape)
 
 
 def _family(name: str) -> Family:
@@ -325,10 +331,24 @@ def _family(name: str) -> Family:
     return "elementwise"
 
 
-def _shape(name: str, family: Family, inputs: Sequence[torch.Tensor], out: torch.Tensor) -> tuple[int, ...]:
+def _named(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+    """The operator's name; that of attention with what decides its work."""
+    if "scaled_dot_product" not in name:
+        return name
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    is_causal = given.get("is_causal", False)
+    return f"{name}[causal]" if is_causal else name
+
+
+def _shape(
+    name: str, family: Family, args: Sequence[Any], inputs: Sequence[torch.Tensor], out: torch.Tensor
+) -> tuple[int, ...]:
+    """(m, n, k) of a matrix product, or of each in a batch; the kernel's for a convolution; else that of the output."""
+    if family == "conv":
+        kernel = args[2 if name.endswith("backward") else 1]
+        return tuple(kernel.shape) if isinstance(kernel, torch.Tensor) else tuple(out.shape)
     if family == "gemm" and out.dim() >= 2:
         factors = inputs[-2:] if name.startswith(("addmm", "baddbmm")) else inputs[:2]
         if len(factors) == 2 and factors[0].dim() >= 2:
-            batch = out.shape[0] if out.dim() == 3 else 1
-            return (batch * int(out.shape[-2]), int(out.shape[-1]), int(factors[0].shape[-1]))
+            return (int(out.shape[-2]), int(out.shape[-1]), int(factors[0].shape[-1]))
     return tuple(out.shape)

@@ -252,9 +252,11 @@ class _Step:
     def device_update(self, parts: Sequence[Part]) -> float:
         """Seconds of the norm, and of what is updated on the device."""
         owned = self.owned(parts)
-        world = Span(self.hardware, self.dims.world).all_reduce(64.0).seconds
+        world = Span(self.hardware, self.dims.world).all_reduce(64.0).seconds + self.device.step_s
         norm = stream_seconds(self.device, owned * self.terms.reduce_bytes)
         here = owned * (1 - self.away)
+        if (measured := self.device.update.get(self.candidate.precision)) is not None:
+            return world + here / measured
         num_bytes = update_bytes(self.terms, self.candidate.precision)
         if self.device.optimizer is not None:
             rate = self.device.optimizer * 28 / num_bytes

@@ -13,9 +13,11 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum, Flag, StrEnum, auto
+from enum import Flag, auto
 
 import torch
+
+from zrun_core.buffers import ON_DEVICE, Buffer, Kind, Placement, Tier
 
 PAGE_BYTES = 4096  # shards start on pages, so that a gathered unit can be assembled by moving pages
 STAGING_SLOTS = 2  # of what goes up to the device, or down from it: one is filled while the other is on its way
@@ -60,67 +62,6 @@ class ZeroPolicy:
         return Sharded.PARAMETER in self.sharded
 
 
-class Kind(Enum):
-    """What a buffer holds."""
-
-    PARAM = "params"
-    GRAD = "grads"
-    OPTIM = "optim"  # fp32 master copy and the optimizer's moments
-    RING = "rings"  # constant-size scratch: of gathers and reductions, and of copies between tiers
-    BUFFER = "buffers"  # of modules, such as running statistics
-    ACTIVATION = "activations"  # kept from forward for backward
-    TEMP = "temporaries"
-    CONTEXT = "context"  # what the device's libraries take for themselves
-
-
-class Tier(StrEnum):
-    """Where a buffer lies."""
-
-    DEVICE = "device"  # where training computes; of a job on CPUs that is the host's memory
-    HOST = "host"
-    DISK = "disk"
-
-
-@dataclass(frozen=True)
-class Buffer:
-    """One allocation of one rank.
-
-    Attributes:
-        pinned: host memory that the device copies from and to by itself, and that is never swapped out.
-        phases: of a step in which it is alive, as `plan.profile.Phase` names them; None: all the time.
-    """
-
-    name: str
-    kind: Kind
-    num_bytes: int
-    tier: Tier = Tier.DEVICE
-    pinned: bool = False
-    phases: frozenset[str] | None = None
-
-
-@dataclass(frozen=True)
-class Placement:
-    """On which tier each of a unit's states has its home; and a block's checkpointed input, which belongs to no unit.
-
-    Ren et al. 2021 ("ZeRO-Offload") keep gradients and the optimizer on the host, Rajbhandari et al. 2021
-    ("ZeRO-Infinity") any of these on any tier. The update runs on the host wherever the optimizer is not on the device.
-
-    Attributes:
-        fraction: share of the elements whose states leave the device: see `place`.
-    """
-
-    param: Tier = Tier.DEVICE
-    grad: Tier = Tier.DEVICE
-    optimizer: Tier = Tier.DEVICE
-    activation: Tier = Tier.DEVICE
-    fraction: float = 1.0
-
-    def tier_of(self, kind: Kind) -> Tier:
-        """Where a unit's parameters, gradients or optimizer states have their home."""
-        return {Kind.PARAM: self.param, Kind.GRAD: self.grad, Kind.OPTIM: self.optimizer}[kind]
-
-
-ON_DEVICE = Placement()
 NOWHERE_ELSE: Mapping[str, Placement] = {}  # all units are on the device
 
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import torch
 
+from zrun_core.buffers import Kind
 from zrun_core.config import JobConfig
 from zrun_core.errors import OutOfMemoryError
 from zrun_core.events import Emitter
-from zrun_core.layout import Kind
 from zrun_core.metrics import process_memory
 from zrun_core.sizes import format_size
 from zrun_core.spec import BatchPlan, RunSpec

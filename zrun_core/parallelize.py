@@ -16,7 +16,7 @@ from zrun_core.layout import ZeroPolicy
 from zrun_core.mesh import Mesh
 from zrun_core.optim.choose import Chosen
 from zrun_core.precision import Precision
-from zrun_core.spec import resolve_bucket
+from zrun_core.spec import ranks_per_copy, resolve_bucket
 from zrun_core.zero.cut import repeated_blocks
 from zrun_core.zero.sharded import Settings, ShardedModel
 
@@ -49,19 +49,6 @@ def shard_settings(
 def shard_size(job: JobConfig, world_size: int, ranks_per_host: int) -> int:
     """Ranks that hold one copy of the model states between them."""
     return ranks_per_copy(job.zero, world_size, ranks_per_host)
-
-
-def ranks_per_copy(zero: ZeroConfig, world_size: int, ranks_per_host: int) -> int:
-    """`shard_size`, of a job with this section."""
-    if zero.stage == 0:
-        return 1
-    match zero.shard_group:
-        case "all":
-            return world_size
-        case "node":
-            return ranks_per_host
-        case size:
-            return size
 
 
 def parallelize(built: Built, job: JobConfig, settings: Settings, mesh: Mesh, comm: Comm) -> ShardedModel:

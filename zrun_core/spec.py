@@ -125,6 +125,19 @@ def resolve_bucket(zero: ZeroConfig, device: str) -> int:
     return (12 if device == "cpu" else 64) << 20
 
 
+def ranks_per_copy(zero: ZeroConfig, world_size: int, ranks_per_host: int) -> int:
+    """Ranks that hold one copy of the model states between them."""
+    if zero.stage == 0:
+        return 1
+    match zero.shard_group:
+        case "all":
+            return world_size
+        case "node":
+            return ranks_per_host
+        case size:
+            return size
+
+
 def resolve_batch(job: JobConfig, ranks: int) -> BatchPlan:
     """Fill in what `batch` leaves to auto for this many data-parallel ranks.
 

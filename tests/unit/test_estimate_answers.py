@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import random
 import re
+import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,11 +16,13 @@ from rich.console import Console
 from rich.table import Table
 
 from zrun import cli
-from zrun.estimate import tables
+from zrun.estimate import kept, tables
 from zrun.estimate.answer import Answer, answer, as_data, forecast_of
 from zrun.estimate.bars import bars, parts_of
 from zrun.estimate.html import page
-from zrun.estimate.request import of_shape
+from zrun.estimate.request import Question, of_shape
+from zrun_core.cache import digest_of_file, folder
+from zrun_core.plan.estimate import Planner
 from zrun_core.plan.hardware import parse_simulate
 
 GIB = 1 << 30
@@ -26,6 +31,14 @@ FULL = "activations.checkpoint=full"
 
 def asked(size: str, hardware: str, *overrides: str, goal: str | None = None) -> Answer:
     return answer(of_shape(size, parse_simulate(hardware), overrides), goal)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Answers are kept, and not in the home of who runs this."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -178,6 +191,49 @@ def test_a_size_alone(zrun: Zrun) -> None:
     code, out, _ = zrun("7.5B", "--gpu", "H100", "--json")
     assert code == 3
     assert json.loads(out)["sentence"].startswith("the H100-80G would hold ")
+
+
+def _no_planner() -> Planner:
+    raise AssertionError("it was worked out again")
+
+
+def test_an_answer_is_kept_until_the_question_changes(searched: Answer) -> None:
+    def question(size: str, *overrides: str) -> Question:
+        return replace(of_shape(size, parse_simulate("8xA100-40G"), overrides), plan=_no_planner)
+
+    again = answer(question("7.5B", "zero=1"), "best")
+    assert replace(again, question=searched.question) == searched
+    for other in (question("7.4B", "zero=1"), question("7.5B", "zero=2"), question("7.5B")):
+        with pytest.raises(AssertionError, match="worked out again"):
+            answer(other, "best")
+    with pytest.raises(AssertionError, match="worked out again"):
+        answer(question("7.5B", "zero=1"), "fit")
+
+
+def test_files_of_the_job_that_change_end_it(tmp_path: Path, searched: Answer) -> None:
+    code = tmp_path / "model.py"
+    code.write_text("width = 1\n")
+    parts = as_data((searched.chosen, searched.stages, None, None, None, "", 1, None))
+    kept.write("a", parts, {str(code): digest_of_file(code)})
+    assert kept.read("a") == (searched.chosen, searched.stages, None, None, None, "", 1, None)
+    code.write_text("width = 2\n")
+    assert kept.read("a") is None
+    (folder("answers") / "a.json").write_text('{"files": {}, "parts": [], "buffers": []}')
+    assert kept.read("a") is None
+
+
+def test_what_was_asked_before_needs_no_torch(zrun: Zrun, tmp_path: Path) -> None:
+    arguments = ["7.5B", "--simulate", "8x8xA100-80G", "zero=2"]
+    code, out, _ = zrun(*arguments)
+    script = (
+        "import sys\nfrom zrun import cli\ntry:\n    cli.main()\nfinally:\n"
+        "    print(sorted({'torch', 'numpy', 'zrun_core.plan.search'} & sys.modules.keys()), file=sys.stderr)\n"
+    )
+    again = subprocess.run(
+        [sys.executable, "-c", script, "estimate", *arguments], capture_output=True, text=True, check=False
+    )
+    assert (again.returncode, again.stdout) == (code, out)
+    assert again.stderr == "['numpy']\n"
 
 
 def test_a_config_of_transformers(zrun: Zrun) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from zrun_core.plan import allocator as allocator_module
 from zrun_core.plan.allocator import MIB, CachingAllocator, pinned_bytes, simulate
 from zrun_core.plan.profile import Event, Linear, Phase, Trace
 
@@ -144,6 +147,38 @@ def test_replay_of_steps() -> None:
     grown = simulate(Trace("none", tuple(events), ()), 1, [30 * MIB], late=[12 * MIB, 12 * MIB], expandable=True)
     assert grown.allocated == found.allocated
     assert grown.reserved <= found.reserved
+
+
+class Counting(CachingAllocator):
+    count = 0
+
+    def allocate(self, num_bytes: int) -> Any:
+        Counting.count += 1
+        return super().allocate(num_bytes)
+
+
+def test_a_pass_that_changes_nothing_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    def at(tensor: int, come: bool, accumulates: bool = False) -> Event:
+        return Event(tensor, Linear(0, 3 * MIB), come, Phase.BACKWARD, "", -1, "grad", accumulates)
+
+    plain = [at(0, True), at(1, True), at(0, False), at(2, True)]
+    both = [*plain, at(3, True, True), at(3, False, True)]
+    monkeypatch.setattr(allocator_module, "CachingAllocator", Counting)
+    for events, passes in ((plain, 3 + 3), (both, 3 + 4 + 3)):  # in the first nothing is there yet
+        Counting.count = 0
+        found = simulate(Trace("none", tuple(events), ()), 1, (), accumulation=8)
+        assert Counting.count == passes
+        one = CachingAllocator(expandable=True)
+        for number in range(4):
+            blocks = {}
+            for each in (each for each in events if number % 2 or not each.accumulates):
+                if each.alloc:
+                    blocks[each.tensor] = one.allocate(3 * MIB)
+                else:
+                    one.free(blocks.pop(each.tensor))
+            for block in blocks.values():
+                one.free(block)
+        assert (found.allocated, found.reserved) == (one.peak_allocated, one.peak_reserved)
 
 
 def test_pinned_memory_is_rounded_to_powers_of_two() -> None:

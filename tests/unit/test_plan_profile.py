@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from zrun_core.plan.profile import Event, Linear, ModuleInfo, Op, ParamInfo, Peak, Phase, Profile, Trace, peak_of
@@ -113,6 +115,28 @@ def profile() -> Profile:
 def test_a_profile_survives_json() -> None:
     assert Profile.from_json(profile().to_json()) == profile()
     assert profile().num_params == 6 + 1
+
+
+def deep(blocks: int) -> Profile:
+    """Each block keeps a tensor, and backward frees it."""
+    forward = [event(n, 4.0, True, F, n, base=8.0) for n in range(blocks)]
+    backward = [event(n, 4.0, False, B, n, base=8.0) for n in reversed(range(blocks))]
+    ops = [Op("mm", "gemm", Linear(0, 2.0), Linear(1, 3.5), F, f"blocks.{n}", n, "float32", (4, 2, 3))
+           for n in range(blocks)]  # fmt: skip
+    return replace(profile(), traces={"none": Trace("none", (*forward, *backward), tuple(ops))})
+
+
+def test_blocks_are_stored_once() -> None:
+    few, many = (deep(blocks).to_json() for blocks in (20, 200))
+    names = sum(2 * len(f'"blocks.{n}",') for n in range(20, 200))  # of modules, for events and operators
+    assert len(many) - len(few) < names + 50
+    found = Profile.from_json(many)
+    assert found == deep(200)
+    assert [*found.traces["none"].events] == [*deep(200).traces["none"].events]
+    for micro in (1, 3):
+        one, other = (peak_of(each.traces["none"], micro, blocks=range(5, 9), steady={}) for each in (found, deep(200)))
+        assert one == other == peak_of(deep(200).traces["none"], micro, blocks=range(5, 9), steady={})
+        assert one.num_bytes == 4 * (4 * micro + 8)
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "nothing", '{"format": 99}', '{"format": 1}'])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -73,6 +75,31 @@ def test_no_bound_is_above_what_it_bounds() -> None:
         found = planner.estimate(bound.candidate)
         assert bound.seconds <= found.time.seconds * (1 + 1e-9), bound.candidate
         assert bound.num_bytes <= found.device_used, bound.candidate
+
+
+def test_states_elsewhere_are_bounded_without_another_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = 0
+    floor = _Search._floor
+
+    def counted(self: _Search, candidate: Candidate) -> Any:
+        nonlocal looks
+        looks += 1
+        return floor(self, candidate)
+
+    monkeypatch.setattr(_Search, "_floor", counted)
+    planner = Planner(BIG, parse_simulate("2xA100-40G"))
+    limits = Constraints(8, virtual=1, most_micro=2, checkpoints=("none", "full"))
+    found = search(planner, planner.hardware, limits, "best")
+    assert looks == sum(1 for _ in _Search(planner, limits)._all())
+    assert found.tried + found.pruned > looks, "states elsewhere were considered"
+    searching = _Search(planner, limits)
+    for bound in [*searching._bounds()]:
+        for place in searching._places:
+            other = searching._at(bound.number, bound.candidate, place)
+            assert other.candidate == replace(bound.candidate, placement=place)
+            used = planner.estimate(other.candidate)
+            assert other.num_bytes <= used.device_used
+            assert other.seconds <= used.time.seconds * (1 + 1e-9)
 
 
 def fit(hardware: Hardware, base: Candidate, batch: int, **limits: object) -> Result:

@@ -294,14 +294,14 @@ def _head(found: Answer) -> list[str]:
     from zrun_core.sizes import format_size
 
     question, hardware = found.question, found.question.hardware
-    job, planner, chosen = question.job, question.planner, found.chosen
+    job, chosen = question.job, found.chosen
     dims = chosen.candidate.dims
     axes = f" = dp {dims.dp} x tp {dims.tp} x pp {dims.pp}" if dims.tp * dims.pp > 1 else ""
     ranks = f"{dims.world} rank{'s' if dims.world > 1 else ''}{axes}"
-    tokens = f" of {planner.tokens_per_sample:,} tokens" if planner.tokens_per_sample else ""
+    tokens = f" of {found.tokens_per_sample:,} tokens" if found.tokens_per_sample else ""
     share = "a rank's share of memory" if hardware.shares_memory else hardware.device.name
     return [
-        f"{question.title}: {count(planner.num_params)} parameters, {ranks} on {hardware.name} "
+        f"{question.title}: {count(found.num_params)} parameters, {ranks} on {hardware.name} "
         f"({share}: {format_size(chosen.capacity)})",
         f"batch: {question.batch}{tokens}; {job.precision.compute}, {job.optim.name}, "
         f"checkpoint {chosen.candidate.checkpoint}; activations: {chosen.source}",
@@ -396,7 +396,7 @@ def _as_json(found: Answer, tokens: str | None, price: float | None) -> dict[str
     return {
         "title": found.question.title,
         "hardware": as_data(bare),
-        "parameters": found.question.planner.num_params,
+        "parameters": found.num_params,
         "batch": found.question.batch.model_dump(),
         "estimate": as_data(found.chosen),
         "fits": found.chosen.fits,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, is_dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from zrun.estimate import kept
 from zrun.estimate.forecast import Forecast
 from zrun.estimate.patch import Changes, as_overrides, as_yaml, job_changes
 from zrun.estimate.request import Question
@@ -13,8 +14,9 @@ from zrun.estimate.tables import fullest
 from zrun.estimate.why import overshoot, sentence, time_of
 
 if TYPE_CHECKING:
-    from zrun_core.plan.estimate import Candidate, Estimate
-    from zrun_core.plan.search import Goal, Result
+    from zrun_core.plan.candidate import Candidate
+    from zrun_core.plan.outcome import Estimate, Result
+    from zrun_core.plan.search import Goal
 
 _QUICK = 4096  # devices up to which a change is looked for among everything
 
@@ -30,6 +32,8 @@ class Answer:
         fix: the cheapest change that fits; None: it fits, or nothing does.
         today: the fastest that zrun trains, where the fastest was asked for.
         sentence: why it does not fit; "" if it does.
+        num_params: of the model.
+        tokens_per_sample: None where samples are no tokens.
     """
 
     question: Question
@@ -39,6 +43,8 @@ class Answer:
     fix: Estimate | None = None
     today: Estimate | None = None
     sentence: str = ""
+    num_params: int = 0
+    tokens_per_sample: int | None = None
 
     @property
     def target(self) -> Estimate | None:
@@ -71,29 +77,45 @@ class Answer:
 def answer(question: Question, goal: Goal | None = None) -> Answer:
     """Estimate what was asked, and search where it does not fit or where `goal` says so.
 
+    What the same question came to earlier is kept.
+
     Raises:
         JobError: it is impossible, or the search has nothing to choose from.
     """
-    chosen = question.planner.estimate(question.base)
+    key = None if question.key is None else f"{question.key}-{goal or 'asked'}"
+    if key is not None and (parts := kept.read(key)) is not None:
+        return Answer(question, *parts)
+    found = _answered(question, goal)
+    if key is not None:
+        parts = (
+            found.chosen, found.stages, found.found, found.fix, found.today, found.sentence, found.num_params,
+            found.tokens_per_sample,
+        )  # fmt: skip
+        kept.write(key, as_data(parts), getattr(question.planner.subject, "files", {}))
+    return found
+
+
+def _answered(question: Question, goal: Goal | None) -> Answer:
+    planner = question.planner
+    chosen = planner.estimate(question.base)
     stages = tuple(
-        chosen if stage == question.base.stage else question.planner.estimate(_at_stage(question.base, stage))
+        chosen if stage == question.base.stage else planner.estimate(_at_stage(question.base, stage))
         for stage in range(4)
     )
     found = None if goal is None else _search(question, goal)
-    today = None
+    today = fix = None
     if found is not None and goal == "best":
         trained = [each for each in found.best if not each.candidate.lacking()]
         trained = trained or list(_search(question, goal, trainable=True).best)
         today = trained[0] if trained else None
-    if chosen.fits:
-        return Answer(question, chosen, stages, found, today=today)
-    if goal != "fit":
-        fits = _search(question, "fit")
+    why = ""
+    if not chosen.fits:
+        fits = found if goal == "fit" and found is not None else _search(question, "fit")
         fix = fits.best[0] if fits.best else None
-    else:
-        fix = found.best[0] if found is not None and found.best else None
-    why = sentence(chosen, question.hardware, None if fix is None else in_words(question, chosen, fix))
-    return Answer(question, chosen, stages, found, fix, today, why)
+        why = sentence(chosen, question.hardware, None if fix is None else in_words(question, chosen, fix))
+    return Answer(
+        question, chosen, stages, found, fix, today, why, planner.num_params, planner.tokens_per_sample
+    )  # fmt: skip
 
 
 def in_words(question: Question, before: Estimate, fix: Estimate) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import secrets
 import signal
 import subprocess
 import sys
@@ -21,6 +20,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import TypeAdapter, ValidationError
 
+from zrun_core.cache import folder, keep
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 _LAST_WORDS_S = 3.0
 _KEPT = 200  # forecasts in the cache
 # Keys of a job that change no byte and no second of a step.
-_UNRELATED = (
+UNRELATED = (
     "name", "steps", "tokens", "epochs", "lr", "eval", "hooks", "resume", "restarts", "min_hosts", "init_from", "log",
     "checkpoint", "guards", "limits", "launch",
 )  # fmt: skip
@@ -94,7 +95,7 @@ def key_of(job: JobConfig, job_dir: Path, cluster: Cluster) -> str:
         for host in cluster.hosts
     ]
     facts = {
-        "job": job.model_dump(mode="json", by_alias=True, exclude=set(_UNRELATED)),
+        "job": job.model_dump(mode="json", by_alias=True, exclude=set(UNRELATED)),
         "memory": job.limits.memory,
         "code": job_code(job_dir),
         "folder": str(job_dir),  # data and code outside of Python files lie relative to it
@@ -106,30 +107,16 @@ def key_of(job: JobConfig, job_dir: Path, cluster: Cluster) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
-def folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where forecasts are kept."""
-    cache = environ.get("XDG_CACHE_HOME") or os.path.join(environ.get("HOME", "~"), ".cache")
-    return Path(cache).expanduser() / "zrun" / "forecasts"
-
-
 def stored(key: str) -> Forecast | None:
     """The forecast of an earlier estimate."""
     with suppress(OSError):
-        return Forecast.from_json((folder() / f"{key}.json").read_bytes())
+        return Forecast.from_json((folder("forecasts") / f"{key}.json").read_bytes())
     return None
 
 
 def store(key: str, forecast: Forecast) -> None:
     """Keep a forecast for the next launch. Where nothing can be written, nothing is kept."""
-    place = folder()
-    part = place / f".{key}.{secrets.token_hex(4)}"
-    with suppress(OSError):
-        place.mkdir(mode=0o700, parents=True, exist_ok=True)
-        part.write_text(json.dumps(forecast.as_json()) + "\n", encoding="utf-8")
-        part.replace(place / f"{key}.json")
-        found = sorted(place.glob("*.json"), key=lambda path: path.stat().st_mtime)
-        for old in found[:-_KEPT]:
-            old.unlink(missing_ok=True)
+    keep(folder("forecasts") / f"{key}.json", json.dumps(forecast.as_json()) + "\n", _KEPT)
 
 
 @dataclass(frozen=True)

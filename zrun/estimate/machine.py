@@ -52,9 +52,15 @@ def capacity_of(cluster: Cluster, device: str, per_host: int, memory: int | None
 
 
 def _host_memory(host: HostFacts, most: int | None) -> int:
-    """Bytes of a host's memory that a job may have: of this one what is free now, of others what they have."""
+    """Bytes of a host's memory that a job may have: of this one what is free now, of others what they have.
+
+    What is free is counted in hundredths of all of it: the same question has the same answer a moment later.
+    """
     has = host.memory_bytes if most is None else min(host.memory_bytes, most)
-    return has if host.hostname not in (gethostname(), "localhost") else min(has, room.host_left())
+    if host.hostname not in (gethostname(), "localhost"):
+        return has
+    free, part = room.host_left(), max(1, host.memory_bytes // 100)
+    return min(has, free // part * part or free)
 
 
 def _rates(cluster: Cluster, environ: Mapping[str, str]) -> tuple[Calibration, list[HostRates]] | None:

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zrun.estimate import kept
+from zrun.estimate.forecast import UNRELATED
 from zrun.job import overrides as command_line
 from zrun.job.document import Document
 from zrun.job.load import LoadedJob
@@ -25,10 +29,11 @@ from zrun.launch.place import Dims as Axes
 from zrun.launch.plan import make_plan
 from zrun_core.config import JobConfig
 from zrun_core.errors import JobError
-from zrun_core.spec import BatchPlan, resolve_batch, resolve_bucket
+from zrun_core.spec import BatchPlan, ranks_per_copy, resolve_batch, resolve_bucket
 
 if TYPE_CHECKING:
-    from zrun_core.plan.estimate import Candidate, Planner
+    from zrun_core.plan.candidate import Candidate
+    from zrun_core.plan.estimate import Planner
     from zrun_core.plan.hardware import Hardware
     from zrun_core.plan.profile import Profile
     from zrun_core.plan.transformer import TransformerShape
@@ -40,22 +45,42 @@ _ALONE = ("zero.", "activations.checkpoint", "parallel.", "batch.")  # keys that
 
 @dataclass(frozen=True)
 class Question:
-    """A model, what runs it, and how the job asks for it.
+    """A model, what runs it, and how the job asks for it. The model is looked at once somebody wants to know.
 
     Attributes:
         title: the name of the job, or what was given in its place.
-        config: as it is written; None where there is no job.
         job: without any auto, on this hardware.
-        base: what the job asks for.
+        asked: what the job asks for.
+        plan: makes `planner`.
+        config: as it is written; None where there is no job.
+        names_stage: whether a ZeRO stage was asked for; else it is the lowest that fits.
+        key: of its answers; None: they cannot be kept.
     """
 
     title: str
-    planner: Planner
     hardware: Hardware
     job: JobConfig
     batch: BatchPlan
-    base: Candidate
+    asked: Candidate
+    plan: Callable[[], Planner]
     config: JobConfig | None = None
+    names_stage: bool = True
+    key: str | None = None
+
+    @cached_property
+    def planner(self) -> Planner:
+        """The estimates of its model on its hardware.
+
+        Raises:
+            JobError: the job names what does not exist.
+            UserCodeError: the job's own code fails.
+        """
+        return self.plan()
+
+    @cached_property
+    def base(self) -> Candidate:
+        """What is to be estimated."""
+        return self.asked if self.names_stage else _least_stage(self.planner, self.asked)
 
 
 def of_job(loaded: LoadedJob, cluster: Cluster, environ: Mapping[str, str] = os.environ) -> Question:
@@ -98,16 +123,18 @@ def of_shape(
     Raises:
         JobError: `text` is neither, or an override is wrong.
     """
-    from zrun_core.plan.estimate import Planner
-
     shape = _shape(text, seq)
-    job = _job_of_shape(text, hardware, overrides, environ)
-    job, batch = _resolved_on(job, hardware)
-    planner = Planner(shape, hardware, job)
-    base = _candidate(job, batch, hardware)
-    if not any(each.partition("=")[0] in ("zero", "zero.stage") for each in overrides):
-        base = _least_stage(planner, base)
-    return Question(shape.name, planner, hardware, job, batch, base)
+    job, batch = _resolved_on(_job_of_shape(text, hardware, overrides, environ), hardware)
+    asked = _candidate(job, batch, hardware)
+    names_stage = any(each.partition("=")[0] in ("zero", "zero.stage") for each in overrides)
+
+    def plan() -> Planner:
+        from zrun_core.plan.estimate import Planner
+
+        return Planner(shape, hardware, job)
+
+    key = kept.key_of({"shape": repr(shape), "names stage": names_stage, **_facts(job, batch, hardware)})
+    return Question(shape.name, hardware, job, batch, asked, plan, names_stage=names_stage, key=key)
 
 
 def is_shape(text: str) -> bool:
@@ -121,36 +148,66 @@ def at(question: Question, loaded: LoadedJob, key: str) -> Question:
     if not key.startswith(_ALONE):  # another model, or another format
         return of_job_on(loaded, question.hardware)
     job, batch = _resolved_on(loaded.config, question.hardware)
-    return replace(question, job=job, batch=batch, base=_candidate(job, batch, question.hardware))
+    asked = _candidate(job, batch, question.hardware)
+    return replace(question, job=job, batch=batch, asked=asked, plan=lambda: question.planner, key=None)
 
 
 def _question(loaded: LoadedJob, job: JobConfig, batch: BatchPlan, hardware: Hardware) -> Question:
-    from zrun_core import user
-    from zrun_core.config import Ref
-    from zrun_core.plan.estimate import Planner
+    from zrun_core.plan.trace import key_of_trace
 
     job_dir = loaded.path.absolute().parent
-    base = _candidate(job, batch, hardware)
-    profile = _profile(job, job_dir, hardware, base)
-    planner = Planner(
-        profile, hardware, job, formula=_formula(job), load=lambda name: user.load(Ref(call=name), job_dir)
-    )
-    return Question(job.name, planner, hardware, job, batch, base, loaded.config)
+    asked = _candidate(job, batch, hardware)
+
+    def plan() -> Planner:
+        from zrun_core import user
+        from zrun_core.config import Ref
+
+        profile = _profile(job, job_dir, hardware, asked)
+        from zrun_core.plan.estimate import Planner
+
+        return Planner(
+            profile, hardware, job, formula=_formula(job), load=lambda name: user.load(Ref(call=name), job_dir)
+        )
+
+    key = None
+    if ":" not in job.optim.name:  # of an optimizer of the job's own nobody notes the files
+        traced = key_of_trace(job, job_dir, **_of_trace(hardware, asked))
+        written = loaded.config.model_dump(mode="json", by_alias=True, exclude=set(UNRELATED))
+        key = kept.key_of({"trace": traced, "written": written, **_facts(job, batch, hardware)})
+    return Question(job.name, hardware, job, batch, asked, plan, loaded.config, key=key)
 
 
-def _profile(job: JobConfig, job_dir: Path, hardware: Hardware, base: Candidate) -> Profile:
+def _facts(job: JobConfig, batch: BatchPlan, hardware: Hardware) -> dict[str, Any]:
+    return {
+        "job": job.model_dump(mode="json", by_alias=True, exclude=set(UNRELATED)),
+        "batch": batch.model_dump(),
+        "hardware": repr(hardware),
+    }
+
+
+def _of_trace(hardware: Hardware, asked: Candidate) -> dict[str, Any]:
+    device = "cpu" if hardware.device.kind == "cpu" else "cuda"
+    return {"micros": (asked.micro,), "checkpoints": POLICIES, "device": device}
+
+
+def _profile(job: JobConfig, job_dir: Path, hardware: Hardware, asked: Candidate) -> Profile:
     from zrun.launch.environment import worker_environment
     from zrun_core.plan.trace import trace_in_subprocess
 
-    return trace_in_subprocess(
-        job,
-        job_dir,
-        micros=(base.micro,),
-        checkpoints=POLICIES,
-        device="cpu" if hardware.device.kind == "cpu" else "cuda",
-        environment=worker_environment(job, os.environ),
-        timeout_s=_TRACE_S,
-    )
+    # What comes next needs torch: it is imported while the other process traces.
+    ahead = threading.Thread(target=_import_planner, daemon=True)
+    ahead.start()
+    try:
+        return trace_in_subprocess(
+            job, job_dir, **_of_trace(hardware, asked), environment=worker_environment(job, os.environ),
+            timeout_s=_TRACE_S,
+        )  # fmt: skip
+    finally:
+        ahead.join()
+
+
+def _import_planner() -> None:
+    import zrun_core.plan.search  # noqa: F401
 
 
 def _formula(job: JobConfig) -> TransformerShape | None:
@@ -181,8 +238,7 @@ def _resolved_on(config: JobConfig, hardware: Hardware) -> tuple[JobConfig, Batc
 
 
 def _candidate(job: JobConfig, batch: BatchPlan, hardware: Hardware) -> Candidate:
-    from zrun_core.parallelize import ranks_per_copy
-    from zrun_core.plan.estimate import Candidate, Dims
+    from zrun_core.plan.candidate import Candidate, Dims
 
     tp, pp = job.parallel.tp, job.parallel.pp
     shard = ranks_per_copy(job.zero, batch.ranks, min(hardware.devices_per_node, batch.ranks))

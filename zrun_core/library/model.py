@@ -17,6 +17,7 @@ from zrun_core.build import Built, build_on_meta, build_once_per_host, check
 from zrun_core.config import ActivationsConfig, PrecisionConfig, Section, ZeroConfig
 from zrun_core.errors import JobError, UserCodeError
 from zrun_core.library.run import Run, current
+from zrun_core.spec import ranks_per_copy
 from zrun_core.user import user_code
 from zrun_core.zero.plain import PlainLoop
 from zrun_core.zero.sharded import ShardedModel
@@ -91,7 +92,7 @@ def shard(
     if init not in ("factory", "meta"):
         raise JobError(f"shard(init={init!r}): write factory or meta")
     run._meet("shard()")
-    mesh = run._mesh(parallelize.ranks_per_copy(zero_config, run.world_size, run._ranks_per_host))
+    mesh = run._mesh(ranks_per_copy(zero_config, run.world_size, run._ranks_per_host))
     state = torch.get_rng_state()
     if isinstance(model, nn.Module):
         built = _adopt(model, run)

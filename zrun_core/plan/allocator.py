@@ -13,6 +13,8 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from zrun_core.plan.profile import Trace
 
 MIB = 1 << 20
@@ -42,23 +44,23 @@ class _Pool:
     """Free blocks of one kind, by size and address."""
 
     def __init__(self) -> None:
-        self._keys: list[tuple[int, int]] = []
+        self.keys: list[tuple[int, int]] = []
         self._blocks: dict[tuple[int, int], _Block] = {}
 
     def add(self, block: _Block) -> None:
         key = (block.size, block.address)
-        insort(self._keys, key)
+        insort(self.keys, key)
         self._blocks[key] = block
 
     def remove(self, block: _Block) -> None:
         key = (block.size, block.address)
-        del self._keys[bisect_left(self._keys, key)]
+        del self.keys[bisect_left(self.keys, key)]
         del self._blocks[key]
 
     def from_size(self, size: int) -> Iterator[_Block]:
         """Free blocks of at least `size`, the best fit first."""
-        for place in range(bisect_left(self._keys, (size, 0)), len(self._keys)):
-            yield self._blocks[self._keys[place]]
+        for place in range(bisect_left(self.keys, (size, 0)), len(self.keys)):
+            yield self._blocks[self.keys[place]]
 
     def all(self) -> list[_Block]:
         return list(self._blocks.values())
@@ -208,6 +210,10 @@ class CachingAllocator:
                 block.next.previous = block
         block.size += neighbour.size
 
+    def free_blocks(self) -> tuple[object, ...]:
+        """All that decides what will be allocated where, while the same blocks are in use."""
+        return self.reserved, *(tuple(pool.keys) for pool in self._pools.values())
+
     def release_cached(self) -> None:
         """Give back to the device what is wholly free, as `torch.cuda.empty_cache` does."""
         for is_small, pool in self._pools.items():
@@ -273,24 +279,39 @@ def simulate(
     allocator = CachingAllocator(expandable=expandable, capacity=capacity)
     for num_bytes in steady:
         allocator.allocate(num_bytes)
-    events = trace.of(micro).events
-    sizes = [round(event.size.at(micro)) for event in events]
+    table = trace.of(micro).event_table
+    sizes = np.rint(np.maximum(0.0, table.sizes[:, 0] + table.sizes[:, 1] * micro)).astype(np.int64)[table.size]
+    is_always = table.accumulates == 0
+    passes = [
+        [*zip(*(column[keep].tolist() for column in (table.tensor, sizes, table.alloc)), strict=True)]
+        for keep in (is_always, np.ones_like(is_always))
+    ]
+    settled: set[object] = set()  # passes that leave the free blocks as they found them: repeated, they do the same
     for step in range(2):
         for number in range(min(accumulation, 2)):
-            blocks: dict[int, _Block | None] = {}
-            for event, num_bytes in zip(events, sizes, strict=True):
-                if event.accumulates and not number:
-                    continue
-                if event.alloc:
-                    blocks[event.tensor] = allocator.allocate(num_bytes)
-                else:
-                    allocator.free(blocks.pop(event.tensor))
-            for block in blocks.values():  # what lives on to the end of the micro-batch
-                allocator.free(block)
+            adds = bool(number) and not is_always.all()
+            before = adds, allocator.free_blocks()
+            if before in settled:
+                continue
+            _replay(allocator, passes[adds])
+            if (adds, allocator.free_blocks()) == before:
+                settled.add(before)
         if not step:
             for num_bytes in late:
                 allocator.allocate(num_bytes)
     return Reserved(allocator.peak_allocated, allocator.peak_reserved)
+
+
+def _replay(allocator: CachingAllocator, events: Sequence[tuple[int, int, int]]) -> None:
+    """One micro-batch: (tensor, bytes, whether it comes) in order. What is still there at the end goes then."""
+    blocks: dict[int, _Block | None] = {}
+    for tensor, num_bytes, comes in events:
+        if comes:
+            blocks[tensor] = allocator.allocate(num_bytes)
+        else:
+            allocator.free(blocks.pop(tensor))
+    for block in blocks.values():
+        allocator.free(block)
 
 
 def pinned_bytes(num_bytes: int, round_threshold: int | None = None) -> int:

@@ -9,7 +9,7 @@ between them by the bytes that it reads and writes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from zrun_core.plan.candidate import Key
 from zrun_core.plan.collectives import NOTHING, Cost, Span
 from zrun_core.plan.hardware import Device, Hardware
 from zrun_core.plan.operators import Operators
-from zrun_core.plan.profile import Op, Phase, Profile, Trace
+from zrun_core.plan.profile import PHASES, Linear, Phase, Profile, Trace
 from zrun_core.plan.transformer import TransformerShape
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -267,53 +267,44 @@ _FAMILIES = {"gemm": _PRODUCT, "conv": _PRODUCT, "attention": _ATTENTION}
 
 
 def _columns(trace: Trace, num_blocks: int) -> _Columns:
-    ops = [op for op in trace.ops if op.name not in _FREE]
-    count = len(ops)
-    family = np.array([_FAMILIES.get(op.family, _STREAM) for op in ops], dtype=np.int64)
-    dims, size = np.zeros((count, 3)), np.zeros(count)
-    keys: dict[tuple[str, str], int] = {}
-    key = np.array([keys.setdefault((op.name, op.dtype), len(keys)) for op in ops], dtype=np.int64)
-    for number, op in enumerate(ops):
-        if op.family == "gemm" and len(op.shape) == 3:
-            dims[number] = op.shape
-        elif op.family == "conv":
-            size[number] = math.prod(op.shape)
-        elif op.family == "attention" and len(op.shape) > 1:
-            size[number] = op.shape[-2]
-    back = np.array([op.phase is Phase.BACKWARD for op in ops], dtype=bool)
+    table, words = trace.op_table, trace.op_table.words
+    names = np.array([word not in _FREE for word in words], dtype=bool)
+    keep = np.flatnonzero(names[table.name])
+    family, shape = table.family[keep], table.shape[keep]
+    families = np.array([_FAMILIES.get(word, _STREAM) for word in words], dtype=np.int64)
+    is_gemm, is_conv, is_attention = (
+        np.array([word == name for word in words], dtype=bool)[family] for name in ("gemm", "conv", "attention")
+    )
+    shapes = np.array([each if len(each) == 3 else (0, 0, 0) for each in table.shapes], dtype=float).reshape(-1, 3)
+    elements = np.array([math.prod(each) for each in table.shapes], dtype=float)
+    positions = np.array([each[-2] if len(each) > 1 else 0 for each in table.shapes], dtype=float)
+    keys, key = np.unique(table.name[keep] * len(words) + table.dtype[keep], return_inverse=True)
+    wide = np.array([word in ("float32", "fp32", "torch.float32") for word in words], dtype=bool)
+    back = table.phase[keep] == PHASES.index(Phase.BACKWARD)
     return _Columns(
-        np.array([(op.flops.base, op.flops.per_sample) for op in ops]).reshape(count, 2),
-        np.array([(op.bytes_moved.base, op.bytes_moved.per_sample) for op in ops]).reshape(count, 2),
-        family,
-        dims,
-        size,
-        tuple(keys),
+        table.sizes[table.flops[keep]],
+        table.sizes[table.bytes_moved[keep]],
+        families[family],
+        np.where(is_gemm[:, None], shapes[shape], 0.0),
+        np.where(is_conv, elements[shape], np.where(is_attention, positions[shape], 0.0)),
+        tuple((words[each // len(words)], words[each % len(words)]) for each in keys.tolist()),
         key,
-        _owners(ops, back, num_blocks),
+        _owners(table.block[keep], back, num_blocks),
         back,
-        np.array([op.dtype in ("float32", "fp32", "torch.float32") for op in ops], dtype=bool),
+        wide[table.dtype[keep]],
     )
 
 
-def _owners(ops: Sequence[Op], back: NDArray[np.bool_], num_blocks: int) -> NDArray[np.int64]:
+def _owners(block: NDArray[np.int64], back: NDArray[np.bool_], num_blocks: int) -> NDArray[np.int64]:
     """The part of each operation. What runs between blocks belongs to the one that ran last."""
-    found = np.zeros(len(ops), dtype=np.int64)
-    forward_owner, backward_owner = 0, num_blocks + 1
-    last = max((number for number, op in enumerate(ops) if op.block >= 0 and not back[number]), default=-1)
-    last_back = max((number for number, op in enumerate(ops) if op.block >= 0 and back[number]), default=-1)
-    for number, op in enumerate(ops):
-        if back[number]:
-            if op.block >= 0:
-                backward_owner = op.block + 1
-            elif last_back < number and num_blocks:
-                backward_owner = 0
-            found[number] = backward_owner
-        else:
-            if op.block >= 0:
-                forward_owner = op.block + 1
-            elif number > last:
-                forward_owner = num_blocks + 1
-            found[number] = forward_owner
+    found = np.zeros(len(block), dtype=np.int64)
+    for where, before, after in ((~back, 0, num_blocks + 1), (back, num_blocks + 1, 0 if num_blocks else 1)):
+        blocks = block[where]
+        inside = np.where(blocks >= 0, np.arange(len(blocks)), -1)
+        last = np.maximum.accumulate(inside) if len(blocks) else inside
+        owners = np.where(last >= 0, blocks[np.maximum(last, 0)] + 1, before)
+        owners[int(inside.max(initial=-1)) + 1 :] = after
+        found[where] = owners
     return found
 
 
@@ -461,8 +452,10 @@ def _params_by_part(profile: Profile, trace: Trace) -> tuple[list[float], list[f
 
     Those outside of blocks belong where their module first runs.
     """
-    first_block = next((number for number, op in enumerate(trace.ops) if op.block >= 0), len(trace.ops))
-    early = {op.module for op in trace.ops[:first_block]}
+    table = trace.op_table
+    inside = table.block >= 0
+    first_block = int(inside.argmax()) if inside.any() else len(inside)
+    early = {table.words[module] for module in np.unique(table.module[:first_block])}
     params, trainable = [0.0] * (profile.num_blocks + 2), [0.0] * (profile.num_blocks + 2)
     counts = [0] * (profile.num_blocks + 2)
     for param in profile.params:
@@ -478,9 +471,11 @@ def _params_by_part(profile: Profile, trace: Trace) -> tuple[list[float], list[f
 
 def _boundary_bytes(trace: Trace, num_blocks: int, micro: int) -> float:
     """Bytes of the last tensor that the middle block makes in forward: what it hands on."""
-    middle = num_blocks // 2
-    sizes = [e.size.at(micro) for e in trace.events
-             if e.alloc and e.block == middle and e.phase is Phase.FORWARD and e.kind == "activation"]  # fmt: skip
+    table = trace.event_table
+    kept = np.array([word == "activation" for word in table.words], dtype=bool)[table.kind]
+    made = kept & (table.alloc == 1) & (table.block == num_blocks // 2) & (table.phase == PHASES.index(Phase.FORWARD))
+    last = np.flatnonzero(made)[-1:]
+    sizes = [Linear(*each).at(micro) for each in table.sizes[table.size[last]].tolist()]
     return sizes[-1] if sizes else 0.0
 
 

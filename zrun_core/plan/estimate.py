@@ -10,23 +10,24 @@ cost little more than one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+from zrun_core.buffers import Buffer, Kind, Placement, Tier
 from zrun_core.config import JobConfig, PrecisionConfig
 from zrun_core.errors import JobError
-from zrun_core.layout import Buffer, Kind, Placement, Tier, UnitLayout, ZeroPolicy
+from zrun_core.layout import UnitLayout, ZeroPolicy
 from zrun_core.plan import memory, paper
 from zrun_core.plan.allocator import pinned_bytes
-from zrun_core.plan.candidate import Candidate
+from zrun_core.plan.candidate import Candidate, Dims
 from zrun_core.plan.costs import Costs, Terms
 from zrun_core.plan.hardware import MIB, Hardware
 from zrun_core.plan.memory import Stage
+from zrun_core.plan.outcome import Estimate, RankMemory
 from zrun_core.plan.profile import Peak, Phase, Profile
 from zrun_core.plan.skeleton import skeleton_of
 from zrun_core.plan.states import (
     Coordinates,
-    Dims,
     PaperCut,
     cut_of_shape,
     cut_on_paper,
@@ -45,65 +46,6 @@ __all__ = ["Candidate", "Dims", "Estimate", "Placement", "Planner", "RankMemory"
 _PROCESS_BYTES = {"cuda": 1800 * MIB, "cpu": 0}  # of a rank in its host's memory; on a CPU it is the device's context
 _LOADER_BYTES = 220 * MIB  # of a process that reads data
 _PHASES = tuple(Phase)
-
-
-@dataclass(frozen=True)
-class RankMemory:
-    """What ranks of one class hold.
-
-    Attributes:
-        role: "all", or the place in the pipeline: "first", "middle", "last".
-        peak: with the steady buffers in it.
-        allocated, reserved: by the allocator, at most; of a CPU the two are the same.
-        device_used: reserved, and what the driver and its libraries take.
-        pinned, pageable: of the host's memory.
-    """
-
-    role: str
-    buffers: tuple[Buffer, ...]
-    peak: Peak
-    allocated: int
-    reserved: int
-    device_used: int
-    pinned: int
-    pageable: int
-    disk: int
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A candidate on some hardware.
-
-    Attributes:
-        paper: bytes of states per rank as papers count them, K = 12, by kind.
-        host_bytes: of each node's memory; `host_parts` says for what.
-        capacity: bytes of a device.
-        source: where activations come from: "traced", "measured on the CPU" or "formula".
-        notes: what a reader should know.
-        traffic: bytes that a rank of the first stage sends to data-parallel peers per step, exactly, by collective.
-    """
-
-    candidate: Candidate
-    ranks: tuple[RankMemory, ...]
-    paper: dict[str, float]
-    host_bytes: int
-    time: StepTime
-    capacity: int
-    fits: bool
-    source: str
-    notes: tuple[str, ...] = ()
-    host_parts: dict[str, int] = field(default_factory=dict)
-    traffic: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def device_used(self) -> int:
-        """Of the fullest rank."""
-        return max(rank.device_used for rank in self.ranks)
-
-    @property
-    def headroom(self) -> int:
-        """Bytes that the fullest device has left; negative where it lacks some."""
-        return self.capacity - self.device_used
 
 
 def estimate(

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from zrun_core.plan.allocator import simulate
-from zrun_core.plan.candidate import Candidate
+from zrun_core.plan.candidate import Candidate, Dims, stage_blocks
 from zrun_core.plan.costs import BYTES
 from zrun_core.plan.profile import Peak, Phase, Profile, peak_of
-from zrun_core.plan.states import Dims, stage_blocks
 from zrun_core.plan.transformer import TransformerShape
 
 ALIGN = 512  # bytes to which CUDA's allocator rounds

@@ -7,19 +7,20 @@ micro-batches in flight is a maximum over live sets and never a sum of categorie
 
 from __future__ import annotations
 
-import gc
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-FORMAT = 3  # of the JSON
+from zrun_core.plan.folding import Table, fold, unfold
+
+FORMAT = 4  # of the JSON
 EventKind = Literal["activation", "temp", "grad"]
 Family = Literal["gemm", "attention", "conv", "norm", "elementwise", "copy", "other"]
 Source = Literal["traced", "measured on the CPU", "formula"]
@@ -37,7 +38,8 @@ class Phase(StrEnum):
     GATHER = "gather"
 
 
-_PHASES = tuple(Phase)
+PHASES = tuple(Phase)
+_PLACES = {phase: place for place, phase in enumerate(PHASES)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +106,8 @@ class Trace:
     """
 
     checkpoint: str
-    events: tuple[Event, ...]
-    ops: tuple[Op, ...]
+    events: Sequence[Event]
+    ops: Sequence[Op]
     exact: Mapping[int, Trace] = field(default_factory=dict)
 
     def of(self, micro: int) -> Trace:
@@ -113,8 +115,48 @@ class Trace:
         return self.exact.get(micro, self)
 
     @cached_property
+    def event_table(self) -> EventTable:
+        return self.events.table if isinstance(self.events, _Rows) else _event_table(self.events)
+
+    @cached_property
+    def op_table(self) -> OpTable:
+        return self.ops.table if isinstance(self.ops, _Rows) else _op_table(self.ops)
+
+    @cached_property
     def columns(self) -> _Columns:
-        return _Columns(self.events)
+        return _Columns(self.event_table)
+
+
+class EventTable(NamedTuple):
+    """Events by column: what is no number of its own is a place in `words` or `sizes`, or in `PHASES`."""
+
+    words: Sequence[str]
+    sizes: NDArray[np.float64]  # [places, 2]: base, per sample
+    tensor: NDArray[np.int64]
+    size: NDArray[np.int64]
+    alloc: NDArray[np.int64]
+    phase: NDArray[np.int64]
+    module: NDArray[np.int64]
+    block: NDArray[np.int64]
+    kind: NDArray[np.int64]
+    accumulates: NDArray[np.int64]
+
+
+class OpTable(NamedTuple):
+    """Operators by column, in the same way."""
+
+    words: Sequence[str]
+    sizes: NDArray[np.float64]
+    shapes: Sequence[tuple[int, ...]]
+    name: NDArray[np.int64]
+    family: NDArray[np.int64]
+    flops: NDArray[np.int64]
+    bytes_moved: NDArray[np.int64]
+    phase: NDArray[np.int64]
+    module: NDArray[np.int64]
+    block: NDArray[np.int64]
+    dtype: NDArray[np.int64]
+    shape: NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -165,6 +207,7 @@ class Profile:
         tokens_per_sample: None where samples are no tokens.
         traces: by checkpointing policy; none if the source is "formula".
         notes: what a reader should know that is no fallback.
+        files: digests of the files of code that it came from, by path.
     """
 
     source: Source
@@ -178,6 +221,7 @@ class Profile:
     modules: tuple[ModuleInfo, ...] = ()
     device: str = "cpu"  # whose kernels the trace follows: "cpu" or "cuda"
     notes: tuple[str, ...] = ()
+    files: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def num_params(self) -> int:
@@ -199,6 +243,7 @@ class Profile:
                 "modules": [[m.name, m.kind, m.container, m.running, m.params, m.same_as] for m in self.modules],
                 "device": self.device,
                 "notes": self.notes,
+                "files": dict(self.files),
             },
             separators=(",", ":"),
         )
@@ -210,8 +255,6 @@ class Profile:
         Raises:
             ValueError: it is not that.
         """
-        was_enabled = gc.isenabled()
-        gc.disable()  # a hundred thousand tuples, and no cycle: looking for one takes longer than all else
         try:
             found = json.loads(text)
             if found["format"] != FORMAT:
@@ -234,71 +277,149 @@ class Profile:
                 ),
                 device=found["device"],
                 notes=tuple(found["notes"]),
+                files=found["files"],
             )
         except (KeyError, TypeError, IndexError, AttributeError) as error:
             raise ValueError(f"not a profile: {error!r}") from None
-        finally:
-            if was_enabled:
-                gc.enable()
 
 
-class _Table:
-    """Strings by number: modules and names repeat ten thousand times."""
+# Timelines as tables
 
-    def __init__(self, values: Iterable[str] = ()) -> None:
-        self.values = list(values)
-        self._numbers: dict[str, int] = {}
+_Row = TypeVar("_Row", Event, Op)
+_TableOf = TypeVar("_TableOf", EventTable, OpTable)
+_Value = TypeVar("_Value")
 
-    def number(self, value: str) -> int:
+
+class _Rows(Sequence[_Row], Generic[_Row, _TableOf]):
+    """The rows of a table as objects, which are made once somebody looks at one of them: few ever do."""
+
+    def __init__(self, table: _TableOf, write: Callable[[_TableOf], list[_Row]]) -> None:
+        self.table: _TableOf = table
+        self._write: Callable[[_TableOf], list[_Row]] = write
+
+    @cached_property
+    def _all(self) -> tuple[_Row, ...]:
+        return tuple(self._write(self.table))
+
+    def __len__(self) -> int:
+        return len(self.table.module)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._all[place]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self._all == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(self._all)
+
+    def __repr__(self) -> str:
+        return repr(self._all)
+
+
+class _Numbers(Generic[_Value]):
+    """Values by number: modules, names and sizes repeat ten thousand times, most of them as the same objects."""
+
+    def __init__(self) -> None:
+        self.values: list[_Value] = []
+        self._numbers: dict[_Value, int] = {}
+        self._met: dict[int, tuple[int, _Value]] = {}  # by identity, which holds as long as the value is kept
+
+    def of(self, value: _Value) -> int:
+        met = self._met.get(id(value))
+        if met is not None:
+            return met[0]
         found = self._numbers.setdefault(value, len(self.values))
         if found == len(self.values):
             self.values.append(value)
+        self._met[id(value)] = found, value
         return found
 
 
+def _event_table(events: Sequence[Event]) -> EventTable:
+    words, sizes = _Numbers[str](), _Numbers[Linear]()
+    rows = [
+        (e.tensor, sizes.of(e.size), e.alloc, _PLACES[e.phase], words.of(e.module),
+         e.block, words.of(e.kind), e.accumulates)
+        for e in events
+    ]  # fmt: skip
+    columns = np.array(rows, dtype=np.int64).reshape(len(rows), 8)
+    return EventTable(words.values, _lines(sizes.values), *np.ascontiguousarray(columns.T))
+
+
+def _op_table(ops: Sequence[Op]) -> OpTable:
+    words, sizes, shapes = _Numbers[str](), _Numbers[Linear](), _Numbers[tuple[int, ...]]()
+    rows = [
+        (words.of(o.name), words.of(o.family), sizes.of(o.flops), sizes.of(o.bytes_moved), _PLACES[o.phase],
+         words.of(o.module), o.block, words.of(o.dtype), shapes.of(o.shape))
+        for o in ops
+    ]  # fmt: skip
+    columns = np.array(rows, dtype=np.int64).reshape(len(rows), 9)
+    return OpTable(
+        words.values,
+        _lines(sizes.values),
+        shapes.values,
+        *np.ascontiguousarray(columns.T),
+    )
+
+
+def _lines(sizes: Sequence[Linear]) -> NDArray[np.float64]:
+    return _pairs([(each.base, each.per_sample) for each in sizes])
+
+
+def _pairs(sizes: Sequence[Sequence[float]]) -> NDArray[np.float64]:
+    return np.array(sizes, dtype=np.float64).reshape(len(sizes), 2)
+
+
+def _events_of(table: EventTable) -> list[Event]:
+    words: Sequence[Any] = table.words
+    sizes = [Linear(base, per_sample) for base, per_sample in table.sizes.tolist()]
+    columns = (column.tolist() for column in table[2:])
+    return [
+        Event(tensor, sizes[size], bool(alloc), PHASES[phase], words[module], block, words[kind], bool(accumulates))
+        for tensor, size, alloc, phase, module, block, kind, accumulates in zip(*columns, strict=True)
+    ]
+
+
+def _ops_of(table: OpTable) -> list[Op]:
+    words: Sequence[Any] = table.words
+    sizes = [Linear(base, per_sample) for base, per_sample in table.sizes.tolist()]
+    columns = (column.tolist() for column in table[3:])
+    return [
+        Op(words[name], words[family], sizes[flops], sizes[moved], PHASES[phase], words[module], block, words[dtype],
+           table.shapes[shape])
+        for name, family, flops, moved, phase, module, block, dtype, shape in zip(*columns, strict=True)
+    ]  # fmt: skip
+
+
 def _trace_to_json(trace: Trace) -> dict[str, Any]:
-    words = _Table()
-    number = words.number
-    events = [
-        [e.tensor, e.size.base, e.size.per_sample, int(e.alloc), _PHASES.index(e.phase), number(e.module), e.block,
-         number(e.kind), int(e.accumulates)]
-        for e in trace.events
-    ]  # fmt: skip
-    ops = [
-        [number(o.name), number(o.family), o.flops.base, o.flops.per_sample, o.bytes_moved.base,
-         o.bytes_moved.per_sample, _PHASES.index(o.phase), number(o.module), o.block, number(o.dtype), o.shape]
-        for o in trace.ops
-    ]  # fmt: skip
+    events, ops = trace.event_table, trace.op_table
     return {
         "checkpoint": trace.checkpoint,
-        "words": words.values,
-        "events": [*zip(*events, strict=True)],  # by column: far fewer lists to read
-        "ops": [*zip(*ops, strict=True)],
+        "events": {"words": events.words, "sizes": events.sizes.tolist(), "rows": _folded(events[2:], events.block)},
+        "ops": {"words": ops.words, "sizes": ops.sizes.tolist(), "shapes": ops.shapes,
+                "rows": _folded(ops[3:], ops.block)},
         "exact": {str(micro): _trace_to_json(exact) for micro, exact in trace.exact.items()},
-    }
+    }  # fmt: skip
 
 
-def _trace_from_json(found: dict[str, Any]) -> Trace:
-    words: list[Any] = found["words"]
-    sizes: dict[tuple[float, float], Linear] = {}  # far fewer than events
+def _folded(columns: Sequence[Any], block: NDArray[np.int64]) -> list[list[Any]]:
+    """Columns of equal length, repeated blocks written once: they begin where another block does."""
+    begins = (block >= 0) & (np.diff(block, prepend=-1) != 0)
+    return fold(np.stack(columns, axis=1), np.flatnonzero(begins).tolist())
 
-    def linear(base: float, per_sample: float) -> Linear:
-        size = sizes.get((base, per_sample))
-        if size is None:
-            size = sizes[base, per_sample] = Linear(base, per_sample)
-        return size
 
-    events = tuple(
-        Event(tensor, linear(base, per_sample), bool(alloc), _PHASES[phase], words[module], block, words[kind], bool(a))
-        for tensor, base, per_sample, alloc, phase, module, block, kind, a in zip(*found["events"], strict=True)
-    )
-    ops = tuple(
-        Op(words[name], words[family], linear(f0, f1), linear(b0, b1), _PHASES[phase], words[module], block,
-           words[dtype], tuple(shape))
-        for name, family, f0, f1, b0, b1, phase, module, block, dtype, shape in zip(*found["ops"], strict=True)
-    )  # fmt: skip
+def _trace_from_json(found: Mapping[str, Any]) -> Trace:
+    events, ops = found["events"], found["ops"]
+    event_table = EventTable(events["words"], _pairs(events["sizes"]), *_unfolded(events["rows"], 8))
+    shapes = [tuple(shape) for shape in ops["shapes"]]
+    op_table = OpTable(ops["words"], _pairs(ops["sizes"]), shapes, *_unfolded(ops["rows"], 9))
     exact = {int(micro): _trace_from_json(trace) for micro, trace in found["exact"].items()}
-    return Trace(found["checkpoint"], events, ops, exact)
+    return Trace(found["checkpoint"], _Rows(event_table, _events_of), _Rows(op_table, _ops_of), exact)
+
+
+def _unfolded(rows: Sequence[Sequence[Any]], columns: int) -> Table:
+    return np.ascontiguousarray(unfold(rows, columns).T)
 
 
 # The peak
@@ -338,54 +459,46 @@ class _Live(NamedTuple):
 
 
 class _Columns:
-    """A timeline's events as arrays; stages of it are kept."""
+    """A timeline's events as a peak needs them; stages of it are kept."""
 
-    def __init__(self, events: Sequence[Event]) -> None:
-        modules, groups = _Table(), _Table()
-        tensors: dict[int, int] = {}
-        alloc: list[int] = []
-        free: list[int] = []
-        base: list[float] = []
-        per_sample: list[float] = []
-        group: list[int] = []
-        alloc_block: list[int] = []
-        accumulates: list[bool] = []
-        rows: list[int] = []
-        for number, event in enumerate(events):
-            if event.alloc:
-                tensors[event.tensor] = len(alloc)
-                alloc.append(number)
-                free.append(len(events))
-                base.append(event.size.base)
-                per_sample.append(event.size.per_sample)
-                group.append(groups.number(_group_name(event)))
-                accumulates.append(event.accumulates)
-                alloc_block.append(event.block)
-            else:
-                free[tensors[event.tensor]] = number
-            rows.append(tensors[event.tensor])
-        self.modules, self.groups = modules, groups
-        self._block = np.array([event.block for event in events], dtype=np.int64)
-        module = np.array([modules.number(event.module) for event in events], dtype=np.int64)
-        phase = np.array([_PHASES.index(event.phase) for event in events], dtype=np.int64)
-        backward = np.flatnonzero(phase == _PHASES.index(Phase.BACKWARD))
-        signs = np.array([1.0 if event.alloc else -1.0 for event in events])
+    def __init__(self, table: EventTable) -> None:
+        count = len(table.tensor)
+        alloc, goes = np.flatnonzero(table.alloc), np.flatnonzero(table.alloc == 0)
+        row_of = np.zeros(int(table.tensor.max(initial=-1)) + 1, dtype=np.int64)
+        row_of[table.tensor[alloc]] = np.arange(len(alloc))
+        rows = row_of[table.tensor]
+        free = np.full(len(alloc), count, dtype=np.int64)
+        free[rows[goes]] = goes
+        sizes = table.sizes[table.size[alloc]]
+        self.modules, self.groups = table.words, _Numbers[str]()
+        backward = np.flatnonzero(table.phase == PHASES.index(Phase.BACKWARD))
+        self._block = table.block
         self._whole = _Live(
-            np.array(alloc, dtype=np.int64),
-            np.array(free, dtype=np.int64),
-            np.array(base),
-            np.array(per_sample),
-            np.array(group, dtype=np.int64),
-            phase,
-            module,
-            int(backward[0]) if len(backward) else len(events),
-            np.array(rows, dtype=np.int64),
-            signs,
+            alloc,
+            free,
+            sizes[:, 0],
+            sizes[:, 1],
+            self._group(table, alloc),
+            table.phase,
+            table.module,
+            int(backward[0]) if len(backward) else count,
+            rows,
+            np.where(table.alloc == 1, 1.0, -1.0),
         )
-        self._accumulates = np.array(accumulates, dtype=bool)
+        self._accumulates = table.accumulates[alloc] == 1
         self._last_block = int(self._block.max(initial=-1))
         self._first_of_backward = self._whole.forward_end
         self._stages: dict[tuple[range | None, bool], _Live] = {}
+
+    def _group(self, table: EventTable, alloc: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The number of the name under which each tensor is counted."""
+        parts = np.stack([table.module, table.kind, table.phase, table.block >= 0], axis=1)[alloc]
+        different, where = np.unique(parts, axis=0, return_inverse=True)
+        names = [
+            self.groups.of(_group_name(table.words[module], table.words[kind], PHASES[phase], bool(inside)))
+            for module, kind, phase, inside in different.tolist()
+        ]
+        return np.array(names, dtype=np.int64)[where.reshape(-1)]
 
     def stage(self, blocks: range | None, accumulating: bool) -> _Live:
         """What the stage with these blocks sees; None: all of it."""
@@ -440,15 +553,18 @@ class _Columns:
         alloc = np.where(comes, alloc, np.minimum(arrival, free))
         free = np.where(goes | (free >= num_events), free, np.maximum(departure, alloc))
         alloc, free = alloc[keep], free[keep]
-        order = [(at, 1.0, row) for row, at in enumerate(alloc.tolist())]
-        order += [(at, -1.0, row) for row, at in enumerate(free.tolist()) if at < num_events]
-        order.sort(key=lambda item: (item[0], -item[1]))  # arrivals before departures at the same moment
-        place_of_alloc, place_of_free = np.zeros(len(alloc), np.int64), np.full(len(alloc), len(order), np.int64)
-        for place, (_, sign, row) in enumerate(order):
-            (place_of_alloc if sign > 0 else place_of_free)[row] = place
-        times = np.array([at for at, _, _ in order], dtype=np.int64)
+        leaves = np.flatnonzero(free < num_events)
+        moments = np.concatenate([alloc, free[leaves]])
+        signs = np.concatenate([np.ones(len(alloc)), -np.ones(len(leaves))])
+        rows = np.concatenate([np.arange(len(alloc)), leaves])
+        order = np.lexsort((-signs, moments))  # arrivals before departures at the same moment
+        places = np.empty(len(order), dtype=np.int64)
+        places[order] = np.arange(len(order))
+        place_of_free = np.full(len(alloc), len(order), dtype=np.int64)
+        place_of_free[leaves] = places[len(alloc) :]
+        times = moments[order]
         return _Live(
-            place_of_alloc,
+            places[: len(alloc)],
             place_of_free,
             whole.base[keep],
             whole.per_sample[keep],
@@ -456,8 +572,8 @@ class _Columns:
             whole.phase[times],
             whole.module[times],
             int(np.searchsorted(times, split)),
-            np.array([row for _, _, row in order], dtype=np.int64),
-            np.array([sign for _, sign, _ in order]),
+            rows[order],
+            signs[order],
         )
 
 
@@ -492,7 +608,7 @@ def peak_of(
         steps = sizes[live.rows] * live.signs
         in_use = np.cumsum(steps)
         held = float(in_use[live.forward_end - 1]) * (in_flight - 1) if live.forward_end else 0.0
-        base = np.array([float(steady.get(phase, 0)) for phase in _PHASES])
+        base = np.array([float(steady.get(phase, 0)) for phase in PHASES])
         total = in_use + held + base[live.phase]
         place = int(np.argmax(total))
         alive = (live.alloc <= place) & (live.free > place)
@@ -507,8 +623,8 @@ def peak_of(
         )
         best = Peak(
             round(total[place]),
-            _PHASES[int(live.phase[place])],
-            columns.modules.values[int(live.module[place])],
+            PHASES[int(live.phase[place])],
+            columns.modules[int(live.module[place])],
             holders,
             round(in_use[place] + held),
         )
@@ -522,9 +638,9 @@ _NUMBERED = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _WORDS = {"activation": "activations", "temp": "temporaries", "grad": "gradients"}
 
 
-def _group_name(event: Event) -> str:
-    """What the tensor is counted under: "activations of blocks.*.mlp"."""
-    place = _NUMBERED.sub("*", event.module) if event.block >= 0 else event.module
-    if event.phase is Phase.LOSS and not place:
+def _group_name(module: str, kind: str, phase: Phase, is_in_block: bool) -> str:
+    """What a tensor is counted under: "activations of blocks.*.mlp"."""
+    place = _NUMBERED.sub("*", module) if is_in_block else module
+    if phase is Phase.LOSS and not place:
         place = "the loss"
-    return f"{_WORDS[event.kind]} of {place or 'the model itself'}"
+    return f"{_WORDS[kind]} of {place or 'the model itself'}"

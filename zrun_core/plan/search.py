@@ -15,16 +15,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+from zrun_core.buffers import ON_DEVICE, Placement, Tier
 from zrun_core.errors import JobError
-from zrun_core.layout import ON_DEVICE, Placement, Tier
-from zrun_core.plan.candidate import Candidate
+from zrun_core.plan.candidate import Candidate, Dims
 from zrun_core.plan.collectives import Span
 from zrun_core.plan.costs import BYTES, Part, stream_seconds
-from zrun_core.plan.estimate import Estimate, Planner
+from zrun_core.plan.estimate import Planner
 from zrun_core.plan.hardware import Hardware
 from zrun_core.plan.memory import Stage, formula_slack
+from zrun_core.plan.outcome import Estimate, Result
 from zrun_core.plan.profile import Phase, Profile
-from zrun_core.plan.states import Dims
 from zrun_core.plan.timing import host_seconds_per_element, update_bytes
 from zrun_core.plan.transformer import TransformerShape
 
@@ -84,25 +84,6 @@ class Constraints:
             raise JobError("the constraints contradict each other: zrun does not train with tp or pp above 1 yet")
 
 
-@dataclass(frozen=True)
-class Result:
-    """What a search has found.
-
-    Attributes:
-        best: what fits, best first; at most ten.
-        pareto: what fits and is beaten by nothing in both time and headroom, to a hundredth of each; by time.
-        rejected: what does not fit, the smallest overshoot first; at most ten.
-        tried: configurations that were estimated.
-        pruned: configurations that a bound has ruled out.
-    """
-
-    best: tuple[Estimate, ...]
-    pareto: tuple[Estimate, ...]
-    rejected: tuple[Estimate, ...]
-    tried: int
-    pruned: int
-
-
 def search(
     subject: Profile | TransformerShape | Planner, hardware: Hardware, constraints: Constraints, goal: Goal
 ) -> Result:
@@ -128,6 +109,18 @@ class _Bound(NamedTuple):
     candidate: Candidate
 
 
+class _Floor(NamedTuple):
+    """What the bounds of a candidate are made of, wherever its states live."""
+
+    seconds: float  # without the update
+    update: float  # on the device
+    forward: float  # behind which an update on the host may hide
+    owned: float  # elements that a rank updates
+    states: tuple[float, float, float]  # bytes of parameters, gradients, optimizer
+    largest: float  # unit, as a share of the stage's parameters
+    dynamic: float
+
+
 class _Sums(NamedTuple):
     """What a micro-batch takes on one tensor-parallel rank that has all of the model."""
 
@@ -147,10 +140,11 @@ class _Search:
         self.planner, self.constraints, self.hardware = planner, constraints, planner.hardware
         self.capacity = self.hardware.device.memory_bytes
         self._sums: dict[object, _Sums] = {}
+        self._floors: dict[int, _Floor] = {}  # by number of the candidate
         self._done: dict[Candidate, Estimate | None] = {}
         self._considered = 0
         self._offloads = self._placements()
-        self._places = [ON_DEVICE, *itertools.chain(*self._offloads)]
+        self._places = {place: number for number, place in enumerate([ON_DEVICE, *itertools.chain(*self._offloads)])}
         self._host_seconds = {tier: host_seconds_per_element(planner.costs, tier) for tier in (Tier.HOST, Tier.DISK)}
 
     def run(self, goal: Goal) -> Result:
@@ -227,10 +221,9 @@ class _Search:
             for placement in chain:
                 if bound.candidate.offloads and placement.fraction <= away.fraction:
                     continue
-                other = self._bound(bound.number, replace(bound.candidate, placement=placement))
                 self._considered += 1
-                if other is not None and other.num_bytes <= self.capacity:
-                    heapq.heappush(heap, other)
+                if self._least_bytes(bound.number, bound.candidate, placement) <= self.capacity:
+                    heapq.heappush(heap, self._at(bound.number, bound.candidate, placement))
                     break
 
     def _is_beaten(
@@ -275,12 +268,11 @@ class _Search:
         """All candidates, by what zrun lacks for them, and by the keys that differ from `base`."""
         groups: dict[tuple[int, int], list[_Bound]] = {}
         for first in self._bounds():
-            others = (self._bound(first.number, replace(first.candidate, placement=p)) for p in self._places[1:])
+            others = (self._at(first.number, first.candidate, place) for place in list(self._places)[1:])
             for bound in (first, *others):
-                if bound is not None:
-                    self._considered += 1
-                    key = len(bound.candidate.lacking()), changes(base, bound.candidate)
-                    groups.setdefault(key, []).append(bound)
+                self._considered += 1
+                key = len(bound.candidate.lacking()), changes(base, bound.candidate)
+                groups.setdefault(key, []).append(bound)
         return groups
 
     @staticmethod
@@ -315,20 +307,23 @@ class _Search:
         return self._done[candidate]
 
     def _bounds(self) -> Iterator[_Bound]:
-        """Bounds of all candidates with everything on the device."""
+        """Bounds of all candidates with everything on the device; none of those of which nothing tells what they do."""
         for number, candidate in enumerate(self._all()):
-            bound = self._bound(number, candidate)
-            if bound is not None:
-                yield bound
+            try:
+                self._floors[number] = self._floor(candidate)
+            except (KeyError, JobError):
+                continue
+            yield self._at(number, candidate, ON_DEVICE)
 
-    def _bound(self, number: int, candidate: Candidate) -> _Bound | None:
-        """Bounds of a candidate; None if nothing tells what it computes."""
-        try:
-            seconds = self._least_seconds(candidate)
-            num_bytes = self._least_bytes(candidate)
-        except (KeyError, JobError):
-            return None
-        return _Bound(seconds, number, self._places.index(candidate.placement), num_bytes, candidate)
+    def _at(self, number: int, candidate: Candidate, placement: Placement) -> _Bound:
+        """Bounds of a candidate, but with states at `placement`."""
+        return _Bound(
+            self._least_seconds(number, placement),
+            number,
+            self._places[placement],
+            self._least_bytes(number, candidate, placement),
+            candidate if placement is candidate.placement else replace(candidate, placement=placement),
+        )
 
     def _sum(self, candidate: Candidate) -> _Sums:
         key = candidate.key
@@ -349,8 +344,11 @@ class _Search:
             )
         return found
 
-    def _least_seconds(self, candidate: Candidate) -> float:
-        """Kernels of an average stage and an even pipeline's bubble, or all transfers; then the update."""
+    def _floor(self, candidate: Candidate) -> _Floor:
+        """Time: kernels of an average stage and an even pipeline's bubble, or all transfers; then the update.
+
+        Memory: the first stage's states without padding and scratch, and its activations.
+        """
         sums, dims, stage = self._sum(candidate), candidate.dims, candidate.stage
         count, device, terms = candidate.accumulation, self.hardware.device, self.planner.costs.terms
         forward = sums.forward / dims.pp
@@ -364,37 +362,42 @@ class _Search:
         total, blocks = sums.forward + sums.backward, self.planner.num_blocks // dims.pp
         largest = total if dims.pp == 1 else blocks * sums.of_block + max(sums.before, sums.after)
         seconds = max(count * largest + (dims.pp - 1) / dims.virtual * blocks * sums.of_block, moved)
-        place, owned = candidate.placement, sums.trainable / dims.pp / share
-        if place.optimizer is not Tier.DEVICE:
-            return seconds + max(0.0, owned * place.fraction * self._host_seconds[place.optimizer] - forward)
+        owned = sums.trainable / dims.pp / share
+        num_bytes = update_bytes(terms, candidate.precision)
         if device.optimizer is not None:
-            return seconds + owned / device.optimizer * update_bytes(terms, candidate.precision) / 28
-        return seconds + stream_seconds(device, owned * update_bytes(terms, candidate.precision))
-
-    def _least_bytes(self, candidate: Candidate) -> float:
-        """The first stage's states without padding and scratch, its activations, and what is there in any case."""
-        sums, dims, device = self._sum(candidate), candidate.dims, self.hardware.device
-        stage = Stage.of(dims, 0, self.planner.num_blocks, candidate.accumulation)
-        terms, place = self.planner.costs.terms, candidate.placement
-        size, share = BYTES[candidate.precision], dims.shard_size
-        part = min(1.0, stage.blocks * sums.block / sums.params)  # of the model's parameters: at least its blocks'
+            update = owned / device.optimizer * num_bytes / 28
+        else:
+            update = stream_seconds(device, owned * num_bytes)
+        first = Stage.of(dims, 0, self.planner.num_blocks, count)
+        size, sharded = BYTES[candidate.precision], dims.shard_size
+        part = min(1.0, first.blocks * sums.block / sums.params)  # of the model's parameters: at least its blocks'
         if dims.pp == 1:
             part = 1.0
         optim = terms.moments * terms.moment_bytes + (4 if size < 4 else 0)
-        kinds = (
-            (size * sums.params, 3, place.param),
-            (terms.reduce_bytes * sums.trainable, 2, place.grad),
-            (optim * sums.trainable, 1, place.optimizer),
+        states = (
+            size * sums.params * part / (sharded if stage >= 3 else 1),
+            terms.reduce_bytes * sums.trainable * part / (sharded if stage >= 2 else 1),
+            optim * sums.trainable * part / (sharded if stage >= 1 else 1),
         )
-        left = max(0.0, 1 - place.fraction - sums.largest / part)  # whole units leave, the last one too
-        total = 0.0
-        for num_bytes, sharded_from, tier in kinds:
-            here = num_bytes * part / (share if candidate.stage >= sharded_from else 1)
-            total += here * (left if tier is not Tier.DEVICE else 1.0)
-        dynamic = self.planner.peak(candidate, stage, _NO_STATES).num_bytes
+        dynamic = self.planner.peak(candidate, first, _NO_STATES).num_bytes
         if device.kind == "cuda" and self.planner.costs.uses_formula(candidate.key):
             dynamic += formula_slack(dynamic)
-        return total + dynamic + device.workspace_bytes + self.planner.outside(dims)
+        return _Floor(seconds, update, forward, owned, states, sums.largest / part, dynamic)
+
+    def _least_seconds(self, number: int, place: Placement) -> float:
+        floor = self._floors[number]
+        if place.optimizer is Tier.DEVICE:
+            return floor.seconds + floor.update
+        on_host = floor.owned * place.fraction * self._host_seconds[place.optimizer]
+        return floor.seconds + max(0.0, on_host - floor.forward)
+
+    def _least_bytes(self, number: int, candidate: Candidate, place: Placement) -> float:
+        floor = self._floors[number]
+        left = max(0.0, 1 - place.fraction - floor.largest)  # whole units leave, the last one too
+        total = 0.0
+        for here, tier in zip(floor.states, (place.param, place.grad, place.optimizer), strict=True):
+            total += here * (left if tier is not Tier.DEVICE else 1.0)
+        return total + floor.dynamic + self.hardware.device.workspace_bytes + self.planner.outside(candidate.dims)
 
     def _all(self) -> Iterator[Candidate]:
         """Every candidate that the constraints allow, in a fixed order."""

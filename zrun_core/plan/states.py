@@ -19,64 +19,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from zrun_core.buffers import ON_DEVICE, Buffer, Kind, Placement, Tier
 from zrun_core.comm import direct_up_to
 from zrun_core.config import JobConfig
 from zrun_core.layout import (
     DISK_SLOTS,
-    ON_DEVICE,
     STAGING_SLOTS,
-    Buffer,
-    Kind,
     Peers,
-    Placement,
     Sharded,
-    Tier,
     UnitLayout,
     module_buffers,
     whole_pages,
 )
 from zrun_core.optim.choose import choose
 from zrun_core.parallelize import make_settings
+from zrun_core.plan.candidate import Dims, stage_blocks
 from zrun_core.plan.transformer import TransformerShape
 from zrun_core.zero.cut import repeated_blocks
 from zrun_core.zero.sharded import Settings, plan_cut
 from zrun_core.zero.unit import moves_pages
 
 _UNTIL_BACKWARD = frozenset({"forward", "loss", "backward"})
-
-
-@dataclass(frozen=True)
-class Dims:
-    """How ranks divide a model: dp * tp * pp of them.
-
-    Attributes:
-        virtual: parts of the model that a pipeline stage has: Narayanan et al. 2021, section 2.2.
-        shard: data-parallel ranks that hold one copy of the states between them; None: all of them.
-    """
-
-    dp: int
-    tp: int = 1
-    pp: int = 1
-    virtual: int = 1
-    shard: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("dp", "tp", "pp", "virtual", "shard"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"{name} is {value}: it must be at least 1")
-        if self.dp % self.shard_size:
-            raise ValueError(f"{self.shard} ranks that share the states do not divide {self.dp} data-parallel ranks")
-        if self.virtual > 1 and self.pp == 1:
-            raise ValueError("virtual stages need a pipeline: pp is 1")
-
-    @property
-    def shard_size(self) -> int:
-        """Ranks that hold one copy of what is sharded."""
-        return self.dp if self.shard is None else self.shard
-
-    @property
-    def world(self) -> int:
-        return self.dp * self.tp * self.pp
 
 
 class Coordinates(NamedTuple):
@@ -282,23 +245,6 @@ class _Tree(nn.Module):
         self.head = _Vectors(weight=0 if shape.tied else vocab * hidden, bias=-(-shape.extra // tp))
         if shape.tied:
             self.head.weight = self.tokens.weight
-
-
-def stage_blocks(num_blocks: int, dims: Dims, stage: int) -> tuple[range, ...]:
-    """The blocks of a pipeline stage: one run for each of its `virtual` parts.
-
-    The runs of all stages follow each other, stage after stage and part after part; where they cannot be equal, the
-    earlier ones have one block more.
-
-    Raises:
-        ValueError: there are fewer blocks than runs.
-    """
-    runs = dims.pp * dims.virtual
-    if num_blocks < runs and runs > 1:
-        raise ValueError(f"{num_blocks} blocks do not fill {dims.pp} stages of {dims.virtual} parts")
-    short, longer = divmod(num_blocks, runs)
-    starts = [run * short + min(run, longer) for run in range(runs + 1)]
-    return tuple(range(starts[run], starts[run + 1]) for run in range(stage, runs, dims.pp))
 
 
 def peers_of_rank(settings: Settings, dims: Dims, rank: Coordinates, device: str) -> Peers:

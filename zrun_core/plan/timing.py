@@ -14,13 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from zrun_core.layout import Tier
-from zrun_core.plan.candidate import Candidate
+from zrun_core.buffers import Tier
+from zrun_core.plan.candidate import Candidate, stage_blocks
 from zrun_core.plan.collectives import Cost, Span
 from zrun_core.plan.costs import BYTES, Costs, Part, Terms, stream_seconds
 from zrun_core.plan.hardware import Hardware
 from zrun_core.plan.schedule import Pass, Stream, replay, run_pass
-from zrun_core.plan.states import stage_blocks
 
 _HOST_UPDATE_SHARE = 0.75  # of the memory bandwidth of a host that a fused update reaches
 _COPY_CONTENTION = 0.03  # of a copy engine, which takes nothing from computation but its bandwidth

@@ -13,7 +13,6 @@ import ctypes
 import hashlib
 import json
 import os
-import secrets
 import signal
 import subprocess
 import sys
@@ -21,11 +20,13 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from zrun_core.cache import are_unchanged, digest_of_file, folder, keep
 from zrun_core.config import JobConfig
 from zrun_core.errors import ExitCode, JobError, UserCodeError
 from zrun_core.plan.profile import Profile
@@ -69,37 +70,56 @@ def trace_in_subprocess(
         JobError: the job names what does not exist, or what the model cannot do.
         UserCodeError: the model cannot even be built.
     """
-    request = {
+    request = _request(job, job_dir, micros, checkpoints, device)
+    place = folder("profiles") / f"{_digest(request)}.json"
+    if use_cache and (found := _stored(place)) is not None:
+        return found
+    why = ""
+    answer: bytes | _Failure = _Failure("")
+    for mode in _MODES:
+        if mode == "values" and "was not traced within" in why:
+            continue  # what takes too long without values does with them
+        answer = _ask({**request, "mode": mode, "why": why}, dict(environment or {}), timeout_s)
+        if not isinstance(answer, _Failure) or answer.exit_code == ExitCode.USAGE:
+            break
+        why = why or answer.error.splitlines()[-1].strip()
+    if isinstance(answer, _Failure):
+        raise (JobError if answer.exit_code == ExitCode.USAGE else UserCodeError)(answer.error)
+    found = Profile.from_json(answer)
+    if use_cache:
+        keep(place, answer, _KEPT)
+    return found
+
+
+def key_of_trace(
+    job: JobConfig, job_dir: Path, *, micros: Sequence[int], checkpoints: Sequence[str], device: str
+) -> str:
+    """What is equal for questions with one answer, as long as `Profile.files` are what they were."""
+    return _digest(_request(job, job_dir, micros, checkpoints, device))
+
+
+def _request(
+    job: JobConfig, job_dir: Path, micros: Sequence[int], checkpoints: Sequence[str], device: str
+) -> dict[str, Any]:
+    return {
         "job": job.model_dump(mode="json", by_alias=True, exclude_unset=True),
         "job_dir": str(job_dir.absolute()),
         "micros": sorted(set(micros)),
         "checkpoints": list(dict.fromkeys(checkpoints)),
         "device": device,
     }
-    place = _folder() / f"{_digest(request)}.json"
-    if use_cache and (found := _stored(place)) is not None:
-        return found
-    why = ""
-    answer: dict[str, Any] = {}
-    for mode in _MODES:
-        if mode == "values" and "was not traced within" in why:
-            continue  # what takes too long without values does with them
-        answer = _ask({**request, "mode": mode, "why": why}, dict(environment or {}), timeout_s)
-        if "profile" in answer or answer.get("exit_code") == ExitCode.USAGE:
-            break
-        why = why or str(answer["error"]).splitlines()[-1].strip()
-    if "profile" not in answer:
-        raise (JobError if answer.get("exit_code") == ExitCode.USAGE else UserCodeError)(answer["error"])
-    if use_cache:
-        _store(place, answer)
-    return Profile.from_json(answer["profile"])
 
 
 # The other process
 
 
-def _ask(request: dict[str, Any], environment: Mapping[str, str], timeout_s: float) -> dict[str, Any]:
-    """The answer of a process, or why there is none: {"error": ...}."""
+class _Failure(NamedTuple):
+    error: str
+    exit_code: int | None = None
+
+
+def _ask(request: dict[str, Any], environment: Mapping[str, str], timeout_s: float) -> bytes | _Failure:
+    """A profile as JSON, made by another process, or why there is none."""
     read_fd, write_fd = os.pipe()
     with tempfile.TemporaryFile() as said, open(read_fd, "rb") as answers:
         try:
@@ -131,13 +151,13 @@ def _ask(request: dict[str, Any], environment: Mapping[str, str], timeout_s: flo
         reader.join(timeout=10.0)
         if received and received[0]:
             with suppress(ValueError):
-                answer: dict[str, Any] = json.loads(received[0])
-                return answer
+                answer = json.loads(received[0])
+                return _Failure(**answer) if "error" in answer else received[0]
         call = request["job"]["model"]
         call = call["call"] if isinstance(call, dict) else call
         if not how:
-            return {"error": f"model: {call} was not traced within {timeout_s:g} s"}
-        return {"error": f"model: the process that traced {call} ended with {how}{_last_words(said)}"}
+            return _Failure(f"model: {call} was not traced within {timeout_s:g} s")
+        return _Failure(f"model: the process that traced {call} ended with {how}{_last_words(said)}")
 
 
 def _last_words(said: Any) -> str:
@@ -148,11 +168,6 @@ def _last_words(said: Any) -> str:
 
 
 # The cache
-
-
-def _folder() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(home).expanduser() / "zrun" / "profiles"
 
 
 def _digest(request: Mapping[str, Any]) -> str:
@@ -174,33 +189,10 @@ def _own_code() -> str:
 def _stored(place: Path) -> Profile | None:
     """The profile at `place`, if the files that it came from are what they were."""
     try:
-        found = json.loads(place.read_bytes())
-        if all(_of_file(path) == expected for path, expected in found["files"].items()):
-            return Profile.from_json(found["profile"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        pass  # not there, damaged, or of another version
-    return None
-
-
-def _store(place: Path, answer: Mapping[str, Any]) -> None:
-    """Keep an answer. Where nothing can be written, nothing is kept."""
-    part = place.with_name(f".{place.stem}.{secrets.token_hex(4)}")
-    kept = {"files": answer["files"], "profile": answer["profile"]}
-    with suppress(OSError):
-        place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-            json.dump(kept, file)
-        part.replace(place)
-        for old in sorted(place.parent.glob("*.json"), key=lambda path: path.stat().st_mtime)[:-_KEPT]:
-            old.unlink(missing_ok=True)
-
-
-def _of_file(path: str) -> str:
-    """A digest of the content of a file; "" if it is gone."""
-    try:
-        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
-    except OSError:
-        return ""
+        found = Profile.from_json(place.read_bytes())
+    except (OSError, ValueError):
+        return None  # not there, damaged, or of another version
+    return found if are_unchanged(found.files) else None
 
 
 def _user_files(job_dir: Path) -> dict[str, str]:
@@ -215,7 +207,7 @@ def _user_files(job_dir: Path) -> dict[str, str]:
         inside = any(part in path for part in apart)
         if path.startswith(str(job_dir)) or not (inside or path.startswith(tuple(own))):
             found.add(path)
-    return {path: _of_file(path) for path in sorted(found)}
+    return {path: digest_of_file(path) for path in sorted(found)}
 
 
 def _main() -> None:
@@ -226,12 +218,12 @@ def _main() -> None:
     os.set_inheritable(answer_fd, False)
     answer = _answer(request)
     with open(answer_fd, "w", encoding="utf-8") as file:
-        json.dump(answer, file)
+        file.write(answer)
     sys.stdout.flush()
     os._exit(0)  # threads of the user's code must not delay the end
 
 
-def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
+def _answer(request: Mapping[str, Any]) -> str:
     from zrun_core import user
     from zrun_core.errors import ZrunError
     from zrun_core.plan import tracing
@@ -248,10 +240,10 @@ def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
             why=request["why"],
         )
     except ZrunError as error:
-        return {"error": str(error), "exit_code": error.exit_code}
+        return json.dumps({"error": str(error), "exit_code": error.exit_code})
     except Exception as error:
-        return {"error": f"{user.user_traceback(error)}\n{type(error).__name__}: {error}"}
-    return {"profile": profile.to_json(), "files": _user_files(job_dir)}
+        return json.dumps({"error": f"{user.user_traceback(error)}\n{type(error).__name__}: {error}"})
+    return replace(profile, files=_user_files(job_dir)).to_json()
 
 
 if __name__ == "__main__":

@@ -49,6 +49,7 @@ from zrun_core.plan.profile import (
     peak_of,
 )
 from zrun_core.plan.record import Recorder, Row
+from zrun_core.plan.uncompiled import pass_by_compiler
 from zrun_core.precision import Precision
 from zrun_core.zero.cut import _of_running_norms, repeated_blocks
 
@@ -97,6 +98,7 @@ def trace_job(
     loss = None if job.loss is None else user.function(job.loss, job_dir)
     if device == "cuda":
         kernels.follow_cuda()
+    pass_by_compiler()
     model = _build(job, job_dir)
     check(model)
     if not model.training:
@@ -144,14 +146,16 @@ class _Samples:
         return self.collate(list(itertools.islice(itertools.cycle(self.first), micro)))
 
 
-def _sample_of(job: JobConfig, job_dir: Path) -> _Samples:
-    """Read a few samples of the job's data.
+def _sample_of(job: JobConfig, job_dir: Path, *, values: bool = False) -> _Samples:
+    """Read a few samples of the job's data. What is known of them without reading them will do, but for their values.
 
     Raises:
         JobError: there is no such data.
         UserCodeError: reading it failed, and its shapes are not known otherwise.
     """
     collate = default_collate if job.data.collate is None else user.function(job.data.collate, job_dir)
+    if job.data.call in _TEXT and not values:
+        return _blank_text(job, collate)
     try:
         dataset = user.call(Ref(call=job.data.call, args=job.data.args), job_dir)
         with user.user_code("reading the training data failed"):
@@ -159,11 +163,8 @@ def _sample_of(job: JobConfig, job_dir: Path) -> _Samples:
     except ZrunError as error:
         if job.data.call not in _TEXT:
             raise
-        length = int(job.data.args.get("seq_len", _TEXT[job.data.call]))
-        tokens = torch.zeros(length, dtype=torch.int64)
-        sample = {"input_ids": tokens, "labels": tokens}
         reason = str(error).splitlines()[0]
-        return _Samples([sample], sample, collate, f"the data was not read ({reason}): its seq_len says its shape")
+        return replace(_blank_text(job, collate), note=f"the data was not read ({reason}): its seq_len says its shape")
     if not samples:
         raise UserCodeError(f"the dataset is empty: {type(dataset).__name__}")
     sizes = [_bytes_of(sample) for sample in samples]
@@ -171,6 +172,13 @@ def _sample_of(job: JobConfig, job_dir: Path) -> _Samples:
     if len(set(sizes)) > 1:
         note = f"samples differ in size: planned with the largest of {len(samples)}"
     return _Samples(samples, samples[sizes.index(max(sizes))], collate, note)
+
+
+def _blank_text(job: JobConfig, collate: Callable[[list[Any]], Any]) -> _Samples:
+    """What a sample of text looks like."""
+    tokens = torch.zeros(int(job.data.args.get("seq_len", _TEXT[job.data.call])), dtype=torch.int64)
+    sample = {"input_ids": tokens, "labels": tokens}
+    return _Samples([sample], sample, collate)
 
 
 def _first_samples(dataset: Any) -> Iterator[Any]:
@@ -288,10 +296,13 @@ class _Subject:
         """Parameters in the compute dtype, buffers and other tensors become fake."""
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._mode, self._is_fake = mode, True
-        with mode:
-            self._replace_tensors(lambda tensor, dtype: torch.empty_strided(
-                tensor.shape, dense_stride(tensor), dtype=dtype, device=_CPU
-            ))  # fmt: skip
+
+        def made(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+            shape, stride = tensor.shape, dense_stride(tensor)
+            with mode:
+                return torch.empty_strided(shape, stride, dtype=dtype, device=_CPU)
+
+        self._replace_tensors(made)
 
     def _make_real(self) -> None:
         """Parameters in the compute dtype and with values, but without those of blocks that will not run."""
@@ -303,6 +314,7 @@ class _Subject:
             raise UserCodeError(
                 f"the model must run for real to be measured, and its {num_bytes / 2**30:.1f} GiB do not fit here"
             )
+        self._samples = _sample_of(self._job, self._job_dir, values=True)
         self._model = _build_for_real(self._job, self._job_dir)
         if not self._model.training:
             self._model.train()
@@ -465,8 +477,8 @@ class _Subject:
         gc.disable()  # cycles are freed when Python thinks fit: not in here
         start = time.monotonic()
         try:
+            batch = self._batch(micro)
             with self._mode, shortened(series, units):
-                batch = self._batch(micro)
                 recorder.know(self._known)
                 recorder.know(_tensors_of(batch))
                 with recorder.following():
@@ -491,7 +503,8 @@ class _Subject:
         if not self._is_fake:
             return self._samples.real_batch(micro)
         batch = self._samples.batch(micro)
-        return _map_tensors(lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=_CPU), batch)
+        with self._mode:
+            return _map_tensors(lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=_CPU), batch)
 
     def _forward(self, batch: Any, micro: int) -> torch.Tensor:
         """What `Trainer` differentiates."""

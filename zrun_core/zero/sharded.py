@@ -23,9 +23,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
+from zrun_core.buffers import Buffer, Kind
 from zrun_core.comm import Comm, Phase
 from zrun_core.errors import PreflightError
-from zrun_core.layout import Buffer, Kind, ParamSlot, StatePolicy, UnitLayout, ZeroPolicy, module_buffers
+from zrun_core.layout import ParamSlot, StatePolicy, UnitLayout, ZeroPolicy, module_buffers
 from zrun_core.mesh import Mesh
 from zrun_core.optim.choose import Chosen, Options
 from zrun_core.optim.sharded import ShardedOptimizer

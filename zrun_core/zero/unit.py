@@ -23,8 +23,9 @@ from zrun_core.arena import (
     can_move_pages,
     flat_buffer,
 )
+from zrun_core.buffers import Buffer, Kind
 from zrun_core.comm import Comm, Group, Handle, gather_tag
-from zrun_core.layout import Buffer, Kind, ParamSlot, Sharded, StatePolicy, UnitLayout
+from zrun_core.layout import ParamSlot, Sharded, StatePolicy, UnitLayout
 
 
 class UnitState(Enum):

@@ -1,0 +1,69 @@
+"""What a plan and the runtime call a piece of memory: what it holds, where it lies. Needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, StrEnum
+
+
+class Kind(Enum):
+    """What a buffer holds."""
+
+    PARAM = "params"
+    GRAD = "grads"
+    OPTIM = "optim"  # fp32 master copy and the optimizer's moments
+    RING = "rings"  # constant-size scratch: of gathers and reductions, and of copies between tiers
+    BUFFER = "buffers"  # of modules, such as running statistics
+    ACTIVATION = "activations"  # kept from forward for backward
+    TEMP = "temporaries"
+    CONTEXT = "context"  # what the device's libraries take for themselves
+
+
+class Tier(StrEnum):
+    """Where a buffer lies."""
+
+    DEVICE = "device"  # where training computes; of a job on CPUs that is the host's memory
+    HOST = "host"
+    DISK = "disk"
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One allocation of one rank.
+
+    Attributes:
+        pinned: host memory that the device copies from and to by itself, and that is never swapped out.
+        phases: of a step in which it is alive, as `plan.profile.Phase` names them; None: all the time.
+    """
+
+    name: str
+    kind: Kind
+    num_bytes: int
+    tier: Tier = Tier.DEVICE
+    pinned: bool = False
+    phases: frozenset[str] | None = None
+
+
+@dataclass(frozen=True)
+class Placement:
+    """On which tier each of a unit's states has its home; and a block's checkpointed input, which belongs to no unit.
+
+    Ren et al. 2021 ("ZeRO-Offload") keep gradients and the optimizer on the host, Rajbhandari et al. 2021
+    ("ZeRO-Infinity") any of these on any tier. The update runs on the host wherever the optimizer is not on the device.
+
+    Attributes:
+        fraction: share of the elements whose states leave the device: see `place`.
+    """
+
+    param: Tier = Tier.DEVICE
+    grad: Tier = Tier.DEVICE
+    optimizer: Tier = Tier.DEVICE
+    activation: Tier = Tier.DEVICE
+    fraction: float = 1.0
+
+    def tier_of(self, kind: Kind) -> Tier:
+        """Where a unit's parameters, gradients or optimizer states have their home."""
+        return {Kind.PARAM: self.param, Kind.GRAD: self.grad, Kind.OPTIM: self.optimizer}[kind]
+
+
+ON_DEVICE = Placement()

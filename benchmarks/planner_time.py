@@ -1,7 +1,7 @@
 """Predicted against measured step times on this machine's cores: jobs are estimated, run, and compared.
 
     zrun doctor --bench                                              measures the machine, once
-    python benchmarks/planner_time.py                                every case: about 5 minutes on 2 quiet cores
+    python benchmarks/planner_time.py                                every case: about 15 minutes on 2 quiet cores
     python benchmarks/planner_time.py --only gpt,moe --world 1       some
     python benchmarks/planner_time.py --job jobs/stdlib-gpt.yaml     another job, at each stage
 
@@ -168,7 +168,8 @@ def _all(options: argparse.Namespace) -> Iterator[Timed]:
         return
     wanted = options.only.split(",") if options.only else None
     for case in cases():
-        if (wanted is None or case.model in wanted) and options.world in (None, case.world):
+        is_wanted = wanted is None or case.model in wanted
+        if is_wanted and options.world in (None, case.world) and options.checkpoint in (None, case.checkpoint):
             with tempfile.TemporaryDirectory(prefix="zrun-bench-") as folder:
                 job = Path(folder) / "job.yaml"
                 job.write_text(json.dumps(job_of(case)))
@@ -197,6 +198,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="models, such as gpt,moe")
     parser.add_argument("--world", type=int, help="cases with so many ranks")
+    parser.add_argument("--checkpoint", help="cases with this policy")
     parser.add_argument("--job", type=Path, help="a job file instead of the cases")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="keys of the job")
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3], help="of --job")

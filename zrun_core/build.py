@@ -14,7 +14,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import resource
 import signal
 import sys
 import threading
@@ -231,10 +230,7 @@ def _look_and_exit(factory: Factory, look: Callable[[nn.Module], None], answer: 
         if sys.platform.startswith("linux"):
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: others wait for the end of its connections
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        data = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
-        limits = [limit for limit in (soft, data + _LOOK_BYTES) if limit != resource.RLIM_INFINITY]
-        resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))  # of a factory that makes values all the same
+        room.take_at_most(_LOOK_BYTES)  # where the factory makes values all the same
         sys.stdout = sys.stderr = nothing = open(os.devnull, "w")  # noqa: SIM115  # what it prints is printed once
         for stream in (1, 2):
             os.dup2(nothing.fileno(), stream)

@@ -1,4 +1,4 @@
-"""How much memory there is: of the host, and of this process's control group. Reads only.
+"""How much memory there is: of the host, and of this process's control group.
 
 A read that says nothing, as on another kernel, is None, or no limit.
 """
@@ -6,6 +6,7 @@ A read that says nothing, as on another kernel, is None, or no limit.
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -36,6 +37,14 @@ def held_bytes(pids: Iterable[int]) -> int:
     """Bytes of memory that processes hold, without those of files."""
     found = (dict(_lines(f"/proc/{pid}/status")) for pid in pids)
     return 1024 * sum(each.get("RssAnon:", 0) + each.get("RssShmem:", 0) for each in found)
+
+
+def take_at_most(num_bytes: int) -> None:
+    """What would make this process take more from now on fails, before the kernel looks for somebody to kill."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    data = int(text("/proc/self/statm").split()[5]) * resource.getpagesize()
+    limits = [limit for limit in (soft, data + num_bytes) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))
 
 
 def group_limit() -> int | None:

@@ -87,10 +87,14 @@ class Ends(Looks):
     def __init__(self, how: str, dim: int = 16) -> None:
         super().__init__(dim)
         self.how = how
+        if how == "abort without values" and self.first.weight.is_meta:
+            os.abort()
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         if self.how == "abort":
             os.kill(os.getpid(), signal.SIGABRT)
+        if self.how == "abort without values":
+            return F.mse_loss(self.last(self.first(x)), y)
         if self.how == "exit":
             sys.exit(3)
         if self.how == "hang":

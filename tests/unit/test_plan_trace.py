@@ -21,6 +21,7 @@ from zrun_core.plan.depth import alike
 from zrun_core.plan.lines import fit_loops
 from zrun_core.plan.profile import Event, Linear, Phase, Profile, Trace, peak_of
 from zrun_core.plan.record import Row
+from zrun_core.plan.rough import with_guesses
 from zrun_core.plan.skeleton import skeleton_of
 from zrun_core.plan.trace import trace_in_subprocess, trace_job
 from zrun_core.plan.tracing import describe_modules, describe_params
@@ -238,6 +239,11 @@ def test_a_model_that_does_not_run_is_described(how: str, said: str) -> None:
     assert (profile.source, dict(profile.traces)) == ("formula", {})
     assert said in profile.why
     assert profile.num_params == 16 * 16 + 16 + 17
+    guessed = with_guesses(profile, ("none", "full"))
+    assert [*guessed.traces] == ["none", "full"]
+    # Two outputs of 16 and of 1 numbers, and the gradient of the larger matrix while its outputs are there.
+    assert peak_of(guessed.traces["none"], 4, steady={}).num_bytes == 4 * 4 * 2 * 16 + 4 * 16 * 16
+    assert sum(op.flops.at(1) for op in guessed.traces["none"].ops) == 3 * 2 * (16 * 16 + 16)
 
 
 def test_so_is_one_that_ends_its_process(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,6 +251,13 @@ def test_so_is_one_that_ends_its_process(cache: Path, monkeypatch: pytest.Monkey
     profile = ask(("plan_models.py:Ends", {"how": "abort"}))
     assert (profile.source, profile.num_params) == ("formula", 16 * 16 + 16 + 17)
     assert "signal 6" in profile.why
+
+
+def test_one_that_ends_its_process_without_values_runs_with_them(cache: Path) -> None:
+    profile = ask(("plan_models.py:Ends", {"how": "abort without values"}))
+    assert (profile.source, [*profile.traces]) == ("measured on the CPU", ["none"])
+    assert "ended with signal 6" in profile.why
+    assert peak_of(profile.traces["none"], 4, steady={}).num_bytes > 4 * 4 * 16
 
 
 def test_and_one_that_hangs(cache: Path) -> None:

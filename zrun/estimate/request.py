@@ -164,10 +164,12 @@ def _question(loaded: LoadedJob, job: JobConfig, batch: BatchPlan, hardware: Har
 
         profile = _profile(job, job_dir, hardware, asked)
         from zrun_core.plan.estimate import Planner
+        from zrun_core.plan.rough import with_guesses
 
-        return Planner(
-            profile, hardware, job, formula=_formula(job), load=lambda name: user.load(Ref(call=name), job_dir)
-        )
+        formula = _formula(job)
+        if not profile.traces and formula is None:
+            profile = with_guesses(profile, POLICIES)
+        return Planner(profile, hardware, job, formula=formula, load=lambda name: user.load(Ref(call=name), job_dir))
 
     key = None
     if ":" not in job.optim.name:  # of an optimizer of the job's own nobody notes the files

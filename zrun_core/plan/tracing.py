@@ -99,7 +99,8 @@ def trace_job(
     if device == "cuda":
         kernels.follow_cuda()
     pass_by_compiler()
-    model = _build(job, job_dir)
+    # What came before may have ended its process while it was built without values.
+    model = _build_for_real(job, job_dir) if mode == "values" else _build(job, job_dir)
     check(model)
     if not model.training:
         model.train()

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from zrun.launch.failures import Hang
-from zrun.launch.hangs import HangWatch, Inquiry, StepTimes, Verdict
-from zrun_core.board import RankState
+from zrun.launch.hangs import HangWatch, Inquiry, Observer, StepTimes, Verdict
+from zrun_core.board import Board, BoardView, RankState
 from zrun_core.config import LimitsConfig
 from zrun_core.errors import ExitCode
 from zrun_core.spec import LaunchPlan, RankPlace
@@ -190,3 +190,12 @@ def test_only_a_single_host_knows_that_all_ranks_wait_for_one_of_them():
     inquiry = Inquiry(Verdict([0, 1], 5.0, "limits.hang_s"), {rank: state() for rank in range(2)}, 100.0)
     inquiry.hear(saw(0, 1))
     assert inquiry.finding()["reason"] == "all ranks wait"
+
+
+def test_after_two_steps_ranks_hold_what_they_need(tmp_path: Path) -> None:
+    board = Board(tmp_path / "board", 0, range(1), 1)
+    observer = Observer(BoardView(tmp_path / "board", range(1)), tmp_path)
+    assert not observer.hold_all_they_need([0])
+    for step, holds in ((7, False), (8, False), (9, True)):  # it resumes with step 7
+        board.step(step)
+        assert observer.hold_all_they_need([0]) is holds

@@ -465,8 +465,8 @@ def _unfit(code: int, failure: Failure | Hang | LostHost, run: Run, gate: Gate) 
 
     if not isinstance(failure, Failure) or not gate.may_refuse:
         return None
-    in_first_step = failure.is_out_of_memory and (not run.last_step or bool(failure.end.shortage))
-    if code != ExitCode.PREFLIGHT and not in_first_step:
+    at_first = run.last_step < 2 or bool(failure.end.shortage)  # all that lasts is there in the second step
+    if code != ExitCode.PREFLIGHT and not (failure.is_out_of_memory and at_first):
         return None
     reason = f": {failure.note.message}" if failure.note is not None else ""
     _say(f"{failure.headline}{reason}\nlooking for what would fit; a signal ends that", sys.stderr)

@@ -7,7 +7,7 @@ An estimate needs torch and a trace of the model, some seconds of work, and a la
   ended. Where there are cores to spare it begins beside the launch; if it says no before the first step has ended, the
   run ends there;
 - a rank adds up its own states before it allocates them (`RunSpec.memory_bytes`), and refuses what cannot fit;
-- after that, and after a first step for which there was no memory, an estimate says what would help.
+- after that, and after two first steps for which there was no memory, an estimate says what would help.
 """
 
 from __future__ import annotations

@@ -119,9 +119,9 @@ class Observer:
         """The frame that says how far the running `ranks` are."""
         return {"frame": "board", "states": {rank: list(self._view.state(rank)) for rank in ranks}}
 
-    def are_past_first_step(self, ranks: Iterable[int]) -> bool:
-        """Whether each of the running `ranks` has made a step."""
-        return all(0 < state.first < state.step for state in map(self._view.state, ranks))
+    def hold_all_they_need(self, ranks: Iterable[int]) -> bool:
+        """Whether each of the running `ranks` has made two steps: the first one's update makes the moments."""
+        return all(0 < state.first < state.step - 1 for state in map(self._view.state, ranks))
 
     def testify(self, leaders: Mapping[int, Process]) -> dict[str, Any]:
         """The frame that says what the running workers do, with their stacks and the ends of their logs."""

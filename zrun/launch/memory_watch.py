@@ -1,7 +1,7 @@
-"""Until the first step of its ranks is over: do they take more memory than a host has, or than their job may have?
+"""In the first two steps of its ranks: do they take more memory than a host has, or than their job may have?
 
 A kernel without memory kills whom it likes, after a while in which nothing on the host moves. What a job needs it has
-by the end of its first step, so nobody looks after that.
+by the end of its second step, since the first one ends with making the optimizer's states: nobody looks after that.
 """
 
 from __future__ import annotations

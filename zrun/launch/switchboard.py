@@ -173,7 +173,7 @@ class Switchboard:
             self._looked = now
             running = [rank for rank, _ in list(self._running.values())]
             self._send(self._observer.look(running))
-            if self._memory is not None and self._observer.are_past_first_step(running):
+            if self._memory is not None and self._observer.hold_all_they_need(running):
                 self._memory = None
         if self._memory is not None:
             self._shortage = self._memory.shortage(now, [leader.pid for leader in list(self._leaders.values())])

@@ -69,5 +69,6 @@ def test_ranks_may_take_what_their_job_may(monkeypatch: pytest.MonkeyPatch) -> N
     held = room.held_bytes([os.getpid()])
     assert 10 * MIB < held < room.host_total()
     monkeypatch.setattr(memory_watch.room, "host_left", lambda *, swap: 1 << 40)
+    monkeypatch.setattr(memory_watch, "_BESIDE", 0)
     assert MemoryWatch(2 * held).shortage(0.0, [os.getpid()]) == ""
     assert "and limits.memory is 1.0 MiB" in MemoryWatch(MIB).shortage(0.0, [os.getpid(), 0])

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from zrun.launch import memory_watch
 from zrun.launch import switchboard as module
 from zrun.launch.frames import Start, Stop, pack
 from zrun.launch.hangs import Observer
@@ -61,7 +62,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_ranks_that_take_too_much_memory_in_their_first_step_are_killed(folder: Path) -> None:
+def test_ranks_that_take_too_much_memory_in_their_first_step_are_killed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_watch, "_BESIDE", 0)
     setting = Setting(folder, memory=1)
     assert setting.worker.wait(PATIENCE_S) == -signal.SIGKILL
     setting.switchboard.finish()

@@ -14,7 +14,8 @@ from zrun_core.sizes import format_size
 
 _MOST_KEPT = 256 << 20  # bytes that are left when it is over; less where there is little
 _FILLED_PER_CORE = 4e9  # bytes per second that a core takes at most: pages are cleared for it
-_TOLERATED = 1.1  # of what a job may take: the heap has holes, and the second step is measured
+# Of what a job may take, and bytes of each rank beyond that: heaps have holes, and the second step is measured.
+_TOLERATED, _BESIDE = 1.1, 128 << 20
 _SHORTEST_S, _LONGEST_S = 0.02, 0.5  # between two looks
 
 
@@ -48,9 +49,10 @@ class MemoryWatch:
             return f"{format_size(left)} were left on this host"
         left -= self._kept
         if self._most is not None:
-            held = room.held_bytes(pids)
-            if held > _TOLERATED * self._most:
+            ranks = [*pids]
+            held, bound = room.held_bytes(ranks), round(_TOLERATED * self._most) + _BESIDE * len(ranks)
+            if held > bound:
                 return f"ranks of this host held {format_size(held)}, and limits.memory is {format_size(self._most)}"
-            left = min(left, round(_TOLERATED * self._most) - held)
+            left = min(left, bound - held)
         self._look_at = now + min(_LONGEST_S, max(_SHORTEST_S, left / self._filled_per_s))
         return ""

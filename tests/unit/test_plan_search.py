@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from zrun.estimate.patch import job_changes
+from zrun.estimate.why import sentence
 from zrun_core.config import JobConfig
 from zrun_core.errors import JobError
 from zrun_core.plan.candidate import Candidate
@@ -16,6 +18,7 @@ from zrun_core.plan.hardware import Hardware, parse_simulate
 from zrun_core.plan.search import Constraints, Result, _Search, changes, search
 from zrun_core.plan.states import Dims
 from zrun_core.plan.transformer import TransformerShape
+from zrun_core.spec import BatchPlan
 
 SMALL = TransformerShape.gpt(8, 1024, 16, seq=1024, vocab=50304)
 MIDDLE = TransformerShape.gpt(8, 4096, 32, seq=2048)
@@ -205,6 +208,22 @@ def test_states_elsewhere_are_counted_where_they_are() -> None:
     assert rank.pinned >= 4 * BIG.num_params / 2
     assert there.host_bytes == sum(there.host_parts.values()) >= 2 * (rank.pinned + optimizer)
     assert disk.ranks[0].disk >= 12 * BIG.num_params / 2
+
+
+def test_a_model_that_no_host_has_room_to_build_is_made_on_meta() -> None:
+    job = JobConfig.model_validate({"name": "j", "model": "m:f", "data": "d:f", "steps": 1, "batch": {"micro": 1}})
+    hardware = replace(parse_simulate("2xA100-80G"), host_bytes=2 * (1800 << 20) + 4 * BIG.num_params - 1)
+    planner, base = Planner(BIG, hardware, job), Candidate(2, Dims(2), 1, 1, "full")
+    found = planner.estimate(base)
+    assert found.headroom > 0
+    assert not found.fits
+    told = sentence(found, hardware, None)
+    assert told.startswith("each host would hold ")
+    assert " while the model is built, 1 B more than its " in told
+    fits = search(planner, hardware, Constraints(base.global_batch, base=base, trainable=True), "fit").best[0].candidate
+    assert fits == replace(base, init="meta")
+    batch = BatchPlan(global_size=2, micro=1, accumulation=1, ranks=2)
+    assert job_changes(planner.job, batch, fits, 2)["init"] == "meta"
 
 
 def test_a_jobs_own_keys_count() -> None:

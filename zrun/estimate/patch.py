@@ -46,6 +46,7 @@ def job_changes(config: JobConfig, batch: BatchPlan, candidate: Candidate, per_h
         "precision.compute": candidate.precision,
         "parallel.tp": dims.tp,
         "parallel.pp": dims.pp,
+        "init": candidate.init,
     }
     has = {key: _value(config, key) for key in wanted} | {"batch.micro": batch.micro}
     changed = {key: value for key, value in wanted.items() if value != has[key]}

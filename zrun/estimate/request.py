@@ -247,7 +247,7 @@ def _candidate(job: JobConfig, batch: BatchPlan, hardware: Hardware) -> Candidat
     dims = Dims(batch.ranks, tp, pp, shard=None if not job.zero.stage or shard == batch.ranks else shard)
     return Candidate(
         job.zero.stage, dims, batch.micro, batch.accumulation, job.activations.checkpoint, job.precision.compute,
-        sequence_parallel=tp > 1,
+        sequence_parallel=tp > 1, init=job.init,
     )  # fmt: skip
 
 

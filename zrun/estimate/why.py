@@ -52,16 +52,22 @@ def overshoot(estimate: Estimate, hardware: Hardware) -> Overshoot | None:
                 largest(fullest),
             )
         )
-    if not hardware.shares_memory and estimate.host_bytes > hardware.host_bytes:
+    parts = estimate.host_parts
+    trained = sum(parts.values()) - parts["build"]
+    if not hardware.shares_memory and trained > hardware.host_bytes:
         found.append(
             Overshoot(
                 f"each host ({hardware.devices_per_node} ranks)",
-                estimate.host_bytes,
+                trained,
                 hardware.host_bytes,
                 "",
                 _of_tier(estimate.ranks, hardware.devices_per_node, ("host",)),
             )
         )
+    built = parts["build"] + parts["processes"]
+    if built > hardware.host_bytes:
+        values = ("the whole model as its factory makes it", parts["build"])
+        found.append(Overshoot("each host", built, hardware.host_bytes, " while the model is built", (values,)))
     disk = hardware.devices_per_node * max(rank.disk for rank in estimate.ranks)
     if disk > hardware.disk_bytes:
         found.append(

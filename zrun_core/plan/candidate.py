@@ -62,6 +62,7 @@ class Candidate:
         checkpoint: "none", "full", "every_n" or "selective".
         precision: "fp32", "bf16" or "fp16".
         sequence_parallel: tensor-parallel ranks divide what lies between their products, too.
+        init: "factory": a node holds the whole model while it is built; "meta": none does.
     """
 
     stage: int
@@ -72,6 +73,7 @@ class Candidate:
     precision: str = "bf16"
     placement: Placement = ON_DEVICE
     sequence_parallel: bool = False
+    init: str = "factory"
 
     @property
     def global_batch(self) -> int:

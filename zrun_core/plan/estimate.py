@@ -384,11 +384,20 @@ class Planner:
         often = Steps(1, candidate.accumulation, 1)
         return expected_traffic(self.states(candidate, 0).layouts, settings.states, often, copies=copies)
 
+    def can_build(self, world: int) -> bool:
+        """Whether a node has room for the whole model, as its factory makes it."""
+        processes = min(self.hardware.devices_per_node, world) * _PROCESS_BYTES[self.device_type]
+        return self._whole_bytes + processes <= self.hardware.host_bytes
+
+    @property
+    def _whole_bytes(self) -> int:
+        return 0 if self.job.model.call == "size:size" else 4 * self.num_params
+
     def _host(self, candidate: Candidate, ranks: Iterable[RankMemory]) -> dict[str, int]:
         """Bytes of a node's memory by what they are for. A node with several stages has the fullest ones."""
         local = min(self.hardware.devices_per_node, candidate.dims.world)
         process = _PROCESS_BYTES[self.device_type]
-        whole = 0 if self.job.init == "meta" or self.job.model.call == "size:size" else 4 * self.num_params
+        whole = 0 if candidate.init == "meta" else self._whole_bytes
         found = {
             "pinned": local * max(rank.pinned for rank in ranks),
             "pageable": local * (max(rank.pageable for rank in ranks) - process),

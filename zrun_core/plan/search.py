@@ -413,6 +413,8 @@ class _Search:
         per_rank, rest = divmod(self.constraints.global_batch, dims.dp)
         if rest:
             return
+        asked = self.constraints.base.init if self.constraints.base is not None else "factory"
+        init = asked if self.planner.can_build(dims.world) else "meta"
         for micro, checkpoint in itertools.product(self._micros(per_rank), self._checkpoints()):
             count = per_rank // micro
             if dims.virtual > 1 and count % dims.pp:
@@ -420,7 +422,9 @@ class _Search:
             for stage in self.constraints.stages:
                 for shard in self._shards(dims, stage):
                     whole = replace(dims, shard=shard)
-                    yield Candidate(stage, whole, micro, count, checkpoint, precision, sequence_parallel=dims.tp > 1)
+                    yield Candidate(
+                        stage, whole, micro, count, checkpoint, precision, sequence_parallel=dims.tp > 1, init=init
+                    )
 
     def _worlds(self) -> list[int]:
         if self.constraints.devices is not None:
@@ -507,6 +511,7 @@ def changes(base: Candidate, other: Candidate) -> int:
         lambda c: (c.dims.pp, c.dims.virtual),
         lambda c: c.dims.world,
         lambda c: c.dims.shard_size < c.dims.dp if c.stage else False,
+        lambda c: c.init,
     )
     return sum(read(base) != read(other) for read in pairs)
 

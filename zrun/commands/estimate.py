@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from socket import gethostname
@@ -117,7 +119,8 @@ def estimate(
         return
     from zrun.estimate.answer import answer
 
-    found = answer(question, "fit" if fit else "best" if best else None)
+    with _telling(f"estimating {what}"):
+        found = answer(question, "fit" if fit else "best" if best else None)
     if asking.cluster is not None and loaded is not None:
         _keep(found, loaded, asking.cluster)
     if write is not None:
@@ -132,6 +135,18 @@ def estimate(
         _show(found, explain, tokens, price)
     if not found.chosen.fits and not (best and found.target is not None):
         raise typer.Exit(ExitCode.PREFLIGHT)
+
+
+@contextmanager
+def _telling(what: str) -> Iterator[None]:
+    """A line on a terminal for as long as something takes, which may be minutes with a model that does not end."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(what):
+        yield
 
 
 def _keep(found: Answer, loaded: LoadedJob, cluster: Cluster) -> None:
@@ -335,7 +350,8 @@ def _sweep(asking: _Asking, question: Question, loaded: LoadedJob | None, sweep:
                 asked, _ = asking.ask(change)
             else:
                 asked = at(question, load_job(Path(asking.what), [*asking.given, change]), key)
-            rows.append((value, asked.planner.estimate(asked.base)))
+            with _telling(f"estimating {asking.what} {change}"):
+                rows.append((value, asked.planner.estimate(asked.base)))
         except ZrunError as error:
             rows.append((value, str(error)))
     if all(isinstance(found, str) for _, found in rows):

@@ -13,12 +13,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from zrun.launch import processes
+
 _LONGEST_S = 300
 
 
 def _main() -> None:
     for number in (signal.SIGTERM, signal.SIGALRM):
-        signal.signal(number, lambda *_: sys.exit(1))  # which ends what traces the model, too
+        signal.signal(number, _end)
     signal.alarm(_LONGEST_S)  # whoever started it may be gone
     _step_back(sys.argv[1])
     answer_fd = os.dup(1)
@@ -26,6 +28,14 @@ def _main() -> None:
     forecast = _make(json.load(sys.stdin))
     with open(answer_fd, "w") as file:
         json.dump(forecast, file)
+
+
+def _end(*_: object) -> None:
+    """End what traces the model and all that the user's code has started, and wait for nothing: not even for torch,
+    which another thread may be importing."""
+    for child in processes.children_of(os.getpid()):
+        processes.send(processes.session_of(child), signal.SIGKILL)
+    os._exit(1)
 
 
 def _step_back(pace: str) -> None:

@@ -18,8 +18,6 @@ from typing import Any
 import pytest
 from waiting import PATIENCE_S, wait_for
 
-pytestmark = pytest.mark.usefixtures("no_estimate")
-
 WILD = Path(__file__).with_name("wild.py")
 HANG_S = 2.0
 

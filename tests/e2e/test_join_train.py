@@ -17,8 +17,6 @@ from typing import Any
 import pytest
 from waiting import PATIENCE_S, wait_for
 
-pytestmark = pytest.mark.usefixtures("no_estimate")
-
 HERE = Path(__file__).parent
 ZRUN = ["-m", "zrun", "train", "job.yaml"]
 

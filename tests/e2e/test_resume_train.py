@@ -14,8 +14,6 @@ import pytest
 
 from zrun_core.checkpoint.folder import read_step
 
-pytestmark = pytest.mark.usefixtures("no_estimate")
-
 HERE = Path(__file__).parent
 KEYS: dict[str, Any] = {
     "name": "small",

@@ -31,6 +31,7 @@ def zrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_what_does_not_fit_is_refused_and_trains_as_it_is_told_to(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("ZRUN_ESTIMATE")
     (tmp_path / "job.yaml").write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in JOB.items()))
     (tmp_path / "some.txt").write_text("It was the best of times, it was the worst of times. " * 40)
     refused = zrun(tmp_path, "train", "job.yaml", "--run-dir", "refused", "--ui", "plain")
@@ -50,3 +51,6 @@ def test_what_does_not_fit_is_refused_and_trains_as_it_is_told_to(tmp_path, monk
     trained = zrun(tmp_path, "train", "fits.yaml", "--run-dir", "fits", "--ui", "plain")
     assert trained.returncode == 0, trained.stderr
     assert "step 2/2" in trained.stdout
+    checked = zrun(tmp_path, "estimate", "--check", "fits")
+    assert checked.returncode == 0, checked.stdout
+    assert re.search(r"peak +\S+ MiB predicted +\S+ MiB measured +\S+% +\(at most 2%\) +ok", checked.stdout)

@@ -15,8 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-pytestmark = pytest.mark.usefixtures("no_estimate")
-
 ZOO = Path(__file__).parents[1] / "dist" / "zoo.py"
 STEPS, GLOBAL = 4, 8
 OPTIM = {"lr": 1e-3, "weight_decay": 0.1}

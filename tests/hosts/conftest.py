@@ -11,6 +11,14 @@ import rig as rigs
 LEFT_S = 20.0  # what was told to end has this long: cut connections end last
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_estimate() -> Iterator[None]:
+    """No process beside each run that imports torch and traces its model: what it finds is not looked at here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ZRUN_ESTIMATE", "off")
+        yield
+
+
 @pytest.fixture(scope="session")
 def three_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[rigs.Rig]:
     if reason := rigs.missing():

@@ -108,6 +108,20 @@ def test_the_first_step_of_a_resumed_run_has_the_first_steps_limit():
     assert verdict.key == "limits.hang_s"
 
 
+@pytest.mark.parametrize("is_waiting", [False, True])
+def test_of_a_host_that_is_not_heard_its_connection_speaks_first(is_waiting):
+    hangs = watch(hang_s=5)
+    states = {0: state(2, waiting=True), 1: state(2, waiting=is_waiting)}
+    assert look(hangs, 0, states) is None
+    for now in (6, 12, 19):
+        hangs.see(now, {0: states[0]})
+        assert hangs.judge(now, states) is None
+    hangs.see(21, {0: states[0]})
+    verdict = hangs.judge(21, states)
+    assert verdict is not None
+    assert 1 in verdict.ranks
+
+
 def test_steps_with_a_pause_do_not_count():
     times = StepTimes()
     for now, step, phase in [

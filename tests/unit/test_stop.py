@@ -217,7 +217,8 @@ def test_a_hang_is_found_from_the_boards_of_all_hosts(rundir):
         return {"frame": "testimony", "ranks": [told], "disagreement": None, "stalemate": "", "stacks": {}, "logs": {}}
 
     boards = ("a", board(0, waiting=True)), ("b", board(1, waiting=False))
-    hosts = Hosts(*boards, 6.0, ("a", saw(0, "waits")), ("b", saw(1, "runs")), ("a", DONE), ("b", DONE), hang_s=5.0)
+    told = ("a", saw(0, "waits")), ("b", saw(1, "runs")), ("a", DONE), ("b", DONE)
+    hosts = Hosts(*boards, 6.0, *boards, 1.0, *told, hang_s=5.0)
     hosts.watch()
     assert {"testify": True} in hosts.agents.told
     assert hosts.agents.asked == [Stop.KILL]

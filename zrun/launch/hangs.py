@@ -3,7 +3,7 @@
 Each rank counts its progress on the board of its host (`zrun_core.board`), which the agent passes on. The launcher
 times how long a count stands still, by its own monotonic clock: clocks of hosts are never compared. A rank that works
 is given the limit of its phase; a rank that waits for others is not to blame while one of them works, so waiting counts
-only when everyone waits.
+only when everyone waits. While a host is not heard at all, its connection has the first word: the host may be lost.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from zrun.launch import processes
+from zrun.launch.frames import SILENCE_S
 from zrun.launch.processes import Process
 from zrun.launch.tail import last_lines
 from zrun_core.board import BoardView, RankState
 from zrun_core.config import LimitsConfig
 
 BOARD_S = 0.5  # between two looks at a board
+_QUIET_S = 2.0  # without a look at its board, a host may be lost
+_LOST_S = SILENCE_S + 5.0  # in which its connection has said so
 _LEAST_AUTO_S = 60.0
 _STEPS_AUTO = 5
 _TIMES_KEPT = 200
@@ -68,6 +71,7 @@ class HangWatch:
         self._limits = limits
         self._times = StepTimes()
         self._seen: dict[int, tuple[int, float]] = {}  # rank -> its progress, and when that was new
+        self._heard: dict[int, float] = {}  # rank -> when it was seen last
 
     def limit(self, state: RankState) -> tuple[float, str]:
         """Seconds that a rank in this state may stand still, and the key that says so."""
@@ -88,6 +92,7 @@ class HangWatch:
     def see(self, now: float, states: Mapping[int, RankState]) -> None:
         """Take in what some ranks say at `now`, in seconds of one monotonic clock."""
         for rank, state in states.items():
+            self._heard[rank] = now
             if self._seen.get(rank, _NEVER)[0] != state.progress:
                 self._seen[rank] = state.progress, now
 
@@ -96,6 +101,8 @@ class HangWatch:
         if not states:
             return None
         self._times.see(now, states[min(states)])
+        if _QUIET_S < now - min(self._heard[rank] for rank in states) < _LOST_S:
+            return None
         blamed = {rank: state for rank, state in states.items() if not state.waiting}
         if blamed:
             # Almost all moved just now: of thousands, few need a closer look.

@@ -7,8 +7,9 @@
 One process trains one model, and saves it after the first of every six steps: in every way in turn, forwards in one
 round and backwards in the next, and once not at all. zrun saves with the `Checkpointer` of a job, and loads with the
 loader of one. A save ends when the bytes are on the disk: torch.save is followed by an fsync, the others do that
-themselves. The stall is the time that the loop spends in calls to save, and beside them it loses what makes its steps
-longer. Before each save the disk has nothing left to write, before each load the files are dropped from the page cache.
+themselves. The stall is the time that the loop spends in calls to save, and in updates that wait until what they change
+is copied; beside it the loop loses what makes its steps longer. Before each save the disk has nothing left to write,
+before each load the files are dropped from the page cache.
 A round before the first is measured for its peak of memory only.
 """
 
@@ -72,7 +73,7 @@ class Training:
         self._optimizer = zrun_core.optimizer(self._model, "adamw", lr=1e-4)
         handle = Handle.of(self._model, "Training")
         self.comm, self.world = handle.run._comm, handle.sharded.mesh.world
-        self.model_state = ModelState(handle.sharded)
+        self.model_state = TimedState(handle.sharded)
         self.step()  # so that the optimizer has its state
         self.num_bytes = sum(tensor.nbytes for tensor in self.state().values())
 
@@ -105,6 +106,10 @@ class Way(ABC):
     @abstractmethod
     def after_step(self, number: int) -> None:
         """Between two steps of the loop; the save begins in that after step 0."""
+
+    def waited_s(self) -> float:
+        """Seconds of the loop, since this was asked last, in which steps waited for a save."""
+        return 0.0
 
     @abstractmethod
     def finish(self) -> float:
@@ -178,12 +183,30 @@ class Zrun(Way):
         )
 
 
+class TimedState(ModelState):
+    """Takes the time in which updates wait."""
+
+    waited_s = 0.0
+
+    def before_update(self, call: Callable[[], None]) -> None:
+        def timed() -> None:
+            start = time.perf_counter()
+            call()
+            self.waited_s += time.perf_counter() - start
+
+        super().before_update(timed)
+
+
 class ZrunBehind(Zrun):
     """From a copy, while training goes on."""
 
     name = "zrun, behind"
     in_background = True
     loads = False
+
+    def waited_s(self) -> float:
+        waited, self.training.model_state.waited_s = self.training.model_state.waited_s, 0.0
+        return waited
 
 
 class _Once(Way):
@@ -323,7 +346,7 @@ def measure(way: Way, plain: NoSave | None) -> float:
         way.after_step(number)
         stall += time.perf_counter() - start
     total += stall
-    way.stall_s.append(stall)
+    way.stall_s.append(stall + way.waited_s())
     way.save_s.append(way.finish())
     way.peak.append(resident("VmHWM") - before)
     if plain is not None:

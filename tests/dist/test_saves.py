@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ import pytest
 from runs import job, losses, run
 from toys import world
 
-from zrun_core.checkpoint import shard_file
+from zrun_core.checkpoint import checkpointer, shard_file
+from zrun_core.checkpoint.checkpointer import Checkpointer
 from zrun_core.checkpoint.folder import CheckpointFolder, read_step
 from zrun_core.checkpoint.verify import verify
 from zrun_core.errors import SaveError
+from zrun_core.zero.sharded import ShardedModel
 
 
 def steps_of(run_dir: Path) -> list[int]:
@@ -48,6 +51,47 @@ def test_a_save_in_the_background_is_of_its_own_step(ranks, tmp_path, busy):
     skipped = [event for event in found[0]["events"] if event["type"] == "warning" and "is not saved" in event["message"]]
     assert told == saved[::-1]
     assert {*told, *(int(event["message"].split()[1]) for event in skipped)} == {1, 2, 3, 4, 5, 6}
+
+
+def run_with_late_copies(keys: dict[str, Any], run_dir: str) -> dict[str, Any]:
+    """As `run`, where the thread copies once the next update has begun, and has had the time to end without it."""
+    update, make, begun, ended = ShardedModel._update, checkpointer._Copies.make, threading.Event(), threading.Event()
+
+    def tell_update(*args: Any) -> None:
+        ended.clear()
+        begun.set()
+        update(*args)
+        ended.set()
+
+    def make_late(copies: Any) -> None:
+        if copies.pairs:
+            begun.wait()
+            ended.wait(0.3)
+        make(copies)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShardedModel, "_update", tell_update)
+        patch.setattr(checkpointer._Copies, "make", make_late)
+        patch.setattr(Checkpointer, "after_step", forget(begun, Checkpointer.after_step))
+        return run(keys, run_dir)
+
+
+def forget(event: threading.Event, call: Any) -> Any:
+    def wrapped(*args: Any) -> None:
+        event.clear()
+        call(*args)
+
+    return wrapped
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_update_waits_for_the_copy_of_what_it_changes(ranks, tmp_path, stage):
+    keys = job(zero=stage, steps=6, precision="bf16", lr="constant", checkpoint={"every": 2, "keep": 9})
+    ranks(2).run(run, keys, str(tmp_path / "sync"))
+    keys = job(zero=stage, steps=7, precision="bf16", lr="constant", checkpoint={"every": 2, "keep": 9, "async": True})
+    assert ranks(2).run(run_with_late_copies, keys, str(tmp_path / "async"))[0]["error"] == ""
+    for step in (2, 4, 6):
+        assert contents_of(tmp_path / "async", step) == contents_of(tmp_path / "sync", step)
 
 
 def test_every_rank_writes_its_share(ranks, tmp_path):

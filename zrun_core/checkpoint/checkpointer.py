@@ -1,7 +1,9 @@
 """The saves of a run: when one is due, what it holds, and how all ranks make it a step together.
 
     begin     rank 0 makes the folder; each rank has its parts, or a copy of them in host memory, and its streams
-    write     each rank writes its file, in a thread; training goes on meanwhile if the save is asynchronous
+    write     each rank writes its file, in a thread; training goes on meanwhile if the save is asynchronous. On a CPU
+              the thread copies the optimizer's state first, beside the next forward and backward, which leave it alone
+              (Mohan et al. 2021, CheckFreq, section 4.2); the next update waits for that
     report    when every rank has written, each tells all others the digests of its file, or why there is none
     commit    rank 0 writes the manifest and renames the folder, in its thread
 
@@ -16,6 +18,7 @@ import fcntl
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,7 +31,7 @@ import torch
 from zrun_core import rng
 from zrun_core.arena import flat_buffer
 from zrun_core.checkpoint.folder import CheckpointFolder
-from zrun_core.checkpoint.manifest import RANK, FileInfo, Fragment, Manifest, TensorInfo
+from zrun_core.checkpoint.manifest import RANK, VALUE, FileInfo, Fragment, Manifest, TensorInfo
 from zrun_core.checkpoint.resume import Resumed
 from zrun_core.checkpoint.shard_file import Part, write_shard
 from zrun_core.checkpoint.state import State
@@ -65,6 +68,20 @@ class _Commit(NamedTuple):
     warning: str = ""  # what went wrong after it was there
     num_bytes: int = 0
     removed: Sequence[int] = ()  # older steps
+
+
+class _Copies(NamedTuple):
+    """Parts of a snapshot that the thread fills."""
+
+    pairs: list[tuple[torch.Tensor, torch.Tensor]]  # the copy, and what is copied
+    made: threading.Event  # or given up
+
+    def make(self) -> None:
+        try:
+            for copy, original in self.pairs:
+                copy.copy_(original)
+        finally:
+            self.made.set()
 
 
 @dataclass
@@ -238,16 +255,28 @@ class Checkpointer:
         parts += [Part(f"rng/{rank}/{key}", RANK, 0, data.numel(), data) for key, data in streams.items()]
         notes = {"rank": rank, "rng": numbers, "learnt": self.state.learnt()}
         scalars = self.state.scalars()
+        later = _Copies([], threading.Event())
         if copy:
-            parts = self._snapshot(parts)
+            parts, later = self._snapshot(parts)
         tmp = Path(opening["tmp"])
-        writing = self._pool.submit(_write, tmp / f"rank-{rank:05d}.safetensors", parts, scalars, notes)
+        writing = self._pool.submit(_write, tmp / f"rank-{rank:05d}.safetensors", parts, scalars, notes, later)
         layout, tensors = self.state.layout, self.state.tensors()
-        self._current = _Save(step, reason, tmp, progress, layout, tensors, start, writing, time.monotonic() - start)
-        self.last_step = step
+        current = _Save(step, reason, tmp, progress, layout, tensors, start, writing)
+        self._current, self.last_step = current, step
+        if later.pairs:
+            self.state.before_update(lambda: self._await_copies(current, later))
+        current.stall_s = time.monotonic() - start
 
-    def _snapshot(self, parts: Sequence[Part]) -> list[Part]:
-        """Copies in host memory that is kept from save to save."""
+    def _await_copies(self, current: _Save, copies: _Copies) -> None:
+        start = time.monotonic()
+        copies.made.wait()
+        current.stall_s += time.monotonic() - start
+
+    def _snapshot(self, parts: Sequence[Part]) -> tuple[list[Part], _Copies]:
+        """Copies in host memory that is kept from save to save, and those of them that are yet to be filled.
+
+        Not later than now is copied what others than the update may change: parameters and buffers, by the user's code.
+        """
         sizes = [-(-part.data.nbytes // _ALIGN) * _ALIGN for part in parts]
         if self._room is None or self._room.numel() < sum(sizes):
             self._room = None
@@ -258,13 +287,18 @@ class Checkpointer:
                 else flat_buffer(sum(sizes), torch.uint8, torch.device("cpu"))
             )
         copies, offset = [], 0
+        later = _Copies([], threading.Event())
         for part, size in zip(parts, sizes, strict=True):
             room = self._room[offset : offset + part.data.nbytes].view(part.data.dtype)
-            copies.append(replace(part, data=room.copy_(part.data, non_blocking=True)))
+            copies.append(replace(part, data=room))
+            if part.state in (VALUE, RANK) or part.data.is_cuda:
+                room.copy_(part.data, non_blocking=True)
+            else:
+                later.pairs.append((room, part.data))
             offset += size
         if self._comm.device.type == "cuda":
             torch.cuda.current_stream(self._comm.device).synchronize()
-        return copies
+        return copies, later
 
     def advance(self, votes: Votes) -> None:
         """Move the save under way on, as far as these sums of a step's votes say that it takes no waiting.
@@ -370,9 +404,10 @@ class Checkpointer:
             self._tell(warning=text)
 
 
-def _write(path: Path, parts: Sequence[Part], scalars: dict[str, Any], notes: dict[str, Any]) -> bytes:
+def _write(path: Path, parts: Sequence[Part], scalars: dict[str, Any], notes: dict[str, Any], later: _Copies) -> bytes:
     """In the thread: what a rank tells the others of its file, as JSON; or in words, why there is none."""
     try:
+        later.make()
         file, fragments = write_shard(path, parts)
     except Exception as error:
         return _in_words(error).encode()

@@ -217,6 +217,10 @@ class States:
             found += [replace(part, tensor=_rejoin(name, part.tensor)) for part in state.own_buffers(own)]
         return found
 
+    def before_update(self, call: Callable[[], None]) -> None:
+        for state in self._states.values():
+            state.before_update(call)
+
     def learnt(self) -> dict[str, Any]:
         learnt = {name: state.learnt() for name, state in self._states.items()}
         return learnt.get("", learnt)

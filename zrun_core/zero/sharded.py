@@ -201,6 +201,7 @@ class ShardedModel:
         self._planned_rings = self.ring_bytes
         install(module, self.units, planned.hooked, self._gatherer, self.reducer, watched=watched)
         self._trained = [unit for unit in self.units if unit.trainable]
+        self._before_update: list[Callable[[], None]] = []
         self.optimizer: ShardedOptimizer
         if settings.optimizer is not None:
             self.attach(settings.optimizer, [{}, {"weight_decay": 0.0}], lambda slot: slot.group)
@@ -309,8 +310,14 @@ class ShardedModel:
             self.scaler.update(overflow)
         return StepResult(totals, norm, skipped, overflow, agreed)
 
+    def before_update(self, call: Callable[[], None]) -> None:
+        """Call `call` once, before the next update, which alone changes the optimizer's state."""
+        self._before_update.append(call)
+
     def _update(self, lr: float | None, divisor: torch.Tensor, skipped: torch.Tensor, got: list[bytes]) -> None:
         self.comm.settle()
+        while self._before_update:
+            self._before_update.pop()()
         with torch.no_grad():
             if self.comm.device.type == "cpu" or not self.optimizer.scales_inside:
                 if not bool(skipped):

@@ -34,6 +34,15 @@ _ADVICE = (
 assert _HEADER.size + len(_KINDS) * _HISTORY * _ENTRY.size <= _PAGE
 
 
+def host_file(run_dir: Path, name: str, first_rank: int) -> Path:
+    """A file of the run directory that belongs to one host, whose ranks begin with `first_rank`.
+
+    Hosts may share the directory itself.
+    """
+    path = run_dir / name
+    return path.with_stem(f"{path.stem}-{first_rank}") if first_rank else path
+
+
 class RankState(NamedTuple):
     """What a rank says of itself.
 

@@ -61,7 +61,12 @@ class Section(BaseModel):
 
     # Infinity and NaN are no hyper-parameters, but may be arguments of the user's code, so JSON must carry them.
     model_config = ConfigDict(
-        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, ser_json_inf_nan="constants"
+        extra="forbid",
+        frozen=True,
+        validate_default=True,
+        allow_inf_nan=False,
+        ser_json_inf_nan="constants",
+        defer_build=True,
     )
     short: ClassVar[tuple[str, type] | None] = None
 

@@ -98,15 +98,6 @@ class RunSpec(Section):
         path.write_text(json.dumps(self.as_json(), indent=1))
 
 
-def host_file(run_dir: Path, name: str, first_rank: int) -> Path:
-    """A file of the run directory that belongs to one host, whose ranks begin with `first_rank`.
-
-    Hosts may share the directory itself.
-    """
-    path = run_dir / name
-    return path.with_stem(f"{path.stem}-{first_rank}") if first_rank else path
-
-
 def checkpoint_folder(job: JobConfig, run_dir: Path) -> Path:
     """Where the checkpoints of a run lie: `checkpoint.dir`, else a folder of the run directory."""
     if job.checkpoint is not None and job.checkpoint.dir is not None:

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from zrun_core import parallelize, rng, room, user
-from zrun_core.board import Board, Watchdog
+from zrun_core.board import Board, Watchdog, host_file
 from zrun_core.build import Built, build_on_meta, build_once_per_host
 from zrun_core.checkpoint.checkpointer import About, Checkpointer, hold, versions
 from zrun_core.checkpoint.folder import CheckpointFolder
@@ -51,7 +51,7 @@ from zrun_core.events import Emitter
 from zrun_core.mesh import Mesh
 from zrun_core.optim.choose import choose
 from zrun_core.optim.lr import make_schedule
-from zrun_core.spec import RunSpec, checkpoint_folder, host_file
+from zrun_core.spec import RunSpec, checkpoint_folder
 from zrun_core.stop import StopSignals
 from zrun_core.trainer import Parts, Trainer
 from zrun_core.zero.sharded import Settings, check_room

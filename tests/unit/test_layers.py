@@ -101,6 +101,18 @@ def test_launcher_imports_torch_late(name: str) -> None:
     assert core <= SPINE  # all the rest of the runtime needs torch
 
 
+def test_an_agent_needs_the_standard_library_only() -> None:
+    """It is there sooner, on every host: pydantic takes longer to import than all the rest of it."""
+    left, found = ["zrun.launch.agent"], set()
+    while left:
+        name = left.pop()
+        found.add(name)
+        left += (_imported(name, late=False) & _modules().keys()) - found
+    assert "zrun.launch.workers" in found
+    others = _packages(set.union(*(_imported(name, late=False) for name in found)))
+    assert others <= sys.stdlib_module_names | {"zrun", "zrun_core"}
+
+
 @pytest.mark.parametrize("name", [name for name in ALL if name.startswith("zrun.topology")])
 def test_topology_knows_no_launcher(name: str) -> None:
     """Machines and groups of their devices, and nothing of jobs and ranks."""

@@ -28,9 +28,8 @@ from zrun.launch.hangs import Observer
 from zrun.launch.switchboard import Switchboard
 from zrun.launch.witness import Witness
 from zrun.launch.workers import Command, seen_alone
-from zrun_core.board import BoardView
+from zrun_core.board import BoardView, host_file
 from zrun_core.errors import ExitCode
-from zrun_core.spec import host_file
 
 _STORE = "store"  # the file through which the workers find each other
 

@@ -15,14 +15,16 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zrun.launch import processes
 from zrun.launch.frames import SILENCE_S
 from zrun.launch.processes import Process
 from zrun.launch.tail import last_lines
 from zrun_core.board import BoardView, RankState
-from zrun_core.config import LimitsConfig
+
+if TYPE_CHECKING:  # an agent is there sooner without pydantic
+    from zrun_core.config import LimitsConfig
 
 BOARD_S = 0.5  # between two looks at a board
 _QUIET_S = 2.0  # without a look at its board, a host may be lost

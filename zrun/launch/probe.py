@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -91,10 +91,7 @@ class HostReport:
     interface: str | None = None
 
     def as_json(self) -> dict[str, Any]:
-        from pydantic import TypeAdapter
-
-        found: dict[str, Any] = TypeAdapter(HostReport).dump_python(self, mode="json")
-        return found
+        return asdict(self)
 
     @classmethod
     def from_json(cls, report: Mapping[str, Any]) -> HostReport:

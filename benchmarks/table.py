@@ -162,11 +162,12 @@ def verdicts(runs: Runs, size: str, ranks: int) -> list[Verdict]:
         targets = (must, aim) if size == "50m" else (None, None)
         return Verdict(label, found, "", *targets, peer=peer, digits=".0f")
 
-    shares = [share for stage in range(4) if (share := counted(runs, case(f"zrun{stage}"))) is not None]
+    stages = [case(f"zrun{stage}{way}") for stage in range(4) for way in ("", "-sockets")]
+    shares = [share for each in stages if (share := counted(runs, each)) is not None]
     launch = first_step(runs, case(TRAIN))
-    differences = [loss_difference(runs, case(f"zrun{stage}")) for stage in range(4)]
+    differences = [loss_difference(runs, each) for each in stages]
     known = [difference for difference in differences if difference is not None]
-    bits = [equal_bits(runs, case(f"zrun{stage}")) for stage in range(4)]
+    bits = [equal_bits(runs, each) for each in stages]
     same = [each for each in bits if each is not None]
     found = [
         speed("ZeRO-0 step / DDP", "zrun0", None, None, ""),

@@ -101,7 +101,7 @@ def hang_with_helper(spec: RunSpec, emitter: Emitter) -> None:
     assert helper.stdout is not None
     helper.stdout.readline()
     emitter.emit("log", message=f"helper {helper.pid}")
-    hang(spec, emitter)
+    will_not_finish(spec, emitter)
 
 
 def leave_early(spec: RunSpec, emitter: Emitter) -> None:

@@ -8,12 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+from waiting import PATIENCE_S
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 def run(script: str, *arguments: str) -> str:
     command = [sys.executable, str(BENCHMARKS / script), "--quick", *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=170)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from waiting import PATIENCE_S, wait_for
+from waiting import PATIENCE_S, lines_of, wait_for
 
 HERE = Path(__file__).parent
 JOB = "name: fake\nmodel: {call: 'fake:model'}\ndata: fake:data\nsteps: 3\nbatch: 4\nslots: 2\n"
@@ -26,16 +26,6 @@ def train(folder: Path, job: str, *options: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-def lines_of(launcher: subprocess.Popen[str], until: str) -> list[str]:
-    """What it says, up to the line with `until`."""
-    assert launcher.stderr is not None
-    lines = []
-    while until not in (lines or [""])[-1]:
-        lines.append(launcher.stderr.readline())
-        assert lines[-1], lines
-    return lines
 
 
 def in_folder(folder: Path) -> list[bytes]:

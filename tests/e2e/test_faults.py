@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from waiting import PATIENCE_S, wait_for
+from waiting import PATIENCE_S, lines_of, wait_for
 
 WILD = Path(__file__).with_name("wild.py")
-HANG_S = 2.0
+HANG_S = 3.0
 
 
 def command(folder: Path, fault: str = "none", **more: Any) -> list[str]:
@@ -28,7 +26,7 @@ def command(folder: Path, fault: str = "none", **more: Any) -> list[str]:
     keys = {
         "name": "wild", "model": {"call": "wild.py:Net", "args": args}, "data": "wild.py:data", "steps": 6, "batch": 8,
         "slots": 2, "device": "cpu", "threads": 1, "log": {"every": 1},
-        "limits": {"hang_s": HANG_S, "stop_s": 20, **more.pop("limits", {})}, **more,
+        "limits": {"hang_s": 600, "stop_s": 600, **more.pop("limits", {})}, **more,
     }  # fmt: skip
     (folder / "job.yaml").write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in keys.items()))
     return [sys.executable, "-m", "zrun", "train", "job.yaml", "--run-dir", "run", "--ui", "plain"]
@@ -66,28 +64,28 @@ def workers(folder: Path) -> dict[int, int]:
     return found
 
 
-@pytest.mark.parametrize("fault", ["stop", "hold the gil"])
-def test_a_rank_that_no_longer_moves_is_found_from_outside(tmp_path, fault):
-    done = zrun(tmp_path, fault)
+@pytest.mark.parametrize(
+    ("fault", "stage", "says", "python", "waits_in"),
+    [
+        ("stop", 0, "rank 1 of 2 is stopped by a signal or a debugger", "in <lambda>", "all_reduce"),
+        ("hold the gil", 3, "rank 1 of 2 is stuck in forward of step 3", "in hold_the_gil", "all_gather"),
+    ],
+)
+def test_a_rank_that_no_longer_moves_is_found_from_outside(tmp_path, fault, stage, says, python, waits_in):
+    done = zrun(tmp_path, fault, zero=stage, limits={"hang_s": HANG_S})
     assert done.returncode == 6, done.stderr
     report = failure(tmp_path)
     assert (report["rank"], report["step"], report["phase"], report["kind"]) == (1, 3, "forward", "hang")
     assert f"no progress for {HANG_S:g} s (limits.hang_s)" in report["message"]
     assert [told["rank"] for told in report["ranks"]] == [0, 1]
     assert report["ranks"][0]["does"] == "waits"
-    assert "all_reduce" in report["ranks"][0]["last"]
+    assert waits_in in report["ranks"][0]["last"]
     assert report["ranks"][1]["does"] == ("is stopped" if fault == "stop" else "runs")
     assert "wild.py" in report["traceback"]
+    assert says in done.stderr
+    assert python in done.stderr
     for rank in range(2):
         assert "most recent call first" in (tmp_path / "run" / "stacks" / f"rank-{rank}.txt").read_text()
-    assert workers(tmp_path) == {}
-
-
-def test_the_users_python_is_shown_where_it_hangs(tmp_path):
-    done = zrun(tmp_path, "deadlock", zero=3)
-    assert done.returncode == 6, done.stderr
-    assert "in deadlock" in done.stderr
-    assert "rank 1 of 2 is stuck in forward of step 3" in done.stderr
     assert workers(tmp_path) == {}
 
 
@@ -145,7 +143,7 @@ def test_a_flipped_bit_of_a_replica_ends_the_run(tmp_path):
 @contextmanager
 def training(folder: Path, **more: Any) -> Iterator[subprocess.Popen[str]]:
     """A launcher whose workers train, slowly and without end."""
-    line = command(folder, **{"steps": 100_000, "args": {"pause": 0.02}, "limits": {"hang_s": 60}, **more})
+    line = command(folder, **{"steps": 100_000, "args": {"pause": 0.02}, **more})
     process = subprocess.Popen(
         line, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -158,13 +156,12 @@ def training(folder: Path, **more: Any) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGUSR1, 143)])
-def test_one_signal_lets_all_ranks_finish_the_same_step(tmp_path, number, code):
+def test_one_signal_lets_all_ranks_finish_the_same_step(tmp_path):
     with training(tmp_path) as launcher:
-        launcher.send_signal(number)
+        launcher.send_signal(signal.SIGINT)
         _, said = launcher.communicate(timeout=PATIENCE_S)
-    assert launcher.returncode == code, said
-    assert f"{number.name}: finishing the step" in said
+    assert launcher.returncode == 130, said
+    assert "SIGINT: finishing the step" in said
     logs = [(tmp_path / "run" / "logs" / f"rank-{rank}.log").read_text() for rank in range(2)]
     last = events(tmp_path, "step")[-1]["step"]
     ends = [[line for line in log.splitlines() if not line.startswith("[rank")] for log in logs]  # torch names the rank
@@ -199,36 +196,10 @@ def test_a_scheduler_that_signals_every_process_has_the_step_saved(tmp_path):
 def test_more_presses_do_not_wait_for_the_step(tmp_path):
     with training(tmp_path, args={"pause": 0.02, "fault": "spin", "step": 6}) as launcher:
         wait_for(lambda: events(tmp_path, "step")[-1]["step"] == 5)
-        begin = time.monotonic()
-        for _ in range(3):
+        for says in ("SIGINT: finishing the step", "stopping the workers"):
             launcher.send_signal(signal.SIGINT)
-            time.sleep(0.3)
+            lines_of(launcher, says)
+        launcher.send_signal(signal.SIGINT)  # may find nothing left to kill
         _, said = launcher.communicate(timeout=PATIENCE_S)
     assert launcher.returncode == 130, said
-    assert time.monotonic() - begin < 8
-    assert workers(tmp_path) == {}
-
-
-def test_patience_with_a_step_that_does_not_end_is_limited(tmp_path):
-    limits = {"hang_s": 60, "stop_s": 1}
-    with training(tmp_path, args={"pause": 0.02, "fault": "spin", "step": 6}, limits=limits) as launcher:
-        wait_for(lambda: events(tmp_path, "step")[-1]["step"] == 5)
-        launcher.send_signal(signal.SIGTERM)
-        _, said = launcher.communicate(timeout=PATIENCE_S)
-    assert launcher.returncode == 143, said
-    assert "not finished after 1 s (limits.stop_s)" in said
-
-
-def test_a_closed_terminal_ends_the_run_in_order(tmp_path):
-    """The launcher leads a terminal's session; the terminal goes away."""
-    line = command(tmp_path, steps=100_000, args={"pause": 0.02}, limits={"hang_s": 60})
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.chdir(tmp_path)
-        os.execv(line[0], line)
-    wait_for(lambda: len(events(tmp_path, "step")) > 2)
-    os.close(terminal)
-    _, status = os.waitpid(pid, 0)
-    assert os.waitstatus_to_exitcode(status) == 143
-    assert "stopped after step" in (tmp_path / "run" / "logs" / "rank-1.log").read_text()
     assert workers(tmp_path) == {}

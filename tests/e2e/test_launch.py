@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import signal
 import stat
 import subprocess
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from waiting import PATIENCE_S, wait_for
+from waiting import PATIENCE_S, lines_of, wait_for
 
 HERE = Path(__file__).parent
 
@@ -188,15 +189,42 @@ def test_a_killed_agent_leaves_no_worker_nor_what_it_started(job: Path) -> None:
         wait_for(lambda: not processes_of(run))
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupt_stops_the_workers(job: Path, number: signal.Signals, code: int) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_stops_the_workers(job: Path, number: signal.Signals) -> None:
     run = job.parent / "run"
     with started(job, {"0": "hang", "1": "hang"}) as launcher:
         wait_for(lambda: both_hang(run))
         launcher.send_signal(number)
-        assert launcher.wait(PATIENCE_S) == code
-        assert processes_of(run) == []
-        assert not (run / "failure.json").exists()
+        _, said = launcher.communicate(timeout=PATIENCE_S)
+    assert launcher.returncode == 143, said
+    assert f"{number.name}: finishing the step" in said
+    assert processes_of(run) == []
+    assert not (run / "failure.json").exists()
+
+
+def test_patience_with_a_step_that_does_not_end_is_limited(job: Path) -> None:
+    job.write_text(job.read_text() + "limits: {stop_s: 1}\n")
+    with started(job, {"0": "will_not_finish", "1": "will_not_finish"}) as launcher:
+        wait_for(lambda: both_hang(job.parent / "run"))
+        launcher.send_signal(signal.SIGTERM)
+        _, said = launcher.communicate(timeout=PATIENCE_S)
+    assert launcher.returncode == 143, said
+    assert "not finished after 1 s (limits.stop_s)" in said
+    assert processes_of(job.parent / "run") == []
+
+
+def test_a_closed_terminal_ends_the_run_in_order(job: Path) -> None:
+    """The launcher leads a terminal's session; the terminal goes away."""
+    run, settings = job.parent / "run", command(job, {"0": "hang", "1": "hang"})
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execve(settings["args"][0], settings["args"], settings["env"])
+    wait_for(lambda: both_hang(run))
+    os.close(terminal)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 143
+    assert processes_of(run) == []
+    assert not (run / "failure.json").exists()
 
 
 def test_nohup_outlives_the_terminal(job: Path) -> None:
@@ -210,16 +238,15 @@ def test_nohup_outlives_the_terminal(job: Path) -> None:
     wait_for(lambda: not processes_of(run))
 
 
-def test_a_second_interrupt_kills_what_does_not_listen(job: Path) -> None:
+def test_a_second_interrupt_ends_what_does_not_listen(job: Path) -> None:
     run = job.parent / "run"
-    with started(job, {"0": "hang_with_helper", "1": "hang"}) as launcher:
+    job.write_text(job.read_text() + "limits: {stop_s: 3600}\n")
+    with started(job, {"0": "hang_with_helper", "1": "will_not_finish"}) as launcher:
         wait_for(lambda: both_hang(run))
-        begin = time.monotonic()
-        launcher.send_signal(signal.SIGINT)
-        time.sleep(0.5)
-        launcher.send_signal(signal.SIGINT)
+        for says in ("SIGINT: finishing the step", "stopping the workers"):
+            launcher.send_signal(signal.SIGINT)
+            lines_of(launcher, says)
         assert launcher.wait(PATIENCE_S) == 130
-        assert time.monotonic() - begin < 5
         assert processes_of(run) == []
 
 

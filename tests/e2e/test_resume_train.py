@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import PATIENCE_S
 
 from zrun_core.checkpoint.folder import read_step
 
@@ -25,21 +26,24 @@ KEYS: dict[str, Any] = {
     "precision": "bf16",
     "slots": 2,
     "device": "cpu",
-    "lr": {"schedule": "cosine", "warmup": 3},
+    "lr": {"schedule": "cosine", "warmup": 3, "decay_steps": 20},
     "hooks": {"on_step": "small_job.py:on_step"},
     "checkpoint": {"every": 3},
 }
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return make(tmp_path)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder whose one run of 20 steps nothing has disturbed."""
+    folder = make(tmp_path_factory.mktemp("whole"))
+    done = zrun(folder)
+    assert done.returncode == 0, done.stderr
+    return folder
 
 
-def make(folder: Path, **keys: Any) -> Path:
-    folder.mkdir(exist_ok=True)
+def make(folder: Path) -> Path:
     shutil.copy(HERE / "small_job.py", folder)
-    lines = (f"{key}: {json.dumps(value)}\n" for key, value in {**KEYS, **keys}.items())
+    lines = (f"{key}: {json.dumps(value)}\n" for key, value in KEYS.items())
     (folder / "job.yaml").write_text("".join(lines))
     return folder
 
@@ -47,7 +51,7 @@ def make(folder: Path, **keys: Any) -> Path:
 def zrun(folder: Path, *options: str, kill: str = "nobody:nowhere:0") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "zrun", "train", "job.yaml", "--ui", "none", *options]
     environment = os.environ | {"KILL": kill}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
 
 
 def runs(folder: Path) -> list[Path]:
@@ -66,18 +70,19 @@ def digests(run: Path, step: int) -> dict[tuple[str, str, int, int], str]:
     return {(each.tensor, each.state, each.start, each.stop): each.digest for each in manifest.fragments}
 
 
-def test_killed_at_every_level_it_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    whole, cut = make(tmp_path / "whole"), make(tmp_path / "cut")
-    assert zrun(whole).returncode == 0
+def test_killed_at_every_level_it_ends_as_if_nothing_had_happened(whole: Path, tmp_path: Path) -> None:
+    """Nor does it matter that it was to be shorter at first."""
+    cut = make(tmp_path)
     kills = {"rank:forward:9": 5, "agent:data:13": 6, "launcher:hook:4": -9}
-    for kill, code in kills.items():
-        killed = zrun(cut, "--resume", "auto", kill=kill)
+    for number, (kill, code) in enumerate(kills.items()):
+        killed = zrun(cut, "--resume", "auto", *["steps=15"] * (number == 0), kill=kill)
         assert killed.returncode == code, killed.stderr
     done = zrun(cut, "--resume", "auto")
     assert done.returncode == 0, done.stderr
     assert "goes on after step 9" in done.stderr
     (expected,), (run,) = runs(whole), runs(cut)
     assert losses(run) == losses(expected)
+    assert sorted(losses(run)) == list(range(1, 21))
     assert digests(run, 20) == digests(expected, 20)
     assert sorted(path.name for path in (run / "attempts").iterdir()) == ["1", "2", "3"]
     before = sorted(str(path) for path in cut.rglob("*"))
@@ -87,23 +92,20 @@ def test_killed_at_every_level_it_ends_as_if_nothing_had_happened(tmp_path: Path
     assert sorted(str(path) for path in cut.rglob("*")) == before
 
 
-def test_an_earlier_run_is_neither_overwritten_nor_forgotten(folder: Path) -> None:
+def test_an_earlier_run_is_neither_overwritten_nor_forgotten(whole: Path, tmp_path: Path) -> None:
     """What may be written is said before any worker starts; --fresh moves what is in the way."""
-    first = zrun(folder, "--run-dir", "run", "steps=4")
-    assert first.returncode == 0, first.stderr
-    again = zrun(folder, "--run-dir", "run", "steps=4")
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    runs(tmp_path)[0].rename(tmp_path / "run")
+    again = zrun(tmp_path, "--run-dir", "run")
     assert again.returncode == 2
     assert "go on with --resume auto, start over with --fresh" in again.stderr
-    missing = zrun(folder, "--resume", "nowhere")
+    missing = zrun(tmp_path, "--resume", "nowhere")
     assert missing.returncode == 9
     assert "is no checkpoint" in missing.stderr
-    other = zrun(folder, "--run-dir", "run", "--resume", "auto", "steps=6", "optim.name=sgd")
+    other = zrun(tmp_path, "--run-dir", "run", "--resume", "auto", "steps=22", "optim.name=sgd")
     assert other.returncode == 9, other.stderr
     assert "write optim.name: adamw" in other.stderr
-    longer = zrun(folder, "--run-dir", "run", "--resume", "auto", "steps=6")
-    assert longer.returncode == 0, longer.stderr
-    assert sorted(losses(folder / "run")) == [1, 2, 3, 4, 5, 6]
-    fresh = zrun(folder, "--run-dir", "run", "--fresh", "steps=3")
+    fresh = zrun(tmp_path, "--run-dir", "run", "--fresh", "steps=3")
     assert fresh.returncode == 0, fresh.stderr
-    assert sorted(losses(folder / "run")) == [1, 2, 3]
-    assert sorted(losses(folder / "run" / "attempts" / "3")) == [1, 2, 3, 4, 5, 6]
+    assert sorted(losses(tmp_path / "run")) == [1, 2, 3]
+    assert sorted(losses(tmp_path / "run" / "attempts" / "2")) == list(range(1, 21))

@@ -1,4 +1,7 @@
-"""Users' models in a folder of their own, trained by the command line at stage 3 on two ranks."""
+"""Users' models in a folder of their own, trained by the command line at stage 3 on two ranks.
+
+What such models may be is tried in tests/dist/test_zoo.py; here is what a job file and a launch add to it.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,13 @@ import json
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from waiting import PATIENCE_S
 
 ZOO = Path(__file__).parents[1] / "dist" / "zoo.py"
 STEPS, GLOBAL = 4, 8
@@ -36,7 +39,7 @@ def zrun(folder: Path, **keys: Any) -> subprocess.CompletedProcess[str]:
     keys = {"name": "zoo", "steps": STEPS, "batch": GLOBAL, "optim": OPTIM, "slots": 2, "device": "cpu", **keys}
     (folder / "job.yaml").write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in keys.items()))
     command = [sys.executable, "-m", "zrun", "train", "job.yaml", "--run-dir", "run", "--ui", "none"]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S)
 
 
 def events(folder: Path, kind: str) -> list[dict[str, Any]]:
@@ -74,10 +77,6 @@ def plain(zoo: ModuleType, build: str, args: dict[str, Any], data: str, loss: st
     ("build", "args", "data", "keys"),
     [
         ("convnet", {"channels_last": True}, "images", {"loss": "zoo.py:classify"}),
-        ("LanguageModel", {"tie": "functional"}, "tokens", {}),
-        ("Mixture", {}, "vectors", {"leaf": r"blocks\.\d+"}),
-        ("lora", {}, "tokens", {"activations": {"checkpoint": "full"}}),
-        ("EncoderDecoder", {}, "pairs", {}),
         ("Branching", {}, "vectors", {"leaf": "router"}),
     ],
 )
@@ -106,10 +105,8 @@ def test_losses_are_those_of_a_plain_loop(zoo, tmp_path, build, args, data, keys
     ],
 )
 def test_ranks_that_run_different_modules_stop_with_their_names(tmp_path, build, keys, named):
-    start = time.monotonic()
     done = zrun(tmp_path, model=f"zoo.py:{build}", data="zoo.py:vectors", zero={"stage": 3, "bucket": "2KiB"}, **keys)
     assert done.returncode == 6
-    assert time.monotonic() - start < 60
     for name in [*named, "zero.leaf"]:
         assert name in done.stderr
     assert "Traceback" not in done.stderr

@@ -6,7 +6,6 @@ import ctypes
 import os
 import signal
 import sys
-import threading
 import time
 from typing import Any
 
@@ -36,12 +35,6 @@ class Net(nn.Module):
         return loss * float("nan") if at_fault and self.fault == "nan loss" else loss
 
 
-def deadlock() -> None:
-    lock = threading.Lock()
-    lock.acquire()
-    lock.acquire()
-
-
 def spin() -> None:
     while True:
         pass
@@ -53,7 +46,6 @@ def hold_the_gil() -> None:
 
 FAULTS = {
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-    "deadlock": deadlock,
     "spin": spin,
     "hold the gil": hold_the_gil,
     "crash": lambda: ctypes.string_at(0),

@@ -25,7 +25,7 @@ from typing import Any
 import rig as rigs
 
 WILD = Path(__file__).parents[1] / "e2e" / "wild.py"
-PATIENCE_S = 90.0
+PATIENCE_S = 300.0  # only bounds a failure: a busy machine may take long
 HANG_S = 4.0
 
 
@@ -78,7 +78,7 @@ def start(rig: rigs.Rig, folder: Path, *overrides: str, **keys: Any) -> Launch:
     given = {
         "name": "wild", "model": {"call": "wild.py:Net", "args": {"pause": 0.02}}, "data": "wild.py:data",
         "steps": 100_000, "batch": 6, "slots": 1, "device": "cpu", "threads": 1, "log": {"every": 1},
-        "hosts": list(rig.hosts), "launch": {"ssh": rig.ssh}, "limits": {"hang_s": HANG_S, "stop_s": 20}, **keys,
+        "hosts": list(rig.hosts), "launch": {"ssh": rig.ssh}, "limits": {"hang_s": 600, "stop_s": 600}, **keys,
     }  # fmt: skip
     (folder / "job.yaml").write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in given.items()))
     command = [sys.executable, "-m", "zrun", "train", "job.yaml", "--run-dir", "run", "--ui", "plain", *overrides]
@@ -169,8 +169,12 @@ def no_python(rig: rigs.Rig) -> dict[str, Any]:
     return {"launch": {"ssh": rig.ssh, "python": "/nowhere/python"}}
 
 
+def soon_hangs(rig: rigs.Rig) -> dict[str, Any]:
+    return {"limits": {"hang_s": HANG_S, "stop_s": 20}}
+
+
 def do_with_two(rig: rigs.Rig) -> dict[str, Any]:
-    return {"steps": 60, "checkpoint": {"every": 5}, "restarts": 1, "min_hosts": 2}
+    return {**soon_hangs(rig), "steps": 60, "checkpoint": {"every": 5}, "restarts": 1, "min_hosts": 2}
 
 
 def slow_clock(rig: rigs.Rig) -> dict[str, Any]:
@@ -215,12 +219,19 @@ FAULTS = [
     Fault("wrong host key", None, 3, "changed: its host key is not the one known here", 12, ("changed", "node2")),
     Fault("no login", None, 3, "stranger: ssh was refused", 12, ("stranger", "node2")),
     Fault("no Python there", None, 3, "there is no Python /nowhere/python", 12, keys=no_python),
-    Fault("worker killed", kill_worker, 5, r"rank 1 of 3 \(node2, cpu\) was killed by SIGKILL", 8),
-    Fault("worker stopped", stop_worker, 6, r"rank 1 of 3 is stopped by a signal or a debugger", HANG_S + 8),
+    Fault("worker killed", kill_worker, 5, r"rank 1 of \d \(node2, cpu\) was killed by SIGKILL", 8),
+    Fault(
+        "worker stopped",
+        stop_worker,
+        6,
+        r"rank 1 of \d is stopped by a signal or a debugger",
+        HANG_S + 8,
+        keys=soon_hangs,
+    ),
     Fault("agent killed", kill_agent, 6, r"lost node2: its agent was killed there", 8),
     Fault("ssh client killed", kill_ssh, 6, r"lost node3: the ssh client was killed by signal 9", 8),
     Fault("launcher killed", kill_launcher, -9, "", 8),
-    Fault("link cut", cut, 6, r"lost node2: the host no longer answers", 20),
+    Fault("link cut", cut, 6, r"lost node2: the host no longer answers", 20, keys=soon_hangs),
     Fault("link cut, min_hosts: 2", cut_after_a_save, 0, r"restart 1 of 1 in 5 s, after step", 60, keys=do_with_two),
     Fault("link down for 3 s", unplug_briefly, 130, r"stopped after step", 60),
     Fault("ctrl-C", interrupt, 130, r"stopped after step", 8),

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import faults
 from rig import Rig
 
 from zrun.launch.calibration import Calibration
@@ -15,7 +16,7 @@ from zrun.launch.calibration import Calibration
 def doctor(rig: Rig, folder: Path, hostfile: str, *argv: str) -> subprocess.CompletedProcess[str]:
     (folder / "hostfile").write_text(hostfile)
     command = [sys.executable, "-m", "zrun", "doctor", "--hosts", "hostfile", "--ssh", rig.ssh, *argv]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=faults.PATIENCE_S)
 
 
 def test_hosts_are_looked_at_and_measured(rig: Rig, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import faults
 from rig import Rig
 
 JOB = """name: far
@@ -21,7 +22,7 @@ hosts: [node1:2, node2:2]
 
 def zrun(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "zrun", *argv]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=faults.PATIENCE_S)
 
 
 def test_check_plans_on_the_hosts_of_the_job(rig: Rig, tmp_path: Path) -> None:

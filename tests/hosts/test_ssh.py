@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import faults
 import pytest
 from rig import Rig, silent_listener
 
@@ -26,12 +27,11 @@ from zrun.launch.ssh import SshAgent
 from zrun_core.errors import PreflightError
 
 HERE = Path(__file__).parent
-PATIENCE_S = 30.0
 NUM_VALUES = 10_000
 
 
 def wait_for(condition: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + faults.PATIENCE_S
     while not (found := condition()):
         assert time.monotonic() < deadline, "it never came to be"
         time.sleep(0.02)
@@ -41,7 +41,7 @@ def wait_for(condition: Callable[[], Any]) -> Any:
 def follow(agent: SshAgent) -> list[dict[str, Any]]:
     """Its frames up to `done`."""
     frames: list[dict[str, Any]] = []
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + faults.PATIENCE_S
     while not any(frame["frame"] == "done" for frame in frames):
         assert time.monotonic() < deadline, frames
         new = agent.frames(0.5)

@@ -228,7 +228,7 @@ def follow(num_hosts: int, ranks_per_host: int, seconds: float, events: bool) ->
 
         before = time.process_time()
         agents = Agents(members)
-        agents.start(Start(spec_json, f"node{n}", {}, "zrun_core") for spec_json in [spec.as_json()]
+        agents.start(Start(spec_json, f"node{n}", {}, "zrun_core.worker") for spec_json in [spec.as_json()]
                      for n in range(num_hosts))  # fmt: skip
         start_s = time.process_time() - before
         Supervisor(agents, run, interrupts, LimitsConfig(), time.monotonic).watch(event, turn)

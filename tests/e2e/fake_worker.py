@@ -19,11 +19,13 @@ from zrun_core.errors import ExitCode
 from zrun_core.events import Emitter
 from zrun_core.spec import RunSpec
 
-RANK = int(os.environ["RANK"])
+RANK = -1  # until there is one: a process for all of them imports this module
 STEPS = 3
 
 
 def main() -> None:
+    global RANK
+    RANK = int(os.environ["RANK"])
     die_with_parent(signal.SIGKILL)
     spec = RunSpec.read(Path(sys.argv[1]))
     behaviour = spec.job.model.args.get("behaviour", {}).get(str(RANK), "train")
@@ -140,6 +142,3 @@ BEHAVIOURS = {
         show_environment,
     )
 }
-
-if __name__ == "__main__":
-    main()

@@ -73,10 +73,10 @@ def test_ranks_that_are_not_bound(tmp_path: Path, options: tuple[str, ...], vari
     worker = tmp_path / "free_worker.py"
     worker.write_text(
         "import json, os, pathlib, sys\nfrom zrun_core.events import Emitter\nfrom zrun_core.spec import RunSpec\n"
-        "spec, rank = RunSpec.read(pathlib.Path(sys.argv[1])), int(os.environ['RANK'])\n"
-        "emitter = Emitter(spec.telemetry, rank)\n"
-        "if rank == 0:\n    emitter.emit('end', step=2, reason='steps', total_s=0.1, loss=1.0)\n"
-        "emitter.close()\nprint(sorted(os.sched_getaffinity(0)))\n"
+        "def main():\n    spec, rank = RunSpec.read(pathlib.Path(sys.argv[1])), int(os.environ['RANK'])\n"
+        "    emitter = Emitter(spec.telemetry, rank)\n"
+        "    if rank == 0:\n        emitter.emit('end', step=2, reason='steps', total_s=0.1, loss=1.0)\n"
+        "    emitter.close()\n    print(sorted(os.sched_getaffinity(0)))\n"
     )
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     run_dir = train(tmp_path, "--worker", "free_worker", *options, PYTHONPATH=path, **variables)

@@ -174,7 +174,7 @@ def test_what_fails_before_training_begins_is_told_as_without_detach(folder: Pat
     failed = zrun(folder, *train_arguments({}, "--worker", "no_such_worker"))
     (path,) = (folder / "runs" / "fake").iterdir()
     assert (failed.returncode, failed.stdout) == (5, "")
-    assert "No module named no_such_worker" in failed.stderr
+    assert "No module named 'no_such_worker'" in failed.stderr
     assert f"log: {path}/logs/rank-" in failed.stderr
     told = of(folder)[path.name]
     assert (told["state"], told["exit_code"]) == ("failed", 5)
@@ -183,7 +183,7 @@ def test_what_fails_before_training_begins_is_told_as_without_detach(folder: Pat
 
 def test_an_interrupt_reaches_the_launcher_until_it_is_on_its_own(folder: Path) -> None:
     """A worker that never says `start`: the command waits, and ctrl-C ends what it waits for."""
-    (folder / "silent.py").write_text("import time\nprint('silent', flush=True)\ntime.sleep(600)\n")
+    (folder / "silent.py").write_text("import time\ndef main():\n    print('silent')\n    time.sleep(600)\n")
     arguments = [*ZRUN, *train_arguments({}, "--worker", "silent")]
     surroundings = settings(folder)
     surroundings["env"] = surroundings["env"] | {"PYTHONPATH": str(folder)}

@@ -22,7 +22,3 @@ def main() -> None:
         "host": os.uname().nodename,
     }
     (run_dir / "heard.json").write_text(json.dumps(heard))
-
-
-if __name__ == "__main__":
-    main()

@@ -67,7 +67,7 @@ def train(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would run, and stop.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Start even what does not fit by the estimate.")] = False,
     detach: Annotated[bool, typer.Option("--detach", help="Return once it trains; it goes on by itself.")] = False,
-    worker: Annotated[str, typer.Option(hidden=True)] = "zrun_core",
+    worker: Annotated[str, typer.Option(hidden=True)] = "zrun_core.worker",
 ) -> None:
     """Train the model of a job.
 

@@ -101,12 +101,14 @@ def _run(start: Start, store: socket.socket | None, run_dir: Path, telemetry: st
         store=store,
     )
     _pass_on_signals(switchboard)
-    workers = command.start()
+    server = command.start()
     if store is not None:
-        store.close()  # rank 0 has it
+        store.close()  # rank 0 has it, or will
     observer = Observer(BoardView(host_file(run_dir, "board", all_here.start), all_here), run_dir)
     memory = start.spec["job"].get("limits", {}).get("memory")
-    switchboard.watch(workers, run_dir, observer, is_remote=start.is_remote, memory=memory)
+    switchboard.watch(ranks, server.pid, run_dir, observer, is_remote=start.is_remote, memory=memory)
+    workers = server.workers()
+    switchboard.follow(workers)
     for worker in workers.values():
         worker.wait()
 

@@ -51,7 +51,7 @@ class Start:
     spec: dict[str, Any]  # a RunSpec as JSON; the agent adds its own telemetry socket
     host: str  # which of the plan's hosts this agent is
     env: dict[str, str]
-    module: str  # run as `python -u -m <module> <spec.json>`
+    module: str  # whose `main` runs a rank; its argument is the path of spec.json
     store: str | None = None  # where the ranks of several hosts meet, tcp://address:port; None: in a file
     interface: str | None = None  # of this host, that leads to the others; None: there are none
     seat: int | None = None  # the one rank that it runs, where each has an agent of its own; None: those of the host

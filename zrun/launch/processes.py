@@ -7,6 +7,7 @@ looked up by name.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import resource
 import signal
@@ -16,6 +17,8 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_MM, _PR_SET_MM_MAP = 35, 14
+_shown: list[mmap.mmap] = []  # where the kernel reads the command line of this process
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,39 @@ def adopt_orphans() -> None:
 def die_with_parent(number: signal.Signals) -> None:
     """Be sent `number` when the parent's thread that started this process ends."""
     _prctl(_PR_SET_PDEATHSIG, number)
+
+
+def show(args: list[str]) -> None:
+    """Have `ps` show `args` for this process, and /proc/<pid>/environ its environment: a fork shows its parent's.
+
+    A kernel without CONFIG_CHECKPOINT_RESTORE goes on to show those.
+    """
+    line = b"".join(os.fsencode(each) + b"\0" for each in args)
+    environ = b"".join(name + b"=" + value + b"\0" for name, value in os.environb.items())
+    memory = mmap.mmap(-1, len(line) + len(environ), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.write(line + environ)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    stat = [0, 0, 0, *Path("/proc/self/stat").read_text().rpartition(")")[2].split()]  # counted as in proc(5)
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.sbrk.restype = ctypes.c_void_p
+    layout = _MemoryMap(  # as it is, but for the last four
+        *(int(stat[number]) for number in (26, 27, 45, 46, 47)), libc.sbrk(0), int(stat[28]),
+        start, start + len(line), start + len(line), start + len(line) + len(environ), None, 0, -1,
+    )  # fmt: skip
+    if libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, ctypes.byref(layout), ctypes.c_ulong(ctypes.sizeof(layout)), 0) == 0:
+        _shown.append(memory)
+
+
+class _MemoryMap(ctypes.Structure):
+    """The kernel's `prctl_mm_map`, see prctl(2)."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("start_code", "end_code", "start_data", "end_data", "start_brk", "brk")),
+        *((name, ctypes.c_uint64) for name in ("start_stack", "arg_start", "arg_end", "env_start", "env_end")),
+        ("auxv", ctypes.c_void_p),
+        ("auxv_size", ctypes.c_uint32),
+        ("exe_fd", ctypes.c_int32),
+    )
 
 
 def _prctl(option: int, value: int) -> None:

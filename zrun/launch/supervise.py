@@ -53,7 +53,7 @@ class Run:
     num_ranks: int
     exits: list[Exit] = field(default_factory=list)
     last_step: int = 0
-    started: set[str] = field(default_factory=set)  # hosts where every worker process exists
+    started: set[str] = field(default_factory=set)  # hosts that have begun to start their workers
     stopping: bool = False  # a rank got a signal that did not come through the launcher
     states: dict[int, RankState] = field(default_factory=dict)  # of the ranks that run, as their boards said last
     news: dict[int, RankState] = field(default_factory=dict)  # what of it nobody has looked at

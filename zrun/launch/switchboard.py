@@ -15,11 +15,10 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
-from subprocess import Popen
 
 from zrun.launch import processes
 from zrun.launch.frames import EVENT, GRACE_S, SILENCE_S, Frame, Start, Stop, Unpacker
@@ -66,14 +65,15 @@ class Switchboard:
         self._started = False
         self._telemetry: socket.socket | None = None
         self._datagram = memoryview(bytearray(_LARGEST_EVENT))
-        self._leaders: dict[int, Process] = {}  # by rank
+        self._leaders: dict[int, Process] = {}  # by rank; of all, what forks them
+        self._workers: Workers = {}
         self._observer: Observer | None = None
         self._run_dir = Path()
         self._looked = self._heard = 0.0
         self._is_remote = False  # the launcher's silence means that it, or the way to it, is dead
-        self._running: dict[int, tuple[int, Popen[bytes]]] = {}  # pidfd -> rank, worker
+        self._running: set[int] = set()  # ranks, also those that are to be forked
         self._writing = threading.Lock()
-        self._stop_with: Stop | None = None
+        self._stop_with: Stop | None = None  # for those that are to be forked too
         self._terminate_at: float | None = None
         self._kill_at: float | None = None
         self._oom_kills = room.oom_kills()
@@ -94,28 +94,39 @@ class Switchboard:
         self._on(telemetry.fileno(), self._hear)
 
     def watch(
-        self, workers: Workers, run_dir: Path, observer: Observer, *, is_remote: bool, memory: int | None
-    ) -> None:
+        self, ranks: Sequence[int], server: int, run_dir: Path, observer: Observer, *, is_remote: bool,
+        memory: int | None,
+    ) -> None:  # fmt: skip
         """Report how these workers fare, and stop them when the launcher says so or dies.
 
         Args:
+            server: the process that is to fork them, see `follow`.
             memory: bytes that they may take together; None: what the host has.
             is_remote: the launcher is on another host, and may vanish without a word.
         """
         self._run_dir = run_dir
-        for rank, worker in workers.items():
-            leader = Process.find(worker.pid)
-            if leader is not None:
-                self._leaders[rank] = leader
-            pidfd = os.pidfd_open(worker.pid)
-            self._running[pidfd] = rank, worker
-            self._on(pidfd, self._exited)
-        self._send({"frame": "started", "pids": {rank: worker.pid for rank, worker in workers.items()}})
+        self._running = set(ranks)
+        self._lead(dict.fromkeys(ranks, server))
+        self._send({"frame": "started"})
         self._heard = time.monotonic()
         self._observer, self._is_remote = observer, is_remote
         self._memory = MemoryWatch(memory)
         if self._stop_with is not None:
             self.stop(self._stop_with)
+
+    def follow(self, workers: Workers) -> None:
+        """The workers are processes of their own from now on, or have ended before they were."""
+        self._workers = workers
+        self._lead({rank: worker.pid for rank, worker in workers.items() if worker.status is None})
+        for worker in workers.values():
+            self._on(worker.pidfd, self._exited)
+        if self._stop_with is not None:
+            self.stop(self._stop_with)
+
+    def _lead(self, pids: Mapping[int, int]) -> None:
+        """These processes lead the sessions of these ranks, or will do so."""
+        found = {rank: Process.find(pid) for rank, pid in pids.items()}
+        self._leaders |= {rank: leader for rank, leader in found.items() if leader is not None}
 
     def answer(self, frame: Frame) -> None:
         """Tell the launcher something."""
@@ -128,7 +139,7 @@ class Switchboard:
 
     def end_sessions(self) -> None:
         """Leave nothing of the workers behind: not their helpers, nor what those left to this process."""
-        left = [process for leader in self._leaders.values() for process in processes.session_of(leader)]
+        left = [process for leader in self._distinct_leaders() for process in processes.session_of(leader)]
         processes.send(left, signal.SIGTERM)
         processes.send(processes.wait_gone(left, GRACE_S / 5), signal.SIGKILL)
         processes.end_children(GRACE_S)
@@ -153,7 +164,7 @@ class Switchboard:
                     key.data(key.fd)
                 if self._terminate_at is not None and time.monotonic() >= self._terminate_at:
                     self._terminate_at = None
-                    for leader in list(self._leaders.values()):
+                    for leader in self._distinct_leaders():
                         processes.send(processes.session_of(leader), signal.SIGTERM)
                 if self._kill_at is not None and time.monotonic() >= self._kill_at:
                     self._kill_at = None
@@ -171,12 +182,12 @@ class Switchboard:
         """What is to be done now and then."""
         if self._observer is not None and now - self._looked > BOARD_S and not self._outbox.is_full:
             self._looked = now
-            running = [rank for rank, _ in list(self._running.values())]
+            running = sorted(self._running)
             self._send(self._observer.look(running))
             if self._memory is not None and self._observer.hold_all_they_need(running):
                 self._memory = None
         if self._memory is not None:
-            self._shortage = self._memory.shortage(now, [leader.pid for leader in list(self._leaders.values())])
+            self._shortage = self._memory.shortage(now, [leader.pid for leader in self._distinct_leaders()])
             if self._shortage:
                 print(f"{self._shortage}: the workers are killed", flush=True)
                 self._memory = None
@@ -191,7 +202,7 @@ class Switchboard:
             self._asked(Stop.FINISH)
 
     def _testify(self) -> None:
-        running = [rank for rank, _ in list(self._running.values())]
+        running = sorted(self._running)
         if self._observer is not None:
             self._send(self._observer.testify({rank: self._leaders[rank] for rank in running if rank in self._leaders}))
 
@@ -227,7 +238,6 @@ class Switchboard:
         """End the workers; those that `watch` is about to hear of too."""
         if not self._started:
             os._exit((ExitCode.HANG if self.verdict is None else self.verdict) if self._is_joined else 0)
-        self._stop_with = how
         self.stop(how)
 
     def _hear_no_more(self) -> None:
@@ -238,9 +248,10 @@ class Switchboard:
 
     def stop(self, how: Stop) -> None:
         """Ask the workers to end: SIGUSR1 to them alone, or SIGTERM or SIGKILL to all that they started too."""
+        self._stop_with = how
         if how is Stop.NOW and self._kill_at is None:
             self._kill_at = time.monotonic() + GRACE_S
-        for leader in list(self._leaders.values()):
+        for leader in self._distinct_leaders():
             if how is Stop.FINISH:
                 processes.send([leader], signal.SIGUSR1)
                 continue
@@ -267,15 +278,17 @@ class Switchboard:
         self._write(b"".join(lines))
         return len(datagrams)
 
+    def _distinct_leaders(self) -> list[Process]:
+        return list(dict.fromkeys(list(self._leaders.values())))
+
     def _exited(self, pidfd: int) -> None:
         self._selector.unregister(pidfd)
-        os.close(pidfd)
-        rank, worker = self._running.pop(pidfd)
+        rank, worker = next((rank, worker) for rank, worker in self._workers.items() if worker.pidfd == pidfd)
+        self._running.discard(rank)
         if self._telemetry is not None:
             while self._forward() == _EVENTS_PER_TURN:
                 pass  # what it said before it ended comes first
-        while (status := worker.poll()) is None:
-            time.sleep(0.001)  # the main thread is just collecting it
+        status = worker.wait()
         oom_kills = room.oom_kills()
         by_kernel = oom_kills is not None and oom_kills > (self._oom_kills or 0)
         oom = status == -signal.SIGKILL and (bool(self._shortage) or by_kernel)
@@ -293,9 +306,9 @@ class Switchboard:
         return {"note": note, "log": last_lines(self._run_dir / "logs" / f"rank-{rank}.log") if status else []}
 
     def _close(self, _: int) -> None:
-        for pidfd, (_, worker) in list(self._running.items()):
-            if worker.poll() is not None:
-                self._exited(pidfd)
+        for rank, worker in self._workers.items():
+            if rank in self._running and worker.poll() is not None:
+                self._exited(worker.pidfd)
         self._send({"frame": "done"})
         if not self._is_joined or self._is_deaf:
             raise _Finished

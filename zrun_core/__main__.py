@@ -1,4 +1,4 @@
-"""`python -m zrun_core run_dir/spec.json` is one rank's process: see `worker`."""
+"""`python -m zrun_core run_dir/spec.json` is one rank's process under torchrun: see `worker`."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""One rank's process: `python -m zrun_core run_dir/spec.json`, under zrun's agent or plain torchrun.
+"""One rank's process: forked for zrun's agent, or `python -m zrun_core run_dir/spec.json` under plain torchrun.
 
 It reads where it sits from torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK). ZRUN_STORE names the file through which
 the ranks of one host meet, or the address at which those of several do: tcp://10.0.0.1:41234, where rank 0 has

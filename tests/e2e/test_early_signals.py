@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM while hosts are looked at, and between two attempts: one line, and nothing is left."""
+"""Ctrl-C and SIGTERM while hosts are looked at, while workers import, and between two attempts: nothing is left."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ HERE = Path(__file__).parent
 JOB = "name: fake\nmodel: {call: 'fake:model'}\ndata: fake:data\nsteps: 3\nbatch: 4\nslots: 2\n"
 
 
-def train(folder: Path, job: str, *options: str) -> subprocess.Popen[str]:
+def train(folder: Path, job: str, *options: str, worker: str = "fake_worker") -> subprocess.Popen[str]:
     (folder / "job.yaml").write_text(job)
     return subprocess.Popen(
-        [sys.executable, "-m", "zrun", "train", "job.yaml", "--worker", "fake_worker", "--run-dir", "run", *options],
+        [sys.executable, "-m", "zrun", "train", "job.yaml", "--worker", worker, "--run-dir", "run", *options],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(HERE)},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), str(folder)])},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -53,6 +53,30 @@ def test_while_hosts_are_awaited(tmp_path: Path, number: signal.Signals, code: i
     assert (launcher.returncode, rest) == (code, f"{number.name}: stopped before training began\n")
     assert in_folder(tmp_path) == []
     assert not (tmp_path / "run").exists()
+
+
+_DEAF = "for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM):\n    signal.signal(number, signal.SIG_IGN)\n"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "deaf", "code"),
+    [([signal.SIGINT], "", 130), ([signal.SIGINT] * 3, _DEAF, 130), ([signal.SIGKILL], _DEAF, -signal.SIGKILL)],
+)
+def test_while_the_workers_import(tmp_path: Path, numbers: list[signal.Signals], deaf: str, code: int) -> None:
+    """Also where what they import listens to no signal, and where the launcher itself is killed."""
+    (tmp_path / "slow.py").write_text(f"import signal, time\n{deaf}print('imports')\ntime.sleep(600)\n")
+    launcher = train(tmp_path, JOB, worker="slow")
+    log = tmp_path / "run" / "logs" / "rank-0.log"
+    wait_for(lambda: log.exists() and log.read_text() == "imports\n")
+    assert launcher.stderr is not None
+    for number, said in zip(numbers, ("finishing the step", "stopping the workers", "killing"), strict=False):
+        launcher.send_signal(number)
+        if number != signal.SIGKILL:
+            lines_of(launcher, said)
+    _, rest = launcher.communicate(timeout=PATIENCE_S)
+    assert (launcher.returncode, "Traceback" in rest) == (code, False)
+    wait_for(lambda: in_folder(tmp_path) == [])
+    assert not (tmp_path / "run" / "failure.json").exists()
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -18,7 +18,6 @@ from zrun.launch import cluster as cluster_module
 from zrun.launch.cluster import Cluster, Gpu, HostFacts, probe_host, simulate
 from zrun.launch.place import Dims
 from zrun.launch.plan import Resolved, make_plan
-from zrun.launch.workers import Command
 from zrun.topology.cpus import NumaNode, format_cpus, parse_cpus
 from zrun.topology.scenario import Scenario
 from zrun_core.config import JobConfig
@@ -256,48 +255,6 @@ def test_an_affinity_of_the_users_own_is_seen(own_affinity: set[int], monkeypatc
         if len(own_affinity) > 1
         else "an affinity is set already"
     )
-
-
-_TELLS = """
-import os, threading
-
-found = []
-thread = threading.Thread(target=lambda: found.append(os.sched_getaffinity(0)))
-thread.start()
-thread.join()
-assert found == [os.sched_getaffinity(0)]
-print(*sorted(found[0]), os.environ.get("CUDA_VISIBLE_DEVICES"))
-"""
-
-
-@pytest.mark.parametrize("by_hand", [False, True])
-def test_workers_start_on_their_cores(tmp_path: Path, own_affinity: set[int], by_hand: bool) -> None:
-    """Every thread of a process has them, and the agent's own stay what they were."""
-    (tmp_path / "tells_cpus.py").write_text(_TELLS)
-    first = min(own_affinity)
-    env = dict(os.environ) | {"PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}
-    env |= {"GOMP_CPU_AFFINITY": "0"} if by_hand else {}
-    command = Command(
-        run_id="r",
-        module="tells_cpus",
-        argument="-",
-        env=env,
-        world_size=3,
-        host=(0, 1),
-        logs={rank: tmp_path / f"{rank}.log" for rank in range(3)},
-        cpus={0: str(first), 2: "4000-4001"},  # the last ones are not there: a rank without them is slower, not wrong
-        ranks=range(3),
-        alone={1: "MIG-b"},
-    )
-    for worker in command.start().values():
-        assert worker.wait(60) == 0
-    everything = " ".join(str(cpu) for cpu in sorted(own_affinity))
-    assert [(tmp_path / f"{rank}.log").read_text() for rank in range(3)] == [
-        f"{everything if by_hand else first} GPU-a,GPU-b\n",
-        f"{everything} MIG-b\n",
-        f"{everything} GPU-a,GPU-b\n",
-    ]
-    assert os.sched_getaffinity(0) == own_affinity
 
 
 def test_cpu_sets_are_text_as_linux_writes_it() -> None:

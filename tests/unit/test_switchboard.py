@@ -8,7 +8,6 @@ import re
 import select
 import signal
 import socket
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from zrun.launch.frames import Start, Stop, pack
 from zrun.launch.hangs import Observer
 from zrun.launch.lines import Lines
 from zrun.launch.switchboard import Switchboard
+from zrun.launch.workers import Worker
 from zrun_core.board import BoardView
 
 PATIENCE_S = 30.0
@@ -37,9 +37,22 @@ class Setting:
         self.switchboard.orders.get(timeout=PATIENCE_S)
         heard, self.telemetry = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.switchboard.listen(heard)
-        self.worker = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        pid = os.posix_spawnp("sleep", ["sleep", "600"], os.environ, setsid=True)
+        self.worker = Worker(pid, os.pidfd_open(pid))
         observer = Observer(BoardView(folder / "board", range(1)), folder)
-        self.switchboard.watch({0: self.worker}, folder, observer, is_remote=is_remote, memory=memory)
+        self.switchboard.watch([0], pid, folder, observer, is_remote=is_remote, memory=memory)
+        self.switchboard.follow({0: self.worker})
+
+    def wait(self) -> int:
+        """How the worker ended."""
+        assert select.select([self.worker.pidfd], [], [], PATIENCE_S)[0]
+        return self.worker.wait()
+
+    def kill(self) -> None:
+        """Leave no worker behind."""
+        if self.worker.poll() is None:
+            os.kill(self.worker.pid, signal.SIGKILL)
+            self.worker.wait()
 
     def flood(self, count: int) -> None:
         """Emit more than the pipe takes."""
@@ -67,7 +80,7 @@ def test_ranks_that_take_too_much_memory_in_their_first_step_are_killed(
 ) -> None:
     monkeypatch.setattr(memory_watch, "_BESIDE", 0)
     setting = Setting(folder, memory=1)
-    assert setting.worker.wait(PATIENCE_S) == -signal.SIGKILL
+    assert setting.wait() == -signal.SIGKILL
     setting.switchboard.finish()
     (end,) = (frame for frame in setting.hear() if frame["frame"] == "exit")
     assert end["oom"]
@@ -79,11 +92,11 @@ def test_silence_is_noticed_although_nobody_takes_what_is_said(folder: Path, mon
     setting = Setting(folder, is_remote=True)
     try:
         setting.flood(200)
-        assert setting.worker.wait(PATIENCE_S) != 0
+        assert setting.wait() != 0
         setting.switchboard.end_sessions()
         setting.switchboard.finish()  # nor does the end wait for such a launcher
     finally:
-        setting.worker.kill()
+        setting.kill()
 
 
 def test_orders_are_obeyed_meanwhile_and_nothing_that_was_said_is_lost(folder: Path) -> None:
@@ -91,11 +104,11 @@ def test_orders_are_obeyed_meanwhile_and_nothing_that_was_said_is_lost(folder: P
     try:
         setting.flood(200)
         os.write(setting.control, pack({"stop": Stop.KILL}))
-        assert setting.worker.wait(PATIENCE_S) == -9
+        assert setting.wait() == -9
         os.close(setting.switchboard._finish)
         frames = setting.hear()
     finally:
-        setting.worker.kill()
+        setting.kill()
     events = [frame["event"]["number"] for frame in frames if frame["frame"] == "event"]
     assert events == list(range(200))
     assert [frame["status"] for frame in frames if frame["frame"] == "exit"] == [-9]
@@ -114,9 +127,9 @@ def test_telemetry_waits_with_the_workers_when_too_much_is_kept(folder: Path) ->
                 time.sleep(0.001)
         assert setting.switchboard._is_pausing
         os.write(setting.control, pack({"stop": Stop.KILL}))
-        assert setting.worker.wait(PATIENCE_S) == -9
+        assert setting.wait() == -9
         os.close(setting.switchboard._finish)
         frames = setting.hear()
     finally:
-        setting.worker.kill()
+        setting.kill()
     assert sum(frame["frame"] == "event" for frame in frames) == sent

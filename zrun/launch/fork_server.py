@@ -1,8 +1,8 @@
 """`python -u -m zrun.launch.fork_server MODULE ARGUMENT`: imports a module once, and forks the ranks of a host.
 
 Torch takes two seconds of a core to import, and thousands of small reads of what may be a network file system. One
-process does so for all ranks of the host, forks each of them, and ends. They are the agent's then, which adopts orphans;
-what the import has made they share until they write to it.
+process does so for all ranks of the host, forks each of them, and ends. The agent adopts them, as it does all orphans.
+What the import has made they share until they write to it.
 
     in   a request on stdin: see `Request`
     out  the ranks' numbers, and the threads that there were; its end says that all ranks are what they shall be
@@ -61,7 +61,7 @@ class Answer(TypedDict):
 def main() -> None:
     module, argument, *rank = sys.argv[1:]
     request = None if rank else _request()  # a rank that began anew has none
-    # Nothing that an import makes is garbage, and looking for some takes a quarter of the time that torch takes to load.
+    # Nothing that an import makes is garbage, and looking for some takes a quarter of the time that torch needs.
     gc.disable()
     entry = importlib.import_module(module).main
     gc.freeze()  # a collection would write to every object, and so copy it

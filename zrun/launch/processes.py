@@ -122,7 +122,7 @@ def show(args: list[str]) -> None:
     memory = mmap.mmap(-1, len(line) + len(environ), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.write(line + environ)
     start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    stat = [0, 0, 0, *Path("/proc/self/stat").read_text().rpartition(")")[2].split()]  # counted as in proc(5)
+    stat = ["", "", "", *Path("/proc/self/stat").read_text().rpartition(")")[2].split()]  # counted as in proc(5)
     libc = ctypes.CDLL(None, use_errno=True)
     libc.sbrk.restype = ctypes.c_void_p
     layout = _MemoryMap(  # as it is, but for the last four

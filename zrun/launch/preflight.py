@@ -24,7 +24,7 @@ from zrun_core.errors import PreflightError
 
 __all__ = ["Finding", "HostReport", "Needs", "inspect", "needs_of", "preflight"]
 
-HELLO_S = 12.0  # ssh may take 10 to connect
+HELLO_S = 30.0  # ssh may take 10 to connect, and Python some more to start where it lies on a network
 _SETTLE_S = 1.5  # without news, those that are there meet before the others are waited for
 
 

@@ -27,6 +27,7 @@ import rig as rigs
 WILD = Path(__file__).parents[1] / "e2e" / "wild.py"
 PATIENCE_S = 300.0  # only bounds a failure: a busy machine may take long
 HANG_S = 4.0
+LEFT_S = 60.0  # what a cut link or a killed launcher leaves ends by itself within 20 s on a quiet machine
 
 
 @dataclass
@@ -262,7 +263,7 @@ def strike(fault: Fault, rig: rigs.Rig, folder: Path) -> Outcome:
         _, report = launch.launcher.communicate(timeout=PATIENCE_S)
         seconds = time.monotonic() - begun
         rig.hosts["node2"].link("up")
-        left_by = time.monotonic() + 22  # what a cut link or a killed launcher leaves ends by itself
+        left_by = time.monotonic() + LEFT_S
         while (left := rig.leftovers()) and time.monotonic() < left_by:
             time.sleep(0.1)
     finally:

@@ -91,8 +91,8 @@ class Rig:
 
     @property
     def ssh(self) -> str:
-        """What `launch.ssh` says: a client that knows these hosts only, and is not patient."""
-        return f"ssh -F {shlex.quote(str(self.config))} -oConnectTimeout=2"
+        """What `launch.ssh` says: a client that knows these hosts only, and waits for them on a busy machine."""
+        return f"ssh -F {shlex.quote(str(self.config))} -oConnectTimeout=60"
 
     def leftovers(self) -> dict[str, list[str]]:
         """What still runs, listens or lies in shared memory on the hosts, beside sshd itself."""

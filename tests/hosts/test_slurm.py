@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -48,14 +48,18 @@ def end(launch: faults.Launch) -> tuple[int, str]:
     return launch.launcher.returncode, report
 
 
-def test_sigterm_saves_on_both_nodes_and_leaves_nothing(allocation: Rig, tmp_path: Path) -> None:
-    """What `scancel --signal=TERM --batch` does to the script that runs zrun."""
+def test_stop_saves_on_both_nodes_and_leaves_nothing(allocation: Rig, tmp_path: Path) -> None:
+    """It sends SIGTERM, as `scancel --signal=TERM --batch` does to the script that runs zrun."""
     launch = faults.start(allocation, tmp_path / "job", hosts=None, checkpoint={"every": 100}, zero=2)
     launch.wait_for(lambda: len(launch.events("step")) > 3, "training")
     assert all(launch.pids(name, "zrun_core") for name in NODES)
-    launch.launcher.send_signal(signal.SIGTERM)
+    stop = [sys.executable, "-m", "zrun", "stop", "run"]
+    stopped = subprocess.run(stop, cwd=launch.folder, capture_output=True, text=True, timeout=faults.PATIENCE_S)
     code, report = end(launch)
     assert code == 75, report
+    assert "SIGTERM: finishing the step" in report
+    assert stopped.stdout.startswith("stopped after step ")
+    assert stopped.stdout.endswith(", exit code 75, saved: --resume auto goes on\n")
     assert "hosts: 2 hosts, by slurm (Slurm job 7: 2 hosts (SLURM_JOB_NODELIST))" in report
     step = len(launch.events("step"))
     assert f"stopped after step {step}, saved; resume: zrun train" in report

@@ -134,8 +134,9 @@ FAILURES = {
 def test_each_failure_has_its_own_cause_and_all_are_named_at_once(rig: Rig, bare_python: str) -> None:
     pythons = {"node1": "/opt/none/bin/python", "node2": bare_python}
     agents = [SshAgent(HostEntry(name), rig.ssh, pythons.get(name, sys.executable)) for name in FAILURES]
+    hasty = rig.ssh.replace("ConnectTimeout=60", "ConnectTimeout=2")
     with silent_listener(rig.address) as port:
-        good, silent = agent_of(rig, "node3"), SshAgent(HostEntry(rig.address, port=port), rig.ssh)
+        good, silent = agent_of(rig, "node3"), SshAgent(HostEntry(rig.address, port=port), hasty)
         all_ = [*agents, good, silent]
         try:
             with pytest.raises(PreflightError) as caught:

@@ -1,9 +1,19 @@
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 
 import pytest
-from pool import RankPool
+import torch
+from pool import RankPool, end
+
+torch.set_num_threads(1)  # as the ranks do, with which plain loops are compared
+
+
+def pytest_collection_finish() -> None:
+    """Spare the collector of garbage what stays until the end: torch's modules, and the tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -19,3 +29,4 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
     yield get
     for pool in pools.values():
         pool.close()
+    end()

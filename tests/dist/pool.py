@@ -1,43 +1,81 @@
 """Ranks that stay alive between tests: `RankPool(2).run(function, *args)` calls `function(*args)` on every rank.
 
-Ranks meet through a file, so no port is ever taken. A test that takes too long has every rank's Python stack dumped to
-the test's output, and the pool is rebuilt for the next one.
+Ranks are forked from one process that has imported what they need, and meet through a file, so no port is ever taken. A
+test that takes too long has every rank's Python stack dumped to the test's output, and the pool is rebuilt for the next
+one.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib.util
 import multiprocessing as mp
+import multiprocessing.forkserver  # noqa: F401
 import os
 import signal
 import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 TIMEOUT_S = 120.0
+# Imported once for all ranks. Oracles need torch's compiler: its optimizers and DDP import it.
+WARM = ["torch", "torch._dynamo", "zrun_core.worker", "zrun_core.library"]
+
+
+class _Groups:
+    """`new_group` that gives the groups of earlier tasks again: each has a thread, which looks a hundred times a second.
+
+    Within a task every group is another one, so that messages of two never meet.
+    """
+
+    def __init__(self, new_group: Callable[..., Any]) -> None:
+        self._new_group = new_group
+        self._made: dict[tuple[int, ...], list[Any]] = {}
+        self._taken: Counter[tuple[int, ...]] = Counter()
+
+    def begin(self) -> None:
+        self._taken.clear()
+
+    def __call__(self, ranks: list[int], **options: Any) -> Any:
+        if options:
+            return self._new_group(ranks, **options)
+        key = tuple(ranks)
+        made = self._made.setdefault(key, [])
+        if self._taken[key] == len(made):
+            made.append(self._new_group(ranks))
+        self._taken[key] += 1
+        return made[self._taken[key] - 1]
 
 
 def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
+    gc.freeze()  # what was imported stays
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     mp.set_start_method("fork", force=True)  # for a loader's processes, as in a worker; ours is inherited otherwise
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    # A thread of gloo's that is woken while ours holds their lock tries again and again until it is let go; where it took
+    # our core for that, for a whole time slice. With this policy, which its threads inherit, nobody takes a core.
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     if world_size > 1:
         dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
+    groups = _Groups(dist.new_group)
+    dist.new_group = groups
     loaded: dict[str, Any] = {}
     while True:
         task = pipe.recv()
         if task is None:
             os._exit(0)  # destroying a gloo group sometimes aborts
         path, name, args = task
+        groups.begin()
         try:
             if path not in loaded:
                 spec = importlib.util.spec_from_file_location(Path(path).stem, path)
@@ -59,7 +97,8 @@ class RankPool:
         self._start()
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(WARM)
         self._dir = tempfile.TemporaryDirectory()
         self._pipes, self._processes = [], []
         for rank in range(self.world_size):
@@ -111,3 +150,11 @@ class RankPool:
             process.kill()
             process.join()
         self._dir.cleanup()
+
+
+def end() -> None:
+    """End the process that ranks are forked from, once all of them are gone."""
+    server = mp.forkserver._forkserver  # type: ignore[attr-defined]
+    if server._forkserver_pid is not None:
+        os.kill(server._forkserver_pid, signal.SIGKILL)
+        server._stop()

@@ -6,22 +6,24 @@
 
 PYTHON ?= python3
 
-.PHONY: train test test-ranks test-processes test-hosts test-faults lint clean
+.PHONY: train test test-unit test-ranks test-e2e test-hosts test-faults lint clean
 
 train: .venv/ready
 	.venv/bin/zrun train jobs/stdlib-gpt.yaml
 
-test: .venv/ready lint
-	.venv/bin/python -m pytest -q -n 2 tests/unit
-	$(MAKE) -j 2 --output-sync=target test-ranks test-processes
+test: .venv/ready
+	$(MAKE) -j 2 --output-sync=target lint test-unit
+	$(MAKE) -j 3 --output-sync=target test-ranks test-e2e test-hosts
 
+test-unit: .venv/ready
+	.venv/bin/python -m pytest -q -n 2 tests/unit
+
+# These three at once: real ranks compute, the other two mostly wait for processes.
 test-ranks: .venv/ready
 	.venv/bin/python -m pytest -q tests/dist tests/gpu
 
-# Mostly waits for processes to start: beside the ranks it costs little time.
-test-processes: .venv/ready
+test-e2e: .venv/ready
 	.venv/bin/python -m pytest -q tests/e2e
-	$(MAKE) test-hosts
 
 test-hosts: .venv/ready
 	tests/hosts/install-sshd
@@ -39,7 +41,8 @@ lint: .venv/ready
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "zrun needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[hf,test]'
+	.venv/bin/python -m pip install -q --disable-pip-version-check --no-compile -c constraints.txt -e '.[hf,test]'
+	.venv/bin/python -m compileall -q -j 0 .venv/lib >.venv/compile.log || true  # pip would do it on one core
 	touch .venv/ready
 
 clean:

@@ -2,7 +2,7 @@
 
     python benchmarks/checkpoint.py              50M parameters in fp32 with two moments, 6 rounds: about 5 minutes
     python benchmarks/checkpoint.py --dir /mnt/nvme --rounds 10
-    python benchmarks/checkpoint.py --quick      a small model, 2 rounds: a test of the harness
+    python benchmarks/checkpoint.py --quick      a small model, 1 round: a test of the harness
 
 One process trains one model, and saves it after the first of every six steps: in every way in turn, forwards in one
 round and backwards in the next, and once not at all. zrun saves with the `Checkpointer` of a job, and loads with the
@@ -409,7 +409,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dir", type=Path, default=Path(), help="a folder of the disk to measure (here)")
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--quick", action="store_true", help="a small model, 2 rounds: a test of the harness")
+    parser.add_argument("--quick", action="store_true", help="a small model, 1 round: a test of the harness")
     parser.add_argument("--json", type=Path, default=Path("bench-checkpoint.json"), help="where the results go")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")  # of DCP about its own storage
@@ -422,7 +422,7 @@ def main() -> None:
         plain = NoSave(training, root)
         ways: list[Way] = [kind(training, root) for kind in (Zrun, ZrunBehind, TorchSave, Dcp, DcpBehind)]
         room = torch.zeros(training.num_bytes // 4)
-        for number in range(1 + (2 if options.quick else options.rounds)):
+        for number in range(1 + (1 if options.quick else options.rounds)):
             plain.loop_s.append(measure(plain, None))
             for way in ways if number % 2 else reversed(ways):
                 measure(way, plain)

@@ -35,6 +35,7 @@ with socket.create_server(("127.0.0.1", 0)) as store:
     ).start()
     workers = server.workers()
     found = {rank: (worker.pid, worker.wait()) for rank, worker in workers.items()}
+    processes.end_children(5)
     print(json.dumps([os.getpid(), store.fileno(), found, sorted(os.sched_getaffinity(0))]))
 """
 
@@ -131,6 +132,7 @@ def test_whoever_binds_by_hand_is_left_alone(tmp_path: Path) -> None:
     [
         ("raise ValueError('broken')", 1, ["ValueError: broken"]),
         ("import os\nos.kill(os.getpid(), 9)", -9, []),
+        ("import os\nos.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), 9))\nmain = None", -9, []),
         ("def main():\n    raise SystemExit(7)", 7, []),
     ],
 )
@@ -154,6 +156,12 @@ def main():
 """
     _, _, _, ended, _ = start(tmp_path, code)
     assert logs(tmp_path) == [[str([(42, str(rank))])] * 3 for rank in RANKS]
+    assert [status for _, status in ended.values()] == [0] * 3
+
+
+def test_a_program_that_an_import_starts_holds_up_nobody(tmp_path: Path) -> None:
+    _, _, _, ended, _ = start(tmp_path, "import os\nos.system('sleep 600 &')\ndef main():\n    print('begun')\n")
+    assert logs(tmp_path) == [["begun"]] * 3
     assert [status for _, status in ended.values()] == [0] * 3
 
 

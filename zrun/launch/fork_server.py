@@ -76,6 +76,8 @@ def _request() -> Request:
     request: Request = json.load(sys.stdin)
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
+    for pipe in (request["told"], request["begin"]):  # their end would not come where an import starts a program
+        os.set_inheritable(pipe, False)
     _end_with(request["agent"])
     return request
 

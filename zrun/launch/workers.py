@@ -88,7 +88,8 @@ class ForkServer:
             workers = {int(rank): Worker(pid, os.pidfd_open(pid)) for rank, pid in answer["pids"].items()}
             if threads := ", ".join(sorted(answer["threads"])):
                 print(f"what the workers import has started threads ({threads}): each imports by itself", flush=True)
-            begin.write((BEGIN_ANEW if threads else BEGIN) * len(workers))
+            with suppress(BrokenPipeError):  # all of them have been killed already
+                begin.write((BEGIN_ANEW if threads else BEGIN) * len(workers))
         return workers
 
 

@@ -214,6 +214,8 @@ def _user_files(job_dir: Path) -> dict[str, str]:
 def _main() -> None:
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with who asked
+    with suppress(OSError):  # niceness orders processes inside one session only: tell the session too
+        Path("/proc/self/autogroup").write_text(str(os.getpriority(os.PRIO_PROCESS, 0)))
     request = json.load(sys.stdin)
     answer_fd = int(sys.argv[1])
     os.set_inheritable(answer_fd, False)

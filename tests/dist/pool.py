@@ -89,6 +89,13 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
             pipe.send((False, traceback.format_exc()))
 
 
+def forks() -> mp.context.ForkServerContext:
+    """Starts processes that have imported what they need."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(WARM)
+    return context
+
+
 class RankPool:
     """`world_size` processes with a gloo group."""
 
@@ -97,8 +104,7 @@ class RankPool:
         self._start()
 
     def _start(self) -> None:
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(WARM)
+        context = forks()
         self._dir = tempfile.TemporaryDirectory()
         self._pipes, self._processes = [], []
         for rank in range(self.world_size):

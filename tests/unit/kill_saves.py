@@ -138,7 +138,7 @@ def main(path: Path, kills: int) -> int:
     for _ in range(kills):
         child, reading = forked(lambda report, step=step: save_forever(folder, step, report))  # type: ignore[misc]
         select.select([reading], [], [])
-        time.sleep(chance.uniform(0, max(0.1, 3 * save_s)))
+        time.sleep(chance.uniform(0, 3 * save_s))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         told = committed(reading, told)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from warm import WarmPopen
 
 from zrun import cli
 from zrun.job.load import load_job
@@ -77,6 +78,12 @@ def zrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     return Zrun(monkeypatch, capsys)
 
 
+@pytest.fixture
+def warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that builds the model needs not import torch: `test_check_prints_the_plan` has it do so."""
+    monkeypatch.setattr(subprocess, "Popen", WarmPopen)
+
+
 def test_help_lists_every_command(zrun: Zrun) -> None:
     result = zrun("--help")
     assert result.code == 0
@@ -143,6 +150,7 @@ def test_check_without_the_users_code(zrun: Zrun) -> None:
     assert zrun("check", "job.yaml", "--no-import").code == 0
 
 
+@pytest.mark.usefixtures("warm")
 def test_check_as_json(zrun: Zrun) -> None:
     report = json.loads(zrun("check", "job.yaml", "--json", "optim.lr=3e-4").out)
     assert report["batch"] == {"global_size": 8, "micro": 2, "accumulation": 4, "ranks": 1}
@@ -157,6 +165,7 @@ def test_check_tells_a_batch_that_does_not_divide(zrun: Zrun) -> None:
     assert "8 samples do not divide over 3 data-parallel ranks: write 6 or 9" in result.err
 
 
+@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(
     ("override", "code", "message"),
     [
@@ -176,11 +185,13 @@ def test_check_finds_what_is_wrong_with_the_users_code(zrun: Zrun, override: str
     assert message in result.err
 
 
+@pytest.mark.usefixtures("warm")
 def test_check_tells_every_reference_that_leads_nowhere(zrun: Zrun) -> None:
     result = zrun("check", "job.yaml", "data=user.py:a", "loss=user.py:b", "hooks.on_eval=user.py:c")
     assert [line.split(": ")[-3] for line in result.err.splitlines()] == ["data", "loss", "hooks.on_eval"]
 
 
+@pytest.mark.usefixtures("warm")
 def test_a_model_that_looks_at_values_is_built_for_real(zrun: Zrun) -> None:
     overrides = ["model=user.py:looks_at_values"]
     assert inspect_structure(load_job(Path("job.yaml"), overrides), 100).num_parameters == 6
@@ -230,6 +241,7 @@ def test_explain_a_key(zrun: Zrun) -> None:
     )
 
 
+@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(
     ("override", "message"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+from collections.abc import Set
 from functools import cache
 from pathlib import Path
 
@@ -28,6 +29,12 @@ def _modules() -> dict[str, Path]:
 @cache
 def _tree(name: str) -> ast.Module:
     return ast.parse(_modules()[name].read_text(encoding="utf-8"))
+
+
+@cache
+def _source(name: str) -> str:
+    """Without comments."""
+    return ast.unparse(_tree(name))
 
 
 class _Imports(ast.NodeVisitor):
@@ -59,13 +66,14 @@ class _Imports(ast.NodeVisitor):
         self.found.update(modules if len(modules) == len(names) else modules | {node.module})
 
 
-def _imported(name: str, *, late: bool) -> set[str]:
+@cache
+def _imported(name: str, *, late: bool) -> frozenset[str]:
     imports = _Imports(late)
     imports.visit(_tree(name))
-    return imports.found - {name}
+    return frozenset(imports.found - {name})
 
 
-def _packages(modules: set[str]) -> set[str]:
+def _packages(modules: Set[str]) -> set[str]:
     return {module.partition(".")[0] for module in modules}
 
 
@@ -109,7 +117,7 @@ def test_an_agent_needs_the_standard_library_only() -> None:
         found.add(name)
         left += (_imported(name, late=False) & _modules().keys()) - found
     assert "zrun.launch.workers" in found
-    others = _packages(set.union(*(_imported(name, late=False) for name in found)))
+    others = _packages(frozenset().union(*(_imported(name, late=False) for name in found)))
     assert others <= sys.stdlib_module_names | {"zrun", "zrun_core"}
 
 
@@ -160,7 +168,7 @@ def test_no_cycles() -> None:
 
 @pytest.mark.parametrize("name", [name for name in ALL if name != "zrun_core.comm"])
 def test_only_comm_talks_to_other_ranks(name: str) -> None:
-    source = ast.unparse(_tree(name))  # without comments
+    source = _source(name)
     assert not re.search(rf"\b(?:dist|distributed|c10d)\.(?:{COLLECTIVES})\(", source)
     assert not re.search(rf"from torch\.distributed\S* import [^\n]*\b(?:{COLLECTIVES})\b", source)
 
@@ -170,7 +178,7 @@ def test_no_bytes_of_others_are_unpickled(name: str) -> None:
     """A peer, a file or a job must not be able to make a process construct objects."""
     imported = _packages(_imported(name, late=True))
     assert not imported & {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
-    source = ast.unparse(_tree(name))
+    source = _source(name)
     if name == "zrun_core.checkpoint.export":
         source = source.replace("torch.save(", "")  # for others to load; nothing here does
     calls = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import plan_models
 import pytest
 import torch
 from torch import nn
+from warm import WarmPopen
 
 from zrun_core.config import JobConfig
 from zrun_core.errors import JobError, UserCodeError
@@ -233,6 +235,12 @@ def test_cuda_keeps_other_things_and_what_was_found_holds_until_the_code_changes
     assert trace._stored(kept) is None
 
 
+@pytest.fixture
+def warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes have torch from the start; those of the test above import it."""
+    monkeypatch.setattr(subprocess, "Popen", WarmPopen)
+
+
 @pytest.mark.parametrize(("how", "said"), [("exit", "SystemExit: 3"), ("raise", "this model has a mistake")])
 def test_a_model_that_does_not_run_is_described(how: str, said: str) -> None:
     profile = traced(("plan_models.py:Ends", {"how": how}))
@@ -246,6 +254,7 @@ def test_a_model_that_does_not_run_is_described(how: str, said: str) -> None:
     assert sum(op.flops.at(1) for op in guessed.traces["none"].ops) == 3 * 2 * (16 * 16 + 16)
 
 
+@pytest.mark.usefixtures("warm")
 def test_so_is_one_that_ends_its_process(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace, "_MODES", ("fake", "shape"))  # a process less
     profile = ask(("plan_models.py:Ends", {"how": "abort"}))
@@ -253,6 +262,7 @@ def test_so_is_one_that_ends_its_process(cache: Path, monkeypatch: pytest.Monkey
     assert "signal 6" in profile.why
 
 
+@pytest.mark.usefixtures("warm")
 def test_one_that_ends_its_process_without_values_runs_with_them(cache: Path) -> None:
     profile = ask(("plan_models.py:Ends", {"how": "abort without values"}))
     assert (profile.source, [*profile.traces]) == ("measured on the CPU", ["none"])
@@ -260,12 +270,14 @@ def test_one_that_ends_its_process_without_values_runs_with_them(cache: Path) ->
     assert peak_of(profile.traces["none"], 4, steady={}).num_bytes > 4 * 4 * 16
 
 
+@pytest.mark.usefixtures("warm")
 def test_and_one_that_hangs(cache: Path) -> None:
     profile = ask(("plan_models.py:Ends", {"how": "hang"}), timeout_s=7)
     assert profile.source == "formula"
     assert "was not traced within 7 s" in profile.why
 
 
+@pytest.mark.usefixtures("warm")
 def test_mistakes_are_errors(cache: Path) -> None:
     with pytest.raises(JobError, match="did you mean Deep"):
         ask("plan_models.py:Dep")

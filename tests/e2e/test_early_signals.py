@@ -88,3 +88,14 @@ def test_between_two_attempts(tmp_path: Path, number: signal.Signals, code: int)
     _, rest = launcher.communicate(timeout=PATIENCE_S)
     assert (launcher.returncode, rest) == (code, f"{number.name}: stopped before restart 1\n")
     assert in_folder(tmp_path) == []
+
+
+def test_an_agent_that_was_let_go_before_it_was_there_says_nothing() -> None:
+    command = [sys.executable, "-m", "zrun.launch.agent"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True) as agent:
+        assert agent.stdout is not None
+        assert agent.stderr is not None
+        agent.stdout.close()
+        assert agent.stderr.read() == b""
+        assert agent.wait(PATIENCE_S) == 0

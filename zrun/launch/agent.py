@@ -41,7 +41,10 @@ def main() -> None:
     processes.adopt_orphans()
     control, output = _take_streams()
     terminal = os.dup(2) if is_joined else None  # whoever detaches gives up all of it
-    os.write(output, _hello())
+    try:
+        os.write(output, _hello())
+    except OSError:  # whoever started this process has let it go
+        os._exit(ExitCode.HANG if is_joined else ExitCode.OK)
     switchboard = Switchboard(control, output, is_joined=is_joined)
     start, store = _answer_questions(switchboard)
     run_dir = Path(start.spec["run_dir"])

@@ -1,8 +1,9 @@
 """LAMB and AdamW on the main job at 8 times the batch and an eighth of the steps: `python benchmarks/large_batch.py`.
 
-All runs see the same samples in the same order. The rate at batch 8 is each optimizer's own, from a sweep at batch 8;
-from there on one rule holds for both: the rate times sqrt(8) (You et al. 2020, section 4) or times 8 (Goyal et al.
-2017), and warm-up over the same samples. The last loss on held-out text is compared, as mean and extremes over seeds.
+All runs see the same samples in the same order. The rate at batch 8 is each optimizer's own, from a sweep at batch 8
+(`--sweep`); from there on one rule holds for both: the rate times sqrt(8) (You et al. 2020, section 4) or times 8
+(Goyal et al. 2017), and warm-up over the same samples. The last loss on held-out text is compared, as mean and extremes
+over seeds. `--steps` says how long all of them train.
 
 Runs are appended to a file as they end, and those that it has are not made again.
 """
@@ -47,10 +48,11 @@ class Case:
     batch: int
     lr: float
     seed: int
+    samples: int
 
     @property
     def steps(self) -> int:
-        return STEPS[self.model] * 8 // self.batch
+        return self.samples // self.batch
 
     def overrides(self) -> list[str]:
         return [
@@ -72,19 +74,20 @@ class Case:
 RULES: dict[str, Callable[[float], float]] = {"sqrt": math.sqrt, "linear": float}
 
 
-def cases(model: str, seeds: int, rule: str, small: int) -> list[Case]:
+def cases(model: str, samples: int, rates: dict[str, float], seeds: int, rule: str, small: int) -> list[Case]:
     """Small batch, then the large one, for both optimizers; all rates follow from those at batch 8 by the rule."""
     return [
-        Case(model, optimizer, batch, round(lr * RULES[rule](batch / 8), 6), seed)
+        Case(model, optimizer, batch, round(lr * RULES[rule](batch / 8), 6), seed, samples)
         for seed in range(seeds)
-        for optimizer, lr in BASE_LR.items()
         for batch in (small, small * GROWTH)
+        for optimizer, lr in rates.items()
     ]
 
 
-def sweep(model: str) -> list[Case]:
-    """Each optimizer's rates at batch 8, from which `BASE_LR` was taken."""
-    return [Case(model, name, 8, lr * factor, 0) for name, lr in BASE_LR.items() for factor in (0.5, 1.0, 2.0)]
+def sweep(model: str, samples: int, rates: dict[str, float]) -> list[Case]:
+    """Each optimizer's rates at batch 8, of which the best is to be given as its own."""
+    factors = (1.0, 2.0, 0.5, 4.0)
+    return [Case(model, name, 8, lr * factor, 0, samples) for factor in factors for name, lr in rates.items()]
 
 
 def run(case: Case) -> dict[str, Any]:
@@ -104,12 +107,12 @@ def run(case: Case) -> dict[str, Any]:
 def table(records: list[dict[str, Any]]) -> str:
     groups: dict[tuple[Any, ...], list[float]] = defaultdict(list)
     for record in records:
-        groups[record["model"], record["optimizer"], record["batch"], record["lr"]].append(record["loss"])
+        key = record["model"], record["samples"], record["batch"], record["optimizer"], record["lr"]
+        groups[key].append(record["loss"])
     rows = []
-    for (model, optimizer, batch, lr), losses in sorted(groups.items()):
-        steps, mean = STEPS[model] * 8 // batch, statistics.mean(losses)
+    for (model, samples, batch, optimizer, lr), losses in sorted(groups.items()):
         rows.append([
-            f"{model} {optimizer}", str(batch), str(steps), f"{lr:.3g}", f"{mean:.3f}",
+            f"{model} {optimizer}", str(batch), str(samples // batch), f"{lr:.3g}", f"{statistics.mean(losses):.3f}",
             f"{min(losses):.3f} to {max(losses):.3f}", str(len(losses)),
         ])  # fmt: skip
     return render(["", "batch", "steps", "lr", "held-out loss", "over seeds", "seeds"], rows)
@@ -121,14 +124,22 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rule", choices=RULES, default="sqrt", help="what the rate is multiplied by")
     parser.add_argument("--batch", type=int, default=8, help="the small batch")
-    parser.add_argument("--sweep", action="store_true", help="the rates at batch 8 instead")
+    parser.add_argument("--steps", type=int, help="at batch 8; fewer, where the batch is larger")
+    for name, lr in BASE_LR.items():
+        parser.add_argument(f"--{name}", type=float, default=lr, metavar="LR", help=f"its rate at batch 8; {lr:g}")
+    parser.add_argument("--sweep", action="store_true", help="the rates at batch 8 instead: times 1, 2, 1/2 and 4")
     parser.add_argument("--record", type=Path, default=Path("large-batch.jsonl"), help="file of the runs that are made")
     parser.add_argument("--runs", type=int, default=1000, help="make at most so many runs")
     args = parser.parse_args()
     lines = args.record.read_text().splitlines() if args.record.exists() else []
     records = [json.loads(line) for line in lines]
     made = {Case(**{key: record[key] for key in Case.__dataclass_fields__}) for record in records}
-    wanted = sweep(args.model) if args.sweep else cases(args.model, args.seeds, args.rule, args.batch)
+    rates = {name: getattr(args, name) for name in BASE_LR}
+    samples = 8 * (args.steps or STEPS[args.model])
+    if args.sweep:
+        wanted = sweep(args.model, samples, rates)
+    else:
+        wanted = cases(args.model, samples, rates, args.seeds, args.rule, args.batch)
     for case in [case for case in wanted if case not in made][: args.runs]:
         records.append(run(case))
         with args.record.open("a") as file:

@@ -70,8 +70,9 @@ def kill(command: list[str], run: Path, victim: str, after: int, part: float) ->
             break
         time.sleep(0.01)
     own = psutil.Process(launcher.pid)
-    agent = own.children()[0]
-    workers = [child for child in agent.children() if "zrun_core" in " ".join(child.cmdline())]
+    workers = [each for each in own.children(recursive=True) if "zrun_core.worker" in each.cmdline()]
+    agent = workers[0].parent()
+    assert agent is not None
     time.sleep(part * 0.5)  # anywhere in a step, a save or an evaluation
     chosen = {"rank": workers[-1], "agent": agent, "launcher": own}[victim]
     chosen.send_signal(signal.SIGKILL)

@@ -189,10 +189,16 @@ class Trust:
 
     def __init__(self, rule: LayerWise, decays: Sequence[float], adapts: Sequence[bool], device: torch.device) -> None:
         """`decays` and `adapts` by number of the parameter."""
-        self._rule = rule
+        self._rule, self._told, self._device = rule, list(decays), device
         self._decays = torch.tensor(decays, dtype=torch.float64, device=device)
         self._adapts = torch.tensor(adapts, dtype=torch.bool, device=device)
         self._copied: tuple[Any, torch.Tensor] | None = None
+
+    def set_decays(self, decays: Sequence[float]) -> None:
+        """Replace the weight decay of each parameter, by its number; copied to the device only where one changes."""
+        if decays != self._told:
+            self._told = list(decays)
+            self._decays = torch.tensor(decays, dtype=torch.float64, device=self._device)
 
     def squares(self, found: Sequence[PartNorms], shards: Sequence[int]) -> torch.Tensor:
         """Squared norms [2 * n] float64 of what lies in `shards`: those of the parameters, then those of the updates.

@@ -95,8 +95,8 @@ class ShardedOptimizer:
             if unit.trainable:
                 self._updates.append(_UnitUpdate(unit, chosen, groups, group_of, num_params))
                 num_params += len(unit.params)
-        numbers = [group_of(slot) for update in self._updates for slot in update.unit.layout.slots]
-        self._trust = chosen.trust(numbers, groups, comm.device) if chosen.layer_wise else None
+        self._numbers = [group_of(slot) for update in self._updates for slot in update.unit.layout.slots]
+        self._trust = chosen.trust(self._numbers, groups, comm.device) if chosen.layer_wise else None
 
     @property
     def scales_inside(self) -> bool:
@@ -104,9 +104,11 @@ class ShardedOptimizer:
         return self._chosen.scales_inside
 
     def set_options(self, groups: Sequence[Options]) -> None:
-        """Replace the options of each group, such as its learning rate."""
+        """Replace the options of each group, such as its learning rate. Each has its `weight_decay`, if any has one."""
         for update in self._updates:
             update.set_options(groups)
+        if self._trust is not None:
+            self._trust.set_decays([groups[number]["weight_decay"] for number in self._numbers])
 
     def step(
         self,

@@ -42,7 +42,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 
 from zrun_core.checkpoint.folder import CheckpointFolder
-from zrun_core.checkpoint.manifest import Manifest, TensorInfo
+from zrun_core.checkpoint.manifest import Manifest, RankState, TensorInfo
 from zrun_core.checkpoint.shard_file import Part, check_header, read_fragment, write_shard
 
 State = dict[str, torch.Tensor]
@@ -118,7 +118,8 @@ class Zrun(System):
                 Manifest(
                     step=step, run_id="bench", versions={}, job={}, world_size=2, layout={}, progress={},
                     files=[info for info, _ in shards], tensors=infos,
-                    fragments=[each for _, fragments in shards for each in fragments], rank_states=[],
+                    fragments=[each for _, fragments in shards for each in fragments],
+                    rank_states=[RankState(rank, {}, {"order": None, "late": []}) for rank in range(2)],
                 ),
             )  # fmt: skip
         except Exception:

@@ -60,10 +60,10 @@ class Progress:
         """What `as_json` returned, among other keys.
 
         Raises:
-            KeyError, TypeError, ValueError: something is missing, or is no number.
+            KeyError: something is missing.
         """
-        loss = float("nan") if found["loss"] is None else float(found["loss"])
-        return cls(**{each.name: int(found[each.name]) for each in fields(cls) if each.name != "loss"}, loss=loss)
+        loss = float("nan") if found["loss"] is None else found["loss"]
+        return cls(**{each.name: found[each.name] for each in fields(cls)} | {"loss": loss})
 
 
 class Numbers(NamedTuple):

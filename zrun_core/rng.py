@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+
+from zrun_core.errors import CheckpointError
 
 
 def seed(value: int) -> None:
@@ -34,14 +36,42 @@ def capture(device: torch.device) -> tuple[dict[str, torch.Tensor], dict[str, An
 
 def restore(tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Any], device: torch.device) -> None:
     """Go on with the streams that `capture` saw. Those that it did not see, or that are not here, stay as they are."""
-    python = numbers["python"]
-    random.setstate((python["version"], tuple(tensors["python"].tolist()), python["gauss"]))
-    torch.set_rng_state(tensors["torch"])
+    _set(tensors, numbers, random, torch.default_generator, lambda numpy: numpy.random)
+    if "cuda" in tensors and device.type == "cuda":
+        torch.cuda.set_rng_state(tensors["cuda"], device)
+
+
+def check(tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Any], device: torch.device) -> None:
+    """Whether `restore` can go on with them, found out with generators that nobody draws from.
+
+    Raises:
+        CheckpointError: it cannot.
+    """
+    try:
+        _set(tensors, numbers, random.Random(), torch.Generator(), lambda numpy: numpy.random.RandomState())
+        if "cuda" in tensors and device.type == "cuda":
+            torch.Generator(device).set_state(tensors["cuda"])
+    except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(f"no random stream can go on from it: {type(error).__name__}: {reason}") from None
+
+
+def _set(
+    tensors: Mapping[str, torch.Tensor],
+    numbers: Mapping[str, Any],
+    python: Any,
+    cpu: torch.Generator,
+    numpy_stream: Callable[[Any], Any],
+) -> None:
+    own = numbers["python"]
+    gauss = None if own["gauss"] is None else float(own["gauss"])
+    python.setstate((own["version"], tuple(tensors["python"].tolist()), gauss))
+    cpu.set_state(tensors["torch"])
     if "numpy" in tensors:
         import numpy
 
-        own = numbers["numpy"]
-        keys = tensors["numpy"].numpy().astype("uint32")
-        numpy.random.set_state((own["kind"], keys, own["position"], own["has_gauss"], own["cached"]))
-    if "cuda" in tensors and device.type == "cuda":
-        torch.cuda.set_rng_state(tensors["cuda"], device)
+        own, keys = numbers["numpy"], tensors["numpy"].numpy().astype("uint32")
+        if not 0 <= own["position"] <= len(keys):  # numpy would read beyond them
+            raise ValueError(f"position {own['position']}")
+        state = (own["kind"], keys, own["position"], int(own["has_gauss"]), float(own["cached"]))
+        numpy_stream(numpy).set_state(state)

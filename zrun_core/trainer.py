@@ -249,9 +249,9 @@ class Trainer:
         state = resumed.manifest.progress
         try:
             self.recorder.resume(Progress.from_json(state))
-            cursor, scaler = int(state["cursor"]), state["scaler"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{resumed.path} is not of a training run: {error!r} in its progress") from None
+            cursor, scaler = state["cursor"], state["scaler"]
+        except KeyError as error:
+            raise CheckpointError(f"{resumed.path} is not of a training run: no {error} in its progress") from None
         if scaler is not None and self.sharded.scaler.enabled:
             self.sharded.scaler.load_state_dict(scaler)
         self.loader.seek(cursor)

@@ -159,8 +159,6 @@ class Worker:
         )
         if resumed is not None:
             trainer.resume(resumed)
-            if resumed.notes is not None:
-                state.adopt_learnt(resumed.notes["learnt"], resumed.manifest)
         if checkpointer is not None:
             checkpointer.open(resumed)
         trainer.recorder.start(notes, resumed.path if resumed is not None else None, trainer.loader.num_samples)

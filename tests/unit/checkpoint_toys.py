@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from zrun_core.checkpoint.folder import CheckpointFolder
-from zrun_core.checkpoint.manifest import Manifest, TensorInfo
+from zrun_core.checkpoint.manifest import Manifest, RankState, TensorInfo
 from zrun_core.checkpoint.shard_file import DTYPES, Part, write_shard
 
 STATES = ("value", "exp_avg", "exp_avg_sq")
@@ -53,6 +53,11 @@ def toy_infos(state: dict[str, torch.Tensor]) -> list[TensorInfo]:
     ]  # fmt: skip
 
 
+def rank_states(ranks: int) -> list[RankState]:
+    """Of ranks that have drawn nothing and learnt nothing."""
+    return [RankState(rank, {}, {"order": None, "late": []}) for rank in range(ranks)]
+
+
 def write_step(folder: CheckpointFolder, step: int, ranks: int = 2, run_id: str = "run-1", scale: int = 1) -> Manifest:
     """Save and commit a toy step the way a run does, up to `latest`."""
     state = toy_state(step, scale)
@@ -62,7 +67,7 @@ def write_step(folder: CheckpointFolder, step: int, ranks: int = 2, run_id: str 
         step=step, run_id=run_id, versions={"zrun": "0.1.0"}, job={"name": "toy"}, world_size=ranks,
         layout={"stage": 3}, progress={"samples": 64 * step}, files=[info for info, _ in shards],
         tensors=toy_infos(state), fragments=[each for _, fragments in shards for each in fragments],
-        rank_states=[{"rank": rank} for rank in range(ranks)],
+        rank_states=rank_states(ranks),
     )  # fmt: skip
     folder.commit(tmp, manifest)
     folder.point_latest(step)

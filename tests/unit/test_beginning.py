@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoint_toys import rank_states
 
 from zrun.launch.resume import begin
 from zrun.launch.rundir import Earlier, RunDir, set_checkpoints_aside
@@ -25,7 +26,7 @@ def job(**keys: Any) -> JobConfig:
 def save(folder: Path, *steps: int, **progress: Any) -> None:
     for step in steps:
         content = {"steps": step, "tokens": 7 * step, "cursor": 8 * step, "dataset_samples": 400, **progress}
-        manifest = Manifest(step, "run", {}, {}, 1, {}, content, [], [], [], [])
+        manifest = Manifest(step, "run", {}, {}, 1, {}, content, [], [], [], rank_states(1))
         store = CheckpointFolder(folder)
         store.commit(store.begin(step), manifest)
 

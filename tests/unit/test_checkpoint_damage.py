@@ -206,6 +206,35 @@ def _shift(raw: Any) -> None:
     raw["fragments"][1]["offset"] = raw["fragments"][0]["offset"]
 
 
+def _of_state(state: str, field: str, value: Any) -> Callable[[Any], None]:
+    """A change of every fragment of a state."""
+
+    def change(raw: Any) -> None:
+        for fragment in raw["fragments"]:
+            if fragment["state"] == state:
+                fragment[field] = value
+
+    return change
+
+
+def _set_random(key: str, value: Any) -> Callable[[Any], None]:
+    """A change of the first fragment of the random streams."""
+    return lambda raw: next(each for each in raw["fragments"] if each["state"] == "rank").__setitem__(key, value)
+
+
+def _as_integers(raw: Any) -> None:
+    for fragment in raw["fragments"]:
+        if (fragment["tensor"], fragment["state"]) == ("layer.weight", "value"):
+            fragment["dtype"] = "int32"
+
+
+def _nested(depth: int) -> dict[str, Any]:
+    return {"a": _nested(depth - 1)} if depth else {}
+
+
+_ORDER = {"order": None, "late": []}
+
+
 def _swap_ranges(raw: Any) -> None:
     first, second = (each for each in raw["fragments"] if (each["tensor"], each["state"]) == ("layer.bias", "value"))
     first["start"], first["stop"], second["start"] = 0, 17, 16
@@ -243,6 +272,33 @@ HOSTILE = {
     "another digest": (_set("files", 0, "digest", "0" * 32), "not that of its parts"),
     "a newer format": (_set("format", 2), "format 2"),
     "no object": (lambda raw: raw["files"].__setitem__(0, "x"), "keys"),
+    "no ranks": (_set("world_size", 0), "too few"),
+    "a counter in words": (_set("progress", "steps", "many"), "progress, steps: 'many' is not a whole number"),
+    "a counter below 0": (_set("progress", "cursor", -1), "progress, cursor"),
+    "a dataset of nothing": (_set("progress", "dataset_samples", 0), "dataset_samples: 0 is too few"),
+    "a loss in words": (_set("progress", "loss", "low"), "is not a number"),
+    "a number beyond floats": (_set("progress", "loss", 10**400), "is not a number"),
+    "a scale of 0": (_set("progress", "scaler", {"scale": 0, "good": 1, "bad": 1}), "scale: 0.0 is not more than 0"),
+    "half a scaler": (_set("progress", "scaler", {"scale": 2.0}), "scale, good, bad"),
+    "groups in words": (_set("progress", "groups", {"": 7}), "groups: not a list"),
+    "parameters for options": (_set("progress", "groups", {"": [{"params": []}]}), "params are no option"),
+    "extras in a list": (_set("progress", "extra", [1, 2]), "extra: not an object"),
+    "models in a number": (_set("layout", "models", 5), "models: not an object|layout: not an object"),
+    "a model in a number": (_set("layout", "models", {"a": 5}), "layout: not an object"),
+    "other models": (_set("layout", "models", {"a": {}}), "not of the models in layout"),
+    "a state too few": (lambda raw: raw["rank_states"].pop(), "states of 2 ranks"),
+    "a rank twice": (_set("rank_states", 1, "rank", 0), "states of 2 ranks"),
+    "a rank without streams": (lambda raw: raw["rank_states"][0].pop("rng"), "keys rank, rng, learnt"),
+    "an order that is none": (_set("rank_states", 0, "learnt", {**_ORDER, "order": 5}), "learnt: not a list"),
+    "an order of numbers": (_set("rank_states", 0, "learnt", {**_ORDER, "order": [1]}), "not a text"),
+    "half an order": (_set("rank_states", 0, "learnt", {"order": None}), "keys order, late"),
+    "streams of nobody": (_set_random("tensor", "torch"), "belongs to no rank"),
+    "streams of a rank that is not": (_set_random("tensor", "rng/2/torch"), "belongs to no rank"),
+    "a buffer of no tensor": (_set_random("tensor", "buffer/0/layer.scale"), "does not list"),
+    "a buffer of another size": (_set_random("tensor", "buffer/0/norm.count"), "elements"),
+    "a buffer of another kind": (_set_random("tensor", "buffer/0/layer.weight"), "is uint8, and the tensor float32"),
+    "values of another kind": (_as_integers, "is int32, and the tensor float32"),
+    "a job without a bottom": (_set("job", "a", _nested(200)), "inside of more than 100"),
 }  # fmt: skip
 
 

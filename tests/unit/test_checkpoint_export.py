@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoint_toys import rank_states
 from safetensors.torch import load_file
 
 from zrun_core.checkpoint.export import export
@@ -57,7 +58,7 @@ def save_model(folder: CheckpointFolder, model: torch.nn.Module, ranks: int = 3)
     manifest = Manifest(
         step=7, run_id="run-1", versions={}, job={}, world_size=ranks, layout={}, progress={},
         files=[info for info, _ in shards], tensors=infos,
-        fragments=[each for _, fragments in shards for each in fragments], rank_states=[],
+        fragments=[each for _, fragments in shards for each in fragments], rank_states=rank_states(ranks),
     )  # fmt: skip
     return folder.commit(tmp, manifest), manifest
 

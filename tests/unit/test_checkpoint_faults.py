@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_toys import toy_infos, toy_parts, toy_state, write_step
+from checkpoint_toys import rank_states, toy_infos, toy_parts, toy_state, write_step
 from recorded_disk import Disk, recording
 
 from zrun_core.checkpoint.folder import CheckpointFolder
@@ -50,7 +50,7 @@ def save(folder: CheckpointFolder, step: int) -> None:
             Manifest(
                 step=step, run_id="run-1", versions={}, job={}, world_size=2, layout={}, progress={},
                 files=[info for info, _ in shards], tensors=toy_infos(state),
-                fragments=[each for _, fragments in shards for each in fragments], rank_states=[],
+                fragments=[each for _, fragments in shards for each in fragments], rank_states=rank_states(2),
             ),
         )  # fmt: skip
     except SaveError:

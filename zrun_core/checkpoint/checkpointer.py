@@ -31,7 +31,7 @@ import torch
 from zrun_core import rng
 from zrun_core.arena import flat_buffer
 from zrun_core.checkpoint.folder import CheckpointFolder
-from zrun_core.checkpoint.manifest import RANK, VALUE, FileInfo, Fragment, Manifest, TensorInfo
+from zrun_core.checkpoint.manifest import RANK, VALUE, FileInfo, Fragment, Manifest, RankState, TensorInfo
 from zrun_core.checkpoint.resume import Resumed
 from zrun_core.checkpoint.shard_file import Part, write_shard
 from zrun_core.checkpoint.state import State
@@ -253,13 +253,13 @@ class Checkpointer:
         streams, numbers = rng.capture(self._comm.device)
         rank = self._world.index
         parts += [Part(f"rng/{rank}/{key}", RANK, 0, data.numel(), data) for key, data in streams.items()]
-        notes = {"rank": rank, "rng": numbers, "learnt": self.state.learnt()}
+        own = RankState(rank, numbers, self.state.learnt())
         scalars = self.state.scalars()
         later = _Copies([], threading.Event())
         if copy:
             parts, later = self._snapshot(parts)
         tmp = Path(opening["tmp"])
-        writing = self._pool.submit(_write, tmp / f"rank-{rank:05d}.safetensors", parts, scalars, notes, later)
+        writing = self._pool.submit(_write, tmp / f"rank-{rank:05d}.safetensors", parts, scalars, own, later)
         layout, tensors = self.state.layout, self.state.tensors()
         current = _Save(step, reason, tmp, progress, layout, tensors, start, writing)
         self._current, self.last_step = current, step
@@ -365,7 +365,7 @@ class Checkpointer:
             files=[FileInfo(**report["file"]) for report in reports],
             tensors=[replace(info, scalars=scalars.get(info.name, {})) for info in current.tensors],
             fragments=[Fragment(**each) for report in reports for each in report["fragments"]],
-            rank_states=[report["notes"] for report in reports],
+            rank_states=[RankState(**report["own"]) for report in reports],
         )
 
     def _end(self, current: _Save, error: str) -> None:
@@ -404,7 +404,7 @@ class Checkpointer:
             self._tell(warning=text)
 
 
-def _write(path: Path, parts: Sequence[Part], scalars: dict[str, Any], notes: dict[str, Any], later: _Copies) -> bytes:
+def _write(path: Path, parts: Sequence[Part], scalars: dict[str, Any], own: RankState, later: _Copies) -> bytes:
     """In the thread: what a rank tells the others of its file, as JSON; or in words, why there is none."""
     try:
         later.make()
@@ -412,7 +412,7 @@ def _write(path: Path, parts: Sequence[Part], scalars: dict[str, Any], notes: di
     except Exception as error:
         return _in_words(error).encode()
     report = {"file": asdict(file), "fragments": [asdict(each) for each in fragments]}
-    return json.dumps({**report, "scalars": scalars, "notes": notes}).encode()
+    return json.dumps({**report, "scalars": scalars, "own": asdict(own)}).encode()
 
 
 def _in_words(error: Exception) -> str:

@@ -2,7 +2,8 @@
 
 A manifest is believed only after `from_json` has found it whole and consistent: its own digest fits, names stay in the
 folder, the fragments tile every file from the end of its header to its end, and every state of a tensor from its first
-element to its last. Nothing is allocated or opened for that, however large the numbers in it are.
+element to its last, and whatever is looked up in it later is of its type and in its range. Nothing is allocated or
+opened for that, however large the numbers in it are.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -23,17 +25,27 @@ from zrun_core.errors import CheckpointError
 FORMAT = 1
 MANIFEST = "manifest.json"
 VALUE = "value"  # the state that is the parameter or buffer itself, in the format of its master copy
-RANK = "rank"  # the state of what belongs to a rank, not to a tensor of the model
+RANK = "rank"  # the state of what belongs to a rank, not to a tensor of the model: `<kind>/<rank>/<name>`
 KINDS = ("param", "frozen", "buffer")
 ITEM_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "complex64": 8,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1, "bool": 1,
 }  # fmt: skip
+_CLASSES = {
+    "float": "float",
+    "bfloat": "float",
+    "complex": "complex",
+    "int": "integer",
+    "uint": "integer",
+    "bool": "bool",
+}
 MAX_BYTES = 2**28  # of a manifest: a million fragments
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _LARGEST = 2**62  # of any count: what the file system and torch still take as a signed number
 _MAX_DIMS = 64
+_MAX_DEPTH = 100  # of what a job, a script or an optimizer adds
+_OF_RANK = re.compile(r"(?:rng|buffer)/(0|[1-9]\d{0,9})/(.+)")
 _TAIL = b',\n"digest":"%s"}\n'
 _TAIL_BYTES = len(_TAIL % (b"0" * 32))
 
@@ -41,6 +53,11 @@ _TAIL_BYTES = len(_TAIL % (b"0" * 32))
 def is_name(text: str) -> bool:
     """Whether `text` can be a single component of a path and nothing else."""
     return _NAME.fullmatch(text) is not None and ".." not in text and text != "."
+
+
+def number_class(dtype: str) -> str:
+    """Between formats of one class values keep their meaning, whatever precision they lose."""
+    return _CLASSES[re.match("[a-z]*", dtype)[0]]  # type: ignore[index]
 
 
 @dataclass(frozen=True)
@@ -92,6 +109,15 @@ class FileInfo:
 
 
 @dataclass(frozen=True)
+class RankState:
+    """What belongs to a rank, beside the fragments of state RANK."""
+
+    rank: int
+    rng: dict[str, Any]  # as `rng.capture` says it
+    learnt: dict[str, Any]  # the order of its reductions, as `Reducer.learnt` says it; of several models by name
+
+
+@dataclass(frozen=True)
 class Manifest:
     """Everything about a checkpoint but the bytes of its tensors."""
 
@@ -101,17 +127,21 @@ class Manifest:
     job: dict[str, Any]  # the resolved job
     world_size: int
     layout: dict[str, Any]  # stage, shard group, precision, optimizer: how it was cut; loading does not depend on it
-    progress: dict[str, Any]  # counters, data cursor, scaler, learning rate
+    progress: dict[str, Any]  # of a job: counters, data cursor, scaler; of a script: options of the optimizers, extras
     files: list[FileInfo]
     tensors: list[TensorInfo]
     fragments: list[Fragment]
-    rank_states: list[dict[str, Any]]  # per rank, beside the fragments of state RANK
+    rank_states: list[RankState]  # of every rank
     format: int = FORMAT
 
     @property
     def num_bytes(self) -> int:
         """Of all files together."""
         return sum(file.num_bytes for file in self.files)
+
+    def of_rank(self, rank: int) -> RankState | None:
+        """What belongs to a rank, if there was such a rank."""
+        return next((each for each in self.rank_states if each.rank == rank), None)
 
     def of_file(self, name: str) -> list[Fragment]:
         """The fragments of a file, in its order."""
@@ -230,10 +260,71 @@ def _choice(choices: Iterable[str]) -> Callable[[Any, str], str]:
     return read
 
 
+def _positive(value: Any, where: str) -> int:
+    return _integer(value, where) or _refuse(f"is not consistent: {where}: 0 is too few")
+
+
+def _number(value: Any, where: str) -> float:
+    if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
+        _refuse(f"is not consistent: {where}: {str(value)[:40]!r} is not a number")
+    return float(value)
+
+
+def _positive_number(value: Any, where: str) -> float:
+    if (number := _number(value, where)) <= 0:
+        _refuse(f"is not consistent: {where}: {number} is not more than 0")
+    return number
+
+
 def _dict(value: Any, where: str) -> dict[str, Any]:
     if type(value) is not dict:
         _refuse(f"is not consistent: {where}: not an object")
     return value
+
+
+def _tree(value: Any, where: str) -> dict[str, Any]:
+    """An object of which nothing is known but that it can be walked through."""
+    level: list[Any] = [_dict(value, where)]
+    for _ in range(_MAX_DEPTH):
+        inner = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [each for items in inner for each in items if isinstance(each, dict | list)]
+        if not level:
+            return value  # type: ignore[no-any-return]
+    _refuse(f"is not consistent: {where}: objects inside of more than {_MAX_DEPTH} others")
+
+
+def _layout(value: Any, where: str) -> dict[str, Any]:
+    if "models" in _tree(value, where):
+        for each in _dict(value["models"], where).values():
+            _dict(each, where)
+    return value  # type: ignore[no-any-return]
+
+
+def _progress(value: Any, where: str) -> dict[str, Any]:
+    """What a job or a script has written; which of the keys are there is for its reader to say."""
+    for key, item in _tree(value, where).items():
+        if key in _PROGRESS:
+            _PROGRESS[key](item, f"{where}, {key}")
+    return value  # type: ignore[no-any-return]
+
+
+def _scaler(value: Any, where: str) -> None:
+    if _dict(value, where).keys() != _SCALER.keys():
+        _refuse(f"is not consistent: {where} does not have the keys {', '.join(_SCALER)}")
+    for key, read in _SCALER.items():
+        read(value[key], f"{where}, {key}")
+
+
+def _groups(value: Any, where: str) -> None:
+    """The options of every group of every optimizer."""
+    for groups in _dict(value, where).values():
+        for options in _list(groups, where):
+            if "params" in _dict(options, where):
+                _refuse(f"is not consistent: {where}: params are no option")
+
+
+def _or_null(read: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+    return lambda value, where: None if value is None else read(value, where)
 
 
 def _texts_by_name(value: Any, where: str) -> dict[str, str]:
@@ -241,10 +332,7 @@ def _texts_by_name(value: Any, where: str) -> dict[str, str]:
 
 
 def _numbers_by_name(value: Any, where: str) -> dict[str, float]:
-    for item in _dict(value, where).values():
-        if type(item) not in (int, float) or not math.isfinite(item):
-            _refuse(f"is not consistent: {where}: {str(item)[:40]!r} is not a number")
-    return {key: float(item) for key, item in value.items()}
+    return {key: _number(item, where) for key, item in _dict(value, where).items()}
 
 
 def _tuple_of(read: Callable[[Any, str], Any]) -> Callable[[Any, str], tuple[Any, ...]]:
@@ -260,6 +348,9 @@ def _list(value: Any, where: str) -> list[Any]:
     return value
 
 
+_texts = _tuple_of(_text)
+
+
 def _list_of(kind: type) -> Callable[[Any, str], list[Any]]:
     def read(value: Any, where: str) -> list[Any]:
         return [kind(**_typed(kind, item, f"{where}[{index}]")) for index, item in enumerate(_list(value, where))]
@@ -267,10 +358,13 @@ def _list_of(kind: type) -> Callable[[Any, str], list[Any]]:
     return read
 
 
-def _list_of_dicts(value: Any, where: str) -> list[dict[str, Any]]:
-    return [_dict(item, where) for item in _list(value, where)]
-
-
+_SCALER: dict[str, Callable[[Any, str], Any]] = {"scale": _positive_number, "good": _integer, "bad": _integer}
+_PROGRESS: dict[str, Callable[[Any, str], Any]] = {
+    "steps": _integer, "updates": _integer, "micro_batches": _integer, "skips": _integer, "skips_in_a_row": _integer,
+    "helpless_skips": _integer, "samples": _integer, "tokens": _integer, "cursor": _integer,
+    "loss": _or_null(_number), "dataset_samples": _or_null(_positive), "scaler": _or_null(_scaler),
+    "groups": _groups, "extra": _dict,
+}  # fmt: skip
 _READERS: dict[type, dict[str, Callable[[Any, str], Any]]] = {
     TensorInfo: {
         "name": _text, "shape": _tuple_of(_integer), "stride": _tuple_of(_integer), "dtype": _choice(ITEM_BYTES),
@@ -283,10 +377,11 @@ _READERS: dict[type, dict[str, Callable[[Any, str], Any]]] = {
     FileInfo: {
         "name": _name, "num_bytes": _integer, "header_bytes": _integer, "header_digest": _digest, "digest": _digest,
     },
+    RankState: {"rank": _integer, "rng": _tree, "learnt": _tree},
     Manifest: {
-        "step": _integer, "run_id": _name, "versions": _texts_by_name, "job": _dict, "world_size": _integer,
-        "layout": _dict, "progress": _dict, "files": _list_of(FileInfo), "tensors": _list_of(TensorInfo),
-        "fragments": _list_of(Fragment), "rank_states": _list_of_dicts, "format": _integer,
+        "step": _integer, "run_id": _name, "versions": _texts_by_name, "job": _tree, "world_size": _positive,
+        "layout": _layout, "progress": _progress, "files": _list_of(FileInfo), "tensors": _list_of(TensorInfo),
+        "fragments": _list_of(Fragment), "rank_states": _list_of(RankState), "format": _integer,
     },
 }  # fmt: skip
 
@@ -311,6 +406,7 @@ def _check(manifest: Manifest) -> None:
         num_bytes = (fragment.stop - fragment.start) * ITEM_BYTES[fragment.dtype]
         if fragment.start > fragment.stop or num_bytes != fragment.num_bytes:
             _refuse(f"is not consistent: {_in_words(fragment)} is said to have {fragment.num_bytes} bytes")
+    _check_ranks(manifest)
     _check_files(manifest)
     _check_states(manifest, tensors)
 
@@ -336,6 +432,24 @@ def _check_dense(tensor: TensorInfo) -> None:
             if stride != expected:
                 _refuse(f"is not consistent: the strides of {tensor.name[:200]} leave gaps or overlap")
             expected *= size
+
+
+def _check_ranks(manifest: Manifest) -> None:
+    """Every rank has a state, with the orders of the models that there are."""
+    found = sorted(each.rank for each in manifest.rank_states)
+    if len(found) != manifest.world_size or found != list(range(len(found))):
+        _refuse(f"is not consistent: it does not have the states of {manifest.world_size} ranks")
+    models = manifest.layout.get("models")
+    for each in manifest.rank_states:
+        where = f"rank_states of rank {each.rank}, learnt"
+        if models is not None and each.learnt.keys() != models.keys():
+            _refuse(f"is not consistent: {where}: not of the models in layout")
+        for learnt in [each.learnt] if models is None else each.learnt.values():
+            if _dict(learnt, where).keys() != {"order", "late"}:
+                _refuse(f"is not consistent: {where} does not have the keys order, late")
+            _texts(learnt["late"], where)
+            if learnt["order"] is not None:
+                _texts(learnt["order"], where)
 
 
 def _check_files(manifest: Manifest) -> None:
@@ -370,8 +484,12 @@ def _check_states(manifest: Manifest, tensors: dict[str, TensorInfo]) -> None:
         by_state[fragment.tensor, fragment.state].append(fragment)
     for (name, state), fragments in by_state.items():
         fragments.sort(key=attrgetter("start", "stop"))
-        numel = fragments[-1].stop if state == RANK else tensors[name].numel
-        _check_whole(fragments, numel)
+        if state == RANK:
+            _check_of_rank(manifest, fragments, tensors)
+            continue
+        _check_whole(fragments, tensors[name].numel)
+        if state == VALUE:
+            _check_class(fragments[0], tensors[name])
     for tensor in manifest.tensors:
         if tensor.numel and (tensor.name, VALUE) not in by_state:
             _refuse(f"is not consistent: there is no value of {tensor.name[:200]}")
@@ -387,6 +505,28 @@ def _check_whole(fragments: Sequence[Fragment], numel: int) -> None:
             _refuse(f"is not consistent: {_in_words(after)} {overlap} the end of the one before, {before.stop}")
         if after.dtype != before.dtype:
             _refuse(f"is not consistent: {_in_words(after)} is {after.dtype}, the one before it {before.dtype}")
+
+
+def _check_of_rank(manifest: Manifest, fragments: Sequence[Fragment], tensors: dict[str, TensorInfo]) -> None:
+    """A stream of a rank, or a buffer that differs from the first rank's; it is not divided."""
+    first = fragments[0]
+    match = _OF_RANK.fullmatch(first.tensor)
+    if match is None or int(match[1]) >= manifest.world_size:
+        _refuse(f"is not consistent: {first.tensor[:200]} belongs to no rank")
+    if len(fragments) > 1:
+        _refuse(f"is not consistent: {first.tensor[:200]} is there in parts")
+    numel = first.stop
+    if first.tensor.startswith("buffer/"):
+        if (info := tensors.get(match[2])) is None:
+            _refuse(f"is not consistent: {first.tensor[:200]} is of a tensor that it does not list")
+        _check_class(first, info)
+        numel = info.numel
+    _check_whole(fragments, numel)
+
+
+def _check_class(fragment: Fragment, info: TensorInfo) -> None:
+    if number_class(fragment.dtype) != number_class(info.dtype):
+        _refuse(f"is not consistent: {_in_words(fragment)} is {fragment.dtype}, and the tensor {info.dtype}")
 
 
 def _in_words(fragment: Fragment) -> str:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,7 +19,12 @@ from zrun_core.data.order import mix
 from zrun_core.errors import CheckpointError
 from zrun_core.spec import ResumeSpec
 
-Streams = dict[str, torch.Tensor]
+
+class Streams(NamedTuple):
+    """Of one rank, as `rng.capture` has seen them."""
+
+    tensors: dict[str, torch.Tensor]
+    numbers: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -28,14 +33,13 @@ class Resumed:
 
     Attributes:
         skipped: newer steps that could not be believed, and why.
-        streams, notes: this rank's own state; none if no such rank has saved.
+        streams: this rank's random streams; none if no such rank has saved.
     """
 
     path: Path
     manifest: Manifest
     skipped: dict[int, str]
-    streams: Streams
-    notes: dict[str, Any] | None
+    streams: Streams | None
 
     def in_words(self) -> list[str]:
         """What to tell the user."""
@@ -65,18 +69,17 @@ def load_newest(source: ResumeSpec, state: State, comm: Comm, world: Group) -> R
     for name in found["paths"]:
         path = Path(name)
         manifests: list[Manifest] = []
+        streams: list[Streams | None] = []
 
         def look(path: Path = path, manifests: list[Manifest] = manifests) -> str:
             manifests.append(read_step(path))
             return manifests[0].to_json()[-40:].decode()  # with its digest
 
-        streams: dict[str, torch.Tensor] = {}
-
-        def load(path: Path = path, manifests: list[Manifest] = manifests, streams: Streams = streams) -> str:
+        def load(
+            path: Path = path, manifests: list[Manifest] = manifests, streams: list[Streams | None] = streams
+        ) -> str:
+            streams.append(_own_streams(path, manifests[0], world, comm.device))
             state.load(path, manifests[0])
-            prefix = f"rng/{world.index}/"
-            for name, data in Reader(path, manifests[0], world).rank_tensors(prefix).items():
-                streams[name.removeprefix(prefix)] = data
             return ""
 
         problem = _first_problem(said := agree(look))
@@ -86,10 +89,24 @@ def load_newest(source: ResumeSpec, state: State, comm: Comm, world: Group) -> R
             state.check(manifests[0])  # the same on every rank
             problem = _first_problem(agree(load))
         if problem is None:
-            notes = next((each for each in manifests[0].rank_states if each.get("rank") == world.index), None)
-            return Resumed(path, manifests[0], skipped, streams, notes)
+            return Resumed(path, manifests[0], skipped, streams[0])
         skipped[int(path.name.removeprefix("step-"))] = problem
     raise CheckpointError(_none_valid(source, skipped))
+
+
+def _own_streams(path: Path, manifest: Manifest, world: Group, device: torch.device) -> Streams | None:
+    """What this rank draws from, if there was such a rank.
+
+    Raises:
+        CheckpointError: it cannot be read, or is not what a rank draws from.
+    """
+    own, prefix = manifest.of_rank(world.index), f"rng/{world.index}/"
+    if own is None:
+        return None
+    tensors = Reader(path, manifest, world).rank_tensors(prefix)
+    streams = Streams({name.removeprefix(prefix): data for name, data in tensors.items()}, own.rng)
+    rng.check(*streams, device)
+    return streams
 
 
 def _candidates(source: ResumeSpec) -> str:
@@ -121,8 +138,8 @@ def _none_valid(source: ResumeSpec, skipped: dict[int, str]) -> str:
 
 def restore_streams(resumed: Resumed, seed: int, rank: int, device: torch.device) -> None:
     """Go on with this rank's random streams; a rank that did not exist then gets one that no other has had."""
-    if resumed.streams and resumed.notes is not None:
-        rng.restore(resumed.streams, resumed.notes["rng"], device)
+    if resumed.streams is not None:
+        rng.restore(*resumed.streams, device)
     else:
         value = mix(mix(seed, 1 + rank), resumed.manifest.step)
         torch.manual_seed(value)

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from zrun_core.checkpoint.digest import digest
-from zrun_core.checkpoint.manifest import RANK, VALUE, Fragment, Manifest, TensorInfo
+from zrun_core.checkpoint.manifest import RANK, VALUE, Fragment, Manifest, TensorInfo, number_class
 from zrun_core.checkpoint.shard_file import DTYPES, Part, as_bytes, check_header, read_fragment
 from zrun_core.comm import Group, slice_start
 from zrun_core.errors import CheckpointError, SaveError
@@ -183,7 +183,7 @@ class ModelState:
     # Loading
 
     def check(self, manifest: Manifest) -> None:
-        """Whether the checkpoint is of this model and this optimizer.
+        """Whether the checkpoint is of this model and this optimizer. The same on every rank.
 
         Raises:
             CheckpointError: it is not; the message names the first difference.
@@ -197,6 +197,10 @@ class ModelState:
                 raise CheckpointError(
                     f"{info.name} is {list(saved.shape)} in the checkpoint and {list(info.shape)} in the model; "
                     f"{_ADVICE}"
+                )
+            if number_class(saved.dtype) != number_class(info.dtype):
+                raise CheckpointError(
+                    f"{info.name} is {saved.dtype} in the checkpoint and {info.dtype} in the model; {_ADVICE}"
                 )
         own = _by_name(self.tensors())
         for saved in manifest.tensors:
@@ -214,18 +218,18 @@ class ModelState:
                 f"the checkpoint was made with the optimizer {used}, and optim.name is {asked}: write optim.name: "
                 f"{used}, or start from its weights alone with init_from"
             )
-        prototype = self._prototype()
-        expected = sorted(key for key, value in prototype.items() if value is not None)
-        states: dict[str, set[str]] = defaultdict(set)
+        expected = {key: _kind(value) for key, value in self._prototype().items() if value is not None}
+        states: dict[str, dict[str, str]] = defaultdict(dict)
         for fragment in manifest.fragments:
             if fragment.state not in (VALUE, RANK):
-                states[fragment.tensor].add(fragment.state)
+                states[fragment.tensor][fragment.state] = number_class(fragment.dtype)
         for name, info in known.items():
-            kept = sorted({*states[info.name], *info.scalars})
+            kept = states[info.name] | dict.fromkeys(info.scalars, _SCALAR)
             if kept and kept != expected:
+                keeps = ", ".join(sorted(expected)) or "nothing"
                 raise CheckpointError(
-                    f"the optimizer kept {', '.join(kept)} of {name} in the checkpoint, and keeps "
-                    f"{', '.join(expected) or 'nothing'} with the options of this job: give optim the same options"
+                    f"the optimizer kept {_kinds(kept, expected)} of {name} in the checkpoint, and keeps {keeps} with "
+                    "the options of this job: give optim the same options"
                 )
 
     def _prototype(self) -> dict[str, Any]:
@@ -242,19 +246,24 @@ class ModelState:
     def load(self, folder: Path, manifest: Manifest) -> None:
         """Fill this rank's part of the model and of the optimizer from a checkpoint that `check` has passed.
 
-        The foreign parts of units are stale afterwards, as after an update. Beside the model, memory is taken for one
-        fragment per thread.
+        The foreign parts of units are stale afterwards, as after an update. Where the model is cut as it was then, its
+        reductions go on in the order that was learnt. Beside the model, memory is taken for one fragment per thread.
 
         Raises:
-            CheckpointError: a file is missing or damaged. The model may hold anything then.
+            CheckpointError: a file is missing or damaged, or what it says of this rank cannot be. The model may hold
+                anything then.
         """
+        world = self._sharded.mesh.world
         with torch.no_grad():
-            reader = Reader(folder, manifest, self._sharded.mesh.world)
+            reader = Reader(folder, manifest, world)
             reader.check_files()
             if not self._weights_only:
+                is_cut_alike = manifest.layout == self.layout and manifest.world_size == world.size
+                own = manifest.of_rank(world.index) if is_cut_alike else None
+                self._sharded.reducer.adopt(None if own is None else own.learnt)
                 reader.fill(self._optimizer_targets(manifest))
             self.fill(reader.fill)
-            if manifest.world_size == self._sharded.mesh.world.size:
+            if manifest.world_size == world.size:
                 self._load_own_buffers(reader)
 
     def fill(self, fill: Callable[[Sequence[Target]], None]) -> None:
@@ -316,11 +325,6 @@ class ModelState:
     def learnt(self) -> dict[str, Any]:
         """What this rank knows of the order of its reductions, as small JSON."""
         return self._sharded.reducer.learnt()
-
-    def adopt_learnt(self, learnt: Mapping[str, Any], manifest: Manifest) -> None:
-        """Go on with it, where the model is cut as it was then."""
-        if manifest.layout == self.layout and manifest.world_size == self._sharded.mesh.world.size:
-            self._sharded.reducer.adopt(learnt)
 
     def buffer_digests(self) -> dict[str, str]:
         """A digest of each persistent buffer as this rank has it."""
@@ -447,6 +451,19 @@ def _value_of(unit: FlatUnit) -> tuple[torch.Tensor, tuple[int, int]]:
     if unit.frees:
         return unit.param_shard, unit.layout.shard_range(unit.split.index)
     return unit.full, (0, unit.layout.padded_numel)
+
+
+_SCALAR = "a number"
+
+
+def _kind(value: Any) -> str:
+    """What the optimizer keeps: one number, or numbers of a class for every element."""
+    return number_class(DTYPES[value.dtype]) if isinstance(value, torch.Tensor) and value.dim() else _SCALAR
+
+
+def _kinds(kept: Mapping[str, str], usual: Mapping[str, str]) -> str:
+    """By name, and how, where that is not as usual."""
+    return ", ".join(key if usual.get(key, how) == how else f"{key} ({how})" for key, how in sorted(kept.items()))
 
 
 def _is_scalar(value: Any) -> bool:

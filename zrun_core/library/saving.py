@@ -158,12 +158,10 @@ def load(
             warnings.warn(f"step {number} is skipped: {text}", stacklevel=2)
     if not weights_only:
         restore_streams(resumed, run.seed, run.rank, run.device)
-        if resumed.notes is not None:
-            states.adopt_learnt(resumed.notes["learnt"], resumed.manifest)
         for name, handle in states.handles.items():
             _set_options(handle, resumed.manifest.progress.get("groups", {}).get(name))
     _resumed[path] = resumed
-    return Loaded(resumed.manifest.step, dict(resumed.manifest.progress.get("extra") or {}))
+    return Loaded(resumed.manifest.step, dict(resumed.manifest.progress.get("extra", {})))
 
 
 class States:
@@ -241,10 +239,6 @@ class States:
         for name, state in self._states.items():
             state.load(folder, _only(manifest, name))
 
-    def adopt_learnt(self, learnt: Mapping[str, Any], manifest: Manifest) -> None:
-        for name, state in self._states.items():
-            state.adopt_learnt(learnt.get(name, learnt), _only(manifest, name))
-
 
 def _only(manifest: Manifest, name: str) -> Manifest:
     """What `manifest` says of one model, by the names that the model itself has for its tensors."""
@@ -263,6 +257,7 @@ def _only(manifest: Manifest, name: str) -> Manifest:
             for each in manifest.fragments
             if (own := _own_name(name, each.tensor, is_rank_state=each.state == RANK)) is not None
         ],
+        rank_states=[replace(each, learnt=each.learnt[name]) for each in manifest.rank_states],
     )
 
 
@@ -337,7 +332,21 @@ def _set_options(handle: Handle, saved: Sequence[Mapping[str, Any]] | None) -> N
     if len(saved) != len(groups):
         raise CheckpointError(f"the optimizer had {len(saved)} groups when it was saved, and has {len(groups)} now")
     for group, options in zip(groups, saved, strict=True):
+        for key, value in options.items():
+            if not _is_like(group.get(key), value):
+                raise CheckpointError(f"the optimizer's {key} is {str(value)[:40]!r} in the checkpoint: no number")
         group.update({key: tuple(value) if isinstance(value, list) else value for key, value in options.items()})
+
+
+def _is_like(now: Any, saved: Any) -> bool:
+    """Whether what is a number now, or several, was that too."""
+    if isinstance(now, list | tuple) and now:
+        return isinstance(saved, list) and len(saved) == len(now) and all(map(_is_like, now, saved))
+    return not _is_number(now) or _is_number(saved)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _checkpointer(run: Run, path: Path, states: States, keep: int) -> Checkpointer:

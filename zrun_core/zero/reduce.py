@@ -21,6 +21,7 @@ import torch
 
 from zrun_core.arena import Ring
 from zrun_core.comm import Comm, Group, Handle, direct_up_to, reduce_tag, slice_start
+from zrun_core.errors import CheckpointError
 from zrun_core.layout import Peers, Sharded, StatePolicy
 from zrun_core.mesh import Mesh
 from zrun_core.zero.nonfinite import Inspector
@@ -56,6 +57,7 @@ class Reducer:
         self._split = split_group(mesh, policy)
         # What stays whole belongs to modules of the whole model, so it is complete last.
         self._order = sorted((u for u in reversed(units) if u.trainable), key=lambda unit: unit.layout.persistent)
+        self._first_order = self._order
         self._order_is_learnt = False
         peers = peers_of(comm, mesh, policy)
         self._arrival_shards = policy.arrival_shards(peers)
@@ -233,10 +235,19 @@ class Reducer:
             "late": sorted(unit.name for unit in self._order if unit.index in self._left_for_end),
         }
 
-    def adopt(self, learnt: Mapping[str, Any]) -> None:
-        """Go on with what the same model on the same layout had learnt."""
-        if learnt["order"] is not None:
-            by_name = {unit.name: unit for unit in self._order}
-            self._order = [by_name[name] for name in learnt["order"]]
-            self._order_is_learnt = True
-        self._left_for_end = {unit.index for unit in self._order if unit.name in learnt["late"]}
+    def adopt(self, learnt: Mapping[str, Any] | None) -> None:
+        """Go on with what the same model on the same layout had learnt; None: with nothing.
+
+        Raises:
+            CheckpointError: it is of other units.
+        """
+        self._order, self._order_is_learnt, self._left_for_end = self._first_order, False, set()
+        if learnt is None:
+            return
+        by_name = {unit.name: unit for unit in self._order}
+        order, late = learnt["order"], learnt["late"]
+        if not by_name.keys() >= set(late) or (order is not None and sorted(order) != sorted(by_name)):
+            raise CheckpointError("the order of reductions that it holds is of other units")
+        if order is not None:
+            self._order, self._order_is_learnt = [by_name[name] for name in order], True
+        self._left_for_end = {by_name[name].index for name in late}

@@ -184,6 +184,43 @@ def test_one_model_has_its_own_names(ranks, tmp_path):
     assert ranks(2).run(lonely, str(tmp_path / "lonely")) == [1, 1]
 
 
+def damage(step: Path) -> None:
+    """Flip a bit in the file of the first rank."""
+    path = step / "rank-00000.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def save_after_damage(folder: str) -> str:
+    """Go on from step 1 because 2 is damaged; save another 2, and then another model; then name step 3 anew."""
+    duel = Duel(0, "fp32")
+    duel.train(0, 1)
+    for step in (1, 2):
+        zrun_core.save(folder, duel.made, step=step)
+    if start().is_main:
+        damage(Path(folder, "step-00000002"))
+    with pytest.warns() if start().is_main else nullcontext():
+        assert zrun_core.load(folder, duel.made).step == 1
+    with pytest.raises(ZrunError) as caught:
+        zrun_core.save(folder, duel.made, step=1)
+    zrun_core.save(folder, duel.made, step=2)
+    other = Duel(0, "fp32")
+    zrun_core.save(folder, other.made, step=3)
+    os.makedirs(f"{folder}-links", exist_ok=True)
+    link = Path(f"{folder}-links", str(start().rank))
+    link.symlink_to(folder)
+    zrun_core.save(link, other.made, step=4)
+    return str(caught.value)
+
+
+def test_a_folder_is_opened_once_whatever_is_saved_and_however_it_is_called(ranks, tmp_path):
+    for said in ranks(2).run(save_after_damage, str(tmp_path / "made")):
+        assert f"{tmp_path / 'made'} holds that step already" in said
+    assert valid_steps(tmp_path / "made") == [4, 3, 2]
+    assert len(list((tmp_path / "made").glob("step-00000002.aside-*"))) == 1
+
+
 # Behind
 
 

@@ -183,7 +183,7 @@ class Checkpointer:
         self.save(step, progress(), "due", wait=not self.config.async_)
 
     def open(self, resumed: Resumed | None) -> None:
-        """Before the first step: rank 0 removes what dead processes left, and frees the numbers of damaged steps.
+        """Before the first save: rank 0 removes what dead processes left, and frees the numbers of damaged steps.
 
         Raises:
             SaveError: a damaged step cannot be set aside.

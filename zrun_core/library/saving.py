@@ -100,7 +100,7 @@ def save(
             handle.optimizer.check_replicas()
     groups = {name: _options(handle) for name, handle in states.handles.items()}
     progress = {"extra": json.loads(text), "groups": groups}
-    path = Path(folder).absolute()
+    path = Path(os.path.realpath(folder))
     checkpointer = _checkpointer(run, path, states, keep)
     if checkpointer.last_step == step:
         raise UserCodeError(f"save(step={step}): {path} holds that step already: count on from the one that was loaded")
@@ -142,7 +142,7 @@ def load(
     run, states = _states(model, "load()", weights_only=weights_only)
     run._meet("load()")
     run._background.finish()
-    path = Path(folder).absolute()
+    path = Path(os.path.realpath(folder))
     world, comm = run._mesh(1).world, run._comm
     if step is None and not _agreed(run, lambda: "some" if CheckpointFolder(path).scan() else ""):
         return None
@@ -350,27 +350,29 @@ def _is_number(value: Any) -> bool:
 
 
 def _checkpointer(run: Run, path: Path, states: States, keep: int) -> Checkpointer:
-    """The one of this folder; made when it is first saved to, or when the models are others than before."""
+    """The one of this folder, which is made when it is first saved to. It saves whatever models it is given."""
     try:
         config = CheckpointConfig(keep=keep)
     except ValidationError:
         raise UserCodeError(f"save(keep={keep}): write 2 or more, so that a valid step is always there") from None
-    known = _savers.get(path)
-    if known is not None and known[0].handles == states.handles:
-        known[1].config = config
-        return known[1]
-    if known is None and (problem := _agreed(run, lambda: _try(lambda: hold(path)))):
-        raise SaveError(problem) if run.is_main else PeerError("rank 0 cannot save")
-    about = About(f"script-{uuid.uuid4().hex[:8]}", {}, versions())
-    made = Checkpointer(CheckpointFolder(path), states, config, run._comm, run._mesh(1).world, about, _tell)
-    if problem := _agreed(run, lambda: _try(lambda: made.open(_resumed.get(path)))):
-        raise SaveError(problem) if run.is_main else PeerError("rank 0 cannot save")
-    _savers[path] = states, made
-    return made
+    saver, is_new = _savers.get(path), path not in _savers
+    if saver is None:
+        if problem := _agreed(run, lambda: _try(lambda: hold(path))):
+            raise SaveError(problem) if run.is_main else PeerError("rank 0 cannot save")
+        about = About(f"script-{uuid.uuid4().hex[:8]}", {}, versions())
+        world = run._mesh(1).world
+        saver = _savers[path] = Checkpointer(CheckpointFolder(path), states, config, run._comm, world, about, _tell)
+    saver.state, saver.config = states, config
+    if is_new or path in _resumed:
+        own = _try(lambda: saver.open(_resumed.get(path)))
+        if problem := _agreed(run, lambda: own):
+            raise SaveError(problem) if run.is_main else PeerError("rank 0 cannot save")
+        _resumed.pop(path, None)  # its damaged steps are set aside once: their numbers are used again
+    return saver
 
 
-_savers: dict[Path, tuple[States, Checkpointer]] = {}  # of this process, by folder
-_resumed: dict[Path, Resumed] = {}  # what was loaded last from a folder
+_savers: dict[Path, Checkpointer] = {}  # of this process, by folder
+_resumed: dict[Path, Resumed] = {}  # what was loaded from a folder since it was saved to
 
 
 def _agreed(run: Run, ask: Callable[[], str]) -> str:

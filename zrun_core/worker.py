@@ -29,9 +29,10 @@ import torch.distributed as dist
 from zrun_core import parallelize, rng, room, user
 from zrun_core.board import Board, Watchdog, host_file
 from zrun_core.build import Built, build_on_meta, build_once_per_host
-from zrun_core.checkpoint.checkpointer import About, Checkpointer, hold, versions
+from zrun_core.checkpoint.checkpointer import About, Checkpointer, versions
 from zrun_core.checkpoint.folder import CheckpointFolder
 from zrun_core.checkpoint.initial import load_weights
+from zrun_core.checkpoint.lock import hold
 from zrun_core.checkpoint.resume import load_newest
 from zrun_core.checkpoint.state import ModelState
 from zrun_core.comm import Comm, Group

@@ -14,7 +14,7 @@ import torch
 from toys import Block, world
 from torch import nn
 
-from zrun_core.checkpoint.checkpointer import release
+from zrun_core.checkpoint.lock import release
 from zrun_core.checkpoint.state import ModelState
 from zrun_core.comm import Comm
 from zrun_core.config import JobConfig

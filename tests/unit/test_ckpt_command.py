@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import subprocess
@@ -16,6 +15,8 @@ from safetensors.torch import load_file
 
 from zrun import cli
 from zrun_core.checkpoint.folder import CheckpointFolder
+from zrun_core.checkpoint.lock import held
+from zrun_core.checkpoint.names import before_name
 
 Ckpt = Callable[..., tuple[int, str, str]]
 
@@ -145,18 +146,30 @@ def test_prune(ckpt: Ckpt, run: Path) -> None:
     assert len(folder.scan()) == 4
     assert ckpt("prune", run, "--keep", "2")[1] == "removed step 10\n"
     assert [found.step for found in folder.scan()] == [40, 30, 20]
-    assert json.loads(ckpt("prune", run, "--keep", "2", "--json")[1]) == {"removed": [], "aside": []}
+    assert json.loads(ckpt("prune", run, "--keep", "2", "--json")[1]) == {
+        "removed": [], "aside": [], "in_use_by": None,
+    }  # fmt: skip
 
 
 def test_prune_leaves_a_save_under_way(ckpt: Ckpt, run: Path) -> None:
     folder = CheckpointFolder(run / "checkpoints")
-    half = folder.begin(50)
-    with (run / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        assert ckpt("prune", run, "--keep", "2")[0] == 0
+    half, aside = folder.begin(50), folder.set_aside(10)
+    with held(folder.path):  # as whoever saves there does: a launcher's ranks, torchrun's, a script with the library
+        code, _, err = ckpt("prune", run, "--keep", "2", "--aside")
+        assert (code, err) == (
+            0, f"{folder.path} is in use by process {os.getpid()}: what it writes, and what was set aside, stays\n"
+        )  # fmt: skip
         assert half.is_dir()
+        assert aside.is_dir()
     assert ckpt("prune", run, "--keep", "2")[0] == 0
     assert not half.exists()
+
+
+def test_folders_that_others_made_are_theirs(ckpt: Ckpt, run: Path) -> None:
+    mine = run / "checkpoints" / "before-refactoring"
+    mine.mkdir()
+    assert ckpt("prune", run, "--keep", "2", "--aside")[1] == "nothing to remove\n"
+    assert mine.is_dir()
 
 
 def test_listing_needs_no_torch(run: Path) -> None:
@@ -172,13 +185,14 @@ def test_listing_needs_no_torch(run: Path) -> None:
 def test_what_was_set_aside_is_named_and_removed_on_request(ckpt: Ckpt, run: Path) -> None:
     folder = CheckpointFolder(run / "checkpoints")
     damaged = folder.set_aside(30).name
-    write_step(CheckpointFolder(folder.path / "before-old"), 40)
+    before = before_name("old")
+    write_step(CheckpointFolder(folder.path / before), 40)
     code, out, _ = ckpt("ls", run)
-    assert (code, out.splitlines()[-2:]) == (0, ["set aside: before-old", f"set aside: {damaged}"])
+    assert (code, out.splitlines()[-2:]) == (0, [f"set aside: {before}", f"set aside: {damaged}"])
     assert ckpt("prune", run, "--keep", "2")[1] == "nothing to remove\n"
-    assert ckpt("prune", run, "--keep", "2", "--aside", "--dry-run")[1] == f"would remove before-old, {damaged}\n"
-    assert json.loads(ckpt("ls", run, "--json")[1])["aside"] == [str(folder.path / n) for n in ("before-old", damaged)]
-    assert ckpt("prune", run, "--keep", "2", "--aside")[1] == f"removed before-old, {damaged}\n"
+    assert ckpt("prune", run, "--keep", "2", "--aside", "--dry-run")[1] == f"would remove {before}, {damaged}\n"
+    assert json.loads(ckpt("ls", run, "--json")[1])["aside"] == [str(folder.path / n) for n in (before, damaged)]
+    assert ckpt("prune", run, "--keep", "2", "--aside")[1] == f"removed {before}, {damaged}\n"
     assert folder.aside() == []
     assert [found.step for found in folder.scan()] == [20, 10]
 

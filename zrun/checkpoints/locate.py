@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from zrun_core.checkpoint.names import step_of
 from zrun_core.errors import CheckpointError, JobError
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def locate(path: Path) -> Place:
     if not path.is_dir():
         raise JobError(f"{path}: no such folder; give a run directory, its checkpoints folder, or one step in it")
     path = path.absolute()
-    if re.fullmatch(r"step-\d{8,19}", path.name):
+    if step_of(path.name) is not None:
         folder = CheckpointFolder(path.parent)
         steps = [found for found in folder.scan() if found.path == path]
         if steps:

@@ -176,11 +176,13 @@ def prune(
 ) -> None:
     """Remove old steps, and what dead saves have left. The newest steps that verify stay: every byte of them is read.
 
+    Where a process saves, what it writes stays, and so does what was set aside.
+
     Example: zrun ckpt prune runs/gpt/20261121-031359-de0d --keep 3
     """
     from zrun.checkpoints.locate import locate
-    from zrun.launch.lock import is_held
     from zrun_core.checkpoint.folder import LEAST_KEPT
+    from zrun_core.checkpoint.lock import InUseError, held
     from zrun_core.errors import JobError
 
     if keep < LEAST_KEPT:
@@ -189,11 +191,20 @@ def prune(
     if place.is_single:
         raise JobError(f"{path} is one step: give the folder above it")
     gone = place.folder.prune(keep, thorough=True, dry_run=dry_run)
-    also = [] if not aside else place.folder.aside() if dry_run else place.folder.remove_aside()
-    if not dry_run and not is_held(place.folder.path.parent):
-        place.folder.sweep()
+    also = place.folder.aside() if aside and dry_run else []
+    user = None
+    if not dry_run:
+        try:
+            with held(place.folder.path):
+                also = place.folder.remove_aside() if aside else []
+                place.folder.sweep()
+        except InUseError as error:
+            user = error.holder
+            what = "what it writes, and what was set aside, stays" if aside else "what it writes stays"
+            print(f"{place.folder.path} is in use by {user}: {what}", file=sys.stderr)
     if as_json:
-        _print_json({"would_remove" if dry_run else "removed": gone, "aside": [str(each) for each in also]})
+        removed = {"would_remove" if dry_run else "removed": gone, "aside": [str(each) for each in also]}
+        _print_json({**removed, "in_use_by": user})
     else:
         verb = "would remove" if dry_run else "removed"
         names = [*(f"step {step}" for step in gone), *(each.name for each in also)]

@@ -14,9 +14,7 @@ in the middle of a step makes it whole, which other ranks have to take part in.
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import sys
 import threading
 import time
@@ -417,55 +415,6 @@ def _write(path: Path, parts: Sequence[Part], scalars: dict[str, Any], own: Rank
 
 def _in_words(error: Exception) -> str:
     return str(error) if isinstance(error, SaveError) else f"{type(error).__name__}: {error}"
-
-
-_held: set[int] = set()  # descriptors of locks
-
-
-def _let_go() -> None:
-    """In a process that was forked, such as a data loader's: it may live a little longer than the one that saves."""
-    while _held:
-        os.close(_held.pop())
-
-
-os.register_at_fork(after_in_child=_let_go)
-
-
-def release(lock: int) -> None:
-    """Give up what `hold` returned."""
-    _held.discard(lock)
-    os.close(lock)
-
-
-def hold(folder: Path, patience_s: float = 20.0) -> int:
-    """Lock a folder of checkpoints for the life of this process; returns the descriptor that holds the lock.
-
-    Raises:
-        SaveError: another process has had it for all that time, or the folder cannot be made.
-    """
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise SaveError(f"cannot save in {folder}: {error.strerror}; set checkpoint.dir") from None
-    deadline = time.monotonic() + patience_s  # an earlier attempt may be about to end
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                holder = os.pread(lock, 32, 0).decode(errors="replace").strip()
-                os.close(lock)
-                raise SaveError(
-                    f"cannot save in {folder}: it is in use by process {holder or '(unknown)'} of another run; set "
-                    "checkpoint.dir"
-                ) from None
-            time.sleep(0.1)
-        else:
-            os.ftruncate(lock, 0)
-            os.pwrite(lock, str(os.getpid()).encode(), 0)
-            _held.add(lock)
-            return lock
 
 
 def versions() -> dict[str, str]:

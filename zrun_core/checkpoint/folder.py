@@ -8,8 +8,6 @@ that, and nothing depends on it.
 from __future__ import annotations
 
 import os
-import re
-import secrets
 import shutil
 import stat
 from dataclasses import dataclass
@@ -18,14 +16,11 @@ from pathlib import Path
 from zrun_core.checkpoint.block_writer import reserve, save_error, write_all
 from zrun_core.checkpoint.digest import opened
 from zrun_core.checkpoint.manifest import MANIFEST, MAX_BYTES, Manifest
+from zrun_core.checkpoint.names import LATEST, aside_name, is_aside, is_stale, step_name, step_of, steps_in, tmp_name
 from zrun_core.checkpoint.verify import check_size, verify
 from zrun_core.errors import CheckpointError, SaveError
 
-LATEST = "latest"
 LEAST_KEPT = 2
-_STEP = re.compile(r"step-(\d{8,19})")
-_ASIDE = re.compile(r"step-\d{8,19}\.aside-[0-9a-f]+|before-.+")  # damaged; of a run that was started over
-_STALE = re.compile(r"(?:step-\d{8,19}|latest)\.tmp-[0-9a-f]+")
 
 
 @dataclass(frozen=True)
@@ -45,7 +40,7 @@ class CheckpointFolder:
         self.path = path
 
     def step_path(self, step: int) -> Path:
-        return self.path / f"step-{step:08d}"
+        return self.path / step_name(step)
 
     def begin(self, step: int) -> Path:
         """Make the folder (0700) in which the ranks write their files of `step`.
@@ -56,7 +51,7 @@ class CheckpointFolder:
         target = self.step_path(step)
         if os.path.lexists(target):
             raise SaveError(f"cannot save step {step}: {target} exists, and no checkpoint is ever overwritten")
-        tmp = target.with_name(f"{target.name}.tmp-{secrets.token_hex(8)}")
+        tmp = target.with_name(tmp_name(target.name))
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             tmp.mkdir(mode=0o700)
@@ -103,7 +98,7 @@ class CheckpointFolder:
             SaveError: it cannot be renamed.
         """
         path = self.step_path(step)
-        aside = path.with_name(f"{path.name}.aside-{secrets.token_hex(4)}")
+        aside = path.with_name(aside_name(path.name))
         try:
             os.rename(path, aside)
             _sync(self.path)
@@ -114,7 +109,7 @@ class CheckpointFolder:
     def aside(self) -> list[Path]:
         """Damaged steps that were set aside, and folders with the steps of runs that were started over."""
         try:
-            names = sorted(name for name in os.listdir(self.path) if _ASIDE.fullmatch(name))
+            names = sorted(name for name in os.listdir(self.path) if is_aside(name))
         except OSError:
             return []
         return [self.path / name for name in names if (self.path / name).is_dir()]
@@ -136,7 +131,7 @@ class CheckpointFolder:
         Raises:
             SaveError: it cannot be written.
         """
-        tmp = self.path / f"{LATEST}.tmp-{secrets.token_hex(8)}"
+        tmp = self.path / tmp_name(LATEST)
         try:
             _write_new(tmp, f"{self.step_path(step).name}\n".encode())
             os.replace(tmp, self.path / LATEST)
@@ -155,10 +150,9 @@ class CheckpointFolder:
                 text = os.pread(file, 64, 0)
         except (CheckpointError, OSError) as error:
             return None, str(error)
-        match = _STEP.fullmatch(text.decode("ascii", "replace").removesuffix("\n"))
-        if match is None:
+        step = step_of(text.decode("ascii", "replace").removesuffix("\n"))
+        if step is None:
             return None, f"{path} does not name a step"
-        step = int(match[1])
         return (
             (step, None) if self.step_path(step).is_dir() else (step, f"{path} names step {step}, which is not there")
         )
@@ -169,14 +163,7 @@ class CheckpointFolder:
         Raises:
             CheckpointError: the folder cannot be read.
         """
-        try:
-            names = os.listdir(self.path)
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from None
-        steps = {int(match[1]) for name in names if (match := _STEP.fullmatch(name))}
-        return [_look_at(step, self.step_path(step)) for step in sorted(steps, reverse=True)]
+        return [_look_at(step, self.step_path(step)) for step in reversed(steps_in(self.path))]
 
     def prune(self, keep: int, *, thorough: bool = False, dry_run: bool = False) -> list[int]:
         """Remove all steps before the newest `keep` valid ones. With fewer, nothing is removed.
@@ -208,7 +195,7 @@ class CheckpointFolder:
 
     def _remove(self, path: Path) -> None:
         # Under another name first: half of it is never taken for a step.
-        tmp = path.with_name(f"{path.name}.tmp-{secrets.token_hex(8)}")
+        tmp = path.with_name(tmp_name(path.name))
         try:
             os.rename(path, tmp)
             _sync(self.path)
@@ -223,7 +210,7 @@ class CheckpointFolder:
 
     def sweep(self) -> list[str]:
         """Remove what processes that died have left. No save may be under way. Returns the names."""
-        names = [name for name in os.listdir(self.path) if _STALE.fullmatch(name)] if self.path.is_dir() else []
+        names = [name for name in os.listdir(self.path) if is_stale(name)] if self.path.is_dir() else []
         for name in names:
             path = self.path / name
             if path.is_dir() and not path.is_symlink():

@@ -66,7 +66,7 @@ def load_newest(source: ResumeSpec, state: State, comm: Comm, world: Group) -> R
         raise CheckpointError(first[1:])
     found = json.loads(first)
     skipped = {int(step): problem for step, problem in found["skipped"].items()}
-    for name in found["paths"]:
+    for step, name in found["paths"]:
         path = Path(name)
         manifests: list[Manifest] = []
         streams: list[Streams | None] = []
@@ -90,7 +90,7 @@ def load_newest(source: ResumeSpec, state: State, comm: Comm, world: Group) -> R
             problem = _first_problem(agree(load))
         if problem is None:
             return Resumed(path, manifests[0], skipped, streams[0])
-        skipped[int(path.name.removeprefix("step-"))] = problem
+        skipped[step] = problem
     raise CheckpointError(_none_valid(source, skipped))
 
 
@@ -117,7 +117,7 @@ def _candidates(source: ResumeSpec) -> str:
         if source.step is not None and found.step != source.step:
             continue
         if found.manifest is not None:
-            paths.append(str(found.path))
+            paths.append((found.step, str(found.path)))
         else:
             skipped[found.step] = found.problem or "it cannot be read"
     return json.dumps({"paths": paths, "skipped": skipped})

@@ -14,8 +14,9 @@ from typing import Any, Literal
 from pydantic import ValidationError
 from torch import nn
 
-from zrun_core.checkpoint.checkpointer import About, Checkpointer, hold, versions
+from zrun_core.checkpoint.checkpointer import About, Checkpointer, versions
 from zrun_core.checkpoint.folder import CheckpointFolder
+from zrun_core.checkpoint.lock import hold
 from zrun_core.checkpoint.manifest import RANK, Manifest, TensorInfo
 from zrun_core.checkpoint.resume import Resumed, load_newest, restore_streams
 from zrun_core.checkpoint.shard_file import Part

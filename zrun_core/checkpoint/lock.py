@@ -1,0 +1,86 @@
+"""The lock of a folder of checkpoints: whoever writes to it, removes from it or moves steps away holds it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from zrun_core.errors import SaveError
+
+PATIENCE_S = 20.0  # with an earlier attempt, which may be about to end
+_FILE = ".lock"  # says which process holds it, or has held it last
+_held: set[int] = set()  # descriptors of locks
+
+
+class InUseError(SaveError):
+    """Another process holds the folder."""
+
+    def __init__(self, folder: Path, holder: str) -> None:
+        """`holder` is the number of that process, as far as it is known."""
+        self.holder = f"process {holder or '(unknown)'}"
+        super().__init__(f"cannot save in {folder}: it is in use by {self.holder} of another run; set checkpoint.dir")
+
+
+def hold(folder: Path, patience_s: float = PATIENCE_S) -> int:
+    """Lock a folder of checkpoints for the life of this process; returns the descriptor that holds the lock.
+
+    Raises:
+        InUseError: another process has had it for all that time.
+        SaveError: the folder cannot be made, or its lock not be opened.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(folder / _FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise SaveError(f"cannot save in {folder}: {error.strerror}; set checkpoint.dir") from None
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                holder = os.pread(lock, 32, 0).decode(errors="replace").strip()
+                os.close(lock)
+                raise InUseError(folder, holder) from None
+            time.sleep(0.1)
+        except OSError as error:  # a file system that knows no locks
+            os.close(lock)
+            raise SaveError(f"cannot save in {folder}: it cannot be locked: {error.strerror}") from None
+        else:
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, str(os.getpid()).encode(), 0)
+            _held.add(lock)
+            return lock
+
+
+def release(lock: int) -> None:
+    """Give up what `hold` returned."""
+    _held.discard(lock)
+    os.close(lock)
+
+
+@contextmanager
+def held(folder: Path, patience_s: float = 0.0) -> Iterator[None]:
+    """Have the folder for oneself meanwhile.
+
+    Raises:
+        InUseError, SaveError: as `hold`.
+    """
+    lock = hold(folder, patience_s)
+    try:
+        yield
+    finally:
+        release(lock)
+
+
+def _let_go() -> None:
+    """In a process that was forked, such as a data loader's: it may live a little longer than the one that saves."""
+    while _held:
+        os.close(_held.pop())
+
+
+os.register_at_fork(after_in_child=_let_go)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from checkpoint_toys import rank_states
 
-from zrun.launch.resume import begin
+from zrun.launch import rundir
+from zrun.launch.resume import Beginning, begin, begin_again, under_lock
 from zrun.launch.rundir import Earlier, RunDir, set_checkpoints_aside
 from zrun_core.checkpoint.folder import CheckpointFolder
+from zrun_core.checkpoint.lock import held
 from zrun_core.checkpoint.manifest import Manifest
 from zrun_core.config import JobConfig
 from zrun_core.errors import CheckpointError, JobError
@@ -118,9 +122,104 @@ def test_a_chosen_folder_of_checkpoints_is_not_started_over_by_mistake(root: Pat
         begin(own, None, False, root)
     fresh = begin(own, None, True, root)
     assert fresh.aside == root / "mine"
-    set_checkpoints_aside(root / "mine", "new")
+    for _ in range(2):  # a run directory may be started over more than once
+        set_checkpoints_aside(root / "mine", "new")
     assert CheckpointFolder(root / "mine").scan() == []
-    assert len(CheckpointFolder(root / "mine" / "before-new").scan()) == 2
+    aside = CheckpointFolder(root / "mine").aside()
+    assert sorted(len(CheckpointFolder(each).scan()) for each in aside) == [0, 2]
+    assert all(each.name.startswith("before-new.aside-") for each in aside)
+
+
+def test_a_folder_in_which_a_process_saves_is_not_started_over(root: Path) -> None:
+    save(root / "mine", 10)
+    half = CheckpointFolder(root / "mine").begin(20)
+    (root / "mine" / "step-00000005.aside-00000001").mkdir()
+    with held(root / "mine"), pytest.raises(JobError, match=rf"mine is in use by process {os.getpid()}: wait for it"):
+        set_checkpoints_aside(root / "mine", "new")
+    assert [found.step for found in CheckpointFolder(root / "mine").scan()] == [10]
+    set_checkpoints_aside(root / "mine", "new")
+    assert half.is_dir(), "whose it is, nobody knows"
+    (aside,) = CheckpointFolder(root / "mine").aside()
+    assert sorted(os.listdir(aside)) == ["step-00000005.aside-00000001", "step-00000010"]
+
+
+def test_a_run_directory_in_which_a_process_saves_is_not_started_over(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that torchrun started hold no lock but that of the checkpoints."""
+    monkeypatch.setattr(rundir, "PATIENCE_S", 0.0)
+    run = root / "gpt" / "20260101-000000-aa"
+    with held(run / "checkpoints"), pytest.raises(JobError, match=f"process {os.getpid()} saves there"):
+        RunDir.claim("gpt", run, earlier=Earlier.START_OVER)
+    assert len(CheckpointFolder(run / "checkpoints").scan()) == 3
+    with RunDir.claim("gpt", run, earlier=Earlier.START_OVER):
+        assert len(CheckpointFolder(run / "attempts" / "1" / "checkpoints").scan()) == 3
+
+
+@pytest.mark.parametrize("given", ["", "checkpoints/step-00000020"])
+def test_a_restart_before_the_first_save_begins_where_the_run_began(root: Path, given: str) -> None:
+    """--resume PATH in a new directory, then a failure: neither from nothing, nor from the newest run of this name."""
+    source = root / "gpt" / "20260101-000000-aa"
+    first = begin(job(resume=str(source / given)), root / "mine", False, root)
+    mine = make_run(root / "mine")
+    again = begin_again(job(), mine, first.resume)
+    assert first.resume is not None
+    assert (again.run_dir, again.resume, again.earlier) == (mine, first.resume, Earlier.START_OVER)
+    save(mine / "checkpoints", 40)
+    later = begin_again(job(), mine, first.resume)
+    assert (later.resume, later.earlier) == (ResumeSpec(folder=str(mine / "checkpoints")), Earlier.CONTINUE)
+
+
+def test_a_restart_of_a_run_from_nothing_starts_over(root: Path) -> None:
+    again = begin_again(job(resume="auto"), root / "gpt" / "20260103-000000-cc", None)
+    assert (again.resume, again.earlier) == (None, Earlier.START_OVER)
+
+
+def test_a_folder_that_cannot_be_listed_is_not_started_over(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, real = root / "gpt" / "20260101-000000-aa", os.listdir
+
+    def listdir(path: Any) -> list[str]:
+        if path == run / "checkpoints":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(path)
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    for decide in (
+        lambda: begin(job(resume="auto"), run, False, root),
+        lambda: begin_again(job(), run, None),
+        lambda: begin(job(resume=str(run)), None, False, root),
+        lambda: begin(job(resume=30), None, False, root),
+    ):
+        with pytest.raises(CheckpointError, match="checkpoints cannot be read: Input/output error"):
+            decide()
+
+
+def test_what_is_started_over_is_decided_while_nobody_else_can_save(root: Path) -> None:
+    """A run saves its first step, and ends, after another launcher has looked."""
+    run = root / "gpt" / "20260103-000000-cc"
+    seen: list[Beginning] = []
+
+    def decide() -> Beginning:
+        seen.append(begin(job(resume="auto"), run, False, root))
+        if len(seen) == 1:
+            save(run / "checkpoints", 10)
+        return seen[-1]
+
+    beginning, lock = under_lock(decide)
+    assert lock is not None
+    assert seen[0].earlier is Earlier.START_OVER
+    assert beginning == seen[-1]
+    with RunDir.claim("gpt", beginning.run_dir, earlier=beginning.earlier, lock=lock):
+        assert [found.step for found in CheckpointFolder(run / "checkpoints").scan()] == [10]
+        with pytest.raises(JobError, match="in use by the zrun process"):
+            under_lock(lambda: begin(job(resume="auto"), run, False, root))
+
+
+def test_nothing_is_locked_where_nothing_is_moved(root: Path) -> None:
+    run = root / "gpt" / "20260101-000000-aa"
+    assert under_lock(lambda: begin(job(), None, False, root))[1] is None
+    assert under_lock(lambda: begin(job(resume="auto", steps=30), run, False, root))[0].complete
+    assert not (run / ".lock").exists()
 
 
 def test_a_step_before_others_does_not_lead_to_them_again(root: Path) -> None:

@@ -17,7 +17,7 @@ from zrun.launch.environment import forwarded_environment, without_secrets, work
 from zrun.launch.frames import EVENT, Start, Unpacker, pack
 from zrun.launch.lines import Lines
 from zrun.launch.processes import Process
-from zrun.launch.rundir import RunDir
+from zrun.launch.rundir import Earlier, RunDir
 from zrun_core import room
 from zrun_core.config import JobConfig
 from zrun_core.errors import JobError
@@ -150,3 +150,16 @@ def test_an_empty_folder_becomes_private(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     with RunDir.claim("gpt", tmp_path):
         assert tmp_path.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("name", [".lock", "events.jsonl"])
+def test_no_link_leads_out_of_a_run_directory(tmp_path: Path, name: str) -> None:
+    victim, run = tmp_path / "victim.txt", tmp_path / "run"
+    victim.write_text("mine\n")
+    with RunDir.claim("gpt", run):
+        pass
+    (run / name).unlink()
+    (run / name).symlink_to(victim)
+    with pytest.raises(JobError, match=f"run directory {run}: Too many levels of symbolic links"):
+        RunDir.claim("gpt", run, earlier=Earlier.CONTINUE)
+    assert victim.read_text() == "mine\n"

@@ -17,7 +17,7 @@ from zrun.launch.hosts import Backend
 from zrun.launch.restarts import Restarts
 from zrun.watch.ui import Ui
 from zrun_core.config import JobConfig
-from zrun_core.spec import LaunchPlan, RankPlace
+from zrun_core.spec import LaunchPlan, RankPlace, ResumeSpec
 
 PLACE = RankPlace(rank=0, host="node", local_rank=0, device="cpu")
 LOST = LostHost("node", "node: the connection broke", 12)
@@ -61,21 +61,14 @@ def test_a_restart_that_saved_nothing_counts_twice() -> None:
     assert Restarts(0).after(LOST, 10) is None
 
 
-def test_a_run_that_was_asked_to_end_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that is killed while a scheduler ends the job is an accident, but nobody wants to train on."""
-    attempts: list[bool] = []
-
-    def attempt(order: Any, members: list[Any]) -> train._Outcome:
-        attempts.append(order.is_restart)
-        return train._Outcome(5, failure(-signal.SIGKILL), tmp_path, 0, None, was_asked=len(attempts) == 2)
-
+def order(monkeypatch: pytest.MonkeyPatch, attempt: Any) -> train._Order:
+    """A job that may be started again, of which `attempt` is an attempt."""
     monkeypatch.setattr(train, "_attempt", attempt)
     monkeypatch.setattr(assemble, "open_agents", lambda backend, job: [])
     monkeypatch.setattr("time.sleep", lambda seconds: None)
-    config = JobConfig.model_validate({"name": "t", "model": "m:f", "data": "m:d", "steps": 1, "batch": 1})
-    loaded = LoadedJob(config.model_copy(update={"restarts": 5}), Path("job.yaml"), {})
-    order = train._Order(
-        loaded,
+    keys = {"name": "t", "model": "m:f", "data": "m:d", "steps": 1, "batch": 1, "restarts": 5, "resume": "elsewhere"}
+    return train._Order(
+        LoadedJob(JobConfig.model_validate(keys), Path("job.yaml"), {}),
         Backend("local", "", None, NONE),
         {},
         None,
@@ -86,5 +79,33 @@ def test_a_run_that_was_asked_to_end_is_not_started_again(tmp_path: Path, monkey
         worker="w",
         again="",
     )
-    assert train._run(order, None) == 5
+
+
+def test_a_run_that_was_asked_to_end_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that is killed while a scheduler ends the job is an accident, but nobody wants to train on."""
+    attempts: list[bool] = []
+
+    def attempt(order: train._Order, members: list[Any]) -> train._Outcome:
+        attempts.append(order.is_restart)
+        return train._Outcome(5, failure(-signal.SIGKILL), tmp_path, 0, None, was_asked=len(attempts) == 2)
+
+    assert train._run(order(monkeypatch, attempt), None) == 5
     assert attempts == [False, True]
+
+
+def test_every_restart_knows_where_the_run_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also one after a restart that went on from a step of the run itself."""
+    begun, own = ResumeSpec(folder="/elsewhere"), ResumeSpec(folder=str(tmp_path))
+    origins: list[ResumeSpec | None] = []
+
+    def attempt(order: train._Order, members: list[Any]) -> train._Outcome:
+        origins.append(order.origin)
+        found = own if order.is_restart else begun
+        what = None if len(origins) == 3 else failure(-signal.SIGKILL)
+        return train._Outcome(5, what, tmp_path, 0, None, origin=found)
+
+    assert train._run(order(monkeypatch, attempt), None) == 5
+    assert origins == [None, begun, begun]
+    assert "restart 1 of 5 in 5 s, from where the run began" in capsys.readouterr().err

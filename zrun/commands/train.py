@@ -19,7 +19,7 @@ import typer
 
 from zrun.flags import Exclude, Gpus, HostList, HostsFile, Include, Nodes
 from zrun.watch.ui import Ui
-from zrun_core.errors import ExitCode, JobError, PreflightError, StoppedError, ZrunError
+from zrun_core.errors import CheckpointError, ExitCode, JobError, PreflightError, StoppedError, ZrunError
 
 if TYPE_CHECKING:
     from zrun.estimate.forecast import Forecast
@@ -165,6 +165,7 @@ class _Order:
     Attributes:
         again: the command that goes on from the run's last checkpoint.
         is_restart: it goes on, in the directory of the run that failed.
+        origin: what the first attempt went on from.
         lock: on that directory: nobody else gets it in between, and the run counts as running.
     """
 
@@ -181,12 +182,12 @@ class _Order:
     detached: Detached | None = None
     is_restart: bool = False
     lock: Lock | None = None
+    origin: ResumeSpec | None = None
 
-    def resumed(self, run_dir: Path, lock: Lock | None) -> _Order:
-        """The same once more, from what the run in `run_dir` has saved."""
-        config = self.loaded.config.model_copy(update={"resume": "auto"})
-        loaded = replace(self.loaded, config=config)
-        return replace(self, loaded=loaded, run_dir=run_dir, fresh=False, is_restart=True, lock=lock)
+    def once_more(self, outcome: _Outcome) -> _Order:
+        """The same, from what the run has saved; from where it began if that is nothing."""
+        origin = self.origin if self.is_restart else outcome.origin
+        return replace(self, run_dir=outcome.run_dir, fresh=False, is_restart=True, lock=outcome.lock, origin=origin)
 
 
 @dataclass(frozen=True)
@@ -197,6 +198,7 @@ class _Outcome:
     committed: int = 0  # the newest step that was saved
     lock: Lock | None = None  # on the run directory
     was_asked: bool = False  # to end, by a signal
+    origin: ResumeSpec | None = None  # what it went on from
 
 
 def _run(order: _Order, early: LocalAgent | None) -> int:
@@ -234,10 +236,12 @@ def _run(order: _Order, early: LocalAgent | None) -> int:
             arm()
             if missing is not None:
                 _say(str(missing), sys.stderr)
-            left = f"after step {outcome.committed}" if outcome.committed else "from the beginning"
+            origin = order.origin if order.is_restart else outcome.origin
+            left = "from the beginning" if origin is None else "from where the run began"
+            left = f"after step {outcome.committed}" if outcome.committed else left
             _say(f"restart {restarts.made} of {restarts.budget} in {pause_s:g} s, {left}", sys.stderr)
             time.sleep(pause_s)
-            order = order.resumed(outcome.run_dir, outcome.lock)
+            order = order.once_more(outcome)
 
 
 def _refuse_joined(job: JobConfig, backend: Backend, dry_run: bool, detach: bool) -> None:
@@ -287,7 +291,7 @@ def _attempt(order: _Order, members: list[AgentLink]) -> _Outcome:
     from zrun.launch.hosts import with_backend
     from zrun.launch.join import JoinedAgent
     from zrun.launch.plan import make_plan
-    from zrun.launch.resume import begin
+    from zrun.launch.resume import begin, begin_again, under_lock
     from zrun.launch.rundir import RunDir, set_checkpoints_aside
     from zrun.watch.preface import print_preface
     from zrun.watch.topology import show_seats
@@ -306,7 +310,14 @@ def _attempt(order: _Order, members: list[AgentLink]) -> _Outcome:
         if order.dry_run:
             show_seats(resolved.plan.ranks, assembly.cluster, sys.stderr)
     _refuse_untrained(resolved, order.dry_run)
-    beginning = begin(resolved.job, order.run_dir, order.fresh)
+    lock = order.lock
+    if order.is_restart:
+        assert order.run_dir is not None
+        beginning = begin_again(resolved.job, order.run_dir, order.origin)
+    elif order.dry_run:
+        beginning = begin(resolved.job, order.run_dir, order.fresh)
+    else:
+        beginning, lock = under_lock(lambda: begin(resolved.job, order.run_dir, order.fresh))
     if beginning.note:
         print(beginning.note, file=sys.stderr)
     if order.dry_run or beginning.complete:
@@ -316,7 +327,7 @@ def _attempt(order: _Order, members: list[AgentLink]) -> _Outcome:
     )
     with (
         gate,
-        RunDir.claim(resolved.job.name, beginning.run_dir, earlier=beginning.earlier, lock=order.lock) as rundir,
+        RunDir.claim(resolved.job.name, beginning.run_dir, earlier=beginning.earlier, lock=lock) as rundir,
     ):
         if order.detached is not None:
             order.detached.moved_in(rundir)
@@ -341,17 +352,20 @@ def _attempt(order: _Order, members: list[AgentLink]) -> _Outcome:
         )
         code, failure, was_asked = _follow(agents, resolved, rundir, order, gate)
         rundir.exit_code = code
-        return _Outcome(code, failure, rundir.path, _committed(resolved, rundir), rundir.keep_lock(), was_asked)
+        committed = _committed(resolved, rundir)
+        return _Outcome(code, failure, rundir.path, committed, rundir.keep_lock(), was_asked, beginning.resume)
 
 
 def _committed(resolved: Resolved, rundir: RunDir) -> int:
-    """The newest step that the run has saved; 0: none."""
+    """The newest step that the run has saved; 0: none, or nobody can tell now. It decides nothing."""
+    from zrun_core.checkpoint.names import steps_in
     from zrun_core.spec import checkpoint_folder
 
     if resolved.job.checkpoint is None:
         return 0
-    folders = checkpoint_folder(resolved.job, rundir.path).glob("step-*[0-9]")
-    return max((int(folder.name.removeprefix("step-")) for folder in folders), default=0)
+    with suppress(CheckpointError):
+        return max(steps_in(checkpoint_folder(resolved.job, rundir.path)), default=0)
+    return 0
 
 
 def _refuse_untrained(resolved: Resolved, dry_run: bool) -> None:

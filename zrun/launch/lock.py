@@ -78,7 +78,7 @@ class Lock:
             OSError: the file cannot be made.
         """
         self.holder = Holder.me()
-        self._file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             _take(self._file)
             self._write()

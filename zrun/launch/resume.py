@@ -6,24 +6,28 @@
     zrun train job.yaml --resume PATH      a new run from a step, a folder of steps, or a run directory
 
 With --run-dir or `checkpoint.dir`, that place and no other is looked at.
+
+A folder that cannot be read is an error, never an empty one: what it holds would be set aside. And what is to become of
+an earlier run is decided while its directory is locked (`under_lock`), for until then that run may save.
 """
 
 from __future__ import annotations
 
-import re
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zrun.launch.rundir import Earlier, is_run
+from zrun.launch.lock import Lock
+from zrun.launch.rundir import Earlier, is_run, lock_run
+from zrun_core.checkpoint.names import step_of, steps_in
 from zrun_core.config import JobConfig
 from zrun_core.errors import CheckpointError, JobError
 from zrun_core.spec import ResumeSpec, checkpoint_folder
 
 if TYPE_CHECKING:
     from zrun_core.checkpoint.manifest import Manifest
-
-_STEP_FOLDER = re.compile(r"step-(\d{8,19})")
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ def begin(job: JobConfig, chosen: Path | None, fresh: bool, root: Path = Path("r
 
     Raises:
         JobError: it could not be told whether to start over or to go on.
-        CheckpointError: what is asked for is not there, or not valid.
+        CheckpointError: what is asked for is not there, not valid, or cannot be read.
     """
     if fresh or job.resume == "never":
         return _anew(job, chosen, fresh)
@@ -64,7 +68,7 @@ def begin(job: JobConfig, chosen: Path | None, fresh: bool, root: Path = Path("r
     if job.resume == "auto":
         return _auto(job, chosen, own, root)
     if isinstance(job.resume, int):
-        folder = own if own is not None and _steps(own) else _newest_folder(root / job.name, job.resume)
+        folder = own if own is not None and steps_in(own) else _newest_folder(root / job.name, job.resume)
         if folder is None:
             raise CheckpointError(f"resume: no run in {root / job.name} has a step {job.resume}: see zrun ckpt ls")
         source = ResumeSpec(folder=str(folder), step=job.resume)
@@ -73,12 +77,54 @@ def begin(job: JobConfig, chosen: Path | None, fresh: bool, root: Path = Path("r
     return _branch(job, chosen, own, source)
 
 
+def begin_again(job: JobConfig, run_dir: Path, origin: ResumeSpec | None) -> Beginning:
+    """Decide how a run that failed goes on, in its own directory: from what it has saved, or as it began.
+
+    Args:
+        origin: what its first attempt went on from; None: from nothing.
+
+    Raises:
+        CheckpointError: what it has saved, or `origin`, is not valid, or cannot be read.
+    """
+    own = checkpoint_folder(job, run_dir.absolute())
+    if steps_in(own):
+        return _from(job, ResumeSpec(folder=str(own)), run_dir, Earlier.CONTINUE)
+    if origin is not None:
+        return _from(job, origin, run_dir, Earlier.START_OVER)
+    return Beginning(
+        run_dir, earlier=Earlier.START_OVER, note="resume: the earlier run has saved nothing, so it starts over"
+    )
+
+
+def under_lock(decide: Callable[[], Beginning]) -> tuple[Beginning, Lock | None]:
+    """What `decide` comes to while no other launcher has the directory of the earlier run that it is about.
+
+    Returns:
+        It, and the lock on that directory; None where nothing of an earlier run is to be touched.
+
+    Raises:
+        JobError: another launcher has the directory.
+    """
+    while True:
+        beginning = decide()
+        if beginning.run_dir is None or beginning.complete or beginning.earlier is Earlier.REFUSE:
+            return beginning, None
+        lock = lock_run(beginning.run_dir.absolute())
+        try:
+            if decide() == beginning:
+                return beginning, lock
+        except BaseException:
+            lock.close()
+            raise
+        lock.close()  # it has just ended, and left something else behind
+
+
 def _anew(job: JobConfig, chosen: Path | None, fresh: bool) -> Beginning:
     if fresh and chosen is not None and is_run(chosen):  # without --fresh, whoever claims it says why not
         note = f"starts over: the earlier run moves to {chosen}/attempts"
         return Beginning(chosen, earlier=Earlier.START_OVER, aside=_given_folder(job), note=note)
     folder = _given_folder(job)
-    if folder is not None and (steps := _steps(folder)):
+    if folder is not None and (steps := steps_in(folder)):
         if not fresh:
             raise JobError(
                 f"checkpoint.dir: {folder} holds step {steps[-1]}: go on with --resume auto, start over with --fresh, "
@@ -90,7 +136,7 @@ def _anew(job: JobConfig, chosen: Path | None, fresh: bool) -> Beginning:
 
 def _auto(job: JobConfig, chosen: Path | None, own: Path | None, root: Path) -> Beginning:
     folder = own if own is not None else _newest_folder(root / job.name)
-    if folder is None or not _steps(folder):
+    if folder is None or not steps_in(folder):
         if chosen is not None and is_run(chosen):
             note = "resume: the earlier run has saved nothing, so it starts over"
             return Beginning(chosen, earlier=Earlier.START_OVER, note=note)
@@ -110,12 +156,12 @@ def _branch(job: JobConfig, chosen: Path | None, own: Path | None, source: Resum
         if not is_own:
             raise JobError(f"run directory {chosen} holds an earlier run: choose another with --run-dir")
         earlier = Earlier.CONTINUE
-    if is_own and source.step is not None and (newer := [s for s in _steps(Path(source.folder)) if s > source.step]):
+    if is_own and source.step is not None and (newer := [s for s in steps_in(Path(source.folder)) if s > source.step]):
         raise JobError(
             f"resume: {source.folder} holds step {newer[-1]} too, which step {source.step} would lead to again: choose "
             "another --run-dir or checkpoint.dir for what comes now"
         )
-    if not is_own and own is not None and (steps := _steps(own)):
+    if not is_own and own is not None and (steps := steps_in(own)):
         raise JobError(f"checkpoint.dir: {own} holds step {steps[-1]} of another run: name another folder")
     return _from(job, source, chosen, earlier)
 
@@ -164,31 +210,27 @@ def _own_folder(job: JobConfig, chosen: Path | None) -> Path | None:
     return checkpoint_folder(job, chosen.absolute()) if chosen is not None else None
 
 
-def _steps(folder: Path) -> list[int]:
-    """The numbers of the steps in `folder`, whether they are valid or not."""
-    try:
-        names = [entry.name for entry in folder.iterdir()]
-    except OSError:
-        return []
-    return sorted(int(match[1]) for name in names if (match := _STEP_FOLDER.fullmatch(name)))
-
-
 def _newest_folder(runs: Path, step: int | None = None) -> Path | None:
     """The checkpoints of the newest run below `runs` that has any, or has `step`. Run ids sort by time."""
-    names = sorted((entry.name for entry in runs.iterdir()), reverse=True) if runs.is_dir() else []
-    for name in names:
-        steps = _steps(folder := (runs / name / "checkpoints").absolute())
-        if (steps if step is None else step in steps) and is_run(runs / name):
+    try:
+        names = sorted(os.listdir(runs), reverse=True)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CheckpointError(f"{runs} cannot be read: {error.strerror}") from None
+    for name in filter(lambda name: is_run(runs / name), names):
+        steps = steps_in(folder := (runs / name / "checkpoints").absolute())
+        if steps if step is None else step in steps:
             return folder
     return None
 
 
 def _at(path: Path) -> ResumeSpec:
     """A step, a folder of steps, or a run directory."""
-    if match := _STEP_FOLDER.fullmatch(path.name):
-        return ResumeSpec(folder=str(path.parent), step=int(match[1]))
-    for folder in (path, path / "checkpoints"):
-        if _steps(folder):
+    if (step := step_of(path.name)) is not None:
+        return ResumeSpec(folder=str(path.parent), step=step)
+    for folder in () if os.path.isfile(path) else (path, path / "checkpoints"):
+        if steps_in(folder):
             return ResumeSpec(folder=str(folder))
     raise CheckpointError(
         f"resume: {path} is no checkpoint: name a step-... folder, a folder of them, or a run directory"

@@ -12,15 +12,17 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from zrun.launch.lock import LOCK, Lock, last_holder
-from zrun_core.errors import ExitCode, JobError, ZrunError
+from zrun_core.checkpoint.lock import PATIENCE_S, InUseError, held
+from zrun_core.checkpoint.names import before_name, belongs_to_steps
+from zrun_core.errors import ExitCode, JobError, SaveError, ZrunError
 from zrun_core.spec import LaunchPlan
 
 
@@ -48,7 +50,7 @@ class RunDir:
         self.exit_code: int | None = None
         self._lock = lock
         self._keeps_lock = False
-        self._events = os.open(path / "events.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._events = _open(path / "events.jsonl", os.O_APPEND)
         lock.starts_at(os.fstat(self._events).st_size)
 
     @classmethod
@@ -69,23 +71,22 @@ class RunDir:
             JobError: another launcher holds it, it has files in it, or it cannot be made.
         """
         path = (chosen if chosen is not None else root / name / _new_id()).absolute()
-        try:
+        with _in_words(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.mkdir(mode=0o700, exist_ok=True)
             if not (path / LOCK).exists() and not is_run(path):
                 _refuse_files(path)  # before anything is written there: it may be anybody's folder
-            lock = lock or _lock(path)
-        except OSError as error:
-            raise JobError(f"run directory {path}: {error.strerror}: choose another with --run-dir") from None
+        lock = lock or lock_run(path)
         try:
-            if earlier is not Earlier.REFUSE and is_run(path):
-                _move_attempt(path, _KEPT[earlier])
-            else:
-                _refuse_files(path)
-            path.chmod(0o700)
-            for folder in ("logs", "failures"):
-                (path / folder).mkdir(mode=0o700)
-            return cls(path, lock)
+            with _in_words(path):
+                if earlier is not Earlier.REFUSE and is_run(path):
+                    _move_attempt(path, _KEPT[earlier])
+                else:
+                    _refuse_files(path)
+                path.chmod(0o700)
+                for folder in ("logs", "failures"):
+                    (path / folder).mkdir(mode=0o700)
+                return cls(path, lock)
         except BaseException:
             lock.close()
             raise
@@ -146,9 +147,16 @@ class RunDir:
             raise ZrunError(f"{self.path}/events.jsonl: {error.strerror}; the run cannot be recorded") from None
 
     def _write(self, name: str, text: str) -> None:
-        path = self.path / name
-        path.touch(mode=0o600)
-        path.write_text(text, encoding="utf-8")
+        file = _open(self.path / name, os.O_TRUNC)
+        try:
+            _write_all(file, text.encode())
+        finally:
+            os.close(file)
+
+
+def _open(path: Path, how: int) -> int:
+    """A file of the run directory to write to, for its owner only. What is there by this name may be no link."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | how, 0o600)
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
@@ -161,19 +169,29 @@ def _new_id() -> str:
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
-def _lock(path: Path) -> Lock:
-    """Lock the directory for the life of this process.
+@contextmanager
+def _in_words(path: Path) -> Iterator[None]:
+    """What the system says, as an error of whoever chose the directory."""
+    try:
+        yield
+    except OSError as error:
+        raise JobError(f"run directory {path}: {error.strerror}: choose another with --run-dir") from None
+
+
+def lock_run(path: Path) -> Lock:
+    """Lock a run directory for the life of this process.
 
     Raises:
-        JobError: it is held already.
+        JobError: it is held already, or cannot be locked.
     """
-    try:
-        return Lock(path)
-    except BlockingIOError:
-        raise JobError(
-            f"run directory {path} is in use by the zrun {last_holder(path) or 'process that is just starting'}: "
-            "wait for it, stop it with zrun stop, or choose another with --run-dir"
-        ) from None
+    with _in_words(path):
+        try:
+            return Lock(path)
+        except BlockingIOError:
+            raise JobError(
+                f"run directory {path} is in use by the zrun {last_holder(path) or 'process that is just starting'}: "
+                "wait for it, stop it with zrun stop, or choose another with --run-dir"
+            ) from None
 
 
 def _exit_code(error: BaseException) -> int:
@@ -192,32 +210,46 @@ def _move_attempt(path: Path, kept: set[str]) -> None:
     """Make room for another attempt.
 
     Raises:
-        JobError: something cannot be moved.
+        JobError: a process saves there.
+        OSError: something cannot be moved.
     """
+    attempts, checkpoints = path / "attempts", path / "checkpoints"
+    attempts.mkdir(mode=0o700, exist_ok=True)
+    target = attempts / str(1 + max((int(e.name) for e in attempts.iterdir() if e.name.isdigit()), default=0))
+    target.mkdir(mode=0o700)
+    is_moved = checkpoints.name not in kept and checkpoints.is_dir()
     try:
-        attempts = path / "attempts"
-        attempts.mkdir(mode=0o700, exist_ok=True)
-        target = attempts / str(1 + max((int(e.name) for e in attempts.iterdir() if e.name.isdigit()), default=0))
-        target.mkdir(mode=0o700)
-        for entry in sorted(path.iterdir()):
-            if entry.name not in kept | {LOCK, "attempts"}:
-                entry.rename(target / entry.name)
-    except OSError as error:
-        raise JobError(f"run directory {path}: {error.strerror}: choose another with --run-dir") from None
+        # The ranks of a launcher that was killed, or those that torchrun started, hold no lock but this one.
+        with held(checkpoints, PATIENCE_S) if is_moved else nullcontext():
+            for entry in sorted(path.iterdir()):
+                if entry.name not in kept | {LOCK, "attempts"}:
+                    entry.rename(target / entry.name)
+    except InUseError as error:
+        target.rmdir()
+        raise JobError(
+            f"run directory {path}: {error.holder} saves there: wait for it, or choose another with --run-dir"
+        ) from None
 
 
 def set_checkpoints_aside(folder: Path, run_id: str) -> None:
-    """Move what lies in a folder of checkpoints into a folder of it, so that another run can use it.
+    """Move the steps of a folder into a folder of it, so that another run can use it.
 
     Raises:
-        JobError: it cannot be moved.
+        JobError: a process saves there, or they cannot be moved.
     """
     try:
-        target = folder / f"before-{run_id}"
-        target.mkdir(mode=0o700)
-        for entry in sorted(folder.iterdir()):
-            if entry.name.startswith(("step-", "latest")):
-                entry.rename(target / entry.name)
+        with held(folder):
+            target = folder / before_name(run_id)
+            target.mkdir(mode=0o700)
+            for entry in sorted(folder.iterdir()):
+                if belongs_to_steps(entry.name):
+                    entry.rename(target / entry.name)
+    except InUseError as error:
+        raise JobError(
+            f"checkpoint.dir: {folder} is in use by {error.holder}: wait for it, stop it, or name another folder"
+        ) from None
+    except SaveError as error:
+        raise JobError(f"checkpoint.dir: {error}") from None
     except OSError as error:
         raise JobError(f"checkpoint.dir: {folder}: {error.strerror}: name another folder") from None
 

@@ -88,38 +88,54 @@ NUM_SUMS = Numbers._fields.index("grad_norm")  # the fields before it are summed
 
 
 @dataclass(frozen=True)
-class Pending:
-    """A step that was issued. On a GPU its numbers are read when the next one is, so that the device never idles.
+class Arriving:
+    """A few numbers on their way to the host.
 
     Attributes:
         numbers: float64 on the host; there once `arrived` has happened.
     """
 
-    step: int
-    lr: float
     numbers: torch.Tensor
     arrived: torch.cuda.Event | None
+
+    @classmethod
+    def of(cls, numbers: torch.Tensor) -> Self:
+        """Send them after what was issued before, and before what comes next."""
+        if not numbers.is_cuda:
+            return cls(numbers, None)
+        numbers = numbers.to("cpu", non_blocking=True)  # to pinned memory
+        arrived = torch.cuda.Event()
+        arrived.record()
+        return cls(numbers, arrived)
+
+    def read(self) -> list[float]:
+        """Wait for them."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        found: list[float] = self.numbers.tolist()
+        return found
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A step that was issued. On a GPU its numbers are read when the next one is, so that the device never idles."""
+
+    step: int
+    lr: float
+    numbers: Arriving
     clock: Any
     waited: Mapping[Phase, float]
     sent: Mapping[TrafficKey, int]
     flops: float
 
     def read(self) -> Numbers:
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        return Numbers(*self.numbers.tolist())
+        return Numbers(*self.numbers.read())
 
 
-def to_host(result: StepResult, scale: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-    """`Numbers` as one tensor on its way to the host, and when it is there."""
+def to_host(result: StepResult, scale: torch.Tensor) -> Arriving:
+    """`Numbers` on their way to the host."""
     single = torch.stack([t.double() for t in (result.grad_norm, result.skipped, result.agreed, scale)])
-    numbers = torch.cat([result.sums, single])
-    if not numbers.is_cuda:
-        return numbers, None
-    numbers = numbers.to("cpu", non_blocking=True)  # to pinned memory, after this step and before the next one
-    arrived = torch.cuda.Event()
-    arrived.record()
-    return numbers, arrived
+    return Arriving.of(torch.cat([result.sums, single]))
 
 
 class Recorder:

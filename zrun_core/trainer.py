@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from zrun_core import rng
 from zrun_core.board import Board
 from zrun_core.checkpoint.checkpointer import Checkpointer, Votes
 from zrun_core.checkpoint.resume import Resumed, restore_streams
@@ -32,7 +33,7 @@ from zrun_core.loss import LossFunction, LossKind, compute_loss
 from zrun_core.metrics import FlopCount, Phase, StepClock
 from zrun_core.oom import MemoryGuard
 from zrun_core.optim.lr import Schedule
-from zrun_core.record import NUM_SUMS, Numbers, Pending, Progress, Recorder, to_host
+from zrun_core.record import NUM_SUMS, Arriving, Numbers, Pending, Progress, Recorder, to_host
 from zrun_core.replicas import ReplicaGuard
 from zrun_core.spec import RunSpec
 from zrun_core.stop import StopSignals
@@ -111,6 +112,7 @@ class Trainer:
         self._memory = MemoryGuard(spec, sharded, emitter)
         self._own_sums = torch.zeros(0)
         self._is_resumed = False
+        self._owes_evaluation = False  # a signal cut it off
         self._must_stop = self._has_told_stop = False
 
     @property
@@ -144,6 +146,8 @@ class Trainer:
             self._broadcast_buffers()
             if self.job.eval is not None and self.job.eval.first:
                 self.evaluate()
+        elif self.job.eval is not None and self._owes_evaluation:
+            self.evaluate()
         self._clock.restart()
         reason = self._train()
         self._resolve()
@@ -160,6 +164,8 @@ class Trainer:
             every = self.job.eval.every
             if every is None or self.progress.steps % every:
                 self.evaluate()
+            if self._owes_evaluation:
+                self._leave()
         self.recorder.end(reason)
         self.phase = "end"
 
@@ -238,6 +244,7 @@ class Trainer:
             "cursor": self.loader.cursor,
             "dataset_samples": self.loader.num_samples,
             "scaler": self.sharded.scaler.state_dict() if self.sharded.scaler.enabled else None,
+            "owes_evaluation": self._owes_evaluation,
         }
 
     def resume(self, resumed: Resumed) -> None:
@@ -252,6 +259,7 @@ class Trainer:
             cursor, scaler = state["cursor"], state["scaler"]
         except KeyError as error:
             raise CheckpointError(f"{resumed.path} is not of a training run: no {error} in its progress") from None
+        self._owes_evaluation = bool(state.get("owes_evaluation"))  # older checkpoints do not say
         if scaler is not None and self.sharded.scaler.enabled:
             self.sharded.scaler.load_state_dict(scaler)
         self.loader.seek(cursor)
@@ -296,7 +304,7 @@ class Trainer:
         waited[Phase.OPTIM] += self.comm.take_waited()
         flops = (self._flops_per_sample or 0.0) * sum(micro.num_samples for micro in micro_batches)
         self._pending = Pending(
-            self.progress.steps, lr, *to_host(result, scale), self._clock.restart(), waited, self.comm.drain(), flops
+            self.progress.steps, lr, to_host(result, scale), self._clock.restart(), waited, self.comm.drain(), flops
         )
         if self.device.type != "cuda" or self.parts.on_step is not None:  # the hook is called between two steps
             self._resolve()
@@ -441,15 +449,37 @@ class Trainer:
 
     # Evaluation
 
-    def evaluate(self) -> float:
-        """Mean loss over the held-out samples; modules get their modes back."""
+    def evaluate(self) -> None:
+        """Mean loss over the held-out samples; modules get their modes back.
+
+        A signal that asks for the end cuts it off, on all ranks before the same batch: the run makes it anew when it
+        goes on, with the random streams that it has now.
+        """
         assert self.job.eval is not None
         self.phase = "evaluation"
         start = time.monotonic()
-        self._broadcast_buffers()
+        streams = rng.capture(self.device)
         modes = [(inner, inner.training) for inner in self.module.modules()]
         self.module.eval()
-        sums = torch.zeros(5, dtype=torch.float64, device=self.device)
+        sums = torch.zeros(4, dtype=torch.float64, device=self.device)
+        self._owes_evaluation = self._must_stop or not self._walk_held_out(sums)
+        for inner, mode in modes:
+            inner.training = mode
+        if self._owes_evaluation:
+            self._must_stop = True
+            rng.restore(*streams, self.device)
+            return
+        weight, total, samples, tokens = self.comm.sum_small(sums, self.world, name="evaluation").tolist()
+        loss_value = total / weight if weight else float("nan")
+        self.recorder.evaluation(loss_value, int(samples), int(tokens), time.monotonic() - start)
+        if self.parts.on_eval is not None:
+            with user_code("hooks.on_eval failed"):
+                self.parts.on_eval(self._context(loss_value))
+
+    def _walk_held_out(self, sums: torch.Tensor) -> bool:
+        """Add what every held-out batch of this rank comes to; whether no rank was asked to stop meanwhile."""
+        assert self.job.eval is not None
+        self._broadcast_buffers()
         batches = eval_batches(
             self.parts.eval_data,
             self.spec.batch.micro,
@@ -459,6 +489,7 @@ class Trainer:
             self.parts.collate,
         )
         for micro in batches:
+            vote = self._vote_on_stop()
             micro = micro.to(self.device)
             with self.sharded.evaluation(), user_code("evaluation failed"):
                 loss = compute_loss(self.module, micro.batch, self.parts.loss, micro.num_samples)
@@ -468,17 +499,14 @@ class Trainer:
                 numbers = (loss.weight, loss.total.double(), micro.num_samples, micro.num_tokens)
                 for place, number in enumerate(numbers):
                     sums[place] += number
-        for inner, mode in modes:
-            inner.training = mode
-        sums[4] = self._asked_to_stop()
-        weight, total, samples, tokens, stop = self.comm.sum_small(sums, self.world, name="evaluation").tolist()
-        self._must_stop |= stop > 0
-        loss_value = total / weight if weight else float("nan")
-        self.recorder.evaluation(loss_value, int(samples), int(tokens), time.monotonic() - start)
-        if self.parts.on_eval is not None:
-            with user_code("hooks.on_eval failed"):
-                self.parts.on_eval(self._context(loss_value))
-        return loss_value
+            if vote.read()[0]:
+                return False
+        return True
+
+    def _vote_on_stop(self) -> Arriving:
+        """How many ranks were asked to stop. The device goes on meanwhile: what is read comes before the next batch."""
+        asked = torch.tensor([float(self._asked_to_stop())], dtype=torch.float64, device=self.device)
+        return Arriving.of(self.comm.sum_small(asked, self.world, name="evaluation"))
 
     def _broadcast_buffers(self) -> None:
         """Buffers (running statistics) are the first rank's."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import multiprocessing
 import os
 import random
+import signal
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -157,13 +160,18 @@ def make_spec(keys: dict[str, Any], run_dir: str, resume: dict[str, Any] | None)
 
 
 def run(
-    keys: dict[str, Any], run_dir: str, resume: dict[str, Any] | None = None, stop_after: int | None = None
+    keys: dict[str, Any],
+    run_dir: str,
+    resume: dict[str, Any] | None = None,
+    stop_after: int | None = None,
+    signal_in_batch: int | None = None,
 ) -> dict[str, Any]:
     """Train a job, or a part of it.
 
     Args:
         resume: fields of a `ResumeSpec`; its folder is that of the run directory unless it says otherwise.
         stop_after: end as if the process had died right after this step.
+        signal_in_batch: of evaluation, in which a signal reaches the last rank.
 
     Returns:
         `contents` of the end; where it goes on from a checkpoint, also those of the beginning, as "begun".
@@ -188,6 +196,9 @@ def run(
             step(micro_batches)
 
         trainer.step = watched
+        trainer.stop.ignore = lambda: None  # type: ignore[method-assign]  # the process lives on
+        if signal_in_batch is not None:
+            _signal_in(trainer, signal_in_batch)
         os.environ["STOP_AFTER"] = str(stop_after)  # the job's reference loads this module anew
         trainer.run()
     except UserCodeError as caught:
@@ -204,6 +215,18 @@ def run(
     if trainer is not None:
         found |= contents(trainer)
     return found
+
+
+def _signal_in(trainer: Trainer, number: int) -> None:
+    """A signal reaches the last rank in the evaluation batch `number`, counted from 1."""
+    inner, numbers = trainer.sharded.evaluation, itertools.count(1)
+
+    def evaluation() -> AbstractContextManager[None]:
+        if next(numbers) == number and trainer.world.index == trainer.world.size - 1:
+            trainer.stop.first = signal.SIGTERM
+        return inner()
+
+    trainer.sharded.evaluation = evaluation  # type: ignore[method-assign]
 
 
 def look(keys: dict[str, Any], run_dir: str, resume: dict[str, Any] | None) -> dict[str, Any]:

@@ -125,3 +125,31 @@ def test_a_named_step_that_is_damaged_is_an_error(ranks, tmp_path):
     for result in ranks(2).run(look, job(), str(tmp_path), {"step": 6}):
         assert result["error"].startswith("CheckpointError: ")
         assert "does not hold step 6\n  step 6: " in result["error"]
+
+
+def evaluations(result: dict[str, Any]) -> list[tuple[int, float]]:
+    return [(event["step"], event["loss"]) for event in result["events"] if event["type"] == "eval"]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_evaluation_that_a_signal_cuts_off_is_made_anew(ranks, tmp_path, stage):
+    """Each sample of it draws from the random streams, which training goes on with."""
+    held_out = {"data": {"call": "runs.py:Augmented", "args": {"length": 12}}, "every": 2}
+    keys = job(zero=stage, steps=6, eval=held_out, checkpoint={"every": 100})
+    whole = ranks(2).run(run, keys, str(tmp_path / "whole"))
+    cut = ranks(2).run(run, keys, str(tmp_path / "cut"), None, None, 6 + 3)  # the third batch of the second one
+    rest = ranks(2).run(run, keys, str(tmp_path / "cut"), {})
+    assert [each["error"] for each in cut] == ["StoppedError: stopped after step 4, saved"] * 2
+    assert [step for step, _ in evaluations(cut[0])] == [2]
+    assert evaluations(cut[0]) + evaluations(rest[0]) == evaluations(whole[0])
+    assert len(evaluations(whole[0])) == 3
+    assert {**losses(cut[0]), **losses(rest[0])} == losses(whole[0])
+    assert [each["digest"] for each in rest] == [each["digest"] for each in whole]
+
+
+def test_a_signal_in_the_last_evaluation_finds_the_run_saved(ranks, tmp_path):
+    keys = job(steps=4, eval={"data": "runs.py:Tokens"}, checkpoint={"every": 100})
+    found = ranks(2).run(run, keys, str(tmp_path / "run"), None, None, 2)
+    assert [each["error"] for each in found] == ["StoppedError: stopped after step 4, saved"] * 2
+    assert [(e["step"], e["reason"]) for e in found[0]["events"] if e["type"] == "save"] == [(4, "end")]
+    assert evaluations(found[0]) == []

@@ -206,6 +206,18 @@ def test_only_a_single_host_knows_that_all_ranks_wait_for_one_of_them():
     assert inquiry.finding()["reason"] == "all ranks wait"
 
 
+def test_nobody_waits_for_each_other_while_one_rank_works():
+    inquiry = Inquiry(Verdict([1], 5.0, "limits.hang_s"), {rank: state() for rank in range(2)}, 100.0)
+    seen = saw(0, 1)
+    seen["ranks"][1]["does"] = "runs"
+    inquiry.hear(seen)
+    found = inquiry.finding()
+    assert found["reason"] is None
+    told = Hang(found, hang().plan, Path("/runs/a"))
+    assert "rank 1 of 2 is stuck in forward of step 5" in told.headline
+    assert told.advice == "see what the stack waits for; if it is merely slow, raise limits.hang_s"
+
+
 def test_after_two_steps_ranks_hold_what_they_need(tmp_path: Path) -> None:
     board = Board(tmp_path / "board", 0, range(1), 1)
     observer = Observer(BoardView(tmp_path / "board", range(1)), tmp_path)

@@ -303,6 +303,17 @@ def test_what_is_killed_after_now_is_no_failure(rundir):
     assert judge(run, plan(), rundir, interrupts) == (130, None)
 
 
+@pytest.mark.parametrize(("committed", "code"), [(7, 75), (6, 130), (0, 130)])
+def test_what_is_cut_off_after_the_newest_step_was_saved_loses_nothing(rundir, committed, code):
+    interrupts, run = Interrupts(), Run(2)
+    run.last_step = 7
+    interrupts._note(INT, None)
+    interrupts.force()
+    assert interrupts.forced_at is not None
+    run.exits += [Exit(rank, -signal.SIGTERM, interrupts.forced_at + 1) for rank in range(2)]
+    assert judge(run, plan(), rundir, interrupts, committed) == (code, None)
+
+
 def test_a_peer_that_felt_the_others_stop_is_no_failure(rundir):
     interrupts, run = Interrupts(), Run(2)
     interrupts._note(TERM, None)

@@ -452,9 +452,10 @@ def _follow(
         raise
     finally:
         follower.close()
-    code, failure = judge(run, plan, rundir, interrupts)
+    committed = _committed(resolved, rundir)
+    code, failure = judge(run, plan, rundir, interrupts, committed)
+    again = order.again if committed else None
     if failure is not None:
-        again = order.again if _committed(resolved, rundir) else None
         record = failure.as_json() | {"resume": again}
         rundir.write_failure(record)
         unfit = _unfit(code, failure, run, gate)
@@ -466,10 +467,19 @@ def _follow(
     elif code == ExitCode.OK and ui is not Ui.none:
         _say(report(follower.state, rundir.path), sys.stderr if ui is Ui.json else sys.stdout)
     elif code != ExitCode.OK:
-        saved = f"saved; resume: {order.again}" if code == ExitCode.STOPPED else "not saved"
-        lost = "".join(f"; lost {why}" for why in run.lost.values())
-        _say(f"stopped after step {run.last_step}, {saved}{lost}", sys.stderr)
+        _say(_farewell(code, run, committed, again), sys.stderr)
     return code, failure, interrupts.first is not None or run.stopping
+
+
+def _farewell(code: int, run: Run, committed: int, again: str | None) -> str:
+    """What becomes of a run that was asked to stop."""
+    if code == ExitCode.STOPPED:
+        saved = "saved"
+    else:
+        saved = "not saved" + (f", but step {committed} is" if committed else "")
+    lost = "".join(f"; lost {why}" for why in run.lost.values())
+    resume = f"; resume: {again}" if again is not None else ""
+    return f"stopped after step {max(run.last_step, committed)}, {saved}{resume}{lost}"
 
 
 def _unfit(code: int, failure: Failure | Hang | LostHost, run: Run, gate: Gate) -> Forecast | None:

@@ -199,7 +199,8 @@ class Inquiry:
         told = [self._told[rank] for rank in sorted(self._told)]
         halted = [rank for rank in self.verdict.ranks if self._told[rank]["does"] in ("is stopped", "is silent")]
         reasons = [frame["disagreement"] for frame in self._frames]
-        if len(self._frames) == 1:  # where another host has ranks too, they may be what all wait for
+        # Where one works, or another host has ranks too, it may be what the others wait for.
+        if len(self._frames) == 1 and all(each["does"] == "waits" for each in told):
             reasons.append(self._frames[0]["stalemate"])
         return {
             "ranks": told,

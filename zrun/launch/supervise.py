@@ -307,9 +307,13 @@ def _say(text: str) -> None:
 
 
 def judge(
-    run: Run, plan: LaunchPlan, rundir: RunDir, interrupts: Interrupts
+    run: Run, plan: LaunchPlan, rundir: RunDir, interrupts: Interrupts, committed: int = 0
 ) -> tuple[int, Failure | Hang | LostHost | None]:
-    """The run's exit code, and the failure behind it."""
+    """The run's exit code, and the failure behind it.
+
+    Args:
+        committed: the newest step that is saved; 0: none.
+    """
     if run.hang is not None and interrupts.forced_at is None:
         return ExitCode.HANG, Hang(run.hang, plan, rundir.path)
     statuses = {each.status for each in run.exits}
@@ -331,6 +335,8 @@ def judge(
         return failure.exit_code, failure
     if not asked:
         return ExitCode.OK, None
+    if committed and committed >= run.last_step:  # what was cut off came after the last step: nothing is lost
+        return ExitCode.STOPPED, None
     by_hand = interrupts.first == signal.SIGINT or (interrupts.first is None and ExitCode.INTERRUPTED in statuses)
     return ExitCode.INTERRUPTED if by_hand else ExitCode.TERMINATED, None
 

@@ -473,10 +473,8 @@ def _follow(
 
 def _farewell(code: int, run: Run, committed: int, again: str | None) -> str:
     """What becomes of a run that was asked to stop."""
-    if code == ExitCode.STOPPED:
-        saved = "saved"
-    else:
-        saved = "not saved" + (f", but step {committed} is" if committed else "")
+    unsaved = "not saved" + (f", but step {committed} is" if committed else "")
+    saved = "saved" if code == ExitCode.STOPPED else unsaved
     lost = "".join(f"; lost {why}" for why in run.lost.values())
     resume = f"; resume: {again}" if again is not None else ""
     return f"stopped after step {max(run.last_step, committed)}, {saved}{resume}{lost}"

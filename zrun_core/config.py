@@ -340,7 +340,7 @@ class OptimConfig(Section):
         try:
             return section.model_validate(args).model_dump(exclude_unset=True)
         except ValidationError as error:
-            raise ValueError("; ".join(_argument_problem(name, section, detail) for detail in error.errors())) from None
+            raise ValueError("; ".join(argument_problem(name, section, detail) for detail in error.errors())) from None
 
     @model_validator(mode="after")
     def _takes_what_is_given(self) -> Self:
@@ -351,7 +351,8 @@ class OptimConfig(Section):
         return self
 
 
-def _argument_problem(name: str, section: type[Section], detail: Any) -> str:
+def argument_problem(name: str, section: type[Section], detail: Any) -> str:
+    """What is wrong with an argument of the optimizer `name`; `detail` is one of pydantic's errors of its section."""
     key = str(detail["loc"][0])
     if detail["type"] != "extra_forbidden":
         return f"{key}: {detail['msg'].removeprefix('Value error, ')}, found {detail['input']!r}"

@@ -43,7 +43,7 @@ class ZrunError(Exception):
 
 
 class JobError(ZrunError):
-    """The command line or the job file is wrong."""
+    """The command line, the job file or an argument of the library is wrong."""
 
     exit_code = ExitCode.USAGE
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import zrun_core
 from zrun_core import rng
+from zrun_core.errors import ZrunError
 from zrun_core.library import run as library
+from zrun_core.library.model import Handle
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -68,3 +73,187 @@ def test_lars_follows_a_weight_decay_that_changes(stage: int) -> None:
     with zrun_core.gathered(model):
         for ours, theirs in zip(model.parameters(), params, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "moments"), [("lion", 1), ("lamb", 2), ("adamw", 2), (torch.optim.Adam, 2)])
+def test_moments_in_bf16(tmp_path: Path, name: Any, moments: int) -> None:
+    model = zrun_core.shard(build)
+    optimizer = zrun_core.optimizer(model, name, lr=1e-3, moments="bf16")
+    backward(model)
+    optimizer.step()
+    kept = [tensor for tensor in Handle.of(model, "").sharded.optimizer.tensors() if tensor.dim()]
+    assert len(kept) == moments * 4
+    assert {tensor.dtype for tensor in kept} == {torch.bfloat16}
+    zrun_core.save(tmp_path, model, step=1)
+    other = zrun_core.shard(build)
+    zrun_core.optimizer(other, name, lr=1e-3, moments="bf16")
+    assert zrun_core.load(tmp_path, other) is not None
+    loaded = [tensor for tensor in Handle.of(other, "").sharded.optimizer.tensors() if tensor.dim()]
+    assert all((a == b).all() for a, b in zip(kept, loaded, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("adamw", {"moments": "fp16"}, "optimizer(moments='fp16'): write fp32 or bf16"),
+        ("lion", {"moment_dtype": torch.bfloat16}, "lion has no argument 'moment_dtype'; did you mean moments?"),
+        ("sgd", {"moments": "bf16"}, "sgd keeps its state in fp32; bf16 is for adam, adamw, lamb, lion"),
+        ("adamw", {"moments": "bf16", "amsgrad": True}, "adamw has no argument 'amsgrad'"),
+        ("lamb", {"norm_clamp": (10, 0)}, "lamb: norm_clamp: [10.0, 0.0] is no range: write [low, high]"),
+        ("lamb", {"norm_clamp": 5.0}, "lamb: norm_clamp: "),
+        ("lamb", {"bias_corection": False}, "did you mean bias_correction?"),
+        ("lars", {"momentum": 7}, "lars: momentum: "),
+        ("lion", {"betas": (0.9,)}, "betas must be two numbers in [0, 1): (0.9,)"),
+        ("lion", {"betas": 0.9}, "betas must be two numbers in [0, 1): 0.9"),
+        ("lars", {"lr": "a"}, "lr must be a number, 0 or more: 'a'"),
+        ("adamw", {"lr": -1}, "adamw(lr=-1): Invalid learning rate: -1"),
+        ("adamw", {"lr": "a"}, "adamw(lr='a'): "),
+        ("adamw", {"betas": 0.9}, "adamw(betas=0.9): "),
+        ("adamw", {"differentiable": True}, "updates of slices cannot be differentiated"),
+        (3, {}, "3 is no optimizer: pass a name, or a class"),
+        ("adamw", {"clip": "1"}, "optimizer(clip='1'): write a number above 0, or None"),
+        ("adamw", {"clip": True}, "optimizer(clip=True)"),
+        ("adamw", {"replica_every": 0.5}, "optimizer(replica_every=0.5): write 1 or more steps, or None"),
+    ],
+)
+def test_arguments_that_an_optimizer_does_not_take(name: Any, options: dict[str, Any], message: str) -> None:
+    model = zrun_core.shard(build)
+    with pytest.raises(ZrunError) as caught:
+        zrun_core.optimizer(model, name, **options)
+    assert message in str(caught.value)
+    assert str(caught.value).startswith("optimizer(")
+    zrun_core.optimizer(model, "sgd", lr=0.1)  # nothing is half made
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "message"),
+    [
+        ("lamb", {"norm_clamp": (0, 1)}, "groups[1] has 'norm_clamp', which holds for all groups"),
+        ("lion", {"betas": (0.9,)}, "betas must be two numbers"),
+        ("adamw", {"lr": -1.0}, "Invalid learning rate: -1.0"),
+        ("lars", {"momentum": 7}, "lars: momentum: "),
+    ],
+)
+def test_what_a_group_sets_is_looked_at_too(name: str, own: dict[str, Any], message: str) -> None:
+    model = zrun_core.shard(build)
+    first, *others = model.parameters()
+    with pytest.raises(ZrunError) as caught:
+        zrun_core.optimizer(model, name, groups=[{"params": others, "name": "mine"}, {"params": first, **own}])
+    assert message in str(caught.value)
+
+
+def test_a_group_with_momentum_may_miss_a_gradient() -> None:
+    """torch's fused SGD fails if a parameter gets its first gradient after another one has momentum."""
+    model = zrun_core.shard(build)
+    optimizer = zrun_core.optimizer(
+        model, "sgd", groups=[{"params": list(model.parameters()), "momentum": 0.9}], lr=0.1
+    )
+    with zrun_core.forward(model):
+        hidden = model[0](inputs(0)[0])
+    hidden.square().mean().backward()  # the last layer gets none
+    optimizer.step()
+    backward(model)
+    optimizer.step()
+
+
+@pytest.fixture(scope="module")
+def trained() -> tuple[nn.Module, zrun_core.Optimizer]:
+    model = zrun_core.shard(build)
+    return model, zrun_core.optimizer(model, "sgd", lr=0.1)
+
+
+WRONG: dict[str, tuple[Callable[[nn.Module, zrun_core.Optimizer], object], str]] = {
+    "text for a number": (
+        lambda model, optimizer: zrun_core.shard(build, accumulate="4"),
+        "shard(accumulate='4'): write how many",
+    ),
+    "accumulate": (lambda model, optimizer: zrun_core.shard(build, accumulate=0), "shard(accumulate=0): write how"),
+    "weight": (lambda model, optimizer: optimizer.step(weight="a"), "step(weight='a'): write a number"),
+    "less": (lambda model, optimizer: optimizer.step(weight=-1), "step(weight=-1): write a finite number, 0 or more"),
+    "shape": (
+        lambda model, optimizer: optimizer.step(weight=torch.ones(2)),
+        "step(weight=...): a tensor of shape (2,)",
+    ),
+    "closure": (lambda model, optimizer: optimizer.step(2.0), "did you mean weight=2.0?"),
+    "mean": (lambda model, optimizer: library.current().mean(torch.ones(3)), "mean(value=...): a tensor of shape (3,)"),
+    "share": (lambda model, optimizer: library.current().mean(1.0, weight=-2), "mean(weight=-2): write"),
+    "text": (lambda model, optimizer: zrun_core.save("never", model, step="1"), "save(step='1'): write how many steps"),
+    "half": (lambda model, optimizer: zrun_core.save("never", model, step=1.5), "save(step=1.5): write how many steps"),
+    "true": (lambda model, optimizer: zrun_core.save("never", model, step=True), "save(step=True): write how many"),
+    "below": (lambda model, optimizer: zrun_core.save("never", model, step=-1), "save(step=-1): write how many"),
+    "load": (lambda model, optimizer: zrun_core.load("never", model, step="3"), "load(step='3'): write a step"),
+    "scale": (lambda model, optimizer: zrun_core.GradScaler(0), "GradScaler(init_scale=0): write a number above 0"),
+    "nan": (lambda model, optimizer: zrun_core.GradScaler(float("nan")), "GradScaler(init_scale=nan): write a number"),
+    "window": (
+        lambda model, optimizer: zrun_core.GradScaler(growth_interval=0.5),
+        "GradScaler(growth_interval=0.5): write a number of steps, 1 or more",
+    ),
+    "torch's": (
+        lambda model, optimizer: zrun_core.GradScaler().load_state_dict(torch.amp.GradScaler("cpu").state_dict()),
+        "this is no state of a zrun_core.GradScaler, which holds scale, good and bad",
+    ),
+    "state": (
+        lambda model, optimizer: zrun_core.GradScaler().load_state_dict({"scale": 0.0, "good": 0, "bad": 0}),
+        "GradScaler.load_state_dict(scale=0.0): write a number above 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments_are_told_in_one_line(trained: tuple[nn.Module, zrun_core.Optimizer], case: str) -> None:
+    action, message = WRONG[case]
+    backward(trained[0])
+    with pytest.raises(ZrunError) as caught:
+        action(*trained)
+    trained[1].zero_grad()
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seed": "a"}, "init(seed='a'): write a whole number"),
+        ({"threads": 0}, "init(threads=0): write a number of threads, 1 or more, or None"),
+        ({"timeout_s": -1}, "init(timeout_s=-1): write seconds above 0"),
+        ({"patience_s": None}, "init(patience_s=None): write seconds above 0"),
+    ],
+)
+def test_wrong_arguments_of_init(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str) -> None:
+    monkeypatch.setattr(library, "_current", None)
+    with pytest.raises(ZrunError) as caught:
+        zrun_core.init(**options)
+    assert message in str(caught.value)
+
+
+def test_a_rank_that_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "_current", None)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "one")
+    with pytest.raises(ZrunError, match="RANK='one' is no number: start the script with torchrun"):
+        zrun_core.init()
+
+
+def test_numbers_of_other_kinds_are_numbers(tmp_path: Path) -> None:
+    model = zrun_core.shard(build, accumulate=torch.tensor(1))
+    optimizer = zrun_core.optimizer(model, "sgd", lr=0.1, clip=np.float32(1.0))
+    for weight in (np.float64(1.0), torch.tensor([2]), True):
+        backward(model)
+        optimizer.step(weight=weight)
+    assert zrun_core.save(tmp_path, model, step=np.int64(3))
+    loaded = zrun_core.load(tmp_path, model, step=torch.tensor(3))
+    assert loaded is not None
+    assert loaded.step == 3
+    assert library.current().mean(torch.tensor([[2.5]]), weight=np.int32(4)) == 2.5
+
+
+def test_a_closure_is_called_before_the_update() -> None:
+    model, plain = zrun_core.shard(build), zrun_core.shard(build)
+    optimizer, other = (zrun_core.optimizer(each, "sgd", lr=0.1) for each in (model, plain))
+    with torch.no_grad():
+        loss = optimizer.step(lambda: backward(model))
+    assert loss == backward(plain)
+    assert other.step() is None
+    with zrun_core.gathered(model), zrun_core.gathered(plain):
+        assert all((a == b).all() for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+        assert not all((a == b).all() for a, b in zip(model.parameters(), build().parameters(), strict=True))

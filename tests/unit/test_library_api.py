@@ -43,7 +43,7 @@ def as_written(function: Any, name: str) -> str:
     params = [
         param.replace(annotation=param.empty, kind=param.POSITIONAL_OR_KEYWORD)
         for param in signature.parameters.values()
-        if param.name not in ("self", "closure", "set_to_none") and param.kind is not param.VAR_KEYWORD
+        if param.name not in ("self", "set_to_none") and param.kind is not param.VAR_KEYWORD
     ]
     text = ", ".join(str(param).replace("'", '"') for param in params)
     more = ", **options" if any(param.kind is param.VAR_KEYWORD for param in signature.parameters.values()) else ""

@@ -16,6 +16,7 @@ from zrun_core import parallelize
 from zrun_core.build import Built, build_on_meta, build_once_per_host, check
 from zrun_core.config import ActivationsConfig, PrecisionConfig, Section, ZeroConfig
 from zrun_core.errors import JobError, UserCodeError
+from zrun_core.library import arguments
 from zrun_core.library.run import Run, current
 from zrun_core.spec import ranks_per_copy
 from zrun_core.user import user_code
@@ -87,8 +88,8 @@ def shard(
     zero_config = _section(ZeroConfig, zero, "zero")
     precision_config = _section(PrecisionConfig, precision, "precision")
     activations_config = _section(ActivationsConfig, activations or {}, "activations")
-    if accumulate < 1:
-        raise JobError(f"shard(accumulate={accumulate}): write how many backward calls make a step, 1 or more")
+    write = "how many backward calls make a step, 1 or more"
+    accumulate = arguments.whole("shard", "accumulate", accumulate, 1, write)
     if init not in ("factory", "meta"):
         raise JobError(f"shard(init={init!r}): write factory or meta")
     run._meet("shard()")

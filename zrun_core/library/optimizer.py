@@ -5,11 +5,10 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import nn
@@ -17,10 +16,11 @@ from torch import nn
 from zrun_core.checkpoint.checkpointer import Votes
 from zrun_core.config import LossScaleConfig
 from zrun_core.errors import HangError, JobError, NumericError, UserCodeError
+from zrun_core.library import arguments
 from zrun_core.library.model import Handle
 from zrun_core.library.run import current
 from zrun_core.optim import lightweight
-from zrun_core.optim.choose import Chosen, choose_with, find
+from zrun_core.optim.choose import MOMENTS, Chosen, arguments_of, choose_with, find, with_bf16_moments
 from zrun_core.precision import LossScaler, Precision
 from zrun_core.replicas import ReplicaGuard
 from zrun_core.zero.sharded import StepResult
@@ -62,7 +62,7 @@ class Optimizer(torch.optim.Optimizer):
         self._handle.loop.drop_gradients()
         self._handle.sharded.begin_step()
 
-    def step(self, closure: None = None, *, weight: float | torch.Tensor = 1.0) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None, *, weight: float | torch.Tensor = 1.0) -> Any:
         """Update the model. The gradients are used up: `zero_grad()` is needed only to drop some.
 
         The gradient is that of the sum of all losses that were differentiated since the last step, on all ranks,
@@ -73,16 +73,28 @@ class Optimizer(torch.optim.Optimizer):
         If the gradient is not finite, or all weights are 0, all ranks skip the update: `skipped` says so.
 
         Args:
+            closure: called first, with gradients; it computes the loss and its backward, as torch has it.
             weight: of this rank's losses, 0 or more.
 
+        Returns:
+            What the closure returns, or None.
+
         Raises:
-            UserCodeError: there was no backward, or the weight is no such number.
+            UserCodeError: there was no backward.
+            JobError: the weight is no such number, or the closure cannot be called.
             HangError: ranks gathered different modules.
             NumericError: 50 steps in a row were skipped.
             DivergedError: ranks hold different values of what must be equal. Nothing was updated.
             SaveError: a save that went on behind has failed; on the other ranks a PeerError. The update was made.
         """
+        loss = None
+        if closure is not None:
+            if not callable(closure):
+                raise JobError(f"step({closure!r}): the first argument is a closure; did you mean weight={closure!r}?")
+            with torch.enable_grad():
+                loss = closure()
         self._step(weight, None)
+        return loss
 
     def _step(self, weight: float | torch.Tensor, scaler: LossScaler | None) -> StepResult:
         handle = self._handle
@@ -92,7 +104,8 @@ class Optimizer(torch.optim.Optimizer):
         self._warn_unscaled(scaler)
         save, votes = handle.run._background.votes()
         said = torch.tensor([votes.written, votes.settled], dtype=torch.float64)
-        sums = torch.cat([_weight(weight).to(device, torch.float64).view(1), said.to(device)])
+        share = arguments.scalar("step", "weight", weight, is_weight=True)
+        sums = torch.cat([share.to(device).view(1), said.to(device)])
         self._read_last()
         handle.loop.end_gradients()
         self._num_steps += 1
@@ -180,6 +193,7 @@ def optimizer(
     *,
     groups: Sequence[Mapping[str, Any]] | None = None,
     clip: float | None = None,
+    moments: Literal["fp32", "bf16"] = "fp32",
     replica_every: int | None = 100,
     **options: Any,
 ) -> Optimizer:
@@ -187,10 +201,12 @@ def optimizer(
 
     Args:
         model: what `shard` returned.
-        name: an elementwise class of `torch.optim` or of the user's own, or the name of one of torch's.
+        name: an elementwise class of `torch.optim` or of the user's own, or the name of one of torch's; lamb, lars and
+            lion are there too.
         groups: parameter groups with options of their own, as torch takes them; together they hold every parameter
             that requires a gradient. None is one group of all.
         clip: largest global 2-norm of the gradient; None never clips.
+        moments: bf16 halves the moments of adam, adamw, lamb and lion; results change.
         replica_every: steps between comparisons of what several ranks hold; also before each save. None never does.
         options: keyword arguments of the class, `lr` among them; what is not given has the class's own default.
 
@@ -201,12 +217,12 @@ def optimizer(
     handle = Handle.of(model, "optimizer()")
     if handle.optimizer is not None:
         raise UserCodeError("optimizer(): this model has one already")
-    if clip is not None and not clip > 0:
-        raise JobError(f"optimizer(clip={clip}): write a number above 0, or None")
-    if replica_every is not None and not (isinstance(replica_every, int) and replica_every > 0):
-        raise JobError(f"optimizer(replica_every={replica_every}): write a number of steps, 1 or more, or None")
-    chosen = _choose(name, options, handle.run.device)
+    if clip is not None:
+        clip = arguments.number("optimizer", "clip", clip, "a number above 0, or None", above=0)
+    if replica_every is not None:
+        replica_every = arguments.whole("optimizer", "replica_every", replica_every, 1, "1 or more steps, or None")
     made = _make_groups(model, groups)
+    chosen = _choose(name, options, made, moments, handle.run.device)
     number_of = {id(param): number for number, group in enumerate(made) for param in group["params"]}
     by_name = {name: number_of[id(param)] for name, param in model.named_parameters() if param.requires_grad}
     settings = [{key: value for key, value in group.items() if key != "params"} for group in made]
@@ -220,21 +236,61 @@ def optimizer(
     return result
 
 
-def _choose(name: str | Callable[..., torch.optim.Optimizer], options: dict[str, Any], device: torch.device) -> Chosen:
+def _choose(
+    name: str | Callable[..., torch.optim.Optimizer],
+    options: dict[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    moments: str,
+    device: torch.device,
+) -> Chosen:
+    """What `name` and `options` ask for; the options of each group are looked at too.
+
+    Raises:
+        JobError: no such optimizer, arguments that it does not take, or one that cannot work on shards.
+    """
+    if moments not in MOMENTS:
+        raise JobError(f"optimizer(moments={moments!r}): write fp32 or bf16")
     try:
         build = find(name, _no_reference) if isinstance(name, str) else name
         title = name if isinstance(name, str) else getattr(name, "__name__", str(name))
-        accepted = inspect.signature(build).parameters
-        if not any(param.kind is inspect.Parameter.VAR_KEYWORD for param in accepted.values()):
-            for key in options:
-                if key not in accepted:
-                    near = difflib.get_close_matches(key, accepted, 1)
-                    hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(list(accepted)[1:])}"
-                    raise JobError(f"{title} has no argument {key!r}; {hint}")
-        return choose_with(title, build, options, device)
+        if not callable(build):
+            raise JobError(f"{title} is no optimizer: pass a name, or a class")
+        if moments == "bf16":
+            build = with_bf16_moments(title, build)
+        accepted = arguments_of(build)
+        takes_all = any(param.kind is inspect.Parameter.VAR_KEYWORD for param in accepted.values())
+        for key in options if not takes_all else ():
+            if key not in accepted:
+                near = difflib.get_close_matches(key, [*accepted, "moments"], 1)
+                hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(accepted)}"
+                raise JobError(f"{title} has no argument {key!r}; {hint}")
+        chosen = choose_with(title, build, options, device, MOMENTS[moments])
+        for own in _own_options(chosen, groups, accepted):
+            in_group = choose_with(title, build, options | own, device, MOMENTS[moments])
+            if "fused" in chosen.kwargs and "fused" not in in_group.kwargs:
+                chosen = choose_with(title, build, {**options, "fused": False}, device)
+        return chosen
     except JobError as error:
         text = str(error).removeprefix("optim.name: ").removeprefix("optim: ")
         raise JobError(f"optimizer(): {text}") from None
+
+
+def _own_options(
+    chosen: Chosen, groups: Sequence[Mapping[str, Any]], accepted: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """What each group sets of the optimizer's arguments, where it sets any.
+
+    Raises:
+        JobError: it sets one that holds for all groups.
+    """
+    defaults = chosen.make([nn.Parameter(torch.zeros(1))], None).defaults
+    for number, group in enumerate(groups):
+        own = {key: value for key, value in group.items() if key in accepted}
+        if shared := own.keys() - defaults.keys():
+            key = sorted(shared)[0]
+            raise JobError(f"groups[{number}] has {key!r}, which holds for all groups: write optimizer(..., {key}=...)")
+        if own:
+            yield own
 
 
 def _no_reference(reference: str) -> NoReturn:
@@ -278,17 +334,6 @@ def _iterable(params: Any, number: int) -> Iterable[Any]:
     return params
 
 
-def _weight(weight: float | torch.Tensor) -> torch.Tensor:
-    """`weight` as a 0-d tensor."""
-    if isinstance(weight, torch.Tensor):
-        if weight.dim():
-            raise UserCodeError(f"step(weight=...): shape {tuple(weight.shape)} where one number is needed")
-        return weight.detach()
-    if not (math.isfinite(weight) and weight >= 0):
-        raise UserCodeError(f"step(weight={weight}): write a finite number, 0 or more")
-    return torch.tensor(float(weight), dtype=torch.float64)
-
-
 class GradScaler:
     """Dynamic loss scaling for fp16, used as `torch.amp.GradScaler` is; several models share one.
 
@@ -308,18 +353,31 @@ class GradScaler:
         """A scaler on the run's device.
 
         Args:
+            init_scale: the first scale.
             growth_interval: good steps before the scale doubles.
             hysteresis: overflows in a row before the scale halves.
             min_scale: the scale never falls below this.
             enabled: False makes everything here do nothing: losses stay, optimizers step.
+
+        Raises:
+            JobError: an argument is no such number.
         """
-        config = LossScaleConfig(init=init_scale, window=growth_interval, hysteresis=hysteresis, min=min_scale)
+        number = functools.partial(arguments.number, "GradScaler", write="a number above 0", above=0)
+        steps = functools.partial(arguments.whole, "GradScaler", least=1, write="a number of steps, 1 or more")
+        config = LossScaleConfig(
+            init=number("init_scale", init_scale), min=number("min_scale", min_scale),
+            window=steps("growth_interval", growth_interval), hysteresis=steps("hysteresis", hysteresis),
+        )  # fmt: skip
         compute = torch.float16 if enabled else torch.float32
         self._scaler = LossScaler(Precision(compute, torch.float32, config), current().device)
         self._overflows: dict[int, torch.Tensor] = {}  # by optimizer, since the last update
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """`loss` times the scale, to be differentiated."""
+        """`loss` times the scale, to be differentiated.
+
+        Args:
+            loss: of any shape.
+        """
         return loss * self._scaler.scale if self._scaler.enabled else loss
 
     def step(self, optimizer: Optimizer, *, weight: float | torch.Tensor = 1.0) -> None:
@@ -354,5 +412,17 @@ class GradScaler:
         return self._scaler.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, float]) -> None:
-        """Restore what `state_dict` returned."""
-        self._scaler.load_state_dict(dict(state_dict))
+        """Restore what `state_dict` returned.
+
+        Raises:
+            JobError: it is something else.
+        """
+        what = "GradScaler.load_state_dict"
+        if not isinstance(state_dict, Mapping) or not {"scale", "good", "bad"} <= state_dict.keys():
+            raise JobError(
+                f"{what}(): this is no state of a zrun_core.GradScaler, which holds scale, good and bad; of one of "
+                "torch's take the scale: GradScaler(init_scale=...)"
+            )
+        scale = arguments.number(what, "scale", state_dict["scale"], "a number above 0", above=0)
+        counts = {key: arguments.whole(what, key, state_dict[key], 0, "a number of steps") for key in ("good", "bad")}
+        self._scaler.load_state_dict({"scale": scale, **counts})

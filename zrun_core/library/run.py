@@ -17,6 +17,7 @@ from zrun_core.board import Board, Watchdog
 from zrun_core.comm import Comm
 from zrun_core.data.order import mix
 from zrun_core.errors import ExitCode, HangError, JobError, PreflightError, RendezvousError, UserCodeError
+from zrun_core.library import arguments
 from zrun_core.library.background import Background
 from zrun_core.mesh import Mesh
 
@@ -62,9 +63,20 @@ class Run:
         return self.rank == 0
 
     def mean(self, value: float | torch.Tensor, weight: float | torch.Tensor = 1.0) -> float:
-        """The mean of a number over all ranks, each weighing `weight`. Every rank must call it."""
-        parts = (torch.as_tensor(part, dtype=torch.float64).detach().to(self.device) for part in (value, weight))
-        number, share = parts
+        """The mean of a number over all ranks, each weighing `weight`. Every rank must call it.
+
+        Args:
+            value: of this rank, a number or a tensor of one element.
+            weight: of this rank's number, 0 or more.
+
+        Returns:
+            NaN where all weights are 0.
+
+        Raises:
+            JobError: an argument is not one number.
+        """
+        number = arguments.scalar("mean", "value", value).to(self.device)
+        share = arguments.scalar("mean", "weight", weight, is_weight=True).to(self.device)
         total = self._comm.sum_small(torch.stack([number * share, share]), self._mesh(1).world, name="mean").tolist()
         return total[0] / total[1] if total[1] else float("nan")
 
@@ -110,6 +122,7 @@ def init(
     rank with its own stream (dropout differs between ranks), and model factories run with `seed` itself.
 
     Args:
+        seed: of model factories, and, mixed with the rank, of each rank's own stream.
         device: auto is the local rank's GPU where there is one.
         threads: CPU threads of this rank; None divides the usable cores by the ranks of the host, where torchrun
             would leave each rank with one.
@@ -117,11 +130,17 @@ def init(
         patience_s: seconds that `shard`, `gathered`, `save` and `load` wait for all ranks to call them.
 
     Raises:
+        JobError: an argument is wrong.
         PreflightError: torchrun's variables are incomplete, or there is no GPU for this rank.
         RendezvousError: not every rank came in time.
     """
     global _current
     if _current is None:
+        seed = arguments.whole("init", "seed", seed, None, "a whole number")
+        timeout_s = arguments.number("init", "timeout_s", timeout_s, "seconds above 0", above=0)
+        patience_s = arguments.number("init", "patience_s", patience_s, "seconds above 0", above=0)
+        if threads is not None:
+            threads = arguments.whole("init", "threads", threads, 1, "a number of threads, 1 or more, or None")
         seat = _find_seat()
         chosen = _find_device(device, seat[2])
         if threads is None:
@@ -147,6 +166,8 @@ def current() -> Run:
 def _find_seat() -> tuple[int, int, int, int]:
     """(rank, world size, local rank, ranks on this host)."""
     found = {name: os.environ[name] for name in _VARIABLES if os.environ.get(name)}
+    if wrong := [name for name, text in found.items() if not text.isascii() or not text.isdigit()]:
+        raise PreflightError(f"init(): {wrong[0]}={found[wrong[0]]!r} is no number: start the script with torchrun")
     if dist.is_initialized():
         rank, size = dist.get_rank(), dist.get_world_size()
         local_size = int(found.get("LOCAL_WORLD_SIZE", size))

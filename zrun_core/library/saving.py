@@ -23,6 +23,7 @@ from zrun_core.checkpoint.shard_file import Part
 from zrun_core.checkpoint.state import ModelState
 from zrun_core.config import CheckpointConfig
 from zrun_core.errors import CheckpointError, PeerError, SaveError, UserCodeError
+from zrun_core.library import arguments
 from zrun_core.library.background import in_own_words
 from zrun_core.library.model import Handle
 from zrun_core.library.optimizer import Optimizer
@@ -79,11 +80,11 @@ def save(
         SaveError: it, or the one under way, could not be saved. On the other ranks a PeerError.
         DivergedError: ranks hold different values of what must be equal, so nothing is saved.
         UserCodeError: gradients wait for their step, or `extra` is not JSON.
+        JobError: `step` is no number of steps.
     """
     run, states = _states(model, "save()")
     text = _as_json(extra)
-    if step < 0:
-        raise UserCodeError(f"save(step={step}): write how many steps were made")
+    step = arguments.whole("save", "step", step, 0, "how many steps were made")
     if busy not in ("wait", "skip"):
         raise UserCodeError(f"save(busy={busy!r}): write wait or skip")
     for name, handle in states.handles.items():
@@ -139,8 +140,11 @@ def load(
     Raises:
         HangError: not every rank called it.
         CheckpointError: no step is valid, or it is of other models.
+        JobError: `step` is no number of steps.
     """
     run, states = _states(model, "load()", weights_only=weights_only)
+    if step is not None:
+        step = arguments.whole("load", "step", step, 0, "a step that was saved, or None")
     run._meet("load()")
     run._background.finish()
     path = Path(os.path.realpath(folder))

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
-from zrun_core.config import NOT_SHARDED, OptimConfig
+from zrun_core.config import ARGS_OF, NOT_SHARDED, WITH_BF16_MOMENTS, OptimConfig, argument_problem
 from zrun_core.errors import JobError
 from zrun_core.optim import lightweight
 from zrun_core.optim.chunked import Bf16Adam, Bf16AdamW, Chunked, Lion, scratch_bytes
@@ -19,6 +20,7 @@ from zrun_core.optim.layerwise import Lamb, Lars, LayerWise, Trust
 
 OptimizerClass = Callable[..., torch.optim.Optimizer]
 Options = Mapping[str, Any]  # of a parameter group, where they differ from the optimizer's own
+MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _CPU = torch.device("cpu")
 _BY_LOWER_NAME = {
     name.lower(): name
@@ -26,7 +28,9 @@ _BY_LOWER_NAME = {
     if inspect.isclass(getattr(torch.optim, name)) and issubclass(getattr(torch.optim, name), torch.optim.Optimizer)
 }
 _OURS: dict[str, type[Chunked]] = {"lamb": Lamb, "lars": Lars, "lion": Lion}
-_WITH_BF16_MOMENTS: dict[str, type[Chunked]] = {"adam": Bf16Adam, "adamw": Bf16AdamW, "lamb": Lamb, "lion": Lion}
+_IN_BF16: list[tuple[OptimizerClass, type[Chunked]]] = [
+    (torch.optim.Adam, Bf16Adam), (torch.optim.AdamW, Bf16AdamW), (Lamb, Lamb), (Lion, Lion)
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -80,9 +84,10 @@ def choose(config: OptimConfig, load: Callable[[str], Any], device: torch.device
     Raises:
         JobError: no such optimizer, arguments that it does not take, or one that is not elementwise.
     """
-    in_bf16 = config.moments == "bf16"
-    build: OptimizerClass = _WITH_BF16_MOMENTS[config.name.lower()] if in_bf16 else find(config.name, load)
-    accepted = inspect.signature(build).parameters
+    build = find(config.name, load)
+    if config.moments == "bf16":
+        build = with_bf16_moments(config.name, build)
+    accepted = arguments_of(build)
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
     kwargs: dict[str, Any] = {"lr": config.lr}
     for key in ("betas", "eps", "weight_decay"):
@@ -90,14 +95,34 @@ def choose(config: OptimConfig, load: Callable[[str], Any], device: torch.device
         if key in accepted and value is not None:
             kwargs[key] = value
         elif key in config.model_fields_set and value is not None and key not in accepted and not takes_all:
-            raise JobError(f"optim.{key}: {config.name} has no such argument; it takes {', '.join(list(accepted)[1:])}")
+            raise JobError(f"optim.{key}: {config.name} has no such argument; it takes {', '.join(accepted)}")
     for key in config.args:
         if key not in accepted and not takes_all:
             near = difflib.get_close_matches(key, accepted, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise JobError(f"optim.args.{key}: {config.name} has no such argument{hint}")
     kwargs |= config.args
-    return choose_with(config.name, build, kwargs, device, torch.bfloat16 if in_bf16 else torch.float32)
+    return choose_with(config.name, build, kwargs, device, MOMENTS[config.moments])
+
+
+def with_bf16_moments(name: str, build: OptimizerClass) -> OptimizerClass:
+    """The class that computes what `build` does, called `name`, and can keep its moments in bf16.
+
+    Raises:
+        JobError: there is none.
+    """
+    found = next((ours for plain, ours in _IN_BF16 if plain is build), None)
+    if found is None:
+        raise JobError(f"optim: {name} keeps its state in fp32; bf16 is for {', '.join(WITH_BF16_MOMENTS)}")
+    return found
+
+
+def arguments_of(build: OptimizerClass) -> dict[str, inspect.Parameter]:
+    """Keyword arguments that `build` takes from a user, by name."""
+    accepted = dict(list(inspect.signature(build).parameters.items())[1:])  # without the parameters
+    if _as_ours(build) is not None:
+        accepted.pop("moment_dtype", None)
+    return accepted
 
 
 def choose_with(
@@ -110,10 +135,13 @@ def choose_with(
     """The optimizer `build(params, **kwargs)`, called `name`, fused where that can be.
 
     Raises:
-        JobError: it is neither elementwise nor one of ours.
+        JobError: it is neither elementwise nor one of ours, or refuses its arguments.
     """
     if (ours := _as_ours(build)) is not None:
         return _with(name, ours, kwargs, moment_dtype)
+    if kwargs.get("differentiable") and getattr(build, "__module__", "").startswith("torch.optim."):
+        raise JobError(f"optim: {name}: differentiable: updates of slices cannot be differentiated; leave it out")
+    _try_arguments(name, build, kwargs, device)
     accepted = inspect.signature(build).parameters
     if "fused" in accepted and not {"fused", "foreach", "capturable", "differentiable"} & kwargs.keys():
         # On CPU the default is a loop over tensors, 7 times slower. Some are not right when fused: Adagrad is not on
@@ -129,16 +157,34 @@ def _as_ours(build: OptimizerClass) -> type[Chunked] | None:
 
 
 def _with(name: str, build: type[Chunked], kwargs: dict[str, Any], moment_dtype: torch.dtype) -> Chosen:
+    section = next((ARGS_OF[known] for known, each in _OURS.items() if each is build), None)
+    if section is not None:
+        own = {key: value for key, value in kwargs.items() if key in section.model_fields}
+        try:
+            kwargs = kwargs | section.model_validate(own).model_dump(exclude_unset=True)
+        except ValidationError as error:
+            problems = "; ".join(argument_problem(name, section, detail) for detail in error.errors())
+            raise JobError(f"optim: {name}: {problems}") from None
     if "moment_dtype" in inspect.signature(build).parameters:
         kwargs = {**kwargs, "moment_dtype": moment_dtype}
-    try:
-        lightweight.build(build, [torch.nn.Parameter(torch.zeros(1))], kwargs)
-    except ValueError as error:
-        raise JobError(f"optim: {name}: {error}") from None
+    _try_arguments(name, build, kwargs, _CPU)
     return Chosen(
         name, build, kwargs, len(build.moment_names), scales_inside=True,
         moment_dtype=moment_dtype, layer_wise=issubclass(build, LayerWise),
     )  # fmt: skip
+
+
+def _try_arguments(name: str, build: OptimizerClass, kwargs: dict[str, Any], device: torch.device) -> None:
+    """Let the class look at its arguments.
+
+    Raises:
+        JobError: it refuses them.
+    """
+    try:
+        lightweight.build(build, [torch.nn.Parameter(torch.zeros(2, 2, device=device))], kwargs)
+    except Exception as error:
+        given = ", ".join(f"{key}={value!r}" for key, value in kwargs.items() if key != "moment_dtype")
+        raise JobError(f"optim: {name}({given}): {error}") from None
 
 
 def find(name: str, load: Callable[[str], Any]) -> OptimizerClass:

@@ -6,9 +6,11 @@ places that `lay` names, so that an element is computed by the same instructions
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
+from numbers import Real
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -245,8 +247,9 @@ def scratch_bytes(build: type[Chunked], moment_dtype: torch.dtype, device: str) 
 def _check(defaults: dict[str, Any]) -> None:
     """Raise ValueError for a hyper-parameter with which no step can be made. The job's own keys are checked there."""
     for name in ("lr", "eps", "weight_decay"):
-        if name in defaults and defaults[name] < 0:
-            raise ValueError(f"{name} must not be negative: {defaults[name]}")
-    for beta in defaults.get("betas", ()):
-        if not 0 <= beta < 1:
-            raise ValueError(f"betas must lie in [0, 1): {defaults['betas']}")
+        if name in defaults and not (isinstance(defaults[name], Real) and 0 <= float(defaults[name]) < math.inf):
+            raise ValueError(f"{name} must be a number, 0 or more: {defaults[name]!r}")
+    betas = defaults.get("betas", (0.0, 0.0))
+    is_pair = isinstance(betas, list | tuple) and len(betas) == 2
+    if not (is_pair and all(isinstance(beta, Real) and 0 <= float(beta) < 1 for beta in betas)):
+        raise ValueError(f"betas must be two numbers in [0, 1): {betas!r}")

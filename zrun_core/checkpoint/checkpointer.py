@@ -177,6 +177,7 @@ class Checkpointer:
             return
         if self._current is not None and self.config.busy == "skip":
             self._warn(f"step {step} is not saved: step {self._current.step} is still being written")
+            self._last_save = time.monotonic()  # or `minutes` would ask again after every step
             return
         self.save(step, progress(), "due", wait=not self.config.async_)
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from checkpoint_toys import write_step
 from safetensors.torch import load_file
 
 from zrun import cli
-from zrun_core.checkpoint.folder import CheckpointFolder
+from zrun_core.checkpoint.folder import CheckpointFolder, read_step
 from zrun_core.checkpoint.lock import held
 from zrun_core.checkpoint.names import before_name
 
@@ -106,6 +107,26 @@ def test_inspect(ckpt: Ckpt, run: Path) -> None:
     assert (code, "rank-00001.safetensors has" in err) == (9, True)
     code, _, err = ckpt("inspect", run, "--step", "11")
     assert (code, "has no step 11; it has 30, 20, 10" in err) == (9, True)
+
+
+def test_names_are_no_markup(ckpt: Ckpt, run: Path) -> None:
+    path = run / "checkpoints" / "step-00000020"
+    manifest = read_step(path)
+    forged = replace(
+        manifest,
+        tensors=[replace(each, name="z[/b]") if each.name == "layer.bias" else each for each in manifest.tensors],
+        fragments=[
+            replace(each, tensor="z[/b]", state={"value": "value"}.get(each.state, f"{each.state}[/i]"))
+            if each.tensor == "layer.bias"
+            else each
+            for each in manifest.fragments
+        ],
+    )
+    (path / "manifest.json").write_bytes(forged.to_json())
+    code, out, err = ckpt("inspect", run, "--tensors")
+    assert (code, err) == (0, "")
+    assert "z[/b]" in out
+    assert "exp_avg[/i]" in out
 
 
 def test_verify(ckpt: Ckpt, run: Path) -> None:

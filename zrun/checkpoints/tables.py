@@ -102,7 +102,7 @@ def states_table(manifest: Manifest) -> Table:
         tensors.setdefault(key, set()).add(fragment.tensor)
     table = _table("state", "format", "tensors", "size", right=("tensors", "size"))
     for key, total in num_bytes.most_common():
-        table.add_row(printable(key[0]), key[1], str(len(tensors[key])), format_size(total))
+        table.add_row(Text(printable(key[0])), key[1], str(len(tensors[key])), format_size(total))
     return table
 
 
@@ -115,9 +115,8 @@ def tensors_table(manifest: Manifest) -> Table:
     for tensor in manifest.tensors:
         names = "\n".join((tensor.name, *(f"= {alias}" for alias in tensor.aliases)))
         shape = " x ".join(map(str, tensor.shape)) or "scalar"
-        table.add_row(
-            printable(names), shape, tensor.dtype, tensor.kind, printable(" ".join(states.get(tensor.name, ())))
-        )
+        kept = Text(printable(" ".join(states.get(tensor.name, ()))))
+        table.add_row(Text(printable(names)), shape, tensor.dtype, tensor.kind, kept)
     return table
 
 

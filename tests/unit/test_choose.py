@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from zrun_core.checkpoint.manifest import RANK, VALUE
 from zrun_core.config import NOT_SHARDED, OWN_DEFAULTS, OptimConfig
 from zrun_core.errors import JobError
-from zrun_core.optim.choose import Chosen, choose
+from zrun_core.optim.choose import RESERVED, Chosen, choose
 
 
 def chosen(name: str = "adamw", load: Any = None, **keys: Any) -> Chosen:
@@ -179,6 +180,29 @@ def test_the_users_own_class_by_reference():
         chosen("mine.py:Lamb", Lamb, args={"whole_list": True})
     with pytest.raises(JobError, match="not callable"):
         chosen("mine.py:LR", 3)
+
+
+class Named(torch.optim.SGD):
+    """Keeps the sum of the gradients, under a name of the user's."""
+
+    def __init__(self, params: Any, lr: float, key: str) -> None:
+        super().__init__(params, lr=lr)
+        self.key = key
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                self.state[param].setdefault(self.key, torch.zeros_like(param)).add_(param.grad)
+                param.sub_(self.state[param][self.key], alpha=self.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("key", [VALUE, RANK])
+def test_a_state_with_a_name_of_checkpoints_is_refused(key):
+    assert key in RESERVED
+    assert chosen("mine.py:Named", Named, args={"key": "sum"}).moments == 1
+    with pytest.raises(JobError, match=f"mine.py:Named keeps a state called '{key}'"):
+        chosen("mine.py:Named", Named, args={"key": key})
 
 
 def test_an_optimizer_over_given_slices():

@@ -21,6 +21,7 @@ from zrun_core.optim.layerwise import Lamb, Lars, LayerWise, Trust
 OptimizerClass = Callable[..., torch.optim.Optimizer]
 Options = Mapping[str, Any]  # of a parameter group, where they differ from the optimizer's own
 MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+RESERVED = frozenset({"value", "rank"})  # states in a checkpoint that are no optimizer's: see its manifest
 _CPU = torch.device("cpu")
 _BY_LOWER_NAME = {
     name.lower(): name
@@ -245,6 +246,11 @@ def _probe(name: str, build: OptimizerClass, kwargs: dict[str, Any], device: tor
     if not torch.allclose(whole.detach().flatten(), updated, rtol=1e-6, atol=1e-7):
         raise JobError(f"optim: {name} cannot be sharded, because it looks at whole tensors; {_ADVICE}")
     state: dict[str, Any] = next(iter(optimizer.state.values()), {})
+    if taken := sorted(state.keys() & RESERVED):
+        raise JobError(
+            f"optim: {name} keeps a state called {taken[0]!r}, which is something else in a checkpoint: rename it in "
+            "the class"
+        )
     moments = sum(isinstance(value, torch.Tensor) and value.shape == whole.shape for value in state.values())
     return moments, bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import mmap
 import os
 import re
@@ -157,11 +158,13 @@ def _open_folder(path: Path, world: Group) -> Weights:
     if files:
         return _Safetensors(files)
     for folder in (path, path / "checkpoints"):
-        found = CheckpointFolder(folder).scan()
-        if valid := next((each for each in found if each.manifest is not None), None):
-            return _Step(valid.path, world)
-        if found:
-            raise CheckpointError(f"init_from: {folder} holds no valid checkpoint: {found[0].problem}")
+        if not (found := CheckpointFolder(folder).scan()):
+            continue
+        newest, *others = found
+        older = next((f"; name another, such as {each.path}" for each in others if each.manifest is not None), "")
+        if newest.manifest is None:  # which weights to begin with instead is not ours to say
+            raise CheckpointError(f"init_from: the newest step of {folder} is not valid: {newest.problem}{older}")
+        return _Step(newest.path, world, older)
     raise CheckpointError(f"init_from: {path} holds neither safetensors files nor a checkpoint of zrun")
 
 
@@ -182,13 +185,21 @@ def _files_of_index(index: Path) -> list[Path]:
 class _Step:
     """A checkpoint of zrun, at any layout."""
 
-    def __init__(self, path: Path, world: Group) -> None:
+    def __init__(self, path: Path, world: Group, advice: str = "") -> None:
+        """
+        Args:
+            advice: what else to name where it is damaged.
+        """
         manifest = read_step(path)
+        self._advice = advice
         self._reader = Reader(path, manifest, world)
         self.shapes = {name: info.shape for info in manifest.tensors for name in (info.name, *info.aliases)}
 
     def fill(self, targets: Sequence[Target]) -> None:
-        self._reader.fill(targets)
+        try:
+            self._reader.fill(targets)
+        except CheckpointError as error:
+            raise CheckpointError(f"init_from: {error}{self._advice}") from None
 
 
 @dataclass(frozen=True)
@@ -249,18 +260,23 @@ def _read_header(path: Path) -> dict[str, _Entry]:
             if not 2 <= length <= min(_MAX_HEADER_BYTES, total - 8):
                 raise ValueError("its header is not there")
             header = json.loads(file.read(length))
-        entries = {}
+        entries, extents = {}, []
         for name, each in header.items():
             if name == "__metadata__":
                 continue
-            dtype, shape = _DTYPES[each["dtype"]], tuple(int(size) for size in each["shape"])
-            start, stop = each["data_offsets"]
-            numel = torch.Size(shape).numel()
-            if min(shape, default=0) < 0 or stop - start != numel * dtype.itemsize or not 0 <= start <= stop:
+            dtype, shape = _DTYPES[each["dtype"]], tuple(_size(size) for size in each["shape"])
+            start, stop = (_size(offset) for offset in each["data_offsets"])
+            if stop - start != math.prod(shape) * dtype.itemsize:
                 raise ValueError(f"{name} has a wrong size")
             if 8 + length + stop > total:
                 raise ValueError(f"it is cut off: {name} should end at byte {8 + length + stop}, and it has {total}")
             entries[name] = _Entry(path, dtype, shape, 8 + length + start)
+            extents.append((start, stop, name))
+        end = 0
+        for start, stop, name in sorted(extents):  # as the safetensors library has it
+            if start != end:
+                raise ValueError(f"{name} does not begin where the tensor before it ends")
+            end = stop
     except OSError as error:
         raise CheckpointError(f"init_from: {path}: {error.strerror}") from None
     except KeyError as error:
@@ -268,6 +284,12 @@ def _read_header(path: Path) -> dict[str, _Entry]:
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"init_from: {path} is not a whole safetensors file: {error}") from None
     return entries
+
+
+def _size(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{str(value)[:40]!r} is no size")
+    return value
 
 
 class _StateDict:
@@ -310,6 +332,10 @@ def _only_tensors(found: Any, path: Path) -> dict[str, torch.Tensor]:
         inner = [str(name) for name, value in found.items() if isinstance(value, Mapping)]
         hint = f": write found[{inner[0]!r}] of it to a file of its own" if inner else ""
         raise CheckpointError(f"init_from: {path} holds no tensors by name{hint}")
+    for name, tensor in tensors.items():
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+            kind = "quantized" if tensor.is_quantized else "without values" if tensor.is_meta else "sparse"
+            raise CheckpointError(f"init_from: {name} of {path} is {kind}: write it as a dense tensor of numbers")
     return tensors
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -171,23 +172,39 @@ def test_gathered_on_one_rank_names_the_others(ranks):
     assert "rank 1 has not called it within 3 s" in told
 
 
-def never_finite() -> tuple[list[bool], str]:
+def never_finite(stage: int) -> tuple[list[bool], list[str], str, bool]:
+    """The gradient is spoilt on the last rank."""
     run = start()
-    model = sharded(2, build_scores)
-    optimizer = zrun_core.optimizer(model, "sgd", lr=0.1)
+    model = sharded(stage, build_scores)
+    optimizer = zrun_core.optimizer(model, "sgd", lr=0.1, max_skips=5)
     skipped = []
 
     def step() -> None:
-        (model(inputs()[0]).mean() * (float("nan") if run.is_main else 1.0)).backward()
+        (model(inputs()[0]).mean() * (1.0 if run.is_main else float("nan"))).backward()
         optimizer.step()
 
-    for _ in range(49):
-        step()
-        skipped.append(bool(optimizer.skipped))
-    return skipped, says(step)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            step()
+            skipped.append(bool(optimizer.skipped))
+    told = says(step)
+    model(inputs()[0]).mean().backward()  # and it can go on
+    optimizer.step()
+    return skipped, [str(each.message) for each in caught], told, bool(optimizer.skipped)
 
 
-def test_steps_that_are_never_finite_end_on_every_rank(ranks):
-    for skipped, told in ranks(2).run(never_finite):
-        assert skipped == [True] * 49
-        assert "50 steps in a row were skipped" in told
+@pytest.mark.parametrize("stage", [0, 2])
+def test_steps_that_are_never_finite_end_on_every_rank_and_name_the_culprit(ranks, stage):
+    first, second = ranks(2).run(never_finite, stage)
+    for skipped, _, told, after in (first, second):
+        assert skipped == [True] * 4
+        assert told.startswith(
+            "step(): 5 skipped in a row: the gradient of first.weight (layer first) is nan on rank 1; look at"
+        )
+        assert not after
+    assert first[1] == [
+        "step(): skipped on all ranks: the gradient of first.weight (layer first) is nan",
+        "step(): skipped on all ranks: the gradient of first.weight (layer first) is nan on rank 1",
+    ]
+    assert second[1] == []

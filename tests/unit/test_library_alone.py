@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from torch import nn
 
 import zrun_core
 from zrun_core import rng
-from zrun_core.errors import ZrunError
+from zrun_core.errors import NumericError, ZrunError
 from zrun_core.library import run as library
 from zrun_core.library.model import Handle
 
@@ -257,3 +259,36 @@ def test_a_closure_is_called_before_the_update() -> None:
     with zrun_core.gathered(model), zrun_core.gathered(plain):
         assert all((a == b).all() for a, b in zip(model.parameters(), plain.parameters(), strict=True))
         assert not all((a == b).all() for a, b in zip(model.parameters(), build().parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("factor", "weight", "why"),
+    [
+        (math.inf, 1.0, "the gradient of 0.weight (layer 0) is "),
+        (1.0, 0.0, "the weights of all ranks are 0"),
+        (1.0, torch.tensor(math.nan), "a weight is not finite"),
+    ],
+)
+def test_too_many_skips_say_why(factor: float, weight: float, why: str) -> None:
+    model = zrun_core.shard(build)
+    optimizer = zrun_core.optimizer(model, "sgd", lr=0.1, max_skips=1)
+    (model(inputs(0)[0]).sum() * factor).backward()
+    with pytest.raises(NumericError) as caught:
+        optimizer.step(weight=weight)
+    assert f"step(): 1 skipped in a row: {why}" in str(caught.value)
+
+
+def test_skips_that_a_scale_can_help_are_not_told() -> None:
+    model = zrun_core.shard(build, precision="fp16")
+    optimizer = zrun_core.optimizer(model, "sgd", lr=0.1, max_skips=5)
+    scaler = zrun_core.GradScaler(8.0, min_scale=2.0)
+    told = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            scaler.scale(model(inputs(0)[0]).sum() * math.inf).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            told.append(len(caught))
+    assert scaler.get_scale() == 2.0
+    assert told == [0, 0, 1, 2], "the scale fell from 8 to its least, 2"

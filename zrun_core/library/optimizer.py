@@ -8,24 +8,32 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 from torch import nn
 
 from zrun_core.checkpoint.checkpointer import Votes
 from zrun_core.config import LossScaleConfig
-from zrun_core.errors import HangError, JobError, NumericError, UserCodeError
+from zrun_core.errors import HangError, JobError, UserCodeError
 from zrun_core.library import arguments
 from zrun_core.library.model import Handle
 from zrun_core.library.run import current
+from zrun_core.library.skips import Skips
 from zrun_core.optim import lightweight
 from zrun_core.optim.choose import MOMENTS, Chosen, arguments_of, choose_with, find, with_bf16_moments
 from zrun_core.precision import LossScaler, Precision
 from zrun_core.replicas import ReplicaGuard
 from zrun_core.zero.sharded import StepResult
 
-MAX_SKIPS = 50  # in a row, before step() says that there is no use
+
+class _Unread(NamedTuple):
+    """What a step came to, on its way to the host."""
+
+    numbers: torch.Tensor
+    arrived: torch.cuda.Event | None
+    save: int
+    scaler: LossScaler | None
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -43,16 +51,22 @@ class Optimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True  # so that torch's GradScaler calls step(), which refuses it
 
     def __init__(
-        self, groups: list[dict[str, Any]], *, defaults: dict[str, Any], handle: Handle, replica_every: int | None
+        self,
+        groups: list[dict[str, Any]],
+        *,
+        defaults: dict[str, Any],
+        handle: Handle,
+        max_skips: int | None,
+        replica_every: int | None,
     ) -> None:
         super().__init__(groups, defaults)
         self._handle, self._replica_every = handle, replica_every
         self._replicas = ReplicaGuard(handle.sharded)
         self._num_steps = 0
         self._trained = [param for unit in handle.sharded.units if unit.trainable for param in unit.params]
-        self._unread: tuple[torch.Tensor, torch.cuda.Event | None, int] | None = None
+        self._skips = Skips(handle.sharded, max_skips, is_main=handle.run.is_main)
+        self._unread: _Unread | None = None
         self._heard: tuple[int, Votes] | None = None  # of a save under way
-        self._skips_in_a_row = 0
         self._has_warned = False
         self.grad_norm = torch.tensor(float("nan"))
         self.skipped = torch.tensor(False)
@@ -70,7 +84,8 @@ class Optimizer(torch.optim.Optimizer):
         `weight=n`, over ranks and n backward calls; with losses that are sums over tokens and the number of tokens for
         a weight, over all tokens.
 
-        If the gradient is not finite, or all weights are 0, all ranks skip the update: `skipped` says so.
+        If the gradient is not finite, or all weights are 0, all ranks skip the update: `skipped` says so. Where no loss
+        scale can help, a warning names the parameter.
 
         Args:
             closure: called first, with gradients; it computes the loss and its backward, as torch has it.
@@ -83,7 +98,7 @@ class Optimizer(torch.optim.Optimizer):
             UserCodeError: there was no backward.
             JobError: the weight is no such number, or the closure cannot be called.
             HangError: ranks gathered different modules.
-            NumericError: 50 steps in a row were skipped.
+            NumericError: `max_skips` steps in a row were skipped; it names the parameter, its layer and the rank.
             DivergedError: ranks hold different values of what must be equal. Nothing was updated.
             SaveError: a save that went on behind has failed; on the other ranks a PeerError. The update was made.
         """
@@ -106,8 +121,8 @@ class Optimizer(torch.optim.Optimizer):
         said = torch.tensor([votes.written, votes.settled], dtype=torch.float64)
         share = arguments.scalar("step", "weight", weight, is_weight=True)
         sums = torch.cat([share.to(device).view(1), said.to(device)])
-        self._read_last()
         handle.loop.end_gradients()
+        self._read_last()
         self._num_steps += 1
         if self._replica_every is not None and self._num_steps % self._replica_every == 0:
             self._compare(scaler)
@@ -115,10 +130,12 @@ class Optimizer(torch.optim.Optimizer):
         sharded.optimizer.set_options(options)
         result = sharded.step(None, sums, lambda totals: totals[0], scaler)
         torch.autograd.graph.increment_version(self._trained)  # a backward of what was called before is refused
-        sharded.begin_step()
-        handle.loop.end_step()
         self.grad_norm, self.skipped = result.grad_norm, result.skipped
-        self._look_at(torch.cat([torch.stack([result.agreed, result.skipped]).double(), result.sums[1:]]), save)
+        try:
+            self._look_at(torch.cat([torch.stack([result.agreed, result.skipped]).double(), result.sums]), save, scaler)
+        finally:
+            sharded.begin_step()
+            handle.loop.end_step()
         heard, self._heard = self._heard, None
         if heard is not None:
             handle.run._background.advance(*heard)
@@ -142,31 +159,26 @@ class Optimizer(torch.optim.Optimizer):
             numbers["loss scale"] = float(scaler.scale)
         self._replicas.check(self._num_steps, numbers)
 
-    def _look_at(self, numbers: torch.Tensor, save: int) -> None:
-        """Read (agreed, skipped, votes for `save`) at once; on a GPU with the next step, so that it never idles."""
-        if numbers.device.type != "cuda":
-            self._unread = numbers, None, save
+    def _look_at(self, numbers: torch.Tensor, save: int, scaler: LossScaler | None) -> None:
+        """Read (agreed, skipped, weight, votes for `save`) at once; on a GPU with the next step: it never idles."""
+        arrived = None
+        if numbers.device.type == "cuda":
+            numbers, arrived = numbers.to("cpu", non_blocking=True), torch.cuda.Event()
+            arrived.record()
+        self._unread = _Unread(numbers, arrived, save, scaler)
+        if arrived is None:
             self._read_last()
-            return
-        arrived = torch.cuda.Event()
-        self._unread = numbers.to("cpu", non_blocking=True), arrived, save
-        arrived.record()
 
     def _read_last(self) -> None:
         unread, self._unread = self._unread, None
         if unread is None:
             return
-        numbers, arrived, save = unread
-        if arrived is not None:
-            arrived.synchronize()
-        agreed, skipped, written, settled = numbers.tolist()
-        self._heard = save, Votes(written, settled)
-        self._skips_in_a_row = self._skips_in_a_row + 1 if skipped else 0
-        if self._skips_in_a_row >= MAX_SKIPS:
-            raise NumericError(
-                f"step(): {MAX_SKIPS} steps in a row were skipped, because the gradient is not finite or all weights "
-                "are 0: go back to the last checkpoint with a lower lr, or with bf16 where it was fp16"
-            )
+        if unread.arrived is not None:
+            unread.arrived.synchronize()
+        agreed, skipped, weight, written, settled = unread.numbers.tolist()
+        self._heard = unread.save, Votes(written, settled)
+        can_scale_help = bool(skipped) and unread.scaler is not None and unread.scaler.can_shrink()
+        self._skips.see(skipped=bool(skipped), weight=weight, helpless=not can_scale_help)
         if not agreed:
             raise HangError(
                 "step(): ranks gathered different modules; name the module that chooses between them in "
@@ -194,6 +206,7 @@ def optimizer(
     groups: Sequence[Mapping[str, Any]] | None = None,
     clip: float | None = None,
     moments: Literal["fp32", "bf16"] = "fp32",
+    max_skips: int | None = 50,
     replica_every: int | None = 100,
     **options: Any,
 ) -> Optimizer:
@@ -207,6 +220,7 @@ def optimizer(
             that requires a gradient. None is one group of all.
         clip: largest global 2-norm of the gradient; None never clips.
         moments: bf16 halves the moments of adam, adamw, lamb and lion; results change.
+        max_skips: skipped steps in a row after which `step` raises an error; None never does.
         replica_every: steps between comparisons of what several ranks hold; also before each save. None never does.
         options: keyword arguments of the class, `lr` among them; what is not given has the class's own default.
 
@@ -219,6 +233,8 @@ def optimizer(
         raise UserCodeError("optimizer(): this model has one already")
     if clip is not None:
         clip = arguments.number("optimizer", "clip", clip, "a number above 0, or None", above=0)
+    if max_skips is not None:
+        max_skips = arguments.whole("optimizer", "max_skips", max_skips, 1, "1 or more steps, or None")
     if replica_every is not None:
         replica_every = arguments.whole("optimizer", "replica_every", replica_every, 1, "1 or more steps, or None")
     made = _make_groups(model, groups)
@@ -227,7 +243,9 @@ def optimizer(
     by_name = {name: number_of[id(param)] for name, param in model.named_parameters() if param.requires_grad}
     settings = [{key: value for key, value in group.items() if key != "params"} for group in made]
     defaults = chosen.make([nn.Parameter(torch.zeros(1))], None).defaults
-    build = functools.partial(Optimizer, defaults=defaults, handle=handle, replica_every=replica_every)
+    build = functools.partial(
+        Optimizer, defaults=defaults, handle=handle, max_skips=max_skips, replica_every=replica_every
+    )
     result = lightweight.build(build, made, {})  # type: ignore[arg-type]
     assert isinstance(result, Optimizer)
     handle.sharded.attach(chosen, settings, lambda slot: by_name[slot.name])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -19,10 +19,13 @@ from zrun_core.data.batch import MicroBatch
 from zrun_core.data.loader import BatchLoader, eval_batches
 from zrun_core.errors import (
     CheckpointError,
+    DivergedError,
     ExitCode,
     JobError,
     NumericError,
     OutOfMemoryError,
+    PeerError,
+    SaveError,
     StoppedError,
     ZrunError,
 )
@@ -114,6 +117,9 @@ class Trainer:
         self._is_resumed = False
         self._owes_evaluation = False  # a signal cut it off
         self._must_stop = self._has_told_stop = False
+        # On a GPU the numbers of a step are read in the middle of the next one.
+        self._reads_late = self.device.type == "cuda" and parts.on_step is None  # which is called between two steps
+        self._numeric_problem: str | None = None
 
     @property
     def phase(self) -> str:
@@ -139,7 +145,19 @@ class Trainer:
             DivergedError: ranks hold different values of what must be equal.
             StoppedError: a signal asked for the end.
             JobError: the job counts tokens, and the data has none.
+            SaveError: this rank could not save.
+            PeerError: another rank could not, or has ended.
         """
+        try:
+            self._run()
+        except DivergedError:  # on all ranks; but what is being saved is of a state that was still the same
+            if self.checkpointer is not None:
+                self.phase = "save"
+                with suppress(SaveError, PeerError):
+                    self.checkpointer.finish()
+            raise
+
+    def _run(self) -> None:
         if not self.module.training:
             self.module.train()
         if not self._is_resumed:  # its buffers are those of the run that it goes on with
@@ -213,14 +231,13 @@ class Trainer:
         """Save now, unless this step is saved already. Between two steps, on all ranks; it is there on return.
 
         Raises:
-            SaveError: this rank could not, and the job says to stop then.
-            PeerError: another rank could not.
+            SaveError, PeerError: as `Checkpointer.save`.
         """
         if self.checkpointer is None:
             return
         self.phase = "save"
         self._resolve()
-        self.checkpointer.save(self.progress.steps, self._state(), reason)
+        self.checkpointer.save(self.progress.steps, self._state, reason)
         self._clock.restart()
 
     def _save_if_due(self) -> None:
@@ -291,8 +308,8 @@ class Trainer:
                 self._memory.release()
                 self.sharded.give_up_backward(boundary=boundary)
                 sums[_DROPPED] += 1
-        if self.device.type == "cuda":
-            self._resolve()  # the last step's: whether it was skipped decides this one's learning rate
+        if self._reads_late:
+            self._resolve(between_steps=False)  # whether the last one was skipped decides this one's learning rate
         self.phase = "update"
         lr = self.job.optim.lr * self.schedule(self.progress.updates)
         scale = self.sharded.scaler.scale.clone()
@@ -306,7 +323,7 @@ class Trainer:
         self._pending = Pending(
             self.progress.steps, lr, to_host(result, scale), self._clock.restart(), waited, self.comm.drain(), flops
         )
-        if self.device.type != "cuda" or self.parts.on_step is not None:  # the hook is called between two steps
+        if not self._reads_late or self._numeric_problem is not None:
             self._resolve()
 
     def _first_sums(self) -> torch.Tensor:
@@ -361,8 +378,13 @@ class Trainer:
             yield
         self._flops_per_sample = 3 * count.flops / micro.num_samples
 
-    def _resolve(self) -> None:
-        """Read the numbers of the step that was issued last, and tell them."""
+    def _resolve(self, *, between_steps: bool = True) -> None:
+        """Read the numbers of the step that was issued last, and tell them.
+
+        Raises:
+            NumericError: too many steps in a row were not finite. Not within a step: it ends first, since only between
+                two steps is there a state to save.
+        """
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -374,8 +396,9 @@ class Trainer:
         self._must_stop |= numbers.stop > 0
         own_loss = float(self._own_sums[1]) if numbers.skipped else 0.0
         problem = self._numeric.see(self.progress, pending.step, numbers, own_loss)
-        if problem is not None:
-            self._stop_numerically(problem)
+        self._numeric_problem = self._numeric_problem or problem
+        if self._numeric_problem is not None and between_steps:
+            self._stop_numerically(self._numeric_problem)
         if self.parts.on_step is not None:
             self.phase = "hook"
             with user_code("hooks.on_step failed"):
@@ -424,10 +447,18 @@ class Trainer:
         """End between two steps, all ranks together.
 
         Raises:
-            StoppedError: always.
+            StoppedError: unless the step could not be saved, and the job says to stop then: it is the error to tell.
+            SaveError, PeerError: as `Checkpointer.save`.
         """
         saved = self.checkpointer is not None
-        self.save("stopped")
+        try:
+            self.save("stopped")
+        except (SaveError, PeerError) as error:
+            if self.checkpointer is None or self.checkpointer.config.on_save_error == "stop":
+                raise
+            saved = False
+            if isinstance(error, SaveError):
+                self.emitter.emit("warning", message=str(error))
         self.stop.ignore()  # from here on the ranks leave together
         self.comm.barrier(self.world)
         code = ExitCode.STOPPED if saved else self.stop.exit_code

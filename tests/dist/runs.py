@@ -182,7 +182,7 @@ def run(
     Path(run_dir).mkdir(exist_ok=True)
     worker = PoolWorker(make_spec(keys, run_dir, resume), rank)
     trainer = None
-    error = ""
+    error, code = "", 0
     seen: dict[int, list[int]] = {}  # by step, the indices of the samples that counted
     begun = None
     try:
@@ -205,13 +205,13 @@ def run(
         if "Interrupted" not in str(caught):
             raise
     except ZrunError as caught:
-        error = f"{type(caught).__name__}: {caught}"
+        error, code = f"{type(caught).__name__}: {caught}", int(caught.exit_code)
     if trainer is not None:
         trainer.loader._steps.close()  # the loader's processes go now, not in the middle of a later test
         if trainer.checkpointer is not None:
             trainer.checkpointer.close()
     worker.close()
-    found: dict[str, Any] = {"events": worker.told.events, "error": error, "seen": seen, "begun": begun}
+    found: dict[str, Any] = {"events": worker.told.events, "error": error, "code": code, "seen": seen, "begun": begun}
     if trainer is not None:
         found |= contents(trainer)
     return found

@@ -13,11 +13,15 @@ import pytest
 from runs import job, losses, run
 from toys import world
 
-from zrun_core.checkpoint import checkpointer, shard_file
+from zrun_core.checkpoint import checkpointer, folder, shard_file
 from zrun_core.checkpoint.checkpointer import Checkpointer
 from zrun_core.checkpoint.folder import CheckpointFolder, read_step
 from zrun_core.checkpoint.verify import verify
-from zrun_core.errors import SaveError
+from zrun_core.errors import DivergedError, SaveError
+from zrun_core.guards import NumericGuard
+from zrun_core.replicas import ReplicaGuard
+from zrun_core.stop import StopSignals
+from zrun_core.trainer import Trainer
 from zrun_core.zero.sharded import ShardedModel
 
 
@@ -151,6 +155,164 @@ def test_a_job_may_go_on_after_two_failed_saves(ranks, tmp_path):
     found = ranks(2).run(run_with_failing_writes, job(checkpoint=options), str(tmp_path / "b"), 1, [2, 3, 4])
     assert found[1]["error"].startswith("SaveError: step 4 is not saved")
     assert steps_of(tmp_path / "b") == [1]
+
+
+def stop_after(patch: pytest.MonkeyPatch, reason: str, last: int) -> None:
+    """Have runs end with step `last`: asked to, or because of its numbers; or as they would."""
+    if reason == "stopped":
+        patch.setattr(Trainer, "_asked_to_stop", lambda trainer: trainer.progress.steps >= last)
+        patch.setattr(StopSignals, "ignore", lambda _: None)
+    elif reason == "numeric":
+        patch.setattr(NumericGuard, "see", lambda _, progress, step, *more: "too many" if step == last else None)
+
+
+def run_that_cannot_save(keys: dict[str, Any], run_dir: str, reason: str) -> dict[str, Any]:
+    """As `run`, where rank 1 cannot write, and the run ends because of `reason` with step 4 at the latest."""
+    with pytest.MonkeyPatch.context() as patch:
+        stop_after(patch, reason, 4)
+        return run_with_failing_writes(keys, run_dir, 1, [1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("reason", "codes", "words"),
+    [
+        ("end", [5, 8], "SaveError: step 5 is not saved: cannot write "),
+        ("stopped", [143, 143], "StoppedError: stopped after step 4, not saved"),
+        ("numeric", [7, 7], "NumericError: too many; and the last good parameters could not be saved: step 4 is not"),
+    ],
+)
+def test_the_last_save_is_there_or_is_not_said_to_be(ranks, tmp_path, reason, codes, words):
+    """Also where the job may go on without one."""
+    keys = job(steps=5, checkpoint={"every": 3, "on_save_error": "warn"})
+    found = ranks(2).run(run_that_cannot_save, keys, str(tmp_path), reason)
+    assert [each["code"] for each in found] == codes
+    assert found[1]["error"].startswith(words)
+    assert steps_of(tmp_path) == []
+    warnings = [event["message"] for each in found for event in each["events"] if event["type"] == "warning"]
+    assert any("step 3 is not saved" in text and "training goes on" in text for text in warnings)
+    assert reason != "stopped" or any(text.startswith("step 4 is not saved: cannot write") for text in warnings)
+
+
+def run_with_late_numbers(keys: dict[str, Any], run_dir: str, late: bool) -> dict[str, Any]:
+    """As `run`, where the numbers end it with step 3, and are read in the middle of step 4 as on a GPU if `late`."""
+    make = Trainer.__init__
+
+    def init(trainer: Trainer, *args: Any) -> None:
+        make(trainer, *args)
+        trainer._reads_late = late
+
+    with pytest.MonkeyPatch.context() as patch:
+        stop_after(patch, "numeric", 3)
+        patch.setattr(Trainer, "__init__", init)
+        return run(keys, run_dir)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_a_numeric_stop_saves_is_between_two_steps(ranks, tmp_path, late):
+    keys = job(hooks={}, checkpoint={"every": 100})
+    whole = ranks(2).run(run, keys, str(tmp_path / "whole"))
+    found = ranks(2).run(run_with_late_numbers, keys, str(tmp_path / "cut"), late)
+    assert found[0]["error"] == f"NumericError: too many; the last good parameters are saved as step {3 + late}"
+    rest = ranks(2).run(run, keys, str(tmp_path / "cut"), {})
+    assert {**losses(found[0]), **losses(rest[0])} == losses(whole[0])
+    assert [each["digest"] for each in rest] == [each["digest"] for each in whole]
+
+
+def run_that_diverges(keys: dict[str, Any], run_dir: str) -> dict[str, Any]:
+    """As `run`, where ranks are found to differ after step 3, while the save of step 2 is still being written."""
+    write, finish, may_write = shard_file.write_file, Checkpointer.finish, threading.Event()
+
+    def write_file(*args: Any) -> Any:
+        may_write.wait()
+        return write(*args)
+
+    def let_write(saves: Checkpointer) -> None:
+        if saves.under_way is not None:
+            may_write.set()
+        finish(saves)
+
+    def check(_: ReplicaGuard, step: int, counters: Any) -> None:
+        if step >= 4:
+            may_write.set()
+            raise DivergedError("they differ")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shard_file, "write_file", write_file)
+        patch.setattr(Checkpointer, "finish", let_write)
+        patch.setattr(ReplicaGuard, "check", check)
+        return run(keys, run_dir)
+
+
+@pytest.mark.parametrize("replica_every", [2, 100])
+def test_a_step_that_was_right_is_committed_where_ranks_diverge_later(ranks, tmp_path, replica_every):
+    """Found in the middle of step 4, or before the save after it."""
+    keys = job(checkpoint={"every": 2, "async": True, "busy": "wait"}, guards={"replica_every": replica_every})
+    found = ranks(2).run(run_that_diverges, keys, str(tmp_path))
+    assert [each["error"] for each in found] == ["DivergedError: they differ"] * 2
+    assert steps_of(tmp_path) == [2]
+
+
+def run_without_memory(keys: dict[str, Any], run_dir: str, what: str) -> dict[str, Any]:
+    """As `run`, where rank 1 cannot make what it is to write, in the second save."""
+    real, number = getattr(Checkpointer, what), 0
+
+    def fails(*args: Any) -> Any:
+        nonlocal number
+        number += 1
+        if number == 2 and world()[0] == 1:
+            raise MemoryError("no room")
+        return real(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpointer, what, fails)
+        return run(keys, run_dir)
+
+
+def test_a_rank_without_memory_for_a_copy_fails_the_save_of_all(ranks, tmp_path):
+    options = {"every": 2, "keep": 9, "async": True, "on_save_error": "warn"}
+    found = ranks(2).run(run_without_memory, job(checkpoint=options), str(tmp_path), "_snapshot")
+    assert [each["error"] for each in found] == ["", ""]
+    assert steps_of(tmp_path) == [8, 6, 2]
+    assert any("step 4 is not saved: MemoryError: no room" in event.get("message", "") for event in found[0]["events"])
+    assert not [path for path in (tmp_path / "checkpoints").iterdir() if ".tmp-" in path.name]
+
+
+def run_with_a_bad_disk(keys: dict[str, Any], run_dir: str, what: str) -> dict[str, Any]:
+    """As `run`, where something goes wrong right after step 6 got its name."""
+    sync, prune, failed = folder._sync, CheckpointFolder.prune, []
+
+    def has_step(path: Path) -> bool:
+        return not failed and (path / "step-00000006").exists()
+
+    def fail_sync(path: Path) -> None:
+        if has_step(path):
+            failed.append(path)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        sync(path)
+
+    def fail_prune(self: CheckpointFolder, keep: int) -> list[int]:
+        if has_step(self.path):
+            failed.append(self.path)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return prune(self, keep)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if what == "sync":
+            patch.setattr(folder, "_sync", fail_sync)
+        else:
+            patch.setattr(CheckpointFolder, "prune", fail_prune)
+        return run(keys, run_dir)
+
+
+@pytest.mark.parametrize("what", ["sync", "prune"])
+@pytest.mark.parametrize("last", [6, 8])
+def test_a_step_that_has_its_name_is_saved_whatever_fails_after_that(ranks, tmp_path, what, last):
+    """Nothing older is removed for it, until the next one is there."""
+    (found,) = ranks(1).run(run_with_a_bad_disk, job(steps=last, checkpoint={"every": 2}), str(tmp_path), what)
+    assert found["error"] == ""
+    assert [event["step"] for event in found["events"] if event["type"] == "save"] == [2, 4, 6, 8][: last // 2]
+    assert any("Input/output error" in event["message"] for event in found["events"] if event["type"] == "warning")
+    assert steps_of(tmp_path) == ([6, 4, 2] if last == 6 else [8, 6])
 
 
 # Data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -144,6 +145,25 @@ def test_missing_or_not_a_file(folder: CheckpointFolder, tmp_path: Path, name: s
         path.symlink_to(path)
     assert name in problems(folder)[0]
     assert folder.scan()[1].problem is None
+
+
+@pytest.mark.parametrize("call", ["pread", "fstat"])
+def test_a_disk_that_fails_while_a_manifest_is_read(
+    folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Such a step does not count, like one that is damaged."""
+    real, manifest = getattr(os, call), folder.step_path(20) / "manifest.json"
+
+    def fail(file: int, *args: Any) -> Any:
+        if os.readlink(f"/proc/self/fd/{file}") == str(manifest):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(file, *args)
+
+    monkeypatch.setattr(os, call, fail)
+    newest, older = folder.scan()[:2]
+    monkeypatch.undo()
+    assert newest.problem == f"{manifest} cannot be read: Input/output error"
+    assert older.problem is None
 
 
 def test_step_that_is_a_link(folder: CheckpointFolder, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ import torch
 from checkpoint_toys import rank_states, toy_infos, toy_parts, toy_state, write_step
 from recorded_disk import Disk, recording
 
+from zrun_core.checkpoint import folder as store
 from zrun_core.checkpoint.folder import CheckpointFolder
 from zrun_core.checkpoint.manifest import Manifest
 from zrun_core.checkpoint.shard_file import Part, read_fragment, write_shard
@@ -168,6 +169,25 @@ def raising(error: int) -> Callable[..., Any]:
         raise OSError(error, os.strerror(error))
 
     return call
+
+
+def test_the_folder_cannot_be_synced_after_the_rename(
+    folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step is there: that is told, and what may still happen to it."""
+    told, commit, sync = [], CheckpointFolder.commit, store._sync
+
+    def fail(path: Path) -> None:
+        if path == folder.path and folder.step_path(20).exists():
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        sync(path)
+
+    monkeypatch.setattr(store, "_sync", fail)
+    monkeypatch.setattr(CheckpointFolder, "commit", lambda *args: told.append(commit(*args)))
+    monkeypatch.setattr(CheckpointFolder, "point_latest", lambda *_: None)
+    save(folder, 20)
+    assert told == [f"step 20 is saved, but {folder.path} cannot be synced: Input/output error; see the disk"]
+    assert valid(folder) == [20, 10]
 
 
 CALLS = ("open", "pwrite", "posix_fallocate", "fsync", "rename", "replace", "mkdir")

@@ -40,6 +40,7 @@ from zrun_core.errors import CheckpointError, PeerError, SaveError
 Tell = Callable[..., None]  # an event's fields
 _ALIGN = 64  # bytes, in the snapshot
 _FAILURES = 2  # saves in a row that may fail where the job says to go on
+_LAST = ("stopped", "numeric", "end")  # reasons of saves after which nothing goes on
 
 
 class Votes(NamedTuple):
@@ -179,7 +180,7 @@ class Checkpointer:
             self._warn(f"step {step} is not saved: step {self._current.step} is still being written")
             self._last_save = time.monotonic()  # or `minutes` would ask again after every step
             return
-        self.save(step, progress(), "due", wait=not self.config.async_)
+        self.save(step, progress, "due", wait=not self.config.async_)
 
     def open(self, resumed: Resumed | None) -> None:
         """Before the first save: rank 0 removes what dead processes left, and frees the numbers of damaged steps.
@@ -188,7 +189,7 @@ class Checkpointer:
             SaveError: a damaged step cannot be set aside.
         """
         damaged: list[int] = []
-        if resumed is not None and resumed.path.parent == self.folder.path:
+        if resumed is not None and _is_same(resumed.path.parent, self.folder.path):
             self.last_step = resumed.manifest.step
             damaged = [step for step in resumed.skipped if step > resumed.manifest.step]
         if self._world.index == 0:
@@ -196,16 +197,21 @@ class Checkpointer:
             for step in damaged:
                 self.folder.set_aside(step)
 
-    def save(self, step: int, progress: dict[str, Any], reason: str, *, wait: bool = True) -> None:
+    def save(self, step: int, progress: Callable[[], dict[str, Any]], reason: str, *, wait: bool = True) -> None:
         """Save `step`; with `wait` it is committed when this returns. A step that is saved already is not saved again.
 
+        Where the job says to go on when a save fails, this may return without it, unless nothing goes on after it.
+
+        Args:
+            progress: as for `after_step`; asked when nothing else is under way.
+
         Raises:
-            SaveError: this rank could not save, and the job says to stop then.
+            SaveError: this rank could not save, and the job says to stop then, or stops anyway.
             PeerError: another rank could not.
         """
         self.finish()
         if step != self.last_step:
-            self._begin(step, progress, reason, copy=not wait or self._comm.device.type == "cuda")
+            self._begin(step, progress(), reason, copy=not wait or self._comm.device.type == "cuda")
             if wait:
                 self.finish()
 
@@ -240,26 +246,33 @@ class Checkpointer:
         opening: dict[str, Any] = {}
         if self._world.index == 0:
             try:
-                opening = {"tmp": str(self.folder.begin(step)), "buffers": self.state.buffer_digests()}
-            except SaveError as error:
-                opening = {"error": str(error)}
+                opening = {"buffers": self.state.buffer_digests(), "tmp": str(self.folder.begin(step))}
+            except Exception as error:
+                opening = {"error": _in_words(error)}
         opening = json.loads(self._comm.exchange_bytes(json.dumps(opening).encode(), self._world, name="save")[0])
         self._last_save = time.monotonic()
         if "error" in opening:
-            self._fail(step, 0, opening["error"])
+            self._fail(step, reason, 0, opening["error"])
             return
-        parts = [*self.state.parts(), *self.state.own_buffers(opening["buffers"])]
-        streams, numbers = rng.capture(self._comm.device)
-        rank = self._world.index
-        parts += [Part(f"rng/{rank}/{key}", RANK, 0, data.numel(), data) for key, data in streams.items()]
-        own = RankState(rank, numbers, self.state.learnt())
-        scalars = self.state.scalars()
-        later = _Copies([], threading.Event())
-        if copy:
-            parts, later = self._snapshot(parts)
         tmp = Path(opening["tmp"])
-        writing = self._pool.submit(_write, tmp / f"rank-{rank:05d}.safetensors", parts, scalars, own, later)
-        layout, tensors = self.state.layout, self.state.tensors()
+        later = _Copies([], threading.Event())
+        layout: dict[str, Any] = {}
+        tensors: Sequence[TensorInfo] = ()
+        try:
+            layout, tensors = self.state.layout, self.state.tensors()
+            parts = [*self.state.parts(), *self.state.own_buffers(opening["buffers"])]
+            streams, numbers = rng.capture(self._comm.device)
+            rank = self._world.index
+            parts += [Part(f"rng/{rank}/{key}", RANK, 0, data.numel(), data) for key, data in streams.items()]
+            own = RankState(rank, numbers, self.state.learnt())
+            scalars = self.state.scalars()
+            if copy:
+                parts, later = self._snapshot(parts)
+        except Exception as error:  # such as too little memory for the copy: the others hear of it with the reports
+            writing: Future[bytes] = Future()
+            writing.set_result(_in_words(error).encode())
+        else:
+            writing = self._pool.submit(_write, tmp / f"rank-{rank:05d}.safetensors", parts, scalars, own, later)
         current = _Save(step, reason, tmp, progress, layout, tensors, start, writing)
         self._current, self.last_step = current, step
         if later.pairs:
@@ -331,7 +344,7 @@ class Checkpointer:
             if self._world.index == 0:
                 self.folder.discard(current.tmp)
             rank, text = failed[0]
-            self._fail(current.step, rank, text.decode())
+            self._fail(current.step, current.reason, rank, text.decode())
         elif self._world.index == 0:
             current.committing = self._pool.submit(self._commit, current, current.reports)
 
@@ -339,14 +352,16 @@ class Checkpointer:
         """In rank 0's thread."""
         try:
             manifest = self._manifest(current, [json.loads(text) for text in reports])
-            self.folder.commit(current.tmp, manifest)
+            warning = self.folder.commit(current.tmp, manifest)
         except Exception as error:
             self.folder.discard(current.tmp)
             return _Commit(error=_in_words(error))
+        if warning:  # nothing older is removed while it may not be on the disk
+            return _Commit(warning=warning, num_bytes=manifest.num_bytes)
         try:
             self.folder.point_latest(current.step)
             return _Commit(num_bytes=manifest.num_bytes, removed=self.folder.prune(self.config.keep))
-        except (SaveError, CheckpointError) as error:
+        except (SaveError, CheckpointError, OSError) as error:
             return _Commit(warning=str(error), num_bytes=manifest.num_bytes)
 
     def _manifest(self, current: _Save, reports: Sequence[dict[str, Any]]) -> Manifest:
@@ -371,7 +386,7 @@ class Checkpointer:
         self._current = None
         if error:
             self.last_step = None
-            self._fail(current.step, 0, error)
+            self._fail(current.step, current.reason, 0, error)
             return
         self._failures = 0
         if current.committing is not None:
@@ -388,10 +403,10 @@ class Checkpointer:
                 removed=list(commit.removed),
             )
 
-    def _fail(self, step: int, rank: int, text: str) -> None:
+    def _fail(self, step: int, reason: str, rank: int, text: str) -> None:
         """Step `step` was not saved, because of `rank`. All ranks come here together."""
         self._failures += 1
-        if self.config.on_save_error == "warn" and self._failures <= _FAILURES:
+        if self.config.on_save_error == "warn" and reason not in _LAST and self._failures <= _FAILURES:
             self._warn(f"step {step} is not saved: {text}; training goes on (checkpoint.on_save_error)")
         elif rank == self._world.index:
             raise SaveError(f"step {step} is not saved: {text}")
@@ -412,6 +427,14 @@ def _write(path: Path, parts: Sequence[Part], scalars: dict[str, Any], own: Rank
         return _in_words(error).encode()
     report = {"file": asdict(file), "fragments": [asdict(each) for each in fragments]}
     return json.dumps({**report, "scalars": scalars, "own": asdict(own)}).encode()
+
+
+def _is_same(folder: Path, other: Path) -> bool:
+    """Whether both paths lead to the same folder."""
+    try:
+        return folder.samefile(other)
+    except OSError:
+        return False
 
 
 def _in_words(error: Exception) -> str:

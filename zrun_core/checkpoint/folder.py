@@ -59,11 +59,11 @@ class CheckpointFolder:
             raise save_error(tmp, error) from error
         return tmp
 
-    def commit(self, tmp: Path, manifest: Manifest) -> Path:
+    def commit(self, tmp: Path, manifest: Manifest) -> str:
         """Make what lies in `tmp` the step of `manifest`. All its files must be on the disk.
 
         Returns:
-            The folder of the step.
+            Why the step, which is there, may not be after a loss of power: its name may not be on the disk. Else "".
 
         Raises:
             SaveError: a file is missing or short, the step is there already, or the disk is full or fails.
@@ -82,10 +82,13 @@ class CheckpointFolder:
             if os.path.lexists(target):
                 raise SaveError(f"cannot save step {manifest.step}: {target} exists; no checkpoint is overwritten")
             os.rename(tmp, target)
-            _sync(self.path)
         except OSError as error:
             raise save_error(tmp / MANIFEST, error, len(text)) from error
-        return target
+        try:
+            _sync(self.path)
+        except OSError as error:
+            return f"step {manifest.step} is saved, but {self.path} cannot be synced: {error.strerror}; see the disk"
+        return ""
 
     def discard(self, tmp: Path) -> None:
         """Remove what a save that failed has left. What cannot be removed stays for `sweep`."""
@@ -231,11 +234,14 @@ def read_step(path: Path) -> Manifest:
             raise CheckpointError(f"{path} is not a folder")
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-    with opened(path, MANIFEST) as file:
-        num_bytes = os.fstat(file).st_size
-        if num_bytes > MAX_BYTES:
-            raise CheckpointError(f"{path}: {MANIFEST} is larger than {MAX_BYTES >> 20} MiB")
-        text = os.pread(file, num_bytes + 1, 0)
+    try:
+        with opened(path, MANIFEST) as file:
+            num_bytes = os.fstat(file).st_size
+            if num_bytes > MAX_BYTES:
+                raise CheckpointError(f"{path}: {MANIFEST} is larger than {MAX_BYTES >> 20} MiB")
+            text = os.pread(file, num_bytes + 1, 0)
+    except OSError as error:
+        raise CheckpointError(f"{path / MANIFEST} cannot be read: {error.strerror}") from None
     try:
         manifest = Manifest.from_json(text)
     except CheckpointError as error:

@@ -20,8 +20,11 @@ def check_size(folder: Path, info: FileInfo) -> None:
     Raises:
         CheckpointError: the file is missing, not a regular file, or of another size.
     """
-    with opened(folder, info.name) as file:
-        num_bytes = os.fstat(file).st_size
+    try:
+        with opened(folder, info.name) as file:
+            num_bytes = os.fstat(file).st_size
+    except OSError as error:
+        raise CheckpointError(f"{folder / info.name} cannot be read: {error.strerror}") from None
     if num_bytes != info.num_bytes:
         raise CheckpointError(f"{folder / info.name} has {num_bytes} bytes, not {info.num_bytes}")
 

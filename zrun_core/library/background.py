@@ -31,7 +31,7 @@ class Background:
             PeerError: another rank could not.
         """
         self.finish()
-        _in_turn(lambda: saves.save(step, progress, "asked", wait=wait))
+        _in_turn(lambda: saves.save(step, lambda: progress, "asked", wait=wait))
         if saves.under_way is not None:
             if not self._number:
                 atexit.register(self._tell_unfinished)

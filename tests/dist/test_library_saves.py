@@ -95,6 +95,20 @@ def test_two_models_go_on_bit_for_bit(ranks, tmp_path, stage, precision):
     assert ranks(2).run(whole, stage, precision, folder) == ranks(2).run(resumed, stage, precision, folder)
 
 
+def roll_back(stage: int, folder: str) -> None:
+    """From the beginning again, in the process that has trained, and of which nothing may be left."""
+    duel = Duel(stage, "fp32")
+    duel.save(folder, 0)
+    first = duel.train(0, 3)
+    assert duel.load(folder) == 0
+    assert duel.train(0, 3) == first
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_loop_goes_back_to_before_its_first_update(ranks, tmp_path, stage):
+    ranks(2).run(roll_back, stage, str(tmp_path / "duel"))
+
+
 def weights(stage: int, folder: str) -> dict[str, Any]:
     duel = Duel(stage, "fp32")
     duel.load(folder)

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from runs import job, look, losses, run
 
+from zrun_core.trainer import Trainer
+
 
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -117,6 +119,55 @@ def test_a_damaged_step_is_skipped_by_all_ranks_and_its_number_is_free_again(ran
     notes = next(event["notes"] for event in rest[0]["events"] if event["type"] == "start")
     assert any("step 6 is skipped" in note and "rank-00001.safetensors is damaged" in note for note in notes)
     assert (folder / "step-00000006" / "manifest.json").exists()
+
+
+def test_a_folder_by_another_name_is_still_the_runs_own(ranks, tmp_path):
+    """Its damaged steps give their numbers back, and what it goes on from is not saved again."""
+    ranks(2).run(run, job(), str(tmp_path / "run"), None, 7)
+    damage(tmp_path / "run" / "checkpoints" / "step-00000006" / "rank-00001.safetensors")
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    keys = {**job(), "steps": 3}
+    found = ranks(2).run(run, keys, str(tmp_path / "run"), {"folder": str(tmp_path / "link" / "checkpoints")})
+    assert [each["error"] for each in found] == ["", ""]
+    found = ranks(2).run(run, job(), str(tmp_path / "run"), {"folder": str(tmp_path / "link" / "checkpoints")})
+    assert [each["error"] for each in found] == ["", ""]
+    assert losses(found[0]).keys() == {4, 5, 6, 7, 8}
+
+
+def run_saving_the_beginning(keys: dict[str, Any], run_dir: str) -> dict[str, Any]:
+    """As `run`, with a save before the first step."""
+    train = Trainer.run
+
+    def save_and_train(trainer: Trainer) -> None:
+        assert trainer.checkpointer is not None
+        trainer.checkpointer.save(0, trainer._state, "due")
+        train(trainer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "run", save_and_train)
+        return run(keys, run_dir)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        *({"zero": stage, "precision": precision} for stage in range(4) for precision in ("fp32", "bf16")),
+        {"zero": {"stage": 2, "shard_group": 1}},  # each rank is a group of its own
+        {"sync": "server"},
+        {"optim": {"name": "lamb", "lr": 1e-2}},
+        {"optim": {"name": "adagrad", "lr": 1e-2}},
+    ],
+    ids=str,
+)
+def test_nothing_is_left_of_a_rejected_step_in_one_where_nothing_was_updated(ranks, tmp_path, keys):
+    """The newest is damaged where a rank reads last, so that most of it is there when it is rejected."""
+    keys = job(**{"steps": 1, "lr": "constant", "checkpoint": {"every": 1}, **keys})
+    ranks(2).run(run_saving_the_beginning, keys, str(tmp_path / "run"))
+    damage(tmp_path / "run" / "checkpoints" / "step-00000001" / "rank-00001.safetensors")
+    fresh = ranks(2).run(look, keys, str(tmp_path / "fresh"), None)
+    found = ranks(2).run(look, keys, str(tmp_path / "run"), {})
+    assert [each["step"] for each in found] == [0, 0]
+    assert [each["digest"] for each in found] == [each["digest"] for each in fresh]
 
 
 def test_a_named_step_that_is_damaged_is_an_error(ranks, tmp_path):

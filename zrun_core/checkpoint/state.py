@@ -306,7 +306,8 @@ class ModelState:
             names = (slot.name, *self._aliases[slot.name])
             info = next(known[name] for name in names if name in known)
             if not states[info.name] and not info.scalars:
-                continue  # it has never been updated
+                optimizer.state.pop(param, None)  # it had not been updated then, whatever has become of it here
+                continue
             state: dict[str, Any] = {}
             for key, value in prototype.items():
                 if _is_scalar(value):

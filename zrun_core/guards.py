@@ -27,6 +27,8 @@ class NumericGuard:
         self._is_scaled = job.precision.compute == "fp16"
         self._least_scale = job.precision.loss_scale.min
         self._has_told_overflow = False
+        self._is_clipped = job.optim.clip is not None
+        self._look_closely(Progress())
 
     def see(self, progress: Progress, step: int, numbers: Numbers, own_loss: float) -> str | None:
         """Take in one step. Collective where it was skipped because of its numbers.
@@ -40,7 +42,7 @@ class NumericGuard:
         """
         if not numbers.skipped:
             progress.skips_in_a_row = progress.helpless_skips = 0
-            self._sharded.inspect_gradients(False)
+            self._look_closely(progress)
             return None
         if numbers.dropped or not numbers.weight:  # for want of memory, or of samples
             return None
@@ -58,14 +60,19 @@ class NumericGuard:
             if self._is_main:
                 what = culprit or "the gradient was not finite"
                 self._emitter.emit("warning", message=f"step {step} was skipped on all ranks: {what}")
-        # What may stop the run soon is looked at more closely: whose gradient is it?
-        is_near = progress.helpless_skips > 0 or progress.skips_in_a_row + 2 >= self._config.max_skips
-        self._sharded.inspect_gradients(is_near)
+        self._look_closely(progress)
         return None
+
+    def _look_closely(self, progress: Progress) -> None:
+        """Where the next skip may end the run, each rank looks at its own gradient: whose is it?"""
+        is_near = progress.helpless_skips > 0 or progress.skips_in_a_row + 2 >= self._config.max_skips
+        self._sharded.inspect_gradients(is_near or self._config.max_nonfinite == 1)
 
     def _why(self, progress: Progress, step: int, numbers: Numbers, culprit: Culprit | None) -> str:
         what = culprit or "the gradient was not finite"
-        text = f"step {step}: {progress.skips_in_a_row} steps in a row were skipped: {what}"
+        many = f"{progress.skips_in_a_row} steps in a row were skipped"
+        text = f"step {step}: {many if progress.skips_in_a_row > 1 else 'it was skipped'}: {what}"
         if not progress.helpless_skips:
             return f"{text}, down to a loss scale of {numbers.scale:g}; write precision: bf16, or lower optim.lr"
-        return f"{text}; lower optim.lr, set optim.clip, or look at the samples of this step"
+        would_clip = not self._is_clipped and (culprit is None or culprit.size is None)
+        return f"{text}; lower optim.lr, {'set optim.clip, ' * would_clip}or look at the samples of this step"

@@ -116,6 +116,7 @@ class Trainer:
         self._own_sums = torch.zeros(0)
         self._is_resumed = False
         self._owes_evaluation = False  # a signal cut it off
+        self._last_saved = -1, -1  # step and number of updates
         self._must_stop = self._has_told_stop = False
         # On a GPU the numbers of a step are read in the middle of the next one.
         self._reads_late = self.device.type == "cuda" and parts.on_step is None  # which is called between two steps
@@ -256,6 +257,7 @@ class Trainer:
         """
         if self.job.guards.replica_every:
             self.check_replicas(self.job.optim.lr * self.schedule(self.progress.updates))
+        self._last_saved = self.progress.steps, self.progress.updates
         return {
             **self.progress.as_json(),
             "cursor": self.loader.cursor,
@@ -276,6 +278,9 @@ class Trainer:
             cursor, scaler = state["cursor"], state["scaler"]
         except KeyError as error:
             raise CheckpointError(f"{resumed.path} is not of a training run: no {error} in its progress") from None
+        # Whoever goes on after a numeric stop has changed something: it has as many steps as at first.
+        self.progress.skips_in_a_row = self.progress.helpless_skips = 0
+        self._last_saved = self.progress.steps, self.progress.updates
         self._owes_evaluation = bool(state.get("owes_evaluation"))  # older checkpoints do not say
         if scaler is not None and self.sharded.scaler.enabled:
             self.sharded.scaler.load_state_dict(scaler)
@@ -396,6 +401,8 @@ class Trainer:
         self._must_stop |= numbers.stop > 0
         own_loss = float(self._own_sums[1]) if numbers.skipped else 0.0
         problem = self._numeric.see(self.progress, pending.step, numbers, own_loss)
+        if self.checkpointer is not None:  # while numbers go wrong, no step before that goes
+            self.checkpointer.prunes = not self.progress.helpless_skips
         self._numeric_problem = self._numeric_problem or problem
         if self._numeric_problem is not None and between_steps:
             self._stop_numerically(self._numeric_problem)
@@ -465,18 +472,36 @@ class Trainer:
         raise StoppedError(f"stopped after step {self.progress.steps}, {'saved' if saved else 'not saved'}", code)
 
     def _stop_numerically(self, problem: str) -> NoReturn:
-        """Save and end. Skipped steps changed nothing: the parameters are those of the last good one.
+        """Save and end.
 
         Raises:
             NumericError: always.
         """
         if self.checkpointer is not None:
             try:
-                self.save("numeric")
-                problem += f"; the last good parameters are saved as step {self.progress.steps}"
+                problem += self._save_last_good(self.checkpointer)
             except ZrunError as error:
                 problem += f"; and the last good parameters could not be saved: {error}"
         raise NumericError(problem)
+
+    def _save_last_good(self, checkpointer: Checkpointer) -> str:
+        """Save, if that is of use, and say what became of it. Skipped steps changed nothing since the last good one.
+
+        Nothing older goes for it: nobody knows yet from which step the run can go on.
+        """
+        checkpointer.prunes = False
+        self.phase = "save"
+        checkpointer.finish()
+        step, updates = self._last_saved
+        is_saved = step == checkpointer.last_step and updates == self.progress.updates
+        broken = self.sharded.find_nonfinite_parameter()
+        if broken is not None:
+            what = f"step {step} is saved with it: go on from one before it" if is_saved else "nothing more is saved"
+            return f"; {broken[0]} is {broken[1]} itself: {what}, see zrun ckpt ls"
+        if is_saved:
+            return f"; the last good parameters are those of step {step}, which is saved"
+        self.save("numeric")
+        return f"; the last good parameters are saved as step {self.progress.steps}"
 
     # Evaluation
 

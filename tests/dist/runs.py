@@ -53,6 +53,23 @@ class Speaker(nn.Module):
         return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), labels.flatten())
 
 
+class Faulty(Speaker):
+    """Its loss is not a number on the last rank from one of its passes on."""
+
+    def __init__(self, fault: int) -> None:
+        super().__init__()
+        self.left = fault if world()[0] == world()[1] - 1 else 1 << 30
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        self.left -= 1
+        return super().forward(input_ids, labels, index) * (float("nan") if self.left < 0 else 1.0)
+
+
+def sudden(step: int) -> float:
+    """The learning rate as a share of the job's."""
+    return 1e-9 if step < 3 else 1.0
+
+
 class Tokens(torch.utils.data.Dataset[Any]):
     """`length` samples, each with its index."""
 

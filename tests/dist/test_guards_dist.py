@@ -33,6 +33,8 @@ def spoiled(stage: int, precision: str, kind: str, options: dict[str, Any]) -> d
         if bad and rank == size - 1:
             if kind == "loss":
                 total = float("nan")
+            elif kind == "large":
+                hook = param.register_hook(lambda grad: grad.index_fill(0, torch.tensor([1]), 3e19))
             else:
                 hook = param.register_hook(lambda grad: grad.index_fill(0, torch.tensor([1]), float(kind)))
         sharded.backward(loss / size, boundary=True)
@@ -44,6 +46,8 @@ def spoiled(stage: int, precision: str, kind: str, options: dict[str, Any]) -> d
         if skips[-1]:
             culprit = sharded.find_nonfinite(total)
             found.append(None if culprit is None else (culprit.parameter, culprit.kind, culprit.rank, culprit.loss))
+            if kind == "large":
+                assert culprit.size == pytest.approx(3e19, rel=0.01)
         sharded.inspect_gradients(skips[-1])
         states.append({name: value.float().numpy() for name, value in full_state(sharded).items()})
     return {"skips": skips, "states": states, "found": found, "scale": float(sharded.scaler.scale)}
@@ -68,6 +72,28 @@ def test_all_ranks_skip_what_one_spoils_and_name_it(ranks, stage, kind, precisio
         assert run["scale"] == (1024.0 if precision == "fp16" else 1.0) / 2**halvings
     for name, value in runs[0]["states"][-1].items():
         assert (value == runs[1]["states"][-1][name]).all()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_norm_that_overflows_is_named_by_the_largest_gradient(ranks, stage):
+    for run in ranks(2).run(spoiled, stage, "bf16", "large", {}):
+        assert run["skips"] == [False, False, True, True, False]
+        assert run["found"] == [(PLACE, None, None, None)] * 2
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_parameter_that_is_not_finite_is_named(ranks, stage):
+    for found in ranks(2).run(broken_parameter, stage):
+        assert found == [None, (PLACE, "inf")]
+
+
+def broken_parameter(stage: int) -> list[tuple[str, str] | None]:
+    """What is found before and after the last element of one parameter is infinite."""
+    sharded = make_sharded(build(), stage, precision={"compute": "fp16"})
+    found = [sharded.find_nonfinite_parameter()]
+    with sharded.gathered() as module:
+        dict(module.named_parameters())[PLACE].view(-1)[-1] = float("inf")
+    return [*found, sharded.find_nonfinite_parameter()]
 
 
 def test_a_hybrid_skips_together_too(ranks):

@@ -342,3 +342,36 @@ def test_loader_processes_draw_the_same_after_going_on(ranks, tmp_path):
     rest = ranks(1).run(run, keys, str(tmp_path / "cut"), {})
     assert {**losses(cut[0]), **losses(rest[0])} == losses(whole[0])
     assert [each["digest"] for each in rest] == [each["digest"] for each in whole]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_parameters_that_broke_are_not_called_good_and_push_out_none_that_are(ranks, tmp_path, stage):
+    """Masters passed what fp16 can hold in the fourth update."""
+    keys = job(
+        zero=stage, steps=20, precision={"compute": "fp16", "loss_scale": {"init": 64.0}}, optim={"name": "sgd", "lr": 3e6}, lr="runs.py:sudden",
+        checkpoint={"every": 1, "keep": 2},
+    )  # fmt: skip
+    found = ranks(2).run(run, keys, str(tmp_path))
+    for each in found:
+        assert each["error"].startswith("NumericError: step 7: 3 steps in a row were skipped: the loss is nan on rank 0")
+        assert " itself: step 6 is saved with it: go on from one before it, see zrun ckpt ls" in each["error"]
+        assert "good" not in each["error"]
+    assert steps_of(tmp_path) == [6, 5, 4, 3]
+    again = ranks(2).run(run, keys, str(tmp_path), {})
+    assert again[0]["error"].startswith("NumericError: step 9: 3 steps in a row were skipped: the loss is nan on rank 0")
+    assert steps_of(tmp_path) == [8, 7, 6, 5, 4, 3]
+    fewer = {**keys, "steps": 5, "optim": {"name": "sgd", "lr": 3e-3}, "checkpoint": {"every": 1}}
+    assert ranks(2).run(run, fewer, str(tmp_path / "other"), {"folder": f"{tmp_path}/checkpoints", "step": 3})[0]["error"] == ""
+
+
+def test_what_is_saved_already_is_not_saved_again_when_the_numbers_go_wrong(ranks, tmp_path):
+    model = {"call": "runs.py:Faulty", "args": {"fault": 2}}
+    keys = job(model=model, steps=20, batch={"global": 8, "micro": 4}, checkpoint={"every": 1, "keep": 2})
+    found = ranks(2).run(run, keys, str(tmp_path))
+    assert found[0]["error"].startswith("NumericError: step 5: 3 steps in a row were skipped: the loss is nan on rank 1")
+    assert found[0]["error"].endswith("; the last good parameters are those of step 4, which is saved")
+    assert steps_of(tmp_path) == [4, 3, 2, 1]
+    keys["model"] = {"call": "runs.py:Faulty", "args": {"fault": 0}}
+    again = ranks(2).run(run, keys, str(tmp_path), {})
+    assert again[0]["error"].startswith("NumericError: step 7: 3 steps in a row were skipped: the loss is nan on rank 1")
+    assert [e["reason"] for each in (found, again) for e in each[0]["events"] if e["type"] == "save"] == ["due"] * 6

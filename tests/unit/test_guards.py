@@ -23,13 +23,14 @@ class Sharded:
     def __init__(self) -> None:
         self.inspects = False
         self.num_looks = 0
+        self.culprit: Culprit | None = None
 
     def inspect_gradients(self, wanted: bool) -> None:
         self.inspects = wanted
 
     def find_nonfinite(self, own_loss: float) -> Culprit | None:
         self.num_looks += 1
-        return Culprit("blocks.1.down.weight", "nan", 1 if self.inspects else None)
+        return self.culprit or Culprit("blocks.1.down.weight", "nan", 1 if self.inspects else None)
 
 
 class Ear(Emitter):
@@ -80,6 +81,35 @@ def test_a_good_step_puts_an_end_to_looking():
     assert sharded.num_looks == 1
 
 
+@pytest.mark.parametrize(("guards", "inspects"), [({"max_nonfinite": 1}, True), ({"max_skips": 2}, True), ({}, False)])
+def test_what_one_skip_may_end_is_looked_at_from_the_start(guards, inspects):
+    numeric, progress, sharded, _ = guard(guards=guards)
+    assert sharded.inspects == inspects
+    numeric.see(progress, 1, GOOD, 1.0)
+    assert sharded.inspects == inspects
+    why = numeric.see(progress, 2, BAD, 1.0)
+    if guards == {"max_nonfinite": 1}:
+        assert why is not None
+        assert why.startswith("step 2: it was skipped: the gradient of blocks.1.down.weight")
+        assert "on rank 1" in why
+
+
+@pytest.mark.parametrize(
+    ("clip", "size", "advice"),
+    [
+        (None, None, "; lower optim.lr, set optim.clip, or look"),
+        (1.0, None, "; lower optim.lr, or look"),
+        (None, 1e20, "; lower optim.lr, or look"),
+    ],
+)
+def test_advice_leaves_out_what_would_not_help(clip, size, advice):
+    numeric, progress, sharded, _ = guard(guards={"max_nonfinite": 1}, optim={"clip": clip})
+    sharded.culprit = Culprit("w", None if size else "inf", None, size=size)
+    why = numeric.see(progress, 1, BAD, 1.0)
+    assert why is not None
+    assert advice in why
+
+
 def test_an_overflow_of_fp16_is_told_once_and_the_scale_has_time():
     numeric, progress, sharded, ear = guard(precision="fp16", guards={"max_skips": 20})
     scale, why = 65536.0, None
@@ -115,6 +145,10 @@ def test_a_step_without_samples_says_nothing():
         (Culprit("w", "inf", None), "the gradient of w (layer the model itself) is inf"),
         (Culprit("a.w", "nan", 0, "nan"), "the loss is nan on rank 0, and the gradient of a.w (layer a) is nan"),
         (Culprit(None, None, 2, "inf"), "the loss is inf on rank 2"),
+        (
+            Culprit("a.w", None, None, size=3.1e19),
+            "every gradient is finite, but that of a.w (layer a) reaches 3.1e+19, and the norm of all overflows",
+        ),
     ],
 )
 def test_words(culprit, words):

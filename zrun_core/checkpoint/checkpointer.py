@@ -95,6 +95,7 @@ class _Save:
     tensors: Sequence[TensorInfo]
     start: float
     writing: Future[bytes]
+    prunes: bool
     stall_s: float = 0.0
     reports: list[bytes] | None = None  # once every rank has written
     committing: Future[_Commit] | None = None  # on rank 0
@@ -105,6 +106,7 @@ class Checkpointer:
 
     Attributes:
         last_step: the newest step that is committed, or under way.
+        prunes: whether a save that begins now makes older steps go.
     """
 
     def __init__(
@@ -123,6 +125,7 @@ class Checkpointer:
         """
         self.folder, self.state, self.config, self.about = folder, state, config, about
         self.last_step: int | None = None
+        self.prunes = True
         self._comm, self._world, self._tell = comm, world, tell
         self._votes = Votes()
         self._current: _Save | None = None
@@ -273,7 +276,7 @@ class Checkpointer:
             writing.set_result(_in_words(error).encode())
         else:
             writing = self._pool.submit(_write, tmp / f"rank-{rank:05d}.safetensors", parts, scalars, own, later)
-        current = _Save(step, reason, tmp, progress, layout, tensors, start, writing)
+        current = _Save(step, reason, tmp, progress, layout, tensors, start, writing, self.prunes)
         self._current, self.last_step = current, step
         if later.pairs:
             self.state.before_update(lambda: self._await_copies(current, later))
@@ -360,7 +363,8 @@ class Checkpointer:
             return _Commit(warning=warning, num_bytes=manifest.num_bytes)
         try:
             self.folder.point_latest(current.step)
-            return _Commit(num_bytes=manifest.num_bytes, removed=self.folder.prune(self.config.keep))
+            removed = self.folder.prune(self.config.keep) if current.prunes else ()
+            return _Commit(num_bytes=manifest.num_bytes, removed=removed)
         except (SaveError, CheckpointError, OSError) as error:
             return _Commit(warning=str(error), num_bytes=manifest.num_bytes)
 

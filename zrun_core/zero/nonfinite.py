@@ -1,4 +1,4 @@
-"""Which gradient is not finite, and on which rank: looked for only after a step had to be skipped.
+"""Which gradient or parameter is not finite, and on which rank: looked for only after a step had to be skipped.
 
 The sums of all ranks are there after every step and name the parameter. They do not say whose contribution spoiled
 them; so while skips go on, each rank also looks at its own gradient before it is summed.
@@ -7,7 +7,7 @@ them; so while skips go on, each rank also looks at its own gradient before it i
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,9 @@ from zrun_core.layout import UnitLayout
 from zrun_core.zero.unit import FlatUnit
 
 _KINDS = (None, "inf", "nan")
-_FIELDS = 7  # of a rank's row: loss; unit, parameter and kind in its own gradient; the same in its part of the sum
+_FIELDS = 10  # of a rank's row: loss; unit, parameter and kind in its own gradient; the same in its part of the sum;
+# unit, parameter and size of the largest element of that part, where everything is finite
+_Found = tuple[int, int, float]  # unit, parameter, and its kind or size
 
 
 @dataclass(frozen=True)
@@ -29,12 +31,14 @@ class Culprit:
         kind: inf or nan.
         rank: whose gradient or loss it is; None where only the sum over ranks is known.
         loss: inf or nan where a rank's loss was not finite already.
+        size: of the gradient's largest element, where every one is finite and only their norm is not.
     """
 
     parameter: str | None
     kind: str | None
     rank: int | None
     loss: str | None = None
+    size: float | None = None
 
     @property
     def layer(self) -> str | None:
@@ -47,6 +51,11 @@ class Culprit:
         if self.parameter is None:
             return loss or "the gradient is not finite"
         gradient = f"the gradient of {self.parameter} (layer {self.layer}) is {self.kind}"
+        if self.size is not None:
+            gradient = (
+                f"every gradient is finite, but that of {self.parameter} (layer {self.layer}) reaches {self.size:.2g}, "
+                "and the norm of all overflows"
+            )
         return f"{loss}, and {gradient}" if loss else gradient + whose
 
 
@@ -88,37 +97,77 @@ class Inspector:
         Args:
             own_loss: of this rank, summed over the step.
         """
-        row = torch.zeros(self._world.size, _FIELDS, dtype=torch.float64)
-        mine = row[self._world.index]
-        mine[0] = kind_of(own_loss)
-        for place, found in ((1, self._own), (4, self._in_the_sum())):
-            if found is not None:
-                mine[place : place + 3] = torch.tensor(found, dtype=torch.float64) + torch.tensor([1.0, 1.0, 0.0])
-        table = self._comm.sum_small(row.view(-1).to(self._comm.device), self._world, name="skipped step")
-        rows = [[int(field) for field in fields] for fields in table.view(-1, _FIELDS).tolist()]
-        return self._judge(rows)
+        summed = self._first(lambda unit: unit.grad)
+        is_finite = self._own is None and summed is None and math.isfinite(own_loss)
+        row = [float(kind_of(own_loss))]
+        for found in (self._own, summed, self._largest() if is_finite else None):
+            row += [0.0, 0.0, 0.0] if found is None else [found[0] + 1.0, found[1] + 1.0, found[2]]
+        return self._judge(self._exchange(row))
 
-    def _in_the_sum(self) -> tuple[int, int, int] | None:
-        for unit in self._units:
-            start, stop = unit.owned
-            held = unit.grad[: min(stop, unit.layout.numel) - start] if start < unit.layout.numel else unit.grad[:0]
-            found = first_nonfinite(unit.layout, held, start)
+    def find_parameter(self) -> tuple[str, str] | None:
+        """Name and kind (inf, nan) of the first parameter in training that is not finite itself. Collective."""
+        found = self._first(lambda unit: unit.owned_param)
+        row = [0.0, 0.0, 0.0] if found is None else [found[0] + 1.0, found[1] + 1.0, found[2]]
+        first = min((each for each in self._exchange(row) if each[0]), default=None)
+        if first is None:
+            return None
+        kind = _KINDS[int(first[2])]
+        assert kind is not None
+        return self._name(first), kind
+
+    def _exchange(self, row: Sequence[float]) -> list[list[float]]:
+        """Every rank's row, by rank."""
+        table = torch.zeros(self._world.size, len(row), dtype=torch.float64)
+        table[self._world.index] = torch.tensor(row, dtype=torch.float64)
+        summed = self._comm.sum_small(table.view(-1).to(self._comm.device), self._world, name="skipped step")
+        rows: list[list[float]] = summed.view(-1, len(row)).tolist()
+        return rows
+
+    def _first(self, of: Callable[[FlatUnit], torch.Tensor]) -> tuple[int, int, int] | None:
+        """Unit, parameter and kind of what is not finite first in this rank's elements of each unit."""
+        for unit, held in self._held(of):
+            found = first_nonfinite(unit.layout, held, unit.owned[0])
             if found is not None:
                 return unit.index, *found
         return None
 
-    def _judge(self, rows: list[list[int]]) -> Culprit | None:
+    def _largest(self) -> _Found | None:
+        """Where the largest element of this rank's part of the sum is, and its size."""
+        found: list[_Found] = []
+        for unit, held in self._held(lambda unit: unit.grad):
+            for piece in unit.layout.pieces(unit.owned[0], unit.owned[0] + held.numel()):
+                size = torch.linalg.vector_norm(held[piece.start : piece.stop], math.inf)
+                found.append((unit.index, piece.index, float(size)))
+        return max(found, key=lambda each: each[2], default=None)
+
+    def _held(self, of: Callable[[FlatUnit], torch.Tensor]) -> list[tuple[FlatUnit, torch.Tensor]]:
+        """The units, and this rank's elements of each without padding."""
+        return [
+            (unit, of(unit)[: max(0, min(unit.owned[1], unit.layout.numel) - unit.owned[0])]) for unit in self._units
+        ]
+
+    def _name(self, found: Sequence[float]) -> str:
+        """The parameter that (unit + 1, parameter + 1, ...) means."""
+        unit = next(unit for unit in self._units if unit.index == int(found[0]) - 1)
+        return unit.layout.slots[int(found[1]) - 1].name
+
+    def _judge(self, rows: list[list[float]]) -> Culprit | None:
         ranks = range(len(rows))
         own = min(((*rows[rank][1:3], rank) for rank in ranks if rows[rank][1]), default=None)
         summed = min(((*rows[rank][4:6], rank) for rank in ranks if rows[rank][4]), default=None)
         first = own or summed
         parameter = kind = rank = None
         if first is not None:
-            unit = next(unit for unit in self._units if unit.index == first[0] - 1)
-            parameter = unit.layout.slots[first[1] - 1].name
-            kind = _KINDS[rows[first[2]][3 if own else 6]]
-            rank = first[2] if own or len(rows) == 1 else None
+            parameter, holder = self._name(first), int(first[2])
+            kind = _KINDS[int(rows[holder][3 if own else 6])]
+            rank = holder if own or len(rows) == 1 else None
         spoiled = [each for each in ranks if rows[each][0]]
         if spoiled:
-            return Culprit(parameter, kind, spoiled[0], _KINDS[rows[spoiled[0]][0]])
-        return None if first is None else Culprit(parameter, kind, rank)
+            return Culprit(parameter, kind, spoiled[0], _KINDS[int(rows[spoiled[0]][0])])
+        if first is not None:
+            return Culprit(parameter, kind, rank)
+        large = max((row[7:] for row in rows if row[7]), key=lambda each: each[2], default=None)
+        num_elements = sum(unit.layout.numel for unit in self._units)
+        if large is None or large[2] ** 2 * num_elements < torch.finfo(torch.float32).max:  # in which norms are taken
+            return None
+        return Culprit(self._name(large), None, None, size=large[2])

@@ -369,6 +369,10 @@ class ShardedModel:
         """
         return self._inspector.find(own_loss)
 
+    def find_nonfinite_parameter(self) -> tuple[str, str] | None:
+        """Name and kind (inf, nan) of the first parameter in training that is not finite itself. Collective."""
+        return self._inspector.find_parameter()
+
     @property
     def without_gradient(self) -> list[str]:
         """Names of the trainable parameters that have never got a gradient on any rank, after at least one step."""

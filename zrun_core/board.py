@@ -92,6 +92,21 @@ def process_state(pid: int) -> str | None:
         return None
 
 
+def _state(pages: mmap.mmap | bytes, offset: int) -> RankState:
+    step, waiting, num_waits, progress, phase, pid, first = _HEADER.unpack_from(pages, offset)
+    return RankState(step, bool(waiting), num_waits, progress, PHASES[min(phase, len(PHASES) - 1)], pid, first)
+
+
+def peek(path: Path) -> RankState | None:
+    """What the first rank of a board says of itself, for whoever knows no more of the run; None: there is no board."""
+    try:
+        with path.open("rb") as board:
+            header = board.read(_HEADER.size)
+    except OSError:
+        return None
+    return _state(header, 0) if len(header) == _HEADER.size else None
+
+
 class BoardView:
     """The pages of a host's ranks, to be read. The file is created by whoever comes first.
 
@@ -112,8 +127,7 @@ class BoardView:
         return _PAGE * self.ranks.index(rank)
 
     def state(self, rank: int) -> RankState:
-        step, waiting, num_waits, progress, phase, pid, first = _HEADER.unpack_from(self._map, self._page(rank))
-        return RankState(step, bool(waiting), num_waits, progress, PHASES[min(phase, len(PHASES) - 1)], pid, first)
+        return _state(self._map, self._page(rank))
 
     def history(self, rank: int, kind: str) -> dict[int, Issue]:
         """The last collectives of one kind that `rank` issued, by their number."""

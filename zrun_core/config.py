@@ -503,7 +503,8 @@ class LimitsConfig(Section):
     eval_s: PositiveFloat = Field(default=600.0, description="seconds without progress in an evaluation or a hook")
     save_s: PositiveFloat = Field(default=1800.0, description="seconds without progress in a save")
     stop_s: PositiveFloat = Field(
-        default=30.0, description="seconds to finish the step and save after a signal; then the run stops at once"
+        default=30.0,
+        description="seconds to finish the step after a signal, then the run stops at once; a save has limits.save_s",
     )
 
 

@@ -466,6 +466,7 @@ class Trainer:
             saved = False
             if isinstance(error, SaveError):
                 self.emitter.emit("warning", message=str(error))
+        self.phase = "end"
         self.stop.ignore()  # from here on the ranks leave together
         self.comm.barrier(self.world)
         code = ExitCode.STOPPED if saved else self.stop.exit_code

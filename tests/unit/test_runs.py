@@ -24,6 +24,7 @@ from zrun.launch.processes import Process
 from zrun.launch.rundir import Earlier, RunDir
 from zrun.launch.runs import Run, State, find, job_name, listed, read, reference
 from zrun.watch.runs_table import remarks, runs_table
+from zrun_core.board import Board, peek
 from zrun_core.errors import HangError, JobError, PreflightError, SaveError
 from zrun_core.events import encode
 
@@ -321,11 +322,43 @@ def test_a_launcher_that_stands_still_is_named() -> None:
 
 
 def test_patience_is_that_of_the_job(tmp_path: Path) -> None:
-    assert stopping.patience_s(tmp_path) == 60
+    assert stopping.limits_of(tmp_path).stop_s == 30
     (tmp_path / "spec.json").write_text('{"job": {"limits": {"stop_s": 100}}}')
-    assert stopping.patience_s(tmp_path) == 130
+    assert stopping.limits_of(tmp_path).stop_s == 100
     (tmp_path / "spec.json").write_text("[]")
-    assert stopping.patience_s(tmp_path) == 60
+    assert stopping.limits_of(tmp_path).stop_s == 30
+
+
+def test_whoever_waits_for_a_launcher_waits_for_its_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends after 500 s of saving; the limits are 30 and 1800 s, and 30 more."""
+    board, now = Board(tmp_path / "board", 0, range(2), 2), [0.0]
+
+    def look(descriptor: int, patience_s: float) -> bool:
+        now[0] += patience_s
+        return now[0] > 500
+
+    monkeypatch.setattr(stopping, "_is_gone", look)
+    monkeypatch.setattr(stopping.time, "monotonic", lambda: now[0])
+    assert not stopping._ends(0, tmp_path, None)
+    assert 60 <= now[0] < 65
+    now[0] = 0.0
+    board.phase("save")
+    assert stopping._ends(0, tmp_path, None)
+    now[0] = 0.0
+    assert not stopping._ends(0, tmp_path, 100.0), "somebody has said how long to wait"
+
+
+def test_a_board_is_looked_at_from_outside(tmp_path: Path) -> None:
+    assert peek(tmp_path / "board") is None
+    (tmp_path / "board").write_bytes(b"half")
+    assert peek(tmp_path / "board") is None
+    (tmp_path / "board").unlink()
+    board = Board(tmp_path / "board", 0, range(2), 2)
+    board.step(7)
+    board.phase("hook")
+    before = (tmp_path / "board").stat().st_size
+    assert peek(tmp_path / "board") == board.state(0)
+    assert (tmp_path / "board").stat().st_size == before
 
 
 @pytest.mark.parametrize(

@@ -148,14 +148,14 @@ class Hosts:
     """Two hosts, a and b, with a rank each, and a clock of their own."""
 
     def __init__(self, *script: Any, starts: tuple[str, ...] = ("a", "b"), **limits: Any) -> None:
-        self.run, self.now = Run(2), 0.0
+        self.run, self.now, self.interrupts = Run(2), 0.0, Interrupts()
         self.agents = ScriptedAgents([*((host, STARTED) for host in starts), *script], ["a", "b"])
         self._limits = LimitsConfig.model_validate(limits)
 
     def watch(self) -> None:
         script = self.agents.script
         script[:] = [partial(self._wait, item) if isinstance(item, float) else item for item in script]
-        supervisor = Supervisor(self.agents, self.run, Interrupts(), self._limits, lambda: self.now)
+        supervisor = Supervisor(self.agents, self.run, self.interrupts, self._limits, lambda: self.now)
         supervisor.watch(lambda event, line: None, lambda: None)
 
     def _wait(self, seconds: float) -> None:
@@ -243,6 +243,41 @@ def test_patience_ends(monkeypatch):
     assert asked[0] is Stop.FINISH or asked == [Stop.NOW]
     assert asked[-1] is Stop.NOW
     assert interrupts.level == 2
+
+
+def phases(host: str, rank: int, phase: str) -> tuple[str, Frame]:
+    return host, {"frame": "board", "states": {str(rank): [3, False, 0, 7, phase, 1, 1]}}
+
+
+def stopped(*script: Any) -> Hosts:
+    """Two hosts that get a SIGTERM at 0 s, with 10 s to end and 100 s to save."""
+    hosts = Hosts(lambda: hosts.interrupts._note(TERM, None), *script, ("a", DONE), ("b", DONE), stop_s=10, save_s=100)
+    hosts.watch()
+    return hosts
+
+
+def test_a_save_that_a_signal_has_begun_is_not_cut_off(capsys):
+    saves, trains = phases("b", 1, "save"), phases("b", 1, "forward")
+    assert stopped(phases("a", 0, "end"), 5.0, saves, 9.0, 50.0).agents.asked == [Stop.FINISH]
+    said = capsys.readouterr().err
+    assert said.count("a save is under way: it has 100 s (limits.save_s) instead of 10 (limits.stop_s); once more") == 1
+    # It was due before the signal, and the step after it, with a save of its own, is still to come.
+    assert stopped(saves, 30.0, trains, 9.0, saves, 20.0).agents.asked == [Stop.FINISH]
+    assert "stopping now" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ([("b", "forward"), 11.0], "not finished after 10 s (limits.stop_s): stopping now"),
+        ([("b", "save"), 30.0, ("b", "forward"), 11.0], "not finished after 10 s (limits.stop_s): stopping now"),
+        ([("b", "save"), 99.0, 2.0], "not saved after 100 s (limits.save_s): stopping now"),
+    ],
+)
+def test_the_patience_with_a_save_ends_too(capsys, script, said):
+    items = [phases(item[0], 1, item[1]) if isinstance(item, tuple) else item for item in script]
+    assert stopped(*items, lambda: None).agents.asked == [Stop.FINISH, Stop.NOW]
+    assert said in capsys.readouterr().err
 
 
 def test_a_rank_that_was_signalled_by_others_has_the_same_patience():

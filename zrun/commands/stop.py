@@ -19,7 +19,9 @@ def stop(
     now: Annotated[bool, typer.Option("--now", help="End the workers at once; nothing is saved.")] = False,
     timeout: Annotated[
         float | None,
-        typer.Option(min=0, metavar="SECONDS", help="How long to wait.", show_default="limits.stop_s + 30"),
+        typer.Option(
+            min=0, metavar="SECONDS", help="How long to wait.", show_default="limits.stop_s + 30, and the end of a save"
+        ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -47,7 +49,7 @@ def stop(
         if found.holder is not None and not as_json:
             how = "ending the workers" if now else "finishing the step"
             print(f"run {found.run_id} of {found.job}, {found.holder}: {how}", file=sys.stderr)
-        stopping.stop(found, now, stopping.patience_s(found.path) if timeout is None else timeout)
+        stopping.stop(found, now, timeout)
         found = read(found.path)
     if as_json:
         print(json.dumps(found.facts() | {"was_running": was_running}, indent=2))

@@ -6,16 +6,20 @@ import json
 import os
 import select
 import signal
+import time
 from contextlib import suppress
 from pathlib import Path
 
+from zrun.launch.patience import Patience
 from zrun.launch.processes import Process
 from zrun.launch.runs import Run
 from zrun.launch.signals import STOP_NOW
+from zrun_core.board import peek
 from zrun_core.config import LimitsConfig
 from zrun_core.errors import HangError, JobError, PreflightError
 
 _CLEANING_S = 30.0  # that a launcher may take for the rest, once the workers had their time
+_LOOK_S = 1.0  # between two looks at whether it saves
 
 
 def launcher_of(run: Run) -> Process:
@@ -41,16 +45,17 @@ def launcher_of(run: Run) -> Process:
     return process
 
 
-def stop(run: Run, now: bool, timeout_s: float) -> None:
+def stop(run: Run, now: bool, timeout_s: float | None = None) -> None:
     """Signal the launcher of a running run, and wait until it is gone.
 
     Args:
         now: end the workers at once; else they finish the step, and save.
+        timeout_s: how long to wait; None: as long as the launcher itself does, and half a minute more.
 
     Raises:
         PreflightError: the launcher cannot be reached from here.
         JobError: it belongs to another user.
-        HangError: it is still there after `timeout_s` seconds.
+        HangError: it is still there when the time is over.
     """
     process = launcher_of(run)
     try:
@@ -61,7 +66,8 @@ def stop(run: Run, now: bool, timeout_s: float) -> None:
         if not process.alive():  # what the descriptor means now may be another process
             return
         signal.pidfd_send_signal(descriptor, STOP_NOW if now else signal.SIGTERM)
-        if _is_gone(descriptor, timeout_s):
+        start = time.monotonic()
+        if _ends(descriptor, run.path, timeout_s, saves=not now):
             return
     except PermissionError:
         raise JobError(f"run {run.run_id} (process {process.pid}) belongs to another user") from None
@@ -74,18 +80,35 @@ def stop(run: Run, now: bool, timeout_s: float) -> None:
             f"run {run.run_id}: process {process.pid} is stopped by a signal or a debugger, and obeys once it goes on: "
             f"kill -CONT {process.pid}"
         )
+    waited_s = time.monotonic() - start
     advice = f"look at {run.path}/logs" if now else f"wait with a longer --timeout, or zrun stop {run.run_id} --now"
     raise HangError(
-        f"run {run.run_id} was told to stop and still runs after {timeout_s:g} s (process {process.pid}): {advice}"
+        f"run {run.run_id} was told to stop and still runs after {waited_s:.0f} s (process {process.pid}): {advice}"
     )
 
 
-def patience_s(path: Path) -> float:
-    """How long a launcher may take to end: `limits.stop_s` of its job, and the time to clean up."""
-    limits = LimitsConfig()
+def limits_of(path: Path) -> LimitsConfig:
+    """Those of the job of a run, or the usual ones."""
     with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-        limits = LimitsConfig.model_validate(json.loads((path / "spec.json").read_bytes())["job"].get("limits", {}))
-    return limits.stop_s + _CLEANING_S
+        return LimitsConfig.model_validate(json.loads((path / "spec.json").read_bytes())["job"].get("limits", {}))
+    return LimitsConfig()
+
+
+def is_saving(path: Path) -> bool:
+    """Whether rank 0 says so on its board, where that is on this disk."""
+    state = peek(path / "board")
+    return state is not None and state.phase == "save"
+
+
+def _ends(descriptor: int, path: Path, timeout_s: float | None, *, saves: bool = True) -> bool:
+    """Whether the launcher that has this pidfd ends in time; `saves`: it may save first."""
+    if timeout_s is not None:
+        return _is_gone(descriptor, timeout_s)
+    patience = Patience(time.monotonic(), limits_of(path), _CLEANING_S)
+    while not patience.is_over(time.monotonic(), saves=saves and is_saving(path)):
+        if _is_gone(descriptor, _LOOK_S):
+            return True
+    return False
 
 
 def _is_gone(descriptor: int, patience_s: float) -> bool:

@@ -15,6 +15,7 @@ from zrun.launch import signals
 from zrun.launch.failures import Exit, Failure, Hang, LostHost, Note, first_failure, is_cause
 from zrun.launch.frames import BEAT_S, GRACE_S, SILENCE_S, Frame, Stop
 from zrun.launch.hangs import BOARD_S, HangWatch, Inquiry
+from zrun.launch.patience import Patience
 from zrun.launch.rundir import RunDir
 from zrun_core.board import RankState
 from zrun_core.config import LimitsConfig
@@ -178,7 +179,7 @@ class Supervisor:
         self._late = clock() + limits.start_s
         self._beat_at = self._judge_at = float("-inf")
         self._alone_until: float | None = None
-        self._finish_until: float | None = None  # the workers may end by themselves
+        self._patience: Patience | None = None  # with workers that were asked to end by themselves
         self._stop_at: float | None = None  # the other hosts, after a failure
         self._give_up_at = float("inf")  # on hosts that do not even say that they are done
         self._obeyed = 0
@@ -265,16 +266,28 @@ class Supervisor:
 
     def _stop_when_asked(self, now: float) -> None:
         interrupts = self._interrupts
-        if self._finish_until is None and (interrupts.level or self._run.stopping):
-            self._finish_until = now + self._limits.stop_s
-        if self._finish_until is not None and now > self._finish_until:
-            self._finish_until = float("inf")
-            _say(f"not finished after {self._limits.stop_s:g} s (limits.stop_s): stopping now")
-            interrupts.force()
+        if self._patience is None and (interrupts.level or self._run.stopping):
+            self._patience = Patience(now, self._limits)
+        if self._patience is not None and interrupts.level < 2:
+            self._wait_to_finish(now, self._patience)
         if interrupts.level > self._obeyed:
             self._obeyed = interrupts.level
             if interrupts.level > 1 or not self._run.is_failing:  # else all are being stopped already
                 _obey(self._agents, interrupts)
+
+    def _wait_to_finish(self, now: float, patience: Patience) -> None:
+        """Look whether the workers have had their time. A save is what it is there for: it is not cut off."""
+        limits, was_due = self._limits, patience.was_due
+        saves = any(state.phase == "save" for state in self._run.states.values())
+        if patience.is_over(now, saves=saves):
+            limit = f"{limits.save_s:g} s (limits.save_s)" if saves else f"{limits.stop_s:g} s (limits.stop_s)"
+            _say(f"not {'saved' if saves else 'finished'} after {limit}: stopping now")
+            self._interrupts.force()
+        elif patience.was_due and not was_due:
+            _say(
+                f"a save is under way: it has {limits.save_s:g} s (limits.save_s) instead of {limits.stop_s:g} "
+                "(limits.stop_s); once more stops at once"
+            )
 
 
 @contextmanager

@@ -172,7 +172,7 @@ class Worker:
         folder = CheckpointFolder(checkpoint_folder(self.spec.job, self.run_dir))
         run_id = re.sub(r"[^A-Za-z0-9_-]", "-", self.spec.run_id)[:128]  # of a folder that the user named
         about = About(run_id, self.spec.job.model_dump(mode="json", by_alias=True), versions())
-        return Checkpointer(folder, state, config, comm, world, about, self._tell_save)
+        return Checkpointer(folder, state, config, comm, world, about, self._tell_save, self.spec.job.limits.save_s)
 
     def _tell_save(self, **fields: Any) -> None:
         if "warning" in fields:

@@ -17,7 +17,7 @@ from zrun_core.checkpoint import checkpointer, folder, shard_file
 from zrun_core.checkpoint.checkpointer import Checkpointer
 from zrun_core.checkpoint.folder import CheckpointFolder, read_step
 from zrun_core.checkpoint.verify import verify
-from zrun_core.errors import DivergedError, SaveError
+from zrun_core.errors import DivergedError, HangError, SaveError
 from zrun_core.guards import NumericGuard
 from zrun_core.replicas import ReplicaGuard
 from zrun_core.stop import StopSignals
@@ -313,6 +313,63 @@ def test_a_step_that_has_its_name_is_saved_whatever_fails_after_that(ranks, tmp_
     assert [event["step"] for event in found["events"] if event["type"] == "save"] == [2, 4, 6, 8][: last // 2]
     assert any("Input/output error" in event["message"] for event in found["events"] if event["type"] == "warning")
     assert steps_of(tmp_path) == ([6, 4, 2] if last == 6 else [8, 6])
+
+
+def run_with_slow_disks(keys: dict[str, Any], run_dir: str, waits: bool) -> dict[str, Any]:
+    """As `run`, where rank 1 writes, and rank 0 commits, while ranks ask eight times whether all are ready; or never."""
+    write, commit, await_all = shard_file.write_file, CheckpointFolder.commit, Checkpointer._await
+    asked, gave_up = threading.Semaphore(0), threading.Event()
+
+    def be_slow() -> None:
+        if not waits:
+            gave_up.wait()
+        for _ in range(8 * waits):
+            if not asked.acquire(timeout=3):  # where nobody asks
+                break
+
+    def write_file(*args: Any) -> Any:
+        if world()[0] == 1:
+            be_slow()
+        return write(*args)
+
+    def commit_slowly(*args: Any) -> str:
+        be_slow()
+        return commit(*args)
+
+    def wait_a_turn(*args: Any, **options: Any) -> Any:
+        asked.release()
+        return futures_wait(*args, **options)
+
+    def give_up(*args: Any) -> None:
+        try:
+            await_all(*args)
+        except HangError:
+            gave_up.set()
+            raise
+
+    futures_wait = checkpointer.wait
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shard_file, "write_file", write_file)
+        patch.setattr(CheckpointFolder, "commit", commit_slowly)
+        patch.setattr(checkpointer, "wait", wait_a_turn)
+        patch.setattr(Checkpointer, "_await", give_up)
+        return run(keys, run_dir)
+
+
+def test_ranks_wait_for_a_disk_for_longer_than_for_a_message(ranks, tmp_path):
+    """A turn of asking takes a quarter of a second: rank 0 waits for 2 s, and then rank 1 does."""
+    keys = job(steps=1, lr="constant", limits={"collective_s": 1.5})
+    found = ranks(2).run(run_with_slow_disks, keys, str(tmp_path), True)
+    assert [each["error"] for each in found] == ["", ""]
+    assert steps_of(tmp_path) == [1]
+
+
+def test_a_disk_that_does_not_answer_is_named_with_its_rank(ranks, tmp_path):
+    keys = job(steps=1, lr="constant", limits={"save_s": 0.4})
+    found = ranks(2).run(run_with_slow_disks, keys, str(tmp_path), False)
+    text = "HangError: step 1 is not saved: the disk of rank 1 has not answered for 0.4 s (limits.save_s)"
+    assert [each["error"] for each in found] == [text] * 2
+    assert steps_of(tmp_path) == []
 
 
 # Data

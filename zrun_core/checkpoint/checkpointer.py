@@ -8,8 +8,10 @@
     commit    rank 0 writes the manifest and renames the folder, in its thread
 
 Ranks agree on each turn through numbers that they add to the step's one message, so no rank ever waits for another's
-disk unless it was asked to. The thread never talks to other ranks, and never looks at the model: a look at a parameter
-in the middle of a step makes it whole, which other ranks have to take part in.
+disk unless it was asked to. Where it was, they ask each other again and again whether all are ready: how long one may
+take is then `limits.save_s`, and not the time that one message may. The thread never talks to other ranks, and never
+looks at the model: a look at a parameter in the middle of a step makes it whole, which other ranks have to take part
+in.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,11 +36,12 @@ from zrun_core.checkpoint.resume import Resumed
 from zrun_core.checkpoint.shard_file import Part, write_shard
 from zrun_core.checkpoint.state import State
 from zrun_core.comm import Comm, Group
-from zrun_core.config import CheckpointConfig
-from zrun_core.errors import CheckpointError, PeerError, SaveError
+from zrun_core.config import CheckpointConfig, LimitsConfig
+from zrun_core.errors import CheckpointError, HangError, PeerError, SaveError
 
 Tell = Callable[..., None]  # an event's fields
 _ALIGN = 64  # bytes, in the snapshot
+_TURN_S = 0.25  # between two messages of ranks that wait for a disk
 _FAILURES = 2  # saves in a row that may fail where the job says to go on
 _LAST = ("stopped", "numeric", "end")  # reasons of saves after which nothing goes on
 
@@ -118,15 +121,17 @@ class Checkpointer:
         world: Group,
         about: About,
         tell: Tell,
+        patience_s: float = LimitsConfig().save_s,
     ) -> None:
         """
         Args:
             tell: called on rank 0 with the fields of a `save` event, or with `warning`, a text.
+            patience_s: that a disk may take for one turn of a save.
         """
         self.folder, self.state, self.config, self.about = folder, state, config, about
         self.last_step: int | None = None
         self.prunes = True
-        self._comm, self._world, self._tell = comm, world, tell
+        self._comm, self._world, self._tell, self._patience_s = comm, world, tell, patience_s
         self._votes = Votes()
         self._current: _Save | None = None
         self._failures = 0
@@ -211,6 +216,7 @@ class Checkpointer:
         Raises:
             SaveError: this rank could not save, and the job says to stop then, or stops anyway.
             PeerError: another rank could not.
+            HangError: a rank's disk took longer than it may.
         """
         self.finish()
         if step != self.last_step:
@@ -222,17 +228,18 @@ class Checkpointer:
         """Wait until no save is under way.
 
         Raises:
-            SaveError: as `save`.
-            PeerError: as `save`.
+            SaveError, PeerError, HangError: as `save`.
         """
         current = self._current
         if current is None:
             return
         start = time.monotonic()
         if current.reports is None:
+            self._await(current.step, current.writing)
             self._report(current)
         if self._current is None:  # it failed, and the job goes on
             return
+        self._await(current.step, current.committing)
         error = current.committing.result().error if current.committing is not None else ""
         error = self._comm.exchange_bytes(error.encode(), self._world, name="save")[0].decode()
         current.stall_s += time.monotonic() - start
@@ -246,11 +253,15 @@ class Checkpointer:
 
     def _begin(self, step: int, progress: dict[str, Any], reason: str, *, copy: bool) -> None:
         start = time.monotonic()
+        making = self._pool.submit(self.folder.begin, step) if self._world.index == 0 else None
+        self._await(step, making)
         opening: dict[str, Any] = {}
-        if self._world.index == 0:
+        if making is not None:
             try:
-                opening = {"buffers": self.state.buffer_digests(), "tmp": str(self.folder.begin(step))}
+                opening = {"tmp": str(making.result()), "buffers": self.state.buffer_digests()}
             except Exception as error:
+                if making.exception() is None:
+                    self.folder.discard(making.result())
                 opening = {"error": _in_words(error)}
         opening = json.loads(self._comm.exchange_bytes(json.dumps(opening).encode(), self._world, name="save")[0])
         self._last_save = time.monotonic()
@@ -337,6 +348,28 @@ class Checkpointer:
                 error = current.committing.result().error if current.committing is not None else ""
                 error = self._comm.exchange_bytes(error.encode(), self._world, name="save")[0].decode()
             self._end(current, error)
+
+    def _await(self, step: int, own: Future[Any] | None) -> None:
+        """Return when every rank has done what it does for `step` in its thread; `own` is this rank's part, if any.
+
+        Raises:
+            HangError: on all ranks, if one takes longer than it may.
+        """
+        late, size = time.monotonic() + self._patience_s, self._world.size
+        while True:
+            if own is not None:
+                wait([own], timeout=_TURN_S)
+            said = torch.zeros(size + 1, dtype=torch.float64)
+            said[self._world.index] = own is not None and not own.done()
+            said[size] = self._world.index == 0 and time.monotonic() > late
+            *is_busy, is_late = self._comm.sum_small(said.to(self._comm.device), self._world, name="save").tolist()
+            if not any(is_busy):
+                return
+            if is_late:
+                raise HangError(
+                    f"step {step} is not saved: the disk of rank {is_busy.index(1.0)} has not answered for "
+                    f"{self._patience_s:g} s (limits.save_s)"
+                )
 
     def _report(self, current: _Save) -> None:
         """All ranks hear of all files, and rank 0 commits them, or all know that one is missing."""

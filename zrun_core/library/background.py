@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from zrun_core.checkpoint.checkpointer import Checkpointer, Votes
-from zrun_core.errors import SaveError
+from zrun_core.errors import HangError, SaveError
 
 
 class Background:
@@ -29,6 +29,7 @@ class Background:
         Raises:
             SaveError: this rank could not save, this step or the one before.
             PeerError: another rank could not.
+            HangError: a rank's disk has not answered for half an hour.
         """
         self.finish()
         _in_turn(lambda: saves.save(step, lambda: progress, "asked", wait=wait))
@@ -76,12 +77,13 @@ class Background:
 def _in_turn(action: Callable[[], None]) -> None:
     try:
         action()
-    except SaveError as error:
-        raise SaveError(in_own_words(error)) from None
+    except (SaveError, HangError) as error:
+        raise type(error)(in_own_words(error)) from None
 
 
 def in_own_words(error: Exception) -> str:
     """What is said to somebody with a job, to somebody with a loop."""
     text = "\n".join(line for line in str(error).splitlines() if "--resume" not in line)
     text = text.replace("set checkpoint.dir", "name another folder").replace("give the job", "give load()")
+    text = text.replace(" (limits.save_s)", "")
     return text.replace(", or start from the weights with init_from", "")

@@ -15,6 +15,7 @@ from zrun_core.events import Emitter
 from zrun_core.metrics import process_memory
 from zrun_core.sizes import format_size
 from zrun_core.spec import BatchPlan, RunSpec
+from zrun_core.user import is_out_of_memory
 from zrun_core.zero.sharded import ShardedModel
 
 _SHOWN = 5
@@ -46,17 +47,27 @@ class MemoryGuard:
         Raises:
             OutOfMemoryError: the run must stop.
         """
-        holders = largest_holders(self._sharded)
         self._in_a_row = self._in_a_row + 1 if step - self._last == 1 else max(1, self._in_a_row * (step == self._last))
         self._last = step
-        if self._job.guards.on_oom == "stop" or step == 1 or self._in_a_row >= self._job.guards.max_nonfinite:
-            raise OutOfMemoryError(describe(str(error), holders, advice(self._job, self._spec.batch))) from error
-        most = ", ".join(f"{format_size(size)} {name}" for name, size in holders[:_TOLD])
+        if self._job.guards.on_oom == "stop":
+            raise error
+        if (why_not := self._why_not(step)) is not None:
+            raise OutOfMemoryError(f"{error} (guards.on_oom: skip does not drop this batch: {why_not})") from error
+        most = ", ".join(f"{format_size(size)} {name}" for name, size in largest_holders(self._sharded)[:_TOLD])
         self._emitter.emit(
             "warning", message=f"step {step}: {error}; all ranks drop its batch. What holds most: {most}"
         )
         # The traceback holds the activations.
         error.__cause__ = error.__context__ = error.__traceback__ = None
+
+    def _why_not(self, step: int) -> str | None:
+        """Why a batch cannot be dropped; None: it can."""
+        if step == 1 or not self._sharded.reducer.order_is_learnt:
+            return "the order of reductions is learnt in the first step"
+        if self._in_a_row >= self._job.guards.max_nonfinite:
+            many = f"those of the {self._in_a_row - 1} steps before were" if self._in_a_row > 1 else "none may be"
+            return f"{many}, guards.max_nonfinite: {self._job.guards.max_nonfinite}"
+        return None
 
     def release(self) -> None:
         """Give back what the lost micro-batch held."""
@@ -110,6 +121,16 @@ def advice(job: JobConfig, batch: BatchPlan) -> list[str]:
     if job.precision.compute == "fp32":
         found.append("precision: bf16  # half the activations")
     return found
+
+
+def explain(error: OutOfMemoryError, spec: RunSpec, sharded: ShardedModel) -> str:
+    """The message of a run that stops: what holds most, and what would help."""
+    try:
+        return describe(str(error), largest_holders(sharded), advice(spec.job, spec.batch))
+    except Exception as failed:
+        if not is_out_of_memory(failed):
+            raise
+        return str(error)  # there is none left even for this
 
 
 def describe(what: str, holders: Sequence[tuple[str, int]], lines: Sequence[str]) -> str:

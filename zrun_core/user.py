@@ -145,7 +145,7 @@ def user_code(what: str) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:
         if is_out_of_memory(error):
-            raise OutOfMemoryError(f"{what}: out of memory: {_first_line(error)}") from error
+            raise OutOfMemoryError(f"{what}: out of memory: {first_line(error)}") from error
         if _comes_from_runtime(error):
             if PEER_IS_GONE.search(str(error)):
                 raise PeerError(f"another rank went away: {error}") from error
@@ -161,7 +161,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Of its message, as far as a person would read it."""
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 

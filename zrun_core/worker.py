@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from zrun_core import parallelize, rng, room, user
+from zrun_core import oom, parallelize, rng, room, user
 from zrun_core.board import Board, Watchdog, host_file
 from zrun_core.build import Built, build_on_meta, build_once_per_host
 from zrun_core.checkpoint.checkpointer import About, Checkpointer, versions
@@ -264,14 +264,16 @@ class Worker:
         if isinstance(error, StoppedError):  # no failure
             print(error, file=sys.stderr, flush=True)
             return error.exit_code
-        if not isinstance(error, ZrunError) and user.is_out_of_memory(error):
-            error = OutOfMemoryError(f"out of memory: {error}")
+        phase = self._trainer.phase if self._trainer is not None else self.phase
+        error = _in_users_terms(error, phase)
         if isinstance(error, ZrunError):
             kind, code, text = "zrun", error.exit_code, str(error)
-            first, *rest = text.splitlines()
-            message = f"{first}: {rest[-1].strip()}" if rest else first
+            message, *rest = text.splitlines()
+            if isinstance(error, OutOfMemoryError) and self._trainer is not None:
+                text = oom.explain(error, self.spec, self._trainer.sharded)
             if isinstance(error, UserCodeError):
                 kind = "user"
+                message = f"{message}: {rest[-1].strip()}" if rest else message  # the last line of the traceback
             elif isinstance(error, PeerError):
                 kind = "peer"
         else:
@@ -280,7 +282,7 @@ class Worker:
         failure = {
             "rank": self.rank,
             "step": self._trainer.progress.steps if self._trainer is not None else 0,
-            "phase": self._trainer.phase if self._trainer is not None else self.phase,
+            "phase": phase,
             "kind": kind,
             "type": type(error).__name__,
             "message": message,
@@ -294,6 +296,17 @@ class Worker:
             (folder / f"rank-{self.rank}.json").write_text(json.dumps(failure))
         print(text, file=sys.stderr, flush=True)
         return code
+
+
+def _in_users_terms(error: BaseException, phase: str) -> BaseException:
+    """What is no `ZrunError`, and no bug of the runtime either."""
+    if isinstance(error, ZrunError):
+        return error
+    if user.is_out_of_memory(error):
+        return OutOfMemoryError(f"{phase} failed: out of memory: {user.first_line(error)}")
+    if isinstance(error, KeyboardInterrupt):  # no signal raises one here: the user's code did
+        return UserCodeError(f"{phase} failed\n{user.user_traceback(error)}")
+    return error
 
 
 def _plain(ref: Ref) -> Ref:

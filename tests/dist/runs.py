@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import multiprocessing
 import os
 import random
 import signal
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +112,16 @@ class Interrupted(Exception):
 def on_step(context: HookContext) -> None:
     if str(context.step) == os.environ.get("STOP_AFTER"):
         raise Interrupted
+
+
+def starve(context: HookContext) -> None:
+    """From the third step on there is no memory."""
+
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    if context.step == 2:
+        context.model.register_forward_pre_hook(fail)
 
 
 def job(**keys: Any) -> dict[str, Any]:
@@ -232,6 +244,38 @@ def run(
     if trainer is not None:
         found |= contents(trainer)
     return found
+
+
+def report(keys: dict[str, Any], run_dir: str, fault: str) -> dict[str, Any]:
+    """What a rank writes of its own end.
+
+    Args:
+        fault: where there is no memory, or "hook", where a hook raises as if somebody had pressed ctrl-C.
+    """
+    rank, _ = world()
+    Path(run_dir).mkdir(exist_ok=True)
+    worker = PoolWorker(make_spec(keys, run_dir, None), rank)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt if fault == "hook" else MemoryError
+
+    try:
+        trainer = worker._trainer = worker.prepare()
+        match fault:
+            case "forward":
+                trainer.module.register_forward_pre_hook(fail)
+            case "update":
+                trainer.sharded.optimizer.step = fail  # type: ignore[method-assign]
+            case "evaluation":
+                trainer.sharded.evaluation = fail  # type: ignore[method-assign]
+            case "hook":
+                trainer.parts = replace(trainer.parts, on_step=fail)
+        trainer.run()
+    except BaseException as error:
+        worker.report(error)
+    worker.close()
+    note: dict[str, Any] = json.loads((Path(run_dir) / "failures" / f"rank-{rank}.json").read_text())
+    return note
 
 
 def _signal_in(trainer: Trainer, number: int) -> None:

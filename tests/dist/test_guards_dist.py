@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from runs import job, report
 from toys import build, data, full_state, make_sharded, train_sharded, world
 
 from zrun_core.errors import DivergedError
@@ -237,3 +238,42 @@ def test_every_bit_and_the_order_count(dtype, compute):
         raw[bit // 8] ^= 1 << bit % 8
         assert compute(flat) != first
         raw[bit // 8] ^= 1 << bit % 8
+
+
+@pytest.mark.parametrize(
+    ("fault", "guards", "step", "message"),
+    [
+        ("forward", {}, 1, "forward failed: out of memory: MemoryError"),
+        (
+            "forward",
+            {"on_oom": "skip"},
+            1,
+            "forward failed: out of memory: MemoryError (guards.on_oom: skip does not drop this batch: the order of "
+            "reductions is learnt in the first step)",
+        ),
+        ("update", {}, 1, "update failed: out of memory: MemoryError"),
+        ("evaluation", {}, 1, "evaluation failed: out of memory: MemoryError"),
+    ],
+)
+def test_wherever_memory_runs_out_the_holders_are_told(ranks, tmp_path, fault, guards, step, message):
+    keys = job(steps=2, lr="constant", guards=guards, eval={"data": "runs.py:Tokens", "every": 1})
+    note = ranks(1).run(report, keys, str(tmp_path), fault)[0]
+    assert (note["type"], note["phase"], note["step"], note["message"]) == ("OutOfMemoryError", fault, step, message)
+    told = note["traceback"].splitlines()
+    assert told[0] == f"{message}. What holds most:"
+    assert "parameters, largest unit" in note["traceback"]
+    assert "precision: bf16  # half the activations" in told[-1]
+
+
+def test_the_third_batch_in_a_row_says_why_it_is_not_dropped(ranks, tmp_path):
+    keys = job(steps=9, lr="constant", guards={"on_oom": "skip"}, hooks={"on_step": "runs.py:starve"})
+    note = ranks(1).run(report, keys, str(tmp_path), "none")[0]
+    assert note["step"] == 5
+    assert note["message"].endswith("those of the 2 steps before were, guards.max_nonfinite: 3)")
+
+
+def test_what_looks_like_ctrl_c_in_a_hook_is_the_hooks_own(ranks, tmp_path):
+    note = ranks(1).run(report, job(steps=2, lr="constant"), str(tmp_path), "hook")[0]
+    assert (note["kind"], note["exit_code"], note["phase"]) == ("user", 5, "hook")
+    assert note["message"] == "hook failed: KeyboardInterrupt"
+    assert 'runs.py", line' in note["traceback"]

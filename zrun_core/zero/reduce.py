@@ -219,6 +219,11 @@ class Reducer:
             handle.wait()
             self.ring.give(arrivals)
 
+    @property
+    def order_is_learnt(self) -> bool:
+        """Whether this rank knows in which order the others reduce, without computing anything itself."""
+        return self._order_is_learnt
+
     def _learn_order(self) -> None:
         """From now on, reduce in the order that rank 0 completed the units in; those that it did not see come last."""
         self._order_is_learnt = True

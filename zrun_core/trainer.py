@@ -17,6 +17,7 @@ from zrun_core.checkpoint.checkpointer import Checkpointer, Votes
 from zrun_core.checkpoint.resume import Resumed, restore_streams
 from zrun_core.data.batch import MicroBatch
 from zrun_core.data.loader import BatchLoader, eval_batches
+from zrun_core.data.order import shifts
 from zrun_core.errors import (
     CheckpointError,
     DivergedError,
@@ -270,18 +271,26 @@ class Trainer:
         """Go on where the run was whose tensors are loaded already. The last thing before `run`.
 
         Raises:
-            CheckpointError: the manifest lacks what a run needs.
+            CheckpointError: the manifest lacks what a run needs, or the position in the data means nothing any more.
         """
         state = resumed.manifest.progress
         try:
             self.recorder.resume(Progress.from_json(state))
-            cursor, scaler = state["cursor"], state["scaler"]
+            cursor, before, scaler = state["cursor"], state["dataset_samples"], state["scaler"]
         except KeyError as error:
             raise CheckpointError(f"{resumed.path} is not of a training run: no {error} in its progress") from None
         # Whoever goes on after a numeric stop has changed something: it has as many steps as at first.
         self.progress.skips_in_a_row = self.progress.helpless_skips = 0
         self._last_saved = self.progress.steps, self.progress.updates
         self._owes_evaluation = bool(state.get("owes_evaluation"))  # older checkpoints do not say
+        now = self.loader.num_samples
+        if shifts(cursor, before, now, shuffle=self.job.data.shuffle):
+            was, has = (f"{length} samples" if length is not None else "no length" for length in (before, now))
+            raise CheckpointError(
+                f"{resumed.path} was saved at sample {cursor} of a dataset with {was}, which has {has} now: some would "
+                "be skipped and others read again; go on with the same data, or take only the weights to the new data, "
+                f"with init_from: {resumed.path}"
+            )
         if scaler is not None and self.sharded.scaler.enabled:
             self.sharded.scaler.load_state_dict(scaler)
         self.loader.seek(cursor)

@@ -100,6 +100,24 @@ def test_what_does_not_fit_is_named(ranks, tmp_path, keys, words):
         assert words in result["error"]
 
 
+@pytest.mark.parametrize(
+    ("shuffle", "steps", "length", "words"),
+    [
+        (True, 3, 44, "was saved at sample 24 of a dataset with 40 samples, which has 44 samples now: "),
+        (False, 3, 16, "was saved at sample 24 of a dataset with 40 samples, which has 16 samples now: "),
+        (False, 6, 44, "was saved at sample 48 of a dataset with 40 samples, which has 44 samples now: "),
+        (False, 3, 44, ""),  # it grows behind the position
+    ],
+)
+def test_a_dataset_of_another_length_is_another_place(ranks, tmp_path, shuffle, steps, length, words):
+    data = {"call": "runs.py:Tokens", "shuffle": shuffle}
+    ranks(2).run(run, job(data=data, steps=steps), str(tmp_path))
+    for result in ranks(2).run(look, job(data={**data, "args": {"length": length}}), str(tmp_path), {}):
+        assert words in result["error"]
+        assert bool(result["error"]) == bool(words)
+        assert not words or result["error"].endswith(f"init_from: {tmp_path}/checkpoints/step-{steps:08d}")
+
+
 def damage(path: Path) -> None:
     with path.open("r+b") as file:
         file.seek(-9, os.SEEK_END)

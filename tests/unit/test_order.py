@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zrun_core.data.order import EpochOrder, micro_batches, permutation, split, steps
+from zrun_core.data.order import EpochOrder, micro_batches, permutation, shifts, split, steps
 from zrun_core.spec import BatchPlan
 
 
@@ -133,3 +133,20 @@ def test_permutation_leaves_the_global_generator_alone() -> None:
     before = torch.get_rng_state()
     permutation(10, 0, 0)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@given(st.integers(0, 60), st.integers(1, 25), st.integers(1, 25), st.booleans())
+def test_a_position_shifts_unless_what_was_read_is_the_same(position, before, now, shuffle):
+    orders = [EpochOrder(length, shuffle=shuffle, seed=7) for length in (before, now)]
+    read = [[order.index(each) for each in range(position)] for order in orders]
+    if not shifts(position, before, now, shuffle=shuffle):
+        assert read[0] == read[1]
+    elif not shuffle:
+        assert read[0] != read[1]
+
+
+def test_a_length_that_nobody_knows():
+    assert not shifts(9, None, None, shuffle=False)
+    assert not shifts(9, None, 9, shuffle=False)
+    assert shifts(9, None, 8, shuffle=False)
+    assert shifts(9, 8, None, shuffle=False)

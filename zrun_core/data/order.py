@@ -61,6 +61,18 @@ def micro_batches(count: int, batch: BatchPlan, rank: int) -> list[range]:
     return [own[start : start + batch.micro] for start in range(0, longest, batch.micro)]
 
 
+def shifts(position: int, before: int | None, now: int | None, *, shuffle: bool) -> bool:
+    """Whether `position` of the stream is another place in the data once the dataset has another length.
+
+    Args:
+        before, now: samples in the dataset; None: it has no length, and its stream is one epoch.
+    """
+    if before == now or not position:
+        return False
+    # In its first epoch, in order, a dataset may grow behind the position.
+    return shuffle or position > min(length for length in (before, now) if length is not None)
+
+
 class EpochOrder:
     """Stream position -> index in a dataset of `num_samples` samples."""
 

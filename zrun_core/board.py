@@ -8,6 +8,7 @@ pages to find ranks that no longer move. Writing costs two microseconds and sync
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import struct
@@ -27,7 +28,7 @@ _HISTORY = 32  # last collectives of each kind that are remembered
 _NAME_BYTES = 72
 _ENTRY = struct.Struct(f"<QQQ{_NAME_BYTES}s")  # number from 1 per kind, number over all kinds, bytes, name
 _HEADER = struct.Struct("<7Q")  # the fields of `RankState`
-_ADVICE = (
+LEAF_ADVICE = (
     "Some modules ran on one rank only: name the module that chooses between them in zero.leaf, so that it is handled "
     "as a whole"
 )
@@ -113,10 +114,11 @@ class BoardView:
     Attributes:
         ranks: of the host, contiguous.
         rank: whose point of view `disagreement` takes.
+        advice: what `disagreement` and `stalemate` tell the user to do.
     """
 
-    def __init__(self, path: Path, ranks: range, rank: int | None = None) -> None:
-        self.ranks = ranks
+    def __init__(self, path: Path, ranks: range, rank: int | None = None, advice: str = LEAF_ADVICE) -> None:
+        self.ranks, self.advice = ranks, advice
         self.rank = ranks.start if rank is None else rank
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         os.ftruncate(descriptor, _PAGE * len(ranks))  # the same size from everyone: harmless to repeat
@@ -153,10 +155,12 @@ class BoardView:
                 for number in sorted(mine.keys() & theirs.keys()):
                     ours, other = mine[number], theirs[number]
                     if ours.name != other.name:
+                        step = self.state(self.rank).step
+                        when = f" of step {step}" if step else ""  # nobody tells the steps of a user's own loop
                         return (
-                            f"ranks disagree on {kind} {number} of step {self.state(self.rank).step}: rank {self.rank} "
+                            f"ranks disagree on {kind} {number}{when}: rank {self.rank} "
                             f"is at {ours.name!r} ({format_size(ours.num_bytes)}), rank {peer} at {other.name!r} "
-                            f"({format_size(other.num_bytes)}). {_ADVICE}"
+                            f"({format_size(other.num_bytes)}). {self.advice}"
                         )
         return None
 
@@ -172,10 +176,10 @@ class BoardView:
             last = {rank: max(self.history(rank, kind), default=0) for rank in self.ranks}
             ahead, behind = max(last, key=last.__getitem__), min(last, key=last.__getitem__)
             if last[ahead] != last[behind]:
-                name = self.history(ahead, kind)[last[ahead]].name
+                name, step = self.history(ahead, kind)[last[ahead]].name, states[ahead].step
                 return (
-                    f"all ranks wait in step {states[ahead].step}: rank {ahead} for {kind} {last[ahead]}, {name!r}, to "
-                    f"which rank {behind} does not come. {_ADVICE}"
+                    f"all ranks wait{f' in step {step}' if step else ''}: rank {ahead} for {kind} {last[ahead]}, "
+                    f"{name!r}, to which rank {behind} does not come. {self.advice}"
                 )
         return None
 
@@ -183,8 +187,8 @@ class BoardView:
 class Board(BoardView):
     """This rank's page, and a view of the others'."""
 
-    def __init__(self, path: Path, rank: int, ranks: range, world_size: int) -> None:
-        super().__init__(path, ranks, rank)
+    def __init__(self, path: Path, rank: int, ranks: range, world_size: int, advice: str = LEAF_ADVICE) -> None:
+        super().__init__(path, ranks, rank, advice)
         self.has_everyone = len(ranks) == world_size
         self._base = self._page(rank)
         self._map[self._base : self._base + _PAGE] = bytes(_PAGE)  # an earlier run's
@@ -235,20 +239,41 @@ class Watchdog:
     It cannot raise in the waiting thread, which sits in a collective, so it calls `stop(error)`, which must not return.
     """
 
-    def __init__(self, board: Board, stop: Callable[[HangError], None], patience_s: float = 2.0) -> None:
+    def __init__(
+        self,
+        board: Board,
+        stop: Callable[[HangError], None],
+        patience_s: float = 2.0,
+        *,
+        late: Callable[[list[int]], None] | None = None,
+        late_s: float = math.inf,
+    ) -> None:
+        """Watch from now on.
+
+        Args:
+            patience_s: seconds that a rank waits before it is looked at.
+            late: told which ranks of this host do not wait, once each time that the others have waited for them, and
+                nothing has moved, for `late_s` seconds. None of them: all wait for another host.
+        """
         self._board, self._stop, self._patience_s = board, stop, patience_s
+        self._late, self._late_s = late, late_s
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="zrun-watchdog", daemon=True)
         self._thread.start()
 
     def _watch(self) -> None:
         board = self._board
-        since = stopped_since = time.monotonic()
-        last, seen = -1, None
+        since = still_since = stopped_since = time.monotonic()
+        last, seen, is_told = -1, None, False
         everyone: list[RankState] = []
         while not self._closed.wait(self._patience_s / 4):
             now = time.monotonic()
             states = [board.state(rank) for rank in board.ranks]
+            if states != everyone:
+                still_since, is_told = now, False
+            elif now - still_since > self._late_s and not is_told:
+                is_told = True
+                self._tell_late(states)
             if states != everyone or not all(state.waiting for state in states):
                 stopped_since, everyone = now, states
             own = board.state(board.rank)
@@ -263,6 +288,13 @@ class Watchdog:
                 if text is not None and text == seen:  # twice: the other rank may have been writing
                     self._stop(HangError(text))
                 seen = text
+
+    def _tell_late(self, states: list[RankState]) -> None:
+        """Nothing has moved for a while; where nobody waits, everyone computes."""
+        ranks = zip(self._board.ranks, states, strict=True)
+        late = [rank for rank, state in ranks if not state.waiting or state.is_halted]
+        if self._late is not None and len(late) < len(states) and (late or not self._board.has_everyone):
+            self._late(late)
 
     def close(self) -> None:
         self._closed.set()

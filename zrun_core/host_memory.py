@@ -107,7 +107,7 @@ class _Line:
     """The messages of one peer and tag in one direction, in order."""
 
     def __init__(self, owner: HostMemory, rank: int, tag: int) -> None:
-        self.peer = owner.peers[rank]
+        self.rank, self.peer = rank, owner.peers[rank]
         here, there = owner.ranks.index(rank) * _NUM_TAGS, owner.index * _NUM_TAGS
         self.table, self.at = owner.table, (here + tag) * _WORDS  # what this rank says to the peer
         self.at_peer = (there + tag) * _WORDS  # what the peer says to this rank
@@ -302,8 +302,8 @@ class HostMemory:
             if now - looked < _LOOK_S:
                 continue
             looked = now
-            peer = message.line.peer
+            rank, peer = message.line.rank, message.line.peer
             if not peer.is_alive and not message.is_completed():
-                raise PeerError(f"another rank has ended (process {peer.pid} is gone): see what it says")
+                raise PeerError(f"another rank has ended (rank {rank}, process {peer.pid} is gone): see what it says")
             if now > late:
-                raise PeerError(f"another rank does not answer within {self._patience_s:g} s: see what it says")
+                raise PeerError(f"rank {rank} does not answer within {self._patience_s:g} s: see what it says")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -26,12 +27,13 @@ class Mesh:
     host: Group
 
     @classmethod
-    def build(cls, rank: int, hosts: Sequence[str], shard_size: int) -> Mesh:
+    def build(cls, rank: int, hosts: Sequence[str], shard_size: int, timeout_s: float | None = None) -> Mesh:
         """Collective: every rank calls it with the same arguments, after the process group exists.
 
         Args:
             hosts: the host of each rank; ranks of a host are contiguous.
             shard_size: ranks that hold one copy of the states between them.
+            timeout_s: of the collectives of groups that are made here; None is torch's own for the backend.
 
         Raises:
             JobError: `shard_size` does not divide the world.
@@ -43,22 +45,24 @@ class Mesh:
         everyone = tuple(range(world_size))
         shard_groups = [everyone[i * shard_size : (i + 1) * shard_size] for i in range(num_replicas)]
         replicate_groups = [everyone[i::shard_size] for i in range(shard_size)]
+        host_groups = [tuple(r for r in everyone if hosts[r] == host) for host in dict.fromkeys(hosts)]
+        timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
         return cls(
-            world=_join("world", [everyone], rank),
-            shard=_join("shard", shard_groups, rank),
-            replicate=_join("replicate", replicate_groups, rank),
-            host=_join("host", [tuple(r for r in everyone if hosts[r] == host) for host in dict.fromkeys(hosts)], rank),
+            world=_join("world", [everyone], rank, timeout),
+            shard=_join("shard", shard_groups, rank, timeout),
+            replicate=_join("replicate", replicate_groups, rank, timeout),
+            host=_join("host", host_groups, rank, timeout),
         )
 
 
-def _join(axis: str, groups: list[tuple[int, ...]], rank: int) -> Group:
+def _join(axis: str, groups: list[tuple[int, ...]], rank: int, timeout: timedelta | None) -> Group:
     """This rank's group of `groups`. Every rank creates all of them, in one order, as torch requires."""
     mine: Group | None = None
     for ranks in groups:
         handle = None
         if len(ranks) > 1:
             everyone = len(groups) == 1
-            handle = dist.distributed_c10d._get_default_group() if everyone else dist.new_group(list(ranks))
+            handle = dist.distributed_c10d._get_default_group() if everyone else dist.new_group(list(ranks), timeout)
         if rank in ranks:
             mine = Group(axis, ranks, ranks.index(rank), handle)
     assert mine is not None

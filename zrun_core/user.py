@@ -10,6 +10,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import linecache
 import os
 import re
 import sys
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from zrun_core.config import Ref
@@ -188,6 +189,17 @@ def user_traceback(error: BaseException) -> str:
         innermost = max((index for index, (file, _) in enumerate(blocks) if file is not None), default=-1)
         shown = [block for index, block in enumerate(blocks) if block[0] is None or index == innermost]
     return "\n".join(line for _, lines in shown for line in lines)
+
+
+def users_place(frame: FrameType | None) -> str:
+    """Where the user's own code stands in the stack whose innermost frame is `frame`: "loop.py:12, model(x)"."""
+    while frame is not None:
+        code = frame.f_code
+        if _is_users(code.co_filename) and not code.co_filename.startswith(_ALL_PACKAGES[-1]):
+            line = linecache.getline(code.co_filename, frame.f_lineno).strip()
+            return f"{os.path.relpath(code.co_filename)}:{frame.f_lineno}{f', {line}' if line else ''}"
+        frame = frame.f_back
+    return "an unknown place"
 
 
 def _frames_apart(report: list[str]) -> list[tuple[str | None, list[str]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import re
 import subprocess
 import sys
@@ -171,3 +172,40 @@ def test_a_halted_process_is_late_and_no_stalemate(boards, tmp_path):
         process.kill()
         process.wait()
     assert boards[1].stalemate() is not None
+
+
+def test_a_loop_that_tells_no_steps_has_its_own_advice(tmp_path):
+    boards = [Board(tmp_path / "board", rank, range(2), 2, "Do this") for rank in range(2)]
+    boards[0].issue("all_gather", "extra")
+    assert boards[0].stalemate() == (
+        "all ranks wait: rank 0 for all_gather 1, 'extra', to which rank 1 does not come. Do this"
+    )
+    boards[1].issue("all_gather", "other")
+    assert boards[0].disagreement() == (
+        "ranks disagree on all_gather 1: rank 0 is at 'extra' (0 B), rank 1 at 'other' (0 B). Do this"
+    )
+
+
+@pytest.mark.parametrize(("world_size", "waits", "late"), [(3, [0, 2], [1]), (3, [0], [1, 2]), (6, [0, 1, 2], [])])
+def test_who_is_waited_for_is_told_once_each_time(tmp_path, world_size, waits, late):
+    boards = [Board(tmp_path / "board", rank, range(3), world_size) for rank in range(3)]
+    told: queue.Queue[list[int]] = queue.Queue()
+    for rank in waits:
+        boards[rank].waiting(True)
+    watchdog = Watchdog(boards[1], Stopped(), patience_s=0.02, late=told.put, late_s=0.05)
+    assert told.get(timeout=5) == late
+    boards[0].tick()  # something moved: it begins anew
+    assert told.get(timeout=5) == late
+    watchdog.close()
+    assert told.empty()
+
+
+@pytest.mark.parametrize("waits", [[], [0, 1, 2]])
+def test_nobody_is_late_where_all_compute_or_all_wait(boards, waits):
+    told: queue.Queue[list[int]] = queue.Queue()
+    for rank in waits:
+        boards[rank].waiting(True)
+    watchdog = Watchdog(boards[1], Stopped(), patience_s=0.02, late=told.put, late_s=0.03)
+    time.sleep(0.2)
+    watchdog.close()
+    assert told.empty()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import tempfile
+import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal
@@ -20,7 +22,12 @@ from zrun_core.errors import ExitCode, HangError, JobError, PreflightError, Rend
 from zrun_core.library import arguments
 from zrun_core.library.background import Background
 from zrun_core.mesh import Mesh
+from zrun_core.user import users_place
 
+_ADVICE = (
+    "Every rank must call models, backward() and step() in one order, equally often; name a module that chooses what "
+    'runs inside it in shard(zero={"stage": ..., "leaf": [...]})'
+)
 _PATH_BYTES = 1024
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -41,6 +48,7 @@ class Run:
     ) -> None:
         self.rank, self.world_size, self.local_rank, self._ranks_per_host = seat
         self.device, self.seed, self._patience_s = device, seed, patience_s
+        self._timeout_s = timeout_s
         self._hosts = [str(rank // self._ranks_per_host) for rank in range(self.world_size)]
         self._meshes: dict[int, Mesh] = {}
         mesh = self._mesh(1)
@@ -48,8 +56,9 @@ class Run:
         board = None
         if self.world_size > 1:
             ranks = range(mesh.host.ranks[0], mesh.host.ranks[-1] + 1)
-            board = Board(self._folder / "board", self.rank, ranks, self.world_size)
-            Watchdog(board, _stop)
+            board = Board(self._folder / "board", self.rank, ranks, self.world_size, _ADVICE)
+            late = functools.partial(tell_late, board, patience_s)
+            Watchdog(board, functools.partial(_stop, self.rank), late=late, late_s=patience_s)
         self._comm = Comm(device, board)
         if (reason := self._comm.use_memory(mesh.host, timeout_s)) is not None:
             print(f"zrun_core: the ranks of this host talk through sockets: {reason}", file=sys.stderr)
@@ -83,7 +92,7 @@ class Run:
     def _mesh(self, shard_size: int) -> Mesh:
         """The groups where `shard_size` ranks hold one copy of a model's states. Collective when first asked for."""
         if shard_size not in self._meshes:
-            self._meshes[shard_size] = Mesh.build(self.rank, self._hosts, shard_size)
+            self._meshes[shard_size] = Mesh.build(self.rank, self._hosts, shard_size, self._timeout_s)
         return self._meshes[shard_size]
 
     def _meet(self, what: str) -> None:
@@ -127,7 +136,8 @@ def init(
         threads: CPU threads of this rank; None divides the usable cores by the ranks of the host, where torchrun
             would leave each rank with one.
         timeout_s: seconds that the ranks may take to arrive, and one collective to wait for the others.
-        patience_s: seconds that `shard`, `gathered`, `save` and `load` wait for all ranks to call them.
+        patience_s: seconds that `shard`, `gathered`, `save` and `load` wait for all ranks to call them. Where ranks
+            wait that long in a step, a line on stderr says for which one, and where in the script it is.
 
     Raises:
         JobError: an argument is wrong.
@@ -213,7 +223,29 @@ def _join(seat: tuple[int, int, int, int], device: torch.device, timeout_s: floa
         raise RendezvousError(f"init(): not all {seat[1]} ranks arrived within {timeout_s:g} s: {reason}") from None
 
 
-def _stop(error: HangError) -> None:
+def _stop(rank: int, error: HangError) -> None:
     """Called by the watchdog's thread: the main thread waits for other ranks and cannot be interrupted."""
-    print(f"zrun_core: {error}", file=sys.stderr, flush=True)
+    print(f"zrun_core: {error}. Rank {rank} is at {_place()}", file=sys.stderr, flush=True)
     os._exit(ExitCode.HANG)
+
+
+def tell_late(board: Board, seconds: float, late: list[int]) -> None:
+    """Say which ranks of this host keep the others waiting, and where this rank is if it is one of them.
+
+    Called by the watchdog's thread. The wait goes on: what the others do may well take that long.
+    """
+    waiting = [rank for rank in board.ranks if rank not in late]
+    if board.rank in late:
+        text = f"rank {board.rank} has kept others waiting for {seconds:g} s: it is at {_place()}"
+    elif board.rank == waiting[0]:
+        names = [f"rank {rank}{' (stopped by a signal)' if board.state(rank).is_halted else ''}" for rank in late]
+        whom = f"{', '.join(names)}, which does something else" if late else "ranks of other hosts"
+        text = f"rank {board.rank} has waited {seconds:g} s at {_place()}, for {whom}"
+    else:
+        return
+    print(f"zrun_core: {text}", file=sys.stderr, flush=True)
+
+
+def _place() -> str:
+    """Where the main thread is in the user's own code."""
+    return users_place(sys._current_frames().get(threading.main_thread().ident or 0))

@@ -62,7 +62,8 @@ class _Recorder:
 
     def fsync(self, file: int) -> None:
         self._os["fsync"](file)
-        self.note("sync", self._paths[file])
+        if file in self._paths:  # not above the root
+            self.note("sync", self._paths[file])
 
     def rename(self, source: Any, target: Any) -> None:
         self._os["rename"](source, target)

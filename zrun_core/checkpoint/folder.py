@@ -38,6 +38,7 @@ class CheckpointFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._is_anchored = False  # its own name, and those of the folders above it, are on the disk
 
     def step_path(self, step: int) -> Path:
         return self.path / step_name(step)
@@ -86,9 +87,25 @@ class CheckpointFolder:
             raise save_error(tmp / MANIFEST, error, len(text)) from error
         try:
             _sync(self.path)
+            self._anchor()
         except OSError as error:
             return f"step {manifest.step} is saved, but {self.path} cannot be synced: {error.strerror}; see the disk"
         return ""
+
+    def _anchor(self) -> None:
+        """Wait until the folder itself is on the disk: whoever made it, and those above it, has not waited for that."""
+        if self._is_anchored:
+            return
+        path = Path(os.path.realpath(self.path))
+        device = path.stat().st_dev
+        for above in path.parents:
+            if above.stat().st_dev != device:
+                break
+            try:
+                _sync(above)
+            except PermissionError:  # it is somebody else's, and older than the run
+                break
+        self._is_anchored = True
 
     def discard(self, tmp: Path) -> None:
         """Remove what a save that failed has left. What cannot be removed stays for `sweep`."""

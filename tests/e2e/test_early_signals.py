@@ -76,7 +76,12 @@ def test_while_the_workers_import(tmp_path: Path, numbers: list[signal.Signals],
     _, rest = launcher.communicate(timeout=PATIENCE_S)
     assert (launcher.returncode, "Traceback" in rest) == (code, False)
     wait_for(lambda: in_folder(tmp_path) == [])
-    assert not (tmp_path / "run" / "failure.json").exists()
+    told = json.loads((tmp_path / "run" / "failure.json").read_text())
+    if numbers[0] == signal.SIGKILL:
+        assert (told["kind"], told["exit_code"]) == ("launcher", None)
+        assert told["message"].startswith(f"the launcher, process {launcher.pid} on ")
+    else:
+        assert (told["kind"], told["signal"], told["exit_code"]) == ("stopped", "SIGINT", 130)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -190,6 +190,9 @@ def test_a_scheduler_that_signals_every_process_has_the_step_saved(tmp_path):
     last = events(tmp_path, "step")[-1]["step"]
     assert [(event["step"], event["reason"]) for event in events(tmp_path, "save")] == [(last, "stopped")]
     assert f"stopped after step {last}, saved; resume: zrun train job.yaml --run-dir run --resume auto" in said
+    told = failure(tmp_path)
+    assert (told["exit_code"], told["kind"], told["saved_step"]) == (75, "stopped", last)
+    assert told["resume"] == "zrun train job.yaml --run-dir run --resume auto"
     assert workers(tmp_path) == {}
 
 

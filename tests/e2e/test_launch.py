@@ -199,7 +199,8 @@ def test_a_signal_stops_the_workers(job: Path, number: signal.Signals) -> None:
     assert launcher.returncode == 143, said
     assert f"{number.name}: finishing the step" in said
     assert processes_of(run) == []
-    assert not (run / "failure.json").exists()
+    told = json.loads((run / "failure.json").read_text())
+    assert (told["kind"], told["signal"], told["exit_code"]) == ("stopped", number.name, 143)
 
 
 def test_patience_with_a_step_that_does_not_end_is_limited(job: Path) -> None:
@@ -224,7 +225,7 @@ def test_a_closed_terminal_ends_the_run_in_order(job: Path) -> None:
     _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == 143
     assert processes_of(run) == []
-    assert not (run / "failure.json").exists()
+    assert json.loads((run / "failure.json").read_text())["signal"] == "SIGHUP"
 
 
 def test_nohup_outlives_the_terminal(job: Path) -> None:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from zrun.launch import lock, logs, runs, stopping
+from zrun.launch.last_words import speak_for_launcher
 from zrun.launch.lock import Holder, Lock, is_held, last_holder
 from zrun.launch.logs import Source, Tail, shown, sources, visible
 from zrun.launch.processes import Process
@@ -118,6 +119,53 @@ def test_an_error_is_an_end_too() -> None:
         with pytest.raises(type(error)), RunDir.claim("gpt", path):
             raise error
         assert read(path).exit_code == code
+        told = json.loads((path / "failure.json").read_text())
+        kind = {SaveError: "zrun", KeyboardInterrupt: "stopped", ValueError: "bug"}[type(error)]
+        assert (told["exit_code"], told["kind"], told["message"]) == (code, kind, str(error) or type(error).__name__)
+        assert ("traceback" in told) == (kind == "bug")
+
+
+def files_of(path: Path) -> dict[str, str]:
+    return {name: (path / name).read_text() for name in ("failure.json", "exit.json") if (path / name).exists()}
+
+
+def test_for_a_launcher_that_was_killed_the_agent_speaks() -> None:
+    path = make("gpt", "a", None, [event("start", 1.0), event("step", 2.0, step=4)])
+    speak_for_launcher(path)
+    run, told = read(path), json.loads((path / "failure.json").read_text())
+    assert (run.state, run.exit_code, run.step) == (State.VANISHED, None, 4)
+    assert run.headline == f"the launcher, process {os.getpid()} on {os.uname().nodename}, was killed after step 4"
+    assert (told["kind"], told["step"], told["exit_code"]) == ("launcher", 4, None)
+    assert json.loads((path / "exit.json").read_text())["exit_code"] is None
+    before = files_of(path)
+    speak_for_launcher(path)
+    assert files_of(path) == before
+    with RunDir.claim("gpt", path, earlier=Earlier.CONTINUE):
+        assert files_of(path) == {}
+        assert files_of(path / "attempts" / "1") == before
+
+
+def test_nobody_speaks_for_a_launcher_that_lives_that_spoke_or_that_is_elsewhere() -> None:
+    with RunDir.claim("gpt", Path("runs", "gpt", "a")) as rundir:
+        speak_for_launcher(rundir.path)
+        assert files_of(rundir.path) == {}
+    ended = make("gpt", "b", 0)
+    before = files_of(ended)
+    speak_for_launcher(ended)
+    assert files_of(ended) == before
+    far = make("gpt", "c", None)
+    (far / ".lock").write_text(
+        json.dumps({"host": "far", "boot": "x", "pid": 1, "started": 1, "time": 1.0, "events": 0})
+    )
+    speak_for_launcher(far)
+    assert files_of(far) == {}
+
+
+def test_what_a_killed_launcher_had_told_stays() -> None:
+    path = make("gpt", "a", None)
+    (path / "failure.json").write_text('{"message": "no rest", "exit_code": 4}')
+    speak_for_launcher(path)
+    assert (read(path).state, read(path).exit_code, read(path).headline) == (State.FAILED, 4, "no rest")
 
 
 def test_the_headline() -> None:

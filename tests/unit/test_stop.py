@@ -284,7 +284,7 @@ def test_a_rank_that_was_signalled_by_others_has_the_same_patience():
     interrupts = Interrupts()
     told = {"frame": "event", "event": {"type": "stop", "rank": 1, "time": 1.0, "signal": "SIGTERM"}}
     run, asked = follow([told, lambda: None, lambda: None], interrupts, stop_s=1e-9)
-    assert run.stopping
+    assert run.stopping == "SIGTERM"
     assert asked == [Stop.NOW]
 
 

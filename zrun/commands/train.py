@@ -7,7 +7,6 @@ import os
 import shlex
 import sys
 import time
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -419,7 +418,8 @@ def _follow(
         its exit code, the failure behind it, and whether a signal had asked for the end.
     """
     from zrun.estimate.gate import refusal
-    from zrun.launch.signals import ends_with_parent, ignore
+    from zrun.launch.failures import Stopped
+    from zrun.launch.signals import ends_with_parent, ignore, name_of
     from zrun.launch.supervise import Interrupts, Run, Supervisor, judge
     from zrun.watch.follow import Follower
     from zrun.watch.report import report
@@ -444,12 +444,6 @@ def _follow(
         with interrupts.caught():
             Supervisor(agents, run, interrupts, job.limits).watch(on_event, turn)
         ignore()  # what is left are the last words
-    except ZrunError as error:
-        rundir.write_failure({"message": str(error), "exit_code": int(error.exit_code)})
-        raise
-    except Exception as error:
-        rundir.write_failure({"message": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()})
-        raise
     finally:
         follower.close()
     committed = _committed(resolved, rundir)
@@ -467,17 +461,11 @@ def _follow(
     elif code == ExitCode.OK and ui is not Ui.none:
         _say(report(follower.state, rundir.path), sys.stderr if ui is Ui.json else sys.stdout)
     elif code != ExitCode.OK:
-        _say(_farewell(code, run, committed, again), sys.stderr)
-    return code, failure, interrupts.first is not None or run.stopping
-
-
-def _farewell(code: int, run: Run, committed: int, again: str | None) -> str:
-    """What becomes of a run that was asked to stop."""
-    unsaved = "not saved" + (f", but step {committed} is" if committed else "")
-    saved = "saved" if code == ExitCode.STOPPED else unsaved
-    lost = "".join(f"; lost {why}" for why in run.lost.values())
-    resume = f"; resume: {again}" if again is not None else ""
-    return f"stopped after step {max(run.last_step, committed)}, {saved}{resume}{lost}"
+        by = name_of(interrupts.first) if interrupts.first is not None else run.stopping
+        stopped = Stopped(code, by, run.last_step, committed, tuple(run.lost.values()))
+        rundir.write_failure(stopped.as_json() | {"resume": again})
+        _say(stopped.describe(again), sys.stderr)
+    return code, failure, interrupts.first is not None or bool(run.stopping)
 
 
 def _unfit(code: int, failure: Failure | Hang | LostHost, run: Run, gate: Gate) -> Forecast | None:

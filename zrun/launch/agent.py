@@ -63,6 +63,8 @@ def main() -> None:
             if not start.seat:  # rank 0 is here, or all of this host's
                 (run_dir / _STORE).unlink(missing_ok=True)
             switchboard.finish()
+    if switchboard.is_orphaned:
+        _speak_for_launcher(run_dir)
     if terminal is not None:
         if switchboard.verdict is None:
             here = socket.gethostname()
@@ -114,6 +116,15 @@ def _run(start: Start, store: socket.socket | None, run_dir: Path, telemetry: st
     switchboard.follow(workers)
     for worker in workers.values():
         worker.wait()
+
+
+def _speak_for_launcher(run_dir: Path) -> None:
+    from zrun.launch.last_words import speak_for_launcher  # with pydantic, for which no agent has to wait otherwise
+
+    try:
+        speak_for_launcher(run_dir)
+    except OSError as error:
+        print(f"the launcher is gone, and that could not be written down: {error}", flush=True)
 
 
 def _abandon(switchboard: Switchboard, folder: Path) -> None:

@@ -313,3 +313,55 @@ class LostHost:
             "what_to_do": self.advice,
             "time": time.time(),
         }
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """A run that ended because a signal asked for it: no failure, but not its end either.
+
+    Attributes:
+        signal: its name, or the command that sent it; empty: only the workers know.
+        last_step: that any event told of.
+        committed: the newest step that is saved; 0: none.
+        lost: hosts that were lost meanwhile, each with the reason.
+    """
+
+    exit_code: int
+    signal: str
+    last_step: int
+    committed: int
+    lost: tuple[str, ...] = ()
+
+    @property
+    def headline(self) -> str:
+        return f"stopped after step {max(self.last_step, self.committed)}, {self._saved}"
+
+    @property
+    def _saved(self) -> str:
+        if self.exit_code == ExitCode.STOPPED:
+            return "saved"
+        return "not saved" + (f", but step {self.committed} is" if self.committed else "")
+
+    def describe(self, resume: str | None) -> str:
+        """What a person reads last.
+
+        Args:
+            resume: the command that goes on.
+        """
+        lost = "".join(f"; lost {why}" for why in self.lost)
+        return self.headline + (f"; resume: {resume}" if resume is not None else "") + lost
+
+    def as_json(self) -> dict[str, Any]:
+        """The content of failure.json."""
+        return {
+            "step": self.last_step or None,
+            "saved_step": self.committed or None,
+            "exit_code": int(self.exit_code),
+            "signal": self.signal or None,
+            "kind": "stopped",
+            "message": f"{self.signal}: {self.headline}" if self.signal else self.headline,
+            "what_to_do": f"go on with --resume auto: step {self.committed} is saved"
+            if self.committed
+            else "start again",
+            "time": time.time(),
+        }

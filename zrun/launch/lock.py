@@ -14,7 +14,8 @@ import json
 import os
 import socket
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Self
@@ -137,6 +138,25 @@ def is_held(folder: Path) -> bool:
     except OSError:  # no run directory of a launcher
         return False
     return False
+
+
+@contextmanager
+def ownerless(folder: Path) -> Iterator[bool]:
+    """Whether no launcher holds the run directory; nobody can take it inside. To be left at once."""
+    try:
+        file = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        yield False
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_free = True
+    except OSError:
+        is_free = False
+    try:
+        yield is_free
+    finally:
+        os.close(file)
 
 
 def held_here() -> list[Path]:

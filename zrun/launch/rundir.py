@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from enum import Enum
@@ -22,7 +23,7 @@ from typing import Any, Self
 from zrun.launch.lock import LOCK, Lock, last_holder
 from zrun_core.checkpoint.lock import PATIENCE_S, InUseError, held
 from zrun_core.checkpoint.names import before_name, belongs_to_steps
-from zrun_core.errors import ExitCode, JobError, SaveError, ZrunError
+from zrun_core.errors import ExitCode, JobError, SaveError, StoppedError, ZrunError
 from zrun_core.spec import LaunchPlan
 
 
@@ -49,7 +50,7 @@ class RunDir:
         self.run_id = path.name
         self.exit_code: int | None = None
         self._lock = lock
-        self._keeps_lock = False
+        self._keeps_lock = self._has_told = False
         self._events = _open(path / "events.jsonl", os.O_APPEND)
         lock.starts_at(os.fstat(self._events).st_size)
 
@@ -98,9 +99,11 @@ class RunDir:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         code = _exit_code(error) if error is not None else self.exit_code
-        if code is not None:
-            with suppress(OSError):
-                self._write("exit.json", json.dumps({"exit_code": int(code), "time": time.time()}) + "\n")
+        with suppress(OSError):
+            if error is not None and not self._has_told:
+                self.write_failure(_failure(error))
+            if code is not None:
+                write_exit(self.path, code)
         os.close(self._events)
         if not self._keeps_lock:
             self._lock.close()
@@ -133,7 +136,8 @@ class RunDir:
         self._write("plan.json", plan.model_dump_json(indent=1) + "\n")
 
     def write_failure(self, report: dict[str, Any]) -> None:
-        self._write("failure.json", json.dumps(report, indent=1) + "\n")
+        self._has_told = True
+        write_failure(self.path, report)
 
     def append(self, lines: Sequence[bytes]) -> None:
         """Add events to `events.jsonl`, at once: somebody may be reading along.
@@ -147,11 +151,25 @@ class RunDir:
             raise ZrunError(f"{self.path}/events.jsonl: {error.strerror}; the run cannot be recorded") from None
 
     def _write(self, name: str, text: str) -> None:
-        file = _open(self.path / name, os.O_TRUNC)
-        try:
-            _write_all(file, text.encode())
-        finally:
-            os.close(file)
+        _write(self.path / name, text)
+
+
+def write_failure(run_dir: Path, report: dict[str, Any]) -> None:
+    """Say why a run did not reach its end."""
+    _write(run_dir / "failure.json", json.dumps(report, indent=1) + "\n")
+
+
+def write_exit(run_dir: Path, code: int | None) -> None:
+    """Say how a launcher ended, after everything else; None: nobody knows."""
+    _write(run_dir / "exit.json", json.dumps({"exit_code": code, "time": time.time()}) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    file = _open(path, os.O_TRUNC)
+    try:
+        _write_all(file, text.encode())
+    finally:
+        os.close(file)
 
 
 def _open(path: Path, how: int) -> int:
@@ -199,6 +217,22 @@ def _exit_code(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         return ExitCode.INTERRUPTED
     return int(getattr(error, "exit_code", 1))
+
+
+def _failure(error: BaseException) -> dict[str, Any]:
+    """The content of failure.json where the launcher itself did not go on."""
+    if isinstance(error, StoppedError | KeyboardInterrupt):
+        kind = "stopped"
+    else:
+        kind = "zrun" if isinstance(error, ZrunError) else "bug"
+    found = {
+        "exit_code": int(_exit_code(error)),
+        "kind": kind,
+        "type": type(error).__name__,
+        "message": str(error) or type(error).__name__,
+        "time": time.time(),
+    }
+    return found | ({"traceback": "".join(traceback.format_exception(error))} if kind == "bug" else {})
 
 
 def is_run(path: Path) -> bool:

@@ -48,7 +48,7 @@ class Run:
     Attributes:
         holder: its launcher, the last one if there were several; None: not known.
         exit_code: of the launcher; None while it runs, or if nobody knows.
-        headline: what went wrong, in one line; empty unless it failed.
+        headline: what went wrong, or who stopped it, in one line; empty while it runs and if it reached its end.
         started: unix seconds, by the launcher's clock.
         seconds: from the start of training to the newest event, by the clock of rank 0's host.
         step: the newest that ended, or that the run went on from.

@@ -24,6 +24,11 @@ def numbers() -> list[int]:
     return found
 
 
+def name_of(number: int) -> str:
+    """What a person calls a signal that asks for the end."""
+    return "zrun stop --now" if number == STOP_NOW else signal.Signals(number).name
+
+
 @contextmanager
 def stoppable(when: Callable[[], str]) -> Iterator[Callable[[], None]]:
     """The first signal raises `StoppedError`, with a line that ends in `when()`; later ones change nothing any more.
@@ -36,8 +41,9 @@ def stoppable(when: Callable[[], str]) -> Iterator[Callable[[], None]]:
     def end(number: int, _: FrameType | None) -> None:
         ignore()
         by_hand = number == signal.SIGINT
-        name = "zrun stop --now" if number == STOP_NOW else signal.Signals(number).name
-        raise StoppedError(f"{name}: stopped {when()}", ExitCode.INTERRUPTED if by_hand else ExitCode.TERMINATED)
+        raise StoppedError(
+            f"{name_of(number)}: stopped {when()}", ExitCode.INTERRUPTED if by_hand else ExitCode.TERMINATED
+        )
 
     def arm() -> None:
         for number in before:

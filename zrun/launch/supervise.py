@@ -55,7 +55,7 @@ class Run:
     exits: list[Exit] = field(default_factory=list)
     last_step: int = 0
     started: set[str] = field(default_factory=set)  # hosts that have begun to start their workers
-    stopping: bool = False  # a rank got a signal that did not come through the launcher
+    stopping: str = ""  # the signal that a rank got, which did not come through the launcher
     states: dict[int, RankState] = field(default_factory=dict)  # of the ranks that run, as their boards said last
     news: dict[int, RankState] = field(default_factory=dict)  # what of it nobody has looked at
     ended_ranks: set[int] = field(default_factory=set)
@@ -74,7 +74,7 @@ class Run:
                 event: Event = frame["event"]
                 self.last_step = max(self.last_step, event.get("step") or 0)
                 self.ended |= event.get("type") == "end"
-                self.stopping |= event.get("type") == "stop"
+                self.stopping = self.stopping or (str(event.get("signal")) if event.get("type") == "stop" else "")
                 return event
             case "board":
                 for text, state in frame["states"].items():
@@ -335,7 +335,7 @@ def judge(
         return ExitCode.OK, None
     if statuses == {ExitCode.STOPPED} and are_all:
         return ExitCode.STOPPED, None
-    asked = interrupts.first is not None or run.stopping or bool(statuses & _GENTLE)
+    asked = interrupts.first is not None or bool(run.stopping) or bool(statuses & _GENTLE)
     exits = [each for each in run.exits if not (asked and _was_asked_to(each, interrupts))]
     end = first_failure(exits, run.ended)
     came_first = interrupts.first_at is None or run.lost_at < interrupts.first_at

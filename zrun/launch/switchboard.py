@@ -87,6 +87,11 @@ class Switchboard:
         self._thread = threading.Thread(target=self._run, name="switchboard", daemon=True)
         self._thread.start()
 
+    @property
+    def is_orphaned(self) -> bool:
+        """Whether the launcher ended, or was lost, before it had let this agent end."""
+        return self._is_deaf and self.verdict is None
+
     def listen(self, telemetry: socket.socket) -> None:
         """Forward every datagram of this socket."""
         telemetry.setblocking(False)

@@ -16,7 +16,9 @@ from typer.core import TyperGroup
 
 from zrun_core.errors import ExitCode, ZrunError
 
-COMMANDS = ("train", "check", "estimate", "topo", "doctor", "ps", "logs", "stop", "init", "explain", "config", "ckpt")
+COMMANDS = (
+    "train", "check", "estimate", "topo", "doctor", "ps", "logs", "stop", "save", "init", "explain", "config", "ckpt",
+)  # fmt: skip
 
 
 class _LazyGroup(TyperGroup):

@@ -75,9 +75,10 @@ class Numbers(NamedTuple):
     tokens: float
     stop: float  # ranks that a signal asked to stop
     dropped: float  # micro-batches for which a rank had no memory
-    written: float  # these three: see zrun_core/checkpoint/checkpointer.py
+    written: float  # these four: see zrun_core/checkpoint/checkpointer.py
     settled: float
     due: float
+    asked: float
     grad_norm: float
     skipped: float
     agreed: float

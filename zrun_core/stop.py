@@ -1,4 +1,4 @@
-"""Signals that ask a rank to end: the step is finished first, and all ranks leave at the same one.
+"""Signals that ask a rank to end, after the step and all ranks at the same one, or to save after it and go on.
 
 A handler only takes a note. The trainer sends it along in the step's one small message, so that every rank learns of it
 at the same step, whichever of them the signal reached.
@@ -12,6 +12,7 @@ from types import FrameType
 
 from zrun_core.errors import ExitCode
 
+SAVE = signal.SIGRTMIN + 1  # save at the end of this step; the one before it ends a launcher (`zrun stop --now`)
 _FIRM = (signal.SIGINT, signal.SIGTERM)
 _WARNINGS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)  # of a scheduler, of the launcher, of a terminal
 
@@ -20,7 +21,7 @@ class StopSignals:
     """What this process was asked by signals.
 
     Attributes:
-        first: the signal that came first.
+        first: the signal that came first, of those that ask for the end.
         can_finish: whether there are steps to finish; before that, and from the second SIGINT or SIGTERM on, the
             process ends at once.
     """
@@ -29,6 +30,7 @@ class StopSignals:
         self.first: signal.Signals | None = None
         self.can_finish = False
         self._num_firm = 0
+        self._wants_save = False
         self._pid = os.getpid()
 
     def listen(self) -> None:
@@ -36,16 +38,27 @@ class StopSignals:
         for number in (*_FIRM, *_WARNINGS):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._note)
+        signal.signal(SAVE, self._note_save)
 
     def ignore(self) -> None:
         """From now on the process ends by itself, whatever comes."""
-        for number in (*_FIRM, *_WARNINGS):
+        for number in (*_FIRM, *_WARNINGS, SAVE):
             signal.signal(number, signal.SIG_IGN)
+
+    def take_save(self) -> bool:
+        """Whether a save was asked for since the last call."""
+        if not self._wants_save:
+            return False
+        self._wants_save = False  # what comes between these two lines is asked for with the same save
+        return True
 
     @property
     def exit_code(self) -> ExitCode:
         """How to end where nothing was saved."""
         return ExitCode.INTERRUPTED if self.first == signal.SIGINT else ExitCode.TERMINATED
+
+    def _note_save(self, number: int, _: FrameType | None) -> None:
+        self._wants_save = True
 
     def _note(self, number: int, _: FrameType | None) -> None:
         if os.getpid() != self._pid:  # a forked helper: it is not the one to finish a step

@@ -247,6 +247,8 @@ class Trainer:
             return
         self.phase = "save"
         self._resolve()
+        if self._must_stop:  # then it is saved on leaving
+            return
         self.checkpointer.after_step(self.progress.steps, self._state)
         self._clock.restart()
 
@@ -345,7 +347,7 @@ class Trainer:
         sums = torch.zeros(NUM_SUMS, dtype=torch.float64)
         sums[_STOP] = self._asked_to_stop()
         if self.checkpointer is not None:
-            sums[_VOTES] = torch.tensor(self.checkpointer.votes(), dtype=torch.float64)
+            sums[_VOTES] = torch.tensor(self.checkpointer.votes(self.stop.take_save()), dtype=torch.float64)
         if self.device.type == "cuda":
             sums = sums.pin_memory()  # copied without waiting for the device
         return sums.to(self.device, non_blocking=True)
@@ -405,7 +407,7 @@ class Trainer:
         with self._waiting():
             numbers = pending.read()
         if self.checkpointer is not None:
-            self.checkpointer.heed(Votes(numbers.written, numbers.settled, numbers.due))
+            self.checkpointer.heed(Votes(numbers.written, numbers.settled, numbers.due, numbers.asked))
         self.recorder.step(pending, numbers, self.loader.epoch)
         self._must_stop |= numbers.stop > 0
         own_loss = float(self._own_sums[1]) if numbers.skipped else 0.0

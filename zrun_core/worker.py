@@ -176,7 +176,7 @@ class Worker:
 
     def _tell_save(self, **fields: Any) -> None:
         if "warning" in fields:
-            self.emitter.emit("warning", message=fields["warning"])
+            self.emitter.emit("warning", message=fields.pop("warning"), **fields)
         else:
             self.emitter.emit("save", **fields)
 

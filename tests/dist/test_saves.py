@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from runs import job, losses, run
 from toys import world
 
@@ -20,7 +22,7 @@ from zrun_core.checkpoint.verify import verify
 from zrun_core.errors import DivergedError, HangError, SaveError
 from zrun_core.guards import NumericGuard
 from zrun_core.replicas import ReplicaGuard
-from zrun_core.stop import StopSignals
+from zrun_core.stop import SAVE, StopSignals
 from zrun_core.trainer import Trainer
 from zrun_core.zero.sharded import ShardedModel
 
@@ -96,6 +98,32 @@ def test_an_update_waits_for_the_copy_of_what_it_changes(ranks, tmp_path, stage)
     assert ranks(2).run(run_with_late_copies, keys, str(tmp_path / "async"))[0]["error"] == ""
     for step in (2, 4, 6):
         assert contents_of(tmp_path / "async", step) == contents_of(tmp_path / "sync", step)
+
+
+def run_asked(keys: dict[str, Any], run_dir: str, stop: bool) -> dict[str, Any]:
+    """As `run`, where a signal asks the last rank for a save in the third step; with `stop` another asks for the end."""
+    first_sums = Trainer._first_sums
+
+    def asked(trainer: Trainer) -> torch.Tensor:
+        if trainer.progress.steps == 3 and trainer.world.index == trainer.world.size - 1:
+            trainer.stop._note_save(SAVE, None)
+            trainer.stop.first = signal.SIGTERM if stop else None
+        return first_sums(trainer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_first_sums", asked)
+        return run(keys, run_dir)
+
+
+@pytest.mark.parametrize(("stop", "reasons"), [(False, {3: "asked", 5: "end"}), (True, {3: "stopped"})])
+def test_a_save_on_request_is_made_by_all_ranks_after_the_same_step(ranks, tmp_path, stop, reasons):
+    """Whichever of them is asked, and once. Where the end is asked for too, that one saves."""
+    keys = job(zero=2, steps=5, checkpoint={"every": 100, "async": True})
+    found = ranks(2).run(run_asked, keys, str(tmp_path), stop)
+    assert {event["step"]: event["reason"] for event in found[0]["events"] if event["type"] == "save"} == reasons
+    assert steps_of(tmp_path) == sorted(reasons, reverse=True)
+    assert ("stopped after step 3, saved" in found[1]["error"]) == stop
+    assert sorted(losses(found[0])) == list(range(1, max(reasons) + 1))
 
 
 def test_every_rank_writes_its_share(ranks, tmp_path):

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from waiting import PATIENCE_S
+from waiting import PATIENCE_S, wait_for
 
 from zrun_core.checkpoint.folder import read_step
 
 HERE = Path(__file__).parent
+ZRUN = [sys.executable, "-m", "zrun"]
 KEYS: dict[str, Any] = {
     "name": "small",
     "model": "small_job.py:Net",
@@ -49,7 +50,7 @@ def make(folder: Path) -> Path:
 
 
 def zrun(folder: Path, *options: str, kill: str = "nobody:nowhere:0") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "zrun", "train", "job.yaml", "--ui", "none", *options]
+    command = [*ZRUN, "train", "job.yaml", "--ui", "none", *options]
     environment = os.environ | {"KILL": kill}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
 
@@ -90,6 +91,31 @@ def test_killed_at_every_level_it_ends_as_if_nothing_had_happened(whole: Path, t
     assert again.returncode == 0
     assert "already complete" in again.stderr
     assert sorted(str(path) for path in cut.rglob("*")) == before
+
+
+def test_a_save_on_request_changes_nothing_else(whole: Path, tmp_path: Path) -> None:
+    folder = make(tmp_path)
+    command = [*ZRUN, "train", "job.yaml", "--ui", "none", "checkpoint.keep=20"]
+    environment = os.environ | {"ASKED_AFTER": "4"}
+    with subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True) as launcher:
+        wait_for(lambda: any(4 in losses(record.parent) for record in folder.glob("runs/small/*/events.jsonl")))
+        save = [*ZRUN, "save", "small"]
+        would = subprocess.run([*save, "--dry-run"], cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S)
+        done = subprocess.run(save, cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S)
+        _, told = launcher.communicate(timeout=PATIENCE_S)
+    (expected,), (run,) = runs(whole), runs(folder)
+    assert would.stdout == f"would ask process {launcher.pid} of run {run.name} to save at the end of the step\n"
+    assert done.returncode == 0, done.stderr
+    path = run / "checkpoints" / "step-00000005"
+    assert done.stdout.startswith("saved step 5 (")
+    assert done.stdout.endswith(f"): {path}\n")
+    assert read_step(path).step == 5
+    assert launcher.returncode == 0, told
+    assert told.count("zrun save: saving at the end of the step\n") == 1
+    assert losses(run) == losses(expected)
+    assert digests(run, 20) == digests(expected, 20)
+    late = subprocess.run([*ZRUN, "save", "small"], cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert (late.returncode, "does not run: it finished" in late.stderr) == (2, True)
 
 
 def test_an_earlier_run_is_neither_overwritten_nor_forgotten(whole: Path, tmp_path: Path) -> None:

@@ -16,11 +16,12 @@ import pytest
 from zrun.launch.failures import Exit, Note
 from zrun.launch.frames import Frame, Stop
 from zrun.launch.rundir import RunDir
+from zrun.launch.signals import STOP_NOW, stoppable
 from zrun.launch.supervise import Interrupts, Run, Supervisor, judge
 from zrun_core.config import LimitsConfig
 from zrun_core.errors import RendezvousError
 from zrun_core.spec import LaunchPlan, RankPlace
-from zrun_core.stop import StopSignals
+from zrun_core.stop import SAVE, StopSignals
 
 INT, TERM, HUP, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1
 
@@ -62,6 +63,22 @@ def test_a_worker_finishes_its_step_unless_told_twice(worker, numbers, code):
 def test_before_the_first_step_there_is_nothing_to_finish(worker):
     with pytest.raises(EndedError, match="143"):
         worker._note(USR1, None)
+
+
+def test_a_request_to_save_asks_for_no_end():
+    stop = StopSignals()  # before the first step too
+    handlers = {number: signal.getsignal(number) for number in (INT, TERM, HUP, USR1, signal.SIGUSR2, SAVE)}
+    try:
+        stop.listen()
+        for _ in range(2):
+            signal.raise_signal(SAVE)
+        assert (stop.first, stop.take_save(), stop.take_save()) == (None, True, False)
+        stop.ignore()
+        signal.raise_signal(SAVE)
+        assert not stop.take_save()
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def test_a_forked_helper_ends_as_if_there_were_no_handler():
@@ -235,6 +252,53 @@ def test_the_launcher_asks_once_per_level():
 
     _, asked = follow([press, lambda: None, press, lambda: None, press], interrupts)
     assert asked == [Stop.FINISH, Stop.NOW, Stop.KILL]
+
+
+def told_to(script: list[Any], interrupts: Interrupts) -> list[Frame]:
+    """What the launcher says to the agents, but for its heartbeat."""
+    agents = ScriptedAgents([STARTED, *script, DONE], ["node"])
+    Supervisor(agents, Run(2), interrupts, LimitsConfig()).watch(lambda event, line: None, lambda: None)
+    return [frame for frame in agents.told if "beat" not in frame]
+
+
+TRAINS: Frame = {"frame": "event", "event": {"type": "start", "rank": 0, "time": 1.0}}
+
+
+def test_the_launcher_passes_a_request_to_save_on_once(capsys):
+    interrupts = Interrupts()
+
+    def ask() -> None:
+        signal.raise_signal(SAVE)
+
+    before = signal.getsignal(SAVE)
+    with stoppable(lambda: "too early"):
+        ask()  # before there are ranks
+        with interrupts.caught():
+            assert told_to([TRAINS, ask, lambda: None], interrupts) == [{"save": True}]
+            assert (interrupts.level, interrupts.first) == (0, None)
+            assert "saving at the end of the step" in capsys.readouterr().err
+        ask()  # after them
+    ask()  # the process is about to end
+    signal.signal(SAVE, before)
+
+
+def test_while_no_rank_trains_there_is_nothing_to_save(capsys):
+    interrupts = Interrupts()
+    assert told_to([lambda: interrupts._note_save(SAVE, None), TRAINS, lambda: None], interrupts) == []
+    assert "no rank trains yet" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stop", [TERM, STOP_NOW])
+def test_a_stop_wins_over_a_request_to_save(stop, capsys):
+    interrupts = Interrupts()
+
+    def both() -> None:
+        interrupts._note_save(SAVE, None)
+        interrupts._note(stop, None)
+
+    assert told_to([TRAINS, both, lambda: None], interrupts) == []
+    assert "the run ends already" in capsys.readouterr().err
+    assert interrupts.first == stop
 
 
 def test_patience_ends(monkeypatch):

@@ -22,6 +22,7 @@ from zrun.launch.lines import Lines
 from zrun.launch.switchboard import Switchboard
 from zrun.launch.workers import Worker
 from zrun_core.board import BoardView
+from zrun_core.stop import SAVE
 
 PATIENCE_S = 30.0
 
@@ -29,7 +30,7 @@ PATIENCE_S = 30.0
 class Setting:
     """A switchboard with one worker, seen from its launcher."""
 
-    def __init__(self, folder: Path, *, is_remote: bool = False, memory: int | None = None) -> None:
+    def __init__(self, folder: Path, *, is_remote: bool = False, memory: int | None = None, rank: int = 0) -> None:
         control, self.control = os.pipe()
         self.output, output = os.pipe()
         self.switchboard = Switchboard(control, output)
@@ -37,11 +38,11 @@ class Setting:
         self.switchboard.orders.get(timeout=PATIENCE_S)
         heard, self.telemetry = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.switchboard.listen(heard)
-        pid = os.posix_spawnp("sleep", ["sleep", "600"], os.environ, setsid=True)
+        pid = os.posix_spawnp("sleep", ["sleep", "600"], os.environ, setsid=True, setsigdef=[SAVE])
         self.worker = Worker(pid, os.pidfd_open(pid))
-        observer = Observer(BoardView(folder / "board", range(1)), folder)
-        self.switchboard.watch([0], pid, folder, observer, is_remote=is_remote, memory=memory)
-        self.switchboard.follow({0: self.worker})
+        observer = Observer(BoardView(folder / "board", range(rank, rank + 1)), folder)
+        self.switchboard.watch([rank], pid, folder, observer, is_remote=is_remote, memory=memory)
+        self.switchboard.follow({rank: self.worker})
 
     def wait(self) -> int:
         """How the worker ended."""
@@ -133,3 +134,22 @@ def test_telemetry_waits_with_the_workers_when_too_much_is_kept(folder: Path) ->
     finally:
         setting.kill()
     assert sum(frame["frame"] == "event" for frame in frames) == sent
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_alone_is_asked_to_save(folder: Path, rank: int) -> None:
+    """The worker has no handler: what reaches it ends it."""
+    setting = Setting(folder, rank=rank)
+    os.write(setting.control, pack({"save": True}))
+    if rank:
+        os.write(setting.control, pack({"stop": Stop.KILL}))
+    assert setting.wait() == (-signal.SIGKILL if rank else -SAVE)
+    setting.switchboard.finish()
+
+
+def test_who_was_asked_to_end_is_not_asked_to_save(folder: Path) -> None:
+    setting = Setting(folder)
+    for frame in ({"stop": Stop.FINISH}, {"save": True}):
+        os.write(setting.control, pack(frame))
+    assert setting.wait() == -signal.SIGUSR1
+    setting.switchboard.finish()

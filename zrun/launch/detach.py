@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn, Self
 
+from zrun.launch.growing import Growing
 from zrun.launch.runs import reference
 from zrun.watch.ui import Ui
 from zrun_core.errors import JobError, ZrunError
@@ -120,9 +121,8 @@ class _Place:
 
     def __init__(self, path: str, events: int) -> None:
         self.path = path
-        self._events = _Growing(Path(path) / "events.jsonl", events)
-        self._log = _Growing(Path(path) / LOG)
-        self._rest = b""
+        self._events = Growing(Path(path) / "events.jsonl", events)
+        self._log = Growing(Path(path) / LOG)
 
     def show_log(self) -> None:
         """Copy what is new to stderr."""
@@ -133,31 +133,7 @@ class _Place:
 
     def has_begun(self) -> bool:
         """Whether rank 0 has said so."""
-        *lines, self._rest = (self._rest + self._events.read()).split(b"\n")
-        return any(json.loads(line).get("type") == "start" for line in lines)
-
-
-class _Growing:
-    """A file that another process writes, and that a restart may replace."""
-
-    def __init__(self, path: Path, offset: int = 0) -> None:
-        self._path, self._offset = path, offset
-        self._inode: int | None = None
-
-    def read(self) -> bytes:
-        """What is new."""
-        try:
-            with self._path.open("rb") as file:
-                inode = os.fstat(file.fileno()).st_ino
-                if self._inode not in (None, inode):
-                    self._offset = 0
-                self._inode = inode
-                file.seek(self._offset)
-                data = file.read()
-        except FileNotFoundError:  # moved away, with the attempt
-            return b""
-        self._offset += len(data)
-        return data
+        return any(json.loads(line).get("type") == "start" for line in self._events.lines())
 
 
 def _farewell(path: Path, launcher: int) -> str:

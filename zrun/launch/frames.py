@@ -6,6 +6,7 @@ Down the agent's stdin go length-prefixed JSON objects; its end is the end of th
     {"spec": ...}           what all hosts are to run; compressed, since it tells of every rank
     Start                   run the workers of this one
     {"stop": "finish"}      ask them to end: see `Stop`
+    {"save": true}          ask rank 0, where it runs, to save at the end of its step and to go on
     {"testify": true}       a rank hangs: what do those of this host do?
     {"beat": true}          the launcher is there
     {"exit": 5}             to an agent that another launcher started: how its process is to end

@@ -38,6 +38,15 @@ class Process:
         """It still runs: not ended, not a zombie, and its number was not given to another."""
         return (self.state or "X") not in "ZX"
 
+    def catches(self, number: int) -> bool:
+        """Whether it has a handler for this signal; else it would end of it, or not hear of it."""
+        try:
+            status = Path(f"/proc/{self.pid}/status").read_text(errors="replace")
+        except OSError:
+            return False
+        mask = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
+        return self.alive() and bool(int(mask, 16) >> (number - 1) & 1)
+
     @property
     def state(self) -> str | None:
         """The kernel's letter for what it does (R, S, D, T, Z, ...); None once it is gone."""
@@ -64,7 +73,7 @@ def children_of(pid: int) -> list[Process]:
     return [process for process in _all() if (stat := _stat(process.pid)) and int(stat[1]) == pid and process.alive()]
 
 
-def send(processes: list[Process], number: signal.Signals) -> None:
+def send(processes: list[Process], number: int) -> None:
     """Send one signal to each, through a descriptor that cannot come to mean another process."""
     for process in processes:
         try:

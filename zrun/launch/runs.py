@@ -246,7 +246,7 @@ class _Events:
 
     def __init__(self, path: Path, offset: int) -> None:
         self._path, self._offset = path, offset
-        self.start = next((event for event in _parsed(self._head()) if event.get("type") == "start"), {})
+        self.start = next((event for event in parsed(self._head()) if event.get("type") == "start"), {})
         self._tail: list[Event] | None = None
 
     def newest(self, kind: str | None) -> Event:
@@ -273,13 +273,13 @@ class _Events:
                 file.seek(position)
                 block = file.read(end - position) + rest
                 rest, _, lines = block.partition(b"\n") if position > self._offset else (b"", b"", block)
-                for event in _parsed(reversed(lines.split(b"\n"))):
+                for event in parsed(reversed(lines.split(b"\n"))):
                     yield event
                     if event.get("type") == "step":
                         return
 
 
-def _parsed(lines: Iterable[bytes]) -> Iterator[Event]:
+def parsed(lines: Iterable[bytes]) -> Iterator[Event]:
     """The events in these lines; what is none is skipped."""
     for line in lines:
         with suppress(ValueError):

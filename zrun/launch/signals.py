@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from zrun_core.errors import ExitCode, StoppedError
+from zrun_core.stop import SAVE
 
 STOP_NOW = signal.SIGRTMIN  # from `zrun stop --now`
 
@@ -34,8 +35,10 @@ def stoppable(when: Callable[[], str]) -> Iterator[Callable[[], None]]:
     """The first signal raises `StoppedError`, with a line that ends in `when()`; later ones change nothing any more.
 
     Cleaning up belongs inside: nobody who keeps on pressing can cut it short there. What is handed out makes signals
-    count again that `ignore` has silenced.
+    count again that `ignore` has silenced. A request to save means nothing now, and until the process ends: unless
+    ranks train.
     """
+    signal.signal(SAVE, signal.SIG_IGN)
     before = {number: signal.getsignal(number) for number in numbers()}
 
     def end(number: int, _: FrameType | None) -> None:

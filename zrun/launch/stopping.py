@@ -7,7 +7,8 @@ import os
 import select
 import signal
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from zrun.launch.patience import Patience
@@ -22,8 +23,11 @@ _CLEANING_S = 30.0  # that a launcher may take for the rest, once the workers ha
 _LOOK_S = 1.0  # between two looks at whether it saves
 
 
-def launcher_of(run: Run) -> Process:
+def launcher_of(run: Run, what: str = "stop") -> Process:
     """The process that a running run answers to.
+
+    Args:
+        what: the command of zrun that it is to obey.
 
     Raises:
         PreflightError: it is on another machine, or cannot be seen from here.
@@ -33,13 +37,13 @@ def launcher_of(run: Run) -> Process:
         raise PreflightError(f"run {run.run_id} is just starting, or its lock file is damaged: try again")
     if not holder.is_here:
         raise PreflightError(
-            f"run {run.run_id} belongs to a launcher on {holder.host} (process {holder.pid}): stop it there, with "
-            f"ssh {holder.host} zrun stop {run.path}"
+            f"run {run.run_id} belongs to a launcher on {holder.host} (process {holder.pid}): {what} it there, with "
+            f"ssh {holder.host} zrun {what} {run.path}"
         )
     process = holder.process
     if process is None:
         raise PreflightError(
-            f"run {run.run_id} belongs to process {holder.pid}, which cannot be seen from here: stop it in the "
+            f"run {run.run_id} belongs to process {holder.pid}, which cannot be seen from here: {what} it in the "
             "container that it was started in"
         )
     return process
@@ -58,33 +62,55 @@ def stop(run: Run, now: bool, timeout_s: float | None = None) -> None:
         HangError: it is still there when the time is over.
     """
     process = launcher_of(run)
-    try:
-        descriptor = os.pidfd_open(process.pid)
-    except ProcessLookupError:
-        return  # it has just ended
-    try:
-        if not process.alive():  # what the descriptor means now may be another process
-            return
-        signal.pidfd_send_signal(descriptor, STOP_NOW if now else signal.SIGTERM)
+    with signalled(run, process, STOP_NOW if now else signal.SIGTERM) as descriptor:
         start = time.monotonic()
-        if _ends(descriptor, run.path, timeout_s, saves=not now):
+        if descriptor is None or _ends(descriptor, run.path, timeout_s, saves=not now):
             return
-    except PermissionError:
-        raise JobError(f"run {run.run_id} (process {process.pid}) belongs to another user") from None
-    except ProcessLookupError:
-        return
-    finally:
-        os.close(descriptor)
-    if process.state in ("T", "t"):
-        raise HangError(
-            f"run {run.run_id}: process {process.pid} is stopped by a signal or a debugger, and obeys once it goes on: "
-            f"kill -CONT {process.pid}"
-        )
+    refuse_stopped(run, process)
     waited_s = time.monotonic() - start
     advice = f"look at {run.path}/logs" if now else f"wait with a longer --timeout, or zrun stop {run.run_id} --now"
     raise HangError(
         f"run {run.run_id} was told to stop and still runs after {waited_s:.0f} s (process {process.pid}): {advice}"
     )
+
+
+@contextmanager
+def signalled(run: Run, process: Process, number: int) -> Iterator[int | None]:
+    """Send a signal to the launcher; what is handed out is its pidfd, None if it has just ended.
+
+    Raises:
+        JobError: it belongs to another user.
+    """
+    try:
+        descriptor = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        yield None
+        return
+    try:
+        is_there = process.alive()  # else what the descriptor means now may be another process
+        try:
+            if is_there:
+                signal.pidfd_send_signal(descriptor, number)
+        except PermissionError:
+            raise JobError(f"run {run.run_id} (process {process.pid}) belongs to another user") from None
+        except ProcessLookupError:
+            is_there = False
+        yield descriptor if is_there else None
+    finally:
+        os.close(descriptor)
+
+
+def refuse_stopped(run: Run, process: Process) -> None:
+    """Say so where a launcher obeys nobody for now.
+
+    Raises:
+        HangError: it stands still.
+    """
+    if process.state in ("T", "t"):
+        raise HangError(
+            f"run {run.run_id}: process {process.pid} is stopped by a signal or a debugger, and obeys once it goes on: "
+            f"kill -CONT {process.pid}"
+        )
 
 
 def limits_of(path: Path) -> LimitsConfig:

@@ -22,6 +22,7 @@ from zrun_core.config import LimitsConfig
 from zrun_core.errors import ExitCode, RendezvousError
 from zrun_core.events import Event
 from zrun_core.spec import LaunchPlan
+from zrun_core.stop import SAVE
 
 _TURN_S = 0.1  # how late an interrupt may be noticed
 _ALONE_S = 5.0  # how long the others may run on after a rank left early; most notice by themselves
@@ -55,6 +56,7 @@ class Run:
     exits: list[Exit] = field(default_factory=list)
     last_step: int = 0
     started: set[str] = field(default_factory=set)  # hosts that have begun to start their workers
+    trains: bool = False  # rank 0 said that the first step begins: the ranks obey signals
     stopping: str = ""  # the signal that a rank got, which did not come through the launcher
     states: dict[int, RankState] = field(default_factory=dict)  # of the ranks that run, as their boards said last
     news: dict[int, RankState] = field(default_factory=dict)  # what of it nobody has looked at
@@ -73,6 +75,7 @@ class Run:
             case "event":  # most are
                 event: Event = frame["event"]
                 self.last_step = max(self.last_step, event.get("step") or 0)
+                self.trains |= event.get("type") == "start"
                 self.ended |= event.get("type") == "end"
                 self.stopping = self.stopping or (str(event.get("signal")) if event.get("type") == "stop" else "")
                 return event
@@ -126,6 +129,7 @@ class Interrupts:
         level: 0 none; 1 finish the step and save; 2 now; 3 kill. Only SIGINT and SIGTERM go beyond 1: a closing
             terminal and a scheduler warn more than once.
         forced_at: unix seconds at which level 2 was reached.
+        wants_save: `zrun save` asked, and nobody has looked yet. It asks for no end.
     """
 
     def __init__(self) -> None:
@@ -133,6 +137,7 @@ class Interrupts:
         self.first_at: float | None = None
         self.level = 0
         self.forced_at: float | None = None
+        self.wants_save = False
         self._num_firm = 0
 
     def force(self) -> None:
@@ -143,12 +148,17 @@ class Interrupts:
     @contextmanager
     def caught(self) -> Iterator[None]:
         before = {number: signal.signal(number, self._note) for number in signals.numbers()}
+        signal.signal(SAVE, self._note_save)
         try:
             yield
         finally:
+            signal.signal(SAVE, signal.SIG_IGN)
             for number, handler in before.items():
                 # Whoever keeps on pressing must not cut the last words short.
                 signal.signal(number, handler if self.first is None else signal.SIG_IGN)
+
+    def _note_save(self, number: int, _: object) -> None:
+        self.wants_save = True
 
     def _note(self, number: int, _: object) -> None:
         self.first = self.first or signal.Signals(number)
@@ -212,6 +222,7 @@ class Supervisor:
             self._look_for_hangs(now)
             self._stop_after_a_failure(now)
             self._stop_when_asked(now)
+            self._save_when_asked()
 
     def _check_start(self, now: float) -> None:
         if now > self._late:
@@ -288,6 +299,20 @@ class Supervisor:
                 f"a save is under way: it has {limits.save_s:g} s (limits.save_s) instead of {limits.stop_s:g} "
                 "(limits.stop_s); once more stops at once"
             )
+
+    def _save_when_asked(self) -> None:
+        """Pass on what `zrun save` asked for. A run that ends says by itself what of it is saved."""
+        if not self._interrupts.wants_save:
+            return
+        self._interrupts.wants_save = False
+        run = self._run
+        if self._interrupts.level or run.stopping or run.is_failing or run.ended:
+            _say("zrun save: the run ends already")
+        elif not run.trains:
+            _say("zrun save: no rank trains yet, so there is nothing to save")
+        else:
+            _say("zrun save: saving at the end of the step")
+            self._agents.tell({"save": True})
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from zrun.launch.tail import last_lines
 from zrun.launch.workers import Workers
 from zrun_core import room
 from zrun_core.errors import ExitCode
+from zrun_core.stop import SAVE
 
 _READ_BYTES = 1 << 16
 _LARGEST_EVENT = 1 << 18
@@ -228,6 +229,8 @@ class Switchboard:
         for frame in self._unpacker.feed(data):
             if "stop" in frame:
                 self._asked(Stop(frame["stop"]))
+            elif "save" in frame:
+                self._ask_for_save()
             elif "testify" in frame:
                 self._testify()
             elif "ask" in frame:
@@ -263,6 +266,11 @@ class Switchboard:
             if how is Stop.NOW:
                 processes.send([leader], signal.SIGINT)  # a worker takes the second of SIGINT and SIGTERM for "now"
             processes.send(processes.session_of(leader), signal.SIGKILL if how is Stop.KILL else signal.SIGTERM)
+
+    def _ask_for_save(self) -> None:
+        """One rank is told, and tells the others: two would be told in different steps, and save twice."""
+        if 0 in self._running and 0 in self._workers and self._stop_with is None:
+            processes.send([self._leaders[0]], SAVE)
 
     def _hear(self, descriptor: int) -> None:
         if self._outbox.is_full:  # workers keep what they have to tell

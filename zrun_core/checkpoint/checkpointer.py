@@ -52,6 +52,7 @@ class Votes(NamedTuple):
     written: float = 0.0  # ranks that have written their file
     settled: float = 0.0  # 1 committed, -1 not committed, says rank 0
     due: float = 0.0  # 1: it is time to save, by rank 0's clock
+    asked: float = 0.0  # ranks that a signal has asked for a save
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,7 @@ class Checkpointer:
         self.prunes = True
         self._comm, self._world, self._tell, self._patience_s = comm, world, tell, patience_s
         self._votes = Votes()
+        self._is_asked = False  # a signal has asked for a save that has not begun
         self._current: _Save | None = None
         self._failures = 0
         self._last_save = time.monotonic()
@@ -146,32 +148,40 @@ class Checkpointer:
 
     # Between steps
 
-    def votes(self) -> Votes:
-        """What this rank adds to the step's message."""
+    def votes(self, asked: bool = False) -> Votes:
+        """What this rank adds to the step's message.
+
+        Args:
+            asked: whether a signal has asked this rank for a save since the step before.
+        """
         current, is_first = self._current, self._world.index == 0
         settled = 0.0
         if current is not None and current.committing is not None and current.committing.done():
             settled = -1.0 if current.committing.result().error else 1.0
         due = is_first and self.config.minutes is not None and self._minutes_passed() >= self.config.minutes
-        return Votes(float(current is not None and current.writing.done()), settled, float(due))
+        return Votes(float(current is not None and current.writing.done()), settled, float(due), float(asked))
 
     def heed(self, votes: Votes) -> None:
         """The sums that a step's message came to."""
         self._votes = votes
+        self._is_asked |= votes.asked > 0
 
     def _minutes_passed(self) -> float:
         return (time.monotonic() - self._last_save) / 60
 
     def is_concerned(self, step: int) -> bool:
         """Whether `after_step` has anything to do after this step; the same on every rank."""
-        return self._is_due(step) or (self._current is not None and any(self._votes))
+        may_begin = self._current is None or self.config.busy == "wait"
+        return self._is_due(step) or (self._is_asked and may_begin) or (self._current is not None and any(self._votes))
 
     def _is_due(self, step: int) -> bool:
         every = self.config.every
         return (every is not None and step % every == 0) or self._votes.due > 0
 
     def after_step(self, step: int, progress: Callable[[], dict[str, Any]]) -> None:
-        """Move the save under way on, and begin one if it is due.
+        """Move the save under way on, and begin one if it is due, or if a signal has asked for it.
+
+        Where a save that is due is skipped because another is under way, one that was asked for begins after that.
 
         Args:
             progress: what the manifest is to say of the run so far; asked only if there is a save.
@@ -182,13 +192,12 @@ class Checkpointer:
         """
         is_due = self._is_due(step)
         self.advance(self._votes)
-        if not is_due:
-            return
         if self._current is not None and self.config.busy == "skip":
-            self._warn(f"step {step} is not saved: step {self._current.step} is still being written")
-            self._last_save = time.monotonic()  # or `minutes` would ask again after every step
-            return
-        self.save(step, progress, "due", wait=not self.config.async_)
+            if is_due:
+                self._warn(f"step {step} is not saved: step {self._current.step} is still being written")
+                self._last_save = time.monotonic()  # or `minutes` would ask again after every step
+        elif is_due or self._is_asked:
+            self.save(step, progress, "asked" if self._is_asked else "due", wait=not self.config.async_)
 
     def open(self, resumed: Resumed | None) -> None:
         """Before the first save: rank 0 removes what dead processes left, and frees the numbers of damaged steps.
@@ -253,6 +262,7 @@ class Checkpointer:
 
     def _begin(self, step: int, progress: dict[str, Any], reason: str, *, copy: bool) -> None:
         start = time.monotonic()
+        self._is_asked = False
         making = self._pool.submit(self.folder.begin, step) if self._world.index == 0 else None
         self._await(step, making)
         opening: dict[str, Any] = {}
@@ -444,15 +454,15 @@ class Checkpointer:
         """Step `step` was not saved, because of `rank`. All ranks come here together."""
         self._failures += 1
         if self.config.on_save_error == "warn" and reason not in _LAST and self._failures <= _FAILURES:
-            self._warn(f"step {step} is not saved: {text}; training goes on (checkpoint.on_save_error)")
+            self._warn(f"step {step} is not saved: {text}; training goes on (checkpoint.on_save_error)", unsaved=step)
         elif rank == self._world.index:
             raise SaveError(f"step {step} is not saved: {text}")
         else:
             raise PeerError(f"rank {rank} could not save step {step}")
 
-    def _warn(self, text: str) -> None:
+    def _warn(self, text: str, **fields: Any) -> None:
         if self._world.index == 0:
-            self._tell(warning=text)
+            self._tell(warning=text, **fields)
 
 
 def _write(path: Path, parts: Sequence[Part], scalars: dict[str, Any], own: RankState, later: _Copies) -> bytes:

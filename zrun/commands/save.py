@@ -1,0 +1,54 @@
+"""`zrun save`: have a run save now and train on, and say where the step is."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+
+def save(
+    run: Annotated[
+        str,
+        typer.Argument(metavar="RUN", help="A run directory, a run id or its beginning, or a job.", show_default=False),
+    ],
+    timeout: Annotated[
+        float | None,
+        typer.Option(min=0, metavar="SECONDS", help="How long to wait.", show_default="limits.save_s"),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Let a run save at the end of its step and train on; wait until the step is on the disk.
+
+    Example: zrun save gpt
+
+    Exit codes: 0 it is saved; 2 there is no such run, it does not run, or its
+    job has no checkpoint; 3 its launcher is on another machine, or no rank
+    trains yet; 6 it is not saved when the time is over; 8 it could not be
+    saved, or the run ended before; the run's own if it failed.
+    """
+    import json
+
+    from zrun.launch import saving, stopping
+    from zrun.launch.runs import find, read
+    from zrun.watch import text
+
+    found = read(find(run, running=True))
+    if dry_run:
+        saving.check(found)
+        process = stopping.launcher_of(found, "save")
+        print(f"would ask process {process.pid} of run {found.run_id} to save at the end of the step")
+        return
+    if found.holder is not None and not as_json:
+        print(f"run {found.run_id} of {found.job}, {found.holder}: saving at the end of the step", file=sys.stderr)
+    try:
+        saved = saving.save(found, stopping.limits_of(found.path).save_s if timeout is None else timeout)
+    except saving.RunEndedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(error.run.exit_code or error.exit_code) from None
+    if as_json:
+        print(json.dumps(read(found.path).facts() | {"saved": saved.facts()}, indent=2))
+    else:
+        print(f"saved step {saved.step} ({text.size(saved.bytes)}, {text.seconds(saved.seconds)}): {saved.path}")

@@ -20,6 +20,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -43,9 +44,9 @@ class _Groups:
     def begin(self) -> None:
         self._taken.clear()
 
-    def __call__(self, ranks: list[int], **options: Any) -> Any:
-        if options:
-            return self._new_group(ranks, **options)
+    def __call__(self, ranks: list[int], timeout: timedelta | None = None, **options: Any) -> Any:
+        if timeout is not None or options:
+            return self._new_group(ranks, timeout, **options)
         key = tuple(ranks)
         made = self._made.setdefault(key, [])
         if self._taken[key] == len(made):

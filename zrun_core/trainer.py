@@ -186,6 +186,9 @@ class Trainer:
                 self.evaluate()
             if self._owes_evaluation:
                 self._leave()
+        if self.checkpointer is not None:
+            self.phase = "save"
+            self.checkpointer.tidy_up()
         self.recorder.end(reason)
         self.phase = "end"
 

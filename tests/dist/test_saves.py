@@ -343,6 +343,45 @@ def test_a_step_that_has_its_name_is_saved_whatever_fails_after_that(ranks, tmp_
     assert steps_of(tmp_path) == ([6, 4, 2] if last == 6 else [8, 6])
 
 
+def run_with_rot(keys: dict[str, Any], run_dir: str) -> dict[str, Any]:
+    """As `run`, where step 4 rots before step 6 is saved, and steps are read back only when no other is to come."""
+    commit, train, check, has_trained = CheckpointFolder.commit, Trainer._train, folder.verify, threading.Event()
+
+    def rot_and_commit(self: CheckpointFolder, tmp: Path, manifest: Any) -> str:
+        if manifest.step == 6:
+            path = self.step_path(4) / "rank-00001.safetensors"
+            os.truncate(path, path.stat().st_size - 1)
+            with path.open("ab") as file:
+                file.write(b"\x07")
+        return commit(self, tmp, manifest)
+
+    def train_and_tell(trainer: Trainer) -> str:
+        reason = train(trainer)
+        has_trained.set()
+        return reason
+
+    def check_late(*args: Any) -> list[str]:
+        has_trained.wait()
+        return check(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CheckpointFolder, "commit", rot_and_commit)
+        patch.setattr(Trainer, "_train", train_and_tell)
+        patch.setattr(folder, "verify", check_late)
+        return run(keys, run_dir)
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_older_steps_go_behind_and_not_for_one_that_rotted(ranks, tmp_path, in_background):
+    keys = job(steps=6, lr="constant", checkpoint={"every": 2, "async": in_background})
+    found = ranks(2).run(run_with_rot, keys, str(tmp_path))
+    assert [each["error"] for each in found] == ["", ""]
+    assert steps_of(tmp_path) == [6, 2]
+    (warning,) = [event["message"] for event in found[0]["events"] if event["type"] == "warning"]
+    assert warning.startswith("step 4 does not count, and an older one stays in its place: ")
+    assert "rank-00001.safetensors is damaged" in warning
+
+
 def run_with_slow_disks(keys: dict[str, Any], run_dir: str, waits: bool) -> dict[str, Any]:
     """As `run`, where rank 1 writes, and rank 0 commits, while ranks ask eight times whether all are ready; or never."""
     write, commit, await_all = shard_file.write_file, CheckpointFolder.commit, Checkpointer._await

@@ -11,6 +11,7 @@ import torch
 from checkpoint_toys import read_step_state, toy_state, write_step
 from safetensors import safe_open
 
+from zrun_core.checkpoint import folder as store
 from zrun_core.checkpoint.folder import CheckpointFolder, read_step
 from zrun_core.checkpoint.lock import hold, release
 from zrun_core.checkpoint.manifest import ITEM_BYTES, Manifest
@@ -179,6 +180,44 @@ def test_thorough_prune_counts_only_what_verifies(folder: CheckpointFolder) -> N
         file.write(b"\xff")
     assert folder.prune(2, thorough=True) == [1]
     assert [found.step for found in folder.scan()] == [4, 3, 2]
+
+
+def flip_last_bit(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
+
+
+def test_no_removal_rests_on_a_step_that_rotted(folder: CheckpointFolder) -> None:
+    """Its manifest and its sizes are right."""
+    for step in (1, 2, 3):
+        write_step(folder, step)
+    flip_last_bit(folder.step_path(2) / "rank-00001.safetensors")
+    assert folder.prune(2) == []
+    assert list(folder.damaged) == [2]
+    assert "rank-00001.safetensors is damaged" in folder.damaged[2]
+    write_step(folder, 4)
+    assert folder.prune(2) == [2, 1]
+    assert steps(folder) == [4, 3]
+
+
+def test_a_step_that_stays_is_read_once(folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not before something is removed for it."""
+    read: list[int] = []
+    monkeypatch.setattr(store, "verify", lambda path, manifest, threads: read.append(manifest.step) or [])
+    for step in range(1, 6):
+        write_step(folder, step)
+        folder.prune(3)
+        folder.prune(3)
+    assert steps(folder) == [5, 4, 3]
+    assert read == [3, 4]
+    folder.set_aside(5)
+    write_step(folder, 5)
+    write_step(folder, 6)
+    folder.prune(3)
+    assert read == [3, 4, 5]
 
 
 def test_set_aside_frees_the_number(folder: CheckpointFolder) -> None:

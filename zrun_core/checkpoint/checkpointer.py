@@ -6,6 +6,7 @@
               (Mohan et al. 2021, CheckFreq, section 4.2); the next update waits for that
     report    when every rank has written, each tells all others the digests of its file, or why there is none
     commit    rank 0 writes the manifest and renames the folder, in its thread
+    tidy      rank 0 removes older steps, in another thread, once it has read one that is to stay; nobody waits for it
 
 Ranks agree on each turn through numbers that they add to the step's one message, so no rank ever waits for another's
 disk unless it was asked to. Where it was, they ask each other again and again whether all are ready: how long one may
@@ -20,8 +21,10 @@ import json
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -70,7 +73,13 @@ class _Commit(NamedTuple):
     error: str = ""  # why it is not there
     warning: str = ""  # what went wrong after it was there
     num_bytes: int = 0
-    removed: Sequence[int] = ()  # older steps
+
+
+class _Tidied(NamedTuple):
+    """What became of older steps."""
+
+    removed: list[int]
+    warnings: list[str]
 
 
 class _Copies(NamedTuple):
@@ -140,6 +149,8 @@ class Checkpointer:
         self._last_save = time.monotonic()
         self._room: torch.Tensor | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="zrun-save")
+        self._tidier = ThreadPoolExecutor(1, thread_name_prefix="zrun-tidy")
+        self._tidying: deque[Future[_Tidied]] = deque()  # on rank 0
 
     @property
     def under_way(self) -> int | None:
@@ -210,6 +221,7 @@ class Checkpointer:
             self.last_step = resumed.manifest.step
             damaged = [step for step in resumed.skipped if step > resumed.manifest.step]
         if self._world.index == 0:
+            wait(self._tidying)
             self.folder.sweep()
             for step in damaged:
                 self.folder.set_aside(step)
@@ -254,9 +266,16 @@ class Checkpointer:
         current.stall_s += time.monotonic() - start
         self._end(current, error)
 
+    def tidy_up(self) -> None:
+        """After the last save: wait until older steps are gone, unless a disk takes too long for that. Collective."""
+        with suppress(HangError):
+            self._await(self.last_step or 0, self._tidying[-1] if self._tidying else None)
+        self._tell_tidied()
+
     def close(self) -> None:
         """No save comes after this."""
         self._pool.shutdown()
+        self._tidier.shutdown()
 
     # The turns of one save
 
@@ -406,10 +425,31 @@ class Checkpointer:
             return _Commit(warning=warning, num_bytes=manifest.num_bytes)
         try:
             self.folder.point_latest(current.step)
-            removed = self.folder.prune(self.config.keep) if current.prunes else ()
-            return _Commit(num_bytes=manifest.num_bytes, removed=removed)
-        except (SaveError, CheckpointError, OSError) as error:
+        except (SaveError, OSError) as error:
             return _Commit(warning=str(error), num_bytes=manifest.num_bytes)
+        return _Commit(num_bytes=manifest.num_bytes)
+
+    def _tidy(self, keep: int) -> _Tidied:
+        """In rank 0's other thread."""
+        known, removed, warnings = set(self.folder.damaged), [], []
+        try:
+            removed = self.folder.prune(keep)
+        except (SaveError, CheckpointError, OSError) as error:
+            warnings.append(str(error))
+        for step, problem in self.folder.damaged.items():
+            if step not in known:
+                warnings.append(f"step {step} does not count, and an older one stays in its place: {problem}")
+        return _Tidied(removed, warnings)
+
+    def _tell_tidied(self) -> list[int]:
+        """Say what went wrong with older steps, if anything; returns those that are gone since this was asked last."""
+        removed: list[int] = []
+        while self._tidying and self._tidying[0].done():
+            tidied = self._tidying.popleft().result()
+            removed += tidied.removed
+            for warning in tidied.warnings:
+                self._warn(warning)
+        return removed
 
     def _manifest(self, current: _Save, reports: Sequence[dict[str, Any]]) -> Manifest:
         scalars: dict[str, dict[str, float]] = {}
@@ -438,8 +478,11 @@ class Checkpointer:
         self._failures = 0
         if current.committing is not None:
             commit = current.committing.result()
+            removed = self._tell_tidied()
             if commit.warning:
                 self._warn(commit.warning)
+            elif current.prunes:
+                self._tidying.append(self._tidier.submit(self._tidy, self.config.keep))
             self._tell(
                 step=current.step,
                 path=str(self.folder.step_path(current.step)),
@@ -447,7 +490,7 @@ class Checkpointer:
                 bytes=commit.num_bytes,
                 seconds=time.monotonic() - current.start,
                 stall_s=current.stall_s,
-                removed=list(commit.removed),
+                removed=removed,
             )
 
     def _fail(self, step: int, reason: str, rank: int, text: str) -> None:

@@ -34,11 +34,17 @@ class Found:
 
 
 class CheckpointFolder:
-    """The checkpoints below `path`. Writing is for one process at a time: rank 0 of the run that holds the folder."""
+    """The checkpoints below `path`. Writing is for one process at a time: rank 0 of the run that holds the folder.
+
+    Attributes:
+        damaged: steps whose bytes `prune` has read and found wrong, and how.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._is_anchored = False  # its own name, and those of the folders above it, are on the disk
+        self.damaged: dict[int, str] = {}
+        self._whole: set[int] = set()  # steps whose bytes it has read and found right
 
     def step_path(self, step: int) -> Path:
         return self.path / step_name(step)
@@ -77,6 +83,8 @@ class CheckpointFolder:
                 check_size(tmp, file)
         except CheckpointError as error:
             raise SaveError(f"cannot save step {manifest.step}: {error}") from error
+        self._whole.discard(manifest.step)
+        self.damaged.pop(manifest.step, None)
         try:
             _write_new(tmp / MANIFEST, text)
             _sync(tmp)
@@ -188,11 +196,13 @@ class CheckpointFolder:
     def prune(self, keep: int, *, thorough: bool = False, dry_run: bool = False) -> list[int]:
         """Remove all steps before the newest `keep` valid ones. With fewer, nothing is removed.
 
-        A damaged step does not count, and one that is newer than those kept stays: somebody may want to see it.
+        A damaged step does not count, and one that is newer than those kept stays: somebody may want to see it. No
+        removal rests on manifests alone: beside the newest step, which was just written, one more of those that stay is
+        read whole, once.
 
         Args:
             keep: at least LEAST_KEPT.
-            thorough: read every byte of the steps that count, not only their manifests.
+            thorough: read all steps that count whole, and the newest too.
             dry_run: remove nothing.
 
         Returns:
@@ -203,15 +213,33 @@ class CheckpointFolder:
         """
         if keep < LEAST_KEPT:
             raise ValueError(f"keep={keep}: fewer than {LEAST_KEPT} are never kept")
-        kept, gone = 0, []
-        for found in self.scan():
-            if kept == keep:
+        steps = self.scan()
+        countable = [place for place, found in enumerate(steps) if found.manifest is not None]
+        if len(countable) < keep or countable[keep - 1] == len(steps) - 1:
+            return []
+        kept, sure, gone = 0, 0, []
+        for found in steps:
+            if kept >= keep and sure >= LEAST_KEPT:
                 if not dry_run:
                     self._remove(found.path)
                 gone.append(found.step)
-            elif found.manifest is not None and not (thorough and verify(found.path, found.manifest)):
+            elif found.manifest is not None:
+                must_read = thorough or 0 < sure < LEAST_KEPT
+                if must_read and not self._is_whole(found.path, found.manifest, None if thorough else 1):
+                    continue
                 kept += 1
+                sure += must_read or not sure
         return gone
+
+    def _is_whole(self, path: Path, manifest: Manifest, threads: int | None) -> bool:
+        """Whether every byte of a step is right. `threads`: 1 disturbs a training that goes on the least."""
+        step = manifest.step
+        if step not in self._whole and step not in self.damaged:
+            if problems := verify(path, manifest, threads):
+                self.damaged[step] = problems[0]
+            else:
+                self._whole.add(step)
+        return step in self._whole
 
     def _remove(self, path: Path) -> None:
         # Under another name first: half of it is never taken for a step.

@@ -1,10 +1,12 @@
-"""Numbers that a user's own loop gives to the library, looked at where they enter."""
+"""Numbers and paths that a user's own loop gives to the library, looked at where they enter."""
 
 from __future__ import annotations
 
 import math
 import operator
+import os
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +39,18 @@ def number(function: str, name: str, value: Any, write: str, *, above: float | N
     if not is_number or (above is not None and not value > above):
         raise JobError(f"{function}({name}={value!r}): write {write}")
     return float(value)
+
+
+def folder(function: str, value: Any) -> Path:
+    """Argument `folder` of `function`, without symbolic links: one folder is one path.
+
+    Raises:
+        JobError: it is no path.
+    """
+    path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if not isinstance(path, str) or not path or "\0" in path:
+        raise JobError(f"{function}(folder={value!r}): write the path of a folder")
+    return Path(os.path.realpath(path))
 
 
 def scalar(function: str, name: str, value: Any, *, is_weight: bool = False) -> torch.Tensor:

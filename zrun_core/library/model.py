@@ -173,6 +173,10 @@ def _section(section: type[_Section], value: Any, name: str) -> _Section:
         return section.model_validate(value)
     except ValidationError as error:
         first = error.errors()[0]
+        if not first["loc"] and first["type"] == "model_type":
+            short = f"{section.short[1].__name__} or " if section.short else ""
+            write = f"write {short}a mapping with some of {', '.join(section.model_fields)}"
+            raise JobError(f"shard({name}={value!r}): {write}") from None
         place = ".".join(str(part) for part in first["loc"])
         raise JobError(f"shard({name}={value!r}): {f'{place}: ' if place else ''}{first['msg']}") from None
 

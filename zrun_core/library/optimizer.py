@@ -290,6 +290,7 @@ def _choose(
         return chosen
     except JobError as error:
         text = str(error).removeprefix("optim.name: ").removeprefix("optim: ")
+        text = text.replace("optim.moments: bf16", 'moments="bf16"')
         raise JobError(f"optimizer(): {text}") from None
 
 
@@ -320,6 +321,8 @@ def _make_groups(model: nn.Module, groups: Sequence[Mapping[str, Any]] | None) -
     names = {id(param): name for name, param in model.named_parameters() if param.requires_grad}
     if groups is None:
         return [{"params": [param for param in model.parameters() if param.requires_grad]}]
+    if not isinstance(groups, Iterable):
+        raise UserCodeError(f"optimizer(groups={groups!r}): write a list of parameter groups, as torch takes them")
     seen: set[int] = set()
     made = []
     for number, group in enumerate(groups):
@@ -395,7 +398,12 @@ class GradScaler:
 
         Args:
             loss: of any shape.
+
+        Raises:
+            JobError: it is no tensor.
         """
+        if not isinstance(loss, torch.Tensor):
+            raise JobError(f"GradScaler.scale({loss!r}): pass the loss, a tensor")
         return loss * self._scaler.scale if self._scaler.enabled else loss
 
     def step(self, optimizer: Optimizer, *, weight: float | torch.Tensor = 1.0) -> None:

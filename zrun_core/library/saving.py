@@ -80,8 +80,9 @@ def save(
         SaveError: it, or the one under way, could not be saved. On the other ranks a PeerError.
         DivergedError: ranks hold different values of what must be equal, so nothing is saved.
         UserCodeError: gradients wait for their step, or `extra` is not JSON.
-        JobError: `step` is no number of steps.
+        JobError: `folder` or `step` is no such thing.
     """
+    path = arguments.folder("save", folder)
     run, states = _states(model, "save()")
     text = _as_json(extra)
     step = arguments.whole("save", "step", step, 0, "how many steps were made")
@@ -102,7 +103,6 @@ def save(
             handle.optimizer.check_replicas()
     groups = {name: _options(handle) for name, handle in states.handles.items()}
     progress = {"extra": json.loads(text), "groups": groups}
-    path = Path(os.path.realpath(folder))
     checkpointer = _checkpointer(run, path, states, keep)
     if checkpointer.last_step == step:
         raise UserCodeError(f"save(step={step}): {path} holds that step already: count on from the one that was loaded")
@@ -140,14 +140,14 @@ def load(
     Raises:
         HangError: not every rank called it.
         CheckpointError: no step is valid, or it is of other models.
-        JobError: `step` is no number of steps.
+        JobError: `folder` or `step` is no such thing.
     """
+    path = arguments.folder("load", folder)
     run, states = _states(model, "load()", weights_only=weights_only)
     if step is not None:
         step = arguments.whole("load", "step", step, 0, "a step that was saved, or None")
     run._meet("load()")
     run._background.finish()
-    path = Path(os.path.realpath(folder))
     world, comm = run._mesh(1).world, run._comm
     if step is None and not _agreed(run, lambda: "some" if CheckpointFolder(path).scan() else ""):
         return None
@@ -304,9 +304,12 @@ def _states(model: Models, what: str, *, weights_only: bool = False) -> tuple[Ru
         raise UserCodeError(f"{what}: give a sharded model, or a dict of several by name")
     handles: dict[str, Handle] = {}
     for name, each in models.items():
-        handle = handles[name] = Handle.of(each, what)
-        if isinstance(model, Mapping) and not name.isidentifier():
+        handle = Handle.of(each, what)
+        if isinstance(model, Mapping) and not (isinstance(name, str) and name.isidentifier()):
             raise UserCodeError(f"{what}: {name!r} cannot name a model: use letters, digits and _")
+        if twin := next((other for other, known in handles.items() if known is handle), None):
+            raise UserCodeError(f"{what}: {twin} and {name} are the same model: name it once")
+        handles[name] = handle
         if handle.optimizer is None and not weights_only:
             raise UserCodeError(f"{what}: {name or 'the model'} has no optimizer: call zrun_core.optimizer first")
     return next(iter(handles.values())).run, States(handles, weights_only=weights_only)

@@ -120,7 +120,10 @@ def with_bf16_moments(name: str, build: OptimizerClass) -> OptimizerClass:
 
 def arguments_of(build: OptimizerClass) -> dict[str, inspect.Parameter]:
     """Keyword arguments that `build` takes from a user, by name."""
-    accepted = dict(list(inspect.signature(build).parameters.items())[1:])  # without the parameters
+    try:
+        accepted = dict(list(inspect.signature(build).parameters.items())[1:])  # without the parameters
+    except (TypeError, ValueError):  # some that are written in C have none
+        return {"options": inspect.Parameter("options", inspect.Parameter.VAR_KEYWORD)}
     if _as_ours(build) is not None:
         accepted.pop("moment_dtype", None)
     return accepted
@@ -143,8 +146,7 @@ def choose_with(
     if kwargs.get("differentiable") and getattr(build, "__module__", "").startswith("torch.optim."):
         raise JobError(f"optim: {name}: differentiable: updates of slices cannot be differentiated; leave it out")
     _try_arguments(name, build, kwargs, device)
-    accepted = inspect.signature(build).parameters
-    if "fused" in accepted and not {"fused", "foreach", "capturable", "differentiable"} & kwargs.keys():
+    if "fused" in arguments_of(build) and not {"fused", "foreach", "capturable", "differentiable"} & kwargs.keys():
         # On CPU the default is a loop over tensors, 7 times slower. Some are not right when fused: Adagrad is not on
         # CUDA, and SGD with momentum wants a gradient for every parameter in the first step.
         with suppress(JobError):
@@ -185,7 +187,8 @@ def _try_arguments(name: str, build: OptimizerClass, kwargs: dict[str, Any], dev
         lightweight.build(build, [torch.nn.Parameter(torch.zeros(2, 2, device=device))], kwargs)
     except Exception as error:
         given = ", ".join(f"{key}={value!r}" for key, value in kwargs.items() if key != "moment_dtype")
-        raise JobError(f"optim: {name}({given}): {error}") from None
+        advice = "; look at the types of these arguments" if isinstance(error, TypeError) else ""
+        raise JobError(f"optim: {name}({given}): {error}{advice}") from None
 
 
 def find(name: str, load: Callable[[str], Any]) -> OptimizerClass:
@@ -199,6 +202,8 @@ def find(name: str, load: Callable[[str], Any]) -> OptimizerClass:
         if not callable(found):
             raise JobError(f"optim.name: {name} is not callable")
         return found  # type: ignore[no-any-return]
+    if (reason := NOT_SHARDED.get(name.lower())) is not None:
+        raise JobError(f"optim.name: {name} cannot update slices of parameters: {reason}")
     if name.lower() in _OURS:
         return _OURS[name.lower()]
     if (known := _BY_LOWER_NAME.get(name.lower())) is None or known == "Optimizer":

@@ -60,6 +60,10 @@ def a_rate_in_words(raw: dict[str, Any]) -> None:
     raw["progress"]["groups"][""][0]["lr"] = "fast"
 
 
+def a_truth_in_numbers(raw: dict[str, Any]) -> None:
+    raw["progress"]["groups"][""][0]["maximize"] = 1.5
+
+
 def moments_that_are_integers(raw: dict[str, Any]) -> None:
     for fragment in raw["fragments"]:
         if fragment["state"] == "exp_avg":
@@ -82,7 +86,8 @@ def weights_that_are_integers(raw: dict[str, Any]) -> None:
 
 
 REFUSED: dict[Change, str] = {
-    a_rate_in_words: "the optimizer's lr is 'fast' in the checkpoint",
+    a_rate_in_words: "the optimizer's lr is 'fast' in the checkpoint, 0.01 here",
+    a_truth_in_numbers: "the optimizer's maximize is '1.5' in the checkpoint, False here",
     moments_that_are_integers: "the optimizer kept exp_avg (integer), exp_avg_sq, step of",
     a_count_that_is_a_moment: "the optimizer kept exp_avg (a number), exp_avg_sq, step (float) of",
     weights_that_are_integers: "0.weight is int32 in the checkpoint and float32 in the model",

@@ -342,19 +342,18 @@ def _set_options(handle: Handle, saved: Sequence[Mapping[str, Any]] | None) -> N
     for group, options in zip(groups, saved, strict=True):
         for key, value in options.items():
             if not _is_like(group.get(key), value):
-                raise CheckpointError(f"the optimizer's {key} is {str(value)[:40]!r} in the checkpoint: no number")
+                was = repr(str(value)[:40])
+                raise CheckpointError(f"the optimizer's {key} is {was} in the checkpoint, {group[key]} here")
         group.update({key: tuple(value) if isinstance(value, list) else value for key, value in options.items()})
 
 
 def _is_like(now: Any, saved: Any) -> bool:
-    """Whether what is a number now, or several, was that too."""
+    """Whether what is a number or a truth now, or several, was that too; a truth may have been left open."""
     if isinstance(now, list | tuple) and now:
         return isinstance(saved, list) and len(saved) == len(now) and all(map(_is_like, now, saved))
-    return not _is_number(now) or _is_number(saved)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    if isinstance(now, bool):
+        return saved is None or isinstance(saved, bool)
+    return not isinstance(now, int | float) or (isinstance(saved, int | float) and not isinstance(saved, bool))
 
 
 def _checkpointer(run: Run, path: Path, states: States, keep: int) -> Checkpointer:

@@ -437,7 +437,10 @@ class Trainer:
     # Guards
 
     def check_replicas(self, lr: float) -> None:
-        """Compare with the other ranks what must be equal: parameters, counters, scale, learning rate. Collective.
+        """Compare with the other ranks what must be equal. Collective.
+
+        That is parameters, counters, loss scale, learning rate and the order of samples. The streams of `zrun_core.rng`
+        are a rank's own: see docs/faults.md.
 
         Raises:
             DivergedError: it is not.
@@ -453,6 +456,8 @@ class Trainer:
                 "tokens": progress.tokens,
                 "lr": lr,
                 "loss scale": float(self.sharded.scaler.scale),
+                "seed": self.job.seed,
+                **self.loader.shared(),
             },
         )
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import job, report
+from runs import PoolWorker, job, make_spec, report
 from toys import build, data, full_state, make_sharded, train_sharded, world
 
 from zrun_core.errors import DivergedError
@@ -277,3 +277,43 @@ def test_what_looks_like_ctrl_c_in_a_hook_is_the_hooks_own(ranks, tmp_path):
     assert (note["kind"], note["exit_code"], note["phase"]) == ("user", 5, "hook")
     assert note["message"] == "hook failed: KeyboardInterrupt"
     assert 'runs.py", line' in note["traceback"]
+
+
+def with_other_data(keys: dict[str, Any], run_dir: str, what: str) -> list[str | None]:
+    """What the guard says before and after the last rank follows another order than the others."""
+    rank, size = world()
+    worker = PoolWorker(make_spec(keys, run_dir, None), rank)
+    trainer = worker.prepare()
+    loader, found = trainer.loader, []
+    for change in (False, True):
+        if change and rank == size - 1:
+            match what:
+                case "order":
+                    order = loader._source._order._permutation(0)
+                    order[[3, 4]] = order[[4, 3]]
+                case "position":
+                    loader.cursor += 1
+                case "length":
+                    loader.num_samples += 1
+        try:
+            trainer.check_replicas(1e-2)
+            found.append(None)
+        except DivergedError as error:
+            found.append(str(error))
+    worker.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("order", "rank 2 has order of samples "),
+        ("position", "rank 2 has position in the data 1, rank 0 has 0;"),
+        ("length", "rank 2 has dataset length 41, rank 0 has 40;"),
+    ],
+)
+def test_ranks_that_follow_another_order_of_samples_are_found(ranks, tmp_path, what, words):
+    keys = job(checkpoint=None, lr="constant", batch={"global": 6})
+    for before, after in ranks(3).run(with_other_data, keys, str(tmp_path), what):
+        assert before is None
+        assert words in after

@@ -150,3 +150,9 @@ def test_a_length_that_nobody_knows():
     assert not shifts(9, None, 9, shuffle=False)
     assert shifts(9, None, 8, shuffle=False)
     assert shifts(9, 8, None, shuffle=False)
+
+
+def test_an_earlier_epoch_is_still_known_to_whoever_reads_ahead() -> None:
+    order = EpochOrder(5, shuffle=True, seed=1)
+    ahead = [order.index(position) for position in range(15)]
+    assert [order.index(position) for position in range(15)] == ahead

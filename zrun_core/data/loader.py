@@ -6,10 +6,12 @@ on another number of ranks. Evaluation walks held-out data once, by the same rul
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+import xxhash
 
 from zrun_core.config import DataConfig
 from zrun_core.data.batch import MicroBatch
@@ -19,6 +21,7 @@ from zrun_core.spec import BatchPlan
 from zrun_core.user import user_code
 
 _CPU = torch.device("cpu")
+_LOOKED_AT = 64  # samples to come, by which ranks compare their order
 
 
 class BatchLoader:
@@ -69,6 +72,16 @@ class BatchLoader:
     def epoch(self) -> float | None:
         """Passes over the data that the cursor stands for; None for an iterable dataset, which has no length."""
         return self.cursor / self.num_samples if self.num_samples else None
+
+    def shared(self) -> dict[str, float]:
+        """What is the same on every rank, by name: the one random stream that all of them follow.
+
+        Its samples that come next stand for the seed and the epoch's permutation.
+        """
+        coming = self._source.numbers(range(self.cursor, self.cursor + _LOOKED_AT))
+        digest = xxhash.xxh3_64_intdigest(struct.pack(f"<{len(coming)}q", *coming)) % 2**53  # exact as a float
+        length = -1 if self.num_samples is None else self.num_samples
+        return {"position in the data": self.cursor, "dataset length": length, "order of samples": digest}
 
     def seek(self, cursor: int) -> None:
         """Continue from this position of the stream, in samples over all ranks."""

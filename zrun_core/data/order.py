@@ -88,8 +88,9 @@ class EpochOrder:
         return int(self._permutation(epoch)[offset]) if self.shuffle else offset
 
     def _permutation(self, epoch: int) -> torch.Tensor:
-        if epoch not in self._permutations:
-            self._permutations[epoch] = permutation(self.num_samples, self.seed, epoch)
+        found = self._permutations.get(epoch)
+        if found is None:
+            found = self._permutations[epoch] = permutation(self.num_samples, self.seed, epoch)
             for old in sorted(self._permutations)[:-2]:
                 del self._permutations[old]
-        return self._permutations[epoch]
+        return found

@@ -30,6 +30,10 @@ class Source(Protocol):
         """The steps from stream position `start` on; they end on all ranks at once."""
         ...
 
+    def numbers(self, positions: range) -> list[int]:
+        """Which samples of the dataset come at these positions of the stream; none where only walking tells."""
+        ...
+
 
 def is_map_style(dataset: object) -> bool:
     """Whether samples are read by index. torch's own base class gives every dataset a `__getitem__`, used or not."""
@@ -83,6 +87,10 @@ class MapSource:
         for positions in steps(start, self._batch.global_size, self._total):
             parts = micro_batches(len(positions), self._batch, self._rank)
             yield len(positions), [MicroBatch.of(next(batches), len(part)) for part in parts]
+
+    def numbers(self, positions: range) -> list[int]:
+        """Which samples of the dataset come at these positions of the stream."""
+        return [self._order.index(position) for position in positions]
 
     def micro_batch_places(self, start: int) -> Iterator[list[Place]]:
         """The samples of every micro-batch of this rank from stream position `start` on."""
@@ -178,6 +186,10 @@ class IterableSource:
         for _ in islice(stream, start):
             pass
         return self._steps(islice(stream, None if self._limit is None else max(0, self._limit - start)))
+
+    def numbers(self, positions: range) -> list[int]:
+        """None: only walking tells."""
+        return []
 
     def _steps(self, stream: Iterator[Any]) -> Iterator[Step]:
         global_size = self._batch.global_size

@@ -37,6 +37,7 @@ class FakeMaking:
     """Stands for the process: `ready` is what it will have found."""
 
     made: list[Pace] = []  # noqa: RUF012
+    waits: list[float] = []  # noqa: RUF012
     ready: Forecast | None = None
 
     def __init__(self, request: Request, environment: Any, pace: Pace) -> None:
@@ -48,6 +49,7 @@ class FakeMaking:
         return self.forecast is not None
 
     def wait(self, timeout_s: float) -> Forecast | None:
+        self.waits.append(timeout_s)
         return type(self).ready
 
     def close(self) -> None:
@@ -58,7 +60,7 @@ class FakeMaking:
 def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoadedJob:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(gate, "Making", FakeMaking)
-    FakeMaking.made, FakeMaking.ready = [], None
+    FakeMaking.made, FakeMaking.waits, FakeMaking.ready = [], [], None
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / "job.yaml").write_text(JOB)
     return load_job(tmp_path / "job" / "job.yaml")
@@ -170,10 +172,16 @@ def test_a_verdict_that_comes_later_is_told_with_what_was_measured(loaded: Loade
 
 def test_a_rank_that_refused_is_explained(loaded: LoadedJob) -> None:
     with make(loaded) as opened:
-        assert opened.explanation() is None
+        assert opened.explanation(is_refused=True) is None
         FakeMaking.ready = UNFIT
-        assert opened.explanation() == UNFIT
+        assert opened.explanation(is_refused=True) == UNFIT
     assert "zero.stage=3" in refusal(UNFIT)
+
+
+def test_a_run_that_had_no_memory_is_not_held_up_for_long(loaded: LoadedJob) -> None:
+    with make(loaded) as opened:
+        assert opened.explanation(is_refused=False) is None
+    assert FakeMaking.waits == [10.0]
 
 
 def test_a_job_may_take_less_than_there_is(loaded: LoadedJob) -> None:

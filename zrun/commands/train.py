@@ -481,7 +481,10 @@ def _unfit(code: int, failure: Failure | Hang | LostHost, run: Run, gate: Gate) 
     reason = f": {failure.note.message}" if failure.note is not None else ""
     _say(f"{failure.headline}{reason}\nlooking for what would fit; a signal ends that", sys.stderr)
     with suppress(StoppedError), stoppable(lambda: "looking"):
-        return gate.explanation()
+        found = gate.explanation(is_refused=code == ExitCode.PREFLIGHT)
+        if gate.forecast is None:
+            _say("nothing was found in this time: zrun estimate says what would fit", sys.stderr)
+        return found
     return None
 
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 SWITCH = "ZRUN_ESTIMATE"  # environment variable: "off" makes no estimate beside a run
 _PATIENCE_S = 150.0  # for a reason to refuse, which is wanted more than a start
+_PATIENCE_AT_END_S = 10.0  # for what would have fitted, after a run that had no memory: it has said why it ends
 _CORES_PER_RANK = 2  # that a launch keeps busy: imports, building, a rank's threads
 _COMPARED_AT = 3  # step
 _WARM_STEPS = 2  # not counted in times: the second one's memory is measured
@@ -137,11 +138,16 @@ class Gate:
                 self._is_told = False
                 self._tell(emit)
 
-    def explanation(self) -> Forecast | None:
-        """Why it does not fit, after a rank has refused it or has had no memory: worth some seconds of waiting."""
+    def explanation(self, *, is_refused: bool) -> Forecast | None:
+        """Why it does not fit: worth some seconds of waiting.
+
+        Args:
+            is_refused: a rank said before the first step that it does not; else it has had no memory.
+        """
         if self.forecast is None or self.forecast.fits:
             self.__exit__()
-            self.forecast = Making(self._request, self._environment, Pace.NOW).wait(_PATIENCE_S)
+            patience_s = _PATIENCE_S if is_refused else _PATIENCE_AT_END_S
+            self.forecast = Making(self._request, self._environment, Pace.NOW).wait(patience_s)
         return self.forecast if self.forecast is not None and not self.forecast.fits else None
 
     def _refuse(self, forecast: Forecast) -> None:

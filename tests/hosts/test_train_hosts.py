@@ -12,6 +12,8 @@ import faults
 import pytest
 from rig import Rig
 
+from zrun_core.stop import SAVE
+
 
 def end(launch: faults.Launch) -> tuple[int, str]:
     _, report = launch.launcher.communicate(timeout=faults.PATIENCE_S)
@@ -21,6 +23,9 @@ def end(launch: faults.Launch) -> tuple[int, str]:
 def test_three_hosts_have_the_bits_of_one_even_if_one_of_them_was_lost(rig: Rig, tmp_path: Path) -> None:
     keys: dict[str, Any] = {"steps": 30, "checkpoint": {"every": 5}, "zero": 3}
     three = faults.start(rig, tmp_path / "three", **keys, restarts=1)
+    three.wait_for(lambda: len(three.events("step")) > 2, "step 3")
+    three.launcher.send_signal(SAVE)  # over ssh, to the one host with rank 0
+    three.wait_for(lambda: [event for event in three.events("save") if event["reason"] == "asked"], "a save on request")
     three.wait_for(lambda: len(three.events("step")) > 7, "step 8")
     os.kill(three.agent("node2"), signal.SIGKILL)
     code, report = end(three)

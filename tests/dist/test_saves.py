@@ -345,7 +345,7 @@ def test_a_step_that_has_its_name_is_saved_whatever_fails_after_that(ranks, tmp_
 
 def run_with_rot(keys: dict[str, Any], run_dir: str) -> dict[str, Any]:
     """As `run`, where step 4 rots before step 6 is saved, and steps are read back only when no other is to come."""
-    commit, train, check, has_trained = CheckpointFolder.commit, Trainer._train, folder.verify, threading.Event()
+    commit, train, check, has_trained = CheckpointFolder.commit, Trainer._train, folder.read_back, threading.Event()
 
     def rot_and_commit(self: CheckpointFolder, tmp: Path, manifest: Any) -> str:
         if manifest.step == 6:
@@ -367,7 +367,7 @@ def run_with_rot(keys: dict[str, Any], run_dir: str) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CheckpointFolder, "commit", rot_and_commit)
         patch.setattr(Trainer, "_train", train_and_tell)
-        patch.setattr(folder, "verify", check_late)
+        patch.setattr(folder, "read_back", check_late)
         return run(keys, run_dir)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import random
@@ -22,7 +23,7 @@ from zrun_core.checkpoint.export import export
 from zrun_core.checkpoint.folder import CheckpointFolder, read_step
 from zrun_core.checkpoint.manifest import Manifest
 from zrun_core.checkpoint.shard_file import read_fragment
-from zrun_core.checkpoint.verify import verify
+from zrun_core.checkpoint.verify import read_back, verify
 from zrun_core.errors import CheckpointError
 
 AUDITED: list[tuple[str, tuple[Any, ...]]] = []
@@ -145,6 +146,39 @@ def test_missing_or_not_a_file(folder: CheckpointFolder, tmp_path: Path, name: s
         path.symlink_to(path)
     assert name in problems(folder)[0]
     assert folder.scan()[1].problem is None
+
+
+@pytest.mark.parametrize("block", [4096, 4 << 20])
+@pytest.mark.parametrize("is_direct", [True, False])
+def test_what_is_read_back_is_what_is_verified(
+    folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch, block: int, is_direct: bool
+) -> None:
+    """A byte in each piece of a file, where reads pass the page cache and where a file system cannot do that."""
+    real = os.preadv
+
+    def preadv(file: int, views: Any, offset: int) -> int:
+        if not is_direct and fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(file, views, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr("zrun_core.checkpoint.verify._BLOCK", block)
+    path = folder.step_path(20)
+    manifest = read_step(path)
+    assert read_back(path, manifest) == []
+    for info in manifest.files:
+        content = bytearray((path / info.name).read_bytes())
+        for place in (0, *(each.offset + each.num_bytes - 1 for each in manifest.of_file(info.name))):
+            content[place] ^= 1
+            (path / info.name).write_bytes(content)
+            found = read_back(path, manifest)
+            assert len(found) == 1
+            assert found == verify(path, manifest)
+            content[place] ^= 1
+        (path / info.name).write_bytes(content)
+    last = path / manifest.files[-1].name
+    os.truncate(last, last.stat().st_size - 1)
+    assert read_back(path, manifest) == verify(path, manifest) != []
 
 
 @pytest.mark.parametrize("call", ["pread", "fstat"])

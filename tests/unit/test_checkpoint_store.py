@@ -206,7 +206,7 @@ def test_no_removal_rests_on_a_step_that_rotted(folder: CheckpointFolder) -> Non
 def test_a_step_that_stays_is_read_once(folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     """And not before something is removed for it."""
     read: list[int] = []
-    monkeypatch.setattr(store, "verify", lambda path, manifest, threads: read.append(manifest.step) or [])
+    monkeypatch.setattr(store, "read_back", lambda path, manifest: read.append(manifest.step) or [])
     for step in range(1, 6):
         write_step(folder, step)
         folder.prune(3)

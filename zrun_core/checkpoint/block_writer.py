@@ -41,7 +41,7 @@ def write_file(path: Path, num_bytes: int, pieces: Iterable[Bytes], mode: int = 
     """
     try:
         with _created(path, num_bytes, mode) as file:
-            _past_the_cache(file, True)
+            past_the_cache(file, True)
             # Leaving the pool waits for its threads, also after an error: none writes to a descriptor that is closed.
             with ThreadPoolExecutor(_BLOCKS - 1, thread_name_prefix="zrun-write") as pool:
                 blocks = _Blocks(file, pool)
@@ -142,12 +142,12 @@ class _Blocks:
         self._send(begin)
         for write in self._pending:
             write.result()
-        _past_the_cache(self._file, False)  # less than a page cannot go past it
+        past_the_cache(self._file, False)  # less than a page cannot go past it
         write_all(self._file, left[begin : begin + self._filled].data, self._offset)
         return self._offset + self._filled
 
 
-def _past_the_cache(file: int, wanted: bool) -> None:
+def past_the_cache(file: int, wanted: bool) -> None:
     """Direct writes: twice as fast as through the page cache, which stays for what is read again."""
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     try:
@@ -163,7 +163,7 @@ def _write_block(file: int, block: memoryview, offset: int) -> None:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        _past_the_cache(file, False)  # refused only now, or after a write that ended within a page
+        past_the_cache(file, False)  # refused only now, or after a write that ended within a page
         write_all(file, block, offset)
 
 

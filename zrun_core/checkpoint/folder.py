@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import stat
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from zrun_core.checkpoint.block_writer import reserve, save_error, write_all
 from zrun_core.checkpoint.digest import opened
 from zrun_core.checkpoint.manifest import MANIFEST, MAX_BYTES, Manifest
 from zrun_core.checkpoint.names import LATEST, aside_name, is_aside, is_stale, step_name, step_of, steps_in, tmp_name
-from zrun_core.checkpoint.verify import check_size, verify
+from zrun_core.checkpoint.verify import check_size, read_back, verify
 from zrun_core.errors import CheckpointError, SaveError
 
 LEAST_KEPT = 2
@@ -225,17 +226,17 @@ class CheckpointFolder:
                 gone.append(found.step)
             elif found.manifest is not None:
                 must_read = thorough or 0 < sure < LEAST_KEPT
-                if must_read and not self._is_whole(found.path, found.manifest, None if thorough else 1):
+                if must_read and not self._is_whole(found.path, found.manifest, verify if thorough else read_back):
                     continue
                 kept += 1
                 sure += must_read or not sure
         return gone
 
-    def _is_whole(self, path: Path, manifest: Manifest, threads: int | None) -> bool:
-        """Whether every byte of a step is right. `threads`: 1 disturbs a training that goes on the least."""
+    def _is_whole(self, path: Path, manifest: Manifest, read: Callable[[Path, Manifest], list[str]]) -> bool:
+        """Whether every byte of a step is right; `read` finds out what is not, once."""
         step = manifest.step
         if step not in self._whole and step not in self.damaged:
-            if problems := verify(path, manifest, threads):
+            if problems := read(path, manifest):
                 self.damaged[step] = problems[0]
             else:
                 self._whole.add(step)

@@ -15,11 +15,15 @@ class Inspected(Protocol):
     """What looking for names needs of `ShardedModel`."""
 
     def inspect_gradients(self, wanted: bool) -> None: ...
-    def find_nonfinite(self, own_loss: float) -> Culprit | None: ...
+    def find_nonfinite(self, own_loss: float, *, is_late: bool = False) -> Culprit | None: ...
 
 
 class NumericGuard:
-    """Follows the skips of a run. Every rank sees the same numbers, so that all judge alike."""
+    """Follows the skips of a run. Every rank sees the same numbers, so that all judge alike.
+
+    Attributes:
+        is_close: the next skip may end the run: its step is to be seen before the one after it begins.
+    """
 
     def __init__(self, job: JobConfig, sharded: Inspected, emitter: Emitter, *, is_main: bool) -> None:
         self._config = job.guards
@@ -28,14 +32,18 @@ class NumericGuard:
         self._least_scale = job.precision.loss_scale.min
         self._has_told_overflow = False
         self._is_clipped = job.optim.clip is not None
+        self.is_close = False
         self._look_closely(Progress())
 
-    def see(self, progress: Progress, step: int, numbers: Numbers, own_loss: float) -> str | None:
+    def see(
+        self, progress: Progress, step: int, numbers: Numbers, own_loss: float, *, is_late: bool = False
+    ) -> str | None:
         """Take in one step. Collective where it was skipped because of its numbers.
 
         Args:
             progress: counts the skips in a row.
             own_loss: of this rank, summed over the step.
+            is_late: the next step's gradient is there already.
 
         Returns:
             Why the run must stop, or None.
@@ -53,7 +61,7 @@ class NumericGuard:
             progress.skips_in_a_row >= self._config.max_skips or progress.helpless_skips >= self._config.max_nonfinite
         )
         if must_stop or progress.helpless_skips or not self._has_told_overflow:
-            culprit = self._sharded.find_nonfinite(own_loss)
+            culprit = self._sharded.find_nonfinite(own_loss, is_late=is_late)
             self._has_told_overflow = True
             if must_stop:
                 return self._why(progress, step, numbers, culprit)
@@ -66,7 +74,8 @@ class NumericGuard:
     def _look_closely(self, progress: Progress) -> None:
         """Where the next skip may end the run, each rank looks at its own gradient: whose is it?"""
         is_near = progress.helpless_skips > 0 or progress.skips_in_a_row + 2 >= self._config.max_skips
-        self._sharded.inspect_gradients(is_near or self._config.max_nonfinite == 1)
+        self.is_close = is_near or self._config.max_nonfinite == 1
+        self._sharded.inspect_gradients(self.is_close)
 
     def _why(self, progress: Progress, step: int, numbers: Numbers, culprit: Culprit | None) -> str:
         what = culprit or "the gradient was not finite"

@@ -342,7 +342,7 @@ class Trainer:
         self._pending = Pending(
             self.progress.steps, lr, to_host(result, scale), self._clock.restart(), waited, self.comm.drain(), flops
         )
-        if not self._reads_late or self._numeric_problem is not None:
+        if not self._reads_late or self._numeric_problem is not None or self._numeric.is_close:
             self._resolve()
 
     def _first_sums(self) -> torch.Tensor:
@@ -414,7 +414,7 @@ class Trainer:
         self.recorder.step(pending, numbers, self.loader.epoch)
         self._must_stop |= numbers.stop > 0
         own_loss = float(self._own_sums[1]) if numbers.skipped else 0.0
-        problem = self._numeric.see(self.progress, pending.step, numbers, own_loss)
+        problem = self._numeric.see(self.progress, pending.step, numbers, own_loss, is_late=not between_steps)
         if self.checkpointer is not None:  # while numbers go wrong, no step before that goes
             self.checkpointer.prunes = not self.progress.helpless_skips
         self._numeric_problem = self._numeric_problem or problem

@@ -67,6 +67,39 @@ class Faulty(Speaker):
         return super().forward(input_ids, labels, index) * (float("nan") if self.left < 0 else 1.0)
 
 
+class Spoiled(Speaker):
+    """On the last rank the gradient of a parameter is nan, another one in each of the given passes, from 1."""
+
+    PLACES = "blocks.0.up.weight", "blocks.1.up.weight", "blocks.1.down.weight"
+
+    def __init__(self, passes: list[int]) -> None:
+        super().__init__()
+        self.passes, self.count = passes, 0
+        self.factor = float("nan") if world()[0] == world()[1] - 1 else 1.0
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        if self.count in self.passes:
+            param = self.get_parameter(self.PLACES[self.passes.index(self.count)])  # by all ranks: it may be gathered
+            hook = param.register_hook(lambda grad: (hook.remove(), grad * self.factor)[1])
+        return super().forward(input_ids, labels, index)
+
+
+def run_reading_late(keys: dict[str, Any], run_dir: str) -> dict[str, Any]:
+    """As `run`, but what a step came to is read within the next one, as on a GPU."""
+    init = Trainer.__init__
+
+    def late(self: Trainer, *args: Any) -> None:
+        init(self, *args)
+        self._reads_late = True
+
+    Trainer.__init__ = late  # type: ignore[method-assign]
+    try:
+        return run(keys, run_dir)
+    finally:
+        Trainer.__init__ = init  # type: ignore[method-assign]
+
+
 def sudden(step: int) -> float:
     """The learning rate as a share of the job's."""
     return 1e-9 if step < 3 else 1.0

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import PoolWorker, job, make_spec, report
+from runs import PoolWorker, job, make_spec, report, run, run_reading_late
 from toys import build, data, full_state, make_sharded, train_sharded, world
 
 from zrun_core.errors import DivergedError
@@ -317,3 +317,36 @@ def test_ranks_that_follow_another_order_of_samples_are_found(ranks, tmp_path, w
     for before, after in ranks(3).run(with_other_data, keys, str(tmp_path), what):
         assert before is None
         assert words in after
+
+
+def skips_told(found: dict[str, Any]) -> list[str]:
+    told = [event["message"] for event in found["events"] if event["type"] == "warning"]
+    return [text.partition(" on all ranks: ")[2] for text in told if "was skipped" in text]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_step_that_is_read_late_is_not_judged_by_the_gradient_of_the_next(ranks, tmp_path, stage):
+    """Another parameter is spoiled in each step; that of the first one is gone, but for its unit."""
+    model = {"call": "runs.py:Spoiled", "args": {"passes": [3, 4, 5]}}
+    keys = job(model=model, zero=stage, steps=9, lr="constant", batch={"global": 8, "micro": 4}, checkpoint=None, hooks={})
+    late = ranks(2).run(run_reading_late, keys, str(tmp_path / "late"))
+    at_once = ranks(2).run(run, keys, str(tmp_path / "at once"))
+    assert skips_told(at_once[0]) == [
+        "the gradient of blocks.0.up.weight (layer blocks.0.up) is nan",
+        "the gradient of blocks.1.up.weight (layer blocks.1.up) is nan on rank 1",
+    ]
+    assert skips_told(late[0]) == [
+        "a gradient in blocks.0 is not finite",
+        "the gradient of blocks.1.up.weight (layer blocks.1.up) is nan",
+    ]
+    for each in (*late, *at_once):
+        assert "step 5: 3 steps in a row were skipped: the gradient of blocks.1.down.weight" in each["error"]
+        assert " is nan on rank 1" in each["error"]
+
+
+def test_a_single_bad_step_that_is_read_late_is_told_with_its_unit(ranks, tmp_path):
+    model = {"call": "runs.py:Spoiled", "args": {"passes": [3]}}
+    keys = job(model=model, zero=2, steps=6, lr="constant", batch={"global": 8, "micro": 4}, checkpoint=None, hooks={})
+    late = ranks(2).run(run_reading_late, keys, str(tmp_path / "late"))
+    assert [each["error"] for each in late] == [""] * 2
+    assert skips_told(late[0]) == ["a gradient in blocks.0 is not finite"]

@@ -28,7 +28,7 @@ class Sharded:
     def inspect_gradients(self, wanted: bool) -> None:
         self.inspects = wanted
 
-    def find_nonfinite(self, own_loss: float) -> Culprit | None:
+    def find_nonfinite(self, own_loss: float, *, is_late: bool = False) -> Culprit | None:
         self.num_looks += 1
         return self.culprit or Culprit("blocks.1.down.weight", "nan", 1 if self.inspects else None)
 
@@ -145,6 +145,7 @@ def test_a_step_without_samples_says_nothing():
         (Culprit("w", "inf", None), "the gradient of w (layer the model itself) is inf"),
         (Culprit("a.w", "nan", 0, "nan"), "the loss is nan on rank 0, and the gradient of a.w (layer a) is nan"),
         (Culprit(None, None, 2, "inf"), "the loss is inf on rank 2"),
+        (Culprit(None, None, None, unit="blocks.1"), "a gradient in blocks.1 is not finite"),
         (
             Culprit("a.w", None, None, size=3.1e19),
             "every gradient is finite, but that of a.w (layer a) reaches 3.1e+19, and the norm of all overflows",

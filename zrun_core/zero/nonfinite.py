@@ -32,6 +32,7 @@ class Culprit:
         rank: whose gradient or loss it is; None where only the sum over ranks is known.
         loss: inf or nan where a rank's loss was not finite already.
         size: of the gradient's largest element, where every one is finite and only their norm is not.
+        unit: the parameters among which it is, where no more is known.
     """
 
     parameter: str | None
@@ -39,6 +40,7 @@ class Culprit:
     rank: int | None
     loss: str | None = None
     size: float | None = None
+    unit: str | None = None
 
     @property
     def layer(self) -> str | None:
@@ -48,6 +50,8 @@ class Culprit:
     def __str__(self) -> str:
         whose = "" if self.rank is None else f" on rank {self.rank}"
         loss = f"the loss is {self.loss}{whose}" if self.loss is not None else ""
+        if self.unit is not None:
+            return f"a gradient in {self.unit} is not finite"
         if self.parameter is None:
             return loss or "the gradient is not finite"
         gradient = f"the gradient of {self.parameter} (layer {self.layer}) is {self.kind}"
@@ -81,6 +85,7 @@ class Inspector:
     def __init__(self, units: Sequence[FlatUnit], comm: Comm, world: Group) -> None:
         self._units, self._comm, self._world = [unit for unit in units if unit.trainable], comm, world
         self._own: tuple[int, int, int] | None = None  # unit, parameter, kind
+        self.norms: list[tuple[list[FlatUnit], torch.Tensor]] = []  # units, and of each the norm, or one of a part
 
     def begin_step(self) -> None:
         self._own = None
@@ -103,6 +108,19 @@ class Inspector:
         for found in (self._own, summed, self._largest() if is_finite else None):
             row += [0.0, 0.0, 0.0] if found is None else [found[0] + 1.0, found[1] + 1.0, found[2]]
         return self._judge(self._exchange(row))
+
+    def find_unit(self, own_loss: float) -> Culprit | None:
+        """As `find`, from the norms that the step was judged by, after its gradient is gone."""
+        bad = [
+            unit.index for units, norms in self.norms
+            for unit, is_finite in zip(units, torch.isfinite(norms).tolist(), strict=True) if not is_finite
+        ]  # fmt: skip
+        rows = self._exchange([float(kind_of(own_loss)), min(bad, default=-1) + 1.0])
+        for rank, row in enumerate(rows):
+            if row[0]:
+                return Culprit(None, None, rank, _KINDS[int(row[0])])
+        first = min((row[1] for row in rows if row[1]), default=None)
+        return None if first is None else Culprit(None, None, None, unit=self._unit(first).name)
 
     def find_parameter(self) -> tuple[str, str] | None:
         """Name and kind (inf, nan) of the first parameter in training that is not finite itself. Collective."""
@@ -148,8 +166,10 @@ class Inspector:
 
     def _name(self, found: Sequence[float]) -> str:
         """The parameter that (unit + 1, parameter + 1, ...) means."""
-        unit = next(unit for unit in self._units if unit.index == int(found[0]) - 1)
-        return unit.layout.slots[int(found[1]) - 1].name
+        return self._unit(found[0]).layout.slots[int(found[1]) - 1].name
+
+    def _unit(self, number: float) -> FlatUnit:
+        return next(unit for unit in self._units if unit.index == int(number) - 1)
 
     def _judge(self, rows: list[list[float]]) -> Culprit | None:
         ranks = range(len(rows))

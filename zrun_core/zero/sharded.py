@@ -332,14 +332,18 @@ class ShardedModel:
         """This rank's part of the squared norm of the gradient, float64: each element counts once over all ranks."""
         copies = self.mesh.replicate.size if self._trained[0].split is self.mesh.shard else 1
         total = torch.zeros((), dtype=torch.float64, device=self.comm.device)
-        first = self._trained[0]
+        first, evidence = self._trained[0], []
         for shard in first.policy.counted_shards(first.layout, first.split.index):
-            parts = [unit.norm_part(shard) for unit in self._trained]
+            parts = [(unit, unit.norm_part(shard)) for unit in self._trained]
             if self.comm.device.type == "cpu":
-                norms = [torch.linalg.vector_norm(chunk.float()) for part in parts for chunk in part.split(_NORM_CHUNK)]
+                chunks = [(unit, chunk.float()) for unit, part in parts for chunk in part.split(_NORM_CHUNK)]
+                norms = [(unit, torch.linalg.vector_norm(chunk)) for unit, chunk in chunks]
             else:
-                norms = [torch.linalg.vector_norm(part, dtype=torch.float32) for part in parts]
-            total += torch.stack(norms).double().square().sum()
+                norms = [(unit, torch.linalg.vector_norm(part, dtype=torch.float32)) for unit, part in parts]
+            values = torch.stack([norm for _, norm in norms])
+            total += values.double().square().sum()
+            evidence.append(([unit for unit, _ in norms], values))
+        self._inspector.norms = evidence
         return total / copies
 
     def _got_anywhere(self, got_here: bytes, counts: torch.Tensor) -> list[bytes]:
@@ -361,13 +365,14 @@ class ShardedModel:
         """Whether to look at each rank's own gradient from now on, before it is summed: one more pass over it."""
         self.reducer.inspector = self._inspector if wanted else None
 
-    def find_nonfinite(self, own_loss: float) -> Culprit | None:
+    def find_nonfinite(self, own_loss: float, *, is_late: bool = False) -> Culprit | None:
         """The parameter, or the rank's loss, because of which the last step was skipped. Collective.
 
         Args:
             own_loss: of this rank, summed over the step.
+            is_late: the next step's gradient is there already: only the unit is known.
         """
-        return self._inspector.find(own_loss)
+        return self._inspector.find_unit(own_loss) if is_late else self._inspector.find(own_loss)
 
     def find_nonfinite_parameter(self) -> tuple[str, str] | None:
         """Name and kind (inf, nan) of the first parameter in training that is not finite itself. Collective."""

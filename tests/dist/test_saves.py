@@ -191,7 +191,7 @@ def stop_after(patch: pytest.MonkeyPatch, reason: str, last: int) -> None:
         patch.setattr(Trainer, "_asked_to_stop", lambda trainer: trainer.progress.steps >= last)
         patch.setattr(StopSignals, "ignore", lambda _: None)
     elif reason == "numeric":
-        patch.setattr(NumericGuard, "see", lambda _, progress, step, *more: "too many" if step == last else None)
+        patch.setattr(NumericGuard, "see", lambda _, progress, step, *a, **k: "too many" if step == last else None)
 
 
 def run_that_cannot_save(keys: dict[str, Any], run_dir: str, reason: str) -> dict[str, Any]:

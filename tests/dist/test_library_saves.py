@@ -225,6 +225,7 @@ def save_after_damage(folder: str) -> str:
     link = Path(f"{folder}-links", str(start().rank))
     link.symlink_to(folder)
     zrun_core.save(link, other.made, step=4)
+    zrun_core.finish()
     return str(caught.value)
 
 

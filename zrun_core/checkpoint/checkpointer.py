@@ -267,7 +267,7 @@ class Checkpointer:
         self._end(current, error)
 
     def tidy_up(self) -> None:
-        """After the last save: wait until older steps are gone, unless a disk takes too long for that. Collective."""
+        """Wait until older steps are gone, unless a disk takes too long for that. Collective; no save is under way."""
         with suppress(HangError):
             self._await(self.last_step or 0, self._tidying[-1] if self._tidying else None)
         self._tell_tidied()

@@ -111,7 +111,7 @@ def save(
 
 
 def finish() -> None:
-    """Wait until no save is under way. Every rank calls it, at the latest at the end of a script that has such saves.
+    """Wait until no save is under way and older steps are gone. Every rank calls it, at the latest at the script's end.
 
     Raises:
         HangError: not every rank called it.
@@ -120,6 +120,8 @@ def finish() -> None:
     run = current()
     run._meet("finish()")
     run._background.finish()
+    for saver in _savers.values():
+        saver.tidy_up()
 
 
 def load(
@@ -148,6 +150,8 @@ def load(
         step = arguments.whole("load", "step", step, 0, "a step that was saved, or None")
     run._meet("load()")
     run._background.finish()
+    if path in _savers:  # or a step could go while it is read
+        _savers[path].tidy_up()
     world, comm = run._mesh(1).world, run._comm
     if step is None and not _agreed(run, lambda: "some" if CheckpointFolder(path).scan() else ""):
         return None

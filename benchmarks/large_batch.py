@@ -49,6 +49,7 @@ class Case:
     lr: float
     seed: int
     samples: int
+    ranks: int
 
     @property
     def steps(self) -> int:
@@ -57,9 +58,10 @@ class Case:
     def overrides(self) -> list[str]:
         return [
             *MODELS[self.model],
+            f"slots={self.ranks}",
             f"steps={self.steps}",
             f"batch.global={self.batch}",
-            f"batch.micro={min(self.batch // 2, 16)}",
+            f"batch.micro={min(self.batch // self.ranks, 16)}",
             f"lr.warmup={max(1, self.steps // 10)}",
             f"optim.name={self.optimizer}",
             f"optim.lr={self.lr:g}",
@@ -74,20 +76,24 @@ class Case:
 RULES: dict[str, Callable[[float], float]] = {"sqrt": math.sqrt, "linear": float}
 
 
-def cases(model: str, samples: int, rates: dict[str, float], seeds: int, rule: str, small: int) -> list[Case]:
+def cases(args: argparse.Namespace, samples: int, rates: dict[str, float]) -> list[Case]:
     """Small batch, then the large one, for both optimizers; all rates follow from those at batch 8 by the rule."""
     return [
-        Case(model, optimizer, batch, round(lr * RULES[rule](batch / 8), 6), seed, samples)
-        for seed in range(seeds)
-        for batch in (small, small * GROWTH)
+        Case(args.model, optimizer, batch, round(lr * RULES[args.rule](batch / 8), 6), seed, samples, args.ranks)
+        for seed in range(args.seeds)
+        for batch in (args.batch, args.batch * GROWTH)
         for optimizer, lr in rates.items()
     ]
 
 
-def sweep(model: str, samples: int, rates: dict[str, float]) -> list[Case]:
+def sweep(args: argparse.Namespace, samples: int, rates: dict[str, float]) -> list[Case]:
     """Each optimizer's rates at batch 8, of which the best is to be given as its own."""
     factors = (1.0, 2.0, 0.5, 4.0)
-    return [Case(model, name, 8, lr * factor, 0, samples) for factor in factors for name, lr in rates.items()]
+    return [
+        Case(args.model, name, 8, lr * factor, 0, samples, args.ranks)
+        for factor in factors
+        for name, lr in rates.items()
+    ]
 
 
 def run(case: Case) -> dict[str, Any]:
@@ -124,6 +130,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rule", choices=RULES, default="sqrt", help="what the rate is multiplied by")
     parser.add_argument("--batch", type=int, default=8, help="the small batch")
+    parser.add_argument("--ranks", type=int, default=2, help="of each run; --batch 1 takes --ranks 1")
     parser.add_argument("--steps", type=int, help="at batch 8; fewer, where the batch is larger")
     for name, lr in BASE_LR.items():
         parser.add_argument(f"--{name}", type=float, default=lr, metavar="LR", help=f"its rate at batch 8; {lr:g}")
@@ -131,15 +138,14 @@ def main() -> None:
     parser.add_argument("--record", type=Path, default=Path("large-batch.jsonl"), help="file of the runs that are made")
     parser.add_argument("--runs", type=int, default=1000, help="make at most so many runs")
     args = parser.parse_args()
+    if args.batch % args.ranks:
+        parser.error(f"--batch {args.batch} cannot be divided by --ranks {args.ranks}")
     lines = args.record.read_text().splitlines() if args.record.exists() else []
     records = [json.loads(line) for line in lines]
     made = {Case(**{key: record[key] for key in Case.__dataclass_fields__}) for record in records}
     rates = {name: getattr(args, name) for name in BASE_LR}
     samples = 8 * (args.steps or STEPS[args.model])
-    if args.sweep:
-        wanted = sweep(args.model, samples, rates)
-    else:
-        wanted = cases(args.model, samples, rates, args.seeds, args.rule, args.batch)
+    wanted = sweep(args, samples, rates) if args.sweep else cases(args, samples, rates)
     for case in [case for case in wanted if case not in made][: args.runs]:
         records.append(run(case))
         with args.record.open("a") as file:

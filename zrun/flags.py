@@ -22,4 +22,7 @@ Exclude = Annotated[
     str | None, typer.Option("--exclude", "-e", metavar="PICKS", help="All but these.", show_default=False)
 ]
 Nodes = Annotated[int | None, typer.Option(min=1, metavar="N", help="The first N hosts.", show_default=False)]
-Gpus = Annotated[int | None, typer.Option(min=1, metavar="N", help="Slots 0 to N-1 of each host.", show_default=False)]
+Gpus = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="N", help="GPUs 0 to N-1 of each host.", show_default=False),
+]

@@ -301,11 +301,19 @@ def test_check_lists_the_hosts(zrun: Zrun) -> None:
     assert report["plan"] is None
 
 
-@pytest.mark.parametrize("arguments", [["--gpus", "2"], ["-H", "localhost:2"], ["--slots", "2"]], ids=" ".join)
+@pytest.mark.parametrize("arguments", [["-i", "localhost:0,1"], ["-H", "localhost:2"], ["--slots", "2"]], ids=" ".join)
 def test_check_counts_slots_of_this_host(zrun: Zrun, arguments: list[str]) -> None:
     report = json.loads(zrun("check", "job.yaml", *arguments, "--no-import", "--json").out)
     assert (report["batch"]["ranks"], report["backend"]["kind"]) == (2, "local")
     assert "launch.backend" in {reason["key"] for reason in report["auto"]}
+
+
+@pytest.mark.parametrize("command", ["check", "train", "estimate"])
+def test_gpus_are_refused_where_the_job_has_none(zrun: Zrun, command: str) -> None:
+    told = "error: --gpus 2 asks for GPUs, and the job has device: cpu: write --slots 2"
+    result = zrun(command, "job.yaml", "--gpus", "2")
+    assert (result.code, result.out) == (ExitCode.USAGE, "")
+    assert result.err.splitlines()[-1].startswith(told)
 
 
 @pytest.mark.parametrize(

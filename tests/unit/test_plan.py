@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from zrun.launch.cluster import Cluster, Gpu, HostFacts, _visible, probe_host
-from zrun.launch.plan import Resolved
+from zrun.launch.plan import Resolved, check_gpus
 from zrun.launch.plan import make_plan as make_plan_on
+from zrun.watch.preface import preface
 from zrun_core.config import JobConfig
 from zrun_core.errors import ExitCode, JobError, PreflightError
 
@@ -94,6 +96,31 @@ def test_cpu_ranks_may_outnumber_cores_and_that_is_said() -> None:
     assert resolved.plan.world_size == 12
     assert "12 threads share 8 cores" in reason(resolved, "threads")
     assert reason(resolved, "batch.global") == "12 (micro 1 x 12 ranks)"
+
+
+def test_more_ranks_than_cores_are_warned_of() -> None:
+    crowded = make_plan(job(slots=12, batch={"micro": 1}), CPU_HOST)
+    assert [warning.partition(":")[0] for warning in crowded.warnings] == ["12 ranks share 8 cores of box"]
+    assert crowded.warnings[0].endswith("write slots: 8")
+    assert "\nwarning: 12 ranks share 8 cores" in preface(crowded, Cluster((CPU_HOST,)))
+    assert make_plan(job(slots=8, batch={"micro": 1}), CPU_HOST).warnings == ()
+    few_cores = replace(GPU_HOST, cores=2)
+    assert make_plan(job(batch={"micro": 1}), few_cores).warnings == ()  # the work is the GPUs'
+
+
+def test_gpus_are_not_replaced_by_cpus() -> None:
+    with pytest.raises(PreflightError) as missing:
+        check_gpus(2, job(), Cluster((CPU_HOST,)))
+    assert str(missing.value) == (
+        "--gpus 2 asks for GPUs, and box has none that is usable "
+        "(found box: 8 cores, 16.0 GiB, no GPU): write --slots 2 for 2 ranks on CPUs"
+    )
+    with pytest.raises(PreflightError, match="and box has none"):
+        check_gpus(2, job(), Cluster((GPU_HOST, CPU_HOST)))
+    with pytest.raises(JobError, match="the job has device: cpu: write --slots 1 for 1 rank on CPUs"):
+        check_gpus(1, job(device="cpu"), Cluster((GPU_HOST,)))
+    check_gpus(None, job(), Cluster((CPU_HOST,)))
+    check_gpus(2, job(), Cluster((GPU_HOST,)))
 
 
 def test_more_threads_than_cores_are_said_even_if_written() -> None:

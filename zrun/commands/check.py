@@ -52,7 +52,7 @@ def check(
     from zrun.job.load import load_job
     from zrun.job.structure import inspect_structure
     from zrun.launch.hosts import HostOptions, find_backend, with_backend
-    from zrun.launch.plan import make_plan
+    from zrun.launch.plan import check_gpus, make_plan
     from zrun.watch.preface import hosts_preface, print_preface
     from zrun.watch.topology import show_seats
 
@@ -63,6 +63,7 @@ def check(
     resolved = None
     if cluster is not None:
         config, reasons = with_backend(loaded.config, backend)
+        check_gpus(backend.gpus, config, cluster)
         resolved = make_plan(config, cluster)
         resolved = replace(resolved, reasons=(*reasons, *resolved.reasons))
     structure = None if no_import else inspect_structure(loaded, _BUILD_TIMEOUT_S)
@@ -120,6 +121,7 @@ def _print_json(
         "plan": resolved and resolved.plan.model_dump(),
         "no_plan": str(why_not) or None,
         "auto": [asdict(reason) for reason in resolved.reasons] if resolved else [],
+        "warnings": resolved.warnings if resolved else [],
         "structure": structure and asdict(structure),
     }
     print(json.dumps(report, indent=2))

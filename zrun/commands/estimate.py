@@ -225,14 +225,17 @@ def _found(loaded: LoadedJob | None, options: HostOptions) -> Cluster:
     """The hosts of a job. Of others than this one nothing is asked: they are taken to be like it."""
     from zrun.launch.cluster import Cluster, probe_host
     from zrun.launch.hosts import find_backend
+    from zrun.launch.plan import check_gpus
 
     here = probe_host()
     if loaded is None:
         return Cluster((here,))
     backend = find_backend(loaded.config, options, os.environ, loaded.path.absolute().parent, gethostname())
-    if backend.kind == "local" or not backend.hosts:
-        return Cluster((backend.on_this_host(here),))
-    return Cluster(tuple(here.called(str(entry), entry.slots, entry.chosen) for entry in backend.hosts))
+    cluster = Cluster((backend.on_this_host(here),))
+    if backend.kind != "local" and backend.hosts:
+        cluster = Cluster(tuple(here.called(str(entry), entry.slots, entry.chosen) for entry in backend.hosts))
+    check_gpus(backend.gpus, loaded.config, cluster)
+    return cluster
 
 
 def _show(found: Answer, explain: str | None, tokens: str | None, price: float | None) -> None:

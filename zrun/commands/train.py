@@ -289,7 +289,7 @@ def _attempt(order: _Order, members: list[AgentLink]) -> _Outcome:
     from zrun.launch.frames import Start
     from zrun.launch.hosts import with_backend
     from zrun.launch.join import JoinedAgent
-    from zrun.launch.plan import make_plan
+    from zrun.launch.plan import check_gpus, make_plan
     from zrun.launch.resume import begin, begin_again, under_lock
     from zrun.launch.rundir import RunDir, set_checkpoints_aside
     from zrun.watch.preface import print_preface
@@ -302,6 +302,7 @@ def _attempt(order: _Order, members: list[AgentLink]) -> _Outcome:
     assembly = assemble(members, order.backend, config, job_dir, root.absolute(), least)
     if assembly.dropped:
         _say(assembly.dropped, sys.stderr)
+    check_gpus(order.backend.gpus, config, assembly.cluster)
     resolved = make_plan(config, assembly.cluster)
     resolved = replace(resolved, reasons=(*reasons, *resolved.reasons))
     if order.ui is not Ui.none and not order.is_restart:

@@ -44,6 +44,7 @@ class Backend:
     why: str
     hosts: tuple[HostEntry, ...] | None  # None: this machine, or as the convention says
     convention: Convention
+    gpus: int | None = None  # of each host, that --gpus asks for
 
     def on_this_host(self, facts: HostFacts) -> HostFacts:
         """The facts of this host, with the slots that it was given."""
@@ -70,7 +71,8 @@ def find_backend(
         JobError: as for `wanted_hosts` and `choose_backend`.
     """
     hosts = wanted_hosts(job, options, environ, job_dir)
-    return choose_backend(job, hosts, _convention(job, environ), hostname)
+    backend = choose_backend(job, hosts, _convention(job, environ), hostname)
+    return replace(backend, gpus=options.gpus)
 
 
 def _convention(job: JobConfig, environ: Mapping[str, str]) -> Convention:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -33,6 +34,7 @@ class Resolved:
     plan: LaunchPlan
     batch: BatchPlan
     reasons: tuple[Reason, ...]
+    warnings: tuple[str, ...] = ()
 
 
 def make_plan(job: JobConfig, cluster: Cluster) -> Resolved:
@@ -69,7 +71,46 @@ def make_plan(job: JobConfig, cluster: Cluster) -> Resolved:
             "optim": job.optim.model_copy(update=_own_defaults(job, reasons)),
         }
     )
-    return Resolved(resolved, LaunchPlan(ranks=found.ranks), batch, tuple(reasons))
+    warnings = tuple(_crowded(cluster, slots)) if device == "cpu" else ()
+    return Resolved(resolved, LaunchPlan(ranks=found.ranks), batch, tuple(reasons), warnings)
+
+
+def check_gpus(asked: int | None, job: JobConfig, cluster: Cluster) -> None:
+    """Refuse `--gpus` where ranks would train on CPUs.
+
+    Args:
+        asked: the value of `--gpus`; None: it was not given.
+
+    Raises:
+        JobError: the job wants no GPU.
+        PreflightError: a host has none.
+    """
+    if asked is None:
+        return
+    if job.device == "cpu":
+        raise JobError(
+            f"--gpus {asked} asks for GPUs, and the job has device: cpu: write --slots {asked} for "
+            f"{several(asked, 'rank')} on CPUs, or leave device out"
+        )
+    without = [host for host in cluster.hosts if not host.gpus]
+    if without:
+        raise PreflightError(
+            f"--gpus {asked} asks for GPUs, and {listed([host.hostname for host in without])} "
+            f"{'has' if len(without) == 1 else 'have'} none that is usable (found {without[0]}): write "
+            f"--slots {asked} for {several(asked, 'rank')} on CPUs"
+        )
+
+
+def _crowded(cluster: Cluster, slots: dict[str, int]) -> Iterator[str]:
+    """A warning for each host that has more ranks than cores."""
+    for host in cluster.hosts:
+        ranks = slots[host.hostname]
+        if ranks > host.cores:
+            yield (
+                f"{ranks} ranks share {several(host.cores, 'core')} of {host.hostname}: they take turns, no step "
+                f"gets faster than with {several(host.cores, 'rank')}, and each takes memory of its own; "
+                f"write slots: {host.cores}"
+            )
 
 
 def _shared(values: dict[str, int]) -> int | Literal["auto"]:

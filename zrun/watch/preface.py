@@ -34,6 +34,7 @@ def preface(resolved: Resolved, cluster: Cluster, width: int | None = None) -> s
     for section, values in _sections(resolved.job).items():
         lines += _paragraph(f"{section}: ", values, width)
     lines += [f"auto: {each.key} = {each.value} ({each.why})" for each in resolved.reasons]
+    lines += [f"warning: {warning}" for warning in resolved.warnings]
     return "\n".join(lines)
 
 

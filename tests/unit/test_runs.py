@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from zrun.launch import lock, logs, runs, stopping
+from zrun.launch.growing import as_text
 from zrun.launch.last_words import speak_for_launcher
 from zrun.launch.lock import Holder, Lock, is_held, last_holder
-from zrun.launch.logs import Source, Tail, shown, sources, visible
+from zrun.launch.logs import Source, Tail, shown, sources
 from zrun.launch.processes import Process
 from zrun.launch.rundir import Earlier, RunDir
 from zrun.launch.runs import Run, State, find, job_name, listed, read, reference
@@ -414,7 +415,7 @@ def test_a_board_is_looked_at_from_outside(tmp_path: Path) -> None:
     [
         (b"plain \xc3\xa9", "plain é"),
         (b"\x1b[1;31mred\x1b[0m", "red"),
-        (b"\x1b]0;title\x07\x1b[2J\x9b3J", "^[]0;title^G^[[2J\\x9b3J"),
+        (b"\x1b]0;title\x07\x1b[2J\x9b3J", "^[]0;title^G\\x9b3J"),
         ("\u009b2J\u202eoverridden\u2028".encode(), "\\u009b2J\\u202eoverridden\\u2028"),
         (b"\x00\x7f\xff", "^@^?\\xff"),
         (b"10%\r20%\r30%\r", "30%"),
@@ -422,12 +423,12 @@ def test_a_board_is_looked_at_from_outside(tmp_path: Path) -> None:
     ],
 )
 def test_lines_do_a_terminal_no_harm(line: bytes, text: str) -> None:
-    assert visible(line) == text
+    assert as_text(line) == text
 
 
 @given(st.binary(max_size=200))
 def test_every_line_is_printable(line: bytes) -> None:
-    assert visible(line).isprintable()
+    assert as_text(line).isprintable()
 
 
 @given(st.lists(st.binary(max_size=6), max_size=12), st.integers(0, 5), st.integers(1, 9))
@@ -442,7 +443,7 @@ def test_lines_come_whole_however_the_file_grows(
         for start in range(0, len(data), size):
             file.write(data[start : start + size])
             found += list(tail.lines())
-    assert found == [visible(line) for line in data.split(b"\n")[:-1]]
+    assert found == [as_text(line) for line in data.split(b"\n")[:-1]]
     assert list(Tail(Source("log", path), last).lines()) == found[max(0, len(found) - last) :]
 
 

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+
+from zrun.watch.text import visible
+
+_LONGEST = 1 << 14  # bytes of a line that are shown
+_CUT = b" ... (line cut here)"
 
 
 class Growing:
@@ -44,3 +50,37 @@ class Growing:
         data = self.read()
         *lines, self._rest = (self._rest + data).split(b"\n")
         return lines
+
+
+class LineCutter:
+    """Cuts a stream into lines: a long one keeps its beginning, an overwritten one its last state."""
+
+    def __init__(self) -> None:
+        self._line = b""
+        self._is_cut = False
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        *complete, rest = data.split(b"\n")
+        for end in complete:
+            self._add(end)
+            yield self.rest()
+        self._add(rest)
+
+    def rest(self) -> bytes:
+        """What has come of the current line, which ends with this."""
+        line = self._line + (_CUT if self._is_cut else b"")
+        self._line, self._is_cut = b"", False
+        return line
+
+    def _add(self, data: bytes) -> None:
+        if b"\r" in data.rstrip(b"\r"):  # a progress bar overwrites its line: what came before is gone
+            self._line, self._is_cut = b"", False
+            data = data.rstrip(b"\r").rpartition(b"\r")[2]
+        self._line += data[: _LONGEST + 1 - len(self._line)]
+        if len(self._line) > _LONGEST:
+            self._line, self._is_cut = self._line[:_LONGEST], True
+
+
+def as_text(line: bytes) -> str:
+    """Return a line as text that does a terminal no harm, in its last state where it was overwritten."""
+    return visible(line.decode(errors="backslashreplace").rstrip("\r").rpartition("\r")[2])

@@ -22,13 +22,11 @@ from pathlib import Path
 from typing import IO
 
 from zrun.launch.detach import LOG
+from zrun.launch.growing import LineCutter, as_text
 from zrun_core.errors import JobError
 
 _READ_BYTES = 1 << 16
-_LONGEST = 1 << 14  # bytes of a line that are shown
-_COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
 _TURN_S = 0.1
-_CUT = " ... (line cut here)"
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,7 @@ class Tail:
         """Begin at its beginning, or `last` lines before its end; it need not exist yet."""
         self.source = source
         self._file: IO[bytes] | None = None
-        self._cutter = _Cutter()
+        self._cutter = LineCutter()
         self._open()
         if self._file is not None and last is not None:
             self._file.seek(_start_of_last(self._file, last))
@@ -112,7 +110,7 @@ class Tail:
         while self._file is not None:
             while data := self._file.read(_READ_BYTES):
                 for line in self._cutter.feed(data):
-                    yield visible(line)
+                    yield as_text(line)
             if not self._was_replaced():
                 return
             yield from self.rest()
@@ -122,7 +120,7 @@ class Tail:
         """The line that has no end."""
         line = self._cutter.rest()
         if line:
-            yield visible(line)
+            yield as_text(line)
 
     def _open(self) -> None:
         if self._file is not None:
@@ -141,50 +139,6 @@ class Tail:
             return False
         opened = os.fstat(self._file.fileno())
         return (now.st_dev, now.st_ino) != (opened.st_dev, opened.st_ino) or opened.st_size < self._file.tell()
-
-
-class _Cutter:
-    """Cuts a stream into lines; of a long one it keeps the beginning only."""
-
-    def __init__(self) -> None:
-        self._line = b""
-        self._is_cut = False
-
-    def feed(self, data: bytes) -> Iterator[bytes]:
-        *complete, rest = data.split(b"\n")
-        for end in complete:
-            self._add(end)
-            yield self.rest()
-        self._add(rest)
-
-    def rest(self) -> bytes:
-        """What has come of the current line, which ends with this."""
-        line = self._line + (_CUT.encode() if self._is_cut else b"")
-        self._line, self._is_cut = b"", False
-        return line
-
-    def _add(self, data: bytes) -> None:
-        if b"\r" in data.rstrip(b"\r"):  # a progress bar overwrites its line: what came before is gone
-            self._line, self._is_cut = b"", False
-            data = data.rstrip(b"\r").rpartition(b"\r")[2]
-        self._line += data[: _LONGEST + 1 - len(self._line)]
-        if len(self._line) > _LONGEST:
-            self._line, self._is_cut = self._line[:_LONGEST], True
-
-
-def visible(line: bytes) -> str:
-    """A line as text without colours, in which whatever else would act on a terminal is spelt out: `^[]0;title^G`."""
-    text = line.decode(errors="backslashreplace").rstrip("\r").rpartition("\r")[2]
-    return "".join(_spelt(char) for char in _COLOUR.sub("", text).expandtabs())
-
-
-def _spelt(char: str) -> str:
-    if char.isprintable():
-        return char
-    code = ord(char)
-    if code < 0x20 or code == 0x7F:
-        return f"^{chr(code ^ 0x40)}"
-    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
 def _start_of_last(file: IO[bytes], count: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Sequence
 
 from zrun_core.events import Event
@@ -11,6 +12,7 @@ from zrun_core.sizes import format_size
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _ASCII_BLOCKS = "_.-=+*#@"
+_CONTROL_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")  # ECMA-48: colours, moves, erasures
 
 
 def count(value: float) -> str:
@@ -62,6 +64,23 @@ def printable(message: str) -> str:
     return "".join(
         char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in message.expandtabs()
     )
+
+
+def visible(line: str) -> str:
+    """Return a line of a user's without colours and moves of the cursor.
+
+    Whatever else would act on a terminal is spelt out: `^[]0;title^G`.
+    """
+    return "".join(_spelt(char) for char in _CONTROL_SEQUENCE.sub("", line).expandtabs())
+
+
+def _spelt(char: str) -> str:
+    if char.isprintable():
+        return char
+    code = ord(char)
+    if code < 0x20 or code == 0x7F:
+        return f"^{chr(code ^ 0x40)}"
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
 def sparkline(values: Sequence[float], width: int, ascii_only: bool) -> str:

@@ -63,7 +63,7 @@ def zrun(
 ) -> None:
     """Train PyTorch models that outgrow one plain loop.
 
-    Start with: zrun init -o job.yaml, then zrun check job.yaml, then zrun train job.yaml.
+    Start with: zrun init, then zrun check job.yaml, then zrun train job.yaml.
     """
 
 

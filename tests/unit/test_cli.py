@@ -205,7 +205,7 @@ def test_a_model_that_hangs_is_ended(zrun: Zrun) -> None:
         inspect_structure(job, 0.5)
 
 
-@pytest.mark.parametrize("preset", ["minimal", "stdlib-gpt", "bert", "llama"])
+@pytest.mark.parametrize("preset", ["torch", "hf", "stdlib-gpt", "bert", "llama"])
 @pytest.mark.parametrize("full", [[], ["--full"]], ids=["short", "full"])
 def test_init_writes_a_job(zrun: Zrun, preset: str, full: list[str]) -> None:
     short = zrun("init", "--preset", preset)
@@ -213,24 +213,36 @@ def test_init_writes_a_job(zrun: Zrun, preset: str, full: list[str]) -> None:
     Path("short.yaml").write_text(short.out)
     written = zrun("init", "--preset", preset, *full, "-o", "new.yaml")
     assert (written.code, written.out) == (0, "")
-    assert written.err == "wrote new.yaml; next: zrun check new.yaml\n"
+    code = "wrote train.py\n" if preset in ("torch", "hf") else ""
+    next_line = "next: zrun check new.yaml, then zrun train new.yaml"
+    assert written.err == f"wrote new.yaml\n{code}{next_line}\n"
     assert load_job(Path("new.yaml")).config == load_job(Path("short.yaml")).config
 
 
-def test_minimal_preset_has_eight_lines(zrun: Zrun) -> None:
-    assert len(zrun("init").out.splitlines()) == 8
+def test_init_writes_the_job_and_the_code_of_the_readme(zrun: Zrun) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    Path("job.yaml").unlink()
+    assert zrun("init").err.startswith("wrote job.yaml\nwrote train.py\n")
+    assert len(Path("job.yaml").read_text().splitlines()) == 8
+    assert f"```yaml\n{Path('job.yaml').read_text()}```" in readme
+    assert f"```python\n{Path('train.py').read_text()}```" in readme
+    assert zrun("init", "-o", "-").out == Path("job.yaml").read_text()
 
 
 def test_init_replaces_nothing_unless_told(zrun: Zrun) -> None:
     result = zrun("init", "-o", "job.yaml")
     assert result.code == ExitCode.USAGE
-    assert result.err == "error: job.yaml exists; choose another name, or replace it with --force\n"
+    assert result.err == "error: job.yaml exists; choose another name with -o, or replace it with --force\n"
     assert Path("job.yaml").read_text() == JOB
-    assert zrun("init", "-o", "job.yaml", "--force").code == 0
+    assert not Path("train.py").exists()
+    Path("train.py").write_text("mine")
+    assert "kept train.py" in zrun("init", "-o", "job.yaml", "--force").err
+    assert Path("train.py").read_text() == "mine"
+    assert zrun("init", "--for", "hf", "--preset", "bert").code == ExitCode.USAGE
 
 
 def test_init_unknown_preset(zrun: Zrun) -> None:
-    message = "error: there is no preset 'gpt5'; choose one of bert, llama, minimal, stdlib-gpt\n"
+    message = "error: there is no preset 'gpt5'; choose one of bert, hf, llama, stdlib-gpt, torch\n"
     assert zrun("init", "--preset", "gpt5").err == message
 
 

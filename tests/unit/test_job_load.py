@@ -211,8 +211,8 @@ def test_every_mistake_is_told_in_the_order_of_the_file(folder: Folder) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "job.yaml:1:1: the file is empty; `zrun init` prints a job to start from"),
-        ("# only this\n", "job.yaml:1:1: the file is empty; `zrun init` prints a job to start from"),
+        ("", "job.yaml:1:1: the file is empty; `zrun init -o -` prints a job to start from"),
+        ("# only this\n", "job.yaml:1:1: the file is empty; `zrun init -o -` prints a job to start from"),
         ("- a\n", "job.yaml:1:1: a job is a mapping of keys, such as name: gpt-1b, but this is [a]"),
         ("zero:\n\tstage: 2\n", "job.yaml:2:1: not valid YAML: found character '\\t' that cannot start any token; "
                                 "indent with spaces, not with tabs"),
@@ -257,7 +257,7 @@ def test_terminal_control_characters_are_escaped(folder: Folder) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda path: None, "job.yaml: no such file; `zrun init -o job.yaml` writes one to start from"),
+        (lambda path: None, "job.yaml: no such file; `zrun init -o job.yaml` writes one, with its train.py"),
         (lambda path: path.mkdir(), "job.yaml is a directory; name the job file in it"),
         (
             lambda path: path.write_bytes(b"#" * (MAX_FILE_BYTES + 1)),

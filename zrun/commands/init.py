@@ -1,39 +1,69 @@
-"""`zrun init`: a job file to start from."""
+"""`zrun init`: a job file to start from, and the code that it names."""
 
 from __future__ import annotations
 
 import sys
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 _PRESETS = files("zrun.job") / "presets"
+_CODE = "train.py"  # what the jobs of presets with code call it
 
 
 def init(
-    preset: Annotated[str, typer.Option(metavar="NAME", help="minimal, stdlib-gpt, bert or llama.")] = "minimal",
-    full: Annotated[bool, typer.Option("--full", help="Every key, with its default and meaning.")] = False,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write to this file.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
+    kind: Annotated[
+        Literal["torch", "hf"] | None,
+        typer.Option(
+            "--for",
+            help="torch: a plain nn.Module; hf: a causal language model of transformers.",
+            show_default="torch",
+        ),
+    ] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Print a job: torch, hf, stdlib-gpt, bert or llama.", show_default=False),
+    ] = None,
+    full: Annotated[bool, typer.Option("--full", help="Print every key, with its default and meaning.")] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", help="Write the job to this file; - prints it.", show_default="job.yaml"),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the job file if it exists.")] = False,
 ) -> None:
-    """Print a job file to start from, or write it.
+    """Write job.yaml and the train.py that it names: they train as they are.
 
-    Example: zrun init --preset stdlib-gpt -o job.yaml
+    A train.py that is there already stays as it is. With --preset or --full
+    the job is printed, unless -o names a file.
+
+    Example: zrun init && zrun train job.yaml
     """
-    text = _form(preset) if full else _text(preset)
-    if output is None:
+    from zrun_core.errors import JobError
+
+    if kind is not None and preset is not None:
+        raise JobError("--for and --preset both say which job: keep one of them")
+    name = preset or kind or "torch"
+    text = _form(name) if full else _text(name)
+    is_printed = full or preset is not None if output is None else str(output) == "-"
+    if is_printed:
         print(text, end="")
         return
-    _write(output, text, force)
-    print(f"wrote {output}; next: zrun check {output}", file=sys.stderr)
+    path = output or Path("job.yaml")
+    try:
+        _write(path, text, force)
+    except FileExistsError:
+        raise JobError(f"{path} exists; choose another name with -o, or replace it with --force") from None
+    notes = [f"wrote {path}", *_write_code(path, name)]
+    print("\n".join([*notes, f"next: zrun check {path}, then zrun train {path}"]), file=sys.stderr)
 
 
 def _text(preset: str) -> str:
     from zrun_core.errors import JobError
 
-    names = sorted(entry.name.removesuffix(".yaml") for entry in _PRESETS.iterdir())
+    names = sorted(entry.name.removesuffix(".yaml") for entry in _PRESETS.iterdir() if entry.name.endswith(".yaml"))
     if preset not in names:
         raise JobError(f"there is no preset {preset!r}; choose one of {', '.join(names)}")
     return (_PRESETS / f"{preset}.yaml").read_text(encoding="utf-8")
@@ -47,6 +77,20 @@ def _form(preset: str) -> str:
     return as_form(validate(Document.parse(_text(preset), preset, {})))
 
 
+def _write_code(job: Path, preset: str) -> list[str]:
+    """Write the code of a preset beside its job, if it has any. Returns what to tell the user."""
+    code, path, notes = _PRESETS / f"{preset}.py.txt", job.parent / _CODE, []
+    if code.is_file():
+        try:
+            _write(path, code.read_text(encoding="utf-8"), force=False)
+            notes.append(f"wrote {path}")
+        except FileExistsError:
+            notes.append(f"kept {path}, which was there: name its functions in {job}")
+    if preset == "hf" and find_spec("transformers") is None:
+        notes.append("transformers is not installed: pip install transformers")
+    return notes
+
+
 def _write(path: Path, text: str, force: bool) -> None:
     from zrun_core.errors import JobError
 
@@ -54,6 +98,6 @@ def _write(path: Path, text: str, force: bool) -> None:
         with path.open("w" if force else "x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise JobError(f"{path} exists; choose another name, or replace it with --force") from None
+        raise
     except OSError as error:
         raise JobError(f"{path} cannot be written: {error.strerror}") from None

@@ -71,7 +71,7 @@ def _read(path: Path) -> str:
         with path.open("rb") as file:
             raw = file.read(MAX_FILE_BYTES + 1)
     except FileNotFoundError:
-        raise JobError(f"{path}: no such file; `zrun init -o {path}` writes one to start from") from None
+        raise JobError(f"{path}: no such file; `zrun init -o {path}` writes one, with its train.py") from None
     except IsADirectoryError:
         raise JobError(f"{path} is a directory; name the job file in it") from None
     except OSError as error:

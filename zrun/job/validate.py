@@ -38,7 +38,7 @@ def validate(document: Document) -> JobConfig:
 
 def _not_a_mapping(document: Document) -> Problem:
     if document.value is None:
-        message = "the file is empty; `zrun init` prints a job to start from"
+        message = "the file is empty; `zrun init -o -` prints a job to start from"
     else:
         message = f"a job is a mapping of keys, such as name: gpt-1b, but this is {shown_value(document.value)}"
     return Problem(document.origin(()), (), message)

@@ -61,7 +61,7 @@ class RendezvousError(ZrunError):
 
 
 class UserCodeError(ZrunError):
-    """The user's own code raised or returned something unusable; the message carries the user's frames only."""
+    """The user's own code raised or returned something unusable; the message ends with a traceback."""
 
     exit_code = ExitCode.WORKER
 

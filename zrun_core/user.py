@@ -1,7 +1,8 @@
 """The user's own code: `load(ref, job_dir)` finds it, `call` runs it, and what goes wrong is told in the user's terms.
 
 A job that names something which does not exist is a `JobError` (one line, exit 2, the nearest name). Code that raises
-is a `UserCodeError` whose text ends with the traceback, reduced to the user's own frames.
+is a `UserCodeError` that says in which module of the model, and ends with the traceback as a person would read it: see
+`zrun_core.tracebacks`.
 """
 
 from __future__ import annotations
@@ -10,20 +11,19 @@ import functools
 import importlib
 import importlib.util
 import inspect
-import linecache
 import os
-import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from zrun_core.config import Ref
 from zrun_core.errors import PEER_IS_GONE, JobError, OutOfMemoryError, PeerError, UserCodeError, ZrunError
+from zrun_core.tracebacks import causes, first_line, is_packaged, message_of, raised_at, shown
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,16 +33,10 @@ if TYPE_CHECKING:
 _PROCESS_MODULES = frozenset({"ctypes", "nt", "os", "posix", "pty", "runpy", "shutil", "signal", "subprocess", "sys"})
 
 _OWN_PACKAGE = Path(__file__).parent
-_HIDDEN_FOLDERS = tuple(
-    f"{folder}{os.sep}" for folder in (_OWN_PACKAGE, _OWN_PACKAGE.parent / "zrun", Path(importlib.__file__).parent)
-)
-_PACKAGE_FOLDERS = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-_ALL_PACKAGES = (*_PACKAGE_FOLDERS, f"{Path(importlib.__file__).parent.parent}{os.sep}")  # and Python's own modules
 _MECHANISMS = tuple(
     str(_OWN_PACKAGE / name) for name in (f"zero{os.sep}", f"optim{os.sep}", "comm.py", "arena.py", "board.py")
 )
 _SHARDED_MODEL = str(_OWN_PACKAGE / "zero" / "sharded.py")
-_FRAME = re.compile(r'(?P<indent>[ |]*)File "(?P<file>[^"]+)", line \d+')
 
 
 def add_to_path(job_dir: Path) -> None:
@@ -145,26 +139,25 @@ def user_code(what: str) -> Iterator[None]:
     except ZrunError:
         raise
     except (Exception, SystemExit) as error:
+        where = module_at(error)
+        what += f" in {where}" if where is not None else ""
         if is_out_of_memory(error):
-            raise OutOfMemoryError(f"{what}: out of memory: {first_line(error)}") from error
+            place = raised_at(error)
+            at = f" at {place}" if place is not None else ""
+            raise OutOfMemoryError(f"{what}{at}: out of memory: {first_line(error)}") from error
         if _comes_from_runtime(error):
-            if PEER_IS_GONE.search(str(error)):
-                raise PeerError(f"another rank went away: {error}") from error
+            if PEER_IS_GONE.search(message_of(error)):
+                raise PeerError(f"another rank went away: {message_of(error)}") from error
             raise
-        raise UserCodeError(f"{what}\n{user_traceback(error)}") from error
+        raise UserCodeError(f"{what}\n{shown(error)}") from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocator said that there is no memory: Python's, torch's on a CPU, or that of a device."""
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError)
-        and (type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error))
+        and (type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in message_of(error))
     )
-
-
-def first_line(error: BaseException) -> str:
-    """Of its message, as far as a person would read it."""
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 def _comes_from_runtime(error: BaseException) -> bool:
@@ -173,55 +166,31 @@ def _comes_from_runtime(error: BaseException) -> bool:
     What torch's autograd says of the user's graph comes out of `ShardedModel.backward`, which is not among them.
     """
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
-    last = next((file for file in reversed(files) if not any(folder in file for folder in _ALL_PACKAGES)), "")
+    last = next((file for file in reversed(files) if not is_packaged(file)), "")
     return last.startswith(_MECHANISMS) and last != _SHARDED_MODEL
 
 
-def user_traceback(error: BaseException) -> str:
-    """The traceback of `error` and of its causes without the frames of zrun, torch, importlib and other packages.
+def module_at(error: BaseException) -> str | None:
+    """Return the module of a model in which `error` was raised: "net.2 (Linear)".
 
-    Frames inside the message are left out too: torch puts the traceback of a data-loading process there. Where no frame
-    would be left, the innermost one stays.
+    It is read from the frames that the error came through, so that nothing is paid before one does.
+    The name is the module's path from the outermost module that holds it; without one, its class.
     """
-    blocks = _frames_apart("".join(traceback.format_exception(error)).splitlines())
-    shown = [(file, lines) for file, lines in blocks if file is None or _is_users(file)]
-    if all(file is None for file, _ in shown):
-        innermost = max((index for index, (file, _) in enumerate(blocks) if file is not None), default=-1)
-        shown = [block for index, block in enumerate(blocks) if block[0] is None or index == innermost]
-    return "\n".join(line for _, lines in shown for line in lines)
+    from torch import nn
 
-
-def users_place(frame: FrameType | None) -> str:
-    """Where the user's own code stands in the stack whose innermost frame is `frame`: "loop.py:12, model(x)"."""
-    while frame is not None:
-        code = frame.f_code
-        if _is_users(code.co_filename) and not code.co_filename.startswith(_ALL_PACKAGES[-1]):
-            line = linecache.getline(code.co_filename, frame.f_lineno).strip()
-            return f"{os.path.relpath(code.co_filename)}:{frame.f_lineno}{f', {line}' if line else ''}"
-        frame = frame.f_back
-    return "an unknown place"
-
-
-def _frames_apart(report: list[str]) -> list[tuple[str | None, list[str]]]:
-    """A traceback in blocks: (file, lines) of a frame with its source, (None, [line]) of every other line."""
-    blocks: list[tuple[str | None, list[str]]] = []
-    inside: str | None = None  # what every further line of the current frame starts with
-    for line in report:
-        if match := _FRAME.match(line):
-            inside = match["indent"] + "  "
-            blocks.append((match["file"], [line]))
-        elif inside is not None and line.startswith(inside):
-            blocks[-1][1].append(line)
-        else:
-            inside = None
-            blocks.append((None, [line]))
-    return blocks
-
-
-def _is_users(file: str) -> bool:
-    if file.startswith(("<frozen ", *_HIDDEN_FOLDERS)):
-        return False
-    return not any(folder in file for folder in _PACKAGE_FOLDERS)
+    frames = (frame for each in causes(error) for frame, _ in traceback.walk_tb(each.__traceback__))
+    owners = [frame.f_locals.get("self") for frame in frames]
+    modules = [owner for owner in owners if isinstance(owner, nn.Module)]
+    if not modules:
+        return None
+    inner = modules[-1]
+    with suppress(Exception):  # one that is only being made has no children to be asked for
+        for outer in modules:
+            for name, module in outer.named_modules():
+                if module is inner:
+                    path = name.replace("_orig_mod.", "")  # a part of a compiled module's name
+                    return f"{path} ({type(inner).__name__})" if path else type(inner).__name__
+    return type(inner).__name__
 
 
 def _import_module(ref: Ref, job_dir: Path) -> ModuleType:

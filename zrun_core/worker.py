@@ -16,7 +16,6 @@ import re
 import signal
 import sys
 import time
-import traceback
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -26,7 +25,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from zrun_core import oom, parallelize, rng, room, user
+from zrun_core import oom, parallelize, rng, room, tracebacks, user
 from zrun_core.board import Board, Watchdog, host_file
 from zrun_core.build import Built, build_on_meta, build_once_per_host
 from zrun_core.checkpoint.checkpointer import About, Checkpointer, versions
@@ -56,6 +55,9 @@ from zrun_core.spec import RunSpec, checkpoint_folder
 from zrun_core.stop import StopSignals
 from zrun_core.trainer import Parts, Trainer
 from zrun_core.zero.sharded import Settings, check_room
+
+_KINDS: dict[type[BaseException], str] = {UserCodeError: "user", PeerError: "peer"}
+_TOLD_CHARS = 1 << 15  # of a whole traceback, to the launcher; the log has all of it
 
 
 def main() -> NoReturn:
@@ -266,27 +268,23 @@ class Worker:
             return error.exit_code
         phase = self._trainer.phase if self._trainer is not None else self.phase
         error = _in_users_terms(error, phase)
+        text, raised = str(error), error.__cause__  # which it tells of
         if isinstance(error, ZrunError):
-            kind, code, text = "zrun", error.exit_code, str(error)
-            message, *rest = text.splitlines()
-            if isinstance(error, OutOfMemoryError) and self._trainer is not None:
-                text = oom.explain(error, self.spec, self._trainer.sharded)
-            if isinstance(error, UserCodeError):
-                kind = "user"
-                message = f"{message}: {rest[-1].strip()}" if rest else message  # the last line of the traceback
-            elif isinstance(error, PeerError):
-                kind = "peer"
+            kind, code = _KINDS.get(type(error), "zrun"), error.exit_code
         else:
-            kind, code, text = "bug", ExitCode.WORKER, "".join(traceback.format_exception(error))
-            message = f"{type(error).__name__}: {error}"
+            kind, code = "bug", ExitCode.WORKER
+            text, raised = tracebacks.whole(error, _TOLD_CHARS), None
+        if isinstance(error, OutOfMemoryError) and self._trainer is not None:
+            text = oom.explain(error, self.spec, self._trainer.sharded)
         failure = {
             "rank": self.rank,
             "step": self._trainer.progress.steps if self._trainer is not None else 0,
             "phase": phase,
             "kind": kind,
             "type": type(error).__name__,
-            "message": message,
+            "message": _in_a_line(error),
             "traceback": text,
+            "whole_traceback": raised and tracebacks.whole(raised, _TOLD_CHARS),
             "exit_code": int(code),
             "time": time.time(),
         }
@@ -294,19 +292,34 @@ class Worker:
         with suppress(OSError):
             folder.mkdir(mode=0o700, exist_ok=True)
             (folder / f"rank-{self.rank}.json").write_text(json.dumps(failure))
+        if raised is not None:
+            print(tracebacks.whole(raised), end="\n\n", file=sys.stderr)
+            text = text.splitlines()[0] if kind == "user" else text
         print(text, file=sys.stderr, flush=True)
         return code
+
+
+def _in_a_line(error: BaseException) -> str:
+    """What went wrong, without where: of an exception of the user's, what it says at its end."""
+    if not isinstance(error, ZrunError):
+        return f"{type(error).__name__}: {tracebacks.first_line(error)}"
+    first, *rest = str(error).splitlines()
+    return f"{first}: {rest[-1].strip()}" if rest and isinstance(error, UserCodeError) else first
 
 
 def _in_users_terms(error: BaseException, phase: str) -> BaseException:
     """What is no `ZrunError`, and no bug of the runtime either."""
     if isinstance(error, ZrunError):
         return error
+    told: ZrunError
     if user.is_out_of_memory(error):
-        return OutOfMemoryError(f"{phase} failed: out of memory: {user.first_line(error)}")
-    if isinstance(error, KeyboardInterrupt):  # no signal raises one here: the user's code did
-        return UserCodeError(f"{phase} failed\n{user.user_traceback(error)}")
-    return error
+        told = OutOfMemoryError(f"{phase} failed: out of memory: {tracebacks.first_line(error)}")
+    elif isinstance(error, KeyboardInterrupt):  # no signal raises one here: the user's code did
+        told = UserCodeError(f"{phase} failed\n{tracebacks.shown(error)}")
+    else:
+        return error
+    told.__cause__ = error
+    return told
 
 
 def _plain(ref: Ref) -> Ref:

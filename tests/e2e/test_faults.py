@@ -125,7 +125,8 @@ def test_batches_without_memory_are_dropped_and_the_third_in_a_row_is_the_last(t
     done = zrun(tmp_path, "memory", zero=2, guards={"on_oom": "skip"})
     assert done.returncode == 5, done.stderr
     for step in (3, 4):
-        assert f"warning (rank 1): step {step}: forward failed: out of memory: " in done.stdout
+        assert f"warning (rank 1): step {step}: forward failed in Net at " in done.stdout
+    assert ', "memory": lambda: torch.empty(1 << 50),: out of memory: ' in done.stdout
     assert [event["skipped"] for event in events(tmp_path, "step")] == [False, False, True, True]
     assert "What holds most:" in done.stderr
     assert "activations saved for backward" in done.stderr

@@ -112,6 +112,44 @@ def test_a_missing_log_is_said() -> None:
     assert told.describe().startswith("(its log is empty)")
 
 
+CRASH = """Fatal Python error: Segmentation fault
+
+Thread 0x00007f0000000001 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 331 in wait
+
+Current thread 0x00007f0000000002 (most recent call first):
+  File "/venv/site-packages/kernels/ops.py", line 7 in launch
+  File "/home/me/train.py", line 12 in attend
+  File "/venv/site-packages/torch/nn/modules/module.py", line 1789 in _call_impl
+  File "/home/me/train.py", line 30 in forward
+  File "/venv/site-packages/torch/nn/modules/module.py", line 1789 in _call_impl
+
+Extension modules: numpy, torch._C (total: 2)
+"""
+
+
+def test_a_crash_of_native_code_shows_the_users_frames_first(tmp_path: Path) -> None:
+    log = tmp_path / "rank-1.log"
+    log.write_text("step\n" * 100 + CRASH)
+    told = replace(failure(Exit(1, -signal.SIGSEGV, 1.0), None).end, log=tuple(last_lines(log)))
+    shown = replace(failure(told, None), end=told).describe().splitlines()
+    assert shown[:5] == [
+        "Fatal Python error: Segmentation fault",
+        "Stack of the thread that crashed (most recent call last):",
+        '  File "/home/me/train.py", line 30 in forward',
+        '  File "/home/me/train.py", line 12 in attend',
+        '  File "/venv/site-packages/kernels/ops.py", line 7 in launch',
+    ]
+    assert shown[-1] == "  next: native code crashed there: look at what the last line of yours hands to it"
+
+
+def test_all_of_a_crash_is_kept(tmp_path: Path) -> None:
+    frame = '  File "/home/me/train.py", line 3 in f\n'
+    log = tmp_path / "rank-1.log"
+    log.write_text(CRASH + frame * 100)
+    assert len(last_lines(log)) == 100 + len(CRASH.splitlines())
+
+
 def test_a_log_is_kept_from_its_end(tmp_path: Path) -> None:
     log = tmp_path / "rank-1.log"
     assert last_lines(log) == []

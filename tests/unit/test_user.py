@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from zrun_core import user
+from zrun_core import tracebacks, user
 from zrun_core.comm import Comm
 from zrun_core.config import Ref
 from zrun_core.errors import ExitCode, JobError, PeerError, UserCodeError
@@ -236,11 +236,11 @@ def test_the_innermost_frame_stays_where_all_are_hidden() -> None:
         importlib.import_module("zrun_core.no_such_module")
     error = caught.value
     error.__traceback__ = error.__traceback__.tb_next if error.__traceback__ else None  # this test's own frame
-    assert user.user_traceback(error).count("File ") == 1
+    assert tracebacks.shown(error).count("File ") == 1
 
 
 def test_an_error_that_was_never_raised_has_no_frames() -> None:
-    assert user.user_traceback(ValueError("x")) == "ValueError: x"
+    assert tracebacks.shown(ValueError("x")) == "ValueError: x"
 
 
 def _wait_in_backward(message: str) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from zrun.launch.frames import GRACE_S
+from zrun_core import tracebacks
 from zrun_core.errors import PEER_IS_GONE, ExitCode, OutOfMemoryError
 from zrun_core.spec import LaunchPlan, RankPlace
 
@@ -34,6 +35,7 @@ class Note(BaseModel):
     type: str
     message: str  # one line
     traceback: str | None = None  # all that a person should see, the message included
+    whole_traceback: str | None = None  # with every frame, where that is more
     exit_code: int
     step: int | None = None
     phase: str | None = None
@@ -153,6 +155,8 @@ class Failure:
     def advice(self) -> str:
         if self.end.oom:
             return "lower batch.micro, raise zero.stage, or checkpoint activations"
+        if self.note is None and tracebacks.crash(self.end.log):
+            return "native code crashed there: look at what the last line of yours hands to it"
         if self.note is None and self.end.signal is not None:
             return f"something outside the job sent {self.end.signal.name}, or native code crashed: see its log"
         if self.note is None:
@@ -170,7 +174,8 @@ class Failure:
         if self.note is not None:
             body = (self.note.traceback or self.note.message).strip()
         else:
-            body = "\n".join(self.end.log[-_SHOWN_LINES:]) or "(its log is empty)"
+            lines = tracebacks.crash(self.end.log) or self.end.log[-_SHOWN_LINES:]
+            body = "\n".join(lines) or "(its log is empty)"
         return f"{body}\n\n{self.headline}\n  log: {self.log}\n  next: {self.advice}"
 
     def as_json(self) -> dict[str, Any]:
@@ -190,6 +195,7 @@ class Failure:
             "type": note.type if note else None,
             "message": note.message if note else self.headline,
             "traceback": note.traceback if note else None,
+            "whole_traceback": note.whole_traceback if note else None,
             "log": str(self.log),
             "last_lines": list(self.end.log),
             "what_to_do": self.advice,

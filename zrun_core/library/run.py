@@ -22,7 +22,7 @@ from zrun_core.errors import ExitCode, HangError, JobError, PreflightError, Rend
 from zrun_core.library import arguments
 from zrun_core.library.background import Background
 from zrun_core.mesh import Mesh
-from zrun_core.user import users_place
+from zrun_core.tracebacks import users_place
 
 _ADVICE = (
     "Every rank must call models, backward() and step() in one order, equally often; name a module that chooses what "

@@ -26,7 +26,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zrun_core import room
+from zrun_core import room, tracebacks
 from zrun_core.cache import are_unchanged, digest_of_file, folder, keep
 from zrun_core.config import JobConfig
 from zrun_core.errors import ExitCode, JobError, UserCodeError
@@ -228,7 +228,6 @@ def _main() -> None:
 
 
 def _answer(request: Mapping[str, Any]) -> str:
-    from zrun_core import user
     from zrun_core.errors import ZrunError
     from zrun_core.plan import tracing
 
@@ -246,7 +245,7 @@ def _answer(request: Mapping[str, Any]) -> str:
     except ZrunError as error:
         return json.dumps({"error": str(error), "exit_code": error.exit_code})
     except Exception as error:
-        return json.dumps({"error": f"{user.user_traceback(error)}\n{type(error).__name__}: {error}"})
+        return json.dumps({"error": tracebacks.shown(error)})
     return replace(profile, files=_user_files(job_dir)).to_json()
 
 

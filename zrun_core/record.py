@@ -158,11 +158,13 @@ class Recorder:
     def is_main(self) -> bool:
         return self._world.index == 0
 
-    def start(self, notes: list[str], resumed_from: Path | None = None, num_samples: int | None = None) -> None:
-        """What is about to run.
+    def start(self, notes: list[str], resumed_from: Path | None = None, total_steps: int | None = None) -> None:
+        """Announce what is about to run.
 
         Args:
-            num_samples: of the dataset, if it has a length.
+            notes: lines for the user.
+            resumed_from: the checkpoint that it goes on from.
+            total_steps: optimizer steps of the whole run, where they are known.
         """
         if not self.is_main:
             return
@@ -177,7 +179,7 @@ class Recorder:
             stage=self.job.zero.stage,
             precision=self.job.precision.compute,
             batch=self.spec.batch.model_dump(),
-            total_steps=self._total_steps(num_samples),
+            total_steps=total_steps,
             planned_bytes={kind.value: size for kind, size in planned.items()},
             units=len(layouts),
             versions={"zrun": metadata.version("zrun"), "torch": torch.__version__, "python": sys.version.split()[0]},
@@ -185,11 +187,6 @@ class Recorder:
             resumed=None if resumed_from is None else {"step": self.progress.steps, "path": str(resumed_from)},
             notes=notes,
         )
-
-    def _total_steps(self, num_samples: int | None) -> int | None:
-        if self.job.steps is not None or self.job.epochs is None or num_samples is None:
-            return self.job.steps
-        return -(-num_samples * self.job.epochs // self.spec.batch.global_size)  # the last step may be short
 
     def resume(self, progress: Progress) -> None:
         """Count on from `progress`."""

@@ -32,7 +32,7 @@ from zrun_core.checkpoint.checkpointer import About, Checkpointer, versions
 from zrun_core.checkpoint.folder import CheckpointFolder
 from zrun_core.checkpoint.initial import load_weights
 from zrun_core.checkpoint.lock import hold
-from zrun_core.checkpoint.resume import load_newest
+from zrun_core.checkpoint.resume import Resumed, load_newest
 from zrun_core.checkpoint.state import ModelState
 from zrun_core.comm import Comm, Group
 from zrun_core.config import Ref
@@ -148,13 +148,16 @@ class Worker:
         )  # fmt: skip
         torch.manual_seed(mix(job.seed, 1 + self.rank))  # from here on each rank draws from its own streams
         rng.seed(mix(job.seed, 1 + self.rank))
+        total_steps = self._total_steps(loader, resumed)
+        if job.epochs is not None and total_steps is not None:
+            notes.append(f"epochs {job.epochs}: {total_steps} steps of {self.spec.batch.global_size} samples")
         checkpointer = self._checkpointer(state, comm, mesh.world)
         trainer = Trainer(
             self.spec,
             sharded,
             loader,
             parts,
-            make_schedule(job.lr, job.steps, custom),
+            make_schedule(job.lr, total_steps, custom),
             self.emitter,
             self.board,
             self.stop,
@@ -164,8 +167,15 @@ class Worker:
             trainer.resume(resumed)
         if checkpointer is not None:
             checkpointer.open(resumed)
-        trainer.recorder.start(notes, resumed.path if resumed is not None else None, trainer.loader.num_samples)
+        trainer.recorder.start(notes, resumed.path if resumed is not None else None, total_steps)
         return trainer, mesh.world
+
+    def _total_steps(self, loader: BatchLoader, resumed: Resumed | None) -> int | None:
+        """Return the optimizer steps of the whole run, or None where only its end will tell."""
+        if self.spec.job.steps is not None:
+            return self.spec.job.steps
+        progress = resumed.manifest.progress if resumed is not None else {}
+        return loader.total_steps(progress.get("steps", 0), progress.get("cursor", 0))
 
     def _checkpointer(self, state: ModelState, comm: Comm, world: Group) -> Checkpointer | None:
         config = self.spec.job.checkpoint

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from waiting import PATIENCE_S
 
-STEPS = 12  # more than the warm-up
+
+def losses_and_rates(folder: Path, kind: str, *overrides: str) -> tuple[list[float], list[float]]:
+    """Train what `zrun init --for kind` writes, and return the loss and the rate of each step."""
+    zrun(folder, "init", "--for", kind)
+    zrun(folder, "train", "job.yaml", *overrides, "--run-dir", "run", "--ui", "none", "device=cpu")
+    lines = (folder / "run" / "events.jsonl").read_text().splitlines()
+    steps = [event for event in map(json.loads, lines) if event["type"] == "step"]
+    return [step["loss"] for step in steps], [step["lr"] for step in steps]
 
 
 def zrun(folder: Path, *arguments: str) -> None:
@@ -20,14 +27,16 @@ def zrun(folder: Path, *arguments: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("kind", ["torch", "hf"])
-def test_a_project_trains(tmp_path: Path, kind: str) -> None:
-    if kind == "hf" and find_spec("transformers") is None:
-        pytest.skip("transformers is not installed")
-    zrun(tmp_path, "init", "--for", kind)
-    length = [f"steps={STEPS}", "eval.samples=8"] if kind == "hf" else [f"steps={STEPS}"]
-    zrun(tmp_path, "train", "job.yaml", *length, "--run-dir", "run", "--ui", "none", "device=cpu")
-    lines = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
-    losses = [event["loss"] for event in map(json.loads, lines) if event["type"] == "step"]
-    assert len(losses) == STEPS
+def test_a_module_of_torch_trains_and_decays_over_its_epochs(tmp_path: Path) -> None:
+    length = ["steps=null", "epochs=1", "lr=cosine", "batch={global: 600, micro: 600}"]
+    losses, rates = losses_and_rates(tmp_path, "torch", *length)
+    assert len(losses) == 7  # of 4096 samples; the last one is short
+    assert losses[-1] < losses[0]
+    assert rates == pytest.approx([1e-3 * 0.5 * (1 + math.cos(math.pi * step / 7)) for step in range(7)])
+
+
+def test_a_model_of_transformers_trains(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    losses, _ = losses_and_rates(tmp_path, "hf", "steps=12", "eval.samples=8")
+    assert len(losses) == 12
     assert losses[-1] < losses[0]

@@ -229,3 +229,26 @@ def test_tokens_are_the_input_ids_or_the_first_integer_matrix() -> None:
     assert count_tokens((floats, torch.zeros(7, dtype=torch.int64), ids)) == 6
     assert count_tokens((floats, torch.zeros(3, 3, dtype=torch.bool))) == 0
     assert MicroBatch.of(ids, 0).num_tokens == 0
+
+
+class WalkWithLength(Walk):
+    def __len__(self) -> int:
+        return self.length
+
+
+@pytest.mark.parametrize("dataset", [Numbers(10), WalkWithLength(10)])
+def test_the_steps_of_epochs_are_known(dataset: Any) -> None:
+    loader = BatchLoader(dataset, data(), plan(1, 4), 0, 0, epochs=3)
+    assert loader.total_steps() == 8  # 30 samples; the last step has 2
+    made = drawn(loader, 5)
+    assert loader.total_steps(steps=5, cursor=loader.cursor) == 8
+    while loader.next_step() is not None:
+        made.append([])
+    assert len(made) == 8
+    larger = BatchLoader(dataset, data(), plan(1, 10), 0, 0, epochs=3)
+    assert larger.total_steps(steps=5, cursor=20) == 6  # goes on with another global batch
+
+
+def test_the_steps_of_other_runs_are_not_known() -> None:
+    assert BatchLoader(Walk(10), data(), plan(1, 4), 0, 0, epochs=3).total_steps() is None
+    assert BatchLoader(Numbers(10), data(), plan(1, 4), 0, 0).total_steps() is None

@@ -78,11 +78,21 @@ def test_no_auto_is_left() -> None:
 
 
 def test_a_decay_needs_an_end() -> None:
-    with pytest.raises(JobError, match=r"cosine needs an end: write lr\.decay_steps"):
-        make_plan(job(steps=None, epochs=2, lr="cosine"), CPU_HOST)
+    with pytest.raises(JobError, match=r"cosine needs an end.* write lr\.decay_steps"):
+        make_plan(job(steps=None, tokens=100, lr="cosine"), CPU_HOST)
     lr = {"schedule": "cosine", "decay_steps": 70}
-    assert make_plan(job(steps=None, epochs=2, lr=lr), CPU_HOST).job.lr.decay_steps == 70
-    assert make_plan(job(steps=None, epochs=2), CPU_HOST).job.lr.decay_steps == "auto"
+    assert make_plan(job(steps=None, tokens=100, lr=lr), CPU_HOST).job.lr.decay_steps == 70
+    assert make_plan(job(steps=None, tokens=100), CPU_HOST).job.lr.decay_steps == "auto"
+
+
+@pytest.mark.parametrize("lr", ["cosine", "wsd", {"schedule": "wsd", "decay_steps": 3}])
+def test_where_epochs_end_is_known_by_the_data(lr: Any) -> None:
+    resolved = make_plan(job(steps=None, epochs=2, lr=lr), CPU_HOST)
+    if isinstance(lr, str):
+        assert resolved.job.lr.decay_steps == "auto"
+        assert reason(resolved, "lr.decay_steps").endswith("known once the data is open: epochs 2)")
+    else:
+        assert resolved.job.lr.decay_steps == 3
 
 
 def test_a_shard_group_divides_the_ranks() -> None:

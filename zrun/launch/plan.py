@@ -218,6 +218,12 @@ def _decay_steps(job: JobConfig, reasons: list[Reason]) -> int | Literal["auto"]
     """Left to auto where the schedule has no end, or an end that only the data knows."""
     from zrun_core.optim.lr import make_schedule
 
+    if job.epochs is not None and job.lr.schedule in _DECAYING:
+        if job.lr.decay_steps == "auto":
+            what = "the steps of the run" if job.lr.schedule != "wsd" else "a fifth of the run"
+            why = f"{what}, known once the data is open: epochs {job.epochs}"
+            reasons.append(Reason("lr.decay_steps", "auto", why))
+        return job.lr.decay_steps
     if isinstance(job.lr.schedule, str):
         make_schedule(job.lr, job.steps)  # refuses a decay without an end
     if job.lr.decay_steps != "auto" or job.lr.schedule not in _DECAYING or job.steps is None:

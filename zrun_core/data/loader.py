@@ -15,6 +15,7 @@ import xxhash
 
 from zrun_core.config import DataConfig
 from zrun_core.data.batch import MicroBatch
+from zrun_core.data.order import num_steps
 from zrun_core.data.source import Collate, IterableSource, MapSource, Source, Step, is_map_style
 from zrun_core.errors import JobError, UserCodeError
 from zrun_core.spec import BatchPlan
@@ -65,6 +66,7 @@ class BatchLoader:
             pin_memory=device.type == "cuda",
         )
         self.num_samples = len(dataset) if is_map_style(dataset) else None  # type: ignore[arg-type]
+        self._batch, self._epochs, self._length = batch, epochs, _length(dataset)
         self.cursor = 0  # in the stream, in samples over all ranks
         self._steps: Iterator[Step] = self._source.steps(0)
 
@@ -72,6 +74,17 @@ class BatchLoader:
     def epoch(self) -> float | None:
         """Passes over the data that the cursor stands for; None for an iterable dataset, which has no length."""
         return self.cursor / self.num_samples if self.num_samples else None
+
+    def total_steps(self, steps: int = 0, cursor: int = 0) -> int | None:
+        """Return the optimizer steps of all epochs, or None where the data does not end or has no length.
+
+        Args:
+            steps: those that are made already, perhaps with another global batch.
+            cursor: where they ended in the stream, in samples.
+        """
+        if self._epochs is None or self._length is None:
+            return None
+        return steps + num_steps(self._length * self._epochs - cursor, self._batch.global_size)
 
     def shared(self) -> dict[str, float]:
         """What is the same on every rank, by name: the one random stream that all of them follow.
@@ -102,6 +115,14 @@ class BatchLoader:
         num_samples, micro_batches = step
         self.cursor += num_samples
         return micro_batches
+
+
+def _length(dataset: object) -> int | None:
+    """Return the samples of an epoch, if the dataset says so; an iterable one may, too."""
+    try:
+        return len(dataset)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):  # torch's own iterables raise one or the other
+        return None
 
 
 def eval_batches(

@@ -29,7 +29,10 @@ def make_schedule(config: LrConfig, total_steps: int | None, custom: Callable[[i
     needs_end = config.schedule in ("linear", "cosine", "polynomial", "wsd")
     end = total_steps if config.decay_steps == "auto" or config.schedule == "wsd" else config.decay_steps
     if needs_end and end is None:
-        raise JobError(f"lr.schedule: {config.schedule} needs an end: write lr.decay_steps, or give the job `steps`")
+        raise JobError(
+            f"lr.schedule: {config.schedule} needs an end, and how many steps this run has is not known: write "
+            "lr.decay_steps: N, or give the job `steps`, or `epochs` of a dataset that has a length (`__len__`)"
+        )
     if needs_end and end is not None and end < config.warmup:
         raise JobError(f"lr.warmup: {config.warmup} steps of warm-up are more than the {end} steps of the decay")
     shape = _shape(config.schedule, config, end or 0, total_steps)

@@ -18,6 +18,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     ValidationError,
@@ -480,6 +481,11 @@ class LogConfig(Section):
     """What is printed. `events.jsonl` always has every step."""
 
     every: PositiveInt = Field(default=10, description="optimizer steps between printed lines")
+    ranks: list[NonNegativeInt] | Literal["all"] = Field(
+        default=[0],
+        description="ranks whose own output is shown while they train: a list, or all; zrun logs has that of every one",
+        examples=[[0, 7]],
+    )
 
 
 class LimitsConfig(Section):

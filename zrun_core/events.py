@@ -13,7 +13,9 @@ import time
 from collections import deque
 from typing import Any, Literal
 
-EventType = Literal["start", "step", "eval", "save", "warning", "log", "memory", "peak", "stop", "estimate", "end"]
+EventType = Literal[
+    "start", "step", "eval", "save", "warning", "log", "output", "memory", "peak", "stop", "estimate", "end"
+]
 Event = dict[str, Any]
 
 _BACKLOG_EVENTS = 100_000  # about 30 MB; a launcher that is away for longer loses the oldest

@@ -101,7 +101,8 @@ def test_a_run_that_ends_well(job: Path) -> None:
     assert "lr 0.001" in done.stderr
     assert "auto: threads = " in done.stderr
     kinds = [event["type"] for event in events(run) if event["rank"] == 0]
-    assert kinds == ["start", *["step", "memory"] * 3, "end"]
+    assert kinds == ["start", *["step", "memory"] * 3, "end", "output"]
+    assert "rank 0: rank 0 behaves: train\nrank 0: on stderr\n" in done.stdout
     assert (run / "logs" / "rank-1.log").read_text() == "rank 1 behaves: train\non stderr\n"
     assert "micro: 2                      # auto: global 4 / 2 ranks" in (run / "job.yaml").read_text()
     assert not (run / "failure.json").exists()

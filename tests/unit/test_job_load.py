@@ -143,7 +143,7 @@ def test_origin_of_every_value(folder: Folder) -> None:
             "lr: {schedule: {cal: a:b}}",
             'job.yaml:6:17: lr.schedule.cal: unknown key; did you mean "call"? write call: a:b',
         ),
-        ("log: ", "job.yaml:6:5: log: expected {every}, found nothing; write for example log: {every: 1}"),
+        ("log: ", "job.yaml:6:5: log: expected {every, ranks}, found nothing; write for example log: {every: 1}"),
         ("seed: 0\nseed: 1", "job.yaml:7:1: seed: duplicate key, first on line 6; keep one of them"),
         ("1: x", 'job.yaml:6:1: 1: a key must be text; write "1" in quotes'),
         ("env: {A: &a x}", "job.yaml:6:10: env.A: anchors (&name) are not supported; remove it"),

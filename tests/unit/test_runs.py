@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from zrun.commands.logs import logs as logs_command
 from zrun.launch import lock, logs, runs, stopping
 from zrun.launch.growing import as_text
 from zrun.launch.last_words import speak_for_launcher
@@ -504,6 +505,45 @@ def test_which_logs_are_meant() -> None:
     for rank in (10, 2):
         (path / "logs" / f"rank-{rank}.log").write_text("")
     assert names("all") == ["rank 2", "rank 10"]
+
+
+def test_messages_come_from_the_record() -> None:
+    told = [
+        event("start", 1.0, params=9, stage=2, precision="bf16", device="cpu", notes=["a note"]),
+        event("step", 2.0, step=1, loss=1.0),
+        event("output", 2.0, lines=["of the log"], left_out=0),
+        event("save", 3.0, step=1, bytes=1, seconds=0.1),
+        event("warning", 4.0, 1, message="\x1b[31mlook"),
+    ]
+    path = make("gpt", "a", events=told)
+    with (path / "events.jsonl").open("a") as record:
+        record.write('[]\n{"type": "save"}\nno JSON\n{"type": "log", "rank": 0, "mess')
+    (source,) = sources(path, "messages")
+    assert sources(path, "launcher") == [source]  # which keeps no log without --detach
+    tail = source.tail()
+    assert [*tail.lines(), *tail.rest()] == [
+        "start: 9 parameters, zero 2, bf16, cpu",
+        "note: a note",
+        "saved step 1 (1B, 0.10s)",
+        "warning (rank 1): \N{REPLACEMENT CHARACTER}[31mlook",
+    ]
+    (path / "launcher.log").write_text("its own words\n")
+    assert [list(each.tail().lines()) for each in sources(path, "launcher")] == [["its own words"]]
+
+
+def test_silence_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    path = make("gpt", "a", events=[event("start", 1.0, params=9, stage=2, precision="bf16", device="cpu")])
+    for rank in range(4):
+        (path / "logs" / f"rank-{rank}.log").write_text("")
+    logs_command(str(path))
+    said = capfd.readouterr()
+    assert said.out == "launcher: start: 9 parameters, zero 2, bf16, cpu\n"
+    assert said.err == f"nothing has been printed so far by any of 4 processes: see {path}/logs\n"
+    logs_command(str(path), rank="2")
+    assert capfd.readouterr().err.startswith("nothing has been printed so far by rank 2: ")
+    (path / "logs" / "rank-3.log").write_text("a word")
+    logs_command(str(path))
+    assert capfd.readouterr() == ("rank 3: a word\nlauncher: start: 9 parameters, zero 2, bf16, cpu\n", "")
 
 
 def test_lines_of_several_logs(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ class Setting:
         pid = os.posix_spawnp("sleep", ["sleep", "600"], os.environ, setsid=True, setsigdef=[SAVE])
         self.worker = Worker(pid, os.pidfd_open(pid))
         observer = Observer(BoardView(folder / "board", range(rank, rank + 1)), folder)
-        self.switchboard.watch([rank], pid, folder, observer, is_remote=is_remote, memory=memory)
+        self.switchboard.watch([rank], pid, folder, observer, {}, is_remote=is_remote, memory=memory)
         self.switchboard.follow({rank: self.worker})
 
     def wait(self) -> int:

@@ -14,8 +14,14 @@ def logs(
         typer.Argument(metavar="RUN", help="A run directory, a run id or its beginning, or a job.", show_default=False),
     ],
     rank: Annotated[
-        str, typer.Option("--rank", "-r", metavar="RANK", help="A rank, several (0,4-7), all, launcher or agent.")
-    ] = "all",
+        str,
+        typer.Option(
+            "--rank",
+            "-r",
+            metavar="RANK",
+            help="A rank, several (0,4-7), all, messages (of the launcher), launcher, agent.",
+        ),
+    ] = "all,messages",
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
     grep: Annotated[
         str | None, typer.Option(metavar="REGEX", help="Only lines in which this is found.", show_default=False)
@@ -36,7 +42,7 @@ def logs(
     import socket
 
     from zrun.launch.lock import is_held
-    from zrun.launch.logs import Tail, shown, sources
+    from zrun.launch.logs import shown, sources
     from zrun.launch.runs import find
     from zrun_core.errors import JobError
 
@@ -47,19 +53,22 @@ def logs(
     path = find(run, running=follow)
     found = sources(path, rank)
     last = 10 if lines is None and follow else lines
-    tails = [Tail(source, last if pattern is None else None) for source in found]
+    tails = [source.tail(last if pattern is None else None) for source in found]
     goes_on = follow and is_held(path)
     for tail in tails if not goes_on else ():
         if not tail.exists:
             elsewhere = tail.source.host not in ("", socket.gethostname())
             far = shlex.join(["ssh", tail.source.host, "cat", str(tail.source.path)])
             where = f"; it is on {tail.source.host}: {far}" if elsewhere else ""
-            only = "; a launcher keeps one with --detach" if tail.source.name == "launcher" else ""
-            print(f"{tail.source.name}: no log {tail.source.path}{where}{only}", file=sys.stderr)
+            print(f"{tail.source.name}: no log {tail.source.path}{where}", file=sys.stderr)
     if not tails:
         print(f"no log of this kind in {path / 'logs'}", file=sys.stderr)
+    if goes_on:
+        print(f"following {path.name} until it ends, in {path / 'logs'}; Ctrl-C leaves it running", file=sys.stderr)
+    printed = set()
     try:
         for name, line in shown(tails, pattern, last, (lambda: is_held(path)) if goes_on else None):
+            printed.add(name)
             if as_json:
                 line = json.dumps({"source": name, "line": line})
             elif len(tails) > 1:
@@ -70,3 +79,8 @@ def logs(
         sys.stdout.flush()
     except BrokenPipeError:  # `head` has what it wants
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return
+    logs_asked = [tail for tail in tails if tail.exists and not tail.source.is_record]
+    if logs_asked and pattern is None and last != 0 and printed.isdisjoint(tail.source.name for tail in logs_asked):
+        who = logs_asked[0].source.name if len(logs_asked) == 1 else f"any of {len(logs_asked)} processes"
+        print(f"nothing has been printed so far by {who}: see {path / 'logs'}", file=sys.stderr)

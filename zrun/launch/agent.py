@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from zrun.launch import keeper, processes
+from zrun.launch.echo import Echo
 from zrun.launch.environment import WORKER_DEFAULTS
 from zrun.launch.frames import Start, Stop
 from zrun.launch.hangs import Observer
@@ -105,17 +106,36 @@ def _run(start: Start, store: socket.socket | None, run_dir: Path, telemetry: st
         alone=seen_alone(here),
         store=store,
     )
+    echoes = _echoes(start, run_dir, ranks)
     _pass_on_signals(switchboard)
     server = command.start()
     if store is not None:
         store.close()  # rank 0 has it, or will
     observer = Observer(BoardView(host_file(run_dir, "board", all_here.start), all_here), run_dir)
     memory = start.spec["job"].get("limits", {}).get("memory")
-    switchboard.watch(ranks, server.pid, run_dir, observer, is_remote=start.is_remote, memory=memory)
+    switchboard.watch(ranks, server.pid, run_dir, observer, echoes, is_remote=start.is_remote, memory=memory)
     workers = server.workers()
     switchboard.follow(workers)
     for worker in workers.values():
         worker.wait()
+
+
+def _echoes(start: Start, run_dir: Path, ranks: range) -> dict[int, Echo]:
+    """Return what the launcher shows of the output of these ranks, by rank."""
+    asked = start.spec["job"].get("log", {}).get("ranks", [0])
+    everyone = range(len(start.spec["plan"]["ranks"]))
+    shown = everyone if asked == "all" else [rank for rank in everyone if rank in asked]
+    logs = {rank: run_dir / "logs" / f"rank-{rank}.log" for rank in ranks if rank in shown}
+    return {
+        rank: Echo(
+            log,
+            rank,
+            share=len(shown),
+            place=f"{start.host}:{log}" if start.is_remote else "",
+            note=run_dir / "failures" / f"rank-{rank}.json",
+        )
+        for rank, log in logs.items()
+    }
 
 
 def _speak_for_launcher(run_dir: Path) -> None:

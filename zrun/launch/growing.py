@@ -66,6 +66,11 @@ class LineCutter:
             yield self.rest()
         self._add(rest)
 
+    @property
+    def pending(self) -> bytes:
+        """What has come of the current line, which goes on."""
+        return self._line
+
     def rest(self) -> bytes:
         """What has come of the current line, which ends with this."""
         line = self._line + (_CUT if self._is_cut else b"")

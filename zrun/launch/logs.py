@@ -1,6 +1,6 @@
 """What the processes of a run printed, as lines that do a terminal no harm.
 
-    tails = [Tail(source) for source in sources(run_dir, "all")]
+    tails = [source.tail() for source in sources(run_dir, "all,messages")]
     for line in tails[0].lines(): ...
 
 A file may be replaced while it is read: the logs of an earlier attempt move to `attempts/<n>`, and new ones take their
@@ -23,6 +23,7 @@ from typing import IO
 
 from zrun.launch.detach import LOG
 from zrun.launch.growing import LineCutter, as_text
+from zrun.watch.plain import message_line, start_line
 from zrun_core.errors import JobError
 
 _READ_BYTES = 1 << 16
@@ -31,15 +32,30 @@ _TURN_S = 0.1
 
 @dataclass(frozen=True)
 class Source:
-    """A log. `name`: what its lines are marked with."""
+    """A log, or the run's record.
+
+    Attributes:
+        name: what its lines are marked with.
+        host: of the process that writes it; empty: that of the launcher.
+        is_record: its lines are events, of which those are shown that are messages to a person.
+    """
 
     name: str
     path: Path
-    host: str = ""  # of the process that writes it; empty: that of the launcher
+    host: str = ""
+    is_record: bool = False
+
+    def tail(self, last: int | None = None) -> Tail:
+        """Return its lines, from its beginning or from `last` lines before its end on."""
+        return Messages(self) if self.is_record else Tail(self, last)
 
 
 def sources(run_dir: Path, asked: str) -> list[Source]:
-    """The logs that `asked` names: ranks such as "3" or "0,4-7", "all" of them, "launcher", "agent".
+    """Return the logs that `asked` names.
+
+    Args:
+        asked: words between commas: ranks such as "3" or "4-7", "all" of them, "messages" of the launcher, its own log
+            "launcher" (its messages where it kept none), "agent".
 
     Raises:
         JobError: it names none.
@@ -49,8 +65,11 @@ def sources(run_dir: Path, asked: str) -> list[Source]:
         match part.strip():
             case "all":
                 found |= dict.fromkeys(_ranks(run_dir).values())
+            case "messages":
+                found[_record(run_dir)] = None
             case "launcher":
-                found[Source("launcher", run_dir / LOG)] = None
+                log = run_dir / LOG
+                found[Source("launcher", log) if log.exists() else _record(run_dir)] = None
             case "agent" | "agents":
                 found |= dict.fromkeys(_agents(run_dir))
             case ranks:
@@ -58,10 +77,14 @@ def sources(run_dir: Path, asked: str) -> list[Source]:
     return list(found)
 
 
+def _record(run_dir: Path) -> Source:
+    return Source("launcher", run_dir / "events.jsonl", is_record=True)
+
+
 def _numbered(asked: str, ranks: dict[int, Source]) -> list[Source]:
     match = re.fullmatch(r"(\d{1,7})(?:-(\d{1,7}))?", asked)
     if match is None:
-        raise JobError(f"-r {asked}: write a rank, several such as 0,4-7, all, launcher or agent")
+        raise JobError(f"-r {asked}: write a rank, several such as 0,4-7, all, messages, launcher or agent")
     first, last = int(match[1]), int(match[2] or match[1])
     missing = [rank for rank in (first, last) if rank not in ranks]
     if missing or last < first:
@@ -139,6 +162,28 @@ class Tail:
             return False
         opened = os.fstat(self._file.fileno())
         return (now.st_dev, now.st_ino) != (opened.st_dev, opened.st_ino) or opened.st_size < self._file.tell()
+
+
+class Messages(Tail):
+    """What the launcher told of a run besides its steps, and besides what ranks printed: from the run's record."""
+
+    def lines(self) -> Iterator[str]:
+        for line in super().lines():
+            yield from _messages_in(line)
+
+    def rest(self) -> Iterator[str]:
+        """Return nothing: an event without its end is none yet."""
+        return iter(())
+
+
+def _messages_in(line: str) -> list[str]:
+    """Return the lines that a screen shows of an event, but for those that are in a log."""
+    with suppress(ValueError, KeyError, TypeError, AttributeError):
+        event = json.loads(line)
+        if event.get("type") != "output":
+            told = start_line(event) if event.get("type") == "start" else message_line(event)
+            return told.splitlines() if told is not None else []
+    return []
 
 
 def _start_of_last(file: IO[bytes], count: int) -> int:

@@ -19,8 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 from zrun.launch import processes
+from zrun.launch.echo import Echo
 from zrun.launch.frames import EVENT, GRACE_S, SILENCE_S, Frame, Start, Stop, Unpacker
 from zrun.launch.hangs import BOARD_S, Observer
 from zrun.launch.memory_watch import MemoryWatch
@@ -30,6 +32,7 @@ from zrun.launch.tail import last_lines
 from zrun.launch.workers import Workers
 from zrun_core import room
 from zrun_core.errors import ExitCode
+from zrun_core.events import Event, encode
 from zrun_core.stop import SAVE
 
 _READ_BYTES = 1 << 16
@@ -69,6 +72,7 @@ class Switchboard:
         self._leaders: dict[int, Process] = {}  # by rank; of all, what forks them
         self._workers: Workers = {}
         self._observer: Observer | None = None
+        self._echoes: dict[int, Echo] = {}  # of the ranks whose output the launcher shows, while they run
         self._run_dir = Path()
         self._looked = self._heard = 0.0
         self._is_remote = False  # the launcher's silence means that it, or the way to it, is dead
@@ -100,13 +104,21 @@ class Switchboard:
         self._on(telemetry.fileno(), self._hear)
 
     def watch(
-        self, ranks: Sequence[int], server: int, run_dir: Path, observer: Observer, *, is_remote: bool,
+        self,
+        ranks: Sequence[int],
+        server: int,
+        run_dir: Path,
+        observer: Observer,
+        echoes: Mapping[int, Echo],
+        *,
+        is_remote: bool,
         memory: int | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Report how these workers fare, and stop them when the launcher says so or dies.
 
         Args:
             server: the process that is to fork them, see `follow`.
+            echoes: what the launcher shows of their output, by rank.
             memory: bytes that they may take together; None: what the host has.
             is_remote: the launcher is on another host, and may vanish without a word.
         """
@@ -116,6 +128,7 @@ class Switchboard:
         self._send({"frame": "started"})
         self._heard = time.monotonic()
         self._observer, self._is_remote = observer, is_remote
+        self._echoes = dict(echoes)
         self._memory = MemoryWatch(memory)
         if self._stop_with is not None:
             self.stop(self._stop_with)
@@ -190,6 +203,8 @@ class Switchboard:
             self._looked = now
             running = sorted(self._running)
             self._send(self._observer.look(running))
+            for echo in self._echoes.values():
+                self._tell(echo.look(now))
             if self._memory is not None and self._observer.hold_all_they_need(running):
                 self._memory = None
         if self._memory is not None:
@@ -306,12 +321,15 @@ class Switchboard:
         by_kernel = oom_kills is not None and oom_kills > (self._oom_kills or 0)
         oom = status == -signal.SIGKILL and (bool(self._shortage) or by_kernel)
         told = {"frame": "exit", "rank": rank, "status": status, "oom": oom, "shortage": self._shortage * oom}
-        self._send({**told, **self._last_words(rank, status)})
+        last_words = self._last_words(rank, status)
+        if (echo := self._echoes.pop(rank, None)) is not None:
+            self._tell(echo.last_look(time.monotonic(), _report_in(last_words["note"])))
+        self._send({**told, **last_words})
         if status != 0 and self._kill_at is None:
             now = time.monotonic()
             self._terminate_at, self._kill_at = now + _LAST_WORDS_S, now + GRACE_S
 
-    def _last_words(self, rank: int, status: int) -> dict[str, object]:
+    def _last_words(self, rank: int, status: int) -> dict[str, Any]:
         """Why a worker ended: its own note and the end of its log, which only this host may have."""
         note: str | None = None
         with suppress(OSError), open(self._run_dir / "failures" / f"rank-{rank}.json", errors="replace") as file:
@@ -327,6 +345,9 @@ class Switchboard:
             raise _Finished
         self._selector.unregister(self._done)
         self._is_done = True
+
+    def _tell(self, events: Sequence[Event]) -> None:
+        self._write(b"".join(EVENT + encode(event) + b"}\n" for event in events))
 
     def _send(self, frame: dict[str, object]) -> None:
         self._write(json.dumps(frame).encode() + b"\n")
@@ -363,6 +384,13 @@ class Switchboard:
                     self._is_deaf = True
                 self._heard = time.monotonic()
             self._is_deaf |= self._is_remote and time.monotonic() - self._heard > SILENCE_S
+
+
+def _report_in(note: str | None) -> str | None:
+    """Return what a rank that left this note has printed of its failure."""
+    with suppress(ValueError, TypeError, KeyError):
+        return str(json.loads(note or "")["traceback"])
+    return None
 
 
 class _Finished(Exception):  # noqa: N818

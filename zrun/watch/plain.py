@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TextIO
 
 from zrun.watch import text
@@ -58,9 +59,22 @@ def message_line(event: Event) -> str | None:
             return f"warning (rank {event['rank']}): {text.printable(str(event.get('message')))}"
         case "stop" if event.get("signal") != "SIGUSR1":  # the launcher's own way to ask
             return f"rank {event['rank']}: {event.get('signal')}: finishing the step"
+        case "output":
+            return output_lines(event)
         case "log":
             return f"rank {event['rank']}: {text.printable(str(event.get('message')))}"
     return None
+
+
+def output_lines(event: Event) -> str:
+    """What a rank printed; each line says which rank."""
+    rank, left_out = f"rank {event['rank']}", int(event.get("left_out") or 0)
+    lines = [f"{rank}: {line}" for line in event.get("lines") or ()]
+    if left_out:
+        plural = "s" if left_out > 1 else ""
+        log = str(event.get("log")).removeprefix(f"{os.getcwd()}/")
+        lines.insert(0, f"{rank}: ... {left_out:,} line{plural} left out, see {log}")
+    return "\n".join(lines)
 
 
 def step_line(state: RunState) -> str:

@@ -24,6 +24,8 @@ from typing import Any
 
 import rig as rigs
 
+from zrun.launch.frames import SILENCE_S
+
 WILD = Path(__file__).parents[1] / "e2e" / "wild.py"
 PATIENCE_S = 300.0  # only bounds a failure: a busy machine may take long
 HANG_S = 4.0
@@ -83,7 +85,9 @@ def start(rig: rigs.Rig, folder: Path, *overrides: str, **keys: Any) -> Launch:
     }  # fmt: skip
     (folder / "job.yaml").write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in given.items()))
     command = [sys.executable, "-m", "zrun", "train", "job.yaml", "--run-dir", "run", "--ui", "plain", *overrides]
-    launcher = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # Nobody reads what it prints: a pipe would fill, and hold it up.
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    launcher = subprocess.Popen(command, cwd=folder, text=True, **quiet)
     return Launch(rig, folder, launcher)
 
 
@@ -134,6 +138,24 @@ def unplug_briefly(launch: Launch) -> None:
     launch.rig.hosts["node2"].link("up")
     launch.wait_for(lambda: len(launch.events("step")) > before + 20, "more steps")
     launch.launcher.send_signal(signal.SIGINT)
+
+
+def nap(launch: Launch, pid: int) -> None:
+    """A process stands still for longer than anybody's silence is believed, and nobody else minds."""
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(SILENCE_S + 5.0)
+    os.kill(pid, signal.SIGCONT)
+    late = time.time() + 3.0
+    launch.wait_for(lambda: launch.events("step")[-1]["time"] > late, "steps of after the nap")
+    launch.launcher.send_signal(signal.SIGINT)
+
+
+def agent_naps(launch: Launch) -> None:
+    nap(launch, launch.agent("node2"))
+
+
+def launcher_naps(launch: Launch) -> None:
+    nap(launch, launch.launcher.pid)
 
 
 def stop_one_of_two(launch: Launch) -> None:
@@ -235,6 +257,8 @@ FAULTS = [
     Fault("link cut", cut, 6, r"lost node2: the host no longer answers", 20, keys=soon_hangs),
     Fault("link cut, min_hosts: 2", cut_after_a_save, 0, r"restart 1 of 1 in 5 s, after step", 60, keys=do_with_two),
     Fault("link down for 3 s", unplug_briefly, 130, r"stopped after step", 60),
+    Fault("agent stopped for 20 s", agent_naps, 130, r"stopped after step", 120),
+    Fault("launcher stopped for 20 s", launcher_naps, 130, r"stopped after step", 120),
     Fault("ctrl-C", interrupt, 130, r"stopped after step", 8),
     Fault("ctrl-C twice", interrupt_twice, 130, r"stopped after step", 8),
     Fault("one of two jobs stopped", stop_one_of_two, 130, r"stopped after step", 60),
@@ -279,7 +303,7 @@ def main() -> int:
         print(f"three hosts: {reason}")
         return 0
     wrong = 0
-    print(f"{'fault':23} {'exit':>4} {'s':>5}  {'left':4}  cause")
+    print(f"{'fault':26} {'exit':>4} {'s':>5}  {'left':4}  cause")
     with tempfile.TemporaryDirectory(prefix="zrun-faults-") as folder, rigs.build(Path(folder) / "rig") as rig:
         for number, fault in enumerate(FAULTS):
             found = strike(fault, rig, Path(folder) / str(number))
@@ -288,7 +312,7 @@ def main() -> int:
             wrong += not is_right
             left = sum(map(len, found.left.values()))
             mark = "" if is_right else f"  WRONG: expected {fault.code} within {fault.bound_s:g} s, {fault.says}"
-            print(f"{fault.name:23} {found.code:4} {found.seconds:5.1f}  {left:4}  {found.cause}{mark}", flush=True)
+            print(f"{fault.name:26} {found.code:4} {found.seconds:5.1f}  {left:4}  {found.cause}{mark}", flush=True)
     return int(wrong > 0)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from zrun.launch.awake import AwakeClock
 from zrun.launch.failures import Exit, Note
 from zrun.launch.frames import Frame, Stop
 from zrun.launch.rundir import RunDir
@@ -223,6 +224,49 @@ def test_a_host_that_could_not_start_its_workers_is_lost(rundir):
 def test_a_host_that_never_starts_is_named():
     with pytest.raises(RendezvousError, match=r"^b: the workers had not started after 5 s"):
         Hosts(6.0, starts=("a",), start_s=5.0).watch()
+
+
+def test_a_host_that_heard_nothing_and_went_on_has_saved(rundir):
+    deaf = {"frame": "deaf", "silent_s": 120.4, "stop": "finish"}
+    exits = ("a", exit_frame(0, 75)), ("b", exit_frame(1, 75))
+    hosts = Hosts(("b", deaf), *exits, ("a", DONE), ("b", DONE))
+    hosts.watch()
+    assert judge(hosts.run, plan(), rundir, Interrupts()) == (75, None)
+    assert hosts.run.stopping == "b: its agent had no word from this launcher for 120 s"
+
+
+def test_a_host_that_heard_nothing_and_stood_still_is_lost_and_nobody_asked_for_the_end(rundir):
+    deaf = {"frame": "deaf", "silent_s": 15.2, "stop": "now"}
+    told = ("b", {"frame": "event", "event": {"type": "stop", "signal": "SIGINT", "rank": 1, "time": 1.0}})
+    hosts = Hosts(("b", deaf), told, ("b", exit_frame(1, 130)), 1.0, ("a", DONE), ("b", DONE))
+    hosts.watch()
+    code, failure = judge(hosts.run, plan(), rundir, Interrupts())
+    assert (code, hosts.run.stopping) == (6, ""), "so that restarts apply"
+    assert failure.headline.startswith("lost b: its agent had no word from this launcher for 15 s, and its ranks made")
+
+
+def test_what_a_launcher_slept_through_is_no_delay():
+    def doze(seconds: float) -> None:
+        times.append(times[-1] + seconds)
+
+    times = [100.0]
+    clock = AwakeClock(lambda: times[-1])
+    begin = clock()
+    doze(1.5)
+    assert clock() - begin == 1.5
+    doze(70.0)  # ctrl-Z, and fg
+    assert clock() - begin == 3.5
+    doze(0.1)
+    assert clock() - begin == pytest.approx(3.6)
+
+
+def test_a_launcher_says_that_it_will_be_silent_before_it_stands_still(monkeypatch):
+    interrupts, stopped = Interrupts(), []
+    monkeypatch.setattr("os.kill", lambda pid, number: stopped.append(number))
+    with interrupts.caught():
+        told = told_to([lambda: signal.raise_signal(signal.SIGTSTP), lambda: None], interrupts)
+    assert (told, stopped) == ([{"hold": True}], [signal.SIGSTOP])
+    assert interrupts.level == 0
 
 
 def test_a_hang_is_found_from_the_boards_of_all_hosts(rundir):

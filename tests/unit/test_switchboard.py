@@ -21,7 +21,7 @@ from zrun.launch.hangs import Observer
 from zrun.launch.lines import Lines
 from zrun.launch.switchboard import Switchboard
 from zrun.launch.workers import Worker
-from zrun_core.board import BoardView
+from zrun_core.board import Board, BoardView
 from zrun_core.stop import SAVE
 
 PATIENCE_S = 30.0
@@ -97,6 +97,37 @@ def test_silence_is_noticed_although_nobody_takes_what_is_said(folder: Path, mon
         setting.switchboard.end_sessions()
         setting.switchboard.finish()  # nor does the end wait for such a launcher
     finally:
+        setting.kill()
+
+
+def test_ranks_that_go_on_get_time_to_save_when_nobody_is_heard(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BOARD_S", 0.02)
+    monkeypatch.setattr(module, "SILENCE_S", 1.0)
+    monkeypatch.setattr(module, "ORPHAN_S", 1.2)
+    setting = Setting(folder, is_remote=True)
+    board = Board(folder / "board", 0, range(1), 1)
+    try:
+        while not select.select([setting.worker.pidfd], [], [], 0.02)[0]:
+            board.step(1)  # it moves
+        assert setting.wait() == -signal.SIGUSR1, "asked to finish its step"
+        setting.switchboard.finish()
+    finally:
+        setting.kill()
+    (deaf,) = (frame for frame in setting.hear() if frame["frame"] == "deaf")
+    assert (deaf["stop"], deaf["silent_s"] > 1.2) == ("finish", True)
+
+
+def test_a_launcher_that_said_so_may_be_silent(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BOARD_S", 0.02)
+    monkeypatch.setattr(module, "SILENCE_S", 0.2)
+    setting = Setting(folder, is_remote=True)
+    try:
+        os.write(setting.control, pack({"hold": True}))
+        assert not select.select([setting.worker.pidfd], [], [], 1.0)[0]
+        os.write(setting.control, pack({"beat": True}))
+        assert setting.wait() != 0, "the next silence counts"
+    finally:
+        setting.switchboard.finish()
         setting.kill()
 
 

@@ -9,10 +9,11 @@ Down the agent's stdin go length-prefixed JSON objects; its end is the end of th
     {"save": true}          ask rank 0, where it runs, to save at the end of its step and to go on
     {"testify": true}       a rank hangs: what do those of this host do?
     {"beat": true}          the launcher is there
+    {"hold": true}          it is about to stand still (ctrl-Z): its silence means nothing until its next word
     {"exit": 5}             to an agent that another launcher started: how its process is to end
 
 Up its stdout come JSON lines (`zrun.launch.lines`): `hello`, an `answer` to each question, `started`, `event`, `board`,
-`testimony`, `exit` and `done`.
+`testimony`, `deaf` (it ends its workers, since it heard nothing for too long), `exit` and `done`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ Frame = dict[str, Any]
 
 GRACE_S = 5.0  # that an agent leaves workers between SIGTERM and SIGKILL
 BEAT_S = 3.0  # between two words of a launcher to the agents of other hosts
-SILENCE_S = 15.0  # after which such an agent takes the launcher, or the way to it, for dead
+SILENCE_S = 15.0  # after which such an agent takes the launcher, or the way to it, for dead ...
+ORPHAN_S = 120.0  # ... or after this, as long as its ranks go on: then the other hosts are there, and the way to them
 
 _LENGTH = struct.Struct(">I")
 _LARGEST = 16 << 20
@@ -56,7 +58,7 @@ class Start:
     store: str | None = None  # where the ranks of several hosts meet, tcp://address:port; None: in a file
     interface: str | None = None  # of this host, that leads to the others; None: there are none
     seat: int | None = None  # the one rank that it runs, where each has an agent of its own; None: those of the host
-    is_remote: bool = False  # the launcher is elsewhere: its silence for SILENCE_S is its end, or that of the way to it
+    is_remote: bool = False  # the launcher is elsewhere: its silence is its end, or that of the way to it
 
     def pack(self) -> bytes:
         return self.pack_spec() + self.pack_own()

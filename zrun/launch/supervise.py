@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import sys
 import time
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from zrun.launch import signals
+from zrun.launch.awake import AwakeClock
 from zrun.launch.failures import Exit, Failure, Hang, LostHost, Note, first_failure, is_cause
 from zrun.launch.frames import BEAT_S, GRACE_S, SILENCE_S, Frame, Stop
 from zrun.launch.hangs import BOARD_S, HangWatch, Inquiry
@@ -73,12 +75,7 @@ class Run:
         """Take in one frame; an event is handed back."""
         match frame["frame"]:
             case "event":  # most are
-                event: Event = frame["event"]
-                self.last_step = max(self.last_step, event.get("step") or 0)
-                self.trains |= event.get("type") == "start"
-                self.ended |= event.get("type") == "end"
-                self.stopping = self.stopping or (str(event.get("signal")) if event.get("type") == "stop" else "")
-                return event
+                return self._fold_event(frame["event"])
             case "board":
                 for text, state in frame["states"].items():
                     if (rank := int(text)) not in self.ended_ranks:
@@ -87,26 +84,50 @@ class Run:
                 self.started.add(host)
             case "done":
                 if host not in self.started:
-                    why = (
-                        f"{host}: its agent could not start the workers; see its log in logs of the run directory there"
-                    )
-                    self.lose(host, why)
+                    why = "its agent could not start the workers; see its log in logs of the run directory there"
+                    self.lose(host, f"{host}: {why}")
             case "exit":
-                self.states.pop(frame["rank"], None)
-                note = Note.parse(frame["note"])
-                end = Exit(
-                    frame["rank"], frame["status"], time.time(), frame["oom"], note, tuple(frame["log"]),
-                    frame.get("shortage", ""),
-                )  # fmt: skip
-                self.exits.append(end)
-                self.ended_ranks.add(end.rank)
-                self.is_failing |= end.status != 0
-                if end.status == 0:
-                    self.first_well = self.first_well or end
+                self._fold_exit(frame)
             case "testimony":
                 if self.inquiry is not None:
                     self.inquiry.hear(frame)
+            case "deaf":
+                self._fold_silence(host, frame)
         return None
+
+    def _fold_event(self, event: Event) -> Event:
+        self.last_step = max(self.last_step, event.get("step") or 0)
+        self.trains |= event.get("type") == "start"
+        self.ended |= event.get("type") == "end"
+        if event.get("type") == "stop" and not self.lost:  # else it is an agent that stops them
+            self.stopping = self.stopping or str(event.get("signal"))
+        return event
+
+    def _fold_exit(self, frame: Frame) -> None:
+        end = Exit(
+            rank=frame["rank"],
+            status=frame["status"],
+            time=time.time(),
+            oom=frame["oom"],
+            note=Note.parse(frame["note"]),
+            log=tuple(frame["log"]),
+            shortage=frame.get("shortage", ""),
+        )
+        self.states.pop(end.rank, None)
+        self.exits.append(end)
+        self.ended_ranks.add(end.rank)
+        self.is_failing |= end.status != 0
+        if end.status == 0:
+            self.first_well = self.first_well or end
+
+    def _fold_silence(self, host: str, frame: Frame) -> None:
+        """Tell a launcher that stood still, while the ranks went on, from a network that was cut."""
+        why = f"{host}: its agent had no word from this launcher for {frame['silent_s']:.0f} s"
+        if frame["stop"] == Stop.FINISH:
+            self.stopping = self.stopping or why
+            return
+        cause = "the network was cut, or this process or its host stood still"
+        self.lose(host, f"{why}, and its ranks made no progress: {cause}")
 
     @property
     def left_early(self) -> Exit | None:
@@ -130,6 +151,7 @@ class Interrupts:
             terminal and a scheduler warn more than once.
         forced_at: unix seconds at which level 2 was reached.
         wants_save: `zrun save` asked, and nobody has looked yet. It asks for no end.
+        wants_pause: the terminal asked (ctrl-Z), and nobody has looked yet.
     """
 
     def __init__(self) -> None:
@@ -138,6 +160,7 @@ class Interrupts:
         self.level = 0
         self.forced_at: float | None = None
         self.wants_save = False
+        self.wants_pause = False
         self._num_firm = 0
 
     def force(self) -> None:
@@ -149,9 +172,13 @@ class Interrupts:
     def caught(self) -> Iterator[None]:
         before = {number: signal.signal(number, self._note) for number in signals.numbers()}
         signal.signal(SAVE, self._note_save)
+        pausing = signal.getsignal(signal.SIGTSTP)
+        if pausing is signal.SIG_DFL:  # a shell without job control ignores it
+            signal.signal(signal.SIGTSTP, self._note_pause)
         try:
             yield
         finally:
+            signal.signal(signal.SIGTSTP, pausing)
             signal.signal(SAVE, signal.SIG_IGN)
             for number, handler in before.items():
                 # Whoever keeps on pressing must not cut the last words short.
@@ -159,6 +186,9 @@ class Interrupts:
 
     def _note_save(self, number: int, _: object) -> None:
         self.wants_save = True
+
+    def _note_pause(self, number: int, _: object) -> None:
+        self.wants_pause = True
 
     def _note(self, number: int, _: object) -> None:
         self.first = self.first or signal.Signals(number)
@@ -181,10 +211,11 @@ class Supervisor:
         run: Run,
         interrupts: Interrupts,
         limits: LimitsConfig,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] | None = None,
     ) -> None:
+        """Follow `agents`, by a clock in seconds that leaves out what this process slept through."""
         self._agents, self._run, self._interrupts, self._limits = agents, run, interrupts, limits
-        self._clock = clock
+        self._clock = clock = clock or AwakeClock()
         self._hangs = HangWatch(limits)
         self._late = clock() + limits.start_s
         self._beat_at = self._judge_at = float("-inf")
@@ -223,6 +254,7 @@ class Supervisor:
             self._stop_after_a_failure(now)
             self._stop_when_asked(now)
             self._save_when_asked()
+            self._pause_when_asked()
 
     def _check_start(self, now: float) -> None:
         if now > self._late:
@@ -279,6 +311,8 @@ class Supervisor:
         interrupts = self._interrupts
         if self._patience is None and (interrupts.level or self._run.stopping):
             self._patience = Patience(now, self._limits)
+            if not interrupts.level:
+                _say(f"{self._run.stopping}: finishing the step")
         if self._patience is not None and interrupts.level < 2:
             self._wait_to_finish(now, self._patience)
         if interrupts.level > self._obeyed:
@@ -299,6 +333,16 @@ class Supervisor:
                 f"a save is under way: it has {limits.save_s:g} s (limits.save_s) instead of {limits.stop_s:g} "
                 "(limits.stop_s); once more stops at once"
             )
+
+    def _pause_when_asked(self) -> None:
+        """Stand still as the terminal asked for (ctrl-Z). The ranks train on meanwhile."""
+        if not self._interrupts.wants_pause:
+            return
+        self._interrupts.wants_pause = False
+        self._agents.tell({"hold": True})
+        _say("zrun is stopped, and its ranks train on: fg shows them again")
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self._agents.tell({"beat": True})
 
     def _save_when_asked(self) -> None:
         """Pass on what `zrun save` asked for. A run that ends says by itself what of it is saved."""

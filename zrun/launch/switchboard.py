@@ -22,8 +22,9 @@ from queue import SimpleQueue
 from typing import Any
 
 from zrun.launch import processes
+from zrun.launch.awake import AwakeClock
 from zrun.launch.echo import Echo
-from zrun.launch.frames import EVENT, GRACE_S, SILENCE_S, Frame, Start, Stop, Unpacker
+from zrun.launch.frames import EVENT, GRACE_S, ORPHAN_S, SILENCE_S, Frame, Start, Stop, Unpacker
 from zrun.launch.hangs import BOARD_S, Observer
 from zrun.launch.memory_watch import MemoryWatch
 from zrun.launch.outbox import Outbox
@@ -74,8 +75,15 @@ class Switchboard:
         self._observer: Observer | None = None
         self._echoes: dict[int, Echo] = {}  # of the ranks whose output the launcher shows, while they run
         self._run_dir = Path()
-        self._looked = self._heard = 0.0
-        self._is_remote = False  # the launcher's silence means that it, or the way to it, is dead
+        self._looked = 0.0
+        # The launcher's silence means that it, or the way to it, is dead: all three by the clock of a process that
+        # may have stood still itself.
+        self._is_remote = False
+        self._awake = AwakeClock()
+        self._heard = self._moved = self._awake()  # the launcher; the ranks, by their boards
+        self._states: object = None  # as the boards said last
+        self._is_on_hold = False  # the launcher has said that it will be silent
+        self._is_finishing = False  # the ranks were asked to end, since nobody was heard
         self._running: set[int] = set()  # ranks, also those that are to be forked
         self._writing = threading.Lock()
         self._stop_with: Stop | None = None  # for those that are to be forked too
@@ -126,7 +134,7 @@ class Switchboard:
         self._running = set(ranks)
         self._lead(dict.fromkeys(ranks, server))
         self._send({"frame": "started"})
-        self._heard = time.monotonic()
+        self._heard = self._moved = self._awake()
         self._observer, self._is_remote = observer, is_remote
         self._echoes = dict(echoes)
         self._memory = MemoryWatch(memory)
@@ -199,12 +207,17 @@ class Switchboard:
 
     def _look(self, now: float) -> None:
         """What is to be done now and then."""
-        if self._observer is not None and now - self._looked > BOARD_S and not self._outbox.is_full:
+        awake = self._awake()
+        if self._observer is not None and now - self._looked > BOARD_S:
             self._looked = now
             running = sorted(self._running)
-            self._send(self._observer.look(running))
-            for echo in self._echoes.values():
-                self._tell(echo.look(now))
+            board = self._observer.look(running)
+            if board["states"] != self._states:
+                self._states, self._moved = board["states"], awake
+            if not self._outbox.is_full:
+                self._send(board)
+                for echo in self._echoes.values():
+                    self._tell(echo.look(now))
             if self._memory is not None and self._observer.hold_all_they_need(running):
                 self._memory = None
         if self._memory is not None:
@@ -213,14 +226,35 @@ class Switchboard:
                 print(f"{self._shortage}: the workers are killed", flush=True)
                 self._memory = None
                 self.stop(Stop.KILL)
-        if self._is_remote and not self._is_deaf and now - self._heard > SILENCE_S:
-            print(f"no word from the launcher for {SILENCE_S:g} s: stopping", flush=True)
-            self._hear_no_more()
-            self._asked(Stop.NOW)
+        if self._is_remote and not self._is_deaf and not self._is_on_hold:
+            self._mind_silence(awake - self._heard, awake - self._moved)
         if self._is_joined and os.getppid() != self._parent:
             self._parent = os.getppid()
             print("the launcher that started this process is gone: stopping", flush=True)
             self._asked(Stop.FINISH)
+
+    def _mind_silence(self, silent_s: float, still_s: float) -> None:
+        """End the ranks of a launcher that is not heard any more.
+
+        Args:
+            silent_s: since its last word.
+            still_s: since the ranks last made progress. Those that go on reach the ranks of all other hosts, so it is
+                the launcher that stands still or is gone, and not the network: they have more time, and may save.
+        """
+        if silent_s <= SILENCE_S:
+            return
+        if still_s > SILENCE_S or silent_s > 2 * ORPHAN_S:
+            self._tell_deaf(silent_s, Stop.NOW)
+            self._hear_no_more()
+            self._asked(Stop.NOW)
+        elif silent_s > ORPHAN_S and not self._is_finishing:
+            self._is_finishing = True
+            self._tell_deaf(silent_s, Stop.FINISH)
+            self._asked(Stop.FINISH)
+
+    def _tell_deaf(self, silent_s: float, how: Stop) -> None:
+        print(f"no word from the launcher for {silent_s:.0f} s: stopping ({how})", flush=True)
+        self._send({"frame": "deaf", "silent_s": silent_s, "stop": how})
 
     def _testify(self) -> None:
         running = sorted(self._running)
@@ -240,7 +274,7 @@ class Switchboard:
             self._hear_no_more()
             self._asked(Stop.NOW)
             return
-        self._heard = time.monotonic()
+        self._heard, self._is_on_hold = self._awake(), False
         for frame in self._unpacker.feed(data):
             if "stop" in frame:
                 self._asked(Stop(frame["stop"]))
@@ -248,6 +282,8 @@ class Switchboard:
                 self._ask_for_save()
             elif "testify" in frame:
                 self._testify()
+            elif "hold" in frame:
+                self._is_on_hold = True
             elif "ask" in frame:
                 self.orders.put(frame)
             elif "exit" in frame:
@@ -382,8 +418,8 @@ class Switchboard:
                     self._is_deaf = not os.read(self._control, _READ_BYTES)
                 except OSError:  # a connection that broke
                     self._is_deaf = True
-                self._heard = time.monotonic()
-            self._is_deaf |= self._is_remote and time.monotonic() - self._heard > SILENCE_S
+                self._heard = self._awake()
+            self._is_deaf |= self._is_remote and self._awake() - self._heard > SILENCE_S
 
 
 def _report_in(note: str | None) -> str | None:

@@ -32,6 +32,8 @@ LEAF_ADVICE = (
     "Some modules ran on one rank only: name the module that chooses between them in zero.leaf, so that it is handled "
     "as a whole"
 )
+MEAN_NAME = "mean() in hooks."  # with the key of the hook
+HOOK_ADVICE = "A hook called context.mean() on some ranks only: call it on every rank"
 assert _HEADER.size + len(_KINDS) * _HISTORY * _ENTRY.size <= _PAGE
 
 
@@ -160,7 +162,7 @@ class BoardView:
                         return (
                             f"ranks disagree on {kind} {number}{when}: rank {self.rank} "
                             f"is at {ours.name!r} ({format_size(ours.num_bytes)}), rank {peer} at {other.name!r} "
-                            f"({format_size(other.num_bytes)}). {self.advice}"
+                            f"({format_size(other.num_bytes)}). {self._advice(ours.name, other.name)}"
                         )
         return None
 
@@ -172,16 +174,26 @@ class BoardView:
         states = {rank: self.state(rank) for rank in self.ranks}
         if any(state.is_halted for state in states.values()):
             return None
+        missed = []
         for kind in _KINDS:
             last = {rank: max(self.history(rank, kind), default=0) for rank in self.ranks}
             ahead, behind = max(last, key=last.__getitem__), min(last, key=last.__getitem__)
             if last[ahead] != last[behind]:
-                name, step = self.history(ahead, kind)[last[ahead]].name, states[ahead].step
-                return (
-                    f"all ranks wait{f' in step {step}' if step else ''}: rank {ahead} for {kind} {last[ahead]}, "
-                    f"{name!r}, to which rank {behind} does not come. {self.advice}"
-                )
-        return None
+                missed.append((self.history(ahead, kind)[last[ahead]], ahead, behind))
+        if not missed:
+            return None
+        # What a hook alone waits for explains all others.
+        issue, ahead, behind = min(missed, key=lambda each: not each[0].name.startswith(MEAN_NAME))
+        step = states[ahead].step
+        return (
+            f"all ranks wait{f' in step {step}' if step else ''}: "
+            f"rank {ahead} for {issue.kind} {issue.number}, {issue.name!r}, "
+            f"to which rank {behind} does not come. {self._advice(issue.name)}"
+        )
+
+    def _advice(self, *names: str) -> str:
+        """What to do where ranks do not meet in the collectives of these names."""
+        return HOOK_ADVICE if any(name.startswith(MEAN_NAME) for name in names) else self.advice
 
 
 class Board(BoardView):

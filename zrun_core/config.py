@@ -415,13 +415,30 @@ class ActivationsConfig(Section):
 
 
 class HooksConfig(Section):
-    """The user's functions called by the loop, each as f(context)."""
+    """The user's functions called by the loop on every rank, each as f(context)."""
 
+    on_start: Ref | None = Field(
+        default=None,
+        description="before the first step, and when the run goes on",
+        examples=["hooks.py:on_start"],
+    )
     on_step: Ref | None = Field(
-        default=None, description="after every optimizer step, on every rank", examples=["hooks.py:on_step"]
+        default=None,
+        description="after every optimizer step",
+        examples=["hooks.py:on_step"],
     )
     on_eval: Ref | None = Field(
-        default=None, description="after every evaluation, on every rank", examples=["hooks.py:on_eval"]
+        default=None,
+        description="after every evaluation",
+        examples=["hooks.py:on_eval"],
+    )
+    on_save: Ref | None = Field(
+        default=None, description="once a checkpoint is on the disk", examples=["hooks.py:on_save"]
+    )
+    on_end: Ref | None = Field(
+        default=None,
+        description="at the end of a run that did not fail",
+        examples=["hooks.py:on_end"],
     )
 
 

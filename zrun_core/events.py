@@ -14,7 +14,19 @@ from collections import deque
 from typing import Any, Literal
 
 EventType = Literal[
-    "start", "step", "eval", "save", "warning", "log", "output", "memory", "peak", "stop", "estimate", "end"
+    "start",
+    "step",
+    "eval",
+    "metrics",
+    "save",
+    "warning",
+    "log",
+    "output",
+    "memory",
+    "peak",
+    "stop",
+    "estimate",
+    "end",
 ]
 Event = dict[str, Any]
 

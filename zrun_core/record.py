@@ -74,6 +74,7 @@ class Numbers(NamedTuple):
     samples: float
     tokens: float
     stop: float  # ranks that a signal asked to stop
+    end: float  # ranks of which a hook asked for the end
     dropped: float  # micro-batches for which a rank had no memory
     written: float  # these four: see zrun_core/checkpoint/checkpointer.py
     settled: float
@@ -140,11 +141,20 @@ def to_host(result: StepResult, scale: torch.Tensor) -> Arriving:
 
 
 class Recorder:
-    """Counts what steps came to, and tells it: most of it on the main rank, memory on every rank."""
+    """Counts what steps came to, and tells it: most of it on the main rank, memory on every rank.
+
+    Attributes:
+        lr: of the newest step whose numbers were read; None before.
+        grad_norm: as `lr`.
+        metrics: what the newest evaluation came to, by name.
+    """
 
     def __init__(self, spec: RunSpec, sharded: ShardedModel, emitter: Emitter, clock: StepClock) -> None:
         self.spec, self.job = spec, spec.job
         self.progress = Progress()
+        self.lr: float | None = None
+        self.grad_norm: float | None = None
+        self.metrics: dict[str, float] = {}
         self._first = Progress()  # what of it was done before this process
         self._sharded, self._emitter, self._clock = sharded, emitter, clock
         self._world, self._device = sharded.mesh.world, sharded.comm.device
@@ -223,6 +233,7 @@ class Recorder:
                 "zero.leaf, so that it is handled as a whole"
             )
         progress, skipped = self.progress, bool(numbers.skipped)
+        self.lr, self.grad_norm = pending.lr, numbers.grad_norm
         progress.loss = numbers.loss / numbers.weight if numbers.weight else float("nan")
         progress.samples += int(numbers.samples)
         progress.tokens += int(numbers.tokens)
@@ -291,18 +302,28 @@ class Recorder:
 
     def evaluation(self, loss: float, samples: int, tokens: int, seconds: float) -> None:
         """What an evaluation came to."""
+        self.metrics = {"loss": loss}
         if self.is_main:
             self._emitter.emit(
                 "eval", step=self.progress.steps, loss=loss, samples=samples, tokens=tokens, seconds=seconds
             )
+
+    def hook_metrics(self, hook: str, step: int, values: Mapping[str, float]) -> None:
+        """What a hook has recorded."""
+        if values and self.is_main:
+            self._emitter.emit("metrics", step=step, hook=hook, values=dict(values))
 
     def log(self, text: str) -> None:
         """A line of the user's, above the progress display."""
         if self.is_main:
             self._emitter.emit("log", message=text)
 
-    def end(self, reason: str) -> None:
-        """What the run came to, and what of it was planned."""
+    def end(self, reason: str, why: str | None = None) -> None:
+        """What the run came to, and what of it was planned.
+
+        Args:
+            why: what made it end early, if something did.
+        """
         if not self.is_main:
             return
         allocated, planned = self._sharded.allocated_memory().by_kind, self._sharded.planned_memory().by_kind
@@ -312,6 +333,7 @@ class Recorder:
             "end",
             step=self.progress.steps,
             reason=reason,
+            why=why,
             total_s=time.monotonic() - self._start_time,
             loss=self.progress.loss,
             traffic={

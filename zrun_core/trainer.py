@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch import nn
 
 from zrun_core import rng
 from zrun_core.board import Board
@@ -33,6 +33,7 @@ from zrun_core.errors import (
 from zrun_core.events import Emitter
 from zrun_core.guards import NumericGuard
 from zrun_core.high_water import HighWater
+from zrun_core.hooks import Hook, Hooks
 from zrun_core.loss import LossFunction, LossKind, compute_loss
 from zrun_core.metrics import FlopCount, Phase, StepClock
 from zrun_core.oom import MemoryGuard
@@ -44,44 +45,30 @@ from zrun_core.stop import StopSignals
 from zrun_core.user import user_code
 from zrun_core.zero.sharded import ShardedModel
 
-_STOP, _DROPPED, _FIRST_VOTE = (Numbers._fields.index(name) for name in ("stop", "dropped", Votes._fields[0]))
+_STOP, _END, _DROPPED, _FIRST_VOTE = (
+    Numbers._fields.index(name) for name in ("stop", "end", "dropped", Votes._fields[0])
+)
 _VOTES = slice(_FIRST_VOTE, _FIRST_VOTE + len(Votes._fields))
 
 
 @dataclass(frozen=True)
-class HookContext:
-    """What a user's hook is called with.
-
-    Attributes:
-        model: the user's module; parameters are whole only inside `gathered()`.
-        step: optimizer steps done.
-        loss: of the step or of the evaluation, over all ranks.
-        is_main: true on one rank.
-        log: print a line above the progress display; only the main rank's lines are shown.
-        gathered: context manager that makes every parameter whole; enter it on all ranks.
-    """
-
-    model: nn.Module
-    step: int
-    loss: float
-    is_main: bool
-    device: torch.device
-    log: Callable[[str], None]
-    gathered: Callable[[], AbstractContextManager[nn.Module]]
-
-
-Hook = Callable[[HookContext], object]
-
-
-@dataclass(frozen=True)
 class Parts:
-    """The user's functions, loaded."""
+    """The user's functions, loaded. Hooks are named by their keys."""
 
     loss: LossFunction | None
-    on_step: Hook | None
-    on_eval: Hook | None
+    hooks: Mapping[str, Hook]
     eval_data: object | None
     collate: Callable[[list[Any]], Any] | None
+
+
+class Ending(NamedTuple):
+    """Why a run ends: `reason` and `why` of the `end` event."""
+
+    reason: str
+    why: str | None = None
+
+    def __str__(self) -> str:
+        return self.reason if self.why is None else f"{self.reason}: {self.why}"
 
 
 class Trainer:
@@ -111,6 +98,12 @@ class Trainer:
         self.checkpointer = checkpointer  # None: nothing is saved
         self.recorder = Recorder(spec, sharded, emitter, self._clock)
         self.progress = self.recorder.progress
+        self.hooks = Hooks(parts.hooks, sharded, self.recorder, Path(spec.run_dir))
+        self._early: Ending | None = None  # the run ends before the job says so
+        self._must_end = False  # so says a hook of some rank
+        self._committed: list[int] = []  # steps of which hooks.on_save has not heard
+        if checkpointer is not None:
+            checkpointer.on_commit = self._committed.append
         self.replicas = ReplicaGuard(sharded)
         self._numeric = NumericGuard(self.job, sharded, emitter, is_main=self.is_main)
         self._memory = MemoryGuard(spec, sharded, emitter)
@@ -120,7 +113,8 @@ class Trainer:
         self._last_saved = -1, -1  # step and number of updates
         self._must_stop = self._has_told_stop = False
         # On a GPU the numbers of a step are read in the middle of the next one.
-        self._reads_late = self.device.type == "cuda" and parts.on_step is None  # which is called between two steps
+        # Not where there is hooks.on_step, which is called between two steps.
+        self._reads_late = self.device.type == "cuda" and "on_step" not in parts.hooks
         self._numeric_problem: str | None = None
 
     @property
@@ -164,22 +158,24 @@ class Trainer:
             self.module.train()
         if not self._is_resumed:  # its buffers are those of the run that it goes on with
             self._broadcast_buffers()
-            if self.job.eval is not None and self.job.eval.first:
-                self.evaluate()
-        elif self.job.eval is not None and self._owes_evaluation:
+        self._call_hook("on_start")
+        evaluation = self.job.eval
+        comes_first = self._owes_evaluation if self._is_resumed else evaluation and evaluation.first
+        if evaluation is not None and comes_first:
             self.evaluate()
         self._clock.restart()
-        reason = self._train()
+        ending = self._train()
         self._resolve()
         self.recorder.warn_once()
         self.recorder.warn_of_growth()
-        if reason == "stopped":
+        if ending.reason == "stopped":
             self._leave()
         if self.checkpointer is not None:
             self.phase = "save"
             self.checkpointer.finish()
             if self.checkpointer.config.final:
                 self.save("end")
+            self._tell_saves()
         if self.job.eval is not None:
             every = self.job.eval.every
             if every is None or self.progress.steps % every:
@@ -189,20 +185,24 @@ class Trainer:
         if self.checkpointer is not None:
             self.phase = "save"
             self.checkpointer.tidy_up()
-        self.recorder.end(reason)
+        self._call_hook("on_end", reason=ending.reason)
+        self.recorder.end(*ending)
         self.phase = "end"
 
-    def _train(self) -> str:
+    def _train(self) -> Ending:
         evaluation = self.job.eval
         while self.job.steps is None or self.progress.steps < self.job.steps:
             if self._must_stop:
-                return "stopped"
+                return Ending("stopped")
+            self._hear_who_ends()
+            if self._early is not None:
+                return self._early
             with self._watched():
                 self.phase = "data"
                 with self._clock.during(Phase.DATA):
                     micro_batches = self.loader.next_step()
                 if micro_batches is None:
-                    return "epochs" if self.job.epochs is not None else "data ended"
+                    return Ending("epochs" if self.job.epochs is not None else "data ended")
                 self.step(micro_batches)
             if evaluation is not None and evaluation.every is not None and self.progress.steps % evaluation.every == 0:
                 self._resolve()
@@ -217,8 +217,8 @@ class Trainer:
                         "write steps or epochs"
                     )
                 if self.progress.tokens >= self.job.tokens:
-                    return "tokens"
-        return "steps"
+                    return Ending("tokens")
+        return Ending("steps")
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
@@ -252,8 +252,19 @@ class Trainer:
         self._resolve()
         if self._must_stop:  # then it is saved on leaving
             return
+        self._hear_who_ends()
         self.checkpointer.after_step(self.progress.steps, self._state)
+        self._tell_saves()
         self._clock.restart()
+
+    def _tell_saves(self) -> None:
+        """Call `hooks.on_save` for each step that was committed since this was called last."""
+        assert self.checkpointer is not None
+        committed = list(self._committed)
+        self._committed.clear()
+        for step in committed:
+            folder = self.checkpointer.folder
+            self._call_hook("on_save", step=step, saved=folder.step_path(step))
 
     def _state(self) -> dict[str, Any]:
         """What of a save is not a tensor: counters, the place in the data, the loss scale.
@@ -270,6 +281,7 @@ class Trainer:
             "dataset_samples": self.loader.num_samples,
             "scaler": self.sharded.scaler.state_dict() if self.sharded.scaler.enabled else None,
             "owes_evaluation": self._owes_evaluation,
+            "ended": None if self._early is None else str(self._early),
         }
 
     def resume(self, resumed: Resumed) -> None:
@@ -349,6 +361,7 @@ class Trainer:
         """What this rank has to say before the step, in the place of the first fields of `Numbers`."""
         sums = torch.zeros(NUM_SUMS, dtype=torch.float64)
         sums[_STOP] = self._asked_to_stop()
+        sums[_END] = bool(self.hooks.wish)
         if self.checkpointer is not None:
             sums[_VOTES] = torch.tensor(self.checkpointer.votes(self.stop.take_save()), dtype=torch.float64)
         if self.device.type == "cuda":
@@ -413,6 +426,7 @@ class Trainer:
             self.checkpointer.heed(Votes(numbers.written, numbers.settled, numbers.due, numbers.asked))
         self.recorder.step(pending, numbers, self.loader.epoch)
         self._must_stop |= numbers.stop > 0
+        self._must_end |= numbers.end > 0
         own_loss = float(self._own_sums[1]) if numbers.skipped else 0.0
         problem = self._numeric.see(self.progress, pending.step, numbers, own_loss, is_late=not between_steps)
         if self.checkpointer is not None:  # while numbers go wrong, no step before that goes
@@ -420,10 +434,7 @@ class Trainer:
         self._numeric_problem = self._numeric_problem or problem
         if self._numeric_problem is not None and between_steps:
             self._stop_numerically(self._numeric_problem)
-        if self.parts.on_step is not None:
-            self.phase = "hook"
-            with user_code("hooks.on_step failed"):
-                self.parts.on_step(self._context())
+        self._call_hook("on_step")
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -461,6 +472,19 @@ class Trainer:
             },
         )
 
+    def _call_hook(self, name: str, **facts: Any) -> None:
+        """Call a hook of the user's, if there is one of this name."""
+        if name in self.hooks:
+            self.phase = "hook"
+            self.hooks.call(name, **facts)
+
+    def _hear_who_ends(self) -> None:
+        """Learn why the run is to end, from ranks whose hooks want it. Collective if one does."""
+        if not self._must_end or self._early is not None:
+            return
+        wishes = self.comm.exchange_bytes(self.hooks.wish.encode(), self.world, name="ending")
+        self._early = Ending("hook", next(wish.decode() for wish in wishes if wish))
+
     def _asked_to_stop(self) -> bool:
         """Whether a signal came to this rank. The others learn of it with the step's numbers."""
         asked = self.stop.first
@@ -476,6 +500,7 @@ class Trainer:
             StoppedError: unless the step could not be saved, and the job says to stop then: it is the error to tell.
             SaveError, PeerError: as `Checkpointer.save`.
         """
+        self._hear_who_ends()
         saved = self.checkpointer is not None
         try:
             self.save("stopped")
@@ -485,6 +510,9 @@ class Trainer:
             saved = False
             if isinstance(error, SaveError):
                 self.emitter.emit("warning", message=str(error))
+        if self.checkpointer is not None:
+            self._tell_saves()
+        self._call_hook("on_end", reason="stopped")
         self.phase = "end"
         self.stop.ignore()  # from here on the ranks leave together
         self.comm.barrier(self.world)
@@ -548,9 +576,11 @@ class Trainer:
         weight, total, samples, tokens = self.comm.sum_small(sums, self.world, name="evaluation").tolist()
         loss_value = total / weight if weight else float("nan")
         self.recorder.evaluation(loss_value, int(samples), int(tokens), time.monotonic() - start)
-        if self.parts.on_eval is not None:
-            with user_code("hooks.on_eval failed"):
-                self.parts.on_eval(self._context(loss_value))
+        if "on_eval" in self.hooks:
+            self._call_hook("on_eval", loss=loss_value)
+            wishes = torch.tensor([float(bool(self.hooks.wish))], device=self.device)
+            wishes = self.comm.sum_small(wishes, self.world, name="ending")
+            self._must_end |= wishes.item() > 0
 
     def _walk_held_out(self, sums: torch.Tensor) -> bool:
         """Add what every held-out batch of this rank comes to; whether no rank was asked to stop meanwhile."""
@@ -589,14 +619,3 @@ class Trainer:
         with torch.no_grad():
             for name, buffer in self.module.named_buffers():
                 self.comm.broadcast(buffer, self.world, name=name)
-
-    def _context(self, loss: float | None = None) -> HookContext:
-        return HookContext(
-            model=self.module,
-            step=self.progress.steps,
-            loss=self.progress.loss if loss is None else loss,
-            is_main=self.is_main,
-            device=self.device,
-            log=self.recorder.log,
-            gathered=self.sharded.gathered,
-        )

@@ -259,8 +259,7 @@ class Worker:
 
         return Parts(
             loss=load(job.loss),
-            on_step=load(job.hooks.on_step),
-            on_eval=load(job.hooks.on_eval),
+            hooks={name: load(ref) for name, ref in job.hooks if ref is not None},
             eval_data=None if job.eval is None else user.call(job.eval.data, job_dir),
             collate=load(job.data.collate),
         )

@@ -10,7 +10,6 @@ import os
 import random
 import signal
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,8 @@ from zrun_core.data.batch import MicroBatch
 from zrun_core.errors import UserCodeError, ZrunError
 from zrun_core.mesh import Mesh
 from zrun_core.spec import LaunchPlan, RankPlace, ResumeSpec, RunSpec, resolve_batch
-from zrun_core.trainer import HookContext, Trainer
+from zrun_core.hooks import HookContext
+from zrun_core.trainer import Trainer
 from zrun_core.worker import Worker
 
 VOCAB = 13
@@ -302,7 +302,7 @@ def report(keys: dict[str, Any], run_dir: str, fault: str) -> dict[str, Any]:
             case "evaluation":
                 trainer.sharded.evaluation = fail  # type: ignore[method-assign]
             case "hook":
-                trainer.parts = replace(trainer.parts, on_step=fail)
+                trainer.hooks._functions = {"on_step": fail}
         trainer.run()
     except BaseException as error:
         worker.report(error)

@@ -46,6 +46,22 @@ def test_a_disagreement_names_the_modules_the_ranks_and_what_to_write(boards):
     assert "'experts.1'" in (boards[2].disagreement() or "")
 
 
+def test_a_mean_that_one_hook_alone_asks_for_is_called_that(boards):
+    for board in boards:
+        board.step(3)
+    boards[0].issue("small", "mean() in hooks.on_step", 8)
+    boards[1].issue("small", "step", 8)
+    told = boards[1].disagreement() or ""
+    assert "at 'mean() in hooks.on_step' (8 B). A hook called context.mean() on some ranks" in told
+    boards[2].issue("small", "step", 8)
+    for _ in range(2):
+        boards[0].issue("small", "mean() in hooks.on_step", 8)
+        boards[1].issue("all_gather", "embed")
+    told = boards[2].stalemate() or ""
+    assert "rank 0 for small 3, 'mean() in hooks.on_step', to which rank 1 does not" in told
+    assert "A hook called" in told
+
+
 def test_the_history_is_a_ring_and_lags_do_not_matter(boards):
     for number in range(100):
         boards[0].issue("all_reduce", f"unit {number}")

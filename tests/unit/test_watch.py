@@ -221,6 +221,24 @@ def test_plain_prints_the_first_each_nth_and_the_last_step() -> None:
     assert "\x1b" not in out.getvalue()
 
 
+def test_what_hooks_record_is_on_every_screen() -> None:
+    out = io.StringIO()
+    follower = Follower(Plain(out, every=4), lambda _: None)
+    for number in range(1, 6):
+        follower.event(step(number))
+        follower.event(event("metrics", step=number, hook="on_step", values={"temper": number}))
+    follower.event(event("metrics", step=5, hook="on_eval", values={"bleu": 31.25, "temper": 9}))
+    end = event("end", step=5, reason="hook", why="hooks.on_step: enough", total_s=5.0)
+    follower.event(end)
+    follower.turn()
+    told = [line for line in out.getvalue().splitlines() if line.startswith("metrics")]
+    assert told == ["metrics at step 4: temper 4", "metrics at step 5: bleu 31.25  temper 9"]
+    assert "temper 9  bleu 31.25" in draw(follower.state, 80)
+    summary = report(follower.state, Path("runs/x"))
+    assert "5 steps in 5.0s (hook: hooks.on_step: enough)\n" in summary
+    assert "  temper 9  bleu 31.25\n" in summary
+
+
 def test_notes_are_told_at_the_start() -> None:
     out = io.StringIO()
     Plain(out, 1).show(after(START), START)

@@ -88,9 +88,8 @@ def _references(job: JobConfig) -> dict[str, Ref]:
         "loss": job.loss,
         "lr.schedule": job.lr.schedule,
         "eval.data": job.eval and job.eval.data,
-        "hooks.on_step": job.hooks.on_step,
-        "hooks.on_eval": job.hooks.on_eval,
     }
+    found |= {f"hooks.{name}": ref for name, ref in job.hooks}
     return {key: ref for key, ref in found.items() if isinstance(ref, Ref)}
 
 

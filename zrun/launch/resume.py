@@ -179,8 +179,13 @@ def _from(job: JobConfig, source: ResumeSpec, run_dir: Path | None, earlier: Ear
             f"{source.folder} does not hold {what}{reasons}\n"
             "name another with --resume PATH or --resume STEP, or start over with --fresh"
         )
-    if _is_complete(newest.manifest, job) and not verify(newest.path, newest.manifest):
-        return Beginning(run_dir, note=f"already complete: {newest.path}", complete=True)
+    ended = newest.manifest.progress.get("ended") if source.step is None else None
+    if (ended or _is_complete(newest.manifest, job)) and not verify(newest.path, newest.manifest):
+        note = f"already complete: {newest.path}"
+        if ended:
+            how = f"to train on, name the step: --resume {newest.step}"
+            note += f" (it ended early: {ended}); {how}"
+        return Beginning(run_dir, note=note, complete=True)
     note = f"resume: goes on after step {newest.step} of {source.folder}"
     return Beginning(run_dir, source, earlier, note=note)
 

@@ -35,6 +35,8 @@ class Plain:
                 step = state.step.step
                 due = step % self._every == 0 or step in (1, state.total_steps)
                 return step_line(state) if due else None
+            case "metrics" if event.get("hook") == "on_step":
+                return metrics_line(event) if event["step"] % self._every == 0 else None
         return message_line(event)
 
 
@@ -50,6 +52,8 @@ def message_line(event: Event) -> str | None:
     match event.get("type"):
         case "eval":
             return f"eval at step {event['step']}: loss {float(event['loss']):.6g} over {event.get('samples')} samples"
+        case "metrics" if event.get("hook") != "on_step":
+            return metrics_line(event)
         case "save":
             cost = f"{text.size(int(event.get('bytes') or 0))}, {text.seconds(float(event.get('seconds') or 0))}"
             return f"saved step {event['step']} ({cost})"
@@ -75,6 +79,10 @@ def output_lines(event: Event) -> str:
         log = str(event.get("log")).removeprefix(f"{os.getcwd()}/")
         lines.insert(0, f"{rank}: ... {left_out:,} line{plural} left out, see {log}")
     return "\n".join(lines)
+
+
+def metrics_line(event: Event) -> str:
+    return f"metrics at step {event['step']}: {text.metrics(event.get('values') or {})}"
 
 
 def step_line(state: RunState) -> str:

@@ -13,11 +13,13 @@ def report(state: RunState, run_dir: Path) -> str:
     """A few lines for the end of the output."""
     end = state.end or {}
     steps = f"{state.step.step} step{'s' if state.step.step != 1 else ''}"
-    rows = [("done", f"{steps} in {text.duration(end.get('total_s') or 0.0)} ({end.get('reason')})")]
+    reason = f"{end.get('reason')}: {end['why']}" if end.get("why") else end.get("reason")
+    rows = [("done", f"{steps} in {text.duration(end.get('total_s') or 0.0)} ({reason})")]
     if state.losses.points:
         rows.append(("loss", f"{state.losses.points[0]:.4f} at the first step, {state.step.loss:.4f} at the last"))
     if state.evals:
         rows.append(("validation", " -> ".join(f"{each.loss:.4f} (step {each.step})" for each in _ends(state))))
+    rows.append(("metrics", text.metrics(state.metrics)))
     rows.append(("speed", _speed(state)))
     for kind, traffic in (end.get("traffic") or {}).items():
         rows.append(

@@ -13,6 +13,7 @@ _CURVE_POINTS = 512
 _SPEED_STEPS = 20  # over which speeds are averaged
 _KEPT_MESSAGES = 100
 _RANKS_TOGETHER = 64
+_KEPT_METRICS = 64
 
 SPLIT = ("data", "forward", "backward", "comm", "optim")
 MEMORY_KINDS = ("params", "grads", "optim", "rings")
@@ -120,6 +121,7 @@ class RunState:
     traffic_bytes: int = 0  # sent by rank 0
     memory: ByRank = field(default_factory=ByRank)  # by rank, its newest `memory` event
     evals: tuple[Evaluation, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of hooks, the newest of each name
     saved: int | None = None  # the newest step that is committed
     messages: tuple[Message, ...] = ()
     num_messages: int = 0
@@ -188,6 +190,10 @@ def fold(state: RunState, event: Event) -> RunState:
             return fold_memory(state, [event])
         case "eval":
             return replace(state, evals=(*state.evals, Evaluation(event["step"], number(event["loss"]))))
+        case "metrics":
+            values = {name: number(value) for name, value in event["values"].items()}
+            newest = list((dict(state.metrics) | values).items())[:_KEPT_METRICS]
+            return replace(state, metrics=dict(newest))
         case "save":
             return replace(state, saved=event["step"])
         case "warning" | "log" as kind:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from zrun_core.events import Event
 from zrun_core.sizes import format_size
@@ -42,6 +43,11 @@ def seconds(value: float) -> str:
 def size(num_bytes: float) -> str:
     """Bytes in binary units, short enough for a table: `size(1 << 20) == "1.0M"`."""
     return format_size(num_bytes).replace(" ", "").removesuffix("iB")
+
+
+def metrics(values: Mapping[str, Any]) -> str:
+    """Numbers with their names, in the order in which they are given."""
+    return "  ".join(f"{name} {float(value):.5g}" for name, value in values.items())
 
 
 def foretold(event: Event) -> str:

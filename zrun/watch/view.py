@@ -37,6 +37,8 @@ def panel(state: RunState, facts: Facts, width: int, ascii_only: bool = False) -
     rows: list[RenderableType] = [_progress(state, facts, inner, ascii_only)]
     if state.step.step:
         rows += [_loss(state, inner, ascii_only), _numbers(state), _speed(state), _split(state, inner)]
+    if state.metrics:
+        rows.append(Text(text.metrics(state.metrics), no_wrap=True, overflow="ellipsis"))
     if state.memory:
         rows.append(_memory(state))
     if state.estimate is not None:

@@ -120,6 +120,7 @@ class Checkpointer:
     Attributes:
         last_step: the newest step that is committed, or under way.
         prunes: whether a save that begins now makes older steps go.
+        on_commit: called on every rank, in the middle of a turn, with a step that is committed.
     """
 
     def __init__(
@@ -141,6 +142,7 @@ class Checkpointer:
         self.folder, self.state, self.config, self.about = folder, state, config, about
         self.last_step: int | None = None
         self.prunes = True
+        self.on_commit: Callable[[int], object] = lambda step: None
         self._comm, self._world, self._tell, self._patience_s = comm, world, tell, patience_s
         self._votes = Votes()
         self._is_asked = False  # a signal has asked for a save that has not begun
@@ -476,6 +478,7 @@ class Checkpointer:
             self._fail(current.step, current.reason, 0, error)
             return
         self._failures = 0
+        self.on_commit(current.step)
         if current.committing is not None:
             commit = current.committing.result()
             removed = self._tell_tidied()

@@ -1,0 +1,30 @@
+"""Hooks that tests give to a run: what they were called with lies in `seen-<rank>.jsonl` of it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+
+from zrun_core.hooks import HookContext
+
+
+def note(context: HookContext, hook: str, stop: list[int] | None = None) -> None:
+    """Write down what `hook` was called with, record two metrics, and ask for the end.
+
+    Args:
+        stop: step and rank at which to ask for it.
+    """
+    fields = ("step", "loss", "lr", "grad_norm", "reason", "rank", "world_size", "is_main")
+    seen: dict[str, Any] = {"hook": hook, **{name: getattr(context, name) for name in fields}}
+    seen["metrics"] = dict(context.metrics)
+    seen["saved"] = context.saved and context.saved.name
+    assert context.saved is None or (context.saved / "manifest.json").is_file()
+    seen["mean"] = context.mean(torch.tensor(context.rank + 0.25))
+    context.metric("own", 10.0 + context.rank)
+    context.metric("everyones", seen["mean"])
+    with (context.run_dir / f"seen-{context.rank}.jsonl").open("a") as file:
+        file.write(json.dumps(seen) + "\n")
+    if stop == [context.step, context.rank]:
+        context.stop("well\nenough")

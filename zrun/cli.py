@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
-from zrun_core.errors import ExitCode, ZrunError
+from zrun_core.errors import ExitCode, ZrunError, lack_of_threads
+from zrun_core.printable import printable
 
 COMMANDS = (
     "train", "check", "estimate", "topo", "doctor", "ps", "logs", "stop", "save", "init", "explain", "config", "ckpt",
@@ -72,7 +73,16 @@ def main() -> None:
     try:
         app()
     except ZrunError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        _fail(error)
+    except RuntimeError as error:
+        told = lack_of_threads(error)
+        if told is None:
+            raise
+        _fail(told)
     except KeyboardInterrupt:
         sys.exit(ExitCode.INTERRUPTED)
+
+
+def _fail(error: ZrunError) -> NoReturn:
+    print(f"error: {printable(str(error))}", file=sys.stderr)
+    sys.exit(error.exit_code)

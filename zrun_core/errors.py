@@ -18,6 +18,10 @@ PEER_IS_GONE = re.compile(
 )
 
 
+# How Python says that the kernel gives a process no more threads.
+_NO_THREAD = "can't start new thread"
+
+
 class ExitCode(IntEnum):
     """What a zrun process reports to the shell that started it."""
 
@@ -114,3 +118,13 @@ class StoppedError(ZrunError):
     def __init__(self, message: str, exit_code: ExitCode) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+def lack_of_threads(error: BaseException) -> PreflightError | None:
+    """Return what to say where `error` is that no thread could be started; None where it is not."""
+    if not isinstance(error, RuntimeError) or _NO_THREAD not in str(error):
+        return None
+    return PreflightError(
+        "no thread could be started: this user, or this control group, has as many processes and "
+        "threads as it may (ulimit -u, pids.max): end some, or raise the limit"
+    )

@@ -16,6 +16,7 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -40,12 +41,14 @@ from zrun_core.data.loader import BatchLoader
 from zrun_core.data.order import mix
 from zrun_core.errors import (
     ExitCode,
+    JobError,
     OutOfMemoryError,
     PeerError,
     RendezvousError,
     StoppedError,
     UserCodeError,
     ZrunError,
+    lack_of_threads,
 )
 from zrun_core.events import Emitter
 from zrun_core.mesh import Mesh
@@ -62,10 +65,13 @@ _TOLD_CHARS = 1 << 15  # of a whole traceback, to the launcher; the log has all 
 
 def main() -> NoReturn:
     """Run one rank and end the process with the contract's exit code."""
+    try:
+        spec, rank = _given(sys.argv[1:], os.environ)
+    except JobError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
     _die_with_parent()
     faulthandler.enable()
-    spec = RunSpec.read(Path(sys.argv[1]))
-    rank = int(os.environ["RANK"])
     worker = Worker(spec, rank)
     code = ExitCode.OK
     try:
@@ -77,6 +83,31 @@ def main() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # destroying a gloo group sometimes aborts, and loader processes must not delay the end
+
+
+def _given(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[RunSpec, int]:
+    """The spec and the rank that this process was started with.
+
+    Raises:
+        JobError: it was not started as the usage says.
+    """
+    usage = "usage: torchrun --nproc-per-node N -m zrun_core RUN_DIR/spec.json"
+    if len(arguments) != 1:
+        raise JobError(f"one argument is needed, the spec.json of a run directory; {usage}")
+    try:
+        spec = RunSpec.read(Path(arguments[0]))
+    except OSError as error:
+        raise JobError(f"{arguments[0]} cannot be read: {error.strerror}; {usage}") from None
+    except ValueError:  # pydantic's
+        raise JobError(f"{arguments[0]} is not the spec.json of a run directory; {usage}") from None
+    size = spec.plan.world_size
+    try:
+        rank, given = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    except (KeyError, ValueError):
+        raise JobError(f"RANK and WORLD_SIZE say which rank this is, and are not set; {usage}") from None
+    if given != size or not 0 <= rank < size:
+        raise JobError(f"{arguments[0]} is for {size} ranks, and this is rank {rank} of {given}; {usage}")
+    return spec, rank
 
 
 class Worker:
@@ -320,12 +351,14 @@ def _in_users_terms(error: BaseException, phase: str) -> BaseException:
     """What is no `ZrunError`, and no bug of the runtime either."""
     if isinstance(error, ZrunError):
         return error
-    told: ZrunError
+    told: ZrunError | None
     if user.is_out_of_memory(error):
         told = OutOfMemoryError(f"{phase} failed: out of memory: {tracebacks.first_line(error)}")
     elif isinstance(error, KeyboardInterrupt):  # no signal raises one here: the user's code did
         told = UserCodeError(f"{phase} failed\n{tracebacks.shown(error)}")
     else:
+        told = lack_of_threads(error)
+    if told is None:
         return error
     told.__cause__ = error
     return told

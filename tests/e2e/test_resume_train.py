@@ -131,6 +131,7 @@ def test_an_earlier_run_is_neither_overwritten_nor_forgotten(whole: Path, tmp_pa
     other = zrun(tmp_path, "--run-dir", "run", "--resume", "auto", "steps=22", "optim.name=sgd")
     assert other.returncode == 9, other.stderr
     assert "write optim.name: adamw" in other.stderr
+    assert "resume: zrun train" not in other.stderr  # which is what has just failed
     fresh = zrun(tmp_path, "--run-dir", "run", "--fresh", "steps=3")
     assert fresh.returncode == 0, fresh.stderr
     assert sorted(losses(tmp_path / "run")) == [1, 2, 3]

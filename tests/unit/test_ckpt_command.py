@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -236,3 +237,15 @@ def test_earlier_attempts_are_listed(ckpt: Ckpt, run: Path) -> None:
     assert f"an earlier attempt has some: {earlier[10].path}" in err
     assert "has no step 102; it has none" in ckpt("inspect", run, "--step", "102")[2]
     assert ckpt("inspect", run / "attempts" / "2")[0] == 0
+
+
+def test_a_host_without_threads_is_said(ckpt: Ckpt, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    code, out, err = ckpt("verify", run, "--step", "10")
+    assert (code, out) == (3, "")
+    assert err.startswith("error: no thread could be started: ")
+    assert "ulimit -u" in err
+    assert err.count("\n") == 1

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from zrun.launch.failures import Exit, Failure, LostHost, Note, first_failure, is_cause
+from zrun.launch.failures import Exit, Failure, Hang, LostHost, Note, Stopped, first_failure, is_cause
 from zrun.launch.tail import last_lines
 from zrun_core.errors import ExitCode
-from zrun_core.spec import RankPlace
+from zrun_core.spec import LaunchPlan, RankPlace
 
 TERM, KILL, ABORT = -signal.SIGTERM, -signal.SIGKILL, -signal.SIGABRT
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Connection closed by peer [127.0.0.1]:33210"
@@ -78,7 +78,7 @@ def failure(end: Exit, found: Note | None) -> Failure:
             *("was killed by SIGKILL because memory ran out: 8.0 MiB were left, after step 12", ExitCode.WORKER),
         ),
         (Exit(1, 3, 1.0), None, "ended with status 3 after step 12", ExitCode.WORKER),
-        (Exit(1, 0, 1.0), None, "ended with status 0 before training did after step 12", ExitCode.WORKER),
+        (Exit(1, 0, 1.0), None, "ended with status 0 after step 12, before training was over", ExitCode.WORKER),
     ],
 )
 def test_headlines_and_codes(end: Exit, found: Note | None, headline: str, code: ExitCode) -> None:
@@ -87,6 +87,18 @@ def test_headlines_and_codes(end: Exit, found: Note | None, headline: str, code:
     assert told.exit_code is code
     assert told.advice
     assert json.loads(json.dumps(told.as_json()))["last_lines"] == [f"line {number}" for number in range(50, 100)]
+
+
+def test_sentences_of_a_run_that_has_no_step_yet() -> None:
+    left = replace(failure(Exit(1, 0, 1.0), None), last_step=0)
+    assert left.headline.endswith("ended with status 0 before the first step ended")
+    stopped = Stopped(130, "SIGINT", last_step=0, committed=0)
+    assert stopped.describe(None) == "stopped before the first step ended, not saved"
+    rank = {"rank": 0, "step": 0, "phase": "build", "does": "waits", "last": "no collective"}
+    frame = {"ranks": [rank], "to_blame": [0], "limit_s": 9.0, "key": "limits.first_step_s", "reason": None,
+             "stacks": {}, "logs": {}}  # fmt: skip
+    hang = Hang(frame, LaunchPlan(ranks=[]), Path("run"))
+    assert "all ranks wait for each other in build\n  rank 0 waits in build, last:" in hang.describe()
 
 
 def test_the_traceback_is_told_or_else_the_message() -> None:

@@ -20,7 +20,7 @@ from zrun.launch.processes import Process
 from zrun.launch.rundir import Earlier, RunDir
 from zrun_core import room
 from zrun_core.config import JobConfig
-from zrun_core.errors import JobError
+from zrun_core.errors import ExitCode, JobError
 from zrun_core.spec import LaunchPlan, RankPlace, RunSpec, resolve_batch
 
 
@@ -163,3 +163,44 @@ def test_no_link_leads_out_of_a_run_directory(tmp_path: Path, name: str) -> None
     with pytest.raises(JobError, match=f"run directory {run}: Too many levels of symbolic links"):
         RunDir.claim("gpt", run, earlier=Earlier.CONTINUE)
     assert victim.read_text() == "mine\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "says"),
+    [
+        ([], {}, "one argument is needed, the spec.json of a run directory; usage: torchrun"),
+        (["nothing.json"], {}, "nothing.json cannot be read: No such file or directory"),
+        (["empty.json"], {}, "empty.json is not the spec.json of a run directory"),
+        (["spec.json"], {}, "RANK and WORLD_SIZE say which rank this is, and are not set"),
+        (["spec.json"], {"RANK": "2", "WORLD_SIZE": "3"}, "is for 2 ranks, and this is rank 2 of 3"),
+    ],
+)
+def test_a_worker_that_is_started_by_hand_says_how(
+    arguments: list[str],
+    environment: dict[str, str],
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from zrun_core import worker
+
+    job = JobConfig.model_validate({"name": "x", "model": "a:b", "data": "a:b", "steps": 1, "batch": 2})
+    places = [RankPlace(rank=rank, host="h", local_rank=rank, device="cpu") for rank in range(2)]
+    plan, batch = LaunchPlan(ranks=places), resolve_batch(job, 2)
+    spec = RunSpec(job=job, plan=plan, batch=batch, job_dir="/", run_dir="/", run_id="x")
+    spec.write(tmp_path / "spec.json")
+    (tmp_path / "empty.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["zrun_core", *arguments])
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as ended:
+        worker.main()
+    assert ended.value.code == ExitCode.USAGE
+    told = capsys.readouterr().err
+    assert told.startswith("error: ")
+    assert says in told
+    assert told.count("\n") == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,10 +10,15 @@ import torch
 from pydantic import ValidationError
 
 from zrun_core import oom
+from zrun_core.comm import Comm
 from zrun_core.config import JobConfig
-from zrun_core.errors import OutOfMemoryError, UserCodeError
+from zrun_core.errors import OutOfMemoryError, PreflightError, UserCodeError
+from zrun_core.mesh import Mesh
+from zrun_core.optim.choose import choose
+from zrun_core.parallelize import make_settings
 from zrun_core.spec import BatchPlan
 from zrun_core.user import is_out_of_memory, user_code
+from zrun_core.zero.sharded import check_room
 
 BASE = {"name": "j", "model": "m:f", "data": "m:f", "steps": 9, "batch": 4}
 
@@ -67,3 +73,13 @@ def test_the_message_has_a_line_per_holder():
         "What would help, in the job file:",
         "  a: b",
     ]
+
+
+def test_a_rank_whose_process_has_taken_all_is_told_so() -> None:
+    """Not that it has less than nothing."""
+    job = JobConfig.model_validate(BASE)
+    chosen = choose(job.optim, lambda name: None, torch.device("cpu"))
+    settings = replace(make_settings(job, chosen, torch.device("cpu")), memory_bytes=-107 << 20)
+    alone = Mesh.build(0, ["host"], 1)
+    with pytest.raises(PreflightError, match="has nothing left beside Python and torch: zrun estimate"):
+        check_room(torch.nn.Linear(4, 4), settings, alone, Comm(torch.device("cpu")))

@@ -449,7 +449,9 @@ def _follow(
         follower.close()
     committed = _committed(resolved, rundir)
     code, failure = judge(run, plan, rundir, interrupts, committed)
-    again = order.again if committed else None
+    goes_on = order.is_restart or job.resume != "never"
+    is_vain = goes_on and not run.trains and _is_of_its_own(failure)
+    again = order.again if committed and not is_vain else None
     if failure is not None:
         record = failure.as_json() | {"resume": again}
         rundir.write_failure(record)
@@ -467,6 +469,13 @@ def _follow(
         rundir.write_failure(stopped.as_json() | {"resume": again})
         _say(stopped.describe(again), sys.stderr)
     return code, failure, interrupts.first is not None or bool(run.stopping)
+
+
+def _is_of_its_own(failure: Failure | Hang | LostHost | None) -> bool:
+    """Whether a rank said why it failed: the same command would come to the same."""
+    from zrun.launch.failures import Failure
+
+    return isinstance(failure, Failure) and failure.note is not None and not failure.note.is_echo
 
 
 def _unfit(code: int, failure: Failure | Hang | LostHost, run: Run, gate: Gate) -> Forecast | None:

@@ -143,11 +143,14 @@ class Failure:
         if self.end.signal is not None:
             seen = f": {self.end.shortage}," if self.end.shortage else ""
             return f"was killed by {self.end.signal.name}" + f" because memory ran out{seen}" * self.end.oom
-        return f"ended with status {self.end.status}" + " before training did" * (self.end.status == 0)
+        return f"ended with status {self.end.status}"
 
     def _where(self) -> str:
         if self.note is None:
-            return f" after step {self.last_step}" if self.last_step else " before the first step ended"
+            if not self.last_step:
+                return " before the first step ended"
+            is_early = self.end.status == 0
+            return f" after step {self.last_step}{', before training was over' if is_early else ''}"
         step = f" at step {self.note.step}" if self.note.step else ""
         return step + (f" in {self.note.phase}" if self.note.phase else "")
 
@@ -225,12 +228,12 @@ class Hang:
     def headline(self) -> str:
         limit = f"no progress for {self.frame['limit_s']:.3g} s ({self.frame['key']})"
         if all(told["does"] == "waits" for told in self.frame["ranks"]):
-            return f"{limit}: all ranks wait for each other at step {self.first['step']}"
+            return f"{limit}: all ranks wait for each other in {_place(self.first)}"
         ranks = ", ".join(str(rank) for rank in self.frame["to_blame"])
         who = f"rank{'s' if len(self.frame['to_blame']) > 1 else ''} {ranks} of {self.plan.world_size}"
         does = _DOES.get(self.first["does"], "stuck")
-        where = f"in {self.first['phase']}" + (f" of step {self.first['step']}" if self.first["step"] else "")
-        return f"{limit}: {who} {'are' if len(self.frame['to_blame']) > 1 else 'is'} {does} {where}"
+        are = "are" if len(self.frame["to_blame"]) > 1 else "is"
+        return f"{limit}: {who} {are} {does} in {_place(self.first)}"
 
     @property
     def advice(self) -> str:
@@ -252,7 +255,7 @@ class Hang:
     def describe(self) -> str:
         """What a person reads last."""
         ranks = [
-            f"  rank {told['rank']} {told['does']} in {told['phase']} of step {told['step']}, last: {told['last']}"
+            f"  rank {told['rank']} {told['does']} in {_place(told)}, last: {told['last']}"
             for told in self.frame["ranks"]
         ]
         reason = [self.frame["reason"]] if self.frame["reason"] else []
@@ -284,6 +287,11 @@ class Hang:
             "what_to_do": self.advice,
             "time": time.time(),
         }
+
+
+def _place(told: dict[str, Any]) -> str:
+    """What a rank does, and in which step, if it has begun any."""
+    return f"{told['phase']} of step {told['step']}" if told["step"] else str(told["phase"])
 
 
 @dataclass(frozen=True)
@@ -340,7 +348,9 @@ class Stopped:
 
     @property
     def headline(self) -> str:
-        return f"stopped after step {max(self.last_step, self.committed)}, {self._saved}"
+        last = max(self.last_step, self.committed)
+        when = f"after step {last}" if last else "before the first step ended"
+        return f"stopped {when}, {self._saved}"
 
     @property
     def _saved(self) -> str:

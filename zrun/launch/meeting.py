@@ -9,7 +9,7 @@ from dataclasses import replace
 from zrun.launch.agent_process import AgentLink
 from zrun.launch.cluster import listed
 from zrun.launch.probe import HostReport
-from zrun.launch.questions import ask
+from zrun.launch.questions import OTHER_ZRUN, ask
 
 _MEET_S = 10.0
 _ALL_PAIRS = 32  # hosts; among more of them everyone knocks at the first one and at some neighbours
@@ -37,8 +37,13 @@ def meet(reports: Mapping[AgentLink, HostReport]) -> Meeting:
         if isinstance(answer, str) or "error" in answer:
             problems.append(answer if isinstance(answer, str) else f"it could not knock at others ({answer['error']})")
             continue
-        for failed, cause in _by_cause(answer["failed"]):
-            where = listed([f"{peer} at {places[names[peer]][0]}" for peer in failed])
+        try:
+            causes = _by_cause(answer["failed"])
+            unreached = [[f"{peer} at {places[names[peer]][0]}" for peer in peers] for peers, _ in causes]
+        except (KeyError, TypeError, AttributeError):
+            problems.append(OTHER_ZRUN)
+            continue
+        for (_, cause), where in zip(causes, map(listed, unreached), strict=True):
             problems.append(f"it cannot reach {where} ({cause}): open the ports between the hosts in their firewall")
     return found
 
@@ -55,11 +60,17 @@ def open_doors(found: Meeting, mark: str) -> dict[AgentLink, tuple[str, int]]:
         report, problems = found[agent]
         if isinstance(answer, str) or "error" in answer:
             problems.append(answer if isinstance(answer, str) else f"it cannot listen to others ({answer['error']})")
-        elif answer["address"] is None:
+            continue
+        try:
+            address, port, interface = answer["address"], answer["port"], answer["interface"]
+        except KeyError:
+            problems.append(OTHER_ZRUN)
+            continue
+        if address is None:
             problems.append(f"no interface leads to the other hosts: it has {_candidates(report)}")
         else:
-            places[agent] = answer["address"], answer["port"]
-            found[agent] = replace(report, address=answer["address"], interface=answer["interface"]), problems
+            places[agent] = address, port
+            found[agent] = replace(report, address=address, interface=interface), problems
     return places
 
 

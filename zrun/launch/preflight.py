@@ -18,7 +18,7 @@ from zrun.launch.agent_process import AgentLink
 from zrun.launch.findings import Finding, describe
 from zrun.launch.meeting import meet
 from zrun.launch.probe import TOKEN_PREFIX, HostReport, job_code, software
-from zrun.launch.questions import Answers, ask
+from zrun.launch.questions import OTHER_ZRUN, Answers, ask
 from zrun.launch.verdict import Needs, judge, needs_of, remarks
 from zrun_core.errors import PreflightError
 
@@ -90,12 +90,13 @@ def _reports(answers: Answers, agents: Sequence[AgentLink]) -> dict[AgentLink, H
             continue
         try:
             report = HostReport.from_json(answer["report"])
-        except ValueError:  # pydantic's
-            answers[agent] = "its zrun is another one: install the same version there"
+            heard, said = float(answer["heard"]), float(answer["said"])
+        except (KeyError, TypeError, ValueError):  # the last is pydantic's too
+            answers[agent] = OTHER_ZRUN
             continue
         # As between two clocks of NTP: the message takes the same time in both directions, more or less.
-        skew = ((answer["heard"] - answer["asked"]) + (answer["said"] - answer["got"])) / 2
-        error = ((answer["got"] - answer["asked"]) - (answer["said"] - answer["heard"])) / 2
+        skew = ((heard - answer["asked"]) + (said - answer["got"])) / 2
+        error = ((answer["got"] - answer["asked"]) - (said - heard)) / 2
         reached_at = report.reached_at if agent.by_ssh else agent.known_at
         reports[agent] = replace(report, skew_s=skew, skew_error_s=abs(error), reached_at=reached_at)
     return reports

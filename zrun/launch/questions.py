@@ -11,6 +11,10 @@ from zrun.launch.frames import Frame, pack
 
 _ANSWER_S = 30.0  # a driver that has to wake GPUs up takes several
 
+OTHER_ZRUN = (  # of an answer that cannot be read
+    "its agent does not answer what it was asked, so its zrun is another one: install the same version there"
+)
+
 Answers = dict[AgentLink, Frame | str]  # or why there is none
 
 

@@ -148,8 +148,9 @@ def check_states(layouts: Sequence[UnitLayout], settings: Settings, mesh: Mesh, 
     peers, moves = peers_of(comm, mesh, states), moves_pages(comm.device.type)
     buffers = states.rank_buffers(layouts, peers, prefetch=settings.prefetch, moves_pages=moves)
     if (needed := sum(buffer.num_bytes for buffer in buffers)) > has:
+        room = format_size(has) if has > 0 else "nothing left beside Python and torch"
         raise PreflightError(
-            f"the model's states take {format_size(needed)} on this rank, which has {format_size(has)}: "
+            f"the model's states take {format_size(needed)} on this rank, which has {room}: "
             "zrun estimate says what would fit"
         )
 

@@ -94,6 +94,11 @@ def will_not_finish(spec: RunSpec, emitter: Emitter) -> None:
     hang(spec, emitter)
 
 
+def step_and_not_finish(spec: RunSpec, emitter: Emitter) -> None:
+    emitter.emit("step", step=1, loss=3.0)
+    will_not_finish(spec, emitter)
+
+
 def hang_with_helper(spec: RunSpec, emitter: Emitter) -> None:
     """A data loader that outlives its parent and does not listen to SIGTERM."""
     code = (
@@ -137,6 +142,7 @@ BEHAVIOURS = {
         steps_then_hang,
         hang,
         will_not_finish,
+        step_and_not_finish,
         hang_with_helper,
         leave_early,
         show_environment,

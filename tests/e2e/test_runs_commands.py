@@ -92,7 +92,7 @@ def hangs(path: Path) -> bool:
 
 
 def test_two_runs_go_on_and_one_is_stopped(folder: Path) -> None:
-    first, second = (detached(folder, {"0": "hang", "1": "hang"}) for _ in range(2))
+    first, second = (detached(folder, {"0": "steps_then_hang", "1": "hang"}) for _ in range(2))
     wait_for(lambda: hangs(first))
     wait_for(lambda: hangs(second))
     told = of(folder)
@@ -107,10 +107,10 @@ def test_two_runs_go_on_and_one_is_stopped(folder: Path) -> None:
     follow = [*ZRUN, "logs", str(first), "-f", "-r", "all,launcher"]
     with subprocess.Popen(follow, stdout=subprocess.PIPE, **settings(folder)) as follower:
         assert follower.stdout is not None
-        assert follower.stdout.readline() == "rank 0: rank 0 behaves: hang\n"
+        assert follower.stdout.readline() == "rank 0: rank 0 behaves: steps_then_hang\n"
         stopped = zrun(folder, "stop", first.name)
         assert stopped.returncode == 0, stopped.stderr
-        assert stopped.stdout == "stopped before the first step ended, exit code 143, not saved\n"
+        assert stopped.stdout == "stopped after step 1, exit code 143, not saved\n"
         rest = follower.stdout.read()
         assert follower.wait(PATIENCE_S) == 0
         assert "rank 1: on stderr\n" in rest
@@ -127,7 +127,7 @@ def test_two_runs_go_on_and_one_is_stopped(folder: Path) -> None:
 
 def test_now_means_now_and_not_kill(folder: Path) -> None:
     mine = os.open(folder / "mine", os.O_RDWR | os.O_CREAT)  # such as a shell's lock
-    path = detached(folder, {"0": "will_not_finish", "1": "will_not_finish"}, (mine,))
+    path = detached(folder, {"0": "step_and_not_finish", "1": "will_not_finish"}, (mine,))
     os.close(mine)
     assert str(folder / "mine") not in opened_by(path)
     assert str(path / "launcher.log") in opened_by(path)
@@ -146,7 +146,7 @@ def test_now_means_now_and_not_kill(folder: Path) -> None:
 
 def test_a_closed_terminal_stops_nothing(folder: Path) -> None:
     """The shell and what it started get SIGHUP with the terminal's end; the launcher is none of them any more."""
-    arguments = [*ZRUN, *train_arguments({"0": "hang", "1": "hang"})]
+    arguments = [*ZRUN, *train_arguments({"0": "steps_then_hang", "1": "hang"})]
     shell, terminal = pty.fork()
     if shell == 0:
         os.chdir(folder)
@@ -179,6 +179,26 @@ def test_what_fails_before_training_begins_is_told_as_without_detach(folder: Pat
     told = of(folder)[path.name]
     assert (told["state"], told["exit_code"]) == ("failed", 5)
     assert "ended with status 1" in told["headline"]
+
+
+def test_what_fails_in_the_first_step_is_told_too(folder: Path) -> None:
+    """Rank 0 has said that it starts; that is not yet a step."""
+    failed = zrun(folder, *train_arguments({"0": "lose_peer", "1": "fail_in_user_code"}))
+    (path,) = (folder / "runs" / "fake").iterdir()
+    assert (failed.returncode, failed.stdout) == (5, "")
+    assert f"run {path.name}: waiting for its first step; until then Ctrl-C ends it\n" in failed.stderr
+    assert "start: 1.2M parameters" in failed.stderr
+    assert failed.stderr.count("ValueError: a wrong turn") == 1
+    assert "rank 1 of 2" in failed.stderr
+
+
+def test_a_run_that_ends_at_once_has_made_its_first_step(folder: Path) -> None:
+    done = zrun(folder, *train_arguments({}))
+    (path,) = (folder / "runs" / "fake").iterdir()
+    assert (done.returncode, done.stdout.splitlines()[0].rpartition(":")[0]) in (
+        (0, f"run {path.name} trains, and goes on without this terminal"),
+        (0, ""),  # it was over before anybody looked
+    )
 
 
 def test_an_interrupt_reaches_the_launcher_until_it_is_on_its_own(folder: Path) -> None:

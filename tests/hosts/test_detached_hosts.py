@@ -26,7 +26,8 @@ def test_a_run_on_two_hosts_goes_on_by_itself_until_it_is_stopped(isolated_rig: 
     rig, run, node2 = isolated_rig, tmp_path / "run", isolated_rig.hosts["node2"]
     run.mkdir()
     (tmp_path / "job.yaml").write_text(
-        "name: far\nmodel: {call: 'fake:model', args: {behaviour: {'0': hang, '1': hang}}}\ndata: fake:data\nsteps: 3\n"
+        "name: far\nmodel: {call: 'fake:model', args: {behaviour: {'0': steps_then_hang, '1': hang}}}\n"
+        "data: fake:data\nsteps: 3\n"
         f"batch: 4\ndevice: cpu\nhosts: [node1:1, node2:1]\nlaunch: {{ssh: '{rig.ssh}'}}\n"
         f"env: {{PYTHONPATH: {faults.WILD.parent}}}\n"
     )
@@ -44,7 +45,7 @@ def test_a_run_on_two_hosts_goes_on_by_itself_until_it_is_stopped(isolated_rig: 
         assert all(host.commands() for host in (rig.hosts["node1"], node2))
         stopped = zrun(tmp_path, "stop", "run")
         assert stopped.returncode == 0, stopped.stderr
-        assert stopped.stdout == "stopped before the first step ended, exit code 143, not saved\n"
+        assert stopped.stdout == "stopped after step 1, exit code 143, not saved\n"
         assert rig.leftovers() == {}
     finally:
         holder = lock.last_holder(run)

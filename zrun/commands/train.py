@@ -65,7 +65,9 @@ def train(
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over where checkpoints are; they are kept.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would run, and stop.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Start even what does not fit by the estimate.")] = False,
-    detach: Annotated[bool, typer.Option("--detach", help="Return once it trains; it goes on by itself.")] = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Return once its first step is done; it goes on by itself.")
+    ] = False,
     worker: Annotated[str, typer.Option(hidden=True)] = "zrun_core.worker",
 ) -> None:
     """Train the model of a job.

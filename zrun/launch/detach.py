@@ -1,6 +1,6 @@
 """A launcher that outlives its terminal: `zrun train --detach`.
 
-    detached = Detached.begin(ui)        # forks: the process that was called stays in here, until training has begun
+    detached = Detached.begin(ui)        # forks: the process that was called stays in here, until a step is done
     ...
     detached.moved_in(rundir)           # its terminal is given up for <run dir>/launcher.log
 
@@ -46,8 +46,8 @@ class Detached:
     def begin(cls, ui: Ui) -> Self:
         """Go on in a process with a session of its own.
 
-        Returns only there. The process that was called waits until training has begun or the launcher has ended, and
-        exits. To be called before anything is started that belongs to this process.
+        Returns only there. The process that was called waits until the first step is done or the launcher has ended,
+        and exits. To be called before anything is started that belongs to this process.
 
         Raises:
             JobError: there will be no terminal for `ui`.
@@ -93,7 +93,7 @@ class Detached:
 
 
 def _wait(launcher: int, heard: int) -> NoReturn:
-    """Pass signals on, show what the launcher writes, and exit as soon as it trains, or with its code."""
+    """Pass signals on, show what the launcher writes, and exit once a step is done, or with the launcher's code."""
     os.set_blocking(heard, False)
     told, place = b"", None
     with _passed_on(launcher):
@@ -104,13 +104,14 @@ def _wait(launcher: int, heard: int) -> NoReturn:
                     told += os.read(heard, _READ_BYTES)
                 if told.endswith(b"\n"):
                     place = _Place(**json.loads(told))
+                    _say(f"run {Path(place.path).name}: waiting for its first step; until then Ctrl-C ends it")
             if place is not None:
                 place.show_log()
-                if place.has_begun():
-                    break
             if ended:
                 code = os.waitstatus_to_exitcode(status)
                 sys.exit(code if code >= 0 else 128 - code)
+            if place is not None and place.has_made_a_step():
+                break
             time.sleep(_TURN_S)
     print(_farewell(Path(place.path), launcher), flush=True)
     sys.exit(0)
@@ -131,9 +132,14 @@ class _Place:
             sys.stderr.buffer.write(data)
             sys.stderr.flush()
 
-    def has_begun(self) -> bool:
-        """Whether rank 0 has said so."""
-        return any(json.loads(line).get("type") == "start" for line in self._events.lines())
+    def has_made_a_step(self) -> bool:
+        """Whether rank 0 has said so; a run that goes on after its last step has none to make."""
+        return any(json.loads(line).get("type") in ("step", "end") for line in self._events.lines())
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):  # the terminal is gone
+        print(text, file=sys.stderr, flush=True)
 
 
 def _farewell(path: Path, launcher: int) -> str:

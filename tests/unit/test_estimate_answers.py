@@ -84,9 +84,10 @@ def test_no_line_is_wider_than_the_screen(small: Answer, searched: Answer, width
 
 
 def test_stage_table_marks_the_job_and_says_what_is_free(small: Answer) -> None:
-    head, *rows = rendered(tables.stage_table(small.stages, small.chosen.candidate, 120), 120)
+    head, units, *rows = rendered(tables.stage_table(small.stages, small.chosen.candidate, 120), 120)
     assert head.split() == ["stage", "paper", "K=12", "states", "activations", "peak", "reserved", "device", "fits",
                             "step", "tok/s", "MFU"]  # fmt: skip
+    assert units.split() == ["GiB"] * 6
     assert [row[0] for row in rows] == [" ", " ", ">", " "]
     assert "no, +" in rows[0]
     assert re.search(r"yes, \d+% free", rows[2])
@@ -138,7 +139,7 @@ def test_a_budget_in_days_and_money(small: Answer) -> None:
     assert time.tokens_per_s is not None
     days = 300e9 / time.tokens_per_s / 86400
     line = tables.budget(time, 300_000_000_000, 64, 2.0)
-    assert line.startswith(f"300.0G tokens: {days:.1f} days (")
+    assert line.startswith(f"300.0B tokens: {days:.1f} days (")
     assert f"; {64 * 24 * 2.0 * days:,.0f} (" in line
 
 
@@ -186,8 +187,8 @@ def zrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 def test_a_size_alone(zrun: Zrun) -> None:
     code, out, _ = zrun("7.5B", "--world", "64", "--tokens", "300B", "--price", "2")
     assert code == 0
-    assert out.startswith("GPT of 7.5B: 7.5G parameters, 64 ranks on 64xA100-80G (A100-80G: 79.2 GiB)\n")
-    assert "300.0G tokens: " in out
+    assert out.startswith("GPT of 7.5B: 7.5B parameters, 64 ranks on 64xA100-80G (A100-80G: 79.2 GiB)\n")
+    assert "300.0B tokens: " in out
     code, out, _ = zrun("7.5B", "--gpu", "H100", "--json")
     assert code == 3
     assert json.loads(out)["sentence"].startswith("the H100-80G would hold ")

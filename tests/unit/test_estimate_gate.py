@@ -165,7 +165,7 @@ def test_a_verdict_that_comes_later_is_told_with_what_was_measured(loaded: Loade
         opened.see({"type": "end", "rank": 0, "time": 1.0}, told.append)
     assert told[-1]["measured"]["step_s"] == pytest.approx(1.2)
     state = fold(RunState(), told[-1])
-    line = "peak 950B, predicted 1000B (+5.3%); step 1.20s, predicted 1.00s (0.80s to 1.20s)"
+    line = "peak 950 B, predicted 1000 B (+5.3%); step 1.20s, predicted 1.00s (0.80s to 1.20s)"
     assert message_line(told[-1]) == f"estimate: {line}"
     assert f"estimate  {line}" in report(state, Path("run"))
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
+from rich.console import Console, ConsoleDimensions
 
 from zrun.watch import text
 from zrun.watch.follow import Follower
+from zrun.watch.live import Live
 from zrun.watch.plain import Plain, message_line, step_line
 from zrun.watch.report import report
 from zrun.watch.screen import Json, Nothing, open_screen
@@ -56,7 +59,8 @@ def step(number: int, **fields: Any) -> Event:
         "total_samples": 8 * number,
         "epoch": 0.5,
         "step_s": 1.0,
-        "tokens_per_s": 18_300.0,
+        "tokens": 18_300,
+        "samples": 8,
         "tflops": 412.0,
         "mfu": 0.416,
         "split": {"data": 0.03, "forward": 0.24, "backward": 0.47, "comm": 0.17, "optim": 0.09},
@@ -95,19 +99,22 @@ ENDED = fold(
 )
 
 
-def draw(state: RunState, width: int, ascii_only: bool = False) -> str:
+def draw(state: RunState, width: int, ascii_only: bool = False, height: int = 100) -> str:
     console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True)
-    console.print(panel(state, FACTS, width, ascii_only))
+    console.print(panel(state, FACTS, width, height, ascii_only=ascii_only))
     return console.export_text()
 
 
-def test_speeds_are_of_the_last_steps_and_without_the_first() -> None:
-    assert after(step(1, step_s=30.0)).step_s == 30.0
-    state = after(START, step(1, step_s=30.0), step(2, step_s=1.0), step(3, step_s=3.0))
+def test_all_speeds_are_of_the_same_steps_without_those_that_warm_up() -> None:
+    assert after(step(201, step_s=30.0)).step_s == 30.0
+    assert after(step(201, step_s=30.0), step(202, step_s=9.0)).step_s == 9.0
+    warm = step(201, step_s=30.0), step(202, step_s=9.0, mfu=0.1)
+    state = after(START, *warm, step(203, step_s=1.0), step(204, step_s=3.0, mfu=0.2))
     assert state.step_s == 2.0
-    assert state.eta_s == 997 * 2.0
-    assert state.speed == (18_300.0, "tok/s")
-    assert after(step(1, tokens_per_s=None, samples_per_s=8.0)).speed == (8.0, "samples/s")
+    assert state.eta_s == (1000 - 204) * 2.0
+    assert state.speed == (18_300 / state.step_s, "tok/s"), "tokens of a step = speed x its time"
+    assert state.mfu == pytest.approx((0.416 + 3 * 0.2) / 4)
+    assert after(step(1, tokens=0)).speed == (8.0, "samples/s")
 
 
 def test_shares_of_a_step_add_up() -> None:
@@ -122,7 +129,7 @@ def test_numbers_that_json_lacks_arrive() -> None:
     assert state.step.grad_norm == math.inf
     assert state.losses.points == ()
     assert "loss nan" in step_line(state)
-    assert "loss nan" in draw(state, 80)
+    assert "loss     nan" in draw(state, 80)
 
 
 def test_events_of_another_version_are_left_out() -> None:
@@ -141,15 +148,20 @@ def test_a_curve_stays_short_and_keeps_its_ends() -> None:
     assert gaps == {float(curve.stride)}
 
 
-@pytest.mark.parametrize("width", [60, 80, 140])
+@pytest.mark.parametrize("width", [40, 60, 80, 120, 140])
+@pytest.mark.parametrize("height", [8, 10, 16, 24, 50])
 @pytest.mark.parametrize("ascii_only", [False, True])
 @pytest.mark.parametrize("state", [RunState(), after(START), RUNNING, ENDED], ids=["none", "start", "running", "ended"])
-def test_the_panel_fits(state: RunState, width: int, ascii_only: bool) -> None:
-    drawn = draw(state, width, ascii_only)
+def test_the_panel_fits_and_cuts_no_word(state: RunState, width: int, height: int, ascii_only: bool) -> None:
+    drawn = draw(state, width, ascii_only, height)
     lines = drawn.splitlines()
-    assert all(len(line) <= width for line in lines)
-    assert len(lines) <= 17
+    assert all(len(line) == width for line in lines)
+    assert len(lines) <= max(5, height * 2 // 3)
     assert drawn.isascii() == ascii_only
+    whole = draw(state, 140, ascii_only)
+    curves = "_.-=+*#@" if ascii_only else "━─▁▂▃▄▅▆▇█"
+    for word in re.findall(r"[\w./%]+", drawn):
+        assert word in re.findall(r"[\w./%]+", whole) or set(word) <= {*curves, *"dFBCO"}, word
 
 
 @pytest.mark.parametrize("width", [80, 140])
@@ -157,15 +169,17 @@ def test_the_panel_says_all(width: int) -> None:
     drawn = draw(RUNNING, width)
     for words in (
         "gpt-1b  20260102-030405-ab12  2 ranks  zero 2  bf16  cpu",
-        "step 120/1000",
+        "step     120/1000  ━",
         "12%  eta 14m40s",
-        "loss 0.0417 █",
-        "eval 2.5000 at 100",
-        "lr 0.0003  grad norm 0.84  scale 65536  skipped 2",
+        "epoch 0.50  2.2M tokens",
+        "loss     0.0417  █",
+        "eval 2.5000 at step 100",
+        "lr 0.0003  grad norm 0.84  loss scale 65536  2 steps skipped",
         "18.3k tok/s  1.00s/step  412 TFLOP/s per rank  MFU 41.6%",
         "data 3%  forward 24%  backward 47%  comm 17%  optim 9%",
-        " 376.0M ",  # what no kind accounts for
-        "plan",
+        "MiB      params  grads  optim  rings  other    rss   peak",
+        "rank 1     20.0   20.0   60.0   24.0  376.0  500.0  600.0",  # no kind accounts for the others
+        "planned    20.0   20.0   60.0   24.0 ",
     ):
         assert words in drawn, words
 
@@ -178,28 +192,51 @@ def test_the_split_bar_is_filled() -> None:
 
 def test_without_a_total_progress_is_what_was_consumed() -> None:
     drawn = draw(after(event("start", total_steps=None), step(3)), 80)
-    assert "step 3  epoch 0.50  54.9k tokens" in drawn
+    assert "step     3 " in drawn
+    assert "epoch 0.50  54.9k tokens" in drawn
 
 
 def test_many_ranks_are_summed_up() -> None:
     state = after(START, step(1), *(memory(rank, rss_bytes=(500 + rank) * MIB) for rank in range(64)))
     drawn = draw(state, 140)
     assert len(drawn.splitlines()) <= 18
-    assert " 63 " in drawn
-    assert "+56" in drawn
+    for row in ("min ", "median", "max", "rank 61", "rank 62", "rank 63"):
+        assert f"│ {row}" in drawn
+    assert re.search(r"median .* 531.5  600.0", drawn)
+    assert re.search(r"rank 63 .* 563.0  600.0", drawn)
+    assert "rank 60" not in drawn
 
 
 def test_a_device_shows_its_own_memory() -> None:
     drawn = draw(after(START, step(1), memory(0, device_allocated=130 * MIB, device_reserved=150 * MIB)), 80)
-    assert "device" in drawn
-    assert "130.0M" in drawn
-    assert " 6.0M " in drawn
+    assert re.search(r"other +peak +reserved", drawn)
+    assert re.search(r"rank 0 .* 6.0 +130.0 +150.0", drawn)
+
+
+def test_what_is_missed_least_goes_first() -> None:
+    low = draw(RUNNING, 80, height=10)
+    assert "loss" in low
+    assert "tok/s" in low
+    assert "rank 0" not in low
+    narrow = draw(RUNNING, 40, height=50)
+    assert "rss" in narrow
+    assert "rings" not in narrow
+    assert "gpt-1b  2 ranks  zero 2  bf16  cpu" in narrow
+    assert FACTS.run_id not in narrow
+
+
+def test_a_table_has_one_unit_for_all_its_sizes() -> None:
+    assert text.Unit.of([]).name == "KiB"
+    assert text.Unit.of([3 * MIB, 10 * MIB]).text(3 * MIB) == "3.0"
+    assert text.Unit.of([3 * MIB]).name == "KiB"
+    assert text.Unit.of([9 << 30, MIB]).name == "MiB"
+    assert text.Unit.of([61 << 30, MIB]).text(100 * MIB) == "0.10"
 
 
 def test_a_plain_line_says_all() -> None:
     assert step_line(RUNNING) == (
         "step 120/1000 loss 0.0416667 lr 0.0003 gnorm 0.84 scale 65536 skip 2 tok/s 18.3k tflops 412 mfu 41.6% "
-        "mem 500.0M step 1.00s eta 14m40s"
+        "mem 500.0 MiB step 1.00s eta 14m40s"
     )
 
 
@@ -294,10 +331,12 @@ def test_what_thousands_of_ranks_hold_is_kept_by_rank_and_shown_once_each() -> N
     [
         (Ui.auto, True, {}, 80, Ui.live),
         (Ui.auto, False, {}, 80, Ui.plain),
-        (Ui.auto, True, {}, 59, Ui.plain),
+        (Ui.auto, True, {}, 40, Ui.live),
+        (Ui.auto, True, {}, 39, Ui.plain),
         (Ui.auto, True, {"TERM": "dumb"}, 80, Ui.plain),
         (Ui.auto, True, {"CI": "true"}, 80, Ui.plain),
-        (Ui.auto, True, {"NO_COLOR": "1"}, 80, Ui.plain),
+        (Ui.auto, True, {"NO_COLOR": "1"}, 80, Ui.live),
+        (Ui.auto, False, {"FORCE_COLOR": "1"}, 80, Ui.plain),
         (Ui.live, False, {"CI": "true"}, 40, Ui.live),
         (Ui.json, True, {}, 80, Ui.json),
     ],
@@ -321,8 +360,89 @@ def test_the_live_screen_prints_messages_above_its_panel() -> None:
     follower.close()
     written = out.getvalue()
     assert "rank 0: [b]bold[/b]" in written
-    assert "step 1/1000" in written.rpartition("[b]bold[/b]")[2]
+    assert "1/1000" in written.rpartition("[b]bold[/b]")[2]
     assert written.isascii()
+
+
+class Terminal(io.StringIO):
+    """What is too long for a row goes on in the next one, also after a change of the size: so most terminals are.
+
+    It understands text at its end, and the sequences that erase from a row further up.
+    """
+
+    encoding = "utf-8"
+
+    def __init__(self, width: int, height: int) -> None:
+        super().__init__()
+        self.size = width, height
+        self.lines = [""]
+        self.raw = ""
+
+    def isatty(self) -> bool:
+        return True
+
+    @property
+    def rows(self) -> list[tuple[int, str]]:
+        """Each row with the line that it belongs to."""
+        width = self.size[0]
+        return [(number, line[at : at + width]) for number, line in enumerate(self.lines)
+                for at in range(0, max(1, len(line)), width)]  # fmt: skip
+
+    def write(self, written: str) -> int:
+        self.raw += written
+        for part in re.findall(r"\x1b\[[?\d;]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", written):
+            if part == "\n":
+                self.lines.append("")
+            elif up := re.fullmatch(r"\x1b\[(\d+)A", part):
+                assert self.lines[-1] == "", "the cursor waits at the beginning of a row"
+                rows = self.rows
+                place = max(len(rows) - 1 - int(up[1]), len(rows) - self.size[1], 0)
+                line = rows[place][0]
+                offset = sum(len(text) for number, text in rows[:place] if number == line)
+                self.lines[line:] = [self.lines[line][:offset]]
+            elif not part.startswith(("\x1b", "\r")):
+                self.lines[-1] += part
+        return len(written)
+
+
+@pytest.mark.parametrize(
+    "sizes", [[(100, 40), (80, 40), (60, 40), (120, 50)], [(120, 40), (40, 10), (60, 12), (100, 16)]]
+)
+def test_a_change_of_size_leaves_nothing_behind(sizes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, errors = Terminal(*sizes[0]), io.StringIO()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(sys, "stderr", errors)
+    console = Console(file=terminal, force_terminal=True, color_system=None, width=1, height=1)
+    console.size = ConsoleDimensions(*terminal.size)
+    live = Live(console, FACTS, 0.0)
+    shown = []
+    for number, size in enumerate(sizes):
+        terminal.size = console.size = ConsoleDimensions(*size)
+        live.show(RUNNING, event("log", message=f"message {number}"))
+        visible = [text for _, text in terminal.rows][-size[1] :]
+        assert sum("╭" in text for text in visible) == 1
+        assert len(visible[-2]) == min(size[0], 140), "the lower border, above the cursor"
+        print(f"line {number}")
+        print(f"error {number}", file=sys.stderr)
+        shown += [f"rank 0: message {number}", f"line {number}"]
+    live.close(RUNNING)
+    assert [text for text in terminal.lines if text in shown] == shown
+    assert errors.getvalue().splitlines() == [f"error {number}" for number in range(len(sizes))], "no terminal"
+    assert sys.stdout is terminal
+    if min(width for width, _ in sizes) > 40:  # else rows of a panel were pushed into the scrollback
+        assert sum("╭" in text for text in terminal.lines) == 1
+
+
+def test_a_terminal_without_colour_still_has_a_panel() -> None:
+    written = {}
+    for environ in ({}, {"NO_COLOR": "1"}, {"CLICOLOR": "0"}, {"NO_COLOR": ""}, {"CLICOLOR": "0", "FORCE_COLOR": "1"}):
+        out = Terminal(80, 24)
+        screen = open_screen(Ui.auto, FACTS, 10, out, {"TERM": "xterm-256color", **environ})
+        screen.turn(RUNNING)
+        screen.close(RUNNING)
+        assert "╭" in "".join(out.lines)
+        written[tuple(environ.items())] = re.search(r"\x1b\[\d[\d;]*m", out.raw) is not None
+    assert list(written.values()) == [True, False, False, True, True]
 
 
 def test_the_report_sums_up() -> None:
@@ -347,7 +467,7 @@ def test_durations(seconds: float, shown: str) -> None:
 
 def test_small_texts() -> None:
     assert [text.count(value) for value in (0, 0.5, 999, 1000, 18_300, 2e6, 3e9, 4e12)] == [
-        *("0", "0.5", "999", "1.0k", "18.3k", "2.0M", "3.0G", "4.0T"),
+        *("0", "0.5", "999", "1.0k", "18.3k", "2.0M", "3.0B", "4.0T"),
     ]
     assert text.seconds(0.0123) == "12ms"
     assert text.sparkline([], 10, False) == ""
@@ -363,6 +483,6 @@ def test_a_logged_message_cannot_steer_the_terminal() -> None:
 
 def test_saves_are_drawn() -> None:
     save = event("save", step=50, path="/x", reason="due", bytes=1200 * MIB, seconds=0.8, stall_s=0.1, removed=[])
-    assert "ckpt 50" in draw(after(START, step(50), save, step(51)), 100)
-    assert "ckpt" not in draw(after(START, step(50)), 100)
-    assert message_line(save) == f"saved step 50 ({text.size(1200 * MIB)}, {text.seconds(0.8)})"
+    assert "saved at step 50" in draw(after(START, step(50), save, step(51)), 100)
+    assert "saved" not in draw(after(START, step(50)), 100)
+    assert message_line(save) == "saved step 50 (1.2 GiB, 0.80s)"

@@ -222,9 +222,9 @@ def _saved(found: Found) -> str:
 
 
 def _print(renderable: Any) -> None:
-    from rich.console import Console
+    from zrun.watch.console import open_console
 
-    Console(highlight=False, soft_wrap=not sys.stdout.isatty()).print(renderable)
+    open_console(sys.stdout).print(renderable)
 
 
 def _print_json(value: Any) -> None:

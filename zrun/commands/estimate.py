@@ -143,9 +143,9 @@ def _telling(what: str) -> Iterator[None]:
     if not sys.stderr.isatty():
         yield
         return
-    from rich.console import Console
+    from zrun.watch.console import open_console
 
-    with Console(stderr=True).status(what):
+    with open_console(sys.stderr).status(what):
         yield
 
 
@@ -239,13 +239,11 @@ def _found(loaded: LoadedJob | None, options: HostOptions) -> Cluster:
 
 
 def _show(found: Answer, explain: str | None, tokens: str | None, price: float | None) -> None:
-    from rich.console import Console
-
     from zrun.estimate.bars import bars
     from zrun.estimate.tables import buffer_table, choice_table, in_words, stage_table
+    from zrun.watch.console import open_console
 
-    is_terminal = sys.stdout.isatty()
-    console = Console(highlight=False, width=None if is_terminal else _WIDE)
+    console = open_console(sys.stdout, wide=_WIDE)
     if explain is not None:
         table = buffer_table(found.chosen, explain)
         if not table.row_count:
@@ -334,12 +332,11 @@ def _budget(found: Answer, chosen: Estimate, tokens: str, price: float | None) -
 
 
 def _sweep(asking: _Asking, question: Question, loaded: LoadedJob | None, sweep: str, as_json: bool) -> None:
-    from rich.console import Console
-
     from zrun.estimate.answer import as_data
     from zrun.estimate.request import at
     from zrun.estimate.tables import sweep_table
     from zrun.job.load import load_job
+    from zrun.watch.console import open_console
     from zrun_core.errors import ZrunError
 
     key, equals, values = sweep.partition("=")
@@ -362,7 +359,7 @@ def _sweep(asking: _Asking, question: Question, loaded: LoadedJob | None, sweep:
     if as_json:
         print(json.dumps([{"value": value, "estimate": as_data(found)} for value, found in rows], indent=2))
     else:
-        console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE)
+        console = open_console(sys.stdout, wide=_WIDE)
         console.print(sweep_table(key, rows))
         for value, found in rows:
             if isinstance(found, str):

@@ -7,8 +7,6 @@ from typing import Annotated
 
 import typer
 
-_WIDE = 240  # where nobody's screen limits it
-
 
 def ps(
     everything: Annotated[bool, typer.Option("--all", "-a", help="Runs of earlier days too.")] = False,
@@ -29,11 +27,10 @@ def ps(
         print(json.dumps([run.facts() for run in runs], indent=2))
         return
     if runs:
-        from rich.console import Console
-
+        from zrun.watch.console import open_console
         from zrun.watch.runs_table import remarks, runs_table
 
-        console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE)
+        console = open_console(sys.stdout)
         console.print(runs_table(runs))
         for remark in remarks(runs):
             console.print(remark, markup=False)

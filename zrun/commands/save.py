@@ -34,6 +34,7 @@ def save(
     from zrun.launch import saving, stopping
     from zrun.launch.runs import find, read
     from zrun.watch import text
+    from zrun_core.sizes import format_size
 
     found = read(find(run, running=True))
     if dry_run:
@@ -51,4 +52,4 @@ def save(
     if as_json:
         print(json.dumps(read(found.path).facts() | {"saved": saved.facts()}, indent=2))
     else:
-        print(f"saved step {saved.step} ({text.size(saved.bytes)}, {text.seconds(saved.seconds)}): {saved.path}")
+        print(f"saved step {saved.step} ({format_size(saved.bytes)}, {text.seconds(saved.seconds)}): {saved.path}")

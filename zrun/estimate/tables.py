@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _GOOD, _BAD = "green", "red"
 _DAY_S = 86400.0
+_SIZES = ("paper K=12", "states", "activations", "peak", "reserved", "device")
 
 
 def fullest(estimate: Estimate) -> RankMemory:
@@ -29,18 +30,19 @@ def stage_table(estimates: Sequence[Estimate], chosen: Candidate, width: int) ->
 
     What is least missed is left out where `width` columns are too few: what a CPU has no allocator to tell, then times.
     """
+    unit = _unit(estimates)
     has_allocator = any(each.device_used > fullest(each).allocated for each in estimates)
     has_tokens = any(each.time.tokens_per_s for each in estimates) and width >= 80
     has_mfu = any(each.time.mfu for each in estimates) and width >= 100
     columns: dict[str, Callable[[Estimate], str | Text]] = {
         "": lambda each: ">" if each.candidate.stage == chosen.stage else "",
         "stage": lambda each: str(each.candidate.stage),
-        "paper K=12": lambda each: text.size(paper_bytes(each)),
-        "states": lambda each: text.size(state_bytes(fullest(each))),
-        "activations": lambda each: text.size(parts_of(fullest(each))["activations"]),
-        "peak": lambda each: text.size(fullest(each).allocated),
-        "reserved": lambda each: text.size(fullest(each).reserved),
-        "device": lambda each: text.size(each.device_used),
+        "paper K=12": lambda each: unit.text(paper_bytes(each)),
+        "states": lambda each: unit.text(state_bytes(fullest(each))),
+        "activations": lambda each: unit.text(parts_of(fullest(each))["activations"]),
+        "peak": lambda each: unit.text(fullest(each).allocated),
+        "reserved": lambda each: unit.text(fullest(each).reserved),
+        "device": lambda each: unit.text(each.device_used),
         "fits": fits,
         "step": lambda each: _seconds(each.time.seconds),
         "tok/s": lambda each: text.count(each.time.tokens_per_s or 0),
@@ -52,7 +54,7 @@ def stage_table(estimates: Sequence[Estimate], chosen: Candidate, width: int) ->
     hidden |= {"reserved"} if width < 100 else set()
     hidden |= {"paper K=12", "peak", "step"} if width < 80 else set()
     shown = [name for name in columns if name not in hidden]
-    table = _table(*shown)
+    table = _table(*shown, unit=unit)
     for each in estimates:
         style = "" if each.candidate.stage == chosen.stage else "dim"
         table.add_row(*(columns[name](each) for name in shown), style=style)
@@ -62,9 +64,10 @@ def stage_table(estimates: Sequence[Estimate], chosen: Candidate, width: int) ->
 def choice_table(estimates: Sequence[Estimate], width: int) -> Table:
     """A row for each configuration of a search, in the order given."""
     has_tokens = any(each.time.tokens_per_s for each in estimates) and width >= 100
+    unit = _unit(estimates)
     table = _table(
         "", "zero", "dp x tp x pp", "micro", "checkpoint", "elsewhere", "device", "free", "step",
-        *(["tok/s"] if has_tokens else []), *(["MFU"] if width >= 90 else []), "",
+        *(["tok/s"] if has_tokens else []), *(["MFU"] if width >= 90 else []), "", unit=unit,
     )  # fmt: skip
     for number, each in enumerate(estimates, start=1):
         candidate = each.candidate
@@ -78,7 +81,7 @@ def choice_table(estimates: Sequence[Estimate], width: int) -> Table:
             f"{candidate.micro} x {candidate.accumulation}",
             candidate.checkpoint,
             elsewhere(candidate) or "-",
-            text.size(fullest(each).device_used),
+            unit.text(fullest(each).device_used),
             _free(each),
             _seconds(each.time.seconds),
             *([text.count(each.time.tokens_per_s or 0)] if has_tokens else []),
@@ -90,7 +93,9 @@ def choice_table(estimates: Sequence[Estimate], width: int) -> Table:
 
 def sweep_table(key: str, rows: Sequence[tuple[str, Estimate | str]]) -> Table:
     """A row for each value of a key: its estimate, or why there is none."""
-    table = _table(key, "states", "activations", "peak", "device", "fits", "step", "tok/s")
+    unit = _unit([found for _, found in rows if not isinstance(found, str)])
+    columns = "states", "activations", "peak", "device", "fits", "step", "tok/s"
+    table = _table(key, *columns, unit=unit)
     for value, found in rows:
         if isinstance(found, str):
             table.add_row(value, *"-----")  # the reason is told below
@@ -98,10 +103,10 @@ def sweep_table(key: str, rows: Sequence[tuple[str, Estimate | str]]) -> Table:
         rank = fullest(found)
         table.add_row(
             value,
-            text.size(state_bytes(rank)),
-            text.size(parts_of(rank)["activations"]),
-            text.size(rank.allocated),
-            text.size(rank.device_used),
+            unit.text(state_bytes(rank)),
+            unit.text(parts_of(rank)["activations"]),
+            unit.text(rank.allocated),
+            unit.text(rank.device_used),
             fits(found),
             step_range(found.time),
             text.count(found.time.tokens_per_s) if found.time.tokens_per_s else "-",
@@ -182,7 +187,7 @@ def fits(estimate: Estimate) -> Text:
     if estimate.fits:
         share = free / estimate.capacity if estimate.capacity else 0.0
         return Text(f"yes, {share:.0%} free", _GOOD)
-    return Text(f"no, +{text.size(-free)}" if free < 0 else "no: host memory", _BAD)
+    return Text(f"no, +{format_size(-free)}" if free < 0 else "no: host memory", _BAD)
 
 
 def state_bytes(rank: RankMemory) -> int:
@@ -200,7 +205,7 @@ def _free(estimate: Estimate) -> Text:
     free = estimate.capacity - fullest(estimate).device_used
     share = f"{free / estimate.capacity:.0%}" if estimate.capacity else "-"
     return Text(
-        share if estimate.fits else f"-{text.size(-free)}" if free < 0 else "host", _GOOD if estimate.fits else _BAD
+        share if estimate.fits else f"-{format_size(-free)}" if free < 0 else "host", _GOOD if estimate.fits else _BAD
     )
 
 
@@ -218,11 +223,19 @@ def _share(value: float | None) -> str:
     return f"{value:.1%}" if value else "-"
 
 
-def _table(*columns: str) -> Table:
+def _unit(estimates: Sequence[Estimate]) -> text.Unit:
+    """Choose one for all sizes of a table."""
+    return text.Unit.of(max(each.device_used, paper_bytes(each)) for each in estimates)
+
+
+def _table(*columns: str, unit: text.Unit | None = None) -> Table:
+    """Make a table without rows; the head of a column of sizes names their unit on a second line."""
     table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
     left = {"", "fits", "checkpoint", "elsewhere", "buffer", "kind", "where", "alive"}
     for column in columns:
         table.add_column(
-            column, justify="left" if column in left else "right", no_wrap=column not in ("buffer", "states")
+            column if unit is None else f"{column}\n{unit.name if column in _SIZES else ''}",
+            justify="left" if column in left else "right",
+            no_wrap=column not in ("buffer", "states"),
         )
     return table

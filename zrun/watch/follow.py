@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import groupby
 
 from zrun.watch.screen import Nothing, Screen
@@ -22,6 +24,7 @@ class Follower:
         self._screen, self._record = screen, record
         self._new: list[Event] = []
         self._lines: list[bytes] = []
+        self._opened = time.monotonic()
 
     def event(self, event: Event, line: bytes | None = None) -> None:
         """Take in an event; `line` is its text, where there is one that can be recorded as it is."""
@@ -39,6 +42,7 @@ class Follower:
             self._screen.close(self.state)
 
     def _take_in(self) -> None:
+        self.state = replace(self.state, elapsed_s=time.monotonic() - self._opened)
         new, self._new = self._new, []
         lines, self._lines = self._lines, []
         if lines:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 
 from rich.console import Console
-from rich.live import Live as RichLive
+from rich.panel import Panel
 
+from zrun.watch.pinned import Pinned
 from zrun.watch.plain import message_line
 from zrun.watch.state import RunState
-from zrun.watch.view import Facts, panel
+from zrun.watch.view import WIDEST, Facts, panel
 from zrun_core.events import Event
 
 _SHARE = 0.04  # of a core, for drawing
@@ -25,9 +26,10 @@ class Live:
         self._console, self._facts, self._period_s = console, facts, period_s
         self._ascii_only = not console.encoding.lower().startswith("utf")
         self._due = 0.0
-        self._live = RichLive(console=console, auto_refresh=False)
-        self._live.start()
-        self._draw(RunState())
+        self._state = RunState()
+        self._pinned = Pinned(console, self._panel)
+        self._pinned.start()
+        self._draw(self._state)
 
     def show(self, state: RunState, event: Event) -> None:
         line = message_line(event)
@@ -40,11 +42,15 @@ class Live:
 
     def close(self, state: RunState) -> None:
         """Leave the last frame in the scrollback."""
-        self._draw(state)
-        self._live.stop()
+        self._state = state
+        self._pinned.stop()
 
     def _draw(self, state: RunState) -> None:
+        self._state = state
         start, busy = time.monotonic(), time.thread_time()
-        frame = panel(state, self._facts, min(self._console.width, 140), self._ascii_only)
-        self._live.update(frame, refresh=True)
+        self._pinned.refresh()
         self._due = start + max(self._period_s, (time.thread_time() - busy) / _SHARE)
+
+    def _panel(self, width: int, height: int) -> Panel:
+        columns = min(width, WIDEST)
+        return panel(self._state, self._facts, columns, height, ascii_only=self._ascii_only)

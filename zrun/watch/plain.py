@@ -8,6 +8,7 @@ from typing import TextIO
 from zrun.watch import text
 from zrun.watch.state import RunState
 from zrun_core.events import Event
+from zrun_core.sizes import format_size
 
 
 class Plain:
@@ -55,7 +56,7 @@ def message_line(event: Event) -> str | None:
         case "metrics" if event.get("hook") != "on_step":
             return metrics_line(event)
         case "save":
-            cost = f"{text.size(int(event.get('bytes') or 0))}, {text.seconds(float(event.get('seconds') or 0))}"
+            cost = f"{format_size(int(event.get('bytes') or 0))}, {text.seconds(float(event.get('seconds') or 0))}"
             return f"saved step {event['step']} ({cost})"
         case "estimate":
             return f"estimate: {text.foretold(event)}"
@@ -103,7 +104,7 @@ def step_line(state: RunState) -> str:
         parts.append(f"mfu {state.mfu:.1%}")
     if state.memory:
         held = max(event.get("device_allocated") or event.get("rss_bytes") or 0 for event in state.memory.events)
-        parts.append(f"mem {text.size(held)}")
+        parts.append(f"mem {format_size(held)}")
     if state.step_s is not None:
         parts.append(f"step {text.seconds(state.step_s)}")
     if state.eta_s is not None:

@@ -6,8 +6,7 @@ import shutil
 from collections.abc import Mapping
 from typing import Protocol, TextIO
 
-from rich.console import Console
-
+from zrun.watch.console import open_console
 from zrun.watch.live import Live
 from zrun.watch.plain import Plain
 from zrun.watch.state import RunState
@@ -56,5 +55,5 @@ def open_screen(ui: Ui, facts: Facts, every: int, out: TextIO, environ: Mapping[
             return Nothing()
         case Ui.live:
             period_s = _SSH_PERIOD_S if "SSH_CONNECTION" in environ else PERIOD_S
-            return Live(Console(file=out), facts, period_s)
+            return Live(open_console(out, environ), facts, period_s)
     return Plain(out, every)

@@ -11,7 +11,7 @@ from zrun_core.events import Event
 
 _CURVE_POINTS = 512
 _SPEED_STEPS = 20  # over which speeds are averaged
-_KEPT_MESSAGES = 100
+_WARM_STEPS = 2  # of an attempt: the first warms up, the second one's memory is measured
 _RANKS_TOGETHER = 64
 _KEPT_METRICS = 64
 
@@ -49,12 +49,12 @@ class Step:
     loss_scale: float | None = None
     skipped: bool = False
     skips: int = 0
+    samples: int = 0
+    tokens: int = 0
     total_samples: int = 0
     total_tokens: int = 0
     epoch: float | None = None
     step_s: float = 0.0
-    samples_per_s: float | None = None
-    tokens_per_s: float | None = None
     tflops: float | None = None
     mfu: float | None = None
     split: Mapping[str, float] = field(default_factory=dict)
@@ -64,14 +64,6 @@ class Step:
 class Evaluation:
     step: int
     loss: float
-
-
-@dataclass(frozen=True)
-class Message:
-    kind: str  # "warning" or "log"
-    rank: int
-    time: float
-    text: str
 
 
 class ByRank(Mapping[int, Event]):
@@ -117,26 +109,32 @@ class RunState:
     start: Event | None = None
     step: Step = Step()
     losses: Curve = Curve()
+    first: Step = Step()  # that this attempt made
     recent: tuple[Step, ...] = ()  # the last few steps, oldest first
     traffic_bytes: int = 0  # sent by rank 0
     memory: ByRank = field(default_factory=ByRank)  # by rank, its newest `memory` event
     evals: tuple[Evaluation, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)  # of hooks, the newest of each name
     saved: int | None = None  # the newest step that is committed
-    messages: tuple[Message, ...] = ()
-    num_messages: int = 0
+    num_warnings: int = 0
     estimate: Event | None = None  # the newest comparison with what was predicted
     end: Event | None = None
+    elapsed_s: float | None = None  # since this attempt began, by the launcher's clock
 
     @property
     def total_steps(self) -> int | None:
         return self.start.get("total_steps") if self.start else None
 
     @property
+    def timed(self) -> tuple[Step, ...]:
+        """The last few steps, over which all speeds are averaged; what warms up only while it is alone."""
+        warm = self.first.step + _WARM_STEPS
+        return tuple(step for step in self.recent if step.step >= warm) or self.recent[-1:]
+
+    @property
     def step_s(self) -> float | None:
-        """Seconds per step lately; the first step, which warms up, counts only while it is alone."""
-        times = [step.step_s for step in self.recent if step.step > 1] or [step.step_s for step in self.recent]
-        return sum(times) / len(times) if times else None
+        """Seconds per step lately."""
+        return sum(step.step_s for step in self.timed) / len(self.timed) if self.timed else None
 
     @property
     def eta_s(self) -> float | None:
@@ -147,24 +145,25 @@ class RunState:
     @property
     def speed(self) -> tuple[float, str] | None:
         """Tokens per second lately; samples where the data has no tokens."""
+        seconds = sum(step.step_s for step in self.timed)
         for unit, name in (("tokens", "tok/s"), ("samples", "samples/s")):
-            value = self._mean(f"{unit}_per_s")
-            if value:
-                return value, name
+            total = sum(getattr(step, unit) for step in self.timed)
+            if total and seconds:
+                return total / seconds, name
         return None
 
     @property
     def tflops(self) -> float | None:
-        return self._mean("tflops")
+        return self._rate("tflops")
 
     @property
     def mfu(self) -> float | None:
-        return self._mean("mfu")
+        return self._rate("mfu")
 
     @property
     def split(self) -> dict[str, float]:
         """The share of each part of a step lately, of the time that is accounted for."""
-        sums = {part: sum(step.split.get(part, 0.0) for step in self.recent) for part in SPLIT}
+        sums = {part: sum(step.split.get(part, 0.0) for step in self.timed) for part in SPLIT}
         total = sum(sums.values())
         return {part: value / total for part, value in sums.items()} if total else {}
 
@@ -174,9 +173,11 @@ class RunState:
         planned = (self.start or {}).get("planned_bytes") or {}
         return {kind: planned.get(kind) or 0 for kind in MEMORY_KINDS}
 
-    def _mean(self, name: str) -> float | None:
-        values = [value for step in self.recent if (value := getattr(step, name)) is not None]
-        return sum(values) / len(values) if values else None
+    def _rate(self, name: str) -> float | None:
+        """The mean over time of what steps tell per second."""
+        told = [(step.step_s, value) for step in self.timed if (value := getattr(step, name)) is not None]
+        seconds = sum(step_s for step_s, _ in told)
+        return sum(step_s * value for step_s, value in told) / seconds if seconds else None
 
 
 def fold(state: RunState, event: Event) -> RunState:
@@ -196,10 +197,8 @@ def fold(state: RunState, event: Event) -> RunState:
             return replace(state, metrics=dict(newest))
         case "save":
             return replace(state, saved=event["step"])
-        case "warning" | "log" as kind:
-            message = Message(kind, event["rank"], event["time"], str(event.get("message", "")))
-            kept = (*state.messages, message)[-_KEPT_MESSAGES:]
-            return replace(state, messages=kept, num_messages=state.num_messages + 1)
+        case "warning":
+            return replace(state, num_warnings=state.num_warnings + 1)
         case "estimate":
             return replace(state, estimate=event)
         case "end":
@@ -219,6 +218,7 @@ def _fold_step(state: RunState, event: Event) -> RunState:
     return replace(
         state,
         step=step,
+        first=state.first if state.first.step else step,
         losses=state.losses.add(step.loss),
         recent=(*state.recent, step)[-_SPEED_STEPS:],
         traffic_bytes=state.traffic_bytes + ((event.get("traffic") or {}).get("sent_bytes") or 0),

@@ -1,23 +1,30 @@
-"""Numbers as a person reads them in passing: `count(18300) == "18.3k"`, `duration(17000) == "4h43m"`."""
+"""Numbers as a person reads them in passing: `count(18300) == "18.3k"`, `duration(17000) == "4h43m"`.
+
+Bytes are always in binary units that are written out, KiB, MiB, GiB or TiB: behind the number, or where
+a table has one unit for all its sizes, once in its head. The letters k, M, B and T behind a number count.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from zrun_core.events import Event
 from zrun_core.sizes import format_size
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_GIB = _UNITS.index("GiB")
 _ASCII_BLOCKS = "_.-=+*#@"
 _CONTROL_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")  # ECMA-48: colours, moves, erasures
 
 
 def count(value: float) -> str:
-    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+    for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= limit:
             return f"{value / limit:.1f}{unit}"
     return f"{value:.0f}" if value == round(value) else f"{value:.1f}"
@@ -40,9 +47,23 @@ def seconds(value: float) -> str:
     return f"{value * 1000:.0f}ms" if value < 0.1 else f"{value:.2f}s"
 
 
-def size(num_bytes: float) -> str:
-    """Bytes in binary units, short enough for a table: `size(1 << 20) == "1.0M"`."""
-    return format_size(num_bytes).replace(" ", "").removesuffix("iB")
+@dataclass(frozen=True)
+class Unit:
+    """One unit for all sizes of a table, whose head names it."""
+
+    name: str
+    num_bytes: int
+    digits: int
+
+    @classmethod
+    def of(cls, sizes: Iterable[float]) -> Unit:
+        """The largest unit in which the largest of `sizes` is a number of two digits or more."""
+        largest = max(map(abs, sizes), default=0)
+        exponent = max(n for n in range(1, len(_UNITS)) if n == 1 or largest >= 10 * 1024**n)
+        return cls(_UNITS[exponent], 1024**exponent, 1 if exponent < _GIB else 2)
+
+    def text(self, num_bytes: float) -> str:
+        return f"{num_bytes / self.num_bytes:.{self.digits}f}"
 
 
 def metrics(values: Mapping[str, Any]) -> str:
@@ -56,7 +77,7 @@ def foretold(event: Event) -> str:
     parts = []
     if measured.get("peak_bytes") and predicted.get("peak_bytes"):
         was, said = int(measured["peak_bytes"]), int(predicted["peak_bytes"])
-        parts.append(f"peak {size(was)}, predicted {size(said)} ({(said - was) / was:+.1%})")
+        parts.append(f"peak {format_size(was)}, predicted {format_size(said)} ({(said - was) / was:+.1%})")
     if measured.get("step_s") and predicted.get("step_s"):
         took, expected = float(measured["step_s"]), float(predicted["step_s"])
         low, high = (float(predicted.get(name) or expected) for name in ("low_s", "high_s"))

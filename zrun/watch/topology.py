@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -14,13 +14,14 @@ from zrun.launch.cluster import Cluster, HostFacts, listed, several
 from zrun.topology.cpus import format_cpus
 from zrun.topology.grouping import best_groups, weakest_pair
 from zrun.topology.links import LinkMatrix
-from zrun.watch.text import printable, size
+from zrun.watch.console import open_console
+from zrun.watch.text import printable
+from zrun_core.sizes import format_size
 
 if TYPE_CHECKING:  # 80 ms of 300: a table of links needs no job
     from zrun_core.spec import RankPlace
 
 _MOST_ROWS = 64  # of a table of ranks
-_WIDE = 1000  # columns of what is no terminal: nothing is folded
 
 
 @dataclass(frozen=True)
@@ -71,12 +72,12 @@ def topology_facts(cluster: Cluster, ranks: Sequence[RankPlace]) -> dict[str, An
 def show_seats(ranks: Sequence[RankPlace], cluster: Cluster, out: TextIO) -> None:
     """Print where the ranks sit, if there are several."""
     if len(ranks) > 1:
-        Console(file=out, highlight=False, width=None if out.isatty() else _WIDE).print(seats_table(ranks, cluster))
+        open_console(out).print(seats_table(ranks, cluster))
 
 
 def show_topology(cluster: Cluster, ranks: Sequence[RankPlace], out: TextIO) -> None:
     """Print the links and groups."""
-    Console(file=out, highlight=False, width=None if out.isatty() else _WIDE).print(topology(cluster, ranks))
+    open_console(out).print(topology(cluster, ranks))
 
 
 def seats_table(ranks: Sequence[RankPlace], cluster: Cluster) -> RenderableType:
@@ -121,7 +122,7 @@ def _links(host: HostFacts) -> list[RenderableType]:
     near = {node.id: format_cpus(node.cpus) for node in host.nodes}
     for label, gpu, paths in zip(labels, host.gpus, host.links.paths, strict=True):
         numa = "-" if gpu.numa is None else str(gpu.numa)
-        memory = size(gpu.memory_bytes) if gpu.memory_bytes else "-"
+        memory = format_size(gpu.memory_bytes) if gpu.memory_bytes else "-"
         table.add_row(label, *(_path(path) for path in paths), memory, numa, near.get(gpu.numa or 0, "-"))
     return [table]
 

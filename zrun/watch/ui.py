@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import StrEnum
 
-_NARROWEST = 60
+_NARROWEST = 40  # columns that the panel needs
 
 
 class Ui(StrEnum):
@@ -21,4 +21,4 @@ def choose(asked: Ui, is_tty: bool, environ: Mapping[str, str], width: int) -> U
     if asked is not Ui.auto:
         return asked
     unfit = not is_tty or width < _NARROWEST or environ.get("TERM") == "dumb"
-    return Ui.plain if unfit or "CI" in environ or "NO_COLOR" in environ else Ui.live
+    return Ui.plain if unfit or "CI" in environ else Ui.live

@@ -1,0 +1,30 @@
+"""Where tables and panels are printed, in colour if the user wants that."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TextIO
+
+from rich.console import Console
+
+
+def open_console(out: TextIO, environ: Mapping[str, str] = os.environ, wide: int = 1000) -> Console:
+    """Open a console on `out`.
+
+    Colours are for terminals that have them. NO_COLOR and CLICOLOR=0 take them away, and nothing else;
+    FORCE_COLOR and CLICOLOR_FORCE ask for them in files and pipes too.
+
+    Args:
+        wide: columns of what is no terminal, so that nothing is folded there.
+    """
+    forced = any(environ.get(name, "0") not in ("", "0") for name in ("FORCE_COLOR", "CLICOLOR_FORCE"))
+    unwanted = environ.get("CLICOLOR") == "0" and not forced
+    return Console(
+        file=out,
+        highlight=False,
+        width=None if out.isatty() else wide,
+        force_terminal=True if forced else None,
+        no_color=bool(environ.get("NO_COLOR")) or unwanted,
+        _environ=environ,
+    )

@@ -228,7 +228,8 @@ class Hang:
     def headline(self) -> str:
         limit = f"no progress for {self.frame['limit_s']:.3g} s ({self.frame['key']})"
         if all(told["does"] == "waits" for told in self.frame["ranks"]):
-            return f"{limit}: all ranks wait for each other in {_place(self.first)}"
+            step, phase = self.first["step"], self.first["phase"]
+            return f"{limit}: all ranks wait for each other {f'at step {step}' if step else f'in {phase}'}"
         ranks = ", ".join(str(rank) for rank in self.frame["to_blame"])
         who = f"rank{'s' if len(self.frame['to_blame']) > 1 else ''} {ranks} of {self.plan.world_size}"
         does = _DOES.get(self.first["does"], "stuck")

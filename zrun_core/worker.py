@@ -14,6 +14,7 @@ import json
 import os
 import re
 import signal
+import stat
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -325,6 +326,7 @@ class Worker:
             "message": _in_a_line(error),
             "traceback": text,
             "whole_traceback": raised and tracebacks.whole(raised, _TOLD_CHARS),
+            "log_bytes": _log_bytes(),  # what follows in it is told by the launcher
             "exit_code": int(code),
             "time": time.time(),
         }
@@ -337,6 +339,13 @@ class Worker:
             text = text.splitlines()[0] if kind == "user" else text
         print(text, file=sys.stderr, flush=True)
         return code
+
+
+def _log_bytes() -> int | None:
+    """Return how much this rank has printed; None where that goes to no file."""
+    sys.stdout.flush()
+    found = os.fstat(2)
+    return found.st_size if stat.S_ISREG(found.st_mode) else None
 
 
 def _in_a_line(error: BaseException) -> str:

@@ -29,7 +29,6 @@ _WIDEST = 1000  # characters of a line that are shown
 _CUT_BYTES = 1 << 14  # at either end of much that is new, which are cut into lines
 _READ_BYTES = 1 << 20
 _UNFINISHED_S, _UNFINISHED_MOST_S = 5.0, 60.0  # after which a line is shown as it is; the pause doubles
-_AFTER_REPORT = 1 << 12  # bytes that other threads may print meanwhile
 
 
 class Portion(NamedTuple):
@@ -107,7 +106,7 @@ class Echo:
         Args:
             share: ranks that are shown.
             place: where a person finds the log, if not at its path.
-            note: what the rank writes when it fails, before it prints the same.
+            note: the file in which the rank says why it fails, before it prints the same.
         """
         self._log, self._rank, self._place, self._note = log, rank, place or str(log), note
         self._position = self._end()
@@ -125,13 +124,15 @@ class Echo:
         lines = [*head, *self._unfinished(now, is_new=bool(head or num_uncut))]
         return self._events(self._budget.admit(now, lines, num_uncut, tail))
 
-    def last_look(self, now: float, report: str | None = None) -> list[Event]:
+    def last_look(self, now: float, size: int | None = None) -> list[Event]:
         """Return `output` events for the rest.
 
         Args:
-            report: what the rank said of its failure. It printed that too, and the launcher shows it by itself.
+            size: of the log before the rank printed why it failed, which the launcher shows by itself; None: it did not
+                fail.
         """
-        head, num_uncut, tail = self._read(self._end() if report is None else self._start_of(report))
+        end = self._end()
+        head, num_uncut, tail = self._read(end if size is None else min(end, max(size, self._position)))
         rest = self._cutter.rest()
         if rest:
             (tail if num_uncut else head).append(rest)
@@ -142,16 +143,6 @@ class Echo:
         with suppress(OSError):
             return self._log.stat().st_size
         return 0
-
-    def _start_of(self, report: str) -> int:
-        """Return where the rank began to print its report, or the end."""
-        end, text = self._end(), report.encode(errors="backslashreplace")
-        start = max(self._position, end - len(text) - _AFTER_REPORT)
-        with suppress(OSError), self._log.open("rb") as log:
-            log.seek(start)
-            found = log.read().rfind(text)
-            return end if found < 0 else start + found
-        return end
 
     def _read(self, end: int) -> tuple[list[bytes], int, list[bytes]]:
         """Return the lines that are new up to `end`; of many the first, the number of those between, and the last."""

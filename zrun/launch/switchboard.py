@@ -359,7 +359,7 @@ class Switchboard:
         told = {"frame": "exit", "rank": rank, "status": status, "oom": oom, "shortage": self._shortage * oom}
         last_words = self._last_words(rank, status)
         if (echo := self._echoes.pop(rank, None)) is not None:
-            self._tell(echo.last_look(time.monotonic(), _report_in(last_words["note"])))
+            self._tell(echo.last_look(time.monotonic(), _log_bytes(last_words["note"])))
         self._send({**told, **last_words})
         if status != 0 and self._kill_at is None:
             now = time.monotonic()
@@ -422,10 +422,10 @@ class Switchboard:
             self._is_deaf |= self._is_remote and self._awake() - self._heard > SILENCE_S
 
 
-def _report_in(note: str | None) -> str | None:
-    """Return what a rank that left this note has printed of its failure."""
+def _log_bytes(note: str | None) -> int | None:
+    """Return how much a rank had printed when it left this note."""
     with suppress(ValueError, TypeError, KeyError):
-        return str(json.loads(note or "")["traceback"])
+        return int(json.loads(note or "")["log_bytes"])
     return None
 
 

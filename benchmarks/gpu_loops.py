@@ -134,7 +134,7 @@ def zrun_loop(model: nn.Module, device: torch.device, compiled: bool) -> Loop:
     })  # fmt: skip
     settings = make_settings(job, choose(job.optim, lambda name: None), device)
     built = Built(model, lambda name, param: param.detach())
-    sharded = parallelize(built, job, settings, Mesh.build(0, ["localhost"], 1), Comm(device))
+    sharded, _ = parallelize(built, job, settings, Mesh.build(0, ["localhost"], 1), Comm(device))
     sharded.module.to(device)
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:

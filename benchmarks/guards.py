@@ -56,7 +56,7 @@ def measure(size: str, stage: int, bf16: bool, steps: int) -> tuple[float, float
     comm = Comm(torch.device("cpu"))
     settings = make_settings(job, choose(job.optim, lambda name: None), comm.device)
     mesh = Mesh.build(rank, ["localhost"] * world, shard_size(job, world, world))
-    sharded = parallelize(Built(model.build(shape), lambda name, param: param.detach()), job, settings, mesh, comm)
+    sharded, _ = parallelize(Built(model.build(shape), lambda name, param: param.detach()), job, settings, mesh, comm)
     guard, step_times, check_times = ReplicaGuard(sharded), [], []
     share = slice(rank * shape.batch, (rank + 1) * shape.batch)
     for number in range(1 + steps):

@@ -154,7 +154,7 @@ def zrun(stage: int, *, sockets: bool = False) -> Make:
         if not sockets:
             comm.use_memory(mesh.host, 60.0)
         built = Built(model, lambda name, param: param.detach())
-        sharded = parallelize(built, job, settings, mesh, comm)
+        sharded, _ = parallelize(built, job, settings, mesh, comm)
         global_batch = seat.world * seat.shape.batch
 
         def step(tokens: Tensor, targets: Tensor) -> float:

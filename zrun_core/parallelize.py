@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from zrun_core.activations.checkpoint import apply_checkpointing
+from zrun_core.activations.checkpoint import apply_checkpointing, own_checkpointing
+from zrun_core.activations.kv_cache import omit_cache
 from zrun_core.build import Built
 from zrun_core.comm import Comm
 from zrun_core.config import ActivationsConfig, JobConfig, PrecisionConfig, ZeroConfig
@@ -51,25 +52,48 @@ def shard_size(job: JobConfig, world_size: int, ranks_per_host: int) -> int:
     return ranks_per_copy(job.zero, world_size, ranks_per_host)
 
 
-def parallelize(built: Built, job: JobConfig, settings: Settings, mesh: Mesh, comm: Comm) -> ShardedModel:
+def parallelize(
+    built: Built, job: JobConfig, settings: Settings, mesh: Mesh, comm: Comm
+) -> tuple[ShardedModel, list[str]]:
     """Transform a built model in place and shard it.
+
+    Returns:
+        The sharded model, and the notes of `transform`.
 
     Raises:
         JobError: the job asks for what this model cannot do.
     """
-    transform(built.module, job.activations, compile=job.compile)
-    return ShardedModel(built.module, built.read, settings, mesh, comm)
+    notes = transform(built.module, job.activations, compile=job.compile)
+    return ShardedModel(built.module, built.read, settings, mesh, comm), notes
 
 
-def transform(model: nn.Module, activations: ActivationsConfig, *, compile: bool) -> None:
-    """What happens to a model before it is sharded, in place.
+def transform(model: nn.Module, activations: ActivationsConfig, *, compile: bool) -> list[str]:
+    """Prepare a model to be sharded, in place.
+
+    Returns:
+        What the user should know of it: settings of the model's own that do not count in training.
 
     Raises:
         JobError: this model cannot be transformed so.
     """
+    notes = []
+    if own_checkpointing(model):
+        policy = activations.checkpoint
+        notes.append(
+            f"activations.checkpoint: {policy} replaces the model's own gradient checkpointing"
+            if policy != "none"
+            else "the model's own gradient checkpointing is on: activations.checkpoint: full does the "
+            "same, and memory is planned for it"
+        )
+    if omit_cache(model, activations, compile=compile):
+        notes.append(
+            "training keeps no cache of keys and values: config.use_cache counts where there are "
+            "no gradients, as in model.generate"
+        )
     apply_checkpointing(model, activations)
     if compile:
         compile_blocks(model)
+    return notes
 
 
 def compile_blocks(model: nn.Module) -> None:

@@ -157,9 +157,9 @@ class Worker:
         settings = parallelize.make_settings(job, chosen, device)
         settings = replace(settings, memory_bytes=self._memory_bytes(device))
         built = self._build(settings, mesh, comm)
-        sharded = parallelize.parallelize(built, job, settings, mesh, comm)
+        sharded, notes = parallelize.parallelize(built, job, settings, mesh, comm)
         sharded.module.to(device)  # buffers: the parameters are there
-        notes = list(built.notes)
+        notes = [*built.notes, *notes]
         self.phase = "load"
         if job.checkpoint is not None and self.rank == 0:
             self.lock = hold(checkpoint_folder(job, self.run_dir))  # before anything in it is believed

@@ -31,6 +31,16 @@ import torch
 print("chatter")
 def build_model(dim=2):
     return torch.nn.Linear(dim, dim)
+class Caching(torch.nn.Module):
+    class config:
+        use_cache, model_type = True, "mine"
+    def __init__(self):
+        super().__init__()
+        blocks = (torch.nn.Sequential(torch.nn.Linear(2, 2)) for _ in range(2))
+        self.blocks = torch.nn.ModuleList(blocks)
+        self.gradient_checkpointing = True
+    def forward(self, x, use_cache=None):
+        return x
 def no_model():
     return 3
 def looks_at_values():
@@ -143,6 +153,20 @@ def test_check_prints_the_plan(zrun: Zrun) -> None:
     assert "auto: zero.bucket = " in result.out
     assert "structure: Linear, 12 parameters in 2 tensors, 48 B\n" in result.out
     assert "chatter" not in result.out
+
+
+@pytest.mark.usefixtures("warm")
+def test_check_says_which_settings_of_the_model_do_not_count(zrun: Zrun) -> None:
+    keys = ["model={call: user.py:Caching}", "activations.checkpoint=full"]
+    result = zrun("check", "job.yaml", *keys)
+    assert result.code == 0, result.err
+    notes = [line for line in result.out.splitlines() if line.startswith("note: ")]
+    assert notes == [
+        "note: activations.checkpoint: full replaces the model's own gradient checkpointing",
+        "note: training keeps no cache of keys and values: config.use_cache counts where there are "
+        "no gradients, as in model.generate",
+    ]
+    assert json.loads(zrun("check", "job.yaml", "--json", *keys).out)["structure"]["notes"]
 
 
 def test_check_without_the_users_code(zrun: Zrun) -> None:

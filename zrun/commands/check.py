@@ -78,6 +78,8 @@ def check(
         else:
             print(f"plan: none: {why_not}")
         print(f"structure: {_in_words(structure) if structure else 'not looked at'}")
+        for note in structure.notes if structure else ():
+            print(f"note: {note}")
     if isinstance(why_not, PreflightError):
         raise typer.Exit(why_not.exit_code)
 

@@ -32,6 +32,7 @@ class Structure:
     num_trainable: int
     num_tensors: int
     parameter_bytes: int
+    notes: list[str]  # what of the model's own settings does not count in training
 
 
 def inspect_structure(job: LoadedJob, timeout_s: float) -> Structure:
@@ -112,7 +113,7 @@ def _inspect(job: JobConfig, job_dir: Path) -> Structure:
         raise JobError("\n".join(mistakes))
     model = _build(job, job_dir)
     build.check(model)
-    parallelize.transform(model, job.activations, compile=job.compile)
+    notes = parallelize.transform(model, job.activations, compile=job.compile)
     parameters = list(model.parameters())
     return Structure(
         class_name=type(model).__name__,
@@ -120,6 +121,7 @@ def _inspect(job: JobConfig, job_dir: Path) -> Structure:
         num_trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         num_tensors=len(parameters),
         parameter_bytes=sum(parameter.nbytes for parameter in parameters),
+        notes=notes,
     )
 
 

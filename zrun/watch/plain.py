@@ -44,13 +44,18 @@ class Plain:
 def start_line(event: Event) -> str:
     params = f"{text.count(event.get('params') or 0)} parameters"
     lines = [f"start: {params}, zero {event.get('stage')}, {event.get('precision')}, {event.get('device')}"]
-    lines += [f"note: {note}" for note in event.get("notes") or ()]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_notes(event)])
+
+
+def _notes(event: Event) -> list[str]:
+    return [f"note: {text.printable(str(note))}" for note in event.get("notes") or ()]
 
 
 def message_line(event: Event) -> str | None:
     """The line of an event that is worth one on any screen."""
     match event.get("type"):
+        case "start":
+            return "\n".join(_notes(event)) or None
         case "eval":
             return f"eval at step {event['step']}: loss {float(event['loss']):.6g} over {event.get('samples')} samples"
         case "metrics" if event.get("hook") != "on_step":

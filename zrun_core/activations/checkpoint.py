@@ -7,39 +7,68 @@ recompute, follows Korthikanti et al. 2022, section 5. Torch's non-reentrant API
 from __future__ import annotations
 
 import functools
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
+from zrun_core.activations.kv_cache import refuse_cache
 from zrun_core.config import ActivationsConfig
 from zrun_core.errors import JobError
 from zrun_core.zero.cut import repeated_blocks
 
+_OWN = "gradient_checkpointing"  # attribute of modules of transformers
 _EXPENSIVE = {"mm", "addmm", "bmm", "baddbmm", "convolution"}
 
 
-def apply_checkpointing(model: nn.Module, config: ActivationsConfig) -> None:
-    """Make the repeated blocks of `model` recompute, as `config` asks.
+def apply_checkpointing(model: nn.Module, config: ActivationsConfig) -> ExitStack:
+    """Make the repeated blocks of `model` recompute, as `config` asks, and not as the model itself would.
+
+    Returns:
+        What undoes it when it is closed.
 
     Raises:
         JobError: the model has no repeated blocks.
     """
+    undo = ExitStack()
     if config.checkpoint == "none":
-        return
+        return undo
     blocks = repeated_blocks(model)
     if not blocks:
         raise JobError(
             "activations.checkpoint: the model has no repeated blocks (two members of one class in a ModuleList or "
             "Sequential, with modules inside); write activations.checkpoint: none"
         )
+    for module in own_checkpointing(model):  # blocks would be recomputed in their recomputation
+        vars(module)[_OWN] = False
+        undo.callback(vars(module).update, {_OWN: True})
     every = config.n if config.checkpoint == "every_n" else 1
     options: dict[str, Any] = {"use_reentrant": False}
     if config.checkpoint == "selective":
         options["context_fn"] = selectively
-    for _, block in blocks[::every]:
+    for name, block in blocks[::every]:
+        own = {key: value for key, value in vars(block).items() if key == "forward"}
+        undo.callback(_put_back, block, own)
         block.forward = functools.partial(checkpoint, block.forward, **options)
+        guard = functools.partial(refuse_cache, name)
+        undo.callback(block.register_forward_pre_hook(guard, with_kwargs=True).remove)
+    return undo
+
+
+def own_checkpointing(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of `model` whose own code recomputes: `gradient_checkpointing_enable()` of transformers."""
+    return [module for module in model.modules() if vars(module).get(_OWN) is True]
+
+
+def _put_back(block: nn.Module, own: dict[str, Any]) -> None:
+    vars(block).pop("forward", None)
+    vars(block).update(own)
 
 
 def selectively() -> Any:

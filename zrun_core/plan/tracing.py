@@ -26,6 +26,7 @@ from torch.utils.data import default_collate
 
 from zrun_core import room, user
 from zrun_core.activations.checkpoint import apply_checkpointing
+from zrun_core.activations.kv_cache import omit_cache
 from zrun_core.build import check
 from zrun_core.config import ActivationsConfig, JobConfig, Ref
 from zrun_core.data.batch import _map_tensors, count_tokens
@@ -372,16 +373,12 @@ class _Subject:
 
     @contextmanager
     def _checkpointed(self, policy: str) -> Iterator[None]:
-        """Blocks recompute as `policy` says inside."""
-        own = {id(block): vars(block).get("forward") for _, block in self._blocks}
-        apply_checkpointing(self._model, ActivationsConfig(checkpoint=policy, n=self._job.activations.n))  # type: ignore[arg-type]
-        try:
+        """Blocks recompute as `policy` says inside, and nothing else is done to the model than in training."""
+        config = ActivationsConfig(checkpoint=policy, n=self._job.activations.n)  # type: ignore[arg-type]
+        with apply_checkpointing(self._model, config) as undo:
+            for hook in omit_cache(self._model, config, compile=self._job.compile):
+                undo.callback(hook.remove)
             yield
-        finally:
-            for _, block in self._blocks:
-                vars(block).pop("forward", None)
-                if own[id(block)] is not None:
-                    vars(block)["forward"] = own[id(block)]
 
     def _fitted(self, policy: str, micros: Sequence[int], series: Sequence[Series]) -> Trace:
         """Sizes as functions of the micro-batch, from passes of a few of them; all blocks written out."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import StrEnum
 from typing import Any
 
@@ -109,10 +109,16 @@ class StepClock:
 
 
 def process_memory(device: torch.device) -> dict[str, int | None]:
-    """Bytes that this process holds now and held at most, on the host and on its device."""
+    """Bytes that this process holds now and held at most, on the host and on its device.
+
+    None where it cannot be read, as when this process has as many files open as it may.
+    """
     cuda = device.type == "cuda"
+    rss = None
+    with suppress(OSError, psutil.Error):
+        rss = psutil.Process().memory_info().rss
     return {
-        "rss_bytes": psutil.Process().memory_info().rss,
+        "rss_bytes": rss,
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "device_allocated": torch.cuda.max_memory_allocated(device) if cuda else None,
         "device_reserved": torch.cuda.max_memory_reserved(device) if cuda else None,

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from runs import PoolWorker, job, make_spec, report, run, run_reading_late
+from torch import nn
 from toys import build, data, full_state, make_sharded, train_sharded, world
 
 from zrun_core.errors import DivergedError
@@ -95,6 +96,60 @@ def broken_parameter(stage: int) -> list[tuple[str, str] | None]:
     with sharded.gathered() as module:
         dict(module.named_parameters())[PLACE].view(-1)[-1] = float("inf")
     return [*found, sharded.find_nonfinite_parameter()]
+
+
+class Normed(nn.Module):
+    """BatchNorm, a codebook that writes through `.data`, and a table that nothing writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.first, self.norm, self.last = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
+        self.register_buffer("seen", torch.zeros(8))
+        self.register_buffer("table", torch.arange(8.0))
+        self.register_buffer("nothing", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        self.seen.data.mul_(0.5).add_(x.detach().mean(0))
+        return self.last(self.norm(x) + self.table).square().mean()
+
+
+def running(stage: int, bad_steps: list[int]) -> list[tuple[bool, dict[str, torch.Tensor]]]:
+    """By step: whether it was skipped, and the buffers after it. The bad ones read infinities on the last rank."""
+    sharded = make_sharded(Normed(), stage)
+    rank, size = world()
+    found = []
+    for step in range(4):
+        sharded.begin_step()
+        for number in range(2):
+            torch.manual_seed(100 * rank + 10 * step + number)
+            x = torch.randn(5, 6)
+            if step in bad_steps and rank == size - 1:
+                x[2, 3] = float("inf")
+            with sharded.forward():
+                loss = sharded.module(x)
+            sharded.backward(loss / size, boundary=number == 1)
+        result = sharded.step(1e-2, torch.zeros(1), lambda sums: torch.ones(()).double())
+        buffers = {name: buffer.clone() for name, buffer in sharded.module.named_buffers()}
+        found.append((bool(result.skipped), buffers))
+    assert sharded._running._written is not None
+    assert len(sharded._running._written) == 4, "the table is copied once, not in every step"
+    return found
+
+
+@pytest.mark.parametrize("bad_steps", [[0], [2], [1, 2]])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_skipped_step_leaves_no_trace_in_running_statistics(ranks, stage, bad_steps):
+    for found in ranks(2).run(running, stage, bad_steps):
+        before = {name: buffer.clone() for name, buffer in Normed().named_buffers()}
+        for step, (skipped, buffers) in enumerate(found):
+            assert skipped == (step in bad_steps)
+            for name, buffer in buffers.items():
+                assert torch.isfinite(buffer).all()
+                is_same = torch.equal(buffer, before[name])
+                assert is_same == (skipped or name == "table"), (step, name)
+            before = buffers
 
 
 def test_a_hybrid_skips_together_too(ranks):

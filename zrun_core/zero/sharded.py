@@ -38,6 +38,7 @@ from zrun_core.zero.hooks import install
 from zrun_core.zero.nonfinite import Culprit, Inspector
 from zrun_core.zero.plain import PlainLoop
 from zrun_core.zero.reduce import Reducer, peers_of, split_group
+from zrun_core.zero.running import RunningBuffers
 from zrun_core.zero.traffic import Steps, expected_traffic
 from zrun_core.zero.unit import FlatUnit, moves_pages, window_pool
 
@@ -208,6 +209,7 @@ class ShardedModel:
             self.attach(settings.optimizer, [{}, {"weight_decay": 0.0}], lambda slot: slot.group)
         self.scaler = LossScaler(settings.precision, comm.device)
         self._inspector = Inspector(self.units, comm, mesh.world)
+        self._running = RunningBuffers(module)
         self._never: set[str] | None = None
 
     def attach(self, chosen: Chosen, groups: Sequence[Options], group_of: Callable[[ParamSlot], int]) -> None:
@@ -225,12 +227,13 @@ class ShardedModel:
     # One optimizer step
 
     def begin_step(self) -> None:
-        """Forget the last step's gradients."""
+        """Forget the last step's gradients, and keep what a skipped step is to put back."""
         for unit in self._trained:
             unit.begin_step()
         self.reducer.begin_step()
         self._gatherer.schedule_hash = 0
         self._inspector.begin_step()
+        self._running.begin_step()
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -278,7 +281,8 @@ class ShardedModel:
     ) -> StepResult:
         """Clip, update, and mark every unit stale.
 
-        All ranks skip the update together if the gradient, or one of `sums`, is not finite, or if the divisor is 0.
+        All ranks skip the update together if the gradient, or one of `sums`, is not finite, or if the divisor is 0. A
+        skipped step leaves no trace: buffers that its passes wrote are what they were.
 
         Args:
             lr: learning rate of all groups; None leaves each its own.
@@ -307,6 +311,7 @@ class ShardedModel:
         if self.settings.clip is not None:
             divisor = divisor * (norm / self.settings.clip).clamp(min=1.0)
         self._update(lr, divisor.float(), skipped, self._got_anywhere(got, summed[len(sums) + 3 :]))
+        self._running.end_step(skipped)
         if scaler is None:
             self.scaler.update(overflow)
         return StepResult(totals, norm, skipped, overflow, agreed)

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import re
 
-_COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
+_CONTROL_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")  # ECMA-48: colours, moves, erasures
 
 
 def printable(text: str) -> str:
-    """Return `text` in its lines, without colours, and with other control characters spelt out."""
-    plain = _COLOUR.sub("", text).expandtabs()
+    """Return `text` in its lines, without colours and moves of the cursor.
+
+    Whatever else would act on a terminal is spelt out.
+    """
+    plain = _CONTROL_SEQUENCE.sub("", text.replace("\r\n", "\n")).expandtabs()
     if plain.isprintable():
         return plain
     return "".join(_spelt(char) for char in plain)

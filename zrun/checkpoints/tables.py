@@ -11,7 +11,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from zrun.watch.text import count, printable
+from zrun.watch.text import count
+from zrun_core.printable import printable
 from zrun_core.sizes import format_size
 
 if TYPE_CHECKING:

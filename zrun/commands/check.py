@@ -130,10 +130,11 @@ def _print_json(
 
 
 def _in_words(structure: Structure) -> str:
+    from zrun_core.printable import printable
     from zrun_core.sizes import format_size
 
     frozen = structure.num_parameters - structure.num_trainable
     return (
-        f"{structure.class_name}, {structure.num_parameters:,} parameters in {structure.num_tensors} tensors"
+        f"{printable(structure.class_name)}, {structure.num_parameters:,} parameters in {structure.num_tensors} tensors"
         f"{f' ({frozen:,} frozen)' if frozen else ''}, {format_size(structure.parameter_bytes)}"
     )

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from zrun_core.printable import printable
+
 
 def save(
     run: Annotated[
@@ -47,7 +49,7 @@ def save(
     try:
         saved = saving.save(found, stopping.limits_of(found.path).save_s if timeout is None else timeout)
     except saving.RunEndedError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         raise typer.Exit(error.run.exit_code or error.exit_code) from None
     if as_json:
         print(json.dumps(read(found.path).facts() | {"saved": saved.facts()}, indent=2))

@@ -19,6 +19,7 @@ import typer
 from zrun.flags import Exclude, Gpus, HostList, HostsFile, Include, Nodes
 from zrun.watch.ui import Ui
 from zrun_core.errors import CheckpointError, ExitCode, JobError, PreflightError, StoppedError, ZrunError
+from zrun_core.printable import printable
 
 if TYPE_CHECKING:
     from zrun.estimate.forecast import Forecast
@@ -503,7 +504,7 @@ def _unfit(code: int, failure: Failure | Hang | LostHost, run: Run, gate: Gate) 
 def _say(text: str, out: TextIO) -> None:
     """Print, if anybody still listens. Python would end with a code of its own if the last flush failed."""
     try:
-        print(text, file=out, flush=True)
+        print(printable(text), file=out, flush=True)
     except OSError:
         with open(os.devnull, "wb") as nothing:
             for stream in (1, 2):

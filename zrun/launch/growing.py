@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from zrun.watch.text import visible
+from zrun_core.printable import printable
 
 _LONGEST = 1 << 14  # bytes of a line that are shown
 _CUT = b" ... (line cut here)"
@@ -88,4 +88,5 @@ class LineCutter:
 
 def as_text(line: bytes) -> str:
     """Return a line as text that does a terminal no harm, in its last state where it was overwritten."""
-    return visible(line.decode(errors="backslashreplace").rstrip("\r").rpartition("\r")[2])
+    last = line.decode(errors="backslashreplace").rstrip("\r").rpartition("\r")[2]
+    return printable(last).replace("\n", "^J")

@@ -36,6 +36,7 @@ from zrun.launch.probe import route_to
 from zrun.launch.processes import allow_files
 from zrun_core.config import JobConfig
 from zrun_core.errors import ExitCode, JobError, PreflightError, RendezvousError
+from zrun_core.printable import printable
 
 _PORT = 29500  # torchrun's, where nobody names one
 _NUM_PORTS = 8
@@ -382,7 +383,7 @@ def _introduce(connection: socket.socket, caller: Caller, rendezvous: Rendezvous
     _say(connection, {"nonce": nonce, "caller": asdict(caller), "proof": proof})
     answer = _hear(connection)
     if "refused" in answer:
-        reason = "".join(char for char in str(answer["refused"]) if char.isprintable())
+        reason = printable(str(answer["refused"]))
         raise PreflightError(f"rank 0 does not take {rendezvous.noun} {caller.index} on {caller.host}: {reason}")
     if not hmac.compare_digest(_proof(key, "door", told["nonce"], nonce, caller), answer["proof"]):
         return False

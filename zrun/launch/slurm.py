@@ -11,6 +11,7 @@ import subprocess
 
 from zrun.launch.agent_process import PATIENCE_S, AgentProcess
 from zrun_core.errors import PreflightError
+from zrun_core.printable import printable
 
 _KEPT_STDERR = 1 << 14  # bytes
 
@@ -48,7 +49,7 @@ class SrunAgent(AgentProcess):
             status = None
         said = os.pread(self._stderr, _KEPT_STDERR, max(0, os.fstat(self._stderr).st_size - _KEPT_STDERR))
         lines = [line.strip() for line in said.decode(errors="replace").splitlines() if line.strip()]
-        last = "".join(char if char.isprintable() else "?" for char in lines[-1]) if lines else "it gave no reason"
+        last = printable(lines[-1]) if lines else "it gave no reason"
         what = "its agent ended" if self.hello is not None else "srun could not start the agent"
         return f"{self.host}: {what} (status {status}): {last}"
 

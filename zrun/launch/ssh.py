@@ -16,6 +16,7 @@ import sys
 from zrun.launch.agent_process import AgentProcess
 from zrun.launch.hostfile import HostEntry
 from zrun_core.errors import JobError, PreflightError
+from zrun_core.printable import printable
 
 CONNECT_S = 10.0
 
@@ -155,7 +156,7 @@ def explain(status: int | None, errors: str, said_hello: bool, entry: HostEntry,
         errors: what was on its stderr.
         said_hello: the agent was there.
     """
-    lines = [line for each in errors.splitlines() if (line := _printable(each.strip()))]
+    lines = [line for each in errors.splitlines() if (line := printable(each.strip()))]
     if status is not None and status < 0:
         cause = f"the ssh client was killed by signal {-status}"
     elif said_hello:
@@ -165,11 +166,6 @@ def explain(status: int | None, errors: str, said_hello: bool, entry: HostEntry,
     else:
         cause = _explain_start(status or 0, lines, python)
     return f"{entry}: {cause}"
-
-
-def _printable(line: str) -> str:
-    """`line` without what would move a cursor or change a colour."""
-    return "".join(char if char.isprintable() else "?" for char in line)
 
 
 def _last(lines: list[str]) -> str:

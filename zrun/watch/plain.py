@@ -8,6 +8,7 @@ from typing import TextIO
 from zrun.watch import text
 from zrun.watch.state import RunState
 from zrun_core.events import Event
+from zrun_core.printable import printable
 from zrun_core.sizes import format_size
 
 
@@ -48,7 +49,7 @@ def start_line(event: Event) -> str:
 
 
 def _notes(event: Event) -> list[str]:
-    return [f"note: {text.printable(str(note))}" for note in event.get("notes") or ()]
+    return [f"note: {printable(str(note))}" for note in event.get("notes") or ()]
 
 
 def message_line(event: Event) -> str | None:
@@ -66,13 +67,13 @@ def message_line(event: Event) -> str | None:
         case "estimate":
             return f"estimate: {text.foretold(event)}"
         case "warning":
-            return f"warning (rank {event['rank']}): {text.printable(str(event.get('message')))}"
+            return f"warning (rank {event['rank']}): {printable(str(event.get('message')))}"
         case "stop" if event.get("signal") != "SIGUSR1":  # the launcher's own way to ask
             return f"rank {event['rank']}: {event.get('signal')}: finishing the step"
         case "output":
             return output_lines(event)
         case "log":
-            return f"rank {event['rank']}: {text.printable(str(event.get('message')))}"
+            return f"rank {event['rank']}: {printable(str(event.get('message')))}"
     return None
 
 

@@ -9,7 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from zrun.launch.runs import Run, State, reference
-from zrun.watch.text import duration, printable
+from zrun.watch.text import duration
+from zrun_core.printable import printable
 
 _STYLES = {State.RUNNING: "green", State.FAILED: "red", State.VANISHED: "red", State.STOPPED: "yellow"}
 _SHOWN_HOSTS = 2

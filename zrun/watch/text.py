@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,6 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _GIB = _UNITS.index("GiB")
 _ASCII_BLOCKS = "_.-=+*#@"
-_CONTROL_SEQUENCE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")  # ECMA-48: colours, moves, erasures
 
 
 def count(value: float) -> str:
@@ -84,30 +82,6 @@ def foretold(event: Event) -> str:
         guess = "" if predicted.get("calibrated") else ", not calibrated"
         parts.append(f"step {seconds(took)}, predicted {seconds(expected)} ({seconds(low)} to {seconds(high)}{guess})")
     return "; ".join(parts)
-
-
-def printable(message: str) -> str:
-    """`message` without what would move a terminal's cursor or change its colours."""
-    return "".join(
-        char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in message.expandtabs()
-    )
-
-
-def visible(line: str) -> str:
-    """Return a line of a user's without colours and moves of the cursor.
-
-    Whatever else would act on a terminal is spelt out: `^[]0;title^G`.
-    """
-    return "".join(_spelt(char) for char in _CONTROL_SEQUENCE.sub("", line).expandtabs())
-
-
-def _spelt(char: str) -> str:
-    if char.isprintable():
-        return char
-    code = ord(char)
-    if code < 0x20 or code == 0x7F:
-        return f"^{chr(code ^ 0x40)}"
-    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
 def sparkline(values: Sequence[float], width: int, ascii_only: bool) -> str:

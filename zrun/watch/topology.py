@@ -15,7 +15,7 @@ from zrun.topology.cpus import format_cpus
 from zrun.topology.grouping import best_groups, weakest_pair
 from zrun.topology.links import LinkMatrix
 from zrun.watch.console import open_console
-from zrun.watch.text import printable
+from zrun_core.printable import printable
 from zrun_core.sizes import format_size
 
 if TYPE_CHECKING:  # 80 ms of 300: a table of links needs no job

@@ -35,14 +35,33 @@ class Layer(nn.Module):
         return x + self.down(F.relu(self.up(x)))
 
 
+class Once(Layer):
+    """A layer that cannot be recomputed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch._C._current_autograd_node() is not None:
+            raise RuntimeError("this layer runs once")
+        return super().forward(x)
+
+
+class Hangs(torch.utils.data.Dataset[Any]):
+    """Whose length never comes."""
+
+    def __len__(self) -> int:
+        time.sleep(600)
+        return 1
+
+
 class Deep(nn.Module):
-    """`style`: plain; collects (all outputs are used at the end); indexed (blocks by number); skips (one in two)."""
+    """`style`: plain; collects (all outputs are used at the end); indexed (blocks by number);
+    skips (one in two); once (no block can be recomputed)."""
 
     def __init__(self, dim: int = 16, depth: int = 12, style: str = "plain") -> None:
         super().__init__()
         self.depth, self.style = depth, style
         self.first, self.last = nn.Linear(dim, dim), nn.Linear(dim, 1)
-        self.layers = nn.ModuleList(Layer(dim) for _ in range(depth))
+        kind = Once if style == "once" else Layer
+        self.layers = nn.ModuleList(kind(dim) for _ in range(depth))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         x = self.first(x)

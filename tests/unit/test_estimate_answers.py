@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import plan_models
 import pytest
 from rich.console import Console
 from rich.table import Table
+from warm import WarmPopen
 
 from zrun import cli
 from zrun.estimate import kept, tables
@@ -192,6 +194,32 @@ def test_a_size_alone(zrun: Zrun) -> None:
     code, out, _ = zrun("7.5B", "--gpu", "H100", "--json")
     assert code == 3
     assert json.loads(out)["sentence"].startswith("the H100-80G would hold ")
+
+
+def test_nothing_is_promised_on_a_guess(
+    zrun: Zrun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its blocks cannot be recomputed, which is what the job asks for."""
+    monkeypatch.setattr(subprocess, "Popen", WarmPopen)
+    code = Path(plan_models.__file__)
+    (tmp_path / "job.yaml").write_text(
+        f"name: once\nmodel: {{call: '{code}:Deep', args: {{style: once}}}}\n"
+        f"data: {code}:Vectors\nsteps: 1\nbatch: {{micro: 4}}\nactivations: {{checkpoint: full}}\n"
+    )
+    status, out, _ = zrun("job.yaml", "--gpu", "A100-40G")
+    assert status == 3
+    assert "cannot say whether it fits: the A100-40G of 39.4 GiB would hold" in out
+    assert re.search(r"^> .* ~\S+ +cannot say +~\S+", out, re.MULTILINE)
+    assert "what is known to fit: activations.checkpoint=none" in out
+    assert "checkpoint full are not known: the model does not run: RuntimeError: this layer" in out
+    status, out, _ = zrun("job.yaml", "--gpu", "A100-40G", "--json")
+    assert (status, json.loads(out)["fits"]) == (3, None)
+    status, _, err = zrun("job.yaml", "--gpu", "A100-40G", "--fit", "--write", "fits.yaml")
+    assert (status, err) == (0, "wrote fits.yaml\n")
+    status, out, _ = zrun("fits.yaml", "--gpu", "A100-40G")
+    assert (status, "activations: traced" in out) == (0, True)
 
 
 def _no_planner() -> Planner:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -256,7 +257,7 @@ def test_a_model_that_does_not_run_is_described(how: str, said: str) -> None:
 
 @pytest.mark.usefixtures("warm")
 def test_so_is_one_that_ends_its_process(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace, "_MODES", ("fake", "shape"))  # a process less
+    monkeypatch.setattr(trace, "_MODES", ("fake",))  # a process less
     profile = ask(("plan_models.py:Ends", {"how": "abort"}))
     assert (profile.source, profile.num_params) == ("formula", 16 * 16 + 16 + 17)
     assert "signal 6" in profile.why
@@ -273,8 +274,31 @@ def test_one_that_ends_its_process_without_values_runs_with_them(cache: Path) ->
 @pytest.mark.usefixtures("warm")
 def test_and_one_that_hangs(cache: Path) -> None:
     profile = ask(("plan_models.py:Ends", {"how": "hang"}), timeout_s=7)
-    assert profile.source == "formula"
-    assert "was not traced within 7 s" in profile.why
+    assert (profile.source, profile.num_params) == ("formula", 16 * 16 + 16 + 17)
+    said = r"running plan_models.py:Ends .* did not end within 7 s: .*--patience"
+    assert re.match(said, profile.why)
+    assert not list(cache.glob("*.json"))  # with more time there is more to know
+
+
+@pytest.mark.usefixtures("warm")
+def test_data_that_never_come_leave_what_the_parameters_tell(cache: Path) -> None:
+    asked = job("plan_models.py:Deep", data="plan_models.py:Hangs")
+    profile = trace_in_subprocess(asked, HERE, micros=(4,), timeout_s=7)
+    assert (profile.source, profile.num_blocks, profile.is_partial) == ("formula", 12, True)
+    assert profile.why.startswith("reading the first samples of plan_models.py:Hangs did not end")
+
+
+@pytest.mark.parametrize("policies", [("none", "full", "selective"), ("full", "none", "selective")])
+def test_a_policy_that_the_model_cannot_bear_leaves_the_others_alone(
+    policies: tuple[str, ...],
+) -> None:
+    profile = traced(("plan_models.py:Deep", {"style": "once"}), *policies)
+    assert (profile.source, profile.why, [*profile.traces]) == ("traced", "", ["none"])
+    assert set(profile.untraced) == {"full", "selective"}
+    assert all("this layer runs once" in why for why in profile.untraced.values())
+    guessed = with_guesses(profile, policies[:1])
+    assert guessed.traces[policies[0]].events == profile.traces["none"].events
+    assert guessed.source_of(policies[0]) == ("guessed" if policies[0] == "full" else "traced")
 
 
 @pytest.mark.usefixtures("warm")

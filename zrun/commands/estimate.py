@@ -88,6 +88,15 @@ def estimate(
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a picture of it.", show_default=False)
     ] = None,
+    patience: Annotated[
+        float | None,
+        typer.Option(
+            min=1,
+            metavar="S",
+            help="Seconds that the job's model and data may take; 60.",
+            show_default=False,
+        ),
+    ] = None,
     check: Annotated[
         str | None, typer.Option(metavar="RUN", help="Compare a run with its estimate.", show_default=False)
     ] = None,
@@ -97,22 +106,24 @@ def estimate(
 
     The hardware is this machine, or what --gpu or --simulate name.
 
-    Exit codes: 0 it fits; 2 the question is wrong; 3 it does not fit, or
-    --check found the estimate wrong.
+    Exit codes: 0 it fits, or a job that fits was written; 2 the question is wrong;
+    3 it does not fit, nobody can say, or --check found the estimate wrong.
 
     Examples: zrun estimate job.yaml zero.stage=2;
     zrun estimate job.yaml --simulate 1x8xH100-80G --best;
     zrun estimate 7.5B --world 64 --gpu A100-80G;
     zrun estimate --check runs/gpt/20261121-031359-de0d
     """
+    from zrun.estimate.forecast import PATIENCE_S
     from zrun.launch.hosts import HostOptions
 
+    patience_s = PATIENCE_S if patience is None else patience
     if check is not None:
-        raise typer.Exit(_check(check, what, as_json))
+        raise typer.Exit(_check(check, what, as_json, patience_s))
     what = _checked(what, emit, fit and best)
     given = [*(overrides or ()), *([f"slots={slots}"] if slots else []), *([f"batch.micro={micro}"] if micro else [])]
     options = HostOptions(hosts, host_list, include, exclude, nodes, gpus)
-    asking = _Asking(what, given, gpu, simulate, world, options, seq, price)
+    asking = _Asking(what, given, gpu, simulate, world, options, seq, price, patience_s)
     question, loaded = asking.ask()
     if sweep is not None:
         _sweep(asking, question, loaded, sweep, as_json)
@@ -121,7 +132,7 @@ def estimate(
 
     with _telling(f"estimating {what}"):
         found = answer(question, "fit" if fit else "best" if best else None)
-    if asking.cluster is not None and loaded is not None:
+    if asking.cluster is not None and loaded is not None and not found.is_partial:
         _keep(found, loaded, asking.cluster)
     if write is not None:
         _write(found, asking, write)
@@ -133,7 +144,8 @@ def estimate(
         print(json.dumps(_as_json(found, tokens, price), indent=2))
     else:
         _show(found, explain, tokens, price)
-    if not found.chosen.fits and not (best and found.target is not None):
+    has_what_fits = found.target is not None and (best or write is not None)
+    if not found.fits and not has_what_fits:
         raise typer.Exit(ExitCode.PREFLIGHT)
 
 
@@ -170,6 +182,7 @@ class _Asking:
         options: HostOptions,
         seq: int | None,
         price: float | None,
+        patience_s: float,
     ) -> None:
         from zrun.estimate.request import is_shape
 
@@ -177,6 +190,7 @@ class _Asking:
             raise JobError("--gpu and --simulate both name the hardware: leave one out")
         self.what, self.given, self.options, self.seq = what, given, options, seq
         self.is_shape = is_shape(what)
+        self.patience_s = patience_s
         self.cluster: Cluster | None = None  # that was found, if the hardware is not named
         if seq is not None and not self.is_shape:
             raise JobError("--seq: a job says how long its samples are, in the arguments of its model and data")
@@ -202,9 +216,9 @@ class _Asking:
 
         loaded = load_job(Path(self.what), given)
         if self.hardware is not None:
-            return of_job_on(loaded, self.hardware), loaded
+            return of_job_on(loaded, self.hardware, self.patience_s), loaded
         self.cluster = _found(loaded, self.options)
-        return of_job(loaded, self.cluster), loaded
+        return of_job(loaded, self.cluster, patience_s=self.patience_s), loaded
 
 
 def _hardware(gpu: str | None, simulate: str | None, world: int | None, price: float | None) -> Hardware | None:
@@ -264,8 +278,8 @@ def _show(found: Answer, explain: str | None, tokens: str | None, price: float |
         console.print(line, markup=False, soft_wrap=True)
     if tokens is not None:
         console.print(_budget(found, found.chosen, tokens, price), markup=False, soft_wrap=True)
-    if found.sentence:
-        console.print(f"does not fit: {found.sentence}", markup=False, soft_wrap=True)
+    if found.verdict:
+        console.print(found.verdict, markup=False, soft_wrap=True)
     if found.found is not None:
         _show_search(console, found, choice_table, tokens, price)
     _show_patch(console, found)
@@ -374,10 +388,8 @@ def _emit(found: Answer) -> None:
         raise JobError("--emit patch: there is no job to change; name a job file")
     if found.changes:
         print(as_yaml(found.changes, config))
-    elif found.chosen.fits:
-        print("nothing has to change", file=sys.stderr)
     else:
-        print(f"does not fit: {found.sentence}", file=sys.stderr)
+        print(found.verdict or "nothing has to change", file=sys.stderr)
 
 
 def _write(found: Answer, asking: _Asking, target: Path) -> None:
@@ -385,8 +397,8 @@ def _write(found: Answer, asking: _Asking, target: Path) -> None:
 
     if found.question.config is None:
         raise JobError("--write: there is no job to write; name a job file")
-    if not found.chosen.fits and found.target is None:
-        return  # the answer says that nothing fits
+    if not found.fits and found.target is None:
+        return  # the answer says that nothing is known to fit
     write_job(Path(asking.what), target, found.changes, asking.given)
     print(f"wrote {target}", file=sys.stderr)
 
@@ -395,7 +407,7 @@ def _html(found: Answer, target: Path) -> None:
     from zrun.estimate.html import page
 
     notes = [f"note: {note}" for note in found.notes]
-    verdict = f"does not fit: {found.sentence}" if found.sentence else "fits"
+    verdict = found.verdict or "fits"
     title = f"zrun estimate: {found.question.title}"
     try:
         target.write_text(page(title, [*_head(found), *notes], found.stages, found.chosen, verdict), encoding="utf-8")
@@ -415,7 +427,7 @@ def _as_json(found: Answer, tokens: str | None, price: float | None) -> dict[str
         "parameters": found.num_params,
         "batch": found.question.batch.model_dump(),
         "estimate": as_data(found.chosen),
-        "fits": found.chosen.fits,
+        "fits": found.fits,
         "sentence": found.sentence or None,
         "stages": [as_data(each) for each in found.stages],
         "changes": found.changes,
@@ -435,14 +447,14 @@ def _checked(what: str | None, emit: str | None, is_torn: bool) -> str:
     return what
 
 
-def _check(run: str, what: str | None, as_json: bool) -> int:
+def _check(run: str, what: str | None, as_json: bool, patience_s: float) -> int:
     from zrun.estimate.check import check_run
     from zrun.launch.runs import find
 
     if what is not None:
         raise JobError("--check RUN knows its job: leave the job out")
     path = find(run)
-    result = check_run(path)
+    result = check_run(path, patience_s)
     if as_json:
         lines = [line.as_json() for line in result.lines]
         print(json.dumps({"run": str(path), "source": result.source, "lines": lines, "notes": result.notes,

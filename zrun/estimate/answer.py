@@ -11,7 +11,7 @@ from zrun.estimate.forecast import Forecast
 from zrun.estimate.patch import Changes, as_overrides, as_yaml, job_changes
 from zrun.estimate.request import Question
 from zrun.estimate.tables import fullest
-from zrun.estimate.why import overshoot, sentence, time_of
+from zrun.estimate.why import doubt, overshoot, sentence, time_of
 
 if TYPE_CHECKING:
     from zrun_core.plan.candidate import Candidate
@@ -29,11 +29,12 @@ class Answer:
         chosen: of what the job asks for.
         stages: of that at each ZeRO stage.
         found: of a search, if there was one.
-        fix: the cheapest change that fits; None: it fits, or nothing does.
+        fix: the cheapest change that is known to fit; None: it fits, or nothing does.
         today: the fastest that zrun trains, where the fastest was asked for.
-        sentence: why it does not fit; "" if it does.
+        sentence: why it does not fit, or why nobody can say; "" if it fits.
         num_params: of the model.
         tokens_per_sample: None where samples are no tokens.
+        is_partial: looking at the model took too long: the next answer may know more.
     """
 
     question: Question
@@ -45,6 +46,20 @@ class Answer:
     sentence: str = ""
     num_params: int = 0
     tokens_per_sample: int | None = None
+    is_partial: bool = False
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether what was asked for fits; None: nobody can say."""
+        return None if self.chosen.fits and self.chosen.is_guess else self.chosen.fits
+
+    @property
+    def verdict(self) -> str:
+        """`sentence`, and what it is about."""
+        if self.fits:
+            return ""
+        about = "cannot say whether it fits" if self.fits is None else "does not fit"
+        return f"{about}: {self.sentence}"
 
     @property
     def target(self) -> Estimate | None:
@@ -86,7 +101,7 @@ def answer(question: Question, goal: Goal | None = None) -> Answer:
     if key is not None and (parts := kept.read(key)) is not None:
         return Answer(question, *parts)
     found = _answered(question, goal)
-    if key is not None:
+    if key is not None and not found.is_partial:
         parts = (
             found.chosen, found.stages, found.found, found.fix, found.today, found.sentence, found.num_params,
             found.tokens_per_sample,
@@ -109,12 +124,16 @@ def _answered(question: Question, goal: Goal | None) -> Answer:
         trained = trained or list(_search(question, goal, trainable=True).best)
         today = trained[0] if trained else None
     why = ""
-    if not chosen.fits:
+    if not chosen.fits or chosen.is_guess:
         fits = found if goal == "fit" and found is not None else _search(question, "fit")
-        fix = fits.best[0] if fits.best else None
-        why = sentence(chosen, question.hardware, None if fix is None else in_words(question, chosen, fix))
+        fix = next((each for each in fits.best if not each.is_guess), None)
+        change = None if fix is None else in_words(question, chosen, fix)
+        tell = doubt if chosen.fits else sentence
+        why = tell(chosen, question.hardware, change)
+    is_partial = getattr(planner.subject, "is_partial", False)
     return Answer(
-        question, chosen, stages, found, fix, today, why, planner.num_params, planner.tokens_per_sample
+        question, chosen, stages, found, fix, today, why, planner.num_params,
+        planner.tokens_per_sample, is_partial,
     )  # fmt: skip
 
 
@@ -147,7 +166,7 @@ def forecast_of(found: Answer) -> Forecast:
         low_s=chosen.time.low,
         high_s=chosen.time.high,
         calibrated=question.hardware.measured,
-        sentence=found.sentence if over is not None else "",
+        sentence=found.sentence if over is not None and not chosen.fits else "",
         changes=tuple(as_overrides(changes)),
         patch=as_yaml(changes, question.config) if changes and question.config is not None else "",
     )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from zrun.estimate.forecast import PATIENCE_S
 from zrun.job.load import LoadedJob
 from zrun.launch.cluster import Cluster, probe_host
 from zrun.watch import text
@@ -86,8 +87,11 @@ class Check:
         return all(line.is_right for line in self.lines)
 
 
-def check_run(run: Path) -> Check:
+def check_run(run: Path, patience_s: float = PATIENCE_S) -> Check:
     """Estimate the job of a run again, and compare.
+
+    Args:
+        patience_s: seconds that the job's model and data may take.
 
     Raises:
         JobError: the run has no record, or none of what is to be compared.
@@ -104,17 +108,23 @@ def check_run(run: Path) -> Check:
     if not times and not any(event.get("peak_bytes") for event in peaks):
         raise JobError(f"{run} has made too few steps: the memory of the second and the time of the third are compared")
     hardware, notes = _hardware(spec, start)
-    return _compared(run, spec, hardware, peaks, times, notes)
+    return _compared(run, spec, hardware, patience_s, peaks, times, notes)
 
 
 def _compared(
-    run: Path, spec: RunSpec, hardware: Hardware, peaks: list[Event], times: list[float], notes: list[str]
+    run: Path,
+    spec: RunSpec,
+    hardware: Hardware,
+    patience_s: float,
+    peaks: list[Event],
+    times: list[float],
+    notes: list[str],
 ) -> Check:
     from zrun.estimate.request import of_job_on
     from zrun.estimate.tables import fullest
 
     loaded = LoadedJob(spec.job, Path(spec.job_dir) / "job.yaml", {})
-    question = of_job_on(loaded, hardware)
+    question = of_job_on(loaded, hardware, patience_s)
     chosen = question.planner.estimate(question.base)
     rank, on_cpu = fullest(chosen), spec.job.device == "cpu"
     lines = []

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from zrun.launch.cluster import Cluster
     from zrun_core.config import JobConfig
 
+PATIENCE_S = 60.0  # for a job's model and data while they are looked at
 _LAST_WORDS_S = 3.0
 _KEPT = 200  # forecasts in the cache
 # Keys of a job that change no byte and no second of a step.
@@ -42,7 +43,8 @@ class Forecast:
     """An estimate of a job, of its fullest rank.
 
     Attributes:
-        source: where activations come from: "traced", "measured on the CPU" or "formula".
+        source: where activations come from: "traced", "measured on the CPU", "formula" or
+            "guessed".
         peak_bytes: of tensors.
         reserved_bytes: by the allocator.
         device_bytes: with the driver and libraries; the whole process on a CPU.

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zrun.estimate import kept
-from zrun.estimate.forecast import UNRELATED
+from zrun.estimate.forecast import PATIENCE_S, UNRELATED
 from zrun.job import overrides as command_line
 from zrun.job.document import Document
 from zrun.job.load import LoadedJob
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from zrun_core.plan.transformer import TransformerShape
 
 POLICIES = ("none", "selective", "every_n", "full")
-_TRACE_S = 240.0
 _ALONE = ("zero.", "activations.checkpoint", "parallel.", "batch.")  # keys that change no trace
 
 
@@ -55,6 +54,7 @@ class Question:
         config: as it is written; None where there is no job.
         names_stage: whether a ZeRO stage was asked for; else it is the lowest that fits.
         key: of its answers; None: they cannot be kept.
+        patience_s: seconds that the model and its data may take.
     """
 
     title: str
@@ -66,6 +66,7 @@ class Question:
     config: JobConfig | None = None
     names_stage: bool = True
     key: str | None = None
+    patience_s: float = PATIENCE_S
 
     @cached_property
     def planner(self) -> Planner:
@@ -83,8 +84,16 @@ class Question:
         return self.asked if self.names_stage else _least_stage(self.planner, self.asked)
 
 
-def of_job(loaded: LoadedJob, cluster: Cluster, environ: Mapping[str, str] = os.environ) -> Question:
+def of_job(
+    loaded: LoadedJob,
+    cluster: Cluster,
+    environ: Mapping[str, str] = os.environ,
+    patience_s: float = PATIENCE_S,
+) -> Question:
     """A job on hosts as they were found.
+
+    Args:
+        patience_s: seconds that the model and its data may take; what is known by then counts.
 
     Raises:
         JobError: the job cannot run there, or names what does not exist.
@@ -97,10 +106,10 @@ def of_job(loaded: LoadedJob, cluster: Cluster, environ: Mapping[str, str] = os.
     device = "cpu" if resolved.job.device == "cpu" else "cuda"
     per_host = max(len(resolved.plan.ranks_on(host)) for host in resolved.plan.hosts)
     hardware = hardware_of(cluster, device, per_host, environ, resolved.job.limits.memory)
-    return _question(loaded, resolved.job, resolved.batch, hardware)
+    return _question(loaded, resolved.job, resolved.batch, hardware, patience_s)
 
 
-def of_job_on(loaded: LoadedJob, hardware: Hardware) -> Question:
+def of_job_on(loaded: LoadedJob, hardware: Hardware, patience_s: float = PATIENCE_S) -> Question:
     """A job on hardware by name: as many ranks as it has devices, whatever the job says of hosts and slots.
 
     Raises:
@@ -108,7 +117,7 @@ def of_job_on(loaded: LoadedJob, hardware: Hardware) -> Question:
         UserCodeError: the job's own code fails.
     """
     job, batch = _resolved_on(loaded.config, hardware)
-    return _question(loaded, job, batch, hardware)
+    return _question(loaded, job, batch, hardware, patience_s)
 
 
 def of_shape(
@@ -146,13 +155,19 @@ def is_shape(text: str) -> bool:
 def at(question: Question, loaded: LoadedJob, key: str) -> Question:
     """The same question of a job with other keys, which `loaded` has; without a new trace where they change none."""
     if not key.startswith(_ALONE):  # another model, or another format
-        return of_job_on(loaded, question.hardware)
+        return of_job_on(loaded, question.hardware, question.patience_s)
     job, batch = _resolved_on(loaded.config, question.hardware)
     asked = _candidate(job, batch, question.hardware)
     return replace(question, job=job, batch=batch, asked=asked, plan=lambda: question.planner, key=None)
 
 
-def _question(loaded: LoadedJob, job: JobConfig, batch: BatchPlan, hardware: Hardware) -> Question:
+def _question(
+    loaded: LoadedJob,
+    job: JobConfig,
+    batch: BatchPlan,
+    hardware: Hardware,
+    patience_s: float,
+) -> Question:
     from zrun_core.plan.trace import key_of_trace
 
     job_dir = loaded.path.absolute().parent
@@ -162,13 +177,13 @@ def _question(loaded: LoadedJob, job: JobConfig, batch: BatchPlan, hardware: Har
         from zrun_core import user
         from zrun_core.config import Ref
 
-        profile = _profile(job, job_dir, hardware, asked)
+        profile = _profile(job, job_dir, hardware, asked, patience_s)
         from zrun_core.plan.estimate import Planner
         from zrun_core.plan.rough import with_guesses
 
         formula = _formula(job)
-        if not profile.traces and formula is None:
-            profile = with_guesses(profile, POLICIES)
+        if formula is None:
+            profile = with_guesses(profile, (asked.checkpoint,))
         return Planner(profile, hardware, job, formula=formula, load=lambda name: user.load(Ref(call=name), job_dir))
 
     key = None
@@ -176,7 +191,17 @@ def _question(loaded: LoadedJob, job: JobConfig, batch: BatchPlan, hardware: Har
         traced = key_of_trace(job, job_dir, **_of_trace(hardware, asked))
         written = loaded.config.model_dump(mode="json", by_alias=True, exclude=set(UNRELATED))
         key = kept.key_of({"trace": traced, "written": written, **_facts(job, batch, hardware)})
-    return Question(job.name, hardware, job, batch, asked, plan, loaded.config, key=key)
+    return Question(
+        job.name,
+        hardware,
+        job,
+        batch,
+        asked,
+        plan,
+        loaded.config,
+        key=key,
+        patience_s=patience_s,
+    )
 
 
 def _facts(job: JobConfig, batch: BatchPlan, hardware: Hardware) -> dict[str, Any]:
@@ -189,23 +214,29 @@ def _facts(job: JobConfig, batch: BatchPlan, hardware: Hardware) -> dict[str, An
 
 def _of_trace(hardware: Hardware, asked: Candidate) -> dict[str, Any]:
     device = "cpu" if hardware.device.kind == "cpu" else "cuda"
-    return {"micros": (asked.micro,), "checkpoints": POLICIES, "device": device}
+    policies = tuple(dict.fromkeys((asked.checkpoint, *POLICIES)))  # what is asked for comes first
+    return {"micros": (asked.micro,), "checkpoints": policies, "device": device}
 
 
-def _profile(job: JobConfig, job_dir: Path, hardware: Hardware, asked: Candidate) -> Profile:
+def _profile(
+    job: JobConfig,
+    job_dir: Path,
+    hardware: Hardware,
+    asked: Candidate,
+    patience_s: float,
+) -> Profile:
     from zrun.launch.environment import worker_environment
     from zrun_core.plan.trace import trace_in_subprocess
 
     # What comes next needs torch: it is imported while the other process traces.
     ahead = threading.Thread(target=_import_planner, daemon=True)
     ahead.start()
-    try:
-        return trace_in_subprocess(
-            job, job_dir, **_of_trace(hardware, asked), environment=worker_environment(job, os.environ),
-            timeout_s=_TRACE_S,
-        )  # fmt: skip
-    finally:
-        ahead.join()
+    profile = trace_in_subprocess(
+        job, job_dir, **_of_trace(hardware, asked), environment=worker_environment(job, os.environ),
+        timeout_s=patience_s,
+    )  # fmt: skip
+    ahead.join()
+    return profile
 
 
 def _import_planner() -> None:

@@ -15,7 +15,7 @@ from zrun_core.sizes import format_size
 if TYPE_CHECKING:
     from zrun_core.plan.estimate import Candidate, Estimate, RankMemory, StepTime
 
-_GOOD, _BAD = "green", "red"
+_GOOD, _BAD, _DOUBTFUL = "green", "red", "yellow"
 _DAY_S = 86400.0
 _SIZES = ("paper K=12", "states", "activations", "peak", "reserved", "device")
 
@@ -39,12 +39,12 @@ def stage_table(estimates: Sequence[Estimate], chosen: Candidate, width: int) ->
         "stage": lambda each: str(each.candidate.stage),
         "paper K=12": lambda each: unit.text(paper_bytes(each)),
         "states": lambda each: unit.text(state_bytes(fullest(each))),
-        "activations": lambda each: unit.text(parts_of(fullest(each))["activations"]),
-        "peak": lambda each: unit.text(fullest(each).allocated),
-        "reserved": lambda each: unit.text(fullest(each).reserved),
-        "device": lambda each: unit.text(each.device_used),
+        "activations": lambda each: _mark(each) + unit.text(parts_of(fullest(each))["activations"]),
+        "peak": lambda each: _mark(each) + unit.text(fullest(each).allocated),
+        "reserved": lambda each: _mark(each) + unit.text(fullest(each).reserved),
+        "device": lambda each: _mark(each) + unit.text(each.device_used),
         "fits": fits,
-        "step": lambda each: _seconds(each.time.seconds),
+        "step": lambda each: _mark(each) + _seconds(each.time.seconds),
         "tok/s": lambda each: text.count(each.time.tokens_per_s or 0),
         "MFU": lambda each: _share(each.time.mfu),
     }
@@ -183,6 +183,8 @@ def step_range(time: StepTime) -> str:
 
 def fits(estimate: Estimate) -> Text:
     """Whether it fits, and by how much."""
+    if estimate.fits and estimate.is_guess:
+        return Text("cannot say", _DOUBTFUL)
     free = estimate.capacity - fullest(estimate).device_used
     if estimate.fits:
         share = free / estimate.capacity if estimate.capacity else 0.0
@@ -199,6 +201,11 @@ def state_bytes(rank: RankMemory) -> int:
 def paper_bytes(estimate: Estimate) -> int:
     """Model states of a rank by the accounting of the papers."""
     return round(sum(estimate.paper.values()))
+
+
+def _mark(estimate: Estimate) -> str:
+    """The mark of numbers that are guessed."""
+    return "~" if estimate.is_guess else ""
 
 
 def _free(estimate: Estimate) -> Text:

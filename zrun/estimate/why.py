@@ -95,6 +95,22 @@ def sentence(estimate: Estimate, hardware: Hardware, fix: str | None) -> str:
     return f"{over}{helps}"
 
 
+def doubt(estimate: Estimate, hardware: Hardware, fix: str | None) -> str:
+    """What is known of a guess, and what is not.
+
+    Args:
+        fix: the cheapest change that is known to fit, in words; None: there is none.
+    """
+    rank = max(estimate.ranks, key=lambda rank: rank.device_used)
+    known = rank.device_used - rank.reserved + rank.allocated - rank.peak.dynamic
+    helps = f"; what is known to fit: {fix}" if fix else ""
+    return (
+        f"{_device(rank, estimate, hardware)} of {format_size(estimate.capacity)} would hold "
+        f"{format_size(known)} and the activations, which are guessed at "
+        f"{format_size(rank.peak.dynamic)} and may be far more{helps}"
+    )
+
+
 def largest(rank: RankMemory) -> tuple[tuple[str, int], ...]:
     """What holds most on the device at the peak, largest first: model states by kind, activations by module."""
     sizes = parts_of(rank)

@@ -9,7 +9,7 @@ cost little more than one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -269,7 +269,7 @@ class Planner:
             else:
                 assert isinstance(self.subject, Profile)
                 if candidate.checkpoint not in self.subject.traces:
-                    raise JobError(f"checkpoint {candidate.checkpoint}: the model was not traced with it")
+                    raise self._untraced(candidate)
                 cuda = self.device_type == "cuda"
                 found = memory.traced(self.subject, candidate, stage, beyond, cuda=cuda)
             self._peaks[key] = found
@@ -324,18 +324,45 @@ class Planner:
         dims = candidate.dims
         ranks = tuple(self.rank(candidate, index) for index in self._stages(dims))
         host = self._host(candidate, ranks)
-        host_bytes = max(sum(host.values()) - host["build"], host["build"] + host["processes"])
-        hardware = self.hardware
-        disk = min(hardware.devices_per_node, dims.world) * max(rank.disk for rank in ranks)
-        capacity = hardware.device.memory_bytes
-        fits = max(rank.device_used for rank in ranks) <= capacity and host_bytes <= hardware.host_bytes
-        fits = fits and (not disk or disk <= hardware.disk_bytes or (not hardware.disk_bytes and hardware.measured))
         uses_formula = self.costs.uses_formula(candidate.key)
-        source = "formula" if uses_formula or not isinstance(self.subject, Profile) else self.subject.source
+        source = "formula"
+        if not uses_formula and isinstance(self.subject, Profile):
+            source = self.subject.source_of(candidate.checkpoint)
+        # What is guessed rules nothing out: that only what is known can do.
+        known = tuple(map(self._known, ranks)) if source == "guessed" else ranks
+        fits = self._fits(candidate, known, self._host(candidate, known))
         return Estimate(
-            candidate, ranks, self.paper_bytes(candidate), host_bytes, self.time(candidate), capacity, fits, source,
-            tuple(self._notes(candidate, uses_formula)), host, self.traffic(candidate) if traffic else {},
+            candidate, ranks, self.paper_bytes(candidate), _of_host(host), self.time(candidate),
+            self.hardware.device.memory_bytes, fits, source, tuple(self._notes(candidate, source)),
+            host, self.traffic(candidate) if traffic else {},
         )  # fmt: skip
+
+    def _known(self, rank: RankMemory) -> RankMemory:
+        """`rank` without its activations and temporaries."""
+        num_bytes = rank.allocated - rank.peak.dynamic
+        outside = rank.device_used - rank.reserved
+        return replace(
+            rank,
+            allocated=num_bytes,
+            reserved=num_bytes,
+            device_used=num_bytes + outside,
+        )
+
+    def _fits(
+        self,
+        candidate: Candidate,
+        ranks: Sequence[RankMemory],
+        host: Mapping[str, int],
+    ) -> bool:
+        hardware = self.hardware
+        if max(rank.device_used for rank in ranks) > hardware.device.memory_bytes:
+            return False
+        if _of_host(host) > hardware.host_bytes:
+            return False
+        local = min(hardware.devices_per_node, candidate.dims.world)
+        disk = local * max(rank.disk for rank in ranks)
+        is_unknown = not hardware.disk_bytes and hardware.measured
+        return not disk or disk <= hardware.disk_bytes or is_unknown
 
     def time(self, candidate: Candidate) -> StepTime:
         """The time of a step.
@@ -346,7 +373,13 @@ class Planner:
         try:
             return step_time(self.costs, candidate, self.tokens_per_sample)
         except KeyError:
-            raise JobError(f"checkpoint {candidate.checkpoint}: the model was not traced with it") from None
+            raise self._untraced(candidate) from None
+
+    def _untraced(self, candidate: Candidate) -> JobError:
+        policy, subject = candidate.checkpoint, self.subject
+        why = subject.untraced.get(policy) if isinstance(subject, Profile) else None
+        because = f": {why}" if why else ""
+        return JobError(f"checkpoint {policy}: the model was not traced with it{because}")
 
     def _check(self, candidate: Candidate) -> None:
         dims, hardware, traced = candidate.dims, self.hardware, self.job.precision.compute
@@ -409,17 +442,26 @@ class Planner:
             found["training"] = local * max(rank.device_used for rank in ranks)
         return found
 
-    def _notes(self, candidate: Candidate, uses_formula: bool) -> list[str]:
+    def _notes(self, candidate: Candidate, source: str) -> list[str]:
         notes = [f"zrun plans {what} and does not train with it yet" for what in candidate.lacking()]
         if isinstance(self.subject, Profile):
-            if uses_formula:
+            policy = candidate.checkpoint
+            if source == "guessed":
+                reason = self.subject.untraced.get(policy) or self.subject.why
+                notes.append(f"activations with checkpoint {policy} are not known: {reason}")
+            elif source == "formula":
                 notes.append("activations by formula: the model was not traced so")
             elif self.subject.why:
-                notes.append(f"activations {self.subject.source}: {self.subject.why}")
+                notes.append(f"activations {source}: {self.subject.why}")
             notes += self.subject.notes
         if not self.hardware.measured:
             notes.append("times from data sheets, not from measurements: zrun doctor --bench measures")
         return notes
+
+
+def _of_host(parts: Mapping[str, int]) -> int:
+    """The most that a node holds at once: while it trains, or while it builds the model."""
+    return max(sum(parts.values()) - parts["build"], parts["build"] + parts["processes"])
 
 
 def _by_phase(buffers: Iterable[Buffer]) -> dict[Phase, int]:

@@ -41,7 +41,9 @@ class Estimate:
         paper: bytes of states per rank as papers count them, K = 12, by kind.
         host_bytes: of each node's memory; `host_parts` says for what.
         capacity: bytes of a device.
-        source: where activations come from: "traced", "measured on the CPU" or "formula".
+        fits: whether it does; of a guess, whether what is known of it does.
+        source: where activations come from: "traced", "measured on the CPU", "formula" or
+            "guessed".
         notes: what a reader should know.
         traffic: bytes that a rank of the first stage sends to data-parallel peers per step, exactly, by collective.
     """
@@ -57,6 +59,11 @@ class Estimate:
     notes: tuple[str, ...] = ()
     host_parts: dict[str, int] = field(default_factory=dict)
     traffic: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def is_guess(self) -> bool:
+        """Whether nobody can say that it fits: only its states are known."""
+        return self.source == "guessed"
 
     @property
     def device_used(self) -> int:

@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 
 from zrun_core.plan.folding import Table, fold, unfold
 
-FORMAT = 4  # of the JSON
+FORMAT = 5  # of the JSON
 EventKind = Literal["activation", "temp", "grad"]
 Family = Literal["gemm", "attention", "conv", "norm", "elementwise", "copy", "other"]
-Source = Literal["traced", "measured on the CPU", "formula"]
+Source = Literal["traced", "measured on the CPU", "formula", "guessed"]
 _NUM_HOLDERS = 3
 
 
@@ -206,8 +206,11 @@ class Profile:
         batch_bytes: of one micro-batch's tensors. They are no events: on a CPU all micro-batches of a step are held.
         tokens_per_sample: None where samples are no tokens.
         traces: by checkpointing policy; none if the source is "formula".
+        untraced: why others were not traced, by policy.
+        guessed: policies whose traces are no more than a guess.
         notes: what a reader should know that is no fallback.
         files: digests of the files of code that it came from, by path.
+        is_partial: time was over before all of it was traced.
     """
 
     source: Source
@@ -222,10 +225,17 @@ class Profile:
     device: str = "cpu"  # whose kernels the trace follows: "cpu" or "cuda"
     notes: tuple[str, ...] = ()
     files: Mapping[str, str] = field(default_factory=dict)
+    untraced: Mapping[str, str] = field(default_factory=dict)
+    guessed: frozenset[str] = frozenset()
+    is_partial: bool = False
 
     @property
     def num_params(self) -> int:
         return sum(param.numel for param in self.params)
+
+    def source_of(self, policy: str) -> Source:
+        """Where the trace of a checkpointing policy comes from."""
+        return "guessed" if policy in self.guessed else self.source
 
     def to_json(self) -> str:
         """The profile as text."""
@@ -244,6 +254,7 @@ class Profile:
                 "device": self.device,
                 "notes": self.notes,
                 "files": dict(self.files),
+                "untraced": dict(self.untraced),
             },
             separators=(",", ":"),
         )
@@ -278,6 +289,7 @@ class Profile:
                 device=found["device"],
                 notes=tuple(found["notes"]),
                 files=found["files"],
+                untraced=found["untraced"],
             )
         except (KeyError, TypeError, IndexError, AttributeError) as error:
             raise ValueError(f"not a profile: {error!r}") from None

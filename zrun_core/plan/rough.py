@@ -1,4 +1,7 @@
-"""A model that does not run where it is planned, and that no formula describes: what its parameters tell. Pure."""
+"""What stands for timelines that nobody has, so that states can be told all the same. Pure.
+
+It is no more than a guess: see `Estimate.is_guess`.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,23 @@ from zrun_core.plan.profile import Event, Linear, Op, Phase, Profile, Trace
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _OUTPUTS = 2  # that are kept of each matrix: its own, and what a function makes of it
-NOTE = (
-    "no formula is known for this model: its activations and its time are guessed from the shapes of its parameters, "
-    "and may be several times as much"
-)
 
 
 def with_guesses(profile: Profile, policies: Sequence[str]) -> Profile:
-    """`profile` with timelines in which each matrix is used once, by each token of a sample or by the sample.
+    """`profile` with a timeline for each of these policies of checkpointing that was not traced.
 
-    No policy of checkpointing is taken to save anything.
+    It is that of the model that recomputes nothing, if there is one; else each matrix is used once,
+    by each token of a sample or by the sample.
     """
+    missing = [policy for policy in policies if policy not in profile.traces]
+    if not missing:
+        return profile
+    plain = profile.traces.get("none") or _from_shapes(profile)
+    guesses = {policy: replace(plain, checkpoint=policy) for policy in missing}
+    return replace(profile, traces={**profile.traces, **guesses}, guessed=frozenset(missing))
+
+
+def _from_shapes(profile: Profile) -> Trace:
     positions = profile.tokens_per_sample or 1
     events: list[Event] = []
     ops: list[Op] = []
@@ -54,5 +63,4 @@ def with_guesses(profile: Profile, policies: Sequence[str]) -> Profile:
             change(tensor, size, alloc=False, phase=Phase.BACKWARD, kind="grad")
         if number in outputs:
             change(number, outputs[number], alloc=False, phase=Phase.BACKWARD, kind="activation")
-    traces = {policy: Trace(policy, tuple(events), tuple(ops)) for policy in policies}
-    return replace(profile, traces=traces, notes=(*profile.notes, NOTE))
+    return Trace("none", tuple(events), tuple(ops))

@@ -442,7 +442,9 @@ class _Search:
         if self.constraints.checkpoints is not None:
             return self.constraints.checkpoints
         if isinstance(self.planner.subject, Profile) and self.planner.costs.formula is None:
-            return tuple(self.planner.subject.traces)
+            subject = self.planner.subject
+            known = tuple(each for each in subject.traces if each not in subject.guessed)
+            return known or tuple(subject.traces)
         return ("none", "selective", "every_n", "full")
 
     def _dims(self, world: int) -> Iterator[Dims]:

@@ -1,8 +1,10 @@
 """Trace a job's model in a process of its own: `trace_in_subprocess(job, job_dir, micros=(4,), checkpoints=("none",))`.
 
-The user's code may print, hang, call `sys.exit` or take the process with it: none of that reaches who asks. What fails
-on fake tensors is run for real, and a model for which that fails too is described by its parameters alone. What was
-found is kept as JSON in the user's cache folder, and holds for as long as the job and every file of code do not change.
+The user's code may print, hang, call `sys.exit` or take the process with it: none of that reaches
+who asks. The process says what it knows as soon as it knows it: first the parameters, then the
+policy of checkpointing that matters most, then the others. What fails on fake tensors is run for
+real. What was found is kept as JSON in the user's cache folder, and holds for as long as the job
+and every file of code do not change.
 
     python -m zrun_core.plan.trace FD < request.json        the other side: answers on that file descriptor
 """
@@ -18,13 +20,14 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TextIO
 
 from zrun_core import room, tracebacks
 from zrun_core.cache import are_unchanged, digest_of_file, folder, keep
@@ -34,7 +37,8 @@ from zrun_core.plan.profile import Profile
 
 _KEYS = ("model", "data", "loss", "precision", "activations", "compile", "seed")  # of a job that decide
 _KEPT = 100  # profiles in the cache
-_MODES = ("fake", "values", "shape")
+_MODES = ("fake", "values")
+_LAST_WORDS_S = 10.0
 
 
 def trace_job(
@@ -61,34 +65,50 @@ def trace_in_subprocess(
 
     Args:
         micros: micro-batches that will be asked for; they matter to models that are not linear in it.
-        checkpoints: policies of activation checkpointing.
+        checkpoints: policies of activation checkpointing, the one that matters most first.
         device: whose kernels count: "cpu" or "cuda".
         environment: variables of the process beside those of this one.
-        timeout_s: seconds for each way to find out.
+        timeout_s: seconds for all of it. What is known by then is the answer.
         use_cache: whether an earlier answer will do.
 
     Raises:
         JobError: the job names what does not exist, or what the model cannot do.
-        UserCodeError: the model cannot even be built.
+        UserCodeError: the model cannot even be built, or not in this time.
     """
     request = _request(job, job_dir, micros, checkpoints, device)
     place = folder("profiles") / f"{_digest(request)}.json"
-    if use_cache and (found := _stored(place)) is not None:
-        return found
+    if use_cache and (stored := _stored(place)) is not None:
+        return stored
+    end = time.monotonic() + timeout_s
+    found: Profile | None = None
     why = ""
-    answer: bytes | _Failure = _Failure("")
     for mode in _MODES:
-        if mode == "values" and "was not traced within" in why:
-            continue  # what takes too long without values does with them
-        answer = _ask({**request, "mode": mode, "why": why}, dict(environment or {}), timeout_s)
-        if not isinstance(answer, _Failure) or answer.exit_code == ExitCode.USAGE:
+        asked = {**request, "mode": mode, "why": why}
+        heard = _ask(asked, dict(environment or {}), end - time.monotonic())
+        if heard.is_late:
+            heard.error = (
+                f"{heard.doing} did not end within {timeout_s:g} s: see whether it does by itself, "
+                "or let zrun estimate wait longer, with --patience S"
+            )
+        if heard.exit_code == ExitCode.USAGE:
+            raise JobError(heard.error)
+        found = Profile.from_json(heard.known) if heard.known else found
+        why = why or heard.error
+        if heard.is_done or heard.is_late or (found is not None and found.traces):
             break
-        why = why or answer.error.splitlines()[-1].strip()
-    if isinstance(answer, _Failure):
-        raise (JobError if answer.exit_code == ExitCode.USAGE else UserCodeError)(answer.error)
-    found = Profile.from_json(answer)
-    if use_cache:
-        keep(place, answer, _KEPT)
+    if found is None:
+        raise UserCodeError(why)
+    if not heard.is_done:
+        reason = why.strip().splitlines()[-1]
+        untraced = dict.fromkeys([each for each in checkpoints if each not in found.traces], reason)
+        found = replace(
+            found,
+            why=found.why if found.traces else reason,
+            untraced=untraced | dict(found.untraced),
+            is_partial=heard.is_late,
+        )
+    if use_cache and not found.is_partial:
+        keep(place, found.to_json(), _KEPT)
     return found
 
 
@@ -114,13 +134,41 @@ def _request(
 # The other process
 
 
-class _Failure(NamedTuple):
-    error: str
+@dataclass
+class _Heard:
+    """What a process has said so far.
+
+    Attributes:
+        known: a profile as JSON, of what it knew; b"" if it knew nothing yet.
+        doing: what was under way.
+        is_done: `known` is all that it was asked.
+        error: why it is not.
+        is_late: it was ended, because its time was over.
+    """
+
+    known: bytes = b""
+    doing: str = ""
+    is_done: bool = False
+    error: str = ""
     exit_code: int | None = None
+    is_late: bool = False
+
+    def hear(self, line: bytes) -> None:
+        """Take in one line of what the process writes."""
+        kind, _, rest = line.partition(b" ")
+        if not rest.endswith(b"\n"):
+            return  # it ended in the middle of it
+        if kind in (b"known", b"done"):
+            self.known, self.is_done = rest, kind == b"done"
+        elif kind == b"doing":
+            self.doing = json.loads(rest)
+        elif kind == b"failed":
+            self.error, self.exit_code = json.loads(rest)
 
 
-def _ask(request: dict[str, Any], environment: Mapping[str, str], timeout_s: float) -> bytes | _Failure:
-    """A profile as JSON, made by another process, or why there is none."""
+def _ask(request: dict[str, Any], environment: Mapping[str, str], timeout_s: float) -> _Heard:
+    """What another process finds out in this time."""
+    heard = _Heard(doing="starting Python")
     read_fd, write_fd = os.pipe()
     with tempfile.TemporaryFile() as said, open(read_fd, "rb") as answers:
         try:
@@ -135,30 +183,29 @@ def _ask(request: dict[str, Any], environment: Mapping[str, str], timeout_s: flo
             )
         finally:
             os.close(write_fd)
-        received: list[bytes] = []
+
+        def listen() -> None:
+            for line in answers:
+                heard.hear(line)
+
         # A child of the child may hold the pipe open for ever: the thread must not.
-        reader = threading.Thread(target=lambda: received.append(answers.read()), daemon=True)
+        reader = threading.Thread(target=listen, daemon=True)
         reader.start()
+        how = ""
         try:
             with suppress(BrokenPipeError):
-                process.communicate(json.dumps(request).encode(), timeout_s)
+                process.communicate(json.dumps(request).encode(), max(0.0, timeout_s))
             how = f"signal {-process.returncode}" if process.returncode < 0 else f"exit code {process.returncode}"
         except subprocess.TimeoutExpired:
-            how = ""
+            heard.is_late = True
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        reader.join(timeout=10.0)
-        if received and received[0]:
-            with suppress(ValueError):
-                answer = json.loads(received[0])
-                return _Failure(**answer) if "error" in answer else received[0]
-        call = request["job"]["model"]
-        call = call["call"] if isinstance(call, dict) else call
-        if not how:
-            return _Failure(f"model: {call} was not traced within {timeout_s:g} s")
-        return _Failure(f"model: the process that traced {call} ended with {how}{_last_words(said)}")
+        reader.join(timeout=_LAST_WORDS_S)
+        if how and not heard.is_done and not heard.error:
+            heard.error = f"{heard.doing}: the process ended with {how}{_last_words(said)}"
+        return heard
 
 
 def _last_words(said: Any) -> str:
@@ -220,18 +267,29 @@ def _main() -> None:
     answer_fd = int(sys.argv[1])
     os.set_inheritable(answer_fd, False)
     room.take_at_most(room.host_left() * 4 // 5)  # what does not bear the meta device is built for real, however large
-    answer = _answer(request)
     with open(answer_fd, "w", encoding="utf-8") as file:
-        file.write(answer)
+        _answer(request, file)
     sys.stdout.flush()
     os._exit(0)  # threads of the user's code must not delay the end
 
 
-def _answer(request: Mapping[str, Any]) -> str:
+def _answer(request: Mapping[str, Any], file: TextIO) -> None:
+    """Write what is known, as it gets known: see `_Heard`."""
     from zrun_core.errors import ZrunError
     from zrun_core.plan import tracing
 
     job_dir = Path(request["job_dir"])
+
+    def say(kind: str, text: str) -> None:
+        file.write(f"{kind} {text}\n")
+        file.flush()
+
+    def tell(news: str | Profile) -> None:
+        if isinstance(news, str):
+            say("doing", json.dumps(news))
+        else:
+            say("known", replace(news, files=_user_files(job_dir)).to_json())
+
     try:
         profile = tracing.trace_job(
             JobConfig.model_validate(request["job"]),
@@ -241,12 +299,14 @@ def _answer(request: Mapping[str, Any]) -> str:
             device=request["device"],
             mode=request["mode"],
             why=request["why"],
+            tell=tell,
         )
     except ZrunError as error:
-        return json.dumps({"error": str(error), "exit_code": error.exit_code})
+        say("failed", json.dumps([str(error), error.exit_code]))
     except Exception as error:
-        return json.dumps({"error": tracebacks.shown(error)})
-    return replace(profile, files=_user_files(job_dir)).to_json()
+        say("failed", json.dumps([tracebacks.shown(error), None]))
+    else:
+        say("done", replace(profile, files=_user_files(job_dir)).to_json())
 
 
 if __name__ == "__main__":

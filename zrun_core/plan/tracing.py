@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -64,6 +64,9 @@ _REAL_S = 60.0  # that a pass may take on values
 _REAL_BYTES = 256 << 20  # parameters of a model that runs for real with all of its blocks
 
 
+_Way: TypeAlias = tuple[Source, Callable[[], None]]  # to run a model, and what begins it
+
+
 class _CannotTraceError(Exception):
     """The model does not run on fake tensors; the text says why."""
 
@@ -81,15 +84,18 @@ def trace_job(
     device: str = "cpu",
     mode: str = "fake",
     why: str = "",
+    tell: Callable[[str | Profile], None] = lambda _: None,
 ) -> Profile:
     """What the job's model and micro-batches take.
 
     Args:
         micros: micro-batches that will be asked for; they matter only to models that are not linear in it.
-        checkpoints: policies of activation checkpointing; those that the model cannot have are left out.
+        checkpoints: policies of activation checkpointing, the one that matters most first; those
+            that the model cannot have are left out.
         device: whose kernels count: "cpu" or "cuda".
-        mode: what to begin with: "fake" tensors, a run on "values", or the "shape" of the model alone.
+        mode: what to begin with: "fake" tensors, or a run on "values".
         why: how what comes before that failed.
+        tell: gets what is being done now, and what is known so far.
 
     Raises:
         JobError: the job names what does not exist, or what the model cannot do.
@@ -100,18 +106,38 @@ def trace_job(
     if device == "cuda":
         kernels.follow_cuda()
     pass_by_compiler()
+    tell(f"building {job.model.call}")
     # What came before may have ended its process while it was built without values.
     model = _build_for_real(job, job_dir) if mode == "values" else _build(job, job_dir)
     check(model)
     if not model.training:
         model.train()
-    subject = _Subject(job, job_dir, model, loss, _sample_of(job, job_dir), device)
+    described = replace(_described(model, job, device), why=why)
+    tell(described)
+    tell(f"reading the first samples of {job.data.call}")
+    subject = _Subject(job, job_dir, model, loss, _sample_of(job, job_dir), device, tell)
     gc.collect()
     gc.freeze()  # each pass collects what it makes, and not again all that is there before
     try:
-        return subject.profile(micros, checkpoints, mode, why)
+        return subject.profile(described, micros, checkpoints, mode)
     finally:
         gc.unfreeze()
+
+
+def _described(model: nn.Module, job: JobConfig, device: str) -> Profile:
+    """What its parameters alone tell."""
+    return Profile(
+        source="formula",
+        why="",
+        params=describe_params(model, Precision.of(job.precision).compute),
+        buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
+        num_blocks=len(repeated_blocks(model)),
+        batch_bytes=Linear(0.0, 0.0),
+        tokens_per_sample=None,
+        traces={},
+        modules=describe_modules(model),
+        device=device,
+    )
 
 
 def _build(job: JobConfig, job_dir: Path) -> nn.Module:
@@ -235,7 +261,9 @@ class _Subject:
         loss: LossFunction | None,
         samples: _Samples,
         device: str,
+        tell: Callable[[str | Profile], None],
     ) -> None:
+        self._tell = tell
         self._job, self._job_dir, self._model, self._loss, self._samples = job, job_dir, model, loss, samples
         self._precision = Precision.of(job.precision)
         self._blocks = repeated_blocks(model)
@@ -250,47 +278,83 @@ class _Subject:
 
     # All of it
 
-    def profile(self, micros: Sequence[int], checkpoints: Sequence[str], mode: str, why: str) -> Profile:
-        """Trace every policy."""
-        params, modules = describe_params(self._model, self._precision.compute), describe_modules(self._model)
-        buffer_bytes = sum(buffer.numel() * buffer.element_size() for buffer in self._model.buffers())
-        policies = [each for each in checkpoints if each == "none" or self._blocks]
-        if len(policies) < len(checkpoints):
-            self.notes.append("the model has no repeated blocks that could be recomputed")
+    def profile(
+        self,
+        described: Profile,
+        micros: Sequence[int],
+        checkpoints: Sequence[str],
+        mode: str,
+    ) -> Profile:
+        """Trace every policy that can be traced; the first one as well as that can be done."""
+        policies = [each for each in checkpoints if each == "none" or self._blocks] or ["none"]
+        no_blocks = "the model has no repeated blocks that could be recomputed"
+        impossible = {each: no_blocks for each in checkpoints if each not in policies}
         if self._job.compile:
             self.notes.append("traced without torch.compile, which fuses operators and then keeps less")
-        ways: list[tuple[str, Source, Callable[[], None]]] = [
-            ("fake", "traced", self._make_fake),
-            ("values", "measured on the CPU", self._make_real),
-        ]
-        source: Source = "formula"
-        traces: dict[str, Trace] = {}
-        for name, label, make in ways[0 if mode == "fake" else 1 if mode == "values" else 2 :]:
+        batches = {micro: _bytes_of(self._samples.batch(micro)) for micro in (1, 2)}
+        found = replace(
+            described,
+            batch_bytes=line(1, batches[1], 2, batches[2]),
+            tokens_per_sample=count_tokens(self._samples.batch(1)) or None,
+            untraced=impossible,
+        )
+        ways: list[_Way] = [("traced", self._make_fake), ("measured on the CPU", self._make_real)]
+        # What the model cannot do with the policy that is asked for, it may do without any.
+        for policy in dict.fromkeys([policies[0], "none"]):
+            found = self._by_any(found, policy, ways if mode == "fake" else ways[1:], micros)
+            if found.traces:
+                break
+        found = self._with_others(found, policies, micros)
+        return replace(found, notes=tuple(dict.fromkeys(self.notes)))
+
+    def _by_any(
+        self,
+        found: Profile,
+        policy: str,
+        ways: Sequence[_Way],
+        micros: Sequence[int],
+    ) -> Profile:
+        """With the trace of one policy, made in the first way that works, or why none does."""
+        why, at_last = found.why, ""
+        for label, make in ways:
+            self._tell(f"running {self._job.model.call} with activations.checkpoint {policy}")
             try:
                 make()
-                traces = {policy: self.traced(policy, micros) for policy in policies}
+                traces = {policy: self.traced(policy, micros)}
             except (_CannotTraceError, ZrunError) as error:
-                if not why:
-                    why = f"the model does not run on {name} tensors: {_last_line(error)}"
-                traces = {}
+                at_last = f"the model does not run: {_last_line(error)}"
+                why = why or f"the model does not run on fake tensors: {_last_line(error)}"
             else:
-                source = label
-                break
-        batches = {micro: _bytes_of(self._samples.batch(micro)) for micro in (1, 2)}
-        tokens = count_tokens(self._samples.batch(1))
-        return Profile(
-            source=source,
-            why=why,
-            params=params,
-            buffer_bytes=buffer_bytes,
-            num_blocks=len(self._blocks),
-            batch_bytes=line(1, batches[1], 2, batches[2]),
-            tokens_per_sample=tokens or None,
-            traces=traces,
-            modules=modules,
-            device=self._device,
-            notes=tuple(dict.fromkeys(self.notes)),
-        )
+                notes = tuple(dict.fromkeys(self.notes))
+                found = replace(found, source=label, why=why, traces=traces, notes=notes)
+                self._tell(found)
+                return found
+        return replace(found, untraced={**found.untraced, policy: found.why or at_last})
+
+    def _with_others(
+        self,
+        found: Profile,
+        policies: Sequence[str],
+        micros: Sequence[int],
+    ) -> Profile:
+        """With the traces of the other policies too, in the way that worked; none if no way did."""
+        if not found.traces:
+            why = found.untraced[policies[0]]
+            return replace(
+                found,
+                why=why,
+                untraced={**found.untraced, **dict.fromkeys(policies, why)},
+            )
+        traces, untraced = dict(found.traces), dict(found.untraced)
+        for policy in policies:
+            if policy in traces or policy in untraced:
+                continue
+            self._tell(f"running {self._job.model.call} with activations.checkpoint {policy}")
+            try:
+                traces[policy] = self.traced(policy, micros)
+            except (_CannotTraceError, ZrunError) as error:
+                untraced[policy] = _last_line(error)
+        return replace(found, traces=traces, untraced=untraced)
 
     # Fake
 

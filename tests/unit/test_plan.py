@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from zrun.launch.cluster import Cluster, Gpu, HostFacts, _visible, probe_host
 from zrun.launch.plan import Resolved, check_gpus
 from zrun.launch.plan import make_plan as make_plan_on
-from zrun.watch.preface import preface
+from zrun.watch.preface import brief, places, preface
 from zrun_core.config import JobConfig
 from zrun_core.errors import ExitCode, JobError, PreflightError
 
@@ -93,6 +94,35 @@ def test_where_epochs_end_is_known_by_the_data(lr: Any) -> None:
         assert reason(resolved, "lr.decay_steps").endswith("known once the data is open: epochs 2)")
     else:
         assert resolved.job.lr.decay_steps == 3
+
+
+def test_a_training_begins_with_what_the_job_says_itself() -> None:
+    asked = job(slots=2, zero={"stage": 2, "prefetch": 3}, optim={"lr": 3e-4}, precision="fp32")
+    told = brief(make_plan(asked, CPU_HOST), asked, Cluster((CPU_HOST,)))
+    head, batch, said, autos = told.splitlines()
+    assert (head, batch[:6]) == ("t: 2 ranks on box: 8 cores, 16.0 GiB, no GPU", "batch:")
+    assert said.endswith("precision fp32, zero 2, zero.prefetch 3, optim.lr 0.0003, slots 2")
+    assert "threads 4 (8 usable cores / 2 ranks)" in autos
+    assert "betas" not in told
+    assert "clip" not in told
+    narrow = brief(make_plan(asked, CPU_HOST), asked, Cluster((CPU_HOST,)), 60).splitlines()
+    assert max(map(len, narrow[2:5])) <= 60
+
+
+def test_output_of_ranks_that_do_not_exist_is_warned_of() -> None:
+    assert make_plan(job(slots=2, log={"ranks": [0, 1]}), CPU_HOST).warnings == ()
+    assert make_plan(job(slots=2, log={"ranks": "all"}), CPU_HOST).warnings == ()
+    (warning,) = make_plan(job(slots=2, log={"ranks": [0, 2, 9]}), CPU_HOST).warnings
+    assert warning == "log.ranks: there is no rank 2, 9: the run has ranks 0 to 1"
+
+
+def test_whose_output_is_shown_is_told() -> None:
+    def whose(shown: Any) -> str:
+        return places(Path("/runs/a"), shown, 4).splitlines()[1].partition(" here")[0]
+
+    assert [whose(shown) for shown in ([0], [0, 3, 9], [], "all")] == [
+        "output: of rank 0", "output: of rank 0, 3", "output: of no rank", "output: of every rank"
+    ]  # fmt: skip
 
 
 def test_a_shard_group_divides_the_ranks() -> None:

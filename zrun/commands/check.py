@@ -53,7 +53,7 @@ def check(
     from zrun.job.structure import inspect_structure
     from zrun.launch.hosts import HostOptions, find_backend, with_backend
     from zrun.launch.plan import check_gpus, make_plan
-    from zrun.watch.preface import hosts_preface, print_preface
+    from zrun.watch.preface import hosts_preface, preface, width_of
     from zrun.watch.topology import show_seats
 
     options = HostOptions(hosts, host_list, include, exclude, nodes, gpus)
@@ -73,7 +73,7 @@ def check(
         if backend.hosts is not None or backend.kind != "local":
             print(hosts_preface(backend))
         if resolved is not None and cluster is not None:
-            print_preface(resolved, cluster, sys.stdout)
+            print(preface(resolved, cluster, width_of(sys.stdout)))
             show_seats(resolved.plan.ranks, cluster, sys.stdout)
         else:
             print(f"plan: none: {why_not}")

@@ -295,7 +295,7 @@ def _attempt(order: _Order, members: list[AgentLink]) -> _Outcome:
     from zrun.launch.plan import check_gpus, make_plan
     from zrun.launch.resume import begin, begin_again, under_lock
     from zrun.launch.rundir import RunDir, set_checkpoints_aside
-    from zrun.watch.preface import print_preface
+    from zrun.watch.preface import brief, places, preface, width_of
     from zrun.watch.topology import show_seats
 
     config, reasons = with_backend(order.loaded.config, order.backend)
@@ -308,10 +308,14 @@ def _attempt(order: _Order, members: list[AgentLink]) -> _Outcome:
     check_gpus(order.backend.gpus, config, assembly.cluster)
     resolved = make_plan(config, assembly.cluster)
     resolved = replace(resolved, reasons=(*reasons, *resolved.reasons))
-    if order.ui is not Ui.none and not order.is_restart:
-        print_preface(resolved, assembly.cluster, sys.stderr)
-        if order.dry_run:
-            show_seats(resolved.plan.ranks, assembly.cluster, sys.stderr)
+    is_told = order.ui is not Ui.none and not order.is_restart
+    width = width_of(sys.stderr)
+    if is_told and order.dry_run:
+        print(preface(resolved, assembly.cluster, width), file=sys.stderr)
+        show_seats(resolved.plan.ranks, assembly.cluster, sys.stderr)
+    elif is_told:
+        print(brief(resolved, order.loaded.config, assembly.cluster, width), file=sys.stderr)
+        print(f"every other key has its default: zrun check {shlex.quote(str(order.loaded.path))}", file=sys.stderr)
     _refuse_untrained(resolved, order.dry_run)
     lock = order.lock
     if order.is_restart:
@@ -332,6 +336,8 @@ def _attempt(order: _Order, members: list[AgentLink]) -> _Outcome:
         gate,
         RunDir.claim(resolved.job.name, beginning.run_dir, earlier=beginning.earlier, lock=lock) as rundir,
     ):
+        if is_told:
+            print(places(rundir.path, resolved.job.log.ranks, resolved.plan.world_size), file=sys.stderr)
         if order.detached is not None:
             order.detached.moved_in(rundir)
         if beginning.aside is not None:

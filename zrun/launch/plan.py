@@ -71,7 +71,7 @@ def make_plan(job: JobConfig, cluster: Cluster) -> Resolved:
             "optim": job.optim.model_copy(update=_own_defaults(job, reasons)),
         }
     )
-    warnings = tuple(_crowded(cluster, slots)) if device == "cpu" else ()
+    warnings = (*(_crowded(cluster, slots) if device == "cpu" else ()), *_absent(job, len(found.ranks)))
     return Resolved(resolved, LaunchPlan(ranks=found.ranks), batch, tuple(reasons), warnings)
 
 
@@ -111,6 +111,14 @@ def _crowded(cluster: Cluster, slots: dict[str, int]) -> Iterator[str]:
                 f"gets faster than with {several(host.cores, 'rank')}, and each takes memory of its own; "
                 f"write slots: {host.cores}"
             )
+
+
+def _absent(job: JobConfig, num_ranks: int) -> Iterator[str]:
+    """A warning where the output of ranks is to be shown that do not exist. It may be that hosts are missing."""
+    absent = [rank for rank in job.log.ranks if rank >= num_ranks] if job.log.ranks != "all" else []
+    if absent:
+        there = f"ranks 0 to {num_ranks - 1}" if num_ranks > 1 else "rank 0 only"
+        yield f"log.ranks: there is no rank {', '.join(map(str, absent))}: the run has {there}"
 
 
 def _shared(values: dict[str, int]) -> int | Literal["auto"]:

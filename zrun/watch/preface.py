@@ -1,25 +1,57 @@
-"""What is about to run: every value that takes effect, so that no default is silent."""
+"""What is about to run: in short before a training, and every value that takes effect for `zrun check`."""
 
 from __future__ import annotations
 
 import shutil
-from typing import TextIO
+from pathlib import Path
+from typing import Literal, TextIO
 
-from zrun.job.load import leaves
+from zrun.job.load import Leaf, leaves
 from zrun.job.scalars import write
 from zrun.launch.cluster import Cluster
 from zrun.launch.hosts import Backend, HostEntry
 from zrun.launch.plan import Resolved
-from zrun_core.config import JobConfig
+from zrun.launch.runs import reference
+from zrun_core.config import JobConfig, Section
 
 _UNSHOWN = ("name", "batch", "env")
 _HOSTS_SHOWN = 64
 
 
-def print_preface(resolved: Resolved, cluster: Cluster, out: TextIO) -> None:
-    """Print it as wide as `out` is."""
-    width = shutil.get_terminal_size().columns if out.isatty() else None
-    print(preface(resolved, cluster, width), file=out)
+def width_of(out: TextIO) -> int | None:
+    """Return the columns of a terminal; None: it is none, and lines need not be cut."""
+    return shutil.get_terminal_size().columns if out.isatty() else None
+
+
+def brief(resolved: Resolved, asked: JobConfig, cluster: Cluster, width: int | None = None) -> str:
+    """Return what the job itself says, and what each auto became.
+
+    Args:
+        asked: the job as it was read.
+        width: as in `preface`.
+    """
+    said = [_in_short(asked, leaf) for leaf in leaves(asked) if leaf.given and leaf.path[0] not in (*_UNSHOWN, "hosts")]
+    autos = [
+        f"{each.key} {each.value} ({each.why})"
+        for each in resolved.reasons
+        if not each.key.startswith("optim.")  # the optimizer's own defaults
+    ]
+    lines = [*_head(resolved, cluster), *_paragraph("job: ", said, width), *_paragraph("auto: ", autos, width)]
+    return "\n".join([*lines, *_warnings(resolved)])
+
+
+def places(run_dir: Path, shown: list[int] | Literal["all"], num_ranks: int) -> str:
+    """Return where a run keeps what is known of it, and where its ranks' output goes.
+
+    Args:
+        shown: ranks whose output is shown, `log.ranks` of the job.
+    """
+    there = shown if shown == "all" else [rank for rank in shown if rank < num_ranks]
+    whose = "every rank" if there == "all" else f"rank {', '.join(map(str, there))}" if there else "no rank"
+    return (
+        f"run: {run_dir} (every value of the job: job.yaml)\n"
+        f"output: of {whose} here (log.ranks); of all: zrun logs {reference(run_dir)}, or logs/ of that folder"
+    )
 
 
 def preface(resolved: Resolved, cluster: Cluster, width: int | None = None) -> str:
@@ -28,14 +60,11 @@ def preface(resolved: Resolved, cluster: Cluster, width: int | None = None) -> s
     Args:
         width: columns, so that no value is cut at a terminal's border; None: one line each.
     """
-    plan = resolved.plan
-    ranks = f"{plan.world_size} rank{'s' if plan.world_size > 1 else ''}"
-    lines = [f"{resolved.job.name}: {ranks} on {cluster}", f"batch: {resolved.batch}"]
+    lines = _head(resolved, cluster)
     for section, values in _sections(resolved.job).items():
         lines += _paragraph(f"{section}: ", values, width)
     lines += [f"auto: {each.key} = {each.value} ({each.why})" for each in resolved.reasons]
-    lines += [f"warning: {warning}" for warning in resolved.warnings]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_warnings(resolved)])
 
 
 def hosts_preface(backend: Backend) -> str:
@@ -44,6 +73,24 @@ def hosts_preface(backend: Backend) -> str:
     more = len(hosts) - _HOSTS_SHOWN
     lines = [f"hosts: {backend}", *(f"  {_host(each)}" for each in hosts[:_HOSTS_SHOWN])]
     return "\n".join([*lines, f"  and {more} more"] if more > 0 else lines)
+
+
+def _head(resolved: Resolved, cluster: Cluster) -> list[str]:
+    size = resolved.plan.world_size
+    return [f"{resolved.job.name}: {size} rank{'s' if size > 1 else ''} on {cluster}", f"batch: {resolved.batch}"]
+
+
+def _warnings(resolved: Resolved) -> list[str]:
+    return [f"warning: {warning}" for warning in resolved.warnings]
+
+
+def _in_short(job: JobConfig, leaf: Leaf) -> str:
+    """Return a key and its value as a job file would have them in short: `zero 2` for `zero: {stage: 2}`."""
+    section: object = job
+    for name in leaf.path[:-1]:
+        section = getattr(section, name, None)
+    is_main = isinstance(section, Section) and section.short is not None and section.short[0] == leaf.path[-1]
+    return f"{'.'.join(leaf.path[:-1] if is_main else leaf.path)} {write(leaf.value)}"
 
 
 def _host(entry: HostEntry) -> str:
@@ -55,8 +102,8 @@ def _host(entry: HostEntry) -> str:
 
 
 def _paragraph(head: str, values: list[str], width: int | None) -> list[str]:
-    """`head` and the values between commas; lines after the first are indented."""
-    lines = [head + values[0]]
+    """Return `head` and the values between commas; lines after the first are indented. Nothing without values."""
+    lines = [head + value for value in values[:1]]
     for value in values[1:]:
         if width is not None and len(lines[-1]) + len(value) + 3 > width:
             lines[-1] += ","

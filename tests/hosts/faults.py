@@ -115,6 +115,15 @@ def cut(launch: Launch) -> None:
     launch.rig.hosts["node2"].link("down")
 
 
+def part(launch: Launch) -> None:
+    """Two hosts lose each other; the launcher reaches both."""
+    launch.rig.part("node2", "node3")
+    try:
+        launch.launcher.wait(PATIENCE_S)
+    finally:
+        launch.rig.join("node2", "node3")
+
+
 def cut_after_a_save(launch: Launch) -> None:
     launch.wait_for(lambda: launch.events("save"), "a save")
     cut(launch)
@@ -255,6 +264,7 @@ FAULTS = [
     Fault("ssh client killed", kill_ssh, 6, r"lost node3: the ssh client was killed by signal 9", 8),
     Fault("launcher killed", kill_launcher, -9, "", 8),
     Fault("link cut", cut, 6, r"lost node2: the host no longer answers", 20, keys=soon_hangs),
+    Fault("two hosts parted", part, 6, r"the network between node[23] and node[23] is cut", 30, keys=soon_hangs),
     Fault("link cut, min_hosts: 2", cut_after_a_save, 0, r"restart 1 of 1 in 5 s, after step", 60, keys=do_with_two),
     Fault("link down for 3 s", unplug_briefly, 130, r"stopped after step", 60),
     Fault("agent stopped for 20 s", agent_naps, 130, r"stopped after step", 120),

@@ -94,6 +94,20 @@ class Rig:
         """What `launch.ssh` says: a client that knows these hosts only, and waits for them on a busy machine."""
         return f"ssh -F {shlex.quote(str(self.config))} -oConnectTimeout=60"
 
+    def part(self, one: str, other: str) -> None:
+        """Let no packet pass between two hosts, in either direction; all else reaches both."""
+        for here, there in ((one, other), (other, one)):
+            address = self.hosts[there].address
+            nowhere = "02:00:00:00:00:01"
+            at = ["ip", "-n", self.hosts[here].namespace, "neigh"]
+            sh(*at, "replace", address, "lladdr", nowhere, "dev", "eth0", "nud", "permanent")
+
+    def join(self, one: str, other: str) -> None:
+        """Undo `part`."""
+        for here, there in ((one, other), (other, one)):
+            at = ["ip", "-n", self.hosts[here].namespace, "neigh"]
+            sh(*at, "del", self.hosts[there].address, "dev", "eth0")
+
     def leftovers(self) -> dict[str, list[str]]:
         """What still runs, listens or lies in shared memory on the hosts, beside sshd itself."""
         found: dict[str, list[str]] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 
 from zrun.launch.failures import Hang
 from zrun.launch.hangs import HangWatch, Inquiry, Observer, StepTimes, Verdict
+from zrun.launch.unanswered import own_addresses, unanswered
 from zrun_core.board import Board, BoardView, RankState
 from zrun_core.config import LimitsConfig
 from zrun_core.errors import ExitCode
@@ -216,6 +219,52 @@ def test_nobody_waits_for_each_other_while_one_rank_works():
     told = Hang(found, hang().plan, Path("/runs/a"))
     assert "rank 1 of 2 is stuck in forward of step 5" in told.headline
     assert told.advice == "see what the stack waits for; if it is merely slow, raise limits.hang_s"
+
+
+def test_the_way_between_two_hosts_is_named_once_by_whichever_end_knows_it():
+    def deaf(rank: int, own: str, other: str) -> dict[str, Any]:
+        return saw(rank) | {"addresses": ["127.0.0.1", own], "unanswered": [other]}
+
+    inquiry = Inquiry(Verdict([0, 1], 5.0, "limits.hang_s"), {rank: state() for rank in range(3)}, 100.0)
+    inquiry.hear(deaf(0, "10.0.0.1", "10.0.0.2"))
+    inquiry.hear(deaf(1, "10.0.0.2", "10.0.0.1"))
+    inquiry.hear(deaf(2, "10.0.0.3", "10.9.9.9"))
+    places = [RankPlace(rank=n, host=f"node{n + 1}", local_rank=0, device="cpu") for n in range(3)]
+    told = Hang(inquiry.finding(), LaunchPlan(ranks=places), Path("/runs/a"))
+    assert told.links == [
+        "the network between node1 and node2 is cut: node2 (10.0.0.2) does not answer node1",
+        "the network between node3 and 10.9.9.9 is cut: 10.9.9.9 does not answer node3",
+    ]
+    assert told.headline == f"no progress for 5 s (limits.hang_s): {told.links[0]}"
+    assert told.links[1] in told.describe()
+    assert "mend that network" in told.advice
+
+
+def test_data_that_was_sent_again_and_again_shows_in_the_tables_of_the_kernel(tmp_path: Path) -> None:
+    own, other = socket.socketpair()
+    mine, foreign = os.fstat(own.fileno()).st_ino, 1
+    rows = [  # ends, state, queues, timer, times sent anew, ..., inode
+        f"0: 0100007F:0016 0302A8C0:A1B2 01 00000040:00000000 01:00000014 00000005 0 0 {mine} 2",
+        f"1: 0100007F:0016 0402A8C0:A1B2 01 00000040:00000000 01:00000014 00000001 0 0 {mine} 2",
+        f"2: 0100007F:0016 0502A8C0:A1B2 01 00000040:00000000 01:00000014 00000009 0 0 {foreign} 2",
+        f"3: 0100007F:0016 0602A8C0:A1B2 02 00000040:00000000 01:00000014 00000009 0 0 {mine} 2",
+    ]
+    (tmp_path / "tcp").write_text("\n".join(["sl local_address", *rows]))
+    mapped, plain = "0000000000000000FFFF00000702A8C0", "B80D01200000000000000000010000FE"
+    rows = [
+        f"{number}: 00:0016 {address}:A1B2 01 0:0 01:0 00000003 0 0 {mine} 2"
+        for number, address in enumerate((mapped, plain))
+    ]
+    (tmp_path / "tcp6").write_text("\n".join(["sl local_address", *rows]))
+    assert unanswered([os.getpid(), 1 << 30], tmp_path) == [
+        "192.168.2.3",
+        "192.168.2.7",
+        "2001:db8::fe00:1",
+    ]
+    own.close()
+    other.close()
+    assert unanswered([os.getpid()]) == []
+    assert "127.0.0.1" in own_addresses()
 
 
 def test_after_two_steps_ranks_hold_what_they_need(tmp_path: Path) -> None:

@@ -227,6 +227,8 @@ class Hang:
     @property
     def headline(self) -> str:
         limit = f"no progress for {self.frame['limit_s']:.3g} s ({self.frame['key']})"
+        if self.links:
+            return f"{limit}: {self.links[0]}"
         if all(told["does"] == "waits" for told in self.frame["ranks"]):
             step, phase = self.first["step"], self.first["phase"]
             return f"{limit}: all ranks wait for each other {f'at step {step}' if step else f'in {phase}'}"
@@ -237,7 +239,22 @@ class Hang:
         return f"{limit}: {who} {are} {does} in {_place(self.first)}"
 
     @property
+    def links(self) -> list[str]:
+        """Say between which hosts data is lost; each pair once, whichever end told of it."""
+        pairs: dict[frozenset[str], str] = {}
+        for link in self.frame.get("links", ()):
+            here, address = self.plan.ranks[link["rank"]].host, link["address"]
+            is_known = link["other"] is not None
+            there = self.plan.ranks[link["other"]].host if is_known else address
+            at = f" ({address})" if is_known else ""
+            text = f"the network between {here} and {there} is cut: {there}{at} does not answer {here}"
+            pairs.setdefault(frozenset((here, there)), text)
+        return list(pairs.values())
+
+    @property
     def advice(self) -> str:
+        if self.links:
+            return "mend that network, or leave one of the two hosts out; the run can be started again"
         if self.first["does"] == "is stopped":
             return "find who sent SIGSTOP; the run can be started again"
         if self.first["does"] == "is silent":
@@ -259,7 +276,7 @@ class Hang:
             f"  rank {told['rank']} {told['does']} in {_place(told)}, last: {told['last']}"
             for told in self.frame["ranks"]
         ]
-        reason = [self.frame["reason"]] if self.frame["reason"] else []
+        reason = [*self.links[1:], *([self.frame["reason"]] if self.frame["reason"] else [])]
         stack = [line for line in self.stack if line.strip()][:_SHOWN_LINES]
         return "\n".join(
             [*stack, "", self.headline, *reason, *ranks, f"  stacks: {self.run_dir}/stacks", f"  next: {self.advice}"]

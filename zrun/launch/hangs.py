@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from zrun.launch import processes
 from zrun.launch.frames import SILENCE_S
 from zrun.launch.processes import Process
 from zrun.launch.tail import last_lines
+from zrun.launch.unanswered import own_addresses, unanswered
 from zrun_core.board import BoardView, RankState
 
 if TYPE_CHECKING:  # an agent is there sooner without pydantic
@@ -153,6 +155,8 @@ class Observer:
             "stalemate": None if halted else self._view.stalemate(),
             "stacks": self._dump_stacks(leaders, halted),
             "logs": {rank: last_lines(self._run_dir / "logs" / f"rank-{rank}.log") for rank in leaders},
+            "addresses": own_addresses(),
+            "unanswered": unanswered(leader.pid for leader in leaders.values()),
         }
 
     def _dump_stacks(self, leaders: Mapping[int, Process], halted: list[int]) -> dict[int, str]:
@@ -210,4 +214,24 @@ class Inquiry:
             "reason": next((reason for reason in reasons if reason is not None), None),
             "stacks": {int(rank): text for frame in self._frames for rank, text in frame["stacks"].items()},
             "logs": {int(rank): lines for frame in self._frames for rank, lines in frame["logs"].items()},
+            "links": self._cut_links(),
         }
+
+    def _cut_links(self) -> list[dict[str, Any]]:
+        """Ways between two hosts on which data is lost: a rank of the one, the other's address and a rank there."""
+        first_ranks = {
+            address: min(each["rank"] for each in frame["ranks"])
+            for frame in self._frames
+            for address in frame.get("addresses", ())
+            if frame["ranks"] and not ip_address(address).is_loopback
+        }
+        return [
+            {
+                "rank": min(each["rank"] for each in frame["ranks"]),
+                "address": address,
+                "other": first_ranks.get(address),
+            }
+            for frame in self._frames
+            for address in frame.get("unanswered", ())
+            if frame["ranks"]
+        ]

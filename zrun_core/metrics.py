@@ -114,12 +114,14 @@ def process_memory(device: torch.device) -> dict[str, int | None]:
     None where it cannot be read, as when this process has as many files open as it may.
     """
     cuda = device.type == "cuda"
-    rss = None
+    resident = None
     with suppress(OSError, psutil.Error):
-        rss = psutil.Process().memory_info().rss
+        resident = psutil.Process().memory_info().rss
+    # Asked afterwards; and the kernel adds its counters up in two ways that differ by some pages.
+    highest = max(resident or 0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
     return {
-        "rss_bytes": rss,
-        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "rss_bytes": resident,
+        "peak_rss_bytes": highest,
         "device_allocated": torch.cuda.max_memory_allocated(device) if cuda else None,
         "device_reserved": torch.cuda.max_memory_reserved(device) if cuda else None,
     }

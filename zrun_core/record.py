@@ -40,6 +40,8 @@ class Progress:
         skips_in_a_row: because of numbers that were not finite.
         helpless_skips: the last of these, since one that a smaller loss scale could have helped.
         loss: of the last step whose numbers were read, over all ranks.
+        first_loss: of the run's first step; None: before it, or of a run that did not write it down.
+        seconds: of training by this rank's clock, those of earlier attempts included; None: not known.
     """
 
     steps: int = 0
@@ -51,9 +53,13 @@ class Progress:
     samples: int = 0
     tokens: int = 0
     loss: float = float("nan")
+    first_loss: float | None = None
+    seconds: float | None = 0.0
 
     def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "loss": self.loss if math.isfinite(self.loss) else None}
+        losses = {"loss": self.loss, "first_loss": self.first_loss}
+        known = {name: loss if loss is not None and math.isfinite(loss) else None for name, loss in losses.items()}
+        return asdict(self) | known
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Self:
@@ -62,6 +68,8 @@ class Progress:
         Raises:
             KeyError: something is missing.
         """
+        younger = {"first_loss": None, "seconds": None}  # than some checkpoints
+        found = {**younger, **found}
         loss = float("nan") if found["loss"] is None else found["loss"]
         return cls(**{each.name: found[each.name] for each in fields(cls)} | {"loss": loss})
 
@@ -176,8 +184,16 @@ class Recorder:
             resumed_from: the checkpoint that it goes on from.
             total_steps: optimizer steps of the whole run, where they are known.
         """
+        self._start_time = time.monotonic()
         if not self.is_main:
             return
+        before = self._first
+        resumed = {
+            "step": before.steps,
+            "path": str(resumed_from),
+            "first_loss": before.first_loss,
+            "seconds": before.seconds,
+        }
         layouts = self._sharded.layouts
         planned = self._sharded.planned_memory().by_kind
         self._emitter.emit(
@@ -194,7 +210,7 @@ class Recorder:
             units=len(layouts),
             versions={"zrun": metadata.version("zrun"), "torch": torch.__version__, "python": sys.version.split()[0]},
             device=str(self._device) if self._device.type == "cpu" else torch.cuda.get_device_name(self._device),
-            resumed=None if resumed_from is None else {"step": self.progress.steps, "path": str(resumed_from)},
+            resumed=resumed if resumed_from is not None else None,
             notes=notes,
         )
 
@@ -235,6 +251,10 @@ class Recorder:
         progress, skipped = self.progress, bool(numbers.skipped)
         self.lr, self.grad_norm = pending.lr, numbers.grad_norm
         progress.loss = numbers.loss / numbers.weight if numbers.weight else float("nan")
+        if pending.step == 1:
+            progress.first_loss = progress.loss
+        if self._first.seconds is not None:
+            progress.seconds = self._first.seconds + time.monotonic() - self._start_time
         progress.samples += int(numbers.samples)
         progress.tokens += int(numbers.tokens)
         progress.skips += skipped

@@ -80,6 +80,12 @@ def test_a_run_that_finished() -> None:
     assert run.started == run.holder.time > 0
 
 
+def test_the_time_of_a_run_that_goes_on_is_that_of_all_its_steps() -> None:
+    told = {"step": 200, "path": "/x", "seconds": 60.0, "first_loss": 5.5}
+    path = make("gpt", "a", 0, [event("start", 100.0, resumed=told), event("step", 102.0, step=220)])
+    assert (read(path).step, read(path).seconds) == (220, 62.0)
+
+
 @pytest.mark.parametrize(
     ("code", "state"),
     [(0, State.FINISHED), (5, State.FAILED), (75, State.STOPPED), (130, State.STOPPED), (143, State.STOPPED),

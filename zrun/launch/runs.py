@@ -50,7 +50,8 @@ class Run:
         exit_code: of the launcher; None while it runs, or if nobody knows.
         headline: what went wrong, or who stopped it, in one line; empty while it runs and if it reached its end.
         started: unix seconds, by the launcher's clock.
-        seconds: from the start of training to the newest event, by the clock of rank 0's host.
+        seconds: of training up to the newest event, by the clock of rank 0's host; with those that led
+            to the checkpoint that the run went on from, where it tells them.
         step: the newest that ended, or that the run went on from.
     """
 
@@ -194,12 +195,19 @@ def read(path: Path) -> Run:
         exit_code=code,
         headline="" if running else _headline(report),
         started=_started(path, holder),
-        seconds=max(0.0, last["time"] - start["time"]) if start and last else None,
+        seconds=_seconds(start, last),
         step=(step or start.get("resumed") or {}).get("step"),
         total_steps=start.get("total_steps"),
         hosts=tuple(dict.fromkeys(place["host"] for place in ranks)),
         ranks=len(ranks) or start.get("world_size"),
     )
+
+
+def _seconds(start: Event, last: Event) -> float | None:
+    if not start or not last:
+        return None
+    before = (start.get("resumed") or {}).get("seconds") or 0.0
+    return float(before + max(0.0, last["time"] - start["time"]))
 
 
 def _state(code: int | None) -> State:

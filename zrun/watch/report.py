@@ -4,35 +4,62 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from zrun.launch.cluster import several
 from zrun.watch import text
-from zrun.watch.state import Evaluation, RunState
+from zrun.watch.state import Evaluation, RunState, number
 from zrun_core.sizes import format_size
 
 
 def report(state: RunState, run_dir: Path) -> str:
-    """A few lines for the end of the output."""
+    """A few lines for the end of the output, each with what it is of: the whole run, or this attempt."""
     end = state.end or {}
-    steps = f"{state.step.step} step{'s' if state.step.step != 1 else ''}"
-    reason = f"{end.get('reason')}: {end['why']}" if end.get("why") else end.get("reason")
-    rows = [("done", f"{steps} in {text.duration(end.get('total_s') or 0.0)} ({reason})")]
-    if state.losses.points:
-        rows.append(("loss", f"{state.losses.points[0]:.4f} at the first step, {state.step.loss:.4f} at the last"))
+    rows = _extent(state)
+    rows.append(("loss", _losses(state)))
     if state.evals:
-        rows.append(("validation", " -> ".join(f"{each.loss:.4f} (step {each.step})" for each in _ends(state))))
+        told = [f"{each.loss:.4f} (step {each.step})" for each in _ends(state)]
+        rows.append(("validation", " -> ".join(told)))
     rows.append(("metrics", text.metrics(state.metrics)))
     rows.append(("speed", _speed(state)))
+    sent = "sent by rank 0" + (" in this attempt" if state.resumed else "")
     for kind, traffic in (end.get("traffic") or {}).items():
-        rows.append(
-            (f"traffic {kind}", _compared(traffic.get("measured_bytes"), traffic.get("expected_bytes"), "theory"))
-        )
+        sizes = traffic.get("measured_bytes"), traffic.get("expected_bytes")
+        rows.append((f"traffic {kind}", _compared(*sizes, sent, "theory")))
     memory = end.get("memory") or {}
-    if memory:
-        rows.append(("memory", _compared(memory.get("measured_bytes"), memory.get("planned_bytes"), "planned")))
+    sizes = memory.get("measured_bytes"), memory.get("planned_bytes")
+    rows.append(("memory", _compared(*sizes, "in buffers of rank 0", "plan")))
     if state.estimate is not None:
         rows.append(("estimate", text.foretold(state.estimate)))
     rows.append(("run", str(run_dir)))
+    rows = [(name, value) for name, value in rows if value]
     width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:{width}}  {value}" for name, value in rows if value)
+    return "\n".join(f"{name:{width}}  {value}" for name, value in rows)
+
+
+def _extent(state: RunState) -> list[tuple[str, str]]:
+    """How many steps were made in which time, in all and by this attempt."""
+    end, step = state.end or {}, state.step.step
+    seconds = end.get("total_s") or 0.0
+    reason = f"{end.get('reason')}: {end['why']}" if end.get("why") else end.get("reason")
+    if not state.resumed:
+        return [("done", f"{several(step, 'step')} in {text.duration(seconds)} ({reason})")]
+    before = state.resumed.get("seconds")
+    in_all = f" in {text.duration(before + seconds)}" if before is not None else ""
+    made = several(step - state.resumed["step"], "step")
+    return [
+        ("done", f"{several(step, 'step')}{in_all} ({reason})"),
+        ("this attempt", f"{made} after step {state.resumed['step']}, in {text.duration(seconds)}"),
+    ]
+
+
+def _losses(state: RunState) -> str:
+    """The loss of the run's very first step, where it is known, and of the newest one."""
+    if not state.first.step:
+        return ""
+    first, at = state.first.loss, state.first.step
+    if state.resumed and state.resumed.get("first_loss") is not None:
+        first, at = number(state.resumed["first_loss"]), 1
+    last = f"{state.step.loss:.4f} (step {state.step.step})"
+    return last if at == state.step.step else f"{first:.4f} (step {at}) -> {last}"
 
 
 def _ends(state: RunState) -> list[Evaluation]:
@@ -41,28 +68,36 @@ def _ends(state: RunState) -> list[Evaluation]:
 
 
 def _speed(state: RunState) -> str:
-    end = state.end or {}
+    """Of all that this attempt did, and of its last steps alone."""
+    seconds = (state.end or {}).get("total_s")
     parts = []
-    total_s = end.get("total_s")
-    for total, name in ((state.step.total_tokens, "tok/s"), (state.step.total_samples, "samples/s")):
-        if total and total_s:
-            parts.append(f"{text.count(total / total_s)} {name} over the whole run")
+    for unit, name in (("tokens", "tok/s"), ("samples", "samples/s")):
+        first, total = getattr(state.first, f"total_{unit}"), getattr(state.step, f"total_{unit}")
+        made = total - first + getattr(state.first, unit)
+        if made and seconds:
+            of = "this attempt" if state.resumed else "the run"
+            rate = f"{text.count(made / seconds)} {name}"
+            parts.append(f"{rate} over {of}, evaluations and saves included")
             break
+    lately = [f"{text.count(state.speed[0])} {state.speed[1]}"] if state.speed is not None else []
     if state.step_s is not None:
-        parts.append(f"{text.seconds(state.step_s)}/step lately")
+        lately.append(f"{text.seconds(state.step_s)}/step")
     if state.mfu is not None:
-        parts.append(f"MFU {state.mfu:.1%}")
-    return ", ".join(parts)
+        lately.append(f"MFU {state.mfu:.1%}")
+    if lately:
+        number_of = several(len(state.timed), "step")
+        parts.append(f"{', '.join(lately)} over the last {number_of}")
+    return "; ".join(parts)
 
 
-def _compared(measured: int | None, expected: int | None, what: str) -> str:
-    """`12.0 MiB measured, 12.0 MiB planned (+0.1%)`."""
+def _compared(measured: int | None, expected: int | None, what: str, how: str) -> str:
+    """Return `12.0 MiB sent by rank 0, 12.0 MiB in theory (+0.1%)`."""
     if measured is None:
         return ""
-    line = f"{format_size(measured)} measured"
+    line = f"{format_size(measured)} {what}"
     if expected is None:
         return line
     if measured == expected:
-        return f"{line}, equal to {what}"
+        return f"{line}, equal to {how}"
     error = f" ({(measured - expected) / expected:+.2%})" if expected else ""
-    return f"{line}, {format_size(expected)} {what}{error}"
+    return f"{line}; by {how} {format_size(expected)}{error}"

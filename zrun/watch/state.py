@@ -126,6 +126,11 @@ class RunState:
         return self.start.get("total_steps") if self.start else None
 
     @property
+    def resumed(self) -> Event | None:
+        """What the run went on from; None: it began with this attempt."""
+        return (self.start or {}).get("resumed")
+
+    @property
     def timed(self) -> tuple[Step, ...]:
         """The last few steps, over which all speeds are averaged; what warms up only while it is alone."""
         warm = self.first.step + _WARM_STEPS

@@ -19,6 +19,7 @@ from rich.console import Group
 from rich.panel import Panel
 from rich.text import Text
 
+from zrun.launch.cluster import several
 from zrun.watch import text
 from zrun.watch.state import MEMORY_KINDS, SPLIT, RunState
 from zrun_core.events import Event
@@ -109,7 +110,7 @@ def _body(state: RunState, facts: Facts, room: Room) -> list[Text]:
 
 def _title(state: RunState, facts: Facts, width: int) -> Text:
     """What is run, and how; what is missed least goes first where the border is too short."""
-    words = {"name": facts.name, "run": facts.run_id, "ranks": _several(facts.num_ranks, "rank")}
+    words = {"name": facts.name, "run": facts.run_id, "ranks": several(facts.num_ranks, "rank")}
     if state.start is not None:
         words |= {"zero": f"zero {state.start.get('stage')}"}
         words |= {key: str(state.start.get(key)) for key in ("precision", "device")}
@@ -117,10 +118,6 @@ def _title(state: RunState, facts: Facts, width: int) -> Text:
         if len(_GAP.join(words.values())) > width:
             words.pop(missed_least, None)
     return Text(_GAP.join(words.values()))
-
-
-def _several(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def packed(fields: Iterable[Text | str], width: int, gap: str = _GAP) -> list[Text]:
@@ -142,7 +139,7 @@ def packed(fields: Iterable[Text | str], width: int, gap: str = _GAP) -> list[Te
 
 def _progress(state: RunState, facts: Facts, room: Room) -> list[Text]:
     if state.start is None:
-        return [Text(f"starting {_several(facts.num_ranks, 'worker')}")]
+        return [Text(f"starting {several(facts.num_ranks, 'worker')}")]
     if not state.step.step:
         params = text.count(state.start.get("params") or 0)
         return [Text(f"{params} parameters ready; first step")]
@@ -176,7 +173,7 @@ def _so_far(state: RunState, facts: Facts, room: Room) -> list[Text]:
     if state.saved is not None:
         fields.append(f"saved at step {state.saved}")
     if state.num_warnings:
-        fields.append(Text(_several(state.num_warnings, "warning"), _ALERT))
+        fields.append(Text(several(state.num_warnings, "warning"), _ALERT))
     return packed(fields, room.width)
 
 
@@ -205,7 +202,7 @@ def _update(state: RunState, facts: Facts, room: Room) -> list[Text]:
     if step.loss_scale is not None:
         fields.append(f"loss scale {step.loss_scale:g}")
     if step.skips:
-        skipped = f"{_several(step.skips, 'step')} skipped"
+        skipped = f"{several(step.skips, 'step')} skipped"
         fields.append(Text(skipped, _ALERT if step.skipped else ""))
     return packed(fields, room.width)
 

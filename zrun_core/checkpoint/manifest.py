@@ -362,7 +362,8 @@ _SCALER: dict[str, Callable[[Any, str], Any]] = {"scale": _positive_number, "goo
 _PROGRESS: dict[str, Callable[[Any, str], Any]] = {
     "steps": _integer, "updates": _integer, "micro_batches": _integer, "skips": _integer, "skips_in_a_row": _integer,
     "helpless_skips": _integer, "samples": _integer, "tokens": _integer, "cursor": _integer,
-    "loss": _or_null(_number), "dataset_samples": _or_null(_positive), "scaler": _or_null(_scaler),
+    "loss": _or_null(_number), "first_loss": _or_null(_number), "seconds": _or_null(_number),
+    "dataset_samples": _or_null(_positive), "scaler": _or_null(_scaler),
     "groups": _groups, "extra": _dict, "ended": _or_null(_text),
 }  # fmt: skip
 _READERS: dict[type, dict[str, Callable[[Any, str], Any]]] = {

@@ -1,11 +1,14 @@
-"""Options that several commands take: together they are a `HostOptions`."""
+"""Options that several commands take: those of hosts together are a `HostOptions`."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from zrun_core.hostname import MAX_SLOTS
 
 HostsFile = Annotated[
     Path | None,
@@ -24,5 +27,14 @@ Exclude = Annotated[
 Nodes = Annotated[int | None, typer.Option(min=1, metavar="N", help="The first N hosts.", show_default=False)]
 Gpus = Annotated[
     int | None,
-    typer.Option(min=1, metavar="N", help="GPUs 0 to N-1 of each host.", show_default=False),
+    typer.Option(min=1, max=MAX_SLOTS, metavar="N", help="GPUs 0 to N-1 of each host.", show_default=False),
 ]
+
+MOST_SECONDS = 1e6  # as of the limits of a job
+
+
+def is_finite(value: float | None) -> float | None:
+    """Refuse nan and infinity, which are within any bounds. A callback of options."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is no such number")
+    return value

@@ -18,9 +18,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -28,9 +25,10 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from zrun_core.hostname import checked_item
+from zrun_core.hostname import MAX_SLOTS, checked_item
 from zrun_core.sizes import parse_size
 
+MAX_RANKS = 2**17
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
 _REF = re.compile(r"(?P<where>[\w./~-]+\.py|[A-Za-z_][\w.]*):(?P<attr>[A-Za-z_][\w.]*)")
 
@@ -39,8 +37,15 @@ def _parse_bytes(value: Any) -> Any:
     return parse_size(value) if isinstance(value, str | int) else value
 
 
-Bytes = Annotated[int, BeforeValidator(_parse_bytes), Field(ge=0, json_schema_extra={"unit": "bytes"})]
+# Every number has an upper bound, so that a typing error ends in a message, not in all of the host's memory or in an
+# overflow of whatever the number is handed to. Those of 10,000 and more are far beyond what anybody needs.
+Bytes = Annotated[int, BeforeValidator(_parse_bytes), Field(ge=0, le=2**50, json_schema_extra={"unit": "bytes"})]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+Positive = Annotated[float, Field(gt=0, le=1e30)]  # what fp32 holds
+Seconds = Annotated[float, Field(gt=0, le=1e6)]  # 11 days: poll(2) counts milliseconds in 32 bits
+Steps = Annotated[int, Field(gt=0, le=10**12)]
+Samples = Annotated[int, Field(gt=0, le=10**9)]
+Ranks = Annotated[int, Field(gt=0, le=MAX_RANKS)]
 
 
 def _check_pattern(pattern: str) -> str:
@@ -140,13 +145,13 @@ class BatchConfig(Section):
     model_config = ConfigDict(populate_by_name=True)
     short = ("global", int)
 
-    global_: PositiveInt | Literal["auto"] = Field(
+    global_: Samples | Literal["auto"] = Field(
         default="auto",
         alias="global",
         description="samples per optimizer step, over all ranks; auto: micro * ranks",
         examples=[512],
     )
-    micro: PositiveInt | Literal["auto"] = Field(
+    micro: Samples | Literal["auto"] = Field(
         default="auto",
         description="samples per forward pass on one rank; auto: global / ranks, no accumulation",
         examples=[4],
@@ -165,10 +170,10 @@ DtypeName = Literal["fp32", "bf16", "fp16"]
 class LossScaleConfig(Section):
     """Dynamic loss scaling of fp16 (Micikevicius et al. 2018, section 3.2)."""
 
-    init: PositiveFloat = Field(default=65536.0, description="first scale")
-    window: PositiveInt = Field(default=2000, description="good steps before the scale doubles")
-    hysteresis: PositiveInt = Field(default=1, description="overflows in a row before the scale halves")
-    min: PositiveFloat = Field(default=1.0, description="the scale never falls below this")
+    init: Positive = Field(default=65536.0, description="first scale")
+    window: Steps = Field(default=2000, description="good steps before the scale doubles")
+    hysteresis: Steps = Field(default=1, description="overflows in a row before the scale halves")
+    min: Positive = Field(default=1.0, description="the scale never falls below this")
 
 
 class PrecisionConfig(Section):
@@ -211,7 +216,7 @@ class ZeroConfig(Section):
         description="regexes of modules gathered and reduced as a whole: those that choose what runs inside",
         examples=[[r"blocks\.\d+\.moe"]],
     )
-    shard_group: PositiveInt | Literal["all", "node"] = Field(
+    shard_group: Ranks | Literal["all", "node"] = Field(
         default="all",
         description="ranks that share one copy of the states; copies are replicated across such groups",
         examples=["node"],
@@ -225,8 +230,8 @@ class ZeroConfig(Section):
 
 
 def _check_bounds(bounds: tuple[float, float]) -> tuple[float, float]:
-    if not 0 <= bounds[0] <= bounds[1]:
-        raise ValueError(f"{list(bounds)} is no range: write [low, high] with 0 <= low <= high")
+    if not 0 <= bounds[0] <= bounds[1] <= 1e30:
+        raise ValueError(f"{list(bounds)} is no range: write [low, high] with 0 <= low <= high <= 1e30")
     return bounds
 
 
@@ -246,7 +251,7 @@ class LarsArgs(Section):
     """`optim.args` of lars (You et al. 2017, Algorithm 1)."""
 
     momentum: Fraction = Field(default=0.9, description="decay of the velocity")
-    trust_coefficient: PositiveFloat = Field(default=1e-3, description="the paper's eta: how far a layer trusts itself")
+    trust_coefficient: Positive = Field(default=1e-3, description="the paper's eta: how far a layer trusts itself")
     ratio_clamp: Bounds | None = Field(default=None, description="[low, high] of the local rate")
     adapt_no_decay: bool = Field(default=False, description="also adapt the parameters that optim.no_decay names")
 
@@ -287,24 +292,24 @@ class OptimConfig(Section):
         default="adamw",
         description="adamw | adam | sgd | lion | lamb | lars | an elementwise torch.optim class | module:attr",
     )
-    lr: PositiveFloat = Field(default=1e-3, description="peak learning rate")
+    lr: Positive = Field(default=1e-3, description="peak learning rate")
     betas: tuple[Fraction, Fraction] | None = Field(
         default=None,
         description="moment decays; null: the optimizer's own (adam, lamb: 0.9, 0.999; lion: 0.9, 0.99)",
         examples=[[0.9, 0.95]],
     )
-    eps: PositiveFloat | None = Field(
+    eps: Positive | None = Field(
         default=None, description="epsilon; null: the optimizer's own (adam: 1e-8; lamb: 1e-6)", examples=[1e-8]
     )
     weight_decay: float = Field(
-        default=0.0, ge=0, description="decay of every parameter that no_decay does not name", examples=[0.1]
+        default=0.0, ge=0, le=1e30, description="decay of every parameter that no_decay does not name", examples=[0.1]
     )
     no_decay: list[Pattern] = Field(
         default_factory=list,
         description="regexes of parameter names without weight decay, and without a trust ratio of lamb, lars",
         examples=[["bias", "norm"]],
     )
-    clip: PositiveFloat | None = Field(
+    clip: Positive | None = Field(
         default=None, description="largest global gradient norm; null: never clipped", examples=[1.0]
     )
     moments: Literal["fp32", "bf16"] = Field(
@@ -378,10 +383,11 @@ class LrConfig(Section):
     warmup: int = Field(
         default=0,
         ge=0,
+        le=10**12,
         description="optimizer steps of linear warm-up: step k has optim.lr * k / warmup",
         examples=[100],
     )
-    decay_steps: PositiveInt | Literal["auto"] = Field(
+    decay_steps: Steps | Literal["auto"] = Field(
         default="auto",
         description="steps until the end of the decay; auto: the run's steps (wsd: length of the decay)",
         examples=[10000],
@@ -389,17 +395,17 @@ class LrConfig(Section):
     min_factor: Annotated[float, Field(ge=0, le=1)] = Field(
         default=0.0, description="final factor of optim.lr", examples=[0.1]
     )
-    power: PositiveFloat = Field(default=1.0, description="exponent of the polynomial decay")
+    power: Positive = Field(default=1.0, le=1000, description="exponent of the polynomial decay")
 
 
 class EvalConfig(Section):
     """Evaluation on held-out data."""
 
     data: Ref = Field(description="reference to the validation Dataset", examples=["train.py:build_val_data"])
-    every: PositiveInt | None = Field(
+    every: Steps | None = Field(
         default=None, description="optimizer steps between evaluations; null: at the end", examples=[500]
     )
-    samples: PositiveInt | None = Field(default=None, description="samples per evaluation; null: all", examples=[1000])
+    samples: Samples | None = Field(default=None, description="samples per evaluation; null: all", examples=[1000])
     first: bool = Field(default=False, description="evaluate before the first step too")
 
 
@@ -411,7 +417,7 @@ class ActivationsConfig(Section):
         description="none | full: every block | every_n: one block in n | selective: keep matrix products",
         examples=["full"],
     )
-    n: PositiveInt = Field(default=2, description="every_n: one block in n is recomputed")
+    n: int = Field(default=2, gt=0, le=1000, description="every_n: one block in n is recomputed")
 
 
 class HooksConfig(Section):
@@ -448,11 +454,11 @@ class CheckpointConfig(Section):
     model_config = ConfigDict(populate_by_name=True)
     short = ("every", int)
 
-    every: PositiveInt | None = Field(default=None, description="optimizer steps between saves", examples=[500])
-    minutes: PositiveFloat | None = Field(
+    every: Steps | None = Field(default=None, description="optimizer steps between saves", examples=[500])
+    minutes: Annotated[float, Field(gt=0, le=1e6)] | None = Field(
         default=None, description="minutes between saves, by the clock of the first rank", examples=[30]
     )
-    keep: int = Field(default=2, ge=2, description="newest valid steps that are kept; older ones are removed")
+    keep: int = Field(default=2, ge=2, le=10**6, description="newest valid steps that are kept; older ones are removed")
     dir: str | None = Field(
         default=None, description="folder of the checkpoints; null: checkpoints in the run directory",
         examples=["/data/gpt"],
@@ -497,8 +503,8 @@ class InitFromConfig(Section):
 class LogConfig(Section):
     """What is printed. `events.jsonl` always has every step."""
 
-    every: PositiveInt = Field(default=10, description="optimizer steps between printed lines")
-    ranks: list[NonNegativeInt] | Literal["all"] = Field(
+    every: Steps = Field(default=10, description="optimizer steps between printed lines")
+    ranks: list[Annotated[int, Field(ge=0, lt=MAX_RANKS)]] | Literal["all"] = Field(
         default=[0],
         description="ranks whose own output is shown while they train: a list, or all; zrun logs has that of every one",
         examples=[[0, 7]],
@@ -513,19 +519,19 @@ class LimitsConfig(Section):
         description="bytes of each host's memory that the job may take: more is not started; null: what is free",
         examples=["16GiB"],
     )
-    start_s: PositiveFloat = Field(default=300.0, description="seconds for all ranks to arrive")
-    collective_s: PositiveFloat = Field(default=600.0, description="seconds one collective may wait for other ranks")
-    first_step_s: PositiveFloat = Field(
+    start_s: Seconds = Field(default=300.0, description="seconds for all ranks to arrive")
+    collective_s: Seconds = Field(default=600.0, description="seconds one collective may wait for other ranks")
+    first_step_s: Seconds = Field(
         default=1800.0, description="seconds without progress before the second step: imports, building, compiling"
     )
-    hang_s: PositiveFloat | None = Field(
+    hang_s: Seconds | None = Field(
         default=None,
         description="seconds without progress in a later step; null: 5 slow steps, at least 60 s",
         examples=[120],
     )
-    eval_s: PositiveFloat = Field(default=600.0, description="seconds without progress in an evaluation or a hook")
-    save_s: PositiveFloat = Field(default=1800.0, description="seconds without progress in a save")
-    stop_s: PositiveFloat = Field(
+    eval_s: Seconds = Field(default=600.0, description="seconds without progress in an evaluation or a hook")
+    save_s: Seconds = Field(default=1800.0, description="seconds without progress in a save")
+    stop_s: Seconds = Field(
         default=30.0,
         description="seconds to finish the step after a signal, then the run stops at once; a save has limits.save_s",
     )
@@ -572,14 +578,12 @@ class LaunchConfig(Section):
 class GuardsConfig(Section):
     """What stops a run whose numbers, replicas or memory go wrong."""
 
-    max_skips: PositiveInt = Field(
-        default=50, description="skipped steps in a row before the run saves and stops (exit 7)"
-    )
-    max_nonfinite: PositiveInt = Field(
+    max_skips: Steps = Field(default=50, description="skipped steps in a row before the run saves and stops (exit 7)")
+    max_nonfinite: Steps = Field(
         default=3, description="the same for skips that no loss scale can help: nan losses, any skip without fp16"
     )
     replica_every: int = Field(
-        default=100, ge=0, description="optimizer steps between comparisons of replicas (exit 10); 0: never"
+        default=100, ge=0, le=10**12, description="optimizer steps between comparisons of replicas (exit 10); 0: never"
     )
     on_oom: Literal["stop", "skip"] = Field(
         default="stop", description="stop | skip: all ranks drop the batch for which one of them lacks memory"
@@ -592,9 +596,9 @@ Axis = Literal["tp", "dp", "pp"]
 class ParallelConfig(Section):
     """How the ranks divide the model: tp inside of layers, pp between layers, dp over the batch."""
 
-    tp: PositiveInt = Field(default=1, description="ranks that share each layer, on one host", examples=[4])
-    pp: PositiveInt = Field(default=1, description="stages of the pipeline, each with a part of the layers")
-    dp: PositiveInt | Literal["auto"] = Field(
+    tp: Ranks = Field(default=1, description="ranks that share each layer, on one host", examples=[4])
+    pp: Ranks = Field(default=1, description="stages of the pipeline, each with a part of the layers")
+    dp: Ranks | Literal["auto"] = Field(
         default="auto", description="replicas of the whole; auto: ranks / (tp * pp)", examples=[2]
     )
     order: tuple[Axis, Axis, Axis] = Field(
@@ -625,11 +629,11 @@ class JobConfig(Section):
         description="(model, batch) -> loss or (sum, weight); null: the model's own loss",
         examples=["train.py:loss_fn"],
     )
-    steps: PositiveInt | None = Field(default=None, description="optimizer steps to train", examples=[10000])
-    tokens: PositiveInt | None = Field(
+    steps: Steps | None = Field(default=None, description="optimizer steps to train", examples=[10000])
+    tokens: Annotated[int, Field(gt=0, le=10**18)] | None = Field(
         default=None, description="train until this many tokens were consumed", examples=[1_000_000_000]
     )
-    epochs: PositiveInt | None = Field(
+    epochs: Samples | None = Field(
         default=None, description="passes over the data; the last step may be short", examples=[3]
     )
     batch: BatchConfig = Field(description="samples per step: {global, micro}", examples=[{"global": 512, "micro": 4}])
@@ -667,7 +671,7 @@ class JobConfig(Section):
         description="saves: steps between them, or {every, minutes, keep, dir, async, ...}; null: none",
         examples=[{"every": 500}],
     )
-    resume: str | int = Field(
+    resume: str | Annotated[int, Field(ge=0, le=10**12)] = Field(
         default="never",
         description="never | auto: from the newest checkpoint of this job, if there is one | a step | a path",
         examples=["auto"],
@@ -679,7 +683,7 @@ class JobConfig(Section):
         description="how often the run is started again after a killed worker, a hang or a lost host",
         examples=[3],
     )
-    min_hosts: PositiveInt | None = Field(
+    min_hosts: Ranks | None = Field(
         default=None, description="a restart may do with this many hosts; null: with all or none", examples=[2]
     )
     init_from: InitFromConfig | None = Field(
@@ -704,11 +708,11 @@ class JobConfig(Section):
     parallel: ParallelConfig = Field(
         default_factory=ParallelConfig, description="tensor and pipeline parallelism", examples=[{"tp": 4, "pp": 2}]
     )
-    slots: PositiveInt | Literal["auto"] = Field(
+    slots: Annotated[int, Field(gt=0, le=MAX_SLOTS)] | Literal["auto"] = Field(
         default="auto", description="ranks on a host; auto: its GPUs, else 1", examples=[8]
     )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda where there is one")
-    threads: PositiveInt | Literal["auto"] = Field(
+    threads: Annotated[int, Field(gt=0, le=1024)] | Literal["auto"] = Field(
         default="auto", description="CPU threads per rank; auto: usable cores / ranks", examples=[4]
     )
     bind: Literal["auto", "off"] = Field(

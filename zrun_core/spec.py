@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from pydantic import PositiveInt
 
 from zrun_core.config import JobConfig, Section, ZeroConfig
 from zrun_core.errors import JobError
+
+_MAX_ACCUMULATION = 100_000  # micro-batches of a rank in one step
 
 
 class RankPlace(Section):
@@ -149,11 +152,21 @@ def resolve_batch(job: JobConfig, ranks: int) -> BatchPlan:
     micro = per_rank if asked_micro == "auto" else asked_micro
     accumulation, rest = divmod(per_rank, micro)
     if rest or accumulation == 0:
-        divisors = [d for d in range(1, per_rank + 1) if per_rank % d == 0]
-        nearest_micro = min(divisors, key=lambda d: abs(d - micro))
+        nearest_micro = min(_divisors(per_rank), key=lambda divisor: abs(divisor - micro))
         raise JobError(
             f"batch.micro: global {asked_global} / ({ranks} ranks x micro {micro}) = "
             f"{asked_global / ranks / micro:.3g} is not a whole number of micro-batches: write micro: {nearest_micro} "
             f"or global: {ranks * micro * max(1, round(per_rank / micro))}"
         )
+    if accumulation > _MAX_ACCUMULATION:
+        raise JobError(
+            f"batch.micro: global {asked_global} / ({ranks} ranks x micro {micro}) = {accumulation} forward passes "
+            f"for one step, and a rank keeps the samples of them all: at most {_MAX_ACCUMULATION}; write a larger "
+            "micro, or a smaller global"
+        )
     return BatchPlan(global_size=asked_global, micro=micro, accumulation=accumulation, ranks=ranks)
+
+
+def _divisors(number: int) -> list[int]:
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return small + [number // divisor for divisor in small]

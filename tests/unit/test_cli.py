@@ -353,6 +353,28 @@ def test_gpus_are_refused_where_the_job_has_none(zrun: Zrun, command: str) -> No
 
 
 @pytest.mark.parametrize(
+    "arguments",
+    [
+        ["check", "job.yaml", "--gpus"],
+        ["check", "job.yaml", "--slots"],
+        ["train", "job.yaml", "--dry-run", "--slots"],
+        ["estimate", "job.yaml", "--micro"],
+        ["estimate", "7.5B", "--seq"],
+        ["estimate", "7.5B", "--world"],
+        ["estimate", "7.5B", "--price"],
+        ["topo", "--tp"],
+        ["logs", "t", "-n"],
+        ["stop", "t", "--timeout"],
+        ["save", "t", "--timeout"],
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("number", [str(2**63), "1e300", "nan"])
+def test_numbers_of_options_have_bounds(zrun: Zrun, arguments: list[str], number: str) -> None:
+    assert zrun(*arguments, number).code == ExitCode.USAGE
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--hosts", "none"], "none: there is no such host file; write a line for each host, such as: node1 slots=8"),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from zrun.flags import Exclude, Gpus, HostList, HostsFile, Include, Nodes
+from zrun.flags import Exclude, Gpus, HostList, HostsFile, Include, Nodes, is_finite
 from zrun_core.errors import ExitCode, JobError
 
 if TYPE_CHECKING:
@@ -62,7 +62,8 @@ def estimate(
     ] = None,
     micro: Annotated[int | None, typer.Option(min=1, help="Short for batch.micro=N.", show_default=False)] = None,
     seq: Annotated[
-        int | None, typer.Option(min=1, help="Tokens per sample of a size or config.json.", show_default=False)
+        int | None,
+        typer.Option(min=1, max=2**24, help="Tokens per sample of a size or config.json.", show_default=False),
     ] = None,
     fit: Annotated[bool, typer.Option("--fit", help="Search the cheapest change that fits.")] = False,
     best: Annotated[bool, typer.Option("--best", help="Search the fastest configuration that fits.")] = False,
@@ -77,7 +78,10 @@ def estimate(
     ] = None,
     tokens: Annotated[str | None, typer.Option(help="How long so many tokens take: 450B.", show_default=False)] = None,
     price: Annotated[
-        float | None, typer.Option(min=0, help="Of a device for an hour, with --tokens.", show_default=False)
+        float | None,
+        typer.Option(
+            min=0, max=1e9, callback=is_finite, help="Of a device for an hour, with --tokens.", show_default=False
+        ),
     ] = None,
     emit: Annotated[
         str | None, typer.Option(metavar="patch", help="Print the keys that must change, as YAML.", show_default=False)

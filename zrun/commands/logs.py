@@ -27,7 +27,8 @@ def logs(
         str | None, typer.Option(metavar="REGEX", help="Only lines in which this is found.", show_default=False)
     ] = None,
     lines: Annotated[
-        int | None, typer.Option("--lines", "-n", min=0, help="The last so many.", show_default="all; 10 with -f")
+        int | None,
+        typer.Option("--lines", "-n", min=0, max=10**9, help="The last so many.", show_default="all; 10 with -f"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object for each line.")] = False,
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from zrun.flags import MOST_SECONDS, is_finite
 from zrun_core.printable import printable
 
 
@@ -17,7 +18,14 @@ def save(
     ],
     timeout: Annotated[
         float | None,
-        typer.Option(min=0, metavar="SECONDS", help="How long to wait.", show_default="limits.save_s"),
+        typer.Option(
+            min=0,
+            max=MOST_SECONDS,
+            callback=is_finite,
+            metavar="SECONDS",
+            help="How long to wait.",
+            show_default="limits.save_s",
+        ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from zrun.flags import MOST_SECONDS, is_finite
+
 if TYPE_CHECKING:
     from zrun.launch.runs import Run
 
@@ -20,7 +22,12 @@ def stop(
     timeout: Annotated[
         float | None,
         typer.Option(
-            min=0, metavar="SECONDS", help="How long to wait.", show_default="limits.stop_s + 30, and the end of a save"
+            min=0,
+            max=MOST_SECONDS,
+            callback=is_finite,
+            metavar="SECONDS",
+            help="How long to wait.",
+            show_default="limits.stop_s + 30, and the end of a save",
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")] = False,

@@ -30,8 +30,8 @@ def topo(
     python: Annotated[
         str | None, typer.Option(help="The Python on the hosts; as launch.python of a job.", show_default="this one")
     ] = None,
-    tp: Annotated[int, typer.Option(min=1, help="Seat ranks with tp groups of this size.")] = 1,
-    pp: Annotated[int, typer.Option(min=1, help="Seat ranks with so many pipeline stages.")] = 1,
+    tp: Annotated[int, typer.Option(min=1, max=1024, help="Seat ranks with tp groups of this size.")] = 1,
+    pp: Annotated[int, typer.Option(min=1, max=1024, help="Seat ranks with so many pipeline stages.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show the links between GPUs, and the groups that tensor parallelism would get.

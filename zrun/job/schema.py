@@ -20,6 +20,7 @@ from zrun_core.config import JobConfig, Section
 
 _FORMATS = {"regex": "regular expression", "reference": "module:attr"}
 _WORDS = {"boolean": "true | false", "null": "null", "string": "text", None: "any value"}
+_OBVIOUS = 10_000  # a maximum from here on is told only to whom exceeds it
 _JSON_NAMES = {int: "integer", str: "string"}
 
 
@@ -29,6 +30,7 @@ class Key:
 
     path: tuple[str, ...]
     takes: str  # the allowed values in words: "whole number > 0 | auto"
+    most: float | None  # the largest number that it takes, where `takes` does not say so
     item_takes: str | None  # the same for the items of a list, or the values of a mapping with free keys
     choices: tuple[str, ...]  # the words among the allowed values
     default: Any  # None where the key is required
@@ -111,6 +113,7 @@ def _key(section: type[Section], path: tuple[str, ...]) -> Key:
     return Key(
         path=path,
         takes=_describe(fragment),
+        most=_most(fragment),
         item_takes=_describe_items(fragment),
         choices=_choices(fragment),
         default=default,
@@ -202,6 +205,15 @@ def _describe_plain(fragment: dict[str, Any]) -> str:
     return _WORDS[fragment.get("type")]
 
 
+def _most(fragment: dict[str, Any]) -> float | None:
+    found = [_most(part) for part in fragment.get("anyOf", ())]
+    maximum = fragment.get("maximum", fragment.get("le", 0))  # le: of a size, which is text, too
+    return next((most for most in found if most is not None), maximum if maximum >= _OBVIOUS else None)
+
+
 def _bounds(fragment: dict[str, Any]) -> str:
     signs = {"exclusiveMinimum": ">", "minimum": ">=", "maximum": "<=", "exclusiveMaximum": "<"}
-    return " and".join(f" {sign} {fragment[name]}" for name, sign in signs.items() if name in fragment)
+    found = {sign: fragment[name] for name, sign in signs.items() if name in fragment}
+    if found.get("<=", 0) >= _OBVIOUS:
+        del found["<="]
+    return " and".join(f" {sign} {bound}" for sign, bound in found.items())

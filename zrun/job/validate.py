@@ -168,8 +168,14 @@ def _wrong_value(document: Document, mistake: _Mistake) -> Problem:
     assert key is not None
     is_element = len(path) > len(key.path)
     wanted = key.item_takes if is_element else key.takes
+    if key.most is not None and not is_element and _exceeds(mistake.value, key.most):
+        wanted = f"{wanted}, at most {key.most:g}"
     message = f"expected {wanted}, found {shown_value(mistake.value)}; {_what_to_write(path, key, mistake)}"
     return Problem(document.origin(mistake.path), path, message)
+
+
+def _exceeds(value: Any, most: float) -> bool:
+    return type(value) in (int, float) and value > most
 
 
 def _what_to_write(path: KeyPath, key: Key, mistake: _Mistake) -> str:

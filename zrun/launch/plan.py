@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from zrun.launch.cluster import Cluster, HostFacts, each, listed, several
 from zrun.launch.place import Dims, Seats, seats
-from zrun_core.config import OWN_DEFAULTS, JobConfig
+from zrun_core.config import MAX_RANKS, OWN_DEFAULTS, JobConfig
 from zrun_core.errors import JobError, PreflightError
 from zrun_core.sizes import format_size
 from zrun_core.spec import BatchPlan, LaunchPlan, resolve_batch, resolve_bucket
@@ -51,9 +51,12 @@ def make_plan(job: JobConfig, cluster: Cluster) -> Resolved:
     device = _device(job, cluster, reasons)
     slots = _slots(job, cluster, device, reasons)
     threads = _threads(job, cluster, slots, reasons)
-    dims = Dims.of(job.parallel, sum(slots.values()))
+    num_ranks = sum(slots.values())
+    if num_ranks > MAX_RANKS:
+        raise JobError(f"slots: {num_ranks} ranks on {several(len(slots), 'host')}, and zrun plans {MAX_RANKS} at most")
+    dims = Dims.of(job.parallel, num_ranks)
     if job.parallel.dp == "auto" and dims.tp * dims.pp > 1:
-        why = f"{several(sum(slots.values()), 'rank')} / (tp {dims.tp} x pp {dims.pp})"
+        why = f"{several(num_ranks, 'rank')} / (tp {dims.tp} x pp {dims.pp})"
         reasons.append(Reason("parallel.dp", str(dims.dp), why))
     found = seats(job, cluster, device, dims, slots, threads)
     batch = _batch(job, dims.dp, reasons)

@@ -22,6 +22,7 @@ from types import FrameType
 from zrun_core.printable import printable
 
 FATAL = "Fatal Python error"  # how faulthandler begins
+_WHERE = "zrun: "  # begins a note that belongs into the headline
 _LOG_CHARS = 1 << 20  # of one exception, in a log
 _LINE_CHARS = 1000  # of a line of a message that is shown
 _MESSAGE_LINES = 40  # of one message that are shown
@@ -68,14 +69,18 @@ def whole(error: BaseException, chars: int = _LOG_CHARS) -> str:
 def shown(error: BaseException) -> str:
     """Return the traceback of `error` and of its causes as far as a person would read it.
 
-    Each stack keeps at least its innermost frame.
+    Where no frame would be left in it, each stack keeps the innermost one.
     """
-    report = "".join(traceback.format_exception(error)).splitlines()
+    parts = _parts("".join(traceback.format_exception(error)).splitlines())
+    stacks = [part for part in parts if isinstance(part, list)]
+    tells = any(not frame.is_passage for stack in stacks for frame in stack)
     lines: list[str] = []
-    for part in _parts(report):
+    for part in parts:
         if isinstance(part, _Message):
             cut = [_short(printable(line)) for line in part.lines]
             lines += _without_middle(cut, _MESSAGE_LINES)
+        elif not tells:
+            lines += part[-1].lines
         else:
             lines += _chosen(part)
     return "\n".join(_without_middle(lines, _SHOWN_LINES))
@@ -94,9 +99,25 @@ def crash(log: Sequence[str]) -> list[str]:
     heads = [number for number, line in enumerate(dump) if line.startswith("Current thread")]
     below = dump[heads[-1] + 1 :] if heads else []
     calls = list(itertools.takewhile(lambda line: line.startswith("  "), below))
-    frames = [part for part in _parts(calls[::-1]) if isinstance(part, list)]
-    shown_frames = [line for stack in frames for line in _chosen(stack)]
+    stacks = [part for part in _parts(calls[::-1]) if isinstance(part, list)]
+    shown_frames = [line for stack in stacks for line in _chosen(stack) or stack[-1].lines]
     return [printable(dump[0]), "Stack of the thread that crashed (most recent call last):", *shown_frames]
+
+
+def add_where(error: BaseException, where: str) -> None:
+    """Note where `error` was raised, in words that the headline of its report ends with.
+
+    A note goes with the exception, also as text out of another process.
+    """
+    error.add_note(_WHERE + where)
+
+
+def take_where(text: str) -> tuple[str, str]:
+    """Return what `add_where` noted last in a traceback, and the traceback without such notes."""
+    lines = text.splitlines()
+    notes = [line.strip().removeprefix(_WHERE) for line in lines if line.strip().startswith(_WHERE)]
+    kept = [line for line in lines if not line.strip().startswith(_WHERE)]
+    return (notes[-1] if notes else ""), "\n".join(kept)
 
 
 def message_of(error: BaseException) -> str:
@@ -220,7 +241,7 @@ def _parts(report: Sequence[str]) -> list[list[_Frame] | _Message]:
 
 def _chosen(stack: list[_Frame]) -> list[str]:
     """The lines of a stack that are shown."""
-    kept = [frame for frame in stack if not frame.is_passage] or stack[-1:]
+    kept = [frame for frame in stack if not frame.is_passage]
     users = [number for number, frame in enumerate(kept) if is_users(frame.file)]
     below = users[-1] + 1 if users else 0
     own = _folded([kept[number] for number in users], _USER_FRAMES)

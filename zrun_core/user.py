@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from zrun_core.config import Ref
 from zrun_core.errors import PEER_IS_GONE, JobError, OutOfMemoryError, PeerError, UserCodeError, ZrunError
-from zrun_core.tracebacks import causes, first_line, is_packaged, message_of, raised_at, shown
+from zrun_core.tracebacks import causes, first_line, is_packaged, message_of, raised_at, shown, take_where
 
 if TYPE_CHECKING:
     from torch import nn
@@ -149,7 +149,9 @@ def user_code(what: str) -> Iterator[None]:
             if PEER_IS_GONE.search(message_of(error)):
                 raise PeerError(f"another rank went away: {message_of(error)}") from error
             raise
-        raise UserCodeError(f"{what}\n{shown(error)}") from error
+        noted, text = take_where(shown(error))
+        what += noted if noted.startswith(":") else f" {noted}".rstrip()
+        raise UserCodeError(f"{what}\n{text}") from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, IterableDataset
 from zrun_core.config import DataConfig
 from zrun_core.data.batch import MicroBatch, count_tokens, to_device
 from zrun_core.data.loader import BatchLoader, eval_batches
+from zrun_core.data.samples import in_words
 from zrun_core.errors import JobError, UserCodeError
 from zrun_core.spec import BatchPlan
 
@@ -162,11 +163,99 @@ def test_ragged_samples_with_a_collate_function() -> None:
     assert [micro.num_tokens for micro in step] == [6, 4]
 
 
-def test_what_the_dataset_raises_is_the_users() -> None:
-    ragged = [torch.arange(1), torch.arange(2)]
-    loader = BatchLoader(ragged, data(), plan(1, 2), rank=0, seed=0)
-    with pytest.raises(UserCodeError, match=r"reading the training data failed\n(.|\n)*stack expects each tensor"):
+class Faulty:
+    """Sample 5 cannot be read."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        if index == 5:
+            raise KeyError("no such file")
+        return index
+
+
+class FaultyWalk:
+    def __iter__(self) -> Iterator[int]:
+        yield from range(5)
+        raise KeyError("no such file")
+
+
+class AllAtOnce(Faulty):
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return [self[index] for index in indices]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("dataset", "where"),
+    [
+        (Faulty(), "at index 5"),
+        (AllAtOnce(), "at one of the indices 4-7"),
+        (FaultyWalk(), "after 5 samples of pass 1"),
+    ],
+)
+def test_a_sample_that_cannot_be_read_is_named(dataset: object, where: str, workers: int) -> None:
+    loader = BatchLoader(dataset, data(workers=workers), plan(1, 4), rank=0, seed=0)
+    loader.next_step()
+    with pytest.raises(UserCodeError) as caught:
         loader.next_step()
+    first, *rest = str(caught.value).splitlines()
+    assert first == f"reading the training data failed {where}"
+    assert rest[-1] == "KeyError: 'no such file'"
+    assert all("test_loader.py" in line for line in rest if line.lstrip().startswith("File "))
+    assert "zrun: " not in str(caught.value)
+
+
+@dataclass
+class Boxed:
+    value: int
+
+
+@pytest.mark.parametrize("walks", [False, True])
+@pytest.mark.parametrize(
+    ("samples", "told"),
+    [
+        ([torch.zeros(1), torch.zeros(2)], "the sample has shape (1,) at {} 0 and (2,) at {} 1"),
+        ([{"x": [1, 2]}, {"x": [1, 2, 3]}], "['x'] has length 2 at {} 0 and 3 at {} 1"),
+        ([{"x": 1, "y": 2}, {"x": 1}], "the sample has 'y' at only one of {} 0 and {} 1"),
+        ([(1, 2), (3, None)], "[1] is None at {} 1"),
+        ([None, None], "the sample is None at {} 0"),
+        ([Boxed(1), Boxed(2)], "the sample is Boxed at {} 0, of which no tensor is made"),
+        ([(1, 2.0), (1, "a")], "[1] has type float at {} 0 and str at {} 1"),
+    ],
+)
+def test_samples_of_which_no_batch_is_made_are_named(samples: list[Any], told: str, walks: bool) -> None:
+    dataset = Listed(samples) if walks else samples
+    loader = BatchLoader(dataset, data(), plan(1, 2), rank=0, seed=0)
+    with pytest.raises(UserCodeError) as caught:
+        loader.next_step()
+    told = told.replace("{}", "sample" if walks else "index")
+    advice = "write a function that makes a batch of such samples, data.collate"
+    assert str(caught.value).startswith(f"reading the training data failed: {told}; {advice}\n")
+    assert "collate.py" in str(caught.value)
+
+
+class Listed(IterableDataset[Any]):
+    def __init__(self, samples: list[Any]) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.samples)
+
+
+def test_a_collate_function_that_raises_names_its_samples() -> None:
+    def refuse(samples: list[Any]) -> Any:
+        raise ValueError("not mine")
+
+    loader = BatchLoader([7, 7, 7], data(), plan(1, 3), rank=0, seed=0, collate=refuse)
+    with pytest.raises(UserCodeError, match=r"^reading the training data failed with a batch of indices 0-2\n"):
+        loader.next_step()
+
+
+def test_samples_are_named_in_their_order() -> None:
+    assert in_words([3, 4, 5, 9, 1, 0]) == "3-5, 9, 1, 0"
+    assert in_words(range(0, 200, 2)).endswith("60, 62, ... (100 in all)")
 
 
 @pytest.mark.parametrize(

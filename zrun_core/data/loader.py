@@ -16,7 +16,8 @@ import xxhash
 from zrun_core.config import DataConfig
 from zrun_core.data.batch import MicroBatch
 from zrun_core.data.order import num_steps
-from zrun_core.data.source import Collate, IterableSource, MapSource, Source, Step, is_map_style
+from zrun_core.data.samples import Collate
+from zrun_core.data.source import IterableSource, MapSource, Source, Step, is_map_style
 from zrun_core.errors import JobError, UserCodeError
 from zrun_core.spec import BatchPlan
 from zrun_core.user import user_code

@@ -5,21 +5,21 @@ Both kinds turn a start position in the stream into an iterator of optimizer ste
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import count, islice
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset
 
-from zrun_core import rng
 from zrun_core.data.batch import MicroBatch
 from zrun_core.data.order import EpochOrder, micro_batches, mix, split, steps
+from zrun_core.data.samples import Batches, Collate, Place, collated
 from zrun_core.errors import JobError, UserCodeError
 from zrun_core.spec import BatchPlan
+from zrun_core.tracebacks import add_where
 from zrun_core.user import user_code
 
-Collate: TypeAlias = Callable[[list[Any]], Any]
 Step: TypeAlias = tuple[int, list[MicroBatch]]  # samples in the global batch, this rank's micro-batches of it
 
 
@@ -30,7 +30,7 @@ class Source(Protocol):
         """The steps from stream position `start` on; they end on all ranks at once."""
         ...
 
-    def numbers(self, positions: range) -> list[int]:
+    def numbers(self, positions: Sequence[int]) -> list[int]:
         """Which samples of the dataset come at these positions of the stream; none where only walking tells."""
         ...
 
@@ -76,10 +76,10 @@ class MapSource:
         # An own generator: DataLoader draws its workers' seeds from it instead of from the rank's global stream.
         generator = torch.Generator().manual_seed(mix(self._seed, self._rank))
         loader: DataLoader[Any] = DataLoader(
-            _Placed(self._dataset, self._seed) if self._workers else self._dataset,
-            batch_sampler=_Indices(self, start, placed=self._workers > 0),
+            Batches(self._dataset, self._collate, self._seed if self._workers else None),
+            batch_sampler=_Indices(self, start),
             num_workers=self._workers,
-            collate_fn=self._collate,
+            collate_fn=_as_is,
             pin_memory=self._pin_memory,
             generator=generator,
         )
@@ -88,7 +88,7 @@ class MapSource:
             parts = micro_batches(len(positions), self._batch, self._rank)
             yield len(positions), [MicroBatch.of(next(batches), len(part)) for part in parts]
 
-    def numbers(self, positions: range) -> list[int]:
+    def numbers(self, positions: Sequence[int]) -> list[int]:
         """Which samples of the dataset come at these positions of the stream."""
         return [self._order.index(position) for position in positions]
 
@@ -101,50 +101,15 @@ class MapSource:
                 yield [Place(self._order.index(position), position) for position in places]
 
 
-class Place(NamedTuple):
-    """A sample: its number in the dataset, and its position in the stream."""
-
-    number: int
-    position: int
-
-
 class _Indices:
     """A batch sampler: DataLoader wants an iterable, and its processes run ahead of the step being consumed."""
 
-    def __init__(self, source: MapSource, start: int, *, placed: bool) -> None:
+    def __init__(self, source: MapSource, start: int) -> None:
         self._source = source
         self._start = start
-        self._placed = placed
 
-    def __iter__(self) -> Iterator[list[Any]]:
-        for places in self._source.micro_batch_places(self._start):
-            yield list(places) if self._placed else [place.number for place in places]
-
-
-class _Placed(Dataset[Any]):
-    """A dataset in a loader process: what is drawn for a sample depends on its position in the stream alone.
-
-    Not on which process draws, nor on how many samples it has drawn before: a run that goes on draws the same, with
-    any number of processes and ranks.
-    """
-
-    def __init__(self, dataset: Any, seed: int) -> None:
-        self._dataset = dataset
-        self._seed = seed
-
-    def __getitems__(self, places: list[Place]) -> list[Any]:
-        if hasattr(self._dataset, "__getitems__"):  # several at once, by its own means
-            self._place(places[0])
-            found: list[Any] = self._dataset.__getitems__([place.number for place in places])
-            return found
-        samples = []
-        for place in places:
-            self._place(place)
-            samples.append(self._dataset[place.number])
-        return samples
-
-    def _place(self, place: Place) -> None:
-        rng.seed(mix(self._seed, place.position))
+    def __iter__(self) -> Iterator[list[Place]]:
+        yield from self._source.micro_batch_places(self._start)
 
 
 class IterableSource:
@@ -176,7 +141,7 @@ class IterableSource:
         self._rank = rank
         self._seed = seed
         self._workers = workers
-        self._collate = collate or default_collate
+        self._collate = collate
         self._epochs = epochs
         self._limit = limit
 
@@ -185,13 +150,14 @@ class IterableSource:
         stream = self._stream()
         for _ in islice(stream, start):
             pass
-        return self._steps(islice(stream, None if self._limit is None else max(0, self._limit - start)))
+        stop = None if self._limit is None else max(0, self._limit - start)
+        return self._steps(islice(stream, stop), start)
 
-    def numbers(self, positions: range) -> list[int]:
+    def numbers(self, positions: Sequence[int]) -> list[int]:
         """None: only walking tells."""
         return []
 
-    def _steps(self, stream: Iterator[Any]) -> Iterator[Step]:
+    def _steps(self, stream: Iterator[Any], start: int) -> Iterator[Step]:
         global_size = self._batch.global_size
         # In a full step a rank needs its own part. In a short last one that part moves to the front, and how far is
         # known only at its end, so all samples of the step are kept where the stream can end.
@@ -206,22 +172,30 @@ class IterableSource:
                     samples[offset] = sample
             if size == 0:
                 return
-            yield size, [self._collated(samples, part) for part in micro_batches(size, self._batch, self._rank)]
+            parts = micro_batches(size, self._batch, self._rank)
+            yield size, [self._collated(samples, part, start) for part in parts]
+            start += size
 
-    def _collated(self, samples: dict[int, Any], part: range) -> MicroBatch:
-        # Nothing left for this rank: the step's first sample stands in.
-        return MicroBatch.of(self._collate([samples[offset] for offset in part or (0,)]), len(part))
+    def _collated(self, samples: dict[int, Any], part: range, start: int) -> MicroBatch:
+        offsets = part or (0,)  # nothing left for this rank: the step's first sample stands in
+        numbers = [start + offset for offset in offsets]
+        batch = collated([samples[each] for each in offsets], numbers, "sample", self._collate)
+        return MicroBatch.of(batch, len(part))
 
     def _stream(self) -> Iterator[Any]:
         """Sample by sample, epoch after epoch."""
         for epoch in count() if self._epochs is None else range(self._epochs):
             if hasattr(self._dataset, "set_epoch"):
                 self._dataset.set_epoch(epoch)
-            is_empty = True
-            for sample in self._pass(epoch):
-                is_empty = False
-                yield sample
-            if is_empty:
+            num_read = 0
+            try:
+                for sample in self._pass(epoch):
+                    num_read += 1
+                    yield sample
+            except Exception as error:
+                add_where(error, f"after {num_read} samples of pass {epoch + 1}")
+                raise
+            if not num_read:
                 why = " in its second pass: it can be walked only once" if epoch else ""
                 raise UserCodeError(f"the dataset is empty: {type(self._dataset).__name__} yielded no sample{why}")
 

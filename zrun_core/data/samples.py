@@ -1,0 +1,159 @@
+"""Samples read by index and made a batch; where that fails, the error says with which of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from numbers import Number
+from typing import Any, NamedTuple, TypeAlias
+
+from torch.utils.data import Dataset, default_collate
+
+from zrun_core import rng
+from zrun_core.data.order import mix
+from zrun_core.tracebacks import add_where
+
+Collate: TypeAlias = Callable[[list[Any]], Any]
+
+_PLURAL = {"index": "indices", "sample": "samples"}
+_LISTED = 32  # samples, or runs of them, that are named
+
+
+class Place(NamedTuple):
+    """A sample: its number in the dataset, and its position in the stream."""
+
+    number: int
+    position: int
+
+
+class Batches(Dataset[Any]):
+    """Reads the samples at some places of a dataset, and makes a batch of them.
+
+    With a seed, what is drawn for a sample depends on its position in the stream alone. Not on
+    which loader process draws, nor on how many samples it has drawn before: a run that goes on
+    draws the same, with any number of processes and ranks.
+    """
+
+    def __init__(self, dataset: Any, collate: Collate | None, seed: int | None) -> None:
+        self._dataset, self._collate, self._seed = dataset, collate, seed
+
+    def __getitems__(self, places: list[Place]) -> Any:
+        samples = self._read(places)
+        return collated(samples, [place.number for place in places], "index", self._collate)
+
+    def _read(self, places: list[Place]) -> Any:
+        if hasattr(self._dataset, "__getitems__"):  # several at once, by its own means
+            self._place(places[0])
+            numbers = [place.number for place in places]
+            with _telling(f"at one of the indices {in_words(numbers)}"):
+                return self._dataset.__getitems__(numbers)
+        samples = []
+        for place in places:
+            self._place(place)
+            with _telling(f"at index {place.number}"):
+                samples.append(self._dataset[place.number])
+        return samples
+
+    def _place(self, place: Place) -> None:
+        if self._seed is not None:
+            rng.seed(mix(self._seed, place.position))
+
+
+def collated(samples: list[Any], numbers: Sequence[int], noun: str, collate: Collate | None) -> Any:
+    """Make a batch of samples.
+
+    Args:
+        numbers: what the samples are called, if this fails.
+        noun: of one such number.
+        collate: None: torch's default.
+    """
+    try:
+        return (collate or default_collate)(samples)
+    except Exception as error:
+        unlike = "" if collate is not None else _difference(samples, numbers, noun)
+        where = f"with a batch of {_PLURAL[noun]} {in_words(numbers)}"
+        if unlike:
+            where = f": {unlike}; write a function that makes a batch of such samples, data.collate"
+        add_where(error, where)
+        raise
+
+
+def in_words(numbers: Iterable[int]) -> str:
+    """Return numbers in their order, runs of them as "4-7", of many the first ones."""
+    runs: list[range] = []
+    count = 0
+    for number in numbers:
+        count += 1
+        if runs and number == runs[-1].stop:
+            runs[-1] = range(runs[-1].start, number + 1)
+        else:
+            runs.append(range(number, number + 1))
+    told = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs[:_LISTED]]
+    return ", ".join(told) + (f", ... ({count} in all)" if len(runs) > _LISTED else "")
+
+
+@contextmanager
+def _telling(where: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        add_where(error, where)
+        raise
+
+
+class _Side(NamedTuple):
+    """A sample, or a part of one, and what the sample is called."""
+
+    value: Any
+    name: str
+
+    def part(self, key: Any) -> _Side:
+        return _Side(self.value[key], self.name)
+
+
+def _difference(samples: Sequence[Any], numbers: Sequence[int], noun: str) -> str:
+    """The first thing for which torch's default collation makes no batch; "": none is known."""
+    # A dataset that reads several samples at once may give what it likes.
+    pairs = zip(samples, numbers, strict=False)
+    sides = [_Side(sample, f"{noun} {number}") for sample, number in pairs]
+    return next(filter(None, (_unlike("", sides[0], side) for side in sides)), "")
+
+
+def _unlike(path: str, one: _Side, other: _Side) -> str:
+    """How two samples, or their parts at `path`, differ in what must be the same in a batch."""
+    what = path or "the sample"
+    both = one.value, other.value
+    if other.value is None:
+        return f"{what} is None at {other.name}"
+    if all(isinstance(value, Mapping) for value in both):
+        if missing := sorted(map(repr, one.value.keys() ^ other.value.keys())):
+            return f"{what} has {missing[0]} at only one of {one.name} and {other.name}"
+        keys = list(one.value)
+    elif all(isinstance(value, tuple | list) for value in both):
+        if len(one.value) != len(other.value):
+            return _against(what, "length", one, other, len)
+        keys = list(range(len(one.value)))
+    else:
+        return _unlike_leaf(what, one, other)
+    parts = (_unlike(f"{path}[{key!r}]", one.part(key), other.part(key)) for key in keys)
+    return next(filter(None, parts), "")
+
+
+def _unlike_leaf(what: str, one: _Side, other: _Side) -> str:
+    shapes = _shape(one.value), _shape(other.value)
+    if None not in shapes:
+        return "" if shapes[0] == shapes[1] else _against(what, "shape", one, other, _shape)
+    if shapes[1] is None and not isinstance(other.value, Number | str | bytes):
+        return f"{what} is {type(other.value).__name__} at {other.name}, of which no tensor is made"
+    if type(one.value) is not type(other.value):
+        return _against(what, "type", one, other, lambda value: type(value).__name__)
+    return ""
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    shape = getattr(value, "shape", None)
+    return None if shape is None else tuple(shape)
+
+
+def _against(what: str, of: str, one: _Side, other: _Side, ask: Callable[[Any], object]) -> str:
+    return f"{what} has {of} {ask(one.value)} at {one.name} and {ask(other.value)} at {other.name}"

@@ -63,6 +63,28 @@ def test_ls(ckpt: Ckpt, run: Path) -> None:
     assert [step["problem"] is None for step in listed["steps"]] == [False, True, True]
 
 
+def test_runs_have_names(ckpt: Ckpt, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (run / "events.jsonl").touch()
+    monkeypatch.chdir(run.parents[2])
+    by_path = ckpt("ls", run)
+    for name in ("toy", run.name, run.name[:10]):
+        assert ckpt("ls", name) == by_path
+    assert ckpt("inspect", "toy", "--step", "10")[0] == 0
+    assert ckpt("verify", "toy", "--step", "20")[0] == 0
+    assert ckpt("export", "toy", "out.safetensors", "--step", "20")[0] == 0
+    assert ckpt("prune", "toy", "--keep", "2", "--dry-run")[0] == 0
+    code, _, err = ckpt("ls", "tio")
+    assert (code, err.startswith("error: no run and no job is called 'tio'; did you mean toy?")) == (2, True)
+
+
+def test_a_run_may_save_elsewhere(ckpt: Ckpt, run: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    (run / "checkpoints").rename(elsewhere)
+    (run / "job.yaml").write_text(f"checkpoint: {{every: 10, dir: {elsewhere}}}\n")
+    code, out, _ = ckpt("ls", run)
+    assert (code, out.splitlines()[0]) == (0, str(elsewhere))
+
+
 def test_ls_of_one_step(ckpt: Ckpt, run: Path) -> None:
     code, out, _ = ckpt("ls", run / "checkpoints" / "step-00000010", "--json")
     assert (code, [step["step"] for step in json.loads(out)["steps"]]) == (0, [10])

@@ -1,12 +1,14 @@
-"""From the path that a person gives, a run, a folder of checkpoints or one step, to the steps that are meant."""
+"""From what a person gives, a run by name or path, a folder of checkpoints or one step, to the steps that are meant."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from zrun.launch.runs import checkpoints_of, find
 from zrun_core.checkpoint.names import step_of
 from zrun_core.errors import CheckpointError, JobError
 
@@ -58,31 +60,41 @@ class Place:
         return "" if newest is None else f"\n  an earlier attempt has some: {newest.folder.path}"
 
 
-def locate(path: Path) -> Place:
-    """The steps that `path` leads to: at least one, or one that was set aside, or one of an earlier attempt.
+def locate(text: str) -> Place:
+    """Return the steps that `text` leads to: at least one, or one that was set aside, or of an earlier attempt.
+
+    Args:
+        text: a path, or else a run as `zrun logs` takes it: its id or the beginning of that, or a job.
 
     Raises:
-        JobError: there is no such folder.
+        JobError: there is no such folder, and no such run.
         CheckpointError: it holds no checkpoints.
     """
     from zrun_core.checkpoint.folder import CheckpointFolder
 
-    if not path.is_dir():
-        raise JobError(f"{path}: no such folder; give a run directory, its checkpoints folder, or one step in it")
-    path = path.absolute()
+    path = _path_of(text)
     if step_of(path.name) is not None:
         folder = CheckpointFolder(path.parent)
         steps = [found for found in folder.scan() if found.path == path]
         if steps:
             return Place(folder, steps, is_single=True)
     attempts = _attempts(path)
-    for candidate in (path / "checkpoints", path):
+    for candidate in (path / "checkpoints", path, checkpoints_of(path)):
         folder = CheckpointFolder(candidate)
         if candidate.is_dir() and ((steps := folder.scan()) or folder.aside()):
             return Place(folder, steps, is_single=False, attempts=attempts)
     if attempts:
         return Place(CheckpointFolder(path / "checkpoints"), [], is_single=False, attempts=attempts)
     raise CheckpointError(f"{path} holds no checkpoints{_runs_below(path)}")
+
+
+def _path_of(text: str) -> Path:
+    path = Path(os.path.expanduser(text))  # unlike Path's, it takes a user who does not exist for a name
+    if path.is_dir():
+        return path.absolute()
+    if "/" in text:
+        raise JobError(f"{text}: no such folder; give a run directory, its checkpoints folder, or one step in it")
+    return find(text)
 
 
 def _attempts(run: Path) -> dict[int, Place]:

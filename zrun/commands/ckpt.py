@@ -27,24 +27,28 @@ class _Dtype(StrEnum):
 
 
 _Where = Annotated[
-    Path,
-    typer.Argument(metavar="PATH", help="A run directory, its checkpoints folder, or one step.", show_default=False),
+    str,
+    typer.Argument(
+        metavar="RUN",
+        help="A run by its path, its id or the beginning of that, or its job; or a folder of checkpoints; or one step.",
+        show_default=False,
+    ),
 ]
 _Step = Annotated[int | None, typer.Option(min=0, help="Which step; the newest valid one if not given.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @ckpt.command()
-def ls(path: _Where, as_json: _Json = False) -> None:
+def ls(where: _Where, as_json: _Json = False) -> None:
     """List the steps, newest first, and what is wrong with those that do not count. No tensor is read.
 
     Of a run that was started over with --fresh, those of its earlier attempts follow.
 
-    Exit code 9 if none of them counts. Example: zrun ckpt ls runs/gpt/20261121-031359-de0d
+    Exit code 9 if none of them counts. Example: zrun ckpt ls gpt
     """
     from zrun.checkpoints.locate import locate
 
-    place = locate(path)
+    place = locate(where)
     aside = [] if place.is_single else place.folder.aside()
     latest, problem = place.folder.latest()
     if as_json:
@@ -71,19 +75,19 @@ def ls(path: _Where, as_json: _Json = False) -> None:
 
 @ckpt.command()
 def inspect(
-    path: _Where,
+    where: _Where,
     step: _Step = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor too.")] = False,
     as_json: _Json = False,
 ) -> None:
     """Show what a checkpoint holds: progress, layout, versions, tensors and their states. No tensor is read.
 
-    Example: zrun ckpt inspect runs/gpt/20261121-031359-de0d --tensors
+    Example: zrun ckpt inspect gpt --tensors
     """
     from zrun.checkpoints import tables
     from zrun.checkpoints.locate import locate
 
-    found = locate(path).step(step)
+    found = locate(where).step(step)
     manifest = found.manifest
     assert manifest is not None
     if as_json:
@@ -97,21 +101,21 @@ def inspect(
 
 @ckpt.command()
 def verify(
-    path: _Where,
+    where: _Where,
     step: Annotated[int | None, typer.Option(min=0, help="Only this step; all of them if not given.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, max=64, help="How many read at once.")] = None,
     as_json: _Json = False,
 ) -> None:
     """Read every byte and compare it with the digests. Exit code 9 if anything is damaged.
 
-    Example: zrun ckpt verify runs/gpt/20261121-031359-de0d
+    Example: zrun ckpt verify gpt
     """
     import time
 
     from zrun.checkpoints.locate import locate
     from zrun_core.checkpoint.verify import verify as problems_of
 
-    place = locate(path)
+    place = locate(where)
     steps = place.steps if step is None else [found for found in place.steps if found.step == step]
     if not steps:
         place.step(step)
@@ -137,7 +141,7 @@ def verify(
 
 @ckpt.command()
 def export(
-    path: _Where,
+    where: _Where,
     out: Annotated[
         Path, typer.Argument(help="NAME.safetensors, NAME.pt, or a folder for transformers.", show_default=False)
     ],
@@ -147,7 +151,7 @@ def export(
 ) -> None:
     """Write the weights and buffers of a checkpoint as safetensors or as a plain state_dict. Every byte is verified.
 
-    Example: zrun ckpt export runs/gpt/20261121-031359-de0d model --dtype bf16
+    Example: zrun ckpt export gpt model --dtype bf16
     """
     from zrun.checkpoints.locate import locate
     from zrun_core.errors import JobError
@@ -157,7 +161,7 @@ def export(
         max_shard_bytes = parse_size(max_shard_size)
     except ValueError as error:
         raise JobError(f"--max-shard-size: {error}") from None
-    found = locate(path).step(step)
+    found = locate(where).step(step)
     assert found.manifest is not None
     from zrun_core.checkpoint.export import export as write
 
@@ -168,7 +172,7 @@ def export(
 
 @ckpt.command()
 def prune(
-    path: _Where,
+    where: _Where,
     keep: Annotated[int, typer.Option(help="How many valid steps stay, at least 2.", show_default=False)],
     aside: Annotated[bool, typer.Option("--aside", help="Remove what was set aside too.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
@@ -178,7 +182,7 @@ def prune(
 
     Where a process saves, what it writes stays, and so does what was set aside.
 
-    Example: zrun ckpt prune runs/gpt/20261121-031359-de0d --keep 3
+    Example: zrun ckpt prune gpt --keep 3
     """
     from zrun.checkpoints.locate import locate
     from zrun_core.checkpoint.folder import LEAST_KEPT
@@ -187,9 +191,9 @@ def prune(
 
     if keep < LEAST_KEPT:
         raise JobError(f"--keep {keep}: at least {LEAST_KEPT} steps stay, in case the newest is damaged")
-    place = locate(path)
+    place = locate(where)
     if place.is_single:
-        raise JobError(f"{path} is one step: give the folder above it")
+        raise JobError(f"{where} is one step: give the folder above it")
     gone = place.folder.prune(keep, thorough=True, dry_run=dry_run)
     also = place.folder.aside() if aside and dry_run else []
     user = None

@@ -139,6 +139,30 @@ def find(text: str, root: Path = ROOT, running: bool = False) -> Path:
     )
 
 
+def may_save(path: Path) -> bool:
+    """Return whether the job of a run saves; also true where that cannot be read."""
+    job = _written_job(path)
+    return job is None or job.get("checkpoint") is not None
+
+
+def checkpoints_of(path: Path) -> Path:
+    """Return the folder in which the run at `path` saves: its own, or its job's `checkpoint.dir`."""
+    checkpoint = (_written_job(path) or {}).get("checkpoint")
+    chosen = checkpoint.get("dir") if isinstance(checkpoint, dict) else None
+    return Path(chosen).expanduser() if isinstance(chosen, str) else path / "checkpoints"
+
+
+def _written_job(path: Path) -> dict[str, Any] | None:
+    """Return the job of a run as its directory has it; None where that cannot be read."""
+    from zrun.job.document import Document
+
+    with suppress(OSError, JobError, UnicodeDecodeError):
+        text = (path / "job.yaml").read_text(encoding="utf-8")
+        job = Document.parse(text, "job.yaml", {}).value
+        return job if isinstance(job, dict) else None
+    return None
+
+
 def reference(path: Path, root: Path = ROOT) -> str:
     """What names a run in a command typed here: its id, or its path where it does not lie with the others."""
     return shlex.quote(path.name if _is_below(path, root) else str(path))

@@ -7,14 +7,12 @@ run's record: the `save` event of a step that came after the request.
 from __future__ import annotations
 
 import time
-from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from zrun.launch.growing import Growing
 from zrun.launch.lock import is_held
-from zrun.launch.runs import Run, State, parsed, read
+from zrun.launch.runs import Run, State, may_save, parsed, read
 from zrun.launch.stopping import launcher_of, refuse_stopped, signalled
 from zrun_core.errors import HangError, JobError, PreflightError, SaveError
 from zrun_core.stop import SAVE
@@ -55,7 +53,7 @@ def check(run: Run) -> None:
     """
     if run.state is not State.RUNNING:
         raise JobError(f"run {run.run_id} does not run: it {run.state}; what it has saved: zrun ckpt ls {run.path}")
-    if not _has_checkpoint(run.path):
+    if not may_save(run.path):
         raise JobError(
             f"run {run.run_id} saves nothing: its job has no checkpoint; write one for the next run, such as "
             "checkpoint: {every: 500}"
@@ -107,14 +105,3 @@ def _ask(run: Run) -> None:
     if process.catches(SAVE):
         with signalled(run, process, SAVE):
             pass
-
-
-def _has_checkpoint(path: Path) -> bool:
-    """Whether the job of a run says that it saves; also where that cannot be read."""
-    from zrun.job.document import Document
-
-    with suppress(OSError, JobError, UnicodeDecodeError):
-        text = (path / "job.yaml").read_text(encoding="utf-8")
-        job = Document.parse(text, "job.yaml", {}).value
-        return not isinstance(job, dict) or job.get("checkpoint") is not None
-    return True

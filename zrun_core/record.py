@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from importlib import metadata
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -170,6 +171,7 @@ class Recorder:
         self._has_warned = False
         self._told_growth: dict[str, int] = {}  # bytes held, by what the ring is for
         self._traffic_bytes: Counter[str] = Counter()
+        self._splits: list[Mapping[str, float]] = []  # of the steps that `memory` has not told yet
         self._start_time = time.monotonic()
 
     @property
@@ -266,6 +268,7 @@ class Recorder:
     def _tell_step(self, pending: Pending, numbers: Numbers, epoch: float | None) -> None:
         progress = self.progress
         step_s, split = self._clock.read(pending.clock, dict(pending.waited))
+        self._splits.append(split)
         tflops = pending.flops / step_s / 1e12 if pending.flops else None
         if self.is_main:
             self._emitter.emit(
@@ -293,7 +296,9 @@ class Recorder:
         number = pending.step - self._first.steps
         if number == 1 or pending.step % self.job.log.every == 0:
             by_kind = {kind.value: size for kind, size in self._sharded.allocated_memory().by_kind.items()}
-            self._emitter.emit("memory", step=pending.step, **by_kind, **process_memory(self._device))
+            mean = {phase: fmean(each[phase] for each in self._splits) for phase in split}
+            self._splits = []
+            self._emitter.emit("memory", step=pending.step, **by_kind, **process_memory(self._device), split=mean)
         if number == 2:
             self.warn_once()
         if number >= 2:  # the first does not gather ahead yet

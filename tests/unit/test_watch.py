@@ -18,13 +18,15 @@ from zrun.watch.follow import Follower
 from zrun.watch.live import Live
 from zrun.watch.plain import Plain, message_line, step_line
 from zrun.watch.report import report
+from zrun.watch.room import Facts
 from zrun.watch.screen import Json, Nothing, open_screen
 from zrun.watch.state import Curve, RunState, fold
+from zrun.watch.stragglers import Stragglers
 from zrun.watch.ui import Ui, choose
-from zrun.watch.view import Facts, panel
+from zrun.watch.view import panel
 from zrun_core.events import Event, encode
 
-FACTS = Facts("gpt-1b", "20260102-030405-ab12", 2)
+FACTS = Facts("gpt-1b", "20260102-030405-ab12", ("localhost",) * 2)
 MIB = 1 << 20
 
 
@@ -200,11 +202,65 @@ def test_many_ranks_are_summed_up() -> None:
     state = after(START, step(1), *(memory(rank, rss_bytes=(500 + rank) * MIB) for rank in range(64)))
     drawn = draw(state, 140)
     assert len(drawn.splitlines()) <= 18
-    for row in ("min ", "median", "max", "rank 61", "rank 62", "rank 63"):
-        assert f"│ {row}" in drawn
+    rows = [line.split()[1:3] for line in drawn.splitlines()[-8:-1]]
+    assert [row[0] for row in rows[:4]] == ["MiB", "min", "median", "max"]
+    assert rows[4:] == [["rank", "63"], ["rank", "62"], ["planned", "20.0"]]
     assert re.search(r"median .* 531.5  600.0", drawn)
-    assert re.search(r"rank 63 .* 563.0  600.0", drawn)
-    assert "rank 60" not in drawn
+
+
+def spent(forward: float, comm: float, data: float = 0.0) -> dict[str, Any]:
+    return {"split": {"data": data, "forward": forward, "backward": 0.2, "comm": comm, "optim": 0.0}}
+
+
+def test_of_many_ranks_the_slowest_can_be_seen() -> None:
+    late = {17: spent(0.4, 0.0)}
+    told = [memory(rank, **late.get(rank, spent(0.2, 0.2))) for rank in range(64)]
+    facts = Facts("gpt-1b", "20260102-030405-ab12", tuple(f"n{rank // 8}" for rank in range(64)))
+    for width, name in ((140, "rank 17 on n2"), (60, "rank 17")):
+        console = Console(record=True, width=width, file=io.StringIO())
+        console.print(panel(after(START, step(1), *told), facts, width))
+        drawn = console.export_text()
+        assert re.search(r"MiB +busy ", drawn)
+        assert re.search(r"median +0.40s ", drawn)
+        assert re.search(rf"{name} +0.60s ", drawn)
+    assert re.search(r"rank 1 +0.40s +20.0", draw(after(START, step(1), *told[:2]), 80)), "few: each of them"
+
+
+def test_a_rank_that_stays_slow_is_named_once() -> None:
+    facts = Facts("gpt-1b", "id", ("n0", "n0", "n1", "n1"))
+    stragglers, told = Stragglers(facts), list[Event]()
+
+    def pass_on(number: int, **late: dict[str, Any]) -> None:
+        for rank in (3, 0, 1, 2):
+            split = late.get(f"rank{rank}", spent(0.2, 0.2))
+            stragglers.see(memory(rank, number, **split), told.append)
+
+    pass_on(1, rank0=spent(9.0, 0.0))  # the first step warms up
+    pass_on(10, rank1=spent(0.4, 0.0))
+    pass_on(20, rank1=spent(0.4, 0.0), rank2=spent(0.4, 0.0))
+    pass_on(30, rank2=spent(0.4, 0.0))
+    assert not told, "rank 1 has recovered, rank 2 may"
+    for number in (40, 50, 60):
+        pass_on(number, rank2=spent(0.2, 0.0, data=0.25))
+    (warning,) = told
+    assert (warning["type"], warning["rank"]) == ("warning", 2)
+    assert warning["message"] == (
+        "rank 2 on n1 is slow, and the others wait for it: it works for 0.65s of each step, the median rank "
+        "for 0.40s, most of the difference is in data; so for 30 steps"
+    )
+
+
+def test_what_a_gpu_waits_for_is_not_its_own() -> None:
+    """It cannot be told apart there: only the lack of data can."""
+    on_gpu = {"device_allocated": MIB, "device_reserved": MIB}
+    stragglers, told = Stragglers(FACTS), list[Event]()
+    for number in (1, 10, 20, 30):
+        stragglers.see(memory(0, number, **on_gpu, **spent(0.6, 0.0)), told.append)
+        stragglers.see(memory(1, number, **on_gpu, **spent(0.2, 0.0, data=0.4)), told.append)
+    assert ["rank 1 is slow" in each["message"] for each in told] == [True]
+    assert "most of the difference is in data" in told[0]["message"]
+    drawn = draw(after(START, step(1), memory(0, **on_gpu, **spent(0.6, 0.0))), 80)
+    assert re.search(r"MiB +data +params", drawn)
 
 
 def test_a_device_shows_its_own_memory() -> None:

@@ -433,17 +433,20 @@ def _follow(
     from zrun.launch.supervise import Interrupts, Run, Supervisor, judge
     from zrun.watch.follow import Follower
     from zrun.watch.report import report
+    from zrun.watch.room import Facts
     from zrun.watch.screen import open_screen
-    from zrun.watch.view import Facts
+    from zrun.watch.stragglers import Stragglers
 
     job, plan, ui = resolved.job, resolved.plan, order.ui
-    facts = Facts(job.name, rundir.run_id, plan.world_size)
+    facts = Facts(job.name, rundir.run_id, tuple(place.host for place in plan.ranks))
     follower = Follower(open_screen(ui, facts, job.log.every, sys.stdout, os.environ), rundir.append)
     run, interrupts = Run(plan.world_size), Interrupts()
+    stragglers = Stragglers(facts)
 
     def on_event(event: Event, line: bytes | None) -> None:
         follower.event(event, line)
         gate.see(event, follower.event)
+        stragglers.see(event, follower.event)
 
     def on_turn() -> None:
         follower.turn()

@@ -9,8 +9,9 @@ from rich.panel import Panel
 
 from zrun.watch.pinned import Pinned
 from zrun.watch.plain import message_line
+from zrun.watch.room import Facts
 from zrun.watch.state import RunState
-from zrun.watch.view import WIDEST, Facts, panel
+from zrun.watch.view import WIDEST, panel
 from zrun_core.events import Event
 
 _SHARE = 0.04  # of a core, for drawing

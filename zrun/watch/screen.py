@@ -9,9 +9,9 @@ from typing import Protocol, TextIO
 from zrun.watch.console import open_console
 from zrun.watch.live import Live
 from zrun.watch.plain import Plain
+from zrun.watch.room import Facts
 from zrun.watch.state import RunState
 from zrun.watch.ui import Ui, choose
-from zrun.watch.view import Facts
 from zrun_core.events import Event, encode
 
 PERIOD_S, _SSH_PERIOD_S = 0.25, 0.5  # between two pictures

@@ -1,0 +1,93 @@
+"""The panel's table of ranks: what their memory holds, and how long each one works in a step."""
+
+from __future__ import annotations
+
+import heapq
+import statistics
+from collections.abc import Callable
+
+from rich.text import Text
+
+from zrun.watch import text
+from zrun.watch.room import GAP, LABEL, QUIET, Facts, Room
+from zrun.watch.state import MEMORY_KINDS, RunState
+from zrun.watch.stragglers import own_times
+from zrun_core.events import Event
+
+_MOST_RANKS = 8  # that are shown one by one; more of them are summed up
+_SLOWEST, _FULLEST = 2, 2  # ranks that are shown beside such a sum
+_LEAST_TABLE = 3  # lines
+_OWN = "busy", "data"  # columns of time: what of a step a rank works, or has no data
+_MISSED_LEAST = ("rings", "grads", "params", "optim", "other", "reserved", *_OWN)  # in this order
+_WIDE = 76  # columns from which on hosts are named
+
+
+def ranks_table(state: RunState, facts: Facts, room: Room) -> list[Text]:
+    """Draw a line for each rank; of many what they have in common, the slowest and the fullest."""
+    if not state.memory or room.height < _LEAST_TABLE:
+        return []
+    name = facts.rank if room.width >= _WIDE else "rank {}".format
+    of_ranks = {int(event["rank"]): _values(event) for event in state.memory.events}
+    rows = _rows(of_ranks, room.height - 2, name)
+    if any(state.planned_bytes.values()):
+        rows["planned"] = {kind: float(size) for kind, size in state.planned_bytes.items()}
+    unit = text.Unit.of(row[kind] for row in rows.values() for kind in row if kind not in _OWN)
+    labels = [unit.name, *rows]
+    margin = max(LABEL, max(map(len, labels)) + len(GAP))
+    columns: dict[str, list[str]] = {}
+    for column in rows[labels[1]]:
+        shown = text.seconds if column in _OWN else unit.text
+        cells = [column, *(shown(row[column]) if column in row else "" for row in rows.values())]
+        width = max(map(len, cells))
+        columns[column] = [cell.rjust(width) for cell in cells]
+    for column in _MISSED_LEAST:
+        if margin + len(GAP.join(cells[0] for cells in columns.values())) > room.width:
+            columns.pop(column, None)
+    lines = []
+    for label, *cells in zip(labels, *columns.values(), strict=True):
+        style = QUIET if label in (unit.name, "planned") else ""
+        lines.append(Text.assemble((label.ljust(margin), QUIET), (GAP.join(cells), style)))
+    return lines
+
+
+def _rows(of_ranks: dict[int, dict[str, float]], most: int, name: Callable[[int], str]) -> dict[str, dict[str, float]]:
+    """Rows of the table by their label: all ranks, or where there are too many, the sum of it."""
+    if len(of_ranks) <= min(_MOST_RANKS, most):
+        return {name(rank): of_ranks[rank] for rank in sorted(of_ranks)}
+    columns = {column: [values.get(column, 0.0) for values in of_ranks.values()] for column in of_ranks[min(of_ranks)]}
+    summary: dict[str, Callable[[list[float]], float]] = {
+        "max": max,
+        "median": statistics.median,
+        "min": min,
+    }
+    rows = {
+        label: {column: float(function(values)) for column, values in columns.items()}
+        for label, function in reversed(list(summary.items())[:most])
+    }
+    timed = [rank for rank, values in of_ranks.items() if _own(values)]
+    slowest = heapq.nlargest(_SLOWEST, timed, key=lambda rank: _own(of_ranks[rank]))
+    fullest = heapq.nlargest(_FULLEST, of_ranks, key=lambda rank: _held(of_ranks[rank]))
+    singled_out = dict.fromkeys([*slowest, *fullest])
+    return rows | {name(rank): of_ranks[rank] for rank in list(singled_out)[: most - len(rows)]}
+
+
+def _values(event: Event) -> dict[str, float]:
+    """Seconds and bytes of a rank by the name of their column; bytes of where its model lives."""
+    on_device = event.get("device_allocated") is not None
+    own = own_times(event)
+    times = {"data" if on_device else "busy": sum(own.values())} if own else {}
+    kinds = {kind: float(event.get(kind) or 0) for kind in MEMORY_KINDS}
+    held, highest = ("rss", "rss_bytes"), ("peak", "peak_rss_bytes")
+    if on_device:  # both are the most that there was
+        held, highest = ("peak", "device_allocated"), ("reserved", "device_reserved")
+    more = {column: float(event.get(field) or 0) for column, field in (held, highest)}
+    return {**times, **kinds, "other": max(0.0, more[held[0]] - sum(kinds.values())), **more}
+
+
+def _held(values: dict[str, float]) -> float:
+    """Bytes that a rank holds, whatever they are for."""
+    return sum(values[column] for column in (*MEMORY_KINDS, "other"))
+
+
+def _own(values: dict[str, float]) -> float:
+    return sum(values.get(column, 0.0) for column in _OWN)

@@ -2,11 +2,12 @@
 # make test         every test, the linter and the type checker
 # make test-hosts   the tests on three hosts, network namespaces with an sshd each (as root; installs sshd)
 # make test-faults  a table of what goes wrong on three hosts, and what zrun makes of it: 3 minutes
+# make test-slurm   the tests under a real Slurm of two nodes, and under Open MPI (as root; installs both): 2 minutes
 # All set up .venv first, with the versions of constraints.txt.
 
 PYTHON ?= python3
 
-.PHONY: train test test-unit test-ranks test-e2e test-hosts test-faults lint clean
+.PHONY: train test test-unit test-ranks test-e2e test-hosts test-faults test-slurm lint clean
 
 train: .venv/ready
 	.venv/bin/zrun train jobs/stdlib-gpt.yaml
@@ -32,6 +33,10 @@ test-hosts: .venv/ready
 test-faults: .venv/ready
 	tests/hosts/install-sshd
 	.venv/bin/python tests/hosts/faults.py
+
+test-slurm: .venv/ready
+	tests/slurm/install
+	.venv/bin/python -m pytest -q tests/slurm
 
 lint: .venv/ready
 	.venv/bin/ruff check .

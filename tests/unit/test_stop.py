@@ -121,11 +121,19 @@ class ScriptedAgents:
         self.asked: list[Stop] = []
         self.told: list[Frame] = []
         self.lost: dict[str, str] = {}
-        self._num_done = 0
+        self.done: list[str] = []
+        self.given_up: list[str] = []
 
     @property
     def are_over(self) -> bool:
-        return self._num_done + len(self.lost) == len(self.hosts)
+        return not self.unfinished
+
+    @property
+    def unfinished(self) -> list[str]:
+        return [host for host in self.hosts if host not in self.done and host not in self.lost]
+
+    def give_up(self, host: str) -> None:
+        self.given_up.append(host)
 
     def frames(self, patience_s: float) -> list[tuple[str, Frame]]:
         item = self.script.pop(0)
@@ -136,7 +144,8 @@ class ScriptedAgents:
         if frame is None:
             self.lost[host] = f"{host}: the connection broke"
             return []
-        self._num_done += frame is DONE
+        if frame is DONE:
+            self.done.append(host)
         return [(host, frame)]
 
     def tell(self, frame: Frame) -> None:
@@ -211,6 +220,29 @@ def test_a_host_that_says_no_more_is_not_waited_for(rundir):
     hosts.watch()
     assert not hosts.agents.script, "b never said that it was done"
     assert judge(hosts.run, plan(), rundir, Interrupts())[0] == 6
+
+
+def test_a_host_that_falls_silent_is_lost_although_another_one_felt_it_first(rundir):
+    """As when slurmstepd is killed: srun goes on for half a minute, and the other ranks only feel the loss."""
+    note = Note(rank=0, kind="peer", type="E", message="Connection reset by peer", exit_code=5)
+    hosts = Hosts(("a", exit_frame(0, 5, note)), 1.0, ("a", DONE), 4.0, 4.0, ("b", DONE))
+    hosts.watch()
+    assert (hosts.agents.given_up, hosts.agents.script) == (["b"], [("b", DONE)])
+    code, failure = judge(hosts.run, plan(), rundir, Interrupts())
+    assert (code, failure.headline) == (
+        6,
+        "lost b: its agent says nothing any more: it, or what it was started by, was killed or stands still",
+    )
+
+
+def test_a_host_that_still_speaks_has_its_time(rundir):
+    note = Note(rank=0, kind="user", type="E", message="boom", exit_code=5)
+    board = ("b", {"frame": "board", "states": {}})
+    ends = ("b", exit_frame(1, 143)), ("b", DONE)
+    hosts = Hosts(("a", exit_frame(0, 5, note)), 1.0, ("a", DONE), 4.0, board, 4.0, board, 4.0, *ends)
+    hosts.watch()
+    assert hosts.agents.given_up == []
+    assert judge(hosts.run, plan(), rundir, Interrupts())[0] == 5
 
 
 def test_a_host_that_could_not_start_its_workers_is_lost(rundir):

@@ -137,6 +137,10 @@ class AgentLink(ABC):
         with self._sending, suppress(OSError):
             self._input.close()
 
+    def abandon(self) -> None:
+        """Let go of an agent that does not answer. What leads to it is not waited for."""
+        self.let_go()
+
     @abstractmethod
     def close(self, patience_s: float = PATIENCE_S) -> None:
         """Let go, and wait until it is gone, at most for `patience_s` seconds."""
@@ -173,6 +177,10 @@ class AgentProcess(AgentLink):
     def pid(self) -> int:
         """The number of the process here: the agent, or the client that leads to it."""
         return self._process.pid
+
+    def abandon(self) -> None:
+        self.let_go()
+        self._process.terminate()
 
     def close(self, patience_s: float = PATIENCE_S) -> None:
         """Let go, and wait until it is gone; after `patience_s` seconds what is left of it here is killed."""

@@ -38,6 +38,15 @@ class Agents:
         """Whether each has cleaned up, or is gone."""
         return len(self._done) + len(self.lost) == len(self._members)
 
+    @property
+    def unfinished(self) -> list[str]:
+        """Hosts that have not cleaned up yet, and are not gone."""
+        return [host for host in self._members if host not in self._done and host not in self.lost]
+
+    def give_up(self, host: str) -> None:
+        """Wait for this host no longer: it does not answer."""
+        self._members[host].abandon()
+
     def start(self, starts: Iterable[Start]) -> None:
         """Run the workers: a start for each agent."""
         last: Start | None = None

@@ -28,6 +28,7 @@ from zrun_core.stop import SAVE
 
 _TURN_S = 0.1  # how late an interrupt may be noticed
 _ALONE_S = 5.0  # how long the others may run on after a rank left early; most notice by themselves
+_MUTE_S = GRACE_S + 1.0  # without a word from an agent that was told to stop: it tells of its ranks twice a second
 _LAST_WORDS_S = 0.5  # that other hosts get to say why they fail too, after the first failure
 _GARBAGE = 100_000  # objects that may gather before the launcher looks for cycles among them
 _GENTLE = {ExitCode.STOPPED, ExitCode.INTERRUPTED, ExitCode.TERMINATED}  # a worker's, after a signal
@@ -45,6 +46,9 @@ class Talking(Protocol):
     def hosts(self) -> list[str]: ...
     @property
     def are_over(self) -> bool: ...
+    @property
+    def unfinished(self) -> list[str]: ...
+    def give_up(self, host: str) -> None: ...
     def frames(self, patience_s: float) -> list[tuple[str, Frame]]: ...
     def tell(self, frame: Frame) -> None: ...
     def stop(self, how: Stop) -> None: ...
@@ -222,6 +226,8 @@ class Supervisor:
         self._alone_until: float | None = None
         self._patience: Patience | None = None  # with workers that were asked to end by themselves
         self._stop_at: float | None = None  # the other hosts, after a failure
+        self._heard: dict[str, float] = {}  # host -> when it said something last
+        self._told_at = float("inf")  # to stop, after a failure or a hang
         self._give_up_at = float("inf")  # on hosts that do not even say that they are done
         self._obeyed = 0
 
@@ -237,7 +243,10 @@ class Supervisor:
     def _watch(self, on_event: OnEvent, on_turn: OnTurn) -> None:
         agents, run = self._agents, self._run
         while not agents.are_over:
-            for host, frame in agents.frames(_TURN_S):
+            found = agents.frames(_TURN_S)
+            now = self._clock()
+            for host, frame in found:
+                self._heard[host] = now
                 event = run.fold(host, frame)
                 if event is not None:
                     on_event(event, frame.get("line"))
@@ -246,7 +255,7 @@ class Supervisor:
                     run.lose(host, why)
             on_turn()
             now = self._clock()
-            if now > self._give_up_at:
+            if self._gives_up(now):
                 break
             self._check_start(now)
             self._beat(now)
@@ -255,6 +264,18 @@ class Supervisor:
             self._stop_when_asked(now)
             self._save_when_asked()
             self._pause_when_asked()
+
+    def _gives_up(self, now: float) -> bool:
+        """Stop waiting for hosts that do not end: all of them say nothing, or their time is over."""
+        since = now - _MUTE_S
+        are_mute = all(max(self._heard.get(host, 0.0), self._told_at) < since for host in self._agents.unfinished)
+        if not are_mute and now <= self._give_up_at:
+            return False
+        for host in self._agents.unfinished:
+            what = "its agent says nothing any more: it, or what it was started by, was killed or stands still"
+            self._run.lose(host, f"{host}: {what}")
+            self._agents.give_up(host)
+        return True
 
     def _check_start(self, now: float) -> None:
         if now > self._late:
@@ -290,7 +311,7 @@ class Supervisor:
         elif run.inquiry.is_over(now):
             run.hang = run.inquiry.finding()
             self._agents.stop(Stop.KILL)
-            self._give_up_at = now + GRACE_S + SILENCE_S
+            self._told_at, self._give_up_at = now, now + GRACE_S + SILENCE_S
 
     def _stop_after_a_failure(self, now: float) -> None:
         if self._run.left_early is not None:
@@ -302,7 +323,7 @@ class Supervisor:
             self._stop_at = now + _LAST_WORDS_S
         if self._stop_at is not None and now > self._stop_at:
             self._stop_at = float("inf")
-            self._give_up_at = now + GRACE_S + SILENCE_S
+            self._told_at, self._give_up_at = now, now + GRACE_S + SILENCE_S
             if len(self._agents.hosts) > 1:  # a single agent does so by itself
                 # Without a host nothing can be saved, and whoever waits for it listens to nothing else.
                 self._agents.stop(Stop.KILL if self._run.lost else Stop.NOW)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -35,8 +36,12 @@ def test_a_module_of_torch_trains_and_decays_over_its_epochs(tmp_path: Path) -> 
     assert rates == pytest.approx([1e-3 * 0.5 * (1 + math.cos(math.pi * step / 7)) for step in range(7)])
 
 
-def test_a_model_of_transformers_trains(tmp_path: Path) -> None:
+def test_a_model_of_transformers_is_tried_in_few_steps(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    losses, _ = losses_and_rates(tmp_path, "hf", "steps=12", "eval.samples=8")
-    assert len(losses) == 12
+    trial = ["--smoke", "10", "eval.samples=8", "eval.every=1", "checkpoint=1"]
+    losses, rates = losses_and_rates(tmp_path, "hf", *trial)
+    assert len(losses) == 10
     assert losses[-1] < losses[0]
+    assert rates[0] == 1e-3  # a tenth of the steps is warm-up: the first one
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert len(re.findall(r'"type": ?"eval"', (tmp_path / "run" / "events.jsonl").read_text())) == 1

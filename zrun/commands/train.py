@@ -64,6 +64,16 @@ def train(
         typer.Option(help="auto, a step, a path, or never; short for resume=...", show_default=False),
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over where checkpoints are; they are kept.")] = False,
+    smoke: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=10**6,
+            metavar="N",
+            help="A trial: N steps, a schedule to match, no saves; in runs/<name>-smoke.",
+            show_default=False,
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would run, and stop.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Start even what does not fit by the estimate.")] = False,
     detach: Annotated[
@@ -101,6 +111,8 @@ def train(
         short = {"slots": slots, "resume": json.dumps(resume) if resume and not resume.isdigit() else resume}
         given = [f"{key}={value}" for key, value in short.items() if value is not None]
         loaded = load_job(job, [*(overrides or ()), *given])
+        if smoke is not None:
+            loaded = _smoke(loaded, smoke, [*(overrides or ()), *given], fresh or resume is not None, ui)
         backend = find_backend(loaded.config, options, os.environ, job.absolute().parent, gethostname())
         environment = worker_environment(loaded.config, os.environ)
         rendezvous = None
@@ -148,6 +160,19 @@ def train(
             early = None
         code = _run(order, early)
     raise typer.Exit(code)
+
+
+def _smoke(loaded: LoadedJob, steps: int, given: list[str], goes_on: bool, ui: Ui) -> LoadedJob:
+    """Return the trial of a job, and tell what it is."""
+    from zrun.job.load import load_job
+    from zrun.job.smoke import smoke_of
+
+    if goes_on:
+        raise JobError("--smoke begins anew and saves nothing: leave out --resume and --fresh")
+    trial = smoke_of(loaded.config, steps)
+    if ui is not Ui.none:
+        print(trial.told, file=sys.stderr)
+    return load_job(loaded.path, [*given, *trial.overrides])
 
 
 @contextmanager

@@ -34,7 +34,10 @@ def make_schedule(config: LrConfig, total_steps: int | None, custom: Callable[[i
             "lr.decay_steps: N, or give the job `steps`, or `epochs` of a dataset that has a length (`__len__`)"
         )
     if needs_end and end is not None and end < config.warmup:
-        raise JobError(f"lr.warmup: {config.warmup} steps of warm-up are more than the {end} steps of the decay")
+        raise JobError(
+            f"lr.warmup: {config.warmup} steps of warm-up are more than the {end} steps of the decay: write "
+            f"lr.warmup={max(1, end // 10)} too, or try the whole job in {end} steps with zrun train --smoke {end}"
+        )
     shape = _shape(config.schedule, config, end or 0, total_steps)
 
     def factor(step: int) -> float:

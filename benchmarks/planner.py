@@ -60,7 +60,17 @@ MODELS: dict[str, dict[str, Any]] = {
         "data": {"call": "planner_models.py:Samples", "args": {"kind": "images", "length": 48}},
     },
     "moe": {"model": "planner_models.py:Mixture", "data": _TEXT},
+    "lstm": {"model": "planner_models.py:Recurrent", "data": _TEXT},
+    "dropping": {"model": "planner_models.py:Dropping", "data": _TEXT},
+    "bags": {"model": "planner_models.py:Bags", "data": _TEXT},
+    "critic": {"model": "planner_models.py:Critic", "data": _TEXT},
+    "vae": {
+        "model": "planner_models.py:Autoencoder",
+        "data": {"call": "planner_models.py:Samples", "args": {"kind": "images", "length": 48}},
+    },
+    "qwen2": {"model": "planner_models.py:qwen2", "data": _TEXT},
 }
+_LATER = ("lstm", "dropping", "bags", "critic", "vae", "qwen2")  # one rank, and two at the ends
 
 
 @dataclass(frozen=True)

@@ -114,3 +114,108 @@ class Mixture(nn.Module):
         for block in self.blocks:
             x = block(x)
         return F.cross_entropy(self.head(x).float().flatten(0, 1), labels.flatten())
+
+
+class Recurrent(nn.Module):
+    """Two layers of an LSTM over tokens."""
+
+    def __init__(self, dim: int = 256, depth: int = 2, vocab: int = 1024) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, dim)
+        self.lstm = nn.LSTM(dim, dim, depth, batch_first=True)
+        self.head = nn.Linear(dim, vocab)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.lstm(self.embed(input_ids))[0]
+        return F.cross_entropy(self.head(x).float().flatten(0, 1), labels.flatten())
+
+
+class Dropping(nn.Module):
+    """Later layers see only the tokens that a gate lets through."""
+
+    def __init__(self, dim: int = 256, depth: int = 4, vocab: int = 1024) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, dim)
+        self.gate = nn.Linear(dim, 1)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+            for _ in range(depth)
+        )
+        self.head = nn.Linear(dim, vocab)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(input_ids).flatten(0, 1)
+        score = self.gate(x)[:, 0]
+        mask = score > 0
+        kept = x[mask] * score[mask, None].sigmoid()
+        for layer in self.layers:
+            kept = kept + layer(kept)
+        out = x.index_put((mask.nonzero()[:, 0],), kept.to(x.dtype))
+        return F.cross_entropy(self.head(out).float(), labels.flatten())
+
+
+class Bags(nn.Module):
+    """A recommender: sums of looked-up rows, and a small network on them."""
+
+    def __init__(self, dim: int = 64, vocab: int = 20000, hidden: int = 1024) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(vocab, dim, mode="sum")
+        self.net = nn.Sequential(nn.Linear(dim, hidden), nn.ReLU(), nn.Linear(hidden, 1))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        return F.mse_loss(self.net(self.bag(input_ids))[:, 0].float(), labels.float().mean(1))
+
+
+class Critic(nn.Module):
+    """A network whose loss has the norm of its input's gradient in it."""
+
+    def __init__(self, dim: int = 256, depth: int = 3, vocab: int = 1024) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, dim)
+        layers = [layer for _ in range(depth) for layer in (nn.Linear(dim, dim), nn.Tanh())]
+        self.net = nn.Sequential(*layers, nn.Linear(dim, 1))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(input_ids).detach().requires_grad_()
+        score = self.net(x).float()
+        (grad,) = torch.autograd.grad(score.sum(), x, create_graph=True)
+        penalty = (grad.float().norm(dim=-1) - 1).square().mean()
+        return score.mean() + penalty + self.embed(labels).float().square().mean()
+
+
+class Autoencoder(nn.Module):
+    """A variational autoencoder of images."""
+
+    def __init__(self, channels: int = 32, latent: int = 64, side: int = 48) -> None:
+        super().__init__()
+        inner = 2 * channels * (side // 4) ** 2
+        self.encoder = nn.Sequential(
+            nn.Conv2d(3, channels, 4, 2, 1), nn.ReLU(), nn.Conv2d(channels, 2 * channels, 4, 2, 1), nn.ReLU(),
+            nn.Flatten(),
+        )  # fmt: skip
+        self.mean, self.log_var = nn.Linear(inner, latent), nn.Linear(inner, latent)
+        self.widen = nn.Linear(latent, inner)
+        self.decoder = nn.Sequential(
+            nn.Unflatten(1, (2 * channels, side // 4, side // 4)), nn.ReLU(),
+            nn.ConvTranspose2d(2 * channels, channels, 4, 2, 1), nn.ReLU(), nn.ConvTranspose2d(channels, 3, 4, 2, 1),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.encoder(x)
+        mean, log_var = self.mean(hidden), self.log_var(hidden)
+        z = mean + torch.randn_like(mean) * (log_var / 2).exp()
+        image = self.decoder(self.widen(z))
+        divergence = -0.5 * (1 + log_var - mean.square() - log_var.exp()).sum(1).mean()
+        return F.mse_loss(image.float(), x, reduction="sum") / len(x) + divergence
+
+
+def qwen2(dim: int = 128, depth: int = 4, vocab: int = 1024) -> nn.Module:
+    """A Qwen2 of the transformers library."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    return Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=vocab, hidden_size=dim, intermediate_size=4 * dim, num_hidden_layers=depth,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
+        )
+    )  # fmt: skip

@@ -19,6 +19,11 @@ WORKER_DEFAULTS = {
     # them in again: 30,000 page faults and 0.1 s of a 2 s step. The heap keeps them instead, in huge pages.
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=4294967296:"
     "glibc.malloc.trim_threshold=4294967296",
+    # oneDNN makes code for each shape of a product, in bf16 half a MiB of it, and by default it and
+    # torch keep that of 1,024 shapes each. Where tokens are routed by value, each step has others.
+    # ResNet-50 needs 166.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
+    "LRU_CACHE_CAPACITY": "256",
     "KINETO_LOG_LEVEL": "99",  # or torch's profiler, which measures one step's memory, tells the log
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # on CUDA: reserved memory follows what is allocated
 }

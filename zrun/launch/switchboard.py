@@ -218,7 +218,7 @@ class Switchboard:
                 self._send(board)
                 for echo in self._echoes.values():
                     self._tell(echo.look(now))
-            if self._memory is not None and self._observer.hold_all_they_need(running):
+            if self._memory is not None and self._observer.hold_all_they_need(running) and not self._memory.settle():
                 self._memory = None
         if self._memory is not None:
             self._shortage = self._memory.shortage(now, [leader.pid for leader in self._distinct_leaders()])

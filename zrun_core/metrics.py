@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
+from zrun_core import room
 from zrun_core.plan import hardware
 
 _FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -122,6 +123,7 @@ def process_memory(device: torch.device) -> dict[str, int | None]:
     return {
         "rss_bytes": resident,
         "peak_rss_bytes": highest,
+        "process_bytes": None if cuda else room.own_highest(),
         "device_allocated": torch.cuda.max_memory_allocated(device) if cuda else None,
         "device_reserved": torch.cuda.max_memory_reserved(device) if cuda else None,
     }

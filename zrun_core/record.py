@@ -237,6 +237,7 @@ class Recorder:
             step=self.progress.steps,
             peak_bytes=None if water.num_bytes is None else own + water.num_bytes,
             reserved_bytes=water.reserved,
+            process_bytes=process_memory(self._device)["process_bytes"],
         )
 
     def step(self, pending: Pending, numbers: Numbers, epoch: float | None) -> None:

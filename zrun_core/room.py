@@ -39,6 +39,13 @@ def held_bytes(pids: Iterable[int]) -> int:
     return 1024 * sum(each.get("RssAnon:", 0) + each.get("RssShmem:", 0) for each in found)
 
 
+def own_highest() -> int | None:
+    """The most bytes of memory that this process has held so far, without those of files; None: nobody tells."""
+    found = dict(_lines("/proc/self/status"))
+    highest = found.get("VmHWM:", 0) - found.get("RssFile:", 0)
+    return 1024 * highest if highest > 0 else None
+
+
 def take_at_most(num_bytes: int) -> None:
     """What would make this process take more from now on fails, before the kernel looks for somebody to kill."""
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)

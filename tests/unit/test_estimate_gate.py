@@ -153,19 +153,26 @@ def test_a_verdict_that_comes_later_is_told_with_what_was_measured(loaded: Loade
         opened.see(step(1, 9.0), told.append)
         assert FakeMaking.made == [Pace.IDLE, Pace.ASIDE]
         opened.see(peak(0, 900), told.append)
-        opened.see(peak(1, 950), told.append)
+        opened.see(peak(1, 950) | {"process_bytes": 4000}, told.append)
         opened.see(step(2, 5.0), told.append)
         opened.see(step(3, 1.1), told.append)
         assert not told
         FakeMaking.ready = replace(WELL, sentence="too big")
         opened.turn(told.append)
-        assert [event["measured"] for event in told] == [{"peak_bytes": 950, "reserved_bytes": None, "step_s": 1.1}]
+        assert [event["measured"] for event in told] == [
+            {"peak_bytes": 950, "reserved_bytes": None, "process_bytes": 4000, "step_s": 1.1}
+        ]
+        opened.see({"type": "memory", "rank": 0, "step": 4, "process_bytes": 5000}, told.append)
         opened.see(step(4, 1.3), told.append)
         assert len(told) == 1
         opened.see({"type": "end", "rank": 0, "time": 1.0}, told.append)
     assert told[-1]["measured"]["step_s"] == pytest.approx(1.2)
     state = fold(RunState(), told[-1])
-    line = "peak 950 B, predicted 1000 B (+5.3%); step 1.20s, predicted 1.00s (0.80s to 1.20s)"
+    assert told[-1]["measured"]["process_bytes"] == 5000
+    line = (
+        "peak 950 B in tensors (predicted 1000 B, +5.3%), 4.9 KiB in the process (1000 B, -80.0%); "
+        "step 1.20s, predicted 1.00s (0.80s to 1.20s)"
+    )
     assert message_line(told[-1]) == f"estimate: {line}"
     assert f"estimate  {line}" in report(state, Path("run"))
 

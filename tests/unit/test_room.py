@@ -72,3 +72,31 @@ def test_ranks_may_take_what_their_job_may(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(memory_watch, "_BESIDE", 0)
     assert MemoryWatch(2 * held).shortage(0.0, [os.getpid()]) == ""
     assert "and limits.memory is 1.0 MiB" in MemoryWatch(MIB).shortage(0.0, [os.getpid(), 0])
+
+
+def test_a_jobs_limit_is_looked_after_until_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = 100 * MIB
+    monkeypatch.setattr(memory_watch.room, "host_left", lambda *, swap: 0)
+    monkeypatch.setattr(memory_watch.room, "held_bytes", lambda pids: held)
+    monkeypatch.setattr(memory_watch, "_BESIDE", 0)
+    watch = MemoryWatch(200 * MIB)
+    assert watch.shortage(0.0, [1]) == "0 B were left on this host"
+    assert watch.settle()
+    assert watch.shortage(1.0, [1]) == ""  # what others take of the host is theirs now
+    held = 201 * MIB
+    assert watch.shortage(2.0, [1]) == ""  # a little more does no harm
+    held = 220 * MIB
+    assert watch.shortage(3.0, [1]).endswith("held 220.0 MiB, and limits.memory is 200.0 MiB")
+    assert not MemoryWatch(None).settle()
+
+
+def test_a_process_knows_the_most_it_has_held() -> None:
+    before = room.own_highest()
+    assert before is not None
+    taken = bytearray(b"x") * (64 * MIB)
+    held = room.held_bytes([os.getpid()])
+    highest = room.own_highest()
+    assert highest is not None
+    assert highest >= held - MIB
+    del taken
+    assert highest - MIB <= room.own_highest() <= highest + 8 * MIB  # it is the most, not what is there now

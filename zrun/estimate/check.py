@@ -103,7 +103,7 @@ def check_run(run: Path, patience_s: float = PATIENCE_S) -> Check:
         raise JobError(f"{run} has no event of a start: there is nothing to compare")
     events = events[starts[-1] :]
     start = events[0]
-    peaks = [event for event in events if event.get("type") == "peak"]
+    peaks = [event for event in events if event.get("type") in ("peak", "memory")]
     times = [float(event["step_s"]) for event in events if event.get("type") == "step"][_WARM_STEPS:]
     if not times and not any(event.get("peak_bytes") for event in peaks):
         raise JobError(f"{run} has made too few steps: the memory of the second and the time of the third are compared")
@@ -135,6 +135,8 @@ def _compared(
         notes.append("the run did not measure its memory: another version, or a profiler of its own in the second step")
     if reserved := max((event.get("reserved_bytes") or 0 for event in peaks), default=0):
         lines.append(Line("reserved", rank.reserved, reserved, _RESERVED))
+    if process := max((event.get("process_bytes") or 0 for event in peaks), default=0):
+        lines.append(Line("process", rank.device_used, process, None))
     if times:
         judged = hardware.measured and not notes
         limit_s = (_TIME_CPU if on_cpu else _TIME_GPU) if judged else None

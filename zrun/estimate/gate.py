@@ -84,6 +84,7 @@ class Gate:
         self.forecast = stored(self._request.key)
         self._making: Making | None = None
         self._peaks: dict[int, tuple[int, int | None]] = {}
+        self._process = 0  # the most bytes that a rank's process has taken so far
         self._times: list[float] = []
         self._step = 0
         self._is_told = False
@@ -126,7 +127,10 @@ class Gate:
         match event.get("type"):
             case "peak":
                 self._peaks[event["rank"]] = (event.get("peak_bytes") or 0, event.get("reserved_bytes"))
+                self._see_process(event)
                 self._tell(emit)
+            case "memory":
+                self._see_process(event)
             case "step":
                 if not self._step and self.forecast is None and self._makes_own:  # the launch is over
                     self.__exit__()
@@ -137,6 +141,9 @@ class Gate:
             case "end":
                 self._is_told = False
                 self._tell(emit)
+
+    def _see_process(self, event: Event) -> None:
+        self._process = max(self._process, event.get("process_bytes") or 0)
 
     def explanation(self, *, is_refused: bool) -> Forecast | None:
         """Why it does not fit: worth some seconds of waiting.
@@ -178,6 +185,7 @@ class Gate:
                 "measured": {
                     "peak_bytes": peak or None,
                     "reserved_bytes": reserved or None,
+                    "process_bytes": self._process or None,
                     "step_s": statistics.median(self._times[_WARM_STEPS:]),
                 },
             }

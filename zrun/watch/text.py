@@ -74,14 +74,22 @@ def foretold(event: Event) -> str:
     predicted, measured = event.get("predicted") or {}, event.get("measured") or {}
     parts = []
     if measured.get("peak_bytes") and predicted.get("peak_bytes"):
-        was, said = int(measured["peak_bytes"]), int(predicted["peak_bytes"])
-        parts.append(f"peak {format_size(was)}, predicted {format_size(said)} ({(said - was) / was:+.1%})")
+        guess = _beside(measured["peak_bytes"], predicted["peak_bytes"])
+        parts.append(f"peak {format_size(int(measured['peak_bytes']))} in tensors (predicted {guess})")
+        if taken := measured.get("process_bytes"):
+            guess = f" ({_beside(taken, predicted['device_bytes'])})" if predicted.get("device_bytes") else ""
+            parts[-1] += f", {format_size(int(taken))} in the process{guess}"
     if measured.get("step_s") and predicted.get("step_s"):
         took, expected = float(measured["step_s"]), float(predicted["step_s"])
         low, high = (float(predicted.get(name) or expected) for name in ("low_s", "high_s"))
         guess = "" if predicted.get("calibrated") else ", not calibrated"
         parts.append(f"step {seconds(took)}, predicted {seconds(expected)} ({seconds(low)} to {seconds(high)}{guess})")
     return "; ".join(parts)
+
+
+def _beside(measured: float, predicted: float) -> str:
+    """A prediction in bytes and its error: `257.1 MiB, -0.0%`."""
+    return f"{format_size(int(predicted))}, {(predicted - measured) / measured:+.1%}"
 
 
 def sparkline(values: Sequence[float], width: int, ascii_only: bool) -> str:

@@ -17,7 +17,9 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
+    Tag,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -30,6 +32,7 @@ from zrun_core.sizes import parse_size
 
 MAX_RANKS = 2**17
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
+METRIC_PATTERN = r"[A-Za-z0-9_][A-Za-z0-9_./@%-]{0,63}"
 _REF = re.compile(r"(?P<where>[\w./~-]+\.py|[A-Za-z_][\w.]*):(?P<attr>[A-Za-z_][\w.]*)")
 
 
@@ -398,15 +401,46 @@ class LrConfig(Section):
     power: Positive = Field(default=1.0, le=1000, description="exponent of the polynomial decay")
 
 
+def _one_or_several(value: Any) -> str:
+    """Which form of `eval.data` is meant."""
+    is_mapping = isinstance(value, dict) and value and not value.keys() & Ref.model_fields.keys()
+    return "several" if is_mapping else "one"
+
+
 class EvalConfig(Section):
     """Evaluation on held-out data."""
 
-    data: Ref = Field(description="reference to the validation Dataset", examples=["train.py:build_val_data"])
+    data: Annotated[
+        Annotated[Ref, Tag("one")] | Annotated[dict[str, Ref], Tag("several")],
+        Discriminator(_one_or_several),
+    ] = Field(
+        description="returns the validation Dataset; or a mapping of names to several",
+        examples=["train.py:build_val_data"],
+    )
+    metrics: Ref | None = Field(
+        default=None,
+        description="(model, batch) -> {name: (sum, weight)}, beside the loss",
+        examples=["train.py:metrics"],
+    )
     every: Steps | None = Field(
         default=None, description="optimizer steps between evaluations; null: at the end", examples=[500]
     )
     samples: Samples | None = Field(default=None, description="samples per evaluation; null: all", examples=[1000])
     first: bool = Field(default=False, description="evaluate before the first step too")
+
+    @field_validator("data")
+    @classmethod
+    def _check_names(cls, data: Ref | dict[str, Ref]) -> Ref | dict[str, Ref]:
+        for name in data if isinstance(data, dict) else ():
+            if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,31}", name):
+                what = "write 1 to 32 letters, digits or ._-"
+                raise ValueError(f"{name!r} cannot name a dataset: {what}")
+        return data
+
+    @property
+    def sets(self) -> dict[str, Ref]:
+        """The datasets by name; that of a single one is empty."""
+        return self.data if isinstance(self.data, dict) else {"": self.data}
 
 
 class ActivationsConfig(Section):

@@ -6,7 +6,6 @@ taken in by `Hooks`.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -17,11 +16,10 @@ import torch
 from torch import nn
 
 from zrun_core.board import MEAN_NAME
-from zrun_core.record import Recorder
+from zrun_core.record import Recorder, checked_name
 from zrun_core.user import user_code
 from zrun_core.zero.sharded import ShardedModel
 
-_NAME = re.compile(r"[A-Za-z0-9_][\w./@%-]{0,63}", re.ASCII)
 _REASON_CHARS = 300
 
 
@@ -92,17 +90,6 @@ class HookContext:
 
 
 Hook = Callable[[HookContext], object]
-
-
-def checked_name(name: object) -> str:
-    """Return `name` if a number can be recorded under it.
-
-    Raises:
-        ValueError: it cannot.
-    """
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ValueError(f"{name!r} cannot name a metric: write 1 to 64 letters, digits or ._/@%-, such as accuracy")
-    return name
 
 
 class Hooks:

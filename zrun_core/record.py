@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 import time
 from collections import Counter
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from zrun_core.comm import TrafficKey
+from zrun_core.config import METRIC_PATTERN
 from zrun_core.errors import HangError
 from zrun_core.events import Emitter
 from zrun_core.high_water import HighWater
@@ -147,6 +149,36 @@ def to_host(result: StepResult, scale: torch.Tensor) -> Arriving:
     """`Numbers` on their way to the host."""
     single = torch.stack([t.double() for t in (result.grad_norm, result.skipped, result.agreed, scale)])
     return Arriving.of(torch.cat([result.sums, single]))
+
+
+def checked_name(name: object) -> str:
+    """Return `name` if a number can be recorded under it.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if not isinstance(name, str) or not re.fullmatch(METRIC_PATTERN, name):
+        what = "write 1 to 64 letters, digits or ._/@%-, such as accuracy"
+        raise ValueError(f"{name!r} cannot name a metric: {what}")
+    return name
+
+
+class Evaluated(NamedTuple):
+    """What an evaluation came to.
+
+    Attributes:
+        values: over all ranks, by name; of several sets as `set/name`. A set begins with its loss.
+    """
+
+    values: dict[str, float]
+    samples: int
+    tokens: int
+    seconds: float
+
+    @property
+    def loss(self) -> float:
+        """That of the first set."""
+        return next(iter(self.values.values()))
 
 
 class Recorder:
@@ -326,12 +358,18 @@ class Recorder:
             shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
             self._emitter.emit("warning", message=f"no gradient so far, and so left alone: {shown}")
 
-    def evaluation(self, loss: float, samples: int, tokens: int, seconds: float) -> None:
+    def evaluation(self, found: Evaluated) -> None:
         """What an evaluation came to."""
-        self.metrics = {"loss": loss}
+        self.metrics = found.values
         if self.is_main:
             self._emitter.emit(
-                "eval", step=self.progress.steps, loss=loss, samples=samples, tokens=tokens, seconds=seconds
+                "eval",
+                step=self.progress.steps,
+                loss=found.loss,
+                metrics=found.values,
+                samples=found.samples,
+                tokens=found.tokens,
+                seconds=found.seconds,
             )
 
     def hook_metrics(self, hook: str, step: int, values: Mapping[str, float]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -11,12 +10,11 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from zrun_core import rng
 from zrun_core.board import Board
 from zrun_core.checkpoint.checkpointer import Checkpointer, Votes
 from zrun_core.checkpoint.resume import Resumed, restore_streams
 from zrun_core.data.batch import MicroBatch
-from zrun_core.data.loader import BatchLoader, eval_batches
+from zrun_core.data.loader import BatchLoader
 from zrun_core.data.order import shifts
 from zrun_core.errors import (
     CheckpointError,
@@ -30,6 +28,7 @@ from zrun_core.errors import (
     StoppedError,
     ZrunError,
 )
+from zrun_core.evaluation import Evaluator, HeldOut
 from zrun_core.events import Emitter
 from zrun_core.guards import NumericGuard
 from zrun_core.high_water import HighWater
@@ -38,7 +37,7 @@ from zrun_core.loss import LossFunction, LossKind, compute_loss
 from zrun_core.metrics import FlopCount, Phase, StepClock
 from zrun_core.oom import MemoryGuard
 from zrun_core.optim.lr import Schedule
-from zrun_core.record import NUM_SUMS, Arriving, Numbers, Pending, Progress, Recorder, to_host
+from zrun_core.record import NUM_SUMS, Numbers, Pending, Progress, Recorder, to_host
 from zrun_core.replicas import ReplicaGuard
 from zrun_core.spec import RunSpec
 from zrun_core.stop import StopSignals
@@ -57,7 +56,7 @@ class Parts:
 
     loss: LossFunction | None
     hooks: Mapping[str, Hook]
-    eval_data: object | None
+    held_out: HeldOut | None
     collate: Callable[[list[Any]], Any] | None
 
 
@@ -105,6 +104,9 @@ class Trainer:
         if checkpointer is not None:
             checkpointer.on_commit = self._committed.append
         self.replicas = ReplicaGuard(sharded)
+        self._evaluator: Evaluator | None = None
+        if parts.held_out is not None:
+            self._evaluator = Evaluator(spec, sharded, parts.held_out, board, self._asked_to_stop)
         self._numeric = NumericGuard(self.job, sharded, emitter, is_main=self.is_main)
         self._memory = MemoryGuard(spec, sharded, emitter)
         self._own_sums = torch.zeros(0)
@@ -554,65 +556,23 @@ class Trainer:
     # Evaluation
 
     def evaluate(self) -> None:
-        """Mean loss over the held-out samples; modules get their modes back.
-
-        A signal that asks for the end cuts it off, on all ranks before the same batch: the run makes it anew when it
-        goes on, with the random streams that it has now.
-        """
-        assert self.job.eval is not None
+        """Evaluate the held-out data, and call `hooks.on_eval`; what a signal cuts off is owed."""
+        assert self._evaluator is not None
         self.phase = "evaluation"
-        start = time.monotonic()
-        streams = rng.capture(self.device)
-        modes = [(inner, inner.training) for inner in self.module.modules()]
-        self.module.eval()
-        sums = torch.zeros(4, dtype=torch.float64, device=self.device)
-        self._owes_evaluation = self._must_stop or not self._walk_held_out(sums)
-        for inner, mode in modes:
-            inner.training = mode
-        if self._owes_evaluation:
+        found = None
+        if not self._must_stop:
+            self._broadcast_buffers()
+            found = self._evaluator.run()
+        self._owes_evaluation = found is None
+        if found is None:
             self._must_stop = True
-            rng.restore(*streams, self.device)
             return
-        weight, total, samples, tokens = self.comm.sum_small(sums, self.world, name="evaluation").tolist()
-        loss_value = total / weight if weight else float("nan")
-        self.recorder.evaluation(loss_value, int(samples), int(tokens), time.monotonic() - start)
+        self.recorder.evaluation(found)
         if "on_eval" in self.hooks:
-            self._call_hook("on_eval", loss=loss_value)
+            self._call_hook("on_eval", loss=found.loss)
             wishes = torch.tensor([float(bool(self.hooks.wish))], device=self.device)
             wishes = self.comm.sum_small(wishes, self.world, name="ending")
             self._must_end |= wishes.item() > 0
-
-    def _walk_held_out(self, sums: torch.Tensor) -> bool:
-        """Add what every held-out batch of this rank comes to; whether no rank was asked to stop meanwhile."""
-        assert self.job.eval is not None
-        self._broadcast_buffers()
-        batches = eval_batches(
-            self.parts.eval_data,
-            self.spec.batch.micro,
-            self.world.index,
-            self.world.size,
-            self.job.eval.samples,
-            self.parts.collate,
-        )
-        for micro in batches:
-            vote = self._vote_on_stop()
-            micro = micro.to(self.device)
-            with self.sharded.evaluation(), user_code("evaluation failed"):
-                loss = compute_loss(self.module, micro.batch, self.parts.loss, micro.num_samples)
-            if self.board is not None:
-                self.board.tick()
-            if micro.num_samples:
-                numbers = (loss.weight, loss.total.double(), micro.num_samples, micro.num_tokens)
-                for place, number in enumerate(numbers):
-                    sums[place] += number
-            if vote.read()[0]:
-                return False
-        return True
-
-    def _vote_on_stop(self) -> Arriving:
-        """How many ranks were asked to stop. The device goes on meanwhile: what is read comes before the next batch."""
-        asked = torch.tensor([float(self._asked_to_stop())], dtype=torch.float64, device=self.device)
-        return Arriving.of(self.comm.sum_small(asked, self.world, name="evaluation"))
 
     def _broadcast_buffers(self) -> None:
         """Buffers (running statistics) are the first rank's."""

@@ -51,6 +51,7 @@ from zrun_core.errors import (
     ZrunError,
     lack_of_threads,
 )
+from zrun_core.evaluation import HeldOut
 from zrun_core.events import Emitter
 from zrun_core.mesh import Mesh
 from zrun_core.optim.choose import choose
@@ -289,11 +290,19 @@ class Worker:
         def load(ref: Ref | None) -> Any:
             return None if ref is None else user.function(ref, job_dir)
 
+        loss, collate = load(job.loss), load(job.data.collate)
         return Parts(
-            loss=load(job.loss),
+            loss=loss,
             hooks={name: load(ref) for name, ref in job.hooks if ref is not None},
-            eval_data=None if job.eval is None else user.call(job.eval.data, job_dir),
-            collate=load(job.data.collate),
+            held_out=None
+            if job.eval is None
+            else HeldOut(
+                sets={name: user.call(ref, job_dir) for name, ref in job.eval.sets.items()},
+                metrics=load(job.eval.metrics),
+                loss=loss,
+                collate=collate,
+            ),
+            collate=collate,
         )
 
     def _give_up(self, error: ZrunError) -> None:

@@ -28,3 +28,22 @@ def note(context: HookContext, hook: str, stop: list[int] | None = None) -> None
         file.write(json.dumps(seen) + "\n")
     if stop == [context.step, context.rank]:
         context.stop("well\nenough")
+
+
+def count_even(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Exact counts, a mean, and a number that only some batches have samples for."""
+    labels = batch["labels"]
+    first = (batch["index"] == 0).sum()
+    return {
+        "even": ((labels % 2 == 0).sum(), labels.numel()),
+        "again": model(**batch),
+        "first": (7.0 * first, first),
+    }
+
+
+def own_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+    return {"loss": (torch.tensor(2.5), 1), "calls": (1, 1)}
+
+
+def by_rank(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+    return {f"of-{torch.distributed.get_rank()}": 1.0}

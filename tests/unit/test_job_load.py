@@ -14,7 +14,7 @@ from zrun.job.document import Document
 from zrun.job.load import MAX_FILE_BYTES, LoadedJob, load_job
 from zrun.job.scalars import resolve, write
 from zrun.job.schema import find_key, job_schema, keys
-from zrun_core.config import JobConfig
+from zrun_core.config import JobConfig, Ref
 from zrun_core.errors import ExitCode, JobError
 
 EIGHT_LINES = """\
@@ -137,7 +137,7 @@ def test_origin_of_every_value(folder: Folder) -> None:
         ("env: {PORT: 80}", 'job.yaml:6:13: env.PORT: expected text | null, found 80; write PORT: "80"'),
         (
             "eval: {every: 5}",
-            "job.yaml:6:1: eval.data: missing key (reference to the validation Dataset); "
+            "job.yaml:6:1: eval.data: missing key (returns the validation Dataset; or a mapping of names to several); "
             "write data: train.py:build_val_data",
         ),
         ("lr: {schedule: {call: x}}", "job.yaml:6:23: lr.schedule.call: 'x' is not a reference: "
@@ -385,3 +385,41 @@ def test_json_schema_allows_short_forms() -> None:
 )
 def test_an_update_that_cannot_be_made_is_refused_with_the_job(folder: Folder, lines: str, message: str) -> None:
     assert folder.problems(f"{FIVE_LINES}{lines}\n") == [message]
+
+
+def test_evaluation_data_is_one_reference_or_several_by_name(folder: Folder) -> None:
+    one = folder.load(f"{FIVE_LINES}eval: {{data: {{call: a:val, args: {{n: 3}}}}}}\n").config
+    assert one.eval is not None
+    assert one.eval.sets == {"": Ref(call="a:val", args={"n": 3})}
+    text = f"{FIVE_LINES}eval:\n  data:\n    val: a:val\n    code: {{call: a:code, args: {{n: 3}}}}\n"
+    several = folder.load(text, "eval.data.val.args.n=5")
+    assert several.config.eval is not None
+    assert several.config.eval.sets == {
+        "val": Ref(call="a:val", args={"n": 5}),
+        "code": Ref(call="a:code", args={"n": 3}),
+    }
+    assert str(several.origins["eval.data.code.args.n"]) == "job.yaml:9:36"
+    assert folder.load(render.with_origins(several)).config == several.config
+    assert folder.load(render.as_form(several.config)).config == several.config
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ("{cal: a:b, args: {}}", 'eval.data.cal: unknown key; did you mean "call"? write call: a:b'),
+        ("{v: {cal: a:b}}", 'eval.data.v.cal: unknown key; did you mean "call"? write call: a:b'),
+        (
+            "{v: x}",
+            'eval.data.v: \'x\' is not a reference: write "module:attr" or "file.py:attr"',
+        ),
+        ("{a b: a:b}", "eval.data: 'a b' cannot name a dataset: write 1 to 32 letters, digits or ._-"),
+        (
+            "{v: 3}",
+            "eval.data.v: expected module:attr | {call, args}, found 3; "
+            "write for example data: train.py:build_val_data",
+        ),
+    ],
+)
+def test_what_is_no_evaluation_data_is_told(folder: Folder, data: str, message: str) -> None:
+    (problem,) = folder.problems(f"{FIVE_LINES}eval: {{data: {data}}}\n")
+    assert problem.partition(": ")[2] == message

@@ -314,6 +314,21 @@ def test_plain_prints_the_first_each_nth_and_the_last_step() -> None:
     assert "\x1b" not in out.getvalue()
 
 
+def test_every_number_of_an_evaluation_is_shown() -> None:
+    def evaluated(step: int, **metrics: float) -> Event:
+        values = {name.replace("_", "/"): value for name, value in metrics.items()}
+        return event("eval", step=step, loss=metrics["val_loss"], metrics=values, samples=64)
+
+    first = evaluated(100, val_loss=2.5, code_loss=3.5, code_accuracy=0.25)
+    last = evaluated(200, val_loss=1.5, code_loss=2.0, code_accuracy=0.75)
+    assert message_line(first) == ("eval at step 100: val/loss 2.5  code/loss 3.5  code/accuracy 0.25 over 64 samples")
+    state = after(START, step(1), first, last, event("end", step=200, reason="steps"))
+    drawn = draw(state, 80)
+    assert "eval 1.5000 at step 200" in drawn
+    assert "code/loss 2  code/accuracy 0.75" in drawn
+    assert "validation code/accuracy  0.2500 (step 100) -> 0.7500 (step 200)" in report(state, Path("x"))
+
+
 def test_what_hooks_record_is_on_every_screen() -> None:
     out = io.StringIO()
     follower = Follower(Plain(out, every=4), lambda _: None)

@@ -61,7 +61,11 @@ def leaves(config: Section, path: tuple[str, ...] = (), given: bool = True) -> I
         if isinstance(value, Section):
             yield from leaves(value, here, is_given)
         elif isinstance(value, dict) and value:
-            yield from (Leaf((*here, key), item, is_given) for key, item in value.items())
+            for key, item in value.items():
+                if isinstance(item, Section):
+                    yield from leaves(item, (*here, key), is_given)
+                else:
+                    yield Leaf((*here, key), item, is_given)
         else:
             yield Leaf(here, value, is_given)
 

@@ -53,11 +53,20 @@ def _lines(config: Section, path: tuple[str, ...], margin: str, given: bool, *, 
         if as_form and value is None and key.section is not None and not issubclass(key.section, Ref):
             value = key.section.model_validate(key.example)  # its keys are worth showing
         here_margin = f"{margin}# " if as_form and given and not is_given else margin
+        if isinstance(value, dict):
+            value = {name: _short(item) for name, item in value.items()}
         if type(value) is Ref and not value.args:
             value = value.call
         yield _Line(here, value, is_given, here_margin)
         if isinstance(value, Section):
             yield from _lines(value, here, f"{here_margin}  ", is_given, as_form=as_form)
+
+
+def _short(value: Any) -> Any:
+    """A reference as a person writes it; anything else as it is."""
+    if not isinstance(value, Ref):
+        return value
+    return value.model_dump(mode="json") if value.args else value.call
 
 
 def _origin(job: LoadedJob, line: _Line) -> str:

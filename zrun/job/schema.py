@@ -72,7 +72,9 @@ def find_key(path: KeyPath) -> Key | None:
         if section is None:
             return key if key is not None and key.item_takes is not None else None
         if name not in fields(section):
-            return None
+            if key is None or key.item_takes is None:
+                return None
+            continue  # a name of the user's, with the same keys below it
         key = _key(section, tuple(str(part) for part in path[: depth + 1]))
         section = key.section
     return key
@@ -82,6 +84,10 @@ def find_key(path: KeyPath) -> Key | None:
 def job_schema() -> dict[str, Any]:
     """JSON schema of a job file for editors; unlike pydantic's own, it allows the short forms."""
     schema = JobConfig.model_json_schema()
+    for section in schema["$defs"].values():
+        for fragment in section.get("properties", {}).values():
+            if "oneOf" in fragment:  # as pydantic writes a union that says which branch is meant
+                fragment["anyOf"] = fragment.pop("oneOf")
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     for section in _sections_below(JobConfig):
         if section.short is not None:

@@ -88,8 +88,10 @@ def _references(job: JobConfig) -> dict[str, Ref]:
         "data.collate": job.data.collate,
         "loss": job.loss,
         "lr.schedule": job.lr.schedule,
-        "eval.data": job.eval and job.eval.data,
+        "eval.metrics": job.eval and job.eval.metrics,
     }
+    if job.eval is not None:
+        found |= {f"eval.data.{name}".rstrip("."): ref for name, ref in job.eval.sets.items()}
     found |= {f"hooks.{name}": ref for name, ref in job.hooks}
     return {key: ref for key, ref in found.items() if isinstance(ref, Ref)}
 

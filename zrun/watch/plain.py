@@ -58,7 +58,8 @@ def message_line(event: Event) -> str | None:
         case "start":
             return "\n".join(_notes(event)) or None
         case "eval":
-            return f"eval at step {event['step']}: loss {float(event['loss']):.6g} over {event.get('samples')} samples"
+            numbers = text.metrics(event.get("metrics") or {"loss": event["loss"]})
+            return f"eval at step {event['step']}: {numbers} over {event.get('samples')} samples"
         case "metrics" if event.get("hook") != "on_step":
             return metrics_line(event)
         case "save":

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from zrun.launch.cluster import several
 from zrun.watch import text
-from zrun.watch.state import Evaluation, RunState, number
+from zrun.watch.state import RunState, number
 from zrun_core.sizes import format_size
 
 
@@ -16,8 +16,7 @@ def report(state: RunState, run_dir: Path) -> str:
     rows = _extent(state)
     rows.append(("loss", _losses(state)))
     if state.evals:
-        told = [f"{each.loss:.4f} (step {each.step})" for each in _ends(state)]
-        rows.append(("validation", " -> ".join(told)))
+        rows += _evaluations(state)
     rows.append(("metrics", text.metrics(state.metrics)))
     rows.append(("speed", _speed(state)))
     sent = "sent by rank 0" + (" in this attempt" if state.resumed else "")
@@ -62,9 +61,16 @@ def _losses(state: RunState) -> str:
     return last if at == state.step.step else f"{first:.4f} (step {at}) -> {last}"
 
 
-def _ends(state: RunState) -> list[Evaluation]:
+def _evaluations(state: RunState) -> list[tuple[str, str]]:
+    """What each number was in the first evaluation, and what in the last."""
     first, last = state.evals[0], state.evals[-1]
-    return [last] if first == last else [first, last]
+    ends = [last] if first is last else [first, last]
+    rows = []
+    for name in last.metrics:
+        known = [each for each in ends if name in each.metrics]
+        values = " -> ".join(f"{each.metrics[name]:.4f} (step {each.step})" for each in known)
+        rows.append(("validation" if name == "loss" else f"validation {name}", values))
+    return rows
 
 
 def _speed(state: RunState) -> str:

@@ -63,7 +63,11 @@ class Step:
 @dataclass(frozen=True)
 class Evaluation:
     step: int
-    loss: float
+    metrics: Mapping[str, float]  # the loss comes first, that of the first set
+
+    @property
+    def loss(self) -> float:
+        return next(iter(self.metrics.values()))
 
 
 class ByRank(Mapping[int, Event]):
@@ -158,6 +162,12 @@ class RunState:
         return None
 
     @property
+    def newest_metrics(self) -> dict[str, float]:
+        """Of the newest evaluation, but for its first loss, and of hooks."""
+        evaluated = list(self.evals[-1].metrics.items())[1:] if self.evals else []
+        return dict(evaluated) | dict(self.metrics)
+
+    @property
     def tflops(self) -> float | None:
         return self._rate("tflops")
 
@@ -195,7 +205,10 @@ def fold(state: RunState, event: Event) -> RunState:
         case "memory":
             return fold_memory(state, [event])
         case "eval":
-            return replace(state, evals=(*state.evals, Evaluation(event["step"], number(event["loss"]))))
+            found = event.get("metrics") or {"loss": event["loss"]}  # older records have no more
+            metrics = {name: number(value) for name, value in found.items()}
+            evaluation = Evaluation(event["step"], metrics)
+            return replace(state, evals=(*state.evals, evaluation))
         case "metrics":
             values = {name: number(value) for name, value in event["values"].items()}
             newest = list((dict(state.metrics) | values).items())[:_KEPT_METRICS]

@@ -66,7 +66,7 @@ class Unit:
 
 def metrics(values: Mapping[str, Any]) -> str:
     """Numbers with their names, in the order in which they are given."""
-    return "  ".join(f"{name} {float(value):.5g}" for name, value in values.items())
+    return "  ".join(f"{name} {float(value):.6g}" for name, value in values.items())
 
 
 def foretold(event: Event) -> str:

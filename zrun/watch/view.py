@@ -192,8 +192,9 @@ def _time(state: RunState, facts: Facts, room: Room) -> list[Text]:
 
 
 def _metrics(state: RunState, facts: Facts, room: Room) -> list[Text]:
-    """What the user's hooks have recorded."""
-    return packed(text.metrics(state.metrics).split(GAP), room.width) if state.metrics else []
+    """What the newest evaluation and the user's hooks have come to, but for the loss."""
+    metrics = state.newest_metrics
+    return packed(text.metrics(metrics).split(GAP), room.width) if metrics else []
 
 
 def _estimate(state: RunState, facts: Facts, room: Room) -> list[Text]:

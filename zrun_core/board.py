@@ -23,7 +23,10 @@ from zrun_core.sizes import format_size
 
 _PAGE = 32768
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce", "push", "pull", "broadcast", "small")
-PHASES = ("start", "data", "forward", "backward", "update", "hook", "evaluation", "save", "end")
+PHASES = (  # in the order in which they come
+    *("start", "import", "rendezvous", "build", "shard", "load"),
+    *("data", "forward", "backward", "update", "hook", "evaluation", "save", "end"),
+)
 _HISTORY = 32  # last collectives of each kind that are remembered
 _NAME_BYTES = 72
 _ENTRY = struct.Struct(f"<QQQ{_NAME_BYTES}s")  # number from 1 per kind, number over all kinds, bytes, name

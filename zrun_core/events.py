@@ -22,6 +22,7 @@ EventType = Literal[
     "warning",
     "log",
     "output",
+    "phase",
     "memory",
     "peak",
     "stop",

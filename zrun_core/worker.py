@@ -120,12 +120,22 @@ class Worker:
         self.run_dir = Path(spec.run_dir)
         is_heard = spec.telemetry is not None and Path(spec.telemetry).exists()  # not under torchrun, of an earlier run
         self.emitter = Emitter(spec.telemetry if is_heard else None, rank)
-        self.phase = "start"
         self.stop = StopSignals()
         self.lock: int | None = None  # on the folder of checkpoints
         ranks = spec.plan.ranks_on(spec.plan.ranks[rank].host)
         self.board = Board(host_file(self.run_dir, "board", ranks.start), rank, ranks, spec.plan.world_size)
+        self.phase = "start"
         self._trainer: Trainer | None = None
+
+    @property
+    def phase(self) -> str:
+        """What this rank does before its trainer is there, in the words of the board."""
+        return self._phase
+
+    @phase.setter
+    def phase(self, phase: str) -> None:
+        self._phase = phase
+        self.board.phase(phase)
 
     def listen(self) -> None:
         """Obey signals; SIGQUIT writes every thread's stack, also while the process is stuck in native code."""
@@ -152,12 +162,15 @@ class Worker:
         self._join(device)
         comm, mesh = self._connect(device)
 
-        self.phase = "build"
+        self.phase = "import"
         user.add_to_path(job_dir)
+        user.load(job.model, job_dir)
+        self.phase = "build"
         chosen = choose(job.optim, lambda name: user.load(Ref(call=name), job_dir), device)
         settings = parallelize.make_settings(job, chosen, device)
         settings = replace(settings, memory_bytes=self._memory_bytes(device))
         built = self._build(settings, mesh, comm)
+        self.phase = "shard"
         sharded, notes = parallelize.parallelize(built, job, settings, mesh, comm)
         sharded.module.to(device)  # buffers: the parameters are there
         notes = [*built.notes, *notes]

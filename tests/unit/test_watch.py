@@ -7,6 +7,7 @@ import json
 import math
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from rich.console import Console, ConsoleDimensions
 from zrun.watch import text
 from zrun.watch.follow import Follower
 from zrun.watch.live import Live
+from zrun.watch.phases import Doing
 from zrun.watch.plain import Plain, message_line, step_line
 from zrun.watch.report import report
 from zrun.watch.room import Facts
@@ -184,6 +186,18 @@ def test_the_panel_says_all(width: int) -> None:
         "planned    20.0   20.0   60.0   24.0 ",
     ):
         assert words in drawn, words
+
+
+def test_the_panel_says_what_is_being_done() -> None:
+    def drawn(state: RunState, step: int, *, is_long: bool) -> str:
+        doing = Doing(0, step, "evaluation", "evaluating", 12.0, is_long)
+        return draw(replace(state, doing=doing), 80)
+
+    assert "step     starting 2 workers  evaluating 12s" in drawn(RunState(), 0, is_long=False)
+    assert "step     10.2M parameters ready  evaluating 12s" in drawn(after(START), 0, is_long=True)
+    assert "run      evaluating 12s  epoch 0.50" in drawn(RUNNING, 120, is_long=True)
+    assert "evaluating" not in drawn(RUNNING, 120, is_long=False)
+    assert "evaluating" not in drawn(RUNNING, 119, is_long=True)  # a board is seen late
 
 
 def test_the_split_bar_is_filled() -> None:

@@ -457,6 +457,7 @@ def _follow(
     from zrun.launch.signals import ends_with_parent, ignore, name_of
     from zrun.launch.supervise import Interrupts, Run, Supervisor, judge
     from zrun.watch.follow import Follower
+    from zrun.watch.phases import PhaseWatch
     from zrun.watch.report import report
     from zrun.watch.room import Facts
     from zrun.watch.screen import open_screen
@@ -466,6 +467,7 @@ def _follow(
     facts = Facts(job.name, rundir.run_id, tuple(place.host for place in plan.ranks))
     follower = Follower(open_screen(ui, facts, job.log.every, sys.stdout, os.environ), rundir.append)
     run, interrupts = Run(plan.world_size), Interrupts()
+    phases = PhaseWatch(compiles=job.compile)
     stragglers = Stragglers(facts)
 
     def on_event(event: Event, line: bytes | None) -> None:
@@ -474,7 +476,10 @@ def _follow(
         stragglers.see(event, follower.event)
 
     def on_turn() -> None:
-        follower.turn()
+        phases.see(time.monotonic(), run.states)
+        if (news := phases.news()) is not None:
+            follower.event(news)
+        follower.turn(phases.doing)
         gate.turn(follower.event)
 
     turn = ends_with_parent(on_turn) if order.backend.kind == "env" else on_turn

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import groupby
 
+from zrun.watch.phases import Doing
 from zrun.watch.screen import Nothing, Screen
 from zrun.watch.state import RunState, fold, fold_memory
 from zrun_core.events import Event, encode
@@ -31,13 +32,20 @@ class Follower:
         self._new.append(event)
         self._lines.append(encode(event) if line is None else line)
 
-    def turn(self) -> None:
+    def turn(self, doing: Doing | None = None) -> None:
+        """Record and show what has come.
+
+        Args:
+            doing: what the run is waiting for.
+        """
         self._take_in()
+        self.state = replace(self.state, doing=doing)
         with self._drawing():
             self._screen.turn(self.state)
 
     def close(self) -> None:
         self._take_in()
+        self.state = replace(self.state, doing=None)
         with self._drawing():
             self._screen.close(self.state)
 

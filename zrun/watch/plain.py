@@ -37,6 +37,8 @@ class Plain:
                 step = state.step.step
                 due = step % self._every == 0 or step in (1, state.total_steps)
                 return step_line(state) if due else None
+            case "phase":
+                return f"{printable(str(event.get('what')))}: {text.duration(float(event['seconds']))} so far"
             case "metrics" if event.get("hook") == "on_step":
                 return metrics_line(event) if event["step"] % self._every == 0 else None
         return message_line(event)

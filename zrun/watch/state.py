@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from zrun.watch.phases import Doing
 from zrun_core.events import Event
 
 _CURVE_POINTS = 512
@@ -123,6 +124,7 @@ class RunState:
     num_warnings: int = 0
     estimate: Event | None = None  # the newest comparison with what was predicted
     end: Event | None = None
+    doing: Doing | None = None  # what the run is waiting for
     elapsed_s: float | None = None  # since this attempt began, by the launcher's clock
 
     @property

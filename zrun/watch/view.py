@@ -94,11 +94,8 @@ def _title(state: RunState, facts: Facts, width: int) -> Text:
 
 
 def _progress(state: RunState, facts: Facts, room: Room) -> list[Text]:
-    if state.start is None:
-        return [Text(f"starting {several(facts.num_ranks, 'worker')}")]
     if not state.step.step:
-        params = text.count(state.start.get("params") or 0)
-        return [Text(f"{params} parameters ready; first step")]
+        return packed(_beginning(state, facts), room.width)
     total = state.total_steps
     if total is None:
         return [Text(f"{state.step.step}")]
@@ -114,10 +111,26 @@ def _progress(state: RunState, facts: Facts, room: Room) -> list[Text]:
     return packed(fields, room.width)
 
 
+def _beginning(state: RunState, facts: Facts) -> list[Text | str]:
+    """What there is before the first step is done, and what is being done about it."""
+    fields: list[Text | str] = [f"starting {several(facts.num_ranks, 'worker')}"]
+    if state.start is not None:
+        fields = [f"{text.count(state.start.get('params') or 0)} parameters ready"]
+    return fields + _waited_for(state)
+
+
+def _waited_for(state: RunState) -> list[Text | str]:
+    """What takes a while just now."""
+    doing = state.doing
+    if doing is None or doing.step < state.step.step or (state.step.step and not doing.is_long):
+        return []
+    return [Text(f"{doing.what} {text.duration(doing.seconds)}", GOOD)]
+
+
 def _so_far(state: RunState, facts: Facts, room: Room) -> list[Text]:
     """What the run has consumed, and what of it is safe."""
     step = state.step
-    fields: list[Text | str] = []
+    fields = _waited_for(state) if step.step else []
     if state.elapsed_s is not None:
         fields.append(f"elapsed {text.duration(state.elapsed_s)}")
     if step.epoch is not None:

@@ -140,6 +140,14 @@ class DataConfig(Ref):
     collate: Ref | None = Field(
         default=None, description="function (list of samples) -> batch; default: torch's", examples=["train.py:collate"]
     )
+    longest: int | None = Field(
+        default=None,
+        gt=0,
+        le=10**8,
+        description="tokens of the longest sample, with which zrun estimate plans; default: those "
+        "of the longest that it looks at",
+        examples=[512],
+    )
 
 
 class BatchConfig(Section):

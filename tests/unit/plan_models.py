@@ -44,6 +44,26 @@ class Once(Layer):
         return super().forward(x)
 
 
+class Ragged(torch.utils.data.Dataset[Any]):
+    """Lists of tokens, as tokenizers make them: the last two are the longest."""
+
+    def __init__(self, count: int = 8) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> list[int]:
+        return [1] * (20 if index >= self.count - 2 else 2 + index % 5)
+
+
+def padded(samples: list[list[int]]) -> dict[str, Tensor]:
+    longest = max(map(len, samples))
+    tokens = torch.tensor([[*sample, *[0] * (longest - len(sample))] for sample in samples])
+    mask = torch.ones(len(samples), longest, longest)
+    return {"input_ids": tokens, "labels": tokens, "mask": mask}
+
+
 class Hangs(torch.utils.data.Dataset[Any]):
     """Whose length never comes."""
 

@@ -201,8 +201,12 @@ def test_a_job_may_take_less_than_there_is(loaded: LoadedJob) -> None:
 
 
 def test_a_comparison_is_judged_by_its_tolerance() -> None:
-    assert Line("peak", 101, 100, 0.02).is_right
-    assert not Line("peak", 98, 100, 0.01).is_right
+    gib = 1 << 30
+    assert Line("peak", 1.01 * gib, gib, 0.02).is_right
+    assert not Line("peak", 0.98 * gib, gib, 0.01).is_right
+    assert Line("peak", 98, 100, 0.01).is_right  # two bytes
+    assert Line("peak", 2 * gib, gib, 0.01, is_bound=True).is_right
+    assert not Line("peak", 0.98 * gib, gib, 0.01, is_bound=True).is_right
     assert Line("step", 3.0, 1.0, None).is_right
     assert "WRONG" in str(Line("step", 3.0, 1.0, 0.15))
 

@@ -12,6 +12,7 @@ from zrun_core.plan.candidate import Candidate
 from zrun_core.plan.costs import Costs, Terms
 from zrun_core.plan.estimate import Planner
 from zrun_core.plan.hardware import parse_simulate
+from zrun_core.plan.memory import adds_gradients
 from zrun_core.plan.profile import Event, Linear, Op, Phase, Profile, Trace
 from zrun_core.plan.states import Dims
 from zrun_core.plan.tracing import describe_modules, describe_params
@@ -93,6 +94,13 @@ def test_recomputation_is_what_the_other_timeline_lacks() -> None:
     assert none.model_flops == full.model_flops == none.hardware_flops
     assert full.hardware_flops == pytest.approx(none.model_flops + 2 * BLOCKS * 4 * 2.0 * TOKENS * WIDTH**2)
     assert full.parts["recompute"] == pytest.approx(full.seconds - none.seconds, rel=1e-6)
+
+
+def test_gradients_are_added_where_they_are_not_reduced_at_once() -> None:
+    added = [adds_gradients(Candidate(stage, Dims(2), 4, 2)) for stage in range(4)]
+    assert added == [True, True, False, False]
+    assert adds_gradients(Candidate(2, Dims(1), 4, 2))
+    assert not adds_gradients(Candidate(0, Dims(2), 4, 1))
 
 
 def test_the_peak_is_states_and_live_events() -> None:

@@ -166,6 +166,7 @@ def forecast_of(found: Answer) -> Forecast:
         low_s=chosen.time.low,
         high_s=chosen.time.high,
         calibrated=question.hardware.measured,
+        is_bound=chosen.is_bound,
         sentence=found.sentence if over is not None and not chosen.fits else "",
         changes=tuple(as_overrides(changes)),
         patch=as_yaml(changes, question.config) if changes and question.config is not None else "",

@@ -25,10 +25,13 @@ from zrun_core.spec import RunSpec
 
 if TYPE_CHECKING:
     from zrun_core.plan.hardware import Hardware
+    from zrun_core.plan.outcome import Estimate
 
 _WARM_STEPS = 2  # whose times do not count: the first warms up, the second one's memory is measured
 _ON_CPU_ALONE, _ON_CPU, _ON_GPU, _RESERVED = 0.01, 0.02, 0.03, 0.07
 _TIME_CPU, _TIME_GPU = 0.15, 0.10
+_SHORT_S = 0.05
+_SMALL_BYTES = 1 << 20  # that do not matter, whatever their share
 
 
 @dataclass(frozen=True)
@@ -37,12 +40,14 @@ class Line:
 
     Attributes:
         tolerance: share of the measured value that the predicted one may be off; None: it is not judged.
+        is_bound: more may be predicted than was measured.
     """
 
     what: str
     predicted: float
     measured: float
     tolerance: float | None
+    is_bound: bool = False
 
     @property
     def error(self) -> float:
@@ -51,11 +56,20 @@ class Line:
 
     @property
     def is_right(self) -> bool:
-        return self.tolerance is None or abs(self.error) <= self.tolerance
+        if self.tolerance is None:
+            return True
+        if self.what != "step" and abs(self.predicted - self.measured) <= _SMALL_BYTES:
+            return True
+        is_too_low = self.error < -self.tolerance
+        is_too_high = self.error > self.tolerance and not self.is_bound
+        return not (is_too_low or is_too_high)
 
     def __str__(self) -> str:
         in_words = text.seconds if self.what == "step" else format_size
-        limit = f"at most {self.tolerance:.0%}" if self.tolerance is not None else "not judged"
+        limit = "not judged"
+        if self.tolerance is not None:
+            small = "" if self.what == "step" else f", or {format_size(_SMALL_BYTES)}"
+            limit = f"at most {self.tolerance:.0%}{' below' if self.is_bound else ''}{small}"
         verdict = "" if self.tolerance is None else "  ok" if self.is_right else "  WRONG"
         return (
             f"{self.what:9} {in_words(self.predicted):>12} predicted {in_words(self.measured):>12} measured "
@@ -123,27 +137,49 @@ def _compared(
     from zrun.estimate.request import of_job_on
     from zrun.estimate.tables import fullest
 
+    is_alike = not notes  # the run and this estimate are of one zrun and one machine
     loaded = LoadedJob(spec.job, Path(spec.job_dir) / "job.yaml", {})
     question = of_job_on(loaded, hardware, patience_s)
     chosen = question.planner.estimate(question.base)
     rank, on_cpu = fullest(chosen), spec.job.device == "cpu"
+    is_bound = chosen.is_bound
+    if chosen.is_guess:
+        notes += [note for note in chosen.notes if "are not known" in note]
+    if is_bound:
+        notes.append("samples differ in size: predicted for the longest, and most steps take less")
     lines = []
     if peak := max((event.get("peak_bytes") or 0 for event in peaks), default=0):
         limit = _ON_GPU if not on_cpu else _ON_CPU_ALONE if spec.plan.world_size == 1 else _ON_CPU
-        lines.append(Line("peak", rank.allocated, peak, limit))
+        judged = None if chosen.is_guess else limit
+        lines.append(Line("peak", rank.allocated, peak, judged, is_bound))
     else:
         notes.append("the run did not measure its memory: another version, or a profiler of its own in the second step")
     if reserved := max((event.get("reserved_bytes") or 0 for event in peaks), default=0):
-        lines.append(Line("reserved", rank.reserved, reserved, _RESERVED))
+        judged = None if chosen.is_guess else _RESERVED
+        lines.append(Line("reserved", rank.reserved, reserved, judged, is_bound))
     if process := max((event.get("process_bytes") or 0 for event in peaks), default=0):
         lines.append(Line("process", rank.device_used, process, None))
     if times:
-        judged = hardware.measured and not notes
-        limit_s = (_TIME_CPU if on_cpu else _TIME_GPU) if judged else None
+        limit_s, why = _limit_of_time(chosen, hardware, is_alike=is_alike)
         lines.append(Line("step", chosen.time.seconds, statistics.median(times), limit_s))
-        if not hardware.measured:
-            notes.append("the time is not judged: nobody has measured this machine (zrun doctor --bench)")
+        notes += [f"the time is not judged: {why}"] if why else []
     return Check(run, chosen.source, tuple(lines), tuple(notes))
+
+
+def _limit_of_time(
+    chosen: Estimate,
+    hardware: Hardware,
+    *,
+    is_alike: bool,
+) -> tuple[float | None, str]:
+    """How far off a time may be; None, and why, where it says too little to be judged."""
+    if not hardware.measured:
+        return None, "nobody has measured this machine (zrun doctor --bench)"
+    if chosen.is_guess or chosen.is_bound or not is_alike:
+        return None, ""
+    if chosen.time.seconds < _SHORT_S:
+        return None, f"below {_SHORT_S * 1e3:.0f} ms a step is mostly what lies between operators"
+    return _TIME_CPU if hardware.device.kind == "cpu" else _TIME_GPU, ""
 
 
 def _hardware(spec: RunSpec, start: Event) -> tuple[Hardware, list[str]]:

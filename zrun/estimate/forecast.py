@@ -51,6 +51,7 @@ class Forecast:
         capacity: of the device, or a rank's share of its host's memory, when it was made.
         step_s, low_s, high_s: of a step, and between which bounds.
         calibrated: the rates of these very hosts were measured.
+        is_bound: samples differ in size, and these are bytes and seconds of the longest.
         sentence: why it does not fit; "" if it does.
         changes: keys with which it would fit; empty if none are known.
         patch: the same as a part of a job file.
@@ -68,6 +69,7 @@ class Forecast:
     sentence: str = ""
     changes: tuple[str, ...] = ()
     patch: str = ""
+    is_bound: bool = False
 
     @property
     def fits(self) -> bool:

@@ -34,6 +34,10 @@ _PATIENCE_S = 150.0  # for a reason to refuse, which is wanted more than a start
 _PATIENCE_AT_END_S = 10.0  # for what would have fitted, after a run that had no memory: it has said why it ends
 _CORES_PER_RANK = 2  # that a launch keeps busy: imports, building, a rank's threads
 _COMPARED_AT = 3  # step
+_PREDICTED = (
+    "source", "peak_bytes", "reserved_bytes", "device_bytes", "step_s", "low_s", "high_s",
+    "calibrated", "is_bound",
+)  # fmt: skip
 _WARM_STEPS = 2  # not counted in times: the second one's memory is measured
 
 
@@ -169,12 +173,8 @@ class Gate:
         self._is_told = True
         peak = max(value for value, _ in self._peaks.values())
         reserved = max((value or 0 for _, value in self._peaks.values()), default=0)
-        predicted: dict[str, Any] = {
-            name: value
-            for name, value in asdict(forecast).items()
-            if name
-            in ("source", "peak_bytes", "reserved_bytes", "device_bytes", "step_s", "low_s", "high_s", "calibrated")
-        }
+        values = asdict(forecast)
+        predicted: dict[str, Any] = {name: values[name] for name in _PREDICTED}
         emit(
             {
                 "type": "estimate",

@@ -74,8 +74,13 @@ def foretold(event: Event) -> str:
     predicted, measured = event.get("predicted") or {}, event.get("measured") or {}
     parts = []
     if measured.get("peak_bytes") and predicted.get("peak_bytes"):
-        guess = _beside(measured["peak_bytes"], predicted["peak_bytes"])
-        parts.append(f"peak {format_size(int(measured['peak_bytes']))} in tensors (predicted {guess})")
+        was, said = int(measured["peak_bytes"]), int(predicted["peak_bytes"])
+        foretold = f"predicted {_beside(was, said)}"
+        if predicted.get("source") == "guessed":
+            foretold = f"guessed {format_size(said)}"
+        elif predicted.get("is_bound") and said >= was:
+            foretold = f"at most {format_size(said)} predicted, of the longest samples"
+        parts.append(f"peak {format_size(was)} in tensors ({foretold})")
         if taken := measured.get("process_bytes"):
             guess = f" ({_beside(taken, predicted['device_bytes'])})" if predicted.get("device_bytes") else ""
             parts[-1] += f", {format_size(int(taken))} in the process{guess}"

@@ -258,7 +258,8 @@ class Planner:
         least = min(steady.values())
         beyond = {phase: size - least for phase, size in steady.items()}
         dims = candidate.dims
-        key = (candidate.micro, candidate.checkpoint, candidate.precision, candidate.accumulation > 1, dims.tp,
+        key = (candidate.micro, candidate.checkpoint, candidate.precision,
+               memory.adds_gradients(candidate), dims.tp,
                candidate.sequence_parallel, stage.blocks, stage.held, stage.first, stage.last,
                tuple(beyond.values()))  # fmt: skip
         found = self._peaks.get(key)
@@ -335,6 +336,7 @@ class Planner:
             candidate, ranks, self.paper_bytes(candidate), _of_host(host), self.time(candidate),
             self.hardware.device.memory_bytes, fits, source, tuple(self._notes(candidate, source)),
             host, self.traffic(candidate) if traffic else {},
+            isinstance(self.subject, Profile) and self.subject.is_ragged,
         )  # fmt: skip
 
     def _known(self, rank: RankMemory) -> RankMemory:

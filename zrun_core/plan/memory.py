@@ -66,6 +66,12 @@ class Held:
     reserved_beyond: int
 
 
+def adds_gradients(candidate: Candidate) -> bool:
+    """Whether gradients of a micro-batch are added to earlier ones before they are reduced."""
+    reduces_each = candidate.stage >= 2 and candidate.dims.shard_size > 1
+    return candidate.accumulation > 1 and not reduces_each
+
+
 def traced(profile: Profile, candidate: Candidate, stage: Stage, steady: Mapping[Phase, int], *, cuda: bool) -> Peak:
     """The peak of a stage of a traced model.
 
@@ -74,7 +80,7 @@ def traced(profile: Profile, candidate: Candidate, stage: Stage, steady: Mapping
     """
     return peak_of(
         profile.traces[candidate.checkpoint], candidate.micro, blocks=stage.range(profile.num_blocks),
-        in_flight=math.ceil(stage.held), steady=steady, accumulating=candidate.accumulation > 1,
+        in_flight=math.ceil(stage.held), steady=steady, accumulating=adds_gradients(candidate),
         align=ALIGN if cuda else 1,
     )  # fmt: skip
 

@@ -41,6 +41,7 @@ class Estimate:
         paper: bytes of states per rank as papers count them, K = 12, by kind.
         host_bytes: of each node's memory; `host_parts` says for what.
         capacity: bytes of a device.
+        is_bound: its batches are of the longest samples: most take less.
         fits: whether it does; of a guess, whether what is known of it does.
         source: where activations come from: "traced", "measured on the CPU", "formula" or
             "guessed".
@@ -59,6 +60,7 @@ class Estimate:
     notes: tuple[str, ...] = ()
     host_parts: dict[str, int] = field(default_factory=dict)
     traffic: dict[str, int] = field(default_factory=dict)
+    is_bound: bool = False
 
     @property
     def is_guess(self) -> bool:

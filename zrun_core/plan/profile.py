@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from zrun_core.plan.folding import Table, fold, unfold
 
-FORMAT = 5  # of the JSON
+FORMAT = 6  # of the JSON
 EventKind = Literal["activation", "temp", "grad"]
 Family = Literal["gemm", "attention", "conv", "norm", "elementwise", "copy", "other"]
 Source = Literal["traced", "measured on the CPU", "formula", "guessed"]
@@ -210,6 +210,7 @@ class Profile:
         guessed: policies whose traces are no more than a guess.
         notes: what a reader should know that is no fallback.
         files: digests of the files of code that it came from, by path.
+        is_ragged: samples differ in size: these are batches of the longest.
         is_partial: time was over before all of it was traced.
     """
 
@@ -227,6 +228,7 @@ class Profile:
     files: Mapping[str, str] = field(default_factory=dict)
     untraced: Mapping[str, str] = field(default_factory=dict)
     guessed: frozenset[str] = frozenset()
+    is_ragged: bool = False
     is_partial: bool = False
 
     @property
@@ -255,6 +257,7 @@ class Profile:
                 "notes": self.notes,
                 "files": dict(self.files),
                 "untraced": dict(self.untraced),
+                "is_ragged": self.is_ragged,
             },
             separators=(",", ":"),
         )
@@ -290,6 +293,7 @@ class Profile:
                 notes=tuple(found["notes"]),
                 files=found["files"],
                 untraced=found["untraced"],
+                is_ragged=found["is_ragged"],
             )
         except (KeyError, TypeError, IndexError, AttributeError) as error:
             raise ValueError(f"not a profile: {error!r}") from None

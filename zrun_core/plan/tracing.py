@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import functools
 import gc
-import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -22,15 +21,13 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils.data import default_collate
 
 from zrun_core import room, user
 from zrun_core.activations.checkpoint import apply_checkpointing
 from zrun_core.activations.kv_cache import omit_cache
 from zrun_core.build import check
-from zrun_core.config import ActivationsConfig, JobConfig, Ref
+from zrun_core.config import ActivationsConfig, JobConfig
 from zrun_core.data.batch import _map_tensors, count_tokens
-from zrun_core.data.source import is_map_style
 from zrun_core.errors import UserCodeError, ZrunError
 from zrun_core.layout import dense_stride
 from zrun_core.loss import LossFunction, LossKind, compute_loss
@@ -50,14 +47,12 @@ from zrun_core.plan.profile import (
     peak_of,
 )
 from zrun_core.plan.record import Recorder, Row
+from zrun_core.plan.samples import Samples, bytes_of, samples_of, tensors_of
 from zrun_core.plan.uncompiled import pass_by_compiler
 from zrun_core.precision import Precision
 from zrun_core.zero.cut import _of_running_norms, repeated_blocks
 
 _CPU = torch.device("cpu")
-_TEXT = {"zrun_core.data.text:text": 256, "zrun_core.data.text:masked_text": 128}  # their default seq_len
-_LOOK_AT = 32  # samples, of which the largest is taken
-_LOOK_FOR_S = 2.0
 _PAIRS = ((1, 2), (2, 3), (2, 4), (4, 8))  # micro-batches from which sizes are known as a function of it
 _LOOP_ERROR = 0.01  # between what loops are taken to need and what they do
 _REAL_S = 60.0  # that a pass may take on values
@@ -115,7 +110,7 @@ def trace_job(
     described = replace(_described(model, job, device), why=why)
     tell(described)
     tell(f"reading the first samples of {job.data.call}")
-    subject = _Subject(job, job_dir, model, loss, _sample_of(job, job_dir), device, tell)
+    subject = _Subject(job, job_dir, model, loss, samples_of(job, job_dir), device, tell)
     gc.collect()
     gc.freeze()  # each pass collects what it makes, and not again all that is there before
     try:
@@ -154,99 +149,6 @@ def _build_for_real(job: JobConfig, job_dir: Path) -> nn.Module:
     return user.build_model(job.model, job_dir)
 
 
-# The batch
-
-
-@dataclass(frozen=True)
-class _Samples:
-    """What a micro-batch is made of: the largest sample that was looked at, as often as needed."""
-
-    first: Sequence[Any]
-    largest: Any
-    collate: Callable[[list[Any]], Any]
-    note: str = ""
-
-    def batch(self, micro: int) -> Any:
-        return self.collate([self.largest] * micro)
-
-    def real_batch(self, micro: int) -> Any:
-        """Different samples, for models in which values matter."""
-        return self.collate(list(itertools.islice(itertools.cycle(self.first), micro)))
-
-
-def _sample_of(job: JobConfig, job_dir: Path, *, values: bool = False) -> _Samples:
-    """Read a few samples of the job's data. What is known of them without reading them will do, but for their values.
-
-    Raises:
-        JobError: there is no such data.
-        UserCodeError: reading it failed, and its shapes are not known otherwise.
-    """
-    collate = default_collate if job.data.collate is None else user.function(job.data.collate, job_dir)
-    if job.data.call in _TEXT and not values:
-        return _blank_text(job, collate)
-    try:
-        dataset = user.call(Ref(call=job.data.call, args=job.data.args), job_dir)
-        with user.user_code("reading the training data failed"):
-            samples = list(_first_samples(dataset))
-    except ZrunError as error:
-        if job.data.call not in _TEXT:
-            raise
-        reason = str(error).splitlines()[0]
-        return replace(_blank_text(job, collate), note=f"the data was not read ({reason}): its seq_len says its shape")
-    if not samples:
-        raise UserCodeError(f"the dataset is empty: {type(dataset).__name__}")
-    sizes = [_bytes_of(sample) for sample in samples]
-    note = ""
-    if len(set(sizes)) > 1:
-        note = f"samples differ in size: planned with the largest of {len(samples)}"
-    return _Samples(samples, samples[sizes.index(max(sizes))], collate, note)
-
-
-def _blank_text(job: JobConfig, collate: Callable[[list[Any]], Any]) -> _Samples:
-    """What a sample of text looks like."""
-    tokens = torch.zeros(int(job.data.args.get("seq_len", _TEXT[job.data.call])), dtype=torch.int64)
-    sample = {"input_ids": tokens, "labels": tokens}
-    return _Samples([sample], sample, collate)
-
-
-def _first_samples(dataset: Any) -> Iterator[Any]:
-    start = time.monotonic()
-    if is_map_style(dataset):
-        count = len(dataset)
-        step = max(1, count // _LOOK_AT)
-        places = [*range(0, count, step)][:_LOOK_AT]
-        read: Iterator[Any] = (dataset[place] for place in places)
-    else:
-        read = itertools.islice(iter(dataset), _LOOK_AT)
-    for sample in read:
-        yield sample
-        if time.monotonic() - start > _LOOK_FOR_S:
-            return
-
-
-def _bytes_of(value: Any) -> int:
-    total = 0
-
-    def add(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal total
-        total += tensor.numel() * tensor.element_size()
-        return tensor
-
-    _map_tensors(add, value)
-    return total
-
-
-def _tensors_of(value: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-
-    def add(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor
-
-    _map_tensors(add, value)
-    return found
-
-
 # The model
 
 
@@ -259,7 +161,7 @@ class _Subject:
         job_dir: Path,
         model: nn.Module,
         loss: LossFunction | None,
-        samples: _Samples,
+        samples: Samples,
         device: str,
         tell: Callable[[str | Profile], None],
     ) -> None:
@@ -291,11 +193,12 @@ class _Subject:
         impossible = {each: no_blocks for each in checkpoints if each not in policies}
         if self._job.compile:
             self.notes.append("traced without torch.compile, which fuses operators and then keeps less")
-        batches = {micro: _bytes_of(self._samples.batch(micro)) for micro in (1, 2)}
+        batches = {micro: bytes_of(self._samples.batch(micro)) for micro in (1, 2)}
         found = replace(
             described,
             batch_bytes=line(1, batches[1], 2, batches[2]),
             tokens_per_sample=count_tokens(self._samples.batch(1)) or None,
+            is_ragged=self._samples.is_ragged,
             untraced=impossible,
         )
         ways: list[_Way] = [("traced", self._make_fake), ("measured on the CPU", self._make_real)]
@@ -380,7 +283,7 @@ class _Subject:
             raise UserCodeError(
                 f"the model must run for real to be measured, and its {num_bytes / 2**30:.1f} GiB do not fit here"
             )
-        self._samples = _sample_of(self._job, self._job_dir, values=True)
+        self._samples = samples_of(self._job, self._job_dir, values=True)
         self._model = _build_for_real(self._job, self._job_dir)
         if not self._model.training:
             self._model.train()
@@ -542,7 +445,7 @@ class _Subject:
             batch = self._batch(micro)
             with self._mode, shortened(series, units):
                 recorder.know(self._known)
-                recorder.know(_tensors_of(batch))
+                recorder.know(tensors_of(batch))
                 with recorder.following():
                     value = self._forward(batch, micro)
                     recorder.phase = Phase.BACKWARD

@@ -60,6 +60,9 @@ MODELS: dict[str, dict[str, Any]] = {
         "data": {"call": "planner_models.py:Samples", "args": {"kind": "images", "length": 48}},
     },
     "moe": {"model": "planner_models.py:Mixture", "data": _TEXT},
+}
+# What other kinds of models do: kernels that allocate inside, sizes that follow values, backward in forward.
+OTHERS: dict[str, dict[str, Any]] = {
     "lstm": {"model": "planner_models.py:Recurrent", "data": _TEXT},
     "dropping": {"model": "planner_models.py:Dropping", "data": _TEXT},
     "bags": {"model": "planner_models.py:Bags", "data": _TEXT},
@@ -70,7 +73,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "qwen2": {"model": "planner_models.py:qwen2", "data": _TEXT},
 }
-_LATER = ("lstm", "dropping", "bags", "critic", "vae", "qwen2")  # one rank, and two at the ends
+_ALL = MODELS | OTHERS
 
 
 @dataclass(frozen=True)
@@ -87,14 +90,14 @@ class Case:
 
     def question(self) -> dict[str, Any]:
         """It, and its model and data, as peers are asked."""
-        return {**asdict(self), **MODELS[self.model]}
+        return {**asdict(self), **_ALL[self.model]}
 
     def job(self) -> dict[str, Any]:
         return {
             "name": self.model, "steps": 3, "device": "cpu", "zero": self.stage, "precision": self.precision,
             "activations": {"checkpoint": self.checkpoint},
             "batch": {"global": self.micro * self.accumulation * self.world, "micro": self.micro},
-            "optim": {"lr": 1e-4, "clip": 1.0}, **MODELS[self.model],
+            "optim": {"lr": 1e-4, "clip": 1.0}, **_ALL[self.model],
         }  # fmt: skip
 
     def __str__(self) -> str:
@@ -124,6 +127,8 @@ def cases() -> list[Case]:
     larger += [Case("gpt", stage=2, world=4), Case("llama", "bf16", stage=3, world=4), Case("bert", stage=1, world=4)]
     larger += [Case(model, "bf16", "full", 3, 4) for model in ("gpt", "encdec")]  # little else than activations
     larger += [Case("conv", "bf16", stage=1, world=4), Case("moe", "bf16", "full", 2, 4), Case("llama", world=4)]
+    alone += [Case(model, precision) for model in OTHERS for precision in ("fp32", "bf16")]
+    together += [Case(model, "bf16", stage=2, world=2) for model in OTHERS]
     return list(dict.fromkeys([*alone, *more, *together, *larger]))
 
 
@@ -266,7 +271,7 @@ def main() -> int:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help=f"models, of {', '.join(MODELS)}")
+    parser.add_argument("--only", default="", help=f"models, of {', '.join(_ALL)}")
     parser.add_argument("--world", type=int, help="cases with so many ranks")
     parser.add_argument("--peer-python", default=sys.executable, help="interpreter that has DeepSpeed and accelerate")
     parser.add_argument("--json", type=Path, default=Path("bench-planner.json"), help="where the results go")
@@ -274,8 +279,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--run", help=argparse.SUPPRESS)
     parser.add_argument("--folder", default="", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if unknown := [name for name in options.only.split(",") if name and name not in MODELS]:
-        parser.error(f"no model {unknown[0]!r}: write some of {', '.join(MODELS)}")
+    if unknown := [name for name in options.only.split(",") if name and name not in _ALL]:
+        parser.error(f"no model {unknown[0]!r}: write some of {', '.join(_ALL)}")
     return options
 
 

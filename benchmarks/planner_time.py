@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from planner import HERE, Case
+from planner import HERE, MODELS, Case
 from planner import cases as memory_cases
 
 BOUND = 0.15  # of a prediction's error
@@ -79,7 +79,7 @@ class Timed:
 
 def cases() -> list[Case]:
     """The models of the memory's comparison: alone as they are, on two ranks at each stage."""
-    alone = [case for case in memory_cases() if case.world == 1]
+    alone = [case for case in memory_cases() if case.world == 1 and case.model in MODELS]
     together = [
         Case(model, precision, checkpoint, stage, 2)
         for model in ("gpt", "llama", "bert", "encdec", "conv", "moe")

@@ -81,6 +81,8 @@ def test_no_line_is_wider_than_the_screen(small: Answer, searched: Answer, width
     lines = rendered(tables.stage_table(small.stages, small.chosen.candidate, width), width)
     assert any(line.startswith(">") for line in lines)
     lines += rendered(tables.choice_table(found.found.best, width), width)
+    assert not any("…" in line for line in lines), "columns go, values are not cut"
+    assert {"states", "fits", "offloaded", "free"} <= {word for line in lines for word in line.split()}
     lines += [bar.plain for bar in bars(small.chosen, width)]
     assert max(map(len, lines)) <= width
 

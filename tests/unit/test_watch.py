@@ -259,7 +259,7 @@ def test_a_rank_that_stays_slow_is_named_once() -> None:
     (warning,) = told
     assert (warning["type"], warning["rank"]) == ("warning", 2)
     assert warning["message"] == (
-        "rank 2 on n1 is slow, and the others wait for it: it works for 0.65s of each step, the median rank "
+        "rank 2 on n1 is slow, and the others wait: it works for 0.65s of each step, the median rank "
         "for 0.40s, most of the difference is in data; so for 30 steps"
     )
 

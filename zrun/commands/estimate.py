@@ -292,6 +292,8 @@ def _show(found: Answer, explain: str | None, tokens: str | None, price: float |
 
 
 def _show_search(console: Any, found: Answer, table: Any, tokens: str | None, price: float | None) -> None:
+    from zrun.estimate.tables import CHOICES
+
     result = found.found
     assert result is not None
     console.print(
@@ -299,13 +301,14 @@ def _show_search(console: Any, found: Answer, table: Any, tokens: str | None, pr
     )
     if result.best:
         console.print(table(result.best, console.width))
-        console.print("time against headroom, what nothing beats in both:")
+        console.print("the fastest for each amount of free memory: none is both faster and smaller")
         console.print(table(result.pareto, console.width))
         if tokens is not None:
             console.print(_budget(found, result.best[0], tokens, price), markup=False, soft_wrap=True)
     else:
         console.print("none of them fits; the nearest:")
         console.print(table(result.rejected, console.width))
+    console.print(CHOICES)
     shown = [*result.best, *result.pareto] if result.best else list(result.rejected)
     if any(each.candidate.lacking() for each in shown):
         console.print("* zrun plans these, and does not train with them yet")
@@ -378,7 +381,7 @@ def _sweep(asking: _Asking, question: Question, loaded: LoadedJob | None, sweep:
         print(json.dumps([{"value": value, "estimate": as_data(found)} for value, found in rows], indent=2))
     else:
         console = open_console(sys.stdout, wide=_WIDE)
-        console.print(sweep_table(key, rows))
+        console.print(sweep_table(key, rows, console.width))
         for value, found in rows:
             if isinstance(found, str):
                 console.print(f"{value}: {found}", markup=False, soft_wrap=True)

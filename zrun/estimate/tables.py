@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _GOOD, _BAD, _DOUBTFUL = "green", "red", "yellow"
 _DAY_S = 86400.0
+_WRAPPED = {"buffer": 24, "offloaded": 16}  # columns where values may take several lines: the least width
 _SIZES = ("paper K=12", "states", "activations", "peak", "reserved", "device")
 
 
@@ -28,13 +29,10 @@ def fullest(estimate: Estimate) -> RankMemory:
 def stage_table(estimates: Sequence[Estimate], chosen: Candidate, width: int) -> Table:
     """A row for each estimate, which differ in their ZeRO stage; that of `chosen` is marked.
 
-    What is least missed is left out where `width` columns are too few: what a CPU has no allocator to tell, then times.
+    What a CPU has no allocator to tell is left out, and what is missed least where `width` is small.
     """
     unit = _unit(estimates)
-    has_allocator = any(each.device_used > fullest(each).allocated for each in estimates)
-    has_tokens = any(each.time.tokens_per_s for each in estimates) and width >= 80
-    has_mfu = any(each.time.mfu for each in estimates) and width >= 100
-    columns: dict[str, Callable[[Estimate], str | Text]] = {
+    cells: dict[str, Callable[[Estimate], str | Text]] = {
         "": lambda each: ">" if each.candidate.stage == chosen.stage else "",
         "stage": lambda each: str(each.candidate.stage),
         "paper K=12": lambda each: unit.text(paper_bytes(each)),
@@ -48,86 +46,92 @@ def stage_table(estimates: Sequence[Estimate], chosen: Candidate, width: int) ->
         "tok/s": lambda each: text.count(each.time.tokens_per_s or 0),
         "MFU": lambda each: _share(each.time.mfu),
     }
-    hidden = set() if has_allocator else {"reserved", "device"}
-    hidden |= set() if has_tokens else {"tok/s"}
-    hidden |= set() if has_mfu else {"MFU"}
-    hidden |= {"reserved"} if width < 100 else set()
-    hidden |= {"paper K=12", "peak", "step"} if width < 80 else set()
-    shown = [name for name in columns if name not in hidden]
-    table = _table(*shown, unit=unit)
-    for each in estimates:
-        style = "" if each.candidate.stage == chosen.stage else "dim"
-        table.add_row(*(columns[name](each) for name in shown), style=style)
-    return table
+    if not any(each.device_used > fullest(each).allocated for each in estimates):
+        del cells["reserved"], cells["device"]
+    if not any(each.time.tokens_per_s for each in estimates):
+        del cells["tok/s"]
+    if not any(each.time.mfu for each in estimates):
+        del cells["MFU"]
+    columns = {name: [cell(each) for each in estimates] for name, cell in cells.items()}
+    missed_least = "MFU", "reserved", "paper K=12", "peak", "tok/s", "step"
+    styles = ["" if each.candidate.stage == chosen.stage else "dim" for each in estimates]
+    return _table(_fitting(columns, missed_least, width), unit, styles)
+
+
+CHOICES = (
+    "dp x tp x pp: replicas x tensor-parallel ranks x pipeline stages; micro: samples of a pass x passes "
+    "of a step; offloaded: what lies in the memory of the host or on its disks instead, and how much of it; "
+    "free: of the memory of the fullest device"
+)
 
 
 def choice_table(estimates: Sequence[Estimate], width: int) -> Table:
     """A row for each configuration of a search, in the order given."""
-    has_tokens = any(each.time.tokens_per_s for each in estimates) and width >= 100
     unit = _unit(estimates)
-    table = _table(
-        "", "zero", "dp x tp x pp", "micro", "checkpoint", "elsewhere", "device", "free", "step",
-        *(["tok/s"] if has_tokens else []), *(["MFU"] if width >= 90 else []), "", unit=unit,
-    )  # fmt: skip
+    rows: list[dict[str, str | Text]] = []
     for number, each in enumerate(estimates, start=1):
         candidate = each.candidate
         dims = candidate.dims
         sharded = f"/{dims.shard_size}" if candidate.stage and dims.shard_size != dims.dp else ""
         virtual = f" ({dims.virtual} parts)" if dims.virtual > 1 else ""
-        table.add_row(
-            str(number),
-            f"{candidate.stage}{sharded}",
-            f"{dims.dp} x {dims.tp} x {dims.pp}{virtual}",
-            f"{candidate.micro} x {candidate.accumulation}",
-            candidate.checkpoint,
-            elsewhere(candidate) or "-",
-            unit.text(fullest(each).device_used),
-            _free(each),
-            _seconds(each.time.seconds),
-            *([text.count(each.time.tokens_per_s or 0)] if has_tokens else []),
-            *([_share(each.time.mfu)] if width >= 90 else []),
-            "*" if candidate.lacking() else "",
+        rows.append(
+            {
+                "": str(number),
+                "zero": f"{candidate.stage}{sharded}",
+                "dp x tp x pp": f"{dims.dp} x {dims.tp} x {dims.pp}{virtual}",
+                "micro": f"{candidate.micro} x {candidate.accumulation}",
+                "checkpoint": candidate.checkpoint,
+                "offloaded": offloaded(candidate) or "-",
+                "device": unit.text(fullest(each).device_used),
+                "free": _free(each),
+                "step": _seconds(each.time.seconds),
+                "tok/s": text.count(each.time.tokens_per_s or 0),
+                "MFU": _share(each.time.mfu),
+                "*": "*" if candidate.lacking() else "",
+            }
         )
-    return table
+    columns = {name: [row[name] for row in rows] for name in rows[0]} if rows else {"": []}
+    if not any(each.time.tokens_per_s for each in estimates):
+        columns.pop("tok/s", None)
+    return _table(_fitting(columns, ("tok/s", "MFU", "device", "checkpoint"), width), unit)
 
 
-def sweep_table(key: str, rows: Sequence[tuple[str, Estimate | str]]) -> Table:
+def sweep_table(key: str, rows: Sequence[tuple[str, Estimate | str]], width: int) -> Table:
     """A row for each value of a key: its estimate, or why there is none."""
     unit = _unit([found for _, found in rows if not isinstance(found, str)])
-    columns = "states", "activations", "peak", "device", "fits", "step", "tok/s"
-    table = _table(key, *columns, unit=unit)
-    for value, found in rows:
-        if isinstance(found, str):
-            table.add_row(value, *"-----")  # the reason is told below
-            continue
-        rank = fullest(found)
-        table.add_row(
-            value,
-            unit.text(state_bytes(rank)),
-            unit.text(parts_of(rank)["activations"]),
-            unit.text(rank.allocated),
-            unit.text(rank.device_used),
-            fits(found),
-            step_range(found.time),
-            text.count(found.time.tokens_per_s) if found.time.tokens_per_s else "-",
-        )
-    return table
+    cells: dict[str, Callable[[Estimate], str | Text]] = {
+        "states": lambda each: unit.text(state_bytes(fullest(each))),
+        "activations": lambda each: unit.text(parts_of(fullest(each))["activations"]),
+        "peak": lambda each: unit.text(fullest(each).allocated),
+        "device": lambda each: unit.text(fullest(each).device_used),
+        "fits": fits,
+        "step": lambda each: step_range(each.time),
+        "tok/s": lambda each: text.count(each.time.tokens_per_s) if each.time.tokens_per_s else "-",
+    }
+    columns: dict[str, list[str | Text]] = {key: [value for value, _ in rows]}
+    for name, cell in cells.items():  # the reason for there being none is told below
+        columns[name] = ["-" if isinstance(found, str) else cell(found) for _, found in rows]
+    missed_least = "tok/s", "activations", "states", "peak", "step"
+    return _table(_fitting(columns, missed_least, width), unit)
 
 
 def buffer_table(estimate: Estimate, pattern: str) -> Table:
     """Every buffer whose name contains `pattern`, largest first, of each class of ranks."""
-    table = _table("rank", "buffer", "kind", "where", "bytes", "alive")
+    names = "rank", "buffer", "kind", "where", "bytes", "alive"
+    columns: dict[str, list[str | Text]] = {name: [] for name in names}
     for rank in estimate.ranks:
         chosen = [buffer for buffer in rank.buffers if pattern in buffer.name or pattern == buffer.kind.value]
         for buffer in sorted(chosen, key=lambda each: (-each.num_bytes, each.name)):
             where = "pinned host" if buffer.pinned else buffer.tier.value
             alive = "always" if buffer.phases is None else ", ".join(sorted(buffer.phases))
             kind = MEANINGS.get(buffer.kind.value, buffer.kind.value)
-            table.add_row(rank.role, buffer.name, kind, where, f"{buffer.num_bytes:,}", alive)
-    return table
+            row = (rank.role, buffer.name, kind, where, f"{buffer.num_bytes:,}", alive)
+            for name, value in zip(names, row, strict=True):
+                columns[name].append(value)
+    return _table(columns)
 
 
-def elsewhere(candidate: Candidate) -> str:
+def offloaded(candidate: Candidate) -> str:
     """What of the states and activations does not lie on the device: `host: grad, optim 50%`."""
     placement = candidate.placement
     kinds = {
@@ -235,14 +239,35 @@ def _unit(estimates: Sequence[Estimate]) -> text.Unit:
     return text.Unit.of(max(each.device_used, paper_bytes(each)) for each in estimates)
 
 
-def _table(*columns: str, unit: text.Unit | None = None) -> Table:
-    """Make a table without rows; the head of a column of sizes names their unit on a second line."""
+def _fitting(
+    columns: dict[str, list[str | Text]], missed_least: Sequence[str], width: int
+) -> dict[str, list[str | Text]]:
+    """Leave columns out, those that are missed least first, until the others fit."""
+    shown = dict(columns)
+    for name in missed_least:
+        if sum(_least_width(*each) + 2 for each in shown.items()) - 2 > width:
+            shown.pop(name, None)
+    return shown
+
+
+def _least_width(name: str, cells: Sequence[str | Text]) -> int:
+    widest = max(len(str(each)) for each in (name, *cells))
+    return min(widest, _WRAPPED.get(name, widest))
+
+
+def _table(columns: dict[str, list[str | Text]], unit: text.Unit | None = None, styles: Sequence[str] = ()) -> Table:
+    """Make a table; the head of a column of sizes names their unit on a second line."""
     table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
-    left = {"", "fits", "checkpoint", "elsewhere", "buffer", "kind", "where", "alive"}
-    for column in columns:
+    left = {"", "fits", "checkpoint", "offloaded", "buffer", "kind", "where", "alive", "*"}
+    has_sizes = unit is not None and not columns.keys().isdisjoint(_SIZES)
+    for name, cells in columns.items():
+        head = "" if name == "*" else name
         table.add_column(
-            column if unit is None else f"{column}\n{unit.name if column in _SIZES else ''}",
-            justify="left" if column in left else "right",
-            no_wrap=column not in ("buffer", "states"),
+            f"{head}\n{unit.name if name in _SIZES else ''}" if unit and has_sizes else head,
+            justify="left" if name in left else "right",
+            no_wrap=name not in _WRAPPED,
+            min_width=_least_width(name, cells),
         )
+    for number, row in enumerate(zip(*columns.values(), strict=True)):
+        table.add_row(*row, style=styles[number] if styles else "")
     return table

@@ -64,7 +64,7 @@ class Stragglers:
         for rank in sorted(news, key=lambda rank: -own[rank])[:_NAMED]:
             part = max(times[rank], key=lambda part: times[rank][part] - _usual(times.values(), part))
             message = (
-                f"{self._facts.rank(rank)} is slow, and the others wait for it: it works for "
+                f"{self._facts.rank(rank)} is slow, and the others wait: it works for "
                 f"{text.seconds(own[rank])} of each step, the median rank for {text.seconds(usual)}, most of "
                 f"the difference is in {part}; so for {self._step - self._since[rank]} steps"
             )

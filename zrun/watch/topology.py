@@ -151,7 +151,11 @@ def _groups(host: HostFacts) -> list[RenderableType]:
             "the same" if chosen == naive else naive,
             f"{each.naive_bottleneck:g} GB/s",
         )
-    return [table]
+    explained = (
+        "tp: ranks that share a layer; groups: the division whose weakest pair of GPUs has the strongest link; "
+        "by number: what the order of the GPUs would give. GB/s in one direction as NCCL reckons, not measured"
+    )
+    return [table, Text(explained, "dim")]
 
 
 def _sets(host: HostFacts, groups: list[tuple[int, ...]]) -> str:

@@ -134,7 +134,7 @@ def test_an_exception_that_cannot_say_anything_is_told_all_the_same() -> None:
 
 def test_nothing_that_acts_on_a_terminal_is_left() -> None:
     text = shown(ValueError("\x1b]0;title\x07 \x1b[2J \x1b[31mred\x1b[0m"))
-    assert text == "ValueError: ^[]0;title^G ^[[2J red"
+    assert text == "ValueError: ^[]0;title^G  red"
 
 
 class Block(nn.Module):

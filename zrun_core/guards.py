@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from zrun_core.config import JobConfig
@@ -15,7 +16,11 @@ class Inspected(Protocol):
     """What looking for names needs of `ShardedModel`."""
 
     def inspect_gradients(self, wanted: bool) -> None: ...
-    def find_nonfinite(self, own_loss: float, *, is_late: bool = False) -> Culprit | None: ...
+    def find_nonfinite(self, losses: Sequence[float], is_late: bool = False) -> Culprit | None: ...
+
+
+# Says what a rank read in the step, or in one of its micro-batches.
+SamplesOf = Callable[[int, int | None], str]
 
 
 class NumericGuard:
@@ -36,13 +41,21 @@ class NumericGuard:
         self._look_closely(Progress())
 
     def see(
-        self, progress: Progress, step: int, numbers: Numbers, own_loss: float, *, is_late: bool = False
+        self,
+        progress: Progress,
+        step: int,
+        numbers: Numbers,
+        losses: Sequence[float],
+        samples_of: SamplesOf,
+        *,
+        is_late: bool = False,
     ) -> str | None:
         """Take in one step. Collective where it was skipped because of its numbers.
 
         Args:
             progress: counts the skips in a row.
-            own_loss: of this rank, summed over the step.
+            losses: of this rank's micro-batches.
+            samples_of: says in words which samples were read.
             is_late: the next step's gradient is there already.
 
         Returns:
@@ -61,12 +74,15 @@ class NumericGuard:
             progress.skips_in_a_row >= self._config.max_skips or progress.helpless_skips >= self._config.max_nonfinite
         )
         if must_stop or progress.helpless_skips or not self._has_told_overflow:
-            culprit = self._sharded.find_nonfinite(own_loss, is_late=is_late)
+            culprit = self._sharded.find_nonfinite(losses, is_late=is_late)
+            what = str(culprit or "the gradient was not finite")
+            if culprit is not None and culprit.rank is not None:
+                what += f" ({samples_of(culprit.rank, culprit.micro)})"
             self._has_told_overflow = True
             if must_stop:
-                return self._why(progress, step, numbers, culprit)
+                would_clip = not self._is_clipped and (culprit is None or culprit.size is None)
+                return self._why(progress, step, numbers.scale, what, would_clip)
             if self._is_main:
-                what = culprit or "the gradient was not finite"
                 self._emitter.emit("warning", message=f"step {step} was skipped on all ranks: {what}")
         self._look_closely(progress)
         return None
@@ -77,11 +93,9 @@ class NumericGuard:
         self.is_close = is_near or self._config.max_nonfinite == 1
         self._sharded.inspect_gradients(self.is_close)
 
-    def _why(self, progress: Progress, step: int, numbers: Numbers, culprit: Culprit | None) -> str:
-        what = culprit or "the gradient was not finite"
+    def _why(self, progress: Progress, step: int, scale: float, what: str, would_clip: bool) -> str:
         many = f"{progress.skips_in_a_row} steps in a row were skipped"
         text = f"step {step}: {many if progress.skips_in_a_row > 1 else 'it was skipped'}: {what}"
         if not progress.helpless_skips:
-            return f"{text}, down to a loss scale of {numbers.scale:g}; write precision: bf16, or lower optim.lr"
-        would_clip = not self._is_clipped and (culprit is None or culprit.size is None)
+            return f"{text}, down to a loss scale of {scale:g}; write precision: bf16, or lower optim.lr"
         return f"{text}; lower optim.lr, {'set optim.clip, ' * would_clip}or look at the samples of this step"

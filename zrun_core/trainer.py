@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -109,7 +110,8 @@ class Trainer:
             self._evaluator = Evaluator(spec, sharded, parts.held_out, board, self._asked_to_stop)
         self._numeric = NumericGuard(self.job, sharded, emitter, is_main=self.is_main)
         self._memory = MemoryGuard(spec, sharded, emitter)
-        self._own_sums = torch.zeros(0)
+        self._own_losses: list[torch.Tensor] = []  # of the micro-batches of the last step
+        self._own_step = range(0)  # its positions in the data
         self._is_resumed = False
         self._owes_evaluation = False  # a signal cut it off
         self._last_saved = -1, -1  # step and number of updates
@@ -327,13 +329,13 @@ class Trainer:
         self.comm.drain()
         self.comm.take_waited()  # what came before the step is not its own
         waited = dict.fromkeys(Phase, 0.0)
-        sums = self._first_sums()
+        sums, losses = self._first_sums(), []
         self.sharded.begin_step()
         for number, micro in enumerate(micro_batches):
             boundary = number == len(micro_batches) - 1
             is_lost = False
             try:
-                self._micro_batch(micro, sums, waited, boundary)
+                losses.append(self._micro_batch(micro, sums, waited, boundary))
             except OutOfMemoryError as error:
                 self._memory.see(error, self.progress.steps)
                 is_lost = True
@@ -348,7 +350,7 @@ class Trainer:
         scale = self.sharded.scaler.scale.clone()
         if self.job.guards.replica_every and self.progress.steps % self.job.guards.replica_every == 0:
             self.check_replicas(lr)
-        self._own_sums = sums
+        self._own_losses, self._own_step = losses, self.loader.last_step
         with self._clock.during(Phase.OPTIM):
             result = self.sharded.step(lr, sums, self._divisor)
         waited[Phase.OPTIM] += self.comm.take_waited()
@@ -370,7 +372,10 @@ class Trainer:
             sums = sums.pin_memory()  # copied without waiting for the device
         return sums.to(self.device, non_blocking=True)
 
-    def _micro_batch(self, micro: MicroBatch, sums: torch.Tensor, waited: dict[Phase, float], boundary: bool) -> None:
+    def _micro_batch(
+        self, micro: MicroBatch, sums: torch.Tensor, waited: dict[Phase, float], boundary: bool
+    ) -> torch.Tensor:
+        """Run one forward and backward; returns the share of the loss, without its graph."""
         self.phase = "forward"
         with self._clock.during(Phase.FORWARD):
             scaled = self._forward(micro, sums)
@@ -379,6 +384,7 @@ class Trainer:
         with self._clock.during(Phase.BACKWARD), user_code("backward failed"):
             self.sharded.backward(scaled, boundary=boundary)
         waited[Phase.BACKWARD] += self.comm.take_waited()
+        return scaled.detach()
 
     def _forward(self, micro: MicroBatch, sums: torch.Tensor) -> torch.Tensor:
         """The micro-batch's contribution to the loss, to be differentiated. Adds its numbers to `sums`.
@@ -429,8 +435,16 @@ class Trainer:
         self.recorder.step(pending, numbers, self.loader.epoch)
         self._must_stop |= numbers.stop > 0
         self._must_end |= numbers.end > 0
-        own_loss = float(self._own_sums[1]) if numbers.skipped else 0.0
-        problem = self._numeric.see(self.progress, pending.step, numbers, own_loss, is_late=not between_steps)
+        losses = [float(loss) for loss in self._own_losses] if numbers.skipped else []
+        samples = partial(self.loader.samples_of, self._own_step)
+        problem = self._numeric.see(
+            self.progress,
+            pending.step,
+            numbers,
+            losses,
+            samples,
+            is_late=not between_steps,
+        )
         if self.checkpointer is not None:  # while numbers go wrong, no step before that goes
             self.checkpointer.prunes = not self.progress.helpless_skips
         self._numeric_problem = self._numeric_problem or problem

@@ -11,6 +11,8 @@ from runs import PoolWorker, job, make_spec, report, run, run_reading_late
 from torch import nn
 from toys import build, data, full_state, make_sharded, train_sharded, world
 
+from zrun_core.data.order import EpochOrder
+from zrun_core.data.samples import in_words
 from zrun_core.errors import DivergedError
 from zrun_core.replicas import ReplicaGuard, device_digest, digest
 
@@ -46,7 +48,8 @@ def spoiled(stage: int, precision: str, kind: str, options: dict[str, Any]) -> d
         result = sharded.step(1e-2, sums, lambda sums: torch.ones(()).double())
         skips.append(bool(result.skipped))
         if skips[-1]:
-            culprit = sharded.find_nonfinite(total)
+            culprit = sharded.find_nonfinite([1.0, total])
+            assert culprit is None or culprit.micro == (1 if culprit.loss else None)
             found.append(None if culprit is None else (culprit.parameter, culprit.kind, culprit.rank, culprit.loss))
             if kind == "large":
                 assert culprit.size == pytest.approx(3e19, rel=0.01)
@@ -388,9 +391,12 @@ def test_a_step_that_is_read_late_is_not_judged_by_the_gradient_of_the_next(rank
     keys = job(model=model, zero=stage, steps=9, lr="constant", batch={"global": 8, "micro": 4}, checkpoint=None, hooks={})
     late = ranks(2).run(run_reading_late, keys, str(tmp_path / "late"))
     at_once = ranks(2).run(run, keys, str(tmp_path / "at once"))
+    order = EpochOrder(40, shuffle=True, seed=keys["seed"])
+    indices = [order.index(position) for position in range(3 * 8 + 4, 3 * 8 + 8)]
     assert skips_told(at_once[0]) == [
         "the gradient of blocks.0.up.weight (layer blocks.0.up) is nan",
-        "the gradient of blocks.1.up.weight (layer blocks.1.up) is nan on rank 1",
+        "the gradient of blocks.1.up.weight (layer blocks.1.up) is nan on rank 1 "
+        f"(indices {in_words(indices)} of the dataset)",
     ]
     assert skips_told(late[0]) == [
         "a gradient in blocks.0 is not finite",

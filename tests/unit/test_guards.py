@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ class Sharded:
     def inspect_gradients(self, wanted: bool) -> None:
         self.inspects = wanted
 
-    def find_nonfinite(self, own_loss: float, *, is_late: bool = False) -> Culprit | None:
+    def find_nonfinite(self, losses: Sequence[float], *, is_late: bool = False) -> Culprit | None:
         self.num_looks += 1
         return self.culprit or Culprit("blocks.1.down.weight", "nan", 1 if self.inspects else None)
 
@@ -56,27 +57,35 @@ def guard(**keys: Any) -> tuple[NumericGuard, Progress, Sharded, Ear]:
     return NumericGuard(job, sharded, ear, is_main=True), progress, sharded, ear
 
 
+def samples_of(rank: int, micro: int | None) -> str:
+    return f"samples of rank {rank}, micro-batch {micro}"
+
+
 GOOD, BAD = numbers(skipped=False, norm=1.0), numbers()
 
 
 def test_without_a_scale_three_in_a_row_end_the_run_and_name_the_rank():
     numeric, progress, _, ear = guard(precision="bf16")
-    found = [numeric.see(progress, step, each, 1.0) for step, each in enumerate([BAD, BAD, GOOD, BAD, BAD], start=1)]
+    found = [
+        numeric.see(progress, step, each, [1.0], samples_of)
+        for step, each in enumerate([BAD, BAD, GOOD, BAD, BAD], start=1)
+    ]
     assert found == [None] * 5
     assert progress.skips_in_a_row == 2
-    why = numeric.see(progress, 6, BAD, 1.0)
+    why = numeric.see(progress, 6, BAD, [1.0], samples_of)
     assert why is not None
     assert "step 6: 3 steps in a row were skipped" in why
-    assert "the gradient of blocks.1.down.weight (layer blocks.1.down) is nan on rank 1" in why
+    assert "the gradient of blocks.1.down.weight (layer blocks.1.down) is nan on rank 1 (" in why
+    assert "is nan on rank 1 (samples of rank 1, micro-batch None); lower optim.lr" in why
     assert "optim.lr" in why
     assert ear.heard[0].startswith("step 1 was skipped on all ranks: the gradient of blocks.1.down.weight")
 
 
 def test_a_good_step_puts_an_end_to_looking():
     numeric, progress, sharded, _ = guard()
-    numeric.see(progress, 1, BAD, 1.0)
+    numeric.see(progress, 1, BAD, [1.0], samples_of)
     assert sharded.inspects
-    numeric.see(progress, 2, GOOD, 1.0)
+    numeric.see(progress, 2, GOOD, [1.0], samples_of)
     assert not sharded.inspects
     assert sharded.num_looks == 1
 
@@ -85,9 +94,9 @@ def test_a_good_step_puts_an_end_to_looking():
 def test_what_one_skip_may_end_is_looked_at_from_the_start(guards, inspects):
     numeric, progress, sharded, _ = guard(guards=guards)
     assert sharded.inspects == inspects
-    numeric.see(progress, 1, GOOD, 1.0)
+    numeric.see(progress, 1, GOOD, [1.0], samples_of)
     assert sharded.inspects == inspects
-    why = numeric.see(progress, 2, BAD, 1.0)
+    why = numeric.see(progress, 2, BAD, [1.0], samples_of)
     if guards == {"max_nonfinite": 1}:
         assert why is not None
         assert why.startswith("step 2: it was skipped: the gradient of blocks.1.down.weight")
@@ -105,7 +114,7 @@ def test_what_one_skip_may_end_is_looked_at_from_the_start(guards, inspects):
 def test_advice_leaves_out_what_would_not_help(clip, size, advice):
     numeric, progress, sharded, _ = guard(guards={"max_nonfinite": 1}, optim={"clip": clip})
     sharded.culprit = Culprit("w", None if size else "inf", None, size=size)
-    why = numeric.see(progress, 1, BAD, 1.0)
+    why = numeric.see(progress, 1, BAD, [1.0], samples_of)
     assert why is not None
     assert advice in why
 
@@ -115,7 +124,7 @@ def test_an_overflow_of_fp16_is_told_once_and_the_scale_has_time():
     scale, why = 65536.0, None
     for step in range(1, 21):
         assert why is None
-        why = numeric.see(progress, step, numbers(scale=scale), 1.0)
+        why = numeric.see(progress, step, numbers(scale=scale), [1.0], samples_of)
         scale /= 2 if step < 5 else 1
     assert len(ear.heard) == 1
     assert sharded.num_looks == 2
@@ -128,13 +137,13 @@ def test_an_overflow_of_fp16_is_told_once_and_the_scale_has_time():
 @pytest.mark.parametrize("bad", [numbers(loss=NAN), numbers(loss=INF, norm=1.0), numbers(scale=1.0)])
 def test_what_no_scale_can_help_ends_soon_in_fp16_too(bad):
     numeric, progress, _, _ = guard(precision="fp16")
-    assert [numeric.see(progress, step, bad, 1.0) is None for step in range(1, 4)] == [True, True, False]
+    assert [numeric.see(progress, step, bad, [1.0], samples_of) is None for step in range(1, 4)] == [True, True, False]
 
 
 def test_a_step_without_samples_says_nothing():
     numeric, progress, sharded, _ = guard()
-    numeric.see(progress, 1, BAD, 1.0)
-    numeric.see(progress, 2, numbers(weight=0.0, loss=0.0, norm=NAN), 0.0)
+    numeric.see(progress, 1, BAD, [1.0], samples_of)
+    numeric.see(progress, 2, numbers(weight=0.0, loss=0.0, norm=NAN), [0.0], samples_of)
     assert progress.skips_in_a_row == 1
     assert sharded.num_looks == 1
 

@@ -253,6 +253,22 @@ def test_a_collate_function_that_raises_names_its_samples() -> None:
         loader.next_step()
 
 
+@pytest.mark.parametrize("walks", [False, True])
+def test_what_a_rank_read_in_a_step_is_known_on_every_rank(walks: bool) -> None:
+    dataset = Walk(12) if walks else Numbers(12)
+    batch = plan(2, 2, accumulation=2)
+    ranks = [BatchLoader(dataset, data(), batch, rank, 0, epochs=1) for rank in range(2)]
+    for loader in ranks:
+        own = [loader.next_step(), loader.next_step()][-1]
+        assert own is not None
+        assert loader.last_step == range(8, 12)
+        noun = ("samples", "stream") if walks else ("indices", "dataset")
+        assert loader.samples_of(range(8), 1) == f"{noun[0]} 4-7 of the {noun[1]}"
+        assert loader.samples_of(range(8), 1, 1) == f"{noun[0]} 6-7 of the {noun[1]}"
+    last = [loader.samples_of(loader.last_step, rank, 0) for rank, loader in enumerate(ranks)]
+    assert [text.split()[1] for text in last] == ["8-9", "10-11"]
+
+
 def test_samples_are_named_in_their_order() -> None:
     assert in_words([3, 4, 5, 9, 1, 0]) == "3-5, 9, 1, 0"
     assert in_words(range(0, 200, 2)).endswith("60, 62, ... (100 in all)")

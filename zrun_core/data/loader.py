@@ -15,8 +15,8 @@ import xxhash
 
 from zrun_core.config import DataConfig
 from zrun_core.data.batch import MicroBatch
-from zrun_core.data.order import num_steps
-from zrun_core.data.samples import Collate
+from zrun_core.data.order import micro_batches, num_steps
+from zrun_core.data.samples import Collate, in_words
 from zrun_core.data.source import IterableSource, MapSource, Source, Step, is_map_style
 from zrun_core.errors import JobError, UserCodeError
 from zrun_core.spec import BatchPlan
@@ -69,6 +69,7 @@ class BatchLoader:
         self.num_samples = len(dataset) if is_map_style(dataset) else None  # type: ignore[arg-type]
         self._batch, self._epochs, self._length = batch, epochs, _length(dataset)
         self.cursor = 0  # in the stream, in samples over all ranks
+        self.last_step = range(0)  # positions in the stream that were read last, over all ranks
         self._steps: Iterator[Step] = self._source.steps(0)
 
     @property
@@ -113,9 +114,25 @@ class BatchLoader:
             step = next(self._steps, None)
         if step is None:
             return None
-        num_samples, micro_batches = step
+        num_samples, own = step
+        self.last_step = range(self.cursor, self.cursor + num_samples)
         self.cursor += num_samples
-        return micro_batches
+        return own
+
+    def samples_of(self, step: range, rank: int, micro: int | None = None) -> str:
+        """Return in words which samples a rank read in a step.
+
+        Args:
+            step: its positions in the stream, as `last_step` says them.
+            micro: only in this micro-batch of the rank; None: in all of them.
+        """
+        parts = micro_batches(len(step), self._batch, rank)
+        chosen = parts if micro is None else parts[micro : micro + 1]
+        positions = [step[offset] for part in chosen for offset in part]
+        indices = self._source.numbers(positions)
+        if indices:
+            return f"indices {in_words(indices)} of the dataset"
+        return f"samples {in_words(positions)} of the stream"
 
 
 def _length(dataset: object) -> int | None:

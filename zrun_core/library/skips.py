@@ -48,7 +48,7 @@ class Skips:
     def _why(self, weight: float) -> str:
         if weight == 0:
             return "the weights of all ranks are 0"
-        culprit = self._sharded.find_nonfinite(0.0)  # of losses nothing is known here
+        culprit = self._sharded.find_nonfinite()  # of losses nothing is known here
         return f"{culprit or ('the gradient was not finite' if math.isfinite(weight) else 'a weight is not finite')}"
 
     def _inspect(self, *, helpless: bool) -> None:

@@ -17,8 +17,10 @@ from zrun_core.layout import UnitLayout
 from zrun_core.zero.unit import FlatUnit
 
 _KINDS = (None, "inf", "nan")
-_FIELDS = 10  # of a rank's row: loss; unit, parameter and kind in its own gradient; the same in its part of the sum;
-# unit, parameter and size of the largest element of that part, where everything is finite
+# A rank's row: kind of its loss, and in which micro-batch; unit, parameter and kind in its own
+# gradient; the same in its part of the sum; unit, parameter and size of the largest element of
+# that part, where everything is finite.
+_LOSS, _OWN, _SUMMED, _LARGEST = slice(0, 2), slice(2, 5), slice(5, 8), slice(8, 11)
 _Found = tuple[int, int, float]  # unit, parameter, and its kind or size
 
 
@@ -31,6 +33,7 @@ class Culprit:
         kind: inf or nan.
         rank: whose gradient or loss it is; None where only the sum over ranks is known.
         loss: inf or nan where a rank's loss was not finite already.
+        micro: in which micro-batch of the step that loss is, from 0.
         size: of the gradient's largest element, where every one is finite and only their norm is not.
         unit: the parameters among which it is, where no more is known.
     """
@@ -39,6 +42,7 @@ class Culprit:
     kind: str | None
     rank: int | None
     loss: str | None = None
+    micro: int | None = None
     size: float | None = None
     unit: str | None = None
 
@@ -66,6 +70,18 @@ class Culprit:
 def kind_of(value: float) -> int:
     """0 finite, 1 infinite, 2 not a number."""
     return 2 if math.isnan(value) else int(math.isinf(value))
+
+
+def _first_row(rows: Sequence[Sequence[float]], part: slice) -> tuple[float, ...] | None:
+    """What was found first in this part of the rows, and by which rank; None: nothing."""
+    found = ((*row[part], rank) for rank, row in enumerate(rows) if any(row[part]))
+    return min(found, default=None)
+
+
+def _first_loss(losses: Sequence[float]) -> list[float]:
+    """The kind of the first loss that is not finite, and its place; zeros where all are."""
+    found = next((each for each in enumerate(losses) if not math.isfinite(each[1])), None)
+    return [0.0, 0.0] if found is None else [float(kind_of(found[1])), float(found[0])]
 
 
 def first_nonfinite(layout: UnitLayout, flat: torch.Tensor, start: int) -> tuple[int, int] | None:
@@ -96,30 +112,30 @@ class Inspector:
         if found is not None and (self._own is None or unit.index < self._own[0]):
             self._own = unit.index, *found
 
-    def find(self, own_loss: float) -> Culprit | None:
+    def find(self, losses: Sequence[float]) -> Culprit | None:
         """What was not finite in the step that has just been skipped. Collective.
 
         Args:
-            own_loss: of this rank, summed over the step.
+            losses: of this rank's micro-batches.
         """
         summed = self._first(lambda unit: unit.grad)
-        is_finite = self._own is None and summed is None and math.isfinite(own_loss)
-        row = [float(kind_of(own_loss))]
+        is_finite = self._own is None and summed is None and all(map(math.isfinite, losses))
+        row = _first_loss(losses)
         for found in (self._own, summed, self._largest() if is_finite else None):
             row += [0.0, 0.0, 0.0] if found is None else [found[0] + 1.0, found[1] + 1.0, found[2]]
         return self._judge(self._exchange(row))
 
-    def find_unit(self, own_loss: float) -> Culprit | None:
+    def find_unit(self, losses: Sequence[float]) -> Culprit | None:
         """As `find`, from the norms that the step was judged by, after its gradient is gone."""
         bad = [
             unit.index for units, norms in self.norms
             for unit, is_finite in zip(units, torch.isfinite(norms).tolist(), strict=True) if not is_finite
         ]  # fmt: skip
-        rows = self._exchange([float(kind_of(own_loss)), min(bad, default=-1) + 1.0])
-        for rank, row in enumerate(rows):
-            if row[0]:
-                return Culprit(None, None, rank, _KINDS[int(row[0])])
-        first = min((row[1] for row in rows if row[1]), default=None)
+        rows = self._exchange([*_first_loss(losses), min(bad, default=-1) + 1.0])
+        for rank, (kind, micro, _) in enumerate(rows):
+            if kind:
+                return Culprit(None, None, rank, _KINDS[int(kind)], int(micro))
+        first = min((row[-1] for row in rows if row[-1]), default=None)
         return None if first is None else Culprit(None, None, None, unit=self._unit(first).name)
 
     def find_parameter(self) -> tuple[str, str] | None:
@@ -173,20 +189,21 @@ class Inspector:
 
     def _judge(self, rows: list[list[float]]) -> Culprit | None:
         ranks = range(len(rows))
-        own = min(((*rows[rank][1:3], rank) for rank in ranks if rows[rank][1]), default=None)
-        summed = min(((*rows[rank][4:6], rank) for rank in ranks if rows[rank][4]), default=None)
+        own = _first_row(rows, _OWN)
+        summed = _first_row(rows, _SUMMED)
         first = own or summed
         parameter = kind = rank = None
         if first is not None:
-            parameter, holder = self._name(first), int(first[2])
-            kind = _KINDS[int(rows[holder][3 if own else 6])]
+            parameter, kind, holder = self._name(first), _KINDS[int(first[2])], int(first[3])
             rank = holder if own or len(rows) == 1 else None
-        spoiled = [each for each in ranks if rows[each][0]]
-        if spoiled:
-            return Culprit(parameter, kind, spoiled[0], _KINDS[int(rows[spoiled[0]][0])])
+        for each in ranks:
+            loss, micro = rows[each][_LOSS]
+            if loss:
+                return Culprit(parameter, kind, each, _KINDS[int(loss)], int(micro))
         if first is not None:
             return Culprit(parameter, kind, rank)
-        large = max((row[7:] for row in rows if row[7]), key=lambda each: each[2], default=None)
+        largest = (row[_LARGEST] for row in rows if any(row[_LARGEST]))
+        large = max(largest, key=lambda each: each[2], default=None)
         num_elements = sum(unit.layout.numel for unit in self._units)
         if large is None or large[2] ** 2 * num_elements < torch.finfo(torch.float32).max:  # in which norms are taken
             return None

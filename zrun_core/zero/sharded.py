@@ -371,14 +371,18 @@ class ShardedModel:
         """Whether to look at each rank's own gradient from now on, before it is summed: one more pass over it."""
         self.reducer.inspector = self._inspector if wanted else None
 
-    def find_nonfinite(self, own_loss: float, *, is_late: bool = False) -> Culprit | None:
+    def find_nonfinite(
+        self,
+        losses: Sequence[float] = (),
+        is_late: bool = False,
+    ) -> Culprit | None:
         """The parameter, or the rank's loss, because of which the last step was skipped. Collective.
 
         Args:
-            own_loss: of this rank, summed over the step.
+            losses: of this rank's micro-batches.
             is_late: the next step's gradient is there already: only the unit is known.
         """
-        return self._inspector.find_unit(own_loss) if is_late else self._inspector.find(own_loss)
+        return self._inspector.find_unit(losses) if is_late else self._inspector.find(losses)
 
     def find_nonfinite_parameter(self) -> tuple[str, str] | None:
         """Name and kind (inf, nan) of the first parameter in training that is not finite itself. Collective."""

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from zrun_core.comm import TrafficKey
-from zrun_core.config import METRIC_PATTERN
+from zrun_core.config import METRIC_PATTERN, JobConfig
 from zrun_core.errors import HangError
 from zrun_core.events import Emitter
 from zrun_core.high_water import HighWater
@@ -181,6 +181,16 @@ class Evaluated(NamedTuple):
         return next(iter(self.values.values()))
 
 
+def _pauses(job: JobConfig) -> dict[str, dict[str, Any]]:
+    """Return when the job evaluates and saves: what there is between its steps."""
+    found: dict[str, dict[str, Any]] = {}
+    if job.eval is not None:
+        found["eval"] = {"every": job.eval.every, "minutes": None, "at_end": True}
+    if (saves := job.checkpoint) is not None:
+        found["save"] = {"every": saves.every, "minutes": saves.minutes, "at_end": saves.final}
+    return found
+
+
 class Recorder:
     """Counts what steps came to, and tells it: most of it on the main rank, memory on every rank.
 
@@ -240,6 +250,7 @@ class Recorder:
             precision=self.job.precision.compute,
             batch=self.spec.batch.model_dump(),
             total_steps=total_steps,
+            pauses=_pauses(self.job),
             planned_bytes={kind.value: size for kind, size in planned.items()},
             units=len(layouts),
             versions={"zrun": metadata.version("zrun"), "torch": torch.__version__, "python": sys.version.split()[0]},

@@ -19,6 +19,7 @@ from zrun.watch.follow import Follower
 from zrun.watch.live import Live
 from zrun.watch.phases import Doing
 from zrun.watch.plain import Plain, message_line, step_line
+from zrun.watch.remaining import Remaining, remaining
 from zrun.watch.report import report
 from zrun.watch.room import Facts
 from zrun.watch.screen import Json, Nothing, open_screen
@@ -115,10 +116,40 @@ def test_all_speeds_are_of_the_same_steps_without_those_that_warm_up() -> None:
     warm = step(201, step_s=30.0), step(202, step_s=9.0, mfu=0.1)
     state = after(START, *warm, step(203, step_s=1.0), step(204, step_s=3.0, mfu=0.2))
     assert state.step_s == 2.0
-    assert state.eta_s == (1000 - 204) * 2.0
+    assert remaining(state) == Remaining((1000 - 204) * 2.0)
     assert state.speed == (18_300 / state.step_s, "tok/s"), "tokens of a step = speed x its time"
     assert state.mfu == pytest.approx((0.416 + 3 * 0.2) / 4)
     assert after(step(1, tokens=0)).speed == (8.0, "samples/s")
+
+
+EVALS, SAVES = {"every": 100, "minutes": None, "at_end": True}, {"every": 300, "minutes": None, "at_end": True}
+
+
+def left(*events: Event, total_steps: int = 1000, **pauses: Any) -> str:
+    start = event("start", total_steps=total_steps, pauses=pauses)
+    return str(remaining(after(start, *map(step, range(1, 251)), *events)))
+
+
+def test_the_time_that_is_left_counts_evaluations_and_saves() -> None:
+    evaluated = event("eval", step=200, loss=1.0, seconds=60.0)
+    saved = event("save", step=240, stall_s=30.0)
+    assert left() == "12m30s"  # 750 steps of a second
+    assert left(eval=EVALS) == ">12m30s"  # nobody knows how long one takes
+    assert left(evaluated, eval=EVALS) == "20m30s"  # and 8 evaluations
+    assert left(evaluated, saved, eval=EVALS, save=SAVES) == "22m30s"  # and saves at 300, 600, 900, 1000
+    assert left(saved, save=SAVES | {"at_end": False}) == "14m00s"
+    assert left(saved, save=SAVES | {"every": None, "minutes": 5}) == "14m00s"  # two and the last one
+    assert left(evaluated, eval=EVALS, total_steps=250) == "1m00s"  # it is under way
+    at_end = event("eval", step=250, loss=1.0, seconds=60.0)
+    assert left(at_end, eval=EVALS, total_steps=250) == "0.0s"
+    assert left(evaluated, eval=EVALS | {"every": None}) == "13m30s"
+
+
+def test_a_run_that_goes_on_does_not_make_its_evaluations_again() -> None:
+    start = event("start", total_steps=1000, pauses={"eval": EVALS}, resumed={"step": 900})
+    state = after(start, step(901), step(902), step(903), event("eval", step=900, loss=1.0, seconds=10.0))
+    assert remaining(state) == Remaining(97.0 + 10.0)
+    assert remaining(after(start, step(901))) == Remaining(99.0, is_least=True)
 
 
 def test_shares_of_a_step_add_up() -> None:

@@ -6,6 +6,7 @@ import os
 from typing import TextIO
 
 from zrun.watch import text
+from zrun.watch.remaining import remaining
 from zrun.watch.state import RunState
 from zrun_core.events import Event
 from zrun_core.printable import printable
@@ -116,6 +117,6 @@ def step_line(state: RunState) -> str:
         parts.append(f"mem {format_size(held)}")
     if state.step_s is not None:
         parts.append(f"step {text.seconds(state.step_s)}")
-    if state.eta_s is not None:
-        parts.append(f"eta {text.duration(state.eta_s)}")
+    if (left := remaining(state)) is not None:
+        parts.append(f"eta {left}")
     return " ".join(parts)

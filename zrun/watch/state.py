@@ -121,6 +121,7 @@ class RunState:
     evals: tuple[Evaluation, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)  # of hooks, the newest of each name
     saved: int | None = None  # the newest step that is committed
+    pause_s: Mapping[str, float] = field(default_factory=dict)  # how long training last stood still for `eval`, `save`
     num_warnings: int = 0
     estimate: Event | None = None  # the newest comparison with what was predicted
     end: Event | None = None
@@ -146,12 +147,6 @@ class RunState:
     def step_s(self) -> float | None:
         """Seconds per step lately."""
         return sum(step.step_s for step in self.timed) / len(self.timed) if self.timed else None
-
-    @property
-    def eta_s(self) -> float | None:
-        if self.total_steps is None or self.step_s is None:
-            return None
-        return max(0, self.total_steps - self.step.step) * self.step_s
 
     @property
     def speed(self) -> tuple[float, str] | None:
@@ -210,13 +205,14 @@ def fold(state: RunState, event: Event) -> RunState:
             found = event.get("metrics") or {"loss": event["loss"]}  # older records have no more
             metrics = {name: number(value) for name, value in found.items()}
             evaluation = Evaluation(event["step"], metrics)
+            state = _paused(state, "eval", event.get("seconds"))
             return replace(state, evals=(*state.evals, evaluation))
         case "metrics":
             values = {name: number(value) for name, value in event["values"].items()}
             newest = list((dict(state.metrics) | values).items())[:_KEPT_METRICS]
             return replace(state, metrics=dict(newest))
         case "save":
-            return replace(state, saved=event["step"])
+            return replace(_paused(state, "save", event.get("stall_s")), saved=event["step"])
         case "warning":
             return replace(state, num_warnings=state.num_warnings + 1)
         case "estimate":
@@ -224,6 +220,12 @@ def fold(state: RunState, event: Event) -> RunState:
         case "end":
             return replace(state, end=event)
     return state
+
+
+def _paused(state: RunState, kind: str, seconds: float | None) -> RunState:
+    if seconds is None:
+        return state
+    return replace(state, pause_s={**state.pause_s, kind: float(seconds)})
 
 
 def fold_memory(state: RunState, events: Iterable[Event]) -> RunState:

@@ -20,6 +20,7 @@ from rich.text import Text
 from zrun.launch.cluster import several
 from zrun.watch import text
 from zrun.watch.ranks import ranks_table
+from zrun.watch.remaining import remaining
 from zrun.watch.room import ALERT, GAP, GOOD, LABEL, QUIET, Facts, Room, packed
 from zrun.watch.state import SPLIT, RunState
 
@@ -100,8 +101,8 @@ def _progress(state: RunState, facts: Facts, room: Room) -> list[Text]:
     if total is None:
         return [Text(f"{state.step.step}")]
     fields: list[Text | str] = [f"{state.step.step}/{total}", f"{state.step.step / total:.0%}"]
-    if state.eta_s is not None:
-        fields.append(f"eta {text.duration(state.eta_s)}")
+    if (left := remaining(state)) is not None:
+        fields.append(f"eta {left}")
     length = room.width - sum(len(field) + len(GAP) for field in fields)
     if length >= _LEAST_BAR:
         filled = min(length, length * state.step.step // total)

@@ -563,15 +563,21 @@ def test_a_terminal_without_colour_still_has_a_panel() -> None:
 
 def test_the_report_sums_up() -> None:
     assert report(ENDED, Path("runs/x")).splitlines() == [
-        "done                    120 steps in 4m00s (steps)",
-        "loss                    5.0000 (step 1) -> 0.0417 (step 120)",
-        "validation              2.5000 (step 100)",
-        "speed                   9.2k tok/s over the run, evaluations and saves included; "
+        "done            120 steps in 4m00s (steps)",
+        "loss            5.0000 (step 1) -> 0.0417 (step 120)",
+        "validation      2.5000 (step 100)",
+        "speed           9.2k tok/s over the run, evaluations and saves included; "
         "18.3k tok/s, 1.00s/step, MFU 41.6% over the last 20 steps",
-        "traffic all_gather      12.0 MiB sent by rank 0, equal to theory",
-        "traffic reduce_scatter  11.0 MiB sent by rank 0; by theory 10.0 MiB (+10.00%)",
-        "memory                  124.0 MiB in buffers of rank 0, equal to plan",
-        "run                     runs/x",
+        "all_gather      12.0 MiB sent by rank 0, equal to theory",
+        "reduce_scatter  11.0 MiB sent by rank 0; by theory 10.0 MiB (+10.00%)",
+        "memory          124.0 MiB in buffers of rank 0, equal to plan",
+        "run             runs/x",
+    ]
+    narrow = report(ENDED, Path("runs/x"), width=60).splitlines()
+    assert narrow[3:6] == [
+        "speed           9.2k tok/s over the run, evaluations and",
+        "                saves included; 18.3k tok/s, 1.00s/step, MFU",
+        "                41.6% over the last 20 steps",
     ]
 
 
@@ -580,13 +586,13 @@ def test_a_report_says_what_is_of_this_attempt() -> None:
     end = event("end", step=220, reason="steps", total_s=2.0, traffic={"all_gather": {"measured_bytes": MIB}})
     events = [event("start", total_steps=220, resumed=told), *map(step, range(201, 221)), end]
     assert report(after(*events), Path("runs/x")).splitlines() == [
-        "done                220 steps in 1m02s (steps)",
-        "this attempt        20 steps after step 200, in 2.0s",
-        "loss                5.5000 (step 1) -> 0.0227 (step 220)",
-        "speed               183.0k tok/s over this attempt, evaluations and saves included; "
+        "done          220 steps in 1m02s (steps)",
+        "this attempt  20 steps after step 200, in 2.0s",
+        "loss          5.5000 (step 1) -> 0.0227 (step 220)",
+        "speed         183.0k tok/s over this attempt, evaluations and saves included; "
         "18.3k tok/s, 1.00s/step, MFU 41.6% over the last 18 steps",
-        "traffic all_gather  1.0 MiB sent by rank 0 in this attempt",
-        "run                 runs/x",
+        "all_gather    1.0 MiB sent by rank 0 in this attempt",
+        "run           runs/x",
     ]
     older = event("start", total_steps=220, resumed={"step": 200, "path": "/x"})
     lines = report(after(older, *events[1:]), Path("runs/x")).splitlines()

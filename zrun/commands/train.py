@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -504,7 +505,9 @@ def _follow(
         told = refusal(unfit) if unfit is not None else failure.describe()
         _say(told + (f"\n  resume: {again}" if again else ""), sys.stderr)
     elif code == ExitCode.OK and ui is not Ui.none:
-        _say(report(follower.state, rundir.path), sys.stderr if ui is Ui.json else sys.stdout)
+        out = sys.stderr if ui is Ui.json else sys.stdout
+        columns = shutil.get_terminal_size().columns if out.isatty() else None
+        _say(report(follower.state, rundir.path, columns), out)
     elif code != ExitCode.OK:
         by = name_of(interrupts.first) if interrupts.first is not None else run.stopping
         stopped = Stopped(code, by, run.last_step, committed, tuple(run.lost.values()))

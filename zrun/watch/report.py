@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 from zrun.launch.cluster import several
@@ -10,8 +11,12 @@ from zrun.watch.state import RunState, number
 from zrun_core.sizes import format_size
 
 
-def report(state: RunState, run_dir: Path) -> str:
-    """A few lines for the end of the output, each with what it is of: the whole run, or this attempt."""
+def report(state: RunState, run_dir: Path, width: int | None = None) -> str:
+    """A few lines for the end of the output, each with what it is of: the whole run, or this attempt.
+
+    Args:
+        width: columns, so that lines are broken between words; None: one line each.
+    """
     end = state.end or {}
     rows = _extent(state)
     rows.append(("loss", _losses(state)))
@@ -22,7 +27,7 @@ def report(state: RunState, run_dir: Path) -> str:
     sent = "sent by rank 0" + (" in this attempt" if state.resumed else "")
     for kind, traffic in (end.get("traffic") or {}).items():
         sizes = traffic.get("measured_bytes"), traffic.get("expected_bytes")
-        rows.append((f"traffic {kind}", _compared(*sizes, sent, "theory")))
+        rows.append((kind, _compared(*sizes, sent, "theory")))
     memory = end.get("memory") or {}
     sizes = memory.get("measured_bytes"), memory.get("planned_bytes")
     rows.append(("memory", _compared(*sizes, "in buffers of rank 0", "plan")))
@@ -30,8 +35,13 @@ def report(state: RunState, run_dir: Path) -> str:
         rows.append(("estimate", text.foretold(state.estimate)))
     rows.append(("run", str(run_dir)))
     rows = [(name, value) for name, value in rows if value]
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:{width}}  {value}" for name, value in rows)
+    margin = max(len(name) for name, _ in rows) + 2
+    room = 10_000 if width is None else max(20, width - margin)
+    return "\n".join(
+        (name if number == 0 else "").ljust(margin) + line
+        for name, value in rows
+        for number, line in enumerate(textwrap.wrap(value, room, break_long_words=False, break_on_hyphens=False))
+    )
 
 
 def _extent(state: RunState) -> list[tuple[str, str]]:

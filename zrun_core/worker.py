@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from zrun_core import oom, parallelize, rng, room, tracebacks, user
+from zrun_core import heap, oom, parallelize, rng, room, tracebacks, user
 from zrun_core.board import Board, Watchdog, host_file
 from zrun_core.build import Built, build_on_meta, build_once_per_host
 from zrun_core.checkpoint.checkpointer import About, Checkpointer, versions
@@ -73,6 +73,7 @@ def main() -> NoReturn:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     _die_with_parent()
+    heap.keep_freed_memory()  # where torchrun has started this process, and not the launcher
     faulthandler.enable()
     worker = Worker(spec, rank)
     code = ExitCode.OK

@@ -1,0 +1,40 @@
+"""The C library's heap, as a training loop needs it: what one step frees, the next one asks for again."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # numbers of glibc's malloc.h
+_NEVER = -1
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+TUNABLES = "GLIBC_TUNABLES"
+
+
+def keep_freed_memory() -> bool:
+    """Have glibc keep what is freed instead of handing it back to the kernel, and return whether it does.
+
+    By default blocks of 32 MiB and more are mapped anew for each allocation, so that every step
+    faults its activations in again. Nothing changes where the environment says how the heap is to
+    behave, or where there is another C library.
+    """
+    if os.environ.get(TUNABLES):
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):  # musl, macOS, Windows
+        return False
+    return bool(mallopt(_MMAP_MAX, 0)) and bool(mallopt(_TRIM_THRESHOLD, _NEVER))
+
+
+def lacks_huge_pages() -> bool:
+    """Return whether the kernel gives huge pages to heaps that ask for them, and this one cannot any more.
+
+    Only `GLIBC_TUNABLES=glibc.malloc.hugetlb=1`, set before the process starts, makes glibc ask.
+    """
+    try:
+        mode = _HUGE_PAGES.read_text()
+    except OSError:
+        return False
+    return "[madvise]" in mode and "glibc.malloc.hugetlb" not in os.environ.get(TUNABLES, "")

@@ -314,3 +314,54 @@ def test_skips_that_a_scale_can_help_are_not_told() -> None:
             told.append(len(caught))
     assert scaler.get_scale() == 2.0
     assert told == [0, 0, 1, 2], "the scale fell from 8 to its least, 2"
+
+
+@pytest.mark.parametrize("name", ["clip_grad_norm_", "clip_grad_value_"])
+def test_clipping_of_gradients_that_are_elsewhere_is_refused(name: str) -> None:
+    clip = getattr(torch.nn.utils, name)  # as a script that has imported it before shard()
+    plain = nn.Linear(2, 2)
+    model = zrun_core.shard(build, zero=2)
+    backward(model)
+    with pytest.raises(ZrunError, match=rf"^{name}\(\): these parameters belong to a sharded model.*clip="):
+        clip(model.parameters(), 1.0)
+    with pytest.raises(ZrunError, match="nothing would be clipped"):
+        getattr(torch.nn.utils, name)(next(iter(model.parameters())), 1.0)
+    plain(torch.ones(1, 2)).sum().backward()
+    clip(plain.parameters(), 1e-3)
+    assert plain.weight.grad is not None
+    assert float(plain.weight.grad.norm()) < 1.1e-2, "other models are clipped as ever"
+
+
+@pytest.mark.parametrize("calls", [4, 3])
+def test_a_step_after_several_calls_takes_their_mean_where_accumulation_was_asked_for(calls: int) -> None:
+    model = zrun_core.shard(build, zero=1, accumulate=4)
+    optimizer = zrun_core.optimizer(model, "sgd", lr=1.0)
+    oracle = build()
+    torch.optim.SGD(oracle.parameters(), lr=1.0)
+    for step in range(calls):
+        backward(model, step)
+        (backward_of(oracle, step) / calls).backward()
+    optimizer.step()
+    with zrun_core.gathered(model), torch.no_grad():
+        for ours, theirs in zip(model.parameters(), oracle.parameters(), strict=True):
+            assert theirs.grad is not None
+            torch.testing.assert_close(ours, theirs - theirs.grad)
+
+
+def backward_of(model: nn.Module, step: int) -> torch.Tensor:
+    x, label = inputs(step)
+    return nn.functional.cross_entropy(model(x), label)
+
+
+def test_a_weight_that_is_given_counts_all_the_same() -> None:
+    model = zrun_core.shard(build, zero=0, accumulate=2)
+    optimizer = zrun_core.optimizer(model, "sgd", lr=1.0)
+    oracle = build()
+    for step in range(2):
+        backward(model, step)
+        backward_of(oracle, step).backward()
+    optimizer.step(weight=1)
+    with zrun_core.gathered(model), torch.no_grad():
+        for ours, theirs in zip(model.parameters(), oracle.parameters(), strict=True):
+            assert theirs.grad is not None
+            torch.testing.assert_close(ours, theirs - theirs.grad)

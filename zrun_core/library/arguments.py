@@ -41,15 +41,15 @@ def number(function: str, name: str, value: Any, write: str, *, above: float | N
     return float(value)
 
 
-def folder(function: str, value: Any) -> Path:
-    """Argument `folder` of `function`, without symbolic links: one folder is one path.
+def folder(function: str, value: Any, name: str = "folder") -> Path:
+    """Argument `name` of `function`, without symbolic links: one folder is one path.
 
     Raises:
         JobError: it is no path.
     """
     path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not isinstance(path, str) or not path or "\0" in path:
-        raise JobError(f"{function}(folder={value!r}): write the path of a folder")
+        raise JobError(f"{function}({name}={value!r}): write the path of a folder")
     return Path(os.path.realpath(path))
 
 

@@ -10,13 +10,12 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from pydantic import ValidationError
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zrun_core import parallelize
 from zrun_core.build import Built, build_on_meta, build_once_per_host, check
 from zrun_core.config import ActivationsConfig, PrecisionConfig, Section, ZeroConfig
 from zrun_core.errors import JobError, UserCodeError
-from zrun_core.library import arguments
+from zrun_core.library import arguments, foreign
 from zrun_core.library.run import Run, current
 from zrun_core.spec import ranks_per_copy
 from zrun_core.user import user_code
@@ -27,7 +26,6 @@ Model = TypeVar("Model", bound=nn.Module)
 _Section = TypeVar("_Section", bound=Section)
 
 _HANDLE = "_zrun"  # attribute of a sharded module
-_OWNED = "_zrun_owned"  # and of its parameters
 
 
 class Handle:
@@ -73,8 +71,9 @@ def shard(
         model: a factory, which runs once per host, or a module, of which the first rank's values are taken.
         zero: stage 0, 1, 2 or 3, or keys of a job's `zero` section.
         precision: fp32, bf16 or fp16, or keys of a job's `precision` section.
-        accumulate: how many backward calls there will be per optimizer step. At stages 0 and 1 gradients are summed
-            over ranks with the last of these only; a wrong number costs traffic, never the result.
+        accumulate: how many backward calls there will be per optimizer step. Above 1, a step takes the mean over those
+            that were made, unless it is told a weight. At stages 0 and 1 gradients are summed over ranks with the last
+            of them only: another number of calls costs traffic, never the result.
         activations: keys of a job's `activations` section, such as `{"checkpoint": "full"}`.
         compile: torch.compile each repeated block.
         init: meta makes a factory's parameters shard by shard, by each module's own `reset_parameters`.
@@ -113,9 +112,7 @@ def shard(
     run._num_units += len(sharded.units)
     run._num_models += 1
     built.module.__dict__[_HANDLE] = Handle(run, sharded, sharded.run_plainly(accumulate))
-    for param in built.module.parameters():
-        setattr(param, _OWNED, True)
-    _watch_foreign_optimizers()
+    foreign.own(built.module)
     return cast(Model, built.module)
 
 
@@ -228,26 +225,3 @@ def _broadcast_buffers(module: nn.Module, run: Run) -> None:
     with torch.no_grad():
         for name, buffer in module.named_buffers():
             run._comm.broadcast(buffer, run._mesh(1).world, name=name)
-
-
-_is_watching = False
-
-
-def _watch_foreign_optimizers() -> None:
-    """An optimizer of torch's own on a sharded model's parameters would find no gradients, and silently do nothing."""
-    global _is_watching
-    if not _is_watching:
-        _is_watching = True
-        register_optimizer_step_pre_hook(_refuse_foreign)
-
-
-def _refuse_foreign(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if getattr(optimizer, _OWNED, False):
-        return
-    for group in optimizer.param_groups:
-        if any(getattr(param, _OWNED, False) for param in group["params"]):
-            name = type(optimizer).__name__
-            raise UserCodeError(
-                f"{name}.step(): its parameters belong to a sharded model, which keeps the gradients elsewhere: write "
-                f"optimizer = zrun_core.optimizer(model, torch.optim.{name}, lr=...) after shard()"
-            )

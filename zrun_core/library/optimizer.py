@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -34,6 +35,8 @@ class _Unread(NamedTuple):
     arrived: torch.cuda.Event | None
     save: int
     scaler: LossScaler | None
+    step: int
+    lr: float
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -63,6 +66,8 @@ class Optimizer(torch.optim.Optimizer):
         self._handle, self._replica_every = handle, replica_every
         self._replicas = ReplicaGuard(handle.sharded)
         self._num_steps = 0
+        self._is_first = handle.run._claim_steps()
+        self._told_at = time.monotonic()
         self._trained = [param for unit in handle.sharded.units if unit.trainable for param in unit.params]
         self._skips = Skips(handle.sharded, max_skips, is_main=handle.run.is_main)
         self._unread: _Unread | None = None
@@ -76,20 +81,21 @@ class Optimizer(torch.optim.Optimizer):
         self._handle.loop.drop_gradients()
         self._handle.sharded.begin_step()
 
-    def step(self, closure: Callable[[], Any] | None = None, *, weight: float | torch.Tensor = 1.0) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *, weight: float | torch.Tensor | None = None) -> Any:
         """Update the model. The gradients are used up: `zero_grad()` is needed only to drop some.
 
         The gradient is that of the sum of all losses that were differentiated since the last step, on all ranks,
-        divided by the sum of the ranks' weights. With mean losses that is the mean over ranks, as in DDP; with
-        `weight=n`, over ranks and n backward calls; with losses that are sums over tokens and the number of tokens for
-        a weight, over all tokens.
+        divided by the sum of the ranks' weights. With mean losses that is the mean over ranks, as in DDP; after
+        `shard(accumulate=4)`, over ranks and the backward calls since the last step; with losses that are sums over
+        tokens and the number of tokens for a weight, over all tokens.
 
         If the gradient is not finite, or all weights are 0, all ranks skip the update: `skipped` says so. Where no loss
         scale can help, a warning names the parameter.
 
         Args:
             closure: called first, with gradients; it computes the loss and its backward, as torch has it.
-            weight: of this rank's losses, 0 or more.
+            weight: of this rank's losses, 0 or more. None: the number of backward calls where `shard` was told to
+                accumulate, else 1.
 
         Returns:
             What the closure returns, or None.
@@ -111,7 +117,7 @@ class Optimizer(torch.optim.Optimizer):
         self._step(weight, None)
         return loss
 
-    def _step(self, weight: float | torch.Tensor, scaler: LossScaler | None) -> StepResult:
+    def _step(self, weight: float | torch.Tensor | None, scaler: LossScaler | None) -> StepResult:
         handle = self._handle
         sharded, device = handle.sharded, handle.run.device
         if self.__dict__.pop("grad_scale", None) is not None:
@@ -119,9 +125,11 @@ class Optimizer(torch.optim.Optimizer):
         self._warn_unscaled(scaler)
         save, votes = handle.run._background.votes()
         said = torch.tensor([votes.written, votes.settled], dtype=torch.float64)
+        handle.loop.end_gradients()
+        if weight is None:
+            weight = handle.loop.num_backwards if handle.loop.accumulate > 1 else 1.0
         share = arguments.scalar("step", "weight", weight, is_weight=True)
         sums = torch.cat([share.to(device).view(1), said.to(device)])
-        handle.loop.end_gradients()
         self._read_last()
         self._num_steps += 1
         if self._replica_every is not None and self._num_steps % self._replica_every == 0:
@@ -132,7 +140,8 @@ class Optimizer(torch.optim.Optimizer):
         torch.autograd.graph.increment_version(self._trained)  # a backward of what was called before is refused
         self.grad_norm, self.skipped = result.grad_norm, result.skipped
         try:
-            self._look_at(torch.cat([torch.stack([result.agreed, result.skipped]).double(), result.sums]), save, scaler)
+            facts = torch.stack([result.agreed.double(), result.skipped.double(), result.grad_norm.double()])
+            self._look_at(torch.cat([facts, result.sums]), save, scaler)
         finally:
             sharded.begin_step()
             handle.loop.end_step()
@@ -160,12 +169,16 @@ class Optimizer(torch.optim.Optimizer):
         self._replicas.check(self._num_steps, numbers)
 
     def _look_at(self, numbers: torch.Tensor, save: int, scaler: LossScaler | None) -> None:
-        """Read (agreed, skipped, weight, votes for `save`) at once; on a GPU with the next step: it never idles."""
+        """Read (agreed, skipped, norm, weight, votes for `save`) at once; those of a GPU with the next step.
+
+        So it never idles.
+        """
         arrived = None
         if numbers.device.type == "cuda":
             numbers, arrived = numbers.to("cpu", non_blocking=True), torch.cuda.Event()
             arrived.record()
-        self._unread = _Unread(numbers, arrived, save, scaler)
+        lr = float(self.param_groups[0].get("lr", 0.0))
+        self._unread = _Unread(numbers, arrived, save, scaler, self._num_steps, lr)
         if arrived is None:
             self._read_last()
 
@@ -175,7 +188,8 @@ class Optimizer(torch.optim.Optimizer):
             return
         if unread.arrived is not None:
             unread.arrived.synchronize()
-        agreed, skipped, weight, written, settled = unread.numbers.tolist()
+        agreed, skipped, norm, weight, written, settled = unread.numbers.tolist()
+        self._record(unread, norm, skipped=bool(skipped))
         self._heard = unread.save, Votes(written, settled)
         can_scale_help = bool(skipped) and unread.scaler is not None and unread.scaler.can_shrink()
         self._skips.see(skipped=bool(skipped), weight=weight, helpless=not can_scale_help)
@@ -184,6 +198,24 @@ class Optimizer(torch.optim.Optimizer):
                 "step(): ranks gathered different modules; name the module that chooses between them in "
                 'shard(zero={"stage": ..., "leaf": [...]}), so that it is handled as a whole'
             )
+
+    def _record(self, unread: _Unread, norm: float, *, skipped: bool) -> None:
+        """Tell of a step, if this is the first optimizer of the run, whose steps are the run's."""
+        run = self._handle.run
+        if not self._is_first:
+            return
+        run._step = run._loaded_step + unread.step
+        now = time.monotonic()
+        seconds, self._told_at = now - self._told_at, now
+        run._record.emit(
+            "step",
+            step=run._step,
+            loss=None,
+            lr=unread.lr,
+            grad_norm=norm,
+            skipped=skipped,
+            step_s=seconds,
+        )
 
     def _warn_unscaled(self, scaler: LossScaler | None) -> None:
         if scaler is None and not self._has_warned and self._handle.sharded.scaler.enabled:
@@ -406,7 +438,7 @@ class GradScaler:
             raise JobError(f"GradScaler.scale({loss!r}): pass the loss, a tensor")
         return loss * self._scaler.scale if self._scaler.enabled else loss
 
-    def step(self, optimizer: Optimizer, *, weight: float | torch.Tensor = 1.0) -> None:
+    def step(self, optimizer: Optimizer, *, weight: float | torch.Tensor | None = None) -> None:
         """`optimizer.step(weight=weight)` with gradients divided by the scale; skipped if they overflowed.
 
         Raises:

@@ -9,18 +9,20 @@ import tempfile
 import threading
 from datetime import timedelta
 from pathlib import Path
+from socket import gethostname
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 
-from zrun_core import rng
+from zrun_core import heap, rng
 from zrun_core.board import Board, Watchdog
 from zrun_core.comm import Comm
 from zrun_core.data.order import mix
 from zrun_core.errors import ExitCode, HangError, JobError, PreflightError, RendezvousError, UserCodeError
 from zrun_core.library import arguments
 from zrun_core.library.background import Background
+from zrun_core.library.record import Record
 from zrun_core.mesh import Mesh
 from zrun_core.tracebacks import users_place
 
@@ -41,10 +43,18 @@ class Run:
         local_rank: of this process among those of its host.
         device: where models are sharded to, and where batches belong.
         seed: of model factories; each rank's own stream was seeded from it too.
+        run_dir: where the record lies; None: there is none.
     """
 
     def __init__(
-        self, seat: tuple[int, int, int, int], device: torch.device, *, seed: int, timeout_s: float, patience_s: float
+        self,
+        seat: tuple[int, int, int, int],
+        device: torch.device,
+        *,
+        seed: int,
+        timeout_s: float,
+        patience_s: float,
+        run_dir: Path | None,
     ) -> None:
         self.rank, self.world_size, self.local_rank, self._ranks_per_host = seat
         self.device, self.seed, self._patience_s = device, seed, patience_s
@@ -63,6 +73,9 @@ class Run:
         if (reason := self._comm.use_memory(mesh.host, timeout_s)) is not None:
             print(f"zrun_core: the ranks of this host talk through sockets: {reason}", file=sys.stderr)
         self._comm.barrier(mesh.world)
+        self.run_dir, self._record = run_dir, self._open_record(run_dir)
+        self._step = self._loaded_step = 0  # of the first optimizer; what it goes on from
+        self._has_optimizer = False
         self._num_units = self._num_models = 0  # of the models sharded so far
         self._background = Background()
 
@@ -88,6 +101,44 @@ class Run:
         share = arguments.scalar("mean", "weight", weight, is_weight=True).to(self.device)
         total = self._comm.sum_small(torch.stack([number * share, share]), self._mesh(1).world, name="mean").tolist()
         return total[0] / total[1] if total[1] else float("nan")
+
+    def metric(self, name: str, value: float | torch.Tensor) -> None:
+        """Record a number under a name, in the events of `init(run_dir=...)`. Rank 0's counts.
+
+        Where ranks have different ones: `run.metric(name, run.mean(value))`, on all ranks.
+
+        Raises:
+            JobError: the name or the value is none.
+        """
+        number = arguments.scalar("metric", "value", value)
+        if self.is_main and self._record:
+            self._record.metrics(self._step, {name: float(number)})
+
+    def _claim_steps(self) -> bool:
+        """Return whether an optimizer that is made now is the first one: its steps are the run's."""
+        is_first, self._has_optimizer = not self._has_optimizer, True
+        return is_first
+
+    def _open_record(self, run_dir: Path | None) -> Record:
+        """Begin the record on rank 0. Collective where there is one.
+
+        Raises:
+            JobError: it cannot be made.
+        """
+        if run_dir is None:
+            return Record(None)
+        world = self._mesh(1).world
+        names = self._comm.exchange_bytes(gethostname().encode(), world, name="hosts")
+        record, problem = Record(None), ""
+        try:
+            record = Record(run_dir if self.is_main else None)
+        except JobError as error:
+            problem = str(error)
+        problem = self._comm.exchange_bytes(problem.encode(), world, name="record")[0].decode()
+        if problem:
+            raise JobError(problem)
+        record.start([name.decode() for name in names], self.device)
+        return record
 
     def _mesh(self, shard_size: int) -> Mesh:
         """The groups where `shard_size` ranks hold one copy of a model's states. Collective when first asked for."""
@@ -124,6 +175,7 @@ def init(
     threads: int | None = None,
     timeout_s: float = 600.0,
     patience_s: float = 25.0,
+    run_dir: str | os.PathLike[str] | None = None,
 ) -> Run:
     """Join the ranks that `torchrun` has started, or be a world of one where it has not. Later calls return the same.
 
@@ -138,6 +190,9 @@ def init(
         timeout_s: seconds that the ranks may take to arrive, and one collective to wait for the others.
         patience_s: seconds that `shard`, `gathered`, `save` and `load` wait for all ranks to call them. Where ranks
             wait that long in a step, a line on stderr says for which one, and where in the script it is.
+        run_dir: a folder for the record of this run, such as runs/gan/1: events.jsonl with a line for each step of the
+            first optimizer, what `Run.metric` is given, saves and the end; `zrun ps` lists it. A script that is started
+            again goes on in it.
 
     Raises:
         JobError: an argument is wrong.
@@ -151,13 +206,16 @@ def init(
         patience_s = arguments.number("init", "patience_s", patience_s, "seconds above 0", above=0)
         if threads is not None:
             threads = arguments.whole("init", "threads", threads, 1, "a number of threads, 1 or more, or None")
+        folder = arguments.folder("init", run_dir, name="run_dir") if run_dir is not None else None
         seat = _find_seat()
         chosen = _find_device(device, seat[2])
         if threads is None:
             threads = max(1, len(os.sched_getaffinity(0)) // seat[3]) if hasattr(os, "sched_getaffinity") else 1
         torch.set_num_threads(threads)
+        if chosen.type == "cpu":
+            heap.keep_freed_memory()
         _join(seat, chosen, timeout_s)
-        _current = Run(seat, chosen, seed=seed, timeout_s=timeout_s, patience_s=patience_s)
+        _current = Run(seat, chosen, seed=seed, timeout_s=timeout_s, patience_s=patience_s, run_dir=folder)
         rng.seed(mix(seed, 1 + seat[0]))  # as a job's worker does
     return _current
 

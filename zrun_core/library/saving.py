@@ -169,6 +169,7 @@ def load(
         restore_streams(resumed, run.seed, run.rank, run.device)
         for name, handle in states.handles.items():
             _set_options(handle, resumed.manifest.progress.get("groups", {}).get(name))
+        run._step = run._loaded_step = resumed.manifest.step
     _resumed[path] = resumed
     return Loaded(resumed.manifest.step, dict(resumed.manifest.progress.get("extra", {})))
 
@@ -401,5 +402,9 @@ def _try(action: Callable[[], object]) -> str:
 
 
 def _tell(**fields: Any) -> None:
+    record = current()._record
     if "warning" in fields:
+        record.emit("warning", message=fields["warning"])
         warnings.warn(fields["warning"], stacklevel=2)
+    else:
+        record.emit("save", **fields)

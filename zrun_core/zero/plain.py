@@ -32,6 +32,7 @@ class PlainLoop:
     """Tells the gatherer and the reducer of one model what its user's loop does.
 
     Attributes:
+        accumulate: passes with gradients that the user's loop makes for each step.
         num_backwards: passes that gave gradients since the last step, or since these were dropped.
     """
 
@@ -44,7 +45,7 @@ class PlainLoop:
         accumulate: int,
     ) -> None:
         self._gatherer, self._reducer, self._autocast = gatherer, reducer, autocast
-        self._accumulate = accumulate
+        self.accumulate = accumulate
         self._open: list[ExitStack] = []  # forwards under way, the outermost first
         self._in_backward = False
         self.num_backwards = 0
@@ -120,7 +121,7 @@ class PlainLoop:
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
         if of_param and not self._reducer.is_open:
             self.num_backwards += 1
-            self._reducer.begin(boundary=self.num_backwards % self._accumulate == 0)
+            self._reducer.begin(boundary=self.num_backwards % self.accumulate == 0)
 
     def _backward_ends(self) -> None:
         self._in_backward = False

@@ -13,9 +13,11 @@ import torch
 
 from zrun_core.board import Board
 from zrun_core.checkpoint.checkpointer import Checkpointer, Votes
+from zrun_core.checkpoint.manifest import Manifest
 from zrun_core.checkpoint.resume import Resumed, restore_streams
 from zrun_core.data.batch import MicroBatch
 from zrun_core.data.loader import BatchLoader
+from zrun_core.data.marks import differences
 from zrun_core.data.order import shifts
 from zrun_core.errors import (
     CheckpointError,
@@ -283,6 +285,7 @@ class Trainer:
             **self.progress.as_json(),
             "cursor": self.loader.cursor,
             "dataset_samples": self.loader.num_samples,
+            "marks": {str(number): mark for number, mark in self.loader.marks.items()},
             "scaler": self.sharded.scaler.state_dict() if self.sharded.scaler.enabled else None,
             "owes_evaluation": self._owes_evaluation,
             "ended": None if self._early is None else str(self._early),
@@ -312,11 +315,35 @@ class Trainer:
                 "be skipped and others read again; go on with the same data, or take only the weights to the new data, "
                 f"with init_from: {resumed.path}"
             )
+        if self.recorder.is_main and (changed := self._changes_of_data(resumed.manifest)):
+            self.emitter.emit(
+                "warning",
+                message=f"the data is not that of {resumed.path}: {'; '.join(changed)}; the run goes on at sample "
+                f"{cursor} of what there is now, so some samples may be read twice and others never",
+            )
         if scaler is not None and self.sharded.scaler.enabled:
             self.sharded.scaler.load_state_dict(scaler)
         self.loader.seek(cursor)
         restore_streams(resumed, self.job.seed, self.world.index, self.device)
         self._is_resumed = True
+
+    def _changes_of_data(self, saved: Manifest) -> list[str]:
+        """Return what of the data and its order is not what it was, as far as that is known; on the main rank."""
+        found = []
+        before, now = saved.progress["dataset_samples"], self.loader.num_samples
+        if None not in (before, now) and before != now:
+            found.append(f"it had {before} samples and has {now}")
+        marks = {int(number): mark for number, mark in saved.progress.get("marks", {}).items()}
+        self.loader.mark(marks)
+        if different := differences(marks, self.loader.marks):
+            found.append(different)
+        data, seed = saved.job.get("data", {}), saved.job.get("seed", self.job.seed)
+        shuffled = data.get("shuffle", self.job.data.shuffle)
+        if shuffled != self.job.data.shuffle:
+            found.append(f"data.shuffle was {str(shuffled).lower()} and is {str(self.job.data.shuffle).lower()}")
+        elif shuffled and seed != self.job.seed:
+            found.append(f"seed, which the order follows, was {seed} and is {self.job.seed}")
+        return found
 
     # One step
 

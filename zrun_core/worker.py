@@ -212,6 +212,8 @@ class Worker:
         )
         if resumed is not None:
             trainer.resume(resumed)
+        elif checkpointer is not None and self.rank == 0:
+            loader.mark({})
         if checkpointer is not None:
             checkpointer.open(resumed)
         trainer.recorder.start(notes, resumed.path if resumed is not None else None, total_steps)

@@ -108,8 +108,8 @@ def sudden(step: int) -> float:
 class Tokens(torch.utils.data.Dataset[Any]):
     """`length` samples, each with its index."""
 
-    def __init__(self, length: int = 40, seq_len: int = 6) -> None:
-        generator = torch.Generator().manual_seed(4)
+    def __init__(self, length: int = 40, seq_len: int = 6, seed: int = 4) -> None:
+        generator = torch.Generator().manual_seed(seed)
         self.tokens = torch.randint(VOCAB, (length, seq_len + 1), generator=generator)
 
     def __len__(self) -> int:

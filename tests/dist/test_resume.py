@@ -222,3 +222,29 @@ def test_a_signal_in_the_last_evaluation_finds_the_run_saved(ranks, tmp_path):
     assert [each["error"] for each in found] == ["StoppedError: stopped after step 4, saved"] * 2
     assert [(e["step"], e["reason"]) for e in found[0]["events"] if e["type"] == "save"] == [(4, "end")]
     assert evaluations(found[0]) == []
+
+
+def warnings(results: list[dict[str, Any]]) -> list[str]:
+    return [event["message"] for event in results[0]["events"] if event["type"] == "warning"]
+
+
+def test_other_data_is_told_and_goes_on(ranks, tmp_path):
+    source = {"folder": f"{tmp_path}/first/checkpoints"}
+    ranks(2).run(run, job(steps=3), str(tmp_path / "first"))
+
+    def resumed(name: str, **keys: Any) -> list[str]:
+        there = ranks(2).run(run, job(steps=4, **keys), str(tmp_path / name), source)
+        assert losses(there[0]).keys() == {4}
+        return warnings(there)
+
+    shuffled = {"call": "runs.py:Tokens", "shuffle": True}
+    assert resumed("same") == []
+    assert resumed("workers", data={**shuffled, "workers": 1}) == []
+    assert resumed("drawn", data={**shuffled, "call": "runs.py:Augmented"}) == []
+    (told,) = resumed("other", data={**shuffled, "args": {"seed": 5}})
+    assert told.startswith(f"the data is not that of {tmp_path}/first/checkpoints/step-00000003: ")
+    assert "samples 0, 20 and 39 are not what was there; the run goes on at sample 24" in told
+    (told,) = resumed("in order", data="runs.py:Tokens")
+    assert ": data.shuffle was true and is false; " in told
+    (told,) = resumed("seed", seed=4)
+    assert ": seed, which the order follows, was 3 and is 4; " in told

@@ -315,6 +315,14 @@ def _scaler(value: Any, where: str) -> None:
         read(value[key], f"{where}, {key}")
 
 
+def _marks(value: Any, where: str) -> None:
+    """The digests of samples, by their number."""
+    for number, mark in _texts_by_name(value, where).items():
+        _digest(mark, where)
+        if not number.isdecimal() or len(number) > 18:
+            _refuse(f"is not consistent: {where}: {number[:40]!r} is not the number of a sample")
+
+
 def _groups(value: Any, where: str) -> None:
     """The options of every group of every optimizer."""
     for groups in _dict(value, where).values():
@@ -364,7 +372,7 @@ _PROGRESS: dict[str, Callable[[Any, str], Any]] = {
     "helpless_skips": _integer, "samples": _integer, "tokens": _integer, "cursor": _integer,
     "loss": _or_null(_number), "first_loss": _or_null(_number), "seconds": _or_null(_number),
     "dataset_samples": _or_null(_positive), "scaler": _or_null(_scaler),
-    "groups": _groups, "extra": _dict, "ended": _or_null(_text),
+    "groups": _groups, "extra": _dict, "marks": _marks, "ended": _or_null(_text),
 }  # fmt: skip
 _READERS: dict[type, dict[str, Callable[[Any, str], Any]]] = {
     TensorInfo: {

@@ -15,6 +15,7 @@ import xxhash
 
 from zrun_core.config import DataConfig
 from zrun_core.data.batch import MicroBatch
+from zrun_core.data.marks import Marks, marks_of
 from zrun_core.data.order import micro_batches, num_steps
 from zrun_core.data.samples import Collate, in_words
 from zrun_core.data.source import IterableSource, MapSource, Source, Step, is_map_style
@@ -68,6 +69,8 @@ class BatchLoader:
         )
         self.num_samples = len(dataset) if is_map_style(dataset) else None  # type: ignore[arg-type]
         self._batch, self._epochs, self._length = batch, epochs, _length(dataset)
+        self._dataset, self._workers = dataset, data.workers
+        self.marks: Marks = {}  # of the dataset, once `mark` was called
         self.cursor = 0  # in the stream, in samples over all ranks
         self.last_step = range(0)  # positions in the stream that were read last, over all ranks
         self._steps: Iterator[Step] = self._source.steps(0)
@@ -76,6 +79,10 @@ class BatchLoader:
     def epoch(self) -> float | None:
         """Passes over the data that the cursor stands for; None for an iterable dataset, which has no length."""
         return self.cursor / self.num_samples if self.num_samples else None
+
+    def mark(self, before: Marks) -> None:
+        """Read the marks of the dataset, also of the samples that had some `before`."""
+        self.marks = marks_of(self._dataset, self._workers, before)
 
     def total_steps(self, steps: int = 0, cursor: int = 0) -> int | None:
         """Return the optimizer steps of all epochs, or None where the data does not end or has no length.

@@ -268,6 +268,7 @@ def test_of_many_ranks_the_slowest_can_be_seen() -> None:
         assert re.search(r"MiB +busy ", drawn)
         assert re.search(r"median +0.40s ", drawn)
         assert re.search(rf"{name} +0.60s ", drawn)
+    assert "planned" not in draw(after(START, step(1), told[0]), 40), "no column of it is left"
     assert re.search(r"rank 1 +0.40s +20.0", draw(after(START, step(1), *told[:2]), 80)), "few: each of them"
 
 
@@ -335,9 +336,9 @@ def test_a_table_has_one_unit_for_all_its_sizes() -> None:
 
 
 def test_a_plain_line_says_all() -> None:
-    assert step_line(RUNNING) == (
+    assert step_line(replace(RUNNING, elapsed_s=125.0)) == (
         "step 120/1000 loss 0.0416667 lr 0.0003 gnorm 0.84 scale 65536 skip 2 tok/s 18.3k tflops 412 mfu 41.6% "
-        "mem 500.0 MiB step 1.00s eta 14m40s"
+        "mem 500.0 MiB step 1.00s epoch 0.50 elapsed 2m05s eta 14m40s"
     )
 
 

@@ -117,6 +117,10 @@ def step_line(state: RunState) -> str:
         parts.append(f"mem {format_size(held)}")
     if state.step_s is not None:
         parts.append(f"step {text.seconds(state.step_s)}")
+    if step.epoch is not None:
+        parts.append(f"epoch {step.epoch:.2f}")
+    if state.elapsed_s is not None:
+        parts.append(f"elapsed {text.duration(state.elapsed_s)}")
     if (left := remaining(state)) is not None:
         parts.append(f"eta {left}")
     return " ".join(parts)

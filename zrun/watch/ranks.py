@@ -16,6 +16,7 @@ from zrun_core.events import Event
 
 _MOST_RANKS = 8  # that are shown one by one; more of them are summed up
 _SLOWEST, _FULLEST = 2, 2  # ranks that are shown beside such a sum
+_NOTABLE = 1.1  # times the median: what makes a rank one of the slowest
 _LEAST_TABLE = 3  # lines
 _OWN = "busy", "data"  # columns of time: what of a step a rank works, or has no data
 _MISSED_LEAST = ("rings", "grads", "params", "optim", "other", "reserved", *_OWN)  # in this order
@@ -34,20 +35,27 @@ def ranks_table(state: RunState, facts: Facts, room: Room) -> list[Text]:
     unit = text.Unit.of(row[kind] for row in rows.values() for kind in row if kind not in _OWN)
     labels = [unit.name, *rows]
     margin = max(LABEL, max(map(len, labels)) + len(GAP))
-    columns: dict[str, list[str]] = {}
-    for column in rows[labels[1]]:
-        shown = text.seconds if column in _OWN else unit.text
-        cells = [column, *(shown(row[column]) if column in row else "" for row in rows.values())]
-        width = max(map(len, cells))
-        columns[column] = [cell.rjust(width) for cell in cells]
-    for column in _MISSED_LEAST:
-        if margin + len(GAP.join(cells[0] for cells in columns.values())) > room.width:
-            columns.pop(column, None)
+    columns = _columns(list(rows.values()), unit, room.width - margin)
     lines = []
-    for label, *cells in zip(labels, *columns.values(), strict=True):
-        style = QUIET if label in (unit.name, "planned") else ""
-        lines.append(Text.assemble((label.ljust(margin), QUIET), (GAP.join(cells), style)))
+    for label, *cells in zip(labels, *columns, strict=True):
+        if any(cell.strip() for cell in cells):  # what was planned may have lost all its columns
+            style = QUIET if label in (unit.name, "planned") else ""
+            lines.append(Text.assemble((label.ljust(margin), QUIET), (GAP.join(cells), style)))
     return lines
+
+
+def _columns(rows: list[dict[str, float]], unit: text.Unit, width: int) -> list[list[str]]:
+    """The columns that fit, each a head and a cell for each row, all of the same width."""
+    columns: dict[str, list[str]] = {}
+    for name in rows[0]:
+        shown = text.seconds if name in _OWN else unit.text
+        cells = [name, *(shown(row[name]) if name in row else "" for row in rows)]
+        widest = max(map(len, cells))
+        columns[name] = [cell.rjust(widest) for cell in cells]
+    for name in _MISSED_LEAST:
+        if len(GAP.join(cells[0] for cells in columns.values())) > width:
+            columns.pop(name, None)
+    return list(columns.values())
 
 
 def _rows(of_ranks: dict[int, dict[str, float]], most: int, name: Callable[[int], str]) -> dict[str, dict[str, float]]:
@@ -64,8 +72,9 @@ def _rows(of_ranks: dict[int, dict[str, float]], most: int, name: Callable[[int]
         label: {column: float(function(values)) for column, values in columns.items()}
         for label, function in reversed(list(summary.items())[:most])
     }
-    timed = [rank for rank, values in of_ranks.items() if _own(values)]
-    slowest = heapq.nlargest(_SLOWEST, timed, key=lambda rank: _own(of_ranks[rank]))
+    usual = statistics.median(map(_own, of_ranks.values()))
+    slow = [rank for rank, values in of_ranks.items() if _own(values) > _NOTABLE * usual]
+    slowest = heapq.nlargest(_SLOWEST, slow, key=lambda rank: _own(of_ranks[rank]))
     fullest = heapq.nlargest(_FULLEST, of_ranks, key=lambda rank: _held(of_ranks[rank]))
     singled_out = dict.fromkeys([*slowest, *fullest])
     return rows | {name(rank): of_ranks[rank] for rank in list(singled_out)[: most - len(rows)]}

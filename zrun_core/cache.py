@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from zrun_core.folders import make_private
+
 
 def folder(kind: str, environ: Mapping[str, str] = os.environ) -> Path:
     """Where files of a kind are kept."""
@@ -20,7 +22,7 @@ def keep(place: Path, text: str | bytes, most: int) -> None:
     """Write `text` to `place`, and remove the oldest beside it beyond `most`. Where that cannot be, nothing is kept."""
     part = place.with_name(f".{place.stem}.{secrets.token_hex(4)}")
     with suppress(OSError):
-        place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(place.parent)
         with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(text.encode() if isinstance(text, str) else text)
         part.replace(place)

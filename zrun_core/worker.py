@@ -143,7 +143,8 @@ class Worker:
         self.stop.listen()
         folder = self.run_dir / "stacks"
         folder.mkdir(mode=0o700, exist_ok=True)
-        stacks = open(folder / f"rank-{self.rank}.txt", "w")  # noqa: SIM115  # for as long as the process lives
+        # For as long as the process lives.
+        stacks = os.open(folder / f"rank-{self.rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         faulthandler.register(signal.SIGQUIT, stacks)
 
     def run(self) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from zrun.launch import keeper as keeper_module
 from zrun.launch.processes import Process
 
 AGENT = """
@@ -96,3 +99,40 @@ def test_an_agent_hears_of_its_keepers_death() -> None:
         while alive[0].alive() and time.monotonic() < deadline:
             time.sleep(0.01)
         assert not alive[0].alive()
+
+
+def folder_of(parent: Path, number: int, *, has_socket: bool) -> Path:
+    """A folder as an agent makes it; nobody listens at its socket any more."""
+    folder = parent / f"zrun-{number:016x}"
+    folder.mkdir()
+    if has_socket:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as telemetry:
+            telemetry.bind(str(folder / keeper_module.SOCKET))
+    return folder
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder in whose name a socket's address has room."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+def test_what_a_keeper_killed_with_its_agent_left_goes_later(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(short_path))
+    dead = folder_of(short_path, 1, has_socket=True)
+    new, old = folder_of(short_path, 2, has_socket=False), folder_of(short_path, 3, has_socket=False)
+    os.utime(old, (0, 0))
+    living, fuller = folder_of(short_path, 4, has_socket=False), folder_of(short_path, 5, has_socket=True)
+    (fuller / "something").touch()
+    others = short_path / "zrun-0000"
+    others.mkdir()
+    link = short_path / f"zrun-{6:016x}"
+    link.symlink_to(folder_of(others, 7, has_socket=True))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as telemetry:
+        telemetry.bind(str(living / keeper_module.SOCKET))
+        keeper_module.sweep()
+    assert not dead.exists()
+    assert not old.exists()
+    assert sorted(short_path.iterdir()) == sorted([new, living, fuller, others, link])
+    assert (link / keeper_module.SOCKET).exists()

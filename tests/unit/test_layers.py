@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SPINE = {"errors", "sizes", "hostname", "config", "spec", "events", "board", "room", "cache", "printable"}
+SPINE = {"errors", "sizes", "hostname", "config", "spec", "events", "board", "room", "cache", "folders", "printable"}
 SPINE |= {"tracebacks", "stop", "checkpoint.lock", "checkpoint.names"}
 COLLECTIVES = (
     r"all_gather\w*|all_reduce\w*|all_to_all\w*|barrier|batch_isend_irecv|broadcast|gather|irecv|isend|monitored_barrier|"

@@ -31,6 +31,7 @@ from zrun.launch.witness import Witness
 from zrun.launch.workers import Command, seen_alone
 from zrun_core.board import BoardView, host_file
 from zrun_core.errors import ExitCode
+from zrun_core.folders import make_private
 
 _STORE = "store"  # the file through which the workers find each other
 
@@ -50,7 +51,7 @@ def main() -> None:
     start, store = _answer_questions(switchboard)
     run_dir = Path(start.spec["run_dir"])
     for folder in (run_dir, run_dir / "logs", run_dir / "failures"):  # the launcher's disk may not be this one
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(folder)
     _log_to(run_dir / "logs" / f"agent-{start.host}.log")
     signal.signal(keeper.ABANDONED, lambda *_: _abandon(switchboard, private))
     with _telemetry(private) as telemetry:
@@ -192,7 +193,7 @@ def _take_streams() -> tuple[int, int]:
 
 def _log_to(path: Path) -> None:
     """Send this process's own messages to a file: the terminal belongs to the launcher."""
-    with open(path, "ab") as log:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
 
@@ -201,7 +202,7 @@ def _log_to(path: Path) -> None:
 def _telemetry(folder: Path) -> Iterator[socket.socket]:
     """A datagram socket in a folder of its own: the run directory may be long, and on a file system without sockets."""
     folder.mkdir(mode=0o700)
-    path = folder / "telemetry.sock"
+    path = folder / keeper.SOCKET
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as telemetry:
         telemetry.bind(str(path))
         try:

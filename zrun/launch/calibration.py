@@ -16,6 +16,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from zrun_core.errors import JobError, ZrunError
+from zrun_core.folders import make_private
 
 
 class _Part(BaseModel):
@@ -123,7 +124,7 @@ class Calibration(_Part):
         """
         part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_private(path.parent)
             part.touch(mode=0o600, exist_ok=False)
             part.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
             part.replace(path)

@@ -24,6 +24,7 @@ from zrun.launch.lock import LOCK, Lock, last_holder
 from zrun_core.checkpoint.lock import PATIENCE_S, InUseError, held
 from zrun_core.checkpoint.names import before_name, belongs_to_steps
 from zrun_core.errors import ExitCode, JobError, SaveError, StoppedError, ZrunError
+from zrun_core.folders import make_private
 from zrun_core.spec import LaunchPlan
 
 
@@ -73,8 +74,7 @@ class RunDir:
         """
         path = (chosen if chosen is not None else root / name / _new_id()).absolute()
         with _in_words(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.mkdir(mode=0o700, exist_ok=True)
+            make_private(path)
             if not (path / LOCK).exists() and not is_run(path):
                 _refuse_files(path)  # before anything is written there: it may be anybody's folder
         lock = lock or lock_run(path)

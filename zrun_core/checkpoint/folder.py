@@ -20,6 +20,7 @@ from zrun_core.checkpoint.manifest import MANIFEST, MAX_BYTES, Manifest
 from zrun_core.checkpoint.names import LATEST, aside_name, is_aside, is_stale, step_name, step_of, steps_in, tmp_name
 from zrun_core.checkpoint.verify import check_size, read_back, verify
 from zrun_core.errors import CheckpointError, SaveError
+from zrun_core.folders import make_private
 
 LEAST_KEPT = 2
 
@@ -61,7 +62,7 @@ class CheckpointFolder:
             raise SaveError(f"cannot save step {step}: {target} exists, and no checkpoint is ever overwritten")
         tmp = target.with_name(tmp_name(target.name))
         try:
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(self.path)
             tmp.mkdir(mode=0o700)
         except OSError as error:
             raise save_error(tmp, error) from error

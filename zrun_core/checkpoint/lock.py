@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from zrun_core.errors import SaveError
+from zrun_core.folders import make_private
 
 PATIENCE_S = 20.0  # with an earlier attempt, which may be about to end
 _FILE = ".lock"  # says which process holds it, or has held it last
@@ -33,7 +34,7 @@ def hold(folder: Path, patience_s: float = PATIENCE_S) -> int:
         SaveError: the folder cannot be made, or its lock not be opened.
     """
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(folder)
         lock = os.open(folder / _FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise SaveError(f"cannot save in {folder}: {error.strerror}; set checkpoint.dir") from None

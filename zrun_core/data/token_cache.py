@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from zrun_core.data.tokenizer import Tokenizer
 from zrun_core.errors import JobError
+from zrun_core.folders import make_private
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def _cache_folder(asked: str | None) -> Path:
 def _is_usable(folder: Path) -> bool:
     """Whether the folder can be written; it is made if need be."""
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(folder)
     except OSError:
         return False
     return os.access(folder, os.W_OK)

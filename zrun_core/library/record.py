@@ -28,6 +28,7 @@ import torch
 
 from zrun_core.errors import JobError
 from zrun_core.events import EventType, encode
+from zrun_core.folders import make_private
 from zrun_core.record import checked_name
 
 _UNCAUGHT = 1  # Python's exit code of an exception
@@ -47,7 +48,7 @@ class Record:
         if folder is None:
             return
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(folder)
             if any(folder.iterdir()) and not (folder / "events.jsonl").exists():
                 raise JobError(f"init(run_dir={str(folder)!r}): there are other files in it: name a new folder")
             flags = os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW

@@ -1,6 +1,8 @@
-"""A process that makes a job's forecast: `python -m zrun.estimate.background now|aside|idle`, a `Request` on stdin.
+"""A process that makes a job's forecast: `python -m zrun.estimate.background PACE LAUNCHER`.
 
-It prints a `Forecast` as JSON, stores it, and ends; with anything else to say it ends with another status.
+It reads a `Request` on stdin, prints a `Forecast` as JSON, stores it, and ends; with anything else
+to say it ends with another status. It runs the user's code, so it ends with its launcher, however
+that ends, and leaves nothing behind that the code has started.
 """
 
 from __future__ import annotations
@@ -16,25 +18,30 @@ from typing import Any
 from zrun.launch import processes
 
 _LONGEST_S = 300
+_GRACE_S = 10.0  # for what is killed to be gone
 
 
 def _main() -> None:
     for number in (signal.SIGTERM, signal.SIGALRM):
         signal.signal(number, _end)
-    signal.alarm(_LONGEST_S)  # whoever started it may be gone
+    signal.alarm(_LONGEST_S)
+    processes.adopt_orphans()
+    processes.die_with_parent(signal.SIGTERM)
+    if os.getppid() != int(sys.argv[2]):  # it was killed before
+        sys.exit(1)
     _step_back(sys.argv[1])
     answer_fd = os.dup(1)
     os.dup2(2, 1)  # what the user's code prints is chatter
     forecast = _make(json.load(sys.stdin))
+    processes.end_children(_GRACE_S)
     with open(answer_fd, "w") as file:
         json.dump(forecast, file)
 
 
 def _end(*_: object) -> None:
-    """End what traces the model and all that the user's code has started, and wait for nothing: not even for torch,
-    which another thread may be importing."""
-    for child in processes.children_of(os.getpid()):
-        processes.send(processes.session_of(child), signal.SIGKILL)
+    """End what traces the model and all that the user's code has started, and nothing more: another
+    thread may be importing torch."""
+    processes.end_children(_GRACE_S)
     os._exit(1)
 
 

@@ -148,7 +148,7 @@ class Making:
     def __init__(self, request: Request, environment: Mapping[str, str], pace: Pace) -> None:
         """Start it."""
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "zrun.estimate.background", pace.value],
+            [sys.executable, "-P", "-m", "zrun.estimate.background", pace.value, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

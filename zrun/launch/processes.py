@@ -35,8 +35,13 @@ class Process:
         return cls(pid, int(stat[19])) if stat else None
 
     def alive(self) -> bool:
-        """It still runs: not ended, not a zombie, and its number was not given to another."""
-        return (self.state or "X") not in "ZX"
+        """It still runs: not ended, not a zombie, and its number was not given to another.
+
+        Its first thread may be a zombie while others still end: until they have, its children are
+        its own, and nobody has adopted them.
+        """
+        stat = self._now()
+        return stat is not None and (stat[0] not in "ZX" or int(stat[17]) > 1)
 
     def catches(self, number: int) -> bool:
         """Whether it has a handler for this signal; else it would end of it, or not hear of it."""
@@ -50,8 +55,13 @@ class Process:
     @property
     def state(self) -> str | None:
         """The kernel's letter for what it does (R, S, D, T, Z, ...); None once it is gone."""
+        stat = self._now()
+        return stat[0] if stat is not None else None
+
+    def _now(self) -> list[str] | None:
+        """What `_stat` says of it; None once it is gone."""
         stat = _stat(self.pid)
-        return stat[0] if stat is not None and int(stat[19]) == self.started else None
+        return stat if stat is not None and int(stat[19]) == self.started else None
 
 
 def session_of(leader: Process) -> list[Process]:
@@ -166,7 +176,8 @@ def _all() -> list[Process]:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Fields of /proc/<pid>/stat from the third on: 0 state, 1 parent, 2 group, 3 session, 19 start time."""
+    """Fields of /proc/<pid>/stat from the third on: 0 state, 1 parent, 2 group, 3 session, 17 threads,
+    19 start time."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (OSError, UnicodeDecodeError):

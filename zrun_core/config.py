@@ -409,6 +409,37 @@ class LrConfig(Section):
     power: Positive = Field(default=1.0, le=1000, description="exponent of the polynomial decay")
 
 
+MetricName = Annotated[str, Field(pattern=f"^{METRIC_PATTERN}$")]
+
+
+class Goal(Section):
+    """A number of the evaluation, and which values of it are better."""
+
+    metric: MetricName = Field(
+        default="loss",
+        description="loss, or a name of eval.metrics; of several sets set/name",
+        examples=["loss"],
+    )
+    mode: Literal["min", "max"] = Field(
+        default="min", description="min: lower values are better | max: higher values are better"
+    )
+
+
+class EarlyStopConfig(Goal):
+    """An early end of the run, by its evaluations. The short form sets `patience`."""
+
+    short = ("patience", int)
+
+    patience: Steps = Field(
+        default=3,
+        description="evaluations in a row without a better value, after which the run ends",
+    )
+    min_delta: Annotated[float, Field(ge=0, le=1e30)] = Field(
+        default=0.0,
+        description="a value is better only if it is by more than this",
+    )
+
+
 def _one_or_several(value: Any) -> str:
     """Which form of `eval.data` is meant."""
     is_mapping = isinstance(value, dict) and value and not value.keys() & Ref.model_fields.keys()
@@ -435,6 +466,37 @@ class EvalConfig(Section):
     )
     samples: Samples | None = Field(default=None, description="samples per evaluation; null: all", examples=[1000])
     first: bool = Field(default=False, description="evaluate before the first step too")
+    stop: EarlyStopConfig | None = Field(
+        default=None,
+        description="end early: evaluations without improvement, or {metric, mode, patience, ...}",
+        examples=[{"metric": "loss", "patience": 3}],
+    )
+
+    @model_validator(mode="after")
+    def _can_stop(self) -> Self:
+        if self.stop is not None:
+            if self.every is None:
+                raise ValueError("eval.stop needs eval.every: without it only the end is evaluated")
+            self.check_metric("eval.stop.metric", self.stop.metric)
+        return self
+
+    def check_metric(self, key: str, metric: str) -> None:
+        """Refuse a metric that no evaluation will have, as far as that is known before one.
+
+        Args:
+            key: that names the metric.
+
+        Raises:
+            ValueError: there is no such number.
+        """
+        losses = [f"{name}/loss" if name else "loss" for name in self.sets]
+        if self.metrics is None and metric not in losses:
+            problem = f"without eval.metrics there is only {', '.join(losses)}"
+        elif isinstance(self.data, dict) and metric.partition("/")[0] not in self.data:
+            problem = f"eval.data names several sets; write {losses[0].replace('loss', metric)}"
+        else:
+            return
+        raise ValueError(f"{key}: {metric} is not evaluated: {problem}")
 
     @field_validator("data")
     @classmethod

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
+from zrun_core.best import EarlyStop
 from zrun_core.board import Board
 from zrun_core.checkpoint.checkpointer import Checkpointer, Votes
 from zrun_core.checkpoint.manifest import Manifest
@@ -110,6 +111,8 @@ class Trainer:
         self._evaluator: Evaluator | None = None
         if parts.held_out is not None:
             self._evaluator = Evaluator(spec, sharded, parts.held_out, board, self._asked_to_stop)
+        stop_config = None if self.job.eval is None else self.job.eval.stop
+        self._early_stop = None if stop_config is None else EarlyStop(stop_config)
         self._numeric = NumericGuard(self.job, sharded, emitter, is_main=self.is_main)
         self._memory = MemoryGuard(spec, sharded, emitter)
         self._own_losses: list[torch.Tensor] = []  # of the micro-batches of the last step
@@ -289,6 +292,7 @@ class Trainer:
             "scaler": self.sharded.scaler.state_dict() if self.sharded.scaler.enabled else None,
             "owes_evaluation": self._owes_evaluation,
             "ended": None if self._early is None else str(self._early),
+            "early_stop": None if self._early_stop is None else self._early_stop.as_json(),
         }
 
     def resume(self, resumed: Resumed) -> None:
@@ -307,6 +311,7 @@ class Trainer:
         self.progress.skips_in_a_row = self.progress.helpless_skips = 0
         self._last_saved = self.progress.steps, self.progress.updates
         self._owes_evaluation = bool(state.get("owes_evaluation"))  # older checkpoints do not say
+        self._resume_early_stop(state)
         now = self.loader.num_samples
         if shifts(cursor, before, now, shuffle=self.job.data.shuffle):
             was, has = (f"{length} samples" if length is not None else "no length" for length in (before, now))
@@ -344,6 +349,17 @@ class Trainer:
         elif shuffled and seed != self.job.seed:
             found.append(f"seed, which the order follows, was {seed} and is {self.job.seed}")
         return found
+
+    def _resume_early_stop(self, state: dict[str, Any]) -> None:
+        found = state.get("early_stop")
+        if found is None or self._early_stop is None:
+            return
+        is_same = self._early_stop.resume(found, had_ended=state.get("ended") is not None)
+        if not is_same and self.is_main:
+            self.emitter.emit(
+                "warning",
+                message="eval.stop names another metric or mode than before: it begins anew",
+            )
 
     # One step
 
@@ -609,6 +625,10 @@ class Trainer:
             self._must_stop = True
             return
         self.recorder.evaluation(found)
+        if self._early_stop is not None:
+            why = self._early_stop.see(self.progress.steps, found.values)
+            if why is not None and self._early is None:
+                self._early = Ending("early stop", why)
         if "on_eval" in self.hooks:
             self._call_hook("on_eval", loss=found.loss)
             wishes = torch.tensor([float(bool(self.hooks.wish))], device=self.device)

@@ -14,7 +14,7 @@ from zrun.job.document import Document
 from zrun.job.load import MAX_FILE_BYTES, LoadedJob, load_job
 from zrun.job.scalars import resolve, write
 from zrun.job.schema import find_key, job_schema, keys
-from zrun_core.config import JobConfig, Ref
+from zrun_core.config import EarlyStopConfig, JobConfig, Ref
 from zrun_core.errors import ExitCode, JobError
 
 EIGHT_LINES = """\
@@ -423,3 +423,25 @@ def test_evaluation_data_is_one_reference_or_several_by_name(folder: Folder) -> 
 def test_what_is_no_evaluation_data_is_told(folder: Folder, data: str, message: str) -> None:
     (problem,) = folder.problems(f"{FIVE_LINES}eval: {{data: {data}}}\n")
     assert problem.partition(": ")[2] == message
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ("{data: a:b, stop: 3}", "eval.stop needs eval.every: without it only the end is evaluated"),
+        (
+            "{data: a:b, every: 1, stop: {metric: f1}}",
+            "eval.stop.metric: f1 is not evaluated: without eval.metrics there is only loss",
+        ),
+        (
+            "{data: {v: a:b, w: a:b}, metrics: a:b, every: 1, stop: {metric: f1}}",
+            "eval.stop.metric: f1 is not evaluated: eval.data names several sets; write v/f1",
+        ),
+    ],
+)
+def test_a_stop_that_could_never_be_is_told(folder: Folder, section: str, message: str) -> None:
+    (problem,) = folder.problems(f"{FIVE_LINES}eval: {section}\n")
+    assert problem == f"job.yaml:6:7: eval: {message}"
+    config = folder.load(f"{FIVE_LINES}eval: {{data: a:b, every: 1, stop: 3}}\n").config
+    assert config.eval is not None
+    assert config.eval.stop == EarlyStopConfig(metric="loss", patience=3)

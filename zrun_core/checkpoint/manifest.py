@@ -323,6 +323,20 @@ def _marks(value: Any, where: str) -> None:
             _refuse(f"is not consistent: {where}: {number[:40]!r} is not the number of a sample")
 
 
+def _early_stop(value: Any, where: str) -> None:
+    if _dict(value, where).keys() != {"best", "num_worse"}:
+        _refuse(f"is not consistent: {where} does not have the keys best, num_worse")
+    _integer(value["num_worse"], where)
+    _or_null(_best)(value["best"], where)
+
+
+def _best(value: Any, where: str) -> None:
+    if _dict(value, where).keys() != _BEST.keys():
+        _refuse(f"is not consistent: {where} does not have the keys {', '.join(_BEST)}")
+    for key, read in _BEST.items():
+        read(value[key], f"{where}, {key}")
+
+
 def _groups(value: Any, where: str) -> None:
     """The options of every group of every optimizer."""
     for groups in _dict(value, where).values():
@@ -367,12 +381,19 @@ def _list_of(kind: type) -> Callable[[Any, str], list[Any]]:
 
 
 _SCALER: dict[str, Callable[[Any, str], Any]] = {"scale": _positive_number, "good": _integer, "bad": _integer}
+_BEST: dict[str, Callable[[Any, str], Any]] = {
+    "step": _integer,
+    "metric": _text,
+    "mode": _choice(("min", "max")),
+    "value": _number,
+}
 _PROGRESS: dict[str, Callable[[Any, str], Any]] = {
     "steps": _integer, "updates": _integer, "micro_batches": _integer, "skips": _integer, "skips_in_a_row": _integer,
     "helpless_skips": _integer, "samples": _integer, "tokens": _integer, "cursor": _integer,
     "loss": _or_null(_number), "first_loss": _or_null(_number), "seconds": _or_null(_number),
     "dataset_samples": _or_null(_positive), "scaler": _or_null(_scaler),
     "groups": _groups, "extra": _dict, "marks": _marks, "ended": _or_null(_text),
+    "early_stop": _or_null(_early_stop),
 }  # fmt: skip
 _READERS: dict[type, dict[str, Callable[[Any, str], Any]]] = {
     TensorInfo: {

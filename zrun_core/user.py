@@ -14,7 +14,7 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path
@@ -31,6 +31,16 @@ if TYPE_CHECKING:
 # Standard modules that act on the process or the file system. A job file is often somebody else's text, and nothing
 # that a training job needs comes from here, so `model: os:system` is refused before anything is called.
 _PROCESS_MODULES = frozenset({"ctypes", "nt", "os", "posix", "pty", "runpy", "shutil", "signal", "subprocess", "sys"})
+
+# What the functions of a job are called with, by key; those of `model`, `data` and `eval.data` are called with their
+# args alone, once, and what they return counts.
+TAKES: dict[str, tuple[str, ...]] = {
+    "loss": ("model", "batch"),
+    "data.collate": ("samples",),
+    "eval.metrics": ("model", "batch"),
+    "lr.schedule": ("step",),
+    "hooks": ("context",),
+}
 
 _OWN_PACKAGE = Path(__file__).parent
 _MECHANISMS = tuple(
@@ -74,18 +84,31 @@ def load(ref: Ref, job_dir: Path) -> object:
     return found
 
 
-def function(ref: Ref, job_dir: Path) -> Callable[..., Any]:
-    """What `ref` names as a function, with `ref.args` bound to it: a loss, a collate function, a hook.
+def function(ref: Ref, job_dir: Path, takes: Sequence[str] = ()) -> Callable[..., Any]:
+    """Return what `ref` names as a function with `ref.args` bound to it; of a class, an object made with them.
+
+    It is not called, unlike what `call` finds: a loss, a collate function, a hook.
+
+    Args:
+        ref: what to find.
+        job_dir: folder of the job file.
+        takes: what it will be called with, as in `TAKES`.
 
     Raises:
-        JobError: as `load`, or it cannot be called.
-        UserCodeError: as `load`.
+        JobError: as `load`, or it cannot be called, or not with that.
+        UserCodeError: as `load`, or its class raised.
     """
-    found = load(ref, job_dir)
-    if not callable(found):
-        raise JobError(
-            f"{ref.call} is not callable: it is {_a_type(found)}; write a function that returns it and name that"
-        )
+    found = _callable(ref, job_dir)
+    if isinstance(found, type):
+        made = call(ref, job_dir)
+        if not callable(made):
+            raise JobError(
+                f"{ref.call} is a class, of which an object is made with args and then called with "
+                f"({', '.join(takes)}), and it has no __call__: write one, or name a function"
+            )
+        _check_takes(ref, made, takes, {})
+        return made
+    _check_takes(ref, found, takes, ref.args)
     return functools.partial(found, **ref.args) if ref.args else found
 
 
@@ -96,11 +119,30 @@ def call(ref: Ref, job_dir: Path, **more: Any) -> object:
         JobError: as `function`, or the arguments do not fit its signature.
         UserCodeError: as `load`, or the call raised.
     """
-    target = function(Ref(call=ref.call), job_dir)
-    arguments = {**more, **ref.args}
-    _check_arguments(ref, target, arguments)
+    target = check_call(ref, job_dir, **more)
     with user_code(f"{ref.call} failed"):
-        return target(**arguments)
+        return target(**more | ref.args)
+
+
+def check_call(ref: Ref, job_dir: Path, **more: Any) -> Callable[..., Any]:
+    """Return what `call` would call.
+
+    Raises:
+        JobError: as `call`.
+        UserCodeError: as `load`.
+    """
+    target = _callable(ref, job_dir)
+    _check_arguments(ref, target, {**more, **ref.args})
+    return target
+
+
+def _callable(ref: Ref, job_dir: Path) -> Callable[..., Any]:
+    found = load(ref, job_dir)
+    if not callable(found):
+        raise JobError(
+            f"{ref.call} is not callable: it is {_a_type(found)}; write a function that returns it and name that"
+        )
+    return found
 
 
 def build_model(ref: Ref, job_dir: Path) -> nn.Module:
@@ -249,6 +291,25 @@ def _check_arguments(ref: Ref, target: Callable[..., Any], arguments: dict[str, 
         nearest = _nearest(unknown[0], signature.parameters) if unknown else ""
         takes = ", ".join(signature.parameters) or "nothing"
         raise JobError(f"{ref.call}: {error}{nearest} (it takes {takes})") from None
+
+
+def _check_takes(ref: Ref, target: Callable[..., Any], takes: Sequence[str], args: dict[str, Any]) -> None:
+    if not takes:
+        return
+    try:
+        signature = inspect.signature(target)
+    except (TypeError, ValueError):  # some functions written in C have none
+        return
+    try:
+        signature.bind(*takes, **args)
+    except TypeError as error:
+        unknown = [name for name in args if name not in signature.parameters]
+        given = ", ".join([*takes, *(f"{name}={value!r}" for name, value in args.items())])
+        nearest = _nearest(unknown[0], signature.parameters) if unknown else ""
+        raise JobError(
+            f"{ref.call}: {error}{nearest}: it is called as ({given}), and is not called with args first to return "
+            "the function; a class with args and __call__ would be"
+        ) from None
 
 
 def _refused(ref: Ref) -> JobError:

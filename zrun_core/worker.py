@@ -189,7 +189,11 @@ class Worker:
 
         self.phase = "data"
         parts = self._load_parts()
-        custom = user.function(job.lr.schedule, job_dir) if isinstance(job.lr.schedule, Ref) else None
+        custom = (
+            user.function(job.lr.schedule, job_dir, user.TAKES["lr.schedule"])
+            if isinstance(job.lr.schedule, Ref)
+            else None
+        )
         loader = BatchLoader(
             user.call(_plain(job.data), job_dir), job.data, self.spec.batch, self.rank, job.seed, device,
             epochs=job.epochs, collate=parts.collate,
@@ -304,18 +308,18 @@ class Worker:
     def _load_parts(self) -> Parts:
         job, job_dir = self.spec.job, Path(self.spec.job_dir)
 
-        def load(ref: Ref | None) -> Any:
-            return None if ref is None else user.function(ref, job_dir)
+        def load(ref: Ref | None, key: str) -> Any:
+            return None if ref is None else user.function(ref, job_dir, user.TAKES[key])
 
-        loss, collate = load(job.loss), load(job.data.collate)
+        loss, collate = load(job.loss, "loss"), load(job.data.collate, "data.collate")
         return Parts(
             loss=loss,
-            hooks={name: load(ref) for name, ref in job.hooks if ref is not None},
+            hooks={name: load(ref, "hooks") for name, ref in job.hooks if ref is not None},
             held_out=None
             if job.eval is None
             else HeldOut(
                 sets={name: user.call(ref, job_dir) for name, ref in job.eval.sets.items()},
-                metrics=load(job.eval.metrics),
+                metrics=load(job.eval.metrics, "eval.metrics"),
                 loss=loss,
                 collate=collate,
             ),

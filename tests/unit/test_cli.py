@@ -14,7 +14,7 @@ from warm import WarmPopen
 from zrun import cli
 from zrun.job.load import load_job
 from zrun.job.structure import inspect_structure
-from zrun_core.errors import ExitCode, UserCodeError
+from zrun_core.errors import ExitCode, JobError, UserCodeError
 
 JOB = """\
 name: tiny
@@ -221,6 +221,22 @@ def test_a_model_that_looks_at_values_is_built_for_real(zrun: Zrun) -> None:
     assert inspect_structure(load_job(Path("job.yaml"), overrides), 100).num_parameters == 6
     with pytest.raises(UserCodeError, match="meta"):
         inspect_structure(load_job(Path("job.yaml"), [*overrides, "init=meta"]), 100)
+
+
+def test_functions_are_compared_with_how_they_are_called(zrun: Zrun) -> None:
+    overrides = [
+        "data.collate=user.py:build_data",
+        "loss={call: user.py:build_model, args: {dim: 2}}",
+        "data.args={n: 3}",
+    ]
+    with pytest.raises(JobError) as error:
+        inspect_structure(load_job(Path("job.yaml"), overrides), 100)
+    data, collate, loss = str(error.value).splitlines()
+    assert data.startswith("data: user.py:build_data: got an unexpected keyword argument 'n'")
+    assert collate.startswith(
+        "data.collate: user.py:build_data: too many positional arguments: it is called as (samples)"
+    )
+    assert loss.startswith("loss: user.py:build_model: ")
 
 
 def test_a_model_that_hangs_is_ended(zrun: Zrun) -> None:

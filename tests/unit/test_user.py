@@ -16,6 +16,7 @@ from torch import nn
 from zrun_core import tracebacks, user
 from zrun_core.comm import Comm
 from zrun_core.config import Ref
+from zrun_core.data.batch import MicroBatch
 from zrun_core.errors import ExitCode, JobError, PeerError, UserCodeError
 
 TRAIN = """
@@ -101,6 +102,64 @@ def test_a_file_in_a_folder_finds_its_neighbours(job_dir: Path) -> None:
 def test_function_binds_arguments(job_dir: Path) -> None:
     assert user.function(ref("train.py:loss", scale=7), job_dir)(None, None) == 7
     assert user.call(ref("train.py:loss", scale=7), job_dir, model=None, batch=None, scale=1) == 7
+
+
+FUNCTIONS = """
+import functools
+import torch
+
+def pad(samples, to=0):
+    return [to, *samples]
+
+def make_pad(to=0, more=1):
+    return lambda samples: samples
+
+def make_nothing():
+    return pad
+
+class Pad:
+    def __init__(self, to=0):
+        self.to = to
+
+    def __call__(self, samples):
+        return [self.to, *samples]
+
+class Settings:
+    pass
+
+loss_of = torch.nn.CrossEntropyLoss()
+"""
+
+
+def test_functions_of_a_job_are_bound_not_called_and_classes_made(job_dir: Path) -> None:
+    (job_dir / "functions.py").write_text(FUNCTIONS)
+    takes = user.TAKES["data.collate"]
+    for call in ("functions.py:pad", "functions.py:Pad"):
+        assert user.function(ref(call, to=7), job_dir, takes)([1]) == [7, 1]
+    assert user.function(ref("functions.py:pad"), job_dir, takes)([1]) == [0, 1]
+    user.function(ref("functions.py:loss_of"), job_dir, user.TAKES["loss"])  # its signature takes anything
+    user.function(ref("builtins:len"), job_dir, takes)
+    with pytest.raises(JobError, match=r"data\.collate returned a function in place of a batch"):
+        MicroBatch.of(user.function(ref("functions.py:make_pad", more=2), job_dir, takes)([1]), 1)
+
+
+@pytest.mark.parametrize(
+    ("call", "args", "message"),
+    [
+        ("make_pad", {"to": 7}, "multiple values for argument 'to': it is called as (samples, to=7), and is not"),
+        ("make_nothing", {}, "too many positional arguments: it is called as (samples), and is not called with args"),
+        ("pad", {"too": 7}, "got an unexpected keyword argument 'too'; did you mean to?"),
+        ("Pad", {"too": 7}, "got an unexpected keyword argument 'too'; did you mean to? (it takes to)"),
+        ("Settings", {}, "is a class, of which an object is made with args and then called with (samples), and it has"),
+    ],
+)
+def test_functions_that_cannot_be_called_so_are_refused(
+    job_dir: Path, call: str, args: dict[str, int], message: str
+) -> None:
+    (job_dir / "functions.py").write_text(FUNCTIONS)
+    with pytest.raises(JobError) as error:
+        user.function(ref(f"functions.py:{call}", **args), job_dir, user.TAKES["data.collate"])
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,11 @@ def _inspect(job: JobConfig, job_dir: Path) -> Structure:
     mistakes = []
     for key, ref in _references(job).items():
         try:
-            user.function(ref, job_dir)
+            takes = user.TAKES.get("hooks" if key.startswith("hooks.") else key)
+            if takes is None:
+                user.check_call(Ref(call=ref.call, args=ref.args), job_dir)
+            else:
+                user.function(ref, job_dir, takes)
         except JobError as error:
             mistakes.append(f"{key}: {error}")
     try:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from zrun_core.errors import JobError
 
 IGNORED = -100  # label of a position that does not count, as in torch
 _TOKEN_DTYPES = (torch.int64, torch.int32, torch.int16)  # uint8 is pixels, bool is a mask
@@ -28,7 +32,16 @@ class MicroBatch:
 
     @classmethod
     def of(cls, batch: Any, num_samples: int) -> MicroBatch:
-        """Wrap a collated batch of which `num_samples` samples count."""
+        """Wrap a collated batch of which `num_samples` samples count.
+
+        Raises:
+            JobError: it is a function, as of a collate function that was to be called first.
+        """
+        if isinstance(batch, FunctionType | functools.partial):
+            raise JobError(
+                "data.collate returned a function in place of a batch: it is called with the samples of each batch, "
+                "not once to make the function; name the function itself, or a class with args and __call__"
+            )
         return cls(batch, num_samples, count_tokens(batch) if num_samples else 0)
 
     def to(self, device: torch.device) -> MicroBatch:

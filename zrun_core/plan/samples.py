@@ -87,7 +87,7 @@ def samples_of(job: JobConfig, job_dir: Path, *, values: bool = False) -> Sample
     """
     collate: Collate = default_collate
     if job.data.collate is not None:
-        collate = user.function(job.data.collate, job_dir)
+        collate = user.function(job.data.collate, job_dir, user.TAKES["data.collate"])
     if job.data.call in _TEXT and not values:
         return _stretched(_blank_text(job, collate), job.data.longest, "")
     try:

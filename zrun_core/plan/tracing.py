@@ -97,7 +97,7 @@ def trace_job(
         UserCodeError: the user's code raised.
     """
     user.add_to_path(job_dir)
-    loss = None if job.loss is None else user.function(job.loss, job_dir)
+    loss = None if job.loss is None else user.function(job.loss, job_dir, user.TAKES["loss"])
     if device == "cuda":
         kernels.follow_cuda()
     pass_by_compiler()

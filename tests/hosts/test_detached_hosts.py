@@ -28,7 +28,7 @@ def test_a_run_on_two_hosts_goes_on_by_itself_until_it_is_stopped(isolated_rig: 
     (tmp_path / "job.yaml").write_text(
         "name: far\nmodel: {call: 'fake:model', args: {behaviour: {'0': steps_then_hang, '1': hang}}}\n"
         "data: fake:data\nsteps: 3\n"
-        f"batch: 4\ndevice: cpu\nhosts: [node1:1, node2:1]\nlaunch: {{ssh: '{rig.ssh}'}}\n"
+        f"batch: 4\ndevice: cpu\nlog: {{ranks: all}}\nhosts: [node1:1, node2:1]\nlaunch: {{ssh: '{rig.ssh}'}}\n"
         f"env: {{PYTHONPATH: {faults.WILD.parent}}}\n"
     )
     node2.run("mount", "-t", "tmpfs", "tmpfs", str(run))
@@ -47,6 +47,9 @@ def test_a_run_on_two_hosts_goes_on_by_itself_until_it_is_stopped(isolated_rig: 
         assert stopped.returncode == 0, stopped.stderr
         assert stopped.stdout == "stopped after step 1, exit code 143, not saved\n"
         assert rig.leftovers() == {}
+        log = (run / "launcher.log").read_text()
+        for rank, behaves in enumerate(("steps_then_hang", "hang")):  # the second one printed to its own disk
+            assert f"rank {rank}: rank {rank} behaves: {behaves}\nrank {rank}: on stderr\n" in log
     finally:
         holder = lock.last_holder(run)
         if holder is not None and holder.process is not None:

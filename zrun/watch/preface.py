@@ -24,13 +24,13 @@ def width_of(out: TextIO) -> int | None:
 
 
 def brief(resolved: Resolved, asked: JobConfig, cluster: Cluster, width: int | None = None) -> str:
-    """Return what the job itself says, and what each auto became.
+    """Return what the job itself says of the training, and what each auto became.
 
     Args:
         asked: the job as it was read.
         width: as in `preface`.
     """
-    said = [_in_short(asked, leaf) for leaf in leaves(asked) if leaf.given and leaf.path[0] not in (*_UNSHOWN, "hosts")]
+    said = [_in_short(asked, leaf) for leaf in leaves(asked) if leaf.given and _is_worth_a_word(leaf)]
     autos = [
         f"{each.key} {each.value} ({each.why})"
         for each in resolved.reasons
@@ -82,6 +82,11 @@ def _head(resolved: Resolved, cluster: Cluster) -> list[str]:
 
 def _warnings(resolved: Resolved) -> list[str]:
     return [f"warning: {warning}" for warning in resolved.warnings]
+
+
+def _is_worth_a_word(leaf: Leaf) -> bool:
+    """Whether a key belongs into a few lines: what the user's own code is given does not."""
+    return leaf.path[0] not in (*_UNSHOWN, "hosts") and "args" not in leaf.path
 
 
 def _in_short(job: JobConfig, leaf: Leaf) -> str:

@@ -185,7 +185,9 @@ class Listener:
 
 
 class PoolWorker(Worker):
-    """A rank in a process that has met the others already."""
+    """A rank in a process that has met the others already. It has no board to write its phase on."""
+
+    phase = ""
 
     def _join(self, device: torch.device) -> None:
         pass

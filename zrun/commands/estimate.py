@@ -292,6 +292,8 @@ def _show(found: Answer, explain: str | None, tokens: str | None, price: float |
 
 
 def _show_search(console: Any, found: Answer, table: Any, tokens: str | None, price: float | None) -> None:
+    from textwrap import fill
+
     from zrun.estimate.tables import CHOICES
 
     result = found.found
@@ -308,7 +310,7 @@ def _show_search(console: Any, found: Answer, table: Any, tokens: str | None, pr
     else:
         console.print("none of them fits; the nearest:")
         console.print(table(result.rejected, console.width))
-    console.print(CHOICES)
+    console.print(fill(CHOICES, console.width), markup=False)
     shown = [*result.best, *result.pareto] if result.best else list(result.rejected)
     if any(each.candidate.lacking() for each in shown):
         console.print("* zrun plans these, and does not train with them yet")

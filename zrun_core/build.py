@@ -70,6 +70,11 @@ def check(module: nn.Module) -> None:
         if not param.is_floating_point():
             raise UserCodeError(f"parameter {name} is {param.dtype}: parameters must be floating; make it a buffer")
     if not any(param.requires_grad for _, param in params):
+        if not params:
+            raise UserCodeError(
+                "the model has no parameters: torch sees no modules in plain lists and dicts; "
+                "write nn.ModuleList or nn.ModuleDict, and nn.Parameter for tensors"
+            )
         raise UserCodeError(f"the model has nothing to train: none of its {len(params)} parameters requires a gradient")
 
 

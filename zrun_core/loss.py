@@ -7,8 +7,9 @@ sum of `weight`, so how the batch is cut into micro-batches and ranks does not c
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, NamedTuple, TypeAlias
 
@@ -63,11 +64,36 @@ def compute_loss(model: nn.Module, batch: Any, loss_fn: LossFunction | None, num
 
 
 def _forward(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    if isinstance(batch, tuple | list):
-        return model(*batch)
-    return model(batch)
+    try:
+        if isinstance(batch, Mapping):
+            return model(**batch)
+        return model(*_arguments(batch))
+    except TypeError as error:
+        why = _why_not_called(model, batch)
+        if why is None:
+            raise
+        raise UserCodeError(
+            "without loss in the job, the model is called with what a batch holds: "
+            f"{why}; write loss: FILE.py:FUNCTION, a function of (model, batch), "
+            "or have forward take that and return the loss"
+        ) from error
+
+
+def _arguments(batch: Any) -> Sequence[Any]:
+    return batch if isinstance(batch, tuple | list) else (batch,)
+
+
+def _why_not_called(model: nn.Module, batch: Any) -> str | None:
+    """What in a batch the model's forward does not take; None: it takes all of it."""
+    signature = inspect.signature(model.forward)
+    try:
+        if isinstance(batch, Mapping):
+            signature.bind(**batch)
+        else:
+            signature.bind(*_arguments(batch))
+    except TypeError as error:
+        return f"{error} (forward takes {', '.join(signature.parameters) or 'nothing'})"
+    return None
 
 
 def _find_loss(result: Any, source: str) -> Tensor:
@@ -81,6 +107,10 @@ def _find_loss(result: Any, source: str) -> Tensor:
         elif isinstance(result, tuple):
             result, where = _only_scalar(result, where), f"the scalar in {where}"
     if not isinstance(result, Tensor):
+        if result is None:
+            is_part = where.startswith((".", "["))
+            question = "was the model given labels?" if is_part else "does it lack a return?"
+            raise UserCodeError(f"no loss: {where} is None: {question}")
         raise UserCodeError(f"no loss: {where} is {type(result).__name__}, not a tensor")
     return _checked(result, where)
 

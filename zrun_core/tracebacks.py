@@ -158,6 +158,12 @@ def raised_at(error: BaseException) -> str | None:
     return _place(*places[-1]) if places else None
 
 
+def names_users_code(text: str) -> bool:
+    """Return whether a traceback, as text, has a frame of the user's own code."""
+    found = (_FRAME.match(line) for line in text.splitlines())
+    return any(match is not None and is_users(match["file"]) for match in found)
+
+
 def causes(error: BaseException) -> Iterator[BaseException]:
     """Yield `error`, what it was raised from or while handling, and so on."""
     seen: set[int] = set()

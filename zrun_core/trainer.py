@@ -45,6 +45,7 @@ from zrun_core.record import NUM_SUMS, Numbers, Pending, Progress, Recorder, to_
 from zrun_core.replicas import ReplicaGuard
 from zrun_core.spec import RunSpec
 from zrun_core.stop import StopSignals
+from zrun_core.tracebacks import add_where, raised_at
 from zrun_core.user import user_code
 from zrun_core.zero.sharded import ShardedModel
 
@@ -72,6 +73,18 @@ class Ending(NamedTuple):
 
     def __str__(self) -> str:
         return self.reason if self.why is None else f"{self.reason}: {self.why}"
+
+
+@contextmanager
+def _pointing_at_forward() -> Iterator[None]:
+    """Say how to find the line of the user's code behind an error that names none."""
+    try:
+        yield
+    except RuntimeError as error:
+        if raised_at(error) is None:
+            setting = "torch.autograd.set_detect_anomaly(True)"
+            add_where(error, f": with {setting} in your file, the log shows the line of forward")
+        raise
 
 
 class Trainer:
@@ -424,7 +437,8 @@ class Trainer:
             scaled = self._forward(micro, sums)
         waited[Phase.FORWARD] += self.comm.take_waited()
         self.phase = "backward"
-        with self._clock.during(Phase.BACKWARD), user_code("backward failed"):
+        timed = self._clock.during(Phase.BACKWARD)
+        with timed, user_code("backward failed"), _pointing_at_forward():
             self.sharded.backward(scaled, boundary=boundary)
         waited[Phase.BACKWARD] += self.comm.take_waited()
         return scaled.detach()

@@ -7,6 +7,7 @@ is a `UserCodeError` that says in which module of the model, and ends with the t
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
 import importlib.util
@@ -76,7 +77,7 @@ def load(ref: Ref, job_dir: Path) -> object:
         try:
             found = getattr(parent, name)
         except AttributeError:
-            nearest = _nearest(name, dir(parent))
+            nearest = _below_main(name, parent) or _nearest(name, dir(parent))
             raise JobError(f"{ref.call}: {ref.where} has no {name!r}{nearest}") from None
     # An alias (`from os import system`) still knows where it was defined.
     if str(getattr(found, "__module__", None)).partition(".")[0] in _PROCESS_MODULES:
@@ -183,6 +184,7 @@ def user_code(what: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         where = module_at(error)
         what += f" in {where}" if where is not None else ""
+        what += _remark(error)
         if is_out_of_memory(error):
             place = raised_at(error)
             at = f" at {place}" if place is not None else ""
@@ -194,6 +196,20 @@ def user_code(what: str) -> Iterator[None]:
         noted, text = take_where(shown(error))
         what += noted if noted.startswith(":") else f" {noted}".rstrip()
         raise UserCodeError(f"{what}\n{text}") from error
+
+
+def _remark(error: BaseException) -> str:
+    """What its message does not say of some exceptions."""
+    if isinstance(error, SystemExit):
+        return (
+            ": it left the process, as sys.exit() and argparse do (the log has what it printed); "
+            'what only a script does goes below if __name__ == "__main__"'
+        )
+    if isinstance(error, FileNotFoundError):
+        path = error.filename
+        if isinstance(path, str) and not os.path.isabs(path):
+            return f" (paths begin at {os.getcwd()})"
+    return ""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -310,6 +326,17 @@ def _check_takes(ref: Ref, target: Callable[..., Any], takes: Sequence[str], arg
             f"{ref.call}: {error}{nearest}: it is called as ({given}), and is not called with args first to return "
             "the function; a class with args and __call__ would be"
         ) from None
+
+
+def _below_main(name: str, module: object) -> str:
+    """That a file has a name which nobody sees who imports it; "": it has not."""
+    with suppress(OSError, TypeError, SyntaxError):
+        for node in ast.parse(inspect.getsource(module)).body:  # type: ignore[arg-type]
+            is_main = isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
+            inside = node.body if is_main and isinstance(node, ast.If) else []
+            if any(getattr(each, "name", None) == name for each in inside):
+                return ': it is below if __name__ == "__main__", which an import leaves out'
+    return ""
 
 
 def _refused(ref: Ref) -> JobError:

@@ -66,7 +66,7 @@ class Integers(nn.Module):
     ("factory", "message"),
     [
         (frozen, "nothing to train: none of its 2 parameters"),
-        (nn.ReLU, "none of its 0 parameters"),
+        (nn.ReLU, "the model has no parameters: torch sees no modules"),
         (Integers, "parameter table is torch.int64"),
     ],
 )

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from zrun_core.config import DataConfig
 from zrun_core.data.batch import MicroBatch, count_tokens, to_device
@@ -231,8 +231,10 @@ def test_samples_of_which_no_batch_is_made_are_named(samples: list[Any], told: s
     with pytest.raises(UserCodeError) as caught:
         loader.next_step()
     told = told.replace("{}", "sample" if walks else "index")
-    advice = "write a function that makes a batch of such samples, data.collate"
-    assert str(caught.value).startswith(f"reading the training data failed: {told}; {advice}\n")
+    advice = "; write a function that makes a batch of such samples, data.collate"
+    if "None" in told:
+        advice = ": does __getitem__ return it on every path?"
+    assert str(caught.value).startswith(f"reading the training data failed: {told}{advice}\n")
     assert "collate.py" in str(caught.value)
 
 
@@ -280,6 +282,8 @@ def test_samples_are_named_in_their_order() -> None:
         ([], {}, "the dataset is empty: list has length 0"),
         (Walk(0), {}, "the dataset is empty: Walk yielded no sample"),
         (3, {}, "data must return a dataset: int has neither"),
+        (None, {}, "data must return a dataset, and returned None: does it lack a return?"),
+        (DataLoader([1, 2]), {}, "returned a DataLoader: zrun makes the batches"),
         (iter([1, 2]), {}, "in its second pass: it can be walked only once"),
         (Walk(3), {"workers": 2}, "data.workers: 2 processes would each yield the whole stream of Walk"),
         (Walk(3), {"shuffle": True}, "data.shuffle: Walk is an iterable dataset"),

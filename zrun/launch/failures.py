@@ -168,7 +168,7 @@ class Failure:
             return "no rank says why it went away: look at the other logs, and for a time limit that is too short"
         if self.note.kind == "bug":
             return "this is a bug of zrun: report it with failure.json"
-        if self.note.kind == "user" and 'File "' in (self.note.traceback or ""):
+        if self.note.kind == "user" and tracebacks.names_users_code(self.note.traceback or ""):
             return "correct the code that the traceback names"
         return "correct what the message names"
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -237,6 +238,6 @@ def _at(path: Path) -> ResumeSpec:
     for folder in () if os.path.isfile(path) else (path, path / "checkpoints"):
         if steps_in(folder):
             return ResumeSpec(folder=str(folder))
-    raise CheckpointError(
-        f"resume: {path} is no checkpoint: name a step-... folder, a folder of them, or a run directory"
-    )
+    choice = "a step-... folder, a folder of them, or a run directory"
+    meant = "; did you mean auto?" if get_close_matches(path.name, ["auto"]) else ""
+    raise CheckpointError(f"resume: {path} is no checkpoint: name {choice}{meant}")

@@ -12,6 +12,7 @@ import math
 import mmap
 import os
 import re
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from zrun_core.checkpoint.state import ModelState, Reader, Target
 from zrun_core.comm import Group
 from zrun_core.config import InitFromConfig
 from zrun_core.errors import CheckpointError
+from zrun_core.tracebacks import first_line
 
 _PIECE_BYTES = 1 << 20
 _READERS = 4  # threads
@@ -300,8 +302,8 @@ class _StateDict:
             found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         except Exception as error:  # zip, pickle and runtime errors, by what is wrong with the file
             raise CheckpointError(
-                f"init_from: {path} is no state_dict of torch: {str(error).splitlines()[0]}; write it as torch.save "
-                "does with model.state_dict()"
+                f"init_from: {path} is no state_dict of torch: {_why_not_loaded(path, error)}; "
+                "write it as torch.save does with model.state_dict()"
             ) from None
         self._tensors = _only_tensors(found, path)
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
@@ -322,6 +324,14 @@ class _StateDict:
                         _forget(part)
 
             _fill_in_pieces(target, tuple(tensor.shape), tensor.dtype, read)
+
+
+def _why_not_loaded(path: Path, error: Exception) -> str:
+    if path.is_file() and not zipfile.is_zipfile(path):
+        return "neither torch.save nor safetensors wrote it, or a torch older than 1.6"
+    if type(error).__name__ == "UnpicklingError":
+        return "it holds more than tensors, such as a whole module, and nothing is unpickled here"
+    return first_line(error)
 
 
 def _only_tensors(found: Any, path: Path) -> dict[str, torch.Tensor]:

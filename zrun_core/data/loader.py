@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import xxhash
+from torch.utils.data import DataLoader
 
 from zrun_core.config import DataConfig
 from zrun_core.data.batch import MicroBatch
@@ -21,6 +23,7 @@ from zrun_core.data.samples import Collate, in_words
 from zrun_core.data.source import IterableSource, MapSource, Source, Step, is_map_style
 from zrun_core.errors import JobError, UserCodeError
 from zrun_core.spec import BatchPlan
+from zrun_core.tracebacks import add_where, message_of
 from zrun_core.user import user_code
 
 _CPU = torch.device("cpu")
@@ -108,7 +111,7 @@ class BatchLoader:
     def seek(self, cursor: int) -> None:
         """Continue from this position of the stream, in samples over all ranks."""
         self.cursor = cursor
-        with user_code("reading the training data failed"):
+        with _reading("training"):
             self._steps = self._source.steps(cursor)
 
     def next_step(self) -> list[MicroBatch] | None:
@@ -117,7 +120,7 @@ class BatchLoader:
         Raises:
             UserCodeError: the dataset or the collate function raised.
         """
-        with user_code("reading the training data failed"):
+        with _reading("training"):
             step = next(self._steps, None)
         if step is None:
             return None
@@ -166,11 +169,23 @@ def eval_batches(
     batch = BatchPlan(global_size=micro * num_ranks, micro=micro, accumulation=1, ranks=num_ranks)
     steps = _open(dataset, batch, rank, collate=collate, epochs=1, limit=limit).steps(0)
     while True:
-        with user_code("reading the evaluation data failed"):
+        with _reading("evaluation"):
             step = next(steps, None)
         if step is None:
             return
         yield from step[1]
+
+
+@contextmanager
+def _reading(which: str) -> Iterator[None]:
+    with user_code(f"reading the {which} data failed"):
+        try:
+            yield
+        except RuntimeError as error:
+            if "DataLoader worker" in message_of(error):
+                way_out = "data.workers: 0 has the rank itself do its work"
+                add_where(error, f": a data-loading process died; {way_out}")
+            raise
 
 
 def _open(
@@ -179,6 +194,13 @@ def _open(
     if is_map_style(dataset):
         return MapSource(dataset, batch, rank, shuffle=shuffle, pin_memory=pin_memory, **options)
     name = type(dataset).__name__
+    if dataset is None:
+        raise UserCodeError("data must return a dataset, and returned None: does it lack a return?")
+    if isinstance(dataset, DataLoader):
+        raise UserCodeError(
+            "data must return a dataset, and returned a DataLoader: zrun makes the batches "
+            "(batch, data.workers, data.collate); return its .dataset"
+        )
     if not hasattr(dataset, "__iter__"):
         raise UserCodeError(f"data must return a dataset: {name} has neither __getitem__ and __len__ nor __iter__")
     if shuffle:

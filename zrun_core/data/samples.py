@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from numbers import Number
 from typing import Any, NamedTuple, TypeAlias
 
 from torch.utils.data import Dataset, default_collate
@@ -16,6 +15,7 @@ from zrun_core.tracebacks import add_where
 Collate: TypeAlias = Callable[[list[Any]], Any]
 
 _PLURAL = {"index": "indices", "sample": "samples"}
+_FORGOTTEN = ": does __getitem__ return it on every path?"
 _LISTED = 32  # samples, or runs of them, that are named
 
 
@@ -72,7 +72,9 @@ def collated(samples: list[Any], numbers: Sequence[int], noun: str, collate: Col
     except Exception as error:
         unlike = "" if collate is not None else _difference(samples, numbers, noun)
         where = f"with a batch of {_PLURAL[noun]} {in_words(numbers)}"
-        if unlike:
+        if unlike.endswith(_FORGOTTEN):
+            where = f": {unlike}"
+        elif unlike:
             where = f": {unlike}; write a function that makes a batch of such samples, data.collate"
         add_where(error, where)
         raise
@@ -124,7 +126,7 @@ def _unlike(path: str, one: _Side, other: _Side) -> str:
     what = path or "the sample"
     both = one.value, other.value
     if other.value is None:
-        return f"{what} is None at {other.name}"
+        return f"{what} is None at {other.name}{_FORGOTTEN}"
     if all(isinstance(value, Mapping) for value in both):
         if missing := sorted(map(repr, one.value.keys() ^ other.value.keys())):
             return f"{what} has {missing[0]} at only one of {one.name} and {other.name}"
@@ -143,7 +145,7 @@ def _unlike_leaf(what: str, one: _Side, other: _Side) -> str:
     shapes = _shape(one.value), _shape(other.value)
     if None not in shapes:
         return "" if shapes[0] == shapes[1] else _against(what, "shape", one, other, _shape)
-    if shapes[1] is None and not isinstance(other.value, Number | str | bytes):
+    if shapes[1] is None and not isinstance(other.value, int | float | str | bytes):
         return f"{what} is {type(other.value).__name__} at {other.name}, of which no tensor is made"
     if type(one.value) is not type(other.value):
         return _against(what, "type", one, other, lambda value: type(value).__name__)

@@ -59,6 +59,10 @@ class BatchPlan(Section):
     accumulation: PositiveInt
     ranks: PositiveInt
 
+    def num_steps(self, samples: int) -> int:
+        """Return the optimizer steps that so many samples make; the last one may be short."""
+        return max(0, -(-samples // self.global_size))
+
     def __str__(self) -> str:
         return (
             f"global {self.global_size} = micro {self.micro} x accumulation {self.accumulation} x {self.ranks} "

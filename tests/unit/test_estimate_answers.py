@@ -24,8 +24,10 @@ from zrun.estimate.bars import bars, parts_of
 from zrun.estimate.html import page
 from zrun.estimate.request import Question, of_shape
 from zrun_core.cache import digest_of_file, folder
+from zrun_core.config import JobConfig
 from zrun_core.plan.estimate import Planner
 from zrun_core.plan.hardware import parse_simulate
+from zrun_core.spec import BatchPlan
 
 GIB = 1 << 30
 FULL = "activations.checkpoint=full"
@@ -241,12 +243,29 @@ def test_an_answer_is_kept_until_the_question_changes(searched: Answer) -> None:
         answer(question("7.5B", "zero=1"), "fit")
 
 
+@pytest.mark.parametrize(
+    ("length", "num_steps"),
+    [({"steps": 7}, 7), ({"epochs": 3}, 24), ({"tokens": 1001 * 128}, 126)],
+)
+def test_the_steps_of_a_job_are_counted(small: Answer, length: dict[str, int], num_steps: int) -> None:
+    config = JobConfig.model_validate({"name": "t", "model": "m:f", "data": "m:d", "batch": 8, **length})
+    batch = BatchPlan(global_size=8, micro=8, accumulation=1, ranks=1)
+    question = replace(small.question, config=config, batch=batch)
+    found = replace(small, question=question, tokens_per_sample=128, num_samples=62)
+    assert found.num_steps == num_steps
+    unknown = replace(found, tokens_per_sample=None, num_samples=None)
+    assert unknown.num_steps == (num_steps if "steps" in length else None)
+    assert small.num_steps is None
+    line = tables.whole_run(small.chosen.time, num_steps)
+    assert line.startswith(f"run: {num_steps} steps in ")
+
+
 def test_files_of_the_job_that_change_end_it(tmp_path: Path, searched: Answer) -> None:
     code = tmp_path / "model.py"
     code.write_text("width = 1\n")
-    parts = as_data((searched.chosen, searched.stages, None, None, None, "", 1, None))
+    parts = as_data((searched.chosen, searched.stages, None, None, None, "", 1, None, None))
     kept.write("a", parts, {str(code): digest_of_file(code)})
-    assert kept.read("a") == (searched.chosen, searched.stages, None, None, None, "", 1, None)
+    assert kept.read("a") == (searched.chosen, searched.stages, None, None, None, "", 1, None, None)
     code.write_text("width = 2\n")
     assert kept.read("a") is None
     (folder("answers") / "a.json").write_text('{"files": {}, "parts": [], "buffers": []}')

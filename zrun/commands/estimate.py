@@ -258,7 +258,7 @@ def _found(loaded: LoadedJob | None, options: HostOptions) -> Cluster:
 
 def _show(found: Answer, explain: str | None, tokens: str | None, price: float | None) -> None:
     from zrun.estimate.bars import bars
-    from zrun.estimate.tables import buffer_table, choice_table, in_words, stage_table
+    from zrun.estimate.tables import buffer_table, choice_table, in_words, stage_table, whole_run
     from zrun.watch.console import open_console
 
     console = open_console(sys.stdout, wide=_WIDE)
@@ -280,6 +280,8 @@ def _show(found: Answer, explain: str | None, tokens: str | None, price: float |
     console.print()
     for line in in_words(found.chosen):
         console.print(line, markup=False, soft_wrap=True)
+    if found.num_steps is not None and found.chosen.time.seconds:
+        console.print(whole_run(found.chosen.time, found.num_steps), markup=False, soft_wrap=True)
     if tokens is not None:
         console.print(_budget(found, found.chosen, tokens, price), markup=False, soft_wrap=True)
     if found.verdict:
@@ -435,6 +437,7 @@ def _as_json(found: Answer, tokens: str | None, price: float | None) -> dict[str
         "hardware": as_data(bare),
         "parameters": found.num_params,
         "batch": found.question.batch.model_dump(),
+        "steps": found.num_steps,
         "estimate": as_data(found.chosen),
         "fits": found.fits,
         "sentence": found.sentence or None,

@@ -34,6 +34,7 @@ class Answer:
         sentence: why it does not fit, or why nobody can say; "" if it fits.
         num_params: of the model.
         tokens_per_sample: None where samples are no tokens.
+        num_samples: of the training data; None where that is not known.
         is_partial: looking at the model took too long: the next answer may know more.
     """
 
@@ -46,7 +47,20 @@ class Answer:
     sentence: str = ""
     num_params: int = 0
     tokens_per_sample: int | None = None
+    num_samples: int | None = None
     is_partial: bool = False
+
+    @property
+    def num_steps(self) -> int | None:
+        """The optimizer steps of the whole job; None: a model without a job, or its end is not known."""
+        job, batch = self.question.config, self.question.batch
+        if job is None or job.steps is not None:
+            return None if job is None else job.steps
+        if job.epochs is not None:
+            return None if self.num_samples is None else batch.num_steps(job.epochs * self.num_samples)
+        if job.tokens is None or not self.tokens_per_sample:
+            return None
+        return batch.num_steps(-(-job.tokens // self.tokens_per_sample))
 
     @property
     def fits(self) -> bool | None:
@@ -104,7 +118,7 @@ def answer(question: Question, goal: Goal | None = None) -> Answer:
     if key is not None and not found.is_partial:
         parts = (
             found.chosen, found.stages, found.found, found.fix, found.today, found.sentence, found.num_params,
-            found.tokens_per_sample,
+            found.tokens_per_sample, found.num_samples,
         )  # fmt: skip
         kept.write(key, as_data(parts), getattr(question.planner.subject, "files", {}))
     return found
@@ -133,7 +147,7 @@ def _answered(question: Question, goal: Goal | None) -> Answer:
     is_partial = getattr(planner.subject, "is_partial", False)
     return Answer(
         question, chosen, stages, found, fix, today, why, planner.num_params,
-        planner.tokens_per_sample, is_partial,
+        planner.tokens_per_sample, planner.num_samples, is_partial,
     )  # fmt: skip
 
 

@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from zrun_core.plan.outcome import Estimate, Result
 
 # What was asked, at each stage, of a search, the cheapest change, the fastest that is trained; why it does not fit;
-# parameters, and tokens of a sample.
+# parameters, tokens of a sample, and samples of the data.
 Parts: TypeAlias = (
-    "tuple[Estimate, tuple[Estimate, ...], Result | None, Estimate | None, Estimate | None, str, int, int | None]"
+    "tuple[Estimate, tuple[Estimate, ...], Result | None, Estimate | None, Estimate | None, str, int, int | None, "
+    "int | None]"
 )
 _KEPT = 100  # answers in the cache
 
@@ -70,4 +71,6 @@ def _adapter() -> TypeAdapter[Parts]:
     from zrun_core.plan.outcome import Estimate, Result
 
     maybe = Estimate | None
-    return TypeAdapter(tuple[Estimate, tuple[Estimate, ...], Result | None, maybe, maybe, str, int, int | None])
+    return TypeAdapter(
+        tuple[Estimate, tuple[Estimate, ...], Result | None, maybe, maybe, str, int, int | None, int | None]
+    )

@@ -161,6 +161,12 @@ def in_words(estimate: Estimate) -> list[str]:
     return [*lines, *([f"sent per step and rank: {', '.join(sent)}"] if sent else [])]
 
 
+def whole_run(time: StepTime, num_steps: int) -> str:
+    """Return how long all steps of a job take: `run: 192 steps in 32s (25s to 41s)`."""
+    total, low, high = (_days(num_steps * each / _DAY_S) for each in (time.seconds, time.low, time.high))
+    return f"run: {num_steps:,} steps in {total} ({low} to {high}), without evaluations and saves"
+
+
 def budget(time: StepTime, tokens: int, devices: int, price: float | None) -> str:
     """How long so many tokens take, and what they cost."""
     if not time.tokens_per_s:

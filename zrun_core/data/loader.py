@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader
 from zrun_core.config import DataConfig
 from zrun_core.data.batch import MicroBatch
 from zrun_core.data.marks import Marks, marks_of
-from zrun_core.data.order import micro_batches, num_steps
+from zrun_core.data.order import micro_batches
 from zrun_core.data.samples import Collate, in_words
-from zrun_core.data.source import IterableSource, MapSource, Source, Step, is_map_style
+from zrun_core.data.source import IterableSource, MapSource, Source, Step, is_map_style, length_of
 from zrun_core.errors import JobError, UserCodeError
 from zrun_core.spec import BatchPlan
 from zrun_core.tracebacks import add_where, message_of
@@ -71,7 +71,7 @@ class BatchLoader:
             pin_memory=device.type == "cuda",
         )
         self.num_samples = len(dataset) if is_map_style(dataset) else None  # type: ignore[arg-type]
-        self._batch, self._epochs, self._length = batch, epochs, _length(dataset)
+        self._batch, self._epochs, self._length = batch, epochs, length_of(dataset)
         self._dataset, self._workers = dataset, data.workers
         self.marks: Marks = {}  # of the dataset, once `mark` was called
         self.cursor = 0  # in the stream, in samples over all ranks
@@ -96,7 +96,7 @@ class BatchLoader:
         """
         if self._epochs is None or self._length is None:
             return None
-        return steps + num_steps(self._length * self._epochs - cursor, self._batch.global_size)
+        return steps + self._batch.num_steps(self._length * self._epochs - cursor)
 
     def shared(self) -> dict[str, float]:
         """What is the same on every rank, by name: the one random stream that all of them follow.
@@ -143,14 +143,6 @@ class BatchLoader:
         if indices:
             return f"indices {in_words(indices)} of the dataset"
         return f"samples {in_words(positions)} of the stream"
-
-
-def _length(dataset: object) -> int | None:
-    """Return the samples of an epoch, if the dataset says so; an iterable one may, too."""
-    try:
-        return len(dataset)  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):  # torch's own iterables raise one or the other
-        return None
 
 
 def eval_batches(

@@ -43,11 +43,6 @@ def steps(start: int, global_size: int, total: int | None) -> Iterator[range]:
         start = stop
 
 
-def num_steps(samples: int, global_size: int) -> int:
-    """Return the optimizer steps that `samples` of the stream make; the last one may be short."""
-    return max(0, -(-samples // global_size))
-
-
 def split(count: int, parts: int, index: int) -> range:
     """The contiguous part `index` of `range(count)` cut into `parts`; the first ones are longer by one if need be."""
     size, longer = divmod(count, parts)

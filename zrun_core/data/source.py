@@ -40,6 +40,14 @@ def is_map_style(dataset: object) -> bool:
     return not isinstance(dataset, IterableDataset) and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
 
 
+def length_of(dataset: object) -> int | None:
+    """Return the samples of an epoch, if the dataset says so; an iterable one may, too."""
+    try:
+        return len(dataset)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):  # torch's own iterables raise one or the other
+        return None
+
+
 class MapSource:
     """Reads samples by index, through torch's DataLoader; its `workers` processes read ahead."""
 

@@ -98,6 +98,7 @@ class Planner:
         costs: what micro-batches take in time.
         num_blocks: repeated blocks of the model.
         tokens_per_sample: None where samples are no tokens.
+        num_samples: of the training data; None where that is not known.
     """
 
     def __init__(
@@ -124,10 +125,12 @@ class Planner:
         self.costs = Costs(subject, hardware, self._terms(shape), formula)
         if isinstance(subject, TransformerShape):
             self.num_blocks, self.tokens_per_sample = subject.layers, subject.seq
+            self.num_samples: int | None = None
             self.num_params = subject.params
         else:
             self.num_blocks, self.num_params = subject.num_blocks, subject.num_params
             self.tokens_per_sample = subject.tokens_per_sample  # type: ignore[assignment]
+            self.num_samples = subject.num_samples
         self._cuts: dict[tuple[object, ...], PaperCut] = {}
         self._peaks: dict[tuple[object, ...], Peak] = {}
         self._beyond: dict[tuple[object, ...], int] = {}

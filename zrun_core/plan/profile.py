@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from zrun_core.plan.folding import Table, fold, unfold
 
-FORMAT = 6  # of the JSON
+FORMAT = 7  # of the JSON
 EventKind = Literal["activation", "temp", "grad"]
 Family = Literal["gemm", "attention", "conv", "norm", "elementwise", "copy", "other"]
 Source = Literal["traced", "measured on the CPU", "formula", "guessed"]
@@ -211,6 +211,7 @@ class Profile:
         notes: what a reader should know that is no fallback.
         files: digests of the files of code that it came from, by path.
         is_ragged: samples differ in size: these are batches of the longest.
+        num_samples: of the training data; None: it does not say, or was not opened.
         is_partial: time was over before all of it was traced.
     """
 
@@ -229,6 +230,7 @@ class Profile:
     untraced: Mapping[str, str] = field(default_factory=dict)
     guessed: frozenset[str] = frozenset()
     is_ragged: bool = False
+    num_samples: int | None = None
     is_partial: bool = False
 
     @property
@@ -258,6 +260,7 @@ class Profile:
                 "files": dict(self.files),
                 "untraced": dict(self.untraced),
                 "is_ragged": self.is_ragged,
+                "num_samples": self.num_samples,
             },
             separators=(",", ":"),
         )
@@ -294,6 +297,7 @@ class Profile:
                 files=found["files"],
                 untraced=found["untraced"],
                 is_ragged=found["is_ragged"],
+                num_samples=found["num_samples"],
             )
         except (KeyError, TypeError, IndexError, AttributeError) as error:
             raise ValueError(f"not a profile: {error!r}") from None

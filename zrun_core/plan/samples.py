@@ -21,7 +21,7 @@ from torch.utils.data import default_collate
 from zrun_core import user
 from zrun_core.config import JobConfig, Ref
 from zrun_core.data.batch import _map_tensors, count_tokens
-from zrun_core.data.source import is_map_style
+from zrun_core.data.source import is_map_style, length_of
 from zrun_core.errors import JobError, UserCodeError, ZrunError
 
 # What has a shape without being read, with its default seq_len.
@@ -41,6 +41,7 @@ class Samples:
         is_ragged: whether they differ in size, so that most batches take less.
         growing: which dimensions are longer in a longer sample.
         stretch: how much longer the longest sample is than the longest that was read.
+        num_samples: of an epoch; None: the data does not say, or was not opened.
     """
 
     first: Sequence[Any]
@@ -50,6 +51,7 @@ class Samples:
     is_ragged: bool = False
     growing: Growing = ()
     stretch: float = 1.0
+    num_samples: int | None = None
 
     def batch(self, micro: int) -> Any:
         """Return `micro` times the longest sample."""
@@ -104,7 +106,8 @@ def samples_of(job: JobConfig, job_dir: Path, *, values: bool = False) -> Sample
         raise UserCodeError(f"the dataset is empty: {type(dataset).__name__}")
     sizes = [_size(sample, collate) for sample in samples]
     largest, smallest = (samples[sizes.index(find(sizes))] for find in (max, min))
-    found = Samples(samples, largest, collate, is_ragged=min(sizes) < max(sizes))
+    is_ragged = min(sizes) < max(sizes)
+    found = Samples(samples, largest, collate, is_ragged=is_ragged, num_samples=length_of(dataset))
     if found.is_ragged:
         found = replace(found, growing=_growing(collate, smallest, largest))
     return _stretched(found, job.data.longest, which)

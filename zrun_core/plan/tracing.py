@@ -199,6 +199,7 @@ class _Subject:
             batch_bytes=line(1, batches[1], 2, batches[2]),
             tokens_per_sample=count_tokens(self._samples.batch(1)) or None,
             is_ragged=self._samples.is_ragged,
+            num_samples=self._samples.num_samples,
             untraced=impossible,
         )
         ways: list[_Way] = [("traced", self._make_fake), ("measured on the CPU", self._make_real)]

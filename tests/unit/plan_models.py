@@ -57,6 +57,11 @@ class Ragged(torch.utils.data.Dataset[Any]):
         return [1] * (20 if index >= self.count - 2 else 2 + index % 5)
 
 
+def sentences(count: int = 8, length: int = 64) -> list[dict[str, Tensor]]:
+    rows = torch.ones(count, length, dtype=torch.int64)
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
 def padded(samples: list[list[int]]) -> dict[str, Tensor]:
     longest = max(map(len, samples))
     tokens = torch.tensor([[*sample, *[0] * (longest - len(sample))] for sample in samples])

@@ -49,6 +49,7 @@ from zrun_core.plan.profile import (
 from zrun_core.plan.record import Recorder, Row
 from zrun_core.plan.samples import Samples, bytes_of, samples_of, tensors_of
 from zrun_core.plan.uncompiled import pass_by_compiler
+from zrun_core.plan.unpacked import as_unpacked
 from zrun_core.precision import Precision
 from zrun_core.zero.cut import _of_running_norms, repeated_blocks
 
@@ -444,7 +445,8 @@ class _Subject:
         start = time.monotonic()
         try:
             batch = self._batch(micro)
-            with self._mode, shortened(series, units):
+            positions = as_unpacked(batch) if self._is_fake else nullcontext()
+            with self._mode, positions, shortened(series, units):
                 recorder.know(self._known)
                 recorder.know(tensors_of(batch))
                 with recorder.following():

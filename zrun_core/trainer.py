@@ -32,7 +32,7 @@ from zrun_core.errors import (
     StoppedError,
     ZrunError,
 )
-from zrun_core.evaluation import Evaluator, HeldOut
+from zrun_core.evaluator import Evaluator, HeldOut
 from zrun_core.events import Emitter
 from zrun_core.guards import NumericGuard
 from zrun_core.high_water import HighWater

@@ -51,7 +51,7 @@ from zrun_core.errors import (
     ZrunError,
     lack_of_threads,
 )
-from zrun_core.evaluation import HeldOut
+from zrun_core.evaluator import HeldOut
 from zrun_core.events import Emitter
 from zrun_core.mesh import Mesh
 from zrun_core.optim.choose import choose

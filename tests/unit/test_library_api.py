@@ -21,6 +21,11 @@ FUNCTIONS = [name for name in zrun_core.__all__ if inspect.isfunction(getattr(zr
 CLASSES = [name for name in zrun_core.__all__ if inspect.isclass(getattr(zrun_core, name))]
 
 
+def test_no_module_takes_the_place_of_a_public_name() -> None:
+    """Its import would set the package's attribute."""
+    assert not {path.stem for path in (ROOT / "zrun_core").iterdir()} & set(zrun_core.__all__)
+
+
 def reference() -> dict[str, str]:
     """Public name -> its line of the page's reference."""
     rows = re.findall(r"^\| `zrun_core\.(\w+)` \| (.+) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)

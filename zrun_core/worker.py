@@ -194,8 +194,10 @@ class Worker:
             if isinstance(job.lr.schedule, Ref)
             else None
         )
+        dataset = user.call(_plain(job.data), job_dir)
+        state.holders = (dataset, parts.collate)
         loader = BatchLoader(
-            user.call(_plain(job.data), job_dir), job.data, self.spec.batch, self.rank, job.seed, device,
+            dataset, job.data, self.spec.batch, self.rank, job.seed, device,
             epochs=job.epochs, collate=parts.collate,
         )  # fmt: skip
         torch.manual_seed(mix(job.seed, 1 + self.rank))  # from here on each rank draws from its own streams

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import tokenizers
 import torch
 import transformers
 from torch import nn
@@ -54,6 +55,34 @@ class Wrapped(nn.Module):
         return self.inner(**batch).loss
 
 
+class WithHead(Wrapped):
+    """Not all of it is of transformers."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.head = nn.Linear(VOCABULARY, 2)
+
+
+class Adapted(nn.Module):
+    """A user's adapter around a layer."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down, self.up = nn.Linear(base.in_features, 2), nn.Linear(2, base.out_features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def adapted() -> nn.Module:
+    """A frozen model with adapters in its blocks."""
+    model = build("LlamaForCausalLM").requires_grad_(False)
+    for block in model.model.layers:
+        block.self_attn.q_proj = Adapted(block.self_attn.q_proj)
+    return model
+
+
 def own_checkpointing(name: str) -> nn.Module:
     """The user has switched on what the model itself can do."""
     model = build(name)
@@ -63,6 +92,14 @@ def own_checkpointing(name: str) -> nn.Module:
 
 class Texts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """Padded to one length: `attention_mask` is 0 there, and the label -100."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """One that reads single letters."""
+        vocabulary = {chr(32 + number): number for number in range(VOCABULARY - 1)}
+        words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token=" "))
+        words.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+        return transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token=" ")
 
     def __len__(self) -> int:
         return 32

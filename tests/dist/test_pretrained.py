@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from test_library import start
 from test_zoo import GLOBAL, HERE, OPTIM, STEPS, Run, plain, same, train
+from torch import nn
 
 import zrun_core
+from zrun_core.checkpoint.export import export
+from zrun_core.checkpoint.folder import read_step
+from zrun_core.checkpoint.model_files import describe
+from zrun_core.checkpoint.verify import verify
 from zrun_core.config import JobConfig
+from zrun_core.errors import CheckpointError
 from zrun_core.plan.tracing import trace_job
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
-import pretrained
+import pretrained  # noqa: E402
 
 LLAMA = "LlamaForCausalLM"
+AUTO = {
+    "BertForMaskedLM": "AutoModelForMaskedLM",
+    "T5ForConditionalGeneration": "AutoModelForSeq2SeqLM",
+}
 DROPS = ("GPT2LMHeadModel", "BertForMaskedLM", "T5ForConditionalGeneration")  # out of some activations, at random
 
 
-def keys_of(name: str, checkpoint: str, stage: int, factory: str = "build", **more: Any) -> dict[str, Any]:
+def keys_of(name: str, policy: str, stage: int, factory: str = "build", **more: Any) -> dict[str, Any]:
     return {
         "model": {"call": f"pretrained.py:{factory}", "args": {"name": name}},
         "data": "pretrained.py:Texts",
-        "activations": {"checkpoint": checkpoint},
+        "activations": {"checkpoint": policy},
         "zero": {"stage": stage},
         **more,
     }
@@ -33,22 +44,63 @@ def keys_of(name: str, checkpoint: str, stage: int, factory: str = "build", **mo
 
 def train_all(jobs: list[dict[str, Any]], run_dir: str) -> list[Run]:
     pretrained.SEEN.clear()
-    return [{**train(job, run_dir), "seen": list(pretrained.SEEN)} for job in jobs]
+    found = []
+    for number, job in enumerate(jobs):
+        folder = Path(run_dir, str(number))
+        folder.mkdir(exist_ok=True)
+        found.append({**train(job, str(folder)), "seen": list(pretrained.SEEN)})
+    return found
 
 
 @pytest.mark.parametrize("name", pretrained.SIZES)
-def test_recomputed_models_train_as_a_plain_loop_does(ranks, tmp_path, name):
-    jobs = [keys_of(name, "none", 0), keys_of(name, "full", 0), keys_of(name, "full", 3)]
+def test_recomputed_models_train_as_a_plain_loop_does_and_are_exported(ranks, tmp_path, name):
+    saved = keys_of(name, "full", 3, checkpoint={"every": STEPS})
+    jobs = [keys_of(name, "none", 0), keys_of(name, "full", 0), saved]
     kept, *recomputed = (run["step"] for run in ranks(2).run(train_all, jobs, str(tmp_path))[0])
     for losses in recomputed:
         same(losses, kept)
     if name not in DROPS:
         same(kept, plain(lambda: pretrained.build(name), pretrained.Texts(), parts=2)[0])
+    step = tmp_path / "2" / "checkpoints" / f"step-{STEPS:08d}"
+    loads(step, tmp_path, pretrained.build(name))
+
+
+def loads(step: Path, tmp_path: Path, plain_model: nn.Module) -> None:
+    """`from_pretrained` makes the same of an exported folder as a strict load makes of the state_dict."""
+    manifest = read_step(step)
+    files = export(step, manifest, tmp_path / "hub", max_shard_bytes=10_000)
+    assert {"config.json", "model.safetensors.index.json"} <= {file.name for file in files}
+    (state,) = export(step, manifest, tmp_path / "state.pt")
+    plain_model.load_state_dict(torch.load(state))
+    inner = getattr(plain_model, "inner", plain_model)
+    theirs, told = type(inner).from_pretrained(tmp_path / "hub", output_loading_info=True)
+    assert not any(told.values()), told
+    automatic = AUTO.get(type(inner).__name__, "AutoModelForCausalLM")
+    others = [theirs, getattr(transformers, automatic).from_pretrained(tmp_path / "hub")]
+    ids = torch.arange(3, 13).view(1, 10)
+    asked = {"input_ids": ids}
+    if inner.config.is_encoder_decoder:
+        asked["decoder_input_ids"] = ids
+    with torch.no_grad():
+        logits = [model.eval()(**asked).logits for model in (inner, *others)]
+    assert torch.equal(logits[0], logits[1])
+    assert torch.equal(logits[0], logits[2])
+    assert theirs.config.use_cache == inner.config.use_cache
+    if theirs.can_generate():
+        assert theirs.generation_config == inner.generation_config
+    config = step / "config.json"
+    config.write_bytes(config.read_bytes().replace(b"true", b"True", 1))
+    assert [problem for problem in verify(step, manifest) if "config.json is damaged" in problem]
+    with pytest.raises(CheckpointError, match=r"config\.json is damaged"):
+        export(step, manifest, tmp_path / "damaged")
+    config.write_bytes(config.read_bytes().replace(b"True", b"true", 1))
+    export(step, manifest, tmp_path / "half", "bf16")
+    assert type(inner).from_pretrained(tmp_path / "half").dtype == torch.bfloat16
 
 
 def test_models_around_others_and_with_checkpointing_of_their_own(ranks, tmp_path):
     jobs = [
-        keys_of(LLAMA, "full", 3, "Wrapped"),
+        keys_of(LLAMA, "full", 3, "Wrapped", checkpoint={"every": STEPS}),
         keys_of(LLAMA, "selective", 3, hooks={"on_step": "pretrained.py:look"}),
         keys_of(LLAMA, "none", 3, "own_checkpointing"),
         keys_of(LLAMA, "every_n", 3, "own_checkpointing"),
@@ -60,6 +112,24 @@ def test_models_around_others_and_with_checkpointing_of_their_own(ranks, tmp_pat
     assert [bool(run["warnings"]) for run in found] == [False, False, True, False]  # of a ring
     kept, setting, text = found[1]["seen"][-1]
     assert (kept, setting, len(text[0])) == (True, True, 6)
+    step = tmp_path / "0" / "checkpoints" / f"step-{STEPS:08d}"
+    loads(step, tmp_path, pretrained.Wrapped(LLAMA))
+    reader = transformers.AutoTokenizer.from_pretrained(tmp_path / "hub")
+    assert reader("AB")["input_ids"] == [33, 34]
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        (lambda: nn.Linear(2, 2), "of torch.nn.modules.linear.Linear, which is not a model of transformers"),
+        (lambda: pretrained.WithHead(LLAMA), "LlamaForCausalLM, of which head.weight is not a part"),
+        (pretrained.adapted, "LlamaForCausalLM, into which model.layers.0.self_attn.q_proj was put, a Adapted"),
+    ],
+)
+def test_models_that_transformers_cannot_load_are_exported_without_a_config(model, why):
+    found = describe(model(), {"tokenizer.json": b"{}"})
+    assert not found.files
+    assert f"of {found.model.class_name}, {found.model.obstacle}".endswith(why)
 
 
 def test_a_cache_that_is_asked_for_is_refused_where_blocks_are_recomputed(ranks, tmp_path):
@@ -68,7 +138,7 @@ def test_a_cache_that_is_asked_for_is_refused_where_blocks_are_recomputed(ranks,
         ranks(2).run(train_all, [job], str(tmp_path))
 
 
-def loop() -> tuple[list[float], bool]:
+def loop(folder: str) -> tuple[list[float], bool]:
     """The losses of a user's own loop, and whether the model keeps a cache outside of training."""
     run = start()
     model = zrun_core.shard(lambda: pretrained.build(LLAMA), zero=3, activations={"checkpoint": "full"})
@@ -81,15 +151,17 @@ def loop() -> tuple[list[float], bool]:
         loss.backward()
         optimizer.step()
         losses.append(run.mean(loss))
+    zrun_core.save(folder, model, step=STEPS)
     with zrun_core.evaluation(model):
         return losses, model(torch.tensor([[5, 6]])).past_key_values is not None
 
 
-def test_in_a_loop_of_the_users_own(ranks):
+def test_in_a_loop_of_the_users_own(ranks, tmp_path):
     expected, _ = plain(lambda: pretrained.build(LLAMA), pretrained.Texts(), parts=2)
-    for losses, keeps in ranks(2).run(loop):
+    for losses, keeps in ranks(2).run(loop, str(tmp_path / "saved")):
         same(losses, expected)
         assert keeps
+    loads(tmp_path / "saved" / f"step-{STEPS:08d}", tmp_path, pretrained.build(LLAMA))
 
 
 def test_a_plan_is_traced_as_the_model_trains():

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from zrun import cli
 from zrun_core.checkpoint.folder import CheckpointFolder, read_step
 from zrun_core.checkpoint.lock import held
+from zrun_core.checkpoint.manifest import ModelInfo
 from zrun_core.checkpoint.names import before_name
 
 Ckpt = Callable[..., tuple[int, str, str]]
@@ -178,6 +179,21 @@ def test_export(ckpt: Ckpt, run: Path, tmp_path: Path) -> None:
     code, _, err = ckpt("export", run, tmp_path / "other", "--max-shard-size", "lots")
     assert (code, "--max-shard-size: 'lots' is not a size" in err) == (2, True)
     assert ckpt("export", run, tmp_path / "other", "--step", "30")[0] == 9
+
+
+def test_export_says_what_a_folder_is(ckpt: Ckpt, run: Path, tmp_path: Path) -> None:
+    step = run / "checkpoints" / "step-00000020"
+    models = [
+        (None, "weights only, by the names of the state_dict, without a config: the checkpoint does not say"),
+        (ModelInfo("train.Net", None, "which is not it"), "without a config: of train.Net, which is not it"),
+        (ModelInfo("lib.models.Net", None, None), " loads it; for its tokenizer, give the model or the dataset"),
+    ]
+    for number, (model, words) in enumerate(models):
+        (step / "manifest.json").write_bytes(replace(read_step(step), model=model).to_json())
+        out = tmp_path / str(number)
+        code, said, _ = ckpt("export", run, out)
+        assert (code, words in said) == (0, True), said
+    assert f'Net.from_pretrained("{out}") loads it' in said
 
 
 def test_prune(ckpt: Ckpt, run: Path) -> None:

@@ -65,6 +65,7 @@ def summary(found: Found, manifest: Manifest) -> Table:
         "step": str(manifest.step),
         "run": manifest.run_id,
         "job": str(manifest.job.get("name", "")),
+        "model": manifest.model.class_name if manifest.model is not None else "",
         "written by": ", ".join(f"{name} {version}" for name, version in manifest.versions.items()),
         "ranks": str(manifest.world_size),
         "layout": _pairs(manifest.layout),

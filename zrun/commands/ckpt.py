@@ -14,6 +14,7 @@ from zrun_core.errors import ExitCode
 
 if TYPE_CHECKING:
     from zrun_core.checkpoint.folder import Found
+    from zrun_core.checkpoint.manifest import Manifest
 
 ckpt = typer.Typer(
     no_args_is_help=True, add_completion=False, help="List, inspect, verify, export and prune checkpoints."
@@ -143,13 +144,19 @@ def verify(
 def export(
     where: _Where,
     out: Annotated[
-        Path, typer.Argument(help="NAME.safetensors, NAME.pt, or a folder for transformers.", show_default=False)
+        Path,
+        typer.Argument(
+            help="NAME.safetensors, NAME.pt, or else a folder, for from_pretrained of transformers.",
+            show_default=False,
+        ),
     ],
     step: _Step = None,
     dtype: Annotated[_Dtype, typer.Option(help="Number format; keep: that of the masters.")] = _Dtype.KEEP,
     max_shard_size: Annotated[str, typer.Option(help="Of one file in a folder.")] = "5GB",
 ) -> None:
     """Write the weights and buffers of a checkpoint as safetensors or as a plain state_dict. Every byte is verified.
+
+    A folder has the config and the tokenizer too, where the model is one of transformers.
 
     Example: zrun ckpt export gpt model --dtype bf16
     """
@@ -168,6 +175,24 @@ def export(
     files = write(found.path, found.manifest, out, dtype.value, max_shard_bytes)
     size = format_size(sum(file.stat().st_size for file in files))
     print(f"wrote step {found.step} to {out}: {size} in {len(files)} {'file' if len(files) == 1 else 'files'}")
+    if out.is_dir():
+        print(_what_it_is(found.manifest, out))
+
+
+def _what_it_is(manifest: Manifest, out: Path) -> str:
+    """What a folder that was exported is good for."""
+    from zrun_core.checkpoint.model_files import CONFIG, GENERATION_CONFIG
+
+    model = manifest.model
+    if model is None or model.obstacle is not None:
+        why = "the checkpoint does not say what it is of"
+        if model is not None:
+            why = f"of {model.class_name}, {model.obstacle}"
+        return f"weights only, by the names of the state_dict, without a config: {why}"
+    loads = f'{model.class_name.rpartition(".")[2]}.from_pretrained("{out}") loads it'
+    if {file.name for file in manifest.files_beside} - {CONFIG, GENERATION_CONFIG}:
+        return f"{loads}, and AutoTokenizer its tokenizer"
+    return f"{loads}; for its tokenizer, give the model or the dataset an attribute tokenizer"
 
 
 @ckpt.command()

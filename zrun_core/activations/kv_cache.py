@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zrun_core.config import ActivationsConfig
 from zrun_core.errors import UserCodeError
+from zrun_core.pretrained import config_of
 
 _ARGUMENT = "use_cache"
 
@@ -47,9 +48,7 @@ def omit_cache(model: nn.Module, activations: ActivationsConfig, *, compile: boo
 
 
 def _is_on(module: nn.Module) -> bool:
-    config = getattr(module, "config", None)
-    is_of_transformers = isinstance(getattr(config, "model_type", None), str)
-    return is_of_transformers and getattr(config, _ARGUMENT, None) is True
+    return getattr(config_of(module), _ARGUMENT, None) is True
 
 
 def _without_cache(place: int, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:

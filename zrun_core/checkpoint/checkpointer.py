@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,8 +35,9 @@ from zrun_core import rng
 from zrun_core.arena import flat_buffer
 from zrun_core.checkpoint.folder import CheckpointFolder
 from zrun_core.checkpoint.manifest import RANK, VALUE, FileInfo, Fragment, Manifest, RankState, TensorInfo
+from zrun_core.checkpoint.model_files import ModelFiles
 from zrun_core.checkpoint.resume import Resumed
-from zrun_core.checkpoint.shard_file import Part, write_shard
+from zrun_core.checkpoint.shard_file import Part, write_plain, write_shard
 from zrun_core.checkpoint.state import State
 from zrun_core.comm import Comm, Group
 from zrun_core.config import CheckpointConfig, LimitsConfig
@@ -112,6 +113,7 @@ class _Save:
     stall_s: float = 0.0
     reports: list[bytes] | None = None  # once every rank has written
     committing: Future[_Commit] | None = None  # on rank 0
+    beside: ModelFiles = field(default_factory=ModelFiles)  # on rank 0
 
 
 class Checkpointer:
@@ -285,6 +287,7 @@ class Checkpointer:
         start = time.monotonic()
         self._is_asked = False
         making = self._pool.submit(self.folder.begin, step) if self._world.index == 0 else None
+        beside = self.state.model_files() if self._world.index == 0 else ModelFiles()
         self._await(step, making)
         opening: dict[str, Any] = {}
         if making is not None:
@@ -318,7 +321,7 @@ class Checkpointer:
             writing.set_result(_in_words(error).encode())
         else:
             writing = self._pool.submit(_write, tmp / f"rank-{rank:05d}.safetensors", parts, scalars, own, later)
-        current = _Save(step, reason, tmp, progress, layout, tensors, start, writing, self.prunes)
+        current = _Save(step, reason, tmp, progress, layout, tensors, start, writing, self.prunes, beside=beside)
         self._current, self.last_step = current, step
         if later.pairs:
             self.state.before_update(lambda: self._await_copies(current, later))
@@ -418,7 +421,8 @@ class Checkpointer:
     def _commit(self, current: _Save, reports: Sequence[bytes]) -> _Commit:
         """In rank 0's thread."""
         try:
-            manifest = self._manifest(current, [json.loads(text) for text in reports])
+            beside = [write_plain(current.tmp / name, content) for name, content in current.beside.files.items()]
+            manifest = self._manifest(current, [json.loads(text) for text in reports], beside)
             warning = self.folder.commit(current.tmp, manifest)
         except Exception as error:
             self.folder.discard(current.tmp)
@@ -453,7 +457,7 @@ class Checkpointer:
                 self._warn(warning)
         return removed
 
-    def _manifest(self, current: _Save, reports: Sequence[dict[str, Any]]) -> Manifest:
+    def _manifest(self, current: _Save, reports: Sequence[dict[str, Any]], beside: Sequence[FileInfo]) -> Manifest:
         scalars: dict[str, dict[str, float]] = {}
         for report in reports:
             scalars |= report["scalars"]
@@ -465,10 +469,11 @@ class Checkpointer:
             world_size=self._world.size,
             layout=current.layout,
             progress=current.progress,
-            files=[FileInfo(**report["file"]) for report in reports],
+            files=[*(FileInfo(**report["file"]) for report in reports), *beside],
             tensors=[replace(info, scalars=scalars.get(info.name, {})) for info in current.tensors],
             fragments=[Fragment(**each) for report in reports for each in report["fragments"]],
             rank_states=[RankState(**report["own"]) for report in reports],
+            model=current.beside.model,
         )
 
     def _end(self, current: _Save, error: str) -> None:

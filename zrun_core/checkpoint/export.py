@@ -11,7 +11,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,14 @@ import torch
 
 from zrun_core.checkpoint.block_writer import Bytes, save_error, write_file
 from zrun_core.checkpoint.manifest import ITEM_BYTES, VALUE, Fragment, Manifest, TensorInfo
-from zrun_core.checkpoint.shard_file import Entry, as_bytes, encode_header, read_fragment
+from zrun_core.checkpoint.model_files import CONFIG
+from zrun_core.checkpoint.shard_file import (
+    Entry,
+    as_bytes,
+    check_header,
+    encode_header,
+    read_fragment,
+)
 from zrun_core.errors import JobError, SaveError
 
 DTYPES = {"keep": None, "fp32": "float32", "bf16": "bfloat16"}
@@ -61,7 +68,8 @@ def export(
     Args:
         step: the folder of `manifest`.
         out: what does not exist yet: `*.safetensors` one file, `*.pt` or `*.pth` a plain `state_dict`, else a folder of
-            `model.safetensors`, or of several with an index as `transformers` writes them.
+            `model.safetensors`, or of several with an index as `transformers` writes them. It has a config too where
+            the model is one of transformers, and then names are those of that model.
         dtype: a key of DTYPES; "keep" is the format of the masters. Integers and masks stay what they are.
         max_shard_bytes: of a file in a folder, unless a single tensor is larger.
 
@@ -85,7 +93,8 @@ def export(
             _write_safetensors(tmp, step, items)
         else:
             tmp.mkdir()
-            _write_folder(tmp, step, items, max_shard_bytes)
+            _write_folder(tmp, step, _as_in_library(manifest, items), max_shard_bytes)
+            _write_model_files(tmp, step, manifest, items)
         os.rename(tmp, out)
     except OSError as error:
         raise save_error(out, error) from error
@@ -147,6 +156,25 @@ def _write_folder(folder: Path, step: Path, items: Sequence[_Item], max_shard_by
     text = json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}, indent=2)
     content = np.frombuffer(f"{text}\n".encode(), dtype=np.uint8)
     write_file(folder / "model.safetensors.index.json", len(content), [content], _MODE)
+
+
+def _as_in_library(manifest: Manifest, items: Sequence[_Item]) -> Sequence[_Item]:
+    """The items by the names that the model of transformers has for them, if it is inside of another one."""
+    model = manifest.model
+    if model is None or model.obstacle is not None or model.prefix is None:
+        return items
+    return [replace(item, name=item.name.removeprefix(model.prefix)) for item in items]
+
+
+def _write_model_files(folder: Path, step: Path, manifest: Manifest, items: Sequence[_Item]) -> None:
+    """Config and tokenizer, which lie in the step; the config says in which format the tensors are here."""
+    formats = [item.dtype for item in items if item.info.kind != "buffer"]  # all are floating
+    for file in manifest.files_beside:
+        content = check_header(step, file)
+        if file.name == CONFIG:
+            config = {**json.loads(content), "dtype": next(iter(formats), None)}
+            content = f"{json.dumps(config, indent=2, sort_keys=True)}\n".encode()
+        write_file(folder / file.name, len(content), [np.frombuffer(content, dtype=np.uint8)], _MODE)
 
 
 def _write_state_dict(path: Path, step: Path, items: Sequence[_Item]) -> None:

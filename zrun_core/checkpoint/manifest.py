@@ -14,7 +14,7 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from itertools import pairwise
 from operator import attrgetter
 from typing import Any, NoReturn, Self, cast
@@ -95,7 +95,7 @@ class Fragment:
 
 @dataclass(frozen=True)
 class FileInfo:
-    """One safetensors file: a header, then the fragments with no gap."""
+    """One file: a safetensors header, then the fragments with no gap; one without tensors is all header."""
 
     name: str
     num_bytes: int
@@ -118,6 +118,15 @@ class RankState:
 
 
 @dataclass(frozen=True)
+class ModelInfo:
+    """What the model is to transformers, which builds models from a config."""
+
+    class_name: str  # with its module; of the part that is a model of transformers, if any is
+    prefix: str | None  # of the names of all tensors, where that model is inside of the user's own
+    obstacle: str | None  # why transformers cannot load it; None: the step holds its config
+
+
+@dataclass(frozen=True)
 class Manifest:
     """Everything about a checkpoint but the bytes of its tensors."""
 
@@ -132,12 +141,18 @@ class Manifest:
     tensors: list[TensorInfo]
     fragments: list[Fragment]
     rank_states: list[RankState]  # of every rank
+    model: ModelInfo | None = None  # None: several models, or nothing was said
     format: int = FORMAT
 
     @property
     def num_bytes(self) -> int:
         """Of all files together."""
         return sum(file.num_bytes for file in self.files)
+
+    @property
+    def files_beside(self) -> list[FileInfo]:
+        """Those without tensors: what transformers needs beside them."""
+        return [file for file in self.files if not file.name.endswith(".safetensors")]
 
     def of_rank(self, rank: int) -> RankState | None:
         """What belongs to a rank, if there was such a rank."""
@@ -156,7 +171,7 @@ class Manifest:
                 items = ",\n".join(_dump(_plain(item)) for item in value)
                 lines.append(f'"{field.name}":[\n{items}\n]' if items else f'"{field.name}":[]')
             else:
-                lines.append(f'"{field.name}":{_dump(value)}')
+                lines.append(f'"{field.name}":{_dump(_plain(value))}')
         body = ("{" + ",\n".join(lines)).encode()
         return body + _TAIL % digest(body).encode()
 
@@ -194,7 +209,7 @@ def _dump(value: Any) -> str:
 
 
 def _plain(item: Any) -> Any:
-    return item if isinstance(item, dict) else asdict(item)
+    return asdict(item) if is_dataclass(item) and not isinstance(item, type) else item
 
 
 def _parse(text: bytes) -> dict[str, Any]:
@@ -217,12 +232,16 @@ def _parse(text: bytes) -> dict[str, Any]:
 
 
 def _typed(kind: type, raw: Any, where: str) -> dict[str, Any]:
-    """The fields of dataclass `kind` from a JSON object, each of its type. No key is missing and none is more."""
+    """The fields of dataclass `kind` from a JSON object, each of its type.
+
+    No key is missing, but for those with a default, and none is more.
+    """
     names = [field.name for field in fields(kind)]
-    if not isinstance(raw, dict) or raw.keys() != set(names):
+    needed = {field.name for field in fields(kind) if field.default is MISSING}
+    if not isinstance(raw, dict) or not needed <= raw.keys() <= set(names):
         _refuse(f"is not consistent: {where} does not have the keys {', '.join(names)}")
     readers = _READERS[kind]
-    return {name: readers[name](raw[name], f"{where}, {name}") for name in names}
+    return {name: readers[name](raw[name], f"{where}, {name}") for name in names if name in raw}
 
 
 def _integer(value: Any, where: str) -> int:
@@ -373,6 +392,10 @@ def _list(value: Any, where: str) -> list[Any]:
 _texts = _tuple_of(_text)
 
 
+def _model(value: Any, where: str) -> ModelInfo:
+    return ModelInfo(**_typed(ModelInfo, value, where))
+
+
 def _list_of(kind: type) -> Callable[[Any, str], list[Any]]:
     def read(value: Any, where: str) -> list[Any]:
         return [kind(**_typed(kind, item, f"{where}[{index}]")) for index, item in enumerate(_list(value, where))]
@@ -408,10 +431,12 @@ _READERS: dict[type, dict[str, Callable[[Any, str], Any]]] = {
         "name": _name, "num_bytes": _integer, "header_bytes": _integer, "header_digest": _digest, "digest": _digest,
     },
     RankState: {"rank": _integer, "rng": _tree, "learnt": _tree},
+    ModelInfo: {"class_name": _text, "prefix": _or_null(_text), "obstacle": _or_null(_text)},
     Manifest: {
         "step": _integer, "run_id": _name, "versions": _texts_by_name, "job": _tree, "world_size": _positive,
         "layout": _layout, "progress": _progress, "files": _list_of(FileInfo), "tensors": _list_of(TensorInfo),
-        "fragments": _list_of(Fragment), "rank_states": _list_of(RankState), "format": _integer,
+        "fragments": _list_of(Fragment), "rank_states": _list_of(RankState),
+        "model": _or_null(_model), "format": _integer,
     },
 }  # fmt: skip
 

@@ -82,6 +82,16 @@ def write_shard(path: Path, parts: Sequence[Part]) -> tuple[FileInfo, list[Fragm
     return info, fragments
 
 
+def write_plain(path: Path, content: bytes) -> FileInfo:
+    """Write a new file without tensors, and wait until it is on the disk.
+
+    Raises:
+        SaveError: as `write_shard`.
+    """
+    (found,) = write_file(path, len(content), [np.frombuffer(content, dtype=np.uint8)])
+    return FileInfo(path.name, len(content), len(content), found, FileInfo.digest_of(found, ()))
+
+
 def _entry(part: Part) -> Entry:
     data = part.data
     if data.dim() != 1 or not data.is_contiguous() or data.device.type != "cpu":
@@ -130,8 +140,11 @@ def read_fragment(folder: Path, fragment: Fragment, into: torch.Tensor) -> None:
         raise CheckpointError(f"{path} is damaged: the digest of {fragment.key} does not fit")
 
 
-def check_header(folder: Path, file: FileInfo) -> None:
+def check_header(folder: Path, file: FileInfo) -> bytes:
     """Compare size and header of a file with the manifest.
+
+    Returns:
+        The header: all of a file without tensors.
 
     Raises:
         CheckpointError: the file is missing, of another size, or its header is damaged.
@@ -143,3 +156,4 @@ def check_header(folder: Path, file: FileInfo) -> None:
         found = read_into(opened_file, path, 0, memoryview(header))
     if found != file.header_digest:
         raise CheckpointError(f"{path} is damaged: the digest of its header does not fit")
+    return bytes(header)

@@ -22,6 +22,7 @@ from torch import nn
 
 from zrun_core.checkpoint.digest import digest
 from zrun_core.checkpoint.manifest import RANK, VALUE, Fragment, Manifest, TensorInfo, number_class
+from zrun_core.checkpoint.model_files import ModelFiles, describe, tokenizer_files
 from zrun_core.checkpoint.shard_file import DTYPES, Part, as_bytes, check_header, read_fragment
 from zrun_core.comm import Group, slice_start
 from zrun_core.errors import CheckpointError, SaveError
@@ -65,6 +66,7 @@ class State(Protocol):
     def parts(self) -> list[Part]: ...
     def scalars(self) -> dict[str, dict[str, float]]: ...
     def learnt(self) -> dict[str, Any]: ...
+    def model_files(self) -> ModelFiles: ...
     def buffer_digests(self) -> dict[str, str]: ...
     def own_buffers(self, first: Mapping[str, str]) -> list[Part]: ...
     def before_update(self, call: Callable[[], None]) -> None: ...
@@ -81,6 +83,8 @@ class ModelState:
             weights_only: `check` and `load` leave the optimizer alone.
         """
         self._sharded, self._weights_only = sharded, weights_only
+        self.holders: Sequence[object] = ()  # of what may be a tokenizer, beside the module
+        self._tokenizer: dict[str, bytes] | None = None  # its files, once asked for
         self._aliases = _names(sharded.module.named_parameters(remove_duplicate=False))
         self._buffer_aliases = _names(_all_persistent_buffers(sharded.module))
 
@@ -104,6 +108,12 @@ class ModelState:
         }
 
     # Saving
+
+    def model_files(self) -> ModelFiles:
+        """What others need beside the tensors to build the model."""
+        if self._tokenizer is None:
+            self._tokenizer = tokenizer_files([self._sharded.module, *self.holders])
+        return describe(self._sharded.module, self._tokenizer)
 
     def tensors(self) -> list[TensorInfo]:
         """Every parameter and persistent buffer of the model; without the optimizer's scalars."""

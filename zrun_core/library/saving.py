@@ -18,6 +18,7 @@ from zrun_core.checkpoint.checkpointer import About, Checkpointer, versions
 from zrun_core.checkpoint.folder import CheckpointFolder
 from zrun_core.checkpoint.lock import hold
 from zrun_core.checkpoint.manifest import RANK, Manifest, TensorInfo
+from zrun_core.checkpoint.model_files import ModelFiles
 from zrun_core.checkpoint.resume import Resumed, load_newest, restore_streams
 from zrun_core.checkpoint.shard_file import Part
 from zrun_core.checkpoint.state import ModelState
@@ -228,6 +229,10 @@ class States:
     def before_update(self, call: Callable[[], None]) -> None:
         for state in self._states.values():
             state.before_update(call)
+
+    def model_files(self) -> ModelFiles:
+        only = self._states.get("")
+        return ModelFiles() if only is None else only.model_files()
 
     def learnt(self) -> dict[str, Any]:
         learnt = {name: state.learnt() for name, state in self._states.items()}

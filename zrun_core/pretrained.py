@@ -1,0 +1,29 @@
+"""How models of transformers are recognised: by what they look like, since the library need not be there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+
+def config_of(module: nn.Module) -> Any | None:
+    """Return the config that a module of transformers has; None for any other module."""
+    config = vars(module).get("config")
+    has_type = isinstance(getattr(config, "model_type", None), str)
+    return config if has_type and callable(getattr(config, "to_json_string", None)) else None
+
+
+def outermost(model: nn.Module) -> tuple[str, nn.Module] | None:
+    """Return the name and the module of the first model in `model` that `from_pretrained` can build.
+
+    The name is "" where it is `model` itself. None: there is no such model.
+    """
+    return next(
+        (
+            (name, module)
+            for name, module in model.named_modules()
+            if config_of(module) is not None and callable(getattr(module, "from_pretrained", None))
+        ),
+        None,
+    )

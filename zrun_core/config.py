@@ -117,6 +117,8 @@ class Ref(Section):
     @field_validator("call")
     @classmethod
     def _check_call(cls, call: str) -> str:
+        if ".ipynb:" in call:
+            raise ValueError(f"{call!r} is in a notebook: save its code as a file, such as train.py")
         if not _REF.fullmatch(call):
             raise ValueError(f'{call!r} is not a reference: write "module:attr" or "file.py:attr"')
         return call

@@ -183,7 +183,7 @@ DtypeName = Literal["fp32", "bf16", "fp16"]
 class LossScaleConfig(Section):
     """Dynamic loss scaling of fp16 (Micikevicius et al. 2018, section 3.2)."""
 
-    init: Positive = Field(default=65536.0, description="first scale")
+    init: Annotated[float, Field(gt=0, le=2.0**127)] = Field(default=65536.0, description="first scale")
     window: Steps = Field(default=2000, description="good steps before the scale doubles")
     hysteresis: Steps = Field(default=1, description="overflows in a row before the scale halves")
     min: Positive = Field(default=1.0, description="the scale never falls below this")

@@ -90,6 +90,12 @@ def test_public_names_are_typed_and_documented(name: str) -> None:
         assert set(params) | {"return"} == set(hints), function
 
 
+def test_no_module_takes_the_name_of_what_is_public() -> None:
+    """Once imported, a module of this name would be found in place of the function."""
+    modules = {path.stem for path in (ROOT / "zrun_core").iterdir()}
+    assert not modules & set(zrun_core.__all__)
+
+
 def test_the_package_imports_nothing_until_it_is_asked() -> None:
     code = "import sys, zrun_core; zrun_core.ZrunError; assert not {'torch', 'numpy', 'pydantic'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

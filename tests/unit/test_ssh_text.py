@@ -69,7 +69,7 @@ def test_a_client_that_is_not_there_is_named() -> None:
         (2, "unknown option -P\nusage: python3 [option] ...", False, "a: py is older than Python 3.11"),
         (1, "ModuleNotFoundError: No module named 'pydantic'", False, "a: py lacks what zrun needs (ModuleNot"),
         (1, "This account is currently not available.", False, "a: the agent did not start (status 1): This account"),
-        (1, "\x1b[31mred", False, "a: the agent did not start (status 1): ?[31mred"),
+        (1, "\x1b[31mred", False, "a: the agent did not start (status 1): red"),
         (255, "Timeout, server a not responding.\r\n", True, "a: the host no longer answers"),
         (255, "Connection to a closed by remote host.", True, "a: the connection broke (Connection to a closed"),
         (255, "", True, "a: its agent was killed there, or the connection was cut"),

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import re
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -548,6 +549,21 @@ def test_a_change_of_size_leaves_nothing_behind(sizes: list[tuple[int, int]], mo
     assert sys.stdout is terminal
     if min(width for width, _ in sizes) > 40:  # else rows of a panel were pushed into the scrollback
         assert sum("╭" in text for text in terminal.lines) == 1
+
+
+def test_after_a_stop_the_panel_leaves_alone_what_was_written_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, before = Terminal(80, 40), signal.getsignal(signal.SIGCONT)
+    console = Console(file=terminal, force_terminal=True, color_system=None)
+    console.size = ConsoleDimensions(80, 40)
+    live = Live(console, FACTS, 0.0)
+    terminal.write("$ echo hello\nhello\n$ fg\n")
+    signal.raise_signal(signal.SIGCONT)
+    live.show(RUNNING, event("log", message="a message"))
+    live.close(RUNNING)
+    told = [line for line in terminal.lines if not line.startswith(("│", "╭", "╰"))]
+    assert told == ["$ echo hello", "hello", "$ fg", "rank 0: a message", ""]
+    assert "\x1b[?25l" not in terminal.raw, "the cursor is the shell's meanwhile"
+    assert signal.getsignal(signal.SIGCONT) == before
 
 
 def test_a_terminal_without_colour_still_has_a_panel() -> None:

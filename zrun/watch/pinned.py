@@ -6,14 +6,17 @@
     console.print("a message above")
     pinned.stop()
 
-The cursor waits on an empty line below the block. Before anything is written, the block is erased from
-where it begins now: a terminal that became narrower has broken it into more rows than were drawn.
-(The few terminals that cut lines instead lose as many rows of messages.)
+The cursor waits on an empty line below the block, where it is no trouble: it is never hidden, so that
+a process that is killed or stopped leaves it to the shell. Before anything is written, the block is
+erased from where it begins now: a terminal that became narrower has broken it into more rows than were
+drawn. (The few terminals that cut lines instead lose as many rows of messages.) After a stop (Ctrl-Z)
+others have written below it: then it stays, and a new one is drawn.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import TextIO, cast
@@ -40,21 +43,21 @@ class Pinned(RenderHook):
         self._lines: list[list[Segment]] = []
         self._standing: list[int] = []  # columns of each line that is on the terminal
         self._streams = sys.stdout, sys.stderr
+        self._on_continue = signal.getsignal(signal.SIGCONT) or signal.SIG_DFL
 
     def start(self) -> None:
-        self._console.show_cursor(False)
+        """Begin, in the main thread: signals are received there."""
         self._console.push_render_hook(self)
+        signal.signal(signal.SIGCONT, self._continue)
         sys.stdout, sys.stderr = map(self._above, self._streams)
 
     def stop(self) -> None:
         """Leave a last picture, a whole one, for the scrollback."""
         sys.stdout, sys.stderr = self._streams
+        signal.signal(signal.SIGCONT, self._on_continue)
         self._console.pop_render_hook()
         self._measure()
-        try:
-            self._console.print(self._erasure(), self._draw(self._size.width, _WHOLE), sep="")
-        finally:
-            self._console.show_cursor(True)
+        self._console.print(self._erasure(), self._draw(self._size.width, _WHOLE), sep="")
 
     def refresh(self) -> None:
         """Show what is new."""
@@ -77,6 +80,9 @@ class Pinned(RenderHook):
         self._standing = [Segment.get_line_length(line) for line in self._lines]
         block = [segment for line in self._lines for segment in (*line, Segment.line())]
         return [erasure, *renderables, Segments(block)]
+
+    def _continue(self, number: int, frame: object) -> None:
+        self._standing = []
 
     def _above(self, stream: TextIO) -> TextIO:
         """Send what a terminal would get to above the block; what goes to a file still does."""

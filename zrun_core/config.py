@@ -427,6 +427,12 @@ class Goal(Section):
     )
 
 
+class BestConfig(Goal):
+    """The step that is kept because an evaluation of it was the best so far."""
+
+    short = ("metric", str)
+
+
 class EarlyStopConfig(Goal):
     """An early end of the run, by its evaluations. The short form sets `patience`."""
 
@@ -578,6 +584,11 @@ class CheckpointConfig(Section):
     final: bool = Field(default=True, description="save at the end of the run too")
     on_save_error: Literal["stop", "warn"] = Field(
         default="stop", description="stop (exit 8) | warn: go on, up to two failed saves in a row"
+    )
+    best: BestConfig | None = Field(
+        default=None,
+        description="keep the best step by a number of eval too: its name, or {metric, mode}",
+        examples=[{"metric": "loss", "mode": "min"}],
     )
 
 
@@ -779,7 +790,8 @@ class JobConfig(Section):
     )
     resume: str | Annotated[int, Field(ge=0, le=10**12)] = Field(
         default="never",
-        description="never | auto: from the newest checkpoint of this job, if there is one | a step | a path",
+        description="never | auto: from the newest checkpoint of this job, if there is one | "
+        "a step | best: the one that checkpoint.best keeps | a path",
         examples=["auto"],
     )
     restarts: int = Field(
@@ -855,6 +867,14 @@ class JobConfig(Section):
                 "guards.on_oom: skip is impossible at zero.stage 3: the other ranks would wait for parameters of the "
                 "one that ran out; write stop, or zero.stage: 2"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _can_know_the_best(self) -> Self:
+        if self.checkpoint is not None and self.checkpoint.best is not None:
+            if self.eval is None:
+                raise ValueError("checkpoint.best needs an evaluation; write eval: {data: ...}")
+            self.eval.check_metric("checkpoint.best.metric", self.checkpoint.best.metric)
         return self
 
     @model_validator(mode="after")

@@ -185,6 +185,7 @@ class Trainer:
         comes_first = self._owes_evaluation if self._is_resumed else evaluation and evaluation.first
         if evaluation is not None and comes_first:
             self.evaluate()
+            self._save_if_best()
         self._clock.restart()
         ending = self._train()
         self._resolve()
@@ -202,6 +203,7 @@ class Trainer:
             every = self.job.eval.every
             if every is None or self.progress.steps % every:
                 self.evaluate()
+                self._save_if_best()
             if self._owes_evaluation:
                 self._leave()
         if self.checkpointer is not None:
@@ -278,6 +280,12 @@ class Trainer:
         self.checkpointer.after_step(self.progress.steps, self._state)
         self._tell_saves()
         self._clock.restart()
+
+    def _save_if_best(self) -> None:
+        """Save what was evaluated outside of the loop, or mark it where it is saved already."""
+        if self.checkpointer is not None and self.checkpointer.has_better:
+            self.save("best")
+            self._tell_saves()
 
     def _tell_saves(self) -> None:
         """Call `hooks.on_save` for each step that was committed since this was called last."""
@@ -639,6 +647,8 @@ class Trainer:
             self._must_stop = True
             return
         self.recorder.evaluation(found)
+        if self.checkpointer is not None and self.progress.steps:
+            self.checkpointer.offer(self.progress.steps, found.values)
         if self._early_stop is not None:
             why = self._early_stop.see(self.progress.steps, found.values)
             if why is not None and self._early is None:

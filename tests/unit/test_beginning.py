@@ -13,6 +13,7 @@ from checkpoint_toys import rank_states
 from zrun.launch import rundir
 from zrun.launch.resume import Beginning, begin, begin_again, under_lock
 from zrun.launch.rundir import Earlier, RunDir, set_checkpoints_aside
+from zrun_core.best import Best
 from zrun_core.checkpoint.folder import CheckpointFolder
 from zrun_core.checkpoint.lock import held
 from zrun_core.checkpoint.manifest import Manifest
@@ -82,6 +83,18 @@ def test_a_step_is_looked_for_and_begins_another_run(root: Path) -> None:
     assert beginning.resume == ResumeSpec(folder=str(root / "gpt" / "20260101-000000-aa" / "checkpoints"), step=30)
     with pytest.raises(CheckpointError, match="has a step 40"):
         begin(job(resume=40), None, False, root)
+
+
+def test_the_best_step_begins_another_run(root: Path) -> None:
+    folder = CheckpointFolder(root / "gpt" / "20260102-000000-bb" / "checkpoints")
+    with pytest.raises(CheckpointError, match=r"has no best step: checkpoint\.best keeps one"):
+        begin(job(resume="best"), None, False, root)
+    folder.point_best(Best(10, "loss", "min", 0.5))
+    beginning = begin(job(resume="best"), None, False, root)
+    assert beginning.run_dir is None
+    assert beginning.resume == ResumeSpec(folder=str(folder.path), step=10)
+    with pytest.raises(CheckpointError, match="has saved anything"):
+        begin(job(resume="best", name="other"), None, False, root)
 
 
 @pytest.mark.parametrize(("below", "step"), [("", None), ("checkpoints", None), ("checkpoints/step-00000020", 20)])

@@ -36,7 +36,9 @@ def test_only_steps_are_steps(folder: Path) -> None:
 
 
 def test_names_that_are_made_are_known_again() -> None:
-    for name in (names.step_name(3), names.LATEST, names.before_name("gpt"), names.aside_name(names.step_name(3))):
+    files = names.LATEST, names.BEST
+    aside = names.before_name("gpt"), names.aside_name(names.step_name(3))
+    for name in (names.step_name(3), *files, *aside):
         assert names.is_stale(names.tmp_name(name))
         assert not names.is_stale(name)
     assert names.is_aside(names.before_name("gpt.aside-1"))

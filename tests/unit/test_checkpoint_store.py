@@ -11,6 +11,7 @@ import torch
 from checkpoint_toys import read_step_state, toy_state, write_step
 from safetensors import safe_open
 
+from zrun_core.best import Best
 from zrun_core.checkpoint import folder as store
 from zrun_core.checkpoint.folder import CheckpointFolder, read_step
 from zrun_core.checkpoint.lock import hold, release
@@ -158,6 +159,24 @@ def test_prune_keeps_the_newest(folder: CheckpointFolder) -> None:
     assert steps(folder) == [5, 4, 3]
     assert folder.prune(3) == []
     assert not list(folder.path.glob("*.tmp-*"))
+
+
+def test_prune_leaves_the_best_alone(folder: CheckpointFolder) -> None:
+    """Whatever else its file says; and it takes no place of the newest."""
+    for step in range(1, 6):
+        write_step(folder, step)
+    best = Best(2, "loss", "min", 0.1)
+    folder.point_best(best)
+    assert folder.best() == (2, None)
+    assert folder.best_so_far() == best
+    assert folder.prune(2, dry_run=True) == [3, 1]
+    assert folder.prune(2, thorough=True) == [3, 1]
+    assert steps(folder) == [5, 4, 2]
+    for text in ("", "step-00000002\n", "step-00000002 loss min nan\n", "step-00000009 loss min 1\n"):
+        (folder.path / "best").write_text(text)
+        assert folder.best_so_far() is None
+    (folder.path / "best").unlink()
+    assert folder.prune(2) == [2]
 
 
 def test_prune_never_below_two_valid(folder: CheckpointFolder) -> None:

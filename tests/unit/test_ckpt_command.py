@@ -16,6 +16,7 @@ from checkpoint_toys import write_step
 from safetensors.torch import load_file
 
 from zrun import cli
+from zrun_core.best import Best
 from zrun_core.checkpoint.folder import CheckpointFolder, read_step
 from zrun_core.checkpoint.lock import held
 from zrun_core.checkpoint.manifest import ModelInfo
@@ -62,6 +63,20 @@ def test_ls(ckpt: Ckpt, run: Path) -> None:
     listed = json.loads(out)
     assert listed["latest"] == 30
     assert [step["problem"] is None for step in listed["steps"]] == [False, True, True]
+
+
+def test_the_best_step_is_shown_and_may_be_named(ckpt: Ckpt, run: Path, tmp_path: Path) -> None:
+    code, _, err = ckpt("export", run, tmp_path / "out.safetensors", "--step", "best")
+    assert code == 9
+    assert "has no best step: checkpoint.best keeps one" in err
+    assert ckpt("inspect", run, "--step", "beast")[0] == 2
+    CheckpointFolder(run / "checkpoints").point_best(Best(10, "loss", "min", 0.25))
+    assert "complete, best" in ckpt("ls", run)[1]
+    assert json.loads(ckpt("ls", run, "--json")[1])["best"] == 10
+    code, out, _ = ckpt("export", run, tmp_path / "out.safetensors", "--step", "best")
+    assert (code, out.startswith("wrote step 10 ")) == (0, True)
+    (run / "checkpoints" / "best").write_text("nonsense\n")
+    assert "best does not name a step" in ckpt("ls", run)[2]
 
 
 def test_runs_have_names(ckpt: Ckpt, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

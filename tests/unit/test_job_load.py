@@ -322,7 +322,8 @@ def test_every_key_has_a_description_and_a_valid_example(folder: Folder) -> None
         assert key.description, key
         around = [f"{'.'.join(key.path[:depth])}={_complete(key.path[:depth])}" for depth in range(1, len(key.path))]
         length = ["steps=null"] if key.name in ("tokens", "epochs") else []
-        load_job(path, [*around, *length, f"{key}={write(key.example)}"])
+        held_out = ["eval={data: m:f}"] if "best" in key.path else []
+        load_job(path, [*held_out, *around, *length, f"{key}={write(key.example)}"])
 
 
 def _complete(path: tuple[str, ...]) -> str:

@@ -644,4 +644,7 @@ def test_saves_are_drawn() -> None:
     save = event("save", step=50, path="/x", reason="due", bytes=1200 * MIB, seconds=0.8, stall_s=0.1, removed=[])
     assert "saved at step 50" in draw(after(START, step(50), save, step(51)), 100)
     assert "saved" not in draw(after(START, step(50)), 100)
-    assert message_line(save) == "saved step 50 (1.2 GiB, 0.80s)"
+    told = "saved step 50 (1.2 GiB, 0.80s)"
+    assert message_line(save) == told
+    best = {"step": 50, "metric": "val/loss", "mode": "min", "value": 0.125}
+    assert message_line({**save, "best": best}) == f"{told}, the best so far: val/loss 0.125"

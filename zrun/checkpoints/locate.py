@@ -39,14 +39,20 @@ class Place:
         problems = "".join(f"\n  {found.problem}" for found in self.steps[:_SHOWN])
         raise CheckpointError(f"no valid checkpoint in {self.folder.path}{problems}{self._elsewhere()}")
 
-    def step(self, number: int | None) -> Found:
-        """Step `number`, or the newest that counts.
+    def step(self, which: str | int | None) -> Found:
+        """Return the step `which`, a number or "best"; of None, the newest that counts.
 
         Raises:
+            JobError: it is neither.
             CheckpointError: it is not there, or does not count.
         """
-        if number is None:
+        if which is None:
             return self.newest_valid()
+        number = self.best() if which == "best" else None
+        if number is None:
+            if not str(which).isdecimal():
+                raise JobError(f"--step {which}: write the number of a step, or best")
+            number = int(which)
         for found in self.steps:
             if found.step == number:
                 if found.problem is not None:
@@ -54,6 +60,18 @@ class Place:
                 return found
         there = ", ".join(str(found.step) for found in self.steps[:_SHOWN]) or "none"
         raise CheckpointError(f"{self.folder.path} has no step {number}; it has {there}{self._elsewhere()}")
+
+    def best(self) -> int:
+        """Return the number of the best step.
+
+        Raises:
+            CheckpointError: none is known.
+        """
+        number, problem = self.folder.best()
+        if number is None:
+            why = problem or "checkpoint.best keeps one"
+            raise CheckpointError(f"{self.folder.path} has no best step: {why}{self._elsewhere()}")
+        return number
 
     def _elsewhere(self) -> str:
         newest = next(iter(self.attempts.values()), None)

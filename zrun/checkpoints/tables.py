@@ -31,14 +31,16 @@ def _problem(found: Found, text: str) -> Text:
     return Text(printable(text.replace(f"{found.path}/", "").replace(f"{found.path}: ", "")), style="red")
 
 
-def steps_table(steps: Sequence[Found], saved: Sequence[str], latest: int | None) -> Table:
-    """A row per step, newest first. `saved` are the times."""
+def steps_table(steps: Sequence[Found], saved: Sequence[str], latest: int | None, best: int | None = None) -> Table:
+    """A row per step, newest first. `saved` are the times; `latest` and `best` are told so."""
     table = _table("step", "saved", "size", "ranks", "run", "state", right=("step", "size", "ranks"))
     for found, time in zip(steps, saved, strict=True):
         if found.manifest is None:
             table.add_row(str(found.step), time, "", "", "", _problem(found, found.problem or ""))
         else:
-            state = Text("complete, latest" if found.step == latest else "complete", style="green")
+            words = {"latest": latest, "best": best}
+            marks = [word for word, step in words.items() if step == found.step]
+            state = Text(", ".join(["complete", *marks]), style="green")
             size, ranks = format_size(found.manifest.num_bytes), str(found.manifest.world_size)
             table.add_row(str(found.step), time, size, ranks, found.manifest.run_id, state)
     return table

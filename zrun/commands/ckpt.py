@@ -35,7 +35,10 @@ _Where = Annotated[
         show_default=False,
     ),
 ]
-_Step = Annotated[int | None, typer.Option(min=0, help="Which step; the newest valid one if not given.")]
+_Step = Annotated[
+    str | None,
+    typer.Option(metavar="N", help="Which step, a number or best; the newest valid one if not given."),
+]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -52,18 +55,20 @@ def ls(where: _Where, as_json: _Json = False) -> None:
     place = locate(where)
     aside = [] if place.is_single else place.folder.aside()
     latest, problem = place.folder.latest()
+    best, best_problem = place.folder.best()
     if as_json:
         from zrun.checkpoints.tables import step_facts
 
         steps = [step_facts(found) for found in place.steps]
         attempts = {number: [step_facts(found) for found in each.steps] for number, each in place.attempts.items()}
         names = [str(each) for each in aside]
-        _print_json({"latest": latest, "steps": steps, "aside": names, "attempts": attempts})
+        known = {"latest": latest, "best": best, "steps": steps}
+        _print_json({**known, "aside": names, "attempts": attempts})
     else:
         from zrun.checkpoints.tables import steps_table
 
         print(place.folder.path)
-        _print(steps_table(place.steps, [_saved(found) for found in place.steps], latest))
+        _print(steps_table(place.steps, [_saved(found) for found in place.steps], latest, best))
         for each in aside:
             print(f"set aside: {each.name}")
         for number, earlier in place.attempts.items():
@@ -71,6 +76,8 @@ def ls(where: _Where, as_json: _Json = False) -> None:
             _print(steps_table(earlier.steps, [_saved(found) for found in earlier.steps], earlier.folder.latest()[0]))
     if problem is not None:
         print(f"warning: {problem}; it is only a hint, and nothing depends on it", file=sys.stderr)
+    if best_problem is not None:
+        print(f"warning: {best_problem}; the next best step is named anew", file=sys.stderr)
     place.newest_valid()
 
 

@@ -62,7 +62,7 @@ def train(
     ] = None,
     resume: Annotated[
         str | None,
-        typer.Option(help="auto, a step, a path, or never; short for resume=...", show_default=False),
+        typer.Option(help="auto, a step, best, a path, or never; short for resume=...", show_default=False),
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over where checkpoints are; they are kept.")] = False,
     smoke: Annotated[

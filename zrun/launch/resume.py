@@ -3,6 +3,7 @@
     zrun train job.yaml                    a new run
     zrun train job.yaml --resume auto      the newest run of this name that has saved goes on, in its directory
     zrun train job.yaml --resume 500       a new run from step 500 of that run
+    zrun train job.yaml --resume best      a new run from the best step of that run
     zrun train job.yaml --resume PATH      a new run from a step, a folder of steps, or a run directory
 
 With --run-dir or `checkpoint.dir`, that place and no other is looked at.
@@ -73,6 +74,8 @@ def begin(job: JobConfig, chosen: Path | None, fresh: bool, root: Path = Path("r
         if folder is None:
             raise CheckpointError(f"resume: no run in {root / job.name} has a step {job.resume}: see zrun ckpt ls")
         source = ResumeSpec(folder=str(folder), step=job.resume)
+    elif job.resume == "best":
+        source = _best(job, own, root)
     else:
         source = _at(Path(job.resume).expanduser().absolute())
     return _branch(job, chosen, own, source)
@@ -147,6 +150,20 @@ def _auto(job: JobConfig, chosen: Path | None, own: Path | None, root: Path) -> 
     run_dir = chosen if own is not None else folder.parent
     earlier = Earlier.CONTINUE if run_dir is not None and is_run(run_dir) else Earlier.REFUSE
     return _from(job, ResumeSpec(folder=str(folder)), run_dir, earlier)
+
+
+def _best(job: JobConfig, own: Path | None, root: Path) -> ResumeSpec:
+    """The best step of the user's own folder, or of the newest run that has saved."""
+    from zrun_core.checkpoint.folder import CheckpointFolder
+
+    folder = own if own is not None else _newest_folder(root / job.name)
+    if folder is None:
+        raise CheckpointError(f"resume: no run in {root / job.name} has saved anything")
+    step, problem = CheckpointFolder(folder).best()
+    if step is None:
+        why = problem or "checkpoint.best keeps one"
+        raise CheckpointError(f"resume: {folder} has no best step: {why}")
+    return ResumeSpec(folder=str(folder), step=step)
 
 
 def _branch(job: JobConfig, chosen: Path | None, own: Path | None, source: ResumeSpec) -> Beginning:

@@ -67,7 +67,11 @@ def message_line(event: Event) -> str | None:
             return metrics_line(event)
         case "save":
             cost = f"{format_size(int(event.get('bytes') or 0))}, {text.seconds(float(event.get('seconds') or 0))}"
-            return f"saved step {event['step']} ({cost})"
+            best = event.get("best")
+            mark = ""
+            if best:
+                mark = f", the best so far: {text.metrics({best['metric']: best['value']})}"
+            return f"saved step {event['step']} ({cost}){mark}"
         case "estimate":
             return f"estimate: {text.foretold(event)}"
         case "warning":

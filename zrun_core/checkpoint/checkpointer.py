@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -33,6 +33,7 @@ import torch
 
 from zrun_core import rng
 from zrun_core.arena import flat_buffer
+from zrun_core.best import Best, is_better, value_of
 from zrun_core.checkpoint.folder import CheckpointFolder
 from zrun_core.checkpoint.manifest import RANK, VALUE, FileInfo, Fragment, Manifest, RankState, TensorInfo
 from zrun_core.checkpoint.model_files import ModelFiles
@@ -40,7 +41,7 @@ from zrun_core.checkpoint.resume import Resumed
 from zrun_core.checkpoint.shard_file import Part, write_plain, write_shard
 from zrun_core.checkpoint.state import State
 from zrun_core.comm import Comm, Group
-from zrun_core.config import CheckpointConfig, LimitsConfig
+from zrun_core.config import BestConfig, CheckpointConfig, LimitsConfig
 from zrun_core.errors import CheckpointError, HangError, PeerError, SaveError
 
 Tell = Callable[..., None]  # an event's fields
@@ -110,6 +111,7 @@ class _Save:
     start: float
     writing: Future[bytes]
     prunes: bool
+    best: Best | None = None  # if it is that of this step
     stall_s: float = 0.0
     reports: list[bytes] | None = None  # once every rank has written
     committing: Future[_Commit] | None = None  # on rank 0
@@ -122,6 +124,7 @@ class Checkpointer:
     Attributes:
         last_step: the newest step that is committed, or under way.
         prunes: whether a save that begins now makes older steps go.
+        best: the best evaluation so far, of a step that is committed or under way.
         on_commit: called on every rank, in the middle of a turn, with a step that is committed.
     """
 
@@ -144,6 +147,9 @@ class Checkpointer:
         self.folder, self.state, self.config, self.about = folder, state, config, about
         self.last_step: int | None = None
         self.prunes = True
+        self.best: Best | None = None
+        self._safe_best: Best | None = None  # of a step that is committed
+        self._better: Best | None = None  # that of a step which is yet to be saved
         self.on_commit: Callable[[int], object] = lambda step: None
         self._comm, self._world, self._tell, self._patience_s = comm, world, tell, patience_s
         self._votes = Votes()
@@ -187,7 +193,27 @@ class Checkpointer:
     def is_concerned(self, step: int) -> bool:
         """Whether `after_step` has anything to do after this step; the same on every rank."""
         may_begin = self._current is None or self.config.busy == "wait"
-        return self._is_due(step) or (self._is_asked and may_begin) or (self._current is not None and any(self._votes))
+        is_asked = self._is_asked and may_begin
+        is_under_way = self._current is not None and any(self._votes)
+        return self._is_due(step) or self.has_better or is_asked or is_under_way
+
+    @property
+    def has_better(self) -> bool:
+        """Whether the newest evaluation was the best so far, and its step is not saved as that."""
+        return self._better is not None
+
+    def offer(self, step: int, values: Mapping[str, float]) -> None:
+        """Take in an evaluation after `step`. Where it is the best so far, the next save is to be of this step.
+
+        Raises:
+            JobError: the metric of `checkpoint.best` is not among `values`.
+        """
+        goal = self.config.best
+        if goal is None:
+            return
+        value = value_of("checkpoint.best.metric", goal.metric, values)
+        if is_better(value, self.best, goal.mode):
+            self._better = Best(step, goal.metric, goal.mode, value)
 
     def _is_due(self, step: int) -> bool:
         every = self.config.every
@@ -207,12 +233,13 @@ class Checkpointer:
         """
         is_due = self._is_due(step)
         self.advance(self._votes)
-        if self._current is not None and self.config.busy == "skip":
+        if self._current is not None and self.config.busy == "skip" and not self.has_better:
             if is_due:
                 self._warn(f"step {step} is not saved: step {self._current.step} is still being written")
                 self._last_save = time.monotonic()  # or `minutes` would ask again after every step
-        elif is_due or self._is_asked:
-            self.save(step, progress, "asked" if self._is_asked else "due", wait=not self.config.async_)
+        elif is_due or self._is_asked or self.has_better:
+            reason = "asked" if self._is_asked else "due" if is_due else "best"
+            self.save(step, progress, reason, wait=not self.config.async_)
 
     def open(self, resumed: Resumed | None) -> None:
         """Before the first save: rank 0 removes what dead processes left, and frees the numbers of damaged steps.
@@ -229,6 +256,40 @@ class Checkpointer:
             self.folder.sweep()
             for step in damaged:
                 self.folder.set_aside(step)
+        if self.config.best is not None and self.last_step is not None:
+            assert resumed is not None
+            own = self._find_best(self.config.best, resumed) if self._world.index == 0 else None
+            told = json.dumps(None if own is None else asdict(own)).encode()
+            found = json.loads(self._comm.exchange_bytes(told, self._world, name="save")[0])
+            self.best = self._safe_best = None if found is None else Best(**found)
+
+    def _find_best(self, goal: BestConfig, resumed: Resumed) -> Best | None:
+        """On rank 0: the best step of a run that goes on in its own folder.
+
+        The step that it goes on from tells it. The file `best` does too where that step was
+        evaluated after it was saved; and it is written anew where a process died before it was.
+        """
+        told = resumed.manifest.progress.get("best")
+        known = None if told is None else Best(**told)
+        named = self.folder.best_so_far()
+        if any(best is not None and not best.is_of(goal) for best in (known, named)):
+            self._warn("checkpoint.best names another metric or mode than before: it begins anew")
+            return None
+        if known is not None and not self.folder.step_path(known.step).is_dir():
+            self._warn(f"step {known.step}, the best so far, is gone: the best begins anew")
+            known = None
+        if named is not None and named.step <= resumed.manifest.step:
+            known = named if is_better(named.value, known, goal.mode) else known
+        if known is not None and known != named:
+            self._point_best(known)
+        return known
+
+    def _point_best(self, best: Best) -> None:
+        """On rank 0."""
+        try:
+            self.folder.point_best(best)
+        except SaveError as error:
+            self._warn(str(error))
 
     def save(self, step: int, progress: Callable[[], dict[str, Any]], reason: str, *, wait: bool = True) -> None:
         """Save `step`; with `wait` it is committed when this returns. A step that is saved already is not saved again.
@@ -248,6 +309,11 @@ class Checkpointer:
             self._begin(step, progress(), reason, copy=not wait or self._comm.device.type == "cuda")
             if wait:
                 self.finish()
+        elif self._better is not None:  # it was evaluated after it was saved
+            self.best = self._safe_best = self._better
+            self._better = None
+            if self._world.index == 0:
+                self._point_best(self.best)
 
     def finish(self) -> None:
         """Wait until no save is under way.
@@ -286,6 +352,10 @@ class Checkpointer:
     def _begin(self, step: int, progress: dict[str, Any], reason: str, *, copy: bool) -> None:
         start = time.monotonic()
         self._is_asked = False
+        better, self._better = self._better, None
+        self.best = better or self.best
+        if self.config.best is not None:
+            progress = progress | {"best": None if self.best is None else asdict(self.best)}
         making = self._pool.submit(self.folder.begin, step) if self._world.index == 0 else None
         beside = self.state.model_files() if self._world.index == 0 else ModelFiles()
         self._await(step, making)
@@ -321,7 +391,19 @@ class Checkpointer:
             writing.set_result(_in_words(error).encode())
         else:
             writing = self._pool.submit(_write, tmp / f"rank-{rank:05d}.safetensors", parts, scalars, own, later)
-        current = _Save(step, reason, tmp, progress, layout, tensors, start, writing, self.prunes, beside=beside)
+        current = _Save(
+            step,
+            reason,
+            tmp,
+            progress,
+            layout,
+            tensors,
+            start,
+            writing,
+            self.prunes,
+            best=better,
+            beside=beside,
+        )
         self._current, self.last_step = current, step
         if later.pairs:
             self.state.before_update(lambda: self._await_copies(current, later))
@@ -431,6 +513,8 @@ class Checkpointer:
             return _Commit(warning=warning, num_bytes=manifest.num_bytes)
         try:
             self.folder.point_latest(current.step)
+            if current.best is not None:
+                self.folder.point_best(current.best)
         except (SaveError, OSError) as error:
             return _Commit(warning=str(error), num_bytes=manifest.num_bytes)
         return _Commit(num_bytes=manifest.num_bytes)
@@ -483,6 +567,7 @@ class Checkpointer:
             self._fail(current.step, current.reason, 0, error)
             return
         self._failures = 0
+        self._safe_best = self.best
         self.on_commit(current.step)
         if current.committing is not None:
             commit = current.committing.result()
@@ -499,11 +584,13 @@ class Checkpointer:
                 seconds=time.monotonic() - current.start,
                 stall_s=current.stall_s,
                 removed=removed,
+                best=None if current.best is None else asdict(current.best),
             )
 
     def _fail(self, step: int, reason: str, rank: int, text: str) -> None:
         """Step `step` was not saved, because of `rank`. All ranks come here together."""
         self._failures += 1
+        self.best = self._safe_best
         if self.config.on_save_error == "warn" and reason not in _LAST and self._failures <= _FAILURES:
             self._warn(f"step {step} is not saved: {text}; training goes on (checkpoint.on_save_error)", unsaved=step)
         elif rank == self._world.index:

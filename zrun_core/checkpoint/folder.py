@@ -7,17 +7,29 @@ that, and nothing depends on it.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from zrun_core.best import Best
 from zrun_core.checkpoint.block_writer import reserve, save_error, write_all
 from zrun_core.checkpoint.digest import opened
 from zrun_core.checkpoint.manifest import MANIFEST, MAX_BYTES, Manifest
-from zrun_core.checkpoint.names import LATEST, aside_name, is_aside, is_stale, step_name, step_of, steps_in, tmp_name
+from zrun_core.checkpoint.names import (
+    BEST,
+    LATEST,
+    aside_name,
+    is_aside,
+    is_stale,
+    step_name,
+    step_of,
+    steps_in,
+    tmp_name,
+)
 from zrun_core.checkpoint.verify import check_size, read_back, verify
 from zrun_core.errors import CheckpointError, SaveError
 from zrun_core.folders import make_private
@@ -161,31 +173,64 @@ class CheckpointFolder:
         Raises:
             SaveError: it cannot be written.
         """
-        tmp = self.path / tmp_name(LATEST)
-        try:
-            _write_new(tmp, f"{self.step_path(step).name}\n".encode())
-            os.replace(tmp, self.path / LATEST)
-            _sync(self.path)
-        except OSError as error:
-            tmp.unlink(missing_ok=True)
-            raise save_error(self.path / LATEST, error) from error
+        self._write_line(LATEST, step_name(step))
+
+    def point_best(self, best: Best) -> None:
+        """Write which step is the best, so that `prune` leaves it alone.
+
+        Raises:
+            SaveError: it cannot be written.
+        """
+        self._write_line(BEST, f"{step_name(best.step)} {best.metric} {best.mode} {best.value!r}")
 
     def latest(self) -> tuple[int | None, str | None]:
         """The step that `latest` names, and what is wrong with the file. No file is no problem."""
-        path = self.path / LATEST
-        if not os.path.lexists(path):
-            return None, None
+        return self._named_in(LATEST)[:2]
+
+    def best(self) -> tuple[int | None, str | None]:
+        """The step that `best` names, and what is wrong with the file. No file is no problem."""
+        return self._named_in(BEST)[:2]
+
+    def best_so_far(self) -> Best | None:
+        """What `best` says of a step that is there; None where it cannot be read as that."""
+        step, problem, words = self._named_in(BEST)
+        if step is None or problem is not None or len(words) != 3:
+            return None
+        metric, mode, text = words
         try:
-            with opened(self.path, LATEST) as file:
-                text = os.pread(file, 64, 0)
+            value = float(text)
+        except ValueError:
+            return None
+        if mode not in ("min", "max") or not math.isfinite(value):
+            return None
+        return Best(step, metric, "max" if mode == "max" else "min", value)
+
+    def _write_line(self, name: str, line: str) -> None:
+        tmp = self.path / tmp_name(name)
+        try:
+            _write_new(tmp, f"{line}\n".encode())
+            os.replace(tmp, self.path / name)
+            _sync(self.path)
+        except OSError as error:
+            tmp.unlink(missing_ok=True)
+            raise save_error(self.path / name, error) from error
+
+    def _named_in(self, name: str) -> tuple[int | None, str | None, list[str]]:
+        """The step that the file `name` names, what is wrong with it, and what else it says."""
+        path = self.path / name
+        if not os.path.lexists(path):
+            return None, None, []
+        try:
+            with opened(self.path, name) as file:
+                text = os.pread(file, 256, 0).decode("ascii", "replace")
         except (CheckpointError, OSError) as error:
-            return None, str(error)
-        step = step_of(text.decode("ascii", "replace").removesuffix("\n"))
+            return None, str(error), []
+        first, *words = text.removesuffix("\n").split(" ")
+        step = step_of(first)
         if step is None:
-            return None, f"{path} does not name a step"
-        return (
-            (step, None) if self.step_path(step).is_dir() else (step, f"{path} names step {step}, which is not there")
-        )
+            return None, f"{path} does not name a step", []
+        is_there = self.step_path(step).is_dir()
+        return step, None if is_there else f"{path} names step {step}, which is not there", words
 
     def scan(self) -> list[Found]:
         """Every step, newest first. Manifests are read and the sizes of files compared, their content is not.
@@ -196,7 +241,7 @@ class CheckpointFolder:
         return [_look_at(step, self.step_path(step)) for step in reversed(steps_in(self.path))]
 
     def prune(self, keep: int, *, thorough: bool = False, dry_run: bool = False) -> list[int]:
-        """Remove all steps before the newest `keep` valid ones. With fewer, nothing is removed.
+        """Remove all steps before the newest `keep` valid ones, but for the best one. With fewer, nothing is removed.
 
         A damaged step does not count, and one that is newer than those kept stays: somebody may want to see it. No
         removal rests on manifests alone: beside the newest step, which was just written, one more of those that stay is
@@ -220,8 +265,11 @@ class CheckpointFolder:
         if len(countable) < keep or countable[keep - 1] == len(steps) - 1:
             return []
         kept, sure, gone = 0, 0, []
+        best = self._best_of(steps)
         for found in steps:
             if kept >= keep and sure >= LEAST_KEPT:
+                if found.step in best and found.manifest is not None:
+                    continue
                 if not dry_run:
                     self._remove(found.path)
                 gone.append(found.step)
@@ -232,6 +280,16 @@ class CheckpointFolder:
                 kept += 1
                 sure += must_read or not sure
         return gone
+
+    def _best_of(self, steps: Sequence[Found]) -> set[int]:
+        """The best step as the file `best` says, and as the newest valid step does.
+
+        They differ where a process died between the save of a better one and the file.
+        """
+        newest = next((found.manifest for found in steps if found.manifest is not None), None)
+        told = None if newest is None else newest.progress.get("best")
+        named, _ = self.best()
+        return {step for step in (named, told and told["step"]) if step is not None}
 
     def _is_whole(self, path: Path, manifest: Manifest, read: Callable[[Path, Manifest], list[str]]) -> bool:
         """Whether every byte of a step is right; `read` finds out what is not, once."""

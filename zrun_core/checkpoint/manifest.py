@@ -416,7 +416,7 @@ _PROGRESS: dict[str, Callable[[Any, str], Any]] = {
     "loss": _or_null(_number), "first_loss": _or_null(_number), "seconds": _or_null(_number),
     "dataset_samples": _or_null(_positive), "scaler": _or_null(_scaler),
     "groups": _groups, "extra": _dict, "marks": _marks, "ended": _or_null(_text),
-    "early_stop": _or_null(_early_stop),
+    "early_stop": _or_null(_early_stop), "best": _or_null(_best),
 }  # fmt: skip
 _READERS: dict[type, dict[str, Callable[[Any, str], Any]]] = {
     TensorInfo: {

@@ -5,6 +5,7 @@
     step-00000050.aside-9a41...    a damaged one, which made room for another of its number
     before-gpt.aside-9a41...       the steps of a run that the run `gpt` has started over
     latest                         a file: the name of the newest step
+    best                           a file: the name of the best step, and the metric and value that make it so
 
 Whoever wants to know what such a name means asks here: a `step-*` is not always a step.
 """
@@ -19,9 +20,10 @@ from pathlib import Path
 from zrun_core.errors import CheckpointError
 
 LATEST = "latest"
+BEST = "best"
 _STEP = re.compile(r"step-([0-9]{8,19})")
 _ASIDE = re.compile(r"(?:step-[0-9]{8,19}|before-.+)\.aside-[0-9a-f]{8}")
-_STALE = re.compile(r"(?:step-[0-9]{8,19}|latest|.+\.aside-[0-9a-f]{8})\.tmp-[0-9a-f]+")
+_STALE = re.compile(r"(?:step-[0-9]{8,19}|latest|best|.+\.aside-[0-9a-f]{8})\.tmp-[0-9a-f]+")
 
 
 def step_name(step: int) -> str:
@@ -77,4 +79,4 @@ def is_aside(name: str) -> bool:
 
 def belongs_to_steps(name: str) -> bool:
     """Whether it goes along when the steps of a folder are set aside. What is being written does not."""
-    return step_of(name) is not None or name == LATEST or (name.startswith("step-") and is_aside(name))
+    return step_of(name) is not None or name in (LATEST, BEST) or (name.startswith("step-") and is_aside(name))

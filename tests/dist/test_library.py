@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,7 @@ from toys import Net, build, data, same_bits, split, train_ddp, train_plain
 
 import zrun_core
 from zrun_core.errors import UserCodeError
+from zrun_core.library import run as library
 from zrun_core.library.model import Handle
 
 
@@ -46,6 +49,23 @@ def train(stage: int, micros: int = 1, accumulate: int = 1, **options: Any) -> d
         optimizer.zero_grad()
         losses.append(run.mean(total))
     return {"losses": losses, "state": state_of(model)}
+
+
+def begin_in(folder: str) -> list[str]:
+    """What is left in the folder of temporary files once a model is sharded."""
+    start()
+    before, tempfile.tempdir = tempfile.tempdir, folder
+    current, library._current = library._current, None
+    try:
+        sharded(3)
+        start().mean(0.0)  # both ranks are there
+        return os.listdir(folder)
+    finally:
+        tempfile.tempdir, library._current = before, current
+
+
+def test_ranks_that_may_be_killed_leave_nothing_behind(ranks, tmp_path):
+    assert ranks(2).run(begin_in, str(tmp_path)) == [[], []]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -99,8 +99,8 @@ def shard(
     elif init == "meta":
         built = build_on_meta(_factory(model), run.seed)
     else:
-        path = run._folder / f"init-{run._num_models}"
-        built = build_once_per_host(_factory(model), run.seed, path, mesh.host, run._comm)
+        with run._shared_folder(mesh) as folder:
+            built = build_once_per_host(_factory(model), run.seed, folder / "init", mesh.host, run._comm)
     torch.set_rng_state(state)
     parallelize.transform(built.module, activations_config, compile=compile)
     settings = parallelize.shard_settings(
@@ -110,7 +110,6 @@ def shard(
     built.module.to(run.device)  # buffers: the parameters are there
     _broadcast_buffers(built.module, run)
     run._num_units += len(sharded.units)
-    run._num_models += 1
     built.module.__dict__[_HANDLE] = Handle(run, sharded, sharded.run_plainly(accumulate))
     foreign.own(built.module)
     return cast(Model, built.module)

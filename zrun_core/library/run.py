@@ -7,6 +7,8 @@ import os
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from socket import gethostname
@@ -62,21 +64,21 @@ class Run:
         self._hosts = [str(rank // self._ranks_per_host) for rank in range(self.world_size)]
         self._meshes: dict[int, Mesh] = {}
         mesh = self._mesh(1)
-        self._folder = self._share_folder(mesh)
-        board = None
-        if self.world_size > 1:
-            ranks = range(mesh.host.ranks[0], mesh.host.ranks[-1] + 1)
-            board = Board(self._folder / "board", self.rank, ranks, self.world_size, _ADVICE)
-            late = functools.partial(tell_late, board, patience_s)
-            Watchdog(board, functools.partial(_stop, self.rank), late=late, late_s=patience_s)
-        self._comm = Comm(device, board)
-        if (reason := self._comm.use_memory(mesh.host, timeout_s)) is not None:
-            print(f"zrun_core: the ranks of this host talk through sockets: {reason}", file=sys.stderr)
-        self._comm.barrier(mesh.world)
+        with self._shared_folder(mesh) as folder:
+            board = None
+            if self.world_size > 1:
+                ranks = range(mesh.host.ranks[0], mesh.host.ranks[-1] + 1)
+                board = Board(folder / "board", self.rank, ranks, self.world_size, _ADVICE)
+                late = functools.partial(tell_late, board, patience_s)
+                Watchdog(board, functools.partial(_stop, self.rank), late=late, late_s=patience_s)
+            self._comm = Comm(device, board)
+            if (reason := self._comm.use_memory(mesh.host, timeout_s)) is not None:
+                print(f"zrun_core: the ranks of this host talk through sockets: {reason}", file=sys.stderr)
+            self._comm.barrier(mesh.world)  # all have opened the board
         self.run_dir, self._record = run_dir, self._open_record(run_dir)
         self._step = self._loaded_step = 0  # of the first optimizer; what it goes on from
         self._has_optimizer = False
-        self._num_units = self._num_models = 0  # of the models sharded so far
+        self._num_units = 0  # of the models sharded so far
         self._background = Background()
 
     @property
@@ -154,15 +156,20 @@ class Run:
         """
         self._comm.roll_call(self._mesh(1).world, what, self._patience_s)
 
-    def _share_folder(self, mesh: Mesh) -> Path:
-        """A folder that the ranks of this host have in common; it goes with the process that made it."""
+    @contextmanager
+    def _shared_folder(self, mesh: Mesh) -> Iterator[Path]:
+        """Make a folder for the ranks of this host, which is there while its first one is inside.
+
+        It is to be left once everyone has opened what it needs there: a rank that is killed later
+        leaves nothing behind.
+        """
         path = torch.zeros(_PATH_BYTES, dtype=torch.uint8, device=self.device)
-        if mesh.host.index == 0:
-            self._made = tempfile.TemporaryDirectory(prefix="zrun-")
-            text = os.fsencode(self._made.name)
-            path[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        Comm(self.device).broadcast(path, mesh.host, name="folder")
-        return Path(os.fsdecode(bytes(path.tolist()).rstrip(b"\0")))
+        with ExitStack() as made:
+            if mesh.host.index == 0:
+                text = os.fsencode(made.enter_context(tempfile.TemporaryDirectory(prefix="zrun-")))
+                path[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            Comm(self.device).broadcast(path, mesh.host, name="folder")
+            yield Path(os.fsdecode(bytes(path.tolist()).rstrip(b"\0")))
 
 
 _current: Run | None = None

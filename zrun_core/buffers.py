@@ -43,6 +43,11 @@ class Buffer:
     pinned: bool = False
     phases: frozenset[str] | None = None
 
+    @property
+    def is_moment(self) -> bool:
+        """Whether it is one of the values that an optimizer keeps for each parameter."""
+        return self.kind is Kind.OPTIM and self.name.rpartition("/")[2].startswith("moment")
+
 
 @dataclass(frozen=True)
 class Placement:

@@ -1,13 +1,20 @@
-"""The simulated caching allocator, on sequences worked out by hand from torch's rules."""
+"""The simulated caching allocator, on sequences worked out by hand from torch's rules; the heap, beside glibc's."""
 
 from __future__ import annotations
 
+import json
+import os
+import platform
+import random
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 
+from zrun.launch.environment import WORKER_DEFAULTS
 from zrun_core.plan import allocator as allocator_module
-from zrun_core.plan.allocator import MIB, CachingAllocator, pinned_bytes, simulate
+from zrun_core.plan.allocator import MIB, CachingAllocator, Heap, pinned_bytes, simulate
 from zrun_core.plan.profile import Event, Linear, Phase, Trace
 
 KIB = 1024
@@ -186,3 +193,66 @@ def test_pinned_memory_is_rounded_to_powers_of_two() -> None:
     assert pinned_bytes(int(2.25 * 2**30)) == 4 * 2**30
     assert pinned_bytes(int(2.25 * 2**30), round_threshold=2**30) == int(2.25 * 2**30)
     assert pinned_bytes(600 * KIB, round_threshold=MIB) == MIB
+
+
+_ON_GLIBC = """
+import ctypes, json, sys
+class Info(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in "arena b c d e f g h i j".split()]
+libc = ctypes.CDLL(None)
+libc.mallinfo2.restype = Info
+held, block = {}, ctypes.c_void_p()
+before = libc.mallinfo2().arena
+for number, size in json.load(sys.stdin):
+    if size:
+        libc.posix_memalign(ctypes.byref(block), 64, ctypes.c_size_t(size))
+        held[number] = block.value
+    else:
+        libc.free(ctypes.c_void_p(held.pop(number)))
+print(libc.mallinfo2().arena - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the heap is glibc's")
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_the_heap_grows_as_glibcs_does(seed: int) -> None:
+    draw = random.Random(seed)
+    sizes = [draw.randrange(20_000, 3_000_000) for _ in range(12)]
+    moves: list[tuple[int, int]] = []  # (number of a block, its bytes, or 0 where it goes)
+    alive: list[int] = []
+    for number in range(400):
+        if len(alive) > 30 or (alive and draw.random() < 0.4):
+            moves.append((alive.pop(draw.randrange(len(alive))), 0))
+        else:
+            moves.append((number, draw.choice(sizes)))
+            alive.append(number)
+    done = subprocess.run(
+        [sys.executable, "-c", _ON_GLIBC],
+        input=json.dumps(moves),
+        env=os.environ | WORKER_DEFAULTS,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    heap, held = Heap(), {}
+    for number, size in moves:
+        if size:
+            held[number] = heap.allocate(size)
+        else:
+            heap.free(held.pop(number))
+    assert heap.num_bytes == pytest.approx(int(done.stdout), rel=0.15)  # small things lie in between
+
+
+def test_a_tensor_does_not_fit_where_one_of_its_size_was() -> None:
+    heap = Heap()
+    first, between = heap.allocate(MIB), heap.allocate(MIB)
+    full = heap.num_bytes
+    heap.free(first)
+    heap.allocate(MIB)
+    grown = heap.num_bytes
+    assert full + MIB <= grown < full + MIB + 4096
+    heap.allocate(MIB - 4096)
+    assert heap.num_bytes == grown
+    heap.free(between)
+    assert heap.allocate(0) is None
+    heap.free(None)

@@ -48,6 +48,7 @@ def traced(model: Any, *policies: str, **keys: Any) -> Profile:
 def test_a_linear_model_to_the_byte() -> None:
     profile = traced(("plan_models.py:Deep", {"depth": 2}))
     assert (profile.source, profile.why, profile.num_blocks) == ("traced", "", 2)
+    assert not profile.follows_values
     assert profile.batch_bytes.at(3) == 3 * 4 * (16 + 1)
     # fp32, per sample: input of layers 16 and 16; relu's output 32 each, which `up` also made: 2 x (32 + 32 freed).
     at_loss = [event for event in profile.traces["none"].events if event.alloc and event.phase == "forward"]
@@ -106,6 +107,7 @@ def test_values_decide() -> None:
     profile = traced("plan_models.py:Looks")
     assert profile.source == "measured on the CPU"
     assert "fake tensors" in profile.why
+    assert profile.follows_values
     assert peak_of(profile.traces["none"], 4, steady={}).num_bytes > 0
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -134,3 +136,14 @@ def test_tensor_parallelism_is_planned_by_formula() -> None:
 def test_what_was_not_traced_is_said(candidate: Candidate, said: str) -> None:
     with pytest.raises(JobError, match=said):
         Planner(profile(), HARDWARE, JOB).estimate(candidate)
+
+
+def test_a_process_takes_holes_code_and_libraries_beyond_its_tensors() -> None:
+    job = JOB.model_copy(update={"device": "cpu"})
+    candidate = Candidate(0, Dims(1), 1, 1)
+    on_cpu = parse_simulate("1xCPU")
+    known = Planner(profile(), on_cpu, job).rank(candidate, 0)
+    assert known.allocated < known.reserved < known.device_used - on_cpu.device.context_bytes
+    routed = Planner(replace(profile(), follows_values=True), on_cpu, job).rank(candidate, 0)
+    code = routed.device_used - known.device_used
+    assert code > 100 * (1 << 20)  # of as many shapes as workers keep

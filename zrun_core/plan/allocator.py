@@ -1,10 +1,11 @@
-"""A simulator of CUDA's caching allocator: what a sequence of allocations reserves, beyond what it allocates.
+"""Simulators of CUDA's caching allocator, and of a CPU's heap: what allocations take beyond their own bytes.
 
-The rules are those of torch's c10/cuda/CUDACachingAllocator.cpp, for one stream: sizes are rounded up to 512 bytes; up
-to 1 MiB comes from segments of 2 MiB, up to 10 MiB from segments of 20 MiB, more from segments of its own in steps of
-2 MiB; the smallest free block that suffices is taken, and split where the rest is worth keeping; free neighbours join.
-With expandable segments (PYTORCH_ALLOC_CONF=expandable_segments:True, as zrun sets it) each kind of size has one
-segment that grows by pages at its end, so that hardly anything is wasted.
+CUDA's rules are those of torch's c10/cuda/CUDACachingAllocator.cpp, for one stream: sizes are rounded
+up to 512 bytes; up to 1 MiB comes from segments of 2 MiB, up to 10 MiB from segments of 20 MiB, more
+from segments of its own in steps of 2 MiB; the smallest free block that suffices is taken, and split
+where the rest is worth keeping; free neighbours join. With expandable segments
+(PYTORCH_ALLOC_CONF=expandable_segments:True, as zrun sets it) each kind of size has one segment that
+grows by pages at its end, so that hardly anything is wasted.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +26,8 @@ _SMALL_SEGMENT = 2 * MIB
 _LARGE_SEGMENT = 20 * MIB
 _OWN_SEGMENT = 10 * MIB  # sizes from this on get a segment of their own
 _OWN_ROUND = 2 * MIB
+# Of glibc: what sizes are rounded to, what an aligned block is cut out of beyond its size, and from which size on.
+_HEAP_ROUND, _HEAP_ALIGN, _HEAP_SMALL = 16, 96, 1024
 
 
 @dataclass(eq=False, slots=True)
@@ -279,17 +283,11 @@ def simulate(
     allocator = CachingAllocator(expandable=expandable, capacity=capacity)
     for num_bytes in steady:
         allocator.allocate(num_bytes)
-    table = trace.of(micro).event_table
-    sizes = np.rint(np.maximum(0.0, table.sizes[:, 0] + table.sizes[:, 1] * micro)).astype(np.int64)[table.size]
-    is_always = table.accumulates == 0
-    passes = [
-        [*zip(*(column[keep].tolist() for column in (table.tensor, sizes, table.alloc)), strict=True)]
-        for keep in (is_always, np.ones_like(is_always))
-    ]
+    passes = _passes(trace, micro)
     settled: set[object] = set()  # passes that leave the free blocks as they found them: repeated, they do the same
     for step in range(2):
         for number in range(min(accumulation, 2)):
-            adds = bool(number) and not is_always.all()
+            adds = bool(number) and len(passes[True]) > len(passes[False])
             before = adds, allocator.free_blocks()
             if before in settled:
                 continue
@@ -302,9 +300,21 @@ def simulate(
     return Reserved(allocator.peak_allocated, allocator.peak_reserved)
 
 
-def _replay(allocator: CachingAllocator, events: Sequence[tuple[int, int, int]]) -> None:
+def _passes(trace: Trace, micro: int) -> list[list[tuple[int, int, int]]]:
+    """What comes and goes in the first micro-batch of a step, and in those that add to it: see `_replay`."""
+    table = trace.of(micro).event_table
+    sizes = np.maximum(0.0, table.sizes[:, 0] + table.sizes[:, 1] * micro)
+    sizes = np.rint(sizes).astype(np.int64)[table.size]
+    is_always = table.accumulates == 0
+    return [
+        [*zip(*(column[keep].tolist() for column in (table.tensor, sizes, table.alloc)), strict=True)]
+        for keep in (is_always, np.ones_like(is_always))
+    ]
+
+
+def _replay(allocator: CachingAllocator | Heap, events: Sequence[tuple[int, int, int]]) -> None:
     """One micro-batch: (tensor, bytes, whether it comes) in order. What is still there at the end goes then."""
-    blocks: dict[int, _Block | None] = {}
+    blocks: dict[int, Any] = {}
     for tensor, num_bytes, comes in events:
         if comes:
             blocks[tensor] = allocator.allocate(num_bytes)
@@ -312,6 +322,86 @@ def _replay(allocator: CachingAllocator, events: Sequence[tuple[int, int, int]])
             allocator.free(blocks.pop(tensor))
     for block in blocks.values():
         allocator.free(block)
+
+
+class Heap:
+    """The heap of glibc, from which tensors come on a CPU, in numbers only. It never shrinks in a worker.
+
+    The smallest hole that suffices is taken and cut, neighbours join, and what fits nowhere grows the heap at its end.
+    An aligned block is cut out of one that is larger, so that a tensor does not fit where one of its size has been.
+
+    Attributes:
+        num_bytes: from its beginning to the end of the last block that it ever had.
+    """
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._holes: list[tuple[int, int]] = []  # (bytes, address), sorted
+        self._size_at: dict[int, int] = {}  # of holes, by address
+        self._start_of: dict[int, int] = {}  # of holes, by their end
+
+    def allocate(self, num_bytes: int) -> tuple[int, int] | None:
+        """Address and size of a block; None for 0 bytes."""
+        if num_bytes <= 0:
+            return None
+        size = -(-num_bytes // _HEAP_ROUND) * _HEAP_ROUND
+        needed = size + (_HEAP_ALIGN if size >= _HEAP_SMALL else 0)
+        place = bisect_left(self._holes, (needed, 0))
+        if place < len(self._holes):
+            hole, address = self._holes[place]
+            self._take(address)
+            if hole > size:
+                self._add(address + size, hole - size)
+            return address, size
+        address = self._start_of.get(self.num_bytes, self.num_bytes)
+        if address < self.num_bytes:
+            self._take(address)
+        self.num_bytes = address + needed
+        if needed > size:
+            self._add(address + size, needed - size)
+        return address, size
+
+    def free(self, block: tuple[int, int] | None) -> None:
+        """Give back what `allocate` returned."""
+        if block is None:
+            return
+        address, size = block
+        if (after := self._size_at.get(address + size)) is not None:
+            self._take(address + size)
+            size += after
+        if (before := self._start_of.get(address)) is not None:
+            self._take(before)
+            address, size = before, size + address - before
+        self._add(address, size)
+
+    def _add(self, address: int, size: int) -> None:
+        insort(self._holes, (size, address))
+        self._size_at[address] = size
+        self._start_of[address + size] = address
+
+    def _take(self, address: int) -> None:
+        size = self._size_at.pop(address)
+        del self._start_of[address + size], self._holes[bisect_left(self._holes, (size, address))]
+
+
+def heap_bytes(trace: Trace, micro: int, built: Sequence[int], late: Sequence[int], accumulation: int = 1) -> int:
+    """The size to which a CPU's heap grows in two steps.
+
+    Args:
+        micro: samples of a micro-batch.
+        built: bytes of what is there and gone before the first step: the model as its factory makes it.
+        late: bytes of what the first update makes, such as an optimizer's moments.
+        accumulation: micro-batches per step.
+    """
+    heap, passes = Heap(), _passes(trace, micro)
+    for block in [heap.allocate(num_bytes) for num_bytes in built]:
+        heap.free(block)
+    for sizes in (late, ()):
+        for number in range(min(accumulation, 2)):
+            _replay(heap, passes[bool(number)])
+        for num_bytes in sizes:
+            heap.allocate(num_bytes)
+    return heap.num_bytes
 
 
 def pinned_bytes(num_bytes: int, round_threshold: int | None = None) -> int:

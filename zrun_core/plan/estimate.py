@@ -86,6 +86,7 @@ class _States(NamedTuple):
     buffers: tuple[Buffer, ...]
     layouts: tuple[UnitLayout, ...]
     steady: Mapping[Phase, int]  # on the device
+    moments: tuple[int, ...]  # bytes of each one that the optimizer keeps there
     pinned: int
     pageable: int
     disk: int
@@ -212,6 +213,7 @@ class Planner:
                 tuple(buffers),
                 tuple(cut.layouts(dims, index, peers.size)),
                 _by_phase(buffers),
+                tuple(each.num_bytes for each in buffers if each.is_moment),
                 sum(pinned_bytes(buffer.num_bytes) for buffer in hosted if buffer.pinned),
                 sum(buffer.num_bytes for buffer in hosted if not buffer.pinned),
                 sum(buffer.num_bytes for buffer in buffers if buffer.tier is Tier.DISK),
@@ -230,12 +232,12 @@ class Planner:
         steady = {phase: num_bytes + beside for phase, num_bytes in states.steady.items()}
         peak = self.peak(candidate, stage, steady)
         allocated = peak.num_bytes
-        reserved = allocated + (self._reserved_beyond(candidate, peak) if cuda else 0)
+        reserved = allocated + self._reserved_beyond(candidate, peak, states)
         if cuda:
             reserved = -(-reserved // (2 * MIB)) * 2 * MIB
         return RankMemory(
             _role(candidate.dims, index), (*states.buffers, *others), peak, allocated, reserved,
-            reserved + self.outside(candidate.dims),
+            reserved + self.outside(candidate.dims) + (0 if cuda else self._kernels(candidate)),
             states.pinned, states.pageable + _PROCESS_BYTES[self.device_type], states.disk,
         )  # fmt: skip
 
@@ -279,14 +281,24 @@ class Planner:
             self._peaks[key] = found
         return replace(found, num_bytes=found.num_bytes + least)
 
-    def _reserved_beyond(self, candidate: Candidate, peak: Peak) -> int:
+    def _reserved_beyond(self, candidate: Candidate, peak: Peak, states: _States) -> int:
         if self.costs.uses_formula(candidate.key) or candidate.dims.pp > 1:
             return memory.formula_slack(peak.dynamic)
         assert isinstance(self.subject, Profile)
-        key = (candidate.checkpoint, candidate.micro, min(2, candidate.accumulation))
+        late = () if self.device_type == "cuda" else states.moments
+        key = (candidate.checkpoint, candidate.micro, min(2, candidate.accumulation), late)
         if key not in self._beyond:
-            self._beyond[key] = memory.reserved_beyond(self.subject, candidate)
+            if self.device_type == "cuda":
+                self._beyond[key] = memory.reserved_beyond(self.subject, candidate)
+            else:
+                self._beyond[key] = memory.heap_beyond(self.subject, candidate, peak, late)
         return self._beyond[key]
+
+    def _kernels(self, candidate: Candidate) -> int:
+        if self.costs.uses_formula(candidate.key):
+            return 0
+        assert isinstance(self.subject, Profile)
+        return memory.kernel_bytes(self.subject, candidate)
 
     def outside(self, dims: Dims) -> int:
         """Bytes of a device outside of its allocator: the driver's, and those of each group that a rank belongs to."""

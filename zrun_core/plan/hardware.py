@@ -187,7 +187,7 @@ DEVICES: dict[str, Device] = {
 _CPU_CORE = Device(
     "CPU", "cpu", 0, {"fp32": 90e9, "bf16": 180e9}, 12e9, gemm=0.85, gemm_area=4096.0, gemm_depth=48.0, attention=0.35,
     streaming=0.8, cache_bytes=16 * MIB, cache_speedup=2.0, narrow=0.55, launch_s=5e-6, contention=1.0,
-    optimizer=0.35e9, context_bytes=160 * MIB,
+    optimizer=0.35e9, context_bytes=165 * MIB,
 )  # fmt: skip
 _ALIASES = {
     "V100": "V100-32G", "A100": "A100-80G", "H100": "H100-80G", "RTX4090": "4090", "RTX-4090": "4090",

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from zrun_core.plan.allocator import simulate
+import numpy as np
+
+from zrun_core.plan.allocator import heap_bytes, simulate
 from zrun_core.plan.candidate import Candidate, Dims, stage_blocks
 from zrun_core.plan.costs import BYTES
 from zrun_core.plan.profile import Peak, Phase, Profile, peak_of
 from zrun_core.plan.transformer import TransformerShape
 
 ALIGN = 512  # bytes to which CUDA's allocator rounds
+# Of a CPU's heap beyond its simulation, in which no small thing that lasts lies between tensors; measured.
+_HEAP_SLACK = 0.1
+# The code for one shape of a product, and how many of them workers keep (ONEDNN_PRIMITIVE_CACHE_CAPACITY); measured.
+_KERNEL_BYTES, _MOST_KERNELS = 800 << 10, 256
 _FORMULA_SLACK = 0.03  # reserved beyond allocated, where no timeline tells
 
 
@@ -91,6 +97,29 @@ def reserved_beyond(profile: Profile, candidate: Candidate) -> int:
         profile.traces[candidate.checkpoint], candidate.micro, (), accumulation=candidate.accumulation, expandable=True
     )
     return max(0, found.reserved - found.allocated)
+
+
+def heap_beyond(profile: Profile, candidate: Candidate, peak: Peak, late: Sequence[int]) -> int:
+    """Bytes of a CPU's heap beyond those in use at `peak`: what of it is holes.
+
+    Args:
+        late: bytes of what the first update makes.
+    """
+    built = [4 * param.numel for param in profile.params]
+    found = heap_bytes(profile.traces[candidate.checkpoint], candidate.micro, built, late, candidate.accumulation)
+    return max(0, round((1 + _HEAP_SLACK) * found) - peak.dynamic - sum(late))
+
+
+def kernel_bytes(profile: Profile, candidate: Candidate) -> int:
+    """Bytes of the code that oneDNN makes for a CPU, for each shape of a product in half precision."""
+    if profile.follows_values and candidate.precision != "fp32":
+        return _MOST_KERNELS * _KERNEL_BYTES
+    table = profile.traces[candidate.checkpoint].of(candidate.micro).op_table
+    words = {word: number for number, word in enumerate(table.words)}
+    half = [words[name] for name in ("bfloat16", "float16") if name in words]
+    made = (table.family == words.get("gemm", -1)) & np.isin(table.dtype, half)
+    shapes = np.unique(np.stack([table.name, table.shape], axis=1)[made], axis=0)
+    return min(len(shapes), _MOST_KERNELS) * _KERNEL_BYTES
 
 
 def by_formula(

@@ -17,8 +17,9 @@ class RankMemory:
     Attributes:
         role: "all", or the place in the pipeline: "first", "middle", "last".
         peak: with the steady buffers in it.
-        allocated, reserved: by the allocator, at most; of a CPU the two are the same.
-        device_used: reserved, and what the driver and its libraries take.
+        allocated: by the allocator, at most.
+        reserved: with what the allocator holds beside it; on a CPU with the holes of the heap.
+        device_used: reserved, and what the driver and its libraries take; on a CPU of the process.
         pinned, pageable: of the host's memory.
     """
 

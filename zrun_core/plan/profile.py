@@ -209,6 +209,7 @@ class Profile:
         untraced: why others were not traced, by policy.
         guessed: policies whose traces are no more than a guess.
         notes: what a reader should know that is no fallback.
+        follows_values: whether sizes of tensors do, as where tokens are dropped by a mask.
         files: digests of the files of code that it came from, by path.
         is_ragged: samples differ in size: these are batches of the longest.
         num_samples: of the training data; None: it does not say, or was not opened.
@@ -226,6 +227,7 @@ class Profile:
     modules: tuple[ModuleInfo, ...] = ()
     device: str = "cpu"  # whose kernels the trace follows: "cpu" or "cuda"
     notes: tuple[str, ...] = ()
+    follows_values: bool = False
     files: Mapping[str, str] = field(default_factory=dict)
     untraced: Mapping[str, str] = field(default_factory=dict)
     guessed: frozenset[str] = frozenset()
@@ -257,6 +259,7 @@ class Profile:
                 "modules": [[m.name, m.kind, m.container, m.running, m.params, m.same_as] for m in self.modules],
                 "device": self.device,
                 "notes": self.notes,
+                "follows_values": self.follows_values,
                 "files": dict(self.files),
                 "untraced": dict(self.untraced),
                 "is_ragged": self.is_ragged,
@@ -294,6 +297,7 @@ class Profile:
                 ),
                 device=found["device"],
                 notes=tuple(found["notes"]),
+                follows_values=found["follows_values"],
                 files=found["files"],
                 untraced=found["untraced"],
                 is_ragged=found["is_ragged"],

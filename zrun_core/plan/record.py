@@ -28,6 +28,7 @@ _COPIES = {
     *("clone", "copy_", "_to_copy", "cat", "stack", "contiguous", "index_select", "gather", "index", "fill_", "zero_"),
     *("constant_pad_nd", "embedding", "slice_backward", "select_backward", "repeat", "roll", "flip"),
 }
+_INDEX = torch.ops.aten.index.Tensor
 _MAKERS = ("empty", "new_empty")  # memory without work
 
 
@@ -78,6 +79,7 @@ class Recorder(TorchDispatchMode):
 
     Attributes:
         phase: to be set by who runs the passes.
+        follows_values: whether the size of a tensor has depended on values so far.
         entered: numbers of the blocks that were called in forward, in order.
     """
 
@@ -99,6 +101,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.phase = Phase.FORWARD
         self.entered: list[int] = []
+        self.follows_values = False
         self._model, self._names, self._block_of, self._reduce_dtype = model, names, block_of, reduce_dtype
         self._probes = probes
         self._rows: list[Row] = []
@@ -184,6 +187,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        self.follows_values = self.follows_values or _follows_values(func, args)
         tensors = list(_tensors_in(out))
         module = self._module()
         block = self._block_of.get(module, -1)
@@ -274,6 +278,14 @@ class Recorder(TorchDispatchMode):
             elif kinds[row.tensor] == "temp" and self._rows[came[row.tensor]].phase is not row.phase:
                 kinds[row.tensor] = "activation"
         return [row if row.tensor < 0 else replace(row, kind=kinds[row.tensor]) for row in self._rows]
+
+
+def _follows_values(func: Any, args: Sequence[Any]) -> bool:
+    """Whether the size of what an operator makes depends on the values that it is given."""
+    if func is _INDEX:
+        masks = (torch.bool, torch.uint8)
+        return any(index is not None and index.dtype in masks for index in args[1])
+    return torch.Tag.dynamic_output_shape in func.tags
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:

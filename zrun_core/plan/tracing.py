@@ -177,6 +177,7 @@ class _Subject:
         self._device = device
         self._first_policy = ""
         self._is_linear = True
+        self._follows_values = False
         self.notes: list[str] = [samples.note] if samples.note else []
 
     # All of it
@@ -231,7 +232,10 @@ class _Subject:
                 why = why or f"the model does not run on fake tensors: {_last_line(error)}"
             else:
                 notes = tuple(dict.fromkeys(self.notes))
-                found = replace(found, source=label, why=why, traces=traces, notes=notes)
+                found = replace(
+                    found, source=label, why=why, traces=traces, notes=notes,
+                    follows_values=self._follows_values,
+                )  # fmt: skip
                 self._tell(found)
                 return found
         return replace(found, untraced={**found.untraced, policy: found.why or at_last})
@@ -461,6 +465,7 @@ class _Subject:
         finally:
             gc.enable()
         self._seconds_per_sample = (time.monotonic() - start) / micro
+        self._follows_values = self._follows_values or recorder.follows_values
         kept = [each.first + place for each in series for place in each.kept(units)]
         within = {each.first + place for each in series for place in range(len(each.names))}
         if sorted(block for block in recorder.entered if block in within) != sorted(kept):

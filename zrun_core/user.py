@@ -209,6 +209,11 @@ def _remark(error: BaseException) -> str:
         path = error.filename
         if isinstance(path, str) and not os.path.isabs(path):
             return f" (paths begin at {os.getcwd()})"
+    if "CUDA error" in message_of(error):
+        return (
+            ": a GPU fails later than it is asked; with env: {CUDA_LAUNCH_BLOCKING: 1} in the job "
+            "the traceback names the line, and on device: cpu the reason is often plainer"
+        )
     return ""
 
 

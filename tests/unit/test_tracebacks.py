@@ -189,6 +189,19 @@ def test_a_module_that_is_only_being_made_has_a_class() -> None:
     assert "cannot assign module before Module.__init__() call" in str(caught.value)
 
 
+def test_an_error_of_a_gpu_says_how_to_find_its_line() -> None:
+    with pytest.raises(UserCodeError) as caught, user.user_code("backward failed"):
+        raise RuntimeError("CUDA error: device-side assert triggered")
+    assert "with env: {CUDA_LAUNCH_BLOCKING: 1} in the job" in str(caught.value).splitlines()[0]
+
+
+def test_memory_of_a_gpu_that_runs_out_names_the_users_line() -> None:
+    with pytest.raises(OutOfMemoryError) as caught, user.user_code("forward failed"):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    assert ", raise torch.OutOfMemoryError(" in str(caught.value)
+    assert str(caught.value).endswith("out of memory: CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
 def test_memory_that_runs_out_names_the_users_line() -> None:
     with pytest.raises(OutOfMemoryError) as caught, user.user_code("forward failed"):
         Model()(torch.zeros(2, 4), need=1 << 50)

@@ -12,6 +12,7 @@ from toys import Net, data, make_sharded, train_sharded
 from zrun_core.activations.checkpoint import apply_checkpointing
 from zrun_core.config import ActivationsConfig
 from zrun_core.layout import Kind
+from zrun_core.zero.traffic import KINDS
 
 
 class Exact(nn.Module):
@@ -112,6 +113,54 @@ def test_what_is_planned_is_what_is_allocated(ranks, world_size, options):
     for stage in range(4):
         for rank, run in enumerate(ranks(world_size).run(everything, stage, options)):
             assert run["allocated"] == run["planned"], (stage, rank)
+
+
+Adapted = tuple[int, str, int]  # stage, checkpoint, accumulation
+
+
+def frozen_traffic(cases: list[Adapted]) -> list[dict[str, Any]]:
+    """What is sent where one layer is trained, in the middle of a frozen model."""
+    found = []
+    for stage, checkpoint, accumulation in cases:
+        torch.manual_seed(0)
+        model = Net(dim=24, depth=4).requires_grad_(False)
+        model.blocks[1].up.requires_grad_()
+        apply_checkpointing(model, ActivationsConfig(checkpoint=checkpoint, n=2))
+        sharded = make_sharded(model, stage, recomputes_blocks=checkpoint != "none", bucket=1 << 20)
+        train_sharded(sharded, data(3, 12, 24), accumulation=accumulation)
+        sent: dict[str, int] = {}
+        for key, num_bytes in sharded.comm.sent_bytes.items():
+            if key.kind in KINDS:
+                sent[key.kind] = sent.get(key.kind, 0) + num_bytes
+        found.append(
+            {
+                "sent": sent,
+                "expected": sharded.expected_traffic(3, 3 * accumulation),
+                "sizes": {layout.name: 4 * layout.shard_numel for layout in sharded.layouts},
+            }
+        )
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_frozen_units_without_a_gradient_are_gathered_once(ranks, world_size):
+    cases = [
+        (stage, checkpoint, accumulation)
+        for stage in range(4)
+        for checkpoint in ("none", "full", "every_n", "selective")
+        for accumulation in (1, 2)
+    ]
+    for case, run in zip(cases, ranks(world_size).run(frozen_traffic, cases)[0], strict=True):
+        stage, _, k = case
+        assert run["sent"] == run["expected"], case
+        sizes = run["sizes"]
+        assert "blocks.1(frozen)" in sizes
+        trained = sizes.pop("blocks.1")
+        before = sizes.pop("first(frozen)") + sizes.pop("blocks.0(frozen)")
+        refreshed = 2 * trained  # after the first and the second of three updates
+        per_micro = before + 2 * sum(sizes.values()) + 2 * trained
+        gathered = [0, refreshed, refreshed, 3 * k * per_micro][stage]
+        assert run["sent"].get("all_gather", 0) == (world_size - 1) * gathered, case
 
 
 def recomputed(world_size: int) -> dict[str, Any]:

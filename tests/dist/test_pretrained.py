@@ -123,7 +123,7 @@ def test_models_around_others_and_with_checkpointing_of_their_own(ranks, tmp_pat
     [
         (lambda: nn.Linear(2, 2), "of torch.nn.modules.linear.Linear, which is not a model of transformers"),
         (lambda: pretrained.WithHead(LLAMA), "LlamaForCausalLM, of which head.weight is not a part"),
-        (pretrained.adapted, "LlamaForCausalLM, into which model.layers.0.self_attn.q_proj was put, a Adapted"),
+        (pretrained.adapted, "LlamaForCausalLM, into which model.layers.0.self_attn.q_proj was put (Adapted)"),
     ],
 )
 def test_models_that_transformers_cannot_load_are_exported_without_a_config(model, why):

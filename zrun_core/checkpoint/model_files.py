@@ -95,7 +95,7 @@ def _foreign(model: nn.Module) -> str | None:
     for name, module in model.named_modules():
         is_known = type(module).__module__.partition(".")[0] in known
         if not is_known and any(True for _ in module.parameters()):
-            return f"into which {name} was put, a {type(module).__name__}"
+            return f"into which {name} was put ({type(module).__name__})"
     return None
 
 

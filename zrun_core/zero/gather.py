@@ -52,6 +52,7 @@ class Gatherer:
         self._pass = Pass.FORWARD
         self._idle: list[FlatUnit] = []
         self._seen_outside: list[FlatUnit] = []
+        self._needed: set[tuple[Pass, int]] = set()  # in which passes, and which units by index
         self.is_all_whole = False
         self.active = False
         self.notice: Callable[[bool], None] | None = None
@@ -115,11 +116,24 @@ class Gatherer:
                 unit.reshard()
         self._seen_outside = []
 
+    def num_gathers(self, unit: FlatUnit) -> int:
+        """Return how often a micro-batch gathers a unit that is given up after use.
+
+        Once for forward and once for backward, as far as the passes so far have needed it. Backward does not need a
+        frozen unit that no gradient flows through, nor one that is held since forward.
+        """
+        return sum((kind, unit.index) in self._needed for kind in (Pass.FORWARD, Pass.BACKWARD))
+
+    def _note_need(self, unit: FlatUnit) -> None:
+        if not unit.pins:  # those that are held are there
+            self._needed.add((self._pass, unit.index))
+
     def demand(self, unit: FlatUnit) -> None:
         """`unit` is needed now."""
         if not unit.frees:
             unit.unshard(self._comm)
             return
+        self._note_need(unit)
         if unit.state is UnitState.WHOLE:
             if unit in self._idle:
                 self._idle.remove(unit)
@@ -175,6 +189,7 @@ class Gatherer:
         """
         if self.active and not unit.num_active:
             unit.num_calls += not self.in_backward
+            self._note_need(unit)
             is_open = self.in_backward and unit.state is UnitState.WHOLE and unit not in self._idle
             if unit.frees and not is_open:
                 self.hold([unit])

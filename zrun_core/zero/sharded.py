@@ -417,13 +417,20 @@ class ShardedModel:
     def expected_traffic(self, num_steps: int, num_micro_batches: int) -> dict[str, int]:
         """Bytes that this rank should have sent in so many training steps, by kind of collective.
 
-        It holds for models whose modules each run once per forward; see `traffic.py` for the formulas.
+        It holds for models whose modules each run once per forward; see `traffic.py` for the formulas. Which units
+        the passes need was seen while they ran: frozen ones without a gradient are gathered once.
         """
         how_often = Steps(num_steps, num_micro_batches, self._gatherer.num_refreshes)
+        states, replicate = self.settings.states, self.mesh.replicate
         return expected_traffic(
-            self.layouts, self.settings.states, how_often, index=split_group(self.mesh, self.settings.states).index,
-            copies=self.mesh.replicate.size, copy_index=self.mesh.replicate.index,
-        )  # fmt: skip
+            self.layouts,
+            states,
+            how_often,
+            gathers=[self._gatherer.num_gathers(unit) for unit in self.units],
+            index=split_group(self.mesh, states).index,
+            copies=replicate.size,
+            copy_index=replicate.index,
+        )
 
     def planned_memory(self) -> MemoryAccount:
         """What `layout` says this rank allocates."""

@@ -3,11 +3,14 @@
 Elements moved per optimizer step, for P trainable parameters, K micro-batches and N ranks, times (N-1)/N: stage 0
 all-reduce P (2P sent); stage 1 gather P + reduce-scatter P; stage 2 gather P + reduce-scatter KP; stage 3 gather 2KP +
 reduce-scatter KP. The bytes are exact because units are padded to equal shards.
+
+Frozen parameters are gathered at stage 3 alone: once per micro-batch for forward, and once more for backward where a
+gradient flows through their unit, or a block with them is recomputed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from zrun_core.comm import slice_start
@@ -35,6 +38,7 @@ def expected_traffic(
     states: StatePolicy,
     how_often: Steps,
     *,
+    gathers: Sequence[int] | None = None,
     index: int = 0,
     copies: int = 1,
     copy_index: int = 0,
@@ -43,16 +47,18 @@ def expected_traffic(
 
     Args:
         layouts: divided over the ranks that share one copy of the states; at stage 0 over all.
+        gathers: of each layout that is given up after use, per micro-batch; None: one in forward, one in backward.
         index: of the rank among these.
         copies: groups like that; `copy_index` is the rank's own.
     """
     expected = dict.fromkeys(KINDS, 0)
     reduce_size, sharded = states.reduce_dtype.itemsize, states.zero.sharded
-    for unit in layouts:
+    layouts = list(layouts)
+    for unit, per_micro in zip(layouts, gathers or [2] * len(layouts), strict=True):
         peers, shard, frees = unit.num_shards - 1, unit.shard_numel, states.frees(unit)
-        gathers = 2 * how_often.micro_batches if frees else how_often.refreshes
+        num_gathers = per_micro * how_often.micro_batches if frees else how_often.refreshes
         is_gathered = frees or (unit.trainable and Sharded.OPTIMIZER in sharded)
-        expected["all_gather"] += gathers * is_gathered * peers * shard * unit.dtype.itemsize
+        expected["all_gather"] += num_gathers * is_gathered * peers * shard * unit.dtype.itemsize
         if not unit.trainable:
             continue
         reductions = how_often.micro_batches if Sharded.GRADIENT in sharded else how_often.steps

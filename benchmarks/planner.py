@@ -71,9 +71,23 @@ OTHERS: dict[str, dict[str, Any]] = {
         "model": "planner_models.py:Autoencoder",
         "data": {"call": "planner_models.py:Samples", "args": {"kind": "images", "length": 48}},
     },
-    "qwen2": {"model": "planner_models.py:qwen2", "data": _TEXT},
 }
-_ALL = MODELS | OTHERS
+# Models of transformers as their configs make them, but small.
+_CLASSES = {
+    "GPT2": "GPT2LMHeadModel",
+    "Llama": "LlamaForCausalLM",
+    "Qwen2": "Qwen2ForCausalLM",
+    "Mistral": "MistralForCausalLM",
+    "Gemma2": "Gemma2ForCausalLM",
+    "Mixtral": "MixtralForCausalLM",
+    "BERT": "BertForMaskedLM",
+    "T5": "T5ForConditionalGeneration",
+}
+PRETRAINED: dict[str, dict[str, Any]] = {
+    name: {"model": {"call": "planner_models.py:pretrained", "args": {"name": each}}, "data": _TEXT}
+    for name, each in _CLASSES.items()
+}
+_ALL = MODELS | OTHERS | PRETRAINED
 
 
 @dataclass(frozen=True)
@@ -129,6 +143,13 @@ def cases() -> list[Case]:
     larger += [Case("conv", "bf16", stage=1, world=4), Case("moe", "bf16", "full", 2, 4), Case("llama", world=4)]
     alone += [Case(model, precision) for model in OTHERS for precision in ("fp32", "bf16")]
     together += [Case(model, "bf16", stage=2, world=2) for model in OTHERS]
+    alone += [
+        Case(model, precision, checkpoint)
+        for model in PRETRAINED
+        for precision in ("fp32", "bf16")
+        for checkpoint in ("none", "full")
+    ]
+    together += [Case(model, "bf16", "full", 2, 2) for model in PRETRAINED]
     return list(dict.fromkeys([*alone, *more, *together, *larger]))
 
 

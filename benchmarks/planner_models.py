@@ -209,13 +209,35 @@ class Autoencoder(nn.Module):
         return F.mse_loss(image.float(), x, reduction="sum") / len(x) + divergence
 
 
-def qwen2(dim: int = 128, depth: int = 4, vocab: int = 1024) -> nn.Module:
-    """A Qwen2 of the transformers library."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+_DECODER = {
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+}
+_GROUPED = {**_DECODER, "num_key_value_heads": 2}
+_SIZES: dict[str, dict[str, int]] = {
+    "GPT2LMHeadModel": {"n_embd": 128, "n_layer": 4, "n_head": 4},
+    "LlamaForCausalLM": _DECODER,
+    "Qwen2ForCausalLM": _GROUPED,
+    "MistralForCausalLM": _GROUPED,
+    "Gemma2ForCausalLM": {**_GROUPED, "head_dim": 32},
+    "MixtralForCausalLM": {**_GROUPED, "num_local_experts": 4},
+    "BertForMaskedLM": _DECODER,
+    "T5ForConditionalGeneration": {
+        "d_model": 128,
+        "d_ff": 352,
+        "d_kv": 32,
+        "num_heads": 4,
+        "num_layers": 4,
+        "decoder_start_token_id": 0,
+    },
+}
 
-    return Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=vocab, hidden_size=dim, intermediate_size=4 * dim, num_hidden_layers=depth,
-            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
-        )
-    )  # fmt: skip
+
+def pretrained(name: str, vocab: int = 1024) -> nn.Module:
+    """A model of transformers, with all that its config says by default but its size."""
+    import transformers
+
+    kind = getattr(transformers, name)
+    return kind(kind.config_class(vocab_size=vocab, **_SIZES[name]))  # type: ignore[no-any-return]

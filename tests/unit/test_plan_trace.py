@@ -170,6 +170,21 @@ def test_what_a_convolution_allocates_inside() -> None:
     assert probe.allocations(torch.ops.aten.mm.default, args, {}, out) == ()
 
 
+def test_what_a_product_of_16_bits_allocates_inside() -> None:
+    operands = [torch.zeros(16, 256, dtype=torch.bfloat16), torch.zeros(256, 64, dtype=torch.bfloat16)]
+    product = torch.ops.aten.mm.default
+    out = product(*operands)
+    assert probe.allocations(product, operands, {}, out) == ()
+    inside = probe.allocations(product, operands, {}, out, products=True)
+    assert sum(inside) == out.nbytes  # the rest, if there is any on this processor, was given up
+    profile = traced("plan_models.py:Deep", "none", "full", precision="bf16")
+    assert [set(profile.traces[policy].exact) for policy in ("none", "full")] == [{4}, set()]
+    plain = replace(profile.traces["none"], exact={})
+    peaks = [peak_of(trace, 4, steady={}).num_bytes for trace in (plain, profile.traces["none"])]
+    scratch = max(sum(size for size in found if size > 0) for found in probe._found.values())
+    assert 0 <= peaks[1] - peaks[0] <= scratch
+
+
 @pytest.mark.parametrize(
     "model",
     [

@@ -215,7 +215,13 @@ def _facts(job: JobConfig, batch: BatchPlan, hardware: Hardware) -> dict[str, An
 def _of_trace(hardware: Hardware, asked: Candidate) -> dict[str, Any]:
     device = "cpu" if hardware.device.kind == "cpu" else "cuda"
     policies = tuple(dict.fromkeys((asked.checkpoint, *POLICIES)))  # what is asked for comes first
-    return {"micros": (asked.micro,), "checkpoints": policies, "device": device}
+    ranks = min(hardware.devices_per_node, asked.dims.world)
+    return {
+        "micros": (asked.micro,),
+        "checkpoints": policies,
+        "device": device,
+        "threads": max(1, hardware.cores // ranks) if device == "cpu" else 1,
+    }
 
 
 def _profile(

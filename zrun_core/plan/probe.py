@@ -1,7 +1,8 @@
 """What a CPU kernel allocates while it runs, found out by running it: fake tensors cannot tell.
 
-Convolutions change the layout of their operands, and how depends on sizes, formats and the processor. Each distinct
-call runs once, on zeros, under torch's profiler.
+Convolutions change the layout of their operands, and how depends on sizes, formats and the processor; so do matrix
+products of 16 bits, in blocks of less than a megabyte for each thread. Each distinct call runs once, on zeros, under
+torch's profiler, with as many threads as torch has in this process.
 """
 
 from __future__ import annotations
@@ -16,19 +17,38 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
 _ATEN = torch.ops.aten
-_PROBED = {_ATEN.convolution.default, _ATEN.convolution_backward.default}
+_CONVOLUTIONS = {_ATEN.convolution.default, _ATEN.convolution_backward.default}
+_PRODUCTS = {
+    _ATEN.mm.default,
+    _ATEN.addmm.default,
+    _ATEN.bmm.default,
+    _ATEN.baddbmm.default,
+}
 _MOST_FLOPS = 2e10  # half a second
+_MOST_OF_PRODUCT = 2e9
 _found: dict[Any, tuple[int, ...]] = {}
 
 
-def allocations(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> tuple[int, ...]:
+def allocations(
+    func: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    out: Any,
+    *,
+    products: bool = False,
+) -> tuple[int, ...]:
     """Bytes that come (positive) and go (negative) while an operator runs, its outputs among them, in order.
 
     Empty where nothing but the outputs is known: for operators that need no probe, and those that would take long.
+
+    Args:
+        products: whether matrix products are probed too.
     """
-    if func not in _PROBED:
+    is_product = products and func in _PRODUCTS and out.dtype in (torch.bfloat16, torch.float16)
+    if func not in _CONVOLUTIONS and not is_product:
         return ()
-    if flop_registry[func._overloadpacket](*args, **kwargs, out_val=out) > _MOST_FLOPS:
+    most = _MOST_OF_PRODUCT if is_product else _MOST_FLOPS
+    if flop_registry[func._overloadpacket](*args, **kwargs, out_val=out) > most:
         return ()
     key = (func, *(_key(arg) for arg in args), *((name, _key(value)) for name, value in sorted(kwargs.items())))
     found = _found.get(key)

@@ -91,10 +91,12 @@ class Recorder(TorchDispatchMode):
         *,
         reduce_dtype: torch.dtype,
         probes: bool = False,
+        products: bool = False,
     ) -> None:
         """
         Args:
-            probes: whether what CPU kernels allocate inside is found out.
+            probes: whether what CPU kernels allocate inside is found out,
+            products: those of matrix products too.
             names: of modules, by identity.
             block_of: number of the repeated block, by the name of any module in it.
         """
@@ -103,7 +105,7 @@ class Recorder(TorchDispatchMode):
         self.entered: list[int] = []
         self.follows_values = False
         self._model, self._names, self._block_of, self._reduce_dtype = model, names, block_of, reduce_dtype
-        self._probes = probes
+        self._probes, self._products = probes, products
         self._rows: list[Row] = []
         self._known: dict[int, Any] = {}  # by storage: what keeps the weak reference, or the storage, alive
         self._numbers: dict[int, int] = {}  # of storages that came while this was recording
@@ -191,7 +193,9 @@ class Recorder(TorchDispatchMode):
         tensors = list(_tensors_in(out))
         module = self._module()
         block = self._block_of.get(module, -1)
-        inside = allocations(func, args, kwargs, out) if self._probes else ()
+        inside: tuple[int, ...] = ()
+        if self._probes:
+            inside = allocations(func, args, kwargs, out, products=self._products)
         fresh = self._see_inside(inside, tensors, module, block)
         fresh += [tensor for tensor in tensors if self._see(tensor, module, block)]
         if not func.is_view and (op := describe(func, args, kwargs, out, is_fresh=bool(fresh))) is not None:

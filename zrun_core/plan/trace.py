@@ -57,6 +57,7 @@ def trace_in_subprocess(
     micros: Sequence[int] = (),
     checkpoints: Sequence[str] = ("none",),
     device: str = "cpu",
+    threads: int = 1,
     environment: Mapping[str, str] | None = None,
     timeout_s: float = 120.0,
     use_cache: bool = True,
@@ -67,6 +68,7 @@ def trace_in_subprocess(
         micros: micro-batches that will be asked for; they matter to models that are not linear in it.
         checkpoints: policies of activation checkpointing, the one that matters most first.
         device: whose kernels count: "cpu" or "cuda".
+        threads: that compute for a rank on a CPU.
         environment: variables of the process beside those of this one.
         timeout_s: seconds for all of it. What is known by then is the answer.
         use_cache: whether an earlier answer will do.
@@ -75,7 +77,7 @@ def trace_in_subprocess(
         JobError: the job names what does not exist, or what the model cannot do.
         UserCodeError: the model cannot even be built, or not in this time.
     """
-    request = _request(job, job_dir, micros, checkpoints, device)
+    request = _request(job, job_dir, micros, checkpoints, device, threads)
     place = folder("profiles") / f"{_digest(request)}.json"
     if use_cache and (stored := _stored(place)) is not None:
         return stored
@@ -113,14 +115,25 @@ def trace_in_subprocess(
 
 
 def key_of_trace(
-    job: JobConfig, job_dir: Path, *, micros: Sequence[int], checkpoints: Sequence[str], device: str
+    job: JobConfig,
+    job_dir: Path,
+    *,
+    micros: Sequence[int],
+    checkpoints: Sequence[str],
+    device: str,
+    threads: int,
 ) -> str:
     """What is equal for questions with one answer, as long as `Profile.files` are what they were."""
-    return _digest(_request(job, job_dir, micros, checkpoints, device))
+    return _digest(_request(job, job_dir, micros, checkpoints, device, threads))
 
 
 def _request(
-    job: JobConfig, job_dir: Path, micros: Sequence[int], checkpoints: Sequence[str], device: str
+    job: JobConfig,
+    job_dir: Path,
+    micros: Sequence[int],
+    checkpoints: Sequence[str],
+    device: str,
+    threads: int,
 ) -> dict[str, Any]:
     return {
         "job": job.model_dump(mode="json", by_alias=True, exclude_unset=True),
@@ -128,6 +141,7 @@ def _request(
         "micros": sorted(set(micros)),
         "checkpoints": list(dict.fromkeys(checkpoints)),
         "device": device,
+        "threads": threads,
     }
 
 
@@ -299,6 +313,7 @@ def _answer(request: Mapping[str, Any], file: TextIO) -> None:
             device=request["device"],
             mode=request["mode"],
             why=request["why"],
+            threads=request["threads"],
             tell=tell,
         )
     except ZrunError as error:

@@ -80,6 +80,7 @@ def trace_job(
     device: str = "cpu",
     mode: str = "fake",
     why: str = "",
+    threads: int | None = None,
     tell: Callable[[str | Profile], None] = lambda _: None,
 ) -> Profile:
     """What the job's model and micro-batches take.
@@ -91,12 +92,15 @@ def trace_job(
         device: whose kernels count: "cpu" or "cuda".
         mode: what to begin with: "fake" tensors, or a run on "values".
         why: how what comes before that failed.
+        threads: that compute for a rank on a CPU; None: as many as there are now.
         tell: gets what is being done now, and what is known so far.
 
     Raises:
         JobError: the job names what does not exist, or what the model cannot do.
         UserCodeError: the user's code raised.
     """
+    if threads is not None:
+        torch.set_num_threads(threads)
     user.add_to_path(job_dir)
     loss = None if job.loss is None else user.function(job.loss, job_dir, user.TAKES["loss"])
     if device == "cuda":
@@ -360,8 +364,13 @@ class _Subject:
         def rows(micro: int, units: int = UNITS) -> list[Row]:
             return self._pass(micro, series, units)
 
+        has_scratch = policy == self._first_policy and self._has_scratch
+
         def exactly(micro: int) -> Trace:
-            return _as_trace(policy, _expanded(fit(rows(micro), micro, rows(micro), micro), series))
+            found = rows(micro)
+            if has_scratch:
+                found = self._pass(micro, series, UNITS, products=True)
+            return _as_trace(policy, _expanded(fit(found, micro, found, micro), series))
 
         low, high, timeline, has_loops = self._line(policy, rows, _PAIRS[:1] if series else _PAIRS)
         if timeline is None and series:
@@ -376,7 +385,8 @@ class _Subject:
             deeper = fit(rows(low, UNITS + 1), low, rows(low, UNITS + 1), low)
             if once is None or deeper is None or not alike(_expanded(once, series, 1), deeper):
                 raise _NotAlikeError
-        beside = {micro for micro in micros if micro < low}
+        # Scratch of matrix products is no line: it grows with their sizes up to that of a block.
+        beside = {micro for micro in micros if micro < low or has_scratch}
         if policy == self._first_policy and self._is_fake and not has_loops:
             again = fit(rows(low), low, rows(2 * high), 2 * high)
             self._is_linear = again == timeline
@@ -430,8 +440,25 @@ class _Subject:
     def _is_quick(self, micros: Sequence[int]) -> bool:
         return max(micros, default=1) <= 4 or self._seconds_per_sample * max(micros) < _REAL_S
 
-    def _pass(self, micro: int, series: Sequence[Series], units: int) -> list[Row]:
+    @property
+    def _has_scratch(self) -> bool:
+        """Whether products take scratch of a size that matters beside the model's own."""
+        num_bytes = 4 * sum(param.numel() for param in self._model.parameters())
+        is_half = self._precision.compute is not torch.float32
+        return self._device == "cpu" and is_half and num_bytes <= _REAL_BYTES
+
+    def _pass(
+        self,
+        micro: int,
+        series: Sequence[Series],
+        units: int,
+        *,
+        products: bool = False,
+    ) -> list[Row]:
         """Forward, loss and backward of one micro-batch.
+
+        Args:
+            products: whether the scratch of matrix products is found out too.
 
         Raises:
             _CannotTraceError: something raised.
@@ -442,7 +469,12 @@ class _Subject:
             names[id(inner)]: number for number, (_, block) in enumerate(self._blocks) for inner in block.modules()
         }
         recorder = Recorder(
-            self._model, names, block_of, reduce_dtype=self._precision.reduce, probes=self._device == "cpu"
+            self._model,
+            names,
+            block_of,
+            reduce_dtype=self._precision.reduce,
+            probes=self._device == "cpu",
+            products=products,
         )
         gc.collect()
         gc.disable()  # cycles are freed when Python thinks fit: not in here

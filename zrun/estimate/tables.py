@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _GOOD, _BAD, _DOUBTFUL = "green", "red", "yellow"
 _DAY_S = 86400.0
-_WRAPPED = {"buffer": 24, "offloaded": 16}  # columns where values may take several lines: the least width
+_WRAPPED = {"buffer": 24, "offloaded": 16}  # the least width where a value may take several lines
 _SIZES = ("paper K=12", "states", "activations", "peak", "reserved", "device")
 
 
@@ -29,7 +29,7 @@ def fullest(estimate: Estimate) -> RankMemory:
 def stage_table(estimates: Sequence[Estimate], chosen: Candidate, width: int) -> Table:
     """A row for each estimate, which differ in their ZeRO stage; that of `chosen` is marked.
 
-    What a CPU has no allocator to tell is left out, and what is missed least where `width` is small.
+    What a CPU has no allocator to tell is left out, and what is missed least in a small `width`.
     """
     unit = _unit(estimates)
     cells: dict[str, Callable[[Estimate], str | Text]] = {
@@ -59,9 +59,9 @@ def stage_table(estimates: Sequence[Estimate], chosen: Candidate, width: int) ->
 
 
 CHOICES = (
-    "dp x tp x pp: replicas x tensor-parallel ranks x pipeline stages; micro: samples of a pass x passes "
-    "of a step; offloaded: what lies in the memory of the host or on its disks instead, and how much of it; "
-    "free: of the memory of the fullest device"
+    "dp x tp x pp: replicas x tensor-parallel ranks x pipeline stages; micro: samples of a pass x "
+    "passes of a step; offloaded: what lies in the memory of the host or on its disks instead, and "
+    "how much of it; free: of the memory of the fullest device"
 )
 
 
@@ -261,7 +261,11 @@ def _least_width(name: str, cells: Sequence[str | Text]) -> int:
     return min(widest, _WRAPPED.get(name, widest))
 
 
-def _table(columns: dict[str, list[str | Text]], unit: text.Unit | None = None, styles: Sequence[str] = ()) -> Table:
+def _table(
+    columns: dict[str, list[str | Text]],
+    unit: text.Unit | None = None,
+    styles: Sequence[str] = (),
+) -> Table:
     """Make a table; the head of a column of sizes names their unit on a second line."""
     table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
     left = {"", "fits", "checkpoint", "offloaded", "buffer", "kind", "where", "alive", "*"}

@@ -12,13 +12,14 @@ from rich.console import Console
 def open_console(out: TextIO, environ: Mapping[str, str] = os.environ, wide: int = 1000) -> Console:
     """Open a console on `out`.
 
-    Colours are for terminals that have them. NO_COLOR and CLICOLOR=0 take them away, and nothing else;
-    FORCE_COLOR and CLICOLOR_FORCE ask for them in files and pipes too.
+    Colours are for terminals that have them. NO_COLOR and CLICOLOR=0 take them away, and nothing
+    else; FORCE_COLOR and CLICOLOR_FORCE ask for them in files and pipes too.
 
     Args:
         wide: columns of what is no terminal, so that nothing is folded there.
     """
-    forced = any(environ.get(name, "0") not in ("", "0") for name in ("FORCE_COLOR", "CLICOLOR_FORCE"))
+    asking = environ.get("FORCE_COLOR"), environ.get("CLICOLOR_FORCE")
+    forced = any(value not in (None, "", "0") for value in asking)
     unwanted = environ.get("CLICOLOR") == "0" and not forced
     return Console(
         file=out,

@@ -6,11 +6,11 @@
     console.print("a message above")
     pinned.stop()
 
-The cursor waits on an empty line below the block, where it is no trouble: it is never hidden, so that
-a process that is killed or stopped leaves it to the shell. Before anything is written, the block is
-erased from where it begins now: a terminal that became narrower has broken it into more rows than were
-drawn. (The few terminals that cut lines instead lose as many rows of messages.) After a stop (Ctrl-Z)
-others have written below it: then it stays, and a new one is drawn.
+The cursor waits on an empty line below the block, where it is no trouble: it is never hidden, so
+that a process that is killed or stopped leaves it to the shell. Before anything is written, the
+block is erased from where it begins now: a terminal that became narrower has broken it into more
+rows than were drawn. (The few terminals that cut lines instead lose as many rows of messages.)
+After a stop (Ctrl-Z) others have written below it: then it stays, and a new one is drawn.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _WHOLE = 1000  # lines of a terminal that has room for everything
 class Pinned(RenderHook):
     """Draws the block, and draws it anew below whatever is printed meanwhile.
 
-    That is what `console` prints, and what comes by way of `sys.stdout` and `sys.stderr` where they are
-    terminals.
+    That is what `console` prints, and what comes by way of `sys.stdout` and `sys.stderr` where they
+    are terminals.
     """
 
     def __init__(self, console: Console, draw: Callable[[int, int], RenderableType]) -> None:

@@ -58,11 +58,17 @@ def _columns(rows: list[dict[str, float]], unit: text.Unit, width: int) -> list[
     return list(columns.values())
 
 
-def _rows(of_ranks: dict[int, dict[str, float]], most: int, name: Callable[[int], str]) -> dict[str, dict[str, float]]:
+def _rows(
+    of_ranks: dict[int, dict[str, float]],
+    most: int,
+    name: Callable[[int], str],
+) -> dict[str, dict[str, float]]:
     """Rows of the table by their label: all ranks, or where there are too many, the sum of it."""
     if len(of_ranks) <= min(_MOST_RANKS, most):
         return {name(rank): of_ranks[rank] for rank in sorted(of_ranks)}
-    columns = {column: [values.get(column, 0.0) for values in of_ranks.values()] for column in of_ranks[min(of_ranks)]}
+    columns = {
+        column: [values.get(column, 0.0) for values in of_ranks.values()] for column in next(iter(of_ranks.values()))
+    }
     summary: dict[str, Callable[[list[float]], float]] = {
         "max": max,
         "median": statistics.median,

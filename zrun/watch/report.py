@@ -12,7 +12,7 @@ from zrun_core.sizes import format_size
 
 
 def report(state: RunState, run_dir: Path, width: int | None = None) -> str:
-    """A few lines for the end of the output, each with what it is of: the whole run, or this attempt.
+    """Sum up for the end of the output; each line says if it is of the whole run or this attempt.
 
     Args:
         width: columns, so that lines are broken between words; None: one line each.
@@ -37,10 +37,11 @@ def report(state: RunState, run_dir: Path, width: int | None = None) -> str:
     rows = [(name, value) for name, value in rows if value]
     margin = max(len(name) for name, _ in rows) + 2
     room = 10_000 if width is None else max(20, width - margin)
+    wrapper = textwrap.TextWrapper(room, break_long_words=False, break_on_hyphens=False)
     return "\n".join(
         (name if number == 0 else "").ljust(margin) + line
         for name, value in rows
-        for number, line in enumerate(textwrap.wrap(value, room, break_long_words=False, break_on_hyphens=False))
+        for number, line in enumerate(wrapper.wrap(value))
     )
 
 

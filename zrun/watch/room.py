@@ -1,4 +1,4 @@
-"""What every row of the panel needs: what is known beforehand, how much room there is, and colours."""
+"""What every row of the panel needs: what is known beforehand, how much room there is, colours."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ class RunState:
 
     @property
     def timed(self) -> tuple[Step, ...]:
-        """The last few steps, over which all speeds are averaged; what warms up only while it is alone."""
+        """Return the last few steps, over which speeds are averaged; what warms up only if alone."""
         warm = self.first.step + _WARM_STEPS
         return tuple(step for step in self.recent if step.step >= warm) or self.recent[-1:]
 
@@ -187,9 +187,10 @@ class RunState:
 
     def _rate(self, name: str) -> float | None:
         """The mean over time of what steps tell per second."""
-        told = [(step.step_s, value) for step in self.timed if (value := getattr(step, name)) is not None]
-        seconds = sum(step_s for step_s, _ in told)
-        return sum(step_s * value for step_s, value in told) / seconds if seconds else None
+        told = [step for step in self.timed if getattr(step, name) is not None]
+        seconds = sum(step.step_s for step in told)
+        total = sum(step.step_s * getattr(step, name) for step in told)
+        return total / seconds if seconds else None
 
 
 def fold(state: RunState, event: Event) -> RunState:

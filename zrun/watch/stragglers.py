@@ -1,4 +1,4 @@
-"""Ranks that the others wait for: what each one needs for itself in a step, and which of them are slow.
+"""Ranks that the others wait for: what each needs for itself in a step, and which of them are slow.
 
 On a CPU that is the time of a step without the waiting for other ranks. On a GPU waiting is part of
 forward and backward, on every rank alike, so that only the time in which it has no data is its own.
@@ -16,12 +16,13 @@ from zrun.watch.room import Facts
 from zrun_core.events import Event
 
 _TIMES = 3  # that a rank is told of as slow, one after the other, before it counts
-_FACTOR, _SHARE, _LEAST_S = 1.25, 0.1, 0.005  # of the median, of the step, and seconds, that it is late
+# A rank is slow that works longer than the median by each of these.
+_MORE, _SHARE, _LEAST_S = 0.25, 0.1, 0.005  # of the median; of the step; seconds
 _NAMED = 3
 
 
 def own_times(event: Event) -> dict[str, float]:
-    """Seconds per step by part that a rank has needed for itself lately, from its `memory` event."""
+    """Return seconds per step by part that a rank needed for itself lately, by its `memory` event."""
     split = event.get("split") or {}
     if event.get("device_allocated") is not None:
         return {"data": float(split["data"])} if "data" in split else {}
@@ -33,7 +34,7 @@ class Stragglers:
 
     def __init__(self, facts: Facts) -> None:
         self._facts = facts
-        self._step = 0
+        self._step = self._before = 0  # that ranks told of last, and the one of which they told before
         self._events: dict[int, Event] = {}  # of that step, by rank
         self._times: Counter[int] = Counter()  # that a rank was slow in succession
         self._since: dict[int, int] = {}  # the step after which it has been slow
@@ -56,17 +57,18 @@ class Stragglers:
         own = {rank: sum(parts.values()) for rank, parts in times.items()}
         usual = median_low(own.values())
         step_s = sum((self._events[min(own)].get("split") or {}).values())
-        late = max(usual * (_FACTOR - 1), step_s * _SHARE, _LEAST_S)
+        late = max(usual * _MORE, step_s * _SHARE, _LEAST_S)
         slow = [rank for rank, seconds in own.items() if seconds > usual + late]
         self._times = Counter({rank: self._times[rank] + 1 for rank in slow})
         self._since = {rank: self._since.get(rank, self._before) for rank in slow}
         news = [rank for rank in slow if self._times[rank] == _TIMES]
         for rank in sorted(news, key=lambda rank: -own[rank])[:_NAMED]:
-            part = max(times[rank], key=lambda part: times[rank][part] - _usual(times.values(), part))
+            lost = {part: took - _usual(times.values(), part) for part, took in times[rank].items()}
+            part = max(lost, key=lambda part: lost[part])
             message = (
                 f"{self._facts.rank(rank)} is slow, and the others wait: it works for "
-                f"{text.seconds(own[rank])} of each step, the median rank for {text.seconds(usual)}, most of "
-                f"the difference is in {part}; so for {self._step - self._since[rank]} steps"
+                f"{text.seconds(own[rank])} of each step, the median rank for {text.seconds(usual)}, "
+                f"most of the difference is in {part}; so for {self._step - self._since[rank]} steps"
             )
             emit({"type": "warning", "time": time.time(), "rank": rank, "message": message})
 

@@ -1,7 +1,7 @@
 """Numbers as a person reads them in passing: `count(18300) == "18.3k"`, `duration(17000) == "4h43m"`.
 
-Bytes are always in binary units that are written out, KiB, MiB, GiB or TiB: behind the number, or where
-a table has one unit for all its sizes, once in its head. The letters k, M, B and T behind a number count.
+Bytes are always in binary units that are written out, KiB, MiB, GiB or TiB: behind the number, or
+where a table has one unit for all its sizes, in its head. The letters k, M, B and T count.
 """
 
 from __future__ import annotations

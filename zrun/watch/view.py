@@ -1,9 +1,9 @@
 """The live panel: a pure function from what is known about a run to lines that fit a terminal.
 
-`ROWS` lists its rows in the order in which they are drawn. A row is a function that returns the lines
-it has to say in the room that it gets, none where it has nothing to say. Values are never cut in
-words: what does not fit on a line goes on the next one, and where the lines are too few, the rows
-that are missed least are left out. To show something new, write such a function and name it in `ROWS`.
+`ROWS` lists its rows in the order in which they are drawn. A row is a function that returns the
+lines it has to say in the room that it gets, none where it has nothing to say. Values are never cut
+in words: what does not fit on a line goes on the next one, and where the lines are too few, the rows
+that are missed least are left out. To show something new, write such a function and name it there.
 """
 
 from __future__ import annotations
@@ -45,7 +45,14 @@ class Row:
     importance: int
 
 
-def panel(state: RunState, facts: Facts, width: int, height: int = 100, *, ascii_only: bool = False) -> Panel:
+def panel(
+    state: RunState,
+    facts: Facts,
+    width: int,
+    height: int = 100,
+    *,
+    ascii_only: bool = False,
+) -> Panel:
     """Draw the whole panel.
 
     Args:
@@ -201,7 +208,8 @@ def _time(state: RunState, facts: Facts, room: Room) -> list[Text]:
     if width_of_bar < _LEAST_BAR:
         return packed(legend, room.width)
     bar = text.share_bar(shares, _SPLIT_LETTERS, width_of_bar)
-    parts = [(letter * size, style) for (letter, size), style in zip(bar, _SPLIT_STYLES, strict=True)]
+    styled = zip(bar, _SPLIT_STYLES, strict=True)
+    parts = [(letter * size, style) for (letter, size), style in styled]
     return packed([Text.assemble(*parts), *legend], room.width)
 
 

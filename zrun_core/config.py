@@ -32,7 +32,6 @@ from zrun_core.sizes import parse_size
 
 MAX_RANKS = 2**17
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
-METRIC_PATTERN = r"[A-Za-z0-9_][A-Za-z0-9_./@%-]{0,63}"
 _REF = re.compile(r"(?P<where>[\w./~-]+\.py|[A-Za-z_][\w.]*):(?P<attr>[A-Za-z_][\w.]*)")
 
 
@@ -411,13 +410,10 @@ class LrConfig(Section):
     power: Positive = Field(default=1.0, le=1000, description="exponent of the polynomial decay")
 
 
-MetricName = Annotated[str, Field(pattern=f"^{METRIC_PATTERN}$")]
-
-
 class Goal(Section):
     """A number of the evaluation, and which values of it are better."""
 
-    metric: MetricName = Field(
+    metric: str = Field(
         default="loss",
         description="loss, or a name of eval.metrics; of several sets set/name",
         examples=["loss"],

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from zrun_core.comm import TrafficKey
-from zrun_core.config import METRIC_PATTERN, JobConfig
+from zrun_core.config import JobConfig
 from zrun_core.errors import HangError
 from zrun_core.events import Emitter
 from zrun_core.high_water import HighWater
@@ -26,6 +26,7 @@ from zrun_core.sizes import format_size
 from zrun_core.spec import RunSpec
 from zrun_core.zero.sharded import ShardedModel, StepResult
 
+_METRIC = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./@%-]{0,63}")
 _GROWS = {
     "gathering": "parameters that are looked at outside of their modules stay whole until backward is over",
     "reducing": "more gradients than expected are incomplete at a time, as those of modules that run several times are",
@@ -157,7 +158,7 @@ def checked_name(name: object) -> str:
     Raises:
         ValueError: it cannot.
     """
-    if not isinstance(name, str) or not re.fullmatch(METRIC_PATTERN, name):
+    if not isinstance(name, str) or not _METRIC.fullmatch(name):
         what = "write 1 to 64 letters, digits or ._/@%-, such as accuracy"
         raise ValueError(f"{name!r} cannot name a metric: {what}")
     return name

@@ -162,7 +162,8 @@ class Trainer:
             NumericError: too many steps in a row were not finite.
             DivergedError: ranks hold different values of what must be equal.
             StoppedError: a signal asked for the end.
-            JobError: the job counts tokens, and the data has none.
+            JobError: the job counts tokens, and the data has none; or it names a metric that no
+                evaluation has.
             SaveError: this rank could not save.
             PeerError: another rank could not, or has ended.
         """

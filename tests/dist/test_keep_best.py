@@ -136,3 +136,14 @@ def test_an_unknown_metric_is_named_at_the_first_evaluation(ranks, tmp_path):
         "JobError: checkpoint.best.metric: f1 is not what the evaluation came to, loss, curve: "
         "name one of these"
     ] * 2
+
+
+def test_an_evaluation_that_is_made_later_marks_the_step_that_was_saved_without_it(ranks, tmp_path):
+    often = {"every": 3, "data": {"call": "runs.py:Tokens", "args": {"length": 24}}}
+    cut = ranks(2).run(run, keys(steps=4, eval=often), str(tmp_path), None, None, 2)
+    assert cut[0]["error"] == "StoppedError: stopped after step 3, saved"
+    assert best(tmp_path) is None
+    rest = ranks(2).run(run, keys(steps=4, eval=often), str(tmp_path), {})
+    assert rest[0]["error"] == ""
+    assert best(tmp_path) == (3, CURVE[3])
+    assert read_step(folder(tmp_path).step_path(4)).progress["best"]["step"] == 3

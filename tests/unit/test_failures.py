@@ -169,6 +169,15 @@ def test_a_log_is_kept_from_its_end(tmp_path: Path) -> None:
     assert last_lines(log) == [f"line {number}" for number in range(50, 100)]
 
 
+def test_a_progress_bar_is_one_line_of_the_end_of_a_log(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    bar = "".join(f"\r\x1b[32m{step / 50:.1f}%\x1b[0m" for step in range(5001))
+    log.write_text(f"what matters\n{bar}\nlast words", newline="")
+    assert last_lines(log) == ["what matters", "100.0%", "last words"]
+    log.write_text("")
+    assert last_lines(log) == []
+
+
 def test_a_lost_host_is_the_cause_where_ranks_only_felt_it() -> None:
     found = LostHost("node2", "node2: the connection broke", 12)
     assert found.headline == "lost node2: the connection broke, after step 12"

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from zrun.launch.growing import as_text
 from zrun_core.tracebacks import FATAL
 
 KEPT_LINES = 50
 _CRASH_LINES = 300
-_TAIL_BYTES = 1 << 16
+_TAIL_BYTES = 1 << 20  # a progress bar that was drawn for minutes is one line of them
 
 
 def last_lines(log: Path, count: int = KEPT_LINES) -> list[str]:
-    """The end of a file; nothing where there is none."""
+    """Return the end of a file as a terminal would have left it; nothing where there is none."""
     try:
         with open(log, "rb") as file:
             file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
+            lines = [as_text(line) for line in file.read().removesuffix(b"\n").split(b"\n")]
     except OSError:
+        return []
+    if lines == [""]:
         return []
     crashes = [number for number, line in enumerate(lines) if line.startswith(FATAL)]
     if crashes:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
+from zrun.job.document import Document
+from zrun.job.overrides import apply
 from zrun.job.smoke import smoke_of
+from zrun.job.validate import validate
 from zrun_core.config import JobConfig
 from zrun_core.errors import JobError
 
@@ -46,10 +50,15 @@ def test_nothing_lasts() -> None:
     found = smoke_of(job(**keys), 20)
     assert set(found.overrides) == {
         "name=t-smoke", "steps=20", "resume=never", "restarts=0", "checkpoint=null",
-        "eval.every=null", "eval.first=false", "eval.samples=64",
+        "eval.every=20", "eval.first=false", "eval.samples=64",
     }  # fmt: skip
     assert found.told == "smoke run in runs/t-smoke: steps 20 of 1000, one evaluation of 64 samples, no saves"
     assert "eval.samples=9" in overrides(20, eval={"data": "m:d", "samples": 9})
+    checks = {"eval": {"data": "m:d", "every": 5, "stop": 3}, "checkpoint": {"every": 5, "best": "loss"}}
+    given = {"name": "t", "model": "m:f", "data": "m:d", "steps": 1000, "batch": 8} | checks
+    document = Document.parse(json.dumps(given), "job.yaml", {})
+    apply(document, smoke_of(job(**checks), 20).overrides, {})
+    assert validate(document).steps == 20
     long = smoke_of(job(name="n" * 128), 20).overrides[0]
     assert len(long.removeprefix("name=")) == 128
 

@@ -48,7 +48,7 @@ def smoke_of(job: JobConfig, steps: int) -> Smoke:
         parts.append(f"{job.lr.schedule.call} is asked for the first steps")
     if job.eval is not None:
         samples = min(job.eval.samples or _EVAL_SAMPLES, _EVAL_SAMPLES)
-        keys |= {"eval.every": "null", "eval.first": "false", "eval.samples": str(samples)}
+        keys |= {"eval.every": str(steps), "eval.first": "false", "eval.samples": str(samples)}
         parts.append(f"one evaluation of {samples} samples")
     if job.restarts:
         keys["restarts"] = "0"

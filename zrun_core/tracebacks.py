@@ -27,6 +27,7 @@ _LOG_CHARS = 1 << 20  # of one exception, in a log
 _LINE_CHARS = 1000  # of a line of a message that is shown
 _MESSAGE_LINES = 40  # of one message that are shown
 _SHOWN_LINES = 120  # of everything
+_SHOWN_CHARS = 1 << 14
 _USER_FRAMES = 24  # of one stack that are shown
 _LIBRARY_FRAMES = 8
 
@@ -59,11 +60,7 @@ def whole(error: BaseException, chars: int = _LOG_CHARS) -> str:
     Args:
         chars: how long it may be; what is more is cut out of its middle.
     """
-    text = "".join(traceback.format_exception(error)).rstrip("\n")
-    if len(text) <= chars:
-        return text
-    cut = f"\n ... {len(text) - chars} characters left out here ...\n"
-    return text[: chars // 2] + cut + text[-(chars // 2) :]
+    return _cut("".join(traceback.format_exception(error)).rstrip("\n"), chars)
 
 
 def shown(error: BaseException) -> str:
@@ -83,7 +80,7 @@ def shown(error: BaseException) -> str:
             lines += part[-1].lines
         else:
             lines += _chosen(part)
-    return "\n".join(_without_middle(lines, _SHOWN_LINES))
+    return _cut("\n".join(_without_middle(lines, _SHOWN_LINES)), _SHOWN_CHARS)
 
 
 def crash(log: Sequence[str]) -> list[str]:
@@ -264,6 +261,15 @@ def _folded(frames: list[_Frame], most: int) -> list[str]:
     fold = f"{left_out[0].indent}... {len(left_out)} frames in {where} ..."
     head, tail = frames[: most // 2], frames[len(frames) - most // 2 :]
     return [*_folded(head, most), fold, *_folded(tail, most)]
+
+
+def _cut(text: str, chars: int) -> str:
+    """At most so many characters, and a line that counts those left out of their middle."""
+    more = len(text) - chars
+    if more <= 0:
+        return text
+    half = chars // 2
+    return f"{text[:half]}\n ... {more} characters left out here ...\n{text[-half:]}"
 
 
 def _short(line: str) -> str:

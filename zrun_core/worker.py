@@ -62,7 +62,8 @@ from zrun_core.trainer import Parts, Trainer
 from zrun_core.zero.sharded import Settings, check_room
 
 _KINDS: dict[type[BaseException], str] = {UserCodeError: "user", PeerError: "peer"}
-_TOLD_CHARS = 1 << 15  # of a whole traceback, to the launcher; the log has all of it
+# Of a whole traceback, to the launcher, which reads notes up to a size; the log has all of it.
+_TOLD_CHARS = 24_000
 
 
 def main() -> NoReturn:

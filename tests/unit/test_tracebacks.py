@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -117,6 +118,8 @@ def test_a_message_without_end_is_cut_where_it_is_shown() -> None:
     assert len(many.splitlines()) < 50
     assert "line 4999" in many
     assert len(whole(ValueError("x" * 1_000_000), 1000)) < 1100
+    wide = ValueError("\n".join("é" * 900 for _ in range(5000)))
+    assert len(json.dumps([shown(wide), whole(wide, 24_000)])) < 1 << 18  # what an agent reads
 
 
 class SpeechlessError(Exception):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from zrun_core.errors import UserCodeError
+from zrun_core.tracebacks import add_where, message_of
 
 LossFunction: TypeAlias = Callable[[nn.Module, Any], Any]
 
@@ -50,7 +51,7 @@ def compute_loss(model: nn.Module, batch: Any, loss_fn: LossFunction | None, num
     if loss_fn is None:
         loss = Loss(_find_loss(_forward(model, batch), "the model"), LossKind.MEAN, num_samples)
     else:
-        result = loss_fn(model, batch)
+        result = _call(loss_fn, model, batch)
         if isinstance(result, tuple) and not hasattr(result, "loss"):
             loss = _sum_and_weight(result)
         else:
@@ -61,6 +62,16 @@ def compute_loss(model: nn.Module, batch: Any, loss_fn: LossFunction | None, num
             "(a detach(), item() or no_grad() on the way, or every parameter is frozen)"
         )
     return loss
+
+
+def _call(loss_fn: LossFunction, model: nn.Module, batch: Any) -> Any:
+    try:
+        return loss_fn(model, batch)
+    except TypeError as error:
+        if f"not {type(model).__name__}" in message_of(error):  # as in (output, target)
+            takes = "a loss function is called with (model, batch), and calls the model itself"
+            add_where(error, f": {takes}")
+        raise
 
 
 def _forward(model: nn.Module, batch: Any) -> Any:

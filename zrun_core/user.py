@@ -327,9 +327,10 @@ def _check_takes(ref: Ref, target: Callable[..., Any], takes: Sequence[str], arg
         unknown = [name for name in args if name not in signature.parameters]
         given = ", ".join([*takes, *(f"{name}={value!r}" for name, value in args.items())])
         nearest = _nearest(unknown[0], signature.parameters) if unknown else ""
+        own = ", ".join(signature.parameters) or "nothing"
         raise JobError(
-            f"{ref.call}: {error}{nearest}: it is called as ({given}), and is not called with args first to return "
-            "the function; a class with args and __call__ would be"
+            f"{ref.call}: {error}{nearest}: it is called as ({given}), and takes {own}; "
+            "what is to be made with args first is a class with __call__"
         ) from None
 
 

@@ -108,6 +108,11 @@ MISTAKES: dict[str, tuple[list[Edit], dict[str, Any], int, list[str]]] = {
     "a loss of another signature": (
         [("def loss_fn(model, batch)", "def loss_fn(output, target, weight)")], {}, 2, ["(model, batch)", "weight"],
     ),
+    "a loss of outputs and targets": (
+        [("    x, label = batch\n    return nn.functional.cross_entropy(model(x), label)",
+          "    return nn.functional.cross_entropy(model, batch)")], {}, 5,
+        ["forward failed: a loss function is called with (model, batch), and calls the model itself\n"],
+    ),
     "no loss": (
         [], WITHOUT_LOSS, 5,
         ["without loss in the job, the model is called with what a batch holds", "(forward takes x)", "write loss:"],

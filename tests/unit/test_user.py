@@ -147,7 +147,7 @@ def test_functions_of_a_job_are_bound_not_called_and_classes_made(job_dir: Path)
     ("call", "args", "message"),
     [
         ("make_pad", {"to": 7}, "multiple values for argument 'to': it is called as (samples, to=7), and is not"),
-        ("make_nothing", {}, "too many positional arguments: it is called as (samples), and is not called with args"),
+        ("make_nothing", {}, "too many positional arguments: it is called as (samples), and takes nothing; what is"),
         ("pad", {"too": 7}, "got an unexpected keyword argument 'too'; did you mean to?"),
         ("Pad", {"too": 7}, "got an unexpected keyword argument 'too'; did you mean to? (it takes to)"),
         ("Settings", {}, "is a class, of which an object is made with args and then called with (samples), and it has"),

@@ -16,9 +16,15 @@ from typing import Any
 from cases import SHAPES, TRAIN, Case, Request, zrun_job
 
 from zrun.launch.environment import WORKER_DEFAULTS
+from zrun_core.heap import TUNABLES
 
 HERE = Path(__file__).resolve().parent
 CLEAN_SHARE = 0.05  # a step is timed if other programs took less of the machine than this
+HEAPS = {
+    "own": "zrun has what its launcher gives its workers, peers the default",
+    "kept": "all have what zrun's launcher gives",
+    "default": "nobody has more than a process can say itself, as under torchrun",
+}
 LEAST_CLEAN = 3  # with fewer clean steps in a run, all of its steps are timed
 _TRAIN_STEPS = 3
 
@@ -34,6 +40,7 @@ class Settings:
     warmup: int
     timeout_s: float
     peer_python: str  # interpreter of DeepSpeed
+    heap: str = "own"  # whose environment for glibc: see HEAPS
 
     def python(self, case: Case) -> str:
         return self.peer_python if case.system.startswith("ds") else sys.executable
@@ -61,8 +68,10 @@ def _run_workers(case: Case, settings: Settings, steps: int, folder: Path) -> Re
     command = [settings.python(case)]
     if case.processes > 1:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.ranks)]
-    # What zrun's launcher gives its workers is part of zrun; peers get it too where the caller sets it for all.
-    given = WORKER_DEFAULTS if case.system.startswith("zrun") else {}
+    is_zrun = case.system.startswith("zrun")
+    given = dict(WORKER_DEFAULTS) if is_zrun or settings.heap == "kept" else {}
+    if settings.heap == "default":
+        given.pop(TUNABLES, None)
     command += [str(HERE / "worker.py"), str(folder / "request.json")]
     error = _execute(command, settings, case.processes, given)
     found = [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]

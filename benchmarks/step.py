@@ -65,6 +65,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--more", type=int, help="timed steps in every other round (default: 8)")
     parser.add_argument("--warmup", type=int, help="steps of each run that are not timed (default: 3)")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one run")
+    parser.add_argument(
+        "--heap",
+        choices=launch.HEAPS,
+        default="own",
+        help="; ".join(f"{name}: {what}" for name, what in launch.HEAPS.items()),
+    )
     parser.add_argument("--peer-python", default=sys.executable, help="interpreter that has DeepSpeed")
     parser.add_argument("--json", type=Path, default=Path("bench-step.json"), help="where the results go")
     parser.add_argument("--show", type=Path, help="print the tables of an earlier run")
@@ -109,7 +115,14 @@ def available(cases: list[Case], peer_python: str) -> list[Case]:
 
 def measure(cases: list[Case], options: argparse.Namespace) -> dict[Case, list[launch.Record]]:
     """Run every case in every round, and save after each, so that an interrupted run keeps its numbers."""
-    settings = launch.Settings(options.size, options.threads, options.warmup, options.timeout, options.peer_python)
+    settings = launch.Settings(
+        size=options.size,
+        threads=options.threads,
+        warmup=options.warmup,
+        timeout_s=options.timeout,
+        peer_python=options.peer_python,
+        heap=options.heap,
+    )
     runs: dict[Case, list[launch.Record]] = {case: [] for case in cases}
     for number in range(options.rounds):
         steps = options.steps if number == 0 else options.warmup + options.more

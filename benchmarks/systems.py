@@ -138,6 +138,7 @@ def deepspeed(stage: int) -> Make:
 
 
 def zrun(stage: int, *, sockets: bool = False) -> Make:
+    from zrun_core import heap
     from zrun_core.build import Built
     from zrun_core.comm import Comm
     from zrun_core.config import JobConfig
@@ -146,6 +147,7 @@ def zrun(stage: int, *, sockets: bool = False) -> Make:
     from zrun_core.parallelize import make_settings, parallelize, shard_size
 
     def make(model: nn.Module, seat: Seat) -> Training:
+        heap.keep_freed_memory()  # as a worker and `zrun_core.init` do, unless the environment has said more
         device, hosts = torch.device("cpu"), ["localhost"] * seat.world
         job = JobConfig.model_validate(zrun_job(stage, seat.bf16) | {"steps": 1, "batch": {"micro": seat.shape.batch}})
         settings = make_settings(job, choose(job.optim, lambda name: None), device)

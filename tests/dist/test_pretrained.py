@@ -14,7 +14,7 @@ from torch import nn
 import zrun_core
 from zrun_core.checkpoint.export import export
 from zrun_core.checkpoint.folder import read_step
-from zrun_core.checkpoint.model_files import describe
+from zrun_core.checkpoint.model_files import describe, tokenizer_files
 from zrun_core.checkpoint.verify import verify
 from zrun_core.config import JobConfig
 from zrun_core.errors import CheckpointError
@@ -136,6 +136,20 @@ def test_a_cache_that_is_asked_for_is_refused_where_blocks_are_recomputed(ranks,
     job = keys_of(LLAMA, "full", 0, loss="pretrained.py:asks_for_cache")
     with pytest.raises(AssertionError, match=r"UserCodeError: model\.layers\.0 is recomputed .* use_cache=False"):
         ranks(2).run(train_all, [job], str(tmp_path))
+
+
+class Awkward:
+    """What looks like it has a tokenizer, and raises."""
+
+    @property
+    def tokenizer(self) -> None:
+        raise RuntimeError("it is not there yet")
+
+
+def test_the_first_tokenizer_that_can_be_saved_is_taken():
+    assert tokenizer_files([Awkward(), None, object()]) == {}
+    found = tokenizer_files([Awkward(), pretrained.Texts()])
+    assert {"tokenizer.json", "tokenizer_config.json"} <= found.keys()
 
 
 def loop(folder: str) -> tuple[list[float], bool]:

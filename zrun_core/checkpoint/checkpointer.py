@@ -357,12 +357,13 @@ class Checkpointer:
         if self.config.best is not None:
             progress = progress | {"best": None if self.best is None else asdict(self.best)}
         making = self._pool.submit(self.folder.begin, step) if self._world.index == 0 else None
-        beside = self.state.model_files() if self._world.index == 0 else ModelFiles()
         self._await(step, making)
         opening: dict[str, Any] = {}
+        beside = ModelFiles()
         if making is not None:
             try:
                 opening = {"tmp": str(making.result()), "buffers": self.state.buffer_digests()}
+                beside = self.state.model_files()
             except Exception as error:
                 if making.exception() is None:
                     self.folder.discard(making.result())

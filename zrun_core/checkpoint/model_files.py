@@ -53,17 +53,17 @@ def describe(model: nn.Module, tokenizer: dict[str, bytes]) -> ModelFiles:
 
 def tokenizer_files(holders: Iterable[object]) -> dict[str, bytes]:
     """Return the files of the first tokenizer that is an attribute `tokenizer` of `holders`; none without one."""
-    tokenizers = (getattr(holder, "tokenizer", None) for holder in holders)
-    for tokenizer in tokenizers:
-        if not callable(getattr(tokenizer, "save_pretrained", None)):
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                tokenizer.save_pretrained(folder)  # type: ignore[union-attr]
-            except Exception:  # a save of the model does not fail because of it
+    for holder in holders:
+        try:
+            tokenizer = getattr(holder, "tokenizer", None)
+            if not callable(getattr(tokenizer, "save_pretrained", None)):
                 continue
-            paths = [path for path in sorted(Path(folder).iterdir()) if path.is_file()]
-            return {path.name: path.read_bytes() for path in paths if is_name(path.name)}
+            with tempfile.TemporaryDirectory() as folder:
+                tokenizer.save_pretrained(folder)  # type: ignore[union-attr]
+                paths = [path for path in sorted(Path(folder).iterdir()) if path.is_file()]
+                return {path.name: path.read_bytes() for path in paths if is_name(path.name)}
+        except Exception:  # a save of the model does not fail because of it
+            continue
     return {}
 
 

@@ -1,4 +1,4 @@
-"""Which value of a metric is the best so far: what `checkpoint.best` keeps, and `eval.stop` waits for.
+"""Which value of a metric is the best so far: `checkpoint.best` keeps it, `eval.stop` waits for it.
 
 All ranks see the same numbers of an evaluation, so that all judge alike without a message.
 """
@@ -37,7 +37,7 @@ class Best:
 
 
 def is_better(value: float, best: Best | None, mode: Mode, min_delta: float = 0.0) -> bool:
-    """Return whether `value` improves on `best` by more than `min_delta`; what is no number never does."""
+    """Return whether `value` improves on `best` by more than `min_delta`; nan and inf never do."""
     if not math.isfinite(value):
         return False
     if best is None:
@@ -56,7 +56,8 @@ def value_of(key: str, metric: str, values: Mapping[str, float]) -> float:
     if metric not in values:
         near = get_close_matches(metric, values, 1)
         advice = f"did you mean {near[0]}?" if near else "name one of these"
-        raise JobError(f"{key}: {metric} is not what the evaluation came to, {', '.join(values)}: {advice}")
+        known = ", ".join(values)
+        raise JobError(f"{key}: {metric} is not what the evaluation came to, {known}: {advice}")
     return values[metric]
 
 

@@ -203,7 +203,7 @@ class Checkpointer:
         return self._better is not None
 
     def offer(self, step: int, values: Mapping[str, float]) -> None:
-        """Take in an evaluation after `step`. Where it is the best so far, the next save is to be of this step.
+        """Take in an evaluation after `step`: the best so far makes a save of this step due.
 
         Raises:
             JobError: the metric of `checkpoint.best` is not among `values`.

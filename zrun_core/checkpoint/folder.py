@@ -241,7 +241,9 @@ class CheckpointFolder:
         return [_look_at(step, self.step_path(step)) for step in reversed(steps_in(self.path))]
 
     def prune(self, keep: int, *, thorough: bool = False, dry_run: bool = False) -> list[int]:
-        """Remove all steps before the newest `keep` valid ones, but for the best one. With fewer, nothing is removed.
+        """Remove all steps before the newest `keep` valid ones, but for the best one.
+
+        With fewer than these, nothing is removed.
 
         A damaged step does not count, and one that is newer than those kept stays: somebody may want to see it. No
         removal rests on manifests alone: beside the newest step, which was just written, one more of those that stay is

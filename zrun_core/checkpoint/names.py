@@ -5,7 +5,7 @@
     step-00000050.aside-9a41...    a damaged one, which made room for another of its number
     before-gpt.aside-9a41...       the steps of a run that the run `gpt` has started over
     latest                         a file: the name of the newest step
-    best                           a file: the name of the best step, and the metric and value that make it so
+    best                           a file: the name of the best step, its metric, mode and value
 
 Whoever wants to know what such a name means asks here: a `step-*` is not always a step.
 """

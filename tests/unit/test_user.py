@@ -146,7 +146,7 @@ def test_functions_of_a_job_are_bound_not_called_and_classes_made(job_dir: Path)
 @pytest.mark.parametrize(
     ("call", "args", "message"),
     [
-        ("make_pad", {"to": 7}, "multiple values for argument 'to': it is called as (samples, to=7), and is not"),
+        ("make_pad", {"to": 7}, "multiple values for argument 'to': it is called as (samples, to=7), and takes to"),
         ("make_nothing", {}, "too many positional arguments: it is called as (samples), and takes nothing; what is"),
         ("pad", {"too": 7}, "got an unexpected keyword argument 'too'; did you mean to?"),
         ("Pad", {"too": 7}, "got an unexpected keyword argument 'too'; did you mean to? (it takes to)"),

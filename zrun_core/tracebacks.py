@@ -74,10 +74,9 @@ def shown(error: BaseException) -> str:
     lines: list[str] = []
     for part in parts:
         if isinstance(part, _Message):
-            cut = [_short(printable(line)) for line in part.lines]
-            lines += _without_middle(cut, _MESSAGE_LINES)
+            lines += _without_middle(_clean(part.lines), _MESSAGE_LINES)
         elif not tells:
-            lines += part[-1].lines
+            lines += _clean(part[-1].lines)
         else:
             lines += _chosen(part)
     return _cut("\n".join(_without_middle(lines, _SHOWN_LINES)), _SHOWN_CHARS)
@@ -97,8 +96,12 @@ def crash(log: Sequence[str]) -> list[str]:
     below = dump[heads[-1] + 1 :] if heads else []
     calls = list(itertools.takewhile(lambda line: line.startswith("  "), below))
     stacks = [part for part in _parts(calls[::-1]) if isinstance(part, list)]
-    shown_frames = [line for stack in stacks for line in _chosen(stack) or stack[-1].lines]
-    return [printable(dump[0]), "Stack of the thread that crashed (most recent call last):", *shown_frames]
+    heading = "Stack of the thread that crashed (most recent call last):"
+    return [
+        printable(dump[0]),
+        heading,
+        *(line for stack in stacks for line in _chosen(stack) or _clean(stack[-1].lines)),
+    ]
 
 
 def add_where(error: BaseException, where: str) -> None:
@@ -254,7 +257,7 @@ def _chosen(stack: list[_Frame]) -> list[str]:
 def _folded(frames: list[_Frame], most: int) -> list[str]:
     """The lines of at most so many frames, and one that counts those left out of their middle."""
     if len(frames) <= most + 1:
-        return [_short(printable(line)) for frame in frames for line in frame.lines]
+        return [line for frame in frames for line in _clean(frame.lines)]
     left_out = frames[most // 2 : len(frames) - most // 2]
     names = list(dict.fromkeys(frame.whose for frame in left_out))
     where = ", ".join(names[:3]) + (" and others" if len(names) > 3 else "")
@@ -270,6 +273,11 @@ def _cut(text: str, chars: int) -> str:
         return text
     half = chars // 2
     return f"{text[:half]}\n ... {more} characters left out here ...\n{text[-half:]}"
+
+
+def _clean(lines: Sequence[str]) -> list[str]:
+    """Lines as a terminal may show them, none of them without end."""
+    return [_short(printable(line)) for line in lines]
 
 
 def _short(line: str) -> str:

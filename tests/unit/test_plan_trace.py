@@ -111,6 +111,15 @@ def test_values_decide() -> None:
     assert peak_of(profile.traces["none"], 4, steady={}).num_bytes > 0
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_recurrent_kernel_keeps_as_much_as_when_it_runs(precision: str) -> None:
+    asked = job("plan_models.py:Recurrent", precision=precision)
+    fake, real = (trace_job(asked, HERE, micros=(4,), mode=mode) for mode in ("fake", "values"))
+    assert (fake.source, real.source) == ("traced", "measured on the CPU")
+    peaks = [peak_of(each.traces["none"], 4, steady={}).num_bytes for each in (fake, real)]
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.01)
+
+
 def test_not_linear_in_the_batch() -> None:
     profile = traced("plan_models.py:Square")
     trace = profile.traces["none"]

@@ -1,8 +1,8 @@
 """What a CPU kernel allocates while it runs, found out by running it: fake tensors cannot tell.
 
 Convolutions change the layout of their operands, and how depends on sizes, formats and the processor; so do matrix
-products of 16 bits, in blocks of less than a megabyte for each thread. Each distinct call runs once, on zeros, under
-torch's profiler, with as many threads as torch has in this process.
+products of 16 bits, in blocks of less than a megabyte for each thread. Recurrent layers keep a workspace for backward.
+Each distinct call runs once, on zeros, under torch's profiler, with as many threads as torch has in this process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
 _ATEN = torch.ops.aten
-_CONVOLUTIONS = {_ATEN.convolution.default, _ATEN.convolution_backward.default}
+_RNN, _RNN_BACKWARD = _ATEN.mkldnn_rnn_layer.default, _ATEN.mkldnn_rnn_layer_backward.default
+_ALWAYS = {
+    _ATEN.convolution.default,
+    _ATEN.convolution_backward.default,
+    _RNN,
+    _RNN_BACKWARD,
+}
 _PRODUCTS = {
     _ATEN.mm.default,
     _ATEN.addmm.default,
@@ -27,6 +33,7 @@ _PRODUCTS = {
 _MOST_FLOPS = 2e10  # half a second
 _MOST_OF_PRODUCT = 2e9
 _found: dict[Any, tuple[int, ...]] = {}
+_workspaces: dict[Any, int] = {}  # bytes
 
 
 def allocations(
@@ -45,16 +52,36 @@ def allocations(
         products: whether matrix products are probed too.
     """
     is_product = products and func in _PRODUCTS and out.dtype in (torch.bfloat16, torch.float16)
-    if func not in _CONVOLUTIONS and not is_product:
+    if func not in _ALWAYS and not is_product:
         return ()
     most = _MOST_OF_PRODUCT if is_product else _MOST_FLOPS
-    if flop_registry[func._overloadpacket](*args, **kwargs, out_val=out) > most:
+    if _flops(func, args, kwargs, out) > most:
         return ()
     key = (func, *(_key(arg) for arg in args), *((name, _key(value)) for name, value in sorted(kwargs.items())))
     found = _found.get(key)
     if found is None:
         found = _found[key] = _run(func, args, kwargs)
     return found
+
+
+def completed(func: Any, args: Sequence[Any], out: Any) -> Any:
+    """What an operator gives, with the workspace that a fake recurrent layer takes to be empty."""
+    if func is not _RNN or out[-1].numel() or _flops(func, args, {}, out) > _MOST_FLOPS:
+        return out
+    key = (func, *(_key(arg) for arg in args))
+    if key not in _workspaces:
+        with _disable_current_modes(), _as_in_training():
+            _workspaces[key] = func(*(_zeros(arg) for arg in args))[-1].numel()
+    *others, workspace = out
+    return (*others, workspace.new_empty(_workspaces[key]))
+
+
+def _flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> float:
+    if func in (_RNN, _RNN_BACKWARD):  # each position passes two matrices, and backward needs twice that
+        positions = args[0].numel() // args[0].shape[-1]
+        once = 2.0 * positions * (args[1].numel() + args[2].numel())
+        return float(once if func is _RNN else 2 * once)
+    return float(flop_registry[func._overloadpacket](*args, **kwargs, out_val=out))
 
 
 def _key(value: Any) -> Any:
@@ -64,7 +91,7 @@ def _key(value: Any) -> Any:
 
 
 def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, ...]:
-    with _disable_current_modes(), torch.no_grad(), _silent():
+    with _disable_current_modes(), _as_in_training(), _silent():
         real = [_zeros(arg) for arg in args]
         named = {name: _zeros(value) for name, value in kwargs.items()}
         func(*real, **named)  # what is made once, is made now
@@ -77,6 +104,13 @@ def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, .
     assert results is not None
     events = sorted((event.start_ns(), event.nbytes()) for event in results.events() if event.name() == "[memory]")
     return tuple(num_bytes for _, num_bytes in events)
+
+
+@contextmanager
+def _as_in_training() -> Iterator[None]:
+    """Below autograd, with gradients enabled: without them a recurrent layer keeps nothing."""
+    with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
+        yield
 
 
 def _zeros(value: Any) -> Any:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from zrun_core.plan.probe import allocations
+from zrun_core.plan.probe import allocations, completed
 from zrun_core.plan.profile import EventKind, Family, Phase
 
 _GEMMS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "mv", "addmv", "dot"}
@@ -189,6 +189,8 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        if self._probes:
+            out = completed(func, args, out)
         self.follows_values = self.follows_values or _follows_values(func, args)
         tensors = list(_tensors_in(out))
         module = self._module()

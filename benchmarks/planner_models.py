@@ -159,7 +159,7 @@ class Bags(nn.Module):
 
     def __init__(self, dim: int = 64, vocab: int = 20000, hidden: int = 1024) -> None:
         super().__init__()
-        self.bag = nn.EmbeddingBag(vocab, dim, mode="sum")
+        self.bag = nn.EmbeddingBag(vocab, dim, mode="sum", sparse=True)
         self.net = nn.Sequential(nn.Linear(dim, hidden), nn.ReLU(), nn.Linear(hidden, 1))
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:

@@ -112,8 +112,9 @@ def test_values_decide() -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_recurrent_kernel_keeps_as_much_as_when_it_runs(precision: str) -> None:
-    asked = job("plan_models.py:Recurrent", precision=precision)
+@pytest.mark.parametrize("model", ["Recurrent", "Lookups"])
+def test_what_is_foretold_is_what_runs(model: str, precision: str) -> None:
+    asked = job(f"plan_models.py:{model}", precision=precision)
     fake, real = (trace_job(asked, HERE, micros=(4,), mode=mode) for mode in ("fake", "values"))
     assert (fake.source, real.source) == ("traced", "measured on the CPU")
     peaks = [peak_of(each.traces["none"], 4, steady={}).num_bytes for each in (fake, real)]

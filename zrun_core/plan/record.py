@@ -192,7 +192,8 @@ class Recorder(TorchDispatchMode):
         if self._probes:
             out = completed(func, args, out)
         self.follows_values = self.follows_values or _follows_values(func, args)
-        tensors = list(_tensors_in(out))
+        # A sparse one is made of two that were there before, and has no memory of its own.
+        tensors = [tensor for tensor in _tensors_in(out) if torch._C._has_storage(tensor)]
         module = self._module()
         block = self._block_of.get(module, -1)
         inside: tuple[int, ...] = ()

@@ -167,12 +167,14 @@ def _as_in_library(manifest: Manifest, items: Sequence[_Item]) -> Sequence[_Item
 
 
 def _write_model_files(folder: Path, step: Path, manifest: Manifest, items: Sequence[_Item]) -> None:
-    """Config and tokenizer, which lie in the step; the config says in which format the tensors are here."""
-    formats = [item.dtype for item in items if item.info.kind != "buffer"]  # all are floating
+    """Config and tokenizer, which lie in the step; the config says in which format to load the tensors."""
+    # All are floating; frozen parameters may be narrower than the masters of the others.
+    formats = [item.dtype for item in items if item.info.kind != "buffer"]
+    widest = max(formats, key=lambda dtype: ITEM_BYTES[dtype], default=None)
     for file in manifest.files_beside:
         content = check_header(step, file)
         if file.name == CONFIG:
-            config = {**json.loads(content), "dtype": next(iter(formats), None)}
+            config = {**json.loads(content), "dtype": widest}
             content = f"{json.dumps(config, indent=2, sort_keys=True)}\n".encode()
         write_file(folder / file.name, len(content), [np.frombuffer(content, dtype=np.uint8)], _MODE)
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from zrun.estimate import gate
+from zrun.estimate import background, gate
 from zrun.estimate.check import Line, check_run
-from zrun.estimate.forecast import Forecast, Pace, Request, folder, key_of, store, stored
+from zrun.estimate.forecast import PATIENCE_S, Forecast, Pace, Request, folder, key_of, store, stored
 from zrun.estimate.gate import Gate, refusal
 from zrun.estimate.machine import hardware_of
 from zrun.job.load import LoadedJob, load_job
@@ -69,6 +69,28 @@ def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoadedJob:
 def make(loaded: LoadedJob, cluster: Cluster = CLUSTER, **options: bool) -> Gate:
     resolved = make_plan(loaded.config, cluster)
     return Gate(loaded, resolved, cluster, {}, **{"force": False, "is_restart": False, **options})
+
+
+@pytest.mark.parametrize(("pace", "is_patient"), [(Pace.NOW, False), (Pace.ASIDE, True), (Pace.IDLE, True)])
+def test_a_model_is_given_more_time_where_nobody_waits(
+    loaded: LoadedJob, monkeypatch: pytest.MonkeyPatch, pace: Pace, is_patient: bool
+) -> None:
+    """Beside a run it is traced with a tenth of a core."""
+    asked: list[float] = []
+
+    def of_job(loaded: LoadedJob, cluster: Cluster, patience_s: float) -> None:
+        asked.append(patience_s)
+        raise JobError("enough")
+
+    monkeypatch.setattr("zrun.estimate.request.of_job", of_job)
+    request = {
+        "job": loaded.config.model_dump(mode="json", by_alias=True, exclude_unset=True),
+        "path": str(loaded.path),
+        "hosts": [host.as_json() for host in CLUSTER.hosts],
+    }
+    with pytest.raises(JobError, match="enough"):
+        background._make(request, pace)
+    assert (asked[0] > PATIENCE_S) is is_patient
 
 
 def step(number: int, step_s: float = 1.0) -> Event:

@@ -18,6 +18,7 @@ from typing import Any
 from zrun.launch import processes
 
 _LONGEST_S = 300
+_PATIENCE_S = 200.0  # for model and data where nobody waits, on what cores others leave
 _GRACE_S = 10.0  # for what is killed to be gone
 
 
@@ -32,7 +33,7 @@ def _main() -> None:
     _step_back(sys.argv[1])
     answer_fd = os.dup(1)
     os.dup2(2, 1)  # what the user's code prints is chatter
-    forecast = _make(json.load(sys.stdin))
+    forecast = _make(json.load(sys.stdin), sys.argv[1])
     processes.end_children(_GRACE_S)
     with open(answer_fd, "w") as file:
         json.dump(forecast, file)
@@ -56,9 +57,9 @@ def _step_back(pace: str) -> None:
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
-def _make(request: dict[str, Any]) -> dict[str, Any]:
+def _make(request: dict[str, Any], pace: str) -> dict[str, Any]:
     from zrun.estimate.answer import answer, forecast_of
-    from zrun.estimate.forecast import store
+    from zrun.estimate.forecast import PATIENCE_S, Pace, store
     from zrun.estimate.request import of_job
     from zrun.job.load import LoadedJob
     from zrun.launch.cluster import Cluster, HostFacts
@@ -66,7 +67,8 @@ def _make(request: dict[str, Any]) -> dict[str, Any]:
 
     loaded = LoadedJob(JobConfig.model_validate(request["job"]), Path(request["path"]), {})
     cluster = Cluster(tuple(HostFacts.from_json(facts) for facts in request["hosts"]))
-    forecast = forecast_of(answer(of_job(loaded, cluster)))
+    patience_s = PATIENCE_S if pace == Pace.NOW else _PATIENCE_S
+    forecast = forecast_of(answer(of_job(loaded, cluster, patience_s=patience_s)))
     store(request["key"], forecast)
     return forecast.as_json()
 

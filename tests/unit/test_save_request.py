@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from zrun.commands.save import save
 from zrun.launch import saving
 from zrun.launch.rundir import RunDir
 from zrun.launch.runs import read
@@ -20,6 +21,7 @@ from zrun_core.checkpoint import checkpointer as module
 from zrun_core.checkpoint.checkpointer import About, Checkpointer, Votes
 from zrun_core.checkpoint.folder import CheckpointFolder
 from zrun_core.checkpoint.manifest import TensorInfo
+from zrun_core.checkpoint.model_files import ModelFiles
 from zrun_core.checkpoint.shard_file import Part
 from zrun_core.config import CheckpointConfig
 from zrun_core.errors import HangError, JobError, PreflightError, SaveError
@@ -105,6 +107,15 @@ def test_patience_ends(rundir: RunDir, answer: Answer) -> None:
         saving.save(read(rundir.path), 0.0)
 
 
+def test_a_run_that_has_ended_is_not_said_to_save(
+    rundir: RunDir, run: ExitStack, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.close()
+    with pytest.raises(JobError, match="does not run: it finished"):
+        save(str(rundir.path))
+    assert capsys.readouterr().err == ""
+
+
 def test_what_cannot_be_asked(rundir: RunDir, run: ExitStack) -> None:
     with pytest.raises(PreflightError, match="does not train yet"):  # no handler: the signal would end it
         saving.check(read(rundir.path))
@@ -140,6 +151,9 @@ class OneTensor:
 
     def learnt(self) -> dict[str, Any]:
         return {"order": [], "late": []}
+
+    def model_files(self) -> ModelFiles:
+        return ModelFiles()
 
 
 class Rank:

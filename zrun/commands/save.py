@@ -47,8 +47,8 @@ def save(
     from zrun_core.sizes import format_size
 
     found = read(find(run, running=True))
+    saving.check(found)  # before anything is said
     if dry_run:
-        saving.check(found)
         process = stopping.launcher_of(found, "save")
         print(f"would ask process {process.pid} of run {found.run_id} to save at the end of the step")
         return

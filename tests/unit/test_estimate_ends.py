@@ -94,7 +94,10 @@ def test_an_estimate_beside_a_run_ends_with_a_launcher_that_was_killed(
 
 def test_ctrl_c_ends_an_estimate(folder: Path) -> None:
     command = [sys.executable, "-m", "zrun", "estimate", "job.yaml"]
-    estimate = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # tests in the background ignore it
+    estimate = subprocess.Popen(command, cwd=folder, text=True, **pipes)
+    signal.signal(signal.SIGINT, before)
     found = under_way(folder)
     os.kill(estimate.pid, signal.SIGINT)
     said, _ = estimate.communicate(timeout=60)

@@ -303,7 +303,9 @@ class Planner:
     def outside(self, dims: Dims) -> int:
         """Bytes of a device outside of its allocator: the driver's, and those of each group that a rank belongs to."""
         groups = {dims.world, dims.tp, dims.dp, dims.pp, dims.shard_size, dims.dp // dims.shard_size} - {1}
-        return self.hardware.device.context_bytes + len(groups) * self.hardware.device.communicator_bytes
+        device = self.hardware.device
+        imported = memory.BUILDS_ON_META if self.device_type == "cpu" and dims.world > 1 else 0
+        return device.context_bytes + imported + len(groups) * device.communicator_bytes
 
     # All of it
 

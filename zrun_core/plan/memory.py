@@ -19,6 +19,8 @@ ALIGN = 512  # bytes to which CUDA's allocator rounds
 _HEAP_SLACK = 0.1
 # The code for one shape of a product, and how many of them workers keep (ONEDNN_PRIMITIVE_CACHE_CAPACITY); measured.
 _KERNEL_BYTES, _MOST_KERNELS = 800 << 10, 256
+# Modules of torch that a CPU rank imports by building on meta, as all do but the first one of a host; measured.
+BUILDS_ON_META = 80 << 20
 _FORMULA_SLACK = 0.03  # reserved beyond allocated, where no timeline tells
 
 

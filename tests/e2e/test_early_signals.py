@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 from waiting import PATIENCE_S, lines_of, wait_for
 
+from zrun.launch.processes import Process
+from zrun_core.stop import SAVE
+
 HERE = Path(__file__).parent
 JOB = "name: fake\nmodel: {call: 'fake:model'}\ndata: fake:data\nsteps: 3\nbatch: 4\nslots: 2\n"
 
@@ -68,6 +71,9 @@ def test_while_the_workers_import(tmp_path: Path, numbers: list[signal.Signals],
     launcher = train(tmp_path, JOB, worker="slow")
     log = tmp_path / "run" / "logs" / "rank-0.log"
     wait_for(lambda: log.exists() and log.read_text() == "imports\n")
+    process = Process.find(launcher.pid)
+    assert process is not None
+    wait_for(lambda: process.catches(SAVE))  # it follows the workers, and asks them to end from now on
     assert launcher.stderr is not None
     for number, said in zip(numbers, ("finishing the step", "stopping the workers", "killing"), strict=False):
         launcher.send_signal(number)

@@ -12,14 +12,14 @@ from waiting import PATIENCE_S
 
 JOB = {
     "name": "big",
-    "model": {"call": "zrun_core.models.gpt:gpt", "args": {"dim": 256, "depth": 4, "heads": 4, "seq_len": 64}},
+    "model": {"call": "zrun_core.models.gpt:gpt", "args": {"dim": 768, "depth": 6, "heads": 4, "seq_len": 64}},
     "data": {"call": "zrun_core.data.text:text", "args": {"paths": "*.txt", "seq_len": 64}},
     "steps": 2,
     "batch": {"global": 2, "micro": 1},
     "slots": 2,
     "device": "cpu",
     "zero": 0,
-    "limits": {"memory": "424MiB"},
+    "limits": {"memory": "1500MiB"},
 }
 
 
@@ -38,10 +38,10 @@ def test_what_does_not_fit_is_refused_and_trains_as_it_is_told_to(tmp_path, monk
     assert refused.returncode == 3, refused.stderr
     assert re.search(r"the model's states take \d+\.\d MiB on this rank, which has \d+\.\d MiB", refused.stderr)
     assert "this job does not fit: each rank's share of the host's memory would hold" in refused.stderr
-    assert "more than its 212.0 MiB: " in refused.stderr
+    assert "more than its 750.0 MiB: " in refused.stderr
     assert "; the cheapest change that fits: zero.stage=" in refused.stderr
     found = json.loads((tmp_path / "refused" / "failure.json").read_text())
-    assert (found["exit_code"], found["unfit"]["capacity"]) == (3, 212 << 20)
+    assert (found["exit_code"], found["unfit"]["capacity"]) == (3, 750 << 20)
     assert not (tmp_path / "refused" / "checkpoints").exists()
 
     changed = zrun(tmp_path, "estimate", "job.yaml", "--fit", "--write", "fits.yaml")

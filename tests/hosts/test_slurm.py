@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -99,6 +100,8 @@ def test_nodes_without_an_agent_are_named(
     says: str,
 ) -> None:
     trouble(monkeypatch)
+    if trouble is gone and shutil.which("srun") is not None:
+        pytest.skip("a real srun is installed")
     code, report = end(faults.start(allocation, tmp_path / "job", **FAKE))
     assert code == 3
     assert says in report

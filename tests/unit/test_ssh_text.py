@@ -10,6 +10,7 @@ from zrun.launch.agent_process import AgentProcess
 from zrun.launch.agents import Agents
 from zrun.launch.frames import Start
 from zrun.launch.hosts import HostEntry
+from zrun.launch.slurm import SrunAgent
 from zrun.launch.ssh import SshAgent, explain, remote_command, ssh_argv
 from zrun_core.errors import JobError, PreflightError
 
@@ -120,3 +121,8 @@ def test_many_hosts_share_what_is_the_same_for_all(monkeypatch: pytest.MonkeyPat
     assert packed == ["a"]
     for member in members:
         member.close()
+
+
+def test_a_host_without_srun_is_told_what_the_job_asks_for():
+    with pytest.raises(PreflightError, match=r"nowhere/srun: No such file or directory: launch.backend: slurm needs"):
+        SrunAgent("node1", "python3", srun="/nowhere/srun")

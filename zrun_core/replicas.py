@@ -21,7 +21,7 @@ import xxhash
 
 from zrun_core.errors import DivergedError
 from zrun_core.zero.sharded import ShardedModel
-from zrun_core.zero.unit import FlatUnit, UnitState
+from zrun_core.zero.unit import FlatUnit
 
 _CHUNK_WORDS = 1 << 24  # that a device digests at a time: 128 MiB of scratch
 _ODD = -7046029254386353131  # 0x9E3779B97F4A7C15, the golden ratio's bits, as a signed number
@@ -95,22 +95,20 @@ class ReplicaGuard:
             raise DivergedError(self._name(step, counters, replicas))
 
     def _replicas(self) -> list[_Replica]:
-        # With a parameter server only one rank keeps states, and the others take its parameters before each forward.
-        hybrid = self._mesh.replicate.size > 1 and not self._sharded.settings.server
+        """List what other ranks hold too: whole units, and shards that groups have alike."""
+        # With a parameter server only one rank keeps masters, and the others take its parameters before each forward.
+        server = self._sharded.settings.server
+        hybrid = self._mesh.replicate.size > 1 and not server
         found = []
         for unit in self._sharded.units:
-            layout, split = unit.layout, unit.split
-            stop = layout.numel
-            if not unit.frees and (unit.state is UnitState.WHOLE or split.size == 1):
-                found.append(_Replica(unit, "parameter", unit.full[:stop], True, 0))
-            elif hybrid:
-                found.append(_shard(unit, "parameter", unit.param_shard, layout.shard_range(split.index)[0]))
-            states = self._sharded.settings.states
-            if unit.trainable and states.has_master(layout) and not states.server:  # a server alone has masters
-                if unit.owned == (0, layout.padded_numel) and not self._sharded.settings.server:
-                    found.append(_Replica(unit, "fp32 master", unit.master[:stop], True, 0))
-                elif hybrid:
-                    found.append(_shard(unit, "fp32 master", unit.master, unit.owned[0]))
+            held = [("parameter", unit.resident_params())]
+            if (masters := unit.masters()) is not None and not server:
+                held.append(("fp32 master", masters))
+            for what, (flat, start) in held:
+                everywhere = flat.numel() == unit.layout.padded_numel
+                if everywhere or hybrid:
+                    unpadded = flat[: max(0, unit.layout.numel - start)]
+                    found.append(_Replica(unit, what, unpadded, everywhere, start))
         return found
 
     def _exchange(self, own: Sequence[int]) -> list[list[int]]:
@@ -171,11 +169,6 @@ _END = "; go on from the last checkpoint, on another machine if it happens again
 def _begin(step: int, odd: list[int]) -> str:
     """Of two ranks nobody can say which one is right."""
     return f"step {step}: replicas diverged: rank {' and '.join(str(rank) for rank in odd)}"
-
-
-def _shard(unit: FlatUnit, what: str, flat: torch.Tensor, start: int) -> _Replica:
-    held = max(0, min(flat.numel(), unit.layout.numel - start))  # without padding
-    return _Replica(unit, what, flat[:held], False, start)
 
 
 def _combined(digests: Sequence[int]) -> int:

@@ -138,10 +138,11 @@ class ModelState:
         found: list[Part] = []
         for unit in self._sharded.units:
             low, high = self._written(unit)
-            value, (first, _) = _value_of(unit)
+            values = unit.values()
             for piece in unit.layout.pieces(low, high):
                 start = low + piece.start - piece.slot.offset
-                data = value[low + piece.start - first : low + piece.stop - first].detach()
+                first, last = low + piece.start - values.start, low + piece.stop - values.start
+                data = values.flat[first:last].detach()
                 found.append(Part(piece.slot.name, VALUE, start, start + data.numel(), data))
         for unit, slot, start, held, state in self._optimizer_states():
             low, high = self._written(unit)
@@ -286,18 +287,15 @@ class ModelState:
             for name, memory in flat_buffers.items():
                 _put_back(memory, self.buffers[name])
             for unit in self._sharded.units:
-                if unit.trainable:
-                    if unit.policy.has_master(unit.layout):
-                        unit.owned_param.copy_(unit.master)
-                    unit.mark_stale()
+                unit.values_changed()
 
     def _value_targets(self) -> Iterator[Target]:
         for unit in self._sharded.units:
-            value, (low, high) = _value_of(unit)
-            for piece in unit.layout.pieces(low, high):
-                slot = piece.slot
+            values, low = unit.values()
+            for piece in unit.layout.pieces(low, low + values.numel()):
+                slot, memory = piece.slot, values[piece.start : piece.stop]
                 names, start = (slot.name, *self._aliases[slot.name]), low + piece.start - slot.offset
-                yield Target(names, VALUE, slot.shape, slot.stride, start, value[piece.start : piece.stop])
+                yield Target(names, VALUE, slot.shape, slot.stride, start, memory)
 
     def _buffer_target(self, name: str, memory: torch.Tensor) -> Target:
         buffer = self.buffers[name]
@@ -453,15 +451,6 @@ def _put_back(memory: torch.Tensor, buffer: torch.Tensor) -> None:
         once = tuple(slice(1) if stride == 0 else slice(None) for stride in buffer.stride())  # an expanded tensor
         whole = memory.as_strided(buffer.shape, dense_stride(buffer))
         buffer[once].copy_(whole[once])
-
-
-def _value_of(unit: FlatUnit) -> tuple[torch.Tensor, tuple[int, int]]:
-    """The most exact values of a unit that this rank keeps, and which of its elements they are."""
-    if unit.trainable:
-        return unit.master, unit.owned
-    if unit.frees:
-        return unit.param_shard, unit.layout.shard_range(unit.split.index)
-    return unit.full, (0, unit.layout.padded_numel)
 
 
 _SCALAR = "a number"

@@ -166,8 +166,7 @@ class ShardedOptimizer:
         update.set_grads(None, b"")
         if borrowed is not None:
             self._scratch.give(borrowed)
-        if update.unit.policy.has_master(update.unit.layout):
-            update.unit.owned_param.copy_(update.unit.master)
+        update.unit.cast_master()
 
     def _apply_together(self, updates: Sequence[_UnitUpdate]) -> None:
         """The two halves of a layer-wise update. See [Note: layer-wise optimizers]."""

@@ -447,7 +447,7 @@ class ShardedModel:
     def own_tensors(self) -> Iterator[torch.Tensor]:
         """The tensors in which this rank's states and scratch lie."""
         for unit in self.units:
-            yield from (value for value in vars(unit).values() if isinstance(value, torch.Tensor))
+            yield from unit.tensors()
         yield from self.reducer.ring.tensors
         yield from self.module.buffers()
         yield from self.optimizer.tensors()

@@ -8,7 +8,9 @@ mark_stale the shard was updated: the foreign shards are those of the last step
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -36,8 +38,23 @@ class UnitState(Enum):
     WHOLE = "everything"  # memory of the whole unit
 
 
+class Values(NamedTuple):
+    """A range of a unit's elements in this rank's memory.
+
+    Attributes:
+        flat: [number of elements], live: a write to it is a write to the unit.
+        start: the range's first element, counted from the unit's beginning.
+    """
+
+    flat: torch.Tensor
+    start: int
+
+
 class FlatUnit:
     """A unit on this rank.
+
+    Its memory is touched in `zero/` and `optim/` only; everybody else asks for `values`, `masters`
+    or `resident_params`, and says `values_changed` after writing to what `values` returned.
 
     Attributes:
         split: the group over which the unit is divided when it is reduced, `layout.num_shards` ranks.
@@ -121,7 +138,7 @@ class FlatUnit:
         with torch.no_grad():
             own = self.layout.shard_range(self.split.index)
             targets = [(self.param_shard, own)] if self.frees else [(self.full, (0, self.layout.padded_numel))]
-            if self.trainable and self.policy.has_master(self.layout):
+            if self.trainable and self.master is not self.owned_param:
                 targets.append((self.master, self.owned))
             for target, (start, stop) in targets:
                 for piece in self.layout.pieces(start, stop):
@@ -189,9 +206,49 @@ class FlatUnit:
         if isinstance(self.window, StorageWindow):
             start, stop = self.layout.shard_range(self.split.index)
             self.param_shard.copy_(self.full[start:stop])
-        if self.trainable and self.policy.has_master(self.layout):
+        if self.trainable and self.master is not self.owned_param:
             changed = self.owned_param != self.master.to(self.layout.dtype)
             self.master[changed] = self.owned_param[changed].float()
+
+    # For whoever reads or writes values between two steps
+
+    def values(self) -> Values:
+        """Return the most exact values that this rank keeps, padding included: masters where it has them."""
+        if self.trainable:
+            return Values(self.master, self.owned[0])
+        return self._params_kept()
+
+    def values_changed(self) -> None:
+        """Bring the parameters up to date with what was written to `values`; foreign shards are stale."""
+        if self.trainable:
+            self.cast_master()
+            self.mark_stale()
+
+    def masters(self) -> Values | None:
+        """Return the fp32 masters, padding included; None where parameters are their own masters."""
+        if not self.trainable or self.master is self.owned_param:
+            return None
+        return Values(self.master, self.owned[0])
+
+    def resident_params(self) -> Values:
+        """Return the parameters that are up to date here without a gather: the whole unit or the own shard."""
+        if self.frees or self.state is UnitState.WHOLE:
+            return self._params_kept()
+        return Values(self.param_shard, self.layout.shard_range(self.split.index)[0])
+
+    def _params_kept(self) -> Values:
+        if self.frees:
+            return Values(self.param_shard, self.layout.shard_range(self.split.index)[0])
+        return Values(self.full, 0)
+
+    def cast_master(self) -> None:
+        """Write the masters to the parameters in compute dtype. Nothing to do where they are the same memory."""
+        if self.master is not self.owned_param:
+            self.owned_param.copy_(self.master)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors that this unit's permanent memory consists of; some share their memory."""
+        yield from (value for value in vars(self).values() if isinstance(value, torch.Tensor))
 
     # Gradients
 
@@ -262,7 +319,7 @@ class FlatUnit:
         found = [Buffer(f"{self.name}/param", Kind.PARAM, param.nbytes)]
         if self.trainable:
             found.append(Buffer(f"{self.name}/grad", Kind.GRAD, self.grad.untyped_storage().nbytes()))
-            if self.policy.has_master(self.layout):
+            if self.master is not self.owned_param:
                 found.append(Buffer(f"{self.name}/master", Kind.OPTIM, self.master.nbytes))
         return found
 

@@ -1,9 +1,12 @@
-"""What can be run, by name, without importing torch: `zrun3-bf16@4` is ZeRO-3 of zrun in bf16 on 4 ranks."""
+"""What can be run, by name, without importing torch: `zrun3-bf16@4` is ZeRO-3 of zrun in bf16 on 4 ranks.
+
+`zrun3-other` is ZeRO-3 of another checkout of zrun, run by that one's interpreter and benchmarks.
+"""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 SYSTEMS = (
     "single",  # one process walks through the whole global batch: the numerical reference
@@ -18,6 +21,7 @@ SYSTEMS = (
 LR, BETAS, WEIGHT_DECAY = 3e-4, (0.9, 0.95), 0.1  # of AdamW
 VOCAB = 512  # 256 byte values, padded
 TRAIN = "train"  # the real command line: `zrun train` with a job file
+_NAME = re.compile(r"(?P<system>.+?)(?P<other>-other)?(?P<bf16>-bf16)?(?:@(?P<ranks>[1-9]\d*))?", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -50,18 +54,35 @@ class Case:
     system: str
     bf16: bool
     ranks: int
+    other: bool = False  # of the other checkout
 
     @classmethod
     def parse(cls, text: str, ranks: int) -> Case:
-        """`system[-bf16][@ranks]`; `ranks` where it says nothing.
+        """Read `system[-other][-bf16][@ranks]`; `ranks` where it says nothing.
 
         Raises:
             ValueError: there is no such system.
         """
-        match = re.fullmatch(r"(?P<system>.+?)(?P<bf16>-bf16)?(?:@(?P<ranks>[1-9]\d*))?", text)
+        match = _NAME.fullmatch(text)
         if match is None or match["system"] not in (*SYSTEMS, TRAIN):
-            raise ValueError(f"no system {text!r}: write one of {', '.join((*SYSTEMS, TRAIN))}, with -bf16 and @ranks")
-        return cls(match["system"], bool(match["bf16"]), int(match["ranks"] or ranks))
+            names = ", ".join((*SYSTEMS, TRAIN))
+            raise ValueError(f"no system {text!r}: write one of {names}, with -bf16 and @ranks")
+        found = cls(match["system"], bool(match["bf16"]), int(match["ranks"] or ranks))
+        if not match["other"]:
+            return found
+        if not found.is_ours:
+            raise ValueError(f"no system {text!r}: another checkout has only zrun's to offer")
+        return found.twin
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is zrun, of which there may be another checkout."""
+        return self.system.startswith("zrun") or self.system == TRAIN
+
+    @property
+    def twin(self) -> Case:
+        """The same of the other checkout."""
+        return replace(self, other=not self.other)
 
     @property
     def base(self) -> Case:
@@ -78,7 +99,8 @@ class Case:
 
     def label(self, ranks: int) -> str:
         """As `parse` reads it."""
-        return f"{self.system}{'-bf16' * self.bf16}{f'@{self.ranks}' * (self.ranks != ranks)}"
+        other, bf16 = "-other" * self.other, "-bf16" * self.bf16
+        return f"{self.system}{other}{bf16}{f'@{self.ranks}' * (self.ranks != ranks)}"
 
 
 @dataclass(frozen=True)

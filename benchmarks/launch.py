@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import statistics
@@ -41,9 +42,34 @@ class Settings:
     timeout_s: float
     peer_python: str  # interpreter of DeepSpeed
     heap: str = "own"  # whose environment for glibc: see HEAPS
+    other_python: str = ""  # interpreter of the other checkout
 
     def python(self, case: Case) -> str:
+        """The interpreter that runs `case`."""
+        if case.other:
+            return self.other_python
         return self.peer_python if case.system.startswith("ds") else sys.executable
+
+    def benchmarks(self, case: Case) -> Path:
+        """The folder of `case`'s worker: each checkout knows how to set itself up."""
+        return checkout(self.other_python) / "benchmarks" if case.other else HERE
+
+
+@functools.cache
+def checkout(python: str) -> Path:
+    """The folder from which the interpreter `python` imports zrun.
+
+    Raises:
+        ValueError: it cannot, or there are no benchmarks beside.
+    """
+    code = "import pathlib, zrun_core; print(pathlib.Path(zrun_core.__file__).parents[1])"
+    try:
+        found = subprocess.run([python, "-P", "-c", code], check=True, capture_output=True, text=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        raise ValueError(f"{python} cannot import zrun: name the Python of a checkout") from None
+    if not (Path(found.strip()) / "benchmarks" / "worker.py").exists():
+        raise ValueError(f"{python} has zrun from {found.strip()}, where no benchmarks are")
+    return Path(found.strip())
 
 
 def is_installed(python: str, module: str) -> bool:
@@ -72,8 +98,8 @@ def _run_workers(case: Case, settings: Settings, steps: int, folder: Path) -> Re
     given = dict(WORKER_DEFAULTS) if is_zrun or settings.heap == "kept" else {}
     if settings.heap == "default":
         given.pop(TUNABLES, None)
-    command += [str(HERE / "worker.py"), str(folder / "request.json")]
-    error = _execute(command, settings, case.processes, given)
+    command += [str(settings.benchmarks(case) / "worker.py"), str(folder / "request.json")]
+    error = _execute(command, settings, case, given)
     found = [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
     if len(found) != case.processes:
         return {"error": error or "a rank left no result"}
@@ -105,7 +131,7 @@ def reduce_ranks(ranks: list[Record], warmup: int, cores: int) -> Record:
 
 def _run_train(case: Case, settings: Settings, folder: Path) -> Record:
     """`zrun train` as a user types it: ZeRO-3, a few steps."""
-    shape, code = SHAPES[settings.size], HERE / "model.py"
+    shape, code = SHAPES[settings.size], settings.benchmarks(case) / "model.py"
     job = zrun_job(3, case.bf16) | {
         "model": {"call": f"{code}:job_model", "args": {"size": settings.size}},
         "data": {
@@ -120,8 +146,8 @@ def _run_train(case: Case, settings: Settings, folder: Path) -> Record:
     }
     (folder / "job.yaml").write_text(json.dumps(job))  # JSON is YAML
     launched = time.time()
-    command = [sys.executable, "-m", "zrun", "train", str(folder / "job.yaml"), "--run-dir", str(folder / "run")]
-    error = _execute(command, settings, case.processes, {})
+    command = [settings.python(case), "-P", "-m", "zrun", "train", str(folder / "job.yaml")]
+    error = _execute([*command, "--run-dir", str(folder / "run")], settings, case, {})
     events = folder / "run" / "events.jsonl"
     lines = events.read_text().splitlines() if events.exists() else []
     steps = [event for event in map(json.loads, lines) if event["type"] == "step"]
@@ -130,17 +156,18 @@ def _run_train(case: Case, settings: Settings, folder: Path) -> Record:
     return {"first_s": steps[0]["time"] - launched, "losses": [event["loss"] for event in steps]}
 
 
-def _execute(command: list[str], settings: Settings, processes: int, given: dict[str, str]) -> str:
+def _execute(command: list[str], settings: Settings, case: Case, given: dict[str, str]) -> str:
     """Run `command` to its end; what went wrong, in one line, or nothing."""
-    threads = str(settings.threads)
+    threads, folder = str(settings.threads), settings.benchmarks(case)
     environment = (
         os.environ
         | {
             "OMP_NUM_THREADS": threads,
             "MKL_NUM_THREADS": threads,
-            "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)]),  # siblings, and zrun without installing it
+            # Siblings, and zrun without installing it.
+            "PYTHONPATH": os.pathsep.join([str(folder), str(folder.parent)]),
             "DS_ACCELERATOR": "cpu",
-            "LOCAL_SIZE": str(processes),  # DeepSpeed asks for it
+            "LOCAL_SIZE": str(case.processes),  # DeepSpeed asks for it
             "TORCH_CPP_LOG_LEVEL": "ERROR",
         }
         | given

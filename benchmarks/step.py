@@ -3,6 +3,7 @@
     python benchmarks/step.py --size 50m                     everything: about 40 minutes on 2 quiet cores
     python benchmarks/step.py --size 10m --only fp32,bf16    parts of it; see --list
     python benchmarks/step.py --systems ddp,zrun3,zrun3@4    some systems
+    python benchmarks/step.py --other ../old/.venv/bin/python    and each of zrun's in another checkout too
     python benchmarks/step.py --quick                        does it run at all?
     python benchmarks/step.py --show results.json            print an earlier run again
 
@@ -72,6 +73,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         help="; ".join(f"{name}: {what}" for name, what in launch.HEAPS.items()),
     )
     parser.add_argument("--peer-python", default=sys.executable, help="interpreter that has DeepSpeed")
+    parser.add_argument(
+        "--other",
+        default="",
+        metavar="PYTHON",
+        help="of another checkout of zrun: its systems take turns with this one's",
+    )
     parser.add_argument("--json", type=Path, default=Path("bench-step.json"), help="where the results go")
     parser.add_argument("--show", type=Path, help="print the tables of an earlier run")
     parser.add_argument("--quick", action="store_true", help="a tiny model and few steps: a test of the harness")
@@ -99,8 +106,17 @@ def choose(options: argparse.Namespace) -> list[Case]:
         ValueError: a name is unknown.
     """
     if options.systems:
-        return list(dict.fromkeys(Case.parse(name, options.ranks) for name in options.systems.split(",")))
-    return cases_of(options.only.split(",") if options.only else list(PARTS), options.ranks)
+        named = [Case.parse(name, options.ranks) for name in options.systems.split(",")]
+    else:
+        parts = options.only.split(",") if options.only else list(PARTS)
+        named = cases_of(parts, options.ranks)
+    if options.other:
+        launch.checkout(options.other)
+        pairs = ((case, case.twin) if case.is_ours else (case,) for case in named)
+        named = [case for pair in pairs for case in pair]
+    elif any(case.other for case in named):
+        raise ValueError("which other checkout? Name its Python with --other")
+    return list(dict.fromkeys(named))
 
 
 def available(cases: list[Case], peer_python: str) -> list[Case]:
@@ -122,6 +138,7 @@ def measure(cases: list[Case], options: argparse.Namespace) -> dict[Case, list[l
         timeout_s=options.timeout,
         peer_python=options.peer_python,
         heap=options.heap,
+        other_python=options.other,
     )
     runs: dict[Case, list[launch.Record]] = {case: [] for case in cases}
     for number in range(options.rounds):
@@ -179,10 +196,14 @@ def machine() -> dict[str, Any]:
 
 
 def report(runs: dict[Case, list[launch.Record]], size: str, ranks: int) -> str:
-    """Both tables."""
+    """All tables."""
     shape = SHAPES[size]
-    cases = table.case_table(runs, ranks, shape.batch * shape.seq, shape.flops_per_token)
-    return f"\n{cases}\n\n{table.verdict_table(table.verdicts(runs, size, ranks))}"
+    found = [
+        table.case_table(runs, ranks, shape.batch * shape.seq, shape.flops_per_token),
+        table.twin_table(runs, ranks),
+        table.verdict_table(table.verdicts(runs, size, ranks)),
+    ]
+    return "\n" + "\n\n".join(filter(None, found))
 
 
 if __name__ == "__main__":

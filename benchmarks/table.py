@@ -44,9 +44,13 @@ def step_ms(runs: Runs, case: Case) -> Spread | None:
     return Spread.of(1e3 * seconds for record in used(runs, case) for seconds in record["timed"])
 
 
-def ratio(runs: Runs, case: Case) -> Spread | None:
-    """Step time in units of the base's, by rounds: each is compared with the base's run of its own round."""
-    bases = {record["round"]: record for record in used(runs, case.base)}
+def ratio(runs: Runs, case: Case, base: Case | None = None) -> Spread | None:
+    """Return step time in units of a base's, by rounds: each is compared with the base's run of its own round.
+
+    Args:
+        base: `case.base` if it is not given.
+    """
+    bases = {record["round"]: record for record in used(runs, base or case.base)}
     pairs = [(record, bases[record["round"]]) for record in used(runs, case) if record["round"] in bases]
     return Spread.of(statistics.median(a["timed"]) / statistics.median(b["timed"]) for a, b in pairs)
 
@@ -93,9 +97,11 @@ def loss_difference(runs: Runs, case: Case) -> float | None:
     return max(abs(a - b) for a, b in zip(pair[0]["losses"], pair[1]["losses"], strict=False))
 
 
-def equal_bits(runs: Runs, case: Case) -> bool | None:
-    """Whether every rank's every loss and, at the end, every parameter has the bits of DDP's."""
-    pair = same_round(runs, case, Case("ddp", False, case.ranks))
+def equal_bits(runs: Runs, case: Case, base: Case | None = None) -> bool | None:
+    """Return whether every rank's every loss and, at the end, every parameter has the bits of another's, DDP's in fp32
+    if it is not given.
+    """
+    pair = same_round(runs, case, base or Case("ddp", False, case.ranks))
     if pair is None or case.system in ("single", TRAIN) or None in pair[0]["digests"]:
         return None
     return all(pair[0][key] == pair[1][key] for key in ("rank_losses", "digests"))
@@ -237,6 +243,27 @@ def case_table(runs: Runs, ranks: int, tokens_per_rank: int, flops_per_token: fl
             "" if bits is None else "yes" if bits else "no", number(largest_sum(records, "clean"), "d"),
         ])  # fmt: skip
     return render(columns, rows)
+
+
+def twin_table(runs: Runs, ranks: int) -> str:
+    """Every case of both checkouts, side by side; nothing where there is one checkout."""
+    rows = []
+    for case in runs:
+        here, other = step_ms(runs, case), step_ms(runs, case.twin)
+        if case.other or not here or not other:
+            continue
+        relative, bits = ratio(runs, case, case.twin), equal_bits(runs, case, case.twin)
+        rows.append([
+            case.label(ranks), f"{here.median:.0f}", f"{other.median:.0f}",
+            number(relative and relative.median, ".3f"),
+            f"{relative.low:.3f}-{relative.high:.3f}" if relative else "",
+            *(number(largest(runs, each, "peak_mb"), ".0f") for each in (case, case.twin)),
+            "" if bits is None else "yes" if bits else "no",
+        ])  # fmt: skip
+    columns = (
+        "system", "ms/step", "other's", "/ other", "range", "peak MB", "other's", "= other",
+    )  # fmt: skip
+    return render(columns, rows) if rows else ""
 
 
 def largest_sum(records: Sequence[Record], key: str) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +44,15 @@ def case(text: str) -> Case:
 def test_case_names_are_read_and_written() -> None:
     assert case("zrun3-bf16@4") == Case("zrun3", True, 4)
     assert case("fsdp2-z2") == Case("fsdp2-z2", False, 2)
-    for text in ("zrun3-bf16@4", "ddp", "single@1", "train"):
+    for text in ("zrun3-bf16@4", "ddp", "single@1", "train", "zrun2-sockets-other-bf16@4"):
         assert case(text).label(2) == text
     assert case("zrun2@1").base == case("single@1")
     assert case("ds3-bf16").base == case("ddp-bf16")
+    assert case("zrun3-other-bf16").base == case("ddp-bf16")
+    assert case("zrun3-other-bf16").twin == case("zrun3-bf16")
 
 
-@pytest.mark.parametrize("text", ["zrun4", "ddp@0", "", "bf16", "zrun3@"])
+@pytest.mark.parametrize("text", ["zrun4", "ddp@0", "", "bf16", "zrun3@", "ddp-other"])
 def test_unknown_systems_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="no system"):
         case(text)
@@ -71,6 +74,31 @@ def test_ratios_are_taken_inside_each_round() -> None:
     assert found is not None
     assert (found.low, found.high) == pytest.approx((0.9, 1.1))
     assert found.median == pytest.approx(1.0)
+
+
+def test_checkouts_are_compared_inside_each_round() -> None:
+    runs = {
+        case("ddp"): [record([1.0])],
+        case("zrun1"): [record([0.9]), record([1.0], number=1)],
+        case("zrun1-other"): [record([1.0]), record([2.0], number=1, digests=["b", "b"])],
+    }
+    *_, row = table.twin_table(runs, 2).splitlines()
+    assert row.split() == ["zrun1", "950", "1500", "0.700", "0.500-0.900", "800", "800", "yes"]
+    assert table.twin_table({case("zrun1"): [record([1.0])]}, 2) == ""
+
+
+def test_each_of_our_systems_runs_in_both_checkouts() -> None:
+    options = step.parse(["--systems", "ddp,zrun1,train", "--other", sys.executable])
+    labels = [each.label(2) for each in step.choose(options)]
+    assert labels == ["ddp", "zrun1", "zrun1-other", "train", "train-other"]
+    settings = launch.Settings("tiny", 1, 1, 1.0, "", other_python=sys.executable)
+    assert settings.benchmarks(case("zrun1-other")) == BENCHMARKS
+
+
+@pytest.mark.parametrize("arguments", [["--systems", "zrun1-other"], ["--other", "/no/python"]])
+def test_a_missing_checkout_is_refused(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        step.parse(arguments)
 
 
 def test_a_disturbed_run_counts_only_where_there_is_no_other() -> None:
@@ -166,7 +194,7 @@ def test_results_are_shown_again(tmp_path: Path, capsys: pytest.CaptureFixture[s
     options = step.parse(["--size", "10m", "--json", str(tmp_path / "results.json")])
     step.save({case("ddp"): [record([1.0])]}, options)
     saved = json.loads((tmp_path / "results.json").read_text())
-    assert saved["runs"][0]["case"] == {"system": "ddp", "bf16": False, "ranks": 2}
+    assert saved["runs"][0]["case"] == asdict(case("ddp"))
     runs = {Case(**entry["case"]): entry["records"] for entry in saved["runs"]}
     assert "1.000-1.000" in step.report(runs, "10m", 2)
 

@@ -124,6 +124,7 @@ def zrun_loop(model: nn.Module, device: torch.device, compiled: bool) -> Loop:
     from zrun_core.comm import Comm
     from zrun_core.config import JobConfig
     from zrun_core.mesh import Mesh
+    from zrun_core.named_vector import NamedVector
     from zrun_core.optim.choose import choose
     from zrun_core.parallelize import make_settings, parallelize
 
@@ -138,14 +139,13 @@ def zrun_loop(model: nn.Module, device: torch.device, compiled: bool) -> Loop:
     sharded.module.to(device)
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
-        sums = torch.zeros(2, dtype=torch.float64, device=device)  # samples, and their loss
+        sums = NamedVector.of(device, samples=0.0, loss=0.0)
         sharded.begin_step()
         with sharded.forward():
             loss = sharded.module(tokens, targets)
-        sums[0] += len(tokens)
-        sums[1] += loss.detach().double() * len(tokens)
+        sums.add(samples=len(tokens), loss=loss.detach().double() * len(tokens))
         sharded.backward(loss, boundary=True)
-        sharded.step(LR, sums, lambda totals: totals[0] / len(tokens))
+        sharded.step(LR, sums, lambda totals: totals["samples"] / len(tokens))
         return loss.detach()
 
     return step

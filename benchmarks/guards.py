@@ -23,6 +23,7 @@ from zrun_core.build import Built
 from zrun_core.comm import Comm
 from zrun_core.config import JobConfig
 from zrun_core.mesh import Mesh
+from zrun_core.named_vector import NamedVector
 from zrun_core.optim.choose import choose
 from zrun_core.parallelize import make_settings, parallelize, shard_size
 from zrun_core.replicas import ReplicaGuard
@@ -70,7 +71,8 @@ def measure(size: str, stage: int, bf16: bool, steps: int) -> tuple[float, float
         checking = time.perf_counter()
         guard.check(number, {"step": number, "lr": LR, "loss scale": 1.0})
         checked = time.perf_counter()
-        sharded.step(LR, torch.ones(1, dtype=torch.float64), lambda sums: sums[0] / world)
+        sums = NamedVector.of(comm.device, weight=1.0)
+        sharded.step(LR, sums, lambda sums: sums["weight"] / world)
         step_times.append(time.perf_counter() - checked + checking - start)
         check_times.append(checked - checking)
     return median(step_times[1:]), median(check_times[1:])

@@ -143,6 +143,7 @@ def zrun(stage: int, *, sockets: bool = False) -> Make:
     from zrun_core.comm import Comm
     from zrun_core.config import JobConfig
     from zrun_core.mesh import Mesh
+    from zrun_core.named_vector import NamedVector
     from zrun_core.optim.choose import choose
     from zrun_core.parallelize import make_settings, parallelize, shard_size
 
@@ -166,8 +167,8 @@ def zrun(stage: int, *, sockets: bool = False) -> Make:
                 loss = sharded.module(tokens, targets)
             value = loss.item()
             sharded.backward(loss * share, boundary=True)
-            sums = torch.tensor([len(tokens), value * len(tokens)], dtype=torch.float64)
-            sharded.step(LR, sums, lambda totals: totals[0] / global_batch)
+            sums = NamedVector.of(comm.device, samples=len(tokens), loss=value * len(tokens))
+            sharded.step(LR, sums, lambda totals: totals["samples"] / global_batch)
             return value
 
         def params() -> Iterable[Tensor]:

@@ -346,6 +346,13 @@ class Comm:
         self.wait_for(self._exchange_all([values.contiguous()] * (group.size - 1), arriving, group, _SMALL_TAG))
         return everyone.sum(0)
 
+    def all_equal(self, number: int, group: Group, *, name: str) -> bool:
+        """Whether all ranks of `group` name the same `number`, as far as its last 20 bits tell."""
+        if group.size == 1:
+            return True
+        own = torch.tensor(agreement(number), dtype=torch.float64, device=self.device)
+        return bool(have_agreed(self.sum_small(own, group, name=name), group.size))
+
     def broadcast(self, tensor: torch.Tensor, group: Group, *, name: str, source: int = 0) -> None:
         """Overwrite `tensor` on every rank with that of the group's rank `source`."""
         if group.size == 1:
@@ -421,6 +428,29 @@ class Comm:
         """Seconds waited since the last call."""
         waited, self.waited_s = self.waited_s, 0.0
         return waited
+
+
+AGREEMENT = 2  # numbers that `agreement` adds to a message
+
+
+def agreement(number: int) -> tuple[float, float]:
+    """Return what each rank adds to a message that is summed, if all ranks must name one `number`.
+
+    It is x and its square, of the last 20 bits: the square of the sum is the sum of the squares
+    times the number of ranks only if all x are equal. Both are exact in float64 for up to 8192
+    ranks.
+    """
+    x = float(number % (1 << 20))
+    return x, x**2
+
+
+def have_agreed(summed: torch.Tensor, num_ranks: int) -> torch.Tensor:
+    """Return whether all ranks named one number: 0-d bool on the device.
+
+    Args:
+        summed: [2] what `agreement` gave, summed over ranks.
+    """
+    return summed[0] ** 2 == summed[1] * num_ranks
 
 
 def slice_start(numel: int, parts: int, index: int) -> int:

@@ -23,7 +23,8 @@ from zrun_core.data.batch import MicroBatch
 from zrun_core.data.loader import eval_batches
 from zrun_core.errors import UserCodeError
 from zrun_core.loss import LossFunction, compute_loss
-from zrun_core.record import Arriving, Evaluated, checked_name
+from zrun_core.named_vector import Arriving, NamedVector
+from zrun_core.record import Evaluated, checked_name
 from zrun_core.spec import RunSpec
 from zrun_core.user import user_code
 from zrun_core.zero.sharded import ShardedModel
@@ -120,7 +121,7 @@ class Evaluator:
             sums.add(micro, self._numbers(micro))
             if self._board is not None:
                 self._board.tick()
-            if vote.read()[0]:
+            if vote.read()["asked"]:
                 return False
         return True
 
@@ -140,9 +141,9 @@ class Evaluator:
 
     def _vote_on_stop(self) -> Arriving:
         """How many ranks were asked to stop; read after the batch, so that the device goes on."""
-        own = [float(self._asked_to_stop())]
-        asked = torch.tensor(own, dtype=torch.float64, device=self._device)
-        return Arriving.of(self._comm.sum_small(asked, self._world, name="evaluation"))
+        own = torch.tensor([self._asked_to_stop()], dtype=torch.float64, device=self._device)
+        asked = self._comm.sum_small(own, self._world, name="evaluation")
+        return Arriving.of(NamedVector(["asked"], asked))
 
     def _over_ranks(self, sums: _Sums) -> tuple[dict[str, float], list[float]]:
         """Return every number over all ranks, and how many samples and tokens there were.

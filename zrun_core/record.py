@@ -22,6 +22,7 @@ from zrun_core.errors import HangError
 from zrun_core.events import Emitter
 from zrun_core.high_water import HighWater
 from zrun_core.metrics import Phase, StepClock, peak_flops, process_memory
+from zrun_core.named_vector import Arriving
 from zrun_core.sizes import format_size
 from zrun_core.spec import RunSpec
 from zrun_core.zero.sharded import ShardedModel, StepResult
@@ -79,7 +80,7 @@ class Progress:
 
 
 class Numbers(NamedTuple):
-    """What a step came to, over all ranks."""
+    """What a step came to, over all ranks. Of those before `grad_norm` each rank told its own."""
 
     weight: float
     loss: float  # summed
@@ -98,38 +99,6 @@ class Numbers(NamedTuple):
     scale: float
 
 
-NUM_SUMS = Numbers._fields.index("grad_norm")  # the fields before it are summed over ranks
-
-
-@dataclass(frozen=True)
-class Arriving:
-    """A few numbers on their way to the host.
-
-    Attributes:
-        numbers: float64 on the host; there once `arrived` has happened.
-    """
-
-    numbers: torch.Tensor
-    arrived: torch.cuda.Event | None
-
-    @classmethod
-    def of(cls, numbers: torch.Tensor) -> Self:
-        """Send them after what was issued before, and before what comes next."""
-        if not numbers.is_cuda:
-            return cls(numbers, None)
-        numbers = numbers.to("cpu", non_blocking=True)  # to pinned memory
-        arrived = torch.cuda.Event()
-        arrived.record()
-        return cls(numbers, arrived)
-
-    def read(self) -> list[float]:
-        """Wait for them."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        found: list[float] = self.numbers.tolist()
-        return found
-
-
 @dataclass(frozen=True)
 class Pending:
     """A step that was issued. On a GPU its numbers are read when the next one is, so that the device never idles."""
@@ -143,13 +112,13 @@ class Pending:
     flops: float
 
     def read(self) -> Numbers:
-        return Numbers(*self.numbers.read())
+        return Numbers(**self.numbers.read())
 
 
 def to_host(result: StepResult, scale: torch.Tensor) -> Arriving:
-    """`Numbers` on their way to the host."""
-    single = torch.stack([t.double() for t in (result.grad_norm, result.skipped, result.agreed, scale)])
-    return Arriving.of(torch.cat([result.sums, single]))
+    """Send what `Numbers` holds to the host."""
+    told = {"grad_norm": result.grad_norm, "skipped": result.skipped, "agreed": result.agreed}
+    return Arriving.of(result.sums.extended(**told, scale=scale))
 
 
 def checked_name(name: object) -> str:

@@ -39,20 +39,16 @@ from zrun_core.high_water import HighWater
 from zrun_core.hooks import Hook, Hooks
 from zrun_core.loss import LossFunction, LossKind, compute_loss
 from zrun_core.metrics import FlopCount, Phase, StepClock
+from zrun_core.named_vector import NamedVector
 from zrun_core.oom import MemoryGuard
 from zrun_core.optim.lr import Schedule
-from zrun_core.record import NUM_SUMS, Numbers, Pending, Progress, Recorder, to_host
+from zrun_core.record import Pending, Progress, Recorder, to_host
 from zrun_core.replicas import ReplicaGuard
 from zrun_core.spec import RunSpec
 from zrun_core.stop import StopSignals
 from zrun_core.tracebacks import add_where, raised_at
 from zrun_core.user import user_code
 from zrun_core.zero.sharded import ShardedModel
-
-_STOP, _END, _DROPPED, _FIRST_VOTE = (
-    Numbers._fields.index(name) for name in ("stop", "end", "dropped", Votes._fields[0])
-)
-_VOTES = slice(_FIRST_VOTE, _FIRST_VOTE + len(Votes._fields))
 
 
 @dataclass(frozen=True)
@@ -407,7 +403,7 @@ class Trainer:
             if is_lost:  # not before the traceback has let go of the activations
                 self._memory.release()
                 self.sharded.give_up_backward(boundary=boundary)
-                sums[_DROPPED] += 1
+                sums.add(dropped=1.0)
         if self._reads_late:
             self._resolve(between_steps=False)  # whether the last one was skipped decides this one's learning rate
         self.phase = "update"
@@ -426,19 +422,25 @@ class Trainer:
         if not self._reads_late or self._numeric_problem is not None or self._numeric.is_close:
             self._resolve()
 
-    def _first_sums(self) -> torch.Tensor:
-        """What this rank has to say before the step, in the place of the first fields of `Numbers`."""
-        sums = torch.zeros(NUM_SUMS, dtype=torch.float64)
-        sums[_STOP] = self._asked_to_stop()
-        sums[_END] = bool(self.hooks.wish)
+    def _first_sums(self) -> NamedVector:
+        """Return what each rank tells of `Numbers`, with what this one says before the step."""
+        votes = Votes()
         if self.checkpointer is not None:
-            sums[_VOTES] = torch.tensor(self.checkpointer.votes(self.stop.take_save()), dtype=torch.float64)
-        if self.device.type == "cuda":
-            sums = sums.pin_memory()  # copied without waiting for the device
-        return sums.to(self.device, non_blocking=True)
+            votes = self.checkpointer.votes(self.stop.take_save())
+        return NamedVector.of(
+            self.device,
+            weight=0.0,
+            loss=0.0,
+            samples=0.0,
+            tokens=0.0,
+            stop=float(self._asked_to_stop()),
+            end=float(bool(self.hooks.wish)),
+            dropped=0.0,
+            **votes._asdict(),
+        )
 
     def _micro_batch(
-        self, micro: MicroBatch, sums: torch.Tensor, waited: dict[Phase, float], boundary: bool
+        self, micro: MicroBatch, sums: NamedVector, waited: dict[Phase, float], boundary: bool
     ) -> torch.Tensor:
         """Run one forward and backward; returns the share of the loss, without its graph."""
         self.phase = "forward"
@@ -452,7 +454,7 @@ class Trainer:
         waited[Phase.BACKWARD] += self.comm.take_waited()
         return scaled.detach()
 
-    def _forward(self, micro: MicroBatch, sums: torch.Tensor) -> torch.Tensor:
+    def _forward(self, micro: MicroBatch, sums: NamedVector) -> torch.Tensor:
         """The micro-batch's contribution to the loss, to be differentiated. Adds its numbers to `sums`.
 
         Contributions are shares of the nominal global batch: full batches of means need no division afterwards.
@@ -463,16 +465,15 @@ class Trainer:
         # A stand-in for a rank that has run out of samples counts nothing, whatever its loss function says.
         weight = loss.weight if micro.num_samples else 0.0
         total = loss.total.detach().double() if micro.num_samples else 0.0
-        numbers = (weight, total, micro.num_samples, micro.num_tokens)
-        for place, number in enumerate(numbers):
-            sums[place] += number
+        sums.add(weight=weight, loss=total, samples=micro.num_samples, tokens=micro.num_tokens)
         nominal = self.spec.batch.global_size
         if not micro.num_samples:
             return loss.value * 0.0
         return loss.value * (float(loss.weight) / nominal) if loss.kind is LossKind.MEAN else loss.value / nominal
 
-    def _divisor(self, sums: torch.Tensor) -> torch.Tensor:
-        return sums[0] / self.spec.batch.global_size * (sums[_DROPPED] == 0)  # 0 skips the step
+    def _divisor(self, sums: NamedVector) -> torch.Tensor:
+        nominal = self.spec.batch.global_size
+        return sums["weight"] / nominal * (sums["dropped"] == 0)  # 0 skips the step
 
     @contextmanager
     def _counting_flops(self, micro: MicroBatch) -> Iterator[None]:
@@ -497,7 +498,8 @@ class Trainer:
         with self._waiting():
             numbers = pending.read()
         if self.checkpointer is not None:
-            self.checkpointer.heed(Votes(numbers.written, numbers.settled, numbers.due, numbers.asked))
+            votes = Votes(numbers.written, numbers.settled, numbers.due, numbers.asked)
+            self.checkpointer.heed(votes)
         self.recorder.step(pending, numbers, self.loader.epoch)
         self._must_stop |= numbers.stop > 0
         self._must_end |= numbers.end > 0

@@ -14,6 +14,7 @@ from toys import build, data, full_state, make_sharded, train_sharded, world
 from zrun_core.data.order import EpochOrder
 from zrun_core.data.samples import in_words
 from zrun_core.errors import DivergedError
+from zrun_core.named_vector import NamedVector
 from zrun_core.replicas import ReplicaGuard, device_digest, digest
 
 PLACE = "blocks.1.up.weight"
@@ -44,7 +45,7 @@ def spoiled(stage: int, precision: str, kind: str, options: dict[str, Any]) -> d
         sharded.backward(loss / size, boundary=True)
         if hook is not None:
             hook.remove()
-        sums = torch.tensor([total / size], dtype=torch.float64)
+        sums = NamedVector.of(sharded.comm.device, loss=total / size)
         result = sharded.step(1e-2, sums, lambda sums: torch.ones(()).double())
         skips.append(bool(result.skipped))
         if skips[-1]:
@@ -133,7 +134,7 @@ def running(stage: int, bad_steps: list[int]) -> list[tuple[bool, dict[str, torc
             with sharded.forward():
                 loss = sharded.module(x)
             sharded.backward(loss / size, boundary=number == 1)
-        result = sharded.step(1e-2, torch.zeros(1), lambda sums: torch.ones(()).double())
+        result = sharded.step(1e-2, NamedVector.of(sharded.comm.device, weight=1.0), lambda sums: torch.ones(()).double())
         buffers = {name: buffer.clone() for name, buffer in sharded.module.named_buffers()}
         found.append((bool(result.skipped), buffers))
     assert sharded._running._written is not None
@@ -191,8 +192,8 @@ def starved(stage: int, accumulation: int, where: str) -> dict[str, Any]:
                 hook.remove()
             if broken:
                 sharded.give_up_backward(boundary=boundary)
-        sums = torch.tensor([float(lost)], dtype=torch.float64)
-        result = sharded.step(1e-2, sums, lambda sums: (sums[0] == 0).double())
+        sums = NamedVector.of(sharded.comm.device, lost=lost)
+        result = sharded.step(1e-2, sums, lambda sums: (sums["lost"] == 0).double())
         skips.append(bool(result.skipped))
         states.append({name: value.numpy() for name, value in full_state(sharded).items()})
     return {"skips": skips, "states": states}
@@ -243,7 +244,7 @@ def drifted(stage: int, options: dict[str, Any], what: str) -> list[str | None]:
         except DivergedError as error:
             found.append(str(error))
             break
-        sharded.step(lr, torch.ones(1).double(), lambda sums: torch.ones(()).double())
+        sharded.step(lr, NamedVector.of(sharded.comm.device, weight=1.0), lambda sums: torch.ones(()).double())
     guard_traffic = sum(sent for key, sent in sharded.comm.sent_bytes.items() if key.kind == "small")
     assert guard_traffic < 1 << 16
     return found

@@ -13,6 +13,7 @@ from toys import Net, build, data, full_state, make_sharded, optim_config, same_
 from torch import nn
 
 from zrun_core.config import NOT_SHARDED
+from zrun_core.named_vector import NamedVector
 from zrun_core.optim.choose import choose
 
 NO_DECAY = ["norm", "bias"]
@@ -125,7 +126,8 @@ def overflow(stage: int, name: str) -> dict[str, Any]:
             loss = sharded.module(x.chunk(size)[rank].half(), y.chunk(size)[rank])
         bad = number == 2 and rank == size - 1
         sharded.backward(loss * (float("inf") if bad else 1 / size), boundary=True)
-        sharded.step(1e-3, torch.ones(1).double(), lambda sums: torch.ones(()).double())
+        sums = NamedVector.of(sharded.comm.device, weight=1.0)
+        sharded.step(1e-3, sums, lambda sums: sums["weight"] / size)
         states.append(full_state(sharded))
     changed = [any((a[name] != b[name]).any() for name in a) for a, b in pairwise(states)]
     return {"changed": changed, "state": {name: value.float().numpy() for name, value in states[-1].items()}}

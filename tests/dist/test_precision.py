@@ -8,6 +8,8 @@ import pytest
 import torch
 from toys import build, data, full_state, make_sharded, same_bits, train, train_plain, world
 
+from zrun_core.named_vector import NamedVector
+
 MATRIX = [{}, {"optim": {"clip": 0.05}}, {"precision": "bf16"}, {"precision": "bf16", "optim": {"clip": 0.05}}]
 
 
@@ -54,7 +56,8 @@ def overflow(stage: int) -> dict[str, Any]:
             loss = sharded.module(x.chunk(size)[rank].half(), y.chunk(size)[rank])
         bad = number == 2 and rank == size - 1
         sharded.backward(loss * (float("inf") if bad else 1 / size), boundary=True)
-        result = sharded.step(1e-2, torch.ones(1).double(), lambda sums: torch.ones(()).double())
+        sums = NamedVector.of(sharded.comm.device, weight=1.0)
+        result = sharded.step(1e-2, sums, lambda sums: sums["weight"] / size)
         skips.append(bool(result.skipped))
         scales.append(float(sharded.scaler.scale))
         states.append({name: value.numpy() for name, value in full_state(sharded).items()})

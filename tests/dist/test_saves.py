@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from runs import job, losses, run
 from toys import world
 
@@ -21,6 +20,7 @@ from zrun_core.checkpoint.folder import CheckpointFolder, read_step
 from zrun_core.checkpoint.verify import verify
 from zrun_core.errors import DivergedError, HangError, SaveError
 from zrun_core.guards import NumericGuard
+from zrun_core.named_vector import NamedVector
 from zrun_core.replicas import ReplicaGuard
 from zrun_core.stop import SAVE, StopSignals
 from zrun_core.trainer import Trainer
@@ -104,7 +104,7 @@ def run_asked(keys: dict[str, Any], run_dir: str, stop: bool) -> dict[str, Any]:
     """As `run`, where a signal asks the last rank for a save in the third step; with `stop` another asks for the end."""
     first_sums = Trainer._first_sums
 
-    def asked(trainer: Trainer) -> torch.Tensor:
+    def asked(trainer: Trainer) -> NamedVector:
         if trainer.progress.steps == 3 and trainer.world.index == trainer.world.size - 1:
             trainer.stop._note_save(SAVE, None)
             trainer.stop.first = signal.SIGTERM if stop else None

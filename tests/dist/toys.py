@@ -13,6 +13,7 @@ from zrun_core.comm import Comm
 from zrun_core.config import OptimConfig, PrecisionConfig
 from zrun_core.layout import ZeroPolicy
 from zrun_core.mesh import Mesh
+from zrun_core.named_vector import NamedVector
 from zrun_core.optim.choose import choose
 from zrun_core.precision import Precision
 from zrun_core.zero.sharded import Settings, ShardedModel
@@ -117,8 +118,9 @@ def train_sharded(
                 loss = loss_of(sharded.module, part)
             total += loss.item() / size / accumulation
             sharded.backward(loss / (size * accumulation), boundary=k == accumulation - 1)
-        result = sharded.step(lr, torch.tensor([total], dtype=torch.float64), lambda sums: torch.ones(()).double())
-        losses.append(float(result.sums[0]))
+        sums = NamedVector.of(sharded.comm.device, loss=total)
+        result = sharded.step(lr, sums, lambda sums: torch.ones(()).double())
+        losses.append(float(result.sums["loss"]))
     return losses
 
 

@@ -22,6 +22,7 @@ from zrun_core.comm import Comm
 from zrun_core.config import ActivationsConfig, OptimConfig, PrecisionConfig
 from zrun_core.layout import Kind, ZeroPolicy
 from zrun_core.mesh import Mesh
+from zrun_core.named_vector import NamedVector
 from zrun_core.optim.choose import choose
 from zrun_core.precision import LossScaler, Precision
 from zrun_core.zero.cut import repeated_blocks
@@ -96,12 +97,13 @@ def one_step(sharded: ShardedModel, batch: tuple[torch.Tensor, torch.Tensor], fa
     with sharded.forward():
         loss = sharded.module(*batch)
     sharded.backward(loss * factor, boundary=True)
-    sums = torch.stack([torch.ones((), dtype=torch.float64, device=CUDA), loss.detach().double()])
-    return sharded.step(1e-3, sums, lambda summed: summed[0])
+    sums = NamedVector.of(CUDA, weight=1.0, loss=0.0)
+    sums.add(loss=loss.detach())
+    return sharded.step(1e-3, sums, lambda summed: summed["weight"])
 
 
 def train(sharded: ShardedModel, steps: int = STEPS) -> list[float]:
-    return [float(one_step(sharded, batch).sums[1]) for batch in batches(steps)]
+    return [float(one_step(sharded, batch).sums["loss"]) for batch in batches(steps)]
 
 
 def train_plain(steps: int = STEPS) -> list[float]:
@@ -153,7 +155,7 @@ def test_low_precision_follows_fp32(precision):
     losses = {}
     for name, chosen in (("low", precision), ("full", "fp32")):
         sharded, batch = make_sharded(build(), 2, chosen, {"clip": 1.0}), batches(1)[0]
-        losses[name] = [float(one_step(sharded, batch).sums[1]) for _ in range(20)]
+        losses[name] = [float(one_step(sharded, batch).sums["loss"]) for _ in range(20)]
     assert losses["low"] == pytest.approx(losses["full"], rel=0.1, abs=0.05)
     assert losses["low"][-1] < 0.8 * losses["low"][0]
 
@@ -328,7 +330,7 @@ def peak_of(checkpoint: str) -> tuple[list[float], int]:
     one_step(sharded, large)
     before = memory_in_use()
     torch.cuda.reset_peak_memory_stats()
-    losses = [float(one_step(sharded, large).sums[1]) for _ in range(2)]
+    losses = [float(one_step(sharded, large).sums["loss"]) for _ in range(2)]
     return losses, torch.cuda.max_memory_allocated() - before
 
 

@@ -21,6 +21,7 @@ from zrun_core.library import arguments
 from zrun_core.library.model import Handle
 from zrun_core.library.run import current
 from zrun_core.library.skips import Skips
+from zrun_core.named_vector import Arriving, NamedVector
 from zrun_core.optim import lightweight
 from zrun_core.optim.choose import MOMENTS, Chosen, arguments_of, choose_with, find, with_bf16_moments
 from zrun_core.precision import LossScaler, Precision
@@ -31,8 +32,7 @@ from zrun_core.zero.sharded import StepResult
 class _Unread(NamedTuple):
     """What a step came to, on its way to the host."""
 
-    numbers: torch.Tensor
-    arrived: torch.cuda.Event | None
+    numbers: Arriving
     save: int
     scaler: LossScaler | None
     step: int
@@ -124,24 +124,23 @@ class Optimizer(torch.optim.Optimizer):
             raise UserCodeError("step(): torch's GradScaler finds no gradients here: use zrun_core.GradScaler")
         self._warn_unscaled(scaler)
         save, votes = handle.run._background.votes()
-        said = torch.tensor([votes.written, votes.settled], dtype=torch.float64)
         handle.loop.end_gradients()
         if weight is None:
             weight = handle.loop.num_backwards if handle.loop.accumulate > 1 else 1.0
         share = arguments.scalar("step", "weight", weight, is_weight=True)
-        sums = torch.cat([share.to(device).view(1), said.to(device)])
+        sums = NamedVector.of(device, weight=0.0, written=votes.written, settled=votes.settled)
+        sums.add(weight=share.to(device))
         self._read_last()
         self._num_steps += 1
         if self._replica_every is not None and self._num_steps % self._replica_every == 0:
             self._compare(scaler)
         options = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
         sharded.optimizer.set_options(options)
-        result = sharded.step(None, sums, lambda totals: totals[0], scaler)
+        result = sharded.step(None, sums, lambda totals: totals["weight"], scaler)
         torch.autograd.graph.increment_version(self._trained)  # a backward of what was called before is refused
         self.grad_norm, self.skipped = result.grad_norm, result.skipped
         try:
-            facts = torch.stack([result.agreed.double(), result.skipped.double(), result.grad_norm.double()])
-            self._look_at(torch.cat([facts, result.sums]), save, scaler)
+            self._look_at(result, save, scaler)
         finally:
             sharded.begin_step()
             handle.loop.end_step()
@@ -168,32 +167,30 @@ class Optimizer(torch.optim.Optimizer):
             numbers["loss scale"] = float(scaler.scale)
         self._replicas.check(self._num_steps, numbers)
 
-    def _look_at(self, numbers: torch.Tensor, save: int, scaler: LossScaler | None) -> None:
-        """Read (agreed, skipped, norm, weight, votes for `save`) at once; those of a GPU with the next step.
+    def _look_at(self, result: StepResult, save: int, scaler: LossScaler | None) -> None:
+        """Read what the step came to at once; on a GPU with the next step, so it never idles.
 
-        So it never idles.
+        Args:
+            save: which save the votes in the result are for.
         """
-        arrived = None
-        if numbers.device.type == "cuda":
-            numbers, arrived = numbers.to("cpu", non_blocking=True), torch.cuda.Event()
-            arrived.record()
         lr = float(self.param_groups[0].get("lr", 0.0))
-        self._unread = _Unread(numbers, arrived, save, scaler, self._num_steps, lr)
-        if arrived is None:
+        told = {"agreed": result.agreed, "skipped": result.skipped, "grad_norm": result.grad_norm}
+        numbers = Arriving.of(result.sums.extended(**told))
+        self._unread = _Unread(numbers, save, scaler, self._num_steps, lr)
+        if numbers.arrived is None:
             self._read_last()
 
     def _read_last(self) -> None:
         unread, self._unread = self._unread, None
         if unread is None:
             return
-        if unread.arrived is not None:
-            unread.arrived.synchronize()
-        agreed, skipped, norm, weight, written, settled = unread.numbers.tolist()
-        self._record(unread, norm, skipped=bool(skipped))
-        self._heard = unread.save, Votes(written, settled)
-        can_scale_help = bool(skipped) and unread.scaler is not None and unread.scaler.can_shrink()
-        self._skips.see(skipped=bool(skipped), weight=weight, helpless=not can_scale_help)
-        if not agreed:
+        numbers = unread.numbers.read()
+        skipped = bool(numbers["skipped"])
+        self._record(unread, numbers["grad_norm"], skipped=skipped)
+        self._heard = unread.save, Votes(numbers["written"], numbers["settled"])
+        can_scale_help = skipped and unread.scaler is not None and unread.scaler.can_shrink()
+        self._skips.see(skipped=skipped, weight=numbers["weight"], helpless=not can_scale_help)
+        if not numbers["agreed"]:
             raise HangError(
                 "step(): ranks gathered different modules; name the module that chooses between them in "
                 'shard(zero={"stage": ..., "leaf": [...]}), so that it is handled as a whole'

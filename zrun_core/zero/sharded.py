@@ -28,10 +28,12 @@ from zrun_core.comm import Comm, Phase
 from zrun_core.errors import PreflightError
 from zrun_core.layout import ParamSlot, StatePolicy, UnitLayout, ZeroPolicy, module_buffers
 from zrun_core.mesh import Mesh
+from zrun_core.named_vector import NamedVector
 from zrun_core.optim.choose import Chosen, Options
 from zrun_core.optim.sharded import ShardedOptimizer
 from zrun_core.precision import LossScaler, Precision
 from zrun_core.sizes import format_size
+from zrun_core.step_message import Said, exchange
 from zrun_core.zero.cut import Cut, cut, repeated_blocks
 from zrun_core.zero.gather import Gatherer, Pass
 from zrun_core.zero.hooks import install
@@ -86,14 +88,14 @@ class StepResult:
     """What one optimizer step came to. Tensors are 0-d and on the device, so that nobody waits who does not look.
 
     Attributes:
-        sums: the caller's numbers, summed over all ranks, float64.
+        sums: the caller's numbers, summed over all ranks.
         grad_norm: global 2-norm of the gradient, before clipping; not finite after an overflow.
         skipped: bool: the update was not made.
         overflow: bool: because the scaled gradient is not finite.
         agreed: bool: all ranks gathered the same units in the same order.
     """
 
-    sums: torch.Tensor
+    sums: NamedVector
     grad_norm: torch.Tensor
     skipped: torch.Tensor
     overflow: torch.Tensor
@@ -275,8 +277,8 @@ class ShardedModel:
     def step(
         self,
         lr: float | None,
-        sums: torch.Tensor,
-        divisor_of: Callable[[torch.Tensor], torch.Tensor],
+        sums: NamedVector,
+        divisor_of: Callable[[NamedVector], torch.Tensor],
         scaler: LossScaler | None = None,
     ) -> StepResult:
         """Clip, update, and mark every unit stale.
@@ -286,35 +288,28 @@ class ShardedModel:
 
         Args:
             lr: learning rate of all groups; None leaves each its own.
-            sums: [n] float64 numbers of this rank, to be summed over ranks in the step's one small message.
+            sums: numbers of this rank, to be summed over all ranks in the step's message.
             divisor_of: from the summed numbers, what the gradient is to be divided by.
             scaler: what the loss was scaled by, if not by `backward`; its owner updates it.
         """
         scale = self.scaler if scaler is None else scaler
         self.comm.phase = Phase.STEP
-        # Equal numbers of 20 bits: both sides of `agreed` are exact in float64 for up to 8192 ranks.
-        schedule = float(self._gatherer.schedule_hash % (1 << 20))
         got = b"".join(unit.got for unit in self._trained)
-        on_host = torch.tensor([schedule, schedule**2, *got], dtype=torch.float64)
-        if self.comm.device.type == "cuda":
-            on_host = on_host.pin_memory()  # copied without waiting for what is queued on the device
-        own = on_host.to(self.comm.device, non_blocking=True)
-        summed = self.comm.sum_small(torch.cat([sums, self._square_norm().view(1), own]), self.mesh.world, name="step")
-        totals, square, agreement = summed[: len(sums)], summed[len(sums)], summed[len(sums) + 1 : len(sums) + 3]
-        agreed = agreement[0] ** 2 == agreement[1] * self.mesh.world.size
+        said = Said(sums, self._square_norm(), self._gatherer.schedule_hash, got)
+        heard = exchange(said, self.mesh.world, self.mesh.world, self.comm)
 
-        divisor = divisor_of(totals) * scale.scale.double()
-        norm = square.sqrt() / divisor
-        is_finite = torch.isfinite(square)
+        divisor = divisor_of(heard.sums) * scale.scale.double()
+        norm = heard.square.sqrt() / divisor
+        is_finite = torch.isfinite(heard.square)
         overflow = ~is_finite & scale.enabled
-        skipped = ~(is_finite & torch.isfinite(totals).all()) | (divisor == 0)
+        skipped = ~(is_finite & torch.isfinite(heard.sums.values).all()) | (divisor == 0)
         if self.settings.clip is not None:
             divisor = divisor * (norm / self.settings.clip).clamp(min=1.0)
-        self._update(lr, divisor.float(), skipped, self._got_anywhere(got, summed[len(sums) + 3 :]))
+        self._update(lr, divisor.float(), skipped, self._got_anywhere(got, heard.num_got))
         self._running.end_step(skipped)
         if scaler is None:
             self.scaler.update(overflow)
-        return StepResult(totals, norm, skipped, overflow, agreed)
+        return StepResult(heard.sums, norm, skipped, overflow, heard.agreed)
 
     def before_update(self, call: Callable[[], None]) -> None:
         """Call `call` once, before the next update, which alone changes the optimizer's state."""

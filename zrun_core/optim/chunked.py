@@ -42,6 +42,31 @@ class Cells(NamedTuple):
     steps: list[torch.Tensor]
 
 
+class Scratch:
+    """Memory in fp32 for updates of cells, which take turns in it: none outlives the next.
+
+    Optimizers that take turns share one; those that may run at the same time must not.
+    """
+
+    def __init__(self) -> None:
+        self._rooms: dict[int, torch.Tensor] = {}
+
+    def like(self, tensors: list[torch.Tensor], number: int) -> list[torch.Tensor]:
+        """Return undefined fp32 of the same sizes, in the same memory for each `number`."""
+        sizes = [tensor.numel() for tensor in tensors]
+        room = self._rooms.get(number)
+        if room is None or room.numel() < sum(sizes):
+            device = tensors[0].device
+            room = torch.empty(max(sum(sizes), _CHUNK[device.type]), device=device)
+            self._rooms[number] = room
+        return list(room[: sum(sizes)].split(sizes))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are held."""
+        return sum(room.nbytes for room in self._rooms.values())
+
+
 class Chunked(torch.optim.Optimizer, ABC):
     """Base of optimizers over flat fp32 parameters, with gradients in fp32 that an update may overwrite.
 
@@ -51,6 +76,7 @@ class Chunked(torch.optim.Optimizer, ABC):
     Attributes:
         grad_scale: 0-d fp32 by which gradients are divided, or None.
         found_inf: 0-d fp32, 1 where the step must change nothing; None where it must be made.
+        scratch: of its own, unless it is given one to share.
     """
 
     moment_names: ClassVar[tuple[str, ...]]
@@ -62,6 +88,7 @@ class Chunked(torch.optim.Optimizer, ABC):
         self.moment_dtype = moment_dtype
         self.grad_scale: torch.Tensor | None = None
         self.found_inf: torch.Tensor | None = None
+        self.scratch = Scratch()
         self._parts: dict[torch.Tensor, list[Part]] = {}
         super().__init__(params, defaults)
 
@@ -105,7 +132,7 @@ class Chunked(torch.optim.Optimizer, ABC):
         if self.moment_dtype == torch.float32:
             yield cells
             return
-        wide = [scratch_like(moment, number) for number, moment in enumerate(cells.moments)]
+        wide = [self.scratch.like(moment, number) for number, moment in enumerate(cells.moments)]
         for moment, room in zip(cells.moments, wide, strict=True):
             torch._foreach_copy_(room, moment)
         yield cells._replace(moments=wide)
@@ -209,7 +236,7 @@ class Lion(Elementwise):
         self._clean_grads(cells)
         beta1, beta2 = group["betas"]
         made = self._unless_skipped(1.0, 0.0)
-        signs = scratch_like(cells.params, 2)
+        signs = self.scratch.like(cells.params, 2)
         (moments,) = cells.moments
         torch._foreach_copy_(signs, moments)
         torch._foreach_lerp_(signs, cells.grads, 1 - beta1)
@@ -226,20 +253,8 @@ class Lion(Elementwise):
                 moment.lerp_(grad, (1 - beta2) * made)
 
 
-def scratch_like(tensors: list[torch.Tensor], number: int) -> list[torch.Tensor]:
-    """Undefined fp32 of the same sizes, in the same memory for each `number`: no update of cells outlives the next."""
-    sizes = [tensor.numel() for tensor in tensors]
-    numel, key = sum(sizes), (tensors[0].device, number)
-    if key not in _scratch or _scratch[key].numel() < numel:
-        _scratch[key] = torch.empty(max(numel, _CHUNK[tensors[0].device.type]), device=tensors[0].device)
-    return list(_scratch[key][:numel].split(sizes))
-
-
-_scratch: dict[tuple[torch.device, int], torch.Tensor] = {}
-
-
 def scratch_bytes(build: type[Chunked], moment_dtype: torch.dtype, device: str) -> int:
-    """Bytes that `scratch_like` keeps from the first update on, on devices of this type."""
+    """Bytes that their `Scratch` keeps from the first update on, on devices of this type."""
     casts = 0 if moment_dtype == torch.float32 else len(build.moment_names)
     return 4 * _CHUNK[device] * (build.num_scratch + casts)
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zrun_core.optim.chunked import Cells, Chunked, Part, scratch_like
+from zrun_core.optim.chunked import Cells, Chunked, Part
 
 
 class PartNorms(NamedTuple):
@@ -117,7 +117,7 @@ class Lamb(LayerWise):
         if not self.bias_correction:  # after infinitely many steps there is nothing to correct
             steps = [torch.full_like(steps[0], float("inf"))] * len(steps)
         # Torch's fused Adam with a rate of 1, from zero, is -r and the new moments in one pass.
-        room = scratch_like(cells.params, 2)
+        room = self.scratch.like(cells.params, 2)
         torch._foreach_zero_(room)
         torch._fused_adam_(
             room, cells.grads, exp_avgs, exp_avg_sqs, [], steps,

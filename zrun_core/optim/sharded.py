@@ -21,7 +21,7 @@ from zrun_core.comm import Comm
 from zrun_core.layout import ParamSlot, Piece
 from zrun_core.optim import lightweight
 from zrun_core.optim.choose import Chosen, Options
-from zrun_core.optim.chunked import Chunked
+from zrun_core.optim.chunked import Chunked, Scratch
 from zrun_core.optim.layerwise import LayerWise
 from zrun_core.zero.unit import FlatUnit
 
@@ -36,8 +36,13 @@ class _UnitUpdate:
         groups: Sequence[Options],
         group_of: Callable[[ParamSlot], int],
         first: int,
+        scratch: Scratch,
     ) -> None:
-        """`first` is the number of the unit's first parameter in the model."""
+        """
+        Args:
+            first: number of the unit's first parameter in the model.
+            scratch: that the optimizers of all units share.
+        """
         self.unit = unit
         start, stop = unit.owned
         self.pieces: list[Piece] = list(unit.layout.pieces(start, stop))
@@ -54,6 +59,7 @@ class _UnitUpdate:
                 members = [param for param, number in zip(self._params, numbers, strict=True) if number == group]
                 self.optimizer.add_param_group({"params": members, **groups[group]})
         if isinstance(self.optimizer, Chunked):
+            self.optimizer.scratch = scratch
             for param, piece in zip(self._params, self.pieces, strict=True):
                 self.optimizer.lay(param, first + piece.index, start + piece.start, unit.layout.shard_numel)
 
@@ -90,10 +96,10 @@ class ShardedOptimizer:
         """An optimizer with `groups`, of which `group_of` gives a parameter's number."""
         self._chosen, self._scratch, self._comm = chosen, scratch, comm
         self._updates: list[_UnitUpdate] = []
-        num_params = 0
+        num_params, of_chunks = 0, Scratch()
         for unit in units:
             if unit.trainable:
-                self._updates.append(_UnitUpdate(unit, chosen, groups, group_of, num_params))
+                self._updates.append(_UnitUpdate(unit, chosen, groups, group_of, num_params, of_chunks))
                 num_params += len(unit.params)
         self._numbers = [group_of(slot) for update in self._updates for slot in update.unit.layout.slots]
         self._trust = chosen.trust(self._numbers, groups, comm.device) if chosen.layer_wise else None

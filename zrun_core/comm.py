@@ -8,6 +8,13 @@ what makes the ZeRO stages bit-equal on any number of ranks. Messages carry a ta
 disagree wait for each other, and the watchdog says about what, instead of mixing two units of one size. Where all ranks
 of a group are on one host, what they exchange goes through their memory (`host_memory.py`), else through sockets.
 
+[Note: chains]
+What was issued may have to be followed by more: sums, once the parts have arrived, or a reduction
+over another group. Among ranks that exchange pairwise each message finds its own receiver, so
+`Handle.poll` starts what follows as soon as it can. Backends instead pair up what all ranks issue
+one after the other, and a part is over earlier on one rank than on another: there only `advance`
+and `wait` start what follows, and all ranks call them at the same points of what they issue.
+
 [Note: one stream on CUDA]
 NCCL work is issued asynchronously from the compute stream: its own stream waits for what was queued before, and `wait`
 makes the compute stream wait for it. Buffers are held until `wait`, so no `record_stream` is needed and memory is
@@ -18,7 +25,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -71,41 +78,64 @@ class Group:
         return len(self.ranks)
 
 
-class Handle:
-    """Communication under way. `wait` finishes it (once); `poll` moves it on if that takes no waiting."""
+class _Step(NamedTuple):
+    """What follows a part of a `Handle`, and may be communication itself."""
 
-    def __init__(self, comm: Comm, works: Sequence[Work], then: Callable[[], Handle | None] | None = None) -> None:
+    start: Callable[[], Handle | None]
+    in_order: bool  # all ranks must start it at the same point of what they issue
+
+
+class Handle:
+    """Communication under way: parts that follow each other. See [Note: chains]."""
+
+    def __init__(
+        self,
+        comm: Comm,
+        works: Sequence[Work],
+        then: Callable[[], Handle | None] | None = None,
+    ) -> None:
+        """Follow `works`; `then` is what is to be done when they are over, in any order on ranks."""
         self._comm = comm
         self._works = list(works)
-        self._then = then
-        self._next: Handle | None = None
+        self._steps = deque([] if then is None else [_Step(then, in_order=False)])
 
-    def _advance(self) -> None:
-        self._works = []
-        then, self._then = self._then, None
-        if then is not None:
-            self._next = then()
+    def then(self, start: Callable[[], Handle | None], over: Group) -> Handle:
+        """Let `start` follow, which communicates over group `over`; return this handle."""
+        self._steps.append(_Step(start, in_order=not self._comm.is_direct(over)))
+        return self
 
     def poll(self) -> bool:
-        """Whether it is over, as far as can be told without waiting (gloo's direct messages do not say)."""
-        if self._next is not None:
-            return self._next.poll()
-        if not all(work.is_completed() for work in self._works):
-            return False
-        self.wait_here()
-        return self._next is None or self._next.poll()
+        """Move on where that takes no waiting and no order among ranks; return whether it is over.
 
-    def wait_here(self) -> None:
-        """Finish this part, and start what follows it."""
-        if self._works:
-            self._comm.wait_for(self._works)
-        self._advance()
+        That is as far as can be told without waiting: gloo's direct messages do not say.
+        """
+        while all(work.is_completed() for work in self._works):
+            if self._steps and self._steps[0].in_order:
+                return False
+            if not self._works and not self._steps:
+                return True
+            self._move_on()
+        return False
+
+    def advance(self) -> None:
+        """Start the part that ranks start in one order, if there is one; wait for what precedes it."""
+        while any(step.in_order for step in self._steps):
+            self._move_on()
 
     def wait(self) -> None:
-        if self._works or self._then is not None:
-            self.wait_here()
-        if self._next is not None:
-            self._next.wait()
+        """Finish it."""
+        while self._works or self._steps:
+            self._move_on()
+
+    def _move_on(self) -> None:
+        """Finish this part, and start the next one."""
+        works, self._works = self._works, []
+        if works:
+            self._comm.wait_for(works)
+        following = self._steps.popleft().start() if self._steps else None
+        if following is not None:
+            self._works = following._works
+            self._steps.extendleft(reversed(following._steps))
 
 
 class Comm:

@@ -207,3 +207,53 @@ def test_a_handle_moves_on_by_polling_and_finishes_once():
     assert handle.poll()
     handle.wait()
     assert log == ["second part", "over"]
+
+
+def chain(over: Group) -> tuple[Handle, list[Work], list[str]]:
+    """A reduction over one group, what is done with it, and then another one over `over`."""
+    comm, works, log = Comm(CPU), [Work(), Work()], []
+
+    def reduce_over_copies() -> Handle:
+        log.append("second")
+        return Handle(comm, [works[1]], lambda: log.append("over"))  # type: ignore[list-item, func-returns-value]
+
+    first = Handle(comm, [works[0]], lambda: log.append("stored"))  # type: ignore[list-item, func-returns-value]
+    return first.then(reduce_over_copies, over), works, log
+
+
+def test_polling_starts_what_follows_among_ranks_that_exchange_pairwise():
+    handle, (first, second), log = chain(Group("replicate", (0, 1), 0, None))
+    handle.advance()
+    assert log == [], "nothing needs an order"
+    first.is_done = True
+    assert not handle.poll()
+    assert log == ["stored", "second"]
+    second.is_done = True
+    assert handle.poll()
+    assert log == ["stored", "second", "over"]
+
+
+@pytest.mark.parametrize("polled", [True, False])
+def test_where_order_matters_only_fixed_points_start_what_follows(polled):
+    everyone = tuple(range(zrun_core.comm.DIRECT_MAX_RANKS + 1))
+    handle, (first, second), log = chain(Group("replicate", everyone, 0, None))
+    first.is_done = second.is_done = True
+    if polled:
+        assert not handle.poll()
+        assert not handle.poll()
+        assert log == ["stored"], "on another rank the first part may not be over yet"
+    handle.advance()
+    assert log == ["stored", "second"]
+    handle.advance()
+    assert log == ["stored", "second"], "what is under way is not waited for"
+    assert not second.was_waited_for
+    assert handle.poll()
+    handle.wait()
+    assert log == ["stored", "second", "over"]
+
+
+def test_a_chain_is_finished_by_waiting():
+    handle, (first, second), log = chain(Group("replicate", (0, 1), 0, None))
+    handle.wait()
+    assert (first.was_waited_for, second.was_waited_for) == (True, True)
+    assert log == ["stored", "second", "over"]

@@ -74,12 +74,13 @@ def hardware() -> Any:
 def predict(case: Case, on: Any) -> dict[str, Any]:
     """Bytes and seconds, without running it."""
     from zrun_core.config import JobConfig
-    from zrun_core.plan.estimate import Candidate, Dims, Planner
+    from zrun_core.parallel_dims import ParallelDims
+    from zrun_core.plan.estimate import Candidate, Planner
     from zrun_core.plan.trace import trace_in_subprocess
 
     job = JobConfig.model_validate(job_of(case))
     profile = trace_in_subprocess(job, HERE, micros=(case.micro,), checkpoints=(case.checkpoint,), device="cuda")
-    candidate = Candidate(0, Dims(1), case.micro, case.accumulation, case.checkpoint, case.precision)
+    candidate = Candidate(0, ParallelDims(1), case.micro, case.accumulation, case.checkpoint, case.precision)
     found = Planner(profile, on, job).estimate(candidate)
     (rank,) = found.ranks
     return {

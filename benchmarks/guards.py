@@ -25,7 +25,8 @@ from zrun_core.config import JobConfig
 from zrun_core.mesh import Mesh
 from zrun_core.named_vector import NamedVector
 from zrun_core.optim.choose import choose
-from zrun_core.parallelize import make_settings, parallelize, shard_size
+from zrun_core.parallel_dims import resolve_shard_size
+from zrun_core.parallelize import make_settings, parallelize
 from zrun_core.replicas import ReplicaGuard
 
 INTERVAL = 100
@@ -56,7 +57,7 @@ def measure(size: str, stage: int, bf16: bool, steps: int) -> tuple[float, float
     job = JobConfig.model_validate(zrun_job(stage, bf16) | {"steps": 1, "batch": {"micro": shape.batch}})
     comm = Comm(torch.device("cpu"))
     settings = make_settings(job, choose(job.optim, lambda name: None), comm.device)
-    mesh = Mesh.build(rank, ["localhost"] * world, shard_size(job, world, world))
+    mesh = Mesh.build(rank, ["localhost"] * world, resolve_shard_size(job.zero, world, world))
     sharded, _ = parallelize(Built(model.build(shape), lambda name, param: param.detach()), job, settings, mesh, comm)
     guard, step_times, check_times = ReplicaGuard(sharded), [], []
     share = slice(rank * shape.batch, (rank + 1) * shape.batch)

@@ -31,9 +31,10 @@ from planner_table import is_good, peer_table, summary
 
 from zrun_core.config import JobConfig
 from zrun_core.layout import Kind
+from zrun_core.parallel_dims import ParallelDims
 from zrun_core.plan.profile import Phase, Profile, peak_of
 from zrun_core.plan.skeleton import skeleton_of
-from zrun_core.plan.states import Dims, cut_on_paper, rank_buffers, settings_of
+from zrun_core.plan.states import cut_on_paper, rank_buffers, settings_of
 from zrun_core.plan.trace import trace_in_subprocess
 from zrun_core.spec import LaunchPlan, RankPlace, RunSpec, resolve_batch
 
@@ -170,7 +171,7 @@ def predicted_peak(case: Case, profile: Profile) -> int:
     job = JobConfig.model_validate(case.job())
     settings = settings_of(job, lambda name: None, "cpu")
     cut = cut_on_paper(skeleton_of(profile), settings, profile.buffer_bytes)
-    buffers = rank_buffers(cut, settings, Dims(dp=case.world), device="cpu")
+    buffers = rank_buffers(cut, settings, ParallelDims(dp=case.world), device="cpu")
     batches = round(case.accumulation * profile.batch_bytes.at(case.micro))
     steps = {
         phase: batches + sum(b.num_bytes for b in buffers if b.phases is None or phase in b.phases) for phase in Phase
@@ -211,7 +212,7 @@ def run(case: Case, folder: str) -> None:
     from zrun_core.zero.sharded import ShardedModel
 
     job = JobConfig.model_validate(case.job())
-    places = [RankPlace(rank=rank, host="host", local_rank=rank, device="cpu") for rank in range(case.world)]
+    places = [RankPlace(rank=rank, host="host", local_rank=rank, device="cpu", dp=rank) for rank in range(case.world)]
     rank = int(os.environ["RANK"])
     spec = RunSpec(
         job=job, plan=LaunchPlan(ranks=places), batch=resolve_batch(job, case.world), job_dir=str(HERE),

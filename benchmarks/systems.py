@@ -145,7 +145,8 @@ def zrun(stage: int, *, sockets: bool = False) -> Make:
     from zrun_core.mesh import Mesh
     from zrun_core.named_vector import NamedVector
     from zrun_core.optim.choose import choose
-    from zrun_core.parallelize import make_settings, parallelize, shard_size
+    from zrun_core.parallel_dims import resolve_shard_size
+    from zrun_core.parallelize import make_settings, parallelize
 
     def make(model: nn.Module, seat: Seat) -> Training:
         heap.keep_freed_memory()  # as a worker and `zrun_core.init` do, unless the environment has said more
@@ -153,7 +154,7 @@ def zrun(stage: int, *, sockets: bool = False) -> Make:
         job = JobConfig.model_validate(zrun_job(stage, seat.bf16) | {"steps": 1, "batch": {"micro": seat.shape.batch}})
         settings = make_settings(job, choose(job.optim, lambda name: None), device)
         comm = Comm(device)
-        mesh = Mesh.build(seat.rank, hosts, shard_size(job, seat.world, seat.world))
+        mesh = Mesh.build(seat.rank, hosts, resolve_shard_size(job.zero, seat.world, seat.world))
         if not sockets:
             comm.use_memory(mesh.host, 60.0)
         built = Built(model, lambda name, param: param.detach())

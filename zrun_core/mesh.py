@@ -1,8 +1,26 @@
-"""The groups of ranks that a run communicates in.
+"""The groups of ranks that a run communicates in: one along each axis of parallelism.
 
-The data-parallel ranks form a grid: `shard` groups of neighbouring ranks hold one copy of the model states between
-them, `replicate` groups hold equal shards. `world` is all of them. With one copy for all, `replicate` has size 1; with
-ZeRO stage 0, `shard` has. `host` is the ranks on this machine.
+    world       all ranks
+    pipe        the stages of a pipeline
+    data        the same layers, on different samples
+    shard       of these, neighbours that hold one copy of the states between them
+    replicate   of these, those that hold equal shards of different copies
+    tensor      parts of the same layers
+    ends        the first and the last stage of a pipeline, where parameters are on both
+    host        the ranks on this machine
+
+`shard` x `replicate` is `data`. With one copy for all, `replicate` has size 1; with ZeRO stage 0,
+`shard` has.
+
+[Note: which process groups are made]
+Groups of the same ranks share a process group, and those of all ranks take the default one: without
+tensor and pipeline parallelism, on one host and with one copy of the states, nothing is made.
+Every rank names all groups to torch in one order, which makes those that it is in, and nothing for
+the others: no thread, no connection, 30 us. With `use_local_synchronization` it need not name them,
+but then torch derives a group's name from how many groups this rank is in, and ranks of which that
+differs wait for each other until time is over (https://github.com/pytorch/pytorch/pull/189073).
+It differs where hosts have different numbers of ranks, where pipelines have ends, and in scripts
+with groups of their own.
 """
 
 from __future__ import annotations
@@ -15,6 +33,7 @@ import torch.distributed as dist
 
 from zrun_core.comm import Group
 from zrun_core.errors import JobError
+from zrun_core.parallel_dims import Coordinates, groups_along
 
 
 @dataclass(frozen=True)
@@ -22,48 +41,91 @@ class Mesh:
     """This rank's groups by axis."""
 
     world: Group
+    pipe: Group
+    data: Group
+    tensor: Group
     shard: Group
     replicate: Group
+    ends: Group
     host: Group
 
     @classmethod
-    def build(cls, rank: int, hosts: Sequence[str], shard_size: int, timeout_s: float | None = None) -> Mesh:
-        """Collective: every rank calls it with the same arguments, after the process group exists.
+    def build(
+        cls,
+        rank: int,
+        hosts: Sequence[str],
+        shard_size: int,
+        *,
+        places: Sequence[Coordinates] | None = None,
+        ties_ends: bool = False,
+        timeout_s: float | None = None,
+    ) -> Mesh:
+        """Find this rank's groups, and make their process groups.
+
+        Collective: every rank calls it with the same arguments, once the default process group is
+        there.
 
         Args:
-            hosts: the host of each rank; ranks of a host are contiguous.
-            shard_size: ranks that hold one copy of the states between them.
-            timeout_s: of the collectives of groups that are made here; None is torch's own for the backend.
+            hosts: the host of each rank.
+            shard_size: data-parallel ranks that hold one copy of the states between them.
+            places: of each rank along the axes; None: all are data-parallel.
+            ties_ends: whether the first and the last stage talk to each other.
+            timeout_s: of the collectives of groups that are made here; None is torch's own for the
+                backend.
 
         Raises:
-            JobError: `shard_size` does not divide the world.
+            JobError: `shard_size` does not divide the data-parallel ranks.
         """
-        world_size = len(hosts)
-        if world_size % shard_size:
-            raise JobError(f"zero.shard_group: {shard_size} ranks do not divide the {world_size} data-parallel ranks")
-        num_replicas = world_size // shard_size
-        everyone = tuple(range(world_size))
-        shard_groups = [everyone[i * shard_size : (i + 1) * shard_size] for i in range(num_replicas)]
-        replicate_groups = [everyone[i::shard_size] for i in range(shard_size)]
-        host_groups = [tuple(r for r in everyone if hosts[r] == host) for host in dict.fromkeys(hosts)]
-        timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+        everyone = tuple(range(len(hosts)))
+        if places is None:
+            places = [Coordinates(dp=number) for number in everyone]
+        assert len(set(places)) == len(hosts), "each rank has a place of its own"
+        data = groups_along("data", places, shard_size)
+        num_data = len(data[0])
+        if num_data % shard_size:
+            raise JobError(f"zero.shard_group: {shard_size} ranks do not divide the {num_data} data-parallel ranks")
+        ends = groups_along("ends", places, shard_size)
+        alone = [(number,) for number in everyone]
+        on_host: dict[str, list[int]] = {}
+        for number, host in enumerate(hosts):
+            on_host.setdefault(host, []).append(number)
+        maker = _Maker(rank, everyone, timeout_s)
+        world = maker.group("world", [everyone])
         return cls(
-            world=_join("world", [everyone], rank, timeout),
-            shard=_join("shard", shard_groups, rank, timeout),
-            replicate=_join("replicate", replicate_groups, rank, timeout),
-            host=_join("host", host_groups, rank, timeout),
+            world=world,
+            pipe=maker.group("pipe", groups_along("pipe", places, shard_size)),
+            # Where both are the same ranks, what they send counts as that of `world`.
+            data=world if num_data == world.size else maker.group("data", data),
+            tensor=maker.group("tensor", groups_along("tensor", places, shard_size)),
+            shard=maker.group("shard", groups_along("shard", places, shard_size)),
+            replicate=maker.group("replicate", groups_along("replicate", places, shard_size)),
+            ends=maker.group("ends", ends if ties_ends else alone),
+            host=maker.group("host", [tuple(ranks) for ranks in on_host.values()]),
         )
 
+    @property
+    def adds_samples(self) -> bool:
+        """Whether this rank's loss, samples and tokens count in sums over `world`.
 
-def _join(axis: str, groups: list[tuple[int, ...]], rank: int, timeout: timedelta | None) -> Group:
-    """This rank's group of `groups`. Every rank creates all of them, in one order, as torch requires."""
-    mine: Group | None = None
-    for ranks in groups:
-        handle = None
-        if len(ranks) > 1:
-            everyone = len(groups) == 1
-            handle = dist.distributed_c10d._get_default_group() if everyone else dist.new_group(list(ranks), timeout)
-        if rank in ranks:
-            mine = Group(axis, ranks, ranks.index(rank), handle)
-    assert mine is not None
-    return mine
+        Of ranks that compute the same samples it is one, on the stage that has the loss.
+        """
+        return self.tensor.index == 0 and self.pipe.index == self.pipe.size - 1
+
+
+class _Maker:
+    """Makes the process groups of one mesh. See [Note: which process groups are made]."""
+
+    def __init__(self, rank: int, everyone: tuple[int, ...], timeout_s: float | None) -> None:
+        self._rank = rank
+        self._timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+        self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        if len(everyone) > 1:
+            self._made[everyone] = dist.distributed_c10d._get_default_group()
+
+    def group(self, axis: str, groups: Sequence[tuple[int, ...]]) -> Group:
+        """Return this rank's group of `groups`: all those of an axis, in one order on every rank."""
+        for ranks in groups:
+            if len(ranks) > 1 and ranks not in self._made:
+                self._made[ranks] = dist.new_group(list(ranks), self._timeout)
+        mine = next(ranks for ranks in groups if self._rank in ranks)
+        return Group(axis, mine, mine.index(self._rank), self._made.get(mine))

@@ -17,7 +17,7 @@ from zrun_core.layout import ZeroPolicy
 from zrun_core.mesh import Mesh
 from zrun_core.optim.choose import Chosen
 from zrun_core.precision import Precision
-from zrun_core.spec import ranks_per_copy, resolve_bucket
+from zrun_core.spec import resolve_bucket
 from zrun_core.zero.cut import repeated_blocks
 from zrun_core.zero.sharded import Settings, ShardedModel
 
@@ -45,11 +45,6 @@ def shard_settings(
         whole_blocks=compile,
         recomputes_blocks=activations.checkpoint != "none",
     )
-
-
-def shard_size(job: JobConfig, world_size: int, ranks_per_host: int) -> int:
-    """Ranks that hold one copy of the model states between them."""
-    return ranks_per_copy(job.zero, world_size, ranks_per_host)
 
 
 def parallelize(

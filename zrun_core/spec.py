@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from pydantic import PositiveInt
 
 from zrun_core.config import JobConfig, Section, ZeroConfig
 from zrun_core.errors import JobError
+from zrun_core.parallel_dims import Coordinates, ParallelDims, resolve_shard_size
 
 _MAX_ACCUMULATION = 100_000  # micro-batches of a rank in one step
 
@@ -29,6 +31,10 @@ class RankPlace(Section):
     threads: PositiveInt = 1  # of its CPU work
     cpus: str | None = None  # that it keeps to, as Linux writes sets: "0-7,64-71"; None: not bound
     numa: int | None = None  # node of its GPU, or of its CPUs
+
+    @property
+    def coordinates(self) -> Coordinates:
+        return Coordinates(self.pp, self.dp, self.tp)
 
 
 class LaunchPlan(Section):
@@ -49,6 +55,31 @@ class LaunchPlan(Section):
         """The ranks of one host."""
         ranks = [place.rank for place in self.ranks if place.host == host]
         return range(ranks[0], ranks[-1] + 1)
+
+    @property
+    def dims(self) -> ParallelDims:
+        """How many ranks there are along each axis."""
+        places = [place.coordinates for place in self.ranks]
+        return ParallelDims(
+            dp=1 + max(place.dp for place in places),
+            tp=1 + max(place.tp for place in places),
+            pp=1 + max(place.pp for place in places),
+        )
+
+    def shard_size(self, zero: ZeroConfig) -> int:
+        """Return how many data-parallel ranks hold one copy of the model states between them.
+
+        Raises:
+            JobError: these are the ranks of a host, and hosts have different numbers of them.
+        """
+        on_hosts = Counter((place.host, place.pp, place.tp) for place in self.ranks).values()
+        fewest, most = min(on_hosts), max(on_hosts)
+        if zero.stage > 0 and zero.shard_group == "node" and fewest < most:
+            raise JobError(
+                f"zero.shard_group: node, but some hosts have {fewest} data-parallel ranks and "
+                f"others {most}: write a number that divides {self.dims.dp}, or all"
+            )
+        return resolve_shard_size(zero, self.dims.dp, most)
 
 
 class BatchPlan(Section):
@@ -121,19 +152,6 @@ def resolve_bucket(zero: ZeroConfig, device: str) -> int:
     if zero.bucket != "auto":
         return zero.bucket
     return (12 if device == "cpu" else 64) << 20
-
-
-def ranks_per_copy(zero: ZeroConfig, world_size: int, ranks_per_host: int) -> int:
-    """Ranks that hold one copy of the model states between them."""
-    if zero.stage == 0:
-        return 1
-    match zero.shard_group:
-        case "all":
-            return world_size
-        case "node":
-            return ranks_per_host
-        case size:
-            return size
 
 
 def resolve_batch(job: JobConfig, ranks: int) -> BatchPlan:

@@ -278,12 +278,17 @@ class Worker:
 
     def _connect(self, device: torch.device) -> tuple[Comm, Mesh]:
         """The groups of this rank; those of one host see each other on its board."""
-        hosts = [place.host for place in self.spec.plan.ranks]
+        job, plan = self.spec.job, self.spec.plan
         Watchdog(self.board, self._give_up)
         comm = Comm(device, self.board)
-        ranks_here = hosts.count(hosts[self.rank])
-        mesh = Mesh.build(self.rank, hosts, parallelize.shard_size(self.spec.job, len(hosts), ranks_here))
-        if (reason := comm.use_memory(mesh.host, self.spec.job.limits.collective_s)) is not None:
+        mesh = Mesh.build(
+            self.rank,
+            [place.host for place in plan.ranks],
+            plan.shard_size(job.zero),
+            places=[place.coordinates for place in plan.ranks],
+            timeout_s=job.limits.collective_s,
+        )
+        if (reason := comm.use_memory(mesh.host, job.limits.collective_s)) is not None:
             print(f"the ranks of this host talk through sockets: {reason}")
         return comm, mesh
 

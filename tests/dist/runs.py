@@ -211,7 +211,10 @@ class PoolWorker(Worker):
 def make_spec(keys: dict[str, Any], run_dir: str, resume: dict[str, Any] | None) -> RunSpec:
     _, size = world()
     config = JobConfig.model_validate(keys)
-    places = [RankPlace(rank=rank, host="host", local_rank=rank, device="cpu") for rank in range(size)]
+    places = [
+        RankPlace(rank=rank, host="host", local_rank=rank, device="cpu", dp=rank)
+        for rank in range(size)
+    ]
     return RunSpec(
         job=config,
         plan=LaunchPlan(ranks=places),

@@ -16,8 +16,8 @@ from zrun_core import comm
 from zrun_core.arena import PagePool, PageWindow
 from zrun_core.config import JobConfig
 from zrun_core.layout import Kind
-from zrun_core.parallelize import shard_size
-from zrun_core.plan.states import Coordinates, Dims, cut_on_paper, rank_buffers, settings_of
+from zrun_core.parallel_dims import Coordinates, ParallelDims, resolve_shard_size
+from zrun_core.plan.states import cut_on_paper, rank_buffers, settings_of
 from zrun_core.sizes import format_size
 from zrun_core.zero.sharded import ShardedModel
 
@@ -138,7 +138,7 @@ def planned(keys: dict[str, Any], world_size: int, rank: int) -> dict[str, int]:
     settings = settings_of(config, lambda name: None, "cpu")
     with torch.device("meta"):
         cut = cut_on_paper(Speaker(**config.model.args), settings)
-    dims = Dims(world_size, shard=shard_size(config, world_size, world_size))
+    dims = ParallelDims(world_size, shard=resolve_shard_size(config.zero, world_size, world_size))
     found = dict.fromkeys((kind.value for kind in (Kind.PARAM, Kind.GRAD, Kind.OPTIM, Kind.RING, Kind.BUFFER)), 0)
     for buffer in rank_buffers(cut, settings, dims, rank=Coordinates(dp=rank), device="cpu"):
         assert (buffer.tier, buffer.pinned, buffer.phases) == ("device", False, None)

@@ -18,7 +18,6 @@ from toys import world
 from zrun_core.comm import Comm
 from zrun_core.config import JobConfig
 from zrun_core.mesh import Mesh
-from zrun_core.parallelize import shard_size
 from zrun_core.spec import LaunchPlan, RankPlace, RunSpec, resolve_batch
 from zrun_core.worker import Worker
 
@@ -43,7 +42,7 @@ class PoolWorker(Worker):
 
     def _connect(self, device: torch.device) -> Any:
         size = self.spec.plan.world_size
-        mesh = Mesh.build(self.rank, ["host"] * size, shard_size(self.spec.job, size, size))
+        mesh = Mesh.build(self.rank, ["host"] * size, self.spec.plan.shard_size(self.spec.job.zero))
         return Comm(device), mesh
 
 
@@ -54,7 +53,7 @@ def prepare(keys: dict[str, Any], run_dir: str) -> Any:
     job = JobConfig.model_validate(
         {"name": "zoo", "steps": STEPS, "batch": GLOBAL, "optim": OPTIM, "zero": small, "slots": size, **keys}
     )
-    places = [RankPlace(rank=r, host="host", local_rank=r, device="cpu") for r in range(size)]
+    places = [RankPlace(rank=r, host="host", local_rank=r, device="cpu", dp=r) for r in range(size)]
     plan = LaunchPlan(ranks=places)
     spec = RunSpec(job=job, plan=plan, batch=resolve_batch(job, size), job_dir=str(HERE), run_dir=run_dir, run_id="x")
     worker = PoolWorker(spec, rank)

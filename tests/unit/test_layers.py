@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SPINE = {"errors", "sizes", "hostname", "config", "spec", "events", "board", "room", "cache", "folders", "printable"}
-SPINE |= {"tracebacks", "stop", "checkpoint.lock", "checkpoint.names"}
+SPINE |= {"tracebacks", "stop", "parallel_dims", "checkpoint.lock", "checkpoint.names"}
 COLLECTIVES = (
     r"all_gather\w*|all_reduce\w*|all_to_all\w*|barrier|batch_isend_irecv|broadcast|gather|irecv|isend|monitored_barrier|"
     r"recv|reduce|reduce_scatter\w*|scatter|send"

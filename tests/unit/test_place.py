@@ -16,12 +16,12 @@ import fake_nvml
 
 from zrun.launch import cluster as cluster_module
 from zrun.launch.cluster import Cluster, Gpu, HostFacts, probe_host, simulate
-from zrun.launch.place import Dims
 from zrun.launch.plan import Resolved, make_plan
 from zrun.topology.cpus import NumaNode, format_cpus, parse_cpus
 from zrun.topology.scenario import Scenario
 from zrun_core.config import JobConfig
 from zrun_core.errors import ExitCode, JobError, PreflightError
+from zrun_core.parallel_dims import ParallelDims
 from zrun_core.spec import RankPlace
 
 
@@ -83,7 +83,7 @@ def test_axes_of_sixteen_ranks() -> None:
         "dp": [0, 2],
         "pp": [0, 4, 8, 12],
     }
-    assert Dims(2, 2, 4).groups("pp", 16)[0] == [0, 4, 8, 12]
+    assert ParallelDims(2, 2, 4).groups("pipe")[0] == (0, 4, 8, 12)
 
 
 def test_another_order_of_axes() -> None:

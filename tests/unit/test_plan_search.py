@@ -12,11 +12,11 @@ from zrun.estimate.patch import job_changes
 from zrun.estimate.why import sentence
 from zrun_core.config import JobConfig
 from zrun_core.errors import JobError
+from zrun_core.parallel_dims import ParallelDims
 from zrun_core.plan.candidate import Candidate
 from zrun_core.plan.estimate import Estimate, Planner
 from zrun_core.plan.hardware import Hardware, parse_simulate
 from zrun_core.plan.search import Constraints, Result, _Search, changes, search
-from zrun_core.plan.states import Dims
 from zrun_core.plan.transformer import TransformerShape
 from zrun_core.spec import BatchPlan
 
@@ -111,7 +111,7 @@ def fit(hardware: Hardware, base: Candidate, batch: int, **limits: object) -> Re
 
 
 def test_the_cheapest_change_is_one_key_that_zrun_can_train_with() -> None:
-    base = Candidate(0, Dims(8), 1, 4, "full", "bf16")
+    base = Candidate(0, ParallelDims(8), 1, 4, "full", "bf16")
     found = fit(parse_simulate("8xA100-80G"), base, 32)
     best = found.best[0].candidate
     assert best.stage > 0
@@ -125,7 +125,7 @@ def test_the_cheapest_change_is_one_key_that_zrun_can_train_with() -> None:
 
 
 def test_what_zrun_cannot_train_with_comes_only_where_nothing_else_fits() -> None:
-    base = Candidate(0, Dims(1), 1, 4, "none", "bf16")
+    base = Candidate(0, ParallelDims(1), 1, 4, "none", "bf16")
     found = fit(parse_simulate("1xA100-80G"), base, 4)
     assert found.best[0].candidate.lacking() == ("offload",)
     assert "does not train with it yet" in " ".join(found.best[0].notes)
@@ -137,7 +137,7 @@ def test_what_zrun_cannot_train_with_comes_only_where_nothing_else_fits() -> Non
 
 
 def test_a_job_that_fits_needs_no_change() -> None:
-    base = Candidate(3, Dims(8), 1, 1, "full", "bf16")
+    base = Candidate(3, ParallelDims(8), 1, 1, "full", "bf16")
     found = fit(parse_simulate("8xA100-80G"), base, 8)
     assert names(found.best)[0] == str(base)
 
@@ -168,7 +168,7 @@ def test_a_batch_that_does_not_divide_is_said() -> None:
 
 def test_an_estimate_adds_up() -> None:
     planner = Planner(BIG, parse_simulate("2x8xA100-80G"))
-    found = planner.estimate(Candidate(1, Dims(2, tp=4, pp=2), 1, 8, "selective", sequence_parallel=True))
+    found = planner.estimate(Candidate(1, ParallelDims(2, tp=4, pp=2), 1, 8, "selective", sequence_parallel=True))
     assert [rank.role for rank in found.ranks] == ["first", "last"]
     for rank in found.ranks:
         states = sum(buffer.num_bytes for buffer in rank.buffers)
@@ -180,13 +180,13 @@ def test_an_estimate_adds_up() -> None:
     assert sum("does not train with it yet" in note for note in found.notes) == 2
     share = BIG.num_params / 8
     assert found.paper == {"params": 2 * share, "grads": 2 * share, "optim": 12 * share / 2}
-    middle = planner.estimate(Candidate(1, Dims(1, tp=4, pp=4), 1, 8))
+    middle = planner.estimate(Candidate(1, ParallelDims(1, tp=4, pp=4), 1, 8))
     assert [rank.role for rank in middle.ranks] == ["first", "middle", "last"]
 
 
 def test_earlier_stages_hold_more_micro_batches() -> None:
     planner = Planner(BIG, parse_simulate("8xA100-80G"))
-    first, middle, last = planner.estimate(Candidate(0, Dims(1, tp=2, pp=4), 1, 16, "full")).ranks
+    first, middle, last = planner.estimate(Candidate(0, ParallelDims(1, tp=2, pp=4), 1, 16, "full")).ranks
     one_block = BIG.block_activations(1, tp=2, recompute="full")
     assert first.peak.holders[0] == ("activations of blocks", round(4 * 6 * one_block))
     assert dict(middle.peak.holders)["activations of blocks"] == round(3 * 6 * one_block)
@@ -198,7 +198,7 @@ def test_states_elsewhere_are_counted_where_they_are() -> None:
 
     planner = Planner(BIG, parse_simulate("2xA100-80G"))
     here, there, disk = (
-        planner.estimate(Candidate(2, Dims(2), 1, 1, "full", placement=placement))
+        planner.estimate(Candidate(2, ParallelDims(2), 1, 1, "full", placement=placement))
         for placement in (Placement(), Placement(grad=Tier.HOST, optimizer=Tier.HOST), Placement(optimizer=Tier.DISK))
     )
     assert there.device_used < here.device_used
@@ -213,7 +213,7 @@ def test_states_elsewhere_are_counted_where_they_are() -> None:
 def test_a_model_that_no_host_has_room_to_build_is_made_on_meta() -> None:
     job = JobConfig.model_validate({"name": "j", "model": "m:f", "data": "d:f", "steps": 1, "batch": {"micro": 1}})
     hardware = replace(parse_simulate("2xA100-80G"), host_bytes=2 * (1800 << 20) + 4 * BIG.num_params - 1)
-    planner, base = Planner(BIG, hardware, job), Candidate(2, Dims(2), 1, 1, "full")
+    planner, base = Planner(BIG, hardware, job), Candidate(2, ParallelDims(2), 1, 1, "full")
     found = planner.estimate(base)
     assert found.headroom > 0
     assert not found.fits
@@ -231,7 +231,7 @@ def test_a_jobs_own_keys_count() -> None:
     hardware = parse_simulate("2xA100-80G")
     plain, bf16, sgd = (
         Planner(SMALL, hardware, JobConfig.model_validate({**values, "optim": optim})).estimate(
-            Candidate(0, Dims(2), 1, 1)
+            Candidate(0, ParallelDims(2), 1, 1)
         )
         for optim in ({}, {"moments": "bf16"}, {"name": "sgd"})
     )
@@ -246,10 +246,10 @@ def test_a_jobs_own_keys_count() -> None:
 @pytest.mark.parametrize(
     ("candidate", "said"),
     [
-        (Candidate(0, Dims(16), 1, 1), "16 ranks on 8 devices"),
-        (Candidate(0, Dims(1, tp=3), 1, 1), "tp 3: 16 heads and 16 key heads do not divide over 3 ranks"),
-        (Candidate(0, Dims(1, pp=4, virtual=4), 1, 4), "the model has 8 repeated blocks only"),
-        (Candidate(0, Dims(1, pp=4, virtual=2), 1, 6), "micro-batches in groups of 4, and a step has 6"),
+        (Candidate(0, ParallelDims(16), 1, 1), "16 ranks on 8 devices"),
+        (Candidate(0, ParallelDims(1, tp=3), 1, 1), "tp 3: 16 heads and 16 key heads do not divide over 3 ranks"),
+        (Candidate(0, ParallelDims(1, pp=4, virtual=4), 1, 4), "the model has 8 repeated blocks only"),
+        (Candidate(0, ParallelDims(1, pp=4, virtual=2), 1, 6), "micro-batches in groups of 4, and a step has 6"),
     ],
 )
 def test_the_impossible_is_said(candidate: Candidate, said: str) -> None:
@@ -259,12 +259,12 @@ def test_the_impossible_is_said(candidate: Candidate, said: str) -> None:
 
 def test_traffic_is_that_of_the_layouts() -> None:
     planner = Planner(SMALL, parse_simulate("4xA100-80G"))
-    sent = [planner.estimate(Candidate(stage, Dims(4), 1, 3)).traffic for stage in range(4)]
+    sent = [planner.estimate(Candidate(stage, ParallelDims(4), 1, 3)).traffic for stage in range(4)]
     params, share = SMALL.num_params, 3 / 4
     close = {"rel": 2e-3}  # padding to pages
     assert sent[0] == {"all_reduce": pytest.approx(2 * 4 * params * share, **close)}
     for stage, (gathers, reductions) in {1: (1, 1), 2: (1, 3), 3: (6, 3)}.items():
         assert sent[stage]["all_gather"] == pytest.approx(gathers * 2 * params * share, **close)
         assert sent[stage]["reduce_scatter"] == pytest.approx(reductions * 4 * params * share, **close)
-    hybrid = planner.estimate(Candidate(1, Dims(4, shard=2), 1, 3)).traffic
+    hybrid = planner.estimate(Candidate(1, ParallelDims(4, shard=2), 1, 3)).traffic
     assert hybrid["all_reduce"] == pytest.approx(4 * params / 2, **close)

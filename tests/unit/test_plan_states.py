@@ -16,9 +16,8 @@ from zrun_core.config import JobConfig
 from zrun_core.layout import ON_DEVICE, PAGE_BYTES, Buffer, Kind, Placement, Tier
 from zrun_core.models.gpt import gpt
 from zrun_core.optim.chunked import Chunked
+from zrun_core.parallel_dims import Coordinates, ParallelDims
 from zrun_core.plan.states import (
-    Coordinates,
-    Dims,
     PaperCut,
     checkpoint_buffers,
     cut_of_shape,
@@ -92,7 +91,7 @@ def sums(buffers: list[Buffer], tier: Tier = Tier.DEVICE, kinds: set[Kind] = OWN
 def test_states_that_leave_the_device_are_the_papers(stage, placement, device, host, pinned):
     """Ren et al. 2021, table 1: 16P, 14P, 4P, 2P on one GPU."""
     chosen = settings(zero=stage)
-    found = rank_buffers(cut(chosen), chosen, Dims(1), placement=placement)
+    found = rank_buffers(cut(chosen), chosen, ParallelDims(1), placement=placement)
     assert sums(found) == device * P
     assert sums(found, HOST) == host * P
     assert sum(b.num_bytes for b in found if b.pinned and b.kind in OWN) == pinned * P
@@ -104,7 +103,7 @@ def test_what_crosses_the_bus_has_pinned_slots():
     block, largest = 1024 * 256, 1040 * 256  # elements; the largest unit has both tables
 
     def scratch(placement: Placement, dp: int = 1) -> dict[str, int]:
-        found = rank_buffers(cut(chosen), chosen, Dims(dp), placement=placement)
+        found = rank_buffers(cut(chosen), chosen, ParallelDims(dp), placement=placement)
         assert all(b.pinned for b in found if b.tier is HOST and b.kind is Kind.RING)
         return {b.name: b.num_bytes for b in found if b.kind is Kind.RING and b.num_bytes}
 
@@ -127,14 +126,14 @@ def test_what_crosses_the_bus_has_pinned_slots():
 
 def test_fp32_parameters_need_a_copy_where_the_update_is_elsewhere():
     chosen = settings(zero=0, precision="fp32")
-    found = rank_buffers(cut(chosen), chosen, Dims(1), placement=Placement(optimizer=HOST))
+    found = rank_buffers(cut(chosen), chosen, ParallelDims(1), placement=Placement(optimizer=HOST))
     assert (sums(found), sums(found, HOST)) == (8 * P, 12 * P)
-    together = rank_buffers(cut(chosen), chosen, Dims(1), placement=Placement(HOST, HOST, HOST))
+    together = rank_buffers(cut(chosen), chosen, ParallelDims(1), placement=Placement(HOST, HOST, HOST))
     assert sums(together, HOST) == 16 * P
 
 
 def test_a_fraction_takes_the_units_whose_gradients_come_first():
-    layouts = cut(settings()).layouts(Dims(1), 0, 1)
+    layouts = cut(settings()).layouts(ParallelDims(1), 0, 1)
     assert [unit.name for unit in layouts][1:-1] == [f"blocks.{n}" for n in range(4)]
     away = Placement(optimizer=HOST, fraction=0.5)
     assert list(place(layouts, away)) == [layouts[-1].name, "blocks.3", "blocks.2", "blocks.1"]
@@ -148,8 +147,10 @@ def test_a_fraction_takes_the_units_whose_gradients_come_first():
 def test_every_byte_has_a_home_whatever_the_fraction(fraction, stage, dp):
     chosen = settings(zero=stage)
     on_paper = cut(chosen)
-    here = rank_buffers(on_paper, chosen, Dims(dp))
-    moved = rank_buffers(on_paper, chosen, Dims(dp), placement=Placement(grad=HOST, optimizer=HOST, fraction=fraction))
+    here = rank_buffers(on_paper, chosen, ParallelDims(dp))
+    moved = rank_buffers(
+        on_paper, chosen, ParallelDims(dp), placement=Placement(grad=HOST, optimizer=HOST, fraction=fraction)
+    )
     assert sums(moved) + sums(moved, HOST) == sums(here)
     assert sums(moved, HOST) >= fraction * sum(sums(here, kinds={kind}) for kind in (Kind.OPTIM, Kind.GRAD)) * 0.99
 
@@ -158,7 +159,7 @@ def test_states_on_disk_begin_on_pages():
     chosen = settings(zero=1, precision="fp32")
     with torch.device("meta"):
         odd = cut_on_paper(nn.Sequential(nn.Linear(37, 41)), chosen)
-    found = rank_buffers(odd, chosen, Dims(3), placement=Placement(optimizer=DISK))
+    found = rank_buffers(odd, chosen, ParallelDims(3), placement=Placement(optimizer=DISK))
     assert {b.num_bytes % PAGE_BYTES for b in found if b.tier is DISK} == {0}
 
 
@@ -184,10 +185,12 @@ def test_scratch_of_updates_is_what_a_step_leaves(optim):
     kept = optimizer.scratch.num_bytes if isinstance(optimizer, Chunked) else 0
     on_paper = cut(chosen)
     for placement, tier, device in ((ON_DEVICE, Tier.DEVICE, "cpu"), (Placement(optimizer=HOST), HOST, "cuda")):
-        found = rank_buffers(on_paper, chosen, Dims(1), placement=placement, device=device)
+        found = rank_buffers(on_paper, chosen, ParallelDims(1), placement=placement, device=device)
         listed = [(b.tier, b.num_bytes) for b in found if b.kind is Kind.TEMP]
         assert listed == [(tier, kept)] * bool(kept)
-    half = rank_buffers(on_paper, chosen, Dims(1), placement=Placement(optimizer=HOST, fraction=0.5), device="cpu")
+    half = rank_buffers(
+        on_paper, chosen, ParallelDims(1), placement=Placement(optimizer=HOST, fraction=0.5), device="cpu"
+    )
     assert len([b for b in half if b.kind is Kind.TEMP]) == 2 * bool(kept)
 
 
@@ -195,18 +198,18 @@ def test_scratch_of_updates_is_what_a_step_leaves(optim):
 
 
 def test_stages_have_equal_runs_of_blocks():
-    assert [stage_blocks(10, Dims(1, pp=4), stage) for stage in range(4)] == [
+    assert [stage_blocks(10, ParallelDims(1, pp=4), stage) for stage in range(4)] == [
         (range(0, 3),), (range(3, 6),), (range(6, 8),), (range(8, 10),)
     ]  # fmt: skip
-    assert stage_blocks(8, Dims(1, pp=2, virtual=2), 1) == (range(2, 4), range(6, 8))
-    assert stage_blocks(0, Dims(1), 0) == (range(0, 0),)
+    assert stage_blocks(8, ParallelDims(1, pp=2, virtual=2), 1) == (range(2, 4), range(6, 8))
+    assert stage_blocks(0, ParallelDims(1), 0) == (range(0, 0),)
     with pytest.raises(ValueError, match="3 blocks do not fill 2 stages of 2 parts"):
-        stage_blocks(3, Dims(1, pp=2, virtual=2), 0)
+        stage_blocks(3, ParallelDims(1, pp=2, virtual=2), 0)
 
 
 @given(blocks=st.integers(1, 60), pp=st.integers(1, 8), virtual=st.integers(1, 4))
 def test_every_block_is_on_one_stage(blocks, pp, virtual):
-    dims = Dims(1, pp=pp, virtual=virtual if pp > 1 else 1)
+    dims = ParallelDims(1, pp=pp, virtual=virtual if pp > 1 else 1)
     if blocks < dims.pp * dims.virtual:
         return
     found = [block for stage in range(pp) for run in stage_blocks(blocks, dims, stage) for block in run]
@@ -217,7 +220,7 @@ def test_every_block_is_on_one_stage(blocks, pp, virtual):
 def test_ends_of_a_pipeline_have_what_they_use(tied):
     chosen = settings(zero=1)
     on_paper = cut(chosen, tied=tied)
-    dims = Dims(2, pp=2)
+    dims = ParallelDims(2, pp=2)
     stages = [[unit.name for unit in on_paper.layouts(dims, stage, 2)] for stage in range(2)]
     assert stages[0] == ["{embed,places}", "blocks.0", "blocks.1"]
     assert stages[1] == [*["{embed,places}"] * tied, "blocks.2", "blocks.3", "{norm,head}"]
@@ -228,18 +231,18 @@ def test_ends_of_a_pipeline_have_what_they_use(tied):
 
 def test_small_parameters_are_with_their_blocks():
     chosen = settings(zero={"stage": 3, "persist_below": "9kB"})
-    stages = [cut(chosen).layouts(Dims(1, pp=2), stage, 1) for stage in range(2)]
+    stages = [cut(chosen).layouts(ParallelDims(1, pp=2), stage, 1) for stage in range(2)]
     small = [[slot.name for unit in units if unit.persistent for slot in unit.slots] for units in stages]
     assert small == [["places.weight", "norm.weight"]] * 2, "where they are used is not known of those outside"
     assert sum(unit.numel for units in stages for unit in units if not unit.persistent) == P + 1024 * 256 - 2 * 16 * 256
 
 
 def test_dims_must_divide():
-    assert Dims(8, tp=2, pp=4).world == 64
-    assert Dims(8).shard_size == 8
+    assert ParallelDims(8, tp=2, pp=4).world_size == 64
+    assert ParallelDims(8).shard_size == 8
     for wrong in ({"dp": 0}, {"dp": 8, "shard": 3}, {"dp": 1, "virtual": 2}, {"dp": 2, "tp": -1}):
         with pytest.raises(ValueError, match=r"must be at least 1|do not divide|need a pipeline"):
-            Dims(**wrong)
+            ParallelDims(**wrong)
 
 
 # Shapes
@@ -261,7 +264,7 @@ def test_a_shape_is_cut_like_the_model(args, stage):
     shape = TransformerShape.from_model_args("zrun_core.models.gpt:gpt", args)
     found = [cut_of_shape(shape, chosen), cut_on_paper(model, chosen)]
     sizes = [
-        [(b.name, b.num_bytes) for b in rank_buffers(each, chosen, Dims(4)) if b.kind is not Kind.BUFFER]
+        [(b.name, b.num_bytes) for b in rank_buffers(each, chosen, ParallelDims(4)) if b.kind is not Kind.BUFFER]
         for each in found
     ]
     assert sizes[0] == sizes[1]
@@ -284,7 +287,9 @@ def test_a_size_has_as_many_states_as_it_says():
     chosen = settings(zero=3)
     on_paper = cut_of_shape(TransformerShape.from_size("1.3B"), chosen)
     assert on_paper.num_params == 1_300_000_000
-    assert sums(rank_buffers(on_paper, chosen, Dims(64))) == pytest.approx(16 * 1.3e9 / 64, rel=0.01), "and padding"
+    assert sums(rank_buffers(on_paper, chosen, ParallelDims(64))) == pytest.approx(16 * 1.3e9 / 64, rel=0.01), (
+        "and padding"
+    )
 
 
 # Checkpoints

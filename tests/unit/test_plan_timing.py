@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from zrun_core.layout import Placement, Tier
+from zrun_core.parallel_dims import ParallelDims
 from zrun_core.plan.candidate import Candidate
 from zrun_core.plan.costs import Costs, Terms
 from zrun_core.plan.hardware import Hardware, parse_simulate
-from zrun_core.plan.states import Dims
 from zrun_core.plan.timing import StepTime, days_of, money_of, step_time
 from zrun_core.plan.transformer import TransformerShape
 
@@ -34,7 +34,8 @@ def korthikanti(name: str, *, present: bool) -> tuple[TransformerShape, StepTime
     layers, hidden, heads, pp, virtual, micro, batch, *_ = KORTHIKANTI[name]
     shape = TransformerShape.gpt(layers, hidden, heads, flash=False)
     candidate = Candidate(
-        0, Dims(1, tp=8, pp=pp, virtual=virtual), micro, batch // micro, "attention" if present else "full", "fp16",
+        0, ParallelDims(1, tp=8, pp=pp, virtual=virtual), micro, batch // micro,
+        "attention" if present else "full", "fp16",
         sequence_parallel=present,
     )  # fmt: skip
     return shape, megatron(shape, parse_simulate(f"{pp}x8xA100-80G"), candidate)
@@ -72,7 +73,7 @@ def test_aggregates_of_narayanan_are_in_range() -> None:
             (128, 25600, 160, 8, 64, 3072, 3072, 163)]  # fmt: skip
     for layers, hidden, heads, tp, pp, devices, batch, wanted in rows:
         shape = TransformerShape.gpt(layers, hidden, heads, flash=False)
-        dims = Dims(devices // tp // pp, tp=tp, pp=pp, virtual=2 if pp > 1 and layers % (2 * pp) == 0 else 1)
+        dims = ParallelDims(devices // tp // pp, tp=tp, pp=pp, virtual=2 if pp > 1 and layers % (2 * pp) == 0 else 1)
         candidate = Candidate(0, dims, 1, batch // dims.dp, "full", "fp16")
         found = megatron(shape, parse_simulate(f"{devices // 8}x8xA100-80G"), candidate)
         assert found.hardware_flops / found.seconds / devices / 1e12 == pytest.approx(wanted, rel=0.2)
@@ -81,7 +82,7 @@ def test_aggregates_of_narayanan_are_in_range() -> None:
 def test_llama_405b_is_in_range() -> None:
     """Dubey et al. 2024, table 4: 8,192 H100, tp 8, pp 16, dp 64, 16 million tokens: 430 TFLOP/s each."""
     shape = TransformerShape.llama(126, 16384, 128, kv_heads=8, ffn=53248, vocab=128256, seq=8192)
-    candidate = Candidate(1, Dims(64, tp=8, pp=16), 1, 32, "none", "bf16", sequence_parallel=True)
+    candidate = Candidate(1, ParallelDims(64, tp=8, pp=16), 1, 32, "none", "bf16", sequence_parallel=True)
     found = megatron(shape, parse_simulate("1024x8xH100-80G"), candidate)
     assert found.mfu == pytest.approx(0.43, rel=0.2)
 
@@ -91,13 +92,13 @@ def test_llama_405b_is_in_range() -> None:
 GPT = TransformerShape.gpt(24, 2048, 16, seq=1024)
 
 
-def timed(hardware: str, stage: int, dims: Dims, count: int = 4, **more: object) -> StepTime:
+def timed(hardware: str, stage: int, dims: ParallelDims, count: int = 4, **more: object) -> StepTime:
     candidate = replace(Candidate(stage, dims, 2, count), **more)  # type: ignore[arg-type]
     return step_time(Costs(GPT, parse_simulate(hardware), Terms()), candidate, GPT.seq)
 
 
 def test_the_parts_are_the_step() -> None:
-    for dims in (Dims(8), Dims(2, tp=4), Dims(2, pp=4), Dims(2, pp=4, virtual=2)):
+    for dims in (ParallelDims(8), ParallelDims(2, tp=4), ParallelDims(2, pp=4), ParallelDims(2, pp=4, virtual=2)):
         found = timed("8xA100-80G", 1, dims)
         assert sum(found.parts.values()) == pytest.approx(found.seconds)
         assert found.low < found.seconds < found.high
@@ -111,22 +112,24 @@ def test_bytes_per_link_are_the_stages_traffic() -> None:
     gathered, reduced = 2 * GPT.num_params * share, 4 * GPT.num_params * share
     wanted = [2 * reduced, gathered + reduced, gathered + count * reduced, 2 * count * gathered + count * reduced]
     for stage, num_bytes in enumerate(wanted):
-        assert timed("8xA100-80G", stage, Dims(8), count).link_bytes == {"node": pytest.approx(num_bytes, rel=1e-6)}
-    across = timed("2x4xA100-80G", 1, Dims(8), count).link_bytes
+        assert timed("8xA100-80G", stage, ParallelDims(8), count).link_bytes == {
+            "node": pytest.approx(num_bytes, rel=1e-6)
+        }
+    across = timed("2x4xA100-80G", 1, ParallelDims(8), count).link_bytes
     assert across["node"] + across["network"] == pytest.approx(wanted[1], rel=1e-6)
-    inside = timed("2x4xA100-80G", 1, Dims(8, shard=4), count).link_bytes
+    inside = timed("2x4xA100-80G", 1, ParallelDims(8, shard=4), count).link_bytes
     assert inside["network"] == pytest.approx(4 * GPT.num_params / 4, rel=1e-6), "copies are summed across nodes only"
 
 
 def test_a_slow_network_shows_and_a_fast_one_hides() -> None:
-    fast, slow = (timed(f"4x8xA100-80G@{link}", 3, Dims(32)) for link in ("NDR", "1x10G"))
+    fast, slow = (timed(f"4x8xA100-80G@{link}", 3, ParallelDims(32)) for link in ("NDR", "1x10G"))
     assert fast.parts.get("exposed transfers", 0) < 0.2 * fast.seconds
     assert slow.parts["exposed transfers"] > slow.parts["compute"]
     assert slow.parts["compute"] == fast.parts["compute"]
 
 
 def test_recomputation_costs_a_forward_pass() -> None:
-    plain, full = (timed("1xA100-80G", 0, Dims(1), checkpoint=policy) for policy in ("none", "full"))
+    plain, full = (timed("1xA100-80G", 0, ParallelDims(1), checkpoint=policy) for policy in ("none", "full"))
     assert full.parts["recompute"] == pytest.approx(full.seconds - plain.seconds, rel=1e-6)
     assert 0.2 < full.parts["recompute"] / plain.parts["compute"] < 0.4
     assert full.hfu is not None
@@ -134,40 +137,40 @@ def test_recomputation_costs_a_forward_pass() -> None:
     assert plain.mfu is not None
     assert full.mfu < plain.mfu
     assert full.hfu > full.mfu
-    half = timed("1xA100-80G", 0, Dims(1), checkpoint="every_n")
+    half = timed("1xA100-80G", 0, ParallelDims(1), checkpoint="every_n")
     assert half.parts["recompute"] == pytest.approx(full.parts["recompute"] / 2, rel=1e-6)
 
 
 def test_an_update_on_the_host_hides_under_forward_or_shows() -> None:
     away = Placement(grad=Tier.HOST, optimizer=Tier.HOST)
-    there = timed("1xA100-80G", 0, Dims(1), 64)
-    short, long = (timed("1xA100-80G", 0, Dims(1), count, placement=away) for count in (1, 64))
+    there = timed("1xA100-80G", 0, ParallelDims(1), 64)
+    short, long = (timed("1xA100-80G", 0, ParallelDims(1), count, placement=away) for count in (1, 64))
     assert short.parts["exposed transfers"] > 0
     assert long.seconds == pytest.approx(there.seconds, rel=0.05), "one update for 64 micro-batches"
     params = GPT.num_params
     assert short.link_bytes["host"] == pytest.approx(4 * params, rel=1e-6), "2 bytes down, 2 bytes up"
-    some = timed("1xA100-80G", 0, Dims(1), 1, placement=replace(away, fraction=0.25))
+    some = timed("1xA100-80G", 0, ParallelDims(1), 1, placement=replace(away, fraction=0.25))
     assert there.seconds / 64 < some.seconds < short.seconds
-    disk = timed("1xA100-80G", 0, Dims(1), 1, placement=Placement(grad=Tier.HOST, optimizer=Tier.DISK))
+    disk = timed("1xA100-80G", 0, ParallelDims(1), 1, placement=Placement(grad=Tier.HOST, optimizer=Tier.DISK))
     assert disk.seconds > short.seconds
     assert disk.link_bytes["disk"] == pytest.approx(24 * params, rel=1e-6)
 
 
 def test_checkpoints_on_the_host_cross_the_bus_twice() -> None:
     away = Placement(activation=Tier.HOST)
-    found = timed("1xA100-80G", 0, Dims(1), 4, checkpoint="full", placement=away)
+    found = timed("1xA100-80G", 0, ParallelDims(1), 4, checkpoint="full", placement=away)
     assert found.link_bytes["host"] == 2 * 4 * 24 * 2 * 1024 * 2048 * 2
-    assert found.seconds >= timed("1xA100-80G", 0, Dims(1), 4, checkpoint="full").seconds
+    assert found.seconds >= timed("1xA100-80G", 0, ParallelDims(1), 4, checkpoint="full").seconds
 
 
 def test_time_on_a_cpu_has_no_share_of_a_data_sheet() -> None:
-    found = timed("2xCPU", 2, Dims(2))
+    found = timed("2xCPU", 2, ParallelDims(2))
     assert (found.mfu, found.hfu) == (None, None)
     assert found.parts["exposed transfers"] > 0, "the cores move the bytes themselves"
 
 
 def test_a_token_budget_in_days_and_money() -> None:
-    found = timed("8xA100-80G", 1, Dims(8))
+    found = timed("8xA100-80G", 1, ParallelDims(8))
     assert found.tokens_per_s is not None
     days = days_of(found, 1e9)
     assert days == pytest.approx(1e9 / found.tokens_per_s / 86400)

@@ -10,13 +10,13 @@ from torch import nn
 
 from zrun_core.config import JobConfig
 from zrun_core.errors import JobError
+from zrun_core.parallel_dims import ParallelDims
 from zrun_core.plan.candidate import Candidate
 from zrun_core.plan.costs import Costs, Terms
 from zrun_core.plan.estimate import Planner
 from zrun_core.plan.hardware import parse_simulate
 from zrun_core.plan.memory import adds_gradients
 from zrun_core.plan.profile import Event, Linear, Op, Phase, Profile, Trace
-from zrun_core.plan.states import Dims
 from zrun_core.plan.tracing import describe_modules, describe_params
 from zrun_core.plan.transformer import TransformerShape
 
@@ -81,7 +81,7 @@ HARDWARE = parse_simulate("8xA100-80G")
 
 def test_every_operation_and_parameter_belongs_to_one_part() -> None:
     found = profile()
-    parts = Costs(found, HARDWARE, Terms()).parts(Candidate(0, Dims(1), 4, 1).key)
+    parts = Costs(found, HARDWARE, Terms()).parts(Candidate(0, ParallelDims(1), 4, 1).key)
     once = 4 * 2.0 * TOKENS * WIDTH**2
     assert [part.flops for part in parts] == [0, *[3 * once] * BLOCKS, 3 * once]
     assert [part.params for part in parts] == [1000 * WIDTH, *[WIDTH**2 + WIDTH] * BLOCKS, 1000 * WIDTH]
@@ -92,25 +92,25 @@ def test_every_operation_and_parameter_belongs_to_one_part() -> None:
 
 def test_recomputation_is_what_the_other_timeline_lacks() -> None:
     planner = Planner(profile(), HARDWARE, JOB)
-    none, full = (planner.estimate(Candidate(0, Dims(1), 4, 2, policy)).time for policy in ("none", "full"))
+    none, full = (planner.estimate(Candidate(0, ParallelDims(1), 4, 2, policy)).time for policy in ("none", "full"))
     assert none.model_flops == full.model_flops == none.hardware_flops
     assert full.hardware_flops == pytest.approx(none.model_flops + 2 * BLOCKS * 4 * 2.0 * TOKENS * WIDTH**2)
     assert full.parts["recompute"] == pytest.approx(full.seconds - none.seconds, rel=1e-6)
 
 
 def test_gradients_are_added_where_they_are_not_reduced_at_once() -> None:
-    added = [adds_gradients(Candidate(stage, Dims(2), 4, 2)) for stage in range(4)]
+    added = [adds_gradients(Candidate(stage, ParallelDims(2), 4, 2)) for stage in range(4)]
     assert added == [True, True, False, False]
-    assert adds_gradients(Candidate(2, Dims(1), 4, 2))
-    assert not adds_gradients(Candidate(0, Dims(2), 4, 1))
+    assert adds_gradients(Candidate(2, ParallelDims(1), 4, 2))
+    assert not adds_gradients(Candidate(0, ParallelDims(2), 4, 1))
 
 
 def test_the_peak_is_states_and_live_events() -> None:
     planner = Planner(profile(), HARDWARE, JOB)
-    one = planner.estimate(Candidate(1, Dims(2), 4, 1)).ranks[0]
+    one = planner.estimate(Candidate(1, ParallelDims(2), 4, 1)).ranks[0]
     assert one.peak.dynamic == BLOCKS * 4 * KEPT
     assert one.allocated == one.peak.dynamic + sum(buffer.num_bytes for buffer in one.buffers)
-    first, last = planner.estimate(Candidate(1, Dims(1, pp=2), 4, 4)).ranks
+    first, last = planner.estimate(Candidate(1, ParallelDims(1, pp=2), 4, 4)).ranks
     assert (first.peak.dynamic, last.peak.dynamic) == (2 * BLOCKS // 2 * 4 * KEPT, BLOCKS // 2 * 4 * KEPT)
     with_head = sum(b.num_bytes for b in last.buffers if b.name.startswith("head"))
     assert with_head > 0
@@ -119,18 +119,21 @@ def test_the_peak_is_states_and_live_events() -> None:
 
 def test_tensor_parallelism_is_planned_by_formula() -> None:
     shape = TransformerShape.gpt(BLOCKS, WIDTH, 8, seq=TOKENS, vocab=1000)
-    found = Planner(profile(), HARDWARE, JOB, formula=shape).estimate(Candidate(0, Dims(1, tp=2), 4, 1))
+    found = Planner(profile(), HARDWARE, JOB, formula=shape).estimate(Candidate(0, ParallelDims(1, tp=2), 4, 1))
     assert found.source == "formula"
     assert any("by formula" in note for note in found.notes)
-    assert Planner(profile(), HARDWARE, JOB, formula=shape).estimate(Candidate(0, Dims(1), 4, 1)).source == "traced"
+    assert (
+        Planner(profile(), HARDWARE, JOB, formula=shape).estimate(Candidate(0, ParallelDims(1), 4, 1)).source
+        == "traced"
+    )
 
 
 @pytest.mark.parametrize(
     ("candidate", "said"),
     [
-        (Candidate(0, Dims(1, tp=2), 4, 1), "tp 2: how this model is divided is not known"),
-        (Candidate(0, Dims(1), 4, 1, "selective"), "checkpoint selective: the model was not traced with it"),
-        (Candidate(0, Dims(1), 4, 1, precision="fp32"), "precision fp32: the model was traced in bf16"),
+        (Candidate(0, ParallelDims(1, tp=2), 4, 1), "tp 2: how this model is divided is not known"),
+        (Candidate(0, ParallelDims(1), 4, 1, "selective"), "checkpoint selective: the model was not traced with it"),
+        (Candidate(0, ParallelDims(1), 4, 1, precision="fp32"), "precision fp32: the model was traced in bf16"),
     ],
 )
 def test_what_was_not_traced_is_said(candidate: Candidate, said: str) -> None:
@@ -140,7 +143,7 @@ def test_what_was_not_traced_is_said(candidate: Candidate, said: str) -> None:
 
 def test_a_process_takes_holes_code_and_libraries_beyond_its_tensors() -> None:
     job = JOB.model_copy(update={"device": "cpu"})
-    candidate = Candidate(0, Dims(1), 1, 1)
+    candidate = Candidate(0, ParallelDims(1), 1, 1)
     on_cpu = parse_simulate("1xCPU")
     known = Planner(profile(), on_cpu, job).rank(candidate, 0)
     assert known.allocated < known.reserved < known.device_used - on_cpu.device.context_bytes

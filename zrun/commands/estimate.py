@@ -338,7 +338,7 @@ def _head(found: Answer) -> list[str]:
     job, chosen = question.job, found.chosen
     dims = chosen.candidate.dims
     axes = f" = dp {dims.dp} x tp {dims.tp} x pp {dims.pp}" if dims.tp * dims.pp > 1 else ""
-    ranks = f"{dims.world} rank{'s' if dims.world > 1 else ''}{axes}"
+    ranks = f"{dims.world_size} rank{'s' if dims.world_size > 1 else ''}{axes}"
     tokens = f" of {found.tokens_per_sample:,} tokens" if found.tokens_per_sample else ""
     share = "a rank's share of memory" if hardware.shares_memory else hardware.device.name
     return [
@@ -353,7 +353,7 @@ def _budget(found: Answer, chosen: Estimate, tokens: str, price: float | None) -
     from zrun.estimate.tables import budget
     from zrun_core.plan.transformer import parse_count
 
-    return budget(chosen.time, parse_count(tokens), chosen.candidate.dims.world, price)
+    return budget(chosen.time, parse_count(tokens), chosen.candidate.dims.world_size, price)
 
 
 def _sweep(asking: _Asking, question: Question, loaded: LoadedJob | None, sweep: str, as_json: bool) -> None:

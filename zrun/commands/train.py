@@ -323,6 +323,7 @@ def _attempt(order: _Order, members: list[AgentLink]) -> _Outcome:
     from zrun.launch.rundir import RunDir, set_checkpoints_aside
     from zrun.watch.preface import brief, places, preface, width_of
     from zrun.watch.topology import show_seats
+    from zrun_core.parallel_dims import refuse_untrained
 
     config, reasons = with_backend(order.loaded.config, order.backend)
     job_dir = order.loaded.path.absolute().parent
@@ -342,7 +343,8 @@ def _attempt(order: _Order, members: list[AgentLink]) -> _Outcome:
     elif is_told:
         print(brief(resolved, order.loaded.config, assembly.cluster, width), file=sys.stderr)
         print(f"every other key has its default: zrun check {shlex.quote(str(order.loaded.path))}", file=sys.stderr)
-    _refuse_untrained(resolved, order.dry_run)
+    if not order.dry_run:
+        refuse_untrained(resolved.job.parallel.tp, resolved.job.parallel.pp)
     lock = order.lock
     if order.is_restart:
         assert order.run_dir is not None
@@ -401,18 +403,6 @@ def _committed(resolved: Resolved, rundir: RunDir) -> int:
     with suppress(CheckpointError):
         return max(steps_in(checkpoint_folder(resolved.job, rundir.path)), default=0)
     return 0
-
-
-def _refuse_untrained(resolved: Resolved, dry_run: bool) -> None:
-    """Tensor and pipeline parallelism have a plan, but nothing that trains by it."""
-    parallel = resolved.job.parallel
-    if not dry_run and parallel.tp * parallel.pp > 1:
-        key = "tp" if parallel.tp > 1 else "pp"
-        raise JobError(
-            f"parallel.{key}: {getattr(parallel, key)}: tensor and pipeline parallelism are planned, and shown by zrun "
-            "check, zrun topo and --dry-run, but not trained yet: leave parallel out, and write zero: 3 to share a "
-            "model over the ranks"
-        )
 
 
 def _spec(

@@ -51,7 +51,8 @@ def job_changes(config: JobConfig, batch: BatchPlan, candidate: Candidate, per_h
     has = {key: _value(config, key) for key in wanted} | {"batch.micro": batch.micro}
     changed = {key: value for key, value in wanted.items() if value != has[key]}
     group = config.zero.shard_group
-    if candidate.stage and dims.shard_size != {"all": dims.dp, "node": per_host}.get(str(group), group):
+    in_words = {"all": dims.dp, "node": dims.dp_per_host(per_host)}
+    if candidate.stage and dims.shard_size != in_words.get(str(group), group):
         changed["zero.shard_group"] = "all" if dims.shard_size == dims.dp else dims.shard_size
     after = config.model_copy(update={"batch": config.batch.model_copy(update={"micro": candidate.micro})})
     whole = candidate.micro * candidate.accumulation * dims.dp

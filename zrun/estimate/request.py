@@ -25,11 +25,12 @@ from zrun.job.load import LoadedJob
 from zrun.job.scalars import write
 from zrun.job.validate import validate
 from zrun.launch.cluster import Cluster
-from zrun.launch.place import Dims as Axes
+from zrun.launch.place import resolve_dims
 from zrun.launch.plan import make_plan
 from zrun_core.config import JobConfig
 from zrun_core.errors import JobError
-from zrun_core.spec import BatchPlan, ranks_per_copy, resolve_batch, resolve_bucket
+from zrun_core.parallel_dims import ParallelDims, resolve_shard_size
+from zrun_core.spec import BatchPlan, resolve_batch, resolve_bucket
 
 if TYPE_CHECKING:
     from zrun_core.plan.candidate import Candidate
@@ -215,7 +216,7 @@ def _facts(job: JobConfig, batch: BatchPlan, hardware: Hardware) -> dict[str, An
 def _of_trace(hardware: Hardware, asked: Candidate) -> dict[str, Any]:
     device = "cpu" if hardware.device.kind == "cpu" else "cuda"
     policies = tuple(dict.fromkeys((asked.checkpoint, *POLICIES)))  # what is asked for comes first
-    ranks = min(hardware.devices_per_node, asked.dims.world)
+    ranks = min(hardware.devices_per_node, asked.dims.world_size)
     return {
         "micros": (asked.micro,),
         "checkpoints": policies,
@@ -258,7 +259,7 @@ def _formula(job: JobConfig) -> TransformerShape | None:
 
 
 def _resolved_on(config: JobConfig, hardware: Hardware) -> tuple[JobConfig, BatchPlan]:
-    axes = Axes.of(config.parallel, hardware.num_devices)
+    axes = resolve_dims(config.parallel, hardware.num_devices)
     batch = resolve_batch(config, axes.dp)
     device = "cpu" if hardware.device.kind == "cpu" else "cuda"
     group = config.zero.shard_group
@@ -277,14 +278,16 @@ def _resolved_on(config: JobConfig, hardware: Hardware) -> tuple[JobConfig, Batc
 
 
 def _candidate(job: JobConfig, batch: BatchPlan, hardware: Hardware) -> Candidate:
-    from zrun_core.plan.candidate import Candidate, Dims
+    from zrun_core.plan.candidate import Candidate
 
-    tp, pp = job.parallel.tp, job.parallel.pp
-    shard = ranks_per_copy(job.zero, batch.ranks, min(hardware.devices_per_node, batch.ranks))
-    dims = Dims(batch.ranks, tp, pp, shard=None if not job.zero.stage or shard == batch.ranks else shard)
+    parallel = job.parallel
+    dims = ParallelDims(batch.ranks, parallel.tp, parallel.pp, order=parallel.order)
+    shard = resolve_shard_size(job.zero, dims.dp, dims.dp_per_host(hardware.devices_per_node))
+    if job.zero.stage and shard != dims.dp:
+        dims = replace(dims, shard=shard)
     return Candidate(
         job.zero.stage, dims, batch.micro, batch.accumulation, job.activations.checkpoint, job.precision.compute,
-        sequence_parallel=tp > 1, init=job.init,
+        sequence_parallel=dims.tp > 1, init=job.init,
     )  # fmt: skip
 
 

@@ -15,63 +15,39 @@ from typing import Literal
 from zrun.launch.cluster import Cluster, Gpu, HostFacts, listed, several
 from zrun.topology.cpus import USER_BINDING, format_cpus, shares
 from zrun.topology.grouping import Arrangement, arrange
-from zrun_core.config import Axis, JobConfig, ParallelConfig
+from zrun_core.config import JobConfig, ParallelConfig
 from zrun_core.errors import JobError, PreflightError
+from zrun_core.parallel_dims import ParallelDims
 from zrun_core.spec import RankPlace
 
 _GIB = 1 << 30
 
 
-@dataclass(frozen=True)
-class Dims:
-    """Ranks along each axis, and the axis that the numbers of ranks follow fastest."""
+def resolve_dims(parallel: ParallelConfig, num_ranks: int) -> ParallelDims:
+    """Return the axes that a job asks for, on this many ranks.
 
-    tp: int
-    dp: int
-    pp: int
-    order: tuple[Axis, Axis, Axis] = ("tp", "dp", "pp")
-
-    @classmethod
-    def of(cls, parallel: ParallelConfig, num_ranks: int) -> Dims:
-        """What the job asks for, on this many ranks.
-
-        Raises:
-            JobError: they do not come to that many.
-        """
-        model = parallel.tp * parallel.pp
-        what = f"tp {parallel.tp} x pp {parallel.pp}"
-        if parallel.dp == "auto":
-            if num_ranks % model:
-                raise JobError(
-                    f"parallel: {what} = {several(model, 'rank')} do not divide the {several(num_ranks, 'rank')} of "
-                    f"the hosts: write divisors, or slots that give a multiple of {model}"
-                )
-            return cls(parallel.tp, num_ranks // model, parallel.pp, parallel.order)
-        asked = model * parallel.dp
+    Raises:
+        JobError: they do not come to that many.
+    """
+    model = parallel.tp * parallel.pp
+    what = f"tp {parallel.tp} x pp {parallel.pp}"
+    if parallel.dp == "auto":
+        if num_ranks % model:
+            raise JobError(
+                f"parallel: {what} = {several(model, 'rank')} do not divide the "
+                f"{several(num_ranks, 'rank')} of the hosts: write divisors, or slots that give a "
+                f"multiple of {model}"
+            )
+        dp = num_ranks // model
+    else:
+        dp = parallel.dp
+        asked = model * dp
         if asked != num_ranks:
             raise JobError(
-                f"parallel: {what} x dp {parallel.dp} = {several(asked, 'rank')}, but the hosts have "
+                f"parallel: {what} x dp {dp} = {several(asked, 'rank')}, but the hosts have "
                 f"{several(num_ranks, 'slot')}: write dp: auto, or slots that give {asked}"
             )
-        return cls(parallel.tp, parallel.dp, parallel.pp, parallel.order)
-
-    def size(self, axis: Axis) -> int:
-        return {"tp": self.tp, "dp": self.dp, "pp": self.pp}[axis]
-
-    def coordinates(self, rank: int) -> dict[Axis, int]:
-        """Where a rank is along each axis."""
-        found: dict[Axis, int] = {}
-        for axis in self.order:
-            rank, found[axis] = divmod(rank, self.size(axis))
-        return found
-
-    def groups(self, axis: Axis, num_ranks: int) -> list[list[int]]:
-        """The ranks that differ along this axis only, group by group."""
-        found: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(num_ranks):
-            where = self.coordinates(rank)
-            found.setdefault(tuple(where[other] for other in self.order if other != axis), []).append(rank)
-        return list(found.values())
+    return ParallelDims(dp, parallel.tp, parallel.pp, order=parallel.order)
 
 
 @dataclass(frozen=True)
@@ -86,7 +62,7 @@ def seats(
     job: JobConfig,
     cluster: Cluster,
     device: Literal["cpu", "cuda"],
-    dims: Dims,
+    dims: ParallelDims,
     slots: Mapping[str, int],
     threads: Mapping[str, int],
 ) -> Seats:
@@ -118,9 +94,9 @@ def seats(
                     local_rank=local_rank,
                     device=f"cuda:{number}" if device == "cuda" else "cpu",
                     uuid=gpu.uuid or None if gpu is not None else None,
-                    pp=where["pp"],
-                    dp=where["dp"],
-                    tp=where["tp"],
+                    pp=where.pp,
+                    dp=where.dp,
+                    tp=where.tp,
                     threads=threads[host.hostname],
                     cpus=format_cpus(cpus[local_rank]) or None,
                     numa=gpu.numa if gpu is not None else _node(host, cpus[local_rank]),
@@ -131,7 +107,9 @@ def seats(
     return Seats(places, unbound)
 
 
-def arrangement(host: HostFacts, dims: Dims, base: int, devices: Sequence[int], shard_group: int = 1) -> Arrangement:
+def arrangement(
+    host: HostFacts, dims: ParallelDims, base: int, devices: Sequence[int], shard_group: int = 1
+) -> Arrangement:
     """The order in which `devices` of a host serve its ranks, of which `base` is the first.
 
     Args:
@@ -158,7 +136,13 @@ def arrangement(host: HostFacts, dims: Dims, base: int, devices: Sequence[int], 
     return Arrangement(tuple(devices[place] for place in found.order), found.sizes)
 
 
-def _gpus_in_order(job: JobConfig, host: HostFacts, dims: Dims, base: int, count: int) -> list[Gpu | None]:
+def _gpus_in_order(
+    job: JobConfig,
+    host: HostFacts,
+    dims: ParallelDims,
+    base: int,
+    count: int,
+) -> list[Gpu | None]:
     devices = (host.chosen if host.chosen is not None else range(len(host.gpus)))[:count]
     group = job.zero.shard_group
     shard_group = group if isinstance(group, int) and job.zero.stage > 0 else 1
@@ -189,7 +173,12 @@ def _node(host: HostFacts, cpus: tuple[int, ...]) -> int | None:
     return next((node.id for node in host.nodes if cpus and set(cpus) <= set(node.cpus)), None)
 
 
-def _check_tp(job: JobConfig, dims: Dims, places: Sequence[RankPlace], gpus: Sequence[Gpu | None]) -> None:
+def _check_tp(
+    job: JobConfig,
+    dims: ParallelDims,
+    places: Sequence[RankPlace],
+    gpus: Sequence[Gpu | None],
+) -> None:
     if dims.tp == 1:
         return
     if sliced := list(dict.fromkeys(places[rank].host for rank, gpu in enumerate(gpus) if gpu and gpu.is_slice)):
@@ -200,7 +189,7 @@ def _check_tp(job: JobConfig, dims: Dims, places: Sequence[RankPlace], gpus: Seq
     if job.parallel.allow_cross_node_tp:
         return
     spread: dict[str, None] = {}
-    for group in dims.groups("tp", len(places)):
+    for group in dims.groups("tensor"):
         hosts = dict.fromkeys(places[rank].host for rank in group)
         fabrics = {gpu.fabric if (gpu := gpus[rank]) is not None else None for rank in group}
         if len(hosts) > 1 and (None in fabrics or len(fabrics) > 1):
@@ -215,7 +204,11 @@ def _check_tp(job: JobConfig, dims: Dims, places: Sequence[RankPlace], gpus: Seq
         )
 
 
-def _check_alike(dims: Dims, places: Sequence[RankPlace], gpus: Sequence[Gpu | None]) -> None:
+def _check_alike(
+    dims: ParallelDims,
+    places: Sequence[RankPlace],
+    gpus: Sequence[Gpu | None],
+) -> None:
     """Stages of a pipeline may run on different GPUs; what computes the same layers in step may not."""
     for stage in range(dims.pp):
         kinds: dict[str, list[str]] = {}

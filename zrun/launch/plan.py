@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from zrun.launch.cluster import Cluster, HostFacts, each, listed, several
-from zrun.launch.place import Dims, Seats, seats
+from zrun.launch.place import Seats, resolve_dims, seats
 from zrun_core.config import MAX_RANKS, OWN_DEFAULTS, JobConfig
 from zrun_core.errors import JobError, PreflightError
 from zrun_core.sizes import format_size
@@ -54,13 +54,15 @@ def make_plan(job: JobConfig, cluster: Cluster) -> Resolved:
     num_ranks = sum(slots.values())
     if num_ranks > MAX_RANKS:
         raise JobError(f"slots: {num_ranks} ranks on {several(len(slots), 'host')}, and zrun plans {MAX_RANKS} at most")
-    dims = Dims.of(job.parallel, num_ranks)
+    dims = resolve_dims(job.parallel, num_ranks)
     if job.parallel.dp == "auto" and dims.tp * dims.pp > 1:
         why = f"{several(num_ranks, 'rank')} / (tp {dims.tp} x pp {dims.pp})"
         reasons.append(Reason("parallel.dp", str(dims.dp), why))
     found = seats(job, cluster, device, dims, slots, threads)
     batch = _batch(job, dims.dp, reasons)
     _check_shard_group(job, dims.dp)
+    plan = LaunchPlan(ranks=found.ranks)
+    plan.shard_size(job.zero)  # refuses hosts that would hold different parts of the states
     resolved = job.model_copy(
         update={
             "device": device,
@@ -75,7 +77,7 @@ def make_plan(job: JobConfig, cluster: Cluster) -> Resolved:
         }
     )
     warnings = (*(_crowded(cluster, slots) if device == "cpu" else ()), *_absent(job, len(found.ranks)))
-    return Resolved(resolved, LaunchPlan(ranks=found.ranks), batch, tuple(reasons), warnings)
+    return Resolved(resolved, plan, batch, tuple(reasons), warnings)
 
 
 def check_gpus(asked: int | None, job: JobConfig, cluster: Cluster) -> None:

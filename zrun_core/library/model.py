@@ -17,7 +17,7 @@ from zrun_core.config import ActivationsConfig, PrecisionConfig, Section, ZeroCo
 from zrun_core.errors import JobError, UserCodeError
 from zrun_core.library import arguments, foreign
 from zrun_core.library.run import Run, current
-from zrun_core.spec import ranks_per_copy
+from zrun_core.parallel_dims import resolve_shard_size
 from zrun_core.user import user_code
 from zrun_core.zero.plain import PlainLoop
 from zrun_core.zero.sharded import ShardedModel
@@ -92,7 +92,8 @@ def shard(
     if init not in ("factory", "meta"):
         raise JobError(f"shard(init={init!r}): write factory or meta")
     run._meet("shard()")
-    mesh = run._mesh(ranks_per_copy(zero_config, run.world_size, run._ranks_per_host))
+    shard_size = resolve_shard_size(zero_config, run.world_size, run._ranks_per_host)
+    mesh = run._mesh(shard_size)
     state = torch.get_rng_state()
     if isinstance(model, nn.Module):
         built = _adopt(model, run)

@@ -145,7 +145,7 @@ class Run:
     def _mesh(self, shard_size: int) -> Mesh:
         """The groups where `shard_size` ranks hold one copy of a model's states. Collective when first asked for."""
         if shard_size not in self._meshes:
-            self._meshes[shard_size] = Mesh.build(self.rank, self._hosts, shard_size, self._timeout_s)
+            self._meshes[shard_size] = Mesh.build(self.rank, self._hosts, shard_size, timeout_s=self._timeout_s)
         return self._meshes[shard_size]
 
     def _meet(self, what: str) -> None:

@@ -6,40 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from zrun_core.buffers import ON_DEVICE, Placement, Tier
-
-
-@dataclass(frozen=True)
-class Dims:
-    """How ranks divide a model: dp * tp * pp of them.
-
-    Attributes:
-        virtual: parts of the model that a pipeline stage has: Narayanan et al. 2021, section 2.2.
-        shard: data-parallel ranks that hold one copy of the states between them; None: all of them.
-    """
-
-    dp: int
-    tp: int = 1
-    pp: int = 1
-    virtual: int = 1
-    shard: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("dp", "tp", "pp", "virtual", "shard"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"{name} is {value}: it must be at least 1")
-        if self.dp % self.shard_size:
-            raise ValueError(f"{self.shard} ranks that share the states do not divide {self.dp} data-parallel ranks")
-        if self.virtual > 1 and self.pp == 1:
-            raise ValueError("virtual stages need a pipeline: pp is 1")
-
-    @property
-    def shard_size(self) -> int:
-        """Ranks that hold one copy of what is sharded."""
-        return self.dp if self.shard is None else self.shard
-
-    @property
-    def world(self) -> int:
-        return self.dp * self.tp * self.pp
+from zrun_core.parallel_dims import ParallelDims
 
 
 class Key(NamedTuple):
@@ -66,7 +33,7 @@ class Candidate:
     """
 
     stage: int
-    dims: Dims
+    dims: ParallelDims
     micro: int
     accumulation: int
     checkpoint: str = "none"
@@ -117,7 +84,7 @@ class Candidate:
         return ", ".join([*words, self.precision])
 
 
-def stage_blocks(num_blocks: int, dims: Dims, stage: int) -> tuple[range, ...]:
+def stage_blocks(num_blocks: int, dims: ParallelDims, stage: int) -> tuple[range, ...]:
     """The blocks of a pipeline stage: one run for each of its `virtual` parts.
 
     The runs of all stages follow each other, stage after stage and part after part; where they cannot be equal, the

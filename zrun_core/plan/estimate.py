@@ -17,9 +17,10 @@ from zrun_core.buffers import Buffer, Kind, Placement, Tier
 from zrun_core.config import JobConfig, PrecisionConfig
 from zrun_core.errors import JobError
 from zrun_core.layout import UnitLayout, ZeroPolicy
+from zrun_core.parallel_dims import Coordinates, ParallelDims
 from zrun_core.plan import memory, paper
 from zrun_core.plan.allocator import pinned_bytes
-from zrun_core.plan.candidate import Candidate, Dims
+from zrun_core.plan.candidate import Candidate
 from zrun_core.plan.costs import Costs, Terms
 from zrun_core.plan.hardware import MIB, Hardware
 from zrun_core.plan.memory import Stage
@@ -27,7 +28,6 @@ from zrun_core.plan.outcome import Estimate, RankMemory
 from zrun_core.plan.profile import Peak, Phase, Profile
 from zrun_core.plan.skeleton import skeleton_of
 from zrun_core.plan.states import (
-    Coordinates,
     PaperCut,
     cut_of_shape,
     cut_on_paper,
@@ -41,7 +41,16 @@ from zrun_core.precision import Precision
 from zrun_core.zero.sharded import Settings
 from zrun_core.zero.traffic import Steps, expected_traffic
 
-__all__ = ["Candidate", "Dims", "Estimate", "Placement", "Planner", "RankMemory", "StepTime", "Tier", "estimate"]
+__all__ = [
+    "Candidate",
+    "Estimate",
+    "Placement",
+    "Planner",
+    "RankMemory",
+    "StepTime",
+    "Tier",
+    "estimate",
+]
 
 _PROCESS_BYTES = {"cuda": 1800 * MIB, "cpu": 0}  # of a rank in its host's memory; on a CPU it is the device's context
 _LOADER_BYTES = 220 * MIB  # of a process that reads data
@@ -300,11 +309,11 @@ class Planner:
         assert isinstance(self.subject, Profile)
         return memory.kernel_bytes(self.subject, candidate)
 
-    def outside(self, dims: Dims) -> int:
+    def outside(self, dims: ParallelDims) -> int:
         """Bytes of a device outside of its allocator: the driver's, and those of each group that a rank belongs to."""
-        groups = {dims.world, dims.tp, dims.dp, dims.pp, dims.shard_size, dims.dp // dims.shard_size} - {1}
+        groups = {dims.world_size, dims.tp, dims.dp, dims.pp, dims.shard_size, dims.dp // dims.shard_size} - {1}
         device = self.hardware.device
-        imported = memory.BUILDS_ON_META if self.device_type == "cpu" and dims.world > 1 else 0
+        imported = memory.BUILDS_ON_META if self.device_type == "cpu" and dims.world_size > 1 else 0
         return device.context_bytes + imported + len(groups) * device.communicator_bytes
 
     # All of it
@@ -328,7 +337,7 @@ class Planner:
         return used - capacity
 
     @staticmethod
-    def _stages(dims: Dims) -> list[int]:
+    def _stages(dims: ParallelDims) -> list[int]:
         """One pipeline stage of each class: of those in the middle, the one that holds most micro-batches."""
         return sorted({0, min(1, dims.pp - 1), dims.pp - 1})
 
@@ -378,7 +387,7 @@ class Planner:
             return False
         if _of_host(host) > hardware.host_bytes:
             return False
-        local = min(hardware.devices_per_node, candidate.dims.world)
+        local = min(hardware.devices_per_node, candidate.dims.world_size)
         disk = local * max(rank.disk for rank in ranks)
         is_unknown = not hardware.disk_bytes and hardware.measured
         return not disk or disk <= hardware.disk_bytes or is_unknown
@@ -404,9 +413,10 @@ class Planner:
         dims, hardware, traced = candidate.dims, self.hardware, self.job.precision.compute
         if isinstance(self.subject, Profile) and candidate.precision != traced:
             raise JobError(f"precision {candidate.precision}: the model was traced in {traced}: trace it anew")
-        if dims.world > hardware.num_devices:
+        if dims.world_size > hardware.num_devices:
             raise JobError(
-                f"{candidate}: {dims.world} ranks on {hardware.num_devices} devices: name more of them, or fewer ranks"
+                f"{candidate}: {dims.world_size} ranks on {hardware.num_devices} devices: name "
+                "more of them, or fewer ranks"
             )
         if dims.pp * dims.virtual > max(1, self.num_blocks):
             raise JobError(
@@ -447,7 +457,7 @@ class Planner:
 
     def _host(self, candidate: Candidate, ranks: Iterable[RankMemory]) -> dict[str, int]:
         """Bytes of a node's memory by what they are for. A node with several stages has the fullest ones."""
-        local = min(self.hardware.devices_per_node, candidate.dims.world)
+        local = min(self.hardware.devices_per_node, candidate.dims.world_size)
         process = _PROCESS_BYTES[self.device_type]
         whole = 0 if candidate.init == "meta" else self._whole_bytes
         found = {
@@ -489,7 +499,7 @@ def _by_phase(buffers: Iterable[Buffer]) -> dict[Phase, int]:
     return {phase: sum(b.num_bytes for b in here if b.phases is None or phase.value in b.phases) for phase in _PHASES}
 
 
-def _role(dims: Dims, index: int) -> str:
+def _role(dims: ParallelDims, index: int) -> str:
     if dims.pp == 1:
         return "all"
     return "first" if index == 0 else "last" if index == dims.pp - 1 else "middle"

@@ -128,14 +128,17 @@ def _with_prices(rates: Rates, steps: Mapping[str, float], ranks: int) -> Rates:
 
 def _predicted(rates: Rates, depth: int, ranks: int) -> float:
     """Seconds of a step of a model without work, as a plan has it so far."""
-    from zrun_core.plan.estimate import Candidate, Dims, Planner
+    from zrun_core.parallel_dims import ParallelDims
+    from zrun_core.plan.estimate import Candidate, Planner
     from zrun_core.plan.rehearsal import job_of
     from zrun_core.plan.trace import trace_in_subprocess
 
     job = job_of(_EMPTY, depth, ranks, "fp32")
     profile = trace_in_subprocess(job, Path("/"), micros=(1,), checkpoints=("none",))
     hardware = from_rates(rates, ranks=ranks, host_bytes=1 << 34, cores=ranks)
-    return Planner(profile, hardware, job).estimate(Candidate(0, Dims(ranks), 1, 1, "none", "fp32")).time.seconds
+    return (
+        Planner(profile, hardware, job).estimate(Candidate(0, ParallelDims(ranks), 1, 1, "none", "fp32")).time.seconds
+    )
 
 
 def _main() -> None:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from zrun_core.parallel_dims import ParallelDims
 from zrun_core.plan.allocator import heap_bytes, simulate
-from zrun_core.plan.candidate import Candidate, Dims, stage_blocks
+from zrun_core.plan.candidate import Candidate, stage_blocks
 from zrun_core.plan.costs import BYTES
 from zrun_core.plan.profile import Peak, Phase, Profile, peak_of
 from zrun_core.plan.transformer import TransformerShape
@@ -40,7 +41,7 @@ class Stage:
     last: bool
 
     @classmethod
-    def of(cls, dims: Dims, index: int, num_blocks: int, accumulation: int) -> Stage:
+    def of(cls, dims: ParallelDims, index: int, num_blocks: int, accumulation: int) -> Stage:
         """Stage `index` of 1F1B, or of its interleaved form: as many as it runs ahead, and the one that it is at."""
         if dims.pp == 1:
             return cls(0, num_blocks, 1.0, True, True)

@@ -61,7 +61,14 @@ class Rehearsal:
         """Median seconds of a step, and of its parts by name; only rank 0 knows them, the others have zeros."""
         job = job_of(width, depth, self._ranks, precision)
         places = [
-            RankPlace(rank=rank, host="here", local_rank=rank, device="cpu", threads=self._threads)
+            RankPlace(
+                rank=rank,
+                host="here",
+                local_rank=rank,
+                device="cpu",
+                dp=rank,
+                threads=self._threads,
+            )
             for rank in range(self._ranks)
         ]
         self._count += 1

@@ -17,7 +17,8 @@ from typing import Literal, NamedTuple
 
 from zrun_core.buffers import ON_DEVICE, Placement, Tier
 from zrun_core.errors import JobError
-from zrun_core.plan.candidate import Candidate, Dims
+from zrun_core.parallel_dims import ParallelDims
+from zrun_core.plan.candidate import Candidate
 from zrun_core.plan.collectives import Span
 from zrun_core.plan.costs import BYTES, Part, stream_seconds
 from zrun_core.plan.estimate import Planner
@@ -409,12 +410,12 @@ class _Search:
                         seen.add(candidate)
                         yield candidate
 
-    def _of_dims(self, dims: Dims, precision: str) -> Iterator[Candidate]:
+    def _of_dims(self, dims: ParallelDims, precision: str) -> Iterator[Candidate]:
         per_rank, rest = divmod(self.constraints.global_batch, dims.dp)
         if rest:
             return
         asked = self.constraints.base.init if self.constraints.base is not None else "factory"
-        init = asked if self.planner.can_build(dims.world) else "meta"
+        init = asked if self.planner.can_build(dims.world_size) else "meta"
         for micro, checkpoint in itertools.product(self._micros(per_rank), self._checkpoints()):
             count = per_rank // micro
             if dims.virtual > 1 and count % dims.pp:
@@ -429,7 +430,7 @@ class _Search:
     def _worlds(self) -> list[int]:
         if self.constraints.devices is not None:
             return sorted(set(self.constraints.devices))
-        asked = {self.constraints.base.dims.world} if self.constraints.base is not None else set()
+        asked = {self.constraints.base.dims.world_size} if self.constraints.base is not None else set()
         return sorted(asked | {self.hardware.num_devices})
 
     def _precisions(self) -> Sequence[str]:
@@ -447,8 +448,9 @@ class _Search:
             return known or tuple(subject.traces)
         return ("none", "selective", "every_n", "full")
 
-    def _dims(self, world: int) -> Iterator[Dims]:
+    def _dims(self, world: int) -> Iterator[ParallelDims]:
         limits = self.constraints
+        order = ParallelDims.order if limits.base is None else limits.base.dims.order
         for tp in self._tps():
             if world % tp:
                 continue
@@ -460,7 +462,7 @@ class _Search:
                 parts = min(limits.virtual, self.planner.num_blocks // pp) if pp > 1 else 1
                 for virtual in range(1, parts + 1):
                     if virtual == 1 or self.planner.num_blocks % (pp * virtual) == 0:
-                        yield Dims(world // tp // pp, tp, pp, virtual)
+                        yield ParallelDims(world // tp // pp, tp, pp, virtual, order=order)
 
     def _tps(self) -> list[int]:
         """Sizes of tensor-parallel groups: within a node, and such that heads and widths divide."""
@@ -482,9 +484,9 @@ class _Search:
         possible = [micro for micro in _divisors(per_rank) if micro <= most]
         return possible if asked is None else [micro for micro in possible if micro in asked]
 
-    def _shards(self, dims: Dims, stage: int) -> list[int | None]:
+    def _shards(self, dims: ParallelDims, stage: int) -> list[int | None]:
         """Sizes of the groups that share the states: all replicas, or those of a node."""
-        local = self.hardware.devices_per_node // dims.tp
+        local = dims.dp_per_host(self.hardware.devices_per_node)
         base = self.constraints.base
         sizes: list[int | None] = [None]
         if stage and self.constraints.shard_in_node and dims.pp == 1 and 1 < local < dims.dp and dims.dp % local == 0:
@@ -511,7 +513,7 @@ def changes(base: Candidate, other: Candidate) -> int:
         lambda c: c.placement,
         lambda c: c.dims.tp,
         lambda c: (c.dims.pp, c.dims.virtual),
-        lambda c: c.dims.world,
+        lambda c: c.dims.world_size,
         lambda c: c.dims.shard_size < c.dims.dp if c.stage else False,
         lambda c: c.init,
     )
@@ -548,5 +550,5 @@ def _pareto(fitting: Iterable[Estimate]) -> list[Estimate]:
 def _overshoot(found: Estimate, hardware: Hardware) -> int:
     """Bytes that a device, a node's memory or its disks lack, by most."""
     host = 0 if hardware.shares_memory else found.host_bytes - hardware.host_bytes
-    disk = max(rank.disk for rank in found.ranks) * min(hardware.devices_per_node, found.candidate.dims.world)
+    disk = max(rank.disk for rank in found.ranks) * min(hardware.devices_per_node, found.candidate.dims.world_size)
     return max(-found.headroom, host, disk - hardware.disk_bytes if disk else 0)

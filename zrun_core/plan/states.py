@@ -2,7 +2,7 @@
 
     settings = settings_of(job, load, "cuda")
     cut = cut_on_paper(model, settings)
-    buffers = rank_buffers(cut, settings, Dims(dp=8))
+    buffers = rank_buffers(cut, settings, ParallelDims(dp=8))
 
 The list is made by `StatePolicy.rank_buffers`, as the list that the runtime allocates is: what is planned is what
 is allocated. Tensor and pipeline parallelism, other tiers than the device, and partitioned checkpoints have no runtime
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,8 +32,9 @@ from zrun_core.layout import (
     whole_pages,
 )
 from zrun_core.optim.choose import choose
+from zrun_core.parallel_dims import Coordinates, ParallelDims
 from zrun_core.parallelize import make_settings
-from zrun_core.plan.candidate import Dims, stage_blocks
+from zrun_core.plan.candidate import stage_blocks
 from zrun_core.plan.transformer import TransformerShape
 from zrun_core.zero.cut import repeated_blocks
 from zrun_core.zero.sharded import Settings, plan_cut
@@ -42,15 +43,7 @@ from zrun_core.zero.unit import moves_pages
 _UNTIL_BACKWARD = frozenset({"forward", "loss", "backward"})
 
 
-class Coordinates(NamedTuple):
-    """A rank's place along each axis. The first of an axis has at least as many bytes as any other."""
-
-    pp: int = 0
-    dp: int = 0
-    tp: int = 0
-
-
-FIRST = Coordinates()
+FIRST = Coordinates()  # the first of an axis has at least as many bytes as any other
 
 
 @dataclass(frozen=True)
@@ -91,7 +84,7 @@ class PaperCut:
     def _stages(self) -> dict[tuple[Any, ...], tuple[UnitLayout, ...]]:
         return {}
 
-    def layouts(self, dims: Dims, stage: int, num_shards: int) -> tuple[UnitLayout, ...]:
+    def layouts(self, dims: ParallelDims, stage: int, num_shards: int) -> tuple[UnitLayout, ...]:
         """The units of a pipeline stage, divided over `num_shards` ranks."""
         key = (dims.pp, dims.virtual, stage, num_shards)
         if key not in self._stages:
@@ -99,7 +92,7 @@ class PaperCut:
             self._stages[key] = tuple(found)
         return self._stages[key]
 
-    def _of_stage(self, dims: Dims, stage: int) -> list[UnitLayout]:
+    def _of_stage(self, dims: ParallelDims, stage: int) -> list[UnitLayout]:
         if dims.pp == 1:
             return [unit.layout for unit in self.units]
         ranges = stage_blocks(len(self.blocks), dims, stage)
@@ -114,7 +107,7 @@ class PaperCut:
                 found.append(unit.layout)
         return found
 
-    def module_buffers(self, dims: Dims, stage: int) -> list[Buffer]:
+    def module_buffers(self, dims: ParallelDims, stage: int) -> list[Buffer]:
         """The modules' buffers on a pipeline stage: those of its blocks, and all that lie outside of blocks."""
         here = {block for each in stage_blocks(len(self.blocks), dims, stage) for block in each}
         foreign = tuple(f"{name}." for number, name in enumerate(self.blocks) if number not in here)
@@ -247,7 +240,7 @@ class _Tree(nn.Module):
             self.head.weight = self.tokens.weight
 
 
-def peers_of_rank(settings: Settings, dims: Dims, rank: Coordinates, device: str) -> Peers:
+def peers_of_rank(settings: Settings, dims: ParallelDims, rank: Coordinates, device: str) -> Peers:
     """The ranks over which this one's units are divided when they are reduced."""
     direct = direct_up_to(device)
     if Sharded.OPTIMIZER in settings.zero.sharded:
@@ -277,7 +270,7 @@ def place(units: Sequence[UnitLayout], placement: Placement) -> Mapping[str, Pla
 def rank_buffers(
     cut: PaperCut,
     settings: Settings,
-    dims: Dims,
+    dims: ParallelDims,
     *,
     rank: Coordinates = FIRST,
     placement: Placement = ON_DEVICE,

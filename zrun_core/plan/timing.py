@@ -252,7 +252,7 @@ class _Step:
     def device_update(self, parts: Sequence[Part]) -> float:
         """Seconds of the norm, and of what is updated on the device."""
         owned = self.owned(parts)
-        world = Span(self.hardware, self.dims.world).all_reduce(64.0).seconds + self.device.step_s
+        world = Span(self.hardware, self.dims.world_size).all_reduce(64.0).seconds + self.device.step_s
         norm = stream_seconds(self.device, owned * self.terms.reduce_bytes)
         here = owned * (1 - self.away)
         if (measured := self.device.update.get(self.candidate.precision)) is not None:
@@ -295,7 +295,7 @@ class _Step:
         ranks = count * dims.dp * dims.tp
         flops = ranks * sum(part.flops for part in self.parts)
         executed = flops + ranks * sum(part.flops_again for part in self.parts)
-        peak = self.device.flops(candidate.precision) * dims.world * seconds
+        peak = self.device.flops(candidate.precision) * dims.world_size * seconds
         known = self.device.kind == "cuda"
         spread = self.hardware.spread
         samples = candidate.global_batch / seconds

@@ -1,0 +1,69 @@
+"""Process groups of a mesh with several axes, made and used by real ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from toys import world
+
+from zrun_core.comm import Comm
+from zrun_core.mesh import Mesh
+from zrun_core.parallel_dims import ParallelDims
+
+AXES = ("world", "pipe", "data", "tensor", "shard", "replicate", "ends", "host")
+
+
+def sums_by_axis(sizes: dict[str, Any], hosts: list[str]) -> tuple[dict[str, float], int]:
+    """The sum of 10^rank over each of this rank's groups, and how many groups were made for it."""
+    rank, _ = world()
+    # A group of the user's own, which only some ranks are in.
+    dist.new_group([0, 1])
+    before = len(dist.distributed_c10d._world.pg_names)
+    dims = ParallelDims(**sizes)
+    places = [dims.coordinates(number) for number in range(dims.world_size)]
+    mesh = Mesh.build(rank, hosts, dims.shard_size, places=places, ties_ends=True, timeout_s=20)
+    made = len(dist.distributed_c10d._world.pg_names) - before
+    comm = Comm(torch.device("cpu"))
+    own = torch.tensor([10.0**rank], dtype=torch.float64)
+    found = {}
+    for axis in AXES:
+        group = getattr(mesh, axis)
+        found[axis] = comm.sum_small(own, group, name=axis).item()
+        seen = own.clone()
+        comm.broadcast(seen, group, name=axis)  # through torch's group, by the number of a rank
+        assert seen.item() == 10.0 ** group.ranks[0]
+    return found, made
+
+
+def total(*ranks: int) -> float:
+    return float(sum(10**rank for rank in ranks))
+
+
+def test_stages_of_two_data_parallel_ranks(ranks: Any) -> None:
+    """Hosts have different numbers of ranks, so that groups differ in how many each rank is in."""
+    found = ranks(4).run(sums_by_axis, {"dp": 2, "pp": 2}, ["a", "a", "a", "b"])
+    sums = [sums for sums, _ in found]
+    assert [each["world"] for each in sums] == [total(0, 1, 2, 3)] * 4
+    assert [each["data"] for each in sums] == [total(0, 1)] * 2 + [total(2, 3)] * 2
+    assert [each["shard"] for each in sums] == [each["data"] for each in sums]
+    assert [each["pipe"] for each in sums] == [total(0, 2), total(1, 3)] * 2
+    assert [each["ends"] for each in sums] == [each["pipe"] for each in sums]
+    assert [each["tensor"] for each in sums] == [total(rank) for rank in range(4)]
+    assert [each["host"] for each in sums] == [total(0, 1, 2)] * 3 + [total(3)]
+    assert [made for _, made in found] == [3, 3, 3, 2], "pipe, data, and host where it has others"
+
+
+def test_ends_of_longer_pipelines(ranks: Any) -> None:
+    sizes = {"dp": 1, "pp": 4, "shard": 1}
+    found = ranks(4).run(sums_by_axis, sizes, ["a", "b", "b", "b"])
+    assert [sums["ends"] for sums, _ in found] == [total(0, 3), total(1), total(2), total(0, 3)]
+    assert [made for _, made in found] == [1, 1, 1, 2], "ends, host"
+
+
+def test_another_order_of_the_axes(ranks: Any) -> None:
+    sizes = {"dp": 2, "tp": 2, "order": ("dp", "tp", "pp")}
+    found = ranks(4).run(sums_by_axis, sizes, ["a"] * 4)
+    assert [sums["data"] for sums, _ in found] == [total(0, 1)] * 2 + [total(2, 3)] * 2
+    assert [sums["tensor"] for sums, _ in found] == [total(0, 2), total(1, 3)] * 2

@@ -56,6 +56,7 @@ from zrun_core.events import Emitter
 from zrun_core.mesh import Mesh
 from zrun_core.optim.choose import choose
 from zrun_core.optim.lr import make_schedule
+from zrun_core.parallel_dims import refuse_untrained
 from zrun_core.spec import RunSpec, checkpoint_folder
 from zrun_core.stop import StopSignals
 from zrun_core.trainer import Parts, Trainer
@@ -93,7 +94,7 @@ def _given(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[Ru
     """The spec and the rank that this process was started with.
 
     Raises:
-        JobError: it was not started as the usage says.
+        JobError: it was not started as the usage says, or no rank can train by the plan.
     """
     usage = "usage: torchrun --nproc-per-node N -m zrun_core RUN_DIR/spec.json"
     if len(arguments) != 1:
@@ -111,6 +112,8 @@ def _given(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[Ru
         raise JobError(f"RANK and WORLD_SIZE say which rank this is, and are not set; {usage}") from None
     if given != size or not 0 <= rank < size:
         raise JobError(f"{arguments[0]} is for {size} ranks, and this is rank {rank} of {given}; {usage}")
+    dims = spec.plan.dims
+    refuse_untrained(dims.tp, dims.pp)
     return spec, rank
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -14,7 +16,9 @@ from warm import WarmPopen
 from zrun import cli
 from zrun.job.load import load_job
 from zrun.job.structure import inspect_structure
+from zrun_core.config import JobConfig
 from zrun_core.errors import ExitCode, JobError, UserCodeError
+from zrun_core.spec import LaunchPlan, RankPlace, RunSpec, resolve_batch
 
 JOB = """\
 name: tiny
@@ -476,5 +480,29 @@ def test_check_and_dry_run_show_where_ranks_sit(zrun: Zrun) -> None:
 def test_model_parallelism_is_planned_and_not_trained(zrun: Zrun) -> None:
     result = zrun("train", "job.yaml", "parallel.tp=2", "--slots", "2")
     assert result.code == ExitCode.USAGE
-    assert "parallel.tp: 2: tensor and pipeline parallelism are planned, and shown by zrun check" in result.err
+    refused = re.search(r"parallel\.tp: 2: tensor and pipeline parallelism .*", result.err)
+    assert refused is not None, result.err
+    assert refused[0].endswith("write zero: 3 to share a model over the ranks")
     assert not Path("runs").exists()
+
+    # The same from a plan that no launcher has looked at.
+    job = JobConfig.model_validate({"name": "x", "model": "a:b", "data": "a:b", "steps": 1, "batch": 2})
+    places = [RankPlace(rank=rank, host="h", local_rank=rank, device="cpu", tp=rank) for rank in range(2)]
+    spec = RunSpec(
+        job=job,
+        plan=LaunchPlan(ranks=places),
+        batch=resolve_batch(job, 1),
+        job_dir="/",
+        run_dir="/",
+        run_id="x",
+    )
+    spec.write(Path("spec.json"))
+    worker = subprocess.run(
+        [sys.executable, "-m", "zrun_core", "spec.json"],
+        env={**os.environ, "RANK": "0", "WORLD_SIZE": "2"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert worker.returncode == ExitCode.USAGE
+    assert worker.stderr == f"error: {refused[0]}\n"

@@ -18,6 +18,7 @@ from enum import Flag, auto
 import torch
 
 from zrun_core.buffers import ON_DEVICE, Buffer, Kind, Placement, Tier
+from zrun_core.tensors import TensorPart, contiguous, whole
 
 PAGE_BYTES = 4096  # shards start on pages, so that a gathered unit can be assembled by moving pages
 STAGING_SLOTS = 2  # of what goes up to the device, or down from it: one is filled while the other is on its way
@@ -65,6 +66,9 @@ class ZeroPolicy:
 NOWHERE_ELSE: Mapping[str, Placement] = {}  # all units are on the device
 
 
+WHOLE: Mapping[str, TensorPart] = {}  # every parameter is a tensor of its own
+
+
 @dataclass(frozen=True)
 class ParamSlot:
     """One parameter's place in its unit. `stride` is kept, so that a channels_last weight stays one."""
@@ -75,6 +79,7 @@ class ParamSlot:
     group: int  # optimizer group
     offset: int  # in elements, from the unit's start
     numel: int
+    part: TensorPart  # what it is of a tensor of the model
 
     @property
     def stop(self) -> int:
@@ -92,8 +97,30 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class TensorRange:
+    """Elements of a range of a unit that are a flat range of one tensor.
+
+    Attributes:
+        start, stop: from the start of the unit's range.
+        first: place of the first element in the tensor, in its memory order.
+    """
+
+    slot: ParamSlot
+    start: int
+    stop: int
+    first: int
+
+    @property
+    def part(self) -> TensorPart:
+        return self.slot.part
+
+
+@dataclass(frozen=True)
 class UnitLayout:
-    """A flat unit: parameters of one dtype and `requires_grad`, back to back, padded to equal page-aligned shards."""
+    """A flat unit: parameters back to back, padded to equal page-aligned shards.
+
+    They are of one dtype and `requires_grad`, and the same ranks hold equal copies of them.
+    """
 
     name: str
     slots: tuple[ParamSlot, ...]
@@ -128,6 +155,30 @@ class UnitLayout:
             if low < high:
                 yield Piece(slot, number, low - start, high - start)
 
+    def tensor_ranges(self, start: int, stop: int) -> Iterator[TensorRange]:
+        """What elements [start, stop) of the unit are of tensors, in order."""
+        for piece in self.pieces(start, stop):
+            slot = piece.slot
+            shift = slot.offset - start
+            for run in slot.part.runs_in(piece.start - shift, piece.stop - shift):
+                place = run.local + shift
+                yield TensorRange(slot, place, place + run.length, run.start)
+
+    def padding(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Ranges of elements [start, stop) of the unit that are of no tensor, from `start` on."""
+        end = 0
+        for each in self.tensor_ranges(start, stop):
+            if end < each.start:
+                yield end, each.start
+            end = each.stop
+        if end < stop - start:
+            yield end, stop - start
+
+    @property
+    def alike_over(self) -> tuple[str, ...]:
+        """Axes of the mesh, beside data, along which all ranks hold the same unit."""
+        return self.slots[0].part.alike_over if self.slots else ()
+
 
 def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
     """The stride that `tensor` keeps in a flat buffer: its own if it is dense, else the contiguous one."""
@@ -135,7 +186,7 @@ def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
     expected = 1
     for stride, size in size_of_stride:
         if stride != expected:
-            return torch.empty(tensor.shape, device="meta").stride()
+            return contiguous(tuple(tensor.shape))
         expected *= size
     return tensor.stride()
 
@@ -151,13 +202,25 @@ def lay_out(
     lasting: bool = False,
     modules: str = "",
     block: str = "",
+    table: Mapping[str, TensorPart] = WHOLE,
 ) -> UnitLayout:
-    """Place `params`, triples of (name, tensor, optimizer group), in one unit. Groups become contiguous ranges."""
+    """Place parameters in one unit. Groups become contiguous ranges.
+
+    Args:
+        params: triples of (name, tensor, optimizer group).
+        table: by parameter name, what it is of a tensor; those without an entry are whole.
+
+    Raises:
+        ValueError: a parameter has not the size that the table says.
+    """
     offset, slots = 0, []
     for param_name, tensor, group in sorted(params, key=lambda item: item[2]):
-        slots.append(
-            ParamSlot(param_name, tuple(tensor.shape), dense_stride(tensor), group, offset, numel := tensor.numel())
-        )
+        shape, numel = tuple(tensor.shape), tensor.numel()
+        part = table.get(param_name) or whole(param_name, shape, dense_stride(tensor))
+        if part.local_shape != shape:
+            has = f"its part of {part.tensor} {list(part.local_shape)}"
+            raise ValueError(f"{param_name} is {list(shape)}, and {has}")
+        slots.append(ParamSlot(param_name, shape, part.local_stride, group, offset, numel, part))
         offset += numel
     return UnitLayout(name, tuple(slots), dtype, trainable, num_shards, persistent, lasting, modules or name, block)
 

@@ -389,9 +389,10 @@ def load_weights(folder: str) -> dict[str, Any]:
     assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(5)))
     trained = Duel(1, "fp32")
     trained.train(0, 2)
-    before = [state["exp_avg"].clone() for _, _, _, _, state in state_of(trained.made)._optimizer_states()]
+    states = state_of(trained.made)._optimizer_states()
+    before = [state["exp_avg"].clone() for _, _, state in states]
     zrun_core.load(folder, {"made": trained.made}, weights_only=True)
-    after = [state["exp_avg"] for _, _, _, _, state in state_of(trained.made)._optimizer_states()]
+    after = [state["exp_avg"] for _, _, state in state_of(trained.made)._optimizer_states()]
     assert all(torch.equal(left, right) for left, right in zip(before, after, strict=True))
     assert trained.for_made.param_groups[0]["lr"] == pytest.approx(1e-3 * 0.9**2)
     with pytest.raises(ZrunError, match=r"models called made, judge, and load\(\) was given models called other"):

@@ -29,6 +29,7 @@ from zrun_core.checkpoint.state import ModelState, Reader, Target
 from zrun_core.comm import Group
 from zrun_core.config import InitFromConfig
 from zrun_core.errors import CheckpointError
+from zrun_core.tensors import Extent, contiguous, shared
 from zrun_core.tracebacks import first_line
 
 _PIECE_BYTES = 1 << 20
@@ -229,10 +230,10 @@ class _Safetensors:
 
     def fill(self, targets: Sequence[Target]) -> None:
         """Fill the memory of `targets`, in threads."""
-        _in_threads([partial(self._fill, target) for target in targets])
+        _in_threads([partial(self._fill, *each) for each in _by_tensor(targets).items()])
 
-    def _fill(self, target: Target) -> None:
-        entry = self._entries[target.names[0]]
+    def _fill(self, name: str, targets: Sequence[Target]) -> None:
+        entry = self._entries[name]
         with entry.path.open("rb", buffering=0) as file:
 
             def read(start: int, into: torch.Tensor) -> None:
@@ -246,7 +247,7 @@ class _Safetensors:
                         raise CheckpointError(f"init_from: {entry.path} ends too early")
                     view, offset = view[count:], offset + count
 
-            _fill_in_pieces(target, entry.shape, entry.dtype, read)
+            _fill_in_pieces(targets, entry.shape, entry.dtype, read)
 
 
 def _read_header(path: Path) -> dict[str, _Entry]:
@@ -309,21 +310,12 @@ class _StateDict:
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
 
     def fill(self, targets: Sequence[Target]) -> None:
-        """Fill the memory of `targets`, one after the other."""
-        for target in targets:
-            tensor = self._tensors[target.names[0]]
+        """Fill the memory of `targets`, one tensor after the other."""
+        for name, into in _by_tensor(targets).items():
+            tensor = self._tensors[name]
             flat = tensor.detach().reshape(-1)  # a copy of this one tensor if it is a view
-
-            is_mapped = flat.data_ptr() == tensor.data_ptr()
-
-            def read(start: int, into: torch.Tensor, flat: torch.Tensor = flat, is_mapped: bool = is_mapped) -> None:
-                parts = flat[start : start + into.numel()].split(_PIECE_BYTES // flat.element_size())
-                for part, room in zip(parts, into.split(_PIECE_BYTES // flat.element_size()), strict=True):
-                    room.copy_(part)
-                    if is_mapped:
-                        _forget(part)
-
-            _fill_in_pieces(target, tuple(tensor.shape), tensor.dtype, read)
+            read = partial(_copy_mapped if flat.data_ptr() == tensor.data_ptr() else _copy, flat)
+            _fill_in_pieces(into, tuple(tensor.shape), tensor.dtype, read)
 
 
 def _why_not_loaded(path: Path, error: Exception) -> str:
@@ -349,6 +341,19 @@ def _only_tensors(found: Any, path: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def _copy(flat: torch.Tensor, start: int, into: torch.Tensor) -> None:
+    into.copy_(flat[start : start + into.numel()])
+
+
+def _copy_mapped(flat: torch.Tensor, start: int, into: torch.Tensor) -> None:
+    """As `_copy`, from a mapped file, little by little."""
+    size = _PIECE_BYTES // flat.element_size()
+    parts = flat[start : start + into.numel()].split(size)
+    for room, part in zip(into.split(size), parts, strict=True):
+        room.copy_(part)
+        _forget(part)
+
+
 def _forget(part: torch.Tensor) -> None:
     """Give up the pages of a mapped file that were read: they stay in the page cache, and in nobody's memory."""
     start = -(-part.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -357,26 +362,44 @@ def _forget(part: torch.Tensor) -> None:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_DONTNEED)
 
 
+def _by_tensor(targets: Sequence[Target]) -> dict[str, list[Target]]:
+    found: dict[str, list[Target]] = {}
+    for target in targets:
+        found.setdefault(target.names[0], []).append(target)
+    return found
+
+
 def _fill_in_pieces(
-    target: Target, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[int, torch.Tensor], None]
+    targets: Sequence[Target],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    read: Callable[[int, torch.Tensor], None],
 ) -> None:
-    """Fill `target` from a contiguous tensor, of which `read(start, into)` reads elements from `start` on."""
-    if target.stride != torch.empty(shape, device="meta").stride() and len(shape) > 1:  # channels_last
-        whole = torch.empty(shape, dtype=dtype)
-        read(0, whole.view(-1))
-        turned = torch.empty_strided(target.shape, target.stride, dtype=dtype).copy_(whole)
-        target.memory.copy_(turned.as_strided((whole.numel(),), (1,))[target.start : target.stop])
-        return
-    memory = target.memory
-    if memory.dtype == dtype and memory.device.type == "cpu":
-        read(target.start, memory)
-        return
+    """Fill all targets of a contiguous tensor from its elements, each of which is read once.
+
+    Args:
+        read: `read(start, into)` reads elements from `start` on.
+    """
+    stride = contiguous(shape)
+    everything = Extent(shape, stride, 0, math.prod(shape))
+    stretches = [target.extent for target in targets]
+    if any(each.order != everything.order for each in stretches):  # what they have is scattered
+        stretches = [everything]
     size = max(1, _PIECE_BYTES // dtype.itemsize)
-    scratch = torch.empty(min(size, memory.numel()), dtype=dtype)
-    for start in range(0, memory.numel(), size):
-        piece = scratch[: min(size, memory.numel() - start)]
-        read(target.start + start, piece)
-        memory[start : start + piece.numel()].copy_(piece)
+    scratch = torch.empty(min(size, everything.stop), dtype=dtype)
+    for stretch in stretches:
+        rooms = (target.place_of(stretch, dtype) for target in targets)
+        if (room := next((room for room in rooms if room is not None), None)) is not None:
+            read(stretch.start, room)
+            continue
+        for start in range(stretch.start, stretch.stop, size):
+            piece = Extent(shape, stride, start, min(start + size, stretch.stop))
+            into = [target for target in targets if any(shared(piece, target.extent))]
+            if into:
+                values = scratch[: piece.stop - piece.start]
+                read(piece.start, values)
+                for target in into:
+                    target.take(values, piece)
 
 
 def _in_threads(tasks: Sequence[Callable[[], None]]) -> None:

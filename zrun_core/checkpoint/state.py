@@ -26,8 +26,9 @@ from zrun_core.checkpoint.model_files import ModelFiles, describe, tokenizer_fil
 from zrun_core.checkpoint.shard_file import DTYPES, Part, as_bytes, check_header, read_fragment
 from zrun_core.comm import Group, slice_start
 from zrun_core.errors import CheckpointError, SaveError
-from zrun_core.layout import ParamSlot, Piece, dense_stride
+from zrun_core.layout import ParamSlot, Piece, TensorRange, dense_stride
 from zrun_core.optim import lightweight
+from zrun_core.tensors import Extent, Shared, shared
 from zrun_core.zero.sharded import ShardedModel
 from zrun_core.zero.unit import FlatUnit
 
@@ -53,8 +54,28 @@ class Target:
     memory: torch.Tensor
 
     @property
-    def stop(self) -> int:
-        return self.start + self.memory.numel()
+    def extent(self) -> Extent:
+        return Extent(self.shape, self.stride, self.start, self.start + self.memory.numel())
+
+    def place_of(self, extent: Extent, dtype: torch.dtype) -> torch.Tensor | None:
+        """Where values of `dtype` can be read to as they are, if all of this extent goes there."""
+        start, stop = extent.start - self.start, extent.stop - self.start
+        is_inside = 0 <= start <= stop <= self.memory.numel()
+        is_like = self.memory.dtype == dtype and self.memory.device.type == "cpu"
+        if is_inside and is_like and extent.order == self.extent.order:
+            return self.memory[start:stop]
+        return None
+
+    def take(self, values: torch.Tensor, of: Extent) -> None:
+        """Copy what flat `values`, which are the extent `of` the tensor, have for this memory."""
+        for box in shared(of, self.extent):
+            _box(self.memory, box, 1).copy_(_box(values, box, 0))
+
+
+def _box(flat: torch.Tensor, box: Shared, side: int) -> torch.Tensor:
+    """A view of what one of two ranges shares with the other."""
+    offset = flat.storage_offset() + box.offsets[side]
+    return flat.as_strided(box.sizes, box.strides[side], offset)
 
 
 class State(Protocol):
@@ -117,13 +138,15 @@ class ModelState:
 
     def tensors(self) -> list[TensorInfo]:
         """Every parameter and persistent buffer of the model; without the optimizer's scalars."""
-        found = {}
+        found = {}  # by name of a parameter
         for unit in self._sharded.units:
             kind, dtype = "param" if unit.trainable else "frozen", DTYPES[unit.layout.dtype]
             for slot in unit.layout.slots:
-                aliases = self._aliases[slot.name]
-                found[slot.name] = TensorInfo(slot.name, slot.shape, slot.stride, dtype, kind, aliases, {})
-        names = [name for name, _ in self._sharded.module.named_parameters()]
+                name, *aliases = self._names_of(slot)
+                shape, stride = slot.part.shape, slot.part.stride
+                found[slot.name] = TensorInfo(name, shape, stride, dtype, kind, tuple(aliases), {})
+        in_order = [found[name] for name, _ in self._sharded.module.named_parameters()]
+        params = {info.name: info for info in in_order}  # several may be parts of one
         buffers = [
             TensorInfo(
                 name, tuple(buffer.shape), dense_stride(buffer), DTYPES[buffer.dtype], "buffer",
@@ -131,7 +154,12 @@ class ModelState:
             )
             for name, buffer in self.buffers.items()
         ]  # fmt: skip
-        return [*(found[name] for name in names), *buffers]
+        return [*params.values(), *buffers]
+
+    def _names_of(self, slot: ParamSlot) -> tuple[str, ...]:
+        """All names of the tensor that a parameter is a part of."""
+        tensor = slot.part.tensor
+        return (tensor, *self._aliases[slot.name]) if tensor == slot.name else (tensor,)
 
     def parts(self) -> list[Part]:
         """What this rank writes. Views of live memory, on its device, where that is flat already."""
@@ -139,19 +167,18 @@ class ModelState:
         for unit in self._sharded.units:
             low, high = self._written(unit)
             values = unit.values()
-            for piece in unit.layout.pieces(low, high):
-                start = low + piece.start - piece.slot.offset
-                first, last = low + piece.start - values.start, low + piece.stop - values.start
-                data = values.flat[first:last].detach()
-                found.append(Part(piece.slot.name, VALUE, start, start + data.numel(), data))
-        for unit, slot, start, held, state in self._optimizer_states():
+            for each in unit.layout.tensor_ranges(low, high):
+                first, last = low + each.start - values.start, low + each.stop - values.start
+                found.append(_part(each, VALUE, values.flat[first:last].detach()))
+        for unit, piece, state in self._optimizer_states():
+            # What this rank writes of what it holds.
             low, high = self._written(unit)
-            for key, tensor in _per_element(slot, state, held).items():
-                # The part of what is held that this rank writes, from the first element of the parameter.
-                begin = max(start, low - slot.offset)
-                end = min(start + tensor.numel(), high - slot.offset)
-                if begin < end:
-                    found.append(Part(slot.name, key, begin, end, tensor[begin - start : end - start].detach()))
+            held = unit.owned[0] + piece.start
+            low, high = max(low, held), min(high, unit.owned[0] + piece.stop)
+            for key, tensor in _per_element(piece, state).items():
+                for each in unit.layout.tensor_ranges(low, high):
+                    data = tensor[low + each.start - held : low + each.stop - held].detach()
+                    found.append(_part(each, key, data))
         if self._sharded.mesh.world.index == 0:
             for name, buffer in self.buffers.items():
                 if buffer.numel():
@@ -163,11 +190,12 @@ class ModelState:
         self._sharded.before_update(call)
 
     def scalars(self) -> dict[str, dict[str, float]]:
-        """Optimizer state that is one number per parameter, of the parameters of which this rank holds a part."""
-        return {
-            slot.name: {key: float(value) for key, value in state.items() if _is_scalar(value)}
-            for _, slot, _, _, state in self._optimizer_states()
-        }
+        """Optimizer state that is one number per tensor, of all of which this rank holds a part."""
+        found = {}
+        for _, piece, state in self._optimizer_states():
+            numbers = {key: float(value) for key, value in state.items() if _is_scalar(value)}
+            found[piece.slot.part.tensor] = numbers
+        return found
 
     def _written(self, unit: FlatUnit) -> tuple[int, int]:
         """The elements of the unit that this rank writes: its shard, divided among the ranks that hold the same."""
@@ -181,12 +209,12 @@ class ModelState:
         numel = stop - start
         return start + slice_start(numel, copies, index), start + slice_start(numel, copies, index + 1)
 
-    def _optimizer_states(self) -> Iterator[tuple[FlatUnit, ParamSlot, int, int, dict[str, Any]]]:
-        """(unit, parameter, the first of its elements held here, how many, state) of what has been updated so far."""
+    def _optimizer_states(self) -> Iterator[tuple[FlatUnit, Piece, dict[str, Any]]]:
+        """(unit, part of a parameter in its owned range, state) of what has been updated so far."""
         for unit, piece, param, optimizer in self._held():
             state = optimizer.state.get(param)
             if state:
-                yield unit, piece.slot, unit.owned[0] + piece.start - piece.slot.offset, param.numel(), state
+                yield unit, piece, state
 
     def _held(self) -> Iterator[tuple[FlatUnit, Piece, nn.Parameter, torch.optim.Optimizer]]:
         return self._sharded.optimizer.held() if self._sharded.settings.optimizer is not None else iter(())
@@ -291,11 +319,23 @@ class ModelState:
 
     def _value_targets(self) -> Iterator[Target]:
         for unit in self._sharded.units:
-            values, low = unit.values()
-            for piece in unit.layout.pieces(low, low + values.numel()):
-                slot, memory = piece.slot, values[piece.start : piece.stop]
-                names, start = (slot.name, *self._aliases[slot.name]), low + piece.start - slot.offset
-                yield Target(names, VALUE, slot.shape, slot.stride, start, memory)
+            yield from self._targets(unit, VALUE, *unit.values())
+
+    def _targets(
+        self,
+        unit: FlatUnit,
+        state: str,
+        memory: torch.Tensor,
+        low: int,
+    ) -> Iterator[Target]:
+        """Where a state of a unit goes: into `memory`, from element `low` on. Padding becomes 0."""
+        high = low + memory.numel()
+        for start, stop in unit.layout.padding(low, high):
+            memory[start:stop].zero_()
+        for each in unit.layout.tensor_ranges(low, high):
+            part, names = each.part, self._names_of(each.slot)
+            room = memory[each.start : each.stop]
+            yield Target(names, state, part.shape, part.stride, each.first, room)
 
     def _buffer_target(self, name: str, memory: torch.Tensor) -> Target:
         buffer = self.buffers[name]
@@ -304,15 +344,14 @@ class ModelState:
 
     def _optimizer_targets(self, manifest: Manifest) -> list[Target]:
         """Give the optimizer the state that the checkpoint has, without values yet. Scalars are complete."""
-        known, prototype, targets = _by_name(manifest.tensors), self._prototype(), []
+        known, prototype = _by_name(manifest.tensors), self._prototype()
+        targets: list[Target] = []
         states: dict[str, set[str]] = defaultdict(set)
         for fragment in manifest.fragments:
             if fragment.state not in (VALUE, RANK):
                 states[fragment.tensor].add(fragment.state)
         for unit, piece, param, optimizer in self._held():
-            slot = piece.slot
-            names = (slot.name, *self._aliases[slot.name])
-            info = next(known[name] for name in names if name in known)
+            info = next(known[name] for name in self._names_of(piece.slot) if name in known)
             if not states[info.name] and not info.scalars:
                 optimizer.state.pop(param, None)  # it had not been updated then, whatever has become of it here
                 continue
@@ -322,8 +361,8 @@ class ModelState:
                     state[key] = _like(value, info.scalars[key])
                 elif isinstance(value, torch.Tensor):
                     state[key] = torch.empty(param.shape, dtype=value.dtype, device=param.device)
-                    start = unit.owned[0] + piece.start - slot.offset
-                    targets.append(Target(names, key, slot.shape, slot.stride, start, state[key]))
+                    low = unit.owned[0] + piece.start
+                    targets += self._targets(unit, key, state[key], low)
                 else:
                     state[key] = value
             optimizer.state[param] = state
@@ -386,20 +425,19 @@ class Reader:
         Raises:
             CheckpointError: a file is missing or damaged, or has no such tensor.
         """
-        tasks: list[Callable[[], None]] = []
+        by_state: dict[tuple[str, str], list[Target]] = defaultdict(list)
         for target in targets:
             info = next((self._known[name] for name in target.names if name in self._known), None)
-            fragments = self._fragments.get((info.name, target.state)) if info is not None else None
-            if info is None or fragments is None:
+            if info is None or (info.name, target.state) not in self._fragments:
                 raise CheckpointError(f"the checkpoint has no {target.state} of {target.names[0]}")
-            if _memory_order(info.shape, info.stride) != _memory_order(target.shape, target.stride):
-                tasks.append(partial(self._copy_reordered, info, fragments, target))
-                continue
-            tasks += [
-                partial(self._copy, fragment, target)
-                for fragment in fragments
-                if max(target.start, fragment.start) < min(target.stop, fragment.stop)
-            ]
+            by_state[info.name, target.state].append(target)
+        tasks: list[Callable[[], None]] = []
+        for (name, state), wanted in by_state.items():
+            for fragment in self._fragments[name, state]:
+                has = self._extent(fragment)
+                into = [t for t in wanted if any(shared(has, t.extent))]
+                if into:
+                    tasks.append(partial(self._read_for, fragment, into))
         with ThreadPoolExecutor(_READERS, thread_name_prefix="zrun-load") as pool:
             for done in [pool.submit(task) for task in tasks]:
                 done.result()
@@ -414,24 +452,21 @@ class Reader:
         read_fragment(self._folder, fragment, data)
         return data
 
-    def _copy(self, fragment: Fragment, target: Target) -> None:
-        """The part of `target` that the fragment covers."""
-        start, stop = max(target.start, fragment.start), min(target.stop, fragment.stop)
-        part = target.memory[start - target.start : stop - target.start]
-        whole = stop - start == fragment.stop - fragment.start
-        if whole and part.device.type == "cpu" and part.dtype == _TORCH[fragment.dtype]:
-            read_fragment(self._folder, fragment, part)
-        else:
-            part.copy_(self._read(fragment)[start - fragment.start : stop - fragment.start])
+    def _extent(self, fragment: Fragment) -> Extent:
+        info = self._known[fragment.tensor]
+        return Extent(info.shape, info.stride, fragment.start, fragment.stop)
 
-    def _copy_reordered(self, info: TensorInfo, fragments: Sequence[Fragment], target: Target) -> None:
-        """A tensor that lies in another order here (channels_last): whole, then turned."""
-        whole = torch.empty(info.numel, dtype=_TORCH[fragments[0].dtype])
-        for fragment in fragments:
-            read_fragment(self._folder, fragment, whole[fragment.start : fragment.stop])
-        turned = torch.empty_strided(target.shape, target.stride, dtype=whole.dtype)
-        turned.copy_(whole.as_strided(info.shape, info.stride))
-        target.memory.copy_(turned.as_strided((info.numel,), (1,))[target.start : target.stop])
+    def _read_for(self, fragment: Fragment, targets: Sequence[Target]) -> None:
+        """Read a fragment once, for all that it has something for."""
+        has = self._extent(fragment)
+        if len(targets) == 1:
+            memory = targets[0].place_of(has, _TORCH[fragment.dtype])
+            if memory is not None:
+                read_fragment(self._folder, fragment, memory)
+                return
+        values = self._read(fragment)
+        for target in targets:
+            target.take(values, has)
 
 
 _ADVICE = "it is another model: give the job the model that was saved, or start from the weights with init_from"
@@ -475,25 +510,25 @@ def _like(value: Any, number: float) -> Any:
     return torch.full_like(value, number) if isinstance(value, torch.Tensor) else type(value)(number)
 
 
-def _per_element(slot: ParamSlot, state: Mapping[str, Any], numel: int) -> dict[str, torch.Tensor]:
-    """The states that have a number for every element.
+def _part(each: TensorRange, state: str, data: torch.Tensor) -> Part:
+    return Part(each.part.tensor, state, each.first, each.first + data.numel(), data)
+
+
+def _per_element(piece: Piece, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The states that have a number for every element of the part of a parameter.
 
     Raises:
         SaveError: the optimizer keeps something else of the parameter.
     """
     found = {}
     for key, value in state.items():
-        if isinstance(value, torch.Tensor) and value.shape == (numel,):
+        if isinstance(value, torch.Tensor) and value.shape == (piece.stop - piece.start,):
             found[key] = value
         elif value is not None and not _is_scalar(value):
             shape = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-            raise SaveError(f"cannot save the optimizer's {key} of {slot.name} ({shape}): write checkpoint: null")
+            what = f"the optimizer's {key} of {piece.slot.name} ({shape})"
+            raise SaveError(f"cannot save {what}: write checkpoint: null")
     return found
-
-
-def _memory_order(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
-    """The dimensions from the slowest to the fastest; those of one element lie anywhere."""
-    return sorted((dim for dim, size in enumerate(shape) if size > 1), key=lambda dim: -stride[dim])
 
 
 def _by_name(tensors: Sequence[TensorInfo]) -> dict[str, TensorInfo]:

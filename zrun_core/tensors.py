@@ -1,0 +1,219 @@
+"""What a parameter is of a tensor of the whole model: flat ranges of it. Pure arithmetic.
+
+A tensor has one memory order, and all count its elements in that order: ranks, files, other
+layouts. The order is chosen so that a part is few ranges. Of a weight [4, 6]:
+
+    rows 0 and 1        0  1  2  3  4  5 |  6  7  8  9 10 11     row after row: one run
+    columns 0 to 2      0  6 12 18 |  1  7 13 19 |  2  8 14 20   column after column: one run
+    rows 0 and 2        0  1  2  3  4  5 | 12 13 14 15 16 17     two runs, as of fused projections
+
+The parameter of a rank lies in the order of its tensor, without what the rank does not have. So
+a weight that is divided by columns is stored column after column; what is computed with it has
+the same bits, and its gradient comes in the same order.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from operator import mul
+from typing import NamedTuple
+
+Shape = tuple[int, ...]
+Box = tuple[tuple[int, int], ...]  # first and last + 1 index along each dimension
+
+
+class Run(NamedTuple):
+    """Elements that lie together in a parameter, and in its tensor too."""
+
+    local: int  # the first one's place in the parameter, in memory order
+    start: int  # the same one's place in the tensor, in memory order
+    length: int
+
+
+@dataclass(frozen=True)
+class TensorPart:
+    """What a parameter is of a tensor.
+
+    Attributes:
+        tensor: its name; several parameters of one rank may be parts of one tensor.
+        shape, stride: of the whole tensor.
+        local_shape, local_stride: of the parameter.
+        runs: what the parameter has of the tensor, by place in the parameter; the rest is padding.
+        alike_over: axes of the mesh, beside data, along which all ranks hold this same part.
+    """
+
+    tensor: str
+    shape: Shape
+    stride: Shape
+    local_shape: Shape
+    local_stride: Shape
+    runs: tuple[Run, ...]
+    alike_over: tuple[str, ...] = ()
+
+    def runs_in(self, start: int, stop: int) -> Iterator[Run]:
+        """The runs, or parts of runs, in elements [start, stop) of the parameter, in order."""
+        first = max(0, bisect_right(self.runs, start, key=lambda run: run.local) - 1)
+        for run in self.runs[first:]:
+            if run.local >= stop:
+                return
+            low, high = max(start, run.local), min(stop, run.local + run.length)
+            if low < high:
+                yield Run(low, run.start + low - run.local, high - low)
+
+
+def whole(tensor: str, shape: Shape, stride: Shape, alike_over: tuple[str, ...] = ()) -> TensorPart:
+    """All of a tensor, in whatever order it lies."""
+    numel = math.prod(shape)
+    runs = (Run(0, 0, numel),) if numel else ()
+    return TensorPart(tensor, shape, stride, shape, stride, runs, alike_over)
+
+
+def sliced(
+    tensor: str,
+    shape: Shape,
+    dim: int,
+    ranges: Sequence[tuple[int, int]],
+    *,
+    size: int | None = None,
+    stride: Shape | None = None,
+    alike_over: tuple[str, ...] = (),
+) -> TensorPart:
+    """One or more slices of a tensor along one dimension, back to back.
+
+    That dimension is the slowest of the tensor's memory order, so that each slice is one run. All
+    parts of a tensor are made along the same one.
+
+    Args:
+        shape: of the whole tensor.
+        ranges: first and last + 1 index of each slice along `dim`.
+        size: of the parameter along `dim`, where it is larger than the slices: the rest is padding.
+        stride: of the whole tensor before; its other dimensions keep their order. None: contiguous.
+        alike_over: as of `TensorPart`.
+
+    Raises:
+        ValueError: a slice lies outside of the tensor, or the parameter is too small for all.
+    """
+    taken = sum(stop - start for start, stop in ranges)
+    size = taken if size is None else size
+    if taken > size or any(not 0 <= start <= stop <= shape[dim] for start, stop in ranges):
+        wanted = f"slices {list(ranges)} of dimension {dim} for {size}"
+        raise ValueError(f"{tensor} {list(shape)} does not have {wanted}")
+    others = memory_order(shape, stride or contiguous(shape))
+    order = (dim, *(other for other in others if other != dim))
+    each = math.prod(length for other, length in enumerate(shape) if other != dim)
+    runs: list[Run] = []
+    local = 0
+    for start, stop in ranges:
+        if start < stop and each:
+            runs.append(Run(local * each, start * each, (stop - start) * each))
+        local += stop - start
+    local_shape = (*shape[:dim], size, *shape[dim + 1 :])
+    return TensorPart(
+        tensor,
+        shape,
+        _dense(shape, order),
+        local_shape,
+        _dense(local_shape, order),
+        tuple(runs),
+        alike_over,
+    )
+
+
+# Memory orders
+
+
+def contiguous(shape: Shape) -> Shape:
+    """The stride of a tensor whose last dimension is the fastest."""
+    return _dense(shape, tuple(range(len(shape))))
+
+
+def _dense(shape: Shape, order: Sequence[int]) -> Shape:
+    """The stride of a tensor without gaps whose dimensions have this order, the slowest first."""
+    stride, step = [1] * len(shape), 1
+    for dim in reversed(order):
+        stride[dim] = step
+        step *= max(1, shape[dim])
+    return tuple(stride)
+
+
+def memory_order(shape: Shape, stride: Shape) -> tuple[int, ...]:
+    """The dimensions of a tensor without gaps, from the slowest to the fastest."""
+    return tuple(sorted(range(len(shape)), key=lambda dim: (-stride[dim], -shape[dim])))
+
+
+class Extent(NamedTuple):
+    """A flat range of a tensor, in one of its memory orders."""
+
+    shape: Shape
+    stride: Shape
+    start: int
+    stop: int
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The dimensions from the slowest to the fastest; those of one element lie anywhere."""
+        found = memory_order(self.shape, self.stride)
+        return tuple(dim for dim in found if self.shape[dim] > 1)
+
+    def boxes(self) -> Iterator[dict[int, tuple[int, int]]]:
+        """The range as boxes, few of them: by dimension, first and last + 1 index."""
+        order = self.order
+        for box in _boxes(self.start, self.stop, [self.shape[dim] for dim in order]):
+            yield dict(zip(order, box, strict=True))
+
+
+class Shared(NamedTuple):
+    """A box of elements that two ranges have in common, as a strided view of the memory of each.
+
+    Attributes:
+        sizes: of the view.
+        offsets, strides: in each of the two, the former from the range's start.
+    """
+
+    sizes: Shape
+    offsets: tuple[int, int]
+    strides: tuple[Shape, Shape]
+
+
+def shared(one: Extent, other: Extent) -> Iterator[Shared]:
+    """What two ranges of a tensor have in common: one range in one memory order, else few boxes."""
+    if one.stride == other.stride or one.order == other.order:
+        start, stop = max(one.start, other.start), min(one.stop, other.stop)
+        if start < stop:
+            yield Shared((stop - start,), (start - one.start, start - other.start), ((1,), (1,)))
+        return
+    dims = one.order
+    strides = tuple(one.stride[dim] for dim in dims), tuple(other.stride[dim] for dim in dims)
+    others = list(other.boxes())
+    for box in one.boxes():
+        for theirs in others:
+            lows = [max(box[dim][0], theirs[dim][0]) for dim in dims]
+            highs = [min(box[dim][1], theirs[dim][1]) for dim in dims]
+            sizes = [high - low for low, high in zip(lows, highs, strict=True)]
+            if min(sizes) > 0:
+                first = sum(map(mul, lows, strides[0])) - one.start
+                second = sum(map(mul, lows, strides[1])) - other.start
+                yield Shared(tuple(sizes), (first, second), strides)
+
+
+def _boxes(start: int, stop: int, sizes: Sequence[int]) -> Iterator[Box]:
+    """Elements [start, stop) of an array of these sizes, in the order of its memory."""
+    if not sizes:
+        if start < stop:
+            yield ()
+        return
+    inner = sizes[1:]
+    each = math.prod(inner)
+    (first, after_first), (last, before_last) = divmod(start, each), divmod(stop, each)
+    if first == last:
+        yield from (((first, first + 1), *box) for box in _boxes(after_first, before_last, inner))
+        return
+    if after_first:
+        yield from (((first, first + 1), *box) for box in _boxes(after_first, each, inner))
+        first += 1
+    if first < last:
+        yield ((first, last), *((0, size) for size in inner))
+    yield from (((last, last + 1), *box) for box in _boxes(0, before_last, inner))

@@ -35,7 +35,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from zrun_core.board import Board
+from zrun_core.board import Board, listed
 from zrun_core.errors import PEER_IS_GONE, HangError, PeerError
 from zrun_core.host_memory import HostMemory, Message, Work
 
@@ -200,7 +200,7 @@ class Comm:
         self.sent_bytes[key] += num_bytes
         self.received_bytes[key] += num_bytes if received is None else received
         if self._board is not None:
-            self._board.issue(kind, name, num_bytes)
+            self._board.issue(kind, group, name, num_bytes)
 
     def wait_for(self, works: Sequence[Work]) -> None:
         """Wait for other ranks; on CUDA this only makes the compute stream wait.
@@ -444,7 +444,8 @@ class Comm:
                 if missing:
                     store.delete_key(keys[group.index])  # who comes later must not take this rank to be here
                     self._roll_calls[what] -= 1
-                    who = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {_listed(missing)} have"
+                    names = listed(missing)
+                    who = f"rank {names} has" if len(missing) == 1 else f"ranks {names} have"
                     raise HangError(f"{what}: {who} not called it within {patience_s:g} s; call it on every rank")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.05)
@@ -486,11 +487,6 @@ def have_agreed(summed: torch.Tensor, num_ranks: int) -> torch.Tensor:
 def slice_start(numel: int, parts: int, index: int) -> int:
     """Where part `index` of `numel` elements cut into `parts` begins; the last ones may be shorter, or empty."""
     return min(numel, index * -(-numel // parts))
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    shown = [str(rank) for rank in ranks[:8]] + ["..."] * (len(ranks) > 8)
-    return ", ".join(shown)
 
 
 _SMALL_TAG = 1  # units use even tags from 2 on for gathers, odd ones from 3 on for reductions

@@ -1,8 +1,8 @@
 """Optimizers that adapt the rate of each layer to norms of its parameter and update: LAMB and LARS.
 
-A layer is a parameter, wherever its elements lie, so an update has two halves: `propose` leaves what is to be
-subtracted where the gradients were, and returns norms of the parts that it saw; once their squares are summed over all
-ranks, `apply` takes a trust ratio for each parameter.
+A layer is a tensor of the model, wherever its elements lie, so an update has two halves: `propose`
+leaves what is to be subtracted where the gradients were, and returns norms of the parts it saw;
+once their squares are summed over all ranks, `apply` takes a trust ratio for each tensor.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class LayerWise(Chunked):
         """Subtract the proposed updates from the parameters that have one.
 
         Args:
-            ratios: trust ratio by number of the parameter, a float or 0-d fp32 tensor each.
+            ratios: trust ratio by number of the tensor, a float or 0-d fp32 tensor each.
         """
 
     @abstractmethod
@@ -185,10 +185,10 @@ class Lars(LayerWise):
 
 
 class Trust:
-    """From norms of parts to the trust ratios of all layers of a model."""
+    """From norms of parts to the trust ratios of all tensors of a model, which are its layers."""
 
     def __init__(self, rule: LayerWise, decays: Sequence[float], adapts: Sequence[bool], device: torch.device) -> None:
-        """`decays` and `adapts` by number of the parameter."""
+        """`decays` and `adapts` by number of the tensor."""
         self._rule, self._told, self._device = rule, list(decays), device
         self._decays = torch.tensor(decays, dtype=torch.float64, device=device)
         self._adapts = torch.tensor(adapts, dtype=torch.bool, device=device)
@@ -222,7 +222,8 @@ class Trust:
             stacked = torch.stack([torch.stack(of_one_kind) for of_one_kind in norms], 1).double().square()
             rows, numbers, sizes = self._on_device(tuple(places), tuple(lengths))
             sums = torch.segment_reduce(stacked, "sum", lengths=sizes, unsafe=True, initial=0.0)  # no look at `sizes`
-            table[rows, :, numbers] = sums
+            # A tensor whose parts lie in several units is there more than once.
+            table.mT.index_put_((rows, numbers), sums, accumulate=True)
         return table.sum(0).flatten()
 
     def _on_device(self, places: tuple[tuple[int, int], ...], lengths: tuple[int, ...]) -> torch.Tensor:
@@ -233,7 +234,7 @@ class Trust:
         return self._copied[1]
 
     def ratios(self, squares: torch.Tensor) -> Sequence[Any]:
-        """Trust ratios by number of the parameter, from the sum over all ranks of `squares`."""
+        """Trust ratios by number of the tensor, from the sum over all ranks of `squares`."""
         params, updates = squares.sqrt().view(2, -1)
         ratios = self._rule.trust_ratios(params, updates, self._decays).where(self._adapts, 1.0)
         return ratios.tolist() if ratios.device.type == "cpu" else ratios.float().unbind()

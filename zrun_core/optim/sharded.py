@@ -4,25 +4,27 @@ Each parameter's part in the shard is a tensor of its own to the optimizer, so t
 a gradient and per-parameter step counts behave as on the plain model.
 
 [Note: layer-wise optimizers]
-LAMB and LARS need the norms of whole parameters and of their updates. All units propose their updates first; one small
-message sums the squared norms of all parameters, in float64; then all units apply theirs. A rank counts the same parts
-at every stage, those of the shard that it has or would have, and parts end where shards do: so the sums have the same
-bits at every stage.
+LAMB and LARS need the norms of whole tensors and of their updates. All units propose their updates
+first; one small message sums the squared norms of all tensors, in float64; then all units apply
+theirs. A rank counts the same parts at every stage, those of the shard that it has or would have,
+and parts end where shards do: so the sums have the same bits at every stage. Ranks that have other
+parts of the same tensors add up theirs in a second message; what all of them have counts on the
+first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
 from zrun_core.arena import Ring
-from zrun_core.comm import Comm
+from zrun_core.comm import Comm, Group
 from zrun_core.layout import ParamSlot, Piece
 from zrun_core.optim import lightweight
 from zrun_core.optim.choose import Chosen, Options
 from zrun_core.optim.chunked import Chunked, Scratch
-from zrun_core.optim.layerwise import LayerWise
+from zrun_core.optim.layerwise import LayerWise, Trust
 from zrun_core.zero.unit import FlatUnit
 
 
@@ -35,7 +37,7 @@ class _UnitUpdate:
         chosen: Chosen,
         groups: Sequence[Options],
         group_of: Callable[[ParamSlot], int],
-        first: int,
+        number_of: Mapping[str, int],
         scratch: Scratch,
     ) -> None:
         """
@@ -61,7 +63,8 @@ class _UnitUpdate:
         if isinstance(self.optimizer, Chunked):
             self.optimizer.scratch = scratch
             for param, piece in zip(self._params, self.pieces, strict=True):
-                self.optimizer.lay(param, first + piece.index, start + piece.start, unit.layout.shard_numel)
+                number = number_of[piece.slot.part.tensor]
+                self.optimizer.lay(param, number, start + piece.start, unit.layout.shard_numel)
 
     def set_options(self, groups: Sequence[Options]) -> None:
         """Replace the options of each group."""
@@ -92,17 +95,26 @@ class ShardedOptimizer:
         group_of: Callable[[ParamSlot], int],
         scratch: Ring,
         comm: Comm,
+        tensor: Group,
     ) -> None:
-        """An optimizer with `groups`, of which `group_of` gives a parameter's number."""
-        self._chosen, self._scratch, self._comm = chosen, scratch, comm
+        """An optimizer with `groups`, of which `group_of` gives a parameter's number.
+
+        Args:
+            scratch: memory that may be taken while units are updated.
+            tensor: the ranks that have other parts of the same tensors.
+        """
+        self._chosen, self._scratch, self._comm, self._tensor = chosen, scratch, comm, tensor
         self._updates: list[_UnitUpdate] = []
-        num_params, of_chunks = 0, Scratch()
-        for unit in units:
-            if unit.trainable:
-                self._updates.append(_UnitUpdate(unit, chosen, groups, group_of, num_params, of_chunks))
-                num_params += len(unit.params)
-        self._numbers = [group_of(slot) for update in self._updates for slot in update.unit.layout.slots]
-        self._trust = chosen.trust(self._numbers, groups, comm.device) if chosen.layer_wise else None
+        trained = [unit for unit in units if unit.trainable]
+        slots = [slot for unit in trained for slot in unit.layout.slots]
+        self._groups = {slot.part.tensor: group_of(slot) for slot in slots}  # a number for each
+        numbers, of_chunks = {name: number for number, name in enumerate(self._groups)}, Scratch()
+        for unit in trained:
+            update = _UnitUpdate(unit, chosen, groups, group_of, numbers, of_chunks)
+            self._updates.append(update)
+        self._trust: Trust | None = None
+        if chosen.layer_wise:
+            self._trust = chosen.trust(list(self._groups.values()), groups, comm.device)
 
     @property
     def scales_inside(self) -> bool:
@@ -114,7 +126,8 @@ class ShardedOptimizer:
         for update in self._updates:
             update.set_options(groups)
         if self._trust is not None:
-            self._trust.set_decays([groups[number]["weight_decay"] for number in self._numbers])
+            decays = [groups[number]["weight_decay"] for number in self._groups.values()]
+            self._trust.set_decays(decays)
 
     def step(
         self,
@@ -180,8 +193,16 @@ class ShardedOptimizer:
         optimizers = [update.optimizer for update in updates if isinstance(update.optimizer, LayerWise)]
         unit = self._updates[0].unit
         split, shards = unit.split, unit.policy.counted_shards(unit.layout, unit.split.index)
-        squares = self._trust.squares([optimizer.propose() for optimizer in optimizers], shards)
-        ratios = self._trust.ratios(self._comm.sum_small(squares, split, name="trust ratios"))
+        proposed = [optimizer.propose() for optimizer in optimizers]
+        counted = [
+            norms
+            for update, norms in zip(updates, proposed, strict=True)
+            if self._tensor.index == 0 or "tensor" not in update.unit.layout.alike_over
+        ]
+        squares = self._trust.squares(counted, shards)
+        for group in (split, self._tensor):
+            squares = self._comm.sum_small(squares, group, name="trust ratios")
+        ratios = self._trust.ratios(squares)
         for optimizer in optimizers:
             optimizer.apply(ratios)
 

@@ -25,6 +25,7 @@ from zrun_core.config import JobConfig
 from zrun_core.layout import (
     DISK_SLOTS,
     STAGING_SLOTS,
+    WHOLE,
     Peers,
     Sharded,
     UnitLayout,
@@ -36,6 +37,7 @@ from zrun_core.parallel_dims import Coordinates, ParallelDims
 from zrun_core.parallelize import make_settings
 from zrun_core.plan.candidate import stage_blocks
 from zrun_core.plan.transformer import TransformerShape
+from zrun_core.tensors import TensorPart
 from zrun_core.zero.cut import repeated_blocks
 from zrun_core.zero.sharded import Settings, plan_cut
 from zrun_core.zero.unit import moves_pages
@@ -136,16 +138,22 @@ def settings_of(job: JobConfig, load: Callable[[str], Any], device: str) -> Sett
     return make_settings(job, choose(job.optim, load), torch.device(device))
 
 
-def cut_on_paper(model: nn.Module, settings: Settings, buffer_bytes: int | None = None) -> PaperCut:
+def cut_on_paper(
+    model: nn.Module,
+    settings: Settings,
+    buffer_bytes: int | None = None,
+    table: Mapping[str, TensorPart] = WHOLE,
+) -> PaperCut:
     """Cut `model`, on any device, as the runtime does.
 
     Args:
         buffer_bytes: of the modules' buffers, where `model` itself has none to look at.
+        table: as of `ShardedModel`.
 
     Raises:
         JobError: the settings name modules that the model has not.
     """
-    cut = plan_cut(model, settings, 1)
+    cut = plan_cut(model, settings, 1, table)
     blocks = dict(repeated_blocks(model))
     numbers = {name: number for number, name in enumerate(blocks)}
     inside = {id(inner) for block in blocks.values() for inner in block.modules()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +17,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from zrun_core.errors import JobError
-from zrun_core.layout import UnitLayout, lay_out
+from zrun_core.layout import WHOLE, UnitLayout, lay_out
+from zrun_core.tensors import TensorPart
 
 
 @dataclass
@@ -178,6 +179,7 @@ def cut(
     persist_below: int = 0,
     whole_blocks: bool = False,
     group_of: Callable[[str], int] = lambda name: 0,
+    table: Mapping[str, TensorPart] = WHOLE,
 ) -> Cut:
     """Cut `model` into units of at most `bucket` bytes in `dtype`, where the module tree allows it.
 
@@ -187,14 +189,18 @@ def cut(
         leaf_names: regexes; a matching module is gathered and reduced as a whole.
         whole_blocks: never cut inside a repeated block, whatever its size.
         persist_below: parameters of fewer bytes go to units that stay whole.
-        group_of: optimizer group of a parameter name.
+        group_of: optimizer group of a tensor's name.
+        table: by parameter name, what it is of a tensor of the model; absent: all of one.
 
     Raises:
         JobError: a regex of `unit_names` or `leaf_names` matches no module.
+        ValueError: the table contradicts the model, or itself.
     """
     _check_used("zero.units", unit_names, model)
     _check_used("zero.leaf", leaf_names, model)
     params = dict(model.named_parameters())  # a tied parameter appears once, under its first name
+    _check_table(table, params)
+    alike_over = {name: table[name].alike_over if name in table else () for name in params}
     in_fp32 = _of_running_norms(model)
     dtypes = {name: torch.float32 if id(param) in in_fp32 else dtype for name, param in params.items()}
     owned = {name: param.numel() * dtypes[name].itemsize for name, param in params.items()}
@@ -206,14 +212,18 @@ def cut(
     unit_of: dict[int, int] = {}  # id(parameter) -> unit
 
     def add(name: str, names: Sequence[str], leaf: bool, persistent: bool, block: str) -> None:
-        for trainable, of_dtype in itertools.product((True, False), dict.fromkeys((dtype, torch.float32))):
+        formats = dict.fromkeys((dtype, torch.float32))
+        axes = sorted({alike_over[n] for n in names})
+        for trainable, of_dtype, over in itertools.product((True, False), formats, axes):
             chosen = [n for n in names if params[n].requires_grad == trainable and dtypes[n] == of_dtype]
+            chosen = [n for n in chosen if alike_over[n] == over]
             if not chosen:
                 continue
             traits = [*["frozen"] * (not trainable), *["fp32"] * (of_dtype != dtype)]
+            traits += [f"alike over {axis}" for axis in over]
             layout = lay_out(
                 f"{name}({','.join(traits)})" if traits else name,
-                [(n, params[n], group_of(n)) for n in chosen],
+                [(n, params[n], group_of(table[n].tensor if n in table else n)) for n in chosen],
                 dtype=of_dtype,
                 trainable=trainable,
                 num_shards=num_shards,
@@ -221,6 +231,7 @@ def cut(
                 lasting=any(n in lasting for n in chosen),
                 modules=name,
                 block=block,
+                table=table,
             )
             for n in chosen:
                 unit_of[id(params[n])] = len(units)
@@ -235,6 +246,16 @@ def cut(
     add("small parameters", [n for n in params if n in small], leaf=False, persistent=True, block="")
     hooked = [(atom.module, sorted({unit_of[id(p)] for p in atom.used()}), atom.leaf) for atom in atoms]
     return Cut(units, hooked)
+
+
+def _check_table(table: Mapping[str, TensorPart], params: Mapping[str, nn.Parameter]) -> None:
+    """Raise a ValueError if a part is of no parameter, or parts of a tensor disagree about it."""
+    tensors: dict[str, tuple[object, object]] = {}
+    for name, part in table.items():
+        if name not in params:
+            raise ValueError(f"the tensor table has {name}, which the model has not")
+        if tensors.setdefault(part.tensor, (part.shape, part.stride)) != (part.shape, part.stride):
+            raise ValueError(f"the tensor table has {part.tensor} in two shapes or memory orders")
 
 
 def _of_running_norms(model: nn.Module) -> set[int]:

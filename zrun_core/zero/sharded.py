@@ -16,7 +16,7 @@ gather P + reduce-scatter KP; stage 3 gather 2KP + reduce-scatter KP.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -26,7 +26,7 @@ from torch import nn
 from zrun_core.buffers import Buffer, Kind
 from zrun_core.comm import Comm, Phase
 from zrun_core.errors import PreflightError
-from zrun_core.layout import ParamSlot, StatePolicy, UnitLayout, ZeroPolicy, module_buffers
+from zrun_core.layout import WHOLE, ParamSlot, StatePolicy, UnitLayout, ZeroPolicy, module_buffers
 from zrun_core.mesh import Mesh
 from zrun_core.named_vector import NamedVector
 from zrun_core.optim.choose import Chosen, Options
@@ -34,6 +34,7 @@ from zrun_core.optim.sharded import ShardedOptimizer
 from zrun_core.precision import LossScaler, Precision
 from zrun_core.sizes import format_size
 from zrun_core.step_message import Said, exchange
+from zrun_core.tensors import TensorPart
 from zrun_core.zero.cut import Cut, cut, repeated_blocks
 from zrun_core.zero.gather import Gatherer, Pass
 from zrun_core.zero.hooks import install
@@ -113,7 +114,12 @@ class MemoryAccount:
             self.by_kind[buffer.kind] += buffer.num_bytes
 
 
-def plan_cut(model: nn.Module, settings: Settings, num_shards: int) -> Cut:
+def plan_cut(
+    model: nn.Module,
+    settings: Settings,
+    num_shards: int,
+    table: Mapping[str, TensorPart] = WHOLE,
+) -> Cut:
     """Cut `model`, which may be on the meta device, as `ShardedModel` does."""
     return cut(
         model,
@@ -125,6 +131,7 @@ def plan_cut(model: nn.Module, settings: Settings, num_shards: int) -> Cut:
         persist_below=settings.persist_below,
         whole_blocks=settings.whole_blocks,
         group_of=settings.group_of,
+        table=table,
     )
 
 
@@ -170,6 +177,7 @@ class ShardedModel:
         comm: Comm,
         *,
         first_unit: int = 0,
+        table: Mapping[str, TensorPart] = WHOLE,
     ) -> None:
         """Move the parameters of `module` into units, unit by unit.
 
@@ -177,11 +185,12 @@ class ShardedModel:
             module: on any device, also meta; its parameters keep their identity.
             read: full value of a parameter, by name, asked for once per parameter.
             first_unit: number of units of models before this one, whose messages must not be taken for this one's.
+            table: by parameter name, what it is of a tensor of the whole model; absent: all of one.
         """
         self.module, self.settings, self.mesh, self.comm = module, settings, mesh, comm
         states = settings.states
         split = split_group(mesh, states)
-        planned = plan_cut(module, settings, split.size)
+        planned = plan_cut(module, settings, split.size, table)
         self.layouts = [unit.layout for unit in planned.units]
         moves = moves_pages(comm.device.type)
         check_states(self.layouts, settings, mesh, comm)
@@ -217,7 +226,9 @@ class ShardedModel:
     def attach(self, chosen: Chosen, groups: Sequence[Options], group_of: Callable[[ParamSlot], int]) -> None:
         """Give the model its optimizer, with `groups`, of which `group_of` gives a parameter's number."""
         self.settings = replace(self.settings, optimizer=chosen)
-        self.optimizer = ShardedOptimizer(self.units, chosen, groups, group_of, self.reducer.ring, self.comm)
+        self.optimizer = ShardedOptimizer(
+            self.units, chosen, groups, group_of, self.reducer.ring, self.comm, self.mesh.tensor
+        )
 
     def run_plainly(self, accumulate: int) -> PlainLoop:
         """From now on plain calls of the module and plain `loss.backward()` begin and end their passes themselves."""

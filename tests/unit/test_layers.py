@@ -102,6 +102,12 @@ def test_spine_stands_alone(name: str) -> None:
     assert {module for module in imported if module.startswith("zrun_core")} <= {f"zrun_core.{part}" for part in SPINE}
 
 
+@pytest.mark.parametrize("name", [name for name in CORE if name.startswith("zrun_core.pipeline")])
+def test_schedules_are_data(name: str) -> None:
+    """The trainer executes them and the planner replays them: they know neither, nor torch."""
+    assert _packages(_imported(name, late=True)) <= sys.stdlib_module_names
+
+
 @pytest.mark.parametrize("name", LAUNCHER)
 def test_launcher_imports_torch_late(name: str) -> None:
     imported = _imported(name, late=False)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
 from zrun_core.parallel_dims import ParallelDims
+from zrun_core.pipeline.schedule import most_under_way, stage_order
 from zrun_core.plan.allocator import heap_bytes, simulate
 from zrun_core.plan.candidate import Candidate, stage_blocks
 from zrun_core.plan.costs import BYTES
@@ -23,6 +25,11 @@ _KERNEL_BYTES, _MOST_KERNELS = 800 << 10, 256
 # Modules of torch that a CPU rank imports by building on meta, as all do but the first one of a host; measured.
 BUILDS_ON_META = 80 << 20
 _FORMULA_SLACK = 0.03  # reserved beyond allocated, where no timeline tells
+
+
+@lru_cache(maxsize=1024)
+def _held(stage: int, stages: int, virtual: int, micro_batches: int) -> float:
+    return most_under_way(stage_order(stage, stages, virtual, micro_batches)) / virtual
 
 
 @dataclass(frozen=True)
@@ -42,14 +49,12 @@ class Stage:
 
     @classmethod
     def of(cls, dims: ParallelDims, index: int, num_blocks: int, accumulation: int) -> Stage:
-        """Stage `index` of 1F1B, or of its interleaved form: as many as it runs ahead, and the one that it is at."""
+        """Return stage `index` of 1F1B, or of its interleaved form."""
         if dims.pp == 1:
             return cls(0, num_blocks, 1.0, True, True)
         blocks = sum(map(len, stage_blocks(num_blocks, dims, index)))
-        ahead = dims.pp - 1 - index
-        if dims.virtual > 1:
-            ahead = 2 * ahead + (dims.virtual - 1) * dims.pp
-        held = min(ahead + 1, accumulation * dims.virtual) / dims.virtual
+        # No stage runs ahead by more than two rounds of micro-batches.
+        held = _held(index, dims.pp, dims.virtual, min(accumulation, 2 * dims.pp))
         return cls(index, blocks, held, index == 0, index == dims.pp - 1)
 
     def range(self, num_blocks: int) -> range | None:

@@ -2,8 +2,8 @@
 
 Two schedules make up a step. `run_pass` is one micro-batch's forward or backward on one rank: parts of the model are
 computed one after the other while other streams bring what comes next and take away what is done. `replay` is a
-pipeline: micro-batches of known times through stages, in the very order in which 1F1B and its interleaved form issue
-them (Narayanan et al. 2021, figure 4), so that unequal stages and transfers between them have their true price.
+pipeline: micro-batches of known times through stages, in the very order of `zrun_core/pipeline/schedule.py`, so that
+unequal stages and transfers between them have their true price.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+
+from zrun_core.pipeline.schedule import Action, ActionKind, stage_order
 
 
 @dataclass(frozen=True)
@@ -84,36 +86,6 @@ def run_pass(
 # Pipelines
 
 
-def stage_order(stage: int, stages: int, virtual: int, micro_batches: int) -> list[tuple[bool, int, int]]:
-    """What one stage does, in order: (is it backward, chunk of the model, micro-batch).
-
-    1F1B for `virtual` 1, interleaved for more: then `micro_batches` must be a multiple of `stages`.
-    """
-    total = micro_batches * virtual
-    if virtual == 1:
-        warm = min(stages - 1 - stage, total)
-    else:
-        warm = min((stages - 1 - stage) * 2 + (virtual - 1) * stages, total)
-
-    def forward(number: int) -> tuple[bool, int, int]:
-        group, place = divmod(number, stages * virtual)
-        return False, place // stages * stages + stage, group * stages + place % stages
-
-    def backward(number: int) -> tuple[bool, int, int]:
-        group, place = divmod(number, stages * virtual)
-        return True, (virtual - 1 - place // stages) * stages + stage, group * stages + place % stages
-
-    if virtual == 1:
-        done = [(False, stage, number) for number in range(warm)]
-        for number in range(total - warm):
-            done += [(False, stage, warm + number), (True, stage, number)]
-        return done + [(True, stage, number) for number in range(total - warm, total)]
-    done = [forward(number) for number in range(warm)]
-    for number in range(total - warm):
-        done += [forward(warm + number), backward(number)]
-    return done + [backward(number) for number in range(total - warm, total)]
-
-
 def replay(
     forward: Sequence[float], backward: Sequence[float], stages: int, micro_batches: int, send: float
 ) -> tuple[float, ...]:
@@ -144,7 +116,7 @@ def _replay(
 
 
 @lru_cache(maxsize=16)
-def _orders(stages: int, virtual: int, micro_batches: int) -> list[list[tuple[bool, int, int]]]:
+def _orders(stages: int, virtual: int, micro_batches: int) -> list[tuple[Action, ...]]:
     return [stage_order(stage, stages, virtual, micro_batches) for stage in range(stages)]
 
 
@@ -162,7 +134,8 @@ def _play(
         for stage in waiting:
             order, now, place = orders[stage], clock[stage], cursor[stage]
             while place < len(order):
-                is_backward, chunk, number = order[place]
+                kind, chunk, number = order[place]
+                is_backward = kind is ActionKind.BACKWARD
                 if not is_backward:
                     source = there[chunk - 1][number] if chunk else 0.0
                     lag = send if chunk and stages > 1 else 0.0

@@ -1,0 +1,137 @@
+"""In which order a rank computes the forwards and backwards of a step: lists of actions, as data.
+
+The trainer executes such a list, and the planner times and weighs the same ones. Each backward comes
+after its forward, and the last backward is the last action: with it the gradients of the step are
+complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import Enum
+from functools import lru_cache
+from typing import NamedTuple
+
+
+class ActionKind(Enum):
+    """What is computed."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+
+
+class Action(NamedTuple):
+    """One thing to compute.
+
+    Attributes:
+        chunk: part of the model, counted from its beginning over all stages.
+        micro: number of the micro-batch in the step.
+    """
+
+    kind: ActionKind
+    chunk: int
+    micro: int
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}{self.chunk}.{self.micro}"
+
+
+def checked(actions: Iterable[Action]) -> tuple[Action, ...]:
+    """Return `actions`, which can be executed in this order.
+
+    Raises:
+        ValueError: a forward or a backward is missing, comes twice, or a backward comes too early.
+    """
+    found = tuple(actions)
+    under_way, done = set(), set()
+    for action in found:
+        part = action.chunk, action.micro
+        if action.kind is ActionKind.FORWARD:
+            if part in under_way or part in done:
+                raise ValueError(f"{action} comes twice")
+            under_way.add(part)
+        elif part in under_way:
+            under_way.remove(part)
+            done.add(part)
+        else:
+            raise ValueError(f"{action} comes twice" if part in done else f"{action} comes early")
+    if under_way:
+        chunk, micro = min(under_way)
+        raise ValueError(f"{Action(ActionKind.BACKWARD, chunk, micro)} is missing")
+    return found
+
+
+def most_under_way(actions: Iterable[Action]) -> int:
+    """Return how many forwards at most wait for their backwards at a time."""
+    most = now = 0
+    for action in actions:
+        now += 1 if action.kind is ActionKind.FORWARD else -1
+        most = max(most, now)
+    return most
+
+
+@lru_cache(maxsize=16)
+def no_pipeline(micro_batches: int) -> tuple[Action, ...]:
+    """Return the order of a rank that has the whole model: F0 B0 F1 B1 ..."""
+    return one_forward_one_backward(0, 1, micro_batches)
+
+
+def stage_order(stage: int, stages: int, virtual: int, micro_batches: int) -> tuple[Action, ...]:
+    """Return what one stage of a pipeline does, 1F1B for `virtual` 1 and interleaved for more.
+
+    Args:
+        stage: of `stages`, from 0.
+        virtual: chunks of the model that each stage has.
+        micro_batches: of the step.
+    """
+    if virtual == 1:
+        return one_forward_one_backward(stage, stages, micro_batches)
+    return interleaved(stage, stages, virtual, micro_batches)
+
+
+def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> tuple[Action, ...]:
+    """Return the order of 1F1B: a stage runs ahead by the stages after it, then alternates.
+
+    Args:
+        stage: of `stages`, from 0; it has the chunk of this number.
+        micro_batches: of the step.
+    """
+    forwards = [Action(ActionKind.FORWARD, stage, micro) for micro in range(micro_batches)]
+    backwards = [Action(ActionKind.BACKWARD, stage, micro) for micro in range(micro_batches)]
+    return _alternated(forwards, backwards, stages - 1 - stage)
+
+
+def interleaved(stage: int, stages: int, virtual: int, micro_batches: int) -> tuple[Action, ...]:
+    """Return the order of interleaved 1F1B (Narayanan et al. 2021, figure 4).
+
+    Args:
+        stage: of `stages`, from 0; it has every `stages`-th chunk from this number.
+        virtual: chunks that each stage has.
+        micro_batches: of the step, in groups of `stages`.
+
+    Raises:
+        ValueError: these do not fill their groups.
+    """
+    if micro_batches % stages:
+        raise ValueError(f"{micro_batches} micro-batches are no groups of {stages}")
+    own = range(stage, stages * virtual, stages)
+    forwards, backwards = [], []
+    for first in range(0, micro_batches, stages):
+        group = range(first, first + stages)
+        forwards += [Action(ActionKind.FORWARD, chunk, micro) for chunk in own for micro in group]
+        backwards += [Action(ActionKind.BACKWARD, chunk, micro) for chunk in reversed(own) for micro in group]
+    ahead = 2 * (stages - 1 - stage) + (virtual - 1) * stages
+    return _alternated(forwards, backwards, ahead)
+
+
+def _alternated(
+    forwards: Sequence[Action],
+    backwards: Sequence[Action],
+    ahead: int,
+) -> tuple[Action, ...]:
+    """Return `ahead` forwards, then a forward and a backward in turn, then the other backwards."""
+    ahead = min(ahead, len(forwards))
+    actions = [*forwards[:ahead]]
+    for forward, backward in zip(forwards[ahead:], backwards, strict=False):
+        actions += [forward, backward]
+    return checked([*actions, *backwards[len(forwards) - ahead :]])

@@ -141,10 +141,10 @@ def zrun_loop(model: nn.Module, device: torch.device, compiled: bool) -> Loop:
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         sums = NamedVector.of(device, samples=0.0, loss=0.0)
         sharded.begin_step()
-        with sharded.forward():
+        with sharded.forward() as micro:
             loss = sharded.module(tokens, targets)
         sums.add(samples=len(tokens), loss=loss.detach().double() * len(tokens))
-        sharded.backward(loss, boundary=True)
+        sharded.backward(loss, micro, boundary=True)
         sharded.step(LR, sums, lambda totals: totals["samples"] / len(tokens))
         return loss.detach()
 

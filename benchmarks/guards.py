@@ -66,9 +66,9 @@ def measure(size: str, stage: int, bf16: bool, steps: int) -> tuple[float, float
         comm.barrier(mesh.world)
         start = time.perf_counter()
         sharded.begin_step()
-        with sharded.forward():
+        with sharded.forward() as micro:
             loss = sharded.module(tokens, targets)
-        sharded.backward(loss / world, boundary=True)
+        sharded.backward(loss / world, micro, boundary=True)
         checking = time.perf_counter()
         guard.check(number, {"step": number, "lr": LR, "loss scale": 1.0})
         checked = time.perf_counter()

@@ -164,10 +164,10 @@ def zrun(stage: int, *, sockets: bool = False) -> Make:
         def step(tokens: Tensor, targets: Tensor) -> float:
             share = len(tokens) / global_batch
             sharded.begin_step()
-            with sharded.forward():
+            with sharded.forward() as micro:
                 loss = sharded.module(tokens, targets)
             value = loss.item()
-            sharded.backward(loss * share, boundary=True)
+            sharded.backward(loss * share, micro, boundary=True)
             sums = NamedVector.of(comm.device, samples=len(tokens), loss=value * len(tokens))
             sharded.step(LR, sums, lambda totals: totals["samples"] / global_batch)
             return value

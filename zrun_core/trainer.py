@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -42,12 +42,14 @@ from zrun_core.metrics import FlopCount, Phase, StepClock
 from zrun_core.named_vector import NamedVector
 from zrun_core.oom import MemoryGuard
 from zrun_core.optim.lr import Schedule
+from zrun_core.pipeline.schedule import Action, ActionKind, no_pipeline
 from zrun_core.record import Pending, Progress, Recorder, to_host
 from zrun_core.replicas import ReplicaGuard
 from zrun_core.spec import RunSpec
 from zrun_core.stop import StopSignals
 from zrun_core.tracebacks import add_where, raised_at
 from zrun_core.user import user_code
+from zrun_core.zero.micro_pass import MicroPass
 from zrun_core.zero.sharded import ShardedModel
 
 
@@ -69,6 +71,13 @@ class Ending(NamedTuple):
 
     def __str__(self) -> str:
         return self.reason if self.why is None else f"{self.reason}: {self.why}"
+
+
+class _UnderWay(NamedTuple):
+    """A micro-batch between its forward and its backward."""
+
+    micro: MicroPass
+    share: torch.Tensor  # of the loss, to be differentiated
 
 
 @contextmanager
@@ -390,20 +399,9 @@ class Trainer:
         self.comm.drain()
         self.comm.take_waited()  # what came before the step is not its own
         waited = dict.fromkeys(Phase, 0.0)
-        sums, losses = self._first_sums(), []
+        sums = self._first_sums()
         self.sharded.begin_step()
-        for number, micro in enumerate(micro_batches):
-            boundary = number == len(micro_batches) - 1
-            is_lost = False
-            try:
-                losses.append(self._micro_batch(micro, sums, waited, boundary))
-            except OutOfMemoryError as error:
-                self._memory.see(error, self.progress.steps)
-                is_lost = True
-            if is_lost:  # not before the traceback has let go of the activations
-                self._memory.release()
-                self.sharded.give_up_backward(boundary=boundary)
-                sums.add(dropped=1.0)
+        losses = self._execute(no_pipeline(len(micro_batches)), micro_batches, sums, waited)
         if self._reads_late:
             self._resolve(between_steps=False)  # whether the last one was skipped decides this one's learning rate
         self.phase = "update"
@@ -439,37 +437,94 @@ class Trainer:
             **votes._asdict(),
         )
 
-    def _micro_batch(
-        self, micro: MicroBatch, sums: NamedVector, waited: dict[Phase, float], boundary: bool
-    ) -> torch.Tensor:
-        """Run one forward and backward; returns the share of the loss, without its graph."""
-        self.phase = "forward"
-        with self._clock.during(Phase.FORWARD):
-            scaled = self._forward(micro, sums)
-        waited[Phase.FORWARD] += self.comm.take_waited()
-        self.phase = "backward"
-        timed = self._clock.during(Phase.BACKWARD)
-        with timed, user_code("backward failed"), _pointing_at_forward():
-            self.sharded.backward(scaled, boundary=boundary)
-        waited[Phase.BACKWARD] += self.comm.take_waited()
-        return scaled.detach()
+    def _execute(
+        self,
+        actions: Sequence[Action],
+        micro_batches: Sequence[MicroBatch],
+        sums: NamedVector,
+        waited: dict[Phase, float],
+    ) -> list[torch.Tensor]:
+        """Run the forwards and backwards of one step.
 
-    def _forward(self, micro: MicroBatch, sums: NamedVector) -> torch.Tensor:
-        """The micro-batch's contribution to the loss, to be differentiated. Adds its numbers to `sums`.
+        Args:
+            actions: what to run in which order.
+            micro_batches: by the number that `actions` give them.
+            sums: what each micro-batch adds its numbers to.
+            waited: seconds of waiting for other ranks, which are added here.
+
+        Returns:
+            Shares of the loss, without their graphs, in the order of the backwards.
+
+        Raises:
+            OutOfMemoryError: memory ran out, and the step is not to be dropped.
+        """
+        under_way: dict[int, _UnderWay] = {}
+        losses = []
+        for action in actions:
+            boundary = action is actions[-1]
+            is_lost = False
+            try:
+                if action.kind is ActionKind.FORWARD:
+                    batch = micro_batches[action.micro]
+                    under_way[action.micro] = self._forward(batch, sums, waited)
+                elif action.micro in under_way:
+                    losses.append(self._backward(under_way.pop(action.micro), waited, boundary))
+                else:  # its forward ran out of memory
+                    self.sharded.give_up_backward(boundary=boundary)
+            except OutOfMemoryError as error:
+                self._memory.see(error, self.progress.steps)
+                is_lost = True
+            if is_lost:  # not before the traceback has let go of the activations
+                self._memory.release()
+                sums.add(dropped=1.0)
+                if action.kind is ActionKind.BACKWARD:
+                    self.sharded.give_up_backward(boundary=boundary)
+        return losses
+
+    def _forward(
+        self,
+        batch: MicroBatch,
+        sums: NamedVector,
+        waited: dict[Phase, float],
+    ) -> _UnderWay:
+        """Run the forward of one micro-batch, and add its numbers to `sums`.
 
         Contributions are shares of the nominal global batch: full batches of means need no division afterwards.
         """
-        micro = micro.to(self.device)
-        with self.sharded.forward(), user_code("forward failed"), self._counting_flops(micro):
-            loss = compute_loss(self.module, micro.batch, self.parts.loss, micro.num_samples)
-        # A stand-in for a rank that has run out of samples counts nothing, whatever its loss function says.
-        weight = loss.weight if micro.num_samples else 0.0
-        total = loss.total.detach().double() if micro.num_samples else 0.0
-        sums.add(weight=weight, loss=total, samples=micro.num_samples, tokens=micro.num_tokens)
-        nominal = self.spec.batch.global_size
-        if not micro.num_samples:
-            return loss.value * 0.0
-        return loss.value * (float(loss.weight) / nominal) if loss.kind is LossKind.MEAN else loss.value / nominal
+        self.phase = "forward"
+        with self._clock.during(Phase.FORWARD):
+            batch = batch.to(self.device)
+            counted = self._counting_flops(batch)
+            with self.sharded.forward() as micro, user_code("forward failed"), counted:
+                loss = compute_loss(self.module, batch.batch, self.parts.loss, batch.num_samples)
+            # A stand-in for a rank that has run out of samples counts nothing, whatever its loss
+            # function says.
+            weight = loss.weight if batch.num_samples else 0.0
+            total = loss.total.detach().double() if batch.num_samples else 0.0
+            sums.add(weight=weight, loss=total, samples=batch.num_samples, tokens=batch.num_tokens)
+            nominal = self.spec.batch.global_size
+            if not batch.num_samples:
+                share = loss.value * 0.0
+            elif loss.kind is LossKind.MEAN:
+                share = loss.value * (float(loss.weight) / nominal)
+            else:
+                share = loss.value / nominal
+        waited[Phase.FORWARD] += self.comm.take_waited()
+        return _UnderWay(micro, share)
+
+    def _backward(
+        self,
+        under_way: _UnderWay,
+        waited: dict[Phase, float],
+        boundary: bool,
+    ) -> torch.Tensor:
+        """Run the backward of one micro-batch; return its share of the loss, without its graph."""
+        self.phase = "backward"
+        timed = self._clock.during(Phase.BACKWARD)
+        with timed, user_code("backward failed"), _pointing_at_forward():
+            self.sharded.backward(under_way.share, under_way.micro, boundary=boundary)
+        waited[Phase.BACKWARD] += self.comm.take_waited()
+        return under_way.share.detach()
 
     def _divisor(self, sums: NamedVector) -> torch.Tensor:
         nominal = self.spec.batch.global_size

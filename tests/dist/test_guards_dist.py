@@ -29,7 +29,7 @@ def spoiled(stage: int, precision: str, kind: str, options: dict[str, Any]) -> d
     for number, (x, y) in enumerate(data(5)):
         bad = number in (2, 3)
         sharded.begin_step()
-        with sharded.forward():
+        with sharded.forward() as micro:
             x, y = x.chunk(size)[rank], y.chunk(size)[rank]
             loss = sharded.module(x.to(sharded.settings.precision.compute), y)
         total = loss.item()
@@ -42,7 +42,7 @@ def spoiled(stage: int, precision: str, kind: str, options: dict[str, Any]) -> d
                 hook = param.register_hook(lambda grad: grad.index_fill(0, torch.tensor([1]), 3e19))
             else:
                 hook = param.register_hook(lambda grad: grad.index_fill(0, torch.tensor([1]), float(kind)))
-        sharded.backward(loss / size, boundary=True)
+        sharded.backward(loss / size, micro, boundary=True)
         if hook is not None:
             hook.remove()
         sums = NamedVector.of(sharded.comm.device, loss=total / size)
@@ -131,9 +131,9 @@ def running(stage: int, bad_steps: list[int]) -> list[tuple[bool, dict[str, torc
             x = torch.randn(5, 6)
             if step in bad_steps and rank == size - 1:
                 x[2, 3] = float("inf")
-            with sharded.forward():
+            with sharded.forward() as micro:
                 loss = sharded.module(x)
-            sharded.backward(loss / size, boundary=number == 1)
+            sharded.backward(loss / size, micro, boundary=number == 1)
         result = sharded.step(1e-2, NamedVector.of(sharded.comm.device, weight=1.0), lambda sums: torch.ones(()).double())
         buffers = {name: buffer.clone() for name, buffer in sharded.module.named_buffers()}
         found.append((bool(result.skipped), buffers))
@@ -181,11 +181,11 @@ def starved(stage: int, accumulation: int, where: str) -> dict[str, Any]:
 
             hook = layer.register_forward_hook(fail) if broken and where == "forward" else None
             try:
-                with sharded.forward():
+                with sharded.forward() as micro:
                     hidden = sharded.module(*part)
                 if broken and where == "backward":
                     hook = layer.weight.register_hook(fail)
-                sharded.backward(hidden / size / accumulation, boundary=boundary)
+                sharded.backward(hidden / size / accumulation, micro, boundary=boundary)
             except MemoryError:
                 lost += 1
             if hook is not None:
@@ -225,9 +225,9 @@ def drifted(stage: int, options: dict[str, Any], what: str) -> list[str | None]:
     guard, found = ReplicaGuard(sharded), []
     for number, (x, y) in enumerate(data(3)):
         sharded.begin_step()
-        with sharded.forward():
+        with sharded.forward() as micro:
             loss = sharded.module(x.chunk(size)[rank].to(sharded.settings.precision.compute), y.chunk(size)[rank])
-        sharded.backward(loss / size, boundary=True)
+        sharded.backward(loss / size, micro, boundary=True)
         lr = 1e-2
         if number == 1 and rank == size - 1:
             unit = next(unit for unit in sharded.units if any(slot.name == PLACE for slot in unit.layout.slots))

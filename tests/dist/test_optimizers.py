@@ -122,10 +122,10 @@ def overflow(stage: int, name: str) -> dict[str, Any]:
     states = [full_state(sharded)]
     for number, (x, y) in enumerate(data(4)):
         sharded.begin_step()
-        with sharded.forward():
+        with sharded.forward() as micro:
             loss = sharded.module(x.chunk(size)[rank].half(), y.chunk(size)[rank])
         bad = number == 2 and rank == size - 1
-        sharded.backward(loss * (float("inf") if bad else 1 / size), boundary=True)
+        sharded.backward(loss * (float("inf") if bad else 1 / size), micro, boundary=True)
         sums = NamedVector.of(sharded.comm.device, weight=1.0)
         sharded.step(1e-3, sums, lambda sums: sums["weight"] / size)
         states.append(full_state(sharded))

@@ -52,10 +52,10 @@ def overflow(stage: int) -> dict[str, Any]:
     scales, skips, states = [], [], []
     for number, (x, y) in enumerate(data(5)):
         sharded.begin_step()
-        with sharded.forward():
+        with sharded.forward() as micro:
             loss = sharded.module(x.chunk(size)[rank].half(), y.chunk(size)[rank])
         bad = number == 2 and rank == size - 1
-        sharded.backward(loss * (float("inf") if bad else 1 / size), boundary=True)
+        sharded.backward(loss * (float("inf") if bad else 1 / size), micro, boundary=True)
         sums = NamedVector.of(sharded.comm.device, weight=1.0)
         result = sharded.step(1e-2, sums, lambda sums: sums["weight"] / size)
         skips.append(bool(result.skipped))

@@ -114,10 +114,10 @@ def train_sharded(
         total = 0.0
         for k in range(accumulation):
             part = split(split(batch, rank, size), k, accumulation)
-            with sharded.forward():
+            with sharded.forward() as micro:
                 loss = loss_of(sharded.module, part)
             total += loss.item() / size / accumulation
-            sharded.backward(loss / (size * accumulation), boundary=k == accumulation - 1)
+            sharded.backward(loss / (size * accumulation), micro, boundary=k == accumulation - 1)
         sums = NamedVector.of(sharded.comm.device, loss=total)
         result = sharded.step(lr, sums, lambda sums: torch.ones(()).double())
         losses.append(float(result.sums["loss"]))

@@ -94,9 +94,9 @@ def make_sharded(
 
 def one_step(sharded: ShardedModel, batch: tuple[torch.Tensor, torch.Tensor], factor: float = 1.0) -> StepResult:
     sharded.begin_step()
-    with sharded.forward():
+    with sharded.forward() as micro:
         loss = sharded.module(*batch)
-    sharded.backward(loss * factor, boundary=True)
+    sharded.backward(loss * factor, micro, boundary=True)
     sums = NamedVector.of(CUDA, weight=1.0, loss=0.0)
     sums.add(loss=loss.detach())
     return sharded.step(1e-3, sums, lambda summed: summed["weight"])

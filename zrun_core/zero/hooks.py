@@ -25,6 +25,7 @@ from torch import nn
 
 from zrun_core.errors import UserCodeError
 from zrun_core.zero.gather import Gatherer
+from zrun_core.zero.micro_pass import MicroPass
 from zrun_core.zero.reduce import Reducer
 from zrun_core.zero.unit import FlatUnit
 
@@ -92,8 +93,6 @@ class ModuleHooks:
         self._leaf = leaf
         self._gatherer, self._reducer = gatherer, reducer
         self._was_refused = False
-        self._num_open = 0  # calls of this forward pass whose backward is not over
-        self._pass_number = 0
         module.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
         # Also when the module raises: a checkpoint's recomputation stops that way.
         module.register_forward_hook(self._after, with_kwargs=True, always_call=True)
@@ -120,30 +119,29 @@ class ModuleHooks:
         watched = [t for t in tensors_in(inputs) if t.requires_grad]
         if not watched:
             return
-        if self._pass_number != self._gatherer.pass_number:  # what the last pass left open never had a gradient
-            self._pass_number, self._num_open = self._gatherer.pass_number, 0
-        self._num_open += 1
+        micro = self._gatherer.micro
+        micro.open_calls[self] += 1
         waiting = {id(t): t for t in watched}
         remaining = [len(waiting)]
 
         def arrived() -> None:
-            if not self._gatherer.in_backward:  # a gradient that the loss itself is made of: backward is yet to come
-                return
+            if not self._gatherer.in_backward_of(micro):
+                return  # a gradient that the loss itself is made of: backward is yet to come
             remaining[0] -= 1
             if remaining[0] == 0:
-                self._over()
+                self._over(micro)
 
         for tensor in waiting.values():
             when_gradient_comes(tensor, arrived)
 
-    def _over(self) -> None:
+    def _over(self, micro: MicroPass) -> None:
         """The gradients of all inputs of one call are known: nothing inside runs any more for that call."""
-        self._num_open -= 1
-        if self._num_open:
+        micro.open_calls[self] -= 1
+        if micro.open_calls[self]:
             return
         for unit in self._units:
             if unit.trainable and self._leaf:
-                self._reducer.complete(unit)
+                self._reducer.complete(micro, unit)
             if not unit.trainable or self._leaf:
                 self._gatherer.finish(unit)
 
@@ -153,21 +151,22 @@ class ModuleHooks:
             return
         if self._freed:
             handed_out = {_storage(t) for t in tensors_in(output)}  # a weight, or a view of one?
-            self._gatherer.hold([unit for unit in self._freed if _storage(unit.full) in handed_out])
+            self._gatherer.pin([unit for unit in self._freed if _storage(unit.full) in handed_out])
         if self._freed and torch.is_grad_enabled() and not self._gatherer.in_backward:
             seen = tensors_in(output)
+            begins = functools.partial(self._backward_begins, self._gatherer.micro)
             for tensor in seen:
                 if tensor.requires_grad and tensor.grad_fn is not None:
-                    when_gradient_comes(tensor, self._backward_begins)
+                    when_gradient_comes(tensor, begins)
             if not seen or _may_hide_tensors(output):
-                self._gatherer.hold(self._freed)
+                self._gatherer.pin(self._freed)
         for unit in self._units:
             self._gatherer.leave(unit)
 
-    def _backward_begins(self) -> None:
-        self._gatherer.notice_backward(of_param=False)
+    def _backward_begins(self, micro: MicroPass) -> None:
+        micro.gradient_comes(of_param=False)
         if not self._gatherer.in_backward:  # backward of this backward is yet to come, and cannot be seen
-            self._gatherer.hold(self._freed)
+            self._gatherer.pin(self._freed)
         for unit in self._freed:
             self._gatherer.demand(unit)
 
@@ -238,7 +237,8 @@ def _take(
     assert unit is not None
     assert gatherer is not None
     assert reducer is not None
-    gatherer.notice_backward(of_param=True)
-    if reducer.take(unit, number) and not unit.leaf:
-        reducer.complete(unit)
+    micro = gatherer.micro
+    micro.gradient_comes(of_param=True)
+    if reducer.take(micro, unit, number) and not unit.leaf:
+        reducer.complete(micro, unit)
         gatherer.finish(unit)

@@ -1,4 +1,4 @@
-"""A sharded model in a loop that is not ours: passes begin and end by themselves.
+"""A sharded model in a loop that is not ours: its pass begins and ends by itself.
 
     model is called, outermost call       a forward begins, unless one is under way whose backward has not come
     ... under torch.no_grad()             an evaluation, over when the call is
@@ -6,8 +6,8 @@
     gradient of a parameter               the same, and gradients are on their way
     the autograd engine has finished      everything is reduced, the backward is over
 
-Several calls may be followed by one backward, and one call by several. What the backward of a gradient needs
-(`create_graph=True`) stays whole until the step.
+Several calls may be followed by one backward, and one call by several: all between two steps is one pass. What the
+backward of a gradient needs (`create_graph=True`) stays whole until the step.
 """
 
 from __future__ import annotations
@@ -23,9 +23,29 @@ import torch
 from torch import nn
 
 from zrun_core.errors import UserCodeError
-from zrun_core.zero.gather import Gatherer, Pass
+from zrun_core.zero.gather import Gatherer
 from zrun_core.zero.hooks import tensors_in, when_gradient_comes
+from zrun_core.zero.micro_pass import MicroPass, PassKind
 from zrun_core.zero.reduce import Reducer
+
+
+class _OwnPass(MicroPass):
+    """What a user's loop does between two steps. Nobody announces a backward: its gradients do."""
+
+    def __init__(self, loop: PlainLoop) -> None:
+        super().__init__()
+        self._loop = loop
+
+    def gradient_comes(self, *, of_param: bool) -> None:
+        self._loop.gradient_comes(of_param=of_param)
+
+    def why_not_gathered(self, kind: PassKind) -> str:
+        if kind is not PassKind.FORWARD:
+            return super().why_not_gathered(kind)
+        return (
+            "gathered(): the model was called and backward() has not followed: enter gathered() after it, and "
+            "call the model under torch.no_grad() where no backward is to follow"
+        )
 
 
 class PlainLoop:
@@ -50,8 +70,7 @@ class PlainLoop:
         self._in_backward = False
         self.num_backwards = 0
         self._is_inert = False
-        gatherer.notice = self._notice
-        reducer.keeps_calls = True
+        self._begin_pass()
         module.register_forward_pre_hook(self._before, prepend=True)
         module.register_forward_hook(self._after, always_call=True)
 
@@ -60,6 +79,9 @@ class PlainLoop:
         loop = copy.copy(self)
         loop._is_inert = True
         return loop
+
+    def _begin_pass(self) -> None:
+        self._micro = self._gatherer.micro = _OwnPass(self)
 
     # Forward
 
@@ -70,10 +92,10 @@ class PlainLoop:
         is_recomputed = gatherer.in_backward
         if len(self._open) == 1 and not gatherer.is_all_whole and not gatherer.in_forward and not is_recomputed:
             if torch.is_grad_enabled():
-                gatherer.begin(Pass.FORWARD)
+                self._micro.open_calls.clear()  # what the last forward left open never had a gradient
+                gatherer.begin(self._micro, PassKind.FORWARD)
             else:
-                gatherer.begin(Pass.EVAL)
-                passes.callback(gatherer.end)
+                passes.enter_context(gatherer.evaluation())
         passes.enter_context(self._autocast())
 
     def _leave(self) -> None:
@@ -91,9 +113,10 @@ class PlainLoop:
             return None
         output = in_fp32(output)
         if torch.is_grad_enabled() and not self._gatherer.in_backward:
+            begins = functools.partial(self.gradient_comes, of_param=False)
             for tensor in tensors_in(output):
                 if tensor.requires_grad and tensor.grad_fn is not None:
-                    when_gradient_comes(tensor, functools.partial(self._notice, False))
+                    when_gradient_comes(tensor, begins)
         return output
 
     @contextmanager
@@ -107,8 +130,8 @@ class PlainLoop:
 
     # Backward
 
-    def _notice(self, of_param: bool) -> None:
-        """A gradient comes, of an output or of a parameter: a backward is under way."""
+    def gradient_comes(self, *, of_param: bool) -> None:
+        """Hear of a gradient, of an output or of a parameter: a backward is under way."""
         if self._open:  # of what a module differentiates in its own forward
             if of_param:
                 raise UserCodeError("backward() inside of a forward: call it when the model has returned")
@@ -117,16 +140,16 @@ class PlainLoop:
             return  # the gradient itself is to be differentiated
         if not self._in_backward:
             self._in_backward = True
-            self._gatherer.begin_backward()
+            self._gatherer.begin(self._micro, PassKind.BACKWARD)
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
-        if of_param and not self._reducer.is_open:
+        if of_param and self._micro.gradients is None:
             self.num_backwards += 1
-            self._reducer.begin(boundary=self.num_backwards % self.accumulate == 0)
+            self._reducer.begin(self._micro, boundary=self.num_backwards % self.accumulate == 0)
 
     def _backward_ends(self) -> None:
         self._in_backward = False
-        if self._reducer.is_open:
-            self._reducer.finish()
+        if self._micro.gradients is not None:
+            self._reducer.finish(self._micro)
         self._gatherer.end()
 
     # One optimizer step
@@ -152,8 +175,8 @@ class PlainLoop:
     def end_step(self) -> None:
         """The step was made: nothing of what was called before it is to be differentiated."""
         self.num_backwards = 0
-        self._gatherer.let_go()
-        self._reducer.forget_calls()
+        self._gatherer.unpin(self._micro)
+        self._begin_pass()
 
 
 def in_fp32(value: Any) -> Any:

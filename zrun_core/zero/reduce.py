@@ -24,6 +24,7 @@ from zrun_core.comm import Comm, Group, Handle, direct_up_to, reduce_tag, slice_
 from zrun_core.errors import CheckpointError
 from zrun_core.layout import Peers, Sharded, StatePolicy
 from zrun_core.mesh import Mesh
+from zrun_core.zero.micro_pass import ExpectedGradients, MicroPass
 from zrun_core.zero.nonfinite import Inspector
 from zrun_core.zero.unit import FlatUnit
 
@@ -63,17 +64,9 @@ class Reducer:
         self._arrival_shards = policy.arrival_shards(peers)
         self.ring = Ring(policy.reduce_ring_bytes([unit.layout for unit in self._order], peers), comm.device)
         self.inspector: Inspector | None = None  # looks at gradients before they are summed
-        self.is_open = False  # between `begin` and the end of `finish`
         self._in_flight: deque[_InFlight] = deque()
-        self._missing: dict[int, set[int]] = {}  # unit index -> parameters whose gradients have not come in this pass
-        self._complete: set[int] = set()  # indices of units that expect no more gradients in this pass
-        self._issued: set[int] = set()  # and of those whose reduction is on its way
-        self._late: set[int] = set()  # and of those that got a gradient after that
-        self._left_for_end: set[int] = set()  # units that were late once
-        self._seen: list[int] = []  # in the order in which their last gradient came
-        self._reduces = self._boundary = False
+        self._left_for_end: set[int] = set()  # indices of units that were late once
         self._is_summed = False  # this step's gradients so far were summed over all ranks
-        self.keeps_calls = False  # several backward passes may follow one forward: it says itself when they are over
 
     # One optimizer step
 
@@ -81,92 +74,93 @@ class Reducer:
         """Forget what the last step summed."""
         self._is_summed = False
 
-    def forget_calls(self) -> None:
-        """No backward of the modules that were called so far is to come."""
-        for unit in self._order:
-            unit.num_calls = 0
-
     def flush(self) -> None:
         """The step is to be made, and no pass was said to be its last: sum over ranks what is not summed yet."""
         if not self._is_summed:
-            self._begin(boundary=True, reduces=Sharded.GRADIENT not in self._policy.zero.sharded)
-            self.finish()
+            micro = MicroPass()  # of which nothing came
+            self._begin(micro, boundary=True, reduces=Sharded.GRADIENT not in self._policy.zero.sharded)
+            self.finish(micro)
 
     # One backward pass
 
-    def begin(self, *, boundary: bool) -> None:
-        """A backward pass begins. After one with `boundary` the gradients are summed over all ranks.
+    def begin(self, micro: MicroPass, *, boundary: bool) -> None:
+        """Begin the backward of `micro`. After one with `boundary` the gradients are summed over all ranks.
 
         It is meant to be the last one of the optimizer step; where others follow, their sum is made anew.
         """
-        self._begin(boundary=boundary, reduces=self._policy.zero.reduce_now(boundary))
+        self._begin(micro, boundary=boundary, reduces=self._policy.zero.reduce_now(boundary))
 
-    def _begin(self, *, boundary: bool, reduces: bool) -> None:
+    def _begin(self, micro: MicroPass, *, boundary: bool, reduces: bool) -> None:
         if self._is_summed:
             for unit in self._order:
                 unit.reopen(counts_here=self._mesh.replicate.index == 0)
             self._is_summed = False
-        self.is_open, self._boundary = True, boundary
-        self._reduces = reduces and self._split.size > 1
-        self._turn = 0
-        self._missing = {unit.index: set(range(len(unit.params))) for unit in self._order}
-        self._complete, self._issued, self._late, self._seen = set(), set(), set(), []
+        missing = {unit.index: set(range(len(unit.params))) for unit in self._order}
+        expected = ExpectedGradients(boundary, reduces and self._split.size > 1, missing)
         for unit in self._order:
-            if not unit.num_calls and unit.index not in self._left_for_end:
-                self._complete.add(unit.index)
-        self._take_turns()
+            if not micro.num_calls[unit.index] and unit.index not in self._left_for_end:
+                expected.complete.add(unit.index)
+        micro.gradients = expected
+        self._take_turns(expected)
 
-    def take(self, unit: FlatUnit, number: int) -> bool:
+    def take(self, micro: MicroPass, unit: FlatUnit, number: int) -> bool:
         """Parameter `number` of `unit` has its gradient. Returns whether the unit has them all."""
-        if unit.whole_grad is None or (unit.index in self._issued and unit.index not in self._late):
+        expected = micro.gradients
+        assert expected is not None
+        is_issued = unit.index in expected.issued
+        if unit.whole_grad is None or (is_issued and unit.index not in expected.late):
             unit.begin_grad(self._scratch(unit.layout.padded_numel))
-        if unit.index in self._issued:
-            self._late.add(unit.index)
+        if is_issued:
+            expected.late.add(unit.index)
         unit.take_grad(number)
-        missing = self._missing[unit.index]
+        missing = expected.missing[unit.index]
         missing.discard(number)
         return not missing
 
-    def complete(self, unit: FlatUnit) -> None:
-        """No more gradients are expected for `unit` in this pass."""
-        if not self.is_open or unit.index in self._left_for_end or unit.index in self._complete:
+    def complete(self, micro: MicroPass, unit: FlatUnit) -> None:
+        """No more gradients are expected for `unit` in the backward of `micro`."""
+        expected = micro.gradients
+        if expected is None or unit.index in self._left_for_end or unit.index in expected.complete:
             return
-        self._seen.append(unit.index)
-        self._complete.add(unit.index)
-        self._take_turns()
+        expected.seen.append(unit.index)
+        expected.complete.add(unit.index)
+        self._take_turns(expected)
 
-    def finish(self) -> None:
-        """The backward pass is over: reduce what is left, and wait for everything."""
-        self._complete.update(unit.index for unit in self._order)
-        self._take_turns()
+    def finish(self, micro: MicroPass) -> None:
+        """The backward of `micro` is over: reduce what is left, and wait for everything."""
+        expected = micro.gradients
+        assert expected is not None
+        expected.complete.update(unit.index for unit in self._order)
+        self._take_turns(expected)
         for unit in self._order:
-            if unit.index in self._late:
+            if unit.index in expected.late:
                 self._left_for_end.add(unit.index)
                 self._issue(unit)
-            if not self.keeps_calls:
-                unit.num_calls = 0
         while self._in_flight:
             self._retire()
-        self.is_open = False
-        if self._boundary and self._split.size == 1:
+        micro.gradients = None
+        if expected.boundary and self._split.size == 1:
             for unit in self._order:
                 whole = unit.complete_grad()
                 if self.inspector is not None:
                     self.inspector.see(unit, whole)
-        if self._boundary and Sharded.OPTIMIZER in self._policy.zero.sharded:
+        if expected.boundary and Sharded.OPTIMIZER in self._policy.zero.sharded:
             self._sum_replicas()
-        self._is_summed = self._boundary
+        self._is_summed = expected.boundary
         if not self._order_is_learnt:
-            self._learn_order()
+            self._learn_order(expected.seen)
 
     # Mechanism
 
-    def _take_turns(self) -> None:
-        while self._turn < len(self._order) and (unit := self._order[self._turn]).index in self._complete:
-            self._turn += 1
-            if self._reduces:
+    def _take_turns(self, expected: ExpectedGradients) -> None:
+        while expected.turn < len(self._order):
+            unit = self._order[expected.turn]
+            if unit.index not in expected.complete:
+                return
+            expected.turn += 1
+            if expected.reduces:
                 self._issue(unit)
-                self._issued.add(unit.index)
+                expected.issued.add(unit.index)
 
     def _scratch(self, numel: int) -> torch.Tensor:
         dtype = self._policy.reduce_dtype
@@ -224,11 +218,11 @@ class Reducer:
         """Whether this rank knows in which order the others reduce, without computing anything itself."""
         return self._order_is_learnt
 
-    def _learn_order(self) -> None:
+    def _learn_order(self, seen_here: Sequence[int]) -> None:
         """From now on, reduce in the order that rank 0 completed the units in; those that it did not see come last."""
         self._order_is_learnt = True
         by_index = {unit.index: unit for unit in self._order}
-        seen = [*self._seen, *(index for index in by_index if index not in self._seen)]
+        seen = [*seen_here, *(index for index in by_index if index not in seen_here)]
         order = torch.tensor(seen, device=self._comm.device)
         self._comm.broadcast(order, self._mesh.world, name="order of reductions")
         self._order = [by_index[index] for index in order.tolist()]

@@ -2,9 +2,9 @@
 
     sharded = ShardedModel(module, read, settings, mesh, comm)
     sharded.begin_step()
-    with sharded.forward():
-        loss = module(x, y)                    # plain calls of the user's module
-    sharded.backward(loss, boundary=True)      # boundary: the last micro-batch of the step
+    with sharded.forward() as micro:
+        loss = module(x, y)                       # plain calls of the user's module
+    sharded.backward(loss, micro, boundary=True)  # boundary: the last backward of the step
     result = sharded.step(3e-4, weights, lambda sums: sums[0])
 
 One mechanism serves the ZeRO stages 0-3 (Rajbhandari et al. 2020): `ZeroPolicy` answers the two questions that tell
@@ -36,8 +36,9 @@ from zrun_core.sizes import format_size
 from zrun_core.step_message import Said, exchange
 from zrun_core.tensors import TensorPart
 from zrun_core.zero.cut import Cut, cut, repeated_blocks
-from zrun_core.zero.gather import Gatherer, Pass
+from zrun_core.zero.gather import Gatherer
 from zrun_core.zero.hooks import install
+from zrun_core.zero.micro_pass import MicroPass, PassKind
 from zrun_core.zero.nonfinite import Culprit, Inspector
 from zrun_core.zero.plain import PlainLoop
 from zrun_core.zero.reduce import Reducer, peers_of, split_group
@@ -249,22 +250,36 @@ class ShardedModel:
         self._running.begin_step()
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Context of one training forward: `with sharded.forward(): loss = module(x)`."""
-        self._gatherer.begin(Pass.FORWARD)
-        with self.settings.precision.autocast(self.comm.device):
-            yield
+    def forward(self) -> Iterator[MicroPass]:
+        """Context of one training forward: `with sharded.forward() as micro: loss = module(x)`.
 
-    def backward(self, loss: torch.Tensor, *, boundary: bool) -> None:
-        """Backward of the 0-d `loss`, scaled against underflow. Gradients of micro-batches add up.
+        It gives the micro-batch that is under way from now on. Forwards of others may come before its backward.
+        """
+        micro = MicroPass()
+        self._gatherer.begin(micro, PassKind.FORWARD)
+        try:
+            with self.settings.precision.autocast(self.comm.device):
+                yield micro
+        except BaseException:
+            self._gatherer.give_up(micro)
+            raise
+
+    def backward(self, loss: torch.Tensor, micro: MicroPass, *, boundary: bool) -> None:
+        """Run the backward that ends `micro`. Gradients of micro-batches add up in the order of these calls.
 
         Args:
-            boundary: whether this is the last micro-batch of the optimizer step.
+            loss: 0-d, of the forward of `micro`; it is scaled against underflow.
+            micro: what `forward` gave.
+            boundary: whether this is the last backward of the optimizer step.
         """
-        self._gatherer.begin_backward()
-        self.reducer.begin(boundary=boundary)
+        self._gatherer.begin(micro, PassKind.BACKWARD)
+        self.reducer.begin(micro, boundary=boundary)
         (loss * self.scaler.scale if self.scaler.enabled else loss).backward()
-        self.reducer.finish()
+        self._end_backward(micro)
+
+    def _end_backward(self, micro: MicroPass) -> None:
+        self.reducer.finish(micro)
+        self._gatherer.unpin(micro)
         self._gatherer.end()
 
     def give_up_backward(self, *, boundary: bool) -> None:
@@ -276,14 +291,13 @@ class ShardedModel:
         Args:
             boundary: as for `backward`.
         """
-        for unit in self.units:
-            unit.num_active = 0
-        if not self._gatherer.in_backward:
-            self._gatherer.begin_backward()
-        if not self.reducer.is_open:
-            self.reducer.begin(boundary=boundary)
-        self.reducer.finish()
-        self._gatherer.end()
+        if not self._gatherer.in_backward:  # its forward raised, or did not begin
+            self._gatherer.begin(MicroPass(), PassKind.BACKWARD)
+        micro = self._gatherer.micro
+        self._gatherer.give_up(micro)
+        if micro.gradients is None:
+            self.reducer.begin(micro, boundary=boundary)
+        self._end_backward(micro)
 
     def step(
         self,
@@ -404,10 +418,9 @@ class ShardedModel:
     @contextmanager
     def evaluation(self) -> Iterator[None]:
         """Context of forward passes without gradients."""
-        self._gatherer.begin(Pass.EVAL)
-        with torch.no_grad(), self.settings.precision.autocast(self.comm.device):
+        autocast = self.settings.precision.autocast(self.comm.device)
+        with self._gatherer.evaluation(), torch.no_grad(), autocast:
             yield
-        self._gatherer.end()
 
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:

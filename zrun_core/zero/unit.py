@@ -82,7 +82,6 @@ class FlatUnit:
         self.state = UnitState.WHOLE
         self.num_active = 0  # module calls under way
         self.pins = 0  # holders that want it whole until they say otherwise
-        self.num_calls = 0  # module calls in this forward pass
         self.is_reduced = False  # `grad` holds this step's reduced sum so far
         self._handle: Handle | None = None
         self._allocate(device, pool)

@@ -53,6 +53,7 @@ from zrun_core.checkpoint.state import ModelState
 from zrun_core.config import CheckpointConfig
 from zrun_core.library.model import Handle
 from zrun_core.models.gpt import gpt
+from zrun_core.rng import Streams
 from zrun_core.spec import ResumeSpec
 
 TIMES = ("disk_write_s", "disk_read_s", "gather_s", "gather_digest_s", "copy_s")
@@ -155,8 +156,9 @@ class Zrun(Way):
         self._told: list[dict[str, Any]] = []
         config = CheckpointConfig.model_validate({"every": STEPS, "keep": 2, "async": self.in_background})
         folder, about = CheckpointFolder(self.folder), About("benchmark", {}, versions())
+        streams = Streams(0, training.comm.device, dp=training.world.index)
         self._saves = Checkpointer(
-            folder, training.model_state, config, training.comm, training.world, about,
+            folder, training.model_state, streams, config, training.comm, training.world, about,
             lambda **fields: self._told.append(fields),
         )  # fmt: skip
         self._step = 0

@@ -31,8 +31,8 @@ from torch.overrides import TorchFunctionMode
 
 from zrun_core import room
 from zrun_core.comm import Comm, Group
-from zrun_core.data.order import mix
 from zrun_core.errors import JobError, PeerError, PreflightError, UserCodeError
+from zrun_core.rng import mix
 from zrun_core.sizes import format_size
 
 Factory = Callable[[], nn.Module]

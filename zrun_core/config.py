@@ -760,7 +760,12 @@ class JobConfig(Section):
         default="ring",
         description="zero 0: ring | server: one rank sums, updates and sends parameters; a baseline to compare with",
     )
-    seed: int = Field(default=0, ge=0, lt=2**31, description="seed of the model factory, the data order and dropout")
+    seed: int = Field(
+        default=0,
+        ge=0,
+        lt=2**31,
+        description="seed of the model factory, the data order, what samples draw, and dropout",
+    )
     init: Literal["factory", "meta"] = Field(
         default="factory",
         description="factory: the model's code runs once per host | meta: modules reset themselves, shard by shard",

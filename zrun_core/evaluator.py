@@ -114,6 +114,8 @@ class Evaluator:
             self._world.size,
             None if config is None else config.samples,
             self._held_out.collate,
+            self._spec.job.seed,
+            self._device,
         )
         for micro in batches:
             vote = self._vote_on_stop()

@@ -1,27 +1,141 @@
-"""The random streams of a rank: Python's, numpy's if it is in use, torch's on the CPU and on the rank's GPU."""
+"""The random streams of a rank.
+
+The *model's* stream is the process's own: the generators of Python, of numpy if it is in use, of
+torch on the CPU and on the rank's GPU. Ranks that differ in their place along `tensor` alone draw
+the same from it.
+
+Two others take its place for a while, and leave it where it was. *data* is in force while samples
+are read and made batches; *inside* in a region where the ranks along `tensor` hold different parts
+of one activation. Each of them begins anew whenever it is taken, from a key and a number that is
+the same the next time: the position in the data, or one drawn from the model's stream. So there is
+nothing else to remember of them than their keys.
+"""
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import xxhash
 
 from zrun_core.errors import CheckpointError
 
+CPU = torch.device("cpu")
+ASIDE = {"data", "inside"}  # streams of which a checkpoint holds a key
+_RANGE = 2**32  # of keys and seeds: torch's CPU generator reads no more of its seed
 
-def seed(value: int) -> None:
-    """Begin the streams of the CPU anew; `value` is within 32 bits."""
+
+def mix(seed: int, number: int) -> int:
+    """Return one seed for generators, within 32 bits, from two numbers."""
+    return (seed * 1_000_003 + number) % _RANGE
+
+
+def seed(value: int, device: torch.device = CPU) -> None:
+    """Begin the stream in force anew; `value` is within 32 bits."""
     random.seed(value)
-    torch.default_generator.manual_seed(value)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(value)
+    for generator in _generators(device):
+        generator.manual_seed(value)
+
+
+class Streams:
+    """The streams of the rank at a place along the axes.
+
+    Attributes:
+        data: in force while samples are read and made batches. Each sample begins numbers of its
+            own there: see `data.samples.Batches`.
+    """
+
+    def __init__(
+        self,
+        job_seed: int,
+        device: torch.device,
+        *,
+        dp: int,
+        pp: int = 0,
+        tp: int = 0,
+    ) -> None:
+        self._device = device
+        self._seed = mix(job_seed, 1 + dp) if pp == 0 else _key("model", job_seed, dp, pp)
+        self.data = Aside(_key("data", job_seed, dp), device)
+        self._inside = _key("inside", job_seed, dp, pp, tp)
+
+    def begin(self) -> None:
+        """Begin the model's stream."""
+        seed(self._seed, self._device)
+
+    def begin_late(self, step: int) -> None:
+        """Begin the model's stream of a rank that a run has from after `step` on only."""
+        seed(mix(self._seed, step), self._device)
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Draw from the stream of this place along `tensor`: of torch's generators, in a region.
+
+        Python's and numpy's remain those of the model: what they decide, such as whether a layer is
+        left out, all ranks of the region must do alike.
+
+        A region that is recomputed in backward draws the same again. `torch.utils.checkpoint` knows
+        the default generators only, and cannot say which of several micro-batches it runs again;
+        but it sets them back, so the number comes out of them that came before.
+        """
+        number = int(torch.empty((), dtype=torch.int64, device=CPU).random_(_RANGE))
+        with _torch_put_back(self._device) as generators:
+            for generator in generators:
+                generator.manual_seed(mix(self._inside, number))
+            yield
+
+    def capture(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Return (1-D tensors on the CPU, small JSON values): `capture` of the model's, and keys."""
+        tensors, numbers = capture(self._device)
+        keys = {"data": {"key": self.data.key}, "inside": {"key": self._inside}}
+        return tensors, {**numbers, **keys}
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]) -> None:
+        """Go on with the streams that `capture` saw.
+
+        Checkpoints of earlier versions hold the model's alone: the others keep the keys of this job.
+        """
+        restore(tensors, numbers, self._device)
+        if "data" in numbers:
+            self.data.key = _checked_key(numbers["data"])
+        if "inside" in numbers:
+            self._inside = _checked_key(numbers["inside"])
+
+
+class Aside:
+    """A stream that takes the place of the model's for a while."""
+
+    def __init__(self, key: int, device: torch.device) -> None:
+        self.key, self._device = key, device
+
+    @contextmanager
+    def at(self, number: int) -> Iterator[None]:
+        """Draw from this stream, as it begins at `number`; afterwards the model's goes on."""
+        python = random.getstate()
+        numpy = sys.modules.get("numpy")
+        numpy_state = None if numpy is None else numpy.random.get_state()
+        with _torch_put_back(self._device):
+            try:
+                self.begin(number)
+                yield
+            finally:
+                random.setstate(python)
+                if numpy is not None:
+                    numpy.random.set_state(numpy_state)
+
+    def begin(self, number: int) -> None:
+        """Begin it anew at `number`, within `at`."""
+        seed(mix(self.key, number), self._device)
 
 
 def capture(device: torch.device) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """(1-D tensors on the CPU, small JSON values), by name of the stream."""
+    """Return the model's stream by generator: (1-D tensors on the CPU, small JSON values)."""
     version, words, gauss = random.getstate()
     tensors = {"python": torch.tensor(words, dtype=torch.int64), "torch": torch.get_rng_state()}
     numbers: dict[str, Any] = {"python": {"version": version, "gauss": gauss}}
@@ -51,6 +165,8 @@ def check(tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Any], devic
         _set(tensors, numbers, random.Random(), torch.Generator(), lambda numpy: numpy.random.RandomState())
         if "cuda" in tensors and device.type == "cuda":
             torch.Generator(device).set_state(tensors["cuda"])
+        for name in ASIDE & numbers.keys():
+            _checked_key(numbers[name])
     except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
         raise CheckpointError(f"no random stream can go on from it: {type(error).__name__}: {reason}") from None
@@ -75,3 +191,40 @@ def _set(
             raise ValueError(f"position {own['position']}")
         state = (own["kind"], keys, own["position"], int(own["has_gauss"]), float(own["cached"]))
         numpy_stream(numpy).set_state(state)
+
+
+def _key(name: str, *numbers: int) -> int:
+    """Return the key, or the seed, of the stream `name` at a place of a job."""
+    return xxhash.xxh32_intdigest(f"{name} {' '.join(map(str, numbers))}".encode())
+
+
+def _checked_key(own: Mapping[str, Any]) -> int:
+    """Return the key that a checkpoint holds.
+
+    Raises:
+        LookupError, TypeError, ValueError: it holds none.
+    """
+    key = own["key"]
+    if type(key) is not int or not 0 <= key < _RANGE:
+        raise ValueError(f"key {str(key)[:40]!r}")
+    return key
+
+
+def _generators(device: torch.device) -> list[torch.Generator]:
+    """Return those of torch from which the model of a rank draws."""
+    if device.type != "cuda":
+        return [torch.default_generator]
+    torch.cuda.init()
+    return [torch.default_generator, torch.cuda.default_generators[device.index]]
+
+
+@contextmanager
+def _torch_put_back(device: torch.device) -> Iterator[list[torch.Generator]]:
+    """Whatever is drawn from these generators, and however, they go on afterwards as before."""
+    generators = _generators(device)
+    states = [generator.get_state() for generator in generators]
+    try:
+        yield generators
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)

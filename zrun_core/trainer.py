@@ -15,7 +15,7 @@ from zrun_core.best import EarlyStop
 from zrun_core.board import Board
 from zrun_core.checkpoint.checkpointer import Checkpointer, Votes
 from zrun_core.checkpoint.manifest import Manifest
-from zrun_core.checkpoint.resume import Resumed, restore_streams
+from zrun_core.checkpoint.resume import Resumed
 from zrun_core.data.batch import MicroBatch
 from zrun_core.data.loader import BatchLoader
 from zrun_core.data.marks import differences
@@ -323,7 +323,7 @@ class Trainer:
         }
 
     def resume(self, resumed: Resumed) -> None:
-        """Go on where the run was whose tensors are loaded already. The last thing before `run`.
+        """Go on where the run was whose tensors are loaded already. Only its random streams are left.
 
         Raises:
             CheckpointError: the manifest lacks what a run needs, or the position in the data means nothing any more.
@@ -356,7 +356,6 @@ class Trainer:
         if scaler is not None and self.sharded.scaler.enabled:
             self.sharded.scaler.load_state_dict(scaler)
         self.loader.seek(cursor)
-        restore_streams(resumed, self.job.seed, self.world.index, self.device)
         self._is_resumed = True
 
     def _changes_of_data(self, saved: Manifest) -> list[str]:

@@ -34,12 +34,11 @@ from zrun_core.checkpoint.checkpointer import About, Checkpointer, versions
 from zrun_core.checkpoint.folder import CheckpointFolder
 from zrun_core.checkpoint.initial import load_weights
 from zrun_core.checkpoint.lock import hold
-from zrun_core.checkpoint.resume import Resumed, load_newest
+from zrun_core.checkpoint.resume import Resumed, load_newest, restore_streams
 from zrun_core.checkpoint.state import ModelState
 from zrun_core.comm import Comm, Group
 from zrun_core.config import Ref
 from zrun_core.data.loader import BatchLoader
-from zrun_core.data.order import mix
 from zrun_core.errors import (
     ExitCode,
     JobError,
@@ -200,16 +199,16 @@ class Worker:
         )
         dataset = user.call(_plain(job.data), job_dir)
         state.holders = (dataset, parts.collate)
+        streams = rng.Streams(job.seed, device, dp=mesh.data.index, pp=mesh.pipe.index, tp=mesh.tensor.index)
         loader = BatchLoader(
             dataset, job.data, self.spec.batch, self.rank, job.seed, device,
-            epochs=job.epochs, collate=parts.collate,
+            epochs=job.epochs, collate=parts.collate, draws=streams.data,
         )  # fmt: skip
-        torch.manual_seed(mix(job.seed, 1 + self.rank))  # from here on each rank draws from its own streams
-        rng.seed(mix(job.seed, 1 + self.rank))
+        streams.begin()  # from here on each rank draws from its own
         total_steps = self._total_steps(loader, resumed)
         if job.epochs is not None and total_steps is not None:
             notes.append(f"epochs {job.epochs}: {total_steps} steps of {self.spec.batch.global_size} samples")
-        checkpointer = self._checkpointer(state, comm, mesh.world)
+        checkpointer = self._checkpointer(state, streams, comm, mesh.world)
         trainer = Trainer(
             self.spec,
             sharded,
@@ -223,6 +222,7 @@ class Worker:
         )
         if resumed is not None:
             trainer.resume(resumed)
+            restore_streams(resumed, streams)
         elif checkpointer is not None and self.rank == 0:
             loader.mark({})
         if checkpointer is not None:
@@ -237,14 +237,15 @@ class Worker:
         progress = resumed.manifest.progress if resumed is not None else {}
         return loader.total_steps(progress.get("steps", 0), progress.get("cursor", 0))
 
-    def _checkpointer(self, state: ModelState, comm: Comm, world: Group) -> Checkpointer | None:
+    def _checkpointer(self, state: ModelState, streams: rng.Streams, comm: Comm, world: Group) -> Checkpointer | None:
         config = self.spec.job.checkpoint
         if config is None:
             return None
         folder = CheckpointFolder(checkpoint_folder(self.spec.job, self.run_dir))
         run_id = re.sub(r"[^A-Za-z0-9_-]", "-", self.spec.run_id)[:128]  # of a folder that the user named
         about = About(run_id, self.spec.job.model_dump(mode="json", by_alias=True), versions())
-        return Checkpointer(folder, state, config, comm, world, about, self._tell_save, self.spec.job.limits.save_s)
+        save_s = self.spec.job.limits.save_s
+        return Checkpointer(folder, state, streams, config, comm, world, about, self._tell_save, save_s)
 
     def _tell_save(self, **fields: Any) -> None:
         if "warning" in fields:

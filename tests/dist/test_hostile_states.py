@@ -38,6 +38,14 @@ def a_position_beyond_the_stream(raw: dict[str, Any]) -> None:
     raw["rank_states"][1]["rng"]["numpy"]["position"] = 10**6
 
 
+def a_data_stream_without_its_key(raw: dict[str, Any]) -> None:
+    raw["rank_states"][1]["rng"]["data"] = {}
+
+
+def a_key_beyond_all_keys(raw: dict[str, Any]) -> None:
+    raw["rank_states"][1]["rng"]["inside"]["key"] = 2**32
+
+
 def an_order_of_other_units(raw: dict[str, Any]) -> None:
     raw["rank_states"][1]["learnt"]["order"] = ["nope"]
 
@@ -51,6 +59,8 @@ SKIPPED: dict[Change, str] = {
     no_streams: "no random stream can go on from it: KeyError",
     a_stream_under_another_name: "no random stream can go on from it: KeyError",
     a_position_beyond_the_stream: "no random stream can go on from it: ValueError: position 1000000",
+    a_data_stream_without_its_key: "no random stream can go on from it: KeyError",
+    a_key_beyond_all_keys: "no random stream can go on from it: ValueError: key '4294967296'",
     an_order_of_other_units: "the order of reductions that it holds is of other units",
     an_order_without_a_unit: "the order of reductions that it holds is of other units",
 }

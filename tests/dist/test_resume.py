@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from runs import job, look, losses, run
+from test_hostile_states import forge
 
 from zrun_core.trainer import Trainer
 
@@ -118,6 +119,23 @@ def test_a_dataset_of_another_length_is_another_place(ranks, tmp_path, shuffle, 
         assert not words or result["error"].endswith(f"init_from: {tmp_path}/checkpoints/step-{steps:08d}")
 
 
+def of_one_stream(raw: dict[str, Any]) -> None:
+    """As manifests were while a rank had the model's stream only."""
+    for rank in raw["rank_states"]:
+        rank["rng"] = {name: rank["rng"][name] for name in ("python", "numpy")}
+
+
+def test_a_checkpoint_of_before_there_were_three_streams_goes_on(ranks, tmp_path):
+    keys = job(data={"call": "runs.py:Augmented", "shuffle": True})
+    whole = ranks(2).run(run, keys, str(tmp_path / "whole"))
+    ranks(2).run(run, keys, str(tmp_path / "cut"), None, 4)
+    manifest = tmp_path / "cut" / "checkpoints" / "step-00000003" / "manifest.json"
+    forge(manifest, manifest.read_bytes(), of_one_stream)
+    rest = ranks(2).run(run, keys, str(tmp_path / "cut"), {})
+    assert min(losses(rest[0])) == 4
+    assert [each["digest"] for each in rest] == [each["digest"] for each in whole]
+
+
 def damage(path: Path) -> None:
     with path.open("r+b") as file:
         file.seek(-9, os.SEEK_END)
@@ -202,7 +220,7 @@ def evaluations(result: dict[str, Any]) -> list[tuple[int, float]]:
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_an_evaluation_that_a_signal_cuts_off_is_made_anew(ranks, tmp_path, stage):
-    """Each sample of it draws from the random streams, which training goes on with."""
+    """Its samples draw random numbers, and none of those with which training goes on."""
     held_out = {"data": {"call": "runs.py:Augmented", "args": {"length": 12}}, "every": 2}
     keys = job(zero=stage, steps=6, eval=held_out, checkpoint={"every": 100})
     whole = ranks(2).run(run, keys, str(tmp_path / "whole"))
@@ -214,6 +232,8 @@ def test_an_evaluation_that_a_signal_cuts_off_is_made_anew(ranks, tmp_path, stag
     assert len(evaluations(whole[0])) == 3
     assert {**losses(cut[0]), **losses(rest[0])} == losses(whole[0])
     assert [each["digest"] for each in rest] == [each["digest"] for each in whole]
+    alone = ranks(2).run(run, {**keys, "eval": None}, str(tmp_path / "alone"))
+    assert losses(alone[0]) == losses(whole[0])
 
 
 def test_a_signal_in_the_last_evaluation_finds_the_run_saved(ranks, tmp_path):

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from zrun_core.config import DataConfig
 from zrun_core.data.batch import MicroBatch, count_tokens, to_device
@@ -126,28 +127,99 @@ def test_workers_change_nothing() -> None:
     assert runs[0] == runs[1]
 
 
-class Noise(Dataset[Tensor]):
-    """Draws from the process's own generators, as augmentation does."""
+def noise() -> float:
+    """Drawn as augmentation does it, from the process's own generators."""
+    return float(torch.rand(())) + random.random() + float(np.random.random())
 
+
+class Noise(Dataset[float]):
     def __len__(self) -> int:
         return 8
 
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.rand(()) + random.random()
+    def __getitem__(self, index: int) -> float:
+        return noise()
 
 
-@pytest.mark.parametrize("dataset", [Numbers(8), Noise()])
-def test_workers_leave_the_ranks_generator_alone_and_repeat(dataset: object) -> None:
+class NoisyWalk(IterableDataset[float]):
+    """Its order is drawn, too."""
+
+    def __iter__(self) -> Iterator[float]:
+        order = list(range(8))
+        random.shuffle(order)
+        for number in order:
+            yield number + noise()
+
+
+NOISY = {"map": Noise(), "part": Subset(Noise(), range(8)), "walk": NoisyWalk()}
+
+
+def by_position(dataset: object, workers: int, ranks: int, start: int = 0) -> list[float]:
+    """What the samples of 24 positions, three passes, have drawn."""
+    batch, keys = plan(ranks, 4 // ranks), data(workers=workers)
+    loaders = [BatchLoader(dataset, keys, batch, rank, seed=5) for rank in range(ranks)]
+    if start:
+        for loader in loaders:
+            loader.seek(start)
+    steps = [[drawn(loader, 1)[0][0] for loader in loaders] for _ in range(start, 24, 4)]
+    for loader in loaders:
+        loader._steps.close()  # type: ignore[attr-defined]  # and its processes end
+    return [number for step in steps for part in step for number in part]
+
+
+@pytest.mark.parametrize("kind", NOISY)
+def test_what_a_sample_draws_follows_from_its_position_alone(kind: str) -> None:
+    dataset = NOISY[kind]
+    expected = by_position(dataset, workers=0, ranks=1)
+    assert len(set(expected)) == 24
+    for ranks in (2, 4):
+        assert by_position(dataset, 0, ranks) == expected
+    for workers in (0, 1) if kind == "walk" else (0, 1, 4):
+        torch.manual_seed(workers)
+        assert by_position(dataset, workers, ranks=1) == expected
+        assert by_position(dataset, workers, ranks=2, start=12) == expected[12:]
+
+
+def collate_with_noise(samples: list[float]) -> Tensor:
+    return torch.tensor([noise() for _ in samples])
+
+
+@pytest.mark.parametrize(("dataset", "workers"), [(Noise(), (0, 1, 4)), (NoisyWalk(), (0, 1))])
+def test_what_a_batch_draws_follows_from_its_position_and_rank(dataset: object, workers: tuple[int, ...]) -> None:
+    def loaded(workers: int, rank: int, start: int = 0) -> list[list[list[float]]]:
+        keys = data(workers=workers)
+        loader = BatchLoader(dataset, keys, plan(2, 2, 2), rank, seed=5, collate=collate_with_noise)
+        loader.seek(start)
+        found = drawn(loader, 3 - start // 8)
+        loader._steps.close()  # type: ignore[attr-defined]
+        return found
+
+    ranks = [loaded(0, rank) for rank in range(2)]
+    numbers = [number for steps in ranks for step in steps for micro in step for number in micro]
+    assert len(set(numbers)) == len(numbers) == 24
+    for rank in range(2):
+        for number in workers:
+            assert loaded(number, rank) == ranks[rank]
+            assert loaded(number, rank, start=8) == ranks[rank][1:]
+
+
+def state_of_all() -> list[Any]:
+    return [random.getstate(), torch.get_rng_state().tolist(), [str(part) for part in np.random.get_state()]]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("dataset", [Numbers(8), *NOISY.values()])
+def test_reading_leaves_the_ranks_own_streams_alone(dataset: object, workers: int) -> None:
     torch.manual_seed(1)
-    before = torch.get_rng_state()
-    runs = [drawn(BatchLoader(dataset, data(workers=2), plan(1, 2), rank=rank, seed=5), 3) for rank in (0, 0)]
-    assert torch.equal(torch.get_rng_state(), before)
-    assert runs[0] == runs[1]
-
-
-def test_workers_of_different_ranks_draw_differently() -> None:
-    draws = [drawn(BatchLoader(Noise(), data(workers=1), plan(2, 2), rank=rank, seed=5), 1) for rank in (0, 1)]
-    assert draws[0] != draws[1]
+    np.random.normal()  # the second of a pair is held back
+    before = state_of_all()
+    loader = BatchLoader(dataset, data(workers=workers), plan(1, 2), rank=0, seed=5, collate=collate_with_noise)
+    drawn(loader, 3)
+    loader.seek(4)
+    drawn(loader, 1)
+    loader._steps.close()  # type: ignore[attr-defined]
+    first, again = (list(eval_batches(dataset, 2, 0, 1, 8, collate_with_noise, seed=3)) for _ in range(2))
+    assert [micro.batch.tolist() for micro in first] == [micro.batch.tolist() for micro in again]
+    assert state_of_all() == before
 
 
 def test_ragged_samples_with_a_collate_function() -> None:

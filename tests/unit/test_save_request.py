@@ -17,6 +17,7 @@ from zrun.commands.save import save
 from zrun.launch import saving
 from zrun.launch.rundir import RunDir
 from zrun.launch.runs import read
+from zrun_core import rng
 from zrun_core.checkpoint import checkpointer as module
 from zrun_core.checkpoint.checkpointer import About, Checkpointer, Votes
 from zrun_core.checkpoint.folder import CheckpointFolder
@@ -178,7 +179,14 @@ class Rank:
         settings = CheckpointConfig.model_validate({"async": True, **config})
         about = About("run", {}, {})
         self.saves = Checkpointer(
-            CheckpointFolder(folder), state, settings, comm, world, about, lambda **fields: self.told.append(fields)
+            CheckpointFolder(folder),
+            state,
+            rng.Streams(0, comm.device, dp=0),
+            settings,
+            comm,
+            world,
+            about,
+            lambda **fields: self.told.append(fields),
         )
         self.step = 0
 

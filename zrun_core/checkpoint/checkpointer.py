@@ -132,6 +132,7 @@ class Checkpointer:
         self,
         folder: CheckpointFolder,
         state: State,
+        streams: rng.Streams,
         config: CheckpointConfig,
         comm: Comm,
         world: Group,
@@ -145,6 +146,7 @@ class Checkpointer:
             patience_s: that a disk may take for one turn of a save.
         """
         self.folder, self.state, self.config, self.about = folder, state, config, about
+        self._streams = streams
         self.last_step: int | None = None
         self.prunes = True
         self.best: Best | None = None
@@ -380,7 +382,7 @@ class Checkpointer:
         try:
             layout, tensors = self.state.layout, self.state.tensors()
             parts = [*self.state.parts(), *self.state.own_buffers(opening["buffers"])]
-            streams, numbers = rng.capture(self._comm.device)
+            streams, numbers = self._streams.capture()
             rank = self._world.index
             parts += [Part(f"rng/{rank}/{key}", RANK, 0, data.numel(), data) for key, data in streams.items()]
             own = RankState(rank, numbers, self.state.learnt())

@@ -113,7 +113,7 @@ class RankState:
     """What belongs to a rank, beside the fragments of state RANK."""
 
     rank: int
-    rng: dict[str, Any]  # as `rng.capture` says it
+    rng: dict[str, Any]  # as `rng.Streams.capture` says it
     learnt: dict[str, Any]  # the order of its reductions, as `Reducer.learnt` says it; of several models by name
 
 

@@ -15,13 +15,12 @@ from zrun_core.checkpoint.folder import CheckpointFolder, read_step
 from zrun_core.checkpoint.manifest import Manifest
 from zrun_core.checkpoint.state import Reader, State
 from zrun_core.comm import Comm, Group
-from zrun_core.data.order import mix
 from zrun_core.errors import CheckpointError
 from zrun_core.spec import ResumeSpec
 
 
-class Streams(NamedTuple):
-    """Of one rank, as `rng.capture` has seen them."""
+class SavedStreams(NamedTuple):
+    """Those of one rank, as `rng.Streams.capture` has seen them."""
 
     tensors: dict[str, torch.Tensor]
     numbers: dict[str, Any]
@@ -39,7 +38,7 @@ class Resumed:
     path: Path
     manifest: Manifest
     skipped: dict[int, str]
-    streams: Streams | None
+    streams: SavedStreams | None
 
     def in_words(self) -> list[str]:
         """What to tell the user."""
@@ -69,14 +68,14 @@ def load_newest(source: ResumeSpec, state: State, comm: Comm, world: Group) -> R
     for step, name in found["paths"]:
         path = Path(name)
         manifests: list[Manifest] = []
-        streams: list[Streams | None] = []
+        streams: list[SavedStreams | None] = []
 
         def look(path: Path = path, manifests: list[Manifest] = manifests) -> str:
             manifests.append(read_step(path))
             return manifests[0].to_json()[-40:].decode()  # with its digest
 
         def load(
-            path: Path = path, manifests: list[Manifest] = manifests, streams: list[Streams | None] = streams
+            path: Path = path, manifests: list[Manifest] = manifests, streams: list[SavedStreams | None] = streams
         ) -> str:
             streams.append(_own_streams(path, manifests[0], world, comm.device))
             state.load(path, manifests[0])
@@ -94,7 +93,7 @@ def load_newest(source: ResumeSpec, state: State, comm: Comm, world: Group) -> R
     raise CheckpointError(_none_valid(source, skipped))
 
 
-def _own_streams(path: Path, manifest: Manifest, world: Group, device: torch.device) -> Streams | None:
+def _own_streams(path: Path, manifest: Manifest, world: Group, device: torch.device) -> SavedStreams | None:
     """What this rank draws from, if there was such a rank.
 
     Raises:
@@ -104,7 +103,7 @@ def _own_streams(path: Path, manifest: Manifest, world: Group, device: torch.dev
     if own is None:
         return None
     tensors = Reader(path, manifest, world).rank_tensors(prefix)
-    streams = Streams({name.removeprefix(prefix): data for name, data in tensors.items()}, own.rng)
+    streams = SavedStreams({name.removeprefix(prefix): data for name, data in tensors.items()}, own.rng)
     rng.check(*streams, device)
     return streams
 
@@ -136,11 +135,9 @@ def _none_valid(source: ResumeSpec, skipped: dict[int, str]) -> str:
     )
 
 
-def restore_streams(resumed: Resumed, seed: int, rank: int, device: torch.device) -> None:
-    """Go on with this rank's random streams; a rank that did not exist then gets one that no other has had."""
+def restore_streams(resumed: Resumed, streams: rng.Streams) -> None:
+    """Go on with this rank's random streams; those of a rank that did not exist then are new."""
     if resumed.streams is not None:
-        rng.restore(*resumed.streams, device)
+        streams.restore(*resumed.streams)
     else:
-        value = mix(mix(seed, 1 + rank), resumed.manifest.step)
-        torch.manual_seed(value)
-        rng.seed(value)
+        streams.begin_late(resumed.manifest.step)

@@ -22,11 +22,11 @@ from zrun_core.data.order import micro_batches
 from zrun_core.data.samples import Collate, in_words
 from zrun_core.data.source import IterableSource, MapSource, Source, Step, is_map_style, length_of
 from zrun_core.errors import JobError, UserCodeError
+from zrun_core.rng import CPU, Aside, Streams
 from zrun_core.spec import BatchPlan
 from zrun_core.tracebacks import add_where, message_of
 from zrun_core.user import user_code
 
-_CPU = torch.device("cpu")
 _LOOKED_AT = 64  # samples to come, by which ranks compare their order
 
 
@@ -44,25 +44,29 @@ class BatchLoader:
         batch: BatchPlan,
         rank: int,
         seed: int,
-        device: torch.device = _CPU,
+        device: torch.device = CPU,
         *,
         epochs: int | None = None,
         collate: Collate | None = None,
+        draws: Aside | None = None,
     ) -> None:
         """
         Args:
             dataset: map-style (`__getitem__` and `__len__`) or iterable.
             epochs: passes over the data before it ends; None: it never does.
             collate: list of samples -> batch; None: torch's default.
+            draws: the random stream while reading; None: that of `rank` in a job of this seed.
 
         Raises:
             JobError: `data` asks for what an iterable dataset cannot do.
             UserCodeError: the dataset is empty, or it is no dataset.
         """
+        self._draws = draws or Streams(seed, device, dp=rank).data
         self._source = _open(
             dataset,
             batch,
             rank,
+            self._draws,
             shuffle=data.shuffle,
             seed=seed,
             workers=data.workers,
@@ -111,7 +115,7 @@ class BatchLoader:
     def seek(self, cursor: int) -> None:
         """Continue from this position of the stream, in samples over all ranks."""
         self.cursor = cursor
-        with _reading("training"):
+        with self._draws.at(cursor), _reading("training"):
             self._steps = self._source.steps(cursor)
 
     def next_step(self) -> list[MicroBatch] | None:
@@ -120,7 +124,7 @@ class BatchLoader:
         Raises:
             UserCodeError: the dataset or the collate function raised.
         """
-        with _reading("training"):
+        with self._draws.at(self.cursor), _reading("training"):
             step = next(self._steps, None)
         if step is None:
             return None
@@ -152,20 +156,29 @@ def eval_batches(
     num_ranks: int,
     limit: int | None = None,
     collate: Collate | None = None,
+    seed: int = 0,
+    device: torch.device = CPU,
 ) -> Iterator[MicroBatch]:
     """Every sample of held-out data once, or the first `limit`, over all ranks; equally many batches on each.
+
+    What samples and batches draw depends on `seed` and their place alone: it is the same each time.
 
     Raises:
         UserCodeError: the dataset is empty or no dataset, or it or the collate function raised.
     """
     batch = BatchPlan(global_size=micro * num_ranks, micro=micro, accumulation=1, ranks=num_ranks)
-    steps = _open(dataset, batch, rank, collate=collate, epochs=1, limit=limit).steps(0)
+    draws = Streams(seed, device, dp=rank).data
+    options: dict[str, Any] = {"seed": seed, "collate": collate, "epochs": 1, "limit": limit}
+    steps = _open(dataset, batch, rank, draws, **options).steps(0)
+    num_read = 0
     while True:
-        with _reading("evaluation"):
+        with draws.at(num_read), _reading("evaluation"):
             step = next(steps, None)
         if step is None:
             return
-        yield from step[1]
+        num_samples, micro_batches = step
+        num_read += num_samples
+        yield from micro_batches
 
 
 @contextmanager
@@ -181,7 +194,14 @@ def _reading(which: str) -> Iterator[None]:
 
 
 def _open(
-    dataset: Any, batch: BatchPlan, rank: int, *, shuffle: bool = False, pin_memory: bool = False, **options: Any
+    dataset: Any,
+    batch: BatchPlan,
+    rank: int,
+    draws: Aside,
+    *,
+    shuffle: bool = False,
+    pin_memory: bool = False,
+    **options: Any,
 ) -> Source:
     if is_map_style(dataset):
         return MapSource(dataset, batch, rank, shuffle=shuffle, pin_memory=pin_memory, **options)
@@ -197,4 +217,4 @@ def _open(
         raise UserCodeError(f"data must return a dataset: {name} has neither __getitem__ and __len__ nor __iter__")
     if shuffle:
         raise JobError(f"data.shuffle: {name} is an iterable dataset, without indices to permute: shuffle inside it")
-    return IterableSource(dataset, batch, rank, **options)
+    return IterableSource(dataset, batch, rank, draws, **options)

@@ -17,12 +17,8 @@ from collections.abc import Iterator
 
 import torch
 
+from zrun_core.rng import mix
 from zrun_core.spec import BatchPlan
-
-
-def mix(seed: int, number: int) -> int:
-    """One generator seed from two numbers; within 32 bits, because torch's CPU generator reads no more of its seed."""
-    return (seed * 1_000_003 + number) % 2**32
 
 
 def permutation(num_samples: int, seed: int, epoch: int) -> torch.Tensor:

@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset, Subset, default_collate
 
 from zrun_core import rng
-from zrun_core.data.order import mix
 from zrun_core.tracebacks import add_where
 
 Collate: TypeAlias = Callable[[list[Any]], Any]
@@ -29,12 +28,12 @@ class Place(NamedTuple):
 class Batches(Dataset[Any]):
     """Reads the samples at some places of a dataset, and makes a batch of them.
 
-    With a seed, what is drawn for a sample depends on its position in the stream alone. Not on
-    which loader process draws, nor on how many samples it has drawn before: a run that goes on
-    draws the same, with any number of processes and ranks.
+    What is drawn for a sample depends on the seed and its position in the stream alone. Not on
+    which process draws, nor on how many samples it has drawn before: a run that goes on draws the
+    same, with any number of loader processes and ranks.
     """
 
-    def __init__(self, dataset: Any, collate: Collate | None, seed: int | None) -> None:
+    def __init__(self, dataset: Any, collate: Collate | None, seed: int) -> None:
         self._dataset, self._collate, self._seed = dataset, collate, seed
 
     def __getitems__(self, places: list[Place]) -> Any:
@@ -42,7 +41,7 @@ class Batches(Dataset[Any]):
         return collated(samples, [place.number for place in places], "index", self._collate)
 
     def _read(self, places: list[Place]) -> Any:
-        if hasattr(self._dataset, "__getitems__"):  # several at once, by its own means
+        if _reads_several(self._dataset):  # at once, by its own means
             self._place(places[0])
             numbers = [place.number for place in places]
             with _telling(f"at one of the indices {in_words(numbers)}"):
@@ -55,8 +54,14 @@ class Batches(Dataset[Any]):
         return samples
 
     def _place(self, place: Place) -> None:
-        if self._seed is not None:
-            rng.seed(mix(self._seed, place.position))
+        rng.seed(rng.mix(self._seed, place.position))
+
+
+def _reads_several(dataset: Any) -> bool:
+    """Return whether a dataset has `__getitems__`. Of torch's Subset what it is a part of counts."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return hasattr(dataset, "__getitems__")
 
 
 def collated(samples: list[Any], numbers: Sequence[int], noun: str, collate: Collate | None) -> Any:

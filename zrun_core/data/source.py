@@ -12,8 +12,9 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from zrun_core import rng
 from zrun_core.data.batch import MicroBatch
-from zrun_core.data.order import EpochOrder, micro_batches, mix, split, steps
+from zrun_core.data.order import EpochOrder, micro_batches, split, steps
 from zrun_core.data.samples import Batches, Collate, Place, collated
 from zrun_core.errors import JobError, UserCodeError
 from zrun_core.spec import BatchPlan
@@ -82,9 +83,9 @@ class MapSource:
     def steps(self, start: int) -> Iterator[Step]:
         """The steps from stream position `start` on."""
         # An own generator: DataLoader draws its workers' seeds from it instead of from the rank's global stream.
-        generator = torch.Generator().manual_seed(mix(self._seed, self._rank))
+        generator = torch.Generator().manual_seed(rng.mix(self._seed, self._rank))
         loader: DataLoader[Any] = DataLoader(
-            Batches(self._dataset, self._collate, self._seed if self._workers else None),
+            Batches(self._dataset, self._collate, self._seed),
             batch_sampler=_Indices(self, start),
             num_workers=self._workers,
             collate_fn=_as_is,
@@ -132,6 +133,7 @@ class IterableSource:
         dataset: Any,
         batch: BatchPlan,
         rank: int,
+        draws: rng.Aside,
         *,
         seed: int = 0,
         workers: int = 0,
@@ -139,6 +141,10 @@ class IterableSource:
         epochs: int | None = None,
         limit: int | None = None,
     ) -> None:
+        """
+        Args:
+            draws: in force while `steps` is walked; batches are made with it.
+        """
         if workers > 1:
             raise JobError(
                 f"data.workers: {workers} processes would each yield the whole stream of {type(dataset).__name__}, "
@@ -147,6 +153,7 @@ class IterableSource:
         self._dataset = dataset
         self._batch = batch
         self._rank = rank
+        self._draws = draws
         self._seed = seed
         self._workers = workers
         self._collate = collate
@@ -181,6 +188,7 @@ class IterableSource:
             if size == 0:
                 return
             parts = micro_batches(size, self._batch, self._rank)
+            self._draws.begin(start)  # what walking has drawn is the same on every rank
             yield size, [self._collated(samples, part, start) for part in parts]
             start += size
 
@@ -208,23 +216,31 @@ class IterableSource:
                 raise UserCodeError(f"the dataset is empty: {type(self._dataset).__name__} yielded no sample{why}")
 
     def _pass(self, epoch: int) -> Iterator[Any]:
+        walk = _Walk(self._dataset, rng.mix(self._seed, epoch))
         if self._workers == 0:
-            return iter(self._dataset)
-        generator = torch.Generator().manual_seed(mix(self._seed, epoch))
+            return iter(walk)
+        generator = torch.Generator()  # else the loader draws a seed from the stream in force
         loader: DataLoader[Any] = DataLoader(
-            _Walk(self._dataset), batch_size=None, num_workers=1, collate_fn=_as_is, generator=generator
+            walk, batch_size=None, num_workers=1, collate_fn=_as_is, generator=generator
         )
         return iter(loader)
 
 
 class _Walk(IterableDataset[Any]):
-    """Any iterable as torch's DataLoader knows it."""
+    """One pass over an iterable, as torch's DataLoader knows it.
 
-    def __init__(self, samples: Iterable[Any]) -> None:
-        self._samples = samples
+    What is drawn for a sample depends on the seed of the pass and its place in it alone, as in
+    `samples.Batches`.
+    """
+
+    def __init__(self, samples: Iterable[Any], seed: int) -> None:
+        self._samples, self._seed = samples, seed
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._samples)
+        rng.seed(rng.mix(self._seed, 0))
+        for place, sample in enumerate(self._samples, start=1):
+            yield sample
+            rng.seed(rng.mix(self._seed, place))
 
 
 def _as_is(sample: Any) -> Any:

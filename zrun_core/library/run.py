@@ -20,7 +20,6 @@ import torch.distributed as dist
 from zrun_core import heap, rng
 from zrun_core.board import Board, Watchdog
 from zrun_core.comm import Comm
-from zrun_core.data.order import mix
 from zrun_core.errors import ExitCode, HangError, JobError, PreflightError, RendezvousError, UserCodeError
 from zrun_core.library import arguments
 from zrun_core.library.background import Background
@@ -61,6 +60,7 @@ class Run:
         self.rank, self.world_size, self.local_rank, self._ranks_per_host = seat
         self.device, self.seed, self._patience_s = device, seed, patience_s
         self._timeout_s = timeout_s
+        self._streams = rng.Streams(seed, device, dp=self.rank)
         self._hosts = [str(rank // self._ranks_per_host) for rank in range(self.world_size)]
         self._meshes: dict[int, Mesh] = {}
         mesh = self._mesh(1)
@@ -223,7 +223,7 @@ def init(
             heap.keep_freed_memory()
         _join(seat, chosen, timeout_s)
         _current = Run(seat, chosen, seed=seed, timeout_s=timeout_s, patience_s=patience_s, run_dir=folder)
-        rng.seed(mix(seed, 1 + seat[0]))  # as a job's worker does
+        _current._streams.begin()  # as a job's worker does
     return _current
 
 

@@ -167,7 +167,7 @@ def load(
         if run.is_main:
             warnings.warn(f"step {number} is skipped: {text}", stacklevel=2)
     if not weights_only:
-        restore_streams(resumed, run.seed, run.rank, run.device)
+        restore_streams(resumed, run._streams)
         for name, handle in states.handles.items():
             _set_options(handle, resumed.manifest.progress.get("groups", {}).get(name))
         run._step = run._loaded_step = resumed.manifest.step
@@ -378,7 +378,8 @@ def _checkpointer(run: Run, path: Path, states: States, keep: int) -> Checkpoint
             raise SaveError(problem) if run.is_main else PeerError("rank 0 cannot save")
         about = About(f"script-{uuid.uuid4().hex[:8]}", {}, versions())
         world = run._mesh(1).world
-        saver = _savers[path] = Checkpointer(CheckpointFolder(path), states, config, run._comm, world, about, _tell)
+        found = CheckpointFolder(path)
+        saver = _savers[path] = Checkpointer(found, states, run._streams, config, run._comm, world, about, _tell)
     saver.state, saver.config = states, config
     if is_new or path in _resumed:
         own = _try(lambda: saver.open(_resumed.get(path)))

@@ -85,7 +85,7 @@ class Streams:
         but it sets them back, so the number comes out of them that came before.
         """
         number = int(torch.empty((), dtype=torch.int64, device=CPU).random_(_RANGE))
-        with _torch_put_back(self._device) as generators:
+        with torch_put_back(self._device) as generators:
             for generator in generators:
                 generator.manual_seed(mix(self._inside, number))
             yield
@@ -120,7 +120,7 @@ class Aside:
         python = random.getstate()
         numpy = sys.modules.get("numpy")
         numpy_state = None if numpy is None else numpy.random.get_state()
-        with _torch_put_back(self._device):
+        with torch_put_back(self._device):
             try:
                 self.begin(number)
                 yield
@@ -132,6 +132,18 @@ class Aside:
     def begin(self, number: int) -> None:
         """Begin it anew at `number`, within `at`."""
         seed(mix(self.key, number), self._device)
+
+
+@contextmanager
+def torch_put_back(device: torch.device) -> Iterator[list[torch.Generator]]:
+    """Whatever is drawn from these generators, and however, they go on afterwards as before."""
+    generators = _generators(device)
+    states = [generator.get_state() for generator in generators]
+    try:
+        yield generators
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
 
 
 def capture(device: torch.device) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -214,17 +226,6 @@ def _generators(device: torch.device) -> list[torch.Generator]:
     """Return those of torch from which the model of a rank draws."""
     if device.type != "cuda":
         return [torch.default_generator]
-    torch.cuda.init()
-    return [torch.default_generator, torch.cuda.default_generators[device.index]]
-
-
-@contextmanager
-def _torch_put_back(device: torch.device) -> Iterator[list[torch.Generator]]:
-    """Whatever is drawn from these generators, and however, they go on afterwards as before."""
-    generators = _generators(device)
-    states = [generator.get_state() for generator in generators]
-    try:
-        yield generators
-    finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
+    torch.cuda.init()  # before that there are none
+    number = torch.cuda.current_device() if device.index is None else device.index
+    return [torch.default_generator, torch.cuda.default_generators[number]]

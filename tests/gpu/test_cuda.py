@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from zrun_core.activations.checkpoint import apply_checkpointing
 from zrun_core.arena import Ring, StorageMeter, StorageWindow
@@ -25,6 +26,7 @@ from zrun_core.mesh import Mesh
 from zrun_core.named_vector import NamedVector
 from zrun_core.optim.choose import choose
 from zrun_core.precision import LossScaler, Precision
+from zrun_core.rng import Streams, torch_put_back
 from zrun_core.zero.cut import repeated_blocks
 from zrun_core.zero.sharded import Settings, ShardedModel, StepResult
 
@@ -247,6 +249,47 @@ def test_a_step_never_makes_the_host_wait(stage, precision):
     assert all(torch.isfinite(result.grad_norm) for result in results)
 
 
+def test_streams_that_take_the_models_place_leave_the_devices_where_it_was():
+    def draws(*, aside: bool) -> list[list[float]]:
+        streams = Streams(3, CUDA, dp=0, tp=1)
+        streams.begin()
+        found = [torch.rand(3, device=CUDA).tolist()]
+        if aside:
+            with streams.data.at(5):
+                read = torch.rand(3, device=CUDA).tolist()
+            with streams.data.at(5):
+                assert torch.rand(3, device=CUDA).tolist() == read
+            with torch_put_back(CUDA):
+                torch.manual_seed(0)
+        return [*found, torch.rand(3, device=CUDA).tolist()]
+
+    assert draws(aside=True) == draws(aside=False)
+
+
+def test_a_region_draws_on_the_device_by_its_place_and_again_when_recomputed():
+    def masks(tp: int, *, recompute: bool) -> tuple[list[list[float]], list[float]]:
+        streams = Streams(3, CUDA, dp=0, tp=tp)
+        streams.begin()
+        seen = []
+
+        def region(x: torch.Tensor) -> torch.Tensor:
+            with streams.inside():
+                mask = torch.nn.functional.dropout(torch.ones(64, device=CUDA))
+            seen.append(mask.tolist())
+            return (x * mask).sin()
+
+        x = torch.ones(64, device=CUDA, requires_grad=True)
+        y = checkpoint(region, x, use_reentrant=False) if recompute else region(x)
+        y.sum().backward()
+        assert x.grad is not None
+        return seen, [*x.grad.tolist(), *torch.rand(3, device=CUDA).tolist()]
+
+    (seen, expected), (twice, found) = masks(0, recompute=False), masks(0, recompute=True)
+    assert found == expected
+    assert twice == [*seen, *seen]
+    assert masks(1, recompute=False)[0] != seen
+
+
 def test_the_loss_scale_lives_on_the_device():
     precision = Precision.of(PrecisionConfig.model_validate({"compute": "fp16", "loss_scale": {"window": 1}}))
     scaler, overflow = LossScaler(precision, CUDA), torch.tensor(True, device=CUDA)
@@ -393,6 +436,7 @@ def test_parameters_are_read_and_written_inside_gathered():
 TRAIN = """
     import torch
     from torch import nn
+from torch.utils.checkpoint import checkpoint
 
     def build():
         model = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 4))

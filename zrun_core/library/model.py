@@ -11,12 +11,13 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from zrun_core import parallelize
+from zrun_core import parallelize, rng
 from zrun_core.build import Built, build_on_meta, build_once_per_host, check
 from zrun_core.config import ActivationsConfig, PrecisionConfig, Section, ZeroConfig
 from zrun_core.errors import JobError, UserCodeError
 from zrun_core.library import arguments, foreign
 from zrun_core.library.run import Run, current
+from zrun_core.mesh import Mesh
 from zrun_core.parallel_dims import resolve_shard_size
 from zrun_core.user import user_code
 from zrun_core.zero.plain import PlainLoop
@@ -94,20 +95,13 @@ def shard(
     run._meet("shard()")
     shard_size = resolve_shard_size(zero_config, run.world_size, run._ranks_per_host)
     mesh = run._mesh(shard_size)
-    state = torch.get_rng_state()
-    if isinstance(model, nn.Module):
-        built = _adopt(model, run)
-    elif init == "meta":
-        built = build_on_meta(_factory(model), run.seed)
-    else:
-        with run._shared_folder(mesh) as folder:
-            built = build_once_per_host(_factory(model), run.seed, folder / "init", mesh.host, run._comm)
-    torch.set_rng_state(state)
-    parallelize.transform(built.module, activations_config, compile=compile)
     settings = parallelize.shard_settings(
         zero_config, precision_config, activations_config, run.device, compile=compile
     )
-    sharded = ShardedModel(built.module, built.read, settings, mesh, run._comm, first_unit=run._num_units)
+    with rng.torch_put_back(run.device):
+        built = _build(model, init, run, mesh)
+        parallelize.transform(built.module, activations_config, compile=compile)
+        sharded = ShardedModel(built.module, built.read, settings, mesh, run._comm, first_unit=run._num_units)
     built.module.to(run.device)  # buffers: the parameters are there
     _broadcast_buffers(built.module, run)
     run._num_units += len(sharded.units)
@@ -176,6 +170,16 @@ def _section(section: type[_Section], value: Any, name: str) -> _Section:
             raise JobError(f"shard({name}={value!r}): {write}") from None
         place = ".".join(str(part) for part in first["loc"])
         raise JobError(f"shard({name}={value!r}): {f'{place}: ' if place else ''}{first['msg']}") from None
+
+
+def _build(model: nn.Module | Callable[[], nn.Module], init: str, run: Run, mesh: Mesh) -> Built:
+    if isinstance(model, nn.Module):
+        return _adopt(model, run)
+    if init == "meta":
+        return build_on_meta(_factory(model), run.seed)
+    with run._shared_folder(mesh) as folder:
+        path = folder / "init"
+        return build_once_per_host(_factory(model), run.seed, path, mesh.host, run._comm)
 
 
 def _factory(function: Callable[[], nn.Module]) -> Callable[[], nn.Module]:

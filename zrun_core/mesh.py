@@ -25,7 +25,7 @@ with groups of their own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -102,6 +102,18 @@ class Mesh:
             ends=maker.group("ends", ends if ties_ends else alone),
             host=maker.group("host", [tuple(ranks) for ranks in on_host.values()]),
         )
+
+    def along(self, axes: Iterable[str]) -> tuple[int, int]:
+        """Return how many ranks there are along several axes together, and this one's place."""
+        size, index = 1, 0
+        for axis in axes:
+            group: Group = getattr(self, axis)
+            size, index = size * group.size, index * group.size + group.index
+        return size, index
+
+    def is_first(self, axes: Iterable[str]) -> bool:
+        """Whether this rank is the first along all of `axes`."""
+        return self.along(axes)[1] == 0
 
     @property
     def adds_samples(self) -> bool:

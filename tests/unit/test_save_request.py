@@ -131,6 +131,8 @@ def test_what_cannot_be_asked(rundir: RunDir, run: ExitStack) -> None:
 class OneTensor:
     """A model of four numbers."""
 
+    is_told = True
+
     @property
     def layout(self) -> dict[str, Any]:
         return {"stage": 0}

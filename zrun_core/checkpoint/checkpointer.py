@@ -21,7 +21,7 @@ import json
 import sys
 import threading
 import time
-from collections import deque
+from collections import ChainMap, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -35,7 +35,18 @@ from zrun_core import rng
 from zrun_core.arena import flat_buffer
 from zrun_core.best import Best, is_better, value_of
 from zrun_core.checkpoint.folder import CheckpointFolder
-from zrun_core.checkpoint.manifest import RANK, VALUE, FileInfo, Fragment, Manifest, RankState, TensorInfo
+from zrun_core.checkpoint.manifest import (
+    OTHERS,
+    RANK,
+    VALUE,
+    FileInfo,
+    Fragment,
+    Manifest,
+    RankState,
+    TensorInfo,
+    tensors_of,
+    together,
+)
 from zrun_core.checkpoint.model_files import ModelFiles
 from zrun_core.checkpoint.resume import Resumed
 from zrun_core.checkpoint.shard_file import Part, write_plain, write_shard
@@ -106,7 +117,7 @@ class _Save:
     reason: str
     tmp: Path
     progress: dict[str, Any]
-    layout: dict[str, Any]
+    layout: dict[str, Any]  # on rank 0, as are the tensors
     tensors: Sequence[TensorInfo]
     start: float
     writing: Future[bytes]
@@ -358,42 +369,33 @@ class Checkpointer:
         self.best = better or self.best
         if self.config.best is not None:
             progress = progress | {"best": None if self.best is None else asdict(self.best)}
-        making = self._pool.submit(self.folder.begin, step) if self._world.index == 0 else None
-        self._await(step, making)
-        opening: dict[str, Any] = {}
-        beside = ModelFiles()
-        if making is not None:
-            try:
-                opening = {"tmp": str(making.result()), "buffers": self.state.buffer_digests()}
-                beside = self.state.model_files()
-            except Exception as error:
-                if making.exception() is None:
-                    self.folder.discard(making.result())
-                opening = {"error": _in_words(error)}
-        opening = json.loads(self._comm.exchange_bytes(json.dumps(opening).encode(), self._world, name="save")[0])
+        opened = self._open(step, reason)
         self._last_save = time.monotonic()
-        if "error" in opening:
-            self._fail(step, reason, 0, opening["error"])
+        if opened is None:
             return
-        tmp = Path(opening["tmp"])
+        tmp, buffers, beside = opened
         later = _Copies([], threading.Event())
         layout: dict[str, Any] = {}
         tensors: Sequence[TensorInfo] = ()
         try:
-            layout, tensors = self.state.layout, self.state.tensors()
-            parts = [*self.state.parts(), *self.state.own_buffers(opening["buffers"])]
+            if self.state.is_told:
+                layout, tensors = self.state.layout, self.state.tensors()
+            parts = [*self.state.parts(), *self.state.own_buffers(buffers)]
             streams, numbers = self._streams.capture()
             rank = self._world.index
             parts += [Part(f"rng/{rank}/{key}", RANK, 0, data.numel(), data) for key, data in streams.items()]
             own = RankState(rank, numbers, self.state.learnt())
-            scalars = self.state.scalars()
+            said: dict[str, Any] = {"scalars": self.state.scalars(), "own": asdict(own)}
+            if self.state.is_told and rank:  # the first rank writes the manifest itself
+                said |= {"layout": layout, "tensors": [asdict(info) for info in tensors]}
             if copy:
                 parts, later = self._snapshot(parts)
         except Exception as error:  # such as too little memory for the copy: the others hear of it with the reports
             writing: Future[bytes] = Future()
             writing.set_result(_in_words(error).encode())
         else:
-            writing = self._pool.submit(_write, tmp / f"rank-{rank:05d}.safetensors", parts, scalars, own, later)
+            path = tmp / f"rank-{rank:05d}.safetensors"
+            writing = self._pool.submit(_write, path, parts, said, later)
         current = _Save(
             step,
             reason,
@@ -411,6 +413,36 @@ class Checkpointer:
         if later.pairs:
             self.state.before_update(lambda: self._await_copies(current, later))
         current.stall_s = time.monotonic() - start
+
+    def _open(self, step: int, reason: str) -> tuple[Path, dict[str, str], ModelFiles] | None:
+        """Make the folder of a step, with all ranks.
+
+        Returns:
+            The folder; the digests of all buffers, as they are saved; on rank 0 what goes beside
+            the tensors. None if a rank could not, and the job goes on.
+        """
+        making = self._pool.submit(self.folder.begin, step) if self._world.index == 0 else None
+        self._await(step, making)
+        opening: dict[str, Any] = {}
+        beside = ModelFiles()
+        try:
+            if making is not None:
+                opening = {"tmp": str(making.result())}
+                beside = self.state.model_files()
+            if self.state.is_told:
+                opening["buffers"] = self.state.buffer_digests()
+        except Exception as error:
+            opening["error"] = _in_words(error)
+        payload = json.dumps(opening).encode()
+        told = self._comm.exchange_bytes(payload, self._world, name="save")
+        openings = [json.loads(each) for each in told]
+        if failed := [rank for rank, each in enumerate(openings) if "error" in each]:
+            if making is not None and making.exception() is None:
+                self.folder.discard(making.result())
+            self._fail(step, reason, failed[0], openings[failed[0]]["error"])
+            return None
+        buffers = ChainMap(*(each.get("buffers", {}) for each in openings))  # the first one's
+        return Path(openings[0]["tmp"]), dict(buffers), beside
 
     def _await_copies(self, current: _Save, copies: _Copies) -> None:
         start = time.monotonic()
@@ -548,16 +580,21 @@ class Checkpointer:
         scalars: dict[str, dict[str, float]] = {}
         for report in reports:
             scalars |= report["scalars"]
+        others = [report for report in reports if "layout" in report]
+        layout = current.layout
+        if others:
+            layout = layout | {OTHERS: [report["layout"] for report in others]}
+        told = [current.tensors, *(tensors_of(report["tensors"]) for report in others)]
         return Manifest(
             step=current.step,
             run_id=self.about.run_id,
             versions=self.about.versions,
             job=self.about.job,
             world_size=self._world.size,
-            layout=current.layout,
+            layout=layout,
             progress=current.progress,
             files=[*(FileInfo(**report["file"]) for report in reports), *beside],
-            tensors=[replace(info, scalars=scalars.get(info.name, {})) for info in current.tensors],
+            tensors=[replace(info, scalars=scalars.get(info.name, {})) for info in together(told)],
             fragments=[Fragment(**each) for report in reports for each in report["fragments"]],
             rank_states=[RankState(**report["own"]) for report in reports],
             model=current.beside.model,
@@ -606,15 +643,22 @@ class Checkpointer:
             self._tell(warning=text, **fields)
 
 
-def _write(path: Path, parts: Sequence[Part], scalars: dict[str, Any], own: RankState, later: _Copies) -> bytes:
-    """In the thread: what a rank tells the others of its file, as JSON; or in words, why there is none."""
+def _write(path: Path, parts: Sequence[Part], said: dict[str, Any], later: _Copies) -> bytes:
+    """In the thread: write a rank's file.
+
+    Args:
+        said: what the rank tells the others beside what is in its file.
+
+    Returns:
+        What it tells them, as JSON; or in words, why there is no file.
+    """
     try:
         later.make()
         file, fragments = write_shard(path, parts)
     except Exception as error:
         return _in_words(error).encode()
     report = {"file": asdict(file), "fragments": [asdict(each) for each in fragments]}
-    return json.dumps({**report, "scalars": scalars, "own": asdict(own)}).encode()
+    return json.dumps({**report, **said}).encode()
 
 
 def _is_same(folder: Path, other: Path) -> bool:

@@ -67,7 +67,7 @@ def load_weights(config: InitFromConfig, state: ModelState, world: Group) -> lis
     """
     path = Path(config.path).expanduser()
     weights = open_weights(path, world)
-    chosen, notes = match(weights.shapes, state.tensors(), config)
+    chosen, notes = match(weights.shapes, state.all_tensors(), config)
 
     def fill(targets: Sequence[Target]) -> None:
         weights.fill([replace(t, names=(chosen[t.names[0]],)) for t in targets if t.names[0] in chosen])

@@ -15,7 +15,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from operator import attrgetter
 from typing import Any, NoReturn, Self, cast
 
@@ -27,6 +27,7 @@ MANIFEST = "manifest.json"
 VALUE = "value"  # the state that is the parameter or buffer itself, in the format of its master copy
 RANK = "rank"  # the state of what belongs to a rank, not to a tensor of the model: `<kind>/<rank>/<name>`
 KINDS = ("param", "frozen", "buffer")
+OTHERS = "others"  # in a layout: how the parts of other ranks were cut
 ITEM_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "complex64": 8,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1, "bool": 1,
@@ -135,7 +136,9 @@ class Manifest:
     versions: dict[str, str]
     job: dict[str, Any]  # the resolved job
     world_size: int
-    layout: dict[str, Any]  # stage, shard group, precision, optimizer: how it was cut; loading does not depend on it
+    # Stage, shard group, precision, optimizer, units: how the first rank's part of the model was
+    # cut, and under "others", how the parts of others were. Loading does not depend on it.
+    layout: dict[str, Any]
     progress: dict[str, Any]  # of a job: counters, data cursor, scaler; of a script: options of the optimizers, extras
     files: list[FileInfo]
     tensors: list[TensorInfo]
@@ -148,6 +151,12 @@ class Manifest:
     def num_bytes(self) -> int:
         """Of all files together."""
         return sum(file.num_bytes for file in self.files)
+
+    @property
+    def layouts(self) -> list[dict[str, Any]]:
+        """How each part of the model was cut, the first rank's first."""
+        first = {key: value for key, value in self.layout.items() if key != OTHERS}
+        return [first, *self.layout.get(OTHERS, ())]
 
     @property
     def files_beside(self) -> list[FileInfo]:
@@ -195,6 +204,24 @@ class Manifest:
         manifest = cls(**_typed(cls, raw, "the manifest"))
         _check(manifest)
         return manifest
+
+
+def tensors_of(raw: Any) -> list[TensorInfo]:
+    """The tensors that a rank has told of as JSON."""
+    return [TensorInfo(**_typed(TensorInfo, each, "tensors")) for each in _list(raw, "tensors")]
+
+
+def together(told: Iterable[Sequence[TensorInfo]]) -> list[TensorInfo]:
+    """All tensors of the ranks that have told of theirs, each once.
+
+    Raises:
+        ValueError: two ranks say something else of one.
+    """
+    found: dict[str, TensorInfo] = {}
+    for info in chain.from_iterable(told):
+        if found.setdefault(info.name, info) != info:
+            raise ValueError(f"ranks have {info.name} in different shapes, orders or formats")
+    return list(found.values())
 
 
 def _refuse(problem: str) -> NoReturn:
@@ -316,6 +343,8 @@ def _layout(value: Any, where: str) -> dict[str, Any]:
     if "models" in _tree(value, where):
         for each in _dict(value["models"], where).values():
             _dict(each, where)
+    for each in _list(value.get(OTHERS, []), where):
+        _dict(each, where)
     return value  # type: ignore[no-any-return]
 
 

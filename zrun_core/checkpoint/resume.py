@@ -77,7 +77,9 @@ def load_newest(source: ResumeSpec, state: State, comm: Comm, world: Group) -> R
         def load(
             path: Path = path, manifests: list[Manifest] = manifests, streams: list[SavedStreams | None] = streams
         ) -> str:
-            streams.append(_own_streams(path, manifests[0], world, comm.device))
+            reader = Reader(path, manifests[0], world)
+            reader.check_files()
+            streams.append(_own_streams(reader, manifests[0], world, comm.device))
             state.load(path, manifests[0])
             return ""
 
@@ -93,16 +95,22 @@ def load_newest(source: ResumeSpec, state: State, comm: Comm, world: Group) -> R
     raise CheckpointError(_none_valid(source, skipped))
 
 
-def _own_streams(path: Path, manifest: Manifest, world: Group, device: torch.device) -> SavedStreams | None:
-    """What this rank draws from, if there was such a rank.
+def _own_streams(
+    reader: Reader,
+    manifest: Manifest,
+    world: Group,
+    device: torch.device,
+) -> SavedStreams | None:
+    """What this rank draws from, if there was such a rank. What nobody reads is verified.
 
     Raises:
         CheckpointError: it cannot be read, or is not what a rank draws from.
     """
+    reader.check_of_ranks("rng/", first=world.size)
     own, prefix = manifest.of_rank(world.index), f"rng/{world.index}/"
     if own is None:
         return None
-    tensors = Reader(path, manifest, world).rank_tensors(prefix)
+    tensors = reader.rank_tensors(prefix)
     streams = SavedStreams({name.removeprefix(prefix): data for name, data in tensors.items()}, own.rng)
     rng.check(*streams, device)
     return streams

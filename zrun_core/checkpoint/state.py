@@ -9,10 +9,11 @@ bits.
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,7 +22,16 @@ import torch
 from torch import nn
 
 from zrun_core.checkpoint.digest import digest
-from zrun_core.checkpoint.manifest import RANK, VALUE, Fragment, Manifest, TensorInfo, number_class
+from zrun_core.checkpoint.manifest import (
+    RANK,
+    VALUE,
+    Fragment,
+    Manifest,
+    TensorInfo,
+    number_class,
+    tensors_of,
+    together,
+)
 from zrun_core.checkpoint.model_files import ModelFiles, describe, tokenizer_files
 from zrun_core.checkpoint.shard_file import DTYPES, Part, as_bytes, check_header, read_fragment
 from zrun_core.comm import Group, slice_start
@@ -83,6 +93,8 @@ class State(Protocol):
 
     @property
     def layout(self) -> dict[str, Any]: ...
+    @property
+    def is_told(self) -> bool: ...
     def tensors(self) -> list[TensorInfo]: ...
     def parts(self) -> list[Part]: ...
     def scalars(self) -> dict[str, dict[str, float]]: ...
@@ -112,13 +124,15 @@ class ModelState:
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
         """The persistent buffers as they are now, each under the first of its names."""
-        return {n: b for n, b in _all_persistent_buffers(self._sharded.module) if n in self._buffer_aliases}
+        found = _all_persistent_buffers(self._sharded.module)
+        known = {name: buffer for name, buffer in found if name in self._buffer_aliases}
+        return {name: buffer for name, buffer in known.items() if not buffer.is_meta}
 
     @property
     def layout(self) -> dict[str, Any]:
         """How the model is cut here: for people to read, and to tell whether two layouts are the same."""
         settings, mesh = self._sharded.settings, self._sharded.mesh
-        return {
+        layout = {
             "stage": settings.zero.stage,
             "shard_group": mesh.shard.size,
             "precision": DTYPES[settings.precision.compute],
@@ -127,6 +141,15 @@ class ModelState:
             "optimizer": settings.optimizer.name.lower() if settings.optimizer is not None else None,
             "units": [unit.name for unit in self._sharded.units],
         }
+        if mesh.data.size < mesh.world.size:
+            ranks = list(mesh.data.ranks)  # that have this part of the model
+            layout |= {"tensor": mesh.tensor.size, "pipe": mesh.pipe.size, "ranks": ranks}
+        return layout
+
+    @property
+    def is_told(self) -> bool:
+        """Whether this rank speaks for those that have the same part of the model."""
+        return self._sharded.mesh.data.index == 0
 
     # Saving
 
@@ -137,7 +160,7 @@ class ModelState:
         return describe(self._sharded.module, self._tokenizer)
 
     def tensors(self) -> list[TensorInfo]:
-        """Every parameter and persistent buffer of the model; without the optimizer's scalars."""
+        """Every tensor and persistent buffer of which this rank has a part; without scalars."""
         found = {}  # by name of a parameter
         for unit in self._sharded.units:
             kind, dtype = "param" if unit.trainable else "frozen", DTYPES[unit.layout.dtype]
@@ -155,6 +178,16 @@ class ModelState:
             for name, buffer in self.buffers.items()
         ]  # fmt: skip
         return [*params.values(), *buffers]
+
+    def all_tensors(self) -> list[TensorInfo]:
+        """Those of all ranks. Collective."""
+        mesh = self._sharded.mesh
+        if mesh.data.size == mesh.world.size:
+            return self.tensors()
+        own = [asdict(info) for info in self.tensors()] if self.is_told else []
+        payload = json.dumps(own).encode()
+        told = self._sharded.comm.exchange_bytes(payload, mesh.world, name="tensors")
+        return together(tensors_of(json.loads(each)) for each in told)
 
     def _names_of(self, slot: ParamSlot) -> tuple[str, ...]:
         """All names of the tensor that a parameter is a part of."""
@@ -179,7 +212,7 @@ class ModelState:
                 for each in unit.layout.tensor_ranges(low, high):
                     data = tensor[low + each.start - held : low + each.stop - held].detach()
                     found.append(_part(each, key, data))
-        if self._sharded.mesh.world.index == 0:
+        if self.is_told and self._sharded.mesh.tensor.index == 0:
             for name, buffer in self.buffers.items():
                 if buffer.numel():
                     found.append(Part(name, VALUE, 0, buffer.numel(), flat(buffer)))
@@ -200,14 +233,15 @@ class ModelState:
     def _written(self, unit: FlatUnit) -> tuple[int, int]:
         """The elements of the unit that this rank writes: its shard, divided among the ranks that hold the same."""
         mesh = self._sharded.mesh
+        alike = list(unit.layout.alike_over)
         if unit.policy.server and unit.trainable:  # it alone has masters
-            return unit.owned
-        start, stop = unit.layout.shard_range(unit.split.index)
-        if unit.split is not mesh.shard:
-            return start, stop
-        copies, index = mesh.replicate.size, mesh.replicate.index
-        numel = stop - start
-        return start + slice_start(numel, copies, index), start + slice_start(numel, copies, index + 1)
+            start, stop = unit.owned
+        else:
+            start, stop = unit.layout.shard_range(unit.split.index)
+            alike += ["replicate"] * (unit.split is mesh.shard)
+        copies, index = mesh.along(alike)
+        low, high = (slice_start(stop - start, copies, index + end) for end in (0, 1))
+        return start + low, start + high
 
     def _optimizer_states(self) -> Iterator[tuple[FlatUnit, Piece, dict[str, Any]]]:
         """(unit, part of a parameter in its owned range, state) of what has been updated so far."""
@@ -228,7 +262,8 @@ class ModelState:
             CheckpointError: it is not; the message names the first difference.
         """
         known = _by_name(manifest.tensors)
-        for info in self.tensors():
+        tensors = self.all_tensors()
+        for info in tensors:
             saved = known.get(info.name) or next((known[name] for name in info.aliases if name in known), None)
             if saved is None:
                 raise CheckpointError(f"the checkpoint has no tensor {info.name} {list(info.shape)}; {_ADVICE}")
@@ -241,7 +276,7 @@ class ModelState:
                 raise CheckpointError(
                     f"{info.name} is {saved.dtype} in the checkpoint and {info.dtype} in the model; {_ADVICE}"
                 )
-        own = _by_name(self.tensors())
+        own = _by_name(tensors)
         for saved in manifest.tensors:
             if not any(name in own for name in (saved.name, *saved.aliases)):
                 raise CheckpointError(
@@ -295,15 +330,22 @@ class ModelState:
         world = self._sharded.mesh.world
         with torch.no_grad():
             reader = Reader(folder, manifest, world)
-            reader.check_files()
             if not self._weights_only:
-                is_cut_alike = manifest.layout == self.layout and manifest.world_size == world.size
+                is_cut_alike = self.layout in manifest.layouts and manifest.world_size == world.size
                 own = manifest.of_rank(world.index) if is_cut_alike else None
                 self._sharded.reducer.adopt(None if own is None else own.learnt)
                 reader.fill(self._optimizer_targets(manifest))
             self.fill(reader.fill)
-            if manifest.world_size == world.size:
+            if self._had_these_ranks(manifest):
                 self._load_own_buffers(reader)
+            else:
+                reader.check_of_ranks("buffer/")
+
+    def _had_these_ranks(self, manifest: Manifest) -> bool:
+        """Whether each rank had then what it has now of the batch and of the model."""
+        mesh, was = self._sharded.mesh, manifest.layout
+        sizes = (manifest.world_size, was.get("tensor", 1), was.get("pipe", 1))
+        return sizes == (mesh.world.size, mesh.tensor.size, mesh.pipe.size)
 
     def fill(self, fill: Callable[[Sequence[Target]], None]) -> None:
         """Have `fill` write the values that this rank keeps; what follows from them is brought up to date."""
@@ -379,7 +421,7 @@ class ModelState:
         return {name: digest(as_bytes(flat(buffer).cpu()).data) for name, buffer in self.buffers.items()}
 
     def own_buffers(self, first: Mapping[str, str]) -> list[Part]:
-        """The buffers of this rank that are not those of the first rank, whose digests are `first`."""
+        """The buffers of this rank that are not those that all share, whose digests are `first`."""
         rank = self._sharded.mesh.world.index
         found = []
         for name, own in self.buffer_digests().items():
@@ -408,15 +450,30 @@ class Reader:
             self._fragments[fragment.tensor, fragment.state].append(fragment)
 
     def check_files(self) -> None:
-        """Verify what no rank needs to read: headers, and states of ranks that are no more. Ranks divide the work.
+        """Verify the headers of all files, which no rank needs. Ranks divide the work.
 
         Raises:
             CheckpointError: one is damaged.
         """
-        index, size = self._world.index, self._world.size
-        for file in self._manifest.files[index::size]:
+        for file in self._manifest.files[self._world.index :: self._world.size]:
             check_header(self._folder, file)
-        for fragment in [each for each in self._manifest.fragments if each.state == RANK][index::size]:
+
+    def check_of_ranks(self, kind: str, first: int = 0) -> None:
+        """Verify what ranks from `first` on had, and none needs. Ranks divide the work.
+
+        Args:
+            kind: the beginning of its names.
+
+        Raises:
+            CheckpointError: something is damaged.
+        """
+        found = [
+            fragment
+            for fragment in self._manifest.fragments
+            if fragment.state == RANK and fragment.tensor.startswith(kind)
+            if int(fragment.tensor.split("/")[1]) >= first
+        ]
+        for fragment in found[self._world.index :: self._world.size]:
             self._read(fragment)
 
     def fill(self, targets: Sequence[Target]) -> None:

@@ -189,6 +189,10 @@ class States:
         layouts = {name: state.layout for name, state in self._states.items()}
         return layouts.get("", {"models": layouts})
 
+    @property
+    def is_told(self) -> bool:
+        return all(state.is_told for state in self._states.values())
+
     # Saving
 
     def tensors(self) -> list[TensorInfo]:

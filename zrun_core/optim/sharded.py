@@ -197,7 +197,7 @@ class ShardedOptimizer:
         counted = [
             norms
             for update, norms in zip(updates, proposed, strict=True)
-            if self._tensor.index == 0 or "tensor" not in update.unit.layout.alike_over
+            if self._tensor.index == 0 or self._tensor.axis not in update.unit.layout.alike_over
         ]
         squares = self._trust.squares(counted, shards)
         for group in (split, self._tensor):

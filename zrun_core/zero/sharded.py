@@ -215,6 +215,8 @@ class ShardedModel:
         self._planned_rings = self.ring_bytes
         install(module, self.units, planned.hooked, self._gatherer, self.reducer, watched=watched)
         self._trained = [unit for unit in self.units if unit.trainable]
+        # In norms, of what several ranks hold alike the first one's copy counts.
+        self._counted = [u for u in self._trained if mesh.is_first(u.layout.alike_over)]
         self._before_update: list[Callable[[], None]] = []
         self.optimizer: ShardedOptimizer
         if settings.optimizer is not None:
@@ -360,7 +362,7 @@ class ShardedModel:
         total = torch.zeros((), dtype=torch.float64, device=self.comm.device)
         first, evidence = self._trained[0], []
         for shard in first.policy.counted_shards(first.layout, first.split.index):
-            parts = [(unit, unit.norm_part(shard)) for unit in self._trained]
+            parts = [(unit, unit.norm_part(shard)) for unit in self._counted]
             if self.comm.device.type == "cpu":
                 chunks = [(unit, chunk.float()) for unit, part in parts for chunk in part.split(_NORM_CHUNK)]
                 norms = [(unit, torch.linalg.vector_norm(chunk)) for unit, chunk in chunks]

@@ -1,0 +1,422 @@
+"""A model in parts: slices, runs, tiles and a padded vocabulary on two ranks of a tensor axis.
+
+Nothing of tensor parallelism is here but what it does to parameters: each rank's model has its own
+part of the weights, by a table, and a loss that pulls every element towards a goal of its own. So
+what a whole model comes to says what the parts must come to. The oracle cuts arrays with numpy, and
+knows nothing of runs and memory orders.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import zlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+from toys import optim_config, world
+from torch import nn
+
+from zrun_core import rng
+from zrun_core.checkpoint.checkpointer import About, Checkpointer
+from zrun_core.checkpoint.export import export
+from zrun_core.checkpoint.folder import CheckpointFolder, read_step
+from zrun_core.checkpoint.initial import load_weights
+from zrun_core.checkpoint.resume import load_newest
+from zrun_core.checkpoint.state import ModelState
+from zrun_core.comm import Comm
+from zrun_core.config import CheckpointConfig, InitFromConfig, PrecisionConfig
+from zrun_core.layout import ZeroPolicy
+from zrun_core.mesh import Mesh
+from zrun_core.named_vector import NamedVector
+from zrun_core.optim.choose import choose
+from zrun_core.parallel_dims import Coordinates
+from zrun_core.precision import Precision
+from zrun_core.spec import ResumeSpec
+from zrun_core.tensors import TensorPart, contiguous, sliced, whole
+from zrun_core.zero.sharded import Settings, ShardedModel
+
+TP = 2
+VOCAB, DIM, WIDE = 131, 64, 96
+Arrays = dict[str, np.ndarray]
+# The tensors of the whole model, each in the module that has it.
+TENSORS: dict[str, tuple[int, ...]] = {
+    "embed.weight": (VOCAB, DIM),
+    "block.qkv.weight": (3 * DIM, DIM),
+    "block.qkv.bias": (3 * DIM,),
+    "block.out.weight": (DIM, WIDE),
+    "block.out.bias": (DIM,),
+    "block.up.weight": (WIDE, DIM),
+    "norm.weight": (DIM,),
+    "norm.frozen": (DIM,),
+    "last.weight": (DIM, DIM),
+}
+
+
+class Cut(NamedTuple):
+    """What a parameter has of a tensor: ranges along a dimension, in a parameter of `size`."""
+
+    tensor: str
+    dim: int
+    ranges: list[tuple[int, int]]
+    size: int
+
+    def of(self, array: np.ndarray) -> np.ndarray:
+        """The parameter, cut from the tensor by numpy."""
+        found = np.concatenate([np.take(array, range(*r), self.dim) for r in self.ranges], self.dim)
+        padding = [(0, 0)] * array.ndim
+        padding[self.dim] = (0, self.size - found.shape[self.dim])
+        return np.pad(found, padding)
+
+    def put(self, local: np.ndarray, array: np.ndarray) -> None:
+        """Write the parameter to its places in the tensor."""
+        done = 0
+        for start, stop in self.ranges:
+            place: list[Any] = [slice(None)] * array.ndim
+            place[self.dim] = slice(start, stop)
+            array[tuple(place)] = np.take(local, range(done, done + stop - start), self.dim)
+            done += stop - start
+
+
+def cuts(rank: int) -> dict[str, Cut]:
+    """By parameter name, what a rank of the tensor axis has; of other tensors, everything."""
+    rows = math.ceil(VOCAB / TP)
+    third, wide, tile = DIM // TP, WIDE // TP, WIDE // TP // 2
+    first = rank * third
+    thirds = [(k * DIM + first, k * DIM + first + third) for k in range(3)]
+    vocabulary = (rank * rows, min(VOCAB, (rank + 1) * rows))
+    found = {
+        "embed.weight": Cut("embed.weight", 0, [vocabulary], rows),
+        "block.qkv.weight": Cut("block.qkv.weight", 0, thirds, 3 * third),
+        "block.qkv.bias": Cut("block.qkv.bias", 0, thirds, 3 * third),
+        "block.out.weight": Cut("block.out.weight", 1, [(rank * wide, (rank + 1) * wide)], wide),
+    }
+    for k in range(2):
+        start = rank * wide + k * tile
+        found[f"block.tiles.{k}.weight"] = Cut("block.up.weight", 0, [(start, start + tile)], tile)
+    return found
+
+
+def table(rank: int) -> dict[str, TensorPart]:
+    found = {
+        name: sliced(cut.tensor, TENSORS[cut.tensor], cut.dim, cut.ranges, size=cut.size)
+        for name, cut in cuts(rank).items()
+    }
+    for name, shape in TENSORS.items():
+        if name not in found and name != "block.up.weight":
+            found[name] = whole(name, shape, contiguous(shape), alike_over=("tensor",))
+    return found
+
+
+def numbers(purpose: str) -> Arrays:
+    """Values of all tensors, the same for the same purpose."""
+    found = {}
+    for name, shape in TENSORS.items():
+        random = np.random.default_rng(zlib.crc32(f"{purpose} {name}".encode()))
+        found[name] = random.standard_normal(shape).astype(np.float32)
+    return found
+
+
+class Pulled(nn.Module):
+    """Parameters, and what pulls them."""
+
+    goals: dict[str, torch.Tensor]
+    weights: dict[str, torch.Tensor]
+
+    def forward(self) -> torch.Tensor:
+        found = torch.zeros(())
+        for name, param in self.named_parameters(recurse=False):
+            found = found + ((param - self.goals[name]).square() * self.weights[name]).sum()
+        return found
+
+
+class Model(nn.Module):
+    """The whole model, or what a rank of the tensor axis has of it.
+
+    Padding has no gradient, and is `junk` at first.
+    """
+
+    def __init__(self, tensor_rank: int | None, junk: float) -> None:
+        super().__init__()
+        own = {} if tensor_rank is None else cuts(tensor_rank)
+        shapes = {name for name in TENSORS if tensor_rank is None or name != "block.up.weight"}
+        starts, goals = numbers("start"), numbers("goal")
+        for name in [*(n for n in TENSORS if n in shapes), *(n for n in own if n not in shapes)]:
+            cut = own.get(name)
+            start, goal, weight = starts.get(name), goals.get(name), np.ones(TENSORS.get(name, ()))
+            if cut is not None:
+                start, goal = cut.of(starts[cut.tensor]), cut.of(goals[cut.tensor])
+                weight = cut.of(np.ones(TENSORS[cut.tensor]))
+                start = np.where(weight, start, np.float32(junk))
+            self.add(name, start, goal, weight)
+        self.get_submodule("norm").frozen.requires_grad_(False)
+        self.register_buffer("count", torch.zeros(3))
+
+    def add(self, name: str, start: np.ndarray, goal: np.ndarray, weight: np.ndarray) -> None:
+        path, _, key = name.rpartition(".")
+        module: nn.Module = self
+        for part in path.split("."):
+            if part not in module._modules:
+                module.add_module(part, Pulled())
+                module._modules[part].goals, module._modules[part].weights = {}, {}
+            module = module._modules[part]
+        module.register_parameter(key, nn.Parameter(torch.from_numpy(start.copy())))
+        module.goals[key] = torch.from_numpy(goal.copy())
+        module.weights[key] = torch.from_numpy(weight.astype(np.float32))
+
+    def forward(self) -> torch.Tensor:
+        self.count += torch.arange(3)
+        pulled = [module for module in self.modules() if isinstance(module, Pulled)]
+        return torch.stack([module() for module in pulled]).sum()
+
+
+def make(
+    stage: int,
+    tp: int,
+    optim: dict[str, Any],
+    *,
+    group: int | None = None,
+    junk: float = 0.0,
+) -> ShardedModel:
+    rank, size = world()
+    places = [Coordinates(dp=number // tp, tp=number % tp) for number in range(size)]
+    policy, config = ZeroPolicy.of_stage(stage), optim_config(clip=1.0, no_decay=["bias"], **optim)
+    shard_size = 1 if stage == 0 else group or size // tp
+    settings = Settings(
+        zero=policy,
+        precision=Precision.of(PrecisionConfig.model_validate("fp32")),
+        optimizer=choose(config, lambda name: None),
+        bucket=1 << 14,
+        clip=config.clip,
+        no_decay=config.no_decay,
+    )
+    mesh = Mesh.build(rank, ["host"] * size, shard_size, places=places)
+    comm = Comm(torch.device("cpu"))
+    comm.use_memory(mesh.host, 60.0)
+    model = Model(mesh.tensor.index if tp > 1 else None, junk)
+    parts = table(mesh.tensor.index) if tp > 1 else {}
+    read = lambda name, param: param.detach()  # noqa: E731
+    return ShardedModel(model, read, settings, mesh, comm, table=parts)
+
+
+def train(sharded: ShardedModel, steps: int) -> list[float]:
+    """The norms of the gradient."""
+    mesh, norms = sharded.mesh, []
+    for _ in range(steps):
+        sharded.begin_step()
+        with sharded.forward() as micro:
+            loss = sharded.module()
+        sharded.backward(loss / mesh.data.size, micro, boundary=True)
+        sums = NamedVector.of(sharded.comm.device, loss=loss.item() / mesh.data.size)
+        result = sharded.step(1e-2, sums, lambda sums: torch.ones(()).double())
+        assert bool(result.agreed)
+        norms.append(float(result.grad_norm))
+    return norms
+
+
+def saver(sharded: ShardedModel, folder: str) -> Checkpointer:
+    about = About("run", {}, {})
+    mesh, device = sharded.mesh, sharded.comm.device
+    streams = rng.Streams(3, device, dp=mesh.data.index, tp=mesh.tensor.index)
+    config = CheckpointConfig(every=1)
+    own = (CheckpointFolder(Path(folder)), ModelState(sharded), streams, config)
+    return Checkpointer(*own, sharded.comm, mesh.world, about, lambda **fields: None)
+
+
+def contents(sharded: ShardedModel) -> dict[str, Any]:
+    """This rank's parameters, and its pieces of the optimizer's state, as they lie in memory."""
+    with sharded.gathered():
+        params = {name: p.numpy().copy() for name, p in sharded.module.named_parameters()}
+    pieces = []
+    for unit, piece, param, optimizer in sharded.optimizer.held():
+        first = unit.owned[0] + piece.start - piece.slot.offset
+        for key, value in optimizer.state.get(param, {}).items():
+            pieces.append((piece.slot.name, key, first, value.numpy().copy()))
+    strides = {slot.name: slot.stride for unit in sharded.units for slot in unit.layout.slots}
+    place = sharded.mesh.tensor.index if sharded.mesh.tensor.size > 1 else None
+    buffers = {name: b.numpy().copy() for name, b in sharded.module.named_buffers()}
+    return {
+        "params": params,
+        "pieces": pieces,
+        "strides": strides,
+        "place": place,
+        "buffers": buffers,
+    }
+
+
+def train_and_save(
+    folder: str,
+    stage: int,
+    tp: int,
+    optim: dict[str, Any],
+    options: dict[str, Any],
+) -> dict[str, Any]:
+    sharded = make(stage, tp, optim, **options)
+    norms = train(sharded, 2)
+    found = contents(sharded)
+    checkpointer = saver(sharded, folder)
+    checkpointer.save(2, dict, "end")
+    checkpointer.close()
+    planned, allocated = sharded.planned_memory().by_kind, sharded.allocated_memory().by_kind
+    assert planned == allocated, (planned, allocated)
+    return {**found, "norms": norms}
+
+
+class Reads:
+    """Counts how often each byte of a file is read."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._preadv, self._lock = os.preadv, threading.Lock()
+        self.times: dict[str, np.ndarray] = {}
+        patch.setattr(os, "preadv", self._read)
+
+    def _read(self, file: int, buffers: list[memoryview], offset: int, *flags: int) -> int:
+        count = self._preadv(file, buffers, offset, *flags)
+        name = os.readlink(f"/proc/self/fd/{file}")
+        with self._lock:
+            known = self.times.setdefault(name, np.zeros(os.fstat(file).st_size, dtype=int))
+            known[offset : offset + count] += 1
+        return count
+
+
+def load(folder: str, stage: int, tp: int, optim: dict[str, Any]) -> dict[str, Any]:
+    """What this rank has after loading, and how often it has read any byte."""
+    sharded = make(stage, tp, optim)
+    train(sharded, 1)  # what is there is overwritten
+    with pytest.MonkeyPatch.context() as patch:
+        reads = Reads(patch)
+        spec = ResumeSpec(folder=folder)
+        load_newest(spec, ModelState(sharded), sharded.comm, sharded.mesh.world)
+    tensors = {n: t for n, t in reads.times.items() if n.endswith(".safetensors")}
+    found = contents(sharded)
+    found["norms"] = train(sharded, 1)
+    return {**found, "times": {Path(name).name: times for name, times in tensors.items()}}
+
+
+def load_from_file(path: str, stage: int, tp: int) -> dict[str, Any]:
+    sharded = make(stage, tp, {})
+    load_weights(InitFromConfig(path=path), ModelState(sharded), sharded.mesh.world)
+    return contents(sharded)
+
+
+# The oracle
+
+
+def assembled(ranks: list[dict[str, Any]]) -> dict[str, Arrays]:
+    """By state, the whole tensors that ranks have parts of."""
+    states: dict[str, Arrays] = {"value": {name: np.full(s, np.nan) for name, s in TENSORS.items()}}
+    flats: dict[tuple[int | None, str, str], np.ndarray] = {}
+    for rank in ranks:
+        for name, key, first, piece in rank["pieces"]:
+            if piece.ndim == 0:
+                continue
+            empty = np.full(rank["params"][name].size, np.nan, dtype=np.float32)
+            flat = flats.setdefault((rank["place"], name, key), empty)
+            flat[first : first + piece.size] = piece
+    for rank in ranks:
+        for name, local in rank["params"].items():
+            put(states["value"], rank["place"], name, local)
+    for (place, name, key), flat in flats.items():
+        rank = next(rank for rank in ranks if rank["place"] == place)
+        shape, stride = rank["params"][name].shape, rank["strides"][name]
+        local = np.lib.stride_tricks.as_strided(flat, shape, [4 * s for s in stride])
+        put(states.setdefault(key, {}), place, name, local)
+    return states
+
+
+def put(state: Arrays, place: int | None, name: str, local: np.ndarray) -> None:
+    cut = None if place is None else cuts(place).get(name)
+    tensor = name if cut is None else cut.tensor
+    array = state.setdefault(tensor, np.full(TENSORS[tensor], np.nan, dtype=np.float32))
+    if cut is not None:
+        cut.put(local, array)
+    else:
+        assert np.isnan(array).all() or np.array_equal(array, local), f"ranks differ in {name}"
+        array[...] = local
+
+
+def same(left: dict[str, Arrays], right: dict[str, Arrays]) -> None:
+    assert left.keys() == right.keys()
+    for state, arrays in left.items():
+        assert arrays.keys() == right[state].keys()
+        for name, array in arrays.items():
+            assert not np.isnan(array).any()
+            assert np.array_equal(array, right[state][name]), (state, name)
+
+
+@pytest.mark.parametrize(
+    ("stage", "world_size", "group"),
+    [(0, 2, None), (1, 2, None), (3, 2, None), (0, 4, None), (1, 4, None), (3, 4, None), (3, 4, 1)],
+)
+def test_parts_are_saved_and_loaded_as_the_tensors_they_are_of(
+    ranks, tmp_path, stage, world_size, group
+):
+    options = {"junk": 7.0, "group": group}
+    found = ranks(world_size).run(train_and_save, str(tmp_path / "steps"), stage, TP, {}, options)
+    expected = assembled(found)
+    step = tmp_path / "steps" / "step-00000002"
+    manifest = read_step(step)
+    assert {info.name: info.shape for info in manifest.tensors} == TENSORS | {"count": (3,)}
+    assert len(manifest.layouts) == TP
+
+    export(step, manifest, tmp_path / "model.safetensors")
+    exported = load_file(tmp_path / "model.safetensors")
+    assert exported.keys() == TENSORS.keys() | {"count"}
+    for name, array in expected["value"].items():
+        assert np.array_equal(exported[name], array), name
+    assert exported["count"].tolist() == [0, 2, 4]
+
+    for size, other_stage in ((1, 0), (3, stage)):
+        loaded = ranks(size).run(load, str(tmp_path / "steps"), other_stage, 1, {})
+        same(assembled(loaded), expected)
+        for rank in loaded:
+            assert max(int(times.max()) for times in rank["times"].values()) == 1
+            assert all((rank["buffers"]["count"] == [0, 2, 4]).tolist())
+    read = {name: sum(rank["times"].get(name, 0) for rank in loaded) for name in rank["times"]}
+    assert all((times > 0).all() for times in read.values()), "every byte was verified"
+
+    parts = ranks(2).run(load, str(tmp_path / "steps"), 3, TP, {})
+    same(assembled(parts), expected)
+    assert all(max(int(t.max()) for t in rank["times"].values()) == 1 for rank in parts)
+    assert not parts[1]["params"]["embed.weight"][-1].any(), "padding is zero after loading"
+    assert (found[1]["params"]["embed.weight"][-1] > 1).all(), "and was not before"
+
+
+@pytest.mark.parametrize("optim", [{}, {"name": "lamb", "lr": 1e-2}, {"name": "lars", "lr": 1e-2}])
+@pytest.mark.parametrize(("stage", "world_size"), [(1, 2), (3, 4)])
+def test_parts_train_as_the_whole_does(ranks, tmp_path, stage, world_size, optim):
+    """Norms count once what several ranks hold; slices and tiles share their tensor's ratio."""
+    whole = ranks(1).run(train_and_save, str(tmp_path / "whole"), stage, 1, optim, {})
+    parts = ranks(world_size).run(train_and_save, str(tmp_path / "parts"), stage, TP, optim, {})
+    for rank in parts:
+        np.testing.assert_allclose(rank["norms"], whole[0]["norms"], rtol=1e-6)
+    for state, arrays in assembled(whole).items():
+        for name, array in assembled(parts)[state].items():
+            np.testing.assert_allclose(array, arrays[name], rtol=2e-5, atol=1e-7, err_msg=name)
+
+
+def test_a_whole_model_is_loaded_in_parts(ranks, tmp_path):
+    """From a checkpoint of three ranks, from safetensors, and from a state_dict of torch."""
+    found = ranks(3).run(train_and_save, str(tmp_path / "steps"), 3, 1, {}, {})
+    expected, step = assembled(found), tmp_path / "steps" / "step-00000002"
+    parts = ranks(2).run(load, str(tmp_path / "steps"), 1, TP, {})
+    same(assembled(parts), expected)
+    assert all(max(int(t.max()) for t in rank["times"].values()) == 1 for rank in parts)
+    assert [rank["norms"] for rank in parts] == [parts[0]["norms"]] * 2
+    for name in ("model.safetensors", "model.pt"):
+        export(step, read_step(step), tmp_path / name)
+        parts = ranks(2).run(load_from_file, str(tmp_path / name), 3, TP)
+        same(assembled(parts), {"value": expected["value"]})
+        assert not parts[1]["params"]["embed.weight"][-1].any()
+
+
+def test_every_rank_writes_its_share_of_what_all_ranks_of_an_axis_hold(ranks, tmp_path):
+    ranks(4).run(train_and_save, str(tmp_path), 1, TP, {}, {})
+    manifest = read_step(tmp_path / "step-00000002")
+    alike = [each for each in manifest.fragments if each.tensor == "last.weight"]
+    assert len({each.file for each in alike if each.state == "value"}) == 4

@@ -72,7 +72,7 @@ class Evaluator:
         """
         self._spec, self._sharded, self._held_out = spec, sharded, held_out
         self._board, self._asked_to_stop = board, asked_to_stop
-        self._comm, self._world = sharded.comm, sharded.mesh.world
+        self._comm, self._mesh, self._world = sharded.comm, sharded.mesh, sharded.mesh.world
         self._device = self._comm.device
 
     def run(self) -> Evaluated | None:
@@ -110,8 +110,8 @@ class Evaluator:
         batches = eval_batches(
             data,
             self._spec.batch.micro,
-            self._world.index,
-            self._world.size,
+            self._mesh.data.index,
+            self._mesh.data.size,
             None if config is None else config.samples,
             self._held_out.collate,
             self._spec.job.seed,
@@ -157,6 +157,8 @@ class Evaluator:
         if self._held_out.metrics is not None:
             self._check_names(names)
         own = torch.cat([sums.counts, *(sums.by_name[name] for name in names)])
+        if not self._mesh.adds_samples:
+            own = torch.zeros_like(own)
         counts_and_numbers = self._comm.sum_small(own, self._world, name="evaluation").tolist()
         counts, numbers = counts_and_numbers[:2], iter(counts_and_numbers[2:])
         # sum, weight, sum, weight, ...

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 import xxhash
 
+from zrun_core.comm import Group
 from zrun_core.errors import DivergedError
 from zrun_core.zero.sharded import ShardedModel
 from zrun_core.zero.unit import FlatUnit
@@ -53,7 +54,8 @@ class _Replica:
     """One piece of memory that several ranks hold.
 
     Attributes:
-        everywhere: on all ranks; else on the ranks that hold the same shard in different groups.
+        everywhere: on all ranks that train the same parameters; else on those of them that hold
+            the same shard in different groups.
         start: of its first element in the unit.
     """
 
@@ -76,7 +78,8 @@ class ReplicaGuard:
         Raises:
             DivergedError: on every rank, if any two differ.
         """
-        if self._mesh.world.size == 1:
+        world, data = self._mesh.world, self._mesh.data
+        if world.size == 1:
             return
         replicas = self._replicas()
         packed = struct.pack(f"<{len(counters)}d", *counters.values())
@@ -85,14 +88,17 @@ class ReplicaGuard:
             _combined([digest(replica.flat) for replica in replicas if replica.everywhere]),
             _combined([digest(replica.flat) for replica in replicas if not replica.everywhere]),
         ]
-        table = self._exchange(by_kind)
-        wrong = [
-            *self._odd_ones([row[0] for row in table], True),
-            *self._odd_ones([row[1] for row in table], True),
-            *self._odd_ones([row[2] for row in table], False),
-        ]
-        if wrong:
-            raise DivergedError(self._name(step, counters, replicas))
+        table = self._exchange(by_kind, world)
+        problem = ""
+        if _odd_ones(table, 0, [world.ranks]):
+            problem = self._name_counter(step, counters)
+        elif _odd_ones(table, 1, self._holders(True)) or _odd_ones(table, 2, self._holders(False)):
+            problem = self._name_replica(step, replicas)
+        if data.size < world.size:  # what other ranks have alike, they have compared
+            everyones = self._comm.exchange_bytes(problem.encode(), world, name="replicas")
+            problem = next((each.decode() for each in everyones if each), "")
+        if problem:
+            raise DivergedError(problem)
 
     def _replicas(self) -> list[_Replica]:
         """List what other ranks hold too: whole units, and shards that groups have alike."""
@@ -111,56 +117,70 @@ class ReplicaGuard:
                     found.append(_Replica(unit, what, unpadded, everywhere, start))
         return found
 
-    def _exchange(self, own: Sequence[int]) -> list[list[int]]:
-        """Every rank's numbers, by rank."""
+    def _exchange(self, own: Sequence[int], group: Group) -> dict[int, list[int]]:
+        """Return the numbers of every rank of `group`, by rank."""
+        rows = torch.zeros(group.size, len(own), dtype=torch.int64)
+        rows[group.index] = torch.tensor(own, dtype=torch.int64)
+        on_device = rows.view(-1).to(self._comm.device)
+        summed = self._comm.sum_small(on_device, group, name="replicas")
+        return dict(zip(group.ranks, summed.view(group.size, -1).tolist(), strict=True))
+
+    def _holders(self, everywhere: bool) -> list[tuple[int, ...]]:
+        """Return groups of ranks that hold the same: all that train the same, or equal shards."""
+        ranks, shards = self._mesh.data.ranks, self._mesh.shard.size
+        return [ranks] if everywhere else [ranks[place::shards] for place in range(shards)]
+
+    def _name_counter(self, step: int, counters: Mapping[str, float]) -> str:
+        """Say which counter differs, on which ranks."""
         world = self._mesh.world
-        rows = torch.zeros(world.size, len(own), dtype=torch.int64)
-        rows[world.index] = torch.tensor(own, dtype=torch.int64)
-        summed = self._comm.sum_small(rows.view(-1).to(self._comm.device), world, name="replicas")
-        table: list[list[int]] = summed.view(world.size, -1).tolist()
-        return table
-
-    def _odd_ones(self, values: Sequence[int], everywhere: bool) -> list[int]:
-        """Ranks whose value is not the most frequent one among those that must agree; of two, the later."""
-        groups = [range(len(values))]
-        if not everywhere:
-            shards = self._mesh.shard.size
-            groups = [range(place, len(values), shards) for place in range(shards)]
-        odd = []
-        for group in groups:
-            common = Counter(values[rank] for rank in group).most_common(1)[0][0]
-            odd += [rank for rank in group if values[rank] != common]
-        return sorted(odd)
-
-    def _name(self, step: int, counters: Mapping[str, float], replicas: list[_Replica]) -> str:
-        """What differs, on which ranks: by unit, then by tensor."""
         # Exact bits of each counter as an integer.
         own = [struct.unpack("<q", struct.pack("<d", value))[0] for value in counters.values()]
-        table = self._exchange([*own, *(digest(replica.flat) for replica in replicas)])
+        table = self._exchange(own, world)
         for place, name in enumerate(counters):
-            odd = self._odd_ones([row[place] for row in table], True)
-            if odd:
-                values = {rank: struct.unpack("<d", struct.pack("<q", table[rank][place]))[0] for rank in (odd[0], 0)}
-                other = next(rank for rank in range(len(table)) if rank not in odd)
-                theirs = struct.unpack("<d", struct.pack("<q", table[other][place]))[0]
-                return f"{_begin(step, odd)} has {name} {values[odd[0]]:.17g}, rank {other} has {theirs:.17g}{_END}"
-        for place, replica in enumerate(replicas, start=len(counters)):
-            odd = self._odd_ones([row[place] for row in table], replica.everywhere)
-            if odd:
+            if odd := _odd_ones(table, place, [world.ranks]):
+                other = next(rank for rank in world.ranks if rank not in odd)
+                bits = struct.pack("<2q", table[odd[0]][place], table[other][place])
+                value, theirs = struct.unpack("<2d", bits)
+                return f"{_begin(step, odd)} has {name} {value:.17g}, rank {other} has {theirs:.17g}{_END}"
+        return _changed_again(step)
+
+    def _name_replica(self, step: int, replicas: Sequence[_Replica]) -> str:
+        """Say which unit differs, on which ranks: then which tensor of it."""
+        table = self._exchange([digest(replica.flat) for replica in replicas], self._mesh.data)
+        for place, replica in enumerate(replicas):
+            if odd := _odd_ones(table, place, self._holders(replica.everywhere)):
                 return self._name_tensor(step, replica, odd)
-        return f"step {step}: replicas differ, and no longer do at a second look: suspect the memory of this host{_END}"
+        return _changed_again(step)
 
     def _name_tensor(self, step: int, replica: _Replica, odd: list[int]) -> str:
         layout = replica.unit.layout
         own = [0] * len(layout.slots)
         for piece in layout.pieces(replica.start, replica.start + replica.flat.numel()):
             own[piece.index] = digest(replica.flat[piece.start : piece.stop])
-        table = self._exchange(own)
+        table = self._exchange(own, self._mesh.data)
         for place, slot in enumerate(layout.slots):
-            again = self._odd_ones([row[place] for row in table], replica.everywhere)
-            if again:
+            if again := _odd_ones(table, place, self._holders(replica.everywhere)):
                 return f"{_begin(step, again)} has another {replica.what} {slot.name} than the other ranks{_END}"
         return f"{_begin(step, odd)} has another {replica.what} unit {layout.name} than the other ranks{_END}"
+
+
+def _odd_ones(
+    table: Mapping[int, Sequence[int]],
+    place: int,
+    groups: Sequence[tuple[int, ...]],
+) -> list[int]:
+    """Return the ranks whose number is not the most frequent one of their group; of two, the later.
+
+    Args:
+        table: numbers by rank.
+        place: which of them is compared.
+        groups: ranks that must agree.
+    """
+    odd = []
+    for ranks in groups:
+        common = Counter(table[rank][place] for rank in ranks).most_common(1)[0][0]
+        odd += [rank for rank in ranks if table[rank][place] != common]
+    return sorted(odd)
 
 
 _END = "; go on from the last checkpoint, on another machine if it happens again"
@@ -169,6 +189,10 @@ _END = "; go on from the last checkpoint, on another machine if it happens again
 def _begin(step: int, odd: list[int]) -> str:
     """Of two ranks nobody can say which one is right."""
     return f"step {step}: replicas diverged: rank {' and '.join(str(rank) for rank in odd)}"
+
+
+def _changed_again(step: int) -> str:
+    return f"step {step}: replicas differ, and no longer do at a second look: suspect the memory of this host{_END}"
 
 
 def _combined(digests: Sequence[int]) -> int:

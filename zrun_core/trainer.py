@@ -500,7 +500,9 @@ class Trainer:
             # function says.
             weight = loss.weight if batch.num_samples else 0.0
             total = loss.total.detach().double() if batch.num_samples else 0.0
-            sums.add(weight=weight, loss=total, samples=batch.num_samples, tokens=batch.num_tokens)
+            if self.sharded.mesh.adds_samples:
+                counts = {"samples": batch.num_samples, "tokens": batch.num_tokens}
+                sums.add(weight=weight, loss=total, **counts)
             nominal = self.spec.batch.global_size
             if not batch.num_samples:
                 share = loss.value * 0.0
@@ -717,7 +719,7 @@ class Trainer:
             self._must_end |= wishes.item() > 0
 
     def _broadcast_buffers(self) -> None:
-        """Buffers (running statistics) are the first rank's."""
+        """Buffers (running statistics) are those of the first rank that trains the same."""
         with torch.no_grad():
             for name, buffer in self.module.named_buffers():
-                self.comm.broadcast(buffer, self.world, name=name)
+                self.comm.broadcast(buffer, self.sharded.mesh.data, name=name)

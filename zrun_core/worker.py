@@ -201,7 +201,7 @@ class Worker:
         state.holders = (dataset, parts.collate)
         streams = rng.Streams(job.seed, device, dp=mesh.data.index, pp=mesh.pipe.index, tp=mesh.tensor.index)
         loader = BatchLoader(
-            dataset, job.data, self.spec.batch, self.rank, job.seed, device,
+            dataset, job.data, self.spec.batch, mesh.data.index, job.seed, device,
             epochs=job.epochs, collate=parts.collate, draws=streams.data,
         )  # fmt: skip
         streams.begin()  # from here on each rank draws from its own

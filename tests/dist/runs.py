@@ -25,6 +25,7 @@ from zrun_core.config import JobConfig
 from zrun_core.data.batch import MicroBatch
 from zrun_core.errors import UserCodeError, ZrunError
 from zrun_core.mesh import Mesh
+from zrun_core.parallel_dims import ParallelDims
 from zrun_core.spec import LaunchPlan, RankPlace, ResumeSpec, RunSpec, resolve_batch
 from zrun_core.hooks import HookContext
 from zrun_core.trainer import Trainer
@@ -208,17 +209,25 @@ class PoolWorker(Worker):
         return self._prepare()[0]
 
 
-def make_spec(keys: dict[str, Any], run_dir: str, resume: dict[str, Any] | None) -> RunSpec:
+def make_spec(
+    keys: dict[str, Any],
+    run_dir: str,
+    resume: dict[str, Any] | None,
+    dims: dict[str, Any] | None = None,
+) -> RunSpec:
     _, size = world()
     config = JobConfig.model_validate(keys)
+    axes = ParallelDims(**(dims or {"dp": size}))
     places = [
-        RankPlace(rank=rank, host="host", local_rank=rank, device="cpu", dp=rank)
+        RankPlace(
+            rank=rank, host="host", local_rank=rank, device="cpu", **axes.coordinates(rank)._asdict()
+        )
         for rank in range(size)
     ]
     return RunSpec(
         job=config,
         plan=LaunchPlan(ranks=places),
-        batch=resolve_batch(config, size),
+        batch=resolve_batch(config, axes.dp),
         job_dir=str(Path(__file__).parent),
         run_dir=run_dir,
         run_id="test",
@@ -232,6 +241,7 @@ def run(
     resume: dict[str, Any] | None = None,
     stop_after: int | None = None,
     signal_in_batch: int | None = None,
+    dims: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Train a job, or a part of it.
 
@@ -239,6 +249,7 @@ def run(
         resume: fields of a `ResumeSpec`; its folder is that of the run directory unless it says otherwise.
         stop_after: end as if the process had died right after this step.
         signal_in_batch: of evaluation, in which a signal reaches the last rank.
+        dims: fields of the `ParallelDims` of the ranks; None: all are data-parallel.
 
     Returns:
         `contents` of the end; where it goes on from a checkpoint, also those of the beginning, as "begun".
@@ -247,7 +258,7 @@ def run(
         resume = {"folder": f"{run_dir}/checkpoints", **resume}
     rank, _ = world()
     Path(run_dir).mkdir(exist_ok=True)
-    worker = PoolWorker(make_spec(keys, run_dir, resume), rank)
+    worker = PoolWorker(make_spec(keys, run_dir, resume, dims), rank)
     trainer = None
     error, code = "", 0
     seen: dict[int, list[int]] = {}  # by step, the indices of the samples that counted

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from runs import job, run
 from toys import world
 
 from zrun_core.comm import Comm
@@ -67,3 +70,41 @@ def test_another_order_of_the_axes(ranks: Any) -> None:
     found = ranks(4).run(sums_by_axis, sizes, ["a"] * 4)
     assert [sums["data"] for sums, _ in found] == [total(0, 1)] * 2 + [total(2, 3)] * 2
     assert [sums["tensor"] for sums, _ in found] == [total(0, 2), total(1, 3)] * 2
+
+
+@pytest.mark.parametrize(
+    "dims",
+    [{"dp": 2, "tp": 2}, {"dp": 2, "pp": 2}, {"dp": 2, "tp": 2, "order": ("dp", "tp", "pp")}],
+    ids=["tp", "pp", "another order"],
+)
+def test_samples_count_once_where_several_ranks_read_them(
+    dims: dict[str, Any], ranks: Any, tmp_path: Path
+) -> None:
+    """Both ranks along `tensor`, or both stages, train the whole model: it is what two ranks train."""
+    keys = job(
+        model={"call": "runs.py:Speaker", "args": {"dropout": 0.0}},
+        optim={"lr": 1e-2},
+        steps=3,
+        eval={"data": "runs.py:Tokens", "every": 2},
+        guards={"replica_every": 1},
+        zero=2,
+    )
+    keys.pop("checkpoint"), keys.pop("hooks")
+    two = ranks(2).run(run, keys, str(tmp_path / "two"))
+    four = ranks(4).run(run, keys, str(tmp_path / "four"), None, None, None, dims)
+
+    def told(found: dict[str, Any]) -> list[Any]:
+        keys = ("step", "loss", "samples", "tokens", "total_samples", "metrics")
+        kinds = ("step", "eval")
+        return [
+            [event.get(key) for key in keys] for event in found["events"] if event["type"] in kinds
+        ]
+
+    assert len(told(two[0])) == 5
+    assert told(four[0]) == told(two[0])
+    for rank, found in enumerate(four):
+        dp = ParallelDims(**dims).coordinates(rank).dp
+        assert found["seen"] == two[dp]["seen"]
+        for key, value in two[dp]["parts"].items():
+            if rank == 0 or not key[0].startswith(("norm.running", "norm.num")):  # its buffers
+                assert (value == found["parts"][key]).all(), (rank, key)

@@ -5,7 +5,7 @@ Every rank issues its reductions in one fixed order, because the backend pairs t
 scratch must wait for something that the others have issued too. A unit that is complete early waits for its turn; units
 that ran on no module of this rank are complete from the start; what is incomplete at the end of backward (a parameter
 that got no gradient) follows then, with zeros. The first order is that of registration backwards, parameters of
-units that stay whole last; after the first backward it is the one that rank 0 saw.
+units that stay whole last; after the first backward it is the one that the first rank saw.
 
 A unit that gets another gradient after its turn (a parameter used outside its module, several backward calls) is
 reduced once more at the end; from then on it is left for the end.
@@ -224,7 +224,7 @@ class Reducer:
         by_index = {unit.index: unit for unit in self._order}
         seen = [*seen_here, *(index for index in by_index if index not in seen_here)]
         order = torch.tensor(seen, device=self._comm.device)
-        self._comm.broadcast(order, self._mesh.world, name="order of reductions")
+        self._comm.broadcast(order, self._mesh.data, name="order of reductions")
         self._order = [by_index[index] for index in order.tolist()]
 
     def learnt(self) -> dict[str, Any]:

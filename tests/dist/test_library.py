@@ -6,6 +6,7 @@ import copy
 import os
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -226,6 +227,22 @@ def evaluation_between(model: nn.Module, x: torch.Tensor) -> None:
     (out - target).square().mean().backward()
 
 
+def evaluation_between_backwards(model: nn.Module, x: torch.Tensor) -> None:
+    out = model(x)
+    out.mean().backward(retain_graph=True)
+    with torch.no_grad():
+        target = model(x + 1)
+    (out - target).square().mean().backward()
+
+
+def gathered_between_backwards(model: nn.Module, x: torch.Tensor) -> None:
+    out = model(x)
+    out.mean().backward(retain_graph=True)
+    with zrun_core.gathered(model) if hasattr(model, "_zrun") else nullcontext(), torch.no_grad():
+        target = model(x + 1)
+    (out - target).square().mean().backward()
+
+
 def gradient_penalty(model: nn.Module, x: torch.Tensor) -> None:
     x = x.clone().requires_grad_()
     out = model(x)
@@ -283,9 +300,10 @@ def zero_grad_before_backward(model: nn.Module, x: torch.Tensor) -> None:
 
 OPTIMIZERS: list[Any] = []
 LOOPS = [
-    two_calls_one_backward, one_call_two_backwards, two_calls_two_backwards, evaluation_between, gradient_penalty,
-    adversarial, penalty_on_parameters, unused_forward, recomputed, recomputed_reentrantly, by_parts, dropped_first,
-    zero_grad_before_backward,
+    two_calls_one_backward, one_call_two_backwards, two_calls_two_backwards, evaluation_between,
+    evaluation_between_backwards, gathered_between_backwards, gradient_penalty, adversarial,
+    penalty_on_parameters, unused_forward, recomputed, recomputed_reentrantly, by_parts,
+    dropped_first, zero_grad_before_backward,
 ]  # fmt: skip
 
 

@@ -229,3 +229,6 @@ class Gatherer:
                 unit.mark_stale()
                 if unit.frees:
                     unit.reshard()
+            for unit in self._units:
+                if unit.pins:  # by a pass of which another backward may come
+                    unit.unshard(self._comm)

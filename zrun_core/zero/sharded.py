@@ -438,8 +438,10 @@ class ShardedModel:
     def expected_traffic(self, num_steps: int, num_micro_batches: int) -> dict[str, int]:
         """Bytes that this rank should have sent in so many training steps, by kind of collective.
 
-        It holds for models whose modules each run once per forward; see `traffic.py` for the formulas. Which units
-        the passes need was seen while they ran: frozen ones without a gradient are gathered once.
+        It holds for models whose modules each run once per forward, in any order of forwards and
+        backwards, unless a parameter is looked at outside of its module: micro-batches under way
+        share what one of them holds. See `traffic.py` for the formulas. Which units the passes need
+        was seen while they ran: frozen ones without a gradient are gathered once.
         """
         how_often = Steps(num_steps, num_micro_batches, self._gatherer.num_refreshes)
         states, replicate = self.settings.states, self.mesh.replicate

@@ -23,6 +23,7 @@ from toys import optim_config, world
 from torch import nn
 
 from zrun_core import rng
+from zrun_core.buffers import Kind
 from zrun_core.checkpoint.checkpointer import About, Checkpointer
 from zrun_core.checkpoint.export import export
 from zrun_core.checkpoint.folder import CheckpointFolder, read_step
@@ -35,11 +36,12 @@ from zrun_core.layout import ZeroPolicy
 from zrun_core.mesh import Mesh
 from zrun_core.named_vector import NamedVector
 from zrun_core.optim.choose import choose
-from zrun_core.parallel_dims import Coordinates
+from zrun_core.parallel_dims import Coordinates, ParallelDims
+from zrun_core.plan.states import cut_on_paper, rank_buffers
 from zrun_core.precision import Precision
 from zrun_core.spec import ResumeSpec
 from zrun_core.tensors import TensorPart, contiguous, sliced, whole
-from zrun_core.zero.sharded import Settings, ShardedModel
+from zrun_core.zero.sharded import MemoryAccount, Settings, ShardedModel
 
 TP = 2
 VOCAB, DIM, WIDE = 131, 64, 96
@@ -262,9 +264,23 @@ def train_and_save(
     checkpointer = saver(sharded, folder)
     checkpointer.save(2, dict, "end")
     checkpointer.close()
-    planned, allocated = sharded.planned_memory().by_kind, sharded.allocated_memory().by_kind
-    assert planned == allocated, (planned, allocated)
+    allocated = sharded.allocated_memory().by_kind
+    assert sharded.planned_memory().by_kind == allocated
+    assert on_paper(sharded, tp) == allocated
     return {**found, "norms": norms}
+
+
+def on_paper(sharded: ShardedModel, tp: int) -> dict[Kind, int]:
+    """What the planner says that this rank allocates."""
+    mesh, parts = sharded.mesh, table(sharded.mesh.tensor.index) if tp > 1 else {}
+    model = Model(mesh.tensor.index if tp > 1 else None, 0.0)
+    cut = cut_on_paper(model, sharded.settings, table=parts)
+    dims = ParallelDims(mesh.data.size, tp=tp, shard=mesh.shard.size)
+    rank = Coordinates(dp=mesh.data.index, tp=mesh.tensor.index)
+    account = MemoryAccount()
+    buffers = rank_buffers(cut, sharded.settings, dims, rank=rank, device="cpu")
+    account.add([buffer for buffer in buffers if buffer.kind is not Kind.TEMP])
+    return account.by_kind
 
 
 class Reads:

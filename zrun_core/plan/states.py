@@ -37,7 +37,7 @@ from zrun_core.parallel_dims import Coordinates, ParallelDims
 from zrun_core.parallelize import make_settings
 from zrun_core.plan.candidate import stage_blocks
 from zrun_core.plan.transformer import TransformerShape
-from zrun_core.tensors import TensorPart
+from zrun_core.tensors import TensorPart, contiguous, whole
 from zrun_core.zero.cut import repeated_blocks
 from zrun_core.zero.sharded import Settings, plan_cut
 from zrun_core.zero.unit import moves_pages
@@ -187,14 +187,27 @@ def cut_of_shape(shape: TransformerShape, settings: Settings, tp: int = 1) -> Pa
     """
     if shape.heads % tp or (shape.kv_heads % tp and tp % shape.kv_heads):
         raise ValueError(f"{shape.heads} heads and {shape.kv_heads} key heads do not divide over {tp} ranks")
-    return cut_on_paper(_Tree(shape, tp), settings)
+    tree = _Tree(shape, tp)
+    alike = {} if tp == 1 else _alike_over_tensor(tree)
+    return cut_on_paper(tree, settings, table=alike)
+
+
+def _alike_over_tensor(tree: nn.Module) -> dict[str, TensorPart]:
+    found = {}
+    for path, module in tree.named_modules():
+        for key in module.alike if isinstance(module, _Vectors) else ():
+            if (param := module._parameters.get(key)) is not None:
+                name, shape = f"{path}.{key}", tuple(param.shape)
+                found[name] = whole(name, shape, contiguous(shape), alike_over=("tensor",))
+    return found
 
 
 class _Vectors(nn.Module):
-    """Parameters of these sizes."""
+    """Parameters of these sizes; those called `alike` are whole on every tensor-parallel rank."""
 
-    def __init__(self, **sizes: int) -> None:
+    def __init__(self, alike: Sequence[str] = (), **sizes: int) -> None:
         super().__init__()
+        self.alike = alike
         for name, size in sizes.items():
             if size:
                 self.register_parameter(name, nn.Parameter(torch.empty(size, device="meta")))
@@ -205,7 +218,8 @@ class _Attention(nn.Module):
         super().__init__()
         width = (shape.heads // tp + 2 * max(1, shape.kv_heads // tp)) * shape.head_dim
         self.qkv = _Vectors(weight=shape.hidden * width, bias=width * shape.qkv_bias)
-        self.out = _Vectors(weight=shape.attention_width // tp * shape.hidden, bias=shape.hidden * shape.out_bias)
+        out = shape.attention_width // tp * shape.hidden
+        self.out = _Vectors(["bias"], weight=out, bias=shape.hidden * shape.out_bias)
 
 
 class _FeedForward(nn.Module):
@@ -215,16 +229,17 @@ class _FeedForward(nn.Module):
         names = ("gate", "up") if shape.gated else ("up",)
         for name in names:
             self.add_module(name, _Vectors(weight=shape.hidden * width, bias=width * shape.ffn_bias))
-        self.down = _Vectors(weight=width * shape.hidden, bias=shape.hidden * shape.ffn_bias)
+        down = width * shape.hidden
+        self.down = _Vectors(["bias"], weight=down, bias=shape.hidden * shape.ffn_bias)
 
 
 class _Block(nn.Module):
     def __init__(self, shape: TransformerShape, tp: int, rest: int) -> None:
         super().__init__()
         norm = {"weight": shape.hidden, "bias": shape.hidden * (shape.norm_params == 2)}
-        self.attention_norm = _Vectors(**norm)
+        self.attention_norm = _Vectors([*norm], **norm)
         self.attention = _Attention(shape, tp)
-        self.mlp_norm = _Vectors(**norm)
+        self.mlp_norm = _Vectors([*norm], **norm)
         self.mlp = _FeedForward(shape, tp)
         if rest:
             self.rest = _Vectors(weight=rest)
@@ -238,11 +253,12 @@ class _Tree(nn.Module):
         vocab, hidden = -(-shape.vocab // tp), shape.hidden
         self.tokens = _Vectors(weight=vocab * hidden)
         if shape.positions:
-            self.positions = _Vectors(weight=shape.positions * hidden)
+            self.positions = _Vectors(["weight"], weight=shape.positions * hidden)
         rest = max(0, shape.params - shape.num_params)
         each, more = divmod(-(-rest // tp), shape.layers)
         self.blocks = nn.ModuleList(_Block(shape, tp, each + (number < more)) for number in range(shape.layers))
-        self.norm = _Vectors(weight=hidden, bias=hidden * (shape.norm_params == 2))
+        norm = {"weight": hidden, "bias": hidden * (shape.norm_params == 2)}
+        self.norm = _Vectors([*norm], **norm)
         self.head = _Vectors(weight=0 if shape.tied else vocab * hidden, bias=-(-shape.extra // tp))
         if shape.tied:
             self.head.weight = self.tokens.weight

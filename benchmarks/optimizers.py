@@ -40,7 +40,7 @@ def make(optim: dict[str, Any]) -> ShardedModel:
     """The main job's model at stage 0 on one rank, with a gradient everywhere."""
     config = OptimConfig.model_validate({"weight_decay": 0.1, "no_decay": ["norm"], **optim})
     settings = Settings(
-        zero=ZeroPolicy.of_stage(0),
+        zero=ZeroPolicy(0),
         precision=Precision.of(PrecisionConfig()),
         optimizer=choose(config, lambda name: None),
         bucket=12 << 20,

@@ -11,9 +11,11 @@ of a group are on one host, what they exchange goes through their memory (`host_
 [Note: chains]
 What was issued may have to be followed by more: sums, once the parts have arrived, or a reduction
 over another group. Among ranks that exchange pairwise each message finds its own receiver, so
-`Handle.poll` starts what follows as soon as it can. Backends instead pair up what all ranks issue
-one after the other, and a part is over earlier on one rank than on another: there only `advance`
-and `wait` start what follows, and all ranks call them at the same points of what they issue.
+`Handle.poll` starts what follows as soon as it sees that it can, which is so through memory.
+Backends instead pair up what all ranks issue one after the other, and a part is over earlier on one
+rank than on another; and messages through sockets do not say that they are over. There only
+`advance` and `wait` start what follows, and all ranks call them at the same points of what they
+issue.
 
 [Note: one stream on CUDA]
 NCCL work is issued asynchronously from the compute stream: its own stream waits for what was queued before, and `wait`
@@ -100,14 +102,19 @@ class Handle:
         self._steps = deque([] if then is None else [_Step(then, in_order=False)])
 
     def then(self, start: Callable[[], Handle | None], over: Group) -> Handle:
-        """Let `start` follow, which communicates over group `over`; return this handle."""
-        self._steps.append(_Step(start, in_order=not self._comm.is_direct(over)))
+        """Let `start` follow, which communicates over group `over`; return this handle.
+
+        It starts at once where there is nothing to wait for.
+        """
+        self._steps.append(_Step(start, in_order=not self._comm.sees_ends(over)))
+        while self._steps and not self._works:
+            self._move_on()
         return self
 
     def poll(self) -> bool:
         """Move on where that takes no waiting and no order among ranks; return whether it is over.
 
-        That is as far as can be told without waiting: gloo's direct messages do not say.
+        That is as far as can be told without waiting: see `Comm.sees_ends`.
         """
         while all(work.is_completed() for work in self._works):
             if self._steps and self._steps[0].in_order:
@@ -118,9 +125,12 @@ class Handle:
         return False
 
     def advance(self) -> None:
-        """Start the part that ranks start in one order, if there is one; wait for what precedes it."""
+        """Wait for what precedes the next part that ranks start in one order, and start that."""
         while any(step.in_order for step in self._steps):
+            is_started = self._steps[0].in_order
             self._move_on()
+            if is_started:
+                return
 
     def wait(self) -> None:
         """Finish it."""
@@ -188,6 +198,14 @@ class Comm:
     def is_direct(self, group: Group) -> bool:
         """Whether ranks of `group` exchange pairwise. See [Note: direct exchange]."""
         return group.size <= direct_up_to(self.device.type)
+
+    def sees_ends(self, group: Group) -> bool:
+        """Whether ranks of `group` may start what follows a message as soon as they see its end.
+
+        Not so where they must start it in one order, and not through gloo's sockets, which do not
+        say what has arrived.
+        """
+        return self.is_direct(group) and (group.size == 1 or self._in_memory(group, _SMALL_TAG))
 
     def arrival_shards(self, group: Group) -> int:
         """Shards of scratch that a reduce-scatter needs for what arrives."""
@@ -292,7 +310,8 @@ class Comm:
     ) -> Handle:
         """Sum `full` [size * n] over ranks in rank order; this rank's slice goes, or is added, `into` [n] at `wait`.
 
-        `arrivals` [arrival_shards * n] is scratch, as is `full` afterwards. `into` may be the own slice of `full`.
+        `arrivals` [arrival_shards * n or more] is scratch, as is `full` afterwards. `into` may be
+        the own slice of `full`.
         """
         size, index = group.size, group.index
         slices = full.view(size, -1).unbind()
@@ -301,13 +320,14 @@ class Comm:
             return Handle(self, [], lambda: _store([own], into, accumulate))
         self._count("reduce_scatter", group, (size - 1) * _bytes(own), name)
         if self.is_direct(group):
-            arriving = list(arrivals.view(size - 1, -1).unbind())
+            arriving = list(arrivals[: (size - 1) * own.numel()].view(size - 1, -1).unbind())
             outgoing = [s for peer, s in enumerate(slices) if peer != index]
             parts = [*arriving[:index], own, *arriving[index:]]
             works = self._exchange_all(outgoing, arriving, group, tag)
             return Handle(self, works, lambda: _store(parts, into, accumulate))
-        work = _reduce_scatter_single(arrivals, full, group.handle)
-        return Handle(self, [work], lambda: _store([arrivals], into, accumulate))
+        total = arrivals[: own.numel()]
+        work = _reduce_scatter_single(total, full, group.handle)
+        return Handle(self, [work], lambda: _store([total], into, accumulate))
 
     def all_reduce(self, full: torch.Tensor, arrivals: torch.Tensor, group: Group, *, tag: int, name: str) -> Handle:
         """Sum `full` [any length] over ranks, in place, in rank order. `arrivals` is scratch, as in `reduce_scatter`.
@@ -331,7 +351,7 @@ class Comm:
             _store(parts, own, accumulate=False)
             return Handle(self, self._exchange_all([own] * (size - 1), others, group, tag))
 
-        return Handle(self, self._exchange_all(others, arriving, group, tag), spread)
+        return Handle(self, self._exchange_all(others, arriving, group, tag)).then(spread, group)
 
     def push(self, full: torch.Tensor, arrivals: torch.Tensor, group: Group, *, tag: int, name: str) -> Handle:
         """Sum `full` [n] of all ranks on the first one, in place, in rank order; the others' stay as they are.

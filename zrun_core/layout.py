@@ -13,7 +13,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Flag, auto
 
 import torch
 
@@ -25,42 +24,38 @@ STAGING_SLOTS = 2  # of what goes up to the device, or down from it: one is fill
 DISK_SLOTS = 3  # of host memory: one is read into, one is updated, one is written from
 
 
-class Sharded(Flag):
-    """Which model states are divided over the shard group (Rajbhandari et al. 2020, section 5)."""
-
-    NOTHING = 0
-    OPTIMIZER = auto()
-    GRADIENT = auto()
-    PARAMETER = auto()
-
-
 @dataclass(frozen=True)
 class ZeroPolicy:
-    """What a ZeRO stage shards. The two questions that tell the stages apart are asked of this object only."""
+    """What a ZeRO stage gives up when (Rajbhandari et al. 2020, section 5).
 
-    sharded: Sharded
+    Two questions tell the stages apart, and they are asked of this object only: reduce now? free
+    after use? The third, whether the states are divided at all, is answered by the shard group,
+    which is a single rank at stage 0.
+    """
 
-    @classmethod
-    def of_stage(cls, stage: int) -> ZeroPolicy:
-        """Stage 0 shards nothing, 1 the optimizer, 2 gradients too, 3 parameters too."""
-        order = (Sharded.OPTIMIZER, Sharded.GRADIENT, Sharded.PARAMETER)
-        sharded = Sharded.NOTHING
-        for what in order[:stage]:
-            sharded |= what
-        return cls(sharded)
+    stage: int
 
     @property
-    def stage(self) -> int:
-        return len(self.sharded)
+    def divides(self) -> bool:
+        """Whether the shard group may have more than one rank."""
+        return self.stage > 0
 
     def reduce_now(self, boundary: bool) -> bool:
         """Whether a unit's gradient is reduced after this micro-batch, or kept whole until the last one."""
-        return boundary or Sharded.GRADIENT in self.sharded
+        return boundary or self.stage >= 2
 
     @property
     def free_after_use(self) -> bool:
         """Whether a unit's whole parameters are given up once its forward or backward is over."""
-        return Sharded.PARAMETER in self.sharded
+        return self.stage >= 3
+
+    def num_parts(self, peers: Peers) -> int:
+        """Return the number of equal parts that units are padded to, and that norms are taken over.
+
+        Where nothing is divided they are those of a division over all ranks: so stages agree in the
+        bits of their norms.
+        """
+        return peers.shard_size if self.divides else peers.shard_size * peers.copies
 
 
 NOWHERE_ELSE: Mapping[str, Placement] = {}  # all units are on the device
@@ -126,27 +121,41 @@ class UnitLayout:
     slots: tuple[ParamSlot, ...]
     dtype: torch.dtype  # compute dtype: what the module sees
     trainable: bool
-    num_shards: int
+    num_shards: int  # ranks of the shard group
+    num_parts: int  # that it is padded to, and that norms are taken over; a shard has one or more
     persistent: bool = False  # stage 3: stays whole
     lasting: bool = False  # in use while other units come and go: tied to modules of theirs, or of a container itself
     modules: str = ""  # those that the unit was cut from; units cut from the same ones are in use together
     block: str = ""  # the repeated block that these lie in, or are
     numel: int = field(init=False)
-    shard_numel: int = field(init=False)
+    part_numel: int = field(init=False)
 
     def __post_init__(self) -> None:
         numel = self.slots[-1].stop if self.slots else 0
         align = PAGE_BYTES // self.dtype.itemsize
         object.__setattr__(self, "numel", numel)
-        object.__setattr__(self, "shard_numel", math.ceil(numel / self.num_shards / align) * align)
+        object.__setattr__(self, "part_numel", math.ceil(numel / self.num_parts / align) * align)
 
     @property
     def padded_numel(self) -> int:
-        return self.shard_numel * self.num_shards
+        return self.part_numel * self.num_parts
+
+    @property
+    def shard_numel(self) -> int:
+        return self.padded_numel // self.num_shards
 
     def shard_range(self, index: int) -> tuple[int, int]:
         """First and last + 1 element of shard `index`."""
         return index * self.shard_numel, (index + 1) * self.shard_numel
+
+    def part_range(self, index: int) -> tuple[int, int]:
+        """First and last + 1 element of part `index`."""
+        return index * self.part_numel, (index + 1) * self.part_numel
+
+    def parts_of_shard(self, index: int) -> range:
+        """The parts that shard `index` consists of."""
+        each = self.num_parts // self.num_shards
+        return range(index * each, (index + 1) * each)
 
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
         """The parameters, or parts of parameters, in elements [start, stop) of the unit, in order."""
@@ -198,6 +207,7 @@ def lay_out(
     dtype: torch.dtype,
     trainable: bool,
     num_shards: int,
+    num_parts: int | None = None,
     persistent: bool = False,
     lasting: bool = False,
     modules: str = "",
@@ -208,6 +218,7 @@ def lay_out(
 
     Args:
         params: triples of (name, tensor, optimizer group).
+        num_parts: that the unit is padded to; None: as many as shards.
         table: by parameter name, what it is of a tensor; those without an entry are whole.
 
     Raises:
@@ -222,28 +233,80 @@ def lay_out(
             raise ValueError(f"{param_name} is {list(shape)}, and {has}")
         slots.append(ParamSlot(param_name, shape, part.local_stride, group, offset, numel, part))
         offset += numel
-    return UnitLayout(name, tuple(slots), dtype, trainable, num_shards, persistent, lasting, modules or name, block)
+    return UnitLayout(
+        name,
+        tuple(slots),
+        dtype,
+        trainable,
+        num_shards,
+        num_parts or num_shards,
+        persistent,
+        lasting,
+        modules or name,
+        block,
+    )
 
 
 @dataclass(frozen=True)
 class Peers:
-    """The ranks that a unit is divided over when it is reduced, as one of them sees them.
+    """A data-parallel rank's place among the others.
 
     Attributes:
-        index: this rank's place among them.
-        copies: groups like this one, whose equal shards are summed once per step: hybrid sharding.
+        shard_size: ranks that divide the states between them.
+        shard_index: this rank's place among them.
+        copies: groups like that, with equal shards.
+        copy_index: which of them is this rank's.
         direct_up_to: up to so many ranks exchange pairwise, so that the parts of all peers arrive apart; more, or ranks
             whose backend sums on the way, get one part.
     """
 
-    size: int = 1
-    index: int = 0
+    shard_size: int = 1
+    shard_index: int = 0
     copies: int = 1
+    copy_index: int = 0
     direct_up_to: int = 0
 
     def arrivals(self, size: int) -> int:
         """Parts that arrive where `size` ranks sum something."""
+        if size == 1:
+            return 0
         return size - 1 if size <= self.direct_up_to else 1
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """Which elements of a unit each data-parallel rank updates: those of its shard.
+
+    So do the ranks of the other copies, with the same result.
+    """
+
+    def owned_range(self, unit: UnitLayout, peers: Peers) -> tuple[int, int]:
+        """Return the elements that this rank updates."""
+        return unit.shard_range(peers.shard_index)
+
+    def owned_alike_over(self, unit: UnitLayout) -> tuple[str, ...]:
+        """Return the data-parallel axes of the mesh along which ranks keep the same elements."""
+        return ("replicate",)
+
+    def counted_parts(self, unit: UnitLayout, peers: Peers) -> range:
+        """Return the parts that this rank counts in norms: each part is counted by one rank.
+
+        They are the same parts at every stage, so that sums have the same bits.
+        """
+        return unit.parts_of_shard(peers.shard_index)[peers.copy_index :: peers.copies]
+
+    def arrivals(self, unit: UnitLayout, peers: Peers) -> int:
+        """Return the elements of scratch that a reduction needs for what arrives.
+
+        What comes from the copies takes the place of what came from the shard group.
+        """
+        of_shards = unit.shard_numel * peers.arrivals(peers.shard_size)
+        of_copies = math.ceil(unit.shard_numel / peers.copies) * peers.arrivals(peers.copies)
+        return max(of_shards, of_copies)
+
+    def goes_stale(self, peers: Peers) -> bool:
+        """Whether other ranks update what this one uses."""
+        return peers.shard_size > 1
 
 
 @dataclass(frozen=True)
@@ -255,51 +318,42 @@ class StatePolicy:
     moments: int  # values that the optimizer keeps per parameter: 2 for Adam
     moment_dtype: torch.dtype = torch.float32
     updates_together: bool = False  # all units propose an update before the first is applied: layer-wise optimizers
-    server: bool = False  # stage 0: the first rank alone updates, and sends the parameters to the others
+    ownership: Ownership = Ownership()
     recomputes_blocks: bool = False  # backward runs a repeated block again first: its units are in use together
 
     def has_master(self, unit: UnitLayout, placement: Placement = ON_DEVICE) -> bool:
         """Whether the optimizer works on a copy: fp32 parameters are their own master, where they are on its tier."""
         return unit.trainable and (unit.dtype != torch.float32 or placement.param is not placement.optimizer)
 
-    def owned_range(self, unit: UnitLayout, index: int) -> tuple[int, int]:
-        """The elements that rank `index` of the shard group updates."""
-        if Sharded.OPTIMIZER in self.zero.sharded:
-            return unit.shard_range(index)
-        return 0, 0 if self.server and index else unit.padded_numel
-
-    def counted_shards(self, unit: UnitLayout, index: int) -> range:
-        """The shards whose elements rank `index` counts in norms, so that each element is counted once.
-
-        They are the same parts at every stage, so that sums have the same bits.
-        """
-        if self.server:
-            return range(0 if index else unit.num_shards)
-        return range(index, index + 1)
-
     def frees(self, unit: UnitLayout) -> bool:
         """Whether only a shard of the unit's parameters stays in memory between uses."""
         return self.zero.free_after_use and not unit.persistent
 
-    def buffers(self, unit: UnitLayout, index: int, placement: Placement = ON_DEVICE) -> list[Buffer]:
-        """The permanent buffers of `unit` on rank `index` of its shard group: parameters, gradients, optimizer.
+    def buffers(
+        self,
+        unit: UnitLayout,
+        peers: Peers,
+        placement: Placement = ON_DEVICE,
+    ) -> list[Buffer]:
+        """The permanent buffers of `unit` on one rank: parameters, gradients, optimizer.
 
         On the host, what the device copies from or to is pinned; the optimizer's states are not, because the update
         runs where they are. On disk each begins on a page.
         """
-        found = self._states(unit, index, placement)
+        found = self._states(unit, peers, placement)
         if placement is ON_DEVICE:
             return found
         return [_at_home(buffer, placement.tier_of(buffer.kind)) for buffer in found]
 
-    def _states(self, unit: UnitLayout, index: int, placement: Placement) -> list[Buffer]:
+    def _states(self, unit: UnitLayout, peers: Peers, placement: Placement) -> list[Buffer]:
         param = unit.shard_numel if self.frees(unit) else unit.padded_numel
         found = [Buffer(f"{unit.name}/param", Kind.PARAM, param * unit.dtype.itemsize)]
         if not unit.trainable:
             return found
-        grad = unit.shard_numel if Sharded.GRADIENT in self.zero.sharded else unit.padded_numel
+        scatters_each = self.zero.reduce_now(boundary=False)
+        grad = unit.shard_numel if scatters_each else unit.padded_numel
         found.append(Buffer(f"{unit.name}/grad", Kind.GRAD, whole_pages(grad * self.reduce_dtype.itemsize)))
-        start, stop = self.owned_range(unit, index)
+        start, stop = self.ownership.owned_range(unit, peers)
         if self.has_master(unit, placement):
             found.append(Buffer(f"{unit.name}/master", Kind.OPTIM, 4 * (stop - start)))
         held = sum(piece.stop - piece.start for piece in unit.pieces(start, stop))  # padding has no moments
@@ -336,12 +390,6 @@ class StatePolicy:
         sizes = [size for _, size in passing]
         return min(self._most_together(passing) + prefetch * max(sizes, default=0), sum(sizes)) + lasting
 
-    def arrival_shards(self, peers: Peers) -> int:
-        """Shards of scratch that one unit's reduction needs for what arrives: whole units from all on a server."""
-        if self.server:
-            return 0 if peers.index else (peers.size - 1) * peers.size
-        return peers.arrivals(peers.size) if peers.size > 1 else 0
-
     def reduce_ring_bytes(
         self, units: Sequence[UnitLayout], peers: Peers, *, placements: Mapping[str, Placement] = NOWHERE_ELSE
     ) -> int:
@@ -349,29 +397,28 @@ class StatePolicy:
 
         What leaves is the unit's whole gradient, which lives here only if gradients are sharded, or have their home on
         another tier. Lasting and persistent units fill up while others come and go. Once all reductions are over, the
-        sums of copies take their turns in the same room, and the update casts one unit's gradient to fp32 there, or all
-        units' if they are updated together.
+        update casts one unit's gradient to fp32 in the same room, or all units' if they are updated
+        together.
         """
-        arrival_shards = self.arrival_shards(peers)
         passing: list[tuple[UnitLayout, int]] = []
-        lasting = cast = copies = 0
+        lasting = cast = alone = 0
         for unit in units:
             if not unit.trainable:
                 continue
             placement = placements.get(unit.name, ON_DEVICE)
             away = placement.grad is not Tier.DEVICE
-            leaving = away or Sharded.GRADIENT in self.zero.sharded
+            leaving = away or self.zero.reduce_now(boundary=False)
             if self.reduce_dtype != torch.float32 and placement.optimizer is Tier.DEVICE:
-                start, stop = self.owned_range(unit, peers.index)
+                start, stop = self.ownership.owned_range(unit, peers)
                 cast = 4 * (stop - start) + cast if self.updates_together else max(cast, 4 * (stop - start))
-            if unit.num_shards > 1 or away:
-                passing.append((unit, unit.padded_numel * leaving + unit.shard_numel * arrival_shards))
+            arriving = self.ownership.arrivals(unit, peers)
+            if unit.num_parts > 1 or away:
+                passing.append((unit, unit.padded_numel * leaving + arriving))
                 lasting += unit.padded_numel * leaving * (unit.lasting or unit.persistent)
-            if peers.copies > 1:
-                part = math.ceil(unit.shard_numel / peers.copies)
-                copies = max(copies, part * peers.arrivals(peers.copies))
+            else:
+                alone = max(alone, arriving)  # copies of what nobody divides: one unit at a time
         on_its_way = max((size for _, size in passing), default=0)
-        reduced = max(self._most_together(passing) + on_its_way + lasting, copies)
+        reduced = max(self._most_together(passing) + on_its_way + lasting, alone)
         return whole_pages(max(reduced * self.reduce_dtype.itemsize, cast))
 
     def _most_together(self, sizes: Iterable[tuple[UnitLayout, int]]) -> int:
@@ -397,7 +444,7 @@ class StatePolicy:
             moves_pages: whether a unit is made whole by moving pages into it.
             placements: by unit name, of the units whose states do not all have their home on the device.
         """
-        found = [self.buffers(unit, peers.index, placements.get(unit.name, ON_DEVICE)) for unit in units]
+        found = [self.buffers(unit, peers, placements.get(unit.name, ON_DEVICE)) for unit in units]
         gathered = self.gather_ring_bytes(units, prefetch, moves_pages=moves_pages, placements=placements)
         reduced = self.reduce_ring_bytes(units, peers, placements=placements)
         return [
@@ -414,7 +461,7 @@ class StatePolicy:
         for unit in units:
             placement = placements.get(unit.name, ON_DEVICE)
             if unit.trainable and placement.optimizer is not Tier.DEVICE:
-                start, stop = self.owned_range(unit, peers.index)
+                start, stop = self.ownership.owned_range(unit, peers)
                 if placement.grad is Tier.DEVICE:
                     down = max(down, (stop - start) * self.reduce_dtype.itemsize)
                 if placement.param is Tier.DEVICE:

@@ -19,14 +19,21 @@ from zrun_core.optim.choose import Chosen
 from zrun_core.precision import Precision
 from zrun_core.spec import resolve_bucket
 from zrun_core.zero.cut import repeated_blocks
+from zrun_core.zero.exchange import Exchange
+from zrun_core.zero.server import Server
 from zrun_core.zero.sharded import Settings, ShardedModel
 
 
 def make_settings(job: JobConfig, optimizer: Chosen, device: torch.device) -> Settings:
     """How `job` wants its model sharded and updated."""
     settings = shard_settings(job.zero, job.precision, job.activations, device, compile=job.compile)
-    optim, server = job.optim, job.sync == "server"
-    return replace(settings, optimizer=optimizer, clip=optim.clip, no_decay=optim.no_decay, server=server)
+    return replace(
+        settings,
+        optimizer=optimizer,
+        clip=job.optim.clip,
+        no_decay=job.optim.no_decay,
+        exchange=Server() if job.sync == "server" else Exchange(),
+    )
 
 
 def shard_settings(
@@ -34,7 +41,7 @@ def shard_settings(
 ) -> Settings:
     """How a model is sharded, before anything is said of its optimizer."""
     return Settings(
-        zero=ZeroPolicy.of_stage(zero.stage),
+        zero=ZeroPolicy(zero.stage),
         precision=Precision.of(precision),
         optimizer=None,
         bucket=resolve_bucket(zero, device.type),

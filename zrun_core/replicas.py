@@ -102,19 +102,18 @@ class ReplicaGuard:
 
     def _replicas(self) -> list[_Replica]:
         """List what other ranks hold too: whole units, and shards that groups have alike."""
-        # With a parameter server only one rank keeps masters, and the others take its parameters before each forward.
-        server = self._sharded.settings.server
-        hybrid = self._mesh.replicate.size > 1 and not server
         found = []
         for unit in self._sharded.units:
-            held = [("parameter", unit.resident_params())]
-            if (masters := unit.masters()) is not None and not server:
+            num_holders, _ = self._mesh.along(unit.exchange.owned_alike_over(unit.layout))
+            held = []
+            if unit.is_whole or num_holders > 1:
+                held.append(("parameter", unit.resident_params()))
+            if (masters := unit.masters()) is not None and num_holders > 1:
                 held.append(("fp32 master", masters))
             for what, (flat, start) in held:
                 everywhere = flat.numel() == unit.layout.padded_numel
-                if everywhere or hybrid:
-                    unpadded = flat[: max(0, unit.layout.numel - start)]
-                    found.append(_Replica(unit, what, unpadded, everywhere, start))
+                unpadded = flat[: max(0, unit.layout.numel - start)]
+                found.append(_Replica(unit, what, unpadded, everywhere, start))
         return found
 
     def _exchange(self, own: Sequence[int], group: Group) -> dict[int, list[int]]:

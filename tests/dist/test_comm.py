@@ -221,7 +221,13 @@ def chain(over: Group) -> tuple[Handle, list[Work], list[str]]:
     return first.then(reduce_over_copies, over), works, log
 
 
-def test_polling_starts_what_follows_among_ranks_that_exchange_pairwise():
+def in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take all ranks to be on one host."""
+    monkeypatch.setattr(Comm, "_in_memory", lambda self, group, tag: True)
+
+
+def test_polling_starts_what_follows_among_ranks_that_exchange_pairwise(monkeypatch):
+    in_memory(monkeypatch)
     handle, (first, second), log = chain(Group("replicate", (0, 1), 0, None))
     handle.advance()
     assert log == [], "nothing needs an order"
@@ -234,9 +240,13 @@ def test_polling_starts_what_follows_among_ranks_that_exchange_pairwise():
 
 
 @pytest.mark.parametrize("polled", [True, False])
-def test_where_order_matters_only_fixed_points_start_what_follows(polled):
-    everyone = tuple(range(zrun_core.comm.DIRECT_MAX_RANKS + 1))
-    handle, (first, second), log = chain(Group("replicate", everyone, 0, None))
+@pytest.mark.parametrize("through", ["backend", "sockets"])
+def test_where_order_matters_only_fixed_points_start_what_follows(monkeypatch, polled, through):
+    num_ranks = 2
+    if through == "backend":
+        in_memory(monkeypatch)
+        num_ranks = zrun_core.comm.DIRECT_MAX_RANKS + 1
+    handle, (first, second), log = chain(Group("replicate", tuple(range(num_ranks)), 0, None))
     first.is_done = second.is_done = True
     if polled:
         assert not handle.poll()
@@ -257,3 +267,35 @@ def test_a_chain_is_finished_by_waiting():
     handle.wait()
     assert (first.was_waited_for, second.was_waited_for) == (True, True)
     assert log == ["stored", "second", "over"]
+
+
+def test_fixed_points_start_one_part_at_a_time():
+    comm, works, log = Comm(CPU), [Work(), Work(), Work()], []
+    over = Group("replicate", (0, 1), 0, None)
+
+    def start(number: int) -> Handle:
+        log.append(number)
+        return Handle(comm, [works[number]])
+
+    handle = Handle(comm, [works[0]]).then(lambda: start(1).then(lambda: start(2), over), over)
+    handle.advance()
+    assert log == [1]
+    assert not works[1].was_waited_for
+    handle.advance()
+    assert log == [1, 2]
+    assert works[1].was_waited_for
+    assert not works[2].was_waited_for
+
+
+def test_what_follows_nothing_starts_at_once():
+    """At stage 0 there is no reduce-scatter ahead of the all-reduce."""
+    comm, log = Comm(CPU), []
+    over = Group("replicate", (0, 1), 0, None)
+
+    def follow() -> Handle:
+        log.append("second")
+        return Handle(comm, [Work()])
+
+    handle = Handle(comm, [], lambda: log.append("stored")).then(follow, over)
+    assert log == ["stored", "second"]
+    assert not handle.poll()

@@ -13,6 +13,8 @@ from zrun_core.comm import Comm, TrafficKey
 from zrun_core.errors import DivergedError
 from zrun_core.mesh import Mesh
 from zrun_core.replicas import ReplicaGuard
+from zrun_core.zero.exchange import Exchange
+from zrun_core.zero.server import Server
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -24,9 +26,13 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+def exchange_by(server: bool) -> Exchange:
+    return Server() if server else Exchange()
+
+
 def train(server: bool, options: dict[str, Any], accumulation: int = 1) -> dict[str, Any]:
     torch.manual_seed(1)
-    sharded = make_sharded(Net(), 0, server=server, **options)
+    sharded = make_sharded(Net(), 0, exchange=exchange_by(server), **options)
     losses = train_sharded(sharded, data(5), accumulation=accumulation)
     assert sharded.planned_memory().by_kind == sharded.allocated_memory().by_kind
     expected = sharded.expected_traffic(5, 5 * accumulation)
@@ -58,7 +64,7 @@ def test_accumulation_is_local(ranks):
 def count(server: bool) -> tuple[int, int]:
     """Bytes that this rank sends and receives in the gradients and parameters of one step."""
     torch.manual_seed(0)
-    sharded = make_sharded(Exact(), 0, bucket=96 * 1024 * 2, server=server)
+    sharded = make_sharded(Exact(), 0, bucket=96 * 1024 * 2, exchange=exchange_by(server))
     batches = data(2, 36, 1024)
     train_sharded(sharded, batches[:1])
     comm = sharded.comm
@@ -82,7 +88,7 @@ def test_traffic_at_the_server_grows_with_the_ranks_and_the_rings_does_not(ranks
 def compare_replicas() -> list[str]:
     """After an update, once the parameters have arrived, and with a flipped bit on the last rank."""
     torch.manual_seed(1)
-    sharded = make_sharded(Net(), 0, server=True, precision="bf16")
+    sharded = make_sharded(Net(), 0, exchange=Server(), precision="bf16")
     train_sharded(sharded, data(2))
     guard, found = ReplicaGuard(sharded), []
     rank, size = world()

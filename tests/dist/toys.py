@@ -69,7 +69,7 @@ def make_sharded(
     **settings: Any,
 ) -> ShardedModel:
     rank, world_size = world()
-    policy = ZeroPolicy.of_stage(stage)
+    policy = ZeroPolicy(stage)
     shard_size = 1 if stage == 0 else shard_group or world_size
     config = optim_config(**(optim or {}))
     full = Settings(

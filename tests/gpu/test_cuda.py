@@ -81,7 +81,7 @@ def make_sharded(
 ) -> ShardedModel:
     config = OptimConfig.model_validate({"lr": 1e-3, "weight_decay": 0.1, **(optim or {})})
     settings = Settings(
-        zero=ZeroPolicy.of_stage(stage),
+        zero=ZeroPolicy(stage),
         precision=Precision.of(PrecisionConfig.model_validate(precision)),
         optimizer=choose(config, lambda name: None, CUDA),
         bucket=1 << 16,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,8 @@ from zrun_core.layout import (
     PAGE_BYTES,
     Buffer,
     Kind,
+    Ownership,
     Peers,
-    Sharded,
     StatePolicy,
     UnitLayout,
     ZeroPolicy,
@@ -22,6 +23,7 @@ from zrun_core.layout import (
     lay_out,
     module_buffers,
 )
+from zrun_core.zero.server import Server
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -32,22 +34,45 @@ def unit(
     dtype: torch.dtype = torch.float32,
     num_shards: int = 2,
     trainable: bool = True,
+    num_parts: int | None = None,
     **options: bool,
 ) -> UnitLayout:
     params = [(f"p{number}", torch.empty(shape, device="meta"), 0) for number, shape in enumerate(shapes)]
-    return lay_out(name, params, dtype=dtype, num_shards=num_shards, trainable=trainable, **options)
+    return lay_out(
+        name,
+        params,
+        dtype=dtype,
+        num_shards=num_shards,
+        num_parts=num_parts,
+        trainable=trainable,
+        **options,
+    )
 
 
 def policy(stage: int, reduce_dtype: torch.dtype = torch.float32, moments: int = 2) -> StatePolicy:
-    return StatePolicy(ZeroPolicy.of_stage(stage), reduce_dtype, moments)
+    return StatePolicy(ZeroPolicy(stage), reduce_dtype, moments)
 
 
-def test_a_stage_is_a_set_of_sharded_states():
-    assert [ZeroPolicy.of_stage(stage).stage for stage in range(4)] == [0, 1, 2, 3]
-    assert ZeroPolicy.of_stage(2).sharded == Sharded.OPTIMIZER | Sharded.GRADIENT
-    assert [ZeroPolicy.of_stage(stage).free_after_use for stage in range(4)] == [False, False, False, True]
-    assert [ZeroPolicy.of_stage(stage).reduce_now(boundary=False) for stage in range(4)] == [False, False, True, True]
-    assert all(ZeroPolicy.of_stage(stage).reduce_now(boundary=True) for stage in range(4))
+def of_ranks(
+    stage: int,
+    ranks: int,
+    *shapes: tuple[int, ...],
+    **options: Any,
+) -> tuple[UnitLayout, list[Peers]]:
+    """A unit at this stage on so many ranks, and the place of each."""
+    if stage:
+        peers = [Peers(ranks, index, direct_up_to=8) for index in range(ranks)]
+    else:  # a shard group of one
+        peers = [Peers(copies=ranks, copy_index=index, direct_up_to=8) for index in range(ranks)]
+    num_parts = ZeroPolicy(stage).num_parts(peers[0])
+    return unit(*shapes, num_shards=peers[0].shard_size, num_parts=num_parts, **options), peers
+
+
+def test_a_stage_is_two_questions():
+    assert [ZeroPolicy(stage).divides for stage in range(4)] == [False, True, True, True]
+    assert [ZeroPolicy(stage).free_after_use for stage in range(4)] == [False, False, False, True]
+    assert [ZeroPolicy(stage).reduce_now(boundary=False) for stage in range(4)] == [False, False, True, True]
+    assert all(ZeroPolicy(stage).reduce_now(boundary=True) for stage in range(4))
 
 
 @given(
@@ -135,30 +160,33 @@ def test_any_permuted_tensor_fits_its_slot_exactly(shape, order):
 @pytest.mark.parametrize("num_shards", [1, 2, 4])
 def test_buffers_are_the_papers(num_shards, reduce_dtype):
     """16P, 4P + 12P/N, 2P + 14P/N, 16P/N with gradients in bf16; fp32 gradients take 2 bytes more."""
-    layout, n, g = unit((64, 1024), dtype=torch.bfloat16, num_shards=num_shards), num_shards, reduce_dtype.itemsize
-    p = layout.numel
-    assert layout.padded_numel == p
+    n, g, p = num_shards, reduce_dtype.itemsize, 64 * 1024
     expected = [(14 + g) * p, (2 + g) * p + 12 * p // n, 2 * p + (g + 12) * p // n, (14 + g) * p // n]
     for stage in range(4):
+        layout, peers = of_ranks(stage, num_shards, (64, 1024), dtype=torch.bfloat16)
+        assert layout.padded_numel == p
         for index in range(num_shards):
-            buffers = policy(stage, reduce_dtype).buffers(layout, index)
+            buffers = policy(stage, reduce_dtype).buffers(layout, peers[index])
             assert sum(buffer.num_bytes for buffer in buffers) == expected[stage], (stage, index)
 
 
 def test_fp32_parameters_are_their_own_master_and_frozen_ones_have_no_states():
     fp32, frozen = unit((1024,), num_shards=1), unit((1024,), num_shards=1, trainable=False)
-    names = [buffer.name for buffer in policy(0).buffers(fp32, 0)]
+    names = [buffer.name for buffer in policy(0).buffers(fp32, Peers())]
     assert names == ["unit/param", "unit/grad", "unit/moment0", "unit/moment1"]
-    assert [(b.name, b.kind, b.num_bytes) for b in policy(2).buffers(frozen, 0)] == [("unit/param", Kind.PARAM, 4096)]
+    assert [(b.name, b.kind, b.num_bytes) for b in policy(2).buffers(frozen, Peers())] == [
+        ("unit/param", Kind.PARAM, 4096)
+    ]
 
 
 def test_padding_has_no_moments_and_persistent_units_stay_whole():
     layout = unit((1000,), num_shards=2)  # 1024 elements a shard: the second one is padding only
-    moments = [[b.num_bytes for b in policy(3).buffers(layout, index) if "moment" in b.name] for index in range(2)]
+    by_rank = [policy(3).buffers(layout, Peers(2, index)) for index in range(2)]
+    moments = [[b.num_bytes for b in buffers if "moment" in b.name] for buffers in by_rank]
     assert moments == [[4000, 4000], [0, 0]]
     small = unit((1000,), num_shards=2, persistent=True)
-    assert policy(3).buffers(small, 0)[0].num_bytes == 8192
-    assert policy(3).buffers(layout, 0)[0].num_bytes == 4096
+    assert policy(3).buffers(small, Peers(2))[0].num_bytes == 8192
+    assert policy(3).buffers(layout, Peers(2))[0].num_bytes == 4096
 
 
 def test_the_gather_ring_holds_the_unit_in_use_and_those_ahead():
@@ -200,7 +228,7 @@ def test_sums_of_copies_have_room_also_where_nothing_is_divided():
 
 def test_a_ranks_buffers_are_its_units_and_two_rings():
     units = [unit((pages, 1024), name=f"u{pages}") for pages in (2, 8)]
-    peers = Peers(2, index=1, direct_up_to=8)
+    peers = Peers(2, shard_index=1, direct_up_to=8)
     found = policy(3).rank_buffers(units, peers, prefetch=1, moves_pages=True)
     assert [buffer.name for buffer in found] == [
         *(f"{name}/{part}" for name in ("u2", "u8") for part in ("param", "grad", "moment0", "moment1")),
@@ -244,29 +272,64 @@ def test_the_update_casts_a_units_gradient_in_the_same_ring():
     )
     assert policy(2).reduce_ring_bytes([alone], Peers()) == 0, "fp32 gradients are used as they are"
     assert policy(2, torch.bfloat16).reduce_ring_bytes([alone], Peers()) == 8 * PAGE_BYTES
-    assert policy(0, torch.bfloat16).reduce_ring_bytes(units, Peers(4)) == 8 * PAGE_BYTES, (
+    whole = [replace(each, num_shards=1) for each in units]
+    assert policy(0, torch.bfloat16).reduce_ring_bytes(whole, Peers(copies=4)) == 8 * PAGE_BYTES, (
         "more than the reductions need"
     )
     together = replace(policy(0, torch.bfloat16), updates_together=True)
-    assert together.reduce_ring_bytes(units, Peers(4)) == (4 + 8) * PAGE_BYTES, (
+    assert together.reduce_ring_bytes(whole, Peers(copies=4)) == (4 + 8) * PAGE_BYTES, (
         "all gradients are there until norms are known"
     )
 
 
 def test_moments_in_bf16_take_half():
-    layout = unit((64, 1024), num_shards=2)
     for stage in (0, 2):
+        layout, (first, _) = of_ranks(stage, 2, (64, 1024))
         wide, narrow = policy(stage), replace(policy(stage), moment_dtype=torch.bfloat16)
-        of = [sum(b.num_bytes for b in each.buffers(layout, 0) if "moment" in b.name) for each in (wide, narrow)]
+        by_width = [each.buffers(layout, first) for each in (wide, narrow)]
+        of = [sum(b.num_bytes for b in buffers if b.is_moment) for buffers in by_width]
         assert of[0] == 2 * of[1] == 2 * 4 * layout.numel // (2 if stage else 1)
 
 
-def test_a_server_has_all_states_and_counts_all_shards():
-    layout, alone = unit((64, 1024), dtype=torch.bfloat16, num_shards=4), replace(policy(0), server=True)
-    sizes = [sum(b.num_bytes for b in alone.buffers(layout, index) if b.kind is Kind.OPTIM) for index in range(4)]
+def test_a_server_has_all_states_and_counts_all_parts():
+    alone = replace(policy(0), ownership=Server())
+    layout, peers = of_ranks(0, 4, (64, 1024), dtype=torch.bfloat16)
+    by_rank = [alone.buffers(layout, each) for each in peers]
+    sizes = [sum(b.num_bytes for b in buffers if b.kind is Kind.OPTIM) for buffers in by_rank]
     assert sizes == [12 * layout.numel, 0, 0, 0]
-    assert [list(alone.counted_shards(layout, index)) for index in range(4)] == [[0, 1, 2, 3], [], [], []]
-    for stage in range(4):
-        assert [list(policy(stage).counted_shards(layout, index)) for index in range(4)] == [[0], [1], [2], [3]]
-    ring = [alone.reduce_ring_bytes([layout], Peers(4, index, direct_up_to=8)) for index in range(2)]
+    counted = [list(alone.ownership.counted_parts(layout, each)) for each in peers]
+    assert counted == [[0, 1, 2, 3], [], [], []]
+    ring = [alone.reduce_ring_bytes([layout], each) for each in peers[:2]]
     assert ring == [2 * 3 * layout.padded_numel * 4, 0], "the gradients of all others arrive, of two units at a time"
+
+
+def test_every_stage_counts_the_same_parts_and_stage_0_deals_them_out():
+    for stage in range(4):
+        layout, peers = of_ranks(stage, 4, (64, 1000))
+        counted = [list(Ownership().counted_parts(layout, each)) for each in peers]
+        assert counted == [[0], [1], [2], [3]]
+        ranges = [layout.part_range(part) for part in range(layout.num_parts)]
+        assert ranges == [(n * 16384, (n + 1) * 16384) for n in range(4)]
+
+
+@given(shards=st.integers(1, 4), copies=st.integers(1, 4), each=st.integers(1, 6))
+def test_each_part_counts_once_over_all_ranks(shards, copies, each):
+    layout = unit((1000,), num_shards=shards, num_parts=shards * each)
+    counted = [
+        part
+        for shard in range(shards)
+        for copy in range(copies)
+        for part in Ownership().counted_parts(layout, Peers(shards, shard, copies, copy))
+    ]
+    assert sorted(counted) == list(range(layout.num_parts))
+
+
+@pytest.mark.parametrize("stage", range(1, 4))
+@pytest.mark.parametrize("copies", [2, 3, 8, 9, 64])
+@pytest.mark.parametrize("direct_up_to", [0, 8])
+def test_sums_of_copies_fit_where_the_shards_arrived(stage, copies, direct_up_to):
+    """Hybrid sharding: a ring is as large as that of one copy."""
+    units = [unit((pages, 1000), name=f"u{pages}", num_shards=2) for pages in (1, 8)]
+    alone = Peers(2, direct_up_to=direct_up_to)
+    ring = policy(stage).reduce_ring_bytes(units, alone)
+    assert policy(stage).reduce_ring_bytes(units, replace(alone, copies=copies)) == ring

@@ -232,14 +232,10 @@ class ModelState:
 
     def _written(self, unit: FlatUnit) -> tuple[int, int]:
         """The elements of the unit that this rank writes: its shard, divided among the ranks that hold the same."""
-        mesh = self._sharded.mesh
-        alike = list(unit.layout.alike_over)
-        if unit.policy.server and unit.trainable:  # it alone has masters
-            start, stop = unit.owned
-        else:
-            start, stop = unit.layout.shard_range(unit.split.index)
-            alike += ["replicate"] * (unit.split is mesh.shard)
-        copies, index = mesh.along(alike)
+        start, stop = unit.owned
+        copies, index = self._sharded.mesh.along(
+            [*unit.layout.alike_over, *unit.exchange.owned_alike_over(unit.layout)]
+        )
         low, high = (slice_start(stop - start, copies, index + end) for end in (0, 1))
         return start + low, start + high
 

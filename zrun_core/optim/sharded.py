@@ -62,9 +62,10 @@ class _UnitUpdate:
                 self.optimizer.add_param_group({"params": members, **groups[group]})
         if isinstance(self.optimizer, Chunked):
             self.optimizer.scratch = scratch
+            every = unit.layout.part_numel
             for param, piece in zip(self._params, self.pieces, strict=True):
                 number = number_of[piece.slot.part.tensor]
-                self.optimizer.lay(param, number, start + piece.start, unit.layout.shard_numel)
+                self.optimizer.lay(param, number, start + piece.start, every)
 
     def set_options(self, groups: Sequence[Options]) -> None:
         """Replace the options of each group."""
@@ -192,16 +193,16 @@ class ShardedOptimizer:
         assert self._trust is not None
         optimizers = [update.optimizer for update in updates if isinstance(update.optimizer, LayerWise)]
         unit = self._updates[0].unit
-        split, shards = unit.split, unit.policy.counted_shards(unit.layout, unit.split.index)
+        parts, group = unit.counted_once()
         proposed = [optimizer.propose() for optimizer in optimizers]
         counted = [
             norms
             for update, norms in zip(updates, proposed, strict=True)
             if self._tensor.index == 0 or self._tensor.axis not in update.unit.layout.alike_over
         ]
-        squares = self._trust.squares(counted, shards)
-        for group in (split, self._tensor):
-            squares = self._comm.sum_small(squares, group, name="trust ratios")
+        squares = self._trust.squares(counted, parts)
+        for each in (group, self._tensor):
+            squares = self._comm.sum_small(squares, each, name="trust ratios")
         ratios = self._trust.ratios(squares)
         for optimizer in optimizers:
             optimizer.apply(ratios)

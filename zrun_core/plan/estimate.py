@@ -28,9 +28,11 @@ from zrun_core.plan.outcome import Estimate, RankMemory
 from zrun_core.plan.profile import Peak, Phase, Profile
 from zrun_core.plan.skeleton import skeleton_of
 from zrun_core.plan.states import (
+    FIRST,
     PaperCut,
     cut_of_shape,
     cut_on_paper,
+    layouts_of_rank,
     peers_of_rank,
     rank_buffers,
     settings_of,
@@ -169,7 +171,7 @@ class Planner:
         if found is None:
             config = PrecisionConfig(compute=candidate.precision, reduce=self.job.precision.reduce)  # type: ignore[arg-type]
             found = self._settings[key] = replace(
-                self.settings, zero=ZeroPolicy.of_stage(candidate.stage), precision=Precision.of(config),
+                self.settings, zero=ZeroPolicy(candidate.stage), precision=Precision.of(config),
                 recomputes_blocks=candidate.checkpoint != "none",
             )  # fmt: skip
         return found
@@ -220,7 +222,7 @@ class Planner:
             hosted = [buffer for buffer in buffers if buffer.tier is Tier.HOST]
             found = _States(
                 tuple(buffers),
-                tuple(cut.layouts(dims, index, peers.size)),
+                layouts_of_rank(cut, settings, dims, rank, peers),
                 _by_phase(buffers),
                 tuple(each.num_bytes for each in buffers if each.is_moment),
                 sum(pinned_bytes(buffer.num_bytes) for buffer in hosted if buffer.pinned),
@@ -442,9 +444,10 @@ class Planner:
     def traffic(self, candidate: Candidate) -> dict[str, int]:
         """Bytes that the first rank of the first stage sends to data-parallel peers in a step, by collective."""
         settings, dims = self.settings_for(candidate), candidate.dims
-        copies = dims.dp // dims.shard_size if candidate.stage else 1
         often = Steps(1, candidate.accumulation, 1)
-        return expected_traffic(self.states(candidate, 0).layouts, settings.states, often, copies=copies)
+        peers = peers_of_rank(settings, dims, FIRST, self.device_type)
+        layouts = self.states(candidate, 0).layouts
+        return expected_traffic(layouts, settings.states, settings.exchange, often, peers)
 
     def can_build(self, world: int) -> bool:
         """Whether a node has room for the whole model, as its factory makes it."""

@@ -27,7 +27,6 @@ from zrun_core.layout import (
     STAGING_SLOTS,
     WHOLE,
     Peers,
-    Sharded,
     UnitLayout,
     module_buffers,
     whole_pages,
@@ -86,11 +85,23 @@ class PaperCut:
     def _stages(self) -> dict[tuple[Any, ...], tuple[UnitLayout, ...]]:
         return {}
 
-    def layouts(self, dims: ParallelDims, stage: int, num_shards: int) -> tuple[UnitLayout, ...]:
-        """The units of a pipeline stage, divided over `num_shards` ranks."""
-        key = (dims.pp, dims.virtual, stage, num_shards)
+    def layouts(
+        self,
+        dims: ParallelDims,
+        stage: int,
+        num_shards: int,
+        num_parts: int | None = None,
+    ) -> tuple[UnitLayout, ...]:
+        """Return the units of a pipeline stage, divided over `num_shards` ranks.
+
+        Args:
+            num_parts: that they are padded to; None: as many as shards.
+        """
+        parts = num_parts or num_shards
+        key = (dims.pp, dims.virtual, stage, num_shards, parts)
         if key not in self._stages:
-            found = (replace(unit, num_shards=num_shards) for unit in self._of_stage(dims, stage))
+            units = self._of_stage(dims, stage)
+            found = (replace(unit, num_shards=num_shards, num_parts=parts) for unit in units)
             self._stages[key] = tuple(found)
         return self._stages[key]
 
@@ -153,7 +164,7 @@ def cut_on_paper(
     Raises:
         JobError: the settings name modules that the model has not.
     """
-    cut = plan_cut(model, settings, 1, table)
+    cut = plan_cut(model, settings, Peers(), table)
     blocks = dict(repeated_blocks(model))
     numbers = {name: number for number, name in enumerate(blocks)}
     inside = {id(inner) for block in blocks.values() for inner in block.modules()}
@@ -265,12 +276,16 @@ class _Tree(nn.Module):
 
 
 def peers_of_rank(settings: Settings, dims: ParallelDims, rank: Coordinates, device: str) -> Peers:
-    """The ranks over which this one's units are divided when they are reduced."""
-    direct = direct_up_to(device)
-    if Sharded.OPTIMIZER in settings.zero.sharded:
-        shard = dims.shard_size
-        return Peers(shard, rank.dp % shard, dims.dp // shard, direct)
-    return Peers(dims.dp, rank.dp, 1, direct)
+    """A rank's place among those that share its part of the model."""
+    shard = dims.shard_size if settings.zero.divides else 1
+    return Peers(shard, rank.dp % shard, dims.dp // shard, rank.dp // shard, direct_up_to(device))
+
+
+def layouts_of_rank(
+    cut: PaperCut, settings: Settings, dims: ParallelDims, rank: Coordinates, peers: Peers
+) -> tuple[UnitLayout, ...]:
+    """The units of a rank, divided as at run time."""
+    return cut.layouts(dims, rank.pp, peers.shard_size, settings.zero.num_parts(peers))
 
 
 def place(units: Sequence[UnitLayout], placement: Placement) -> Mapping[str, Placement]:
@@ -311,7 +326,7 @@ def rank_buffers(
         ValueError: the blocks do not fill the pipeline.
     """
     peers = peers_of_rank(settings, dims, rank, device)
-    layouts = cut.layouts(dims, rank.pp, peers.size)
+    layouts = layouts_of_rank(cut, settings, dims, rank, peers)
     away = place(layouts, placement)
     found = settings.states.rank_buffers(
         layouts, peers, prefetch=settings.prefetch, moves_pages=moves_pages(device), placements=away

@@ -173,6 +173,7 @@ def cut(
     *,
     dtype: torch.dtype,
     num_shards: int,
+    num_parts: int | None = None,
     bucket: int,
     unit_names: Sequence[str] = (),
     leaf_names: Sequence[str] = (),
@@ -185,6 +186,7 @@ def cut(
 
     Args:
         dtype: compute dtype; norms with running statistics stay fp32, because torch computes them in one dtype only.
+        num_parts: that units are padded to; None: as many as shards.
         unit_names: regexes; a module whose whole name matches becomes units of its own.
         leaf_names: regexes; a matching module is gathered and reduced as a whole.
         whole_blocks: never cut inside a repeated block, whatever its size.
@@ -227,6 +229,7 @@ def cut(
                 dtype=of_dtype,
                 trainable=trainable,
                 num_shards=num_shards,
+                num_parts=num_parts,
                 persistent=persistent,
                 lasting=any(n in lasting for n in chosen),
                 modules=name,

@@ -8,7 +8,13 @@ that got no gradient) follows then, with zeros. The first order is that of regis
 units that stay whole last; after the first backward it is the one that the first rank saw.
 
 A unit that gets another gradient after its turn (a parameter used outside its module, several backward calls) is
-reduced once more at the end; from then on it is left for the end.
+reduced once more at the end, and the second sum is added to the first; from then on it is left
+for the end.
+
+[Note: beside backward]
+A reduction may have two parts, over the shard group and over the copies, and each may have several
+messages. What is under way goes on whenever the next unit's is issued: by as much as has arrived,
+or, where ranks must start parts in one order or cannot see what has arrived, by one part.
 """
 
 from __future__ import annotations
@@ -20,49 +26,51 @@ from typing import Any, NamedTuple
 import torch
 
 from zrun_core.arena import Ring
-from zrun_core.comm import Comm, Group, Handle, direct_up_to, reduce_tag, slice_start
+from zrun_core.comm import Comm, Handle, direct_up_to
 from zrun_core.errors import CheckpointError
-from zrun_core.layout import Peers, Sharded, StatePolicy
+from zrun_core.layout import Peers, StatePolicy
 from zrun_core.mesh import Mesh
+from zrun_core.zero.exchange import Exchange
 from zrun_core.zero.micro_pass import ExpectedGradients, MicroPass
 from zrun_core.zero.nonfinite import Inspector
 from zrun_core.zero.unit import FlatUnit
 
 
 class _InFlight(NamedTuple):
-    """A reduction under way, and the scratch that it holds until it is over."""
+    """A reduction under way, where its sum will be, and the scratch that it holds until then."""
 
     unit: FlatUnit
     handle: Handle
+    total: torch.Tensor
     held: list[torch.Tensor]
-    extra: torch.Tensor | None  # a late sum, to be added to the unit's gradient
 
 
-def split_group(mesh: Mesh, policy: StatePolicy) -> Group:
-    """The group over which flat units are divided: it shards what is sharded, and splits the work of a reduction."""
-    return mesh.shard if Sharded.OPTIMIZER in policy.zero.sharded else mesh.replicate
-
-
-def peers_of(comm: Comm, mesh: Mesh, policy: StatePolicy) -> Peers:
+def peers_of(comm: Comm, mesh: Mesh) -> Peers:
     """This rank's place in the groups that reduce, for `StatePolicy`."""
-    split = split_group(mesh, policy)
-    copies = mesh.replicate.size if Sharded.OPTIMIZER in policy.zero.sharded else 1
-    return Peers(split.size, split.index, copies, direct_up_to(comm.device.type))
+    shard, replicate = mesh.shard, mesh.replicate
+    direct = direct_up_to(comm.device.type)
+    return Peers(shard.size, shard.index, replicate.size, replicate.index, direct)
 
 
 class Reducer:
     """Reduces the trainable units of one model, micro-batch after micro-batch."""
 
-    def __init__(self, units: Sequence[FlatUnit], policy: StatePolicy, mesh: Mesh, comm: Comm) -> None:
-        self._comm, self._mesh, self._policy = comm, mesh, policy
-        self._split = split_group(mesh, policy)
+    def __init__(
+        self,
+        units: Sequence[FlatUnit],
+        policy: StatePolicy,
+        exchange: Exchange,
+        mesh: Mesh,
+        comm: Comm,
+    ) -> None:
+        self._comm, self._mesh, self._policy, self._exchange = comm, mesh, policy, exchange
         # What stays whole belongs to modules of the whole model, so it is complete last.
         self._order = sorted((u for u in reversed(units) if u.trainable), key=lambda unit: unit.layout.persistent)
         self._first_order = self._order
         self._order_is_learnt = False
-        peers = peers_of(comm, mesh, policy)
-        self._arrival_shards = policy.arrival_shards(peers)
-        self.ring = Ring(policy.reduce_ring_bytes([unit.layout for unit in self._order], peers), comm.device)
+        self._peers = peers_of(comm, mesh)
+        num_bytes = policy.reduce_ring_bytes([unit.layout for unit in self._order], self._peers)
+        self.ring = Ring(num_bytes, comm.device)
         self.inspector: Inspector | None = None  # looks at gradients before they are summed
         self._in_flight: deque[_InFlight] = deque()
         self._left_for_end: set[int] = set()  # indices of units that were late once
@@ -76,10 +84,24 @@ class Reducer:
 
     def flush(self) -> None:
         """The step is to be made, and no pass was said to be its last: sum over ranks what is not summed yet."""
-        if not self._is_summed:
+        if self._is_summed:
+            return
+        if self._policy.zero.reduce_now(boundary=False) and self._mesh.shard.size > 1:
+            self._sum_copies()
+        else:
             micro = MicroPass()  # of which nothing came
-            self._begin(micro, boundary=True, reduces=Sharded.GRADIENT not in self._policy.zero.sharded)
+            self.begin(micro, boundary=True)
             self.finish(micro)
+
+    def _sum_copies(self) -> None:
+        """Add up the shards of all copies, which no pass has done that was not said to be the last."""
+        for unit in self._order:
+            self._move_on()
+            arrivals = self._arrivals(unit)
+            handle = self._exchange.sum_copies(self._comm, unit, arrivals, unit.grad)
+            self._in_flight.append(_InFlight(unit, handle, unit.grad, [arrivals]))
+        self._drain()
+        self._is_summed = True
 
     # One backward pass
 
@@ -88,15 +110,14 @@ class Reducer:
 
         It is meant to be the last one of the optimizer step; where others follow, their sum is made anew.
         """
-        self._begin(micro, boundary=boundary, reduces=self._policy.zero.reduce_now(boundary))
-
-    def _begin(self, micro: MicroPass, *, boundary: bool, reduces: bool) -> None:
         if self._is_summed:
             for unit in self._order:
                 unit.reopen(counts_here=self._mesh.replicate.index == 0)
             self._is_summed = False
         missing = {unit.index: set(range(len(unit.params))) for unit in self._order}
-        expected = ExpectedGradients(boundary, reduces and self._split.size > 1, missing)
+        has_peers = self._mesh.shard.size > 1 or (boundary and self._mesh.replicate.size > 1)
+        reduces = has_peers and self._policy.zero.reduce_now(boundary)
+        expected = ExpectedGradients(boundary, reduces, missing)
         for unit in self._order:
             if not micro.num_calls[unit.index] and unit.index not in self._left_for_end:
                 expected.complete.add(unit.index)
@@ -135,17 +156,14 @@ class Reducer:
         for unit in self._order:
             if unit.index in expected.late:
                 self._left_for_end.add(unit.index)
-                self._issue(unit)
-        while self._in_flight:
-            self._retire()
+                self._issue(unit, expected)
+        self._drain()
         micro.gradients = None
-        if expected.boundary and self._split.size == 1:
+        if expected.boundary and not expected.reduces:  # a rank alone
             for unit in self._order:
                 whole = unit.complete_grad()
                 if self.inspector is not None:
                     self.inspector.see(unit, whole)
-        if expected.boundary and Sharded.OPTIMIZER in self._policy.zero.sharded:
-            self._sum_replicas()
         self._is_summed = expected.boundary
         if not self._order_is_learnt:
             self._learn_order(expected.seen)
@@ -159,7 +177,7 @@ class Reducer:
                 return
             expected.turn += 1
             if expected.reduces:
-                self._issue(unit)
+                self._issue(unit, expected)
                 expected.issued.add(unit.index)
 
     def _scratch(self, numel: int) -> torch.Tensor:
@@ -168,50 +186,52 @@ class Reducer:
             self._retire()
         return found
 
-    def _issue(self, unit: FlatUnit) -> None:
+    def _arrivals(self, unit: FlatUnit) -> torch.Tensor:
+        return self._scratch(self._exchange.arrivals(unit.layout, self._peers))
+
+    def _move_on(self) -> None:
+        """Let what is under way go on. See [Note: beside backward]."""
         for under_way in self._in_flight:
-            if not under_way.handle.poll():
-                break  # in order: a late sum is added to an earlier one
+            under_way.handle.advance()
+            under_way.handle.poll()
+
+    def _issue(self, unit: FlatUnit, expected: ExpectedGradients) -> None:
+        self._move_on()
+        is_late = unit.index in expected.late
+        while is_late and any(under_way.unit is unit for under_way in self._in_flight):
+            self._retire()  # the first sum has the same tag
         if unit.whole_grad is None:
             unit.begin_grad(self._scratch(unit.layout.padded_numel))
         whole = unit.complete_grad()
         if self.inspector is not None:
             self.inspector.see(unit, whole)
-        arrivals = self._scratch(unit.layout.shard_numel * self._arrival_shards)
+        arrivals = self._arrivals(unit)
+        total = unit.owned_part(whole) if is_late else unit.grad
+        handle = self._exchange.reduce(
+            self._comm,
+            unit,
+            whole,
+            arrivals,
+            total,
+            accumulate=unit.is_reduced and not is_late,
+            boundary=expected.boundary,
+        )
         held = [arrivals] if unit.keeps(whole) else [arrivals, whole]
-        tag = reduce_tag(unit.index)
-        extra = None
-        if Sharded.OPTIMIZER in self._policy.zero.sharded:
-            handle = self._comm.reduce_scatter(
-                whole, arrivals, unit.grad, self._split, accumulate=unit.is_reduced, tag=tag, name=unit.name
-            )
-        else:
-            reduce = self._comm.push if self._policy.server else self._comm.all_reduce
-            handle = reduce(whole, arrivals, self._split, tag=tag, name=unit.name)
-            extra = None if unit.keeps(whole) or not unit.grad.numel() else whole
         unit.is_reduced = True
         unit.end_grad()
-        self._in_flight.append(_InFlight(unit, handle, held, extra))
+        self._in_flight.append(_InFlight(unit, handle, total, held))
 
     def _retire(self) -> None:
         oldest = self._in_flight.popleft()
         oldest.handle.wait()
-        if oldest.extra is not None:
-            oldest.unit.grad.add_(oldest.extra)
+        if oldest.total is not oldest.unit.grad:
+            oldest.unit.grad.add_(oldest.total)
         for scratch in oldest.held:
             self.ring.give(scratch)
 
-    def _sum_replicas(self) -> None:
-        """Hybrid sharding: equal shards of different copies add up, once per optimizer step."""
-        group = self._mesh.replicate
-        if group.size == 1:
-            return
-        for unit in self._order:
-            per_rank = slice_start(unit.layout.shard_numel, group.size, 1)
-            arrivals = self._scratch(per_rank * self._comm.arrival_shards(group))
-            handle = self._comm.all_reduce(unit.grad, arrivals, group, tag=reduce_tag(unit.index), name=unit.name)
-            handle.wait()
-            self.ring.give(arrivals)
+    def _drain(self) -> None:
+        while self._in_flight:
+            self._retire()
 
     @property
     def order_is_learnt(self) -> bool:

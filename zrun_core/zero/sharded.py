@@ -26,7 +26,15 @@ from torch import nn
 from zrun_core.buffers import Buffer, Kind
 from zrun_core.comm import Comm, Phase
 from zrun_core.errors import PreflightError
-from zrun_core.layout import WHOLE, ParamSlot, StatePolicy, UnitLayout, ZeroPolicy, module_buffers
+from zrun_core.layout import (
+    WHOLE,
+    ParamSlot,
+    Peers,
+    StatePolicy,
+    UnitLayout,
+    ZeroPolicy,
+    module_buffers,
+)
 from zrun_core.mesh import Mesh
 from zrun_core.named_vector import NamedVector
 from zrun_core.optim.choose import Chosen, Options
@@ -36,12 +44,13 @@ from zrun_core.sizes import format_size
 from zrun_core.step_message import Said, exchange
 from zrun_core.tensors import TensorPart
 from zrun_core.zero.cut import Cut, cut, repeated_blocks
+from zrun_core.zero.exchange import Exchange
 from zrun_core.zero.gather import Gatherer
 from zrun_core.zero.hooks import install
 from zrun_core.zero.micro_pass import MicroPass, PassKind
 from zrun_core.zero.nonfinite import Culprit, Inspector
 from zrun_core.zero.plain import PlainLoop
-from zrun_core.zero.reduce import Reducer, peers_of, split_group
+from zrun_core.zero.reduce import Reducer, peers_of
 from zrun_core.zero.running import RunningBuffers
 from zrun_core.zero.traffic import Steps, expected_traffic
 from zrun_core.zero.unit import FlatUnit, moves_pages, window_pool
@@ -66,14 +75,18 @@ class Settings:
     prefetch: int = 1
     whole_blocks: bool = False  # never hook inside a repeated block: it is compiled
     recomputes_blocks: bool = False  # activation checkpointing
-    server: bool = False  # the first rank alone updates
+    exchange: Exchange = field(default_factory=Exchange)
     memory_bytes: int | None = None  # that a rank may have on its device; None: it finds out
 
     @property
     def states(self) -> StatePolicy:
         states = StatePolicy(
-            self.zero, self.precision.reduce, 0, server=self.server, recomputes_blocks=self.recomputes_blocks
-        )  # fmt: skip
+            self.zero,
+            self.precision.reduce,
+            0,
+            ownership=self.exchange,
+            recomputes_blocks=self.recomputes_blocks,
+        )
         if (chosen := self.optimizer) is None:
             return states
         return replace(
@@ -118,14 +131,15 @@ class MemoryAccount:
 def plan_cut(
     model: nn.Module,
     settings: Settings,
-    num_shards: int,
+    peers: Peers,
     table: Mapping[str, TensorPart] = WHOLE,
 ) -> Cut:
     """Cut `model`, which may be on the meta device, as `ShardedModel` does."""
     return cut(
         model,
         dtype=settings.precision.compute,
-        num_shards=num_shards,
+        num_shards=peers.shard_size,
+        num_parts=settings.zero.num_parts(peers),
         bucket=settings.bucket,
         unit_names=settings.unit_names,
         leaf_names=settings.leaf_names,
@@ -143,7 +157,7 @@ def check_room(model: nn.Module, settings: Settings, mesh: Mesh, comm: Comm) -> 
         PreflightError: this rank has no room for the states.
     """
     if settings.memory_bytes is not None:
-        planned = plan_cut(model, settings, split_group(mesh, settings.states).size)
+        planned = plan_cut(model, settings, peers_of(comm, mesh))
         check_states([unit.layout for unit in planned.units], settings, mesh, comm)
 
 
@@ -156,7 +170,7 @@ def check_states(layouts: Sequence[UnitLayout], settings: Settings, mesh: Mesh, 
     states, has = settings.states, settings.memory_bytes
     if has is None:
         return
-    peers, moves = peers_of(comm, mesh, states), moves_pages(comm.device.type)
+    peers, moves = peers_of(comm, mesh), moves_pages(comm.device.type)
     buffers = states.rank_buffers(layouts, peers, prefetch=settings.prefetch, moves_pages=moves)
     if (needed := sum(buffer.num_bytes for buffer in buffers)) > has:
         room = format_size(has) if has > 0 else "nothing left beside Python and torch"
@@ -190,8 +204,8 @@ class ShardedModel:
         """
         self.module, self.settings, self.mesh, self.comm = module, settings, mesh, comm
         states = settings.states
-        split = split_group(mesh, states)
-        planned = plan_cut(module, settings, split.size, table)
+        peers = peers_of(comm, mesh)
+        planned = plan_cut(module, settings, peers, table)
         self.layouts = [unit.layout for unit in planned.units]
         moves = moves_pages(comm.device.type)
         check_states(self.layouts, settings, mesh, comm)
@@ -200,18 +214,29 @@ class ShardedModel:
         self.units: list[FlatUnit] = []
         for number, piece in enumerate(planned.units, first_unit):
             unit = FlatUnit(
-                number, piece.layout, piece.params, piece.leaf,
-                policy=states, split=split, device=comm.device, pool=self._pool,
-            )  # fmt: skip
+                number,
+                piece.layout,
+                piece.params,
+                piece.leaf,
+                policy=states,
+                exchange=settings.exchange,
+                shard=mesh.shard,
+                replicate=mesh.replicate,
+                peers=peers,
+                device=comm.device,
+                pool=self._pool,
+            )
             unit.load([read(slot.name, param) for slot, param in zip(piece.layout.slots, piece.params, strict=True)])
             _materialise(piece.params, unit)
             unit.show()
             self.units.append(unit)
         blocks = [block for _, block in repeated_blocks(module)] if settings.whole_blocks else []
         compiled = {id(inner) for block in blocks for inner in block.modules()}
-        watched = [inner for inner in module.modules() if id(inner) not in compiled] if split.size > 1 else []
+        watched = [inner for inner in module.modules() if id(inner) not in compiled]
+        if mesh.shard.size == 1:
+            watched = []
         self._gatherer = Gatherer(self.units, comm, settings.prefetch, sees_lookups=not compiled)
-        self.reducer = Reducer(self.units, states, mesh, comm)
+        self.reducer = Reducer(self.units, states, settings.exchange, mesh, comm)
         self._planned_rings = self.ring_bytes
         install(module, self.units, planned.hooked, self._gatherer, self.reducer, watched=watched)
         self._trained = [unit for unit in self.units if unit.trainable]
@@ -358,11 +383,10 @@ class ShardedModel:
 
     def _square_norm(self) -> torch.Tensor:
         """This rank's part of the squared norm of the gradient, float64: each element counts once over all ranks."""
-        copies = self.mesh.replicate.size if self._trained[0].split is self.mesh.shard else 1
         total = torch.zeros((), dtype=torch.float64, device=self.comm.device)
         first, evidence = self._trained[0], []
-        for shard in first.policy.counted_shards(first.layout, first.split.index):
-            parts = [(unit, unit.norm_part(shard)) for unit in self._counted]
+        for part in first.exchange.counted_parts(first.layout, first.peers):
+            parts = [(unit, unit.norm_part(part)) for unit in self._counted]
             if self.comm.device.type == "cpu":
                 chunks = [(unit, chunk.float()) for unit, part in parts for chunk in part.split(_NORM_CHUNK)]
                 norms = [(unit, torch.linalg.vector_norm(chunk)) for unit, chunk in chunks]
@@ -372,7 +396,7 @@ class ShardedModel:
             total += values.double().square().sum()
             evidence.append(([unit for unit, _ in norms], values))
         self._inspector.norms = evidence
-        return total / copies
+        return total
 
     def _got_anywhere(self, got_here: bytes, counts: torch.Tensor) -> list[bytes]:
         """By unit, which parameters got a gradient on any rank. The host reads `counts` only if some got none here."""
@@ -444,21 +468,19 @@ class ShardedModel:
         was seen while they ran: frozen ones without a gradient are gathered once.
         """
         how_often = Steps(num_steps, num_micro_batches, self._gatherer.num_refreshes)
-        states, replicate = self.settings.states, self.mesh.replicate
         return expected_traffic(
             self.layouts,
-            states,
+            self.settings.states,
+            self.settings.exchange,
             how_often,
+            peers_of(self.comm, self.mesh),
             gathers=[self._gatherer.num_gathers(unit) for unit in self.units],
-            index=split_group(self.mesh, states).index,
-            copies=replicate.size,
-            copy_index=replicate.index,
         )
 
     def planned_memory(self) -> MemoryAccount:
         """What `layout` says this rank allocates."""
         states, account = self.settings.states, MemoryAccount()
-        peers = peers_of(self.comm, self.mesh, states)
+        peers = peers_of(self.comm, self.mesh)
         account.add(
             states.rank_buffers(
                 self.layouts, peers, prefetch=self.settings.prefetch, moves_pages=moves_pages(self.comm.device.type)

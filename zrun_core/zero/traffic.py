@@ -10,11 +10,11 @@ gradient flows through their unit, or a block with them is recomputed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zrun_core.comm import slice_start
-from zrun_core.layout import Sharded, StatePolicy, UnitLayout
+from zrun_core.layout import Peers, StatePolicy, UnitLayout
+from zrun_core.zero.exchange import Exchange
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "push", "pull")
 
@@ -34,42 +34,37 @@ class Steps:
 
 
 def expected_traffic(
-    layouts: Iterable[UnitLayout],
+    layouts: Sequence[UnitLayout],
     states: StatePolicy,
+    exchange: Exchange,
     how_often: Steps,
+    peers: Peers,
     *,
     gathers: Sequence[int] | None = None,
-    index: int = 0,
-    copies: int = 1,
-    copy_index: int = 0,
 ) -> dict[str, int]:
-    """Bytes that a rank sends, by kind of collective. It holds for models whose modules each run once per forward.
+    """Return the bytes that a rank sends, by kind of collective.
+
+    It holds for models whose modules each run once per forward.
 
     Args:
-        layouts: divided over the ranks that share one copy of the states; at stage 0 over all.
+        peers: the rank's place.
         gathers: of each layout that is given up after use, per micro-batch; None: one in forward, one in backward.
-        index: of the rank among these.
-        copies: groups like that; `copy_index` is the rank's own.
     """
     expected = dict.fromkeys(KINDS, 0)
-    reduce_size, sharded = states.reduce_dtype.itemsize, states.zero.sharded
-    layouts = list(layouts)
+    reductions = how_often.micro_batches if states.zero.reduce_now(False) else how_often.steps
     for unit, per_micro in zip(layouts, gathers or [2] * len(layouts), strict=True):
-        peers, shard, frees = unit.num_shards - 1, unit.shard_numel, states.frees(unit)
-        num_gathers = per_micro * how_often.micro_batches if frees else how_often.refreshes
-        is_gathered = frees or (unit.trainable and Sharded.OPTIMIZER in sharded)
-        expected["all_gather"] += num_gathers * is_gathered * peers * shard * unit.dtype.itemsize
-        if not unit.trainable:
-            continue
-        reductions = how_often.micro_batches if Sharded.GRADIENT in sharded else how_often.steps
-        if Sharded.OPTIMIZER in sharded:
-            expected["reduce_scatter"] += reductions * peers * shard * reduce_size
-            own = slice_start(shard, copies, copy_index + 1) - slice_start(shard, copies, copy_index)
-            expected["all_reduce"] += how_often.steps * (copies > 1) * (shard + (copies - 2) * own) * reduce_size
-        elif states.server:
-            is_server, numel = index == 0, unit.padded_numel
-            expected["push"] += reductions * (peers > 0) * (not is_server) * numel * reduce_size
-            expected["pull"] += how_often.refreshes * peers * is_server * numel * unit.dtype.itemsize
+        if states.frees(unit):
+            num_gathers = per_micro * how_often.micro_batches
         else:
-            expected["all_reduce"] += 2 * reductions * peers * shard * reduce_size
+            num_gathers = how_often.refreshes * unit.trainable
+        sent = exchange.sent(
+            unit,
+            states,
+            peers,
+            gathers=num_gathers,
+            reductions=reductions * unit.trainable,
+            sums=how_often.steps * unit.trainable,
+        )
+        for kind, num_bytes in sent.items():
+            expected[kind] += num_bytes
     return {kind: num_bytes for kind, num_bytes in expected.items() if num_bytes}

@@ -26,8 +26,9 @@ from zrun_core.arena import (
     flat_buffer,
 )
 from zrun_core.buffers import Buffer, Kind
-from zrun_core.comm import Comm, Group, Handle, gather_tag
-from zrun_core.layout import ParamSlot, Sharded, StatePolicy, UnitLayout
+from zrun_core.comm import Comm, Group, Handle
+from zrun_core.layout import ParamSlot, Peers, StatePolicy, UnitLayout
+from zrun_core.zero.exchange import Exchange
 
 
 class UnitState(Enum):
@@ -57,10 +58,13 @@ class FlatUnit:
     or `resident_params`, and says `values_changed` after writing to what `values` returned.
 
     Attributes:
-        split: the group over which the unit is divided when it is reduced, `layout.num_shards` ranks.
+        shard: the ranks that divide the unit between them, `layout.num_shards` of them.
+        replicate: the ranks that hold the same shard.
+        peers: this rank's place in both.
         param_shard: [shard_numel] in compute dtype, this rank's part of the parameters.
         master: fp32, the elements that this rank updates; the parameters themselves under fp32.
         grad: in reduce dtype, the gradient of the elements that this rank updates.
+        owned: the first and last + 1 of the elements that this rank updates.
         got: which parameters have received a gradient on this rank in this step.
     """
 
@@ -72,13 +76,17 @@ class FlatUnit:
         leaf: bool,
         *,
         policy: StatePolicy,
-        split: Group,
+        exchange: Exchange,
+        shard: Group,
+        replicate: Group,
+        peers: Peers,
         device: torch.device,
         pool: PagePool | StorageMeter,
     ) -> None:
         self.index, self.layout, self.params, self.leaf = index, layout, params, leaf
-        self.policy, self.split = policy, split
-        self.frees = policy.frees(layout) and split.size > 1 and layout.numel > 0
+        self.policy, self.exchange = policy, exchange
+        self.shard, self.replicate, self.peers = shard, replicate, peers
+        self.frees = policy.frees(layout) and shard.size > 1 and layout.numel > 0
         self.state = UnitState.WHOLE
         self.num_active = 0  # module calls under way
         self.pins = 0  # holders that want it whole until they say otherwise
@@ -94,9 +102,14 @@ class FlatUnit:
     def trainable(self) -> bool:
         return self.layout.trainable
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the whole parameters are here, and up to date, from use to use."""
+        return not self.frees and self.state is UnitState.WHOLE
+
     def _allocate(self, device: torch.device, pool: PagePool | StorageMeter) -> None:
         layout, policy = self.layout, self.policy
-        own = layout.shard_range(self.split.index)
+        own = layout.shard_range(self.shard.index)
         self.window: Window
         if not self.frees:
             self.window = WholeWindow(flat_buffer(layout.padded_numel, layout.dtype, device), own)
@@ -112,18 +125,18 @@ class FlatUnit:
         nowhere = torch.full((), float("nan"), dtype=layout.dtype, device=device)
         self._placeholders = [nowhere.expand(slot.shape) for slot in layout.slots]
 
-        self.owned = policy.owned_range(layout, self.split.index)
-        self.owned_param = self.param_shard if self.owned == own else self.full[self.owned[0] : self.owned[1]]
+        self.owned = self.exchange.owned_range(layout, self.peers)
+        self.owned_param = self.param_shard if self.owned == own else self.owned_part(self.full)
         if not self.trainable:
             return
         num_owned = self.owned[1] - self.owned[0]
         self.master = flat_buffer(num_owned, torch.float32, device) if policy.has_master(layout) else self.owned_param
-        if Sharded.GRADIENT in policy.zero.sharded and self.split.size > 1:
+        if policy.zero.reduce_now(boundary=False) and self.shard.size > 1:
             self._kept_grad: torch.Tensor | None = None
             self.grad = flat_buffer(layout.shard_numel, policy.reduce_dtype, device)
         else:
             self._kept_grad = flat_buffer(layout.padded_numel, policy.reduce_dtype, device)
-            self.grad = self._kept_grad[self.owned[0] : self.owned[1]]
+            self.grad = self.owned_part(self._kept_grad)
         self.whole_grad: torch.Tensor | None = None
         self.begin_step()
 
@@ -135,7 +148,7 @@ class FlatUnit:
         A value on the meta device is none yet: what comes later fills it.
         """
         with torch.no_grad():
-            own = self.layout.shard_range(self.split.index)
+            own = self.layout.shard_range(self.shard.index)
             targets = [(self.param_shard, own)] if self.frees else [(self.full, (0, self.layout.padded_numel))]
             if self.trainable and self.master is not self.owned_param:
                 targets.append((self.master, self.owned))
@@ -163,11 +176,7 @@ class FlatUnit:
         if not self.views:
             self.views = [_view(self.full, slot) for slot in self.layout.slots]
         self.state = UnitState.GATHERING
-        tag = gather_tag(self.index)
-        if self.policy.server:
-            self._handle = comm.pull(self.full, self.split, tag=tag, name=self.name)
-        else:
-            self._handle = comm.all_gather(self.full, self.param_shard, self.split, tag=tag, name=self.name)
+        self._handle = self.exchange.gather(comm, self)
 
     def unshard(self, comm: Comm) -> None:
         """Make the unit whole: return if it is, else gather it."""
@@ -193,7 +202,7 @@ class FlatUnit:
 
     def mark_stale(self) -> None:
         """The owned elements were updated: what other ranks own must be gathered before the next use."""
-        if self.split.size > 1 and (Sharded.OPTIMIZER in self.policy.zero.sharded or self.policy.server):
+        if self.exchange.goes_stale(self.peers):
             assert self._handle is None
             if self.frees:
                 self.reshard()
@@ -203,7 +212,7 @@ class FlatUnit:
     def adopt_writes(self) -> None:
         """After user code wrote to the whole parameters: the shard and the master copy follow."""
         if isinstance(self.window, StorageWindow):
-            start, stop = self.layout.shard_range(self.split.index)
+            start, stop = self.layout.shard_range(self.shard.index)
             self.param_shard.copy_(self.full[start:stop])
         if self.trainable and self.master is not self.owned_param:
             changed = self.owned_param != self.master.to(self.layout.dtype)
@@ -231,13 +240,11 @@ class FlatUnit:
 
     def resident_params(self) -> Values:
         """Return the parameters that are up to date here without a gather: the whole unit or the own shard."""
-        if self.frees or self.state is UnitState.WHOLE:
-            return self._params_kept()
-        return Values(self.param_shard, self.layout.shard_range(self.split.index)[0])
+        return Values(self.full, 0) if self.is_whole else Values(self.owned_param, self.owned[0])
 
     def _params_kept(self) -> Values:
         if self.frees:
-            return Values(self.param_shard, self.layout.shard_range(self.split.index)[0])
+            return Values(self.param_shard, self.layout.shard_range(self.shard.index)[0])
         return Values(self.full, 0)
 
     def cast_master(self) -> None:
@@ -307,9 +314,23 @@ class FlatUnit:
         """The flat gradient is on its way: what comes from now on is apart from it."""
         self._use_grad(self._kept_grad)
 
-    def norm_part(self, shard: int) -> torch.Tensor:
-        """The part of `grad` that lies in a shard which this rank counts in the global norm."""
-        start, stop = self.layout.shard_range(shard)
+    def owned_part(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the elements that this rank updates of `whole` [padded_numel]."""
+        return whole[self.owned[0] : self.owned[1]]
+
+    def counted_once(self) -> tuple[range, Group]:
+        """Return parts to count, and the smallest group in which all parts are counted once.
+
+        Copies deal out the parts of a shard if it has more than one; else each counts it for its
+        own group.
+        """
+        if self.layout.num_parts > self.layout.num_shards:
+            return self.exchange.counted_parts(self.layout, self.peers), self.replicate
+        return self.layout.parts_of_shard(self.shard.index), self.shard
+
+    def norm_part(self, part: int) -> torch.Tensor:
+        """Return the elements of `grad` in a part that this rank counts in the global norm."""
+        start, stop = self.layout.part_range(part)
         return self.grad[start - self.owned[0] : stop - self.owned[0]]
 
     def allocated(self) -> list[Buffer]:

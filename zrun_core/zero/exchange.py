@@ -1,0 +1,101 @@
+"""How the parameters of a unit come, and its gradients go, where all ranks are alike.
+
+    parameters   are gathered over the shard group
+    gradients    are reduce-scattered over it; when the step's are complete, the shards are
+                 all-reduced over the copies: two parts of one handle
+
+One rule for all stages. At stage 0 the shard group is a single rank, which leaves the all-reduce;
+with one copy of the states the reduce-scatter is left. `server.py` is the other way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from zrun_core.comm import Comm, Handle, gather_tag, reduce_tag, slice_start
+from zrun_core.layout import Ownership, Peers, StatePolicy, UnitLayout
+
+if TYPE_CHECKING:
+    from zrun_core.zero.unit import FlatUnit
+
+
+@dataclass(frozen=True)
+class Exchange(Ownership):
+    """Collectives over the shard group and over the copies."""
+
+    def gather(self, comm: Comm, unit: FlatUnit) -> Handle:
+        """Begin to make `unit` whole from the shards of its ranks."""
+        tag = gather_tag(unit.index)
+        return comm.all_gather(unit.full, unit.param_shard, unit.shard, tag=tag, name=unit.name)
+
+    def reduce(
+        self,
+        comm: Comm,
+        unit: FlatUnit,
+        whole: torch.Tensor,
+        arrivals: torch.Tensor,
+        into: torch.Tensor,
+        *,
+        accumulate: bool,
+        boundary: bool,
+    ) -> Handle:
+        """Begin to sum this rank's gradient of `unit` with those of the others.
+
+        Both parts of the sum have one tag: they are between different pairs of ranks.
+
+        Args:
+            whole: [padded_numel] the gradient; scratch afterwards.
+            arrivals: scratch, as `arrivals` says.
+            into: where the sum of the owned elements goes, also the ones in `whole`.
+            accumulate: whether it is added to what is there.
+            boundary: whether the step's gradient is complete with it: then the copies add up.
+        """
+        tag = reduce_tag(unit.index)
+        scattered = comm.reduce_scatter(
+            whole, arrivals, into, unit.shard, accumulate=accumulate, tag=tag, name=unit.name
+        )
+        if not boundary or unit.replicate.size == 1:
+            return scattered
+        copies = unit.replicate
+        return scattered.then(lambda: self.sum_copies(comm, unit, arrivals, into), copies)
+
+    def sum_copies(
+        self,
+        comm: Comm,
+        unit: FlatUnit,
+        arrivals: torch.Tensor,
+        into: torch.Tensor,
+    ) -> Handle:
+        """Begin to add up the shards of all copies, in place."""
+        tag = reduce_tag(unit.index)
+        return comm.all_reduce(into, arrivals, unit.replicate, tag=tag, name=unit.name)
+
+    def sent(
+        self,
+        unit: UnitLayout,
+        states: StatePolicy,
+        peers: Peers,
+        *,
+        gathers: int,
+        reductions: int,
+        sums: int,
+    ) -> dict[str, int]:
+        """Return the bytes that a rank sends of a unit, by kind of collective.
+
+        Args:
+            gathers: how often it is made whole.
+            reductions: how often its gradient is summed in the shard group; 0 of what is frozen.
+            sums: how often the copies add up.
+        """
+        copies, others = peers.copies, peers.shard_size - 1
+        shard, reduce_size = unit.shard_numel, states.reduce_dtype.itemsize
+        start, stop = (slice_start(shard, copies, peers.copy_index + end) for end in (0, 1))
+        all_reduced = shard + (copies - 2) * (stop - start) if copies > 1 else 0
+        return {
+            "all_gather": gathers * others * shard * unit.dtype.itemsize,
+            "reduce_scatter": reductions * others * shard * reduce_size,
+            "all_reduce": sums * all_reduced * reduce_size,
+        }

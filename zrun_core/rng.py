@@ -25,7 +25,6 @@ import xxhash
 from zrun_core.errors import CheckpointError
 
 CPU = torch.device("cpu")
-ASIDE = {"data", "inside"}  # streams of which a checkpoint holds a key
 _RANGE = 2**32  # of keys and seeds: torch's CPU generator reads no more of its seed
 
 
@@ -91,7 +90,7 @@ class Streams:
             yield
 
     def capture(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Return (1-D tensors on the CPU, small JSON values): `capture` of the model's, and keys."""
+        """Return what `capture` says of the model's stream, and the keys of the others."""
         tensors, numbers = capture(self._device)
         keys = {"data": {"key": self.data.key}, "inside": {"key": self._inside}}
         return tensors, {**numbers, **keys}
@@ -99,7 +98,7 @@ class Streams:
     def restore(self, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]) -> None:
         """Go on with the streams that `capture` saw.
 
-        Checkpoints of earlier versions hold the model's alone: the others keep the keys of this job.
+        Checkpoints of earlier versions hold the model's alone: the others keep this job's keys.
         """
         restore(tensors, numbers, self._device)
         if "data" in numbers:
@@ -177,8 +176,9 @@ def check(tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Any], devic
         _set(tensors, numbers, random.Random(), torch.Generator(), lambda numpy: numpy.random.RandomState())
         if "cuda" in tensors and device.type == "cuda":
             torch.Generator(device).set_state(tensors["cuda"])
-        for name in ASIDE & numbers.keys():
-            _checked_key(numbers[name])
+        for name in ("data", "inside"):
+            if name in numbers:
+                _checked_key(numbers[name])
     except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
         raise CheckpointError(f"no random stream can go on from it: {type(error).__name__}: {reason}") from None

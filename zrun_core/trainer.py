@@ -323,7 +323,7 @@ class Trainer:
         }
 
     def resume(self, resumed: Resumed) -> None:
-        """Go on where the run was whose tensors are loaded already. Only its random streams are left.
+        """Go on where the run was whose tensors are loaded already, but for its random streams.
 
         Raises:
             CheckpointError: the manifest lacks what a run needs, or the position in the data means nothing any more.

@@ -199,7 +199,13 @@ class Worker:
         )
         dataset = user.call(_plain(job.data), job_dir)
         state.holders = (dataset, parts.collate)
-        streams = rng.Streams(job.seed, device, dp=mesh.data.index, pp=mesh.pipe.index, tp=mesh.tensor.index)
+        streams = rng.Streams(
+            job.seed,
+            device,
+            dp=mesh.data.index,
+            pp=mesh.pipe.index,
+            tp=mesh.tensor.index,
+        )
         loader = BatchLoader(
             dataset, job.data, self.spec.batch, mesh.data.index, job.seed, device,
             epochs=job.epochs, collate=parts.collate, draws=streams.data,
@@ -237,15 +243,30 @@ class Worker:
         progress = resumed.manifest.progress if resumed is not None else {}
         return loader.total_steps(progress.get("steps", 0), progress.get("cursor", 0))
 
-    def _checkpointer(self, state: ModelState, streams: rng.Streams, comm: Comm, world: Group) -> Checkpointer | None:
+    def _checkpointer(
+        self,
+        state: ModelState,
+        streams: rng.Streams,
+        comm: Comm,
+        world: Group,
+    ) -> Checkpointer | None:
         config = self.spec.job.checkpoint
         if config is None:
             return None
         folder = CheckpointFolder(checkpoint_folder(self.spec.job, self.run_dir))
         run_id = re.sub(r"[^A-Za-z0-9_-]", "-", self.spec.run_id)[:128]  # of a folder that the user named
         about = About(run_id, self.spec.job.model_dump(mode="json", by_alias=True), versions())
-        save_s = self.spec.job.limits.save_s
-        return Checkpointer(folder, state, streams, config, comm, world, about, self._tell_save, save_s)
+        return Checkpointer(
+            folder,
+            state,
+            streams,
+            config,
+            comm,
+            world,
+            about,
+            self._tell_save,
+            self.spec.job.limits.save_s,
+        )
 
     def _tell_save(self, **fields: Any) -> None:
         if "warning" in fields:

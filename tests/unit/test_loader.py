@@ -184,7 +184,10 @@ def collate_with_noise(samples: list[float]) -> Tensor:
 
 
 @pytest.mark.parametrize(("dataset", "workers"), [(Noise(), (0, 1, 4)), (NoisyWalk(), (0, 1))])
-def test_what_a_batch_draws_follows_from_its_position_and_rank(dataset: object, workers: tuple[int, ...]) -> None:
+def test_what_a_batch_draws_follows_from_its_position_and_rank(
+    dataset: object,
+    workers: tuple[int, ...],
+) -> None:
     def loaded(workers: int, rank: int, start: int = 0) -> list[list[list[float]]]:
         keys = data(workers=workers)
         loader = BatchLoader(dataset, keys, plan(2, 2, 2), rank, seed=5, collate=collate_with_noise)
@@ -203,7 +206,8 @@ def test_what_a_batch_draws_follows_from_its_position_and_rank(dataset: object, 
 
 
 def state_of_all() -> list[Any]:
-    return [random.getstate(), torch.get_rng_state().tolist(), [str(part) for part in np.random.get_state()]]
+    numpys = [str(part) for part in np.random.get_state()]
+    return [random.getstate(), torch.get_rng_state().tolist(), numpys]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -212,13 +216,17 @@ def test_reading_leaves_the_ranks_own_streams_alone(dataset: object, workers: in
     torch.manual_seed(1)
     np.random.normal()  # the second of a pair is held back
     before = state_of_all()
-    loader = BatchLoader(dataset, data(workers=workers), plan(1, 2), rank=0, seed=5, collate=collate_with_noise)
+    keys = data(workers=workers)
+    loader = BatchLoader(dataset, keys, plan(1, 2), rank=0, seed=5, collate=collate_with_noise)
     drawn(loader, 3)
     loader.seek(4)
     drawn(loader, 1)
     loader._steps.close()  # type: ignore[attr-defined]
-    first, again = (list(eval_batches(dataset, 2, 0, 1, 8, collate_with_noise, seed=3)) for _ in range(2))
-    assert [micro.batch.tolist() for micro in first] == [micro.batch.tolist() for micro in again]
+    evaluations = []
+    for _ in range(2):
+        batches = eval_batches(dataset, 2, 0, 1, 8, collate_with_noise, seed=3)
+        evaluations.append([micro.batch.tolist() for micro in batches])
+    assert evaluations[0] == evaluations[1]
     assert state_of_all() == before
 
 

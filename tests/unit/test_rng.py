@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -48,7 +48,8 @@ def test_the_models_stream_of_the_first_stage_is_seeded_as_ever() -> None:
 
 
 def test_places_draw_alike_along_the_axes_that_they_share() -> None:
-    places = [{"dp": dp, "pp": pp, "tp": tp} for dp in range(2) for pp in range(2) for tp in range(2)]
+    numbers = product(range(2), repeat=3)
+    places = [{"dp": dp, "pp": pp, "tp": tp} for dp, pp, tp in numbers]
     drawn: dict[str, dict[tuple[int, ...], Any]] = {"model": {}, "data": {}, "inside": {}}
     for place in places:
         streams, where = begun(**place), tuple(place.values())
@@ -58,9 +59,9 @@ def test_places_draw_alike_along_the_axes_that_they_share() -> None:
         with streams.inside():
             drawn["inside"][where] = torch.rand(4).tolist()
     for name, num_axes in {"data": 1, "model": 2, "inside": 3}.items():
-        for where, numbers in drawn[name].items():
-            for other, others in drawn[name].items():
-                assert (numbers == others) == (where[:num_axes] == other[:num_axes]), name
+        for where, own in drawn[name].items():
+            for other, theirs in drawn[name].items():
+                assert (own == theirs) == (where[:num_axes] == other[:num_axes]), name
 
 
 def test_data_draws_by_its_position_and_leaves_the_models_stream_where_it_was() -> None:
@@ -150,7 +151,8 @@ def two_micro_batches(run: Callable[[nn.Module, torch.Tensor], Any], tp: int) ->
     forward = [list(layer.seen) for layer in layers]
     for loss in losses:
         loss.backward()
-    grads = [param.grad.tolist() for layer in layers for param in layer.parameters() if param.grad is not None]
+    params = [param for layer in layers for param in layer.parameters()]
+    grads = [param.grad.tolist() for param in params if param.grad is not None]
     again = [layer.seen[2:] for layer in layers]
     with streams.inside():
         inside = torch.rand(3).tolist()

@@ -75,7 +75,9 @@ def load_newest(source: ResumeSpec, state: State, comm: Comm, world: Group) -> R
             return manifests[0].to_json()[-40:].decode()  # with its digest
 
         def load(
-            path: Path = path, manifests: list[Manifest] = manifests, streams: list[SavedStreams | None] = streams
+            path: Path = path,
+            manifests: list[Manifest] = manifests,
+            streams: list[SavedStreams | None] = streams,
         ) -> str:
             reader = Reader(path, manifests[0], world)
             reader.check_files()
@@ -111,7 +113,8 @@ def _own_streams(
     if own is None:
         return None
     tensors = reader.rank_tensors(prefix)
-    streams = SavedStreams({name.removeprefix(prefix): data for name, data in tensors.items()}, own.rng)
+    named = {name.removeprefix(prefix): data for name, data in tensors.items()}
+    streams = SavedStreams(named, own.rng)
     rng.check(*streams, device)
     return streams
 

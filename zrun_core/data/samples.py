@@ -58,7 +58,7 @@ class Batches(Dataset[Any]):
 
 
 def _reads_several(dataset: Any) -> bool:
-    """Return whether a dataset has `__getitems__`. Of torch's Subset what it is a part of counts."""
+    """Return whether a dataset has `__getitems__`; of torch's Subset, what it is a part of."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return hasattr(dataset, "__getitems__")

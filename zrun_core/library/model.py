@@ -101,7 +101,14 @@ def shard(
     with rng.torch_put_back(run.device):
         built = _build(model, init, run, mesh)
         parallelize.transform(built.module, activations_config, compile=compile)
-        sharded = ShardedModel(built.module, built.read, settings, mesh, run._comm, first_unit=run._num_units)
+        sharded = ShardedModel(
+            built.module,
+            built.read,
+            settings,
+            mesh,
+            run._comm,
+            first_unit=run._num_units,
+        )
     built.module.to(run.device)  # buffers: the parameters are there
     _broadcast_buffers(built.module, run)
     run._num_units += len(sharded.units)

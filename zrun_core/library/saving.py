@@ -382,8 +382,16 @@ def _checkpointer(run: Run, path: Path, states: States, keep: int) -> Checkpoint
             raise SaveError(problem) if run.is_main else PeerError("rank 0 cannot save")
         about = About(f"script-{uuid.uuid4().hex[:8]}", {}, versions())
         world = run._mesh(1).world
-        found = CheckpointFolder(path)
-        saver = _savers[path] = Checkpointer(found, states, run._streams, config, run._comm, world, about, _tell)
+        saver = _savers[path] = Checkpointer(
+            CheckpointFolder(path),
+            states,
+            run._streams,
+            config,
+            run._comm,
+            world,
+            about,
+            _tell,
+        )
     saver.state, saver.config = states, config
     if is_new or path in _resumed:
         own = _try(lambda: saver.open(_resumed.get(path)))

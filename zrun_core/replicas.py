@@ -3,7 +3,8 @@
 Silent corruption and ranks that drift apart show in no loss. Every so many steps, and before a checkpoint is written,
 each rank digests what others hold too, and the digests travel in one small message. What is replicated depends on the
 stage: everything at stage 0, whole parameters at stages 1 and 2, shards between the groups of a hybrid, and small
-persistent units at stage 3; the counters and the learning rate always.
+persistent units at stage 3; the counters and the learning rate always. What is whole on all ranks of
+a tensor axis, or at both ends of a pipeline, is compared there too.
 
 On a CPU the digest is xxh3 over the bytes. On CUDA it is computed on the device: words times odd weights, summed in
 integers that wrap around, so that the order of the sum does not matter and any one changed word changes the result.
@@ -54,15 +55,15 @@ class _Replica:
     """One piece of memory that several ranks hold.
 
     Attributes:
-        everywhere: on all ranks that train the same parameters; else on those of them that hold
-            the same shard in different groups.
+        axes: of the mesh, along which all ranks hold it: `data`, or `replicate` where it is a shard
+            that copies of the states have alike; and what its unit is alike over.
         start: of its first element in the unit.
     """
 
     unit: FlatUnit
     what: str
     flat: torch.Tensor
-    everywhere: bool
+    axes: tuple[str, ...]
     start: int
 
 
@@ -71,6 +72,10 @@ class ReplicaGuard:
 
     def __init__(self, sharded: ShardedModel) -> None:
         self._sharded, self._comm, self._mesh = sharded, sharded.comm, sharded.mesh
+        mesh = sharded.mesh
+        others = {mesh.tensor.axis: mesh.tensor, mesh.ends.axis: mesh.ends}
+        # Along these replicas are compared, in this order on every rank.
+        self._axes = ["data", "replicate", *(axis for axis in others if others[axis].size > 1)]
 
     def check(self, step: int, counters: Mapping[str, float]) -> None:
         """Compare replicas, and `counters`, which every rank must have alike. Collective.
@@ -83,17 +88,21 @@ class ReplicaGuard:
             return
         replicas = self._replicas()
         packed = struct.pack(f"<{len(counters)}d", *counters.values())
-        by_kind = [
-            _signed(xxhash.xxh3_64_intdigest(packed)),
-            _combined([digest(replica.flat) for replica in replicas if replica.everywhere]),
-            _combined([digest(replica.flat) for replica in replicas if not replica.everywhere]),
-        ]
-        table = self._exchange(by_kind, world)
+        digests = [digest(replica.flat) for replica in replicas]
+        own = [_signed(xxhash.xxh3_64_intdigest(packed))]
+        for axis in self._axes:
+            pairs = zip(digests, replicas, strict=True)
+            own.append(_combined([found for found, replica in pairs if axis in replica.axes]))
+        table = self._exchange(own, world)
         problem = ""
         if _odd_ones(table, 0, [world.ranks]):
             problem = self._name_counter(step, counters)
-        elif _odd_ones(table, 1, self._holders(True)) or _odd_ones(table, 2, self._holders(False)):
-            problem = self._name_replica(step, replicas)
+        else:
+            # Those who see that an axis is wrong compare further, in one order of the axes.
+            for place, axis in enumerate(self._axes, start=1):
+                if _odd_ones(table, place, self._holders(axis)):
+                    named = self._name_replica(step, replicas, axis)
+                    problem = problem or named
         if data.size < world.size:  # what other ranks have alike, they have compared
             everyones = self._comm.exchange_bytes(problem.encode(), world, name="replicas")
             problem = next((each.decode() for each in everyones if each), "")
@@ -105,15 +114,18 @@ class ReplicaGuard:
         found = []
         for unit in self._sharded.units:
             num_holders, _ = self._mesh.along(unit.exchange.owned_alike_over(unit.layout))
-            held = []
-            if unit.is_whole or num_holders > 1:
-                held.append(("parameter", unit.resident_params()))
-            if (masters := unit.masters()) is not None and num_holders > 1:
-                held.append(("fp32 master", masters))
-            for what, (flat, start) in held:
-                everywhere = flat.numel() == unit.layout.padded_numel
-                unpadded = flat[: max(0, unit.layout.numel - start)]
-                found.append(_Replica(unit, what, unpadded, everywhere, start))
+            alike_over = [axis for axis in self._axes if axis in unit.layout.alike_over]
+            held = [("parameter", unit.resident_params(), unit.is_whole or num_holders > 1)]
+            if (masters := unit.masters()) is not None:
+                held.append(("fp32 master", masters, num_holders > 1))
+            for what, (flat, start), has_copies in held:
+                axes = list(alike_over)
+                if has_copies:
+                    everywhere = flat.numel() == unit.layout.padded_numel
+                    axes.append("data" if everywhere else "replicate")
+                if axes:
+                    unpadded = flat[: max(0, unit.layout.numel - start)]
+                    found.append(_Replica(unit, what, unpadded, tuple(axes), start))
         return found
 
     def _exchange(self, own: Sequence[int], group: Group) -> dict[int, list[int]]:
@@ -124,10 +136,17 @@ class ReplicaGuard:
         summed = self._comm.sum_small(on_device, group, name="replicas")
         return dict(zip(group.ranks, summed.view(group.size, -1).tolist(), strict=True))
 
-    def _holders(self, everywhere: bool) -> list[tuple[int, ...]]:
-        """Return groups of ranks that hold the same: all that train the same, or equal shards."""
-        ranks, shards = self._mesh.data.ranks, self._mesh.shard.size
-        return [ranks] if everywhere else [ranks[place::shards] for place in range(shards)]
+    def _group(self, axis: str) -> Group:
+        """Return the ranks among which replicas along `axis` are compared."""
+        group: Group = getattr(self._mesh, "data" if axis == "replicate" else axis)
+        return group
+
+    def _holders(self, axis: str) -> list[tuple[int, ...]]:
+        """Return groups of ranks that hold the same: all of an axis, or those of equal shards."""
+        ranks, shards = self._group(axis).ranks, self._mesh.shard.size
+        if axis == "replicate":
+            return [ranks[place::shards] for place in range(shards)]
+        return [ranks]
 
     def _name_counter(self, step: int, counters: Mapping[str, float]) -> str:
         """Say which counter differs, on which ranks."""
@@ -143,24 +162,27 @@ class ReplicaGuard:
                 return f"{_begin(step, odd)} has {name} {value:.17g}, rank {other} has {theirs:.17g}{_END}"
         return _changed_again(step)
 
-    def _name_replica(self, step: int, replicas: Sequence[_Replica]) -> str:
-        """Say which unit differs, on which ranks: then which tensor of it."""
-        table = self._exchange([digest(replica.flat) for replica in replicas], self._mesh.data)
-        for place, replica in enumerate(replicas):
-            if odd := _odd_ones(table, place, self._holders(replica.everywhere)):
-                return self._name_tensor(step, replica, odd)
+    def _name_replica(self, step: int, replicas: Sequence[_Replica], axis: str) -> str:
+        """Say which unit differs along `axis`, on which ranks: then which tensor of it."""
+        along = [replica for replica in replicas if axis in replica.axes]
+        table = self._exchange([digest(replica.flat) for replica in along], self._group(axis))
+        for place, replica in enumerate(along):
+            if odd := _odd_ones(table, place, self._holders(axis)):
+                return self._name_tensor(step, replica, odd, axis)
         return _changed_again(step)
 
-    def _name_tensor(self, step: int, replica: _Replica, odd: list[int]) -> str:
+    def _name_tensor(self, step: int, replica: _Replica, odd: list[int], axis: str) -> str:
         layout = replica.unit.layout
         own = [0] * len(layout.slots)
         for piece in layout.pieces(replica.start, replica.start + replica.flat.numel()):
             own[piece.index] = digest(replica.flat[piece.start : piece.stop])
-        table = self._exchange(own, self._mesh.data)
+        table = self._exchange(own, self._group(axis))
         for place, slot in enumerate(layout.slots):
-            if again := _odd_ones(table, place, self._holders(replica.everywhere)):
-                return f"{_begin(step, again)} has another {replica.what} {slot.name} than the other ranks{_END}"
-        return f"{_begin(step, odd)} has another {replica.what} unit {layout.name} than the other ranks{_END}"
+            if again := _odd_ones(table, place, self._holders(axis)):
+                who, name = _begin(step, again), slot.part.tensor
+                return f"{who} has another {replica.what} {name} than the other ranks{_END}"
+        who = _begin(step, odd)
+        return f"{who} has another {replica.what} unit {layout.name} than the other ranks{_END}"
 
 
 def _odd_ones(

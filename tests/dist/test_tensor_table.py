@@ -32,6 +32,7 @@ from zrun_core.checkpoint.resume import load_newest
 from zrun_core.checkpoint.state import ModelState
 from zrun_core.comm import Comm
 from zrun_core.config import CheckpointConfig, InitFromConfig, PrecisionConfig
+from zrun_core.errors import DivergedError
 from zrun_core.layout import ZeroPolicy
 from zrun_core.mesh import Mesh
 from zrun_core.named_vector import NamedVector
@@ -39,6 +40,7 @@ from zrun_core.optim.choose import choose
 from zrun_core.parallel_dims import Coordinates, ParallelDims
 from zrun_core.plan.states import cut_on_paper, rank_buffers
 from zrun_core.precision import Precision
+from zrun_core.replicas import ReplicaGuard
 from zrun_core.spec import ResumeSpec
 from zrun_core.tensors import TensorPart, contiguous, sliced, whole
 from zrun_core.zero.sharded import MemoryAccount, Settings, ShardedModel
@@ -187,7 +189,7 @@ def make(
 ) -> ShardedModel:
     rank, size = world()
     places = [Coordinates(dp=number // tp, tp=number % tp) for number in range(size)]
-    policy, config = ZeroPolicy.of_stage(stage), optim_config(clip=1.0, no_decay=["bias"], **optim)
+    policy, config = ZeroPolicy(stage), optim_config(clip=1.0, no_decay=["bias"], **optim)
     shard_size = 1 if stage == 0 else group or size // tp
     settings = Settings(
         zero=policy,
@@ -314,6 +316,25 @@ def load(folder: str, stage: int, tp: int, optim: dict[str, Any]) -> dict[str, A
     return {**found, "times": {Path(name).name: times for name, times in tensors.items()}}
 
 
+def compare_replicas(stage: int, group: int | None, spoilt: tuple[int, str] | None) -> str:
+    """What the guard says after a rank's parameter was changed, in all that it keeps of it."""
+    sharded = make(stage, TP, {}, group=group)
+    train(sharded, 1)
+    guard = ReplicaGuard(sharded)
+    guard.check(1, {"steps": 1.0})
+    if spoilt is not None and spoilt[0] == world()[0]:
+        for unit in sharded.units:
+            flat, start = unit.resident_params()
+            for each in unit.layout.tensor_ranges(start, start + flat.numel()):
+                if each.part.tensor == spoilt[1]:
+                    flat[each.start : each.stop] += 1
+    try:
+        guard.check(2, {"steps": 2.0})
+    except DivergedError as error:
+        return str(error)
+    return ""
+
+
 def load_from_file(path: str, stage: int, tp: int) -> dict[str, Any]:
     sharded = make(stage, tp, {})
     load_weights(InitFromConfig(path=path), ModelState(sharded), sharded.mesh.world)
@@ -436,3 +457,21 @@ def test_every_rank_writes_its_share_of_what_all_ranks_of_an_axis_hold(ranks, tm
     manifest = read_step(tmp_path / "step-00000002")
     alike = [each for each in manifest.fragments if each.tensor == "last.weight"]
     assert len({each.file for each in alike if each.state == "value"}) == 4
+
+
+@pytest.mark.parametrize(("stage", "group"), [(0, None), (1, None), (3, None), (3, 1)])
+def test_the_guard_compares_what_all_ranks_of_an_axis_hold(ranks, stage, group):
+    """Ranks 0 and 1, and 2 and 3, are a tensor axis each; 0 and 2, and 1 and 3 data-parallel."""
+    run = ranks(4).run
+    assert run(compare_replicas, stage, group, None) == [""] * 4
+    has_copies = stage == 0 or group == 1
+    rank = 3 if has_copies else 1  # which keeps the parameter after an update
+    for name in ("norm.weight", "norm.frozen"):
+        found = run(compare_replicas, stage, group, (rank, name))
+        assert len(set(found)) == 1
+        words = f"step 2: replicas diverged: rank {rank} has another parameter {name} than the"
+        assert found[0].startswith(words)
+    of_part = run(compare_replicas, stage, group, (3, "block.qkv.weight"))
+    assert len(set(of_part)) == 1
+    assert bool(of_part[0]) == has_copies, "nobody else has it"
+    assert not of_part[0] or "rank 3 has another parameter block.qkv.weight" in of_part[0]

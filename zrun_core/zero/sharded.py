@@ -392,9 +392,10 @@ class ShardedModel:
                 norms = [(unit, torch.linalg.vector_norm(chunk)) for unit, chunk in chunks]
             else:
                 norms = [(unit, torch.linalg.vector_norm(part, dtype=torch.float32)) for unit, part in parts]
-            values = torch.stack([norm for _, norm in norms])
-            total += values.double().square().sum()
-            evidence.append(([unit for unit, _ in norms], values))
+            if norms:
+                values = torch.stack([norm for _, norm in norms])
+                total += values.double().square().sum()
+                evidence.append(([unit for unit, _ in norms], values))
         self._inspector.norms = evidence
         return total
 

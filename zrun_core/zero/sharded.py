@@ -348,7 +348,7 @@ class ShardedModel:
         self.comm.phase = Phase.STEP
         got = b"".join(unit.got for unit in self._trained)
         said = Said(sums, self._square_norm(), self._gatherer.schedule_hash, got)
-        heard = exchange(said, self.mesh.world, self.mesh.world, self.comm)
+        heard = exchange(said, self.mesh.data, self.mesh.world, self.comm)
 
         divisor = divisor_of(heard.sums) * scale.scale.double()
         norm = heard.square.sqrt() / divisor

@@ -8,6 +8,13 @@ what makes the ZeRO stages bit-equal on any number of ranks. Messages carry a ta
 disagree wait for each other, and the watchdog says about what, instead of mixing two units of one size. Where all ranks
 of a group are on one host, what they exchange goes through their memory (`host_memory.py`), else through sockets.
 
+[Note: messages]
+`send` and `receive` move one tensor between two ranks, under a number that both give it. Messages
+of different numbers do not wait for each other, so a receive may be issued long before the rank
+needs it, and before the other sends. Those of one number between two ranks arrive in order. Through
+memory a `send` is over when the receiver has looked, which it does whenever it waits: no rank may
+wait for that before it does what the receiver waits for.
+
 [Note: chains]
 What was issued may have to be followed by more: sums, once the parts have arrived, or a reduction
 over another group. Among ranks that exchange pairwise each message finds its own receiver, so
@@ -39,7 +46,7 @@ import torch.distributed as dist
 
 from zrun_core.board import Board, listed
 from zrun_core.errors import PEER_IS_GONE, HangError, PeerError
-from zrun_core.host_memory import HostMemory, Message, Work
+from zrun_core.host_memory import NUM_TAGS, HostMemory, Message, Work
 
 DIRECT_MAX_RANKS = 8
 
@@ -61,7 +68,8 @@ class Phase(Enum):
 class TrafficKey(NamedTuple):
     """What one line of the traffic account is about."""
 
-    kind: str  # all_gather | reduce_scatter | all_reduce | push | pull | broadcast | small
+    # all_gather | reduce_scatter | all_reduce | push | pull | broadcast | small | send | receive
+    kind: str
     axis: str
     phase: Phase
 
@@ -78,6 +86,13 @@ class Group:
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+
+class _Pair(NamedTuple):
+    """The sender and the receiver of a message."""
+
+    axis: str
+    ranks: tuple[int, int]
 
 
 class _Step(NamedTuple):
@@ -205,13 +220,20 @@ class Comm:
         Not so where they must start it in one order, and not through gloo's sockets, which do not
         say what has arrived.
         """
-        return self.is_direct(group) and (group.size == 1 or self._in_memory(group, _SMALL_TAG))
+        return self.is_direct(group) and (group.size == 1 or self._in_memory(group.ranks, _SMALL_TAG))
 
     def arrival_shards(self, group: Group) -> int:
         """Shards of scratch that a reduce-scatter needs for what arrives."""
         return group.size - 1 if self.is_direct(group) else 1
 
-    def _count(self, kind: str, group: Group, num_bytes: int, name: str, received: int | None = None) -> None:
+    def _count(
+        self,
+        kind: str,
+        group: Group | _Pair,
+        num_bytes: int,
+        name: str,
+        received: int | None = None,
+    ) -> None:
         """`num_bytes` are sent, and as many received unless `received` says otherwise."""
         key = TrafficKey(kind, group.axis, self.phase)
         self.calls[key] += 1
@@ -231,7 +253,7 @@ class Comm:
             self._board.waiting(True)
         try:
             if self._memory is not None and not all(isinstance(work, Message) for work in works):
-                self._memory.take_all()
+                self._memory.take_all(but=MESSAGE_TAGS)
             for work in works:
                 work.wait()
         except RuntimeError as error:
@@ -244,20 +266,76 @@ class Comm:
                 self._board.waiting(False)
         self.waited_s += time.perf_counter() - start
 
-    def _in_memory(self, group: Group, tag: int) -> bool:
-        """Whether such messages go through the memory of the ranks."""
-        return self._memory is not None and self._memory.holds(group.ranks, tag)
+    def send(
+        self,
+        tensor: torch.Tensor,
+        peer: int,
+        group: Group,
+        *,
+        number: int,
+        name: str,
+    ) -> Handle:
+        """Send the contiguous `tensor` to rank `peer` of `group`. See [Note: messages].
 
-    def _send(self, tensor: torch.Tensor, peer: int, group: Group, tag: int) -> Work:
-        """Send `tensor` to rank `peer` of `group`."""
-        if self._memory is not None and self._in_memory(group, tag):
+        Args:
+            number: of the message, such as that of its micro-batch; the receiver gives the same.
+
+        Returns:
+            what is over when `tensor` may change.
+        """
+        pair = _Pair(group.axis, (group.ranks[group.index], group.ranks[peer]))
+        self._count("send", pair, _bytes(tensor), name, received=0)
+        return Handle(self, [self._send(tensor, peer, group, message_tag(number), pair.ranks)])
+
+    def receive(
+        self,
+        tensor: torch.Tensor,
+        peer: int,
+        group: Group,
+        *,
+        number: int,
+        name: str,
+    ) -> Handle:
+        """Receive the contiguous `tensor` from rank `peer` of `group`. See [Note: messages].
+
+        Args:
+            number: that the sender gives to the message.
+
+        Returns:
+            what is over when `tensor` is there.
+        """
+        pair = _Pair(group.axis, (group.ranks[peer], group.ranks[group.index]))
+        self._count("receive", pair, 0, name, received=_bytes(tensor))
+        return Handle(self, [self._receive(tensor, peer, group, message_tag(number), pair.ranks)])
+
+    def _in_memory(self, ranks: tuple[int, ...], tag: int) -> bool:
+        """Whether messages with this tag go through the memory of `ranks`."""
+        return self._memory is not None and self._memory.holds(ranks, tag)
+
+    def _send(
+        self,
+        tensor: torch.Tensor,
+        peer: int,
+        group: Group,
+        tag: int,
+        among: tuple[int, ...] | None = None,
+    ) -> Work:
+        """Send `tensor` to rank `peer` of `group`; in memory if `among`, or the group, share it."""
+        if self._memory is not None and self._in_memory(among or group.ranks, tag):
             return self._memory.send(tensor, group.ranks[peer], tag)
         assert group.handle is not None
         return _work(group.handle.send([_raw(tensor)], peer, tag))
 
-    def _receive(self, tensor: torch.Tensor, peer: int, group: Group, tag: int) -> Work:
-        """Receive `tensor` from rank `peer` of `group`."""
-        if self._memory is not None and self._in_memory(group, tag):
+    def _receive(
+        self,
+        tensor: torch.Tensor,
+        peer: int,
+        group: Group,
+        tag: int,
+        among: tuple[int, ...] | None = None,
+    ) -> Work:
+        """Receive `tensor` from rank `peer` of `group`, as it is sent."""
+        if self._memory is not None and self._in_memory(among or group.ranks, tag):
             return self._memory.receive(tensor, group.ranks[peer], tag)
         assert group.handle is not None
         return _work(group.handle.recv([_raw(tensor)], peer, tag))
@@ -290,7 +368,8 @@ class Comm:
             slices = full.view(size, -1).unbind()
             arriving = [s for peer, s in enumerate(slices) if peer != group.index]
             receipts, sends = self._exchange([shard] * (size - 1), arriving, group, tag)
-            if not self._in_memory(group, tag):  # sockets deliver by themselves: sends are over when receipts are
+            # Sockets deliver by themselves: sends are over when receipts are.
+            if not self._in_memory(group.ranks, tag):
                 return Handle(self, [*receipts, *sends])
             self._unread = [*(work for work in self._unread if not work.is_completed()), *sends]
             return Handle(self, receipts)
@@ -509,15 +588,26 @@ def slice_start(numel: int, parts: int, index: int) -> int:
     return min(numel, index * -(-numel // parts))
 
 
-_SMALL_TAG = 1  # units use even tags from 2 on for gathers, odd ones from 3 on for reductions
+# What travels between two ranks at the same time has different tags. Units have all others.
+_SMALL_TAG = 1
+MESSAGE_TAGS = range(NUM_TAGS - 1024, NUM_TAGS)  # the last that memory has
+
+
+def message_tag(number: int) -> int:
+    return MESSAGE_TAGS[number % len(MESSAGE_TAGS)]
 
 
 def gather_tag(unit_index: int) -> int:
-    return 2 * unit_index + 2
+    return _unit_tag(2 * unit_index)
 
 
 def reduce_tag(unit_index: int) -> int:
-    return 2 * unit_index + 3
+    return _unit_tag(2 * unit_index + 1)
+
+
+def _unit_tag(number: int) -> int:
+    tag = _SMALL_TAG + 1 + number
+    return tag if tag < MESSAGE_TAGS.start else tag + len(MESSAGE_TAGS)
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -14,6 +14,8 @@ No thread does: a rank takes what was posted for it, and posts what is due, when
 own. It may wait for sockets only when it has taken all that it asked for (`take_all`); else two ranks could wait for
 each other. So a group uses memory for everything, or for nothing: `HostMemory.holds`. What is due is posted by then
 too: whoever sends the next message of a tag has taken the one before, so taking it also looks after the other way.
+A rank may also ask long before the other sends: for that it must not wait, since the other may wait
+for the same sockets first. Such messages have tags of their own, of which it takes what is there.
 
 Processes may read each other's memory if they belong to one user and, where the Yama security module restricts it, if
 the sender allows it. Each rank allows it to the descendants of its own parent, which started the other ranks too. The
@@ -42,7 +44,7 @@ from zrun_core.errors import HangError, PeerError
 
 SWITCH = "ZRUN_HOST_MEMORY"  # environment variable: "off" makes ranks of a host use sockets
 
-_NUM_TAGS = 1 << 16
+NUM_TAGS = 1 << 16  # messages with higher ones go through sockets
 _WORDS = 4  # of a record: messages sent, address of the last, its bytes; messages taken
 _SENT, _ADDRESS, _NUM_BYTES, _TAKEN = range(_WORDS)
 _SPINS = 5  # looks before the first pause
@@ -107,8 +109,8 @@ class _Line:
     """The messages of one peer and tag in one direction, in order."""
 
     def __init__(self, owner: HostMemory, rank: int, tag: int) -> None:
-        self.rank, self.peer = rank, owner.peers[rank]
-        here, there = owner.ranks.index(rank) * _NUM_TAGS, owner.index * _NUM_TAGS
+        self.rank, self.tag, self.peer = rank, tag, owner.peers[rank]
+        here, there = owner.ranks.index(rank) * NUM_TAGS, owner.index * NUM_TAGS
         self.table, self.at = owner.table, (here + tag) * _WORDS  # what this rank says to the peer
         self.at_peer = (there + tag) * _WORDS  # what the peer says to this rank
         self.messages: deque[Message] = deque()
@@ -213,7 +215,7 @@ class HostMemory:
 
     def _meet(self, exchange: Callable[[bytes], Sequence[bytes]]) -> str:
         """Make the own table, open the others', and try to read their memory; what is in the way, if anything."""
-        num_bytes = len(self.ranks) * _NUM_TAGS * _WORDS * 8  # of which only what is used takes memory
+        num_bytes = len(self.ranks) * NUM_TAGS * _WORDS * 8  # of which only what is used takes memory
         token = secrets.token_bytes(_TOKEN_BYTES)
         shown = ctypes.create_string_buffer(token, _TOKEN_BYTES)
         descriptor: int | None = None
@@ -250,7 +252,7 @@ class HostMemory:
 
     def holds(self, ranks: tuple[int, ...], tag: int) -> bool:
         """Whether all of `ranks` can exchange messages with this tag."""
-        return tag < _NUM_TAGS and set(ranks) <= set(self.ranks)
+        return tag < NUM_TAGS and set(ranks) <= set(self.ranks)
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int) -> Message:
         """Let `rank` take the contiguous `tensor`, which must not change until the message is over."""
@@ -271,14 +273,19 @@ class HostMemory:
         line.add(message)
         return message
 
-    def take_all(self) -> None:
+    def take_all(self, *, but: range) -> None:
         """Return when this rank has taken all that it asked for. See [Note: who moves messages].
+
+        Args:
+            but: tags of messages that need not be there yet.
 
         Raises:
             PeerError: a peer has ended, or does not answer.
         """
         for line in list(self._lines.values()):
-            if isinstance(line, _Receiving) and line.messages:
+            if line.tag in but:
+                line.move()
+            elif isinstance(line, _Receiving) and line.messages:
                 line.messages[-1].wait()
 
     def wait_for(self, message: Message) -> None:

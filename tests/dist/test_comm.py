@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +12,20 @@ import torch
 from toys import world
 
 import zrun_core.comm
-from zrun_core.comm import Comm, Group, Handle, Phase, TrafficKey, slice_start
+from zrun_core.board import Board
+from zrun_core.comm import (
+    MESSAGE_TAGS,
+    Comm,
+    Group,
+    Handle,
+    Phase,
+    TrafficKey,
+    gather_tag,
+    message_tag,
+    reduce_tag,
+    slice_start,
+)
+from zrun_core.host_memory import NUM_TAGS
 from zrun_core.mesh import Mesh
 
 CPU = torch.device("cpu")
@@ -299,3 +314,63 @@ def test_what_follows_nothing_starts_at_once():
     handle = Handle(comm, [], lambda: log.append("stored")).then(follow, over)
     assert log == ["stored", "second"]
     assert not handle.poll()
+
+
+def pass_on(folder: str, in_memory: bool, laps: int) -> dict[str, Any]:
+    """Ranks in a ring send to the next one, more messages under one number than there are tags."""
+    rank, size = world()
+    board = Board(Path(folder) / "board", rank, range(size), size)
+    comm, group = Comm(CPU, board), Mesh.build(rank, ["host"] * size, size).world
+    group = replace(group, axis="pipe")
+    if in_memory:
+        assert comm.use_memory(group, 60.0) is None
+    comm.phase = Phase.FORWARD
+    step = len(MESSAGE_TAGS)  # so that all have one tag
+    received = []
+    for lap in range(laps):
+        arriving = torch.zeros(3, dtype=torch.bfloat16)
+        receive = comm.receive(
+            arriving, (rank - 1) % size, group, number=lap * step, name=f"hidden of {lap}"
+        )
+        outgoing = torch.full((3,), float(10 * lap + rank), dtype=torch.bfloat16)
+        send = comm.send(
+            outgoing, (rank + 1) % size, group, number=lap * step, name=f"hidden of {lap}"
+        )
+        received.append((receive, send, arriving))
+    for receive, send, _ in received:
+        receive.wait()
+        send.wait()
+    return {
+        "values": [arriving.tolist() for *_, arriving in received],
+        "calls": dict(comm.calls),
+        "sent": dict(comm.sent_bytes),
+        "received": dict(comm.received_bytes),
+        "last": str(board.last(rank)),
+    }
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+@pytest.mark.parametrize("size", [2, 3])
+def test_messages_go_from_one_rank_to_another_and_are_counted(ranks, tmp_path, size, in_memory):
+    laps = 3
+    for rank, found in enumerate(ranks(size).run(pass_on, str(tmp_path), in_memory, laps)):
+        before = (rank - 1) % size
+        assert found["values"] == [[10 * lap + before] * 3 for lap in range(laps)]
+        kinds = {kind: TrafficKey(kind, "pipe", Phase.FORWARD) for kind in ("send", "receive")}
+        counts = {key: n for key, n in found["calls"].items() if key.kind != "small"}
+        assert counts == dict.fromkeys(kinds.values(), laps)
+        assert found["sent"][kinds["send"]] == laps * 3 * 2
+        assert found["sent"][kinds["receive"]] == 0
+        assert found["received"][kinds["receive"]] == laps * 3 * 2
+        assert found["received"][kinds["send"]] == 0
+        assert found["last"] == f"send 3 to rank {(rank + 1) % size}, 'hidden of 2' (6 B)"
+
+
+def test_what_is_under_way_between_two_ranks_has_tags_of_its_own():
+    units = {tag(number) for number in range(40_000) for tag in (gather_tag, reduce_tag)}
+    messages = {message_tag(number) for number in range(5000)}
+    assert len(units) == 80_000
+    assert len(messages) > 1000
+    assert max(messages) < NUM_TAGS < max(units), "messages can go through memory"
+    assert not units & messages
+    assert not (units | messages) & {zrun_core.comm._SMALL_TAG}

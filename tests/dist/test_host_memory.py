@@ -12,12 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_comm import CPU, collectives, join, whole
-from toys import Net, data, full_state, make_sharded, train_sharded
+from toys import Net, data, full_state, make_sharded, train_sharded, world
 
 from zrun_core import host_memory
-from zrun_core.comm import Comm, Group, Handle
+from zrun_core.comm import Comm, Group, Handle, gather_tag
 from zrun_core.errors import HangError, PeerError
-from zrun_core.host_memory import HostMemory
+from zrun_core.host_memory import HostMemory, Message
+from zrun_core.mesh import Mesh
 
 
 def join_memory(patience_s: float = 60.0) -> tuple[Comm, Group]:
@@ -307,3 +308,57 @@ def test_only_groups_within_the_host_use_it():
     assert not memory.holds((0, 1, 2), 2)
     assert not memory.holds((0, 1), 1 << 16)
     assert Comm(CPU).use_memory(Group("host", (0,), 0, None), 1.0) is None
+
+
+def ask_early() -> tuple[list[float], list[float]]:
+    """Ranks 0 and 1 share a host. The one expects what the other sends after two gathers of all."""
+    rank, size = world()
+    mesh = Mesh.build(rank, ["one", "one", "other"], size)
+    comm, group = Comm(CPU), mesh.world
+    assert comm.use_memory(mesh.host, 10.0) is None
+    arriving = torch.zeros(2)
+    if rank == 1:
+        early = comm.receive(arriving, 0, group, number=0, name="hidden")
+        assert isinstance(early._works[0], Message), "both share memory, if not the whole group"
+    full = torch.zeros(size)
+    full[rank] = rank + 1.0
+    own = full[rank : rank + 1]
+    for number in range(2):  # the first is over when all have issued it: nobody has to wait for it
+        comm.all_gather(full, own, group, tag=gather_tag(number), name="over sockets").wait()
+    if rank == 0:
+        comm.send(torch.ones(2), 1, group, number=0, name="hidden").wait()
+    if rank == 1:
+        early.wait()
+    comm.settle()
+    comm.barrier(group)
+    return full.tolist(), arriving.tolist()
+
+
+def test_a_message_that_is_expected_later_holds_up_no_socket(ranks):
+    found = ranks(3).run(ask_early)
+    assert [full for full, _ in found] == [[1, 2, 3]] * 3
+    assert found[1][1] == [1, 1]
+
+
+def send_without_looking() -> list[float]:
+    """Rank 0 sends three messages, and looks at none of them before rank 1 has all."""
+    comm, group = join_memory(patience_s=10.0)
+    call = next(_CALLS)
+    tensors = [torch.full((3,), float(number * (1 - group.index))) for number in (1, 2, 3)]
+    if group.index == 0:
+        sends = [
+            comm.send(tensor, 1, group, number=number, name=f"hidden of {number}")
+            for number, tensor in enumerate(tensors)
+        ]
+        comm.roll_call(group, f"without looking {call}", 20.0)
+        for send in sends:
+            send.wait()
+        return []
+    for number, tensor in reversed(list(enumerate(tensors))):
+        comm.receive(tensor, 0, group, number=number, name=f"hidden of {number}").wait()
+    comm.roll_call(group, f"without looking {call}", 20.0)
+    return [float(tensor[0]) for tensor in tensors]
+
+
+def test_messages_of_different_numbers_do_not_wait_for_each_other(ranks):
+    assert ranks(2).run(send_without_looking) == [[], [1, 2, 3]]

@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
-from toys import optim_config, world
 from torch import nn
+from toys import optim_config, world
 
 from zrun_core import rng
 from zrun_core.buffers import Kind
@@ -32,7 +32,7 @@ from zrun_core.checkpoint.resume import load_newest
 from zrun_core.checkpoint.state import ModelState
 from zrun_core.comm import Comm
 from zrun_core.config import CheckpointConfig, InitFromConfig, PrecisionConfig
-from zrun_core.errors import DivergedError
+from zrun_core.errors import CheckpointError, DivergedError
 from zrun_core.layout import ZeroPolicy
 from zrun_core.mesh import Mesh
 from zrun_core.named_vector import NamedVector
@@ -60,6 +60,13 @@ TENSORS: dict[str, tuple[int, ...]] = {
     "norm.frozen": (DIM,),
     "last.weight": (DIM, DIM),
 }
+
+
+# What the stages of a pipeline have, with a tied weight at both ends.
+STAGES = [
+    [name for name in TENSORS if not name.startswith(("norm", "last"))],
+    ["embed.weight", *(name for name in TENSORS if name.startswith(("norm", "last")))],
+]
 
 
 class Cut(NamedTuple):
@@ -106,7 +113,15 @@ def cuts(rank: int) -> dict[str, Cut]:
     return found
 
 
-def table(rank: int) -> dict[str, TensorPart]:
+def table(mesh: Mesh) -> dict[str, TensorPart]:
+    found = {}
+    if mesh.pipe.size > 1:
+        shape = TENSORS["embed.weight"]
+        found["embed.weight"] = whole("embed.weight", shape, contiguous(shape), ("ends",))
+    return found | (tensor_table(mesh.tensor.index) if mesh.tensor.size > 1 else {})
+
+
+def tensor_table(rank: int) -> dict[str, TensorPart]:
     found = {
         name: sliced(cut.tensor, TENSORS[cut.tensor], cut.dim, cut.ranges, size=cut.size)
         for name, cut in cuts(rank).items()
@@ -140,17 +155,25 @@ class Pulled(nn.Module):
 
 
 class Model(nn.Module):
-    """The whole model, or what a rank of the tensor axis has of it.
+    """The whole model, or what a rank of the tensor axis or a stage of a pipeline has of it.
 
     Padding has no gradient, and is `junk` at first.
     """
 
-    def __init__(self, tensor_rank: int | None, junk: float) -> None:
+    def __init__(
+        self,
+        tensor_rank: int | None = None,
+        stage: int | None = None,
+        junk: float = 0.0,
+    ) -> None:
         super().__init__()
         own = {} if tensor_rank is None else cuts(tensor_rank)
-        shapes = {name for name in TENSORS if tensor_rank is None or name != "block.up.weight"}
+        names = [*TENSORS] if stage is None else STAGES[stage]
+        if tensor_rank is not None:
+            names = [*dict.fromkeys([*names, *own])]
+            names.remove("block.up.weight")
         starts, goals = numbers("start"), numbers("goal")
-        for name in [*(n for n in TENSORS if n in shapes), *(n for n in own if n not in shapes)]:
+        for name in names:
             cut = own.get(name)
             start, goal, weight = starts.get(name), goals.get(name), np.ones(TENSORS.get(name, ()))
             if cut is not None:
@@ -158,8 +181,9 @@ class Model(nn.Module):
                 weight = cut.of(np.ones(TENSORS[cut.tensor]))
                 start = np.where(weight, start, np.float32(junk))
             self.add(name, start, goal, weight)
-        self.get_submodule("norm").frozen.requires_grad_(False)
-        self.register_buffer("count", torch.zeros(3))
+        if stage != 0:
+            self.get_submodule("norm").frozen.requires_grad_(False)
+        self.register_buffer("count" if stage != 1 else "last_count", torch.zeros(3))
 
     def add(self, name: str, start: np.ndarray, goal: np.ndarray, weight: np.ndarray) -> None:
         path, _, key = name.rpartition(".")
@@ -174,9 +198,15 @@ class Model(nn.Module):
         module.weights[key] = torch.from_numpy(weight.astype(np.float32))
 
     def forward(self) -> torch.Tensor:
-        self.count += torch.arange(3)
+        next(self.buffers()).add_(torch.arange(3))
         pulled = [module for module in self.modules() if isinstance(module, Pulled)]
         return torch.stack([module() for module in pulled]).sum()
+
+
+def build(mesh: Mesh, junk: float = 0.0) -> Model:
+    """What this rank has of the model."""
+    tensor_rank = mesh.tensor.index if mesh.tensor.size > 1 else None
+    return Model(tensor_rank, mesh.pipe.index if mesh.pipe.size > 1 else None, junk)
 
 
 def make(
@@ -184,13 +214,15 @@ def make(
     tp: int,
     optim: dict[str, Any],
     *,
+    pp: int = 1,
     group: int | None = None,
     junk: float = 0.0,
 ) -> ShardedModel:
     rank, size = world()
-    places = [Coordinates(dp=number // tp, tp=number % tp) for number in range(size)]
+    dims = ParallelDims(size // tp // pp, tp=tp, pp=pp)
+    places = [dims.coordinates(number) for number in range(size)]
     policy, config = ZeroPolicy(stage), optim_config(clip=1.0, no_decay=["bias"], **optim)
-    shard_size = 1 if stage == 0 else group or size // tp
+    shard_size = 1 if stage == 0 else group or dims.dp
     settings = Settings(
         zero=policy,
         precision=Precision.of(PrecisionConfig.model_validate("fp32")),
@@ -199,13 +231,11 @@ def make(
         clip=config.clip,
         no_decay=config.no_decay,
     )
-    mesh = Mesh.build(rank, ["host"] * size, shard_size, places=places)
+    mesh = Mesh.build(rank, ["host"] * size, shard_size, places=places, ties_ends=pp > 1)
     comm = Comm(torch.device("cpu"))
     comm.use_memory(mesh.host, 60.0)
-    model = Model(mesh.tensor.index if tp > 1 else None, junk)
-    parts = table(mesh.tensor.index) if tp > 1 else {}
     read = lambda name, param: param.detach()  # noqa: E731
-    return ShardedModel(model, read, settings, mesh, comm, table=parts)
+    return ShardedModel(build(mesh, junk), read, settings, mesh, comm, table=table(mesh))
 
 
 def train(sharded: ShardedModel, steps: int) -> list[float]:
@@ -268,16 +298,15 @@ def train_and_save(
     checkpointer.close()
     allocated = sharded.allocated_memory().by_kind
     assert sharded.planned_memory().by_kind == allocated
-    assert on_paper(sharded, tp) == allocated
+    assert on_paper(sharded) == allocated
     return {**found, "norms": norms}
 
 
-def on_paper(sharded: ShardedModel, tp: int) -> dict[Kind, int]:
+def on_paper(sharded: ShardedModel) -> dict[Kind, int]:
     """What the planner says that this rank allocates."""
-    mesh, parts = sharded.mesh, table(sharded.mesh.tensor.index) if tp > 1 else {}
-    model = Model(mesh.tensor.index if tp > 1 else None, 0.0)
-    cut = cut_on_paper(model, sharded.settings, table=parts)
-    dims = ParallelDims(mesh.data.size, tp=tp, shard=mesh.shard.size)
+    mesh = sharded.mesh
+    cut = cut_on_paper(build(mesh), sharded.settings, table=table(mesh))
+    dims = ParallelDims(mesh.data.size, tp=mesh.tensor.size, shard=mesh.shard.size)
     rank = Coordinates(dp=mesh.data.index, tp=mesh.tensor.index)
     account = MemoryAccount()
     buffers = rank_buffers(cut, sharded.settings, dims, rank=rank, device="cpu")
@@ -302,14 +331,23 @@ class Reads:
         return count
 
 
-def load(folder: str, stage: int, tp: int, optim: dict[str, Any]) -> dict[str, Any]:
+def load(
+    folder: str,
+    stage: int,
+    tp: int,
+    optim: dict[str, Any],
+    options: dict[str, Any],
+) -> dict[str, Any]:
     """What this rank has after loading, and how often it has read any byte."""
-    sharded = make(stage, tp, optim)
+    sharded = make(stage, tp, optim, **options)
     train(sharded, 1)  # what is there is overwritten
     with pytest.MonkeyPatch.context() as patch:
         reads = Reads(patch)
         spec = ResumeSpec(folder=folder)
-        load_newest(spec, ModelState(sharded), sharded.comm, sharded.mesh.world)
+        try:
+            load_newest(spec, ModelState(sharded), sharded.comm, sharded.mesh.world)
+        except CheckpointError as error:
+            return {"error": str(error)}
     tensors = {n: t for n, t in reads.times.items() if n.endswith(".safetensors")}
     found = contents(sharded)
     found["norms"] = train(sharded, 1)
@@ -359,7 +397,8 @@ def assembled(ranks: list[dict[str, Any]]) -> dict[str, Arrays]:
         for name, local in rank["params"].items():
             put(states["value"], rank["place"], name, local)
     for (place, name, key), flat in flats.items():
-        rank = next(rank for rank in ranks if rank["place"] == place)
+        has_it = (rank for rank in ranks if rank["place"] == place and name in rank["params"])
+        rank = next(has_it)
         shape, stride = rank["params"][name].shape, rank["strides"][name]
         local = np.lib.stride_tricks.as_strided(flat, shape, [4 * s for s in stride])
         put(states.setdefault(key, {}), place, name, local)
@@ -409,7 +448,7 @@ def test_parts_are_saved_and_loaded_as_the_tensors_they_are_of(
     assert exported["count"].tolist() == [0, 2, 4]
 
     for size, other_stage in ((1, 0), (3, stage)):
-        loaded = ranks(size).run(load, str(tmp_path / "steps"), other_stage, 1, {})
+        loaded = ranks(size).run(load, str(tmp_path / "steps"), other_stage, 1, {}, {})
         same(assembled(loaded), expected)
         for rank in loaded:
             assert max(int(times.max()) for times in rank["times"].values()) == 1
@@ -417,7 +456,7 @@ def test_parts_are_saved_and_loaded_as_the_tensors_they_are_of(
     read = {name: sum(rank["times"].get(name, 0) for rank in loaded) for name in rank["times"]}
     assert all((times > 0).all() for times in read.values()), "every byte was verified"
 
-    parts = ranks(2).run(load, str(tmp_path / "steps"), 3, TP, {})
+    parts = ranks(2).run(load, str(tmp_path / "steps"), 3, TP, {}, {})
     same(assembled(parts), expected)
     assert all(max(int(t.max()) for t in rank["times"].values()) == 1 for rank in parts)
     assert not parts[1]["params"]["embed.weight"][-1].any(), "padding is zero after loading"
@@ -441,7 +480,7 @@ def test_a_whole_model_is_loaded_in_parts(ranks, tmp_path):
     """From a checkpoint of three ranks, from safetensors, and from a state_dict of torch."""
     found = ranks(3).run(train_and_save, str(tmp_path / "steps"), 3, 1, {}, {})
     expected, step = assembled(found), tmp_path / "steps" / "step-00000002"
-    parts = ranks(2).run(load, str(tmp_path / "steps"), 1, TP, {})
+    parts = ranks(2).run(load, str(tmp_path / "steps"), 1, TP, {}, {})
     same(assembled(parts), expected)
     assert all(max(int(t.max()) for t in rank["times"].values()) == 1 for rank in parts)
     assert [rank["norms"] for rank in parts] == [parts[0]["norms"]] * 2
@@ -475,3 +514,64 @@ def test_the_guard_compares_what_all_ranks_of_an_axis_hold(ranks, stage, group):
     assert len(set(of_part)) == 1
     assert bool(of_part[0]) == has_copies, "nobody else has it"
     assert not of_part[0] or "rank 3 has another parameter block.qkv.weight" in of_part[0]
+
+
+def name_spoilt(tp: int, pp: int, rank: int, tensor: str) -> list[str]:
+    """How the ranks call what is not finite on one of them: a parameter, then a gradient."""
+    sharded = make(1, tp, {}, pp=pp)
+    train(sharded, 1)
+    found = []
+    spoils = world()[0] == rank
+    for unit in sharded.units:
+        values, start = unit.values()
+        for each in unit.layout.tensor_ranges(start, start + values.numel()):
+            if spoils and each.part.tensor == tensor:
+                values[each.start] = math.inf
+                unit.values_changed()
+    named = sharded.find_nonfinite_parameter()
+    found.append(str(named))
+    sharded.begin_step()
+    with sharded.forward() as micro:
+        loss = sharded.module()
+    sharded.backward(loss, micro, boundary=True)
+    sums = NamedVector.of(sharded.comm.device)
+    assert bool(sharded.step(1e-2, sums, lambda sums: torch.ones(()).double()).skipped)
+    found.append(str(sharded.find_nonfinite([])))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "rank", "tensor"), [(2, 1, 1, "block.up.weight"), (1, 2, 1, "last.weight")]
+)
+def test_every_rank_names_the_tensor_that_one_alone_has(ranks, tp, pp, rank, tensor):
+    found = ranks(2).run(name_spoilt, tp, pp, rank, tensor)
+    assert found[0] == found[1]
+    assert found[0][0] == str((tensor, "inf"))
+    assert found[0][1].startswith(f"the gradient of {tensor} (layer")
+
+
+@pytest.mark.parametrize(("stage", "world_size"), [(1, 2), (3, 4)])
+def test_stages_of_a_pipeline_save_one_model(ranks, tmp_path, stage, world_size):
+    folder = str(tmp_path / "steps")
+    found = ranks(world_size).run(train_and_save, folder, stage, 1, {}, {"pp": 2})
+    expected = assembled(found)
+    manifest = read_step(tmp_path / "steps" / "step-00000002")
+    assert {info.name for info in manifest.tensors} == {*TENSORS, "count", "last_count"}
+    assert [each["ranks"] for each in manifest.layouts] == [
+        [rank for rank in range(world_size) if rank // (world_size // 2) == place]
+        for place in range(2)
+    ]
+    tied = [each.file for each in manifest.fragments if each.tensor == "embed.weight"]
+    assert len(set(tied)) == world_size, "both ends write a part of it"
+    whole = ranks(1).run(train_and_save, str(tmp_path / "whole"), stage, 1, {}, {})
+    np.testing.assert_allclose(found[-1]["norms"], whole[0]["norms"], rtol=1e-6)
+
+    again = ranks(world_size).run(load, folder, stage, 1, {}, {"pp": 2})
+    same(assembled(again), expected)
+    refused = ranks(world_size).run(load, str(tmp_path / "whole"), stage, 1, {}, {"pp": 2})
+    for rank in refused:
+        assert "the checkpoint has no tensor last_count [3]" in rank["error"]
+    refused = ranks(2).run(load, folder, 0, 1, {}, {})
+    for rank in refused:
+        words = "the checkpoint has a tensor last_count [3], which the model has not"
+        assert words in rank["error"]

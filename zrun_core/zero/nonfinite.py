@@ -22,6 +22,7 @@ _KINDS = (None, "inf", "nan")
 # that part, where everything is finite.
 _LOSS, _OWN, _SUMMED, _LARGEST = slice(0, 2), slice(2, 5), slice(5, 8), slice(8, 11)
 _Found = tuple[int, int, float]  # unit, parameter, and its kind or size
+_STAGE = 1 << 20  # units of one stage of a pipeline, at most: those of an earlier one come first
 
 
 @dataclass(frozen=True)
@@ -98,8 +99,10 @@ def first_nonfinite(layout: UnitLayout, flat: torch.Tensor, start: int) -> tuple
 class Inspector:
     """Looks at gradients: those of this rank, as far as `see` is told of them, and those summed over ranks."""
 
-    def __init__(self, units: Sequence[FlatUnit], comm: Comm, world: Group) -> None:
-        self._units, self._comm, self._world = [unit for unit in units if unit.trainable], comm, world
+    def __init__(self, units: Sequence[FlatUnit], comm: Comm, world: Group, pipe: Group) -> None:
+        self._units, self._comm = [unit for unit in units if unit.trainable], comm
+        self._world, self._pipe = world, pipe
+        self._first_number = 1 + pipe.index * _STAGE  # of a unit, in a row; 0 is none
         self._own: tuple[int, int, int] | None = None  # unit, parameter, kind
         self.norms: list[tuple[list[FlatUnit], torch.Tensor]] = []  # units, and of each the norm, or one of a part
 
@@ -122,7 +125,7 @@ class Inspector:
         is_finite = self._own is None and summed is None and all(map(math.isfinite, losses))
         row = _first_loss(losses)
         for found in (self._own, summed, self._largest() if is_finite else None):
-            row += [0.0, 0.0, 0.0] if found is None else [found[0] + 1.0, found[1] + 1.0, found[2]]
+            row += self._in_row(found)
         return self._judge(self._exchange(row))
 
     def find_unit(self, losses: Sequence[float]) -> Culprit | None:
@@ -131,18 +134,21 @@ class Inspector:
             unit.index for units, norms in self.norms
             for unit, is_finite in zip(units, torch.isfinite(norms).tolist(), strict=True) if not is_finite
         ]  # fmt: skip
-        rows = self._exchange([*_first_loss(losses), min(bad, default=-1) + 1.0])
+        number = min(bad) + self._first_number if bad else 0
+        rows = self._exchange([*_first_loss(losses), number])
         for rank, (kind, micro, _) in enumerate(rows):
             if kind:
                 return Culprit(None, None, rank, _KINDS[int(kind)], int(micro))
-        first = min((row[-1] for row in rows if row[-1]), default=None)
-        return None if first is None else Culprit(None, None, None, unit=self._unit(first).name)
+        first = _first_row(rows, slice(2, 3))
+        if first is None:
+            return None
+        unit = self._told(int(first[-1]), lambda: self._unit(first[0]).name)
+        return Culprit(None, None, None, unit=unit)
 
     def find_parameter(self) -> tuple[str, str] | None:
         """Name and kind (inf, nan) of the first parameter in training that is not finite itself. Collective."""
         found = self._first(lambda unit: unit.owned_param)
-        row = [0.0, 0.0, 0.0] if found is None else [found[0] + 1.0, found[1] + 1.0, found[2]]
-        first = min((each for each in self._exchange(row) if each[0]), default=None)
+        first = _first_row(self._exchange(self._in_row(found)), slice(0, 3))
         if first is None:
             return None
         kind = _KINDS[int(first[2])]
@@ -166,13 +172,18 @@ class Inspector:
         return None
 
     def _largest(self) -> _Found | None:
-        """Where the largest element of this rank's part of the sum is, and its size."""
+        """Where the largest element of this rank's part of the sum is, if their norm overflows."""
         found: list[_Found] = []
         for unit, held in self._held(lambda unit: unit.grad):
             for piece in unit.layout.pieces(unit.owned[0], unit.owned[0] + held.numel()):
                 size = torch.linalg.vector_norm(held[piece.start : piece.stop], math.inf)
                 found.append((unit.index, piece.index, float(size)))
-        return max(found, key=lambda each: each[2], default=None)
+        largest = max(found, key=lambda each: each[2], default=None)
+        num_elements = sum(unit.layout.numel for unit in self._units)
+        too_large = torch.finfo(torch.float32).max  # in which norms are taken
+        if largest is None or largest[2] ** 2 * num_elements < too_large:
+            return None
+        return largest
 
     def _held(self, of: Callable[[FlatUnit], torch.Tensor]) -> list[tuple[FlatUnit, torch.Tensor]]:
         """The units, and this rank's elements of each without padding."""
@@ -180,12 +191,30 @@ class Inspector:
             (unit, of(unit)[: max(0, min(unit.owned[1], unit.layout.numel) - unit.owned[0])]) for unit in self._units
         ]
 
+    def _in_row(self, found: _Found | None) -> list[float]:
+        if found is None:
+            return [0.0, 0.0, 0.0]
+        return [found[0] + self._first_number, found[1] + 1.0, found[2]]
+
     def _name(self, found: Sequence[float]) -> str:
-        """The parameter that (unit + 1, parameter + 1, ...) means."""
-        return self._unit(found[0]).layout.slots[int(found[1]) - 1].name
+        """The tensor that what a rank has found, (unit, parameter, ..., rank) of its row, is of."""
+
+        def own() -> str:
+            slot = self._unit(found[0]).layout.slots[int(found[1]) - 1]
+            return slot.part.tensor
+
+        return self._told(int(found[-1]), own)
 
     def _unit(self, number: float) -> FlatUnit:
-        return next(unit for unit in self._units if unit.index == int(number) - 1)
+        index = int(number) - self._first_number
+        return next(unit for unit in self._units if unit.index == index)
+
+    def _told(self, rank: int, own: Callable[[], str]) -> str:
+        """The name of what `rank` has found, which other stages of a pipeline do not have."""
+        if self._pipe.size == 1:
+            return own()
+        name = own().encode() if rank == self._world.index else b""
+        return self._comm.exchange_bytes(name, self._world, name="skipped step")[rank].decode()
 
     def _judge(self, rows: list[list[float]]) -> Culprit | None:
         ranks = range(len(rows))
@@ -202,9 +231,8 @@ class Inspector:
                 return Culprit(parameter, kind, each, _KINDS[int(loss)], int(micro))
         if first is not None:
             return Culprit(parameter, kind, rank)
-        largest = (row[_LARGEST] for row in rows if any(row[_LARGEST]))
+        largest = ((*row[_LARGEST], rank) for rank, row in enumerate(rows) if any(row[_LARGEST]))
         large = max(largest, key=lambda each: each[2], default=None)
-        num_elements = sum(unit.layout.numel for unit in self._units)
-        if large is None or large[2] ** 2 * num_elements < torch.finfo(torch.float32).max:  # in which norms are taken
+        if large is None:
             return None
         return Culprit(self._name(large), None, None, size=large[2])

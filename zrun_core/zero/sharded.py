@@ -247,7 +247,7 @@ class ShardedModel:
         if settings.optimizer is not None:
             self.attach(settings.optimizer, [{}, {"weight_decay": 0.0}], lambda slot: slot.group)
         self.scaler = LossScaler(settings.precision, comm.device)
-        self._inspector = Inspector(self.units, comm, mesh.world)
+        self._inspector = Inspector(self.units, comm, mesh.world, mesh.pipe)
         self._running = RunningBuffers(module)
         self._never: set[str] | None = None
 

@@ -22,7 +22,6 @@ import zrun_core.trainer
 from zrun_core.activations.checkpoint import apply_checkpointing
 from zrun_core.config import ActivationsConfig
 from zrun_core.hooks import HookContext
-from zrun_core.layout import Sharded
 from zrun_core.named_vector import NamedVector
 from zrun_core.pipeline.schedule import (
     Action,
@@ -170,7 +169,7 @@ def theory(sharded: ShardedModel, kind: str, steps: Sequence[Actions]) -> dict[s
     gathered, for its module and for the look, only in forwards that begin while nothing is under way.
     """
     expected = sharded.expected_traffic(len(steps), len(steps) * MICRO_BATCHES)
-    if Sharded.PARAMETER not in sharded.settings.zero.sharded or kind not in ("looked at", "changing"):
+    if not sharded.settings.zero.free_after_use or kind not in ("looked at", "changing"):
         return expected
     gathers = 0
     for actions in steps:

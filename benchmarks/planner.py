@@ -233,7 +233,6 @@ def run(case: Case, folder: str) -> None:
     (sharded,) = (each for each in gc.get_objects() if type(each) is ShardedModel)
     kinds = sharded.allocated_memory().by_kind
     outside = sum(kinds[kind] for kind in (Kind.PARAM, Kind.GRAD, Kind.OPTIM, Kind.RING))
-    outside -= sharded.optimizer.moment_bytes()  # torch's allocator made them
     print(json.dumps({"peak": outside + peak_between_marks(profiler), "outside": outside}))
     sys.stdout.flush()
     os._exit(0)

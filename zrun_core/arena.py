@@ -71,11 +71,15 @@ class Region:
         """Make a range unreadable: use of a unit that is not whole stops at once instead of computing on zeros."""
         _check(_libc().mprotect(self.address + offset, num_bytes, _PROT_NONE) != 0, "mprotect")
 
-    def tensor(self) -> torch.Tensor:
-        """The region as bytes. The tensor, and every view of it, keeps the region alive."""
+    def tensor(self, num_bytes: int | None = None) -> torch.Tensor:
+        """The first `num_bytes` of the region, or all of it, as uint8.
+
+        The tensor, and every view of it, keeps the region alive.
+        """
+        count = self.num_bytes if num_bytes is None else num_bytes
         buffer = (ctypes.c_char * self.num_bytes).from_address(self.address)
         buffer._region = self  # type: ignore[attr-defined]
-        return torch.frombuffer(buffer, dtype=torch.uint8)
+        return torch.frombuffer(buffer, dtype=torch.uint8, count=count)
 
     def __del__(self) -> None:
         if self._base is not None:
@@ -292,6 +296,13 @@ def flat_buffer(numel: int, dtype: torch.dtype, device: torch.device) -> torch.T
     if device.type == "cpu" and sys.platform.startswith("linux") and numel:
         return Region(numel * dtype.itemsize).tensor().view(dtype)[:numel]
     return torch.zeros(whole_pages(numel * dtype.itemsize) // dtype.itemsize, dtype=dtype, device=device)[:numel]
+
+
+def byte_buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """A permanent buffer of zeros, [num_bytes] uint8, like `flat_buffer`: no larger than that."""
+    if device.type == "cpu" and sys.platform.startswith("linux") and num_bytes:
+        return Region(num_bytes).tensor(num_bytes)
+    return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
 
 class Ring:

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 OWNERS = ("zrun_core/zero/", "zrun_core/optim/")
 # Attributes that only units have, and those that say something else on a parameter, a window or torch itself.
 OF_UNITS_ONLY = {"master", "param_shard", "owned_param", "whole_grad", "_kept_grad", "_grad_views"}
-OF_OTHERS_TOO = {"full", "grad", "window", "views", "_placeholders"}
+OF_OTHERS_TOO = {"full", "grad", "param", "record", "moments", "window", "views", "_placeholders"}
 OUTSIDE = sorted(
     str(path.relative_to(ROOT))
     for package in ("zrun", "zrun_core")
@@ -107,4 +107,9 @@ def test_the_names_are_those_that_units_have() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
     }
-    assert assigned >= OF_UNITS_ONLY | OF_OTHERS_TOO
+    properties = {
+        node.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and "property" in map(ast.unparse, node.decorator_list)
+    }
+    assert assigned | properties >= OF_UNITS_ONLY | OF_OTHERS_TOO

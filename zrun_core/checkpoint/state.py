@@ -38,6 +38,7 @@ from zrun_core.comm import Group, slice_start
 from zrun_core.errors import CheckpointError, SaveError
 from zrun_core.layout import ParamSlot, Piece, TensorRange, dense_stride
 from zrun_core.optim import lightweight
+from zrun_core.optim.sharded import UnitUpdate
 from zrun_core.tensors import Extent, Shared, shared
 from zrun_core.zero.sharded import ShardedModel
 from zrun_core.zero.unit import FlatUnit
@@ -241,12 +242,12 @@ class ModelState:
 
     def _optimizer_states(self) -> Iterator[tuple[FlatUnit, Piece, dict[str, Any]]]:
         """(unit, part of a parameter in its owned range, state) of what has been updated so far."""
-        for unit, piece, param, optimizer in self._held():
-            state = optimizer.state.get(param)
+        for unit, piece, param, update in self._held():
+            state = update.state_of(param)
             if state:
                 yield unit, piece, state
 
-    def _held(self) -> Iterator[tuple[FlatUnit, Piece, nn.Parameter, torch.optim.Optimizer]]:
+    def _held(self) -> Iterator[tuple[FlatUnit, Piece, nn.Parameter, UnitUpdate]]:
         return self._sharded.optimizer.held() if self._sharded.settings.optimizer is not None else iter(())
 
     # Loading
@@ -388,22 +389,17 @@ class ModelState:
         for fragment in manifest.fragments:
             if fragment.state not in (VALUE, RANK):
                 states[fragment.tensor].add(fragment.state)
-        for unit, piece, param, optimizer in self._held():
+        for unit, piece, param, update in self._held():
             info = next(known[name] for name in self._names_of(piece.slot) if name in known)
             if not states[info.name] and not info.scalars:
-                optimizer.state.pop(param, None)  # it had not been updated then, whatever has become of it here
+                update.set_state(param, piece, None)  # it had not been updated then
                 continue
-            state: dict[str, Any] = {}
-            for key, value in prototype.items():
-                if _is_scalar(value):
-                    state[key] = _like(value, info.scalars[key])
-                elif isinstance(value, torch.Tensor):
-                    state[key] = torch.empty(param.shape, dtype=value.dtype, device=param.device)
-                    low = unit.owned[0] + piece.start
-                    targets += self._targets(unit, key, state[key], low)
-                else:
-                    state[key] = value
-            optimizer.state[param] = state
+            state = dict(prototype)
+            for key in filter(lambda key: _is_scalar(prototype[key]), prototype):
+                state[key] = _like(prototype[key], info.scalars[key])
+            for key, value in update.set_state(param, piece, state).items():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    targets += self._targets(unit, key, value, unit.owned[0] + piece.start)
         return targets
 
     # What differs between ranks

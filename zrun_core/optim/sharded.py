@@ -3,6 +3,14 @@
 Each parameter's part in the shard is a tensor of its own to the optimizer, so that parameter groups, parameters without
 a gradient and per-parameter step counts behave as on the plain model.
 
+[Note: records]
+What an update reads and writes beside the gradient is one flat tensor per unit: see
+`zero/record.py`. Optimizers make their states themselves, in the first update of a parameter and
+with the values that they begin with, as many small tensors. After that update they are copied into
+the record, and the optimizer is given views of it instead: so memory is taken twice for one unit
+at a time. Loading a checkpoint makes the views at once. A parameter without a gradient has room in
+the record, and no state until it gets one.
+
 [Note: layer-wise optimizers]
 LAMB and LARS need the norms of whole tensors and of their updates. All units propose their updates
 first; one small message sums the squared norms of all tensors, in float64; then all units apply
@@ -15,6 +23,7 @@ first.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -28,7 +37,7 @@ from zrun_core.optim.layerwise import LayerWise, Trust
 from zrun_core.zero.unit import FlatUnit
 
 
-class _UnitUpdate:
+class UnitUpdate:
     """The optimizer of one unit."""
 
     def __init__(
@@ -42,7 +51,7 @@ class _UnitUpdate:
     ) -> None:
         """
         Args:
-            first: number of the unit's first parameter in the model.
+            number_of: by name of a tensor, its number in the model.
             scratch: that the optimizers of all units share.
         """
         self.unit = unit
@@ -50,10 +59,20 @@ class _UnitUpdate:
         self.pieces: list[Piece] = list(unit.layout.pieces(start, stop))
         self._grad: torch.Tensor | None = None  # whose parts are below
         self._grad_parts: list[torch.Tensor] = []
-        self._params = [torch.nn.Parameter(unit.master[piece.start : piece.stop]) for piece in self.pieces]
+        master, self._shown = unit.master, unit.record.at()
+        self._params = [
+            torch.nn.Parameter(master[piece.start : piece.stop])
+            for piece in self.pieces  # those that this rank updates
+        ]
+        # By parameter and name, the states that are in the record.
+        self._views: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        self._num_adopted = 0  # parameters whose states were moved there
+        self._may_replace = False  # an optimizer of the user's may put others in their place
         self.optimizer: torch.optim.Optimizer | None = None
         if self._params:
             self.optimizer = chosen.make(self._params, None)
+            is_known = type(self.optimizer).__module__.startswith(("torch.optim.", "zrun_core."))
+            self._may_replace = not is_known
             self.optimizer.param_groups.clear()
             numbers = [group_of(piece.slot) for piece in self.pieces]
             self._group_numbers = sorted(set(numbers))  # of the optimizer's groups
@@ -66,6 +85,95 @@ class _UnitUpdate:
             for param, piece in zip(self._params, self.pieces, strict=True):
                 number = number_of[piece.slot.part.tensor]
                 self.optimizer.lay(param, number, start + piece.start, every)
+        if self.optimizer is not None and self.optimizer.state:  # some make it at once
+            self._adopt()
+
+    # Its states. See [Note: records]
+
+    def state_of(self, param: torch.nn.Parameter) -> dict[str, Any]:
+        """Return what the optimizer keeps of a parameter of its: nothing until that is updated."""
+        assert self.optimizer is not None
+        state: dict[str, Any] = self.optimizer.state.get(param, {})
+        return state
+
+    def set_state(
+        self,
+        param: torch.nn.Parameter,
+        piece: Piece,
+        state: Mapping[str, Any] | None,
+    ) -> dict[str, Any]:
+        """Give the optimizer another state of a parameter.
+
+        Args:
+            param: as the optimizer knows it.
+            piece: where it lies in the elements that this rank updates.
+            state: as the optimizer keeps it; a tensor with dimensions stands for one of its format
+                with a number for each element. None: the parameter is as if it was never updated.
+
+        Returns:
+            What the optimizer has now. Numbers for each element are in the record, and undefined.
+        """
+        assert self.optimizer is not None
+        self._views.pop(param, None)
+        self.optimizer.state.pop(param, None)
+        if state is not None:
+            tensors = {name: each for name, each in state.items() if isinstance(each, torch.Tensor)}
+            formats = {name: each.dtype for name, each in tensors.items() if each.dim()}
+            self._make_room(formats)
+            views = {name: self._view(param, piece, name) for name in formats}
+            self.optimizer.state[param] = {**state, **views}
+        self._num_adopted = len(self.optimizer.state)
+        return self.state_of(param)
+
+    def begin(self) -> None:
+        """Have the record here, and the optimizer see where it lies."""
+        self.unit.begin_update()
+        if self.unit.record.at() is not self._shown:
+            self._show()
+
+    def end(self) -> None:
+        """After an update: new states move into the record, and parameters follow the masters."""
+        assert self.optimizer is not None
+        if self._may_replace or len(self.optimizer.state) != self._num_adopted:
+            self._adopt()
+        self.unit.end_update()
+
+    def _show(self) -> None:
+        """Point the optimizer's parameters and states at the record, as far as they are in it."""
+        self._shown, master = self.unit.record.at(), self.unit.master
+        for param, piece in zip(self._params, self.pieces, strict=True):
+            param.data = master[piece.start : piece.stop]
+            for name in self._views.get(param, {}):
+                self.state_of(param)[name] = self._view(param, piece, name)
+
+    def _view(self, param: torch.nn.Parameter, piece: Piece, name: str) -> torch.Tensor:
+        view = self.unit.moments[name][piece.start : piece.stop]
+        self._views.setdefault(param, {})[name] = view
+        return view
+
+    def _make_room(self, formats: Mapping[str, torch.dtype]) -> None:
+        missing = {name: dtype for name, dtype in formats.items() if name not in self.unit.moments}
+        if missing:
+            self.unit.add_moments(missing)
+            self._show()
+
+    def _adopt(self) -> None:
+        """Move what the optimizer has made for each element into the record."""
+        assert self.optimizer is not None
+        made = []
+        for param, piece in zip(self._params, self.pieces, strict=True):
+            views = self._views.get(param, {})
+            for name, value in self.state_of(param).items():
+                if _is_per_element(value, param) and value is not views.get(name):
+                    made.append((param, piece, name, value.dtype))
+        self._make_room({name: dtype for _, _, name, dtype in reversed(made)})  # the first one's
+        for param, piece, name, dtype in made:
+            if self.unit.moments[name].dtype == dtype:
+                state = self.state_of(param)
+                state[name] = self._view(param, piece, name).copy_(state[name])
+        self._num_adopted = len(self.optimizer.state)
+
+    # One update
 
     def set_options(self, groups: Sequence[Options]) -> None:
         """Replace the options of each group."""
@@ -105,13 +213,13 @@ class ShardedOptimizer:
             tensor: the ranks that have other parts of the same tensors.
         """
         self._chosen, self._scratch, self._comm, self._tensor = chosen, scratch, comm, tensor
-        self._updates: list[_UnitUpdate] = []
+        self._updates: list[UnitUpdate] = []
         trained = [unit for unit in units if unit.trainable]
         slots = [slot for unit in trained for slot in unit.layout.slots]
         self._groups = {slot.part.tensor: group_of(slot) for slot in slots}  # a number for each
         numbers, of_chunks = {name: number for number, name in enumerate(self._groups)}, Scratch()
         for unit in trained:
-            update = _UnitUpdate(unit, chosen, groups, group_of, numbers, of_chunks)
+            update = UnitUpdate(unit, chosen, groups, group_of, numbers, of_chunks)
             self._updates.append(update)
         self._trust: Trust | None = None
         if chosen.layer_wise:
@@ -162,7 +270,7 @@ class ShardedOptimizer:
 
     def _begin(
         self,
-        update: _UnitUpdate,
+        update: UnitUpdate,
         lr: float | None,
         got: bytes | bytearray,
         grad_scale: torch.Tensor | None,
@@ -171,6 +279,7 @@ class ShardedOptimizer:
         """Show the unit's optimizer its gradient; returns scratch that this took."""
         optimizer = update.optimizer
         assert optimizer is not None
+        update.begin()
         grad, borrowed = self._fp32_grad(update.unit)
         if self._chosen.scales_inside:
             optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf  # type: ignore[attr-defined]
@@ -182,13 +291,13 @@ class ShardedOptimizer:
         update.set_grads(grad, got)
         return grad if borrowed else None
 
-    def _end(self, update: _UnitUpdate, borrowed: torch.Tensor | None) -> None:
+    def _end(self, update: UnitUpdate, borrowed: torch.Tensor | None) -> None:
         update.set_grads(None, b"")
         if borrowed is not None:
             self._scratch.give(borrowed)
-        update.unit.cast_master()
+        update.end()
 
-    def _apply_together(self, updates: Sequence[_UnitUpdate]) -> None:
+    def _apply_together(self, updates: Sequence[UnitUpdate]) -> None:
         """The two halves of a layer-wise update. See [Note: layer-wise optimizers]."""
         assert self._trust is not None
         optimizers = [update.optimizer for update in updates if isinstance(update.optimizer, LayerWise)]
@@ -215,26 +324,24 @@ class ShardedOptimizer:
         assert room is not None
         return room.copy_(unit.grad), True
 
-    def moment_bytes(self) -> int:
-        """Bytes of per-element optimizer state on this rank."""
-        return sum(
-            value.nbytes
-            for update in self._updates
-            if update.optimizer is not None
-            for param, state in update.optimizer.state.items()
-            for value in state.values()
-            if isinstance(value, torch.Tensor) and value.shape == param.shape
-        )
-
     def tensors(self) -> Iterator[torch.Tensor]:
         """Everything that the optimizers keep on this rank."""
         for update in self._updates:
             for state in update.optimizer.state.values() if update.optimizer is not None else ():
                 yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
-    def held(self) -> Iterator[tuple[FlatUnit, Piece, torch.nn.Parameter, torch.optim.Optimizer]]:
-        """Every part of a parameter that this rank updates: (unit, part, as its optimizer knows it, that optimizer)."""
+    def held(self) -> Iterator[tuple[FlatUnit, Piece, torch.nn.Parameter, UnitUpdate]]:
+        """Yield every part of a parameter that this rank updates.
+
+        Each is (unit, part, the part as its optimizer knows it, whom to ask for that one's state).
+        """
         for update in self._updates:
-            if update.optimizer is not None:
-                for piece, param in zip(update.pieces, update._params, strict=True):
-                    yield update.unit, piece, param, update.optimizer
+            for piece, param in zip(update.pieces, update._params, strict=True):
+                yield update.unit, piece, param, update
+
+
+def _is_per_element(value: Any, param: torch.Tensor) -> bool:
+    """Whether a state has a number for each element of a parameter, beside them."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    return value.shape == param.shape and value.device == param.device

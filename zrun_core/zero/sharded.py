@@ -513,8 +513,6 @@ class ShardedModel:
         account = MemoryAccount()
         for unit in self.units:
             account.add(unit.allocated())
-        if self.settings.optimizer is not None:
-            account.add([Buffer("moments", Kind.OPTIM, self.optimizer.moment_bytes())])
         account.add(module_buffers(self.module))
         account.add([Buffer("rings", Kind.RING, sum(self.ring_bytes))])
         return account

@@ -8,7 +8,7 @@ mark_stale the shard was updated: the foreign shards are those of the last step
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from zrun_core.arena import (
     StorageWindow,
     WholeWindow,
     Window,
+    byte_buffer,
     can_move_pages,
     flat_buffer,
 )
@@ -29,6 +30,8 @@ from zrun_core.buffers import Buffer, Kind
 from zrun_core.comm import Comm, Group, Handle
 from zrun_core.layout import ParamSlot, Peers, StatePolicy, UnitLayout
 from zrun_core.zero.exchange import Exchange
+from zrun_core.zero.home import Here, Home, arrive
+from zrun_core.zero.record import RecordLayout
 
 
 class UnitState(Enum):
@@ -61,10 +64,13 @@ class FlatUnit:
         shard: the ranks that divide the unit between them, `layout.num_shards` of them.
         replicate: the ranks that hold the same shard.
         peers: this rank's place in both.
-        param_shard: [shard_numel] in compute dtype, this rank's part of the parameters.
-        master: fp32, the elements that this rank updates; the parameters themselves under fp32.
-        grad: in reduce dtype, the gradient of the elements that this rank updates.
+        param: home of what is kept of the parameters between uses, in compute dtype: the own shard,
+            or all of them.
+        param_shard: [shard_numel], this rank's part of the parameters. Its address is constant.
         owned: the first and last + 1 of the elements that this rank updates.
+        record: home of what their update reads and writes beside the gradient, `record_layout`.
+        moments: by name, the states that the optimizer keeps of each of these elements.
+        grad: in reduce dtype, the gradient of the elements that this rank updates.
         got: which parameters have received a gradient on this rank in this step.
     """
 
@@ -127,15 +133,26 @@ class FlatUnit:
 
         self.owned = self.exchange.owned_range(layout, self.peers)
         self.owned_param = self.param_shard if self.owned == own else self.owned_part(self.full)
-        if not self.trainable:
-            return
-        num_owned = self.owned[1] - self.owned[0]
-        self.master = flat_buffer(num_owned, torch.float32, device) if policy.has_master(layout) else self.owned_param
-        if policy.zero.reduce_now(boundary=False) and self.shard.size > 1:
+        self.param: Home = Here(self.param_shard if self.frees else self.full)
+        self.has_master = policy.has_master(layout)
+        if self.trainable:
+            self._allocate_record(device)
+            self._allocate_grad(device)
+
+    def _allocate_record(self, device: torch.device) -> None:
+        master_numel = self.owned[1] - self.owned[0] if self.has_master else 0
+        moment_numel = max((piece.stop for piece in self.layout.pieces(*self.owned)), default=0)
+        self.record_layout = RecordLayout(master_numel, moment_numel, {})
+        self.record: Home = Here(byte_buffer(self.record_layout.num_bytes, device))
+        self._seen_record: torch.Tensor | None = None
+
+    def _allocate_grad(self, device: torch.device) -> None:
+        layout, dtype = self.layout, self.policy.reduce_dtype
+        if self.policy.zero.reduce_now(boundary=False) and self.shard.size > 1:
             self._kept_grad: torch.Tensor | None = None
-            self.grad = flat_buffer(layout.shard_numel, policy.reduce_dtype, device)
+            self.grad = flat_buffer(layout.shard_numel, dtype, device)
         else:
-            self._kept_grad = flat_buffer(layout.padded_numel, policy.reduce_dtype, device)
+            self._kept_grad = flat_buffer(layout.padded_numel, dtype, device)
             self.grad = self.owned_part(self._kept_grad)
         self.whole_grad: torch.Tensor | None = None
         self.begin_step()
@@ -150,7 +167,7 @@ class FlatUnit:
         with torch.no_grad():
             own = self.layout.shard_range(self.shard.index)
             targets = [(self.param_shard, own)] if self.frees else [(self.full, (0, self.layout.padded_numel))]
-            if self.trainable and self.master is not self.owned_param:
+            if self.has_master:
                 targets.append((self.master, self.owned))
             for target, (start, stop) in targets:
                 for piece in self.layout.pieces(start, stop):
@@ -161,6 +178,9 @@ class FlatUnit:
                     first = start + piece.start - slot.offset
                     part = flat.as_strided((piece.stop - piece.start,), (1,), flat.storage_offset() + first)
                     target[piece.start : piece.stop].copy_(part)
+        self.param.put()
+        if self.has_master:
+            self.record.put()
 
     def show(self) -> None:
         """Point the module's parameters at the unit's memory, or at placeholders where it holds none."""
@@ -172,6 +192,7 @@ class FlatUnit:
         """Begin to make the unit whole. Nothing to do if it is, or is about to be."""
         if self.state is not UnitState.SHARDED:
             return
+        arrive(self.param)
         self.window.acquire()
         if not self.views:
             self.views = [_view(self.full, slot) for slot in self.layout.slots]
@@ -199,6 +220,7 @@ class FlatUnit:
         self.state = UnitState.SHARDED
         self.show()
         self.window.release()
+        self.param.drop()
 
     def mark_stale(self) -> None:
         """The owned elements were updated: what other ranks own must be gathered before the next use."""
@@ -214,32 +236,85 @@ class FlatUnit:
         if isinstance(self.window, StorageWindow):
             start, stop = self.layout.shard_range(self.shard.index)
             self.param_shard.copy_(self.full[start:stop])
-        if self.trainable and self.master is not self.owned_param:
+        self.param.put()
+        if self.has_master:
+            arrive(self.record)
             changed = self.owned_param != self.master.to(self.layout.dtype)
             self.master[changed] = self.owned_param[changed].float()
+            self.record.put()
+            self.record.drop()
+
+    # Its update
+
+    @property
+    def master(self) -> torch.Tensor:
+        """[owned] fp32, what an update changes: the parameters where they have no master."""
+        return self._look_at_record()[0] if self.has_master else self.owned_param
+
+    @property
+    def moments(self) -> dict[str, torch.Tensor]:
+        """The optimizer's states by name, each with a number for every element that is owned."""
+        return self._look_at_record()[1]
+
+    def _look_at_record(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        record = self.record.at()
+        if record is not self._seen_record:
+            self._seen_record = record
+            layout = self.record_layout
+            self._in_record = layout.master_of(record), layout.moments_of(record)
+        return self._in_record
+
+    def add_moments(self, dtypes: Mapping[str, torch.dtype]) -> None:
+        """Make room in the record for moments that it has not. It may lie elsewhere afterwards."""
+        self.record_layout = self.record_layout.extended(dtypes)
+        self.record.grow(self.record_layout.num_bytes)
+        self._seen_record = None
+        self._look_at_record()  # so that nothing keeps the old memory
+
+    def begin_update(self) -> None:
+        """Have the record, and the parameters where they are their own masters, come here."""
+        arrive(self.record)
+        if not self.has_master:
+            arrive(self.param)
+
+    def end_update(self) -> None:
+        """The record was updated: the parameters follow their masters, and all of it goes home."""
+        self._cast_master()
+        self.record.put()
+        self.record.drop()
+        self.param.put()
+        self.param.drop()
+
+    def _cast_master(self) -> None:
+        """Write the masters, if there are any, to the parameters in compute dtype."""
+        if self.has_master:
+            self.owned_param.copy_(self.master)
 
     # For whoever reads or writes values between two steps
 
     def values(self) -> Values:
         """Return the most exact values that this rank keeps, padding included: masters where it has them."""
-        if self.trainable:
+        if self.has_master:
+            arrive(self.record)
             return Values(self.master, self.owned[0])
-        return self._params_kept()
+        arrive(self.param)
+        return Values(self.owned_param, self.owned[0]) if self.trainable else self._params_kept()
 
     def values_changed(self) -> None:
         """Bring the parameters up to date with what was written to `values`; foreign shards are stale."""
         if self.trainable:
-            self.cast_master()
+            self.end_update()
             self.mark_stale()
+        else:
+            self.param.put()
 
     def masters(self) -> Values | None:
         """Return the fp32 masters, padding included; None where parameters are their own masters."""
-        if not self.trainable or self.master is self.owned_param:
-            return None
-        return Values(self.master, self.owned[0])
+        return self.values() if self.has_master else None
 
     def resident_params(self) -> Values:
         """Return the parameters that are up to date here without a gather: the whole unit or the own shard."""
+        arrive(self.param)
         return Values(self.full, 0) if self.is_whole else Values(self.owned_param, self.owned[0])
 
     def _params_kept(self) -> Values:
@@ -247,14 +322,12 @@ class FlatUnit:
             return Values(self.param_shard, self.layout.shard_range(self.shard.index)[0])
         return Values(self.full, 0)
 
-    def cast_master(self) -> None:
-        """Write the masters to the parameters in compute dtype. Nothing to do where they are the same memory."""
-        if self.master is not self.owned_param:
-            self.owned_param.copy_(self.master)
-
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield the tensors that this unit's permanent memory consists of; some share their memory."""
         yield from (value for value in vars(self).values() if isinstance(value, torch.Tensor))
+        yield self.param.at()
+        if self.trainable:
+            yield self.record.at()
 
     # Gradients
 
@@ -334,13 +407,11 @@ class FlatUnit:
         return self.grad[start - self.owned[0] : stop - self.owned[0]]
 
     def allocated(self) -> list[Buffer]:
-        """What this unit's permanent buffers really take, in the words of `StatePolicy.buffers`; moments excluded."""
-        param = self.param_shard if self.frees else self.full
-        found = [Buffer(f"{self.name}/param", Kind.PARAM, param.nbytes)]
+        """What this unit's permanent buffers really take. Moments come with its first update."""
+        found = [Buffer(f"{self.name}/param", Kind.PARAM, self.param.at().nbytes)]
         if self.trainable:
             found.append(Buffer(f"{self.name}/grad", Kind.GRAD, self.grad.untyped_storage().nbytes()))
-            if self.master is not self.owned_param:
-                found.append(Buffer(f"{self.name}/master", Kind.OPTIM, self.master.nbytes))
+            found.append(Buffer(f"{self.name}/record", Kind.OPTIM, self.record.at().nbytes))
         return found
 
 

@@ -1,0 +1,88 @@
+"""Where a state of a unit lives, and the verbs by which it comes to where it is used.
+
+    fetch   before use: the values begin to come
+    at      the memory in which they are used
+    put     after they were written: the new values begin to go home
+    drop    not used any more, until the next fetch
+
+A unit has homes for what it keeps of its parameters between uses (`param`), and for all that an
+update reads and writes beside the gradient (`record`). It never asks which kind they are: it calls
+the verbs wherever values that live elsewhere would have to come or go.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from zrun_core.arena import byte_buffer
+from zrun_core.comm import Handle
+
+
+class Home(Protocol):
+    """Memory of one state of one unit.
+
+    The verbs of one home take effect in the order in which they are called: nobody has to wait for
+    what `put` returns before the next one.
+    """
+
+    def fetch(self) -> Handle | None:
+        """Begin to bring the values here. Returns what to wait for; None: they are here."""
+        ...
+
+    def at(self) -> torch.Tensor:
+        """Return the memory here: the values since `fetch`; without it, room for new ones.
+
+        Whoever keeps views of it makes them anew where another tensor is returned.
+        """
+        ...
+
+    def put(self) -> Handle | None:
+        """Begin to take home what was written here. Returns what to wait for; None: it is there."""
+        ...
+
+    def drop(self) -> None:
+        """Give up the memory here, as far as it is not the home itself.
+
+        Other ranks may still read what they were sent from it: see `Comm.settle`.
+        """
+        ...
+
+    def grow(self, num_bytes: int) -> None:
+        """Become `num_bytes` large. Values that are there stay at the beginning; zeros follow."""
+        ...
+
+
+class Here:
+    """The home of what is used where it lives. Nothing moves, and nothing is to be waited for."""
+
+    __slots__ = ("_memory",)
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._memory = memory
+
+    def fetch(self) -> None:
+        return None
+
+    def at(self) -> torch.Tensor:
+        return self._memory
+
+    def put(self) -> None:
+        return None
+
+    def drop(self) -> None:
+        return None
+
+    def grow(self, num_bytes: int) -> None:
+        larger = byte_buffer(num_bytes, self._memory.device)
+        larger[: self._memory.numel()].copy_(self._memory)
+        self._memory = larger
+
+
+def arrive(home: Home) -> torch.Tensor:
+    """Fetch the values of `home`, wait for them, and return them."""
+    coming = home.fetch()
+    if coming is not None:
+        coming.wait()
+    return home.at()

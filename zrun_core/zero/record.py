@@ -1,0 +1,70 @@
+"""The record of a unit: what its update reads and writes beside the gradient, as one flat tensor.
+
+    |------- fp32 master -------|---- exp_avg ----|---- exp_avg_sq ----|
+
+There is no master where the parameters are fp32 and at hand: they are their own. Moments come with
+the unit's first update, because the optimizer itself makes them, with the values that it begins
+with. Each moment has room for all elements that this rank updates, in their order and without the
+padding at the end: a part of them has the same place in the master and in each moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+_MASTER = torch.float32
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """One number for each element: where they lie in the record, in bytes."""
+
+    dtype: torch.dtype
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class RecordLayout:
+    """Which bytes of a record are what.
+
+    Attributes:
+        master_numel: elements of the master, padding included; 0 where there is none.
+        moment_numel: elements of each moment.
+        moments: by name, in the order in which they lie.
+    """
+
+    master_numel: int
+    moment_numel: int
+    moments: Mapping[str, _Moment]
+
+    @property
+    def num_bytes(self) -> int:
+        master_bytes = self.master_numel * _MASTER.itemsize
+        return max((moment.stop for moment in self.moments.values()), default=master_bytes)
+
+    def extended(self, dtypes: Mapping[str, torch.dtype]) -> RecordLayout:
+        """Return the layout with more moments behind those that there are, by name.
+
+        Wide numbers come first, so that each begins where its format wants to.
+        """
+        moments, end = dict(self.moments), self.num_bytes
+        for name, dtype in sorted(dtypes.items(), key=lambda item: -item[1].itemsize):
+            start = -(-end // dtype.itemsize) * dtype.itemsize
+            end = start + self.moment_numel * dtype.itemsize
+            moments[name] = _Moment(dtype, start, end)
+        return RecordLayout(self.master_numel, self.moment_numel, moments)
+
+    def master_of(self, record: torch.Tensor) -> torch.Tensor:
+        """Return the master, [master_numel] fp32, as a view of `record`, [num_bytes] uint8."""
+        return record[: self.master_numel * _MASTER.itemsize].view(_MASTER)
+
+    def moments_of(self, record: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the moments, [moment_numel] each, as views of `record`, [num_bytes] uint8."""
+        found = {}
+        for name, moment in self.moments.items():
+            found[name] = record[moment.start : moment.stop].view(moment.dtype)
+        return found

@@ -340,6 +340,8 @@ HOSTILE = {
     "models in a number": (_set("layout", "models", 5), "models: not an object|layout: not an object"),
     "a model in a number": (_set("layout", "models", {"a": 5}), "layout: not an object"),
     "other models": (_set("layout", "models", {"a": {}}), "not of the models in layout"),
+    "other parts in a number": (_set("layout", "others", 5), "layout: not a list"),
+    "another part in a number": (_set("layout", "others", [{}, 5]), "layout: not an object"),
     "a state too few": (lambda raw: raw["rank_states"].pop(), "states of 2 ranks"),
     "a rank twice": (_set("rank_states", 1, "rank", 0), "states of 2 ranks"),
     "a rank without streams": (lambda raw: raw["rank_states"][0].pop("rng"), "keys rank, rng, learnt"),

@@ -148,6 +148,19 @@ def test_inspect(ckpt: Ckpt, run: Path) -> None:
     assert (code, "has no step 11; it has 30, 20, 10" in err) == (9, True)
 
 
+def test_inspect_tells_how_other_ranks_parts_were_cut(ckpt: Ckpt, run: Path) -> None:
+    path = run / "checkpoints" / "step-00000020"
+    first = {"stage": 1, "tensor": 2, "ranks": [0], "units": ["body"]}
+    layout = {**first, "others": [{**first, "ranks": [1], "units": ["body", "tail"]}]}
+    manifest = replace(read_step(path), layout=layout)
+    (path / "manifest.json").write_bytes(manifest.to_json())
+    code, out, _ = ckpt("inspect", run, "--step", "20")
+    assert code == 0
+    rows = dict(line.split("  ", 1) for line in out.splitlines() if "  " in line)
+    assert rows["layout"].strip() == "stage 1, tensor 2, ranks [0], units ['body']"
+    assert rows["other parts"].strip() == "ranks [1], units ['body', 'tail']"
+
+
 def test_names_are_no_markup(ckpt: Ckpt, run: Path) -> None:
     path = run / "checkpoints" / "step-00000020"
     manifest = read_step(path)

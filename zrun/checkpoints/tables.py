@@ -57,6 +57,8 @@ def step_facts(found: Found) -> dict[str, Any]:
 
 def summary(found: Found, manifest: Manifest) -> Table:
     """What a checkpoint is of, in two columns."""
+    layout, *others = manifest.layouts
+    differing = [{k: v for k, v in each.items() if v != layout.get(k)} for each in others]
     kinds = Counter(tensor.kind for tensor in manifest.tensors)
     elements = sum(tensor.numel for tensor in manifest.tensors)
     table = Table(box=None, show_header=False, pad_edge=False)
@@ -70,7 +72,8 @@ def summary(found: Found, manifest: Manifest) -> Table:
         "model": manifest.model.class_name if manifest.model is not None else "",
         "written by": ", ".join(f"{name} {version}" for name, version in manifest.versions.items()),
         "ranks": str(manifest.world_size),
-        "layout": _pairs(manifest.layout),
+        "layout": _pairs(layout),
+        **({"other parts": "; ".join(map(_pairs, differing))} if others else {}),
         "progress": _pairs(manifest.progress),
         "tensors": f"{len(manifest.tensors)} with {count(elements)} elements: "
         + ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items())),

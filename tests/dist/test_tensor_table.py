@@ -113,22 +113,27 @@ def cuts(rank: int) -> dict[str, Cut]:
     return found
 
 
+def names_of(mesh: Mesh) -> dict[str, Cut | None]:
+    """The parameters of a rank, and what each is of a tensor, if not all of it."""
+    names = TENSORS if mesh.pipe.size == 1 else STAGES[mesh.pipe.index]
+    if mesh.tensor.size == 1:
+        return dict.fromkeys(names)
+    own = {name: cut for name, cut in cuts(mesh.tensor.index).items() if cut.tensor in names}
+    divided = {cut.tensor for cut in own.values()}
+    return {name: None for name in names if name not in divided} | own
+
+
 def table(mesh: Mesh) -> dict[str, TensorPart]:
     found = {}
-    if mesh.pipe.size > 1:
-        shape = TENSORS["embed.weight"]
-        found["embed.weight"] = whole("embed.weight", shape, contiguous(shape), ("ends",))
-    return found | (tensor_table(mesh.tensor.index) if mesh.tensor.size > 1 else {})
-
-
-def tensor_table(rank: int) -> dict[str, TensorPart]:
-    found = {
-        name: sliced(cut.tensor, TENSORS[cut.tensor], cut.dim, cut.ranges, size=cut.size)
-        for name, cut in cuts(rank).items()
-    }
-    for name, shape in TENSORS.items():
-        if name not in found and name != "block.up.weight":
-            found[name] = whole(name, shape, contiguous(shape), alike_over=("tensor",))
+    for name, cut in names_of(mesh).items():
+        over = ["ends"] * (mesh.pipe.size > 1 and name == "embed.weight")
+        if cut is not None:
+            shape, more = TENSORS[cut.tensor], {"size": cut.size, "alike_over": tuple(over)}
+            found[name] = sliced(cut.tensor, shape, cut.dim, cut.ranges, **more)
+        else:
+            over += ["tensor"] * (mesh.tensor.size > 1)
+            shape = TENSORS[name]
+            found[name] = whole(name, shape, contiguous(shape), tuple(over))
     return found
 
 
@@ -160,30 +165,19 @@ class Model(nn.Module):
     Padding has no gradient, and is `junk` at first.
     """
 
-    def __init__(
-        self,
-        tensor_rank: int | None = None,
-        stage: int | None = None,
-        junk: float = 0.0,
-    ) -> None:
+    def __init__(self, names: dict[str, Cut | None], buffer: str, junk: float) -> None:
         super().__init__()
-        own = {} if tensor_rank is None else cuts(tensor_rank)
-        names = [*TENSORS] if stage is None else STAGES[stage]
-        if tensor_rank is not None:
-            names = [*dict.fromkeys([*names, *own])]
-            names.remove("block.up.weight")
         starts, goals = numbers("start"), numbers("goal")
-        for name in names:
-            cut = own.get(name)
-            start, goal, weight = starts.get(name), goals.get(name), np.ones(TENSORS.get(name, ()))
-            if cut is not None:
-                start, goal = cut.of(starts[cut.tensor]), cut.of(goals[cut.tensor])
+        for name, cut in names.items():
+            if cut is None:
+                self.add(name, starts[name], goals[name], np.ones(TENSORS[name]))
+            else:
                 weight = cut.of(np.ones(TENSORS[cut.tensor]))
-                start = np.where(weight, start, np.float32(junk))
-            self.add(name, start, goal, weight)
-        if stage != 0:
+                start = np.where(weight, cut.of(starts[cut.tensor]), np.float32(junk))
+                self.add(name, start, cut.of(goals[cut.tensor]), weight)
+        if "norm.frozen" in names:
             self.get_submodule("norm").frozen.requires_grad_(False)
-        self.register_buffer("count" if stage != 1 else "last_count", torch.zeros(3))
+        self.register_buffer(buffer, torch.zeros(3))
 
     def add(self, name: str, start: np.ndarray, goal: np.ndarray, weight: np.ndarray) -> None:
         path, _, key = name.rpartition(".")
@@ -204,9 +198,8 @@ class Model(nn.Module):
 
 
 def build(mesh: Mesh, junk: float = 0.0) -> Model:
-    """What this rank has of the model."""
-    tensor_rank = mesh.tensor.index if mesh.tensor.size > 1 else None
-    return Model(tensor_rank, mesh.pipe.index if mesh.pipe.size > 1 else None, junk)
+    """What this rank has of the model. Each stage has a buffer of its own."""
+    return Model(names_of(mesh), ["count", "last_count"][mesh.pipe.index], junk)
 
 
 def make(
@@ -354,9 +347,14 @@ def load(
     return {**found, "times": {Path(name).name: times for name, times in tensors.items()}}
 
 
-def compare_replicas(stage: int, group: int | None, spoilt: tuple[int, str] | None) -> str:
+def compare_replicas(
+    stage: int,
+    tp: int,
+    options: dict[str, Any],
+    spoilt: tuple[int, str] | None,
+) -> str:
     """What the guard says after a rank's parameter was changed, in all that it keeps of it."""
-    sharded = make(stage, TP, {}, group=group)
+    sharded = make(stage, tp, {}, **options)
     train(sharded, 1)
     guard = ReplicaGuard(sharded)
     guard.check(1, {"steps": 1.0})
@@ -373,8 +371,8 @@ def compare_replicas(stage: int, group: int | None, spoilt: tuple[int, str] | No
     return ""
 
 
-def load_from_file(path: str, stage: int, tp: int) -> dict[str, Any]:
-    sharded = make(stage, tp, {})
+def load_from_file(path: str, stage: int, tp: int, options: dict[str, Any]) -> dict[str, Any]:
+    sharded = make(stage, tp, {}, **options)
     load_weights(InitFromConfig(path=path), ModelState(sharded), sharded.mesh.world)
     return contents(sharded)
 
@@ -464,11 +462,16 @@ def test_parts_are_saved_and_loaded_as_the_tensors_they_are_of(
 
 
 @pytest.mark.parametrize("optim", [{}, {"name": "lamb", "lr": 1e-2}, {"name": "lars", "lr": 1e-2}])
-@pytest.mark.parametrize(("stage", "world_size"), [(1, 2), (3, 4)])
-def test_parts_train_as_the_whole_does(ranks, tmp_path, stage, world_size, optim):
+@pytest.mark.parametrize(
+    ("stage", "world_size", "tp", "pp"), [(1, 2, TP, 1), (3, 4, TP, 1), (1, 4, TP, 2)]
+)
+def test_parts_train_as_the_whole_does(ranks, tmp_path, stage, world_size, tp, pp, optim):
     """Norms count once what several ranks hold; slices and tiles share their tensor's ratio."""
     whole = ranks(1).run(train_and_save, str(tmp_path / "whole"), stage, 1, optim, {})
-    parts = ranks(world_size).run(train_and_save, str(tmp_path / "parts"), stage, TP, optim, {})
+    options = {"pp": pp}
+    parts = ranks(world_size).run(
+        train_and_save, str(tmp_path / "parts"), stage, tp, optim, options
+    )
     for rank in parts:
         np.testing.assert_allclose(rank["norms"], whole[0]["norms"], rtol=1e-6)
     for state, arrays in assembled(whole).items():
@@ -486,7 +489,7 @@ def test_a_whole_model_is_loaded_in_parts(ranks, tmp_path):
     assert [rank["norms"] for rank in parts] == [parts[0]["norms"]] * 2
     for name in ("model.safetensors", "model.pt"):
         export(step, read_step(step), tmp_path / name)
-        parts = ranks(2).run(load_from_file, str(tmp_path / name), 3, TP)
+        parts = ranks(2).run(load_from_file, str(tmp_path / name), 3, TP, {})
         same(assembled(parts), {"value": expected["value"]})
         assert not parts[1]["params"]["embed.weight"][-1].any()
 
@@ -501,19 +504,30 @@ def test_every_rank_writes_its_share_of_what_all_ranks_of_an_axis_hold(ranks, tm
 @pytest.mark.parametrize(("stage", "group"), [(0, None), (1, None), (3, None), (3, 1)])
 def test_the_guard_compares_what_all_ranks_of_an_axis_hold(ranks, stage, group):
     """Ranks 0 and 1, and 2 and 3, are a tensor axis each; 0 and 2, and 1 and 3 data-parallel."""
-    run = ranks(4).run
-    assert run(compare_replicas, stage, group, None) == [""] * 4
+
+    def run(spoilt: tuple[int, str] | None) -> list[str]:
+        return ranks(4).run(compare_replicas, stage, TP, {"group": group}, spoilt)
+
+    assert run(None) == [""] * 4
     has_copies = stage == 0 or group == 1
     rank = 3 if has_copies else 1  # which keeps the parameter after an update
     for name in ("norm.weight", "norm.frozen"):
-        found = run(compare_replicas, stage, group, (rank, name))
+        found = run((rank, name))
         assert len(set(found)) == 1
         words = f"step 2: replicas diverged: rank {rank} has another parameter {name} than the"
         assert found[0].startswith(words)
-    of_part = run(compare_replicas, stage, group, (3, "block.qkv.weight"))
+    of_part = run((3, "block.qkv.weight"))
     assert len(set(of_part)) == 1
     assert bool(of_part[0]) == has_copies, "nobody else has it"
     assert not of_part[0] or "rank 3 has another parameter block.qkv.weight" in of_part[0]
+
+
+def test_the_guard_compares_the_ends_of_a_pipeline(ranks):
+    run = ranks(2).run
+    assert run(compare_replicas, 1, 1, {"pp": 2}, None) == [""] * 2
+    found = run(compare_replicas, 1, 1, {"pp": 2}, (1, "embed.weight"))
+    assert found[0] == found[1]
+    assert "rank 1 has another parameter embed.weight than the other ranks" in found[0]
 
 
 def name_spoilt(tp: int, pp: int, rank: int, tensor: str) -> list[str]:
@@ -568,6 +582,10 @@ def test_stages_of_a_pipeline_save_one_model(ranks, tmp_path, stage, world_size)
 
     again = ranks(world_size).run(load, folder, stage, 1, {}, {"pp": 2})
     same(assembled(again), expected)
+    export(tmp_path / "steps" / "step-00000002", manifest, tmp_path / "model.safetensors")
+    path = str(tmp_path / "model.safetensors")
+    imported = ranks(world_size).run(load_from_file, path, stage, 1, {"pp": 2})
+    same(assembled(imported), {"value": expected["value"]})
     refused = ranks(world_size).run(load, str(tmp_path / "whole"), stage, 1, {}, {"pp": 2})
     for rank in refused:
         assert "the checkpoint has no tensor last_count [3]" in rank["error"]

@@ -66,8 +66,10 @@ def make_sharded(
     shard_group: int | None = None,
     bucket: int = 1 << 14,
     read: Callable[[str, nn.Parameter], torch.Tensor] = lambda name, param: param.detach(),
+    meet: tuple[Mesh, Comm] | None = None,
     **settings: Any,
 ) -> ShardedModel:
+    """A model on the ranks of the pool; `meet` is given where they are not all data-parallel."""
     rank, world_size = world()
     policy = ZeroPolicy(stage)
     shard_size = 1 if stage == 0 else shard_group or world_size
@@ -81,10 +83,10 @@ def make_sharded(
         no_decay=config.no_decay,
         **settings,
     )
-    mesh = Mesh.build(rank, ["host"] * world_size, shard_size)
-    comm = Comm(torch.device("cpu"))
-    comm.use_memory(mesh.host, 60.0)
-    return ShardedModel(model, read, full, mesh, comm)
+    if meet is None:
+        meet = Mesh.build(rank, ["host"] * world_size, shard_size), Comm(torch.device("cpu"))
+        meet[1].use_memory(meet[0].host, 60.0)
+    return ShardedModel(model, read, full, *meet)
 
 
 def optim_config(**keys: Any) -> OptimConfig:

@@ -131,6 +131,19 @@ def test_a_shard_group_divides_the_ranks() -> None:
     make_plan(job(slots=2, zero={"stage": 0, "shard_group": 3}), CPU_HOST)
 
 
+def test_a_shard_group_of_a_node_needs_nodes_that_are_alike() -> None:
+    hosts = [replace(CPU_HOST, hostname=name, slots=slots) for name, slots in (("a", 2), ("b", 4))]
+
+    def plan(hosts: list[HostFacts], stage: int) -> Resolved:
+        zero = {"stage": stage, "shard_group": "node"}
+        return make_plan(job(batch={"micro": 1}, zero=zero), *hosts)
+
+    with pytest.raises(JobError, match="node, but some hosts have 2 data-parallel ranks and"):
+        plan(hosts, 3)
+    plan(hosts, 0)
+    plan([replace(host, slots=2) for host in hosts], 3)
+
+
 def test_cpu_ranks_may_outnumber_cores_and_that_is_said() -> None:
     resolved = make_plan(job(slots=12, batch={"micro": 1}), CPU_HOST)
     assert resolved.plan.world_size == 12

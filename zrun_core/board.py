@@ -40,9 +40,10 @@ _NUM_LINES = 40  # of a page: what was issued of one kind over one group; more a
 _HISTORY = 32  # last issues of a line that are remembered
 _NAME_BYTES = 72
 _MEMBERS_BYTES = 32  # a bit for each rank of the host
+_OVER_BYTES = 96
 _HEADER = struct.Struct("<7Q")  # the fields of `RankState`
 _KIND = struct.Struct("<Q")  # of a line: place among the kinds, from 1; 0: there is no such line
-_GROUP = struct.Struct(f"<Q{_MEMBERS_BYTES}s{_NAME_BYTES}s")  # of a line: key, members here, words
+_GROUP = struct.Struct(f"<Q{_MEMBERS_BYTES}s{_OVER_BYTES}s")  # of a line: key, members here, words
 _ENTRY = struct.Struct(f"<QQQ{_NAME_BYTES}s")  # number in the line, number over all, bytes, name
 _ENTRIES_AT = _KIND.size + _GROUP.size
 _LINE_BYTES = _ENTRIES_AT + _HISTORY * _ENTRY.size
@@ -134,6 +135,9 @@ class Line(NamedTuple):
     issues: dict[int, Issue]
 
 
+_Lines = dict[int, dict[tuple[str, int], Line]]  # of each rank, by kind and group
+
+
 def listed(ranks: Sequence[int]) -> str:
     """Return the first few of `ranks` as text."""
     shown = [str(rank) for rank in ranks[:8]] + ["..."] * (len(ranks) > 8)
@@ -218,12 +222,15 @@ class BoardView:
 
     def disagreement(self) -> str | None:
         """The first collective on which two ranks differ, in words; None if there is none."""
-        found = (self.disagreement_of(rank) for rank in self.ranks)
+        return self._first_difference(self.ranks)
+
+    def _first_difference(self, ranks: Sequence[int]) -> str | None:
+        """The first collective on which one of `ranks` and any other differ, in words."""
+        lines = {rank: self.lines(rank) for rank in self.ranks}
+        found = (self._difference(rank, lines) for rank in ranks)
         return next((text for text in found if text is not None), None)
 
-    def disagreement_of(self, rank: int) -> str | None:
-        """The first collective on which `rank` and another differ, in words; None: there is none."""
-        lines = {peer: self.lines(peer) for peer in self.ranks}
+    def _difference(self, rank: int, lines: _Lines) -> str | None:
         for at, mine in lines[rank].items():
             if mine.kind not in _COLLECTIVES:  # messages may be issued ahead, in any order
                 continue
@@ -232,10 +239,10 @@ class BoardView:
                 for number in sorted(mine.issues.keys() & theirs.issues.keys()):
                     ours, other = mine.issues[number], theirs.issues[number]
                     if ours.name != other.name:
-                        return self._differing(ours, rank, other, peer)
+                        return self._in_words(ours, rank, other, peer)
         return None
 
-    def _differing(self, ours: Issue, rank: int, other: Issue, peer: int) -> str:
+    def _in_words(self, ours: Issue, rank: int, other: Issue, peer: int) -> str:
         step = self.state(rank).step
         when = f" of step {step}" if step else ""  # nobody tells the steps of a user's own loop
         return (
@@ -277,9 +284,6 @@ def _text(raw: bytes) -> str:
 def _last(line: Line | None) -> int:
     """Return the number of what was issued last."""
     return 0 if line is None else max(line.issues, default=0)
-
-
-_Lines = dict[int, dict[tuple[str, int], Line]]  # of each rank, by kind and group
 
 
 def _missed_collectives(everyones: _Lines) -> Iterator[tuple[Issue, int, int]]:
@@ -336,7 +340,7 @@ class Board(BoardView):
 
     def disagreement(self) -> str | None:
         """The first collective on which this rank and another differ, in words."""
-        return self.disagreement_of(self.rank)
+        return self._first_difference([self.rank])
 
     def step(self, step: int) -> None:
         """Say which optimizer step begins."""
@@ -380,13 +384,13 @@ class Board(BoardView):
         at = self._base + _HEADER.size + place * _LINE_BYTES
         here = sum(1 << place for place, rank in enumerate(self.ranks) if rank in group.ranks)
         bits = (here % (1 << 8 * _MEMBERS_BYTES)).to_bytes(_MEMBERS_BYTES, "little")
-        words = self._in_words(kind, group).encode()[:_NAME_BYTES]
+        words = self._over(kind, group).encode()[:_OVER_BYTES]
         key = zlib.crc32(repr(group.ranks).encode())
         _GROUP.pack_into(self._map, at + _KIND.size, key, bits, words)
         _KIND.pack_into(self._map, at, _KINDS.index(kind) + 1)  # last: now it is there for others
         return _OwnLine(at + _ENTRIES_AT)
 
-    def _in_words(self, kind: str, group: Members) -> str:
+    def _over(self, kind: str, group: Members) -> str:
         """Which group; nothing where it is all ranks: there is no other then."""
         if kind == "send":
             return f" to rank {group.ranks[1]}"

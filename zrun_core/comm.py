@@ -590,7 +590,7 @@ def slice_start(numel: int, parts: int, index: int) -> int:
 
 # What travels between two ranks at the same time has different tags. Units have all others.
 _SMALL_TAG = 1
-MESSAGE_TAGS = range(NUM_TAGS - 1024, NUM_TAGS)  # the last that memory has
+MESSAGE_TAGS = range(NUM_TAGS - 256, NUM_TAGS)  # the last that memory has
 
 
 def message_tag(number: int) -> int:

@@ -165,7 +165,7 @@ class UnitLayout:
                 yield Piece(slot, number, low - start, high - start)
 
     def tensor_ranges(self, start: int, stop: int) -> Iterator[TensorRange]:
-        """What elements [start, stop) of the unit are of tensors, in order."""
+        """Yield what elements [start, stop) of the unit are of tensors, in order."""
         for piece in self.pieces(start, stop):
             slot = piece.slot
             shift = slot.offset - start
@@ -174,7 +174,7 @@ class UnitLayout:
                 yield TensorRange(slot, place, place + run.length, run.start)
 
     def padding(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Ranges of elements [start, stop) of the unit that are of no tensor, from `start` on."""
+        """Yield ranges of elements [start, stop) that are of no tensor, from `start` on."""
         end = 0
         for each in self.tensor_ranges(start, stop):
             if end < each.start:

@@ -54,7 +54,7 @@ class TensorPart:
     alike_over: tuple[str, ...] = ()
 
     def runs_in(self, start: int, stop: int) -> Iterator[Run]:
-        """The runs, or parts of runs, in elements [start, stop) of the parameter, in order."""
+        """Yield the runs, or parts of runs, in elements [start, stop) of the parameter, in order."""
         first = max(0, bisect_right(self.runs, start, key=lambda run: run.local) - 1)
         for run in self.runs[first:]:
             if run.local >= stop:
@@ -65,7 +65,7 @@ class TensorPart:
 
 
 def whole(tensor: str, shape: Shape, stride: Shape, alike_over: tuple[str, ...] = ()) -> TensorPart:
-    """All of a tensor, in whatever order it lies."""
+    """Return all of a tensor, in whatever order it lies."""
     numel = math.prod(shape)
     runs = (Run(0, 0, numel),) if numel else ()
     return TensorPart(tensor, shape, stride, shape, stride, runs, alike_over)
@@ -81,7 +81,7 @@ def sliced(
     stride: Shape | None = None,
     alike_over: tuple[str, ...] = (),
 ) -> TensorPart:
-    """One or more slices of a tensor along one dimension, back to back.
+    """Return one or more slices of a tensor along one dimension, back to back.
 
     That dimension is the slowest of the tensor's memory order, so that each slice is one run. All
     parts of a tensor are made along the same one.
@@ -126,12 +126,12 @@ def sliced(
 
 
 def contiguous(shape: Shape) -> Shape:
-    """The stride of a tensor whose last dimension is the fastest."""
+    """Return the stride of a tensor whose last dimension is the fastest."""
     return _dense(shape, tuple(range(len(shape))))
 
 
 def _dense(shape: Shape, order: Sequence[int]) -> Shape:
-    """The stride of a tensor without gaps whose dimensions have this order, the slowest first."""
+    """Return the stride, without gaps, of dimensions in this order, the slowest first."""
     stride, step = [1] * len(shape), 1
     for dim in reversed(order):
         stride[dim] = step
@@ -140,7 +140,7 @@ def _dense(shape: Shape, order: Sequence[int]) -> Shape:
 
 
 def memory_order(shape: Shape, stride: Shape) -> tuple[int, ...]:
-    """The dimensions of a tensor without gaps, from the slowest to the fastest."""
+    """Return the dimensions of a tensor without gaps, from the slowest to the fastest."""
     return tuple(sorted(range(len(shape)), key=lambda dim: (-stride[dim], -shape[dim])))
 
 
@@ -159,7 +159,7 @@ class Extent(NamedTuple):
         return tuple(dim for dim in found if self.shape[dim] > 1)
 
     def boxes(self) -> Iterator[dict[int, tuple[int, int]]]:
-        """The range as boxes, few of them: by dimension, first and last + 1 index."""
+        """Yield the range as boxes, few of them: by dimension, first and last + 1 index."""
         order = self.order
         for box in _boxes(self.start, self.stop, [self.shape[dim] for dim in order]):
             yield dict(zip(order, box, strict=True))
@@ -179,7 +179,7 @@ class Shared(NamedTuple):
 
 
 def shared(one: Extent, other: Extent) -> Iterator[Shared]:
-    """What two ranges of a tensor have in common: one range in one memory order, else few boxes."""
+    """Yield what two ranges of a tensor share: one range in one memory order, else few boxes."""
     if one.stride == other.stride or one.order == other.order:
         start, stop = max(one.start, other.start), min(one.stop, other.stop)
         if start < stop:
@@ -200,7 +200,7 @@ def shared(one: Extent, other: Extent) -> Iterator[Shared]:
 
 
 def _boxes(start: int, stop: int, sizes: Sequence[int]) -> Iterator[Box]:
-    """Elements [start, stop) of an array of these sizes, in the order of its memory."""
+    """Yield elements [start, stop) of an array of these sizes, in the order of its memory."""
     if not sizes:
         if start < stop:
             yield ()

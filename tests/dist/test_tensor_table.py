@@ -260,9 +260,9 @@ def contents(sharded: ShardedModel) -> dict[str, Any]:
     with sharded.gathered():
         params = {name: p.numpy().copy() for name, p in sharded.module.named_parameters()}
     pieces = []
-    for unit, piece, param, optimizer in sharded.optimizer.held():
+    for unit, piece, param, update in sharded.optimizer.held():
         first = unit.owned[0] + piece.start - piece.slot.offset
-        for key, value in optimizer.state.get(param, {}).items():
+        for key, value in (update.state_of(param) or {}).items():
             pieces.append((piece.slot.name, key, first, value.numpy().copy()))
     strides = {slot.name: slot.stride for unit in sharded.units for slot in unit.layout.slots}
     place = sharded.mesh.tensor.index if sharded.mesh.tensor.size > 1 else None

@@ -15,8 +15,8 @@ from checkpoint_toys import toy_infos, toy_parts
 from zrun_core.checkpoint.folder import CheckpointFolder
 from zrun_core.checkpoint.initial import open_weights
 from zrun_core.checkpoint.manifest import Manifest, RankState
+from zrun_core.checkpoint.reader import Reader, Target
 from zrun_core.checkpoint.shard_file import write_shard
-from zrun_core.checkpoint.state import Reader, Target
 from zrun_core.comm import Group
 from zrun_core.tensors import Shape
 

@@ -24,8 +24,9 @@ import torch
 
 from zrun_core.checkpoint.folder import CheckpointFolder, read_step
 from zrun_core.checkpoint.manifest import MANIFEST, TensorInfo
+from zrun_core.checkpoint.reader import Reader, Target
 from zrun_core.checkpoint.shard_file import as_bytes
-from zrun_core.checkpoint.state import ModelState, Reader, Target
+from zrun_core.checkpoint.state import ModelState
 from zrun_core.comm import Group
 from zrun_core.config import InitFromConfig
 from zrun_core.errors import CheckpointError

@@ -207,12 +207,12 @@ class Manifest:
 
 
 def tensors_of(raw: Any) -> list[TensorInfo]:
-    """The tensors that a rank has told of as JSON."""
+    """Return the tensors that a rank has told of as JSON."""
     return [TensorInfo(**_typed(TensorInfo, each, "tensors")) for each in _list(raw, "tensors")]
 
 
 def together(told: Iterable[Sequence[TensorInfo]]) -> list[TensorInfo]:
-    """All tensors of the ranks that have told of theirs, each once.
+    """Return all tensors of the ranks that have told of theirs, each once.
 
     Raises:
         ValueError: two ranks say something else of one.

@@ -12,9 +12,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,7 +23,6 @@ from zrun_core.checkpoint.digest import digest
 from zrun_core.checkpoint.manifest import (
     RANK,
     VALUE,
-    Fragment,
     Manifest,
     TensorInfo,
     number_class,
@@ -33,60 +30,15 @@ from zrun_core.checkpoint.manifest import (
     together,
 )
 from zrun_core.checkpoint.model_files import ModelFiles, describe, tokenizer_files
-from zrun_core.checkpoint.shard_file import DTYPES, Part, as_bytes, check_header, read_fragment
-from zrun_core.comm import Group, slice_start
+from zrun_core.checkpoint.reader import Reader, Target, by_name
+from zrun_core.checkpoint.shard_file import DTYPES, Part, as_bytes
+from zrun_core.comm import slice_start
 from zrun_core.errors import CheckpointError, SaveError
 from zrun_core.layout import ParamSlot, Piece, TensorRange, dense_stride
 from zrun_core.optim import lightweight
 from zrun_core.optim.sharded import UnitUpdate
-from zrun_core.tensors import Extent, Shared, shared
 from zrun_core.zero.sharded import ShardedModel
 from zrun_core.zero.unit import FlatUnit
-
-_READERS = 4  # threads; reading and digesting hold no lock
-_TORCH = {name: dtype for dtype, name in DTYPES.items()}
-
-
-@dataclass(frozen=True)
-class Target:
-    """Where a flat range of one state of a tensor goes.
-
-    Attributes:
-        names: of the tensor; any of them will do.
-        shape, stride: of the whole tensor; the range counts in its memory order.
-        memory: [stop - start], of any format, on any device.
-    """
-
-    names: tuple[str, ...]
-    state: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    start: int
-    memory: torch.Tensor
-
-    @property
-    def extent(self) -> Extent:
-        return Extent(self.shape, self.stride, self.start, self.start + self.memory.numel())
-
-    def place_of(self, extent: Extent, dtype: torch.dtype) -> torch.Tensor | None:
-        """Where values of `dtype` can be read to as they are, if all of this extent goes there."""
-        start, stop = extent.start - self.start, extent.stop - self.start
-        is_inside = 0 <= start <= stop <= self.memory.numel()
-        is_like = self.memory.dtype == dtype and self.memory.device.type == "cpu"
-        if is_inside and is_like and extent.order == self.extent.order:
-            return self.memory[start:stop]
-        return None
-
-    def take(self, values: torch.Tensor, of: Extent) -> None:
-        """Copy what flat `values`, which are the extent `of` the tensor, have for this memory."""
-        for box in shared(of, self.extent):
-            _box(self.memory, box, 1).copy_(_box(values, box, 0))
-
-
-def _box(flat: torch.Tensor, box: Shared, side: int) -> torch.Tensor:
-    """A view of what one of two ranges shares with the other."""
-    offset = flat.storage_offset() + box.offsets[side]
-    return flat.as_strided(box.sizes, box.strides[side], offset)
 
 
 class State(Protocol):
@@ -161,7 +113,7 @@ class ModelState:
         return describe(self._sharded.module, self._tokenizer)
 
     def tensors(self) -> list[TensorInfo]:
-        """Every tensor and persistent buffer of which this rank has a part; without scalars."""
+        """Return all tensors and persistent buffers of which this rank has a part; no scalars."""
         found = {}  # by name of a parameter
         for unit in self._sharded.units:
             kind, dtype = "param" if unit.trainable else "frozen", DTYPES[unit.layout.dtype]
@@ -181,7 +133,7 @@ class ModelState:
         return [*params.values(), *buffers]
 
     def all_tensors(self) -> list[TensorInfo]:
-        """Those of all ranks. Collective."""
+        """Return those of all ranks. Collective."""
         mesh = self._sharded.mesh
         if mesh.data.size == mesh.world.size:
             return self.tensors()
@@ -191,7 +143,7 @@ class ModelState:
         return together(tensors_of(json.loads(each)) for each in told)
 
     def _names_of(self, slot: ParamSlot) -> tuple[str, ...]:
-        """All names of the tensor that a parameter is a part of."""
+        """Return all names of the tensor that a parameter is a part of."""
         tensor = slot.part.tensor
         return (tensor, *self._aliases[slot.name]) if tensor == slot.name else (tensor,)
 
@@ -224,7 +176,7 @@ class ModelState:
         self._sharded.before_update(call)
 
     def scalars(self) -> dict[str, dict[str, float]]:
-        """Optimizer state that is one number per tensor, of all of which this rank holds a part."""
+        """Return optimizer state that is one number, of tensors that this rank has a part of."""
         found = {}
         for _, piece, state in self._optimizer_states():
             numbers = {key: float(value) for key, value in state.items() if _is_scalar(value)}
@@ -241,7 +193,7 @@ class ModelState:
         return start + low, start + high
 
     def _optimizer_states(self) -> Iterator[tuple[FlatUnit, Piece, dict[str, Any]]]:
-        """(unit, part of a parameter in its owned range, state) of what has been updated so far."""
+        """Yield (unit, part of a parameter in its owned range, state) of what has been updated."""
         for unit, piece, param, update in self._held():
             state = update.state_of(param)
             if state:
@@ -258,7 +210,7 @@ class ModelState:
         Raises:
             CheckpointError: it is not; the message names the first difference.
         """
-        known = _by_name(manifest.tensors)
+        known = by_name(manifest.tensors)
         tensors = self.all_tensors()
         for info in tensors:
             saved = known.get(info.name) or next((known[name] for name in info.aliases if name in known), None)
@@ -273,7 +225,7 @@ class ModelState:
                 raise CheckpointError(
                     f"{info.name} is {saved.dtype} in the checkpoint and {info.dtype} in the model; {_ADVICE}"
                 )
-        own = _by_name(tensors)
+        own = by_name(tensors)
         for saved in manifest.tensors:
             if not any(name in own for name in (saved.name, *saved.aliases)):
                 raise CheckpointError(
@@ -367,7 +319,10 @@ class ModelState:
         memory: torch.Tensor,
         low: int,
     ) -> Iterator[Target]:
-        """Where a state of a unit goes: into `memory`, from element `low` on. Padding becomes 0."""
+        """Yield where a state of a unit goes: into `memory`, from element `low` on.
+
+        Padding becomes 0.
+        """
         high = low + memory.numel()
         for start, stop in unit.layout.padding(low, high):
             memory[start:stop].zero_()
@@ -383,7 +338,7 @@ class ModelState:
 
     def _optimizer_targets(self, manifest: Manifest) -> list[Target]:
         """Give the optimizer the state that the checkpoint has, without values yet. Scalars are complete."""
-        known, prototype = _by_name(manifest.tensors), self._prototype()
+        known, prototype = by_name(manifest.tensors), self._prototype()
         targets: list[Target] = []
         states: dict[str, set[str]] = defaultdict(set)
         for fragment in manifest.fragments:
@@ -413,7 +368,11 @@ class ModelState:
         return {name: digest(as_bytes(flat(buffer).cpu()).data) for name, buffer in self.buffers.items()}
 
     def own_buffers(self, first: Mapping[str, str]) -> list[Part]:
-        """The buffers of this rank that are not those that all share, whose digests are `first`."""
+        """Return the buffers that this rank has otherwise than they are saved for all.
+
+        Args:
+            first: digests of those.
+        """
         rank = self._sharded.mesh.world.index
         found = []
         for name, own in self.buffer_digests().items():
@@ -429,93 +388,6 @@ class ModelState:
             if buffer is not None:
                 memory = flat(buffer)
                 _put_back(memory.copy_(data), buffer)
-
-
-class Reader:
-    """Fills flat ranges from the fragments of one checkpoint, each verified while it is read."""
-
-    def __init__(self, folder: Path, manifest: Manifest, world: Group) -> None:
-        self._folder, self._manifest, self._world = folder, manifest, world
-        self._known = _by_name(manifest.tensors)
-        self._fragments: dict[tuple[str, str], list[Fragment]] = defaultdict(list)
-        for fragment in manifest.fragments:
-            self._fragments[fragment.tensor, fragment.state].append(fragment)
-
-    def check_files(self) -> None:
-        """Verify the headers of all files, which no rank needs. Ranks divide the work.
-
-        Raises:
-            CheckpointError: one is damaged.
-        """
-        for file in self._manifest.files[self._world.index :: self._world.size]:
-            check_header(self._folder, file)
-
-    def check_of_ranks(self, kind: str, first: int = 0) -> None:
-        """Verify what ranks from `first` on had, and none needs. Ranks divide the work.
-
-        Args:
-            kind: the beginning of its names.
-
-        Raises:
-            CheckpointError: something is damaged.
-        """
-        found = [
-            fragment
-            for fragment in self._manifest.fragments
-            if fragment.state == RANK and fragment.tensor.startswith(kind)
-            if int(fragment.tensor.split("/")[1]) >= first
-        ]
-        for fragment in found[self._world.index :: self._world.size]:
-            self._read(fragment)
-
-    def fill(self, targets: Sequence[Target]) -> None:
-        """Fill the memory of all `targets`.
-
-        Raises:
-            CheckpointError: a file is missing or damaged, or has no such tensor.
-        """
-        by_state: dict[tuple[str, str], list[Target]] = defaultdict(list)
-        for target in targets:
-            info = next((self._known[name] for name in target.names if name in self._known), None)
-            if info is None or (info.name, target.state) not in self._fragments:
-                raise CheckpointError(f"the checkpoint has no {target.state} of {target.names[0]}")
-            by_state[info.name, target.state].append(target)
-        tasks: list[Callable[[], None]] = []
-        for (name, state), wanted in by_state.items():
-            for fragment in self._fragments[name, state]:
-                has = self._extent(fragment)
-                into = [t for t in wanted if any(shared(has, t.extent))]
-                if into:
-                    tasks.append(partial(self._read_for, fragment, into))
-        with ThreadPoolExecutor(_READERS, thread_name_prefix="zrun-load") as pool:
-            for done in [pool.submit(task) for task in tasks]:
-                done.result()
-
-    def rank_tensors(self, prefix: str) -> dict[str, torch.Tensor]:
-        """The tensors of a rank's own whose names begin with `prefix`."""
-        found = [each for each in self._manifest.fragments if each.state == RANK and each.tensor.startswith(prefix)]
-        return {fragment.tensor: self._read(fragment) for fragment in found}
-
-    def _read(self, fragment: Fragment) -> torch.Tensor:
-        data = torch.empty(fragment.stop - fragment.start, dtype=_TORCH[fragment.dtype])
-        read_fragment(self._folder, fragment, data)
-        return data
-
-    def _extent(self, fragment: Fragment) -> Extent:
-        info = self._known[fragment.tensor]
-        return Extent(info.shape, info.stride, fragment.start, fragment.stop)
-
-    def _read_for(self, fragment: Fragment, targets: Sequence[Target]) -> None:
-        """Read a fragment once, for all that it has something for."""
-        has = self._extent(fragment)
-        if len(targets) == 1:
-            memory = targets[0].place_of(has, _TORCH[fragment.dtype])
-            if memory is not None:
-                read_fragment(self._folder, fragment, memory)
-                return
-        values = self._read(fragment)
-        for target in targets:
-            target.take(values, has)
 
 
 _ADVICE = "it is another model: give the job the model that was saved, or start from the weights with init_from"
@@ -578,11 +450,6 @@ def _per_element(piece: Piece, state: Mapping[str, Any]) -> dict[str, torch.Tens
             what = f"the optimizer's {key} of {piece.slot.name} ({shape})"
             raise SaveError(f"cannot save {what}: write checkpoint: null")
     return found
-
-
-def _by_name(tensors: Sequence[TensorInfo]) -> dict[str, TensorInfo]:
-    """By every name that a tensor has."""
-    return {name: info for info in tensors for name in (info.name, *info.aliases)}
 
 
 def _names(found: Iterator[tuple[str, Any]]) -> dict[str, tuple[str, ...]]:

@@ -172,7 +172,7 @@ class Inspector:
         return None
 
     def _largest(self) -> _Found | None:
-        """Where the largest element of this rank's part of the sum is, if their norm overflows."""
+        """Return where the largest element of this rank's sums is, if their norm overflows."""
         found: list[_Found] = []
         for unit, held in self._held(lambda unit: unit.grad):
             for piece in unit.layout.pieces(unit.owned[0], unit.owned[0] + held.numel()):
@@ -197,7 +197,7 @@ class Inspector:
         return [found[0] + self._first_number, found[1] + 1.0, found[2]]
 
     def _name(self, found: Sequence[float]) -> str:
-        """The tensor that what a rank has found, (unit, parameter, ..., rank) of its row, is of."""
+        """Return the tensor of what a rank has found: (unit, parameter, ..., rank) of its row."""
 
         def own() -> str:
             slot = self._unit(found[0]).layout.slots[int(found[1]) - 1]
@@ -210,7 +210,7 @@ class Inspector:
         return next(unit for unit in self._units if unit.index == index)
 
     def _told(self, rank: int, own: Callable[[], str]) -> str:
-        """The name of what `rank` has found, which other stages of a pipeline do not have."""
+        """Return the name of what `rank` has found, which other stages may not have."""
         if self._pipe.size == 1:
             return own()
         name = own().encode() if rank == self._world.index else b""

@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from zrun_core.comm import Group
 from zrun_core.errors import JobError
-from zrun_core.parallel_dims import Coordinates, groups_along
+from zrun_core.parallel_dims import Coordinates, GroupAxis, groups_along
 
 
 @dataclass(frozen=True)
@@ -76,31 +76,29 @@ class Mesh:
         Raises:
             JobError: `shard_size` does not divide the data-parallel ranks.
         """
-        everyone = tuple(range(len(hosts)))
         if places is None:
-            places = [Coordinates(dp=number) for number in everyone]
+            places = [Coordinates(dp=number) for number in range(len(hosts))]
         assert len(set(places)) == len(hosts), "each rank has a place of its own"
-        data = groups_along("data", places, shard_size)
-        num_data = len(data[0])
+        num_data = 1 + max(place.dp for place in places)
         if num_data % shard_size:
-            raise JobError(f"zero.shard_group: {shard_size} ranks do not divide the {num_data} data-parallel ranks")
-        ends = groups_along("ends", places, shard_size)
-        alone = [(number,) for number in everyone]
-        on_host: dict[str, list[int]] = {}
-        for number, host in enumerate(hosts):
-            on_host.setdefault(host, []).append(number)
-        maker = _Maker(rank, everyone, timeout_s)
-        world = maker.group("world", [everyone])
+            what = f"{shard_size} ranks do not divide the {num_data} data-parallel ranks"
+            raise JobError(f"zero.shard_group: {what}")
+        maker = _Maker(rank, len(hosts), timeout_s)
+
+        def along(axis: GroupAxis) -> Group:
+            return maker.group(axis, groups_along(axis, places, shard_size))
+
+        world = along("world")
         return cls(
             world=world,
-            pipe=maker.group("pipe", groups_along("pipe", places, shard_size)),
+            pipe=along("pipe"),
             # Where both are the same ranks, what they send counts as that of `world`.
-            data=world if num_data == world.size else maker.group("data", data),
-            tensor=maker.group("tensor", groups_along("tensor", places, shard_size)),
-            shard=maker.group("shard", groups_along("shard", places, shard_size)),
-            replicate=maker.group("replicate", groups_along("replicate", places, shard_size)),
-            ends=maker.group("ends", ends if ties_ends else alone),
-            host=maker.group("host", [tuple(ranks) for ranks in on_host.values()]),
+            data=world if num_data == world.size else along("data"),
+            tensor=along("tensor"),
+            shard=along("shard"),
+            replicate=along("replicate"),
+            ends=along("ends") if ties_ends else Group("ends", (rank,), 0, None),
+            host=maker.group("host", _by_host(hosts)),
         )
 
     def along(self, axes: Iterable[str]) -> tuple[int, int]:
@@ -124,15 +122,23 @@ class Mesh:
         return self.tensor.index == 0 and self.pipe.index == self.pipe.size - 1
 
 
+def _by_host(hosts: Sequence[str]) -> list[tuple[int, ...]]:
+    """The ranks of each host."""
+    found: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        found.setdefault(host, []).append(rank)
+    return [tuple(ranks) for ranks in found.values()]
+
+
 class _Maker:
     """Makes the process groups of one mesh. See [Note: which process groups are made]."""
 
-    def __init__(self, rank: int, everyone: tuple[int, ...], timeout_s: float | None) -> None:
+    def __init__(self, rank: int, world_size: int, timeout_s: float | None) -> None:
         self._rank = rank
         self._timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
         self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        if len(everyone) > 1:
-            self._made[everyone] = dist.distributed_c10d._get_default_group()
+        if world_size > 1:
+            self._made[tuple(range(world_size))] = dist.distributed_c10d._get_default_group()
 
     def group(self, axis: str, groups: Sequence[tuple[int, ...]]) -> Group:
         """Return this rank's group of `groups`: all those of an axis, in one order on every rank."""

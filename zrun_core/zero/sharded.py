@@ -233,7 +233,7 @@ class ShardedModel:
         blocks = [block for _, block in repeated_blocks(module)] if settings.whole_blocks else []
         compiled = {id(inner) for block in blocks for inner in block.modules()}
         watched = [inner for inner in module.modules() if id(inner) not in compiled]
-        if mesh.shard.size == 1:
+        if mesh.data.size == 1:  # nobody is waited for with the gradient of what is looked at
             watched = []
         self._gatherer = Gatherer(self.units, comm, settings.prefetch, sees_lookups=not compiled)
         self.reducer = Reducer(self.units, states, settings.exchange, mesh, comm)

@@ -119,9 +119,10 @@ class Reader:
             by_state[info.name, target.state].append(target)
         tasks: list[Callable[[], None]] = []
         for (name, state), wanted in by_state.items():
+            extents = [(target, target.extent) for target in wanted]
             for fragment in self._fragments[name, state]:
                 has = self._extent(fragment)
-                into = [t for t in wanted if any(shared(has, t.extent))]
+                into = [target for target, extent in extents if any(shared(has, extent))]
                 if into:
                     tasks.append(partial(self._read_for, fragment, into))
         with ThreadPoolExecutor(_READERS, thread_name_prefix="zrun-load") as pool:

@@ -131,7 +131,7 @@ def test_what_cannot_be_asked(rundir: RunDir, run: ExitStack) -> None:
 class OneTensor:
     """A model of four numbers."""
 
-    is_told = True
+    describes_part = True
 
     @property
     def layout(self) -> dict[str, Any]:

@@ -378,7 +378,7 @@ class Checkpointer:
         layout: dict[str, Any] = {}
         tensors: Sequence[TensorInfo] = ()
         try:
-            if self.state.is_told:
+            if self.state.describes_part:
                 layout, tensors = self.state.layout, self.state.tensors()
             parts = [*self.state.parts(), *self.state.own_buffers(buffers)]
             streams, numbers = self._streams.capture()
@@ -386,7 +386,7 @@ class Checkpointer:
             parts += [Part(f"rng/{rank}/{key}", RANK, 0, data.numel(), data) for key, data in streams.items()]
             own = RankState(rank, numbers, self.state.learnt())
             said: dict[str, Any] = {"scalars": self.state.scalars(), "own": asdict(own)}
-            if self.state.is_told and rank:  # the first rank writes the manifest itself
+            if self.state.describes_part and rank:  # the first rank writes the manifest itself
                 said |= {"layout": layout, "tensors": [asdict(info) for info in tensors]}
             if copy:
                 parts, later = self._snapshot(parts)
@@ -429,7 +429,7 @@ class Checkpointer:
             if making is not None:
                 opening = {"tmp": str(making.result())}
                 beside = self.state.model_files()
-            if self.state.is_told:
+            if self.state.describes_part:
                 opening["buffers"] = self.state.buffer_digests()
         except Exception as error:
             opening["error"] = _in_words(error)

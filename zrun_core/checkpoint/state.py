@@ -47,7 +47,7 @@ class State(Protocol):
     @property
     def layout(self) -> dict[str, Any]: ...
     @property
-    def is_told(self) -> bool: ...
+    def describes_part(self) -> bool: ...
     def tensors(self) -> list[TensorInfo]: ...
     def parts(self) -> list[Part]: ...
     def scalars(self) -> dict[str, dict[str, float]]: ...
@@ -100,8 +100,8 @@ class ModelState:
         return layout
 
     @property
-    def is_told(self) -> bool:
-        """Whether this rank speaks for those that have the same part of the model."""
+    def describes_part(self) -> bool:
+        """Whether this rank describes its part of the model, for all that have the same."""
         return self._sharded.mesh.data.index == 0
 
     # Saving
@@ -137,7 +137,7 @@ class ModelState:
         mesh = self._sharded.mesh
         if mesh.data.size == mesh.world.size:
             return self.tensors()
-        own = [asdict(info) for info in self.tensors()] if self.is_told else []
+        own = [asdict(info) for info in self.tensors()] if self.describes_part else []
         payload = json.dumps(own).encode()
         told = self._sharded.comm.exchange_bytes(payload, mesh.world, name="tensors")
         return together(tensors_of(json.loads(each)) for each in told)
@@ -165,7 +165,7 @@ class ModelState:
                 for each in unit.layout.tensor_ranges(low, high):
                     data = tensor[low + each.start - held : low + each.stop - held].detach()
                     found.append(_part(each, key, data))
-        if self.is_told and self._sharded.mesh.tensor.index == 0:
+        if self.describes_part and self._sharded.mesh.tensor.index == 0:
             for name, buffer in self.buffers.items():
                 if buffer.numel():
                     found.append(Part(name, VALUE, 0, buffer.numel(), flat(buffer)))

@@ -190,8 +190,8 @@ class States:
         return layouts.get("", {"models": layouts})
 
     @property
-    def is_told(self) -> bool:
-        return all(state.is_told for state in self._states.values())
+    def describes_part(self) -> bool:
+        return all(state.describes_part for state in self._states.values())
 
     # Saving
 

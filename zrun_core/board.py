@@ -438,15 +438,15 @@ class Watchdog:
     def _watch(self) -> None:
         board = self._board
         since = still_since = stopped_since = time.monotonic()
-        last, seen, describes_part = -1, None, False
+        last, seen, is_told = -1, None, False
         everyone: list[RankState] = []
         while not self._closed.wait(self._patience_s / 4):
             now = time.monotonic()
             states = [board.state(rank) for rank in board.ranks]
             if states != everyone:
-                still_since, describes_part = now, False
-            elif now - still_since > self._late_s and not describes_part:
-                describes_part = True
+                still_since, is_told = now, False
+            elif now - still_since > self._late_s and not is_told:
+                is_told = True
                 self._tell_late(states)
             if states != everyone or not all(state.waiting for state in states):
                 stopped_since, everyone = now, states

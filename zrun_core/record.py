@@ -321,8 +321,8 @@ class Recorder:
     def warn_of_growth(self) -> None:
         """Name the rings that have outgrown their plan, or what was told of them."""
         for purpose, planned, held in self._sharded.grown_rings():
-            describes_part = held <= self._told_growth.get(purpose, planned)
-            if describes_part or (purpose == "gathering" and not self.is_main):  # all ranks gather the same
+            is_told = held <= self._told_growth.get(purpose, planned)
+            if is_told or (purpose == "gathering" and not self.is_main):  # all ranks gather the same
                 continue
             self._told_growth[purpose] = held
             self._emitter.emit(

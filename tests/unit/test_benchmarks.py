@@ -16,6 +16,7 @@ sys.path.append(str(BENCHMARKS))  # as Python does for its scripts
 
 import gpu  # noqa: E402
 import gpu_planner  # noqa: E402
+import hybrid  # noqa: E402
 import launch  # noqa: E402
 import planner_time  # noqa: E402
 import render  # noqa: E402
@@ -265,3 +266,15 @@ def test_the_cases_of_step_times_are_jobs_that_may_lie_anywhere() -> None:
     jobs = [JobConfig.model_validate(planner_time.job_of(case)) for case in cases]
     assert all(Path(job.data.call.partition(":")[0]).is_absolute() for job in jobs)
     assert {job.slots for job in jobs} == {1, 2}
+
+
+def test_what_a_hybrid_waits_for_is_the_slowest_ranks() -> None:
+    ranks = [
+        {"step_s": 0.1, "after_s": after, "issued": issued, "over": 3.0, "reductions": 12.0}
+        for after, issued in ((0.01, 6.0), (0.02, 12.0))
+    ]
+    step = hybrid.of_step(ranks)
+    assert (step["after_s"], step["issued"]) == (0.02, 9.0)
+    *_, row = hybrid.table({"this": [step] * 4}).splitlines()
+    times = ["20.0", "[20.0,", "20.0]", "100.0", "[100.0,", "100.0]"]
+    assert row.split() == ["this", "75%", "25%", *times, "20%"]

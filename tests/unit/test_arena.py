@@ -27,6 +27,8 @@ from zrun_core.layout import PAGE_BYTES
 
 CPU = torch.device("cpu")
 ROW = PAGE_BYTES // 4  # float32 elements of a page
+HUGE_BYTES = 2 << 20
+HUGE = HUGE_BYTES // PAGE_BYTES  # pages
 needs_pages = pytest.mark.skipif(not can_move_pages(), reason="this system cannot move pages")
 Make = Callable[[int, tuple[int, int]], Window]
 
@@ -188,6 +190,37 @@ def test_any_sequence_of_acquire_and_release_keeps_every_value(shapes, moves, po
         window.full.nbytes - window.shard.nbytes for (window, _), whole in zip(windows, held, strict=True) if whole
     )
     assert pool.num_bytes - pool.free_bytes == in_use
+
+
+@needs_pages
+def test_huge_pages_are_moved_whole_and_serve_one_purpose():
+    """Units of several huge pages, whose borders lie anywhere, come and go two at a time."""
+    sizes = [3 * HUGE + 5, 2 * HUGE + 300, 3 * HUGE + 511, 4 * HUGE, HUGE - 1]
+    pool = PagePool(PAGE_BYTES * (sizes[2] + sizes[3]))
+    planned, windows, moved = pool.num_bytes, [], [set(), set()]
+    for number, pages in enumerate(sizes):
+        own = (0, pages * ROW) if number % 2 else (pages * ROW, 2 * pages * ROW)
+        window = PageWindow(2 * pages * ROW, own, torch.float32, pool)
+        window.shard.fill_(number)
+        windows.append((window, own))
+    for _ in range(3):
+        for number, (window, own) in enumerate(windows):
+            window.acquire()
+            fill(window, own, torch.full_like(window.full, number))
+            for source, target, num_bytes in window._held:
+                is_huge = source % HUGE_BYTES == target % HUGE_BYTES == num_bytes % HUGE_BYTES == 0
+                pages = range(source // HUGE_BYTES, -(-(source + num_bytes) // HUGE_BYTES))
+                moved[is_huge].update(pages)
+            held = sum(num_bytes for _, _, num_bytes in window._held)
+            assert held == window.full.nbytes - window.shard.nbytes
+            before, _ = windows[number - 1]
+            if before._held:
+                assert (before.full == (number - 1) % len(windows)).all()
+                before.release()
+            assert (window.full == number).all()
+    assert pool.num_bytes == planned, "it has not grown"
+    assert moved[True]
+    assert not moved[True] & moved[False], "no huge page was split"
 
 
 # The ring of scratch

@@ -44,6 +44,7 @@ SHAPES = {
     "tiny": Shape(128, 2, 4, 128, 2),
     "10m": Shape(384, 6, 6, 256, 4),
     "50m": Shape(768, 7, 12, 256, 2),
+    "50m-short": Shape(768, 7, 12, 16, 1),  # little but what a step costs whatever its batch
 }
 
 

@@ -87,6 +87,23 @@ def run(case: Case, settings: Settings, steps: int) -> Record:
 
 
 def _run_workers(case: Case, settings: Settings, steps: int, folder: Path) -> Record:
+    script = settings.benchmarks(case) / "worker.py"
+    found, error = run_ranks(script, case, settings, steps, folder)
+    if error:
+        return {"error": error}
+    return reduce_ranks(found, settings.warmup, os.cpu_count() or 1)
+
+
+def run_ranks(script: Path, case: Case, settings: Settings, steps: int, folder: Path) -> tuple[list[Any], str]:
+    """Run `script` on every rank of a case.
+
+    Args:
+        script: one that hands over to `worker.main`.
+        folder: an empty one.
+
+    Returns:
+        what each rank has written, and what went wrong in one line, or nothing.
+    """
     request = Request(
         case.system, case.bf16, case.ranks, settings.size, steps, settings.warmup, settings.threads, time.time()
     )
@@ -98,12 +115,12 @@ def _run_workers(case: Case, settings: Settings, steps: int, folder: Path) -> Re
     given = dict(WORKER_DEFAULTS) if is_zrun or settings.heap == "kept" else {}
     if settings.heap == "default":
         given.pop(TUNABLES, None)
-    command += [str(settings.benchmarks(case) / "worker.py"), str(folder / "request.json")]
+    command += [str(script), str(folder / "request.json")]
     error = _execute(command, settings, case, given)
     found = [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
     if len(found) != case.processes:
-        return {"error": error or "a rank left no result"}
-    return reduce_ranks(found, settings.warmup, os.cpu_count() or 1)
+        return [], error or "a rank left no result"
+    return found, ""
 
 
 def reduce_ranks(ranks: list[Record], warmup: int, cores: int) -> Record:

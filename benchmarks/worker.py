@@ -20,7 +20,8 @@ from procfs import busy_s, loopback_bytes, memory_mb, restart_peak, socket_bytes
 from torch import Tensor
 
 
-def main() -> None:
+def main(measure: Callable[[systems.Make, Request, int], object]) -> None:
+    """Meet the other ranks, and write what `measure` returns: (how to set up, request, rank)."""
     request_path = Path(sys.argv[1])
     request = Request(**json.loads(request_path.read_text()))
     rank = int(os.environ.get("RANK", "0"))
@@ -32,7 +33,7 @@ def main() -> None:
         dist.init_process_group("gloo")
     result = measure(make, request, rank)
     (request_path.parent / f"rank-{rank}.json").write_text(json.dumps(result))
-    _barrier()
+    barrier()
     sys.stdout.flush()
     os._exit(0)  # destroying a gloo group sometimes aborts
 
@@ -43,7 +44,7 @@ def measure(make: systems.Make, request: Request, rank: int) -> dict[str, object
     share = slice(None) if request.system == "single" else slice(rank * shape.batch, (rank + 1) * shape.batch)
     model.corpus()
     torch.randn(256, 256) @ torch.randn(256, 256)  # loads the mathematical libraries
-    _barrier()
+    barrier()
     base = memory_mb("VmRSS")
     training = make(model.build(shape), systems.Seat(rank, world, shape, request.bf16))
     record: dict[str, list[float]] = {"losses": [], "times": [], "cpu": [], "busy": [], "payload": [], "loopback": []}
@@ -53,13 +54,13 @@ def measure(make: systems.Make, request: Request, rank: int) -> dict[str, object
         if number == request.warmup:
             start_peak = memory_mb("VmHWM")
             restart_peak()
-        _barrier()
+        barrier()
         sent = (socket_bytes(), loopback_bytes())
         before = (busy_s(), time.process_time(), time.perf_counter())
         loss = training.step(tokens, targets)
         after = (busy_s(), time.process_time(), time.perf_counter())
         first = first or time.time() - request.launched
-        _barrier()  # everybody has sent everything
+        barrier()  # everybody has sent everything
         record["losses"].append(loss)
         for key, start, stop in zip(("busy", "cpu", "times"), before, after, strict=True):
             record[key].append(stop - start)
@@ -88,10 +89,11 @@ def digest(params: Callable[[], Iterable[Tensor]] | None) -> str | None:
     return found.hexdigest()
 
 
-def _barrier() -> None:
+def barrier() -> None:
+    """Return when every rank is here."""
     if dist.is_initialized():
         dist.barrier()
 
 
 if __name__ == "__main__":
-    main()
+    main(measure)

@@ -21,6 +21,7 @@ import launch  # noqa: E402
 import planner_time  # noqa: E402
 import render  # noqa: E402
 import step  # noqa: E402
+import step_profile  # noqa: E402
 import systems  # noqa: E402
 import table  # noqa: E402
 from cases import PARTS, SYSTEMS, Case, cases_of  # noqa: E402
@@ -100,6 +101,30 @@ def test_each_of_our_systems_runs_in_both_checkouts() -> None:
 def test_a_missing_checkout_is_refused(arguments: list[str]) -> None:
     with pytest.raises(SystemExit):
         step.parse(arguments)
+
+
+def test_every_part_of_a_step_is_there_to_be_timed() -> None:
+    assert {part for part, _, _ in step_profile.targets()} == set(step_profile.PARTS)
+
+
+def test_time_counts_for_the_innermost_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(100))
+    monkeypatch.setattr(step_profile.time, "perf_counter", lambda: 10 * next(clock))
+    monkeypatch.setattr(step_profile.time, "thread_time", lambda: 0)
+    watch = step_profile.Stopwatch()
+    copy = watch.wrap("copies between ranks", lambda: None)
+    with watch.part("backward"):
+        copy()
+    spent = {name: clock for name, (_, clock) in watch.lap().items() if clock}
+    assert spent == {"backward": 20, "copies between ranks": 10, step_profile.REST: 20}
+    assert not any(clock for _, clock in watch.lap().values() if clock > 10)
+
+
+def test_a_profile_shows_the_median_of_all_steps() -> None:
+    steps = [dict.fromkeys(step_profile.ROWS, (0.001 * ms, 0.002 * ms)) for ms in (1, 2, 9)]
+    rows = step_profile.table({case("zrun1"): steps, case("ddp"): []}, 2).splitlines()
+    assert rows[0].split()[-1] == "zrun1"
+    assert rows[2].split() == ["forward", "2", "/", "4"]
 
 
 def test_a_disturbed_run_counts_only_where_there_is_no_other() -> None:

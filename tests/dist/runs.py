@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import itertools
 import json
@@ -303,6 +304,7 @@ def report(keys: dict[str, Any], run_dir: str, fault: str) -> dict[str, Any]:
     """
     rank, _ = world()
     Path(run_dir).mkdir(exist_ok=True)
+    gc.collect()  # models of earlier tests of this process hold memory too
     worker = PoolWorker(make_spec(keys, run_dir, None), rank)
 
     def fail(*_: Any, **__: Any) -> None:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from toys import Net, data, full_state, make_sharded, same_bits, train_plain, train_sharded, world
 
 import zrun_core.comm
-from zrun_core.comm import Comm, TrafficKey
+from zrun_core.comm import Comm
 from zrun_core.zero.reduce import Reducer
 
 DEPTH = 8
@@ -46,7 +46,11 @@ def over_copies(comm: Comm) -> int:
 
 
 def train(
-    factory: type[nn.Module], stage: int, shard_group: int | None, through: str = "memory"
+    factory: type[nn.Module],
+    stage: int,
+    shard_group: int | None,
+    through: str = "memory",
+    accumulation: int = 1,
 ) -> dict[str, Any]:
     """Train on this transport; count the sums over copies that the last gradient finds under way."""
     at_end: list[int] = []
@@ -63,7 +67,7 @@ def train(
         zrun_core.comm.DIRECT_MAX_RANKS = 1
     try:
         sharded = make_sharded(build(factory), stage, shard_group=shard_group, optim={"clip": 0.5})
-        losses = train_sharded(sharded, data(4))
+        losses = train_sharded(sharded, data(4), accumulation=accumulation)
     finally:
         Reducer.finish, Comm.use_memory = finish, use_memory  # type: ignore[method-assign]
         zrun_core.comm.DIRECT_MAX_RANKS = direct
@@ -96,7 +100,7 @@ class Deep(Net):
         super().__init__(depth=DEPTH)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("through", ["sockets", "backend"])
 def test_the_same_through_sockets_and_where_parts_start_in_one_order(ranks, stage, through):
     group = 2 if stage else None
@@ -110,13 +114,13 @@ def test_the_same_through_sockets_and_where_parts_start_in_one_order(ranks, stag
             assert run["losses"] == pytest.approx(memory["losses"], rel=1e-3)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_gradient_that_comes_late_is_summed_over_the_copies_too(ranks, stage):
-    expected = plain(Twice)
-    for through in ("memory", "sockets", "backend"):
-        for run in ranks(4).run(train, Twice, stage, 2 if stage else None, through):
+    expected, group = plain(Twice), 2 if stage else None
+    for case in (("memory", 1), ("memory", 3), ("sockets", 1), ("backend", 3)):
+        for run in ranks(4).run(train, Twice, stage, group, *case):
             assert run["late"] == ["small"]
-            assert run["losses"] == pytest.approx(expected, rel=1e-3), through
+            assert run["losses"] == pytest.approx(expected, rel=1e-3), case
 
 
 class Few(nn.Module):

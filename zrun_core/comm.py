@@ -111,7 +111,7 @@ class Handle:
         works: Sequence[Work],
         then: Callable[[], Handle | None] | None = None,
     ) -> None:
-        """Follow `works`; `then` is what is to be done when they are over, in any order on ranks."""
+        """Follow `works`; `then` comes once they are over, at any time on each rank."""
         self._comm = comm
         self._works = list(works)
         self._steps = deque([] if then is None else [_Step(then, in_order=False)])
@@ -220,7 +220,8 @@ class Comm:
         Not so where they must start it in one order, and not through gloo's sockets, which do not
         say what has arrived.
         """
-        return self.is_direct(group) and (group.size == 1 or self._in_memory(group.ranks, _SMALL_TAG))
+        is_seen = group.size == 1 or self._in_memory(group.ranks, _SMALL_TAG)
+        return self.is_direct(group) and is_seen
 
     def arrival_shards(self, group: Group) -> int:
         """Shards of scratch that a reduce-scatter needs for what arrives."""

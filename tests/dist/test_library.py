@@ -6,7 +6,7 @@ import copy
 import os
 import tempfile
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -266,6 +266,23 @@ def unused_forward(model: nn.Module, x: torch.Tensor) -> None:
     model(x).square().mean().backward()
 
 
+def unused_forward_last(model: nn.Module, x: torch.Tensor) -> None:
+    model(x).square().mean().backward()
+    model(x + 3)
+
+
+def forward_that_raised(model: nn.Module, x: torch.Tensor) -> None:
+    model(x).square().mean().backward()
+
+    def fail(*_: Any) -> None:
+        raise ValueError
+
+    hook = model.blocks[0].register_forward_hook(fail)
+    with suppress(ValueError):
+        model(x)
+    hook.remove()
+
+
 def recomputed(model: nn.Module, x: torch.Tensor) -> None:
     torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).square().mean().backward()
 
@@ -302,8 +319,8 @@ OPTIMIZERS: list[Any] = []
 LOOPS = [
     two_calls_one_backward, one_call_two_backwards, two_calls_two_backwards, evaluation_between,
     evaluation_between_backwards, gathered_between_backwards, gradient_penalty, adversarial,
-    penalty_on_parameters, unused_forward, recomputed, recomputed_reentrantly, by_parts,
-    dropped_first, zero_grad_before_backward,
+    penalty_on_parameters, unused_forward, unused_forward_last, forward_that_raised, recomputed,
+    recomputed_reentrantly, by_parts, dropped_first, zero_grad_before_backward,
 ]  # fmt: skip
 
 

@@ -164,6 +164,8 @@ class PlainLoop:
             raise UserCodeError("step(): the last backward() raised, so its gradients are not whole: call zero_grad()")
         if not self.num_backwards:
             raise UserCodeError("step(): no backward() of this model's outputs since the last step() or zero_grad()")
+        if self._gatherer.active:  # a forward that has raised, or that nobody differentiates
+            self._gatherer.end()
         self._reducer.flush()
 
     def drop_gradients(self) -> None:

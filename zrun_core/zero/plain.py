@@ -7,7 +7,8 @@
     the autograd engine has finished      everything is reduced, the backward is over
 
 Several calls may be followed by one backward, and one call by several: all between two steps is one pass. What the
-backward of a gradient needs (`create_graph=True`) stays whole until the step.
+backward of a gradient needs (`create_graph=True`) stays whole until the step. After it the graph of what was called
+before is of no use: what it needs is no longer there, and what recomputes would do so with other parameters.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class _OwnPass(MicroPass):
         self._loop = loop
 
     def gradient_comes(self, *, of_param: bool) -> None:
-        self._loop.gradient_comes(of_param=of_param)
+        self._loop.gradient_comes(self, of_param=of_param)
 
     def why_not_gathered(self, kind: PassKind) -> str:
         if kind is not PassKind.FORWARD:
@@ -113,7 +114,7 @@ class PlainLoop:
             return None
         output = in_fp32(output)
         if torch.is_grad_enabled() and not self._gatherer.in_backward:
-            begins = functools.partial(self.gradient_comes, of_param=False)
+            begins = functools.partial(self._micro.gradient_comes, of_param=False)
             for tensor in tensors_in(output):
                 if tensor.requires_grad and tensor.grad_fn is not None:
                     when_gradient_comes(tensor, begins)
@@ -130,8 +131,13 @@ class PlainLoop:
 
     # Backward
 
-    def gradient_comes(self, *, of_param: bool) -> None:
-        """Hear of a gradient, of an output or of a parameter: a backward is under way."""
+    def gradient_comes(self, micro: MicroPass, *, of_param: bool) -> None:
+        """Hear of a gradient, of an output or of a parameter: a backward of `micro` is under way."""
+        if micro is not self._micro:
+            raise UserCodeError(
+                "backward() of what the model returned before the last step(), which was to change its parameters: "
+                "call the model again, and detach() what is kept from before"
+            )
         if self._open:  # of what a module differentiates in its own forward
             if of_param:
                 raise UserCodeError("backward() inside of a forward: call it when the model has returned")

@@ -109,7 +109,7 @@ def execute(sharded: ShardedModel, actions: Actions) -> list[float]:
 
 
 def gradients(sharded: ShardedModel) -> list[Tensor]:
-    return [unit.grad.clone() for unit in sharded.units if unit.trainable]
+    return [unit.owned_grad.clone() for unit in sharded.units if unit.trainable]
 
 
 def digest(tensors: Sequence[Tensor]) -> str:

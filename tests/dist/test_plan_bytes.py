@@ -64,7 +64,7 @@ def held(sharded: ShardedModel) -> dict[str, int]:
         else:
             see(Kind.PARAM, unit.window.full)
         if unit.trainable:
-            see(Kind.GRAD, unit.grad)
+            see(Kind.GRAD, unit.owned_grad)
             see(Kind.OPTIM, unit.master)
     for tensor in sharded.optimizer.tensors():
         if tensor.dim():  # not a count of steps

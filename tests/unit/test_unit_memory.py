@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 OWNERS = ("zrun_core/zero/", "zrun_core/optim/")
 # Attributes that only units have, and those that say something else on a parameter, a window or torch itself.
-OF_UNITS_ONLY = {"master", "param_shard", "owned_param", "whole_grad", "_kept_grad", "_grad_views"}
+OF_UNITS_ONLY = {"master", "param_shard", "owned_param", "whole_grad", "owned_grad", "_grad_views"}
 OF_OTHERS_TOO = {"full", "grad", "param", "record", "moments", "window", "views", "_placeholders"}
 OUTSIDE = sorted(
     str(path.relative_to(ROOT))

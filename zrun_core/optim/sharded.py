@@ -126,9 +126,8 @@ class UnitUpdate:
         return self.state_of(param)
 
     def begin(self) -> None:
-        """Have the record here, and the optimizer see where it lies."""
-        self.unit.begin_update()
-        if self.unit.record.at() is not self._shown:
+        """Have the record come here, and the optimizer see where it lies."""
+        if self.unit.fetch_record() is not self._shown:
             self._show()
 
     def end(self) -> None:
@@ -295,6 +294,7 @@ class ShardedOptimizer:
         update.set_grads(None, b"")
         if borrowed is not None:
             self._scratch.give(borrowed)
+        update.unit.grad.drop()
         update.end()
 
     def _apply_together(self, updates: Sequence[UnitUpdate]) -> None:
@@ -318,11 +318,14 @@ class ShardedOptimizer:
 
     def _fp32_grad(self, unit: FlatUnit) -> tuple[torch.Tensor, bool]:
         """The unit's gradient in fp32, and whether it lies in scratch."""
-        if unit.grad.dtype == torch.float32:
-            return unit.grad, False
-        room = self._scratch.take(unit.grad.numel(), torch.float32, grow=True)
+        grad = unit.fetch_grad()
+        if grad.dtype == torch.float32:
+            return grad, False
+        room = self._scratch.take(grad.numel(), torch.float32, grow=True)
         assert room is not None
-        return room.copy_(unit.grad), True
+        room.copy_(grad)
+        unit.grad.drop()
+        return room, True
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Everything that the optimizers keep on this rank."""
@@ -336,6 +339,7 @@ class ShardedOptimizer:
         Each is (unit, part, the part as its optimizer knows it, whom to ask for that one's state).
         """
         for update in self._updates:
+            update.begin()
             for piece, param in zip(update.pieces, update._params, strict=True):
                 yield update.unit, piece, param, update
 

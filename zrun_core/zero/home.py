@@ -5,9 +5,10 @@
     put     after they were written: the new values begin to go home
     drop    not used any more, until the next fetch
 
-A unit has homes for what it keeps of its parameters between uses (`param`), and for all that an
-update reads and writes beside the gradient (`record`). It never asks which kind they are: it calls
-the verbs wherever values that live elsewhere would have to come or go.
+A unit has three: `param`, of what it keeps of its parameters between uses; `grad`; and `record`, of
+what an update reads and writes beside the gradient. It never asks which kind they are: it calls the
+verbs wherever values that live elsewhere would have to come or go. `tests/dist/test_homes.py` has
+all of them elsewhere.
 """
 
 from __future__ import annotations

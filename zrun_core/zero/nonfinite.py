@@ -7,7 +7,7 @@ them; so while skips go on, each rank also looks at its own gradient before it i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -96,6 +96,19 @@ def first_nonfinite(layout: UnitLayout, flat: torch.Tensor, start: int) -> tuple
     return None
 
 
+def _unpadded(unit: FlatUnit, owned: torch.Tensor) -> torch.Tensor:
+    return owned[: max(0, unit.layout.numel - unit.owned[0])]
+
+
+def _first(held: Iterable[tuple[FlatUnit, torch.Tensor]]) -> tuple[int, int, int] | None:
+    """Unit, parameter and kind of what is not finite first, of elements that a rank updates."""
+    for unit, owned in held:
+        found = first_nonfinite(unit.layout, owned, unit.owned[0])
+        if found is not None:
+            return unit.index, *found
+    return None
+
+
 class Inspector:
     """Looks at gradients: those of this rank, as far as `see` is told of them, and those summed over ranks."""
 
@@ -121,7 +134,7 @@ class Inspector:
         Args:
             losses: of this rank's micro-batches.
         """
-        summed = self._first(lambda unit: unit.grad)
+        summed = _first(self._grads())
         is_finite = self._own is None and summed is None and all(map(math.isfinite, losses))
         row = _first_loss(losses)
         for found in (self._own, summed, self._largest() if is_finite else None):
@@ -147,7 +160,7 @@ class Inspector:
 
     def find_parameter(self) -> tuple[str, str] | None:
         """Name and kind (inf, nan) of the first parameter in training that is not finite itself. Collective."""
-        found = self._first(lambda unit: unit.owned_param)
+        found = _first(self._params())
         first = _first_row(self._exchange(self._in_row(found)), slice(0, 3))
         if first is None:
             return None
@@ -163,18 +176,10 @@ class Inspector:
         rows: list[list[float]] = summed.view(-1, len(row)).tolist()
         return rows
 
-    def _first(self, of: Callable[[FlatUnit], torch.Tensor]) -> tuple[int, int, int] | None:
-        """Unit, parameter and kind of what is not finite first in this rank's elements of each unit."""
-        for unit, held in self._held(of):
-            found = first_nonfinite(unit.layout, held, unit.owned[0])
-            if found is not None:
-                return unit.index, *found
-        return None
-
     def _largest(self) -> _Found | None:
         """Return where the largest element of this rank's sums is, if their norm overflows."""
         found: list[_Found] = []
-        for unit, held in self._held(lambda unit: unit.grad):
+        for unit, held in self._grads():
             for piece in unit.layout.pieces(unit.owned[0], unit.owned[0] + held.numel()):
                 size = torch.linalg.vector_norm(held[piece.start : piece.stop], math.inf)
                 found.append((unit.index, piece.index, float(size)))
@@ -185,11 +190,21 @@ class Inspector:
             return None
         return largest
 
-    def _held(self, of: Callable[[FlatUnit], torch.Tensor]) -> list[tuple[FlatUnit, torch.Tensor]]:
-        """The units, and this rank's elements of each without padding."""
-        return [
-            (unit, of(unit)[: max(0, min(unit.owned[1], unit.layout.numel) - unit.owned[0])]) for unit in self._units
-        ]
+    def _grads(self) -> Iterator[tuple[FlatUnit, torch.Tensor]]:
+        """Yield the units, and the gradient of the elements that this rank updates of each."""
+        for unit in self._units:
+            try:
+                yield unit, _unpadded(unit, unit.fetch_grad())
+            finally:
+                unit.grad.drop()
+
+    def _params(self) -> Iterator[tuple[FlatUnit, torch.Tensor]]:
+        """Yield the units, and the elements that this rank updates of each."""
+        for unit in self._units:
+            try:
+                yield unit, _unpadded(unit, unit.fetch_owned_param())
+            finally:
+                unit.param.drop()
 
     def _in_row(self, found: _Found | None) -> list[float]:
         if found is None:

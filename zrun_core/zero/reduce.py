@@ -37,11 +37,11 @@ from zrun_core.zero.unit import FlatUnit
 
 
 class _InFlight(NamedTuple):
-    """A reduction under way, where its sum will be, and the scratch that it holds until then."""
+    """A reduction under way, and the scratch that it holds until it is over."""
 
     unit: FlatUnit
     handle: Handle
-    total: torch.Tensor
+    late: torch.Tensor | None  # where the sum will be, if it is to be added to an earlier one
     held: list[torch.Tensor]
 
 
@@ -98,8 +98,8 @@ class Reducer:
         for unit in self._order:
             self._move_on()
             arrivals = self._arrivals(unit)
-            handle = self._exchange.sum_copies(self._comm, unit, arrivals, unit.grad)
-            self._in_flight.append(_InFlight(unit, handle, unit.grad, [arrivals]))
+            handle = self._exchange.sum_copies(self._comm, unit, arrivals, unit.fetch_grad())
+            self._in_flight.append(_InFlight(unit, handle, None, [arrivals]))
         self._drain()
         self._is_summed = True
 
@@ -164,6 +164,7 @@ class Reducer:
                 whole = unit.complete_grad()
                 if self.inspector is not None:
                     self.inspector.see(unit, whole)
+                unit.put_grad()
         self._is_summed = expected.boundary
         if not self._order_is_learnt:
             self._learn_order(expected.seen)
@@ -206,7 +207,7 @@ class Reducer:
         if self.inspector is not None:
             self.inspector.see(unit, whole)
         arrivals = self._arrivals(unit)
-        total = unit.owned_part(whole) if is_late else unit.grad
+        total = unit.owned_part(whole) if is_late else unit.begin_sum()
         handle = self._exchange.reduce(
             self._comm,
             unit,
@@ -219,13 +220,14 @@ class Reducer:
         held = [arrivals] if unit.keeps(whole) else [arrivals, whole]
         unit.is_reduced = True
         unit.end_grad()
-        self._in_flight.append(_InFlight(unit, handle, total, held))
+        self._in_flight.append(_InFlight(unit, handle, total if is_late else None, held))
 
     def _retire(self) -> None:
         oldest = self._in_flight.popleft()
         oldest.handle.wait()
-        if oldest.total is not oldest.unit.grad:
-            oldest.unit.grad.add_(oldest.total)
+        if oldest.late is not None:
+            oldest.unit.fetch_grad().add_(oldest.late)
+        oldest.unit.put_grad()
         for scratch in oldest.held:
             self.ring.give(scratch)
 

@@ -386,16 +386,17 @@ class ShardedModel:
         total = torch.zeros((), dtype=torch.float64, device=self.comm.device)
         first, evidence = self._trained[0], []
         for part in first.exchange.counted_parts(first.layout, first.peers):
-            parts = [(unit, unit.norm_part(part)) for unit in self._counted]
-            if self.comm.device.type == "cpu":
-                chunks = [(unit, chunk.float()) for unit, part in parts for chunk in part.split(_NORM_CHUNK)]
-                norms = [(unit, torch.linalg.vector_norm(chunk)) for unit, chunk in chunks]
-            else:
-                norms = [(unit, torch.linalg.vector_norm(part, dtype=torch.float32)) for unit, part in parts]
+            norms: list[torch.Tensor] = []
+            of_units: list[FlatUnit] = []
+            for unit in self._counted:
+                found = _norms(unit.norm_part(part))
+                unit.grad.drop()
+                norms += found
+                of_units += [unit] * len(found)
             if norms:
-                values = torch.stack([norm for _, norm in norms])
+                values = torch.stack(norms)
                 total += values.double().square().sum()
-                evidence.append(([unit for unit, _ in norms], values))
+                evidence.append((of_units, values))
         self._inspector.norms = evidence
         return total
 
@@ -516,6 +517,13 @@ class ShardedModel:
         account.add(module_buffers(self.module))
         account.add([Buffer("rings", Kind.RING, sum(self.ring_bytes))])
         return account
+
+
+def _norms(part: torch.Tensor) -> list[torch.Tensor]:
+    """2-norms of pieces of `part`, 0-d fp32: all of it, except on a CPU."""
+    if part.device.type == "cpu":
+        return [torch.linalg.vector_norm(chunk.float()) for chunk in part.split(_NORM_CHUNK)]
+    return [torch.linalg.vector_norm(part, dtype=torch.float32)]
 
 
 def _materialise(params: Sequence[nn.Parameter], unit: FlatUnit) -> None:

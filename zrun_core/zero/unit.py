@@ -70,7 +70,7 @@ class FlatUnit:
         owned: the first and last + 1 of the elements that this rank updates.
         record: home of what their update reads and writes beside the gradient, `record_layout`.
         moments: by name, the states that the optimizer keeps of each of these elements.
-        grad: in reduce dtype, the gradient of the elements that this rank updates.
+        grad: home of its gradient, in reduce dtype: of the owned elements, or of all.
         got: which parameters have received a gradient on this rank in this step.
     """
 
@@ -148,13 +148,14 @@ class FlatUnit:
 
     def _allocate_grad(self, device: torch.device) -> None:
         layout, dtype = self.layout, self.policy.reduce_dtype
-        if self.policy.zero.reduce_now(boundary=False) and self.shard.size > 1:
-            self._kept_grad: torch.Tensor | None = None
-            self.grad = flat_buffer(layout.shard_numel, dtype, device)
-        else:
-            self._kept_grad = flat_buffer(layout.padded_numel, dtype, device)
-            self.grad = self.owned_part(self._kept_grad)
+        # Otherwise each micro-batch has scratch, and only what this rank owns of the sum is kept.
+        reduces_each = self.policy.zero.reduce_now(boundary=False)
+        self._keeps_whole_grad = not reduces_each or self.shard.size == 1
+        numel = layout.padded_numel if self._keeps_whole_grad else layout.shard_numel
+        self.grad: Home = Here(flat_buffer(numel, dtype, device))
+        self._seen_grad: torch.Tensor | None = None
         self.whole_grad: torch.Tensor | None = None
+        self._grad_views: list[torch.Tensor] = []
         self.begin_step()
 
     # Parameters
@@ -271,11 +272,16 @@ class FlatUnit:
         self._seen_record = None
         self._look_at_record()  # so that nothing keeps the old memory
 
-    def begin_update(self) -> None:
-        """Have the record, and the parameters where they are their own masters, come here."""
-        arrive(self.record)
+    def fetch_record(self) -> torch.Tensor:
+        """Have the record come here, and the parameters where they are their own masters."""
         if not self.has_master:
             arrive(self.param)
+        return arrive(self.record)
+
+    def fetch_owned_param(self) -> torch.Tensor:
+        """Have the parameters come here, and return the elements that this rank updates."""
+        arrive(self.param)
+        return self.owned_param
 
     def end_update(self) -> None:
         """The record was updated: the parameters follow their masters, and all of it goes home."""
@@ -297,8 +303,8 @@ class FlatUnit:
         if self.has_master:
             arrive(self.record)
             return Values(self.master, self.owned[0])
-        arrive(self.param)
-        return Values(self.owned_param, self.owned[0]) if self.trainable else self._params_kept()
+        owned = self.fetch_owned_param()
+        return Values(owned, self.owned[0]) if self.trainable else self._params_kept()
 
     def values_changed(self) -> None:
         """Bring the parameters up to date with what was written to `values`; foreign shards are stale."""
@@ -314,8 +320,8 @@ class FlatUnit:
 
     def resident_params(self) -> Values:
         """Return the parameters that are up to date here without a gather: the whole unit or the own shard."""
-        arrive(self.param)
-        return Values(self.full, 0) if self.is_whole else Values(self.owned_param, self.owned[0])
+        owned = self.fetch_owned_param()
+        return Values(self.full, 0) if self.is_whole else Values(owned, self.owned[0])
 
     def _params_kept(self) -> Values:
         if self.frees:
@@ -327,42 +333,79 @@ class FlatUnit:
         yield from (value for value in vars(self).values() if isinstance(value, torch.Tensor))
         yield self.param.at()
         if self.trainable:
+            yield self.grad.at()
             yield self.record.at()
 
     # Gradients
+
+    @property
+    def owned_grad(self) -> torch.Tensor:
+        """[owned] in reduce dtype: the elements that this rank updates, in the memory of `grad`."""
+        grad = self.grad.at()
+        if grad is not self._seen_grad:
+            self._seen_grad = grad
+            self._owned_grad = self.owned_part(grad) if self._keeps_whole_grad else grad
+        return self._owned_grad
+
+    def fetch_grad(self) -> torch.Tensor:
+        """Have the gradient come here, and return the elements that this rank updates."""
+        arrive(self.grad)
+        return self.owned_grad
+
+    def begin_sum(self) -> torch.Tensor:
+        """Return where the sum over ranks goes. An earlier one that it is added to has come."""
+        return self.fetch_grad() if self.is_reduced else self.owned_grad
+
+    def put_grad(self) -> None:
+        """Have the gradient, which was written, go home."""
+        self.grad.put()
+        self.grad.drop()
 
     def begin_step(self) -> None:
         """A new optimizer step: no gradient has come yet."""
         self.got = bytearray(len(self.params))
         self.is_reduced = False
         self._written = bytearray(len(self.params))
-        self._use_grad(self._kept_grad)
+        self._use_own_grad()
 
-    def _use_grad(self, whole: torch.Tensor | None) -> None:
-        if whole is None or whole is not self.whole_grad:
-            self._grad_views = [] if whole is None else [_view(whole, slot) for slot in self.layout.slots]
-        self.whole_grad = whole
+    def _use_own_grad(self) -> None:
+        """Let gradients go to the unit's own flat one, if it has one of the whole unit."""
+        if self._keeps_whole_grad:
+            self._use_grad(self.grad.at())
+        else:
+            self.whole_grad = None
+            self._grad_views = []
+
+    def _use_grad(self, whole: torch.Tensor) -> None:
+        if whole is not self.whole_grad:
+            self.whole_grad = whole
+            self._grad_views = [_view(whole, slot) for slot in self.layout.slots]
+            whole[self.layout.numel :].zero_()
 
     def begin_grad(self, whole: torch.Tensor) -> None:
         """Use scratch `whole` [padded_numel] as the flat gradient until `end_grad`."""
         self._written = bytearray(len(self.params))
         self._use_grad(whole)
-        whole[self.layout.numel :].zero_()
 
     def reopen(self, *, counts_here: bool) -> None:
         """More gradients come after the sum over ranks was made: the sum stays on one of the ranks that hold it."""
+        total = self.fetch_grad()
         if not counts_here:
-            self.grad.zero_()
-        if self._kept_grad is not None:
+            total.zero_()
+        if self._keeps_whole_grad:
+            self._use_own_grad()
+            assert self.whole_grad is not None
             start, stop = self.owned
-            self._kept_grad[:start].zero_()
-            self._kept_grad[stop:].zero_()
+            self.whole_grad[:start].zero_()
+            self.whole_grad[stop:].zero_()
             self._written = bytearray(b"\1" * len(self.params))  # the next ones are added
             self.is_reduced = False
+        else:
+            self.put_grad()
 
     def keeps(self, whole: torch.Tensor) -> bool:
         """Whether the flat gradient `whole` is the unit's own, not scratch."""
-        return whole is self._kept_grad
+        return self._keeps_whole_grad and whole is self.grad.at()
 
     def take_grad(self, number: int) -> None:
         """Move the gradient of parameter `number` into the flat one."""
@@ -385,7 +428,7 @@ class FlatUnit:
 
     def end_grad(self) -> None:
         """The flat gradient is on its way: what comes from now on is apart from it."""
-        self._use_grad(self._kept_grad)
+        self._use_own_grad()
 
     def owned_part(self, whole: torch.Tensor) -> torch.Tensor:
         """Return the elements that this rank updates of `whole` [padded_numel]."""
@@ -402,15 +445,16 @@ class FlatUnit:
         return self.layout.parts_of_shard(self.shard.index), self.shard
 
     def norm_part(self, part: int) -> torch.Tensor:
-        """Return the elements of `grad` in a part that this rank counts in the global norm."""
+        """Have the gradient come here, and return its elements in a part that this rank counts."""
         start, stop = self.layout.part_range(part)
-        return self.grad[start - self.owned[0] : stop - self.owned[0]]
+        return self.fetch_grad()[start - self.owned[0] : stop - self.owned[0]]
 
     def allocated(self) -> list[Buffer]:
         """What this unit's permanent buffers really take. Moments come with its first update."""
         found = [Buffer(f"{self.name}/param", Kind.PARAM, self.param.at().nbytes)]
         if self.trainable:
-            found.append(Buffer(f"{self.name}/grad", Kind.GRAD, self.grad.untyped_storage().nbytes()))
+            num_bytes = self.grad.at().untyped_storage().nbytes()
+            found.append(Buffer(f"{self.name}/grad", Kind.GRAD, num_bytes))
             found.append(Buffer(f"{self.name}/record", Kind.OPTIM, self.record.at().nbytes))
         return found
 

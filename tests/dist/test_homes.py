@@ -1,7 +1,7 @@
-"""States of units that live elsewhere: every value is fetched before it is used, and put after it was written.
+"""States of units that live elsewhere: values are fetched before they are used, and put once written.
 
-`Apart` is as strict as a home can be. What was not fetched is not here, what was not put is lost, and what comes is
-here only once somebody has waited for it.
+`Apart` is as strict as a home can be. What was not fetched is not here, what was not put is lost,
+and what comes is here only once somebody has waited for it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from zrun_core.comm import Comm, Handle
 from zrun_core.named_vector import NamedVector
 from zrun_core.replicas import ReplicaGuard
 from zrun_core.zero.sharded import ShardedModel
+
+
+Ranks = Callable[[int], Any]
 
 
 class Apart:
@@ -143,7 +146,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_where_states_live_changes_nothing(ranks: Callable[[int], Any], stage: int, name: str) -> None:
+def test_where_states_live_changes_nothing(ranks: Ranks, stage: int, name: str) -> None:
     accumulation, settings = CASES[name]
     here = ranks(2).run(run, stage, False, accumulation, settings)
     away = ranks(2).run(run, stage, True, accumulation, settings)
@@ -153,7 +156,8 @@ def test_where_states_live_changes_nothing(ranks: Callable[[int], Any], stage: i
         assert own["found"] == other["found"] == [None] * 3
         for what in ("state", "parts"):
             assert own[what].keys() == other[what].keys()
-            differ = [key for key, value in own[what].items() if not torch.equal(value, other[what][key])]
+            theirs = other[what]
+            differ = [key for key, each in own[what].items() if not torch.equal(each, theirs[key])]
             assert not differ, (what, differ)
 
 
@@ -168,12 +172,14 @@ def run_hybrid(away: bool) -> dict[str, torch.Tensor]:
             with sharded.forward() as micro:
                 loss = sharded.module(x.chunk(size)[rank], y.chunk(size)[rank])
             sharded.backward(loss / size, micro, boundary=True)
-        sharded.step(1e-2, NamedVector.of(sharded.comm.device, loss=0.0), lambda sums: torch.ones(()).double())
+        sums = NamedVector.of(sharded.comm.device, loss=0.0)
+        sharded.step(1e-2, sums, lambda sums: torch.ones(()).double())
     assert all(home.num_fetched for home in homes)
     with sharded.gathered() as module:
         return {name: value.clone() for name, value in module.state_dict().items()}
 
 
-def test_a_sum_that_is_added_to_comes_back_first(ranks: Callable[[int], Any]) -> None:
-    for own, other in zip(ranks(4).run(run_hybrid, False), ranks(4).run(run_hybrid, True), strict=True):
+def test_a_sum_that_is_added_to_comes_back_first(ranks: Ranks) -> None:
+    here, away = (ranks(4).run(run_hybrid, is_away) for is_away in (False, True))
+    for own, other in zip(here, away, strict=True):
         assert all(torch.equal(value, other[name]) for name, value in own.items())

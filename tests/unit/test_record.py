@@ -1,4 +1,4 @@
-"""The record of a unit: one flat tensor that has all an update needs, whatever the optimizer makes."""
+"""The record of a unit: one flat tensor with all an update needs, whatever the optimizer makes."""
 
 from __future__ import annotations
 
@@ -131,7 +131,8 @@ def test_states_lie_in_the_record_since_the_first_update(name: str, precision: s
         updated = {"first"} | ({"late"} if number > 1 else set())
         expected = {"first", "late", "never"} if begins_with_all else updated
         assert {slot.partition(".")[0] for _, slot, _ in found} == expected
-        assert all(value.untyped_storage().data_ptr() == places[id(unit)] for unit, _, value in found)
+        for unit, _, value in found:
+            assert value.untyped_storage().data_ptr() == places[id(unit)]
 
 
 @pytest.mark.parametrize("name", ["momentum", "replacing"])

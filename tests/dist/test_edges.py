@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from toys import Net, build, data, full_state, make_sharded, train_plain, train_sharded, world
+from toys import Block, Net, build, data, full_state, make_sharded, train_plain, train_sharded, world
 
 from zrun_core.errors import UserCodeError
 
@@ -55,6 +55,29 @@ def test_a_unit_that_never_runs_is_left_alone(ranks):
     plain = train_plain(build(), data(4))
     for stage in range(4):
         assert ranks(2).run(train_unused, stage)[0] == pytest.approx(plain, abs=2e-6), f"stage {stage}"
+
+
+class Sometimes(Block):
+    """Scales its input, on all ranks but the first."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim)
+        self.scale = nn.Parameter(torch.full((dim,), 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * self.scale if world()[0] else x)
+
+
+def train_sometimes(stage: int) -> list[float]:
+    torch.manual_seed(1)
+    model = Net(depth=6)
+    model.blocks[4] = Sometimes(32)
+    return train_sharded(make_sharded(model, stage, leaf_names=[r"blocks\.4$"]), data(4))
+
+
+def test_a_leaf_may_leave_parameters_unused_on_some_ranks(ranks):
+    losses = [ranks(2).run(train_sometimes, stage)[0] for stage in range(4)]
+    assert losses == [losses[0]] * 4
 
 
 def hybrid_of_three(stage: int) -> list[float]:

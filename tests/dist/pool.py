@@ -11,7 +11,7 @@ import faulthandler
 import gc
 import importlib.util
 import multiprocessing as mp
-import multiprocessing.forkserver  # noqa: F401
+import multiprocessing.forkserver
 import os
 import signal
 import sys
@@ -31,7 +31,7 @@ WARM = ["torch", "torch._dynamo", "zrun_core.worker", "zrun_core.library"]
 
 
 class _Groups:
-    """`new_group` that gives the groups of earlier tasks again: each has a thread, which looks a hundred times a second.
+    """`new_group` that gives the groups of earlier tasks again: each has a thread that looks a hundred times a second.
 
     Within a task every group is another one, so that messages of two never meet.
     """
@@ -63,8 +63,8 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    # A thread of gloo's that is woken while ours holds their lock tries again and again until it is let go; where it took
-    # our core for that, for a whole time slice. With this policy, which its threads inherit, nobody takes a core.
+    # A thread of gloo's that is woken while ours holds their lock tries again and again until it is let go; where it
+    # took our core for that, for a whole time slice. With this policy, which its threads inherit, nobody takes a core.
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     if world_size > 1:
         dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)

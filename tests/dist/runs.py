@@ -16,19 +16,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from toys import Block, world
 from torch import nn
+from toys import Block, world
 
 from zrun_core.checkpoint.lock import release
 from zrun_core.checkpoint.state import ModelState
-from zrun_core.comm import Comm
 from zrun_core.config import JobConfig
 from zrun_core.data.batch import MicroBatch
 from zrun_core.errors import UserCodeError, ZrunError
-from zrun_core.mesh import Mesh
+from zrun_core.hooks import HookContext
 from zrun_core.parallel_dims import ParallelDims
 from zrun_core.spec import LaunchPlan, RankPlace, ResumeSpec, RunSpec, resolve_batch
-from zrun_core.hooks import HookContext
 from zrun_core.trainer import Trainer
 from zrun_core.worker import Worker
 
@@ -136,11 +134,11 @@ class Augmented(Tokens):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         sample = super().__getitem__(index)
-        drawn = [random.randrange(VOCAB), int(np.random.randint(VOCAB)), int(torch.randint(VOCAB, ()))]  # noqa: NPY002
+        drawn = [random.randrange(VOCAB), int(np.random.randint(VOCAB)), int(torch.randint(VOCAB, ()))]
         return {**sample, "input_ids": torch.cat([sample["input_ids"][3:], torch.tensor(drawn)])}
 
 
-class Interrupted(Exception):
+class Interrupted(Exception):  # noqa: N818 - no error
     """Stands for the end of a process."""
 
 
@@ -220,9 +218,7 @@ def make_spec(
     config = JobConfig.model_validate(keys)
     axes = ParallelDims(**(dims or {"dp": size}))
     places = [
-        RankPlace(
-            rank=rank, host="host", local_rank=rank, device="cpu", **axes.coordinates(rank)._asdict()
-        )
+        RankPlace(rank=rank, host="host", local_rank=rank, device="cpu", **axes.coordinates(rank)._asdict())
         for rank in range(size)
     ]
     return RunSpec(

@@ -329,13 +329,9 @@ def pass_on(folder: str, in_memory: bool, laps: int) -> dict[str, Any]:
     received = []
     for lap in range(laps):
         arriving = torch.zeros(3, dtype=torch.bfloat16)
-        receive = comm.receive(
-            arriving, (rank - 1) % size, group, number=lap * step, name=f"hidden of {lap}"
-        )
+        receive = comm.receive(arriving, (rank - 1) % size, group, number=lap * step, name=f"hidden of {lap}")
         outgoing = torch.full((3,), float(10 * lap + rank), dtype=torch.bfloat16)
-        send = comm.send(
-            outgoing, (rank + 1) % size, group, number=lap * step, name=f"hidden of {lap}"
-        )
+        send = comm.send(outgoing, (rank + 1) % size, group, number=lap * step, name=f"hidden of {lap}")
         received.append((receive, send, arriving))
     for receive, send, _ in received:
         receive.wait()

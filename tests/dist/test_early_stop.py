@@ -43,10 +43,7 @@ def test_it_ends_at_the_same_step_with_the_same_bits_wherever_it_was_cut_off(ran
     assert ends(rest[0]) == ends(whole[0])
     assert {**losses(begun[0]), **losses(rest[0])} == losses(whole[0])
     assert [each["digest"] for each in rest] == [each["digest"] for each in whole]
-    progress = [
-        read_step(tmp_path / name / "checkpoints" / "step-00000006").progress
-        for name in ("whole", "cut")
-    ]
+    progress = [read_step(tmp_path / name / "checkpoints" / "step-00000006").progress for name in ("whole", "cut")]
     for each in progress:
         each.pop("seconds", None)  # of the clock
     assert progress[0] == progress[1]
@@ -71,7 +68,6 @@ def test_an_unknown_metric_is_named_at_the_first_evaluation(ranks, tmp_path):
     held_out = {**keys()["eval"], "stop": {"metric": "curves"}, "first": True}
     found = ranks(2).run(run, keys(eval=held_out), str(tmp_path))
     assert [each["error"] for each in found] == [
-        "JobError: eval.stop.metric: curves is not what the evaluation came to, loss, curve: "
-        "did you mean curve?"
+        "JobError: eval.stop.metric: curves is not what the evaluation came to, loss, curve: did you mean curve?"
     ] * 2
     assert [each["code"] for each in found] == [2, 2]

@@ -64,27 +64,27 @@ def spoiled(stage: int, precision: str, kind: str, options: dict[str, Any]) -> d
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_all_ranks_skip_what_one_spoils_and_name_it(ranks, stage, kind, precision):
     runs = ranks(2).run(spoiled, stage, precision, kind, {})
-    for run in runs:
-        assert run["skips"] == [False, False, True, True, False]
-        before, after = run["states"][1], run["states"][3]
+    for found in runs:
+        assert found["skips"] == [False, False, True, True, False]
+        before, after = found["states"][1], found["states"][3]
         assert all((before[name] == after[name]).all() for name in before), "a skipped step changed the parameters"
         if kind == "loss":
-            assert run["found"] == [(None, None, 1, "nan")] * 2
+            assert found["found"] == [(None, None, 1, "nan")] * 2
         else:
             # At first only the sum is known; then each rank looks at its own gradient.
-            assert run["found"] == [(PLACE, kind, None, None), (PLACE, kind, 1, None)]
+            assert found["found"] == [(PLACE, kind, None, None), (PLACE, kind, 1, None)]
         # As torch.amp.GradScaler: every overflow halves it, and a loss that the gradient does not show does not.
         halvings = 2 * (precision == "fp16" and kind != "loss")
-        assert run["scale"] == (1024.0 if precision == "fp16" else 1.0) / 2**halvings
+        assert found["scale"] == (1024.0 if precision == "fp16" else 1.0) / 2**halvings
     for name, value in runs[0]["states"][-1].items():
         assert (value == runs[1]["states"][-1][name]).all()
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_norm_that_overflows_is_named_by_the_largest_gradient(ranks, stage):
-    for run in ranks(2).run(spoiled, stage, "bf16", "large", {}):
-        assert run["skips"] == [False, False, True, True, False]
-        assert run["found"] == [(PLACE, None, None, None)] * 2
+    for found in ranks(2).run(spoiled, stage, "bf16", "large", {}):
+        assert found["skips"] == [False, False, True, True, False]
+        assert found["found"] == [(PLACE, None, None, None)] * 2
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -134,7 +134,9 @@ def running(stage: int, bad_steps: list[int]) -> list[tuple[bool, dict[str, torc
             with sharded.forward() as micro:
                 loss = sharded.module(x)
             sharded.backward(loss / size, micro, boundary=number == 1)
-        result = sharded.step(1e-2, NamedVector.of(sharded.comm.device, weight=1.0), lambda sums: torch.ones(()).double())
+        result = sharded.step(
+            1e-2, NamedVector.of(sharded.comm.device, weight=1.0), lambda sums: torch.ones(()).double()
+        )
         buffers = {name: buffer.clone() for name, buffer in sharded.module.named_buffers()}
         found.append((bool(result.skipped), buffers))
     assert sharded._running._written is not None
@@ -157,9 +159,9 @@ def test_a_skipped_step_leaves_no_trace_in_running_statistics(ranks, stage, bad_
 
 
 def test_a_hybrid_skips_together_too(ranks):
-    for run in ranks(4).run(spoiled, 2, "bf16", "nan", {"shard_group": 2}):
-        assert run["skips"] == [False, False, True, True, False]
-        assert run["found"][1] == (PLACE, "nan", 3, None)
+    for found in ranks(4).run(spoiled, 2, "bf16", "nan", {"shard_group": 2}):
+        assert found["skips"] == [False, False, True, True, False]
+        assert found["found"][1] == (PLACE, "nan", 3, None)
 
 
 def starved(stage: int, accumulation: int, where: str) -> dict[str, Any]:
@@ -212,10 +214,10 @@ def without_the_third(stage: int, accumulation: int) -> dict[str, Any]:
 def test_a_batch_that_one_rank_cannot_hold_is_dropped_by_all(ranks, stage, accumulation, where):
     runs = ranks(2).run(starved, stage, accumulation, where)
     oracle = ranks(2).run(without_the_third, stage, accumulation)[0]
-    for run in runs:
-        assert run["skips"] == [False, False, True, False, False]
+    for found in runs:
+        assert found["skips"] == [False, False, True, False, False]
         for name, value in oracle.items():
-            assert (run["states"][-1][name] == value).all(), name
+            assert (found["states"][-1][name] == value).all(), name
 
 
 def drifted(stage: int, options: dict[str, Any], what: str) -> list[str | None]:
@@ -389,7 +391,9 @@ def skips_told(found: dict[str, Any]) -> list[str]:
 def test_a_step_that_is_read_late_is_not_judged_by_the_gradient_of_the_next(ranks, tmp_path, stage):
     """Another parameter is spoiled in each step; that of the first one is gone, but for its unit."""
     model = {"call": "runs.py:Spoiled", "args": {"passes": [3, 4, 5]}}
-    keys = job(model=model, zero=stage, steps=9, lr="constant", batch={"global": 8, "micro": 4}, checkpoint=None, hooks={})
+    keys = job(
+        model=model, zero=stage, steps=9, lr="constant", batch={"global": 8, "micro": 4}, checkpoint=None, hooks={}
+    )
     late = ranks(2).run(run_reading_late, keys, str(tmp_path / "late"))
     at_once = ranks(2).run(run, keys, str(tmp_path / "at once"))
     order = EpochOrder(40, shuffle=True, seed=keys["seed"])

@@ -19,7 +19,6 @@ from zrun_core.named_vector import NamedVector
 from zrun_core.replicas import ReplicaGuard
 from zrun_core.zero.sharded import ShardedModel
 
-
 Ranks = Callable[[int], Any]
 
 

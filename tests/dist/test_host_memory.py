@@ -184,7 +184,7 @@ _CALLS = itertools.count()  # the ranks of a pool make the same ones
 
 
 def owe_a_message() -> list[float]:
-    """Rank 0 has a second message behind one that is not taken yet, and finds all that it asked for at the first look."""
+    """Rank 0 has a second message behind one not taken yet, and finds all that it asked for at the first look."""
     comm, group = join_memory(patience_s=10.0)
     call = next(_CALLS)
 

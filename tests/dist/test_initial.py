@@ -11,8 +11,8 @@ import pytest
 import torch
 from runs import Speaker, job, look, run
 from safetensors.torch import save_file
-from toys import make_sharded
 from torch import nn
+from toys import make_sharded
 
 from zrun_core.checkpoint.initial import load_weights, open_weights
 from zrun_core.checkpoint.state import ModelState

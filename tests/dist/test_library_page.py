@@ -1,4 +1,4 @@
-"""docs/library.md as it is written: the fifteen lines run under torchrun, and every script on ranks that stand ready."""
+"""docs/library.md as written: the fifteen lines run under torchrun, and every script on ranks that stand ready."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def be_rank(script: str, environment: dict[str, str], said: str) -> None:
 
 
 def forkrun(script: Path) -> tuple[list[int | None], str]:
-    """What torchrun does, with processes that have torch from the start: exit codes, until one fails, and their words."""
+    """What torchrun does, with processes that have torch from the start: exit codes until one fails, and words."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     common |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}

@@ -337,7 +337,12 @@ def fail_behind(folder: str) -> list[str]:
         for number in range(10_000):
             duel.train(number, number + 1)
 
-    calls = {"step": step, "save": lambda: duel.save(folder, 9), "load": lambda: duel.load(folder), "": zrun_core.finish}
+    calls = {
+        "step": step,
+        "save": lambda: duel.save(folder, 9),
+        "load": lambda: duel.load(folder),
+        "": zrun_core.finish,
+    }
     for call in calls.values():
         with writing(fail):
             duel.save(folder, 2, wait=False)

@@ -101,9 +101,14 @@ MISTAKES: dict[str, tuple[list[Edit], dict[str, Any], int, list[str]]] = {
     # The loss
     "labels out of range": ([("index % 3", "index % 5")], {}, 5, ["in loss_fn", "is out of bounds"]),
     "labels that are no classes": ([("index % 3", "0.5")], {}, 5, ["in loss_fn", "expected target dtype"]),
-    "no mean": ([("model(x), label)", "model(x), label, reduction='none')")], {}, 5, ["is not a scalar", "take its mean()"]),
+    "no mean": (
+        [("model(x), label)", "model(x), label, reduction='none')")], {}, 5,
+        ["is not a scalar", "take its mean()"],
+    ),
     "a detached loss": ([("model(x), label)", "model(x), label).detach()")], {}, 5, ["loss without gradient"]),
-    "a loss as a number": ([("model(x), label)", "model(x), label).item()")], {}, 5, ["returned is float, not a tensor"]),
+    "a loss as a number": (
+        [("model(x), label)", "model(x), label).item()")], {}, 5, ["returned is float, not a tensor"],
+    ),
     "a loss without return": ([("    return nn.f", "    nn.f")], {}, 5, ["returned is None: does it lack a return?"]),
     "a loss of another signature": (
         [("def loss_fn(model, batch)", "def loss_fn(output, target, weight)")], {}, 2, ["(model, batch)", "weight"],
@@ -118,7 +123,8 @@ MISTAKES: dict[str, tuple[list[Edit], dict[str, Any], int, list[str]]] = {
         ["without loss in the job, the model is called with what a batch holds", "(forward takes x)", "write loss:"],
     ),
     "a loss that is not a number": (
-        [("model(x), label)", "model(x) / 0, label)")], {}, 7, ["step 3: ", "the loss is nan on rank 0", "(indices 8-9 of the dataset)"],
+        [("model(x), label)", "model(x) / 0, label)")], {}, 7,
+        ["step 3: ", "the loss is nan on rank 0", "(indices 8-9 of the dataset)"],
     ),
     "a parameter that is changed in place": (
         [("    x, label = batch\n", "    x, label = batch\n    next(model.parameters()).mul_(2)\n")], {}, 5,
@@ -168,7 +174,8 @@ MISTAKES: dict[str, tuple[list[Edit], dict[str, Any], int, list[str]]] = {
         ["reading the training data failed at index 1\n", "in __getitem__"],
     ),
     "a loader that dies": (
-        [("        return torch.ones", "        import os\n        os._exit(3)\n        return torch.ones")], LOADING, 5,
+        [("        return torch.ones", "        import os\n        os._exit(3)\n        return torch.ones")],
+        LOADING, 5,
         ["a data-loading process died; data.workers: 0 has the rank itself do its work"],
     ),
     # The rest

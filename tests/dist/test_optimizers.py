@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from toys import Net, build, data, full_state, make_sharded, optim_config, same_bits, train, train_ddp, world
 from torch import nn
+from toys import Net, build, data, full_state, make_sharded, optim_config, same_bits, train, train_ddp, world
 
 from zrun_core.config import NOT_SHARDED
 from zrun_core.named_vector import NamedVector
@@ -24,8 +24,16 @@ NO_DECAY = ["norm", "bias"]
 Rule = Callable[[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], int, float], torch.Tensor]
 
 
-def lamb(*, decay: float, beta: tuple[float, float] = (0.9, 0.999), eps: float = 1e-6, corrects: bool = True,
-         phi: tuple[float, float] | None = None, clamp: tuple[float, float] | None = None, adapts: bool = True) -> Rule:  # fmt: skip
+def lamb(
+    *,
+    decay: float,
+    beta: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-6,
+    corrects: bool = True,
+    phi: tuple[float, float] | None = None,
+    clamp: tuple[float, float] | None = None,
+    adapts: bool = True,
+) -> Rule:
     """You et al. 2020, Algorithm 2."""
 
     def rule(x: torch.Tensor, g: torch.Tensor, state: dict[str, torch.Tensor], t: int, lr: float) -> torch.Tensor:

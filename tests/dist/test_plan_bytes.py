@@ -9,8 +9,8 @@ import pytest
 import runs
 import torch
 from runs import PoolWorker, Speaker, make_spec
-from toys import world
 from torch import nn
+from toys import world
 
 from zrun_core import comm
 from zrun_core.arena import PagePool, PageWindow
@@ -25,7 +25,11 @@ from zrun_core.zero.sharded import ShardedModel
 ODD = {"model": {"call": "runs.py:Speaker", "args": {"dim": 37, "depth": 3, "dropout": 0.0}}}
 CASES: dict[str, dict[str, Any]] = {
     "fp32": {"zero": {"bucket": "8kB", "prefetch": 2}},
-    "bf16": {"precision": "bf16", "zero": {"bucket": "8kB", "persist_below": 300}, "activations": {"checkpoint": "full"}},
+    "bf16": {
+        "precision": "bf16",
+        "zero": {"bucket": "8kB", "persist_below": 300},
+        "activations": {"checkpoint": "full"},
+    },
     "narrow": {
         "precision": {"compute": "bf16", "reduce": "compute"},
         "optim": {"name": "lamb", "moments": "bf16", "no_decay": ["norm"]},
@@ -34,7 +38,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 ALL = [(stage, name, {}) for stage in range(4) for name in CASES]
 HYBRID: list[tuple[int, str, dict[str, Any]]] = [
-    (stage, name, {"shard_group": group}) for group in (1, 2) for stage, name in ((1, "narrow"), (2, "bf16"), (3, "fp32"))
+    (stage, name, {"shard_group": group})
+    for group in (1, 2)
+    for stage, name in ((1, "narrow"), (2, "bf16"), (3, "fp32"))
 ]
 SERVER: list[tuple[int, str, dict[str, Any]]] = [(0, "fp32", {"sync": "server"}), (0, "narrow", {"sync": "server"})]
 CHOSEN = {1: ALL[::5], 2: ALL[::2] + HYBRID[:3] + SERVER, 3: ALL[1::4], 4: ALL[3::4] + HYBRID[3:]}

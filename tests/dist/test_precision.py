@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from toys import build, data, full_state, make_sharded, same_bits, train, train_plain, world
 
 from zrun_core.named_vector import NamedVector

@@ -87,7 +87,10 @@ def test_another_layout_goes_on_with_the_same_tensors(ranks, saved, tmp_path, st
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"model": {"call": "runs.py:Speaker", "args": {"dim": 8}}}, "scale is [16] in the checkpoint and [8] in the model"),
+        (
+            {"model": {"call": "runs.py:Speaker", "args": {"dim": 8}}},
+            "scale is [16] in the checkpoint and [8] in the model",
+        ),
         ({"model": {"call": "runs.py:Speaker", "args": {"depth": 3}}}, "no tensor blocks.2.norm.weight [16]"),
         ({"model": {"call": "runs.py:Speaker", "args": {"depth": 1}}}, "has a tensor blocks.1.norm.weight [16], which"),
         ({"optim": {"name": "sgd"}}, "was made with the optimizer adamw, and optim.name is sgd: write optim.name"),

@@ -54,7 +54,9 @@ def test_a_save_in_the_background_is_of_its_own_step(ranks, tmp_path, busy):
     for step in saved:
         assert contents_of(tmp_path / "async", step) == contents_of(tmp_path / "sync", step)
     told = [event["step"] for event in found[0]["events"] if event["type"] == "save"]
-    skipped = [event for event in found[0]["events"] if event["type"] == "warning" and "is not saved" in event["message"]]
+    skipped = [
+        event for event in found[0]["events"] if event["type"] == "warning" and "is not saved" in event["message"]
+    ]
     assert told == saved[::-1]
     assert {*told, *(int(event["message"].split()[1]) for event in skipped)} == {1, 2, 3, 4, 5, 6}
 
@@ -101,7 +103,7 @@ def test_an_update_waits_for_the_copy_of_what_it_changes(ranks, tmp_path, stage)
 
 
 def run_asked(keys: dict[str, Any], run_dir: str, stop: bool) -> dict[str, Any]:
-    """As `run`, where a signal asks the last rank for a save in the third step; with `stop` another asks for the end."""
+    """As `run`, where a signal asks the last rank for a save in step 3; with `stop` another asks for the end."""
     first_sums = Trainer._first_sums
 
     def asked(trainer: Trainer) -> NamedVector:
@@ -383,7 +385,7 @@ def test_older_steps_go_behind_and_not_for_one_that_rotted(ranks, tmp_path, in_b
 
 
 def run_with_slow_disks(keys: dict[str, Any], run_dir: str, waits: bool) -> dict[str, Any]:
-    """As `run`, where rank 1 writes, and rank 0 commits, while ranks ask eight times whether all are ready; or never."""
+    """As `run`, where rank 1 writes and rank 0 commits while ranks ask eight times whether all are ready; or never."""
     write, commit, await_all = shard_file.write_file, CheckpointFolder.commit, Checkpointer._await
     asked, gave_up = threading.Semaphore(0), threading.Event()
 
@@ -473,30 +475,45 @@ def test_samples_draw_the_same_after_going_on_whoever_reads_them(ranks, tmp_path
 def test_parameters_that_broke_are_not_called_good_and_push_out_none_that_are(ranks, tmp_path, stage):
     """Masters passed what fp16 can hold in the fourth update."""
     keys = job(
-        zero=stage, steps=20, precision={"compute": "fp16", "loss_scale": {"init": 64.0}}, optim={"name": "sgd", "lr": 3e6}, lr="runs.py:sudden",
+        zero=stage,
+        steps=20,
+        precision={"compute": "fp16", "loss_scale": {"init": 64.0}},
+        optim={"name": "sgd", "lr": 3e6},
+        lr="runs.py:sudden",
         checkpoint={"every": 1, "keep": 2},
-    )  # fmt: skip
+    )
     found = ranks(2).run(run, keys, str(tmp_path))
     for each in found:
-        assert each["error"].startswith("NumericError: step 7: 3 steps in a row were skipped: the loss is nan on rank 0")
+        assert each["error"].startswith(
+            "NumericError: step 7: 3 steps in a row were skipped: the loss is nan on rank 0"
+        )
         assert " itself: step 6 is saved with it: go on from one before it, see zrun ckpt ls" in each["error"]
         assert "good" not in each["error"]
     assert steps_of(tmp_path) == [6, 5, 4, 3]
     again = ranks(2).run(run, keys, str(tmp_path), {})
-    assert again[0]["error"].startswith("NumericError: step 9: 3 steps in a row were skipped: the loss is nan on rank 0")
+    assert again[0]["error"].startswith(
+        "NumericError: step 9: 3 steps in a row were skipped: the loss is nan on rank 0"
+    )
     assert steps_of(tmp_path) == [8, 7, 6, 5, 4, 3]
     fewer = {**keys, "steps": 5, "optim": {"name": "sgd", "lr": 3e-3}, "checkpoint": {"every": 1}}
-    assert ranks(2).run(run, fewer, str(tmp_path / "other"), {"folder": f"{tmp_path}/checkpoints", "step": 3})[0]["error"] == ""
+    assert (
+        ranks(2).run(run, fewer, str(tmp_path / "other"), {"folder": f"{tmp_path}/checkpoints", "step": 3})[0]["error"]
+        == ""
+    )
 
 
 def test_what_is_saved_already_is_not_saved_again_when_the_numbers_go_wrong(ranks, tmp_path):
     model = {"call": "runs.py:Faulty", "args": {"fault": 2}}
     keys = job(model=model, steps=20, batch={"global": 8, "micro": 4}, checkpoint={"every": 1, "keep": 2})
     found = ranks(2).run(run, keys, str(tmp_path))
-    assert found[0]["error"].startswith("NumericError: step 5: 3 steps in a row were skipped: the loss is nan on rank 1")
+    assert found[0]["error"].startswith(
+        "NumericError: step 5: 3 steps in a row were skipped: the loss is nan on rank 1"
+    )
     assert found[0]["error"].endswith("; the last good parameters are those of step 4, which is saved")
     assert steps_of(tmp_path) == [4, 3, 2, 1]
     keys["model"] = {"call": "runs.py:Faulty", "args": {"fault": 0}}
     again = ranks(2).run(run, keys, str(tmp_path), {})
-    assert again[0]["error"].startswith("NumericError: step 7: 3 steps in a row were skipped: the loss is nan on rank 1")
+    assert again[0]["error"].startswith(
+        "NumericError: step 7: 3 steps in a row were skipped: the loss is nan on rank 1"
+    )
     assert [e["reason"] for each in (found, again) for e in each[0]["events"] if e["type"] == "save"] == ["due"] * 6

@@ -1,4 +1,4 @@
-"""A model that was saved at stage 3 on four ranks, elsewhere: resumed, exported, in a plain model, in `transformers`."""
+"""A model saved at stage 3 on four ranks, elsewhere: resumed, exported, in a plain model, in `transformers`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ def test_exported_weights_fit_the_plain_model_and_transformers(ranks, travelled,
     plain.load_state_dict(state)
     held = ranks(3).run(look, gpt_job(2), str(tmp_path / "run"), {"folder": str(travelled.parent)})
     for key, value in plain.state_dict().items():
-        parts = {start: data for each in held for (t, s, start), data in each["parts"].items() if (t, s) == (key, "value")}
+        parts = {
+            start: data for each in held for (t, s, start), data in each["parts"].items() if (t, s) == (key, "value")
+        }
         if key != "head.weight":  # tied
             whole = torch.cat([torch.from_numpy(parts[start]) for start in sorted(parts)])
             assert torch.equal(whole, value.flatten()), key

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from toys import Net, full_state, make_sharded, world
 from torch import nn
+from toys import Net, full_state, make_sharded, world
 
 from zrun_core import rng
 from zrun_core.board import Board, Watchdog
@@ -186,9 +186,7 @@ def save(sharded: ShardedModel, folder: str, step: int) -> None:
     steps, state = CheckpointFolder(Path(folder) / "steps"), ModelState(sharded)
     config = CheckpointConfig(every=1)
     about = About("run", {}, {})
-    saver = Checkpointer(
-        steps, state, streams, config, comm, mesh.world, about, lambda **fields: None
-    )
+    saver = Checkpointer(steps, state, streams, config, comm, mesh.world, about, lambda **fields: None)
     saver.save(step, dict, "end")
     saver.close()
 
@@ -214,9 +212,7 @@ def same(left: State, right: State) -> None:
 
 
 @pytest.mark.parametrize(("stage", "steps"), [(0, 6), (1, 50), (2, 6), (3, 6)])
-def test_each_group_trains_as_if_it_were_alone(
-    ranks: Any, tmp_path: Path, stage: int, steps: int
-) -> None:
+def test_each_group_trains_as_if_it_were_alone(ranks: Any, tmp_path: Path, stage: int, steps: int) -> None:
     pauses = PAUSES if steps == 50 else set()
     found = ranks(4).run(train_together, stage, str(tmp_path), steps, pauses)
     assert [rank["accused"] for rank in found] == [[]] * 4

@@ -181,7 +181,10 @@ def train_ddp(optimizer: str = "AdamW", kwargs: dict[str, Any] | None = None) ->
     model = nn.parallel.DistributedDataParallel(build())
     options = {"lr": 1e-2, "weight_decay": 0.1, "fused": True} if kwargs is None else kwargs
     losses = train_peer(model, getattr(torch.optim, optimizer)(model.parameters(), **options))
-    return {"losses": losses, "state": {name: param.detach().numpy() for name, param in model.module.named_parameters()}}
+    return {
+        "losses": losses,
+        "state": {name: param.detach().numpy() for name, param in model.module.named_parameters()},
+    }
 
 
 def same_bits(left: dict[str, Any], right: dict[str, Any]) -> None:

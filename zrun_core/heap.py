@@ -28,6 +28,19 @@ def keep_freed_memory() -> bool:
     return bool(mallopt(_MMAP_MAX, 0)) and bool(mallopt(_TRIM_THRESHOLD, _NEVER))
 
 
+def give_back_freed_memory() -> None:
+    """Hand what was freed, and is not in use again, back to the kernel once, where this is glibc.
+
+    A heap that keeps what is freed keeps the holes too that building a model has left in it, which
+    no later allocation may fit into.
+    """
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError):  # musl, macOS, Windows
+        return
+    trim(0)
+
+
 def lacks_huge_pages() -> bool:
     """Return whether the kernel gives huge pages to heaps that ask for them, and this one cannot any more.
 

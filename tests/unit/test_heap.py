@@ -35,3 +35,27 @@ def test_an_environment_that_says_how_the_heap_is_to_be_is_obeyed(monkeypatch):
 
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=0")
     assert not keep_freed_memory()
+
+
+HOLES = """
+import torch
+from zrun_core.heap import give_back_freed_memory, keep_freed_memory
+def resident():
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * 4096
+keep_freed_memory()
+blocks = [torch.ones(256 << 10) for _ in range(128)]  # 128 MiB
+before = resident()
+del blocks[::2]
+kept = resident()
+give_back_freed_memory()
+print(before - kept, before - resident())
+"""
+
+
+def test_holes_in_a_heap_that_keeps_them_can_be_given_back():
+    command = [sys.executable, "-c", HOLES]
+    found = subprocess.run(command, check=True, capture_output=True, text=True, env={}).stdout
+    at_first, then = map(int, found.split())
+    assert at_first < 8 << 20
+    assert then > 56 << 20

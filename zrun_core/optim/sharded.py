@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from zrun_core import heap
 from zrun_core.arena import Ring
 from zrun_core.comm import Comm, Group
 from zrun_core.layout import ParamSlot, Piece
@@ -223,6 +224,7 @@ class ShardedOptimizer:
         self._trust: Trust | None = None
         if chosen.layer_wise:
             self._trust = chosen.trust(list(self._groups.values()), groups, comm.device)
+        self._has_updated = False
 
     @property
     def scales_inside(self) -> bool:
@@ -266,6 +268,10 @@ class ShardedOptimizer:
             self._apply_together([update for update, _ in begun])
             for update, borrowed in begun:
                 self._end(update, borrowed)
+        if not self._has_updated and self._comm.device.type == "cpu":
+            # States that moved into the records have left holes between small ones that stay.
+            heap.give_back_freed_memory()
+        self._has_updated = True
 
     def _begin(
         self,

@@ -58,7 +58,7 @@ def hardware() -> Any:
     """The first device, as it was measured just now."""
     import torch
 
-    from zrun.launch.bench import gpu_rates
+    from zrun.agent.bench import gpu_rates
     from zrun_core.plan.hardware import Rates, from_rates
 
     found = gpu_rates(torch, 0)

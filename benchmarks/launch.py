@@ -16,7 +16,7 @@ from typing import Any
 
 from cases import SHAPES, TRAIN, Case, Request, zrun_job
 
-from zrun.launch.environment import WORKER_DEFAULTS
+from zrun.job.environment import WORKER_DEFAULTS
 from zrun_core.heap import TUNABLES
 
 HERE = Path(__file__).resolve().parent

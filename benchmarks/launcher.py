@@ -36,13 +36,12 @@ from rich.console import Console
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "hosts")]
 
-from zrun.launch.agent_process import AgentLink  # noqa: E402
-from zrun.launch.agents import Agents  # noqa: E402
-from zrun.launch.frames import Start  # noqa: E402
-from zrun.launch.hangs import BOARD_S  # noqa: E402
-from zrun.launch.rundir import RunDir  # noqa: E402
 from zrun.launch.supervise import Interrupts, Run, Supervisor, judge  # noqa: E402
+from zrun.runs.rundir import RunDir  # noqa: E402
 from zrun.topology.grouping import best_groups  # noqa: E402
+from zrun.transport.agent_process import AgentLink  # noqa: E402
+from zrun.transport.agents import Agents  # noqa: E402
+from zrun.transport.frames import BOARD_S, Start  # noqa: E402
 from zrun.watch.follow import Follower  # noqa: E402
 from zrun.watch.live import Live  # noqa: E402
 from zrun.watch.screen import PERIOD_S  # noqa: E402
@@ -314,10 +313,10 @@ def preflights() -> None:
     """Print how long it takes to look at three hosts, and to find a bad one among them."""
     import rig as rigs
 
-    from zrun.launch.agent_process import close_all
-    from zrun.launch.hostfile import HostEntry
-    from zrun.launch.preflight import Needs, preflight
-    from zrun.launch.ssh import SshAgent
+    from zrun.hosts.hostfile import HostEntry
+    from zrun.preflight.inspection import Needs, preflight
+    from zrun.transport.agent_process import close_all
+    from zrun.transport.ssh import SshAgent
     from zrun_core.errors import PreflightError
 
     if reason := rigs.missing():

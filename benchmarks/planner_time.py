@@ -141,7 +141,7 @@ def _print_slowdown(ranks: int, precision: str) -> None:
     import torch
 
     from zrun.estimate.machine import hardware_of
-    from zrun.launch.cluster import Cluster, probe_host
+    from zrun.hosts.cluster import Cluster, probe_host
     from zrun_core.plan import microbench
     from zrun_core.plan.operators import DTYPES
 

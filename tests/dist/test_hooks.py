@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from runs import job, losses, run
 
-from zrun.launch.resume import begin
+from zrun.runs.resume import begin
 from zrun_core.checkpoint.folder import read_step
 from zrun_core.config import JobConfig
 

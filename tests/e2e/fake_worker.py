@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from zrun.launch.processes import die_with_parent
+from zrun.system.processes import die_with_parent
 from zrun_core.errors import ExitCode
 from zrun_core.events import Emitter
 from zrun_core.spec import RunSpec

@@ -52,7 +52,7 @@ def planned(run_dir: Path) -> list[Any]:
 
 def is_free() -> bool:
     """Whether the plan may bind here: no quota, no affinity of somebody else's."""
-    from zrun.launch.cluster import probe_host
+    from zrun.hosts.cluster import probe_host
 
     return len(CPUS) > 1 and probe_host().unbound is None
 

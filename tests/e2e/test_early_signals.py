@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from waiting import PATIENCE_S, lines_of, wait_for
 
-from zrun.launch.processes import Process
+from zrun.system.processes import Process
 from zrun_core.stop import SAVE
 
 HERE = Path(__file__).parent
@@ -102,7 +102,7 @@ def test_between_two_attempts(tmp_path: Path, number: signal.Signals, code: int)
 
 
 def test_an_agent_that_was_let_go_before_it_was_there_says_nothing() -> None:
-    command = [sys.executable, "-m", "zrun.launch.agent"]
+    command = [sys.executable, "-m", "zrun.agent.main"]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True) as agent:
         assert agent.stdout is not None

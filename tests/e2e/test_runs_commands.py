@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from waiting import PATIENCE_S, wait_for
 
-from zrun.launch import lock
+from zrun.runs import lock
 
 HERE = Path(__file__).parent
 ZRUN = [sys.executable, "-m", "zrun"]

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 
-from zrun.launch.processes import die_with_parent
+from zrun.system.processes import die_with_parent
 
 if len(sys.argv) > 1:
     die_with_parent(signal.SIGKILL)

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 
-from zrun.launch.nodelist import expand
+from zrun.hosts.nodelist import expand
 
 FLAGS = {"--nodes=1", "--ntasks=1", "--overlap", "--kill-on-bad-exit=1", "--unbuffered", "--quiet"}
 

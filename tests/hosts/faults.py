@@ -24,7 +24,7 @@ from typing import Any
 
 import rig as rigs
 
-from zrun.launch.frames import SILENCE_S
+from zrun.transport.frames import SILENCE_S
 
 WILD = Path(__file__).parents[1] / "e2e" / "wild.py"
 PATIENCE_S = 300.0  # only bounds a failure: a busy machine may take long
@@ -51,7 +51,7 @@ class Launch:
 
     def agent(self, host: str) -> int:
         """The agent of a host, which is not the first process there with its command line: that is its keeper."""
-        return self.pids(host, "zrun.launch.agent")[-1]
+        return self.pids(host, "zrun.agent.main")[-1]
 
     def ssh_client(self, host: str) -> int:
         """The process here that leads to a host."""

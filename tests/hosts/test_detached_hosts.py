@@ -12,7 +12,7 @@ from pathlib import Path
 import faults
 from rig import Rig
 
-from zrun.launch import lock
+from zrun.runs import lock
 
 
 def zrun(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:

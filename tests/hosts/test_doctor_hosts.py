@@ -10,7 +10,7 @@ from pathlib import Path
 import faults
 from rig import Rig
 
-from zrun.launch.calibration import Calibration
+from zrun.preflight.calibration import Calibration
 
 
 def doctor(rig: Rig, folder: Path, hostfile: str, *argv: str) -> subprocess.CompletedProcess[str]:

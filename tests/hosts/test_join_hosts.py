@@ -96,7 +96,7 @@ def test_a_process_on_each_host_runs_its_ranks_and_the_end_of_one_is_the_end_of_
     launch = faults.Launch(pods.rig, pods.folder, pods.processes[0])
     launch.wait_for(lambda: len(pods.events("log")) == 4, "all ranks")
     assert [len(launch.pids(name, "-m fake_worker")) for name in NODES] == [2, 2]
-    os.kill(launch.pids("node2", "zrun.launch.agent joined")[0], signal.SIGKILL)
+    os.kill(launch.pids("node2", "zrun.agent.main joined")[0], signal.SIGKILL)
     first, second = pods.end()
     assert (first[0], second[0]) == (6, -signal.SIGKILL)
     assert "hosts: env (host 0 of 2 (PET_NODE_RANK, PET_NNODES))" in first[2]

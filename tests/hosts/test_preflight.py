@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 from rig import Host, Rig
 
-from zrun.launch.agent_process import AgentLink, close_all
+from zrun.hosts.backend import Backend, HostEntry
+from zrun.hosts.conventions import NONE
+from zrun.hosts.probe import software
 from zrun.launch.assemble import assemble, open_agents
-from zrun.launch.conventions import NONE
-from zrun.launch.hosts import Backend, HostEntry
-from zrun.launch.local import LocalAgent
-from zrun.launch.preflight import HostReport, Needs, inspect, preflight
-from zrun.launch.probe import software
-from zrun.launch.questions import ask
-from zrun.launch.ssh import SshAgent
+from zrun.preflight.inspection import HostReport, Needs, inspect, preflight
+from zrun.preflight.questions import ask
+from zrun.transport.agent_process import AgentLink, close_all
+from zrun.transport.local import LocalAgent
+from zrun.transport.ssh import SshAgent
 from zrun_core.config import JobConfig
 from zrun_core.errors import PreflightError
 

@@ -14,7 +14,7 @@ import faults
 import pytest
 from rig import Rig
 
-from zrun.launch.slurm import SrunAgent
+from zrun.transport.slurm import SrunAgent
 
 HERE = Path(__file__).parent
 NODES = ("node1", "node2")

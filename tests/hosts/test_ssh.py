@@ -19,11 +19,11 @@ import faults
 import pytest
 from rig import Rig, silent_listener
 
-from zrun.launch.agent_process import close_all
-from zrun.launch.frames import Start
-from zrun.launch.hosts import HostEntry
-from zrun.launch.preflight import Needs, preflight
-from zrun.launch.ssh import SshAgent
+from zrun.hosts.backend import HostEntry
+from zrun.preflight.inspection import Needs, preflight
+from zrun.transport.agent_process import close_all
+from zrun.transport.frames import Start
+from zrun.transport.ssh import SshAgent
 from zrun_core.errors import PreflightError
 
 HERE = Path(__file__).parent

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from checkpoint_toys import rank_states
 
-from zrun.launch import rundir
-from zrun.launch.resume import Beginning, begin, begin_again, under_lock
-from zrun.launch.rundir import Earlier, RunDir, set_checkpoints_aside
+from zrun.runs import rundir
+from zrun.runs.resume import Beginning, begin, begin_again, under_lock
+from zrun.runs.rundir import Earlier, RunDir, set_checkpoints_aside
 from zrun_core.best import Best
 from zrun_core.checkpoint.folder import CheckpointFolder
 from zrun_core.checkpoint.lock import held

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from zrun.commands import train
+from zrun.launch import attempt
 from zrun_core.checkpoint import names
 from zrun_core.config import JobConfig
 from zrun_core.errors import CheckpointError
@@ -63,4 +63,4 @@ def test_what_a_killed_save_leaves_does_not_end_the_launcher(folder: Path) -> No
     keys = {"name": "t", "model": "m:f", "data": "m:d", "steps": 1, "batch": 1, "checkpoint": 1}
     resolved: Any = SimpleNamespace(job=JobConfig.model_validate(keys))
     rundir: Any = SimpleNamespace(path=folder.parent)
-    assert train._committed(resolved, rundir) == 20
+    assert attempt._committed(resolved, rundir) == 20

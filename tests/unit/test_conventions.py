@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zrun.launch.conventions import NONE, Convention, HostSeat, Seat, detect
-from zrun.launch.nodelist import MAX_HOSTS, expand, natural
+from zrun.hosts.conventions import NONE, Convention, HostSeat, Seat, detect
+from zrun.hosts.nodelist import MAX_HOSTS, expand, natural
 from zrun_core.errors import JobError
 
 MPI = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}

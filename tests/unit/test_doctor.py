@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from zrun.launch.bench import disk_rates
-from zrun.launch.calibration import Calibration
-from zrun.launch.findings import rates_tables
-from zrun.launch.measure import rounds
-from zrun.launch.reach import Door, link_rates
+from zrun.agent.bench import disk_rates
+from zrun.agent.reach import Door, link_rates
+from zrun.preflight.calibration import Calibration
+from zrun.preflight.findings import rates_tables
+from zrun.preflight.measure import rounds
 from zrun_core.errors import JobError, ZrunError
 
 RATES = Calibration.model_validate(

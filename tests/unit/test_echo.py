@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from zrun.launch import echo as module
-from zrun.launch.echo import Echo, LineBudget, Portion
+from zrun.agent import echo as module
+from zrun.agent.echo import Echo, LineBudget, Portion
 from zrun.watch.plain import message_line
 from zrun_core.events import Event
 

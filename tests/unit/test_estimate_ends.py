@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from zrun.estimate.forecast import Request
-from zrun.launch.cluster import HostFacts
-from zrun.launch.processes import Process
+from zrun.hosts.cluster import HostFacts
+from zrun.system.processes import Process
 
 JOB = {
     "name": "endless", "model": "m.py:model", "data": "m.py:data", "steps": 1,

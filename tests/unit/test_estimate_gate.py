@@ -14,9 +14,9 @@ from zrun.estimate.check import Line, check_run
 from zrun.estimate.forecast import PATIENCE_S, Forecast, Pace, Request, folder, key_of, store, stored
 from zrun.estimate.gate import Gate, refusal
 from zrun.estimate.machine import hardware_of
+from zrun.hosts.cluster import Cluster, HostFacts
 from zrun.job.load import LoadedJob, load_job
-from zrun.launch.cluster import Cluster, HostFacts
-from zrun.launch.plan import make_plan
+from zrun.placement.plan import make_plan
 from zrun.watch.plain import message_line
 from zrun.watch.report import report
 from zrun.watch.state import RunState, fold

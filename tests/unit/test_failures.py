@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from zrun.launch.failures import Exit, Failure, Hang, LostHost, Note, Stopped, first_failure, is_cause
-from zrun.launch.tail import last_lines
+from zrun.system.tail import last_lines
 from zrun_core.errors import ExitCode
 from zrun_core.spec import LaunchPlan, RankPlace
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from zrun.launch.rundir import RunDir
+from zrun.runs.rundir import RunDir
 from zrun_core.folders import make_private
 
 

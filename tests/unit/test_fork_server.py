@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from zrun.launch import fork_server, processes
-from zrun.launch.processes import Process
+from zrun.agent import fork_server
+from zrun.system import processes
+from zrun.system.processes import Process
 
 PATIENCE_S = 60.0
 CPUS = sorted(os.sched_getaffinity(0))
@@ -21,8 +22,8 @@ RANKS = range(3)
 AGENT = """
 import json, os, socket, sys
 from pathlib import Path
-from zrun.launch import processes
-from zrun.launch.workers import Command
+from zrun.system import processes
+from zrun.agent.workers import Command
 processes.adopt_orphans()
 module, more = json.loads(sys.argv[1])
 with socket.create_server(("127.0.0.1", 0)) as store:

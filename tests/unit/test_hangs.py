@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from zrun.agent.observer import Observer
+from zrun.agent.unanswered import own_addresses, unanswered
 from zrun.launch.failures import Hang
-from zrun.launch.hangs import HangWatch, Inquiry, Observer, StepTimes, Verdict
-from zrun.launch.unanswered import own_addresses, unanswered
+from zrun.launch.hangs import HangWatch, Inquiry, StepTimes, Verdict
 from zrun_core.board import Board, BoardView, RankState
 from zrun_core.config import LimitsConfig
 from zrun_core.errors import ExitCode

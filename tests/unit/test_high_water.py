@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-from zrun.launch.environment import WORKER_DEFAULTS
+from zrun.job.environment import WORKER_DEFAULTS
 from zrun_core.high_water import HighWater
 
 BYTES = 777_767

@@ -11,17 +11,10 @@ from typing import Any
 
 import pytest
 
-from zrun.launch.cluster import HostFacts
-from zrun.launch.conventions import detect
-from zrun.launch.hostfile import HostEntry, parse_hostfile, read_hostfile
-from zrun.launch.hosts import (
-    HostOptions,
-    choose_backend,
-    find_backend,
-    is_this_host,
-    wanted_hosts,
-    with_backend,
-)
+from zrun.hosts.backend import HostOptions, choose_backend, find_backend, is_this_host, wanted_hosts, with_backend
+from zrun.hosts.cluster import HostFacts
+from zrun.hosts.conventions import detect
+from zrun.hosts.hostfile import HostEntry, parse_hostfile, read_hostfile
 from zrun_core.config import JobConfig
 from zrun_core.errors import ExitCode, JobError
 from zrun_core.hostname import check_name
@@ -181,7 +174,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 def test_a_pipe_of_the_shell_is_read(tmp_path: Path) -> None:
     script = (
-        "import sys; from pathlib import Path; from zrun.launch.hostfile import read_hostfile;"
+        "import sys; from pathlib import Path; from zrun.hosts.hostfile import read_hostfile;"
         "print(*map(str, read_hostfile(Path(sys.argv[1]))))"
     )
     command = f"'{sys.executable}' -c '{script}' <(echo node1; echo node2)"

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from zrun import cli
-from zrun.launch.hostfile import HostEntry
-from zrun.launch.hosts import HostOptions, wanted_hosts
-from zrun.launch.ssh import ssh_argv
+from zrun.hosts.backend import HostOptions, wanted_hosts
+from zrun.hosts.hostfile import HostEntry
+from zrun.transport.ssh import ssh_argv
 from zrun_core.config import JobConfig
 from zrun_core.errors import ExitCode, JobError
 

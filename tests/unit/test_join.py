@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from zrun.launch.cluster import Cluster, Gpu, HostFacts
-from zrun.launch.conventions import detect
-from zrun.launch.frames import Unpacker
-from zrun.launch.join import Caller, Door, JoinedAgent, Rendezvous, job_key, knock
-from zrun.launch.plan import make_plan
-from zrun.launch.probe import route_to
+from zrun.agent.workers import seen_alone
+from zrun.hosts.cluster import Cluster, Gpu, HostFacts
+from zrun.hosts.conventions import detect
+from zrun.hosts.probe import route_to
 from zrun.launch.seating import check_slots, hosts_of, merged
-from zrun.launch.workers import seen_alone
+from zrun.placement.plan import make_plan
 from zrun.topology.cpus import NumaNode
+from zrun.transport.frames import Unpacker
+from zrun.transport.join import Caller, Door, JoinedAgent, Rendezvous, job_key, knock
 from zrun_core.config import JobConfig
 from zrun_core.errors import JobError, PreflightError, RendezvousError
 

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from zrun.launch import keeper as keeper_module
-from zrun.launch.processes import Process
+from zrun.agent import keeper as keeper_module
+from zrun.system.processes import Process
 
 AGENT = """
 import os, signal, subprocess, sys, time
-from zrun.launch import keeper
+from zrun.agent import keeper
 folder = keeper.keep()
 folder.mkdir()
 helpers = [subprocess.Popen(["sleep", "600"], start_new_session=new) for new in (False, True)]

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zrun.launch import cgroup, processes
-from zrun.launch.environment import forwarded_environment, without_secrets, worker_environment
-from zrun.launch.frames import EVENT, Start, Unpacker, pack
-from zrun.launch.lines import Lines
-from zrun.launch.processes import Process
-from zrun.launch.rundir import Earlier, RunDir
+from zrun.job.environment import forwarded_environment, without_secrets, worker_environment
+from zrun.runs.rundir import Earlier, RunDir
+from zrun.system import cgroup, processes
+from zrun.system.processes import Process
+from zrun.transport.frames import EVENT, Start, Unpacker, pack
+from zrun.transport.lines import Lines
 from zrun_core import room
 from zrun_core.config import JobConfig
 from zrun_core.errors import ExitCode, JobError

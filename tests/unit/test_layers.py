@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from functools import cache
 from pathlib import Path
 
@@ -118,12 +118,12 @@ def test_launcher_imports_torch_late(name: str) -> None:
 
 def test_an_agent_needs_the_standard_library_only() -> None:
     """It is there sooner, on every host: pydantic takes longer to import than all the rest of it."""
-    left, found = ["zrun.launch.agent"], set()
+    left, found = ["zrun.agent.main"], set()
     while left:
         name = left.pop()
         found.add(name)
         left += (_imported(name, late=False) & _modules().keys()) - found
-    assert "zrun.launch.workers" in found
+    assert "zrun.agent.workers" in found
     others = _packages(frozenset().union(*(_imported(name, late=False) for name in found)))
     assert others <= sys.stdlib_module_names | {"zrun", "zrun_core"}
 
@@ -158,8 +158,7 @@ def _is_subcommand(node: ast.FunctionDef, command: str) -> bool:
     return any(ast.unparse(decorator).startswith(f"{command}.command(") for decorator in node.decorator_list)
 
 
-def test_no_cycles() -> None:
-    imports = {name: _imported(name, late=False) & _modules().keys() for name in ALL}
+def _refuse_cycles(imports: Mapping[str, Set[str]]) -> None:
     done: set[str] = set()
 
     def visit(name: str, above: tuple[str, ...]) -> None:
@@ -169,8 +168,29 @@ def test_no_cycles() -> None:
                 visit(below, (*above, name))
             done.add(name)
 
-    for name in ALL:
+    for name in sorted(imports):
         visit(name, ())
+
+
+def test_no_cycles() -> None:
+    _refuse_cycles({name: _imported(name, late=False) & _modules().keys() for name in ALL})
+
+
+def test_folders_have_no_cycles() -> None:
+    """Whoever reads a folder of `zrun` needs those below it only: late imports and types count too."""
+    imports: dict[str, set[str]] = {}
+    for name in LAUNCHER:
+        named = {node.module for node in ast.walk(_tree(name)) if isinstance(node, ast.ImportFrom)}
+        imports.setdefault(_folder(name), set()).update(_folder(each) for each in named if each)
+    assert {"commands", "launch", "agent", "transport", "hosts", "system"} <= imports.keys()
+    assert "transport" in imports["launch"]
+    _refuse_cycles({folder: below & imports.keys() - {folder} for folder, below in imports.items()})
+
+
+def _folder(name: str) -> str:
+    """Return the part of `zrun` in which a module is; empty: it is none of `zrun`."""
+    package, _, rest = name.partition(".")
+    return rest.partition(".")[0] if package == "zrun" else ""
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name != "zrun_core.comm"])

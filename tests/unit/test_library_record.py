@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from zrun.launch.runs import State, read
+from zrun.runs.listing import State, read
 from zrun_core.errors import JobError
 from zrun_core.library.record import Record
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from zrun.hosts.cluster import Cluster, HostFacts
 from zrun.job.load import load_job
 from zrun.job.schema import keys
-from zrun.launch.cluster import Cluster, HostFacts
-from zrun.launch.plan import make_plan
+from zrun.placement.plan import make_plan
 from zrun.watch.preface import preface
 from zrun_core.errors import JobError, PreflightError
 

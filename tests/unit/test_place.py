@@ -14,9 +14,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "scenarios"))
 import fake_nvml
 
-from zrun.launch import cluster as cluster_module
-from zrun.launch.cluster import Cluster, Gpu, HostFacts, probe_host, simulate
-from zrun.launch.plan import Resolved, make_plan
+from zrun.hosts import cluster as cluster_module
+from zrun.hosts.cluster import Cluster, Gpu, HostFacts, probe_host, simulate
+from zrun.placement.plan import Resolved, make_plan
 from zrun.topology.cpus import NumaNode, format_cpus, parse_cpus
 from zrun.topology.scenario import Scenario
 from zrun_core.config import JobConfig

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from zrun.launch.cluster import Cluster, Gpu, HostFacts, _visible, probe_host
-from zrun.launch.plan import Resolved, check_gpus
-from zrun.launch.plan import make_plan as make_plan_on
+from zrun.hosts.cluster import Cluster, Gpu, HostFacts, _visible, probe_host
+from zrun.placement.plan import Resolved, check_gpus
+from zrun.placement.plan import make_plan as make_plan_on
 from zrun.watch.preface import brief, places, preface
 from zrun_core.config import JobConfig
 from zrun_core.errors import ExitCode, JobError, PreflightError

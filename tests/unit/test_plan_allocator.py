@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from zrun.launch.environment import WORKER_DEFAULTS
+from zrun.job.environment import WORKER_DEFAULTS
 from zrun_core.plan import allocator as allocator_module
 from zrun_core.plan.allocator import MIB, CachingAllocator, Heap, pinned_bytes, simulate
 from zrun_core.plan.profile import Event, Linear, Phase, Trace

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from zrun.agent.bench import layouts
 from zrun.estimate.machine import hardware_of
-from zrun.launch.bench import layouts
-from zrun.launch.calibration import Calibration
-from zrun.launch.cluster import Cluster, HostFacts
+from zrun.hosts.cluster import Cluster, HostFacts
+from zrun.preflight.calibration import Calibration
 from zrun_core.plan import microbench
 from zrun_core.plan.costs import _columns, _ways, trace_seconds
 from zrun_core.plan.hardware import GIB, Device, Rates, from_rates

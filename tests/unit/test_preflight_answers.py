@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from zrun.launch.agent_process import AgentProcess, close_all
-from zrun.launch.preflight import Needs, preflight
+from zrun.preflight.inspection import Needs, preflight
+from zrun.transport.agent_process import AgentProcess, close_all
 from zrun_core.errors import ExitCode, PreflightError
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from zrun import cli
 from zrun.launch.failures import Exit, Failure, Note
+from zrun.system.output import say
 from zrun.watch.plain import message_line, start_line
 from zrun_core.printable import printable
 from zrun_core.spec import RankPlace
@@ -52,12 +53,10 @@ def test_an_error_of_a_command_does_a_terminal_no_harm(
 
 
 def test_a_failure_is_cleaned_where_it_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    from zrun.commands import train
-
     note = Note(rank=0, kind="user", type="ValueError", message=EVIL, exit_code=5, traceback=f"a\n{EVIL}")
     place = RankPlace(rank=0, host="h", local_rank=0, device="cpu")
     told = Failure(Exit(0, 5, 1.0, note=note), place, 1, 0, Path("log")).describe()
-    train._say(told, sys.stderr)
+    say(told, sys.stderr)
     said = capsys.readouterr().err
     assert "\x1b" not in said
     assert f"a\n{SHOWN}\n" in said

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from zrun.commands import train
+from zrun.hosts.backend import Backend
+from zrun.hosts.conventions import NONE
 from zrun.job.load import LoadedJob
-from zrun.launch import assemble
-from zrun.launch.conventions import NONE
+from zrun.launch import session
 from zrun.launch.failures import Exit, Failure, Hang, LostHost, Note
-from zrun.launch.hosts import Backend
+from zrun.launch.request import AttemptResult, LaunchRequest
 from zrun.launch.restarts import Restarts
 from zrun.watch.ui import Ui
 from zrun_core.config import JobConfig
@@ -61,13 +61,13 @@ def test_a_restart_that_saved_nothing_counts_twice() -> None:
     assert Restarts(0).after(LOST, 10) is None
 
 
-def order(monkeypatch: pytest.MonkeyPatch, attempt: Any) -> train._Order:
+def restartable(monkeypatch: pytest.MonkeyPatch, attempt: Any) -> LaunchRequest:
     """A job that may be started again, of which `attempt` is an attempt."""
-    monkeypatch.setattr(train, "_attempt", attempt)
-    monkeypatch.setattr(assemble, "open_agents", lambda backend, job: [])
+    monkeypatch.setattr(session, "_attempt", attempt)
+    monkeypatch.setattr(session, "open_agents", lambda backend, job: [])
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     keys = {"name": "t", "model": "m:f", "data": "m:d", "steps": 1, "batch": 1, "restarts": 5, "resume": "elsewhere"}
-    return train._Order(
+    return LaunchRequest(
         LoadedJob(JobConfig.model_validate(keys), Path("job.yaml"), {}),
         Backend("local", "", None, NONE),
         {},
@@ -85,11 +85,11 @@ def test_a_run_that_was_asked_to_end_is_not_started_again(tmp_path: Path, monkey
     """A rank that is killed while a scheduler ends the job is an accident, but nobody wants to train on."""
     attempts: list[bool] = []
 
-    def attempt(order: train._Order, members: list[Any]) -> train._Outcome:
-        attempts.append(order.is_restart)
-        return train._Outcome(5, failure(-signal.SIGKILL), tmp_path, 0, None, was_asked=len(attempts) == 2)
+    def attempt(request: LaunchRequest, members: list[Any]) -> AttemptResult:
+        attempts.append(request.is_restart)
+        return AttemptResult(5, failure(-signal.SIGKILL), tmp_path, 0, None, was_asked=len(attempts) == 2)
 
-    assert train._run(order(monkeypatch, attempt), None) == 5
+    assert session._run(restartable(monkeypatch, attempt), None) == 5
     assert attempts == [False, True]
 
 
@@ -100,12 +100,12 @@ def test_every_restart_knows_where_the_run_began(
     begun, own = ResumeSpec(folder="/elsewhere"), ResumeSpec(folder=str(tmp_path))
     origins: list[ResumeSpec | None] = []
 
-    def attempt(order: train._Order, members: list[Any]) -> train._Outcome:
-        origins.append(order.origin)
-        found = own if order.is_restart else begun
+    def attempt(request: LaunchRequest, members: list[Any]) -> AttemptResult:
+        origins.append(request.origin)
+        found = own if request.is_restart else begun
         what = None if len(origins) == 3 else failure(-signal.SIGKILL)
-        return train._Outcome(5, what, tmp_path, 0, None, origin=found)
+        return AttemptResult(5, what, tmp_path, 0, None, origin=found)
 
-    assert train._run(order(monkeypatch, attempt), None) == 5
+    assert session._run(restartable(monkeypatch, attempt), None) == 5
     assert origins == [None, begun, begun]
     assert "restart 1 of 5 in 5 s, from where the run began" in capsys.readouterr().err

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from zrun.launch import memory_watch
-from zrun.launch.memory_watch import MemoryWatch
+from zrun.agent import memory_watch
+from zrun.agent.memory_watch import MemoryWatch
 from zrun_core import room
 
 MIB = 1 << 20

@@ -17,15 +17,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from zrun.agent.last_words import speak_for_launcher
 from zrun.commands.logs import logs as logs_command
-from zrun.launch import lock, logs, runs, stopping
-from zrun.launch.growing import as_text
-from zrun.launch.last_words import speak_for_launcher
-from zrun.launch.lock import Holder, Lock, is_held, last_holder
-from zrun.launch.logs import Source, Tail, shown, sources
-from zrun.launch.processes import Process
-from zrun.launch.rundir import Earlier, RunDir
-from zrun.launch.runs import Run, State, find, job_name, listed, read, reference
+from zrun.launch import stopping
+from zrun.runs import listing, lock
+from zrun.runs.listing import Run, State, find, job_name, listed, read, reference
+from zrun.runs.lock import Holder, Lock, is_held, last_holder
+from zrun.runs.rundir import Earlier, RunDir
+from zrun.system.growing import as_text
+from zrun.system.processes import Process
+from zrun.watch import logs
+from zrun.watch.logs import Source, Tail, shown, sources
 from zrun.watch.runs_table import remarks, runs_table
 from zrun_core.board import Board, peek
 from zrun_core.errors import HangError, JobError, PreflightError, SaveError
@@ -38,7 +40,7 @@ PLACES = [{"rank": rank, "host": f"n{rank // 2}"} for rank in range(4)]
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder of its own, on a machine where nobody else trains."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(runs, "held_here", list)
+    monkeypatch.setattr(listing, "held_here", list)
 
 
 def event(kind: str, time: float, rank: int = 0, **more: Any) -> dict[str, Any]:
@@ -201,7 +203,7 @@ def test_the_newest_step_is_found_behind_much_else(monkeypatch: pytest.MonkeyPat
     many = [event("memory", 3.0, rank=1, step=1, filler="x" * 90) for _ in range(400)]
     path = make("gpt", "a", 0, [event("start", 1.0), event("step", 2.0, step=7), *many])
     for size in (64, 1000, 1 << 16):
-        monkeypatch.setattr(runs, "_BLOCK_BYTES", size)
+        monkeypatch.setattr(listing, "_BLOCK_BYTES", size)
         assert read(path).step == 7, size
 
 
@@ -233,7 +235,7 @@ def test_what_is_listed() -> None:
 def test_what_runs_elsewhere_on_this_machine_is_listed_too(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runs, "held_here", lock.held_here)
+    monkeypatch.setattr(listing, "held_here", lock.held_here)
     path = tmp_path_factory.mktemp("elsewhere") / "a run"
     with RunDir.claim("gpt", path):
         assert path in [run.path for run in listed(None)[0]]

@@ -15,8 +15,8 @@ import torch
 
 from zrun.commands.save import save
 from zrun.launch import saving
-from zrun.launch.rundir import RunDir
-from zrun.launch.runs import read
+from zrun.runs.listing import read
+from zrun.runs.rundir import RunDir
 from zrun_core import rng
 from zrun_core.checkpoint import checkpointer as module
 from zrun_core.checkpoint.checkpointer import About, Checkpointer, Votes

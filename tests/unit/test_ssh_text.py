@@ -6,19 +6,19 @@ import signal
 
 import pytest
 
-from zrun.launch.agent_process import AgentProcess
-from zrun.launch.agents import Agents
-from zrun.launch.frames import Start
-from zrun.launch.hosts import HostEntry
-from zrun.launch.slurm import SrunAgent
-from zrun.launch.ssh import SshAgent, explain, remote_command, ssh_argv
+from zrun.hosts.backend import HostEntry
+from zrun.transport.agent_process import AgentProcess
+from zrun.transport.agents import Agents
+from zrun.transport.frames import Start
+from zrun.transport.slurm import SrunAgent
+from zrun.transport.ssh import SshAgent, explain, remote_command, ssh_argv
 from zrun_core.errors import JobError, PreflightError
 
 
 def test_the_host_comes_after_the_options_and_the_remote_command_is_a_constant() -> None:
     argv = ssh_argv(HostEntry("fe80::1", "me", 2222), "ssh -F 'my cfg' -oConnectTimeout=3", "/venv/bin/python", 10)
     assert argv[:4] == ["ssh", "-F", "my cfg", "-oConnectTimeout=3"]  # ssh takes the first of two values
-    assert argv[-7:] == ["-l", "me", "-p", "2222", "--", "fe80::1", "exec /venv/bin/python -P -m zrun.launch.agent"]
+    assert argv[-7:] == ["-l", "me", "-p", "2222", "--", "fe80::1", "exec /venv/bin/python -P -m zrun.agent.main"]
     assert "-oBatchMode=yes" in argv
     assert not [each for each in argv if "StrictHostKeyChecking" in each]
 
@@ -33,9 +33,9 @@ def test_what_is_no_host_is_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("python", "command"),
     [
-        ("python3.12", "exec python3.12 -P -m zrun.launch.agent"),
-        ("~/venv/bin/python", "exec ~/venv/bin/python -P -m zrun.launch.agent"),
-        ("/my envs/a;b$(x)/python", "exec '/my envs/a;b$(x)/python' -P -m zrun.launch.agent"),
+        ("python3.12", "exec python3.12 -P -m zrun.agent.main"),
+        ("~/venv/bin/python", "exec ~/venv/bin/python -P -m zrun.agent.main"),
+        ("/my envs/a;b$(x)/python", "exec '/my envs/a;b$(x)/python' -P -m zrun.agent.main"),
     ],
 )
 def test_a_path_of_a_python_stays_one_word(python: str, command: str) -> None:

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from zrun.launch.awake import AwakeClock
 from zrun.launch.failures import Exit, Note
-from zrun.launch.frames import Frame, Stop
-from zrun.launch.rundir import RunDir
-from zrun.launch.signals import STOP_NOW, stoppable
 from zrun.launch.supervise import Interrupts, Run, Supervisor, judge
+from zrun.runs.rundir import RunDir
+from zrun.system.awake import AwakeClock
+from zrun.system.signals import STOP_NOW, stoppable
+from zrun.transport.frames import Frame, Stop
 from zrun_core.config import LimitsConfig
 from zrun_core.errors import RendezvousError
 from zrun_core.spec import LaunchPlan, RankPlace

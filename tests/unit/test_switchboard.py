@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from zrun.launch import memory_watch
-from zrun.launch import switchboard as module
-from zrun.launch.frames import Start, Stop, pack
-from zrun.launch.hangs import Observer
-from zrun.launch.lines import Lines
-from zrun.launch.switchboard import Switchboard
-from zrun.launch.workers import Worker
+from zrun.agent import memory_watch
+from zrun.agent import switchboard as module
+from zrun.agent.observer import Observer
+from zrun.agent.switchboard import Switchboard
+from zrun.agent.workers import Worker
+from zrun.transport.frames import Start, Stop, pack
+from zrun.transport.lines import Lines
 from zrun_core.board import Board, BoardView
 from zrun_core.stop import SAVE
 

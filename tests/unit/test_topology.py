@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "scenarios"))
 import fake_nvml
 
 from zrun.cli import app
-from zrun.launch.cluster import HostFacts, simulate
+from zrun.hosts.cluster import HostFacts, simulate
 from zrun.topology import nvml
 from zrun.topology.cpus import NumaNode, format_cpus, parse_cpus, read_nodes, shares
 from zrun.topology.links import LinkMatrix, link_matrix

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from zrun.launch.cluster import Gpu, HostFacts
-from zrun.launch.findings import Finding, describe
-from zrun.launch.meeting import peers
-from zrun.launch.probe import Driver, Folder, GpuState, HostReport, Limits, Software, _gpu_states, facts, job_code
-from zrun.launch.reach import Door, knock
-from zrun.launch.verdict import Needs, judge, needs_of, remarks
+from zrun.agent.reach import Door, knock
+from zrun.hosts.cluster import Gpu, HostFacts
+from zrun.hosts.probe import Driver, Folder, GpuState, HostReport, Limits, Software, _gpu_states, facts, job_code
+from zrun.preflight.findings import Finding, describe
+from zrun.preflight.meeting import peers
+from zrun.preflight.verdict import Needs, judge, needs_of, remarks
 from zrun.topology.nvml import Device, Reading
 from zrun_core.config import JobConfig
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zrun.launch.runs import checkpoints_of, find
+from zrun.runs.listing import checkpoints_of, find
 from zrun_core.checkpoint.names import step_of
 from zrun_core.errors import CheckpointError, JobError
 

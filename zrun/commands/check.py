@@ -16,11 +16,11 @@ from zrun.flags import Exclude, Gpus, HostList, HostsFile, Include, Nodes
 from zrun_core.errors import PreflightError
 
 if TYPE_CHECKING:
+    from zrun.hosts.backend import Backend
+    from zrun.hosts.cluster import Cluster
     from zrun.job.load import LoadedJob
     from zrun.job.structure import Structure
-    from zrun.launch.cluster import Cluster
-    from zrun.launch.hosts import Backend
-    from zrun.launch.plan import Resolved
+    from zrun.placement.plan import Resolved
 
 _BUILD_TIMEOUT_S = 300.0
 
@@ -49,10 +49,10 @@ def check(
 
     Example: zrun check job.yaml zero.stage=3 --slots 8
     """
+    from zrun.hosts.backend import HostOptions, find_backend, with_backend
     from zrun.job.load import load_job
     from zrun.job.structure import inspect_structure
-    from zrun.launch.hosts import HostOptions, find_backend, with_backend
-    from zrun.launch.plan import check_gpus, make_plan
+    from zrun.placement.plan import check_gpus, make_plan
     from zrun.watch.preface import hosts_preface, preface, width_of
     from zrun.watch.topology import show_seats
 
@@ -86,10 +86,10 @@ def check(
 
 def _look(backend: Backend, loaded: LoadedJob, offline: bool) -> tuple[Cluster | None, str | PreflightError]:
     """The hosts; or why they are not looked at, or cannot be used."""
-    from zrun.launch.agent_process import close_all
+    from zrun.hosts.cluster import Cluster, probe_host
     from zrun.launch.assemble import cluster_of, open_agents, survey
-    from zrun.launch.cluster import Cluster, probe_host
-    from zrun.launch.findings import describe
+    from zrun.preflight.findings import describe
+    from zrun.transport.agent_process import close_all
 
     if backend.kind == "local":
         return Cluster((backend.on_this_host(probe_host()),)), ""

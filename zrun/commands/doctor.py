@@ -13,9 +13,9 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from zrun.launch.agent_process import AgentLink
-    from zrun.launch.calibration import Calibration
-    from zrun.launch.preflight import Finding
+    from zrun.preflight.calibration import Calibration
+    from zrun.preflight.inspection import Finding
+    from zrun.transport.agent_process import AgentLink
 
 
 def doctor(
@@ -45,10 +45,10 @@ def doctor(
 
     Example: zrun doctor --hosts hostfile --bench
     """
-    from zrun.launch.agent_process import close_all
-    from zrun.launch.calibration import Calibration
-    from zrun.launch.measure import measure
-    from zrun.launch.preflight import Needs, inspect
+    from zrun.preflight.calibration import Calibration
+    from zrun.preflight.inspection import Needs, inspect
+    from zrun.preflight.measure import measure
+    from zrun.transport.agent_process import close_all
 
     agents = _agents(hosts, ssh, python or sys.executable)
     try:
@@ -74,11 +74,11 @@ def doctor(
 
 def _agents(hosts: Path | None, ssh: str, python: str) -> Sequence[AgentLink]:
     if hosts is None:
-        from zrun.launch.local import LocalAgent
+        from zrun.transport.local import LocalAgent
 
         return [LocalAgent()]
-    from zrun.launch.hostfile import read_hostfile
-    from zrun.launch.ssh import SshAgent
+    from zrun.hosts.hostfile import read_hostfile
+    from zrun.transport.ssh import SshAgent
 
     return [SshAgent(entry, ssh, python) for entry in read_hostfile(hosts)]
 
@@ -89,7 +89,7 @@ def _facts(finding: Finding) -> dict[str, object]:
 
 
 def _print(findings: Sequence[Finding], rates: Calibration | None) -> None:
-    from zrun.launch.findings import rates_tables, sentences, table
+    from zrun.preflight.findings import rates_tables, sentences, table
 
     lines = [*table(findings), *sentences(findings, lambda finding: finding.problems)]
     lines += [f"note: {line}" for line in sentences(findings, lambda finding: finding.notes)]

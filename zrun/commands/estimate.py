@@ -20,9 +20,9 @@ from zrun_core.errors import ExitCode, JobError
 if TYPE_CHECKING:
     from zrun.estimate.answer import Answer
     from zrun.estimate.request import Question
+    from zrun.hosts.backend import HostOptions
+    from zrun.hosts.cluster import Cluster
     from zrun.job.load import LoadedJob
-    from zrun.launch.cluster import Cluster
-    from zrun.launch.hosts import HostOptions
     from zrun_core.plan.estimate import Estimate
     from zrun_core.plan.hardware import Hardware
 
@@ -119,7 +119,7 @@ def estimate(
     zrun estimate --check runs/gpt/20261121-031359-de0d
     """
     from zrun.estimate.forecast import PATIENCE_S
-    from zrun.launch.hosts import HostOptions
+    from zrun.hosts.backend import HostOptions
 
     patience_s = PATIENCE_S if patience is None else patience
     if check is not None:
@@ -241,9 +241,9 @@ def _hardware(gpu: str | None, simulate: str | None, world: int | None, price: f
 
 def _found(loaded: LoadedJob | None, options: HostOptions) -> Cluster:
     """The hosts of a job. Of others than this one nothing is asked: they are taken to be like it."""
-    from zrun.launch.cluster import Cluster, probe_host
-    from zrun.launch.hosts import find_backend
-    from zrun.launch.plan import check_gpus
+    from zrun.hosts.backend import find_backend
+    from zrun.hosts.cluster import Cluster, probe_host
+    from zrun.placement.plan import check_gpus
 
     here = probe_host()
     if loaded is None:
@@ -461,7 +461,7 @@ def _checked(what: str | None, emit: str | None, is_torn: bool) -> str:
 
 def _check(run: str, what: str | None, as_json: bool, patience_s: float) -> int:
     from zrun.estimate.check import check_run
-    from zrun.launch.runs import find
+    from zrun.runs.listing import find
 
     if what is not None:
         raise JobError("--check RUN knows its job: leave the job out")

@@ -42,9 +42,9 @@ def logs(
     import shlex
     import socket
 
-    from zrun.launch.lock import is_held
-    from zrun.launch.logs import shown, sources
-    from zrun.launch.runs import find
+    from zrun.runs.listing import find
+    from zrun.runs.lock import is_held
+    from zrun.watch.logs import shown, sources
     from zrun_core.errors import JobError
 
     try:

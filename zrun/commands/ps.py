@@ -19,7 +19,7 @@ def ps(
     import json
     import time
 
-    from zrun.launch.runs import listed
+    from zrun.runs.listing import listed
 
     midnight = time.mktime((*time.localtime()[:3], 0, 0, 0, 0, 0, -1))
     runs, num_others = listed(None if everything else midnight)

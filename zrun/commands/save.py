@@ -42,7 +42,7 @@ def save(
     import json
 
     from zrun.launch import saving, stopping
-    from zrun.launch.runs import find, read
+    from zrun.runs.listing import find, read
     from zrun.watch import text
     from zrun_core.sizes import format_size
 

@@ -10,7 +10,7 @@ import typer
 from zrun.flags import MOST_SECONDS, is_finite
 
 if TYPE_CHECKING:
-    from zrun.launch.runs import Run
+    from zrun.runs.listing import Run
 
 
 def stop(
@@ -44,7 +44,7 @@ def stop(
     import json
 
     from zrun.launch import stopping
-    from zrun.launch.runs import State, find, read
+    from zrun.runs.listing import State, find, read
 
     found = read(find(run, running=True))
     was_running = found.state is State.RUNNING
@@ -68,7 +68,7 @@ def stop(
 
 def _end(run: Run) -> str:
     """How it ended, in one line."""
-    from zrun.launch.runs import State
+    from zrun.runs.listing import State
     from zrun_core.errors import ExitCode
 
     after = f" after step {run.step}" if run.step else " before the first step ended"

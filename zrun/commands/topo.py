@@ -13,7 +13,7 @@ import typer
 from zrun.flags import HostList, HostsFile
 
 if TYPE_CHECKING:
-    from zrun.launch.cluster import Cluster
+    from zrun.hosts.cluster import Cluster
     from zrun_core.spec import RankPlace
 
 
@@ -41,7 +41,7 @@ def topo(
 
     Example: zrun topo --tp 4
     """
-    from zrun.launch.cluster import Cluster, probe_host, simulate
+    from zrun.hosts.cluster import Cluster, probe_host, simulate
     from zrun.topology.scenario import Scenario
     from zrun.watch.topology import show_topology, topology_facts
     from zrun_core.errors import JobError
@@ -66,12 +66,12 @@ def _look(hosts: Path | None, host_list: str | None, ssh: str, python: str) -> C
         JobError: the list of hosts is wrong.
         PreflightError: some cannot be looked at; all of them are named.
     """
-    from zrun.launch.agent_process import close_all
-    from zrun.launch.cluster import Cluster
-    from zrun.launch.findings import describe
-    from zrun.launch.hostfile import parse_option, read_hostfile
-    from zrun.launch.preflight import Needs, inspect
-    from zrun.launch.ssh import SshAgent
+    from zrun.hosts.cluster import Cluster
+    from zrun.hosts.hostfile import parse_option, read_hostfile
+    from zrun.preflight.findings import describe
+    from zrun.preflight.inspection import Needs, inspect
+    from zrun.transport.agent_process import close_all
+    from zrun.transport.ssh import SshAgent
     from zrun_core.errors import JobError, PreflightError
 
     if hosts is not None and host_list is not None:
@@ -96,7 +96,7 @@ def _look(hosts: Path | None, host_list: str | None, ssh: str, python: str) -> C
 
 def _seats(cluster: Cluster, tp: int, pp: int) -> list[RankPlace]:
     """Where the ranks of a job would sit that takes every GPU."""
-    from zrun.launch.plan import make_plan
+    from zrun.placement.plan import make_plan
     from zrun_core.config import JobConfig
     from zrun_core.errors import PreflightError
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from zrun.launch import processes
+from zrun.system import processes
 
 _LONGEST_S = 300
 _PATIENCE_S = 200.0  # for model and data where nobody waits, on what cores others leave
@@ -61,8 +61,8 @@ def _make(request: dict[str, Any], pace: str) -> dict[str, Any]:
     from zrun.estimate.answer import answer, forecast_of
     from zrun.estimate.forecast import PATIENCE_S, Pace, store
     from zrun.estimate.request import of_job
+    from zrun.hosts.cluster import Cluster, HostFacts
     from zrun.job.load import LoadedJob
-    from zrun.launch.cluster import Cluster, HostFacts
     from zrun_core.config import JobConfig
 
     loaded = LoadedJob(JobConfig.model_validate(request["job"]), Path(request["path"]), {})

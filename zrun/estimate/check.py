@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from zrun.estimate.forecast import PATIENCE_S
+from zrun.hosts.cluster import Cluster, probe_host
 from zrun.job.load import LoadedJob
-from zrun.launch.cluster import Cluster, probe_host
 from zrun.watch import text
 from zrun_core.errors import JobError
 from zrun_core.events import Event

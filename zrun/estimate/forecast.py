@@ -25,7 +25,7 @@ from zrun_core.cache import folder, keep
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from zrun.launch.cluster import Cluster
+    from zrun.hosts.cluster import Cluster
     from zrun_core.config import JobConfig
 
 PATIENCE_S = 60.0  # for a job's model and data while they are looked at
@@ -89,8 +89,8 @@ class Forecast:
 
 def key_of(job: JobConfig, job_dir: Path, cluster: Cluster) -> str:
     """What is equal for jobs that are estimated alike: their keys, their code, the hosts, and zrun."""
-    from zrun.launch.calibration import Calibration
-    from zrun.launch.probe import job_code, own_code, version_of
+    from zrun.hosts.probe import job_code, own_code, version_of
+    from zrun.preflight.calibration import Calibration
 
     path = Calibration.default_path(os.environ)
     rates = path.read_bytes() if path.is_file() else b""

@@ -25,9 +25,9 @@ from zrun_core.errors import PreflightError
 from zrun_core.events import Event
 
 if TYPE_CHECKING:
+    from zrun.hosts.cluster import Cluster
     from zrun.job.load import LoadedJob
-    from zrun.launch.cluster import Cluster
-    from zrun.launch.plan import Resolved
+    from zrun.placement.plan import Resolved
 
 SWITCH = "ZRUN_ESTIMATE"  # environment variable: "off" makes no estimate beside a run
 _PATIENCE_S = 150.0  # for a reason to refuse, which is wanted more than a start

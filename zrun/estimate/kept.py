@@ -30,7 +30,7 @@ _KEPT = 100  # answers in the cache
 
 def key_of(facts: Mapping[str, Any]) -> str:
     """What is equal for equal facts, of this version of zrun and of torch."""
-    from zrun.launch.probe import own_code, version_of
+    from zrun.hosts.probe import own_code, version_of
 
     text = json.dumps({**facts, "zrun": own_code(), "torch": version_of("torch")}, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -9,11 +9,11 @@ from dataclasses import replace
 from socket import gethostname
 from typing import TYPE_CHECKING, Any
 
-from zrun.launch.calibration import Calibration, CoreRates, HostRates, MatmulRates
+from zrun.preflight.calibration import Calibration, CoreRates, HostRates, MatmulRates
 from zrun_core import room
 
 if TYPE_CHECKING:
-    from zrun.launch.cluster import Cluster, HostFacts
+    from zrun.hosts.cluster import Cluster, HostFacts
     from zrun_core.plan.hardware import Hardware, Rates
 
 # What one core of a server does where nobody has measured: FLOP/s of large products, bytes/s copied.

@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 from zrun.estimate import kept
 from zrun.estimate.forecast import PATIENCE_S, UNRELATED
+from zrun.hosts.cluster import Cluster
 from zrun.job import overrides as command_line
 from zrun.job.document import Document
 from zrun.job.load import LoadedJob
 from zrun.job.scalars import write
 from zrun.job.validate import validate
-from zrun.launch.cluster import Cluster
-from zrun.launch.place import resolve_dims
-from zrun.launch.plan import make_plan
+from zrun.placement.place import resolve_dims
+from zrun.placement.plan import make_plan
 from zrun_core.config import JobConfig
 from zrun_core.errors import JobError
 from zrun_core.parallel_dims import ParallelDims, resolve_shard_size
@@ -232,7 +232,7 @@ def _profile(
     asked: Candidate,
     patience_s: float,
 ) -> Profile:
-    from zrun.launch.environment import worker_environment
+    from zrun.job.environment import worker_environment
     from zrun_core.plan.trace import trace_in_subprocess
 
     # What comes next needs torch: it is imported while the other process traces.

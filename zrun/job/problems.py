@@ -49,6 +49,15 @@ DEFAULT = Origin("default")
 
 
 @dataclass(frozen=True)
+class Reason:
+    """A key that the job left open, the value it got, and why."""
+
+    key: str
+    value: str
+    why: str
+
+
+@dataclass(frozen=True)
 class Problem:
     """One mistake: where it stands, the key it is about (empty: the file as a whole), and what to write instead."""
 

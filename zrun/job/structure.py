@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zrun.job.environment import worker_environment
 from zrun.job.load import LoadedJob
-from zrun.launch.environment import worker_environment
 from zrun_core.config import JobConfig, Ref
 from zrun_core.errors import ExitCode, JobError, UserCodeError, ZrunError
 

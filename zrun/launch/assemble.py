@@ -9,21 +9,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from socket import gethostname
 
-from zrun.launch import processes
-from zrun.launch.agent_process import AgentLink
-from zrun.launch.cluster import Cluster, HostFacts, probe_host
-from zrun.launch.findings import Finding, describe
-from zrun.launch.frames import Frame
-from zrun.launch.hosts import Backend
-from zrun.launch.join import Caller, JoinedAgent
-from zrun.launch.local import LocalAgent
-from zrun.launch.preflight import HELLO_S, HostReport, inspect
-from zrun.launch.questions import ask
+from zrun.agent.store import url
+from zrun.hosts.backend import Backend
+from zrun.hosts.cluster import Cluster, HostFacts, probe_host
 from zrun.launch.seating import check_slots, hosts_of, merged
-from zrun.launch.slurm import SrunAgent
-from zrun.launch.ssh import SshAgent
-from zrun.launch.store import url
-from zrun.launch.verdict import needs_of
+from zrun.preflight.findings import Finding, describe
+from zrun.preflight.inspection import HELLO_S, HostReport, inspect
+from zrun.preflight.questions import ask
+from zrun.preflight.verdict import needs_of
+from zrun.system import processes
+from zrun.transport.agent_process import AgentLink
+from zrun.transport.frames import Frame
+from zrun.transport.join import Caller, JoinedAgent
+from zrun.transport.local import LocalAgent
+from zrun.transport.slurm import SrunAgent
+from zrun.transport.ssh import SshAgent
 from zrun_core.config import JobConfig
 from zrun_core.errors import PreflightError
 from zrun_core.spec import checkpoint_folder

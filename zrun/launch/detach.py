@@ -19,17 +19,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn, Self
+from typing import NoReturn, Self
 
-from zrun.launch.growing import Growing
-from zrun.launch.runs import reference
+from zrun.runs.listing import reference
+from zrun.runs.rundir import LOG, RunDir
+from zrun.system.growing import Growing
 from zrun.watch.ui import Ui
 from zrun_core.errors import JobError, ZrunError
 
-if TYPE_CHECKING:
-    from zrun.launch.rundir import RunDir
-
-LOG = "launcher.log"
 _TURN_S = 0.05
 _READ_BYTES = 1 << 16
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from zrun.launch.frames import GRACE_S
+from zrun.transport.frames import GRACE_S
 from zrun_core import tracebacks
 from zrun_core.errors import PEER_IS_GONE, ExitCode, OutOfMemoryError
 from zrun_core.spec import LaunchPlan, RankPlace

@@ -9,33 +9,24 @@ only when everyone waits. While a host is not heard at all, its connection has t
 from __future__ import annotations
 
 import math
-import signal
-import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from ipaddress import ip_address
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zrun.launch import processes
-from zrun.launch.frames import SILENCE_S
-from zrun.launch.processes import Process
-from zrun.launch.tail import last_lines
-from zrun.launch.unanswered import own_addresses, unanswered
-from zrun_core.board import BoardView, RankState
+from zrun.transport.frames import SILENCE_S
+from zrun_core.board import RankState
 
 if TYPE_CHECKING:  # an agent is there sooner without pydantic
     from zrun_core.config import LimitsConfig
 
-BOARD_S = 0.5  # between two looks at a board
 _QUIET_S = 2.0  # without a look at its board, a host may be lost
 _LOST_S = SILENCE_S + 5.0  # in which its connection has said so
 _LEAST_AUTO_S = 60.0
 _STEPS_AUTO = 5
 _TIMES_KEPT = 200
 _PAUSES = ("hook", "evaluation", "save")
-_STACKS_S = 1.0  # that ranks get for writing their stacks
 _TESTIMONY_S = 4.0  # that agents get
 _NEVER = -1, 0.0
 
@@ -118,63 +109,6 @@ class HangWatch:
         limit, key = max(self.limit(state) for state in states.values())
         moved = max(self._seen[rank][1] for rank in states)
         return Verdict(list(states), limit, key) if now - moved > limit else None
-
-
-class Observer:
-    """What an agent sees of its host's ranks."""
-
-    def __init__(self, view: BoardView, run_dir: Path) -> None:
-        self._view, self._run_dir = view, run_dir
-
-    def look(self, ranks: Iterable[int]) -> dict[str, Any]:
-        """The frame that says how far the running `ranks` are."""
-        return {"frame": "board", "states": {rank: list(self._view.state(rank)) for rank in ranks}}
-
-    def hold_all_they_need(self, ranks: Iterable[int]) -> bool:
-        """Whether each of the running `ranks` has made two steps: the first one's update makes the moments."""
-        return all(0 < state.first < state.step - 1 for state in map(self._view.state, ranks))
-
-    def testify(self, leaders: Mapping[int, Process]) -> dict[str, Any]:
-        """The frame that says what the running workers do, with their stacks and the ends of their logs."""
-        halted = [rank for rank, leader in leaders.items() if leader.state in ("T", "t")]
-        states = {rank: self._view.state(rank) for rank in leaders}
-        told = [
-            {
-                "rank": rank,
-                "step": state.step,
-                "phase": state.phase,
-                "does": "is stopped" if rank in halted else "waits" if state.waiting else "runs",
-                "last": str(self._view.last(rank) or "no collective"),
-            }
-            for rank, state in states.items()
-        ]
-        return {
-            "frame": "testimony",
-            "ranks": told,
-            "disagreement": None if halted else self._view.disagreement(),
-            "stalemate": None if halted else self._view.stalemate(),
-            "stacks": self._dump_stacks(leaders, halted),
-            "logs": {rank: last_lines(self._run_dir / "logs" / f"rank-{rank}.log") for rank in leaders},
-            "addresses": own_addresses(),
-            "unanswered": unanswered(leader.pid for leader in leaders.values()),
-        }
-
-    def _dump_stacks(self, leaders: Mapping[int, Process], halted: list[int]) -> dict[int, str]:
-        """Have every worker write its stacks; faulthandler does so without Python's help. Text by rank."""
-        folder = self._run_dir / "stacks"
-        files = {rank: folder / f"rank-{rank}.txt" for rank in leaders}
-        there = {rank: leader for rank, leader in leaders.items() if files[rank].exists()}  # it listens
-        processes.send(list(there.values()), signal.SIGQUIT)
-        processes.send([leaders[rank] for rank in halted], signal.SIGCONT)  # what is stopped cannot write
-        deadline = time.monotonic() + _STACKS_S
-        sizes: dict[int, int] = {}
-        while time.monotonic() < deadline:
-            now = {rank: files[rank].stat().st_size for rank in there}
-            if now == sizes and all(now.values()):
-                break
-            sizes = now
-            time.sleep(_STACKS_S / 20)
-        return {rank: files[rank].read_text(errors="replace") for rank in there}
 
 
 class Inquiry:

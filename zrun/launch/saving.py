@@ -10,10 +10,10 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from zrun.launch.growing import Growing
-from zrun.launch.lock import is_held
-from zrun.launch.runs import Run, State, may_save, parsed, read
 from zrun.launch.stopping import launcher_of, refuse_stopped, signalled
+from zrun.runs.listing import Run, State, may_save, parsed, read
+from zrun.runs.lock import is_held
+from zrun.system.growing import Growing
 from zrun_core.errors import HangError, JobError, PreflightError, SaveError
 from zrun_core.stop import SAVE
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from zrun.launch.cluster import HostFacts, listed
-from zrun.launch.join import Caller
+from zrun.hosts.cluster import HostFacts, listed
+from zrun.transport.join import Caller
 from zrun_core.errors import JobError, PreflightError
 
 

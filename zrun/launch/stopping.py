@@ -12,9 +12,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from zrun.launch.patience import Patience
-from zrun.launch.processes import Process
-from zrun.launch.runs import Run
-from zrun.launch.signals import STOP_NOW
+from zrun.runs.listing import Run
+from zrun.system.processes import Process
+from zrun.system.signals import STOP_NOW
 from zrun_core.board import peek
 from zrun_core.config import LimitsConfig
 from zrun_core.errors import HangError, JobError, PreflightError

@@ -12,13 +12,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from zrun.launch import signals
-from zrun.launch.awake import AwakeClock
 from zrun.launch.failures import Exit, Failure, Hang, LostHost, Note, first_failure, is_cause
-from zrun.launch.frames import BEAT_S, GRACE_S, SILENCE_S, Frame, Stop
-from zrun.launch.hangs import BOARD_S, HangWatch, Inquiry
+from zrun.launch.hangs import HangWatch, Inquiry
 from zrun.launch.patience import Patience
-from zrun.launch.rundir import RunDir
+from zrun.runs.rundir import RunDir
+from zrun.system import signals
+from zrun.system.awake import AwakeClock
+from zrun.transport.frames import BEAT_S, BOARD_S, GRACE_S, SILENCE_S, Frame, Stop
 from zrun_core.board import RankState
 from zrun_core.config import LimitsConfig
 from zrun_core.errors import ExitCode, RendezvousError
@@ -38,7 +38,7 @@ OnTurn = Callable[[], None]
 
 
 class Talking(Protocol):
-    """What supervising needs of `zrun.launch.agents.Agents`."""
+    """What supervising needs of `zrun.transport.agents.Agents`."""
 
     lost: dict[str, str]
 

@@ -6,12 +6,12 @@ import shutil
 from pathlib import Path
 from typing import Literal, TextIO
 
+from zrun.hosts.backend import Backend, HostEntry
+from zrun.hosts.cluster import Cluster
 from zrun.job.load import Leaf, leaves
 from zrun.job.scalars import write
-from zrun.launch.cluster import Cluster
-from zrun.launch.hosts import Backend, HostEntry
-from zrun.launch.plan import Resolved
-from zrun.launch.runs import reference
+from zrun.placement.plan import Resolved
+from zrun.runs.listing import reference
 from zrun_core.config import JobConfig, Section
 
 _UNSHOWN = ("name", "batch", "env")

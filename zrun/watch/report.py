@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
-from zrun.launch.cluster import several
+from zrun.hosts.cluster import several
 from zrun.watch import text
 from zrun.watch.state import RunState, number
 from zrun_core.sizes import format_size

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
-from zrun.launch.runs import Run, State, reference
+from zrun.runs.listing import Run, State, reference
 from zrun.watch.text import duration
 from zrun_core.printable import printable
 

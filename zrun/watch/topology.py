@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from zrun.launch.cluster import Cluster, HostFacts, listed, several
+from zrun.hosts.cluster import Cluster, HostFacts, listed, several
 from zrun.topology.cpus import format_cpus
 from zrun.topology.grouping import best_groups, weakest_pair
 from zrun.topology.links import LinkMatrix

@@ -17,7 +17,7 @@ from rich.console import Group
 from rich.panel import Panel
 from rich.text import Text
 
-from zrun.launch.cluster import several
+from zrun.hosts.cluster import several
 from zrun.watch import text
 from zrun.watch.ranks import ranks_table
 from zrun.watch.remaining import remaining

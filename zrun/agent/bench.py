@@ -1,0 +1,208 @@
+"""`python -m zrun.agent.bench`: how fast is this host? A process of its own: it needs torch, and the agent must not.
+
+It reads `{"folder": path, "quick": bool}` from stdin and prints one JSON object, the `HostRates` of `calibration.py`.
+Each measurement takes about a second, and the best of several tries counts: what else the host does can only make them
+slower. Unless it is to be quick, a host that will train on its cores is looked at more closely, for about half a minute
+for each way to share them.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import mmap
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+from zrun.system import processes
+from zrun.transport.frames import Frame
+
+_TRY_S = 0.4  # for the tries of one measurement
+_CPU_SIDE, _GPU_SIDE = 1536, 8192  # of square matrices: large enough to be bound by arithmetic
+_COPY_BYTES = 256 << 20
+_DISK_BYTES = 256 << 20
+_BLOCK_BYTES = 8 << 20  # of disk requests
+_PATIENCE_S = 240.0
+_RANKS = (1, 2, 4, 8)  # that share the cores, at most as many as there are
+
+
+def run_apart(folder: str, quick: bool) -> Frame:
+    """Run this module in a process of its own, which ends with this one.
+
+    Args:
+        quick: leave out what only training on cores needs.
+
+    Raises:
+        RuntimeError: it failed; the text is its last line.
+    """
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "zrun.agent.bench"],
+        input=json.dumps({"folder": folder, "quick": quick}).encode(),
+        capture_output=True,
+        timeout=_PATIENCE_S,
+    )
+    if done.returncode:
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        raise RuntimeError(lines[-1] if lines else f"it ended with status {done.returncode}")
+    rates: Frame = json.loads(done.stdout.splitlines()[-1])
+    return rates
+
+
+def main() -> None:
+    processes.die_with_parent(signal.SIGKILL)
+    asked = json.loads(sys.stdin.read())
+    gpus = _gpus()
+    cores = (
+        []
+        if gpus or asked["quick"]
+        else [_cores(ranks, threads) for ranks, threads in layouts(len(os.sched_getaffinity(0)))]
+    )
+    print(json.dumps({**_cpu(), "disk": disk_rates(asked["folder"]), "gpus": gpus, "cores": cores}))
+
+
+def _cpu() -> dict[str, Any]:
+    import torch
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    source = torch.ones(_COPY_BYTES // 4)
+    target = torch.empty_like(source)
+    copy_s = _best(lambda: target.copy_(source))
+    return {"cpu": _matmul_rates(torch, "cpu", _CPU_SIDE), "copy_bytes_per_s": _COPY_BYTES / copy_s}
+
+
+def layouts(cores: int) -> list[tuple[int, int]]:
+    """The ways to share cores that are measured: (ranks, threads of each)."""
+    return [(ranks, cores // ranks) for ranks in _RANKS if ranks <= cores]
+
+
+def _cores(ranks: int, threads: int) -> dict[str, Any]:
+    from zrun_core.plan.measure import measure
+
+    rates = measure(ranks=ranks, threads=threads)
+    return {
+        "ranks": ranks,
+        "threads": threads,
+        "flops": dict(rates.cpu_flops),
+        "copy_bytes_per_s": rates.copy,
+        "exchange_bytes_per_s": rates.exchange,
+        "exchange_s": rates.exchange_s,
+        "extra": dict(rates.extra),
+        "update": dict(rates.update),
+        "operators": asdict(rates.operators) if rates.operators is not None else {},
+    }
+
+
+def _gpus() -> list[dict[str, Any]]:
+    import torch
+
+    return [gpu_rates(torch, index) for index in range(torch.cuda.device_count())]
+
+
+def gpu_rates(torch: Any, index: int) -> dict[str, Any]:
+    """The `GpuRates` of one GPU."""
+    device = f"cuda:{index}"
+    there = torch.empty(_COPY_BYTES // 4, device=device)
+    other = torch.empty_like(there)
+    here = torch.empty(_COPY_BYTES // 4, pin_memory=True)
+
+    def wait() -> None:
+        torch.cuda.synchronize(device)
+
+    return {
+        "uuid": f"GPU-{torch.cuda.get_device_properties(index).uuid}",
+        "name": torch.cuda.get_device_name(index),
+        **_matmul_rates(torch, device, _GPU_SIDE, wait),
+        "copy_bytes_per_s": _COPY_BYTES / _best(lambda: other.copy_(there), wait),
+        "to_device_bytes_per_s": _COPY_BYTES / _best(lambda: there.copy_(here, non_blocking=True), wait),
+        "from_device_bytes_per_s": _COPY_BYTES / _best(lambda: here.copy_(there, non_blocking=True), wait),
+    }
+
+
+def _matmul_rates(torch: Any, device: str, side: int, wait: Callable[[], object] = lambda: None) -> dict[str, float]:
+    """FLOP/s of square matrix products, two per multiply-add."""
+    rates = {}
+    for name, dtype in {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}.items():
+        if name == "fp16" and device == "cpu":
+            continue  # nothing trains so, and it takes minutes where the CPU has no instruction for it
+        left = torch.randn(side, side, device=device).to(dtype)
+        right = torch.randn(side, side, device=device).to(dtype)
+        rates[f"{name}_flops"] = 2 * side**3 / _best(lambda a=left, b=right: a @ b, wait)  # type: ignore[misc]
+    return rates
+
+
+def _best(action: Callable[[], object], wait: Callable[[], object] = lambda: None) -> float:
+    """The shortest time of `action` in seconds, after a first one that warms up."""
+    action()
+    wait()
+    times: list[float] = []
+    while sum(times) < _TRY_S or len(times) < 3:
+        start = time.perf_counter()
+        action()
+        wait()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def disk_rates(folder: str, num_bytes: int = _DISK_BYTES) -> dict[str, Any]:
+    """Bytes per second to and from a file of a folder, past the page cache where the file system can do so.
+
+    A folder that cannot be used has the reason instead.
+    """
+    try:
+        with _unnamed_file(folder) as (descriptor, is_direct), mmap.mmap(-1, _BLOCK_BYTES) as block:  # page-aligned
+            block.write(os.urandom(_BLOCK_BYTES))
+            write_s = _timed(lambda: _write_all(descriptor, block, num_bytes))
+            if not is_direct:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            read_s = _timed(lambda: _read_all(descriptor, block, num_bytes))
+    except OSError as error:
+        return {"folder": folder, "error": error.strerror}
+    rates = {"write_bytes_per_s": num_bytes / write_s, "read_bytes_per_s": num_bytes / read_s}
+    return {"folder": folder, "direct": is_direct, **rates}
+
+
+@contextmanager
+def _unnamed_file(folder: str) -> Iterator[tuple[int, bool]]:
+    """A file that is gone however this ends, and whether its transfers pass the page cache."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    path = os.path.join(folder, f".zrun-bench-{secrets.token_hex(8)}")
+    try:
+        descriptor, is_direct = os.open(path, flags | os.O_DIRECT, 0o600), True
+    except OSError:
+        descriptor, is_direct = os.open(path, flags, 0o600), False
+    try:
+        os.unlink(path)
+        yield descriptor, is_direct
+    finally:
+        os.close(descriptor)
+
+
+def _write_all(descriptor: int, block: mmap.mmap, num_bytes: int) -> None:
+    for offset in range(0, num_bytes, _BLOCK_BYTES):
+        if os.pwritev(descriptor, [block], offset) != _BLOCK_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    os.fsync(descriptor)
+
+
+def _read_all(descriptor: int, block: mmap.mmap, num_bytes: int) -> None:
+    for offset in range(0, num_bytes, _BLOCK_BYTES):
+        if os.preadv(descriptor, [block], offset) != _BLOCK_BYTES:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def _timed(action: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""`python -u -m zrun.agent.fork_server MODULE ARGUMENT`: imports a module once, and forks the ranks of a host.
+
+Torch takes two seconds of a core to import, and thousands of small reads of what may be a network file system. One
+process does so for all ranks of the host, forks each of them, and ends. The agent adopts them, as it does all orphans.
+What the import has made they share until they write to it.
+
+    in   a request on stdin: see `Request`
+    out  the ranks' numbers, and the threads that there were; its end says that all ranks are what they shall be
+    in   one byte for each rank: it may begin. None comes if the agent is gone, or this process ended too early.
+
+A fork copies one thread. What the others were doing stays half done, and their locks taken: where a library has started
+a thread meanwhile, each rank begins anew instead and imports by itself. OpenBLAS ends its threads for a fork.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn, TypedDict
+
+from zrun.system import processes
+from zrun.topology.cpus import parse_cpus
+
+BEGIN, BEGIN_ANEW = b"b", b"a"
+_SELF = "zrun.agent.fork_server"
+
+
+class Seat(TypedDict):
+    """A rank of this host."""
+
+    rank: int
+    env: dict[str, str]  # beyond that of this process
+    log: str
+    cpus: str | None  # that it keeps to, as Linux writes sets
+    has_store: bool
+
+
+class Request(TypedDict):
+    """What is to be forked, and for whom."""
+
+    agent: int
+    told: int  # descriptor of the pipe up
+    begin: int  # of the one down
+    store: int | None  # the socket that listens for the ranks of several hosts
+    seats: list[Seat]
+
+
+class Answer(TypedDict):
+    """What became of it."""
+
+    pids: dict[str, int]  # by rank
+    threads: list[str]  # names of those that another thread than this one started
+
+
+def main() -> None:
+    module, argument, *rank = sys.argv[1:]
+    request = None if rank else _request()  # a rank that began anew has none
+    # Nothing that an import makes is garbage, and looking for some takes a quarter of the time that torch needs.
+    gc.disable()
+    entry = importlib.import_module(module).main
+    gc.freeze()  # a collection would write to every object, and so copy it
+    if request is not None:
+        _fork_ranks(request, module, argument)
+    gc.enable()
+    sys.argv = [sys.modules[module].__file__ or module, argument]
+    entry()
+
+
+def _request() -> Request:
+    request: Request = json.load(sys.stdin)
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    for pipe in (request["told"], request["begin"]):  # their end would not come where an import starts a program
+        os.set_inheritable(pipe, False)
+    _end_with(request["agent"])
+    return request
+
+
+def _fork_ranks(request: Request, module: str, argument: str) -> None:
+    """Returns in the ranks."""
+    pids: dict[str, int] = {}
+    for seat in request["seats"]:
+        pid = os.fork()
+        if pid == 0:
+            _become(seat, request, module, argument)
+            return
+        pids[str(seat["rank"])] = pid
+    _answer(request, {"pids": pids, "threads": _other_threads()})
+
+
+def _answer(request: Request, answer: Answer) -> NoReturn:
+    with suppress(OSError):  # the agent is gone
+        os.write(request["told"], json.dumps(answer).encode())
+    os._exit(0)
+
+
+def _become(seat: Seat, request: Request, module: str, argument: str) -> None:
+    """Be a rank that was just forked: what is not its own goes before it says so."""
+    os.setsid()
+    log = os.open(seat["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.close(log)
+    os.environ.update(seat["env"])
+    if seat["cpus"] is not None:  # no thread has been started
+        with suppress(OSError):  # the host has changed since it was looked at: it is slower then, not wrong
+            os.sched_setaffinity(0, parse_cpus(seat["cpus"]))
+    if request["store"] is not None and not seat["has_store"]:
+        os.close(request["store"])
+    name = f"rank={seat['rank']}"
+    processes.show([sys.executable, "-u", "-m", module, argument, name])
+    os.close(request["told"])
+    word = os.read(request["begin"], 1)
+    os.close(request["begin"])
+    if not word:
+        os._exit(1)
+    _end_with(request["agent"])  # whose child it is by now
+    if word == BEGIN_ANEW:
+        os.execv(sys.executable, [sys.executable, "-u", "-m", _SELF, module, argument, name])
+    if (numpy_random := sys.modules.get("numpy.random")) is not None:
+        numpy_random.seed()  # Python's own does so by itself
+
+
+def _end_with(agent: int) -> None:
+    """Be killed when the agent ends."""
+    processes.die_with_parent(signal.SIGKILL)
+    if os.getppid() != agent:  # it has ended in between
+        os._exit(1)
+
+
+def _other_threads() -> list[str]:
+    """Names of the threads of this process but this one."""
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        if int(task.name) != os.getpid():
+            with suppress(OSError):
+                found.append((task / "comm").read_text().strip())
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""The parent of an agent: it cleans up where the agent can no longer do so.
+
+An agent that is killed takes its workers along, but not what those have started: loader processes, shells, programs
+that made a session of their own. The kernel hands all of them to their next living ancestor that asked for it, which is
+this process. It does nothing else: there is little that could end it before the agent.
+
+    launcher, or sshd -> keeper -> agent -> workers -> whatever they start
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import stat
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+from zrun.system import processes
+from zrun.transport.frames import GRACE_S
+
+SOCKET = "telemetry.sock"  # of an agent, in its folder
+ABANDONED = signal.SIGRTMIN  # the agent gets it when this process was killed
+_NAME = re.compile(r"zrun-[0-9a-f]{16}")
+_HOUR_S = 3600.0
+_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def private_folder() -> Path:
+    """Where an agent may make a folder for itself: nobody can foresee its name."""
+    return Path(tempfile.gettempdir(), f"zrun-{secrets.token_hex(8)}")
+
+
+def sweep() -> None:
+    """Remove the folders of this user's agents that were killed together with their keepers."""
+    with suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
+        for entry in entries:
+            if _NAME.fullmatch(entry.name) and _is_abandoned(entry):
+                with suppress(OSError):  # it holds something else, too: then it stays
+                    (Path(entry.path) / SOCKET).unlink(missing_ok=True)
+                    os.rmdir(entry.path)
+
+
+def _is_abandoned(entry: os.DirEntry[str]) -> bool:
+    """Return whether a folder is this user's, and nobody listens in it any more."""
+    try:
+        facts = entry.stat(follow_symlinks=False)
+        if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid():
+            return False
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as knocking:
+            knocking.connect(f"{entry.path}/{SOCKET}")
+    except ConnectionRefusedError:
+        return True
+    except FileNotFoundError:  # not there yet, or not any more
+        with suppress(OSError):
+            return time.time() - os.lstat(entry.path).st_mtime > _HOUR_S
+    except OSError:
+        pass
+    return False
+
+
+def keep() -> Path:
+    """Go on in a child of this process, which outlives it and ends as it did.
+
+    To be called before there are other threads.
+
+    Returns:
+        where the agent may make a folder for itself; whatever is there goes when it ends.
+    """
+    folder = private_folder()
+    processes.die_with_parent(signal.SIGTERM)
+    processes.adopt_orphans()
+    keeper = os.getpid()
+    agent = os.fork()
+    if agent:
+        _wait(agent, folder)
+    processes.die_with_parent(ABANDONED)
+    if os.getppid() != keeper:  # it was killed in between
+        os._exit(1)
+    return folder
+
+
+def _wait(agent: int, folder: Path) -> NoReturn:
+    descriptor = os.pidfd_open(agent)
+
+    def pass_on(number: int, _: object) -> None:
+        with suppress(ProcessLookupError):  # it is just ending
+            signal.pidfd_send_signal(descriptor, number)
+
+    for number in _PASSED_ON:
+        signal.signal(number, pass_on)
+    with open(os.devnull, "r+b", buffering=0) as nothing:  # the streams are the agent's, which may give them up
+        for stream in range(3):
+            os.dup2(nothing.fileno(), stream)
+    sweep()
+    _, status = os.waitpid(agent, 0)
+    for number in _PASSED_ON:
+        signal.signal(number, signal.SIG_IGN)
+    processes.end_children(GRACE_S)
+    shutil.rmtree(folder, ignore_errors=True)
+    if os.WIFSIGNALED(status):  # whoever started this process is to see it end in the same way
+        if os.WTERMSIG(status) != signal.SIGKILL:
+            signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
+        os.kill(os.getpid(), os.WTERMSIG(status))
+    os._exit(os.waitstatus_to_exitcode(status) & 0xFF)

@@ -1,0 +1,216 @@
+"""`python -m zrun.agent.main`: runs the workers of one host and ends with its launcher.
+
+The launcher starts it before it knows what to run. It may ask what the host is like, and then sends the `Start` frame.
+With the argument `joined` it is a process that another launcher started, see `zrun.transport.join`: that one
+looks at its exit code, which is the run's.
+Otherwise it is two processes: see `zrun.agent.keeper`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from zrun.agent import keeper
+from zrun.agent.echo import Echo
+from zrun.agent.observer import Observer
+from zrun.agent.switchboard import Switchboard
+from zrun.agent.witness import Witness
+from zrun.agent.workers import Command, seen_alone
+from zrun.job.environment import WORKER_DEFAULTS
+from zrun.system import processes
+from zrun.transport.frames import Start, Stop
+from zrun_core.board import BoardView, host_file
+from zrun_core.errors import ExitCode
+from zrun_core.folders import make_private
+
+_STORE = "store"  # the file through which the workers find each other
+
+
+def main() -> None:
+    is_joined = sys.argv[1:] == ["joined"]
+    # The other launcher looks at this very process; else it is from here on the child of what was started.
+    private = keeper.private_folder() if is_joined else keeper.keep()
+    processes.adopt_orphans()
+    control, output = _take_streams()
+    terminal = os.dup(2) if is_joined else None  # whoever detaches gives up all of it
+    try:
+        os.write(output, _hello())
+    except OSError:  # whoever started this process has let it go
+        os._exit(ExitCode.HANG if is_joined else ExitCode.OK)
+    switchboard = Switchboard(control, output, is_joined=is_joined)
+    start, store = _answer_questions(switchboard)
+    run_dir = Path(start.spec["run_dir"])
+    for folder in (run_dir, run_dir / "logs", run_dir / "failures"):  # the launcher's disk may not be this one
+        make_private(folder)
+    _log_to(run_dir / "logs" / f"agent-{start.host}.log")
+    signal.signal(keeper.ABANDONED, lambda *_: _abandon(switchboard, private))
+    with _telemetry(private) as telemetry:
+        switchboard.listen(telemetry)
+        try:
+            _run(start, store, run_dir, telemetry.getsockname(), switchboard)
+        finally:
+            # A second signal must not cut the cleaning short.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            switchboard.end_sessions()
+            if not start.seat:  # rank 0 is here, or all of this host's
+                (run_dir / _STORE).unlink(missing_ok=True)
+            switchboard.finish()
+    if switchboard.is_orphaned:
+        _speak_for_launcher(run_dir)
+    if terminal is not None:
+        if switchboard.verdict is None:
+            here = socket.gethostname()
+            os.write(terminal, f"error: {here}: lost the process of rank 0, which led the run\n".encode())
+        sys.exit(ExitCode.HANG if switchboard.verdict is None else switchboard.verdict)
+
+
+def _answer_questions(switchboard: Switchboard) -> tuple[Start, socket.socket | None]:
+    """Say what the launcher asks before it says what to run; the door of the workers' store, if that was asked for."""
+    witness = Witness()
+    while not isinstance(order := switchboard.orders.get(), Start):
+        switchboard.answer(witness.answer(order))
+    witness.close()
+    return order, witness.store
+
+
+def _run(start: Start, store: socket.socket | None, run_dir: Path, telemetry: str, switchboard: Switchboard) -> None:
+    plan = start.spec["plan"]
+    here = [place for place in plan["ranks"] if place["host"] == start.host]
+    all_here = range(here[0]["rank"], here[-1]["rank"] + 1)
+    ranks = all_here if start.seat is None else range(start.seat, start.seat + 1)
+    spec_file = host_file(run_dir, "spec.json", ranks.start)
+    spec_file.touch(mode=0o600)
+    spec_file.write_text(json.dumps(start.spec | {"telemetry": telemetry}, indent=1))
+    for rank in ranks:  # of an earlier attempt, where the launcher does not see this disk
+        (run_dir / "failures" / f"rank-{rank}.json").unlink(missing_ok=True)
+    hosts = list(dict.fromkeys(place["host"] for place in plan["ranks"]))
+    command = Command(
+        run_id=start.spec["run_id"],
+        module=start.module,
+        argument=str(spec_file),
+        env=os.environ | _environment(start, run_dir, here),
+        world_size=len(plan["ranks"]),
+        host=(hosts.index(start.host), len(hosts)),
+        ranks=all_here,
+        logs={rank: run_dir / "logs" / f"rank-{rank}.log" for rank in ranks},
+        cpus={place["rank"]: place["cpus"] for place in here if place.get("cpus")},
+        alone=seen_alone(here),
+        store=store,
+    )
+    echoes = _echoes(start, run_dir, ranks)
+    _pass_on_signals(switchboard)
+    server = command.start()
+    if store is not None:
+        store.close()  # rank 0 has it, or will
+    observer = Observer(BoardView(host_file(run_dir, "board", all_here.start), all_here), run_dir)
+    memory = start.spec["job"].get("limits", {}).get("memory")
+    switchboard.watch(ranks, server.pid, run_dir, observer, echoes, is_remote=start.is_remote, memory=memory)
+    workers = server.workers()
+    switchboard.follow(workers)
+    for worker in workers.values():
+        worker.wait()
+
+
+def _echoes(start: Start, run_dir: Path, ranks: range) -> dict[int, Echo]:
+    """Return what the launcher shows of the output of these ranks, by rank."""
+    asked = start.spec["job"].get("log", {}).get("ranks", [0])
+    everyone = range(len(start.spec["plan"]["ranks"]))
+    shown = everyone if asked == "all" else [rank for rank in everyone if rank in asked]
+    logs = {rank: run_dir / "logs" / f"rank-{rank}.log" for rank in ranks if rank in shown}
+    return {
+        rank: Echo(
+            log,
+            rank,
+            share=len(shown),
+            place=f"{start.host}:{log}" if start.is_remote else "",
+            note=run_dir / "failures" / f"rank-{rank}.json",
+        )
+        for rank, log in logs.items()
+    }
+
+
+def _speak_for_launcher(run_dir: Path) -> None:
+    from zrun.agent.last_words import speak_for_launcher  # with pydantic, for which no agent has to wait otherwise
+
+    try:
+        speak_for_launcher(run_dir)
+    except OSError as error:
+        print(f"the launcher is gone, and that could not be written down: {error}", flush=True)
+
+
+def _abandon(switchboard: Switchboard, folder: Path) -> None:
+    """The keeper of this process was killed. Nobody would clean up after it from now on, so it ends while it can."""
+    switchboard.abandon()
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
+
+
+def _pass_on_signals(switchboard: Switchboard) -> None:
+    """A scheduler signals every process of a job: what means "finish" to the launcher must not end this one.
+
+    Where SIGTERM tells of the launcher's death, the end of its stream does too.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, lambda *_: switchboard.stop(Stop.FINISH))
+
+
+def _environment(start: Start, run_dir: Path, here: list[dict[str, Any]]) -> dict[str, str]:
+    """What the workers get beyond what this process has and what `Command` adds. `here` is the ranks of this host."""
+    found = {key: os.environ.get(key, value) for key, value in WORKER_DEFAULTS.items()}
+    if start.interface is not None:
+        found["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", start.interface)
+        found["NCCL_SOCKET_IFNAME"] = os.environ.get("NCCL_SOCKET_IFNAME", f"={start.interface}")
+    if gpus := [place["uuid"] for place in here if place.get("uuid") is not None]:
+        found["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)  # in the order of the ranks
+    store = start.store or str(run_dir / _STORE)
+    return found | start.env | {"OMP_NUM_THREADS": str(here[0].get("threads", 1)), "ZRUN_STORE": store}
+
+
+def _hello() -> bytes:
+    """Says that there is an agent. On a line of its own: a login shell may have written half of one."""
+    frame = {"frame": "hello", "pid": os.getpid(), "python": platform.python_version(), "zrun": version("zrun")}
+    return b"\n" + json.dumps(frame).encode() + b"\n"
+
+
+def _take_streams() -> tuple[int, int]:
+    """Keep stdin and stdout for the launcher alone: a worker or a library that prints must not break the stream."""
+    control, output = os.dup(0), os.dup(1)  # not inherited by workers
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)
+    return control, output
+
+
+def _log_to(path: Path) -> None:
+    """Send this process's own messages to a file: the terminal belongs to the launcher."""
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+
+
+@contextmanager
+def _telemetry(folder: Path) -> Iterator[socket.socket]:
+    """A datagram socket in a folder of its own: the run directory may be long, and on a file system without sockets."""
+    folder.mkdir(mode=0o700)
+    path = folder / keeper.SOCKET
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as telemetry:
+        telemetry.bind(str(path))
+        try:
+            yield telemetry
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

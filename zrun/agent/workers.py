@@ -1,0 +1,198 @@
+"""The workers of one host: a process for each rank, with the variables of torchrun.
+
+This is what torch's elastic agent does for one generation of workers whose places are known beforehand. Ours imports no
+torch, which would hold up every launch and 220 MB of every host before the first worker starts: a fork server does so,
+once for all of them, and becomes them. See `zrun.agent.fork_server`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from subprocess import PIPE, STDOUT, Popen
+from typing import Any
+
+from zrun.agent import fork_server
+from zrun.agent.fork_server import BEGIN, BEGIN_ANEW, Answer, Request, Seat
+from zrun.topology.cpus import USER_BINDING
+
+
+class Worker:
+    """A rank's process, a child of this one. Two threads may wait for it.
+
+    Attributes:
+        pidfd: can be read once it has ended.
+        status: with which it has; negative: the signal that ended it. None: it runs, or nobody has looked.
+    """
+
+    def __init__(self, pid: int, pidfd: int, status: int | None = None) -> None:
+        self.pid, self.pidfd, self.status = pid, pidfd, status
+        self._looking = threading.Lock()
+
+    def poll(self) -> int | None:
+        """Its status, if it has ended."""
+        with self._looking:
+            if self.status is None:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                self.status = os.waitstatus_to_exitcode(status) if pid else None
+        return self.status
+
+    def wait(self) -> int:
+        """Its status, once it has ended."""
+        while (status := self.poll()) is None:
+            with suppress(ChildProcessError):  # the other thread has just collected it
+                os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        return status
+
+
+Workers = dict[int, Worker]  # by rank
+
+
+class ForkServer:
+    """The process that imports for all workers of a host, and becomes them.
+
+    Attributes:
+        pid: its number.
+    """
+
+    def __init__(self, process: Popen[bytes], told: int, begin: int, ranks: Sequence[int]) -> None:
+        """
+        Args:
+            told: the pipe up, see `zrun.agent.fork_server`.
+            begin: the pipe down.
+            ranks: that are to be forked.
+        """
+        self.pid = process.pid
+        self._process, self._told, self._begin, self._ranks = process, told, begin, ranks
+
+    def workers(self) -> Workers:
+        """Wait for the ranks and let them begin, all or none. None: each has ended as this process did.
+
+        This process adopts orphans: they are its children then.
+        """
+        pidfd = os.pidfd_open(self.pid)
+        with open(self._told, "rb") as told:
+            text = told.read()
+        status = self._process.wait()
+        with open(self._begin, "wb", buffering=0) as begin:  # who waits at its end and gets no word ends too
+            if not text:
+                return {rank: Worker(self.pid, os.dup(pidfd), status) for rank in self._ranks}
+            answer: Answer = json.loads(text)
+            workers = {int(rank): Worker(pid, os.pidfd_open(pid)) for rank, pid in answer["pids"].items()}
+            if threads := ", ".join(sorted(answer["threads"])):
+                print(f"what the workers import has started threads ({threads}): each imports by itself", flush=True)
+            with suppress(BrokenPipeError):  # all of them have been killed already
+                begin.write((BEGIN_ANEW if threads else BEGIN) * len(workers))
+        return workers
+
+
+def seen_alone(places: Sequence[Mapping[str, Any]]) -> dict[int, str]:
+    """The one GPU that each rank of a host may see, by rank, where several are to take their first: none elsewhere.
+
+    Those are slices of MIG, of which CUDA shows a process one, and GPUs that another launcher gave to one rank each.
+
+    Args:
+        places: of all ranks of the host, as in a plan.
+    """
+    if sum(place["device"] == "cuda:0" for place in places) < 2:
+        return {}
+    return {place["rank"]: place["uuid"] for place in places if place.get("uuid")}
+
+
+@dataclass(frozen=True)
+class Command:
+    """What runs on this host: `main` of a module, once per rank."""
+
+    run_id: str
+    module: str
+    argument: str  # its only one
+    env: Mapping[str, str]
+    world_size: int
+    host: tuple[int, int]  # which of how many hosts this is
+    ranks: range  # of this host
+    logs: Mapping[int, Path]  # of those that are started
+    cpus: Mapping[int, str] = field(default_factory=dict)  # that ranks keep to, as Linux writes sets
+    alone: Mapping[int, str] = field(default_factory=dict)  # UUIDs of GPUs, or of slices, that the rank alone sees
+    store: socket.socket | None = None  # listens for the ranks of several hosts; rank 0 inherits it
+
+    def start(self) -> ForkServer:
+        """Start what becomes the workers, each in a session of its own, so that what it starts can be ended with it.
+
+        To be called by the main thread: the kernel ends workers with the thread that is their parent.
+        """
+        told, told_end = os.pipe()
+        begin_end, begin = os.pipe()
+        passed = [told_end, begin_end] + ([] if self.store is None else [self.store.fileno()])
+        logs = {rank: os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) for rank, log in self.logs.items()}
+        try:
+            process = Popen(
+                [sys.executable, "-u", "-m", fork_server.__name__, self.module, self.argument],
+                env={**self.env, **self._variables()},
+                stdin=PIPE,
+                stdout=logs[min(logs)],
+                stderr=STDOUT,
+                start_new_session=True,
+                pass_fds=passed,
+            )
+        finally:
+            for descriptor in (told_end, begin_end, *logs.values()):
+                os.close(descriptor)
+        assert process.stdin is not None
+        with suppress(BrokenPipeError), process.stdin as request:
+            request.write(json.dumps(self._request(told_end, begin_end)).encode())
+        return ForkServer(process, told, begin, sorted(self.logs))
+
+    def _request(self, told: int, begin: int) -> Request:
+        by_hand = not self.env.keys().isdisjoint(USER_BINDING)
+        seats = [
+            Seat(
+                rank=rank,
+                env=self._own_variables(rank),
+                log=str(self.logs[rank]),
+                cpus=None if by_hand else self.cpus.get(rank),
+                has_store=rank == 0,
+            )
+            for rank in sorted(self.logs)
+        ]
+        store = None if self.store is None else self.store.fileno()
+        return Request(agent=os.getpid(), told=told, begin=begin, store=store, seats=seats)
+
+    def _variables(self) -> dict[str, str]:
+        """What a script of torchrun's finds in its environment, on every rank of this host."""
+        return {
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(len(self.ranks)),
+            "GROUP_RANK": str(self.host[0]),
+            "GROUP_WORLD_SIZE": str(self.host[1]),
+            "ROLE_NAME": "worker",
+            "ROLE_WORLD_SIZE": str(self.world_size),
+            # For code that calls `init_process_group("gloo")` by itself: ours meets in the file that ZRUN_STORE names.
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(_free_port()),
+            "TORCHELASTIC_RUN_ID": self.run_id,
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
+        }
+
+    def _own_variables(self, rank: int) -> dict[str, str]:
+        """What only this rank finds there."""
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank - self.ranks.start), "ROLE_RANK": str(rank)}
+        if rank in self.alone:
+            own["CUDA_VISIBLE_DEVICES"] = self.alone[rank]
+        if self.store is not None and rank == 0:
+            own["ZRUN_STORE_FD"] = str(self.store.fileno())
+        return own
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

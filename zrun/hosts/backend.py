@@ -1,0 +1,254 @@
+"""On which hosts a job is to run, and how ranks are started there: `find_backend`.
+
+It reads the files that are named and nothing else. `wanted_hosts` and `choose_backend` are its two halves; the second
+is pure.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from zrun.hosts.cluster import HostFacts, several
+from zrun.hosts.conventions import NONE, Convention, detect
+from zrun.hosts.host_filter import HostOptions, filtered
+from zrun.hosts.hostfile import HostEntry, parse_items, parse_option, read_hostfile
+from zrun.job.nearest import nearest
+from zrun.job.problems import Reason
+from zrun_core.config import JobConfig
+from zrun_core.errors import JobError
+
+__all__ = [
+    "Backend",
+    "HostEntry",
+    "HostOptions",
+    "choose_backend",
+    "find_backend",
+    "is_this_host",
+    "wanted_hosts",
+    "with_backend",
+]
+
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_MAX_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Backend:
+    """How ranks are started."""
+
+    kind: Literal["local", "ssh", "slurm", "env"]
+    why: str
+    hosts: tuple[HostEntry, ...] | None  # None: this machine, or as the convention says
+    convention: Convention
+    gpus: int | None = None  # of each host, that --gpus asks for
+
+    def on_this_host(self, facts: HostFacts) -> HostFacts:
+        """The facts of this host, with the slots that it was given."""
+        if self.kind != "local" or self.hosts is None:
+            return facts
+        return facts.called(facts.hostname, self.hosts[0].slots, self.hosts[0].chosen)
+
+    def __str__(self) -> str:
+        """`2 hosts, 16 slots, by ssh (hostfile names them)`."""
+        if self.hosts is None:
+            return f"{self.kind} ({self.why})"
+        numbers = [len(each.chosen) if each.chosen is not None else each.slots for each in self.hosts]
+        total = sum(number or 0 for number in numbers)
+        slots = f"{several(total, 'slot')}, " if all(numbers) else ""
+        return f"{several(len(self.hosts), 'host')}, {slots}by {self.kind} ({self.why})"
+
+
+def find_backend(
+    job: JobConfig, options: HostOptions, environ: Mapping[str, str], job_dir: Path, hostname: str
+) -> Backend:
+    """Which hosts, and how ranks are started on them.
+
+    Raises:
+        JobError: as for `wanted_hosts` and `choose_backend`.
+    """
+    hosts = wanted_hosts(job, options, environ, job_dir)
+    backend = choose_backend(job, hosts, _convention(job, environ), hostname)
+    return replace(backend, gpus=options.gpus)
+
+
+def _convention(job: JobConfig, environ: Mapping[str, str]) -> Convention:
+    """What the environment says, unless the job wants to know nothing of it."""
+    return NONE if job.launch.backend == "local" else detect(environ)
+
+
+def wanted_hosts(
+    job: JobConfig, options: HostOptions, environ: Mapping[str, str], job_dir: Path
+) -> tuple[HostEntry, ...] | None:
+    """The hosts that the command line names, or else the job, or else the environment; None: this machine only.
+
+    Args:
+        job_dir: folder of the job file, from which the path in its `hosts` counts.
+
+    Raises:
+        JobError: a list of hosts is wrong, or the options ask for what is not in it.
+    """
+    options.check()
+    entries = _listed(job, options, environ, job_dir)
+    picks = options.include or options.exclude
+    if entries is None and options.include is not None and _is_about_this_host(options.include):
+        entries = (HostEntry("localhost", where="--include"),)
+    if entries is not None:
+        return filtered(entries, options)
+    if picks is not None or (options.nodes or 1) > 1:
+        asked = "--include" if options.include else "--exclude" if options.exclude else "--nodes"
+        raise JobError(
+            f"{asked} picks from a list of hosts, and there is none: name them with --hosts FILE or -H; or slots of "
+            "this host with --include localhost:0,1"
+        )
+    if options.gpus is not None:
+        return filtered((HostEntry("localhost", where="--gpus"),), options)
+    return None
+
+
+def _listed(
+    job: JobConfig, options: HostOptions, environ: Mapping[str, str], job_dir: Path
+) -> tuple[HostEntry, ...] | None:
+    if options.hosts is not None:
+        return read_hostfile(options.hosts)
+    if options.host_list is not None:
+        return _from_option(options.host_list)
+    if isinstance(job.hosts, str):
+        return _from_path(job.hosts, job_dir)
+    if job.hosts is not None:
+        return parse_items(job.hosts, "hosts")
+    convention = _convention(job, environ)
+    entries = tuple(HostEntry(name, slots=convention.slots, where=convention.source) for name in convention.names)
+    return entries or None
+
+
+def _from_option(text: str) -> tuple[HostEntry, ...]:
+    if os.path.isfile(text):  # unlike `Path.is_file`, never an error
+        raise JobError(f"-H takes names of hosts, and {text} is a file: write --hosts {text}")
+    return parse_option(text, "-H")
+
+
+def _from_path(text: str, job_dir: Path) -> tuple[HostEntry, ...]:
+    try:
+        path = job_dir / Path(text).expanduser()
+        is_there = path.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # "~nobody", a zero byte
+        raise JobError(f"hosts: {text[:60]!r} is not a path: {error}") from None
+    if not is_there:
+        hint = f"a list of names is written in brackets, as in hosts: [{text}]" if "/" not in text else "write its path"
+        raise JobError(f"hosts: there is no host file {path}; {hint}")
+    return read_hostfile(path)
+
+
+def _is_about_this_host(picks: str) -> bool:
+    return all(item.partition(":")[0] == "localhost" for item in picks.split("@"))
+
+
+def with_backend(job: JobConfig, backend: Backend) -> tuple[JobConfig, tuple[Reason, ...]]:
+    """`job` with its `launch.backend` resolved, and the reason where it was left to auto."""
+    launch = job.launch.model_copy(update={"backend": backend.kind})
+    reason = Reason("launch.backend", backend.kind, backend.why)
+    return job.model_copy(update={"launch": launch}), (reason,) if job.launch.backend == "auto" else ()
+
+
+def is_this_host(entry: HostEntry, hostname: str) -> bool:
+    """Whether `entry` plainly names the machine called `hostname`. Nothing is looked up."""
+    names = {*_LOOPBACK, hostname.lower(), hostname.lower().partition(".")[0]}
+    return entry.user is None and entry.port is None and entry.name.lower() in names
+
+
+def choose_backend(
+    job: JobConfig, hosts: tuple[HostEntry, ...] | None, convention: Convention, hostname: str
+) -> Backend:
+    """What `launch.backend` comes to.
+
+    Args:
+        hosts: what `wanted_hosts` found.
+        convention: what the environment says.
+        hostname: of this machine.
+
+    Raises:
+        JobError: what the job asks for contradicts its hosts or the environment.
+    """
+    asked = job.launch.backend
+    named = hosts is not None and not all(each.where == convention.source for each in hosts)
+    is_one_of_many = convention.seat is not None or convention.host_seat is not None
+    if is_one_of_many and (asked in ("ssh", "slurm") or (named and asked == "auto")):
+        wants = "hosts are named" if named else f"launch.backend is {asked}"
+        raise JobError(
+            f"this process is one of several already ({convention.evidence}), and {wants}: run zrun train once, "
+            "not under another launcher; or name no hosts and write launch.backend: env"
+        )
+    if asked == "auto":
+        return _automatic(hosts, named, convention, hostname)
+    why = "launch.backend"
+    match asked:
+        case "local":
+            _check_local(hosts, hostname)
+        case "ssh" if hosts is None:
+            raise JobError("launch.backend: ssh needs hosts: name them with --hosts FILE, -H or the key hosts")
+        case "slurm":
+            _check_in_allocation(hosts, convention)
+        case "env":
+            if not is_one_of_many:
+                raise JobError(
+                    "launch.backend: env joins the ranks of another launcher, and the environment tells of none: "
+                    "RANK, WORLD_SIZE and LOCAL_RANK (torchrun), OMPI_COMM_WORLD_RANK (mpirun), PET_NODE_RANK or "
+                    "SKYPILOT_NODE_RANK must be set; or write launch.backend: auto"
+                )
+            why = convention.evidence
+    return Backend(asked, why, None if asked == "env" else hosts, convention)
+
+
+def _automatic(hosts: tuple[HostEntry, ...] | None, named: bool, convention: Convention, hostname: str) -> Backend:
+    if convention.seat is not None or convention.host_seat is not None:
+        return Backend("env", convention.evidence, None, convention)
+    if hosts is None:
+        return Backend("local", "no other host is named", None, convention)
+    if len(hosts) == 1 and is_this_host(hosts[0], hostname):
+        is_listed = not hosts[0].where.startswith("--")
+        why = f"{hosts[0].where} names this host only" if is_listed else "no other host is named"
+        return Backend("local", why, hosts, convention)
+    if convention.kind == "slurm" and (not named or not _outside(hosts, convention)):
+        return Backend("slurm", convention.evidence, hosts, convention)
+    source = hosts[0].where.partition(":")[0].partition("[")[0]
+    return Backend("ssh", f"{source} names {'them' if len(hosts) > 1 else 'it'}", hosts, convention)
+
+
+def _check_local(hosts: tuple[HostEntry, ...] | None, hostname: str) -> None:
+    others = [each for each in hosts or () if not is_this_host(each, hostname)]
+    if others:
+        raise JobError(
+            f"launch.backend: local starts ranks on {hostname} only, and {_names(others)} "
+            f"{'is' if len(others) == 1 else 'are'} named: write launch.backend: ssh, or name no hosts"
+        )
+
+
+def _check_in_allocation(hosts: tuple[HostEntry, ...] | None, convention: Convention) -> None:
+    if convention.kind != "slurm" or hosts is None:
+        raise JobError(
+            "launch.backend: slurm starts ranks in an allocation of several hosts, and this is none: "
+            "ask for one first (salloc -N 2 ..., or sbatch), and see that SLURM_JOB_NODELIST is passed on"
+        )
+    outside = _outside(hosts, convention)
+    if outside:
+        near = nearest(outside[0].name, convention.names)
+        hint = f"; did you mean {near}?" if near is not None and near != outside[0].name else ""
+        raise JobError(
+            f"{_names(outside)}: not a name of this Slurm job's hosts ({convention.source}), which srun takes without "
+            f"user and port{hint}"
+        )
+
+
+def _outside(hosts: tuple[HostEntry, ...], convention: Convention) -> list[HostEntry]:
+    """Those that `srun` cannot reach by this name."""
+    inside = set(convention.names)
+    return [each for each in hosts if replace(each, user=None, port=None) != each or each.name not in inside]
+
+
+def _names(hosts: list[HostEntry]) -> str:
+    more = len(hosts) - _MAX_SHOWN
+    return ", ".join(map(str, hosts[:_MAX_SHOWN])) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,249 @@
+"""What `auto` means on a cluster, and where each rank sits there: `make_plan(job, Cluster((probe_host(),)))`.
+
+`make_plan` is pure, so that a plan for other machines is a few `HostFacts` away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from zrun.hosts.cluster import Cluster, HostFacts, each, listed, several
+from zrun.job.problems import Reason
+from zrun.placement.place import Seats, resolve_dims, seats
+from zrun_core.config import MAX_RANKS, OWN_DEFAULTS, JobConfig
+from zrun_core.errors import JobError, PreflightError
+from zrun_core.sizes import format_size
+from zrun_core.spec import BatchPlan, LaunchPlan, resolve_batch, resolve_bucket
+
+_DECAYING = ("linear", "cosine", "polynomial", "wsd")
+
+
+@dataclass(frozen=True)
+class Resolved:
+    job: JobConfig  # without any auto
+    plan: LaunchPlan
+    batch: BatchPlan
+    reasons: tuple[Reason, ...]
+    warnings: tuple[str, ...] = ()
+
+
+def make_plan(job: JobConfig, cluster: Cluster) -> Resolved:
+    """Seat the ranks of `job` on `cluster` and fill in what it leaves to auto.
+
+    What differs from host to host stays auto in the job: the plan has it for each rank.
+
+    Raises:
+        PreflightError: a host lacks the GPUs, slots or links that the job asks for.
+        JobError: `parallel`, the batch or `zero.shard_group` does not divide over the ranks, or the learning
+            rate has no end to decay to.
+    """
+    reasons: list[Reason] = []
+    device = _device(job, cluster, reasons)
+    slots = _slots(job, cluster, device, reasons)
+    threads = _threads(job, cluster, slots, reasons)
+    num_ranks = sum(slots.values())
+    if num_ranks > MAX_RANKS:
+        raise JobError(f"slots: {num_ranks} ranks on {several(len(slots), 'host')}, and zrun plans {MAX_RANKS} at most")
+    dims = resolve_dims(job.parallel, num_ranks)
+    if job.parallel.dp == "auto" and dims.tp * dims.pp > 1:
+        why = f"{several(num_ranks, 'rank')} / (tp {dims.tp} x pp {dims.pp})"
+        reasons.append(Reason("parallel.dp", str(dims.dp), why))
+    found = seats(job, cluster, device, dims, slots, threads)
+    batch = _batch(job, dims.dp, reasons)
+    _check_shard_group(job, dims.dp)
+    plan = LaunchPlan(ranks=found.ranks)
+    plan.shard_size(job.zero)  # refuses hosts that would hold different parts of the states
+    resolved = job.model_copy(
+        update={
+            "device": device,
+            "slots": _shared(slots),
+            "threads": _shared(threads),
+            "parallel": job.parallel.model_copy(update={"dp": dims.dp}),
+            "bind": _bind(job, cluster, found, reasons),
+            "batch": job.batch.model_copy(update={"global_": batch.global_size, "micro": batch.micro}),
+            "zero": job.zero.model_copy(update={"bucket": _bucket(job, device, reasons)}),
+            "lr": job.lr.model_copy(update={"decay_steps": _decay_steps(job, reasons)}),
+            "optim": job.optim.model_copy(update=_own_defaults(job, reasons)),
+        }
+    )
+    warnings = (*(_crowded(cluster, slots) if device == "cpu" else ()), *_absent(job, len(found.ranks)))
+    return Resolved(resolved, plan, batch, tuple(reasons), warnings)
+
+
+def check_gpus(asked: int | None, job: JobConfig, cluster: Cluster) -> None:
+    """Refuse `--gpus` where ranks would train on CPUs.
+
+    Args:
+        asked: the value of `--gpus`; None: it was not given.
+
+    Raises:
+        JobError: the job wants no GPU.
+        PreflightError: a host has none.
+    """
+    if asked is None:
+        return
+    if job.device == "cpu":
+        raise JobError(
+            f"--gpus {asked} asks for GPUs, and the job has device: cpu: write --slots {asked} for "
+            f"{several(asked, 'rank')} on CPUs, or leave device out"
+        )
+    without = [host for host in cluster.hosts if not host.gpus]
+    if without:
+        raise PreflightError(
+            f"--gpus {asked} asks for GPUs, and {listed([host.hostname for host in without])} "
+            f"{'has' if len(without) == 1 else 'have'} none that is usable (found {without[0]}): write "
+            f"--slots {asked} for {several(asked, 'rank')} on CPUs"
+        )
+
+
+def _crowded(cluster: Cluster, slots: dict[str, int]) -> Iterator[str]:
+    """A warning for each host that has more ranks than cores."""
+    for host in cluster.hosts:
+        ranks = slots[host.hostname]
+        if ranks > host.cores:
+            yield (
+                f"{ranks} ranks share {several(host.cores, 'core')} of {host.hostname}: they take turns, no step "
+                f"gets faster than with {several(host.cores, 'rank')}, and each takes memory of its own; "
+                f"write slots: {host.cores}"
+            )
+
+
+def _absent(job: JobConfig, num_ranks: int) -> Iterator[str]:
+    """A warning where the output of ranks is to be shown that do not exist. It may be that hosts are missing."""
+    absent = [rank for rank in job.log.ranks if rank >= num_ranks] if job.log.ranks != "all" else []
+    if absent:
+        there = f"ranks 0 to {num_ranks - 1}" if num_ranks > 1 else "rank 0 only"
+        yield f"log.ranks: there is no rank {', '.join(map(str, absent))}: the run has {there}"
+
+
+def _shared(values: dict[str, int]) -> int | Literal["auto"]:
+    """The one value that all hosts have."""
+    found = set(values.values())
+    return found.pop() if len(found) == 1 else "auto"
+
+
+def _device(job: JobConfig, cluster: Cluster, reasons: list[Reason]) -> Literal["cpu", "cuda"]:
+    without = [host.hostname for host in cluster.hosts if not host.gpus]
+    some_have = len(without) < len(cluster.hosts)
+    if without and (job.device == "cuda" or (job.device == "auto" and some_have)):
+        lacking = f"{listed(without)} {'has' if len(without) == 1 else 'have'} no usable NVIDIA GPU"
+        advice = "leave out the hosts without, or write device: cpu" if some_have else "write device: cpu or auto"
+        raise PreflightError(f"device: {job.device}, but {lacking}: {advice}")
+    if job.device != "auto":
+        return job.device
+    reasons.append(Reason("device", "cpu" if without else "cuda", str(cluster)))
+    return "cpu" if without else "cuda"
+
+
+def _slots(job: JobConfig, cluster: Cluster, device: str, reasons: list[Reason]) -> dict[str, int]:
+    """Ranks of each host."""
+    slots = {host.hostname: _slots_of(job, host, device) for host in cluster.hosts}
+    if job.slots == "auto":
+        if any(host.slots is not None or host.chosen is not None for host in cluster.hosts):
+            why = "the slots given to each host"
+        elif device == "cuda":
+            why = f"one rank per GPU of {listed(list(slots))}"
+        else:
+            why = "one rank where there is no GPU" + " of each host" * (len(slots) > 1)
+        reasons.append(Reason("slots", each(cluster.hosts, lambda host: slots[host.hostname]), why))
+    return slots
+
+
+def _slots_of(job: JobConfig, host: HostFacts, device: str) -> int:
+    num_gpus = len(host.gpus)
+    given = len(host.chosen) if host.chosen is not None else host.slots
+    if given is not None and job.slots != "auto" and job.slots > given:
+        raise PreflightError(
+            f"more ranks than slots: slots: {job.slots}, but {host.hostname} is given {several(given, 'slot')}: "
+            f"write slots: {given} or auto"
+        )
+    slots = job.slots if job.slots != "auto" else given if given is not None else num_gpus if device == "cuda" else 1
+    highest = max((host.chosen or (-1,))[:slots]) + 1
+    if device == "cuda" and max(slots, highest) > num_gpus:
+        asked = f"slot {highest - 1} is wanted" if highest > slots else f"slots: {slots}"
+        raise PreflightError(
+            f"more ranks than slots: {asked}, but {host.hostname} has {several(num_gpus, 'GPU')}: "
+            f"write slots: {num_gpus} or device: cpu"
+        )
+    return slots
+
+
+def _threads(job: JobConfig, cluster: Cluster, slots: dict[str, int], reasons: list[Reason]) -> dict[str, int]:
+    """CPU threads of a rank on each host."""
+
+    def number(host: HostFacts) -> int:
+        return max(1, host.cores // slots[host.hostname]) if job.threads == "auto" else job.threads
+
+    def why(host: HostFacts) -> str:
+        ranks, busy = slots[host.hostname], slots[host.hostname] * number(host)
+        reason = "as written" if job.threads != "auto" else f"{host.cores} usable cores / {several(ranks, 'rank')}"
+        return reason + f"; {busy} threads share {several(host.cores, 'core')}, which is slow" * (busy > host.cores)
+
+    if job.threads == "auto" or any(slots[host.hostname] * number(host) > host.cores for host in cluster.hosts):
+        reasons.append(Reason("threads", each(cluster.hosts, number), each(cluster.hosts, why)))
+    return {host.hostname: number(host) for host in cluster.hosts}
+
+
+def _bind(job: JobConfig, cluster: Cluster, found: Seats, reasons: list[Reason]) -> Literal["auto", "off"]:
+    bind: Literal["auto", "off"] = "off" if None not in found.unbound.values() else "auto"
+    if job.bind == "auto":
+        why = each(cluster.hosts, lambda host: found.unbound[host.hostname] or "each rank keeps to cores of its own")
+        reasons.append(Reason("bind", bind, why))
+    return bind
+
+
+def _batch(job: JobConfig, slots: int, reasons: list[Reason]) -> BatchPlan:
+    batch, ranks = resolve_batch(job, slots), several(slots, "rank")
+    if job.batch.global_ == "auto":
+        reasons.append(Reason("batch.global", str(batch.global_size), f"micro {batch.micro} x {ranks}"))
+    if job.batch.micro == "auto":
+        why = f"global {batch.global_size} / {ranks}, no accumulation"
+        reasons.append(Reason("batch.micro", str(batch.micro), why))
+    return batch
+
+
+def _check_shard_group(job: JobConfig, slots: int) -> None:
+    group = job.zero.shard_group
+    if isinstance(group, int) and job.zero.stage > 0 and slots % group:
+        raise JobError(
+            f"zero.shard_group: groups of {group} do not divide {several(slots, 'rank')}: write a divisor, or all"
+        )
+
+
+def _bucket(job: JobConfig, device: str, reasons: list[Reason]) -> int:
+    bucket = resolve_bucket(job.zero, device)
+    if job.zero.bucket == "auto":
+        reasons.append(Reason("zero.bucket", format_size(bucket), f"on {device}"))
+    return bucket
+
+
+def _decay_steps(job: JobConfig, reasons: list[Reason]) -> int | Literal["auto"]:
+    """Left to auto where the schedule has no end, or an end that only the data knows."""
+    from zrun_core.optim.lr import make_schedule
+
+    if job.epochs is not None and job.lr.schedule in _DECAYING:
+        if job.lr.decay_steps == "auto":
+            what = "the steps of the run" if job.lr.schedule != "wsd" else "a fifth of the run"
+            why = f"{what}, known once the data is open: epochs {job.epochs}"
+            reasons.append(Reason("lr.decay_steps", "auto", why))
+        return job.lr.decay_steps
+    if isinstance(job.lr.schedule, str):
+        make_schedule(job.lr, job.steps)  # refuses a decay without an end
+    if job.lr.decay_steps != "auto" or job.lr.schedule not in _DECAYING or job.steps is None:
+        return job.lr.decay_steps
+    is_tail = job.lr.schedule == "wsd"
+    steps = max(1, job.steps // 5) if is_tail else job.steps
+    reasons.append(Reason("lr.decay_steps", str(steps), "a fifth of the run" if is_tail else "the run's steps"))
+    return steps
+
+
+def _own_defaults(job: JobConfig, reasons: list[Reason]) -> dict[str, Any]:
+    """Hyper-parameters that the job leaves to the optimizer."""
+    name = job.optim.name.lower()
+    found = {key: value for key, value in OWN_DEFAULTS.get(name, {}).items() if getattr(job.optim, key) is None}
+    for key, value in found.items():
+        shown = f"{value:g}" if isinstance(value, float) else str(list(value))
+        reasons.append(Reason(f"optim.{key}", shown, f"{name}'s own"))
+    return found

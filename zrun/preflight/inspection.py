@@ -1,0 +1,132 @@
+"""Before anything is started: is every host there, is it what the job needs, and do they reach each other?
+
+    reports = preflight(agents, Needs(job_dir=folder, shared=(run_dir,)))
+
+All hosts are asked at the same time, and all that is wrong is said at once, in one table.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+from zrun.hosts.probe import TOKEN_PREFIX, HostReport, job_code, software
+from zrun.preflight.findings import Finding, describe
+from zrun.preflight.meeting import meet
+from zrun.preflight.questions import OTHER_ZRUN, Answers, ask
+from zrun.preflight.verdict import Needs, judge, needs_of, remarks
+from zrun.transport.agent_process import AgentLink
+from zrun_core.errors import PreflightError
+
+__all__ = ["Finding", "HostReport", "Needs", "inspect", "needs_of", "preflight"]
+
+HELLO_S = 30.0  # ssh may take 10 to connect, and Python some more to start where it lies on a network
+_SETTLE_S = 1.5  # without news, those that are there meet before the others are waited for
+
+
+def preflight(agents: Sequence[AgentLink], needs: Needs, hello_s: float = HELLO_S) -> tuple[HostReport, ...]:
+    """Look at the hosts of all agents, which were started but not told what to run.
+
+    Returns:
+        What is known of each, in the order of `agents`, with the address at which the others reach it.
+
+    Raises:
+        PreflightError: some cannot be used; the text is a table of all hosts and a line for each problem.
+    """
+    findings = inspect(agents, needs, hello_s)
+    if any(finding.problems for finding in findings):
+        raise PreflightError(describe(findings))
+    return tuple(finding.report for finding in findings if finding.report is not None)
+
+
+def inspect(agents: Sequence[AgentLink], needs: Needs, hello_s: float = HELLO_S) -> list[Finding]:
+    """Like `preflight`, for whoever wants to see the hosts that cannot be used too.
+
+    Raises:
+        PreflightError: this host itself cannot write to a folder of `needs.shared`.
+    """
+    with _tokens(needs.shared) as tokens:
+        question = {
+            "ask": "facts",
+            "job_dir": str(needs.job_dir) if needs.job_dir is not None else None,
+            "folders": {str(folder): token for folder, token in tokens.items()},
+        }
+        deadline = time.monotonic() + hello_s
+        answers = ask(dict.fromkeys(agents, question), hello_s, settle_s=_SETTLE_S)
+        reports = _reports(answers, agents)
+        meeting = meet(reports)
+        late = [agent for agent in agents if agent not in answers]
+        if late:
+            more = ask(dict.fromkeys(late, question), max(0.1, deadline - time.monotonic()))
+            answers |= more
+            if len(reports) < len(reports := _reports(answers, agents)):
+                meeting = meet(reports)
+    here, code = software(), job_code(needs.job_dir) if needs.job_dir is not None else {}
+    findings = []
+    for agent in agents:
+        found = reports.get(agent)
+        if found is None:
+            findings.append(Finding(agent.host, None, (str(answers[agent]),)))
+            continue
+        report, reach = meeting.get(agent, (found, []))
+        problems = (*judge(report, here, code, needs, agent.host), *reach)
+        findings.append(Finding(agent.host, report, problems, tuple(remarks(report, here, needs))))
+    return findings
+
+
+def _reports(answers: Answers, agents: Sequence[AgentLink]) -> dict[AgentLink, HostReport]:
+    """Those of the agents that gave one, in their order. For others a sentence takes the place of the answer."""
+    reports = {}
+    for agent in agents:
+        answer = answers.get(agent, "")
+        if isinstance(answer, str):
+            continue
+        if "error" in answer:
+            answers[agent] = f"its agent could not look at it ({answer['error']})"
+            continue
+        try:
+            report = HostReport.from_json(answer["report"])
+            heard, said = float(answer["heard"]), float(answer["said"])
+        except (KeyError, TypeError, ValueError):  # the last is pydantic's too
+            answers[agent] = OTHER_ZRUN
+            continue
+        # As between two clocks of NTP: the message takes the same time in both directions, more or less.
+        skew = ((heard - answer["asked"]) + (said - answer["got"])) / 2
+        error = ((answer["got"] - answer["asked"]) - (said - heard)) / 2
+        reached_at = report.reached_at if agent.by_ssh else agent.known_at
+        reports[agent] = replace(report, skew_s=skew, skew_error_s=abs(error), reached_at=reached_at)
+    return reports
+
+
+@contextmanager
+def _tokens(folders: Sequence[Path]) -> Iterator[dict[Path, str]]:
+    """Leave a file of a random name in each folder, by which another host sees that it is the same one.
+
+    Raises:
+        PreflightError: a folder is not writable.
+    """
+    tokens = {_existing(folder): secrets.token_hex(8) for folder in folders}
+    made: list[Path] = []
+    try:
+        for folder, token in tokens.items():
+            path = folder / f"{TOKEN_PREFIX}{token}"
+            try:
+                path.touch(mode=0o600, exist_ok=False)
+            except OSError as error:
+                raise PreflightError(f"{folder}: nothing can be written there: {error.strerror}") from None
+            made.append(path)
+        yield tokens
+    finally:
+        for path in made:
+            with suppress(OSError):
+                path.unlink()
+
+
+def _existing(folder: Path) -> Path:
+    """The folder itself, or the nearest one above that exists."""
+    folder = folder.absolute()
+    return next(each for each in (folder, *folder.parents) if each.is_dir())

@@ -1,0 +1,89 @@
+"""Questions to the agents of many hosts before anything runs there: all at once, each answered or explained."""
+
+from __future__ import annotations
+
+import selectors
+import time
+from collections.abc import Mapping
+
+from zrun.transport.agent_process import AgentLink
+from zrun.transport.frames import Frame, pack
+
+_ANSWER_S = 30.0  # a driver that has to wake GPUs up takes several
+
+OTHER_ZRUN = (  # of an answer that cannot be read
+    "its agent does not answer what it was asked, so its zrun is another one: install the same version there"
+)
+
+Answers = dict[AgentLink, Frame | str]  # or why there is none
+
+
+def ask(
+    questions: Mapping[AgentLink, Frame],
+    patience_s: float,
+    settle_s: float | None = None,
+    answer_s: float = _ANSWER_S,
+) -> Answers:
+    """Put a question to each agent as soon as it has said hello, and wait for the answers.
+
+    Args:
+        patience_s: for a hello.
+        answer_s: and then for the answer.
+        settle_s: return without those that have not said hello when there was no news for so long, if some answered.
+
+    Returns:
+        The answers, with the times at which this host `asked` and `got` them; or why there is none.
+    """
+    asking = _Asking(questions)
+    start = news = time.monotonic()
+    with selectors.DefaultSelector() as selector:
+        for agent in questions:
+            selector.register(agent, selectors.EVENT_READ, agent)
+        while len(asking.answers) < len(questions):
+            now = time.monotonic()
+            if now > start + patience_s + (answer_s if asking.awaited else 0.0):
+                break
+            if settle_s is not None and now > news + settle_s and asking.answers and not asking.awaited:
+                return asking.answers
+            for key, _ in selector.select(0.1):
+                news = time.monotonic()
+                if asking.hear(key.data):
+                    selector.unregister(key.data)
+    asking.give_up(time.monotonic() - start)
+    return asking.answers
+
+
+class _Asking:
+    def __init__(self, questions: Mapping[AgentLink, Frame]) -> None:
+        self.answers: Answers = {}
+        self._questions = questions
+        self._asked: dict[AgentLink, float] = {}
+        for agent in questions:
+            self._put(agent)
+
+    @property
+    def awaited(self) -> bool:
+        """Somebody was asked and has not answered."""
+        return bool(self._asked.keys() - self.answers.keys())
+
+    def _put(self, agent: AgentLink) -> None:
+        if agent.hello is not None and agent not in self._asked:
+            self._asked[agent] = time.time()
+            agent.tell(pack(self._questions[agent]))
+
+    def hear(self, agent: AgentLink) -> bool:
+        """Read what an agent said; whether that settles it."""
+        frames = agent.read()
+        if frames is None:
+            self.answers[agent] = agent.why_ended().removeprefix(f"{agent.host}: ")
+            return True
+        self._put(agent)
+        for frame in frames:
+            if frame.get("frame") == "answer" and frame.get("to") == self._questions[agent]["ask"]:
+                self.answers[agent] = frame | {"asked": self._asked[agent], "got": time.time()}
+        return agent in self.answers
+
+    def give_up(self, waited_s: float) -> None:
+        for agent in self._questions.keys() - self.answers.keys():
+            what = f"no answer to {self._questions[agent]['ask']}" if agent in self._asked else "its agent said nothing"
+            self.answers[agent] = f"{what} in {waited_s:.0f} s: is the host, or the disk of its Python, very slow?"

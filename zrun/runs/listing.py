@@ -1,0 +1,320 @@
+"""The runs of this folder and of this machine, from the files that they leave. Nothing here changes a run.
+
+    path = find("gpt")      # a run directory, a run id, the beginning of one, or a job: its newest run
+    run = read(path)        # running, finished, failed, stopped or vanished; how far it is
+
+A run is alive while its launcher holds the lock of its directory. No process is looked up by name, and no clock of one
+host is compared with that of another: `started` is told by the launcher's, `seconds` by that of rank 0 alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from difflib import get_close_matches
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from zrun.runs.lock import Holder, held_here, is_held, last_holder
+from zrun.runs.rundir import is_run
+from zrun_core.errors import ExitCode, JobError
+from zrun_core.events import Event
+
+ROOT = Path("runs")
+_STOPPED = {ExitCode.STOPPED, ExitCode.INTERRUPTED, ExitCode.TERMINATED}
+_HEAD_BYTES = 1 << 18  # of a record: its `start` is among the first events
+_BLOCK_BYTES, _TAIL_BYTES = 1 << 16, 1 << 22  # of a record: what is read at once, and at most, to find the newest step
+_SHOWN = 5
+
+
+class State(StrEnum):
+    RUNNING = "running"
+    FINISHED = "finished"
+    FAILED = "failed"
+    STOPPED = "stopped"
+    VANISHED = "vanished"  # its launcher was killed: it could not say how it ended
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the files of a run say.
+
+    Attributes:
+        holder: its launcher, the last one if there were several; None: not known.
+        exit_code: of the launcher; None while it runs, or if nobody knows.
+        headline: what went wrong, or who stopped it, in one line; empty while it runs and if it reached its end.
+        started: unix seconds, by the launcher's clock.
+        seconds: of training up to the newest event, by the clock of rank 0's host; with those that led
+            to the checkpoint that the run went on from, where it tells them.
+        step: the newest that ended, or that the run went on from.
+    """
+
+    path: Path
+    job: str
+    state: State
+    holder: Holder | None
+    exit_code: int | None
+    headline: str
+    started: float
+    seconds: float | None
+    step: int | None
+    total_steps: int | None
+    hosts: tuple[str, ...]
+    ranks: int | None
+
+    @property
+    def run_id(self) -> str:
+        return self.path.name
+
+    def facts(self) -> dict[str, Any]:
+        """For JSON."""
+        holder = self.holder
+        return {
+            "run": self.run_id,
+            "job": self.job,
+            "path": str(self.path),
+            "state": self.state,
+            "exit_code": self.exit_code,
+            "headline": self.headline or None,
+            "step": self.step,
+            "total_steps": self.total_steps,
+            "started": self.started,
+            "seconds": self.seconds,
+            "ranks": self.ranks,
+            "hosts": list(self.hosts),
+            "launcher": {"host": holder.host, "pid": holder.pid} if holder is not None else None,
+        }
+
+
+def known(root: Path = ROOT) -> list[Path]:
+    """The run directories below `root`, and those of this user's launchers on this machine; newest first."""
+    below = [path for path in sorted(root.absolute().glob("*/*")) if is_run(path)]
+    paths = dict.fromkeys([*below, *(path for path in held_here() if is_run(path))])
+    return sorted(paths, key=lambda path: (_started(path, last_holder(path)), path.name), reverse=True)
+
+
+def listed(since: float | None, root: Path = ROOT) -> tuple[list[Run], int]:
+    """Those that run, and those that started at `since` (unix seconds) or later; None: all. Newest first.
+
+    Returns:
+        They, and how many others there are.
+    """
+    paths = known(root)
+    wanted = [path for path in paths if since is None or _started(path, last_holder(path)) >= since or is_held(path)]
+    return [read(path) for path in wanted], len(paths) - len(wanted)
+
+
+def find(text: str, root: Path = ROOT, running: bool = False) -> Path:
+    """The run directory that `text` names.
+
+    Args:
+        running: of a job's runs the one that runs is meant, if one does.
+
+    Raises:
+        JobError: there is none, or more than one.
+    """
+    path = Path(os.path.expanduser(text)).absolute()  # unlike Path's, it takes a user who does not exist for a name
+    if is_run(path):
+        return path
+    if "/" in text:
+        raise JobError(f"{text} is no run directory{_below(path)}")
+    paths = known(root)
+    here = [path for path in paths if _is_below(path, root)]
+    for nearer in (here, [path for path in paths if path not in here]):  # what runs elsewhere is in nobody's way
+        if exact := [path for path in nearer if path.name == text]:
+            return _only(text, exact, "give its path")
+        if of_job := [path for path in nearer if job_name(path) == text]:
+            alive = [path for path in of_job if is_held(path)] if running else []
+            return _only(text, alive, "name one") if alive else of_job[0]
+        if starting := [path for path in nearer if text and path.name.startswith(text)]:
+            return _only(text, starting, "write more of it")
+    raise JobError(
+        f"no run and no job is called {text!r}{_nearest(text, paths)}; zrun ps --all lists the runs of ./{root}"
+    )
+
+
+def may_save(path: Path) -> bool:
+    """Return whether the job of a run saves; also true where that cannot be read."""
+    job = _written_job(path)
+    return job is None or job.get("checkpoint") is not None
+
+
+def checkpoints_of(path: Path) -> Path:
+    """Return the folder in which the run at `path` saves: its own, or its job's `checkpoint.dir`."""
+    checkpoint = (_written_job(path) or {}).get("checkpoint")
+    chosen = checkpoint.get("dir") if isinstance(checkpoint, dict) else None
+    return Path(chosen).expanduser() if isinstance(chosen, str) else path / "checkpoints"
+
+
+def _written_job(path: Path) -> dict[str, Any] | None:
+    """Return the job of a run as its directory has it; None where that cannot be read."""
+    from zrun.job.document import Document
+
+    with suppress(OSError, JobError, UnicodeDecodeError):
+        text = (path / "job.yaml").read_text(encoding="utf-8")
+        job = Document.parse(text, "job.yaml", {}).value
+        return job if isinstance(job, dict) else None
+    return None
+
+
+def reference(path: Path, root: Path = ROOT) -> str:
+    """What names a run in a command typed here: its id, or its path where it does not lie with the others."""
+    return shlex.quote(path.name if _is_below(path, root) else str(path))
+
+
+def _is_below(path: Path, root: Path) -> bool:
+    return path.parent.parent == root.absolute()
+
+
+def _only(text: str, paths: list[Path], advice: str) -> Path:
+    if len(paths) == 1:
+        return paths[0]
+    names = "".join(f"\n  {path.name}  {job_name(path)}  {path}" for path in paths[:_SHOWN])
+    more = f"\n  and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
+    raise JobError(f"{text!r} may be any of {len(paths)} runs: {advice}{names}{more}")
+
+
+def _nearest(text: str, paths: list[Path]) -> str:
+    jobs = dict.fromkeys(job_name(path) for path in paths)
+    found = get_close_matches(text, [*jobs, *(path.name for path in paths)], n=1)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+def _below(path: Path) -> str:
+    if not os.path.isdir(path):
+        return ": there is no such folder, or it is not for you to see"
+    runs = sorted(each for each in path.glob("*") if is_run(each))
+    return f"; name one of its runs, such as {runs[-1]}" if runs else ""
+
+
+def job_name(path: Path) -> str:
+    """The name of the job of a run."""
+    with suppress(OSError), (path / "job.yaml").open(encoding="utf-8", errors="replace") as file:
+        if match := re.search(r"^name: *[\"']?([A-Za-z0-9._-]+)", file.read(_HEAD_BYTES), re.MULTILINE):
+            return match[1]
+    return path.parent.name
+
+
+def read(path: Path) -> Run:
+    """What the files of a run say now."""
+    path = path.absolute()
+    running = is_held(path)  # first: whoever ends meanwhile has written the rest
+    holder = last_holder(path)
+    events = _Events(path / "events.jsonl", holder.events if holder is not None else 0)
+    start, step, last = events.start, events.newest("step"), events.newest(None)
+    report = _json(path / "failure.json")
+    code = None if running else _exit_code(path, events, report)
+    ranks = _json(path / "plan.json").get("ranks") or []
+    return Run(
+        path=path,
+        job=job_name(path),
+        state=State.RUNNING if running else _state(code),
+        holder=holder,
+        exit_code=code,
+        headline="" if running else _headline(report),
+        started=_started(path, holder),
+        seconds=_seconds(start, last),
+        step=(step or start.get("resumed") or {}).get("step"),
+        total_steps=start.get("total_steps"),
+        hosts=tuple(dict.fromkeys(place["host"] for place in ranks)),
+        ranks=len(ranks) or start.get("world_size"),
+    )
+
+
+def _seconds(start: Event, last: Event) -> float | None:
+    if not start or not last:
+        return None
+    before = (start.get("resumed") or {}).get("seconds") or 0.0
+    return float(before + max(0.0, last["time"] - start["time"]))
+
+
+def _state(code: int | None) -> State:
+    if code is None:
+        return State.VANISHED
+    if code in _STOPPED:
+        return State.STOPPED
+    return State.FAILED if code else State.FINISHED
+
+
+def _exit_code(path: Path, events: _Events, report: dict[str, Any]) -> int | None:
+    """What the launcher said last. A run that could not say it may still have reached its end, or told of a failure."""
+    code = _json(path / "exit.json").get("exit_code", report.get("exit_code", 1 if report else None))
+    if code is None and events.newest("end"):
+        return ExitCode.OK
+    return int(code) if code is not None else None
+
+
+def _headline(report: dict[str, Any]) -> str:
+    message = str(report.get("message") or "").strip().partition("\n")[0]
+    is_told_by_rank = report.get("kind") not in (None, "hang") and report.get("rank") is not None
+    return f"rank {report['rank']}: {message}" if is_told_by_rank else message
+
+
+def _started(path: Path, holder: Holder | None) -> float:
+    if holder is not None and holder.time:
+        return holder.time
+    with suppress(OSError):
+        return (path / "events.jsonl").stat().st_mtime
+    return 0.0
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """The object in a file; an empty one where there is none, or half of one."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+class _Events:
+    """The record of one launcher: its beginning and its end, however long it is."""
+
+    def __init__(self, path: Path, offset: int) -> None:
+        self._path, self._offset = path, offset
+        self.start = next((event for event in parsed(self._head()) if event.get("type") == "start"), {})
+        self._tail: list[Event] | None = None
+
+    def newest(self, kind: str | None) -> Event:
+        """The last event of rank 0 with this type, any for None; an empty one where there is none."""
+        if self._tail is None:
+            self._tail = [event for event in self._backwards() if event.get("rank") == 0]
+        return next((event for event in self._tail if kind in (None, event.get("type"))), {})
+
+    def _head(self) -> Iterator[bytes]:
+        """The first lines."""
+        with suppress(OSError), self._path.open("rb") as file:
+            file.seek(self._offset)
+            while file.tell() < self._offset + _HEAD_BYTES and (line := file.readline(_HEAD_BYTES)):
+                yield line
+
+    def _backwards(self) -> Iterator[Event]:
+        """Events from the last one on, up to and including a step."""
+        with suppress(OSError), self._path.open("rb") as file:
+            position = file.seek(0, 2)
+            lowest = max(self._offset, position - _TAIL_BYTES)
+            rest = b""  # the end of a line that begins further up
+            while position > lowest:
+                position, end = max(lowest, position - _BLOCK_BYTES), position
+                file.seek(position)
+                block = file.read(end - position) + rest
+                rest, _, lines = block.partition(b"\n") if position > self._offset else (b"", b"", block)
+                for event in parsed(reversed(lines.split(b"\n"))):
+                    yield event
+                    if event.get("type") == "step":
+                        return
+
+
+def parsed(lines: Iterable[bytes]) -> Iterator[Event]:
+    """The events in these lines; what is none is skipped."""
+    for line in lines:
+        with suppress(ValueError):
+            event = json.loads(line)
+            if isinstance(event, dict) and isinstance(event.get("time"), int | float):
+                yield event

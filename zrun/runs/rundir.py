@@ -1,0 +1,306 @@
+"""The run directory: everything that one run leaves behind, in `runs/<name>/<run id>/`, readable by its owner only.
+
+    with RunDir.claim(name="gpt", chosen=None) as rundir:
+        rundir.write_job(...)
+
+A lock on the directory lives as long as the launcher, however it ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from enum import Enum
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from zrun.runs.lock import LOCK, Lock, last_holder
+from zrun_core.checkpoint.lock import PATIENCE_S, InUseError, held
+from zrun_core.checkpoint.names import before_name, belongs_to_steps
+from zrun_core.errors import ExitCode, JobError, SaveError, StoppedError, ZrunError
+from zrun_core.folders import make_private
+from zrun_core.spec import LaunchPlan
+
+LOG = "launcher.log"
+
+
+class Earlier(Enum):
+    """What becomes of an earlier run in the directory."""
+
+    REFUSE = "nothing is written over it"
+    CONTINUE = "its record and its checkpoints stay, the rest of it moves to attempts/<n>"
+    START_OVER = "all of it moves to attempts/<n>"
+
+
+_KEPT = {Earlier.CONTINUE: {"events.jsonl", "checkpoints"}, Earlier.START_OVER: set[str]()}
+
+
+class RunDir:
+    """A run directory that this process holds.
+
+    Attributes:
+        exit_code: how the launcher is about to end, once that is known. Others read it in `exit.json`.
+    """
+
+    def __init__(self, path: Path, lock: Lock) -> None:
+        self.path = path
+        self.run_id = path.name
+        self.exit_code: int | None = None
+        self._lock = lock
+        self._keeps_lock = self._has_told = False
+        self._events = _open(path / "events.jsonl", os.O_APPEND)
+        lock.starts_at(os.fstat(self._events).st_size)
+
+    @classmethod
+    def claim(
+        cls,
+        name: str,
+        chosen: Path | None,
+        root: Path = Path("runs"),
+        earlier: Earlier = Earlier.REFUSE,
+        lock: Lock | None = None,
+    ) -> Self:
+        """Make the run directory and lock it: `chosen`, or a new one below `root`.
+
+        Args:
+            lock: that of the directory, where this process has held it since an earlier attempt.
+
+        Raises:
+            JobError: another launcher holds it, it has files in it, or it cannot be made.
+        """
+        path = (chosen if chosen is not None else root / name / _new_id()).absolute()
+        with _in_words(path):
+            make_private(path)
+            if not (path / LOCK).exists() and not is_run(path):
+                _refuse_files(path)  # before anything is written there: it may be anybody's folder
+        lock = lock or lock_run(path)
+        try:
+            with _in_words(path):
+                if earlier is not Earlier.REFUSE and is_run(path):
+                    _move_attempt(path, _KEPT[earlier])
+                else:
+                    _refuse_files(path)
+                path.chmod(0o700)
+                for folder in ("logs", "failures"):
+                    (path / folder).mkdir(mode=0o700)
+                return cls(path, lock)
+        except BaseException:
+            lock.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        code = _exit_code(error) if error is not None else self.exit_code
+        with suppress(OSError):
+            if error is not None and not self._has_told:
+                self.write_failure(_failure(error))
+            if code is not None:
+                write_exit(self.path, code)
+        os.close(self._events)
+        if not self._keeps_lock:
+            self._lock.close()
+
+    def keep_lock(self) -> Lock:
+        """Hold the directory until this process ends, whatever becomes of this object."""
+        self._keeps_lock = True
+        return self._lock
+
+    @property
+    def first_event(self) -> int:
+        """Where in `events.jsonl` the record of this launcher begins, in bytes."""
+        return self._lock.holder.events
+
+    @property
+    def spec(self) -> Path:
+        return self.path / "spec.json"
+
+    def log(self, rank: int) -> Path:
+        return self.path / "logs" / f"rank-{rank}.log"
+
+    def failure(self, rank: int) -> Path:
+        """Where a worker says why it ends."""
+        return self.path / "failures" / f"rank-{rank}.json"
+
+    def write_job(self, text: str) -> None:
+        self._write("job.yaml", text)
+
+    def write_plan(self, plan: LaunchPlan) -> None:
+        self._write("plan.json", plan.model_dump_json(indent=1) + "\n")
+
+    def write_failure(self, report: dict[str, Any]) -> None:
+        self._has_told = True
+        write_failure(self.path, report)
+
+    def append(self, lines: Sequence[bytes]) -> None:
+        """Add events to `events.jsonl`, at once: somebody may be reading along.
+
+        Raises:
+            ZrunError: the disk is full, or gone.
+        """
+        try:
+            _write_all(self._events, b"".join(line + b"\n" for line in lines))
+        except OSError as error:
+            raise ZrunError(f"{self.path}/events.jsonl: {error.strerror}; the run cannot be recorded") from None
+
+    def _write(self, name: str, text: str) -> None:
+        _write(self.path / name, text)
+
+
+def write_failure(run_dir: Path, report: dict[str, Any]) -> None:
+    """Say why a run did not reach its end."""
+    _write(run_dir / "failure.json", json.dumps(report, indent=1) + "\n")
+
+
+def write_exit(run_dir: Path, code: int | None) -> None:
+    """Say how a launcher ended, after everything else; None: nobody knows."""
+    _write(run_dir / "exit.json", json.dumps({"exit_code": code, "time": time.time()}) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    file = _open(path, os.O_TRUNC)
+    try:
+        _write_all(file, text.encode())
+    finally:
+        os.close(file)
+
+
+def _open(path: Path, how: int) -> int:
+    """A file of the run directory to write to, for its owner only. What is there by this name may be no link."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | how, 0o600)
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def _new_id() -> str:
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
+@contextmanager
+def _in_words(path: Path) -> Iterator[None]:
+    """What the system says, as an error of whoever chose the directory."""
+    try:
+        yield
+    except OSError as error:
+        raise JobError(f"run directory {path}: {error.strerror}: choose another with --run-dir") from None
+
+
+def lock_run(path: Path) -> Lock:
+    """Lock a run directory for the life of this process.
+
+    Raises:
+        JobError: it is held already, or cannot be locked.
+    """
+    with _in_words(path):
+        try:
+            return Lock(path)
+        except BlockingIOError:
+            raise JobError(
+                f"run directory {path} is in use by the zrun {last_holder(path) or 'process that is just starting'}: "
+                "wait for it, stop it with zrun stop, or choose another with --run-dir"
+            ) from None
+
+
+def _exit_code(error: BaseException) -> int:
+    """What the process that `error` ends will report."""
+    if isinstance(error, KeyboardInterrupt):
+        return ExitCode.INTERRUPTED
+    return int(getattr(error, "exit_code", 1))
+
+
+def _failure(error: BaseException) -> dict[str, Any]:
+    """The content of failure.json where the launcher itself did not go on."""
+    if isinstance(error, StoppedError | KeyboardInterrupt):
+        kind = "stopped"
+    else:
+        kind = "zrun" if isinstance(error, ZrunError) else "bug"
+    found = {
+        "exit_code": int(_exit_code(error)),
+        "kind": kind,
+        "type": type(error).__name__,
+        "message": str(error) or type(error).__name__,
+        "time": time.time(),
+    }
+    return found | ({"traceback": "".join(traceback.format_exception(error))} if kind == "bug" else {})
+
+
+def is_run(path: Path) -> bool:
+    """Whether `path` is the directory of a run that was started once."""
+    return os.path.isfile(path / "events.jsonl")  # False where nobody may look, unlike Path.is_file
+
+
+def _move_attempt(path: Path, kept: set[str]) -> None:
+    """Make room for another attempt.
+
+    Raises:
+        JobError: a process saves there.
+        OSError: something cannot be moved.
+    """
+    attempts, checkpoints = path / "attempts", path / "checkpoints"
+    attempts.mkdir(mode=0o700, exist_ok=True)
+    target = attempts / str(1 + max((int(e.name) for e in attempts.iterdir() if e.name.isdigit()), default=0))
+    target.mkdir(mode=0o700)
+    is_moved = checkpoints.name not in kept and checkpoints.is_dir()
+    try:
+        # The ranks of a launcher that was killed, or those that torchrun started, hold no lock but this one.
+        with held(checkpoints, PATIENCE_S) if is_moved else nullcontext():
+            for entry in sorted(path.iterdir()):
+                if entry.name not in kept | {LOCK, "attempts"}:
+                    entry.rename(target / entry.name)
+    except InUseError as error:
+        target.rmdir()
+        raise JobError(
+            f"run directory {path}: {error.holder} saves there: wait for it, or choose another with --run-dir"
+        ) from None
+
+
+def set_checkpoints_aside(folder: Path, run_id: str) -> None:
+    """Move the steps of a folder into a folder of it, so that another run can use it.
+
+    Raises:
+        JobError: a process saves there, or they cannot be moved.
+    """
+    try:
+        with held(folder):
+            target = folder / before_name(run_id)
+            target.mkdir(mode=0o700)
+            for entry in sorted(folder.iterdir()):
+                if belongs_to_steps(entry.name):
+                    entry.rename(target / entry.name)
+    except InUseError as error:
+        raise JobError(
+            f"checkpoint.dir: {folder} is in use by {error.holder}: wait for it, stop it, or name another folder"
+        ) from None
+    except SaveError as error:
+        raise JobError(f"checkpoint.dir: {error}") from None
+    except OSError as error:
+        raise JobError(f"checkpoint.dir: {folder}: {error.strerror}: name another folder") from None
+
+
+def _refuse_files(path: Path) -> None:
+    """Nothing is ever written over an earlier run, or into a folder of something else.
+
+    Raises:
+        JobError: the directory has files.
+    """
+    names = sorted(entry.name for entry in path.iterdir() if entry.name != LOCK)
+    if "events.jsonl" in names:
+        raise JobError(
+            f"run directory {path} holds an earlier run: go on with --resume auto, start over with --fresh, or choose "
+            "another with --run-dir"
+        )
+    if names:
+        raise JobError(f"run directory {path} is not empty (it holds {names[0]}): choose another with --run-dir")

@@ -50,11 +50,11 @@ from zrun_core.checkpoint.folder import CheckpointFolder
 from zrun_core.checkpoint.resume import load_newest
 from zrun_core.checkpoint.shard_file import as_bytes
 from zrun_core.checkpoint.state import ModelState
-from zrun_core.config import CheckpointConfig
+from zrun_core.distributed.rng import Streams
 from zrun_core.library.model import Handle
 from zrun_core.models.gpt import gpt
-from zrun_core.rng import Streams
-from zrun_core.spec import ResumeSpec
+from zrun_core.spine.config import CheckpointConfig
+from zrun_core.spine.spec import ResumeSpec
 
 TIMES = ("disk_write_s", "disk_read_s", "gather_s", "gather_digest_s", "copy_s")
 MEASURED = ("save_s", "stall_s", "lost_s", "load_s", "peak")

@@ -3,8 +3,9 @@
     python benchmarks/comm.py                      2 and 4 ranks, 4 KiB to 64 MiB: about 2 minutes
     python benchmarks/comm.py --ranks 2,3,8 --quick
 
-All are `zrun_core.comm.Comm`: with and without `use_memory`, with and without `is_direct`. They take turns, and a time
-is that of the slowest rank. `DIRECT_MAX_RANKS` in that module follows from this table.
+All are `zrun_core.distributed.comm.Comm`: with and without `use_memory`, with and without
+`is_direct`. They take turns, and a time is that of the slowest rank. `DIRECT_MAX_RANKS` in that
+module follows from this table.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from render import render
 if TYPE_CHECKING:
     import torch
 
-    from zrun_core.comm import Comm, Group
+    from zrun_core.distributed.comm import Comm, Group
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # zrun without installing it
 
@@ -71,8 +72,8 @@ def _rank(rank: int, ranks: int, sizes_kib: tuple[int, ...], repetitions: int, f
     import torch
     import torch.distributed as dist
 
-    from zrun_core.comm import Comm
-    from zrun_core.mesh import Mesh
+    from zrun_core.distributed.comm import Comm
+    from zrun_core.distributed.mesh import Mesh
 
     class Native(Comm):
         def is_direct(self, group: Group) -> bool:

@@ -120,13 +120,13 @@ def autocast_loop(model: nn.Module, device: torch.device, compiled: bool) -> Loo
 
 def zrun_loop(model: nn.Module, device: torch.device, compiled: bool) -> Loop:
     """The runtime, set up as a worker on one rank does it."""
-    from zrun_core.build import Built
-    from zrun_core.comm import Comm
-    from zrun_core.config import JobConfig
-    from zrun_core.mesh import Mesh
-    from zrun_core.named_vector import NamedVector
+    from zrun_core.distributed.comm import Comm
+    from zrun_core.distributed.mesh import Mesh
+    from zrun_core.distributed.named_vector import NamedVector
     from zrun_core.optim.choose import choose
-    from zrun_core.parallelize import make_settings, parallelize
+    from zrun_core.spine.config import JobConfig
+    from zrun_core.train.parallelize import make_settings, parallelize
+    from zrun_core.user_code.build import Built
 
     job = JobConfig.model_validate({
         "name": "bench", "model": "bench:model", "data": "bench:data", "steps": 1, "batch": 1, "precision": "bf16",

@@ -59,7 +59,7 @@ def hardware() -> Any:
     import torch
 
     from zrun.agent.bench import gpu_rates
-    from zrun_core.plan.hardware import Rates, from_rates
+    from zrun_core.hardware.hardware import Rates, from_rates
 
     found = gpu_rates(torch, 0)
     flops = {name: found[f"{name}_flops"] for name in ("fp32", "bf16", "fp16")}
@@ -73,10 +73,10 @@ def hardware() -> Any:
 
 def predict(case: Case, on: Any) -> dict[str, Any]:
     """Bytes and seconds, without running it."""
-    from zrun_core.config import JobConfig
-    from zrun_core.parallel_dims import ParallelDims
-    from zrun_core.plan.estimate import Candidate, Planner
-    from zrun_core.plan.trace import trace_in_subprocess
+    from zrun_core.plan.answer.estimate import Candidate, Planner
+    from zrun_core.plan.trace.trace import trace_in_subprocess
+    from zrun_core.spine.config import JobConfig
+    from zrun_core.spine.parallel_dims import ParallelDims
 
     job = JobConfig.model_validate(job_of(case))
     profile = trace_in_subprocess(job, HERE, micros=(case.micro,), checkpoints=(case.checkpoint,), device="cuda")
@@ -93,10 +93,10 @@ def run(case: Case) -> dict[str, Any]:
     """Train in this process; what the device held, and how long steps took."""
     import torch
 
-    from zrun_core.config import JobConfig
-    from zrun_core.events import Emitter, EventType
-    from zrun_core.spec import LaunchPlan, RankPlace, RunSpec, resolve_batch
-    from zrun_core.worker import Worker
+    from zrun_core.spine.config import JobConfig
+    from zrun_core.spine.events import Emitter, EventType
+    from zrun_core.spine.spec import LaunchPlan, RankPlace, RunSpec, resolve_batch
+    from zrun_core.train.worker import Worker
 
     seconds: list[float] = []
 

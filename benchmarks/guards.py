@@ -19,15 +19,15 @@ import torch
 import torch.distributed as dist
 from cases import LR, SHAPES, zrun_job
 
-from zrun_core.build import Built
-from zrun_core.comm import Comm
-from zrun_core.config import JobConfig
-from zrun_core.mesh import Mesh
-from zrun_core.named_vector import NamedVector
+from zrun_core.distributed.comm import Comm
+from zrun_core.distributed.mesh import Mesh
+from zrun_core.distributed.named_vector import NamedVector
+from zrun_core.guards.replicas import ReplicaGuard
 from zrun_core.optim.choose import choose
-from zrun_core.parallel_dims import resolve_shard_size
-from zrun_core.parallelize import make_settings, parallelize
-from zrun_core.replicas import ReplicaGuard
+from zrun_core.spine.config import JobConfig
+from zrun_core.spine.parallel_dims import resolve_shard_size
+from zrun_core.train.parallelize import make_settings, parallelize
+from zrun_core.user_code.build import Built
 
 INTERVAL = 100
 

@@ -110,7 +110,7 @@ class _Watch:
     """Counts reductions over copies, and looks when the last gradient of a backward has come."""
 
     def __init__(self) -> None:
-        from zrun_core.comm import Comm
+        from zrun_core.distributed.comm import Comm
         from zrun_core.zero.reduce import Reducer
 
         self.issued = 0

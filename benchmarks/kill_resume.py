@@ -70,7 +70,7 @@ def kill(command: list[str], run: Path, victim: str, after: int, part: float) ->
             break
         time.sleep(0.01)
     own = psutil.Process(launcher.pid)
-    workers = [each for each in own.children(recursive=True) if "zrun_core.worker" in each.cmdline()]
+    workers = [each for each in own.children(recursive=True) if "zrun_core.train.worker" in each.cmdline()]
     agent = workers[0].parent()
     assert agent is not None
     time.sleep(part * 0.5)  # anywhere in a step, a save or an evaluation

@@ -17,7 +17,7 @@ from typing import Any
 from cases import SHAPES, TRAIN, Case, Request, zrun_job
 
 from zrun.job.environment import WORKER_DEFAULTS
-from zrun_core.heap import TUNABLES
+from zrun_core.spine.heap import TUNABLES
 
 HERE = Path(__file__).resolve().parent
 CLEAN_SHARE = 0.05  # a step is timed if other programs took less of the machine than this

@@ -46,9 +46,9 @@ from zrun.watch.follow import Follower  # noqa: E402
 from zrun.watch.live import Live  # noqa: E402
 from zrun.watch.screen import PERIOD_S  # noqa: E402
 from zrun.watch.view import Facts  # noqa: E402
-from zrun_core.config import JobConfig, LimitsConfig  # noqa: E402
-from zrun_core.events import encode  # noqa: E402
-from zrun_core.spec import LaunchPlan, RankPlace, RunSpec, resolve_batch  # noqa: E402
+from zrun_core.spine.config import JobConfig, LimitsConfig  # noqa: E402
+from zrun_core.spine.events import encode  # noqa: E402
+from zrun_core.spine.spec import LaunchPlan, RankPlace, RunSpec, resolve_batch  # noqa: E402
 
 WARMUP_S = 3.0
 SHARE, MEMORY_MB = 0.25, 500  # the targets
@@ -227,7 +227,7 @@ def follow(num_hosts: int, ranks_per_host: int, seconds: float, events: bool) ->
 
         before = time.process_time()
         agents = Agents(members)
-        agents.start(Start(spec_json, f"node{n}", {}, "zrun_core.worker") for spec_json in [spec.as_json()]
+        agents.start(Start(spec_json, f"node{n}", {}, "zrun_core.train.worker") for spec_json in [spec.as_json()]
                      for n in range(num_hosts))  # fmt: skip
         start_s = time.process_time() - before
         Supervisor(agents, run, interrupts, LimitsConfig(), time.monotonic).watch(event, turn)

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from render import render
 
-from zrun_core.comm import Comm
-from zrun_core.config import OptimConfig, PrecisionConfig
-from zrun_core.layout import Kind, ZeroPolicy
-from zrun_core.mesh import Mesh
+from zrun_core.distributed.comm import Comm
+from zrun_core.distributed.mesh import Mesh
+from zrun_core.memory.layout import Kind, ZeroPolicy
 from zrun_core.models.gpt import gpt
 from zrun_core.optim.choose import choose
-from zrun_core.precision import Precision
+from zrun_core.spine.config import OptimConfig, PrecisionConfig
+from zrun_core.zero.precision import Precision
 from zrun_core.zero.sharded import Settings, ShardedModel
 
 CASES: dict[str, dict[str, Any]] = {

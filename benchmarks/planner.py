@@ -29,14 +29,14 @@ import planner_peers
 import torch
 from planner_table import is_good, peer_table, summary
 
-from zrun_core.config import JobConfig
-from zrun_core.layout import Kind
-from zrun_core.parallel_dims import ParallelDims
-from zrun_core.plan.profile import Phase, Profile, peak_of
-from zrun_core.plan.skeleton import skeleton_of
-from zrun_core.plan.states import cut_on_paper, rank_buffers, settings_of
-from zrun_core.plan.trace import trace_in_subprocess
-from zrun_core.spec import LaunchPlan, RankPlace, RunSpec, resolve_batch
+from zrun_core.memory.layout import Kind
+from zrun_core.plan.memory.states import cut_on_paper, rank_buffers, settings_of
+from zrun_core.plan.trace.profile import Phase, Profile, peak_of
+from zrun_core.plan.trace.skeleton import skeleton_of
+from zrun_core.plan.trace.trace import trace_in_subprocess
+from zrun_core.spine.config import JobConfig
+from zrun_core.spine.parallel_dims import ParallelDims
+from zrun_core.spine.spec import LaunchPlan, RankPlace, RunSpec, resolve_batch
 
 HERE = Path(__file__).parent
 _MARK = 777_767  # bytes of an allocation that no model makes: it tells steps apart
@@ -208,7 +208,7 @@ def run(case: Case, folder: str) -> None:
     """One rank: train, and print what was in use at most."""
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
     profiler.start()
-    from zrun_core.worker import Worker
+    from zrun_core.train.worker import Worker
     from zrun_core.zero.sharded import ShardedModel
 
     job = JobConfig.model_validate(case.job())

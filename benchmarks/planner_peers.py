@@ -64,8 +64,8 @@ def follow(question: str) -> Answer:
 def formulas(question: dict[str, Any]) -> Answer:
     """16 bytes per parameter by the stage, and activations by formula with the logits; only of a transformer."""
     from zrun_core.errors import JobError
-    from zrun_core.plan.paper import model_states
-    from zrun_core.plan.transformer import TransformerShape
+    from zrun_core.plan.memory.paper import model_states
+    from zrun_core.plan.question.transformer import TransformerShape
 
     call, args = _called(question["model"])
     try:
@@ -160,7 +160,7 @@ def tracked(question: dict[str, Any]) -> int:
     from torch.utils.data import default_collate
 
     from zrun_core.activations.checkpoint import apply_checkpointing
-    from zrun_core.config import ActivationsConfig
+    from zrun_core.spine.config import ActivationsConfig
 
     dataset = _build(question["data"])
     samples = default_collate([dataset[number] for number in range(question["micro"])])

@@ -142,8 +142,8 @@ def _print_slowdown(ranks: int, precision: str) -> None:
 
     from zrun.estimate.machine import hardware_of
     from zrun.hosts.cluster import Cluster, probe_host
-    from zrun_core.plan import microbench
-    from zrun_core.plan.operators import DTYPES
+    from zrun_core.hardware.operators import DTYPES
+    from zrun_core.plan.measure import microbench
 
     here = probe_host()
     device = hardware_of(Cluster((here,)), "cpu", ranks).device

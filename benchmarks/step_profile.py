@@ -36,12 +36,12 @@ PARTS = {
     "forward": ["model:GPT.forward"],
     "backward": ["torch:Tensor.backward"],
     "gradients into flat memory": ["zrun_core.zero.unit:FlatUnit.take_grad"],
-    "copies between ranks": ["zrun_core.host_memory:_Peer.copy"],
-    "sums": ["zrun_core.comm:_store"],
-    "page moves": ["zrun_core.arena:PageWindow.acquire", "zrun_core.arena:PageWindow.release"],
+    "copies between ranks": ["zrun_core.distributed.host_memory:_Peer.copy"],
+    "sums": ["zrun_core.distributed.comm:_store"],
+    "page moves": ["zrun_core.memory.arena:PageWindow.acquire", "zrun_core.memory.arena:PageWindow.release"],
     "norm": ["zrun_core.zero.sharded:ShardedModel._square_norm"],
-    "update": ["torch.optim:AdamW.step", "zrun_core.optim.sharded:ShardedOptimizer.step"],
-    "waiting for other ranks": ["zrun_core.comm:Comm.wait_for"],
+    "update": ["torch.optim:AdamW.step", "zrun_core.zero.optimizer:ShardedOptimizer.step"],
+    "waiting for other ranks": ["zrun_core.distributed.comm:Comm.wait_for"],
 }
 REST, THREADS, WHOLE = "everything else", "other threads", "whole step"
 ROWS = (*PARTS, REST, THREADS, WHOLE)

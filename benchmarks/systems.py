@@ -138,15 +138,15 @@ def deepspeed(stage: int) -> Make:
 
 
 def zrun(stage: int, *, sockets: bool = False) -> Make:
-    from zrun_core import heap
-    from zrun_core.build import Built
-    from zrun_core.comm import Comm
-    from zrun_core.config import JobConfig
-    from zrun_core.mesh import Mesh
-    from zrun_core.named_vector import NamedVector
+    from zrun_core.distributed.comm import Comm
+    from zrun_core.distributed.mesh import Mesh
+    from zrun_core.distributed.named_vector import NamedVector
     from zrun_core.optim.choose import choose
-    from zrun_core.parallel_dims import resolve_shard_size
-    from zrun_core.parallelize import make_settings, parallelize
+    from zrun_core.spine import heap
+    from zrun_core.spine.config import JobConfig
+    from zrun_core.spine.parallel_dims import resolve_shard_size
+    from zrun_core.train.parallelize import make_settings, parallelize
+    from zrun_core.user_code.build import Built
 
     def make(model: nn.Module, seat: Seat) -> Training:
         heap.keep_freed_memory()  # as a worker and `zrun_core.init` do, unless the environment has said more

@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from zrun_core.errors import ExitCode, ZrunError, lack_of_threads
-from zrun_core.printable import printable
+from zrun_core.spine.printable import printable
 
 COMMANDS = (
     "train", "check", "estimate", "topo", "doctor", "ps", "logs", "stop", "save", "init", "explain", "config", "ckpt",

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from zrun_core.hostname import MAX_SLOTS
+from zrun_core.spine.hostname import MAX_SLOTS
 
 HostsFile = Annotated[
     Path | None,

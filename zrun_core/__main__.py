@@ -5,7 +5,7 @@ import gc
 # Nothing that an import makes is garbage, and looking for some takes a quarter of the time that torch takes to load.
 gc.disable()
 
-from zrun_core.worker import main  # noqa: E402
+from zrun_core.train.worker import main  # noqa: E402
 
 gc.freeze()
 gc.enable()

@@ -27,7 +27,7 @@ from typing import Any
 
 TIMEOUT_S = 120.0
 # Imported once for all ranks. Oracles need torch's compiler: its optimizers and DDP import it.
-WARM = ["torch", "torch._dynamo", "zrun_core.worker", "zrun_core.library"]
+WARM = ["torch", "torch._dynamo", "zrun_core.train.worker", "zrun_core.library"]
 
 
 class _Groups:

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from toys import Net, make_sharded, world
 
-from zrun_core.build import Built, build_on_meta, build_once_per_host
-from zrun_core.comm import Comm
-from zrun_core.mesh import Mesh
-from zrun_core.user import user_code
+from zrun_core.distributed.comm import Comm
+from zrun_core.distributed.mesh import Mesh
+from zrun_core.user_code.build import Built, build_on_meta, build_once_per_host
+from zrun_core.user_code.user import user_code
 
 CPU = torch.device("cpu")
 SEED = 5

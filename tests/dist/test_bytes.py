@@ -10,8 +10,8 @@ from torch import nn
 from toys import Net, data, make_sharded, train_sharded
 
 from zrun_core.activations.checkpoint import apply_checkpointing
-from zrun_core.config import ActivationsConfig
-from zrun_core.layout import Kind
+from zrun_core.memory.layout import Kind
+from zrun_core.spine.config import ActivationsConfig
 from zrun_core.zero.traffic import KINDS
 
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 from toys import world
 
-import zrun_core.comm
-from zrun_core.board import Board
-from zrun_core.comm import (
+import zrun_core.distributed.comm
+from zrun_core.distributed.comm import (
     MESSAGE_TAGS,
     Comm,
     Group,
@@ -25,8 +24,9 @@ from zrun_core.comm import (
     reduce_tag,
     slice_start,
 )
-from zrun_core.host_memory import NUM_TAGS
-from zrun_core.mesh import Mesh
+from zrun_core.distributed.host_memory import NUM_TAGS
+from zrun_core.distributed.mesh import Mesh
+from zrun_core.spine.board import Board
 
 CPU = torch.device("cpu")
 
@@ -44,7 +44,7 @@ def whole(numel: int, dtype: torch.dtype, rank: int) -> torch.Tensor:
 def exchange(sizes: list[int], dtype_names: list[str], direct: bool) -> dict[str, Any]:
     """Every collective on every size and dtype; results as float32 lists."""
     comm, group = join()
-    zrun_core.comm.DIRECT_MAX_RANKS = 8 if direct else 1
+    zrun_core.distributed.comm.DIRECT_MAX_RANKS = 8 if direct else 1
     found: dict[str, Any] = {}
     try:
         for name in dtype_names:
@@ -53,7 +53,7 @@ def exchange(sizes: list[int], dtype_names: list[str], direct: bool) -> dict[str
                 for kind, tensor in collectives(comm, group, shard, dtype).items():
                     found[f"{kind} {shard} {name}"] = tensor.float().tolist()
     finally:
-        zrun_core.comm.DIRECT_MAX_RANKS = 8
+        zrun_core.distributed.comm.DIRECT_MAX_RANKS = 8
     return found
 
 
@@ -260,7 +260,7 @@ def test_where_order_matters_only_fixed_points_start_what_follows(monkeypatch, p
     num_ranks = 2
     if through == "backend":
         in_memory(monkeypatch)
-        num_ranks = zrun_core.comm.DIRECT_MAX_RANKS + 1
+        num_ranks = zrun_core.distributed.comm.DIRECT_MAX_RANKS + 1
     handle, (first, second), log = chain(Group("replicate", tuple(range(num_ranks)), 0, None))
     first.is_done = second.is_done = True
     if polled:
@@ -369,4 +369,4 @@ def test_what_is_under_way_between_two_ranks_has_tags_of_its_own():
     assert len(messages) == len(MESSAGE_TAGS)
     assert max(messages) < NUM_TAGS < max(units), "messages can go through memory"
     assert not units & messages
-    assert not (units | messages) & {zrun_core.comm._SMALL_TAG}
+    assert not (units | messages) & {zrun_core.distributed.comm._SMALL_TAG}

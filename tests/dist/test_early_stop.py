@@ -9,7 +9,7 @@ from runs import job, losses, run
 
 from zrun.runs.resume import begin
 from zrun_core.checkpoint.folder import read_step
-from zrun_core.config import JobConfig
+from zrun_core.spine.config import JobConfig
 
 # watching.py:curve is 4, 4.5, 3, 3.5, 3.25, 3.75 and 2 after the steps from 1 on
 STOP = {"metric": "curve", "patience": 3}

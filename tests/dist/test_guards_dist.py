@@ -13,9 +13,9 @@ from toys import build, data, full_state, make_sharded, train_sharded, world
 
 from zrun_core.data.order import EpochOrder
 from zrun_core.data.samples import in_words
+from zrun_core.distributed.named_vector import NamedVector
 from zrun_core.errors import DivergedError
-from zrun_core.named_vector import NamedVector
-from zrun_core.replicas import ReplicaGuard, device_digest, digest
+from zrun_core.guards.replicas import ReplicaGuard, device_digest, digest
 
 PLACE = "blocks.1.up.weight"
 

@@ -14,9 +14,9 @@ import torch
 from toys import build, data, make_sharded, train_sharded, world
 
 from zrun_core.checkpoint.state import ModelState, Target
-from zrun_core.comm import Comm, Handle
-from zrun_core.named_vector import NamedVector
-from zrun_core.replicas import ReplicaGuard
+from zrun_core.distributed.comm import Comm, Handle
+from zrun_core.distributed.named_vector import NamedVector
+from zrun_core.guards.replicas import ReplicaGuard
 from zrun_core.zero.sharded import ShardedModel
 
 Ranks = Callable[[int], Any]

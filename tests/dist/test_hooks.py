@@ -11,7 +11,7 @@ from runs import job, losses, run
 
 from zrun.runs.resume import begin
 from zrun_core.checkpoint.folder import read_step
-from zrun_core.config import JobConfig
+from zrun_core.spine.config import JobConfig
 
 HOOKS = ("on_start", "on_step", "on_eval", "on_save", "on_end")
 

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from test_comm import CPU, collectives, join, whole
 from toys import Net, data, full_state, make_sharded, train_sharded, world
 
-from zrun_core import host_memory
-from zrun_core.comm import Comm, Group, Handle, gather_tag
+from zrun_core.distributed import host_memory
+from zrun_core.distributed.comm import Comm, Group, Handle, gather_tag
+from zrun_core.distributed.host_memory import HostMemory, Message
+from zrun_core.distributed.mesh import Mesh
 from zrun_core.errors import HangError, PeerError
-from zrun_core.host_memory import HostMemory, Message
-from zrun_core.mesh import Mesh
 
 
 def join_memory(patience_s: float = 60.0) -> tuple[Comm, Group]:

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from toys import Net, data, full_state, make_sharded, same_bits, train_plain, train_sharded, world
 
-import zrun_core.comm
-from zrun_core.comm import Comm
+import zrun_core.distributed.comm
+from zrun_core.distributed.comm import Comm
 from zrun_core.zero.reduce import Reducer
 
 DEPTH = 8
@@ -54,7 +54,7 @@ def train(
 ) -> dict[str, Any]:
     """Train on this transport; count the sums over copies that the last gradient finds under way."""
     at_end: list[int] = []
-    finish, use_memory, direct = Reducer.finish, Comm.use_memory, zrun_core.comm.DIRECT_MAX_RANKS
+    finish, use_memory, direct = Reducer.finish, Comm.use_memory, zrun_core.distributed.comm.DIRECT_MAX_RANKS
 
     def counting(reducer: Reducer, *args: Any) -> None:
         at_end.append(over_copies(reducer._comm))
@@ -64,13 +64,13 @@ def train(
     if through != "memory":
         Comm.use_memory = lambda *_: None  # type: ignore[assignment, method-assign]
     if through == "backend":
-        zrun_core.comm.DIRECT_MAX_RANKS = 1
+        zrun_core.distributed.comm.DIRECT_MAX_RANKS = 1
     try:
         sharded = make_sharded(build(factory), stage, shard_group=shard_group, optim={"clip": 0.5})
         losses = train_sharded(sharded, data(4), accumulation=accumulation)
     finally:
         Reducer.finish, Comm.use_memory = finish, use_memory  # type: ignore[method-assign]
-        zrun_core.comm.DIRECT_MAX_RANKS = direct
+        zrun_core.distributed.comm.DIRECT_MAX_RANKS = direct
     return {
         "losses": losses,
         "state": {name: value.numpy() for name, value in full_state(sharded).items()},

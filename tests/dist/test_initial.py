@@ -16,7 +16,7 @@ from toys import make_sharded
 
 from zrun_core.checkpoint.initial import load_weights, open_weights
 from zrun_core.checkpoint.state import ModelState
-from zrun_core.config import InitFromConfig
+from zrun_core.spine.config import InitFromConfig
 
 
 def weights() -> dict[str, torch.Tensor]:

@@ -10,8 +10,8 @@ from test_library import start
 from test_zoo import CASES, GLOBAL, OPTIM, STEPS, in_zoo, keys_of, train
 
 import zrun_core
-from zrun_core.loss import compute_loss
-from zrun_core.rng import mix
+from zrun_core.distributed.rng import mix
+from zrun_core.user_code.loss import compute_loss
 
 _LOOKS_FIRST = {"penalty first"}  # at parameters, before the model is called
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from runs import job, run
 from toys import world
 
-from zrun_core.comm import Comm
-from zrun_core.mesh import Mesh
-from zrun_core.parallel_dims import ParallelDims
+from zrun_core.distributed.comm import Comm
+from zrun_core.distributed.mesh import Mesh
+from zrun_core.spine.parallel_dims import ParallelDims
 
 AXES = ("world", "pipe", "data", "tensor", "shard", "replicate", "ends", "host")
 

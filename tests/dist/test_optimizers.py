@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from toys import Net, build, data, full_state, make_sharded, optim_config, same_bits, train, train_ddp, world
 
-from zrun_core.config import NOT_SHARDED
-from zrun_core.named_vector import NamedVector
+from zrun_core.distributed.named_vector import NamedVector
 from zrun_core.optim.choose import choose
+from zrun_core.spine.config import NOT_SHARDED
 
 NO_DECAY = ["norm", "bias"]
 

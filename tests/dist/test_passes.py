@@ -18,11 +18,9 @@ from runs import job, losses, run
 from torch import Tensor, nn
 from toys import Block, make_sharded, split, world
 
-import zrun_core.trainer
+import zrun_core.train.trainer
 from zrun_core.activations.checkpoint import apply_checkpointing
-from zrun_core.config import ActivationsConfig
-from zrun_core.hooks import HookContext
-from zrun_core.named_vector import NamedVector
+from zrun_core.distributed.named_vector import NamedVector
 from zrun_core.pipeline.schedule import (
     Action,
     ActionKind,
@@ -30,6 +28,8 @@ from zrun_core.pipeline.schedule import (
     no_pipeline,
     one_forward_one_backward,
 )
+from zrun_core.spine.config import ActivationsConfig
+from zrun_core.train.hooks import HookContext
 from zrun_core.zero.sharded import ShardedModel
 from zrun_core.zero.traffic import KINDS
 
@@ -280,12 +280,12 @@ def lose_two(context: HookContext) -> None:
 
 def run_ahead(keys: dict[str, Any], run_dir: str, ahead: int) -> dict[str, Any]:
     """Train a job, with so many forwards ahead of their backwards."""
-    plain = zrun_core.trainer.no_pipeline
-    zrun_core.trainer.no_pipeline = lambda count: one_forward_one_backward(0, 1 + ahead, count)
+    plain = zrun_core.train.trainer.no_pipeline
+    zrun_core.train.trainer.no_pipeline = lambda count: one_forward_one_backward(0, 1 + ahead, count)
     try:
         return run(keys, run_dir)
     finally:
-        zrun_core.trainer.no_pipeline = plain
+        zrun_core.train.trainer.no_pipeline = plain
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -12,13 +12,13 @@ from runs import PoolWorker, Speaker, make_spec
 from torch import nn
 from toys import world
 
-from zrun_core import comm
-from zrun_core.arena import PagePool, PageWindow
-from zrun_core.config import JobConfig
-from zrun_core.layout import Kind
-from zrun_core.parallel_dims import Coordinates, ParallelDims, resolve_shard_size
-from zrun_core.plan.states import cut_on_paper, rank_buffers, settings_of
-from zrun_core.sizes import format_size
+from zrun_core.distributed import comm
+from zrun_core.memory.arena import PagePool, PageWindow
+from zrun_core.memory.layout import Kind
+from zrun_core.plan.memory.states import cut_on_paper, rank_buffers, settings_of
+from zrun_core.spine.config import JobConfig
+from zrun_core.spine.parallel_dims import Coordinates, ParallelDims, resolve_shard_size
+from zrun_core.spine.sizes import format_size
 from zrun_core.zero.sharded import ShardedModel
 
 # Tied and frozen parameters, batch norms and their statistics; of odd sizes, so that nothing divides.

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from toys import build, data, full_state, make_sharded, same_bits, train, train_plain, world
 
-from zrun_core.named_vector import NamedVector
+from zrun_core.distributed.named_vector import NamedVector
 
 MATRIX = [{}, {"optim": {"clip": 0.05}}, {"precision": "bf16"}, {"precision": "bf16", "optim": {"clip": 0.05}}]
 

@@ -16,9 +16,9 @@ from zrun_core.checkpoint.export import export
 from zrun_core.checkpoint.folder import read_step
 from zrun_core.checkpoint.model_files import describe, tokenizer_files
 from zrun_core.checkpoint.verify import verify
-from zrun_core.config import JobConfig
 from zrun_core.errors import CheckpointError
-from zrun_core.plan.tracing import trace_job
+from zrun_core.plan.trace.tracing import trace_job
+from zrun_core.spine.config import JobConfig
 
 transformers = pytest.importorskip("transformers")
 

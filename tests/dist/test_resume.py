@@ -11,7 +11,7 @@ import pytest
 from runs import job, look, losses, run
 from test_hostile_states import forge
 
-from zrun_core.trainer import Trainer
+from zrun_core.train.trainer import Trainer
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])

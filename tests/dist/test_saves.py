@@ -18,12 +18,12 @@ from zrun_core.checkpoint import checkpointer, folder, shard_file
 from zrun_core.checkpoint.checkpointer import Checkpointer
 from zrun_core.checkpoint.folder import CheckpointFolder, read_step
 from zrun_core.checkpoint.verify import verify
+from zrun_core.distributed.named_vector import NamedVector
 from zrun_core.errors import DivergedError, HangError, SaveError
-from zrun_core.guards import NumericGuard
-from zrun_core.named_vector import NamedVector
-from zrun_core.replicas import ReplicaGuard
-from zrun_core.stop import SAVE, StopSignals
-from zrun_core.trainer import Trainer
+from zrun_core.guards.guards import NumericGuard
+from zrun_core.guards.replicas import ReplicaGuard
+from zrun_core.spine.stop import SAVE, StopSignals
+from zrun_core.train.trainer import Trainer
 from zrun_core.zero.sharded import ShardedModel
 
 

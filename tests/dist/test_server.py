@@ -9,10 +9,10 @@ import torch
 from test_bytes import Exact, P
 from toys import Net, data, full_state, make_sharded, train_sharded, world
 
-from zrun_core.comm import Comm, TrafficKey
+from zrun_core.distributed.comm import Comm, TrafficKey
+from zrun_core.distributed.mesh import Mesh
 from zrun_core.errors import DivergedError
-from zrun_core.mesh import Mesh
-from zrun_core.replicas import ReplicaGuard
+from zrun_core.guards.replicas import ReplicaGuard
 from zrun_core.zero.exchange import Exchange
 from zrun_core.zero.server import Server
 

@@ -9,10 +9,10 @@ import torch
 from test_comm import CPU, join
 from toys import world
 
-import zrun_core.comm
-from zrun_core.comm import Comm, Group, Phase, TrafficKey, agreement, have_agreed
-from zrun_core.named_vector import NamedVector
-from zrun_core.step_message import Said, exchange
+import zrun_core.distributed.comm
+from zrun_core.distributed.comm import Comm, Group, Phase, TrafficKey, agreement, have_agreed
+from zrun_core.distributed.named_vector import NamedVector
+from zrun_core.distributed.step_message import Said, exchange
 
 
 def say(said: dict[str, Any]) -> Said:
@@ -68,11 +68,11 @@ def test_stages_of_other_parameters_tell_each_other_sums_only(ranks, direct):
 
 
 def heard_by(direct: bool, said: list[dict[str, Any]], data: list[tuple[int, ...]]) -> dict[str, Any]:
-    zrun_core.comm.DIRECT_MAX_RANKS = 8 if direct else 1
+    zrun_core.distributed.comm.DIRECT_MAX_RANKS = 8 if direct else 1
     try:
         return heard(said, data)
     finally:
-        zrun_core.comm.DIRECT_MAX_RANKS = 8
+        zrun_core.distributed.comm.DIRECT_MAX_RANKS = 8
 
 
 def test_all_ranks_hear_that_two_of_one_pair_gathered_differently(ranks):

@@ -22,27 +22,27 @@ from safetensors.numpy import load_file
 from torch import nn
 from toys import optim_config, world
 
-from zrun_core import rng
-from zrun_core.buffers import Kind
 from zrun_core.checkpoint.checkpointer import About, Checkpointer
 from zrun_core.checkpoint.export import export
 from zrun_core.checkpoint.folder import CheckpointFolder, read_step
 from zrun_core.checkpoint.initial import load_weights
 from zrun_core.checkpoint.resume import load_newest
 from zrun_core.checkpoint.state import ModelState
-from zrun_core.comm import Comm
-from zrun_core.config import CheckpointConfig, InitFromConfig, PrecisionConfig
+from zrun_core.distributed import rng
+from zrun_core.distributed.comm import Comm
+from zrun_core.distributed.mesh import Mesh
+from zrun_core.distributed.named_vector import NamedVector
 from zrun_core.errors import CheckpointError, DivergedError
-from zrun_core.layout import ZeroPolicy
-from zrun_core.mesh import Mesh
-from zrun_core.named_vector import NamedVector
+from zrun_core.guards.replicas import ReplicaGuard
+from zrun_core.memory.buffers import Kind
+from zrun_core.memory.layout import ZeroPolicy
+from zrun_core.memory.tensors import TensorPart, contiguous, sliced, whole
 from zrun_core.optim.choose import choose
-from zrun_core.parallel_dims import Coordinates, ParallelDims
-from zrun_core.plan.states import cut_on_paper, rank_buffers
-from zrun_core.precision import Precision
-from zrun_core.replicas import ReplicaGuard
-from zrun_core.spec import ResumeSpec
-from zrun_core.tensors import TensorPart, contiguous, sliced, whole
+from zrun_core.plan.memory.states import cut_on_paper, rank_buffers
+from zrun_core.spine.config import CheckpointConfig, InitFromConfig, PrecisionConfig
+from zrun_core.spine.parallel_dims import Coordinates, ParallelDims
+from zrun_core.spine.spec import ResumeSpec
+from zrun_core.zero.precision import Precision
 from zrun_core.zero.sharded import MemoryAccount, Settings, ShardedModel
 
 TP = 2

@@ -18,21 +18,21 @@ from safetensors.torch import load_file
 from torch import nn
 from toys import Net, full_state, make_sharded, world
 
-from zrun_core import rng
-from zrun_core.board import Board, Watchdog
 from zrun_core.checkpoint.checkpointer import About, Checkpointer
 from zrun_core.checkpoint.export import export
 from zrun_core.checkpoint.folder import CheckpointFolder, read_step
 from zrun_core.checkpoint.resume import load_newest
 from zrun_core.checkpoint.state import ModelState
-from zrun_core.comm import Comm
-from zrun_core.config import CheckpointConfig
+from zrun_core.distributed import rng
+from zrun_core.distributed.comm import Comm
+from zrun_core.distributed.mesh import Mesh
+from zrun_core.distributed.named_vector import NamedVector
 from zrun_core.errors import DivergedError, HangError
-from zrun_core.mesh import Mesh
-from zrun_core.named_vector import NamedVector
-from zrun_core.parallel_dims import Coordinates
-from zrun_core.replicas import ReplicaGuard
-from zrun_core.spec import ResumeSpec
+from zrun_core.guards.replicas import ReplicaGuard
+from zrun_core.spine.board import Board, Watchdog
+from zrun_core.spine.config import CheckpointConfig
+from zrun_core.spine.parallel_dims import Coordinates
+from zrun_core.spine.spec import ResumeSpec
 from zrun_core.zero.sharded import ShardedModel
 
 DP = 2

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from toys import world
 
-from zrun_core.comm import Comm
-from zrun_core.config import JobConfig
-from zrun_core.mesh import Mesh
-from zrun_core.spec import LaunchPlan, RankPlace, RunSpec, resolve_batch
-from zrun_core.worker import Worker
+from zrun_core.distributed.comm import Comm
+from zrun_core.distributed.mesh import Mesh
+from zrun_core.spine.config import JobConfig
+from zrun_core.spine.spec import LaunchPlan, RankPlace, RunSpec, resolve_batch
+from zrun_core.train.worker import Worker
 
 HERE = Path(__file__).parent
 STEPS, GLOBAL = 4, 8

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zrun_core.comm import Comm
-from zrun_core.config import OptimConfig, PrecisionConfig
-from zrun_core.layout import ZeroPolicy
-from zrun_core.mesh import Mesh
-from zrun_core.named_vector import NamedVector
+from zrun_core.distributed.comm import Comm
+from zrun_core.distributed.mesh import Mesh
+from zrun_core.distributed.named_vector import NamedVector
+from zrun_core.memory.layout import ZeroPolicy
 from zrun_core.optim.choose import choose
-from zrun_core.precision import Precision
+from zrun_core.spine.config import OptimConfig, PrecisionConfig
+from zrun_core.zero.precision import Precision
 from zrun_core.zero.sharded import Settings, ShardedModel
 
 Batches = Sequence[Any]  # one global batch per step; each is indexable by sample

@@ -16,8 +16,8 @@ from typing import Any
 
 from zrun.system.processes import die_with_parent
 from zrun_core.errors import ExitCode
-from zrun_core.events import Emitter
-from zrun_core.spec import RunSpec
+from zrun_core.spine.events import Emitter
+from zrun_core.spine.spec import RunSpec
 
 RANK = -1  # until there is one: a process for all of them imports this module
 STEPS = 3

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zrun_core.stop import SAVE
+from zrun_core.spine.stop import SAVE
 
 
 def _parent(pid: int) -> int:

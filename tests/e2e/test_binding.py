@@ -72,7 +72,8 @@ def test_every_thread_of_a_worker_keeps_to_its_cores(tmp_path: Path) -> None:
 def test_ranks_that_are_not_bound(tmp_path: Path, options: tuple[str, ...], variables: dict[str, str]) -> None:
     worker = tmp_path / "free_worker.py"
     worker.write_text(
-        "import json, os, pathlib, sys\nfrom zrun_core.events import Emitter\nfrom zrun_core.spec import RunSpec\n"
+        "import json, os, pathlib, sys\n"
+        "from zrun_core.spine.events import Emitter\nfrom zrun_core.spine.spec import RunSpec\n"
         "def main():\n    spec, rank = RunSpec.read(pathlib.Path(sys.argv[1])), int(os.environ['RANK'])\n"
         "    emitter = Emitter(spec.telemetry, rank)\n"
         "    if rank == 0:\n        emitter.emit('end', step=2, reason='steps', total_s=0.1, loss=1.0)\n"

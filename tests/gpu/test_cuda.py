@@ -18,16 +18,16 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from zrun_core.activations.checkpoint import apply_checkpointing
-from zrun_core.arena import Ring, StorageMeter, StorageWindow
-from zrun_core.comm import Comm
-from zrun_core.config import ActivationsConfig, OptimConfig, PrecisionConfig
-from zrun_core.layout import Kind, ZeroPolicy
-from zrun_core.mesh import Mesh
-from zrun_core.named_vector import NamedVector
+from zrun_core.distributed.comm import Comm
+from zrun_core.distributed.mesh import Mesh
+from zrun_core.distributed.named_vector import NamedVector
+from zrun_core.distributed.rng import Streams, torch_put_back
+from zrun_core.memory.arena import Ring, StorageMeter, StorageWindow
+from zrun_core.memory.layout import Kind, ZeroPolicy
 from zrun_core.optim.choose import choose
-from zrun_core.precision import LossScaler, Precision
-from zrun_core.rng import Streams, torch_put_back
+from zrun_core.spine.config import ActivationsConfig, OptimConfig, PrecisionConfig
 from zrun_core.zero.cut import repeated_blocks
+from zrun_core.zero.precision import LossScaler, Precision
 from zrun_core.zero.sharded import Settings, ShardedModel, StepResult
 
 pytestmark = [

@@ -23,8 +23,8 @@ from zrun.preflight.questions import ask
 from zrun.transport.agent_process import AgentLink, close_all
 from zrun.transport.local import LocalAgent
 from zrun.transport.ssh import SshAgent
-from zrun_core.config import JobConfig
 from zrun_core.errors import PreflightError
+from zrun_core.spine.config import JobConfig
 
 
 @contextmanager

@@ -36,7 +36,7 @@ def test_a_killed_rank_ends_all_of_them(folder: Path) -> None:
     launch = mpirun(folder)
     wait_for(lambda: steps(folder) > 3 or launch.poll() is not None, "training")
     family = psutil.Process(launch.pid).children(recursive=True)
-    workers = [each for each in family if "zrun_core.worker" in " ".join(each.cmdline())]
+    workers = [each for each in family if "zrun_core.train.worker" in " ".join(each.cmdline())]
     workers[-1].send_signal(signal.SIGKILL)
     _, report = launch.communicate(timeout=2 * PATIENCE_S)
     assert launch.returncode == 5, report

@@ -40,7 +40,7 @@ def test_a_shell_of_salloc_trains_on_both_nodes(slurm: Slurm, folder: Path) -> N
 def test_a_killed_worker_is_named_with_its_node(slurm: Slurm, folder: Path) -> None:
     launch = salloc(slurm, folder, *TRAIN)
     trains(launch, folder)
-    os.kill(slurm.pids("node2", "zrun_core.worker")[0], signal.SIGKILL)
+    os.kill(slurm.pids("node2", "zrun_core.train.worker")[0], signal.SIGKILL)
     code, report = end(launch)
     assert code == 5
     assert "rank 1 of 2 (node2, cpu) was killed by SIGKILL" in report

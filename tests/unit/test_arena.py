@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zrun_core.arena import (
+from zrun_core.memory.arena import (
     PagePool,
     PageWindow,
     Region,
@@ -22,8 +22,8 @@ from zrun_core.arena import (
     Window,
     can_move_pages,
 )
-from zrun_core.arena import flat_buffer as make_buffer
-from zrun_core.layout import PAGE_BYTES
+from zrun_core.memory.arena import flat_buffer as make_buffer
+from zrun_core.memory.layout import PAGE_BYTES
 
 CPU = torch.device("cpu")
 ROW = PAGE_BYTES // 4  # float32 elements of a page

@@ -13,13 +13,13 @@ from checkpoint_toys import rank_states
 from zrun.runs import rundir
 from zrun.runs.resume import Beginning, begin, begin_again, under_lock
 from zrun.runs.rundir import Earlier, RunDir, set_checkpoints_aside
-from zrun_core.best import Best
+from zrun_core.checkpoint.best import Best
 from zrun_core.checkpoint.folder import CheckpointFolder
 from zrun_core.checkpoint.lock import held
 from zrun_core.checkpoint.manifest import Manifest
-from zrun_core.config import JobConfig
 from zrun_core.errors import CheckpointError, JobError
-from zrun_core.spec import ResumeSpec
+from zrun_core.spine.config import JobConfig
+from zrun_core.spine.spec import ResumeSpec
 
 
 def job(**keys: Any) -> JobConfig:

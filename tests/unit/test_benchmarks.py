@@ -27,7 +27,7 @@ import table  # noqa: E402
 from cases import PARTS, SYSTEMS, Case, cases_of  # noqa: E402
 from table import Spread, Verdict  # noqa: E402
 
-from zrun_core.config import JobConfig  # noqa: E402
+from zrun_core.spine.config import JobConfig  # noqa: E402
 
 
 def record(times: list[float], *, number: int = 0, clean: int = 9, **fields: Any) -> launch.Record:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from zrun_core.best import Best, EarlyStop, is_better, value_of
-from zrun_core.config import EarlyStopConfig
+from zrun_core.checkpoint.best import Best, EarlyStop, is_better, value_of
 from zrun_core.errors import JobError
+from zrun_core.spine.config import EarlyStopConfig
 
 
 def best(value: float, mode: Any = "min") -> Best:

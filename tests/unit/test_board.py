@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from zrun_core import comm
-from zrun_core.board import Board, BoardView, Issue, Watchdog
-from zrun_core.comm import Group
+from zrun_core.distributed import comm
+from zrun_core.distributed.comm import Group
 from zrun_core.errors import HangError
+from zrun_core.spine.board import Board, BoardView, Issue, Watchdog
 
 
 def over(*ranks: int, axis: str = "world") -> Group:
@@ -188,7 +188,7 @@ def test_the_watchdog_stops_ranks_that_all_wait_for_different_things(boards):
 def test_a_halted_process_is_late_and_no_stalemate(boards, tmp_path):
     """A rank that was sent SIGSTOP while it waits may still come: its peers must not be told that it disagrees."""
     code = (
-        "import sys, os, signal\nfrom pathlib import Path\nfrom zrun_core.board import Board\n"
+        "import sys, os, signal\nfrom pathlib import Path\nfrom zrun_core.spine.board import Board\n"
         "board = Board(Path(sys.argv[1]), 0, range(3), 3)\nboard.waiting(True)\nos.kill(os.getpid(), signal.SIGSTOP)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "board")])

@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import nn
 
-from zrun_core import build
-from zrun_core.build import Built, build_on_meta, build_once_per_host
-from zrun_core.comm import Comm, Group
+from zrun_core.distributed.comm import Comm, Group
 from zrun_core.errors import JobError, PreflightError, UserCodeError
 from zrun_core.models.bert import bert
 from zrun_core.models.gpt import gpt
 from zrun_core.models.mlp import mlp
-from zrun_core.user import user_code
+from zrun_core.user_code import build
+from zrun_core.user_code.build import Built, build_on_meta, build_once_per_host
+from zrun_core.user_code.user import user_code
 
 ALONE = Group("host", (0,), 0, None)
 CPU = torch.device("cpu")

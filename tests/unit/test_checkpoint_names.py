@@ -12,8 +12,8 @@ import pytest
 
 from zrun.launch import attempt
 from zrun_core.checkpoint import names
-from zrun_core.config import JobConfig
 from zrun_core.errors import CheckpointError
+from zrun_core.spine.config import JobConfig
 
 LEFT = ("step-00000005.tmp-ab12", "step-00000006.aside-ffee0011", "latest.tmp-0001", "before-gpt.aside-00000001")
 FOREIGN = ("step-5", "step-0000000x", "step-00000007.old1", "step-0000000\u0665", "before-refactoring", "latest1")

@@ -11,8 +11,8 @@ import torch
 from checkpoint_toys import read_step_state, toy_state, write_step
 from safetensors import safe_open
 
-from zrun_core.best import Best
 from zrun_core.checkpoint import folder as store
+from zrun_core.checkpoint.best import Best
 from zrun_core.checkpoint.folder import CheckpointFolder, read_step
 from zrun_core.checkpoint.lock import hold, release
 from zrun_core.checkpoint.manifest import ITEM_BYTES, Manifest

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from zrun_core.checkpoint.manifest import RANK, VALUE
-from zrun_core.config import NOT_SHARDED, OWN_DEFAULTS, OptimConfig
 from zrun_core.errors import JobError
 from zrun_core.optim.choose import RESERVED, Chosen, choose
+from zrun_core.spine.config import NOT_SHARDED, OWN_DEFAULTS, OptimConfig
 
 
 def chosen(name: str = "adamw", load: Any = None, **keys: Any) -> Chosen:

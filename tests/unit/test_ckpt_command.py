@@ -16,7 +16,7 @@ from checkpoint_toys import write_step
 from safetensors.torch import load_file
 
 from zrun import cli
-from zrun_core.best import Best
+from zrun_core.checkpoint.best import Best
 from zrun_core.checkpoint.folder import CheckpointFolder, read_step
 from zrun_core.checkpoint.lock import held
 from zrun_core.checkpoint.manifest import ModelInfo

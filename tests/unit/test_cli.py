@@ -16,9 +16,9 @@ from warm import WarmPopen
 from zrun import cli
 from zrun.job.load import load_job
 from zrun.job.structure import inspect_structure
-from zrun_core.config import JobConfig
 from zrun_core.errors import ExitCode, JobError, UserCodeError
-from zrun_core.spec import LaunchPlan, RankPlace, RunSpec, resolve_batch
+from zrun_core.spine.config import JobConfig
+from zrun_core.spine.spec import LaunchPlan, RankPlace, RunSpec, resolve_batch
 
 JOB = """\
 name: tiny

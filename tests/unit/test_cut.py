@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from zrun_core.errors import JobError
-from zrun_core.tensors import TensorPart, contiguous, sliced, whole
+from zrun_core.memory.tensors import TensorPart, contiguous, sliced, whole
 from zrun_core.zero.cut import Cut, cut, repeated_blocks
 
 KIB = 1 << 10

@@ -9,7 +9,7 @@ import pytest
 from zrun.agent import echo as module
 from zrun.agent.echo import Echo, LineBudget, Portion
 from zrun.watch.plain import message_line
-from zrun_core.events import Event
+from zrun_core.spine.events import Event
 
 
 class Printed:

@@ -23,11 +23,11 @@ from zrun.estimate.answer import Answer, answer, as_data, forecast_of
 from zrun.estimate.bars import bars, parts_of
 from zrun.estimate.html import page
 from zrun.estimate.request import Question, of_shape
-from zrun_core.cache import digest_of_file, folder
-from zrun_core.config import JobConfig
-from zrun_core.plan.estimate import Planner
-from zrun_core.plan.hardware import parse_simulate
-from zrun_core.spec import BatchPlan
+from zrun_core.hardware.hardware import parse_simulate
+from zrun_core.plan.answer.estimate import Planner
+from zrun_core.spine.cache import digest_of_file, folder
+from zrun_core.spine.config import JobConfig
+from zrun_core.spine.spec import BatchPlan
 
 GIB = 1 << 30
 FULL = "activations.checkpoint=full"
@@ -277,7 +277,7 @@ def test_what_was_asked_before_needs_no_torch(zrun: Zrun, tmp_path: Path) -> Non
     code, out, _ = zrun(*arguments)
     script = (
         "import sys\nfrom zrun import cli\ntry:\n    cli.main()\nfinally:\n"
-        "    print(sorted({'torch', 'numpy', 'zrun_core.plan.search'} & sys.modules.keys()), file=sys.stderr)\n"
+        "    print(sorted({'torch', 'numpy', 'zrun_core.plan.answer.search'} & sys.modules.keys()), file=sys.stderr)\n"
     )
     again = subprocess.run(
         [sys.executable, "-c", script, "estimate", *arguments], capture_output=True, text=True, check=False

@@ -21,7 +21,7 @@ from zrun.watch.plain import message_line
 from zrun.watch.report import report
 from zrun.watch.state import RunState, fold
 from zrun_core.errors import JobError, PreflightError
-from zrun_core.events import Event
+from zrun_core.spine.events import Event
 
 JOB = "name: tiny\nmodel: m.py:f\ndata: m.py:f\nsteps: 5\nbatch: {micro: 2}\ndevice: cpu\nslots: 2\n"
 CLUSTER = Cluster((HostFacts("elsewhere", 8, 8 << 30),))

@@ -13,7 +13,7 @@ import pytest
 from zrun.launch.failures import Exit, Failure, Hang, LostHost, Note, Stopped, first_failure, is_cause
 from zrun.system.tail import last_lines
 from zrun_core.errors import ExitCode
-from zrun_core.spec import LaunchPlan, RankPlace
+from zrun_core.spine.spec import LaunchPlan, RankPlace
 
 TERM, KILL, ABORT = -signal.SIGTERM, -signal.SIGKILL, -signal.SIGABRT
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Connection closed by peer [127.0.0.1]:33210"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from zrun.runs.rundir import RunDir
-from zrun_core.folders import make_private
+from zrun_core.spine.folders import make_private
 
 
 @pytest.fixture

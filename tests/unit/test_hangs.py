@@ -13,10 +13,10 @@ from zrun.agent.observer import Observer
 from zrun.agent.unanswered import own_addresses, unanswered
 from zrun.launch.failures import Hang
 from zrun.launch.hangs import HangWatch, Inquiry, StepTimes, Verdict
-from zrun_core.board import Board, BoardView, RankState
-from zrun_core.config import LimitsConfig
 from zrun_core.errors import ExitCode
-from zrun_core.spec import LaunchPlan, RankPlace
+from zrun_core.spine.board import Board, BoardView, RankState
+from zrun_core.spine.config import LimitsConfig
+from zrun_core.spine.spec import LaunchPlan, RankPlace
 
 
 def state(

@@ -7,7 +7,7 @@ import sys
 
 SCRIPT = """
 import resource, sys, torch
-from zrun_core.heap import keep_freed_memory
+from zrun_core.spine.heap import keep_freed_memory
 if sys.argv[1] == "keep":
     assert keep_freed_memory()
 def step():
@@ -31,7 +31,7 @@ def test_a_step_that_repeats_takes_no_new_pages():
 
 
 def test_an_environment_that_says_how_the_heap_is_to_be_is_obeyed(monkeypatch):
-    from zrun_core.heap import keep_freed_memory
+    from zrun_core.spine.heap import keep_freed_memory
 
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=0")
     assert not keep_freed_memory()
@@ -39,7 +39,7 @@ def test_an_environment_that_says_how_the_heap_is_to_be_is_obeyed(monkeypatch):
 
 HOLES = """
 import torch
-from zrun_core.heap import give_back_freed_memory, keep_freed_memory
+from zrun_core.spine.heap import give_back_freed_memory, keep_freed_memory
 def resident():
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * 4096

@@ -9,7 +9,7 @@ import sys
 import torch
 
 from zrun.job.environment import WORKER_DEFAULTS
-from zrun_core.high_water import HighWater
+from zrun_core.telemetry.high_water import HighWater
 
 BYTES = 777_767
 
@@ -25,7 +25,7 @@ def test_the_highest_moment_counts():
 
 _GIVES_BACK = """
 import torch
-from zrun_core.high_water import HighWater
+from zrun_core.telemetry.high_water import HighWater
 before = [torch.ones(1000)]
 with HighWater(torch.device("cpu")) as water:
     before.clear()

@@ -15,9 +15,9 @@ from zrun.hosts.backend import HostOptions, choose_backend, find_backend, is_thi
 from zrun.hosts.cluster import HostFacts
 from zrun.hosts.conventions import detect
 from zrun.hosts.hostfile import HostEntry, parse_hostfile, read_hostfile
-from zrun_core.config import JobConfig
 from zrun_core.errors import ExitCode, JobError
-from zrun_core.hostname import check_name
+from zrun_core.spine.config import JobConfig
+from zrun_core.spine.hostname import check_name
 
 RACK = b"node1 slots=8\nnode2 slots=8\nnode10 slots=4\n"
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-3]"}

@@ -15,8 +15,8 @@ from zrun import cli
 from zrun.hosts.backend import HostOptions, wanted_hosts
 from zrun.hosts.hostfile import HostEntry
 from zrun.transport.ssh import ssh_argv
-from zrun_core.config import JobConfig
 from zrun_core.errors import ExitCode, JobError
+from zrun_core.spine.config import JobConfig
 
 NUM_FILES = 10_000
 _PLACE = re.compile(r"hf:[1-9]\d*:[1-9]\d*: ")

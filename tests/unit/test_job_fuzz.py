@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from zrun.job.load import load_job
-from zrun_core.config import JobConfig
 from zrun_core.errors import JobError
+from zrun_core.spine.config import JobConfig
 
 NUM_FILES = 10_000
 _PLACE = re.compile(r":\d+:\d+: ")

@@ -14,8 +14,8 @@ from zrun.job.document import Document
 from zrun.job.load import MAX_FILE_BYTES, LoadedJob, load_job
 from zrun.job.scalars import resolve, write
 from zrun.job.schema import find_key, job_schema, keys
-from zrun_core.config import EarlyStopConfig, JobConfig, Ref
 from zrun_core.errors import ExitCode, JobError
+from zrun_core.spine.config import EarlyStopConfig, JobConfig, Ref
 
 EIGHT_LINES = """\
 name: gpt-1b

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from zrun.job.load import load_job
-from zrun_core import user
-from zrun_core.config import JobConfig
+from zrun_core.spine.config import JobConfig
+from zrun_core.user_code import user
 
 JOBS = Path(__file__).parents[2] / "jobs"
 

@@ -21,8 +21,8 @@ from zrun.placement.plan import make_plan
 from zrun.topology.cpus import NumaNode
 from zrun.transport.frames import Unpacker
 from zrun.transport.join import Caller, Door, JoinedAgent, Rendezvous, job_key, knock
-from zrun_core.config import JobConfig
 from zrun_core.errors import JobError, PreflightError, RendezvousError
+from zrun_core.spine.config import JobConfig
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "n1",
             "MASTER_PORT": "29600", "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True"}  # fmt: skip

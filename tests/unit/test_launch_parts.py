@@ -18,10 +18,10 @@ from zrun.system import cgroup, processes
 from zrun.system.processes import Process
 from zrun.transport.frames import EVENT, Start, Unpacker, pack
 from zrun.transport.lines import Lines
-from zrun_core import room
-from zrun_core.config import JobConfig
 from zrun_core.errors import ExitCode, JobError
-from zrun_core.spec import LaunchPlan, RankPlace, RunSpec, resolve_batch
+from zrun_core.spine import room
+from zrun_core.spine.config import JobConfig
+from zrun_core.spine.spec import LaunchPlan, RankPlace, RunSpec, resolve_batch
 
 
 def test_a_worker_knows_which_keys_the_job_gave(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_a_worker_that_is_started_by_hand_says_how(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from zrun_core import worker
+    from zrun_core.train import worker
 
     job = JobConfig.model_validate({"name": "x", "model": "a:b", "data": "a:b", "steps": 1, "batch": 2})
     places = [RankPlace(rank=rank, host="h", local_rank=rank, device="cpu") for rank in range(2)]

@@ -7,13 +7,14 @@ import re
 import sys
 from collections.abc import Mapping, Set
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SPINE = {"errors", "sizes", "hostname", "config", "spec", "events", "board", "room", "cache", "folders", "printable"}
-SPINE |= {"tracebacks", "stop", "parallel_dims", "checkpoint.lock", "checkpoint.names"}
+SPINE = {f"spine.{path.stem}" for path in (ROOT / "zrun_core" / "spine").glob("[a-z]*.py")}
+SPINE |= {"errors", "checkpoint.lock", "checkpoint.names"}
 COLLECTIVES = (
     r"all_gather\w*|all_reduce\w*|all_to_all\w*|barrier|batch_isend_irecv|broadcast|gather|irecv|isend|monitored_barrier|"
     r"recv|reduce|reduce_scatter\w*|scatter|send"
@@ -193,7 +194,24 @@ def _folder(name: str) -> str:
     return rest.partition(".")[0] if package == "zrun" else ""
 
 
-@pytest.mark.parametrize("name", [name for name in ALL if name != "zrun_core.comm"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_rooms_of_the_runtime_have_no_cycles(depth: int) -> None:
+    """Neither do whole rooms (`plan`) need each other, nor the rooms inside (`plan.trace`)."""
+    needs: dict[str, set[str]] = {}
+    for name in CORE:
+        below = {_room(other, depth) for other in _imported(name, late=True) if other in CORE}
+        needs.setdefault(_room(name, depth), set()).update(below - {_room(name, depth)})
+    assert needs["zrun_core.zero"] >= {"zrun_core.memory", "zrun_core.spine"}
+    tuple(TopologicalSorter(needs).static_order())  # raises CycleError, which names the rooms
+
+
+def _room(name: str, depth: int) -> str:
+    """Return the folder of a module, or the module where it is at the front of the house."""
+    folders = name.split(".")[1:-1]
+    return ".".join(["zrun_core", *folders[:depth]]) if folders else name
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name != "zrun_core.distributed.comm"])
 def test_only_comm_talks_to_other_ranks(name: str) -> None:
     source = _source(name)
     assert not re.search(rf"\b(?:dist|distributed|c10d)\.(?:{COLLECTIVES})\(", source)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zrun_core.layout import (
+from zrun_core.memory.layout import (
     PAGE_BYTES,
     Buffer,
     Kind,

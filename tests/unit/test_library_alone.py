@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import zrun_core
-from zrun_core import rng
+from zrun_core.distributed import rng
 from zrun_core.errors import NumericError, ZrunError
 from zrun_core.library import run as library
 from zrun_core.library.model import Handle

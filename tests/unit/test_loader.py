@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
-from zrun_core.config import DataConfig
 from zrun_core.data.batch import MicroBatch, count_tokens, to_device
 from zrun_core.data.loader import BatchLoader, eval_batches
 from zrun_core.data.samples import in_words
 from zrun_core.errors import JobError, UserCodeError
-from zrun_core.spec import BatchPlan
+from zrun_core.spine.config import DataConfig
+from zrun_core.spine.spec import BatchPlan
 
 
 class Numbers(Dataset[Tensor]):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zrun_core.errors import UserCodeError
-from zrun_core.loss import LossKind, compute_loss
+from zrun_core.user_code.loss import LossKind, compute_loss
 
 
 class Echo(nn.Module):

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zrun_core.config import PrecisionConfig
-from zrun_core.precision import LossScaler, Precision
+from zrun_core.spine.config import PrecisionConfig
+from zrun_core.zero.precision import LossScaler, Precision
 
 CPU = torch.device("cpu")
 

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim import lr_scheduler
 
-from zrun_core.config import LrConfig
 from zrun_core.errors import JobError
 from zrun_core.optim.lr import make_schedule
+from zrun_core.spine.config import LrConfig
 
 TOTAL = 20
 

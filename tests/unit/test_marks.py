@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, TensorDataset
 
-from zrun_core import rng
 from zrun_core.data import marks
 from zrun_core.data.marks import differences, marks_of
+from zrun_core.distributed import rng
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ import torch
 
 from zrun_core.data.batch import MicroBatch
 from zrun_core.errors import UserCodeError
-from zrun_core.evaluator import Number, _Sums, read_metrics
+from zrun_core.train.evaluator import Number, _Sums, read_metrics
 
 
 def test_sums_with_weights_and_means_are_taken() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from zrun_core.metrics import process_memory
+from zrun_core.telemetry.metrics import process_memory
 
 
 def test_no_process_holds_more_than_it_ever_did() -> None:

@@ -7,7 +7,7 @@ import resource
 
 import torch
 
-from zrun_core.metrics import process_memory
+from zrun_core.telemetry.metrics import process_memory
 
 
 def test_a_process_that_may_open_no_more_files_measures_what_it_can():

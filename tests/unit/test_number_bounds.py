@@ -83,7 +83,7 @@ def test_what_is_too_large_is_told(tmp_path: Path, override: str, message: str) 
 def test_more_ranks_than_can_be_planned_are_refused() -> None:
     hosts = tuple(HostFacts(f"box{number}", 2, 1 << 30, slots=1024) for number in range(129))
     job = {"name": "t", "model": "m:f", "data": "m:d", "steps": 1, "batch": {"micro": 1}}
-    from zrun_core.config import JobConfig
+    from zrun_core.spine.config import JobConfig
 
     with pytest.raises(JobError, match="132096 ranks on 129 hosts"):
         make_plan(JobConfig.model_validate(job), Cluster(hosts))

@@ -9,15 +9,15 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from zrun_core import oom
-from zrun_core.comm import Comm
-from zrun_core.config import JobConfig
+from zrun_core.distributed.comm import Comm
+from zrun_core.distributed.mesh import Mesh
 from zrun_core.errors import OutOfMemoryError, PreflightError, UserCodeError
-from zrun_core.mesh import Mesh
+from zrun_core.guards import oom
 from zrun_core.optim.choose import choose
-from zrun_core.parallelize import make_settings
-from zrun_core.spec import BatchPlan
-from zrun_core.user import is_out_of_memory, user_code
+from zrun_core.spine.config import JobConfig
+from zrun_core.spine.spec import BatchPlan
+from zrun_core.train.parallelize import make_settings
+from zrun_core.user_code.user import is_out_of_memory, user_code
 from zrun_core.zero.sharded import check_room
 
 BASE = {"name": "j", "model": "m:f", "data": "m:f", "steps": 9, "batch": 4}

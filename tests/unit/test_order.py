@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zrun_core.data.order import EpochOrder, micro_batches, permutation, shifts, split, steps
-from zrun_core.spec import BatchPlan
+from zrun_core.spine.spec import BatchPlan
 
 
 def plan(ranks: int, micro: int, accumulation: int = 1) -> BatchPlan:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from zrun.job.load import load_job
-from zrun_core.config import JobConfig
 from zrun_core.errors import JobError
+from zrun_core.spine.config import JobConfig
 
 JOB = """\
 name: tiny

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from zrun_core.config import Axis, ZeroConfig
+from zrun_core.distributed.mesh import Mesh
 from zrun_core.errors import JobError
-from zrun_core.mesh import Mesh
-from zrun_core.parallel_dims import (
+from zrun_core.spine.config import Axis, ZeroConfig
+from zrun_core.spine.parallel_dims import (
     GroupAxis,
     ParallelDims,
     groups_along,
     refuse_untrained,
     resolve_shard_size,
 )
-from zrun_core.spec import LaunchPlan, RankPlace
+from zrun_core.spine.spec import LaunchPlan, RankPlace
 
 ORDERS = list(itertools.permutations(("tp", "dp", "pp")))
 

@@ -19,10 +19,10 @@ from zrun.hosts.cluster import Cluster, Gpu, HostFacts, probe_host, simulate
 from zrun.placement.plan import Resolved, make_plan
 from zrun.topology.cpus import NumaNode, format_cpus, parse_cpus
 from zrun.topology.scenario import Scenario
-from zrun_core.config import JobConfig
 from zrun_core.errors import ExitCode, JobError, PreflightError
-from zrun_core.parallel_dims import ParallelDims
-from zrun_core.spec import RankPlace
+from zrun_core.spine.config import JobConfig
+from zrun_core.spine.parallel_dims import ParallelDims
+from zrun_core.spine.spec import RankPlace
 
 
 def machines(name: str) -> Cluster:

@@ -13,8 +13,8 @@ from zrun.hosts.cluster import Cluster, Gpu, HostFacts, _visible, probe_host
 from zrun.placement.plan import Resolved, check_gpus
 from zrun.placement.plan import make_plan as make_plan_on
 from zrun.watch.preface import brief, places, preface
-from zrun_core.config import JobConfig
 from zrun_core.errors import ExitCode, JobError, PreflightError
+from zrun_core.spine.config import JobConfig
 
 GPUS = tuple(Gpu(f"GPU-{index}abc", "H200", 141 << 30, index) for index in range(4))
 CPU_HOST = HostFacts("box", cores=8, memory_bytes=16 << 30)

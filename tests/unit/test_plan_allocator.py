@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from zrun.job.environment import WORKER_DEFAULTS
-from zrun_core.plan import allocator as allocator_module
-from zrun_core.plan.allocator import MIB, CachingAllocator, Heap, pinned_bytes, simulate
-from zrun_core.plan.profile import Event, Linear, Phase, Trace
+from zrun_core.plan.memory import allocator as allocator_module
+from zrun_core.plan.memory.allocator import MIB, CachingAllocator, Heap, pinned_bytes, simulate
+from zrun_core.plan.trace.profile import Event, Linear, Phase, Trace
 
 KIB = 1024
 

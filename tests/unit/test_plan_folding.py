@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from zrun_core.plan.folding import fold, unfold
+from zrun_core.plan.trace.folding import fold, unfold
 
 
 def table(blocks: int) -> tuple[np.ndarray, list[int]]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from zrun_core.plan import paper
-from zrun_core.plan.transformer import TransformerShape
+from zrun_core.plan.memory import paper
+from zrun_core.plan.question.transformer import TransformerShape
 
 GB, GIB, TIB = 1e9, 2**30, 2**40
 B, T = 1e9, 1e12

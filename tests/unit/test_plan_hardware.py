@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zrun_core import metrics
 from zrun_core.errors import JobError
-from zrun_core.plan.hardware import DEVICES, GIB, LINKS, Rates, device_named, from_rates, parse_simulate, peak_flops
+from zrun_core.hardware.hardware import DEVICES, GIB, LINKS, Rates, device_named, from_rates, parse_simulate, peak_flops
+from zrun_core.telemetry import metrics
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ sys.path.append(str(BENCHMARKS))  # as Python does for its scripts
 
 import planner  # noqa: E402
 
-from zrun_core.config import JobConfig  # noqa: E402
-from zrun_core.plan.trace import trace_job  # noqa: E402
+from zrun_core.plan.trace.trace import trace_job  # noqa: E402
+from zrun_core.spine.config import JobConfig  # noqa: E402
 
 
 def test_the_peak_of_a_rank_is_foretold_to_one_percent() -> None:

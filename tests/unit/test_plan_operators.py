@@ -14,13 +14,13 @@ from zrun.agent.bench import layouts
 from zrun.estimate.machine import hardware_of
 from zrun.hosts.cluster import Cluster, HostFacts
 from zrun.preflight.calibration import Calibration
-from zrun_core.plan import microbench
-from zrun_core.plan.costs import _columns, _ways, trace_seconds
-from zrun_core.plan.hardware import GIB, Device, Rates, from_rates
-from zrun_core.plan.measure import _mean, _numel, _updates
-from zrun_core.plan.operators import Operators
-from zrun_core.plan.profile import Linear, Op, Phase, Trace
-from zrun_core.plan.rehearsal import job_of
+from zrun_core.hardware.hardware import GIB, Device, Rates, from_rates
+from zrun_core.hardware.operators import Operators
+from zrun_core.plan.measure import microbench
+from zrun_core.plan.measure.measure import _mean, _numel, _updates
+from zrun_core.plan.measure.rehearsal import job_of
+from zrun_core.plan.timing.costs import _columns, _ways, trace_seconds
+from zrun_core.plan.trace.profile import Linear, Op, Phase, Trace
 
 SIDES = (10.0, 100.0, 1000.0)
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from zrun_core.config import JobConfig
-from zrun_core.plan.profile import peak_of
-from zrun_core.plan.trace import trace_job
+from zrun_core.plan.trace.profile import peak_of
+from zrun_core.plan.trace.trace import trace_job
+from zrun_core.spine.config import JobConfig
 
 HERE = Path(__file__).parent
 MODELS = HERE.parent / "dist"

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from zrun_core.plan.profile import Event, Linear, ModuleInfo, Op, ParamInfo, Peak, Phase, Profile, Trace, peak_of
+from zrun_core.plan.trace.profile import Event, Linear, ModuleInfo, Op, ParamInfo, Peak, Phase, Profile, Trace, peak_of
 
 F, B = Phase.FORWARD, Phase.BACKWARD
 

@@ -10,9 +10,9 @@ import plan_models
 import pytest
 import torch
 
-from zrun_core.config import JobConfig
 from zrun_core.errors import JobError
-from zrun_core.plan import samples
+from zrun_core.plan.trace import samples
+from zrun_core.spine.config import JobConfig
 
 HERE = Path(plan_models.__file__).parent
 

@@ -10,15 +10,15 @@ import pytest
 
 from zrun.estimate.patch import job_changes
 from zrun.estimate.why import sentence
-from zrun_core.config import JobConfig
 from zrun_core.errors import JobError
-from zrun_core.parallel_dims import ParallelDims
-from zrun_core.plan.candidate import Candidate
-from zrun_core.plan.estimate import Estimate, Planner
-from zrun_core.plan.hardware import Hardware, parse_simulate
-from zrun_core.plan.search import Constraints, Result, _Search, changes, search
-from zrun_core.plan.transformer import TransformerShape
-from zrun_core.spec import BatchPlan
+from zrun_core.hardware.hardware import Hardware, parse_simulate
+from zrun_core.plan.answer.estimate import Estimate, Planner
+from zrun_core.plan.answer.search import Constraints, Result, _Search, changes, search
+from zrun_core.plan.question.candidate import Candidate
+from zrun_core.plan.question.transformer import TransformerShape
+from zrun_core.spine.config import JobConfig
+from zrun_core.spine.parallel_dims import ParallelDims
+from zrun_core.spine.spec import BatchPlan
 
 SMALL = TransformerShape.gpt(8, 1024, 16, seq=1024, vocab=50304)
 MIDDLE = TransformerShape.gpt(8, 4096, 32, seq=2048)
@@ -194,7 +194,7 @@ def test_earlier_stages_hold_more_micro_batches() -> None:
 
 
 def test_states_elsewhere_are_counted_where_they_are() -> None:
-    from zrun_core.plan.estimate import Placement, Tier
+    from zrun_core.plan.answer.estimate import Placement, Tier
 
     planner = Planner(BIG, parse_simulate("2xA100-80G"))
     here, there, disk = (

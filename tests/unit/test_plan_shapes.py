@@ -15,7 +15,7 @@ from zrun.job.load import load_job
 from zrun_core.errors import JobError
 from zrun_core.models.bert import bert
 from zrun_core.models.gpt import gpt
-from zrun_core.plan.transformer import TransformerShape, parse_count
+from zrun_core.plan.question.transformer import TransformerShape, parse_count
 
 ROOT = Path(__file__).resolve().parents[2]
 GPT, BERT = "zrun_core.models.gpt:gpt", "zrun_core.models.bert:bert"

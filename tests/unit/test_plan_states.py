@@ -12,12 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from zrun_core.config import JobConfig
-from zrun_core.layout import ON_DEVICE, PAGE_BYTES, Buffer, Kind, Placement, Tier
+from zrun_core.memory.layout import ON_DEVICE, PAGE_BYTES, Buffer, Kind, Placement, Tier
 from zrun_core.models.gpt import gpt
 from zrun_core.optim.chunked import Chunked
-from zrun_core.parallel_dims import Coordinates, ParallelDims
-from zrun_core.plan.states import (
+from zrun_core.plan.memory.states import (
     PaperCut,
     checkpoint_buffers,
     cut_of_shape,
@@ -27,7 +25,9 @@ from zrun_core.plan.states import (
     settings_of,
     stage_blocks,
 )
-from zrun_core.plan.transformer import TransformerShape
+from zrun_core.plan.question.transformer import TransformerShape
+from zrun_core.spine.config import JobConfig
+from zrun_core.spine.parallel_dims import Coordinates, ParallelDims
 from zrun_core.zero.sharded import Settings
 
 HOST, DISK = Tier.HOST, Tier.DISK

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from zrun_core.layout import Placement, Tier
-from zrun_core.parallel_dims import ParallelDims
-from zrun_core.plan.candidate import Candidate
-from zrun_core.plan.costs import Costs, Terms
-from zrun_core.plan.hardware import Hardware, parse_simulate
-from zrun_core.plan.timing import StepTime, days_of, money_of, step_time
-from zrun_core.plan.transformer import TransformerShape
+from zrun_core.hardware.hardware import Hardware, parse_simulate
+from zrun_core.memory.layout import Placement, Tier
+from zrun_core.plan.question.candidate import Candidate
+from zrun_core.plan.question.transformer import TransformerShape
+from zrun_core.plan.timing.costs import Costs, Terms
+from zrun_core.plan.timing.timing import StepTime, days_of, money_of, step_time
+from zrun_core.spine.parallel_dims import ParallelDims
 
 # Korthikanti et al. 2022, tables 3 and 5: layers, width, heads; stages, parts of each; micro-batch and batch; seconds
 # of an iteration with full recomputation, and with theirs (sequence parallelism, attention recomputed); MFU and HFU.

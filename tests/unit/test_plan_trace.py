@@ -15,19 +15,19 @@ import torch
 from torch import nn
 from warm import WarmPopen
 
-from zrun_core.config import JobConfig
 from zrun_core.errors import JobError, UserCodeError
 from zrun_core.models.bert import bert
 from zrun_core.models.gpt import gpt
-from zrun_core.plan import probe, trace
-from zrun_core.plan.depth import alike
-from zrun_core.plan.lines import fit_loops
-from zrun_core.plan.profile import Event, Linear, Phase, Profile, Trace, peak_of
-from zrun_core.plan.record import Row
-from zrun_core.plan.rough import with_guesses
-from zrun_core.plan.skeleton import skeleton_of
-from zrun_core.plan.trace import trace_in_subprocess, trace_job
-from zrun_core.plan.tracing import describe_modules, describe_params
+from zrun_core.plan.trace import probe, trace
+from zrun_core.plan.trace.depth import alike
+from zrun_core.plan.trace.lines import fit_loops
+from zrun_core.plan.trace.profile import Event, Linear, Phase, Profile, Trace, peak_of
+from zrun_core.plan.trace.record import Row
+from zrun_core.plan.trace.rough import with_guesses
+from zrun_core.plan.trace.skeleton import skeleton_of
+from zrun_core.plan.trace.trace import trace_in_subprocess, trace_job
+from zrun_core.plan.trace.tracing import describe_modules, describe_params
+from zrun_core.spine.config import JobConfig
 from zrun_core.zero.cut import cut
 
 HERE = Path(plan_models.__file__).parent
@@ -70,7 +70,7 @@ def test_blocks_that_did_not_run_are_written_out(
 ) -> None:
     model = ("plan_models.py:Deep", {"depth": 12, "style": style})
     few = traced(model, *policies)
-    monkeypatch.setattr("zrun_core.plan.tracing.find_series", lambda *_: [])
+    monkeypatch.setattr("zrun_core.plan.trace.tracing.find_series", lambda *_: [])
     full = traced(model, *policies)
     for policy in policies:
         assert alike([*few.traces[policy].events], [*full.traces[policy].events])
@@ -136,7 +136,7 @@ def test_a_loss_in_chunks_runs_more_often(monkeypatch: pytest.MonkeyPatch) -> No
     profile = traced((GPT, args), data=TEXT)
     lines = profile.traces["none"]
     assert (dict(lines.exact), len(profile.notes)) == ({}, 0)
-    monkeypatch.setattr("zrun_core.plan.tracing.fit_loops", lambda *_: None)
+    monkeypatch.setattr("zrun_core.plan.trace.tracing.fit_loops", lambda *_: None)
     followed = traced((GPT, args), data=TEXT)
     assert any("what runs depends on the micro-batch" in note for note in followed.notes)
     exact = followed.traces["none"].exact[4]

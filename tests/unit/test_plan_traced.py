@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch import nn
 
-from zrun_core.config import JobConfig
 from zrun_core.errors import JobError
-from zrun_core.parallel_dims import ParallelDims
-from zrun_core.plan.candidate import Candidate
-from zrun_core.plan.costs import Costs, Terms
-from zrun_core.plan.estimate import Planner
-from zrun_core.plan.hardware import parse_simulate
-from zrun_core.plan.memory import adds_gradients
-from zrun_core.plan.profile import Event, Linear, Op, Phase, Profile, Trace
-from zrun_core.plan.tracing import describe_modules, describe_params
-from zrun_core.plan.transformer import TransformerShape
+from zrun_core.hardware.hardware import parse_simulate
+from zrun_core.plan.answer.estimate import Planner
+from zrun_core.plan.memory.memory import adds_gradients
+from zrun_core.plan.question.candidate import Candidate
+from zrun_core.plan.question.transformer import TransformerShape
+from zrun_core.plan.timing.costs import Costs, Terms
+from zrun_core.plan.trace.profile import Event, Linear, Op, Phase, Profile, Trace
+from zrun_core.plan.trace.tracing import describe_modules, describe_params
+from zrun_core.spine.config import JobConfig
+from zrun_core.spine.parallel_dims import ParallelDims
 
 BLOCKS, WIDTH, TOKENS = 4, 512, 128
 KEPT = 2 * TOKENS * WIDTH  # bytes of an activation of one sample, bf16

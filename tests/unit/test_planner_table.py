@@ -16,8 +16,8 @@ import planner  # noqa: E402
 import planner_peers  # noqa: E402
 import planner_table  # noqa: E402
 
-from zrun_core import user  # noqa: E402
-from zrun_core.config import JobConfig  # noqa: E402
+from zrun_core.spine.config import JobConfig  # noqa: E402
+from zrun_core.user_code import user  # noqa: E402
 
 
 def result(measured: int = 1000, predicted: int = 1000, world: int = 1, **peers: int | None) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from zrun import cli
 from zrun.launch.failures import Exit, Failure, Note
 from zrun.system.output import say
 from zrun.watch.plain import message_line, start_line
-from zrun_core.printable import printable
-from zrun_core.spec import RankPlace
+from zrun_core.spine.printable import printable
+from zrun_core.spine.spec import RankPlace
 
 EVIL = "\x1b]0;title\x07\x1b[2J\x1b[31mred\x1b[0m\u202etxt"
 SHOWN = "^[]0;title^Gred\\u202etxt"

@@ -17,8 +17,8 @@ from zrun_core.checkpoint.initial import open_weights
 from zrun_core.checkpoint.manifest import Manifest, RankState
 from zrun_core.checkpoint.reader import Reader, Target
 from zrun_core.checkpoint.shard_file import write_shard
-from zrun_core.comm import Group
-from zrun_core.tensors import Shape
+from zrun_core.distributed.comm import Group
+from zrun_core.memory.tensors import Shape
 
 ALONE = Group("world", (0,), 0, None)
 FORMATS = (torch.float32, torch.float64)

@@ -16,8 +16,8 @@ from zrun.launch.failures import Exit, Failure, Hang, LostHost, Note
 from zrun.launch.request import AttemptResult, LaunchRequest
 from zrun.launch.restarts import Restarts
 from zrun.watch.ui import Ui
-from zrun_core.config import JobConfig
-from zrun_core.spec import LaunchPlan, RankPlace, ResumeSpec
+from zrun_core.spine.config import JobConfig
+from zrun_core.spine.spec import LaunchPlan, RankPlace, ResumeSpec
 
 PLACE = RankPlace(rank=0, host="node", local_rank=0, device="cpu")
 LOST = LostHost("node", "node: the connection broke", 12)

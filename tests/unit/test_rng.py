@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from zrun_core import rng
 from zrun_core.activations.checkpoint import selectively
+from zrun_core.distributed import rng
+from zrun_core.distributed.rng import CPU, Streams
 from zrun_core.errors import CheckpointError
-from zrun_core.rng import CPU, Streams
 
 
 def draw() -> list[float]:

@@ -9,7 +9,7 @@ import pytest
 
 from zrun.agent import memory_watch
 from zrun.agent.memory_watch import MemoryWatch
-from zrun_core import room
+from zrun_core.spine import room
 
 MIB = 1 << 20
 

@@ -29,9 +29,9 @@ from zrun.system.processes import Process
 from zrun.watch import logs
 from zrun.watch.logs import Source, Tail, shown, sources
 from zrun.watch.runs_table import remarks, runs_table
-from zrun_core.board import Board, peek
 from zrun_core.errors import HangError, JobError, PreflightError, SaveError
-from zrun_core.events import encode
+from zrun_core.spine.board import Board, peek
+from zrun_core.spine.events import encode
 
 PLACES = [{"rank": rank, "host": f"n{rank // 2}"} for rank in range(4)]
 

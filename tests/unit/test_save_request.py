@@ -17,17 +17,17 @@ from zrun.commands.save import save
 from zrun.launch import saving
 from zrun.runs.listing import read
 from zrun.runs.rundir import RunDir
-from zrun_core import rng
 from zrun_core.checkpoint import checkpointer as module
 from zrun_core.checkpoint.checkpointer import About, Checkpointer, Votes
 from zrun_core.checkpoint.folder import CheckpointFolder
 from zrun_core.checkpoint.manifest import TensorInfo
 from zrun_core.checkpoint.model_files import ModelFiles
 from zrun_core.checkpoint.shard_file import Part
-from zrun_core.config import CheckpointConfig
+from zrun_core.distributed import rng
 from zrun_core.errors import HangError, JobError, PreflightError, SaveError
-from zrun_core.events import encode
-from zrun_core.stop import SAVE
+from zrun_core.spine.config import CheckpointConfig
+from zrun_core.spine.events import encode
+from zrun_core.spine.stop import SAVE
 
 START = {"type": "start", "rank": 0, "time": 1.0, "total_steps": 9}
 STEP = {"type": "step", "rank": 0, "time": 2.0, "step": 5}

@@ -9,8 +9,8 @@ from typing import Any, cast
 
 from zrun_core.checkpoint.checkpointer import About, Checkpointer, _Save
 from zrun_core.checkpoint.folder import CheckpointFolder
-from zrun_core.comm import Group
-from zrun_core.config import CheckpointConfig
+from zrun_core.distributed.comm import Group
+from zrun_core.spine.config import CheckpointConfig
 
 
 def test_a_save_that_is_skipped_is_not_due_again_at_once(tmp_path: Path) -> None:

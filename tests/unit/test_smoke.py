@@ -11,8 +11,8 @@ from zrun.job.document import Document
 from zrun.job.overrides import apply
 from zrun.job.smoke import smoke_of
 from zrun.job.validate import validate
-from zrun_core.config import JobConfig
 from zrun_core.errors import JobError
+from zrun_core.spine.config import JobConfig
 
 
 def job(**keys: Any) -> JobConfig:

@@ -12,8 +12,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2] / "zrun_core"
 POLICY = "ZeroPolicy"
-FILES = [ROOT / name for name in ("layout.py", "comm.py", "mesh.py", "replicas.py")]
-FOLDERS = [ROOT / name for name in ("zero", "optim", "checkpoint")]
+FOLDERS = [ROOT / name for name in ("distributed", "memory", "zero", "optim", "checkpoint")]
+FILES = [ROOT / "guards" / "replicas.py"]
 MECHANISM = sorted([*FILES, *(path for folder in FOLDERS for path in folder.glob("*.py"))])
 KNOWS_SERVER = ROOT / "zero" / "server.py"
 

@@ -21,8 +21,8 @@ from zrun.agent.switchboard import Switchboard
 from zrun.agent.workers import Worker
 from zrun.transport.frames import Start, Stop, pack
 from zrun.transport.lines import Lines
-from zrun_core.board import Board, BoardView
-from zrun_core.stop import SAVE
+from zrun_core.spine.board import Board, BoardView
+from zrun_core.spine.stop import SAVE
 
 PATIENCE_S = 30.0
 

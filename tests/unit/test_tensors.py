@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zrun_core.layout import lay_out
-from zrun_core.tensors import (
+from zrun_core.memory.layout import lay_out
+from zrun_core.memory.tensors import (
     Extent,
     Run,
     TensorPart,

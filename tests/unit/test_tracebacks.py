@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from zrun_core import user
 from zrun_core.errors import OutOfMemoryError, UserCodeError
-from zrun_core.tracebacks import first_line, message_of, shown, whole
+from zrun_core.spine.tracebacks import first_line, message_of, shown, whole
+from zrun_core.user_code import user
 
 DEEP = """
 def descend(depth, visit):

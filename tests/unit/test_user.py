@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch import nn
 
-from zrun_core import tracebacks, user
-from zrun_core.comm import Comm
-from zrun_core.config import Ref
 from zrun_core.data.batch import MicroBatch
+from zrun_core.distributed.comm import Comm
 from zrun_core.errors import ExitCode, JobError, PeerError, UserCodeError
+from zrun_core.spine import tracebacks
+from zrun_core.spine.config import Ref
+from zrun_core.user_code import user
 
 TRAIN = """
 import torch

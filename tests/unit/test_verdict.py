@@ -15,7 +15,7 @@ from zrun.preflight.findings import Finding, describe
 from zrun.preflight.meeting import peers
 from zrun.preflight.verdict import Needs, judge, needs_of, remarks
 from zrun.topology.nvml import Device, Reading
-from zrun_core.config import JobConfig
+from zrun_core.spine.config import JobConfig
 
 HERE = Software("3.11.7", "/venv/bin/python", "0.1.0", "c0de", "2.13.0+cu128")
 GB = 1 << 30

@@ -28,7 +28,7 @@ from zrun.watch.state import Curve, RunState, fold
 from zrun.watch.stragglers import Stragglers
 from zrun.watch.ui import Ui, choose
 from zrun.watch.view import panel
-from zrun_core.events import Event, encode
+from zrun_core.spine.events import Event, encode
 
 FACTS = Facts("gpt-1b", "20260102-030405-ab12", ("localhost",) * 2)
 MIB = 1 << 20

@@ -84,7 +84,7 @@ def layouts(cores: int) -> list[tuple[int, int]]:
 
 
 def _cores(ranks: int, threads: int) -> dict[str, Any]:
-    from zrun_core.plan.measure import measure
+    from zrun_core.plan.measure.measure import measure
 
     rates = measure(ranks=ranks, threads=threads)
     return {

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zrun.system.growing import LineCutter, as_text
-from zrun_core.events import Event
+from zrun_core.spine.events import Event
 
 _BURST = 100  # lines of all ranks together
 _PER_S = 10.0

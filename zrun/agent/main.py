@@ -30,9 +30,9 @@ from zrun.agent.workers import Command, seen_alone
 from zrun.job.environment import WORKER_DEFAULTS
 from zrun.system import processes
 from zrun.transport.frames import Start, Stop
-from zrun_core.board import BoardView, host_file
 from zrun_core.errors import ExitCode
-from zrun_core.folders import make_private
+from zrun_core.spine.board import BoardView, host_file
+from zrun_core.spine.folders import make_private
 
 _STORE = "store"  # the file through which the workers find each other
 

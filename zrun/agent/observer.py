@@ -12,7 +12,7 @@ from zrun.agent.unanswered import own_addresses, unanswered
 from zrun.system import processes
 from zrun.system.processes import Process
 from zrun.system.tail import last_lines
-from zrun_core.board import BoardView
+from zrun_core.spine.board import BoardView
 
 _STACKS_S = 1.0  # that ranks get for writing their stacks
 

@@ -31,10 +31,10 @@ from zrun.system.processes import Process
 from zrun.system.tail import last_lines
 from zrun.transport.frames import BOARD_S, EVENT, GRACE_S, ORPHAN_S, SILENCE_S, Frame, Start, Stop, Unpacker
 from zrun.transport.outbox import Outbox
-from zrun_core import room
 from zrun_core.errors import ExitCode
-from zrun_core.events import Event, encode
-from zrun_core.stop import SAVE
+from zrun_core.spine import room
+from zrun_core.spine.events import Event, encode
+from zrun_core.spine.stop import SAVE
 
 _READ_BYTES = 1 << 16
 _LARGEST_EVENT = 1 << 18

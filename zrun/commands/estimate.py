@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from zrun.hosts.backend import HostOptions
     from zrun.hosts.cluster import Cluster
     from zrun.job.load import LoadedJob
-    from zrun_core.plan.estimate import Estimate
-    from zrun_core.plan.hardware import Hardware
+    from zrun_core.hardware.hardware import Hardware
+    from zrun_core.plan.answer.estimate import Estimate
 
 _WIDE = 120  # columns where there is no terminal
 _USUAL_GPU = "A100-80G"  # of --world and a size alone
@@ -226,7 +226,7 @@ class _Asking:
 
 
 def _hardware(gpu: str | None, simulate: str | None, world: int | None, price: float | None) -> Hardware | None:
-    from zrun_core.plan.hardware import parse_simulate
+    from zrun_core.hardware.hardware import parse_simulate
 
     if simulate is not None:
         if world is not None:
@@ -332,7 +332,7 @@ def _show_patch(console: Any, found: Answer) -> None:
 
 def _head(found: Answer) -> list[str]:
     from zrun.watch.text import count
-    from zrun_core.sizes import format_size
+    from zrun_core.spine.sizes import format_size
 
     question, hardware = found.question, found.question.hardware
     job, chosen = question.job, found.chosen
@@ -351,7 +351,7 @@ def _head(found: Answer) -> list[str]:
 
 def _budget(found: Answer, chosen: Estimate, tokens: str, price: float | None) -> str:
     from zrun.estimate.tables import budget
-    from zrun_core.plan.transformer import parse_count
+    from zrun_core.plan.question.transformer import parse_count
 
     return budget(chosen.time, parse_count(tokens), chosen.candidate.dims.world_size, price)
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from zrun.flags import MOST_SECONDS, is_finite
-from zrun_core.printable import printable
+from zrun_core.spine.printable import printable
 
 
 def save(
@@ -44,7 +44,7 @@ def save(
     from zrun.launch import saving, stopping
     from zrun.runs.listing import find, read
     from zrun.watch import text
-    from zrun_core.sizes import format_size
+    from zrun_core.spine.sizes import format_size
 
     found = read(find(run, running=True))
     saving.check(found)  # before anything is said

@@ -14,7 +14,7 @@ from zrun.flags import HostList, HostsFile
 
 if TYPE_CHECKING:
     from zrun.hosts.cluster import Cluster
-    from zrun_core.spec import RankPlace
+    from zrun_core.spine.spec import RankPlace
 
 
 def topo(
@@ -97,8 +97,8 @@ def _look(hosts: Path | None, host_list: str | None, ssh: str, python: str) -> C
 def _seats(cluster: Cluster, tp: int, pp: int) -> list[RankPlace]:
     """Where the ranks of a job would sit that takes every GPU."""
     from zrun.placement.plan import make_plan
-    from zrun_core.config import JobConfig
     from zrun_core.errors import PreflightError
+    from zrun_core.spine.config import JobConfig
 
     without = [host.hostname for host in cluster.hosts if not host.gpus]
     if without:

@@ -21,7 +21,7 @@ from zrun_core.errors import JobError, StoppedError
 if TYPE_CHECKING:
     from zrun.hosts.backend import Backend
     from zrun.job.load import LoadedJob
-    from zrun_core.config import JobConfig
+    from zrun_core.spine.config import JobConfig
 
 
 def train(
@@ -62,7 +62,7 @@ def train(
     detach: Annotated[
         bool, typer.Option("--detach", help="Return once its first step is done; it goes on by itself.")
     ] = False,
-    worker: Annotated[str, typer.Option(hidden=True)] = "zrun_core.worker",
+    worker: Annotated[str, typer.Option(hidden=True)] = "zrun_core.train.worker",
 ) -> None:
     """Train the model of a job.
 

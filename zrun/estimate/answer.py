@@ -14,9 +14,9 @@ from zrun.estimate.tables import fullest
 from zrun.estimate.why import doubt, overshoot, sentence, time_of
 
 if TYPE_CHECKING:
-    from zrun_core.plan.candidate import Candidate
-    from zrun_core.plan.outcome import Estimate, Result
-    from zrun_core.plan.search import Goal
+    from zrun_core.plan.answer.outcome import Estimate, Result
+    from zrun_core.plan.answer.search import Goal
+    from zrun_core.plan.question.candidate import Candidate
 
 _QUICK = 4096  # devices up to which a change is looked for among everything
 
@@ -208,7 +208,7 @@ def _at_stage(base: Candidate, stage: int) -> Candidate:
 
 
 def _search(question: Question, goal: Goal, trainable: bool = False) -> Result:
-    from zrun_core.plan.search import Constraints, search
+    from zrun_core.plan.answer.search import Constraints, search
 
     base = question.base
     constraints = Constraints(global_batch=question.batch.global_size, base=base, trainable=trainable)

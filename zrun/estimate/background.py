@@ -63,7 +63,7 @@ def _make(request: dict[str, Any], pace: str) -> dict[str, Any]:
     from zrun.estimate.request import of_job
     from zrun.hosts.cluster import Cluster, HostFacts
     from zrun.job.load import LoadedJob
-    from zrun_core.config import JobConfig
+    from zrun_core.spine.config import JobConfig
 
     loaded = LoadedJob(JobConfig.model_validate(request["job"]), Path(request["path"]), {})
     cluster = Cluster(tuple(HostFacts.from_json(facts) for facts in request["hosts"]))

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from zrun_core.sizes import format_size
+from zrun_core.spine.sizes import format_size
 
 if TYPE_CHECKING:
-    from zrun_core.plan.estimate import Estimate, RankMemory
+    from zrun_core.plan.answer.estimate import Estimate, RankMemory
 
 _NARROWEST = 24  # of a bar
 

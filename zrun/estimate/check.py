@@ -19,13 +19,13 @@ from zrun.hosts.cluster import Cluster, probe_host
 from zrun.job.load import LoadedJob
 from zrun.watch import text
 from zrun_core.errors import JobError
-from zrun_core.events import Event
-from zrun_core.sizes import format_size
-from zrun_core.spec import RunSpec
+from zrun_core.spine.events import Event
+from zrun_core.spine.sizes import format_size
+from zrun_core.spine.spec import RunSpec
 
 if TYPE_CHECKING:
-    from zrun_core.plan.hardware import Hardware
-    from zrun_core.plan.outcome import Estimate
+    from zrun_core.hardware.hardware import Hardware
+    from zrun_core.plan.answer.outcome import Estimate
 
 _WARM_STEPS = 2  # whose times do not count: the first warms up, the second one's memory is measured
 _ON_CPU_ALONE, _ON_CPU, _ON_GPU, _RESERVED = 0.01, 0.02, 0.03, 0.07
@@ -197,7 +197,7 @@ def _hardware(spec: RunSpec, start: Event) -> tuple[Hardware, list[str]]:
     if hosts[0] not in (here.hostname, gethostname(), "localhost"):
         notes.append(f"the run was on {hosts[0]}, this is {here.hostname}: times of another machine are not judged")
     if device == "cuda" and not here.gpus:
-        from zrun_core.plan.hardware import like, parse_simulate
+        from zrun_core.hardware.hardware import like, parse_simulate
 
         return parse_simulate(f"{len(hosts)}x{per_host}x{like(str(start.get('device'))).name}"), notes
     cluster = Cluster(tuple(replace(here, hostname=host) for host in hosts))

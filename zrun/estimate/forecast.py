@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import TypeAdapter, ValidationError
 
-from zrun_core.cache import folder, keep
+from zrun_core.spine.cache import folder, keep
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from zrun.hosts.cluster import Cluster
-    from zrun_core.config import JobConfig
+    from zrun_core.spine.config import JobConfig
 
 PATIENCE_S = 60.0  # for a job's model and data while they are looked at
 _LAST_WORDS_S = 3.0

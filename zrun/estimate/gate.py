@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Self
 from zrun.estimate.forecast import Forecast, Making, Pace, Request, key_of, stored
 from zrun.estimate.machine import capacity_of
 from zrun_core.errors import PreflightError
-from zrun_core.events import Event
+from zrun_core.spine.events import Event
 
 if TYPE_CHECKING:
     from zrun.hosts.cluster import Cluster

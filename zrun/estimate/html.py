@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from zrun.estimate.bars import MEANINGS, PARTS, parts_of
 from zrun.estimate.tables import fits, fullest, paper_bytes, state_bytes, step_range
 from zrun.watch import text
-from zrun_core.sizes import format_size
+from zrun_core.spine.sizes import format_size
 
 if TYPE_CHECKING:
-    from zrun_core.plan.estimate import Estimate
+    from zrun_core.plan.answer.estimate import Estimate
 
 _WIDTH, _ROW, _MARGIN = 760, 34, 90  # pixels
 _STYLE = """

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pydantic import TypeAdapter, ValidationError
 
-from zrun_core.cache import are_unchanged, folder, keep
+from zrun_core.spine.cache import are_unchanged, folder, keep
 
 if TYPE_CHECKING:
-    from zrun_core.plan.outcome import Estimate, Result
+    from zrun_core.plan.answer.outcome import Estimate, Result
 
 # What was asked, at each stage, of a search, the cheapest change, the fastest that is trained; why it does not fit;
 # parameters, tokens of a sample, and samples of the data.
@@ -68,7 +68,7 @@ def _with_buffers(value: Any, put: Callable[[Any], Any]) -> Any:
 
 @cache
 def _adapter() -> TypeAdapter[Parts]:
-    from zrun_core.plan.outcome import Estimate, Result
+    from zrun_core.plan.answer.outcome import Estimate, Result
 
     maybe = Estimate | None
     return TypeAdapter(

@@ -10,11 +10,11 @@ from socket import gethostname
 from typing import TYPE_CHECKING, Any
 
 from zrun.preflight.calibration import Calibration, CoreRates, HostRates, MatmulRates
-from zrun_core import room
+from zrun_core.spine import room
 
 if TYPE_CHECKING:
     from zrun.hosts.cluster import Cluster, HostFacts
-    from zrun_core.plan.hardware import Hardware, Rates
+    from zrun_core.hardware.hardware import Hardware, Rates
 
 # What one core of a server does where nobody has measured: FLOP/s of large products, bytes/s copied.
 _CORE_FLOPS, _CORE_COPY = {"fp32": 75e9, "bf16": 150e9}, 4e9
@@ -78,7 +78,7 @@ def _rates(cluster: Cluster, environ: Mapping[str, str]) -> tuple[Calibration, l
 def _of_cpus(
     rates: tuple[Calibration, list[HostRates]] | None, cores: int, host_bytes: int, ranks: int, nodes: int, name: str
 ) -> Hardware:
-    from zrun_core.plan.hardware import PRESET_SPREAD, Rates, from_rates
+    from zrun_core.hardware.hardware import PRESET_SPREAD, Rates, from_rates
 
     if rates is None:
         flops = {precision: rate * cores for precision, rate in _CORE_FLOPS.items()}
@@ -101,7 +101,7 @@ def _nearest(hosts: Sequence[HostRates], ranks: int) -> CoreRates | None:
 
 def _closer(plain: Rates, found: CoreRates) -> Rates:
     """`plain` with what is known of ranks that share cores."""
-    from zrun_core.plan.operators import Operators
+    from zrun_core.hardware.operators import Operators
 
     tables = found.operators
     return replace(
@@ -124,7 +124,7 @@ def _of_gpus(
     nodes: int,
     name: str,
 ) -> Hardware:
-    from zrun_core.plan.hardware import from_rates, like, parse_simulate
+    from zrun_core.hardware.hardware import from_rates, like, parse_simulate
 
     gpu = min(host.gpus, key=lambda each: each.memory_bytes)
     if rates is not None and all(each.gpus for each in rates[1]):
@@ -138,7 +138,7 @@ def _of_gpus(
 
 def _plain(file: Calibration, hosts: list[HostRates]) -> Rates:
     """The slowest of what was measured of each host, and of the links between them, as plain numbers."""
-    from zrun_core.plan.hardware import Rates
+    from zrun_core.hardware.hardware import Rates
 
     first = hosts[0]
     gpus = [gpu for host in hosts for gpu in host.gpus]

@@ -19,12 +19,12 @@ from zrun.job.load import load_job
 from zrun.job.scalars import write
 from zrun.job.schema import find_key
 from zrun.job.validate import validate
-from zrun_core.config import DataConfig, JobConfig, Ref, Section
 from zrun_core.errors import JobError
-from zrun_core.spec import BatchPlan, resolve_batch
+from zrun_core.spine.config import DataConfig, JobConfig, Ref, Section
+from zrun_core.spine.spec import BatchPlan, resolve_batch
 
 if TYPE_CHECKING:
-    from zrun_core.plan.estimate import Candidate
+    from zrun_core.plan.answer.estimate import Candidate
 
 Changes = dict[str, Any]  # dotted key -> value
 

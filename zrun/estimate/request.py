@@ -27,17 +27,17 @@ from zrun.job.scalars import write
 from zrun.job.validate import validate
 from zrun.placement.place import resolve_dims
 from zrun.placement.plan import make_plan
-from zrun_core.config import JobConfig
 from zrun_core.errors import JobError
-from zrun_core.parallel_dims import ParallelDims, resolve_shard_size
-from zrun_core.spec import BatchPlan, resolve_batch, resolve_bucket
+from zrun_core.spine.config import JobConfig
+from zrun_core.spine.parallel_dims import ParallelDims, resolve_shard_size
+from zrun_core.spine.spec import BatchPlan, resolve_batch, resolve_bucket
 
 if TYPE_CHECKING:
-    from zrun_core.plan.candidate import Candidate
-    from zrun_core.plan.estimate import Planner
-    from zrun_core.plan.hardware import Hardware
-    from zrun_core.plan.profile import Profile
-    from zrun_core.plan.transformer import TransformerShape
+    from zrun_core.hardware.hardware import Hardware
+    from zrun_core.plan.answer.estimate import Planner
+    from zrun_core.plan.question.candidate import Candidate
+    from zrun_core.plan.question.transformer import TransformerShape
+    from zrun_core.plan.trace.profile import Profile
 
 POLICIES = ("none", "selective", "every_n", "full")
 _ALONE = ("zero.", "activations.checkpoint", "parallel.", "batch.")  # keys that change no trace
@@ -139,7 +139,7 @@ def of_shape(
     names_stage = any(each.partition("=")[0] in ("zero", "zero.stage") for each in overrides)
 
     def plan() -> Planner:
-        from zrun_core.plan.estimate import Planner
+        from zrun_core.plan.answer.estimate import Planner
 
         return Planner(shape, hardware, job)
 
@@ -169,18 +169,18 @@ def _question(
     hardware: Hardware,
     patience_s: float,
 ) -> Question:
-    from zrun_core.plan.trace import key_of_trace
+    from zrun_core.plan.trace.trace import key_of_trace
 
     job_dir = loaded.path.absolute().parent
     asked = _candidate(job, batch, hardware)
 
     def plan() -> Planner:
-        from zrun_core import user
-        from zrun_core.config import Ref
+        from zrun_core.spine.config import Ref
+        from zrun_core.user_code import user
 
         profile = _profile(job, job_dir, hardware, asked, patience_s)
-        from zrun_core.plan.estimate import Planner
-        from zrun_core.plan.rough import with_guesses
+        from zrun_core.plan.answer.estimate import Planner
+        from zrun_core.plan.trace.rough import with_guesses
 
         formula = _formula(job)
         if formula is None:
@@ -233,7 +233,7 @@ def _profile(
     patience_s: float,
 ) -> Profile:
     from zrun.job.environment import worker_environment
-    from zrun_core.plan.trace import trace_in_subprocess
+    from zrun_core.plan.trace.trace import trace_in_subprocess
 
     # What comes next needs torch: it is imported while the other process traces.
     ahead = threading.Thread(target=_import_planner, daemon=True)
@@ -247,11 +247,11 @@ def _profile(
 
 
 def _import_planner() -> None:
-    import zrun_core.plan.search  # noqa: F401
+    import zrun_core.plan.answer.search  # noqa: F401
 
 
 def _formula(job: JobConfig) -> TransformerShape | None:
-    from zrun_core.plan.transformer import TransformerShape
+    from zrun_core.plan.question.transformer import TransformerShape
 
     with suppress(JobError):
         return TransformerShape.from_model_args(job.model.call, job.model.args)
@@ -278,7 +278,7 @@ def _resolved_on(config: JobConfig, hardware: Hardware) -> tuple[JobConfig, Batc
 
 
 def _candidate(job: JobConfig, batch: BatchPlan, hardware: Hardware) -> Candidate:
-    from zrun_core.plan.candidate import Candidate
+    from zrun_core.plan.question.candidate import Candidate
 
     parallel = job.parallel
     dims = ParallelDims(batch.ranks, parallel.tp, parallel.pp, order=parallel.order)
@@ -292,7 +292,7 @@ def _candidate(job: JobConfig, batch: BatchPlan, hardware: Hardware) -> Candidat
 
 
 def _shape(text: str, seq: int | None) -> TransformerShape:
-    from zrun_core.plan.transformer import TransformerShape
+    from zrun_core.plan.question.transformer import TransformerShape
 
     path = Path(text)
     if path.suffix != ".json":

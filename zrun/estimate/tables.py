@@ -10,10 +10,10 @@ from rich.text import Text
 
 from zrun.estimate.bars import MEANINGS, parts_of
 from zrun.watch import text
-from zrun_core.sizes import format_size
+from zrun_core.spine.sizes import format_size
 
 if TYPE_CHECKING:
-    from zrun_core.plan.estimate import Candidate, Estimate, RankMemory, StepTime
+    from zrun_core.plan.answer.estimate import Candidate, Estimate, RankMemory, StepTime
 
 _GOOD, _BAD, _DOUBTFUL = "green", "red", "yellow"
 _DAY_S = 86400.0

@@ -18,8 +18,8 @@ from zrun.hosts.host_filter import HostOptions, filtered
 from zrun.hosts.hostfile import HostEntry, parse_items, parse_option, read_hostfile
 from zrun.job.nearest import nearest
 from zrun.job.problems import Reason
-from zrun_core.config import JobConfig
 from zrun_core.errors import JobError
+from zrun_core.spine.config import JobConfig
 
 __all__ = [
     "Backend",

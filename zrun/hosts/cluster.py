@@ -18,8 +18,8 @@ from zrun.topology.cpus import USER_BINDING, NumaNode, read_nodes
 from zrun.topology.links import LinkMatrix, link_matrix, usable
 from zrun.topology.nvml import Device, Reading, Slice, read, read_machine
 from zrun.topology.scenario import Scenario
-from zrun_core import room
-from zrun_core.sizes import format_size
+from zrun_core.spine import room
+from zrun_core.spine.sizes import format_size
 
 _NAMED = 3  # hosts that a message lists before it counts
 

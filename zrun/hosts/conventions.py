@@ -14,7 +14,7 @@ from typing import Literal
 from zrun.hosts.nodelist import expand, natural
 from zrun.job.problems import shown_text
 from zrun_core.errors import JobError
-from zrun_core.hostname import MAX_SLOTS, check_name
+from zrun_core.spine.hostname import MAX_SLOTS, check_name
 
 Environ = Mapping[str, str]
 _Kind = Literal["none", "joined", "slurm", "kubernetes", "skypilot", "pet"]

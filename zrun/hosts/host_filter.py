@@ -12,7 +12,7 @@ from zrun.hosts.hostfile import HostEntry
 from zrun.job.nearest import nearest
 from zrun.job.problems import Origin, Problem, job_error, shown_text
 from zrun_core.errors import JobError
-from zrun_core.hostname import MAX_SLOTS
+from zrun_core.spine.hostname import MAX_SLOTS
 
 _PICK = re.compile(r"\[(?P<label>[^\[\]]*)\](?::(?P<its>.*))?|(?P<name>[^:\[\]]*)(?::(?P<slots>.*))?", re.DOTALL)
 _FORM = "NAME[:SLOT,SLOT]@NAME"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from zrun.job.problems import Origin, Problem, job_error, shown_text
 from zrun_core.errors import JobError
-from zrun_core.hostname import Host, parse_item, parse_line
+from zrun_core.spine.hostname import Host, parse_item, parse_line
 
 MAX_FILE_BYTES = 2**20
 _EXAMPLE = "write a line for each host, such as: node1 slots=8"

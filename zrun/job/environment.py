@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from zrun_core.errors import JobError
 
 if TYPE_CHECKING:  # an agent is there sooner without pydantic
-    from zrun_core.config import JobConfig
+    from zrun_core.spine.config import JobConfig
 
 # What workers get unless the shell or the job says otherwise.
 WORKER_DEFAULTS = {

@@ -12,8 +12,8 @@ from zrun.job import overrides as command_line
 from zrun.job.document import Document
 from zrun.job.problems import DEFAULT, Origin, Problem, job_error
 from zrun.job.validate import validate
-from zrun_core.config import JobConfig, Section
 from zrun_core.errors import JobError
+from zrun_core.spine.config import JobConfig, Section
 
 MAX_FILE_BYTES = 2**20
 

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 
 from zrun.job.problems import KeyPath
 from zrun.job.schema import fields, find_key, keys
-from zrun_core.config import JobConfig
+from zrun_core.spine.config import JobConfig
 
 # What other launchers and trainers call these things.
 _OTHER_NAMES = {

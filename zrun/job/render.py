@@ -9,7 +9,7 @@ from typing import Any
 from zrun.job.load import LoadedJob
 from zrun.job.scalars import write
 from zrun.job.schema import Key, find_key
-from zrun_core.config import JobConfig, Ref, Section
+from zrun_core.spine.config import JobConfig, Ref, Section
 
 _COMMENT_COLUMN = 32
 

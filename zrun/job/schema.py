@@ -1,7 +1,7 @@
 """The keys of a job file as data, read from the pydantic models: `find_key(("zero", "stage"))`, `keys()`.
 
 Everything that is told to a user about a key (by `zrun explain`, `zrun init --full`, an error message, an editor) comes
-from here, and so from `zrun_core.config`.
+from here, and so from `zrun_core.spine.config`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 
 from zrun.job.problems import KeyPath
 from zrun.job.scalars import write
-from zrun_core.config import JobConfig, Section
+from zrun_core.spine.config import JobConfig, Section
 
 _FORMATS = {"regex": "regular expression", "reference": "module:attr"}
 _WORDS = {"boolean": "true | false", "null": "null", "string": "text", None: "any value"}

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from zrun.job.environment import worker_environment
 from zrun.job.load import LoadedJob
-from zrun_core.config import JobConfig, Ref
 from zrun_core.errors import ExitCode, JobError, UserCodeError, ZrunError
+from zrun_core.spine.config import JobConfig, Ref
 
 if TYPE_CHECKING:
     from torch import nn
@@ -97,8 +97,9 @@ def _references(job: JobConfig) -> dict[str, Ref]:
 
 
 def _inspect(job: JobConfig, job_dir: Path) -> Structure:
-    from zrun_core import build, parallelize, user
     from zrun_core.optim.choose import choose
+    from zrun_core.train import parallelize
+    from zrun_core.user_code import build, user
 
     user.add_to_path(job_dir)
     mistakes = []
@@ -134,7 +135,7 @@ def _inspect(job: JobConfig, job_dir: Path) -> Structure:
 def _build(job: JobConfig, job_dir: Path) -> nn.Module:
     import torch
 
-    from zrun_core import user
+    from zrun_core.user_code import user
 
     try:
         with torch.device("meta"):

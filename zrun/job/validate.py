@@ -15,7 +15,7 @@ from zrun.job.nearest import nearest, nearest_key, siblings
 from zrun.job.problems import MAX_SHOWN, KeyPath, Origin, Problem, dotted, job_error, shown_value
 from zrun.job.scalars import write
 from zrun.job.schema import Key, fields, find_key
-from zrun_core.config import JobConfig
+from zrun_core.spine.config import JobConfig
 
 
 def validate(document: Document) -> JobConfig:

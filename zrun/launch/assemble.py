@@ -24,9 +24,9 @@ from zrun.transport.join import Caller, JoinedAgent
 from zrun.transport.local import LocalAgent
 from zrun.transport.slurm import SrunAgent
 from zrun.transport.ssh import SshAgent
-from zrun_core.config import JobConfig
 from zrun_core.errors import PreflightError
-from zrun_core.spec import checkpoint_folder
+from zrun_core.spine.config import JobConfig
+from zrun_core.spine.spec import checkpoint_folder
 
 _STORE_S = 10.0
 

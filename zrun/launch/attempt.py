@@ -43,9 +43,9 @@ from zrun.watch.topology import show_seats
 from zrun.watch.ui import Ui
 from zrun_core.checkpoint.names import steps_in
 from zrun_core.errors import CheckpointError, ExitCode, StoppedError
-from zrun_core.events import Event
-from zrun_core.parallel_dims import refuse_untrained
-from zrun_core.spec import ResumeSpec, RunSpec, checkpoint_folder
+from zrun_core.spine.events import Event
+from zrun_core.spine.parallel_dims import refuse_untrained
+from zrun_core.spine.spec import ResumeSpec, RunSpec, checkpoint_folder
 
 
 def attempt(request: LaunchRequest, members: list[AgentLink]) -> AttemptResult:

@@ -15,9 +15,9 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from zrun.transport.frames import GRACE_S
-from zrun_core import tracebacks
 from zrun_core.errors import PEER_IS_GONE, ExitCode, OutOfMemoryError
-from zrun_core.spec import LaunchPlan, RankPlace
+from zrun_core.spine import tracebacks
+from zrun_core.spine.spec import LaunchPlan, RankPlace
 
 _DOES = {"is stopped": "stopped by a signal or a debugger", "is silent": "silent, as is the agent of its host"}
 _SHOWN_LINES = 15  # of a log, on screen, where there is no traceback

@@ -1,7 +1,8 @@
 """Ranks that no longer move: found by the launcher, from what the agents of all hosts see on their boards.
 
-Each rank counts its progress on the board of its host (`zrun_core.board`), which the agent passes on. The launcher
-times how long a count stands still, by its own monotonic clock: clocks of hosts are never compared. A rank that works
+Each rank counts its progress on the board of its host (`zrun_core.spine.board`), which the agent
+passes on. The launcher times how long a count stands still, by its own monotonic clock: clocks of
+hosts are never compared. A rank that works
 is given the limit of its phase; a rank that waits for others is not to blame while one of them works, so waiting counts
 only when everyone waits. While a host is not heard at all, its connection has the first word: the host may be lost.
 """
@@ -16,10 +17,10 @@ from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
 
 from zrun.transport.frames import SILENCE_S
-from zrun_core.board import RankState
+from zrun_core.spine.board import RankState
 
 if TYPE_CHECKING:  # an agent is there sooner without pydantic
-    from zrun_core.config import LimitsConfig
+    from zrun_core.spine.config import LimitsConfig
 
 _QUIET_S = 2.0  # without a look at its board, a host may be lost
 _LOST_S = SILENCE_S + 5.0  # in which its connection has said so

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zrun_core.config import LimitsConfig
+from zrun_core.spine.config import LimitsConfig
 
 
 class Patience:

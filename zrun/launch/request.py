@@ -11,7 +11,7 @@ from zrun.launch.detach import Detached
 from zrun.launch.failures import Failure, Hang, LostHost
 from zrun.runs.lock import Lock
 from zrun.watch.ui import Ui
-from zrun_core.spec import ResumeSpec
+from zrun_core.spine.spec import ResumeSpec
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from zrun.runs.listing import Run, State, may_save, parsed, read
 from zrun.runs.lock import is_held
 from zrun.system.growing import Growing
 from zrun_core.errors import HangError, JobError, PreflightError, SaveError
-from zrun_core.stop import SAVE
+from zrun_core.spine.stop import SAVE
 
 _TURN_S = 0.05
 

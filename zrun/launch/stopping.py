@@ -15,9 +15,9 @@ from zrun.launch.patience import Patience
 from zrun.runs.listing import Run
 from zrun.system.processes import Process
 from zrun.system.signals import STOP_NOW
-from zrun_core.board import peek
-from zrun_core.config import LimitsConfig
 from zrun_core.errors import HangError, JobError, PreflightError
+from zrun_core.spine.board import peek
+from zrun_core.spine.config import LimitsConfig
 
 _CLEANING_S = 30.0  # that a launcher may take for the rest, once the workers had their time
 _LOOK_S = 1.0  # between two looks at whether it saves

@@ -19,12 +19,12 @@ from zrun.runs.rundir import RunDir
 from zrun.system import signals
 from zrun.system.awake import AwakeClock
 from zrun.transport.frames import BEAT_S, BOARD_S, GRACE_S, SILENCE_S, Frame, Stop
-from zrun_core.board import RankState
-from zrun_core.config import LimitsConfig
 from zrun_core.errors import ExitCode, RendezvousError
-from zrun_core.events import Event
-from zrun_core.spec import LaunchPlan
-from zrun_core.stop import SAVE
+from zrun_core.spine.board import RankState
+from zrun_core.spine.config import LimitsConfig
+from zrun_core.spine.events import Event
+from zrun_core.spine.spec import LaunchPlan
+from zrun_core.spine.stop import SAVE
 
 _TURN_S = 0.1  # how late an interrupt may be noticed
 _ALONE_S = 5.0  # how long the others may run on after a rank left early; most notice by themselves

@@ -15,10 +15,10 @@ from typing import Literal
 from zrun.hosts.cluster import Cluster, Gpu, HostFacts, listed, several
 from zrun.topology.cpus import USER_BINDING, format_cpus, shares
 from zrun.topology.grouping import Arrangement, arrange
-from zrun_core.config import JobConfig, ParallelConfig
 from zrun_core.errors import JobError, PreflightError
-from zrun_core.parallel_dims import ParallelDims
-from zrun_core.spec import RankPlace
+from zrun_core.spine.config import JobConfig, ParallelConfig
+from zrun_core.spine.parallel_dims import ParallelDims
+from zrun_core.spine.spec import RankPlace
 
 _GIB = 1 << 30
 

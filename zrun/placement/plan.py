@@ -12,10 +12,10 @@ from typing import Any, Literal
 from zrun.hosts.cluster import Cluster, HostFacts, each, listed, several
 from zrun.job.problems import Reason
 from zrun.placement.place import Seats, resolve_dims, seats
-from zrun_core.config import MAX_RANKS, OWN_DEFAULTS, JobConfig
 from zrun_core.errors import JobError, PreflightError
-from zrun_core.sizes import format_size
-from zrun_core.spec import BatchPlan, LaunchPlan, resolve_batch, resolve_bucket
+from zrun_core.spine.config import MAX_RANKS, OWN_DEFAULTS, JobConfig
+from zrun_core.spine.sizes import format_size
+from zrun_core.spine.spec import BatchPlan, LaunchPlan, resolve_batch, resolve_bucket
 
 _DECAYING = ("linear", "cosine", "polynomial", "wsd")
 

@@ -16,7 +16,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from zrun_core.errors import JobError, ZrunError
-from zrun_core.folders import make_private
+from zrun_core.spine.folders import make_private
 
 
 class _Part(BaseModel):
@@ -51,7 +51,7 @@ Table = dict[str, tuple[tuple[float, ...], ...]]
 
 
 class OperatorTables(_Part):
-    """What single operators take; see `zrun_core.plan.operators`."""
+    """What single operators take; see `zrun_core.hardware.operators`."""
 
     streams: Table = {}
     flops: Table = {}
@@ -59,7 +59,10 @@ class OperatorTables(_Part):
 
 
 class CoreRates(_Part):
-    """Of a host's cores while so many ranks compute with so many threads each; see `zrun_core.plan.hardware.Rates`."""
+    """Of a host's cores while so many ranks compute with so many threads each.
+
+    See `zrun_core.hardware.hardware.Rates`.
+    """
 
     ranks: int
     threads: int

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zrun.hosts.probe import HostReport
-from zrun_core.sizes import format_size
+from zrun_core.spine.sizes import format_size
 
 if TYPE_CHECKING:
     from zrun.preflight.calibration import Calibration, MatmulRates

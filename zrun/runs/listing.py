@@ -24,7 +24,7 @@ from typing import Any
 from zrun.runs.lock import Holder, held_here, is_held, last_holder
 from zrun.runs.rundir import is_run
 from zrun_core.errors import ExitCode, JobError
-from zrun_core.events import Event
+from zrun_core.spine.events import Event
 
 ROOT = Path("runs")
 _STOPPED = {ExitCode.STOPPED, ExitCode.INTERRUPTED, ExitCode.TERMINATED}

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING
 from zrun.runs.lock import Lock
 from zrun.runs.rundir import Earlier, is_run, lock_run
 from zrun_core.checkpoint.names import step_of, steps_in
-from zrun_core.config import JobConfig
 from zrun_core.errors import CheckpointError, JobError
-from zrun_core.spec import ResumeSpec, checkpoint_folder
+from zrun_core.spine.config import JobConfig
+from zrun_core.spine.spec import ResumeSpec, checkpoint_folder
 
 if TYPE_CHECKING:
     from zrun_core.checkpoint.manifest import Manifest

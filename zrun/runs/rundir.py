@@ -24,8 +24,8 @@ from zrun.runs.lock import LOCK, Lock, last_holder
 from zrun_core.checkpoint.lock import PATIENCE_S, InUseError, held
 from zrun_core.checkpoint.names import before_name, belongs_to_steps
 from zrun_core.errors import ExitCode, JobError, SaveError, StoppedError, ZrunError
-from zrun_core.folders import make_private
-from zrun_core.spec import LaunchPlan
+from zrun_core.spine.folders import make_private
+from zrun_core.spine.spec import LaunchPlan
 
 LOG = "launcher.log"
 

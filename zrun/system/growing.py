@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from zrun_core.printable import printable
+from zrun_core.spine.printable import printable
 
 _LONGEST = 1 << 14  # bytes of a line that are shown
 _CUT = b" ... (line cut here)"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TextIO
 
-from zrun_core.printable import printable
+from zrun_core.spine.printable import printable
 
 
 def say(text: str, out: TextIO) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from zrun.system.growing import as_text
-from zrun_core.tracebacks import FATAL
+from zrun_core.spine.tracebacks import FATAL
 
 KEPT_LINES = 50
 _CRASH_LINES = 300

@@ -34,9 +34,9 @@ from zrun.hosts.probe import route_to
 from zrun.system.processes import allow_files
 from zrun.transport.agent_process import PATIENCE_S, AgentLink, close_all
 from zrun.transport.frames import BEAT_S, SILENCE_S, pack
-from zrun_core.config import JobConfig
 from zrun_core.errors import ExitCode, JobError, PreflightError, RendezvousError
-from zrun_core.printable import printable
+from zrun_core.spine.config import JobConfig
+from zrun_core.spine.printable import printable
 
 _PORT = 29500  # torchrun's, where nobody names one
 _NUM_PORTS = 8

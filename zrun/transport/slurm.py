@@ -11,7 +11,7 @@ import subprocess
 
 from zrun.transport.agent_process import PATIENCE_S, AgentProcess
 from zrun_core.errors import PreflightError
-from zrun_core.printable import printable
+from zrun_core.spine.printable import printable
 
 _KEPT_STDERR = 1 << 14  # bytes
 

@@ -16,7 +16,7 @@ import sys
 from zrun.hosts.hostfile import HostEntry
 from zrun.transport.agent_process import AgentProcess
 from zrun_core.errors import JobError, PreflightError
-from zrun_core.printable import printable
+from zrun_core.spine.printable import printable
 
 CONNECT_S = 10.0
 

@@ -11,7 +11,7 @@ from itertools import groupby
 from zrun.watch.phases import Doing
 from zrun.watch.screen import Nothing, Screen
 from zrun.watch.state import RunState, fold, fold_memory
-from zrun_core.events import Event, encode
+from zrun_core.spine.events import Event, encode
 
 
 class Follower:

@@ -12,7 +12,7 @@ from zrun.watch.plain import message_line
 from zrun.watch.room import Facts
 from zrun.watch.state import RunState
 from zrun.watch.view import WIDEST, panel
-from zrun_core.events import Event
+from zrun_core.spine.events import Event
 
 _SHARE = 0.04  # of a core, for drawing
 

@@ -8,9 +8,9 @@ from typing import TextIO
 from zrun.watch import text
 from zrun.watch.remaining import remaining
 from zrun.watch.state import RunState
-from zrun_core.events import Event
-from zrun_core.printable import printable
-from zrun_core.sizes import format_size
+from zrun_core.spine.events import Event
+from zrun_core.spine.printable import printable
+from zrun_core.spine.sizes import format_size
 
 
 class Plain:

@@ -12,7 +12,7 @@ from zrun.job.load import Leaf, leaves
 from zrun.job.scalars import write
 from zrun.placement.plan import Resolved
 from zrun.runs.listing import reference
-from zrun_core.config import JobConfig, Section
+from zrun_core.spine.config import JobConfig, Section
 
 _UNSHOWN = ("name", "batch", "env")
 _HOSTS_SHOWN = 64

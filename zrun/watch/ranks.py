@@ -12,7 +12,7 @@ from zrun.watch import text
 from zrun.watch.room import GAP, LABEL, QUIET, Facts, Room
 from zrun.watch.state import MEMORY_KINDS, RunState
 from zrun.watch.stragglers import own_times
-from zrun_core.events import Event
+from zrun_core.spine.events import Event
 
 _MOST_RANKS = 8  # that are shown one by one; more of them are summed up
 _SLOWEST, _FULLEST = 2, 2  # ranks that are shown beside such a sum

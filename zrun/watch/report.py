@@ -8,7 +8,7 @@ from pathlib import Path
 from zrun.hosts.cluster import several
 from zrun.watch import text
 from zrun.watch.state import RunState, number
-from zrun_core.sizes import format_size
+from zrun_core.spine.sizes import format_size
 
 
 def report(state: RunState, run_dir: Path, width: int | None = None) -> str:

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from zrun.runs.listing import Run, State, reference
 from zrun.watch.text import duration
-from zrun_core.printable import printable
+from zrun_core.spine.printable import printable
 
 _STYLES = {State.RUNNING: "green", State.FAILED: "red", State.VANISHED: "red", State.STOPPED: "yellow"}
 _SHOWN_HOSTS = 2

@@ -12,7 +12,7 @@ from zrun.watch.plain import Plain
 from zrun.watch.room import Facts
 from zrun.watch.state import RunState
 from zrun.watch.ui import Ui, choose
-from zrun_core.events import Event, encode
+from zrun_core.spine.events import Event, encode
 
 PERIOD_S, _SSH_PERIOD_S = 0.25, 0.5  # between two pictures
 

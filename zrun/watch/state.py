@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from zrun.watch.phases import Doing
-from zrun_core.events import Event
+from zrun_core.spine.events import Event
 
 _CURVE_POINTS = 512
 _SPEED_STEPS = 20  # over which speeds are averaged

@@ -13,7 +13,7 @@ from statistics import median_low
 
 from zrun.watch import text
 from zrun.watch.room import Facts
-from zrun_core.events import Event
+from zrun_core.spine.events import Event
 
 _TIMES = 3  # that a rank is told of as slow, one after the other, before it counts
 # A rank is slow that works longer than the median by each of these.

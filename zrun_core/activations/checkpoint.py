@@ -19,8 +19,8 @@ from torch.utils.checkpoint import (
 )
 
 from zrun_core.activations.kv_cache import refuse_cache
-from zrun_core.config import ActivationsConfig
 from zrun_core.errors import JobError
+from zrun_core.spine.config import ActivationsConfig
 from zrun_core.zero.cut import repeated_blocks
 
 _OWN = "gradient_checkpointing"  # attribute of modules of transformers

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zrun_core.config import ActivationsConfig
 from zrun_core.errors import UserCodeError
-from zrun_core.pretrained import config_of
+from zrun_core.spine.config import ActivationsConfig
+from zrun_core.user_code.pretrained import config_of
 
 _ARGUMENT = "use_cache"
 

@@ -31,9 +31,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zrun_core import rng
-from zrun_core.arena import flat_buffer
-from zrun_core.best import Best, is_better, value_of
+from zrun_core.checkpoint.best import Best, is_better, value_of
 from zrun_core.checkpoint.folder import CheckpointFolder
 from zrun_core.checkpoint.manifest import (
     OTHERS,
@@ -51,9 +49,11 @@ from zrun_core.checkpoint.model_files import ModelFiles
 from zrun_core.checkpoint.resume import Resumed
 from zrun_core.checkpoint.shard_file import Part, write_plain, write_shard
 from zrun_core.checkpoint.state import State
-from zrun_core.comm import Comm, Group
-from zrun_core.config import BestConfig, CheckpointConfig, LimitsConfig
+from zrun_core.distributed import rng
+from zrun_core.distributed.comm import Comm, Group
 from zrun_core.errors import CheckpointError, HangError, PeerError, SaveError
+from zrun_core.memory.arena import flat_buffer
+from zrun_core.spine.config import BestConfig, CheckpointConfig, LimitsConfig
 
 Tell = Callable[..., None]  # an event's fields
 _ALIGN = 64  # bytes, in the snapshot

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zrun_core.best import Best
+from zrun_core.checkpoint.best import Best
 from zrun_core.checkpoint.block_writer import reserve, save_error, write_all
 from zrun_core.checkpoint.digest import opened
 from zrun_core.checkpoint.manifest import MANIFEST, MAX_BYTES, Manifest
@@ -32,7 +32,7 @@ from zrun_core.checkpoint.names import (
 )
 from zrun_core.checkpoint.verify import check_size, read_back, verify
 from zrun_core.errors import CheckpointError, SaveError
-from zrun_core.folders import make_private
+from zrun_core.spine.folders import make_private
 
 LEAST_KEPT = 2
 

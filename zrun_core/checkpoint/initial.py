@@ -27,11 +27,11 @@ from zrun_core.checkpoint.manifest import MANIFEST, TensorInfo
 from zrun_core.checkpoint.reader import Reader, Target
 from zrun_core.checkpoint.shard_file import as_bytes
 from zrun_core.checkpoint.state import ModelState
-from zrun_core.comm import Group
-from zrun_core.config import InitFromConfig
+from zrun_core.distributed.comm import Group
 from zrun_core.errors import CheckpointError
-from zrun_core.tensors import Extent, contiguous, shared
-from zrun_core.tracebacks import first_line
+from zrun_core.memory.tensors import Extent, contiguous, shared
+from zrun_core.spine.config import InitFromConfig
+from zrun_core.spine.tracebacks import first_line
 
 _PIECE_BYTES = 1 << 20
 _READERS = 4  # threads

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from zrun_core.errors import SaveError
-from zrun_core.folders import make_private
+from zrun_core.spine.folders import make_private
 
 PATIENCE_S = 20.0  # with an earlier attempt, which may be about to end
 _FILE = ".lock"  # says which process holds it, or has held it last

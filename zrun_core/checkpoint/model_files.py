@@ -15,7 +15,7 @@ from pathlib import Path
 from torch import nn
 
 from zrun_core.checkpoint.manifest import ModelInfo, is_name
-from zrun_core.pretrained import config_of, outermost
+from zrun_core.user_code.pretrained import config_of, outermost
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 _PACKAGES = {"torch", "timm"}  # of modules that models of transformers are made of, beside its own

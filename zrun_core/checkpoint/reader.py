@@ -18,9 +18,9 @@ import torch
 
 from zrun_core.checkpoint.manifest import RANK, Fragment, Manifest, TensorInfo
 from zrun_core.checkpoint.shard_file import DTYPES, check_header, read_fragment
-from zrun_core.comm import Group
+from zrun_core.distributed.comm import Group
 from zrun_core.errors import CheckpointError
-from zrun_core.tensors import Extent, Shared, shared
+from zrun_core.memory.tensors import Extent, Shared, shared
 
 _READERS = 4  # threads; reading and digesting hold no lock
 _TORCH = {name: dtype for dtype, name in DTYPES.items()}

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zrun_core import rng
 from zrun_core.checkpoint.folder import CheckpointFolder, read_step
 from zrun_core.checkpoint.manifest import Manifest
 from zrun_core.checkpoint.reader import Reader
 from zrun_core.checkpoint.state import State
-from zrun_core.comm import Comm, Group
+from zrun_core.distributed import rng
+from zrun_core.distributed.comm import Comm, Group
 from zrun_core.errors import CheckpointError
-from zrun_core.spec import ResumeSpec
+from zrun_core.spine.spec import ResumeSpec
 
 
 class SavedStreams(NamedTuple):

@@ -15,17 +15,17 @@ import torch
 import xxhash
 from torch.utils.data import DataLoader
 
-from zrun_core.config import DataConfig
 from zrun_core.data.batch import MicroBatch
 from zrun_core.data.marks import Marks, marks_of
 from zrun_core.data.order import micro_batches
 from zrun_core.data.samples import Collate, in_words
 from zrun_core.data.source import IterableSource, MapSource, Source, Step, is_map_style, length_of
+from zrun_core.distributed.rng import CPU, Aside, Streams
 from zrun_core.errors import JobError, UserCodeError
-from zrun_core.rng import CPU, Aside, Streams
-from zrun_core.spec import BatchPlan
-from zrun_core.tracebacks import add_where, message_of
-from zrun_core.user import user_code
+from zrun_core.spine.config import DataConfig
+from zrun_core.spine.spec import BatchPlan
+from zrun_core.spine.tracebacks import add_where, message_of
+from zrun_core.user_code.user import user_code
 
 _LOOKED_AT = 64  # samples to come, by which ranks compare their order
 

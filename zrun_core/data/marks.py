@@ -20,8 +20,8 @@ import torch
 import xxhash
 from torch.utils.data import DataLoader, Dataset
 
-from zrun_core import rng
 from zrun_core.data.source import is_map_style
+from zrun_core.distributed import rng
 
 Marks = dict[int, str]  # digest of a sample, by its number in the dataset
 

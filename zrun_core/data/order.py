@@ -17,8 +17,8 @@ from collections.abc import Iterator
 
 import torch
 
-from zrun_core.rng import mix
-from zrun_core.spec import BatchPlan
+from zrun_core.distributed.rng import mix
+from zrun_core.spine.spec import BatchPlan
 
 
 def permutation(num_samples: int, seed: int, epoch: int) -> torch.Tensor:

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch.utils.data import Dataset, Subset, default_collate
 
-from zrun_core import rng
-from zrun_core.tracebacks import add_where
+from zrun_core.distributed import rng
+from zrun_core.spine.tracebacks import add_where
 
 Collate: TypeAlias = Callable[[list[Any]], Any]
 

@@ -12,14 +12,14 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from zrun_core import rng
 from zrun_core.data.batch import MicroBatch
 from zrun_core.data.order import EpochOrder, micro_batches, split, steps
 from zrun_core.data.samples import Batches, Collate, Place, collated
+from zrun_core.distributed import rng
 from zrun_core.errors import JobError, UserCodeError
-from zrun_core.spec import BatchPlan
-from zrun_core.tracebacks import add_where
-from zrun_core.user import user_code
+from zrun_core.spine.spec import BatchPlan
+from zrun_core.spine.tracebacks import add_where
+from zrun_core.user_code.user import user_code
 
 Step: TypeAlias = tuple[int, list[MicroBatch]]  # samples in the global batch, this rank's micro-batches of it
 

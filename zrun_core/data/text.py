@@ -24,8 +24,8 @@ from torch.utils.data import Dataset
 from zrun_core.data.batch import IGNORED
 from zrun_core.data.token_cache import PackedTokens, pack
 from zrun_core.data.tokenizer import open_tokenizer
+from zrun_core.distributed.rng import mix
 from zrun_core.errors import JobError
-from zrun_core.rng import mix
 
 _MASKED_FRACTION = 0.15
 _SPLITS = ("train", "val", "all")

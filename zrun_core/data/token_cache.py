@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from zrun_core.data.tokenizer import Tokenizer
 from zrun_core.errors import JobError
-from zrun_core.folders import make_private
+from zrun_core.spine.folders import make_private
 
 
 @dataclass(frozen=True)

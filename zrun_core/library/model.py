@@ -11,15 +11,16 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from zrun_core import parallelize, rng
-from zrun_core.build import Built, build_on_meta, build_once_per_host, check
-from zrun_core.config import ActivationsConfig, PrecisionConfig, Section, ZeroConfig
+from zrun_core.distributed import rng
+from zrun_core.distributed.mesh import Mesh
 from zrun_core.errors import JobError, UserCodeError
 from zrun_core.library import arguments, foreign
 from zrun_core.library.run import Run, current
-from zrun_core.mesh import Mesh
-from zrun_core.parallel_dims import resolve_shard_size
-from zrun_core.user import user_code
+from zrun_core.spine.config import ActivationsConfig, PrecisionConfig, Section, ZeroConfig
+from zrun_core.spine.parallel_dims import resolve_shard_size
+from zrun_core.train import parallelize
+from zrun_core.user_code.build import Built, build_on_meta, build_once_per_host, check
+from zrun_core.user_code.user import user_code
 from zrun_core.zero.plain import PlainLoop
 from zrun_core.zero.sharded import ShardedModel
 

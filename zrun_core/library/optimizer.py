@@ -15,17 +15,17 @@ import torch
 from torch import nn
 
 from zrun_core.checkpoint.checkpointer import Votes
-from zrun_core.config import LossScaleConfig
+from zrun_core.distributed.named_vector import Arriving, NamedVector
 from zrun_core.errors import HangError, JobError, UserCodeError
+from zrun_core.guards.replicas import ReplicaGuard
 from zrun_core.library import arguments
 from zrun_core.library.model import Handle
 from zrun_core.library.run import current
 from zrun_core.library.skips import Skips
-from zrun_core.named_vector import Arriving, NamedVector
 from zrun_core.optim import lightweight
 from zrun_core.optim.choose import MOMENTS, Chosen, arguments_of, choose_with, find, with_bf16_moments
-from zrun_core.precision import LossScaler, Precision
-from zrun_core.replicas import ReplicaGuard
+from zrun_core.spine.config import LossScaleConfig
+from zrun_core.zero.precision import LossScaler, Precision
 from zrun_core.zero.sharded import StepResult
 
 

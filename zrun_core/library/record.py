@@ -27,9 +27,9 @@ from typing import Any
 import torch
 
 from zrun_core.errors import JobError
-from zrun_core.events import EventType, encode
-from zrun_core.folders import make_private
-from zrun_core.record import checked_name
+from zrun_core.spine.events import EventType, encode
+from zrun_core.spine.folders import make_private
+from zrun_core.telemetry.record import checked_name
 
 _UNCAUGHT = 1  # Python's exit code of an exception
 

@@ -17,15 +17,16 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from zrun_core import heap, rng
-from zrun_core.board import Board, Watchdog
-from zrun_core.comm import Comm
+from zrun_core.distributed import rng
+from zrun_core.distributed.comm import Comm
+from zrun_core.distributed.mesh import Mesh
 from zrun_core.errors import ExitCode, HangError, JobError, PreflightError, RendezvousError, UserCodeError
 from zrun_core.library import arguments
 from zrun_core.library.background import Background
 from zrun_core.library.record import Record
-from zrun_core.mesh import Mesh
-from zrun_core.tracebacks import users_place
+from zrun_core.spine import heap
+from zrun_core.spine.board import Board, Watchdog
+from zrun_core.spine.tracebacks import users_place
 
 _ADVICE = (
     "Every rank must call models, backward() and step() in one order, equally often; name a module that chooses what "

@@ -22,14 +22,14 @@ from zrun_core.checkpoint.model_files import ModelFiles
 from zrun_core.checkpoint.resume import Resumed, load_newest, restore_streams
 from zrun_core.checkpoint.shard_file import Part
 from zrun_core.checkpoint.state import ModelState
-from zrun_core.config import CheckpointConfig
 from zrun_core.errors import CheckpointError, PeerError, SaveError, UserCodeError
 from zrun_core.library import arguments
 from zrun_core.library.background import in_own_words
 from zrun_core.library.model import Handle
 from zrun_core.library.optimizer import Optimizer
 from zrun_core.library.run import Run, current
-from zrun_core.spec import ResumeSpec
+from zrun_core.spine.config import CheckpointConfig
+from zrun_core.spine.spec import ResumeSpec
 
 Models = nn.Module | Mapping[str, nn.Module]
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from zrun_core.config import ARGS_OF, NOT_SHARDED, WITH_BF16_MOMENTS, OptimConfig, argument_problem
 from zrun_core.errors import JobError
 from zrun_core.optim import lightweight
 from zrun_core.optim.chunked import Bf16Adam, Bf16AdamW, Chunked, Lion, scratch_bytes
 from zrun_core.optim.layerwise import Lamb, Lars, LayerWise, Trust
+from zrun_core.spine.config import ARGS_OF, NOT_SHARDED, WITH_BF16_MOMENTS, OptimConfig, argument_problem
 
 OptimizerClass = Callable[..., torch.optim.Optimizer]
 Options = Mapping[str, Any]  # of a parameter group, where they differ from the optimizer's own

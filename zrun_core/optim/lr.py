@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from zrun_core.config import LrConfig, ScheduleName
 from zrun_core.errors import JobError
+from zrun_core.spine.config import LrConfig, ScheduleName
 
 Schedule = Callable[[int], float]
 

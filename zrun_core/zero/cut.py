@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from zrun_core.errors import JobError
-from zrun_core.layout import WHOLE, UnitLayout, lay_out
-from zrun_core.tensors import TensorPart
+from zrun_core.memory.layout import WHOLE, UnitLayout, lay_out
+from zrun_core.memory.tensors import TensorPart
 
 
 @dataclass

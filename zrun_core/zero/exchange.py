@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zrun_core.comm import Comm, Handle, gather_tag, reduce_tag, slice_start
-from zrun_core.layout import Ownership, Peers, StatePolicy, UnitLayout
+from zrun_core.distributed.comm import Comm, Handle, gather_tag, reduce_tag, slice_start
+from zrun_core.memory.layout import Ownership, Peers, StatePolicy, UnitLayout
 
 if TYPE_CHECKING:
     from zrun_core.zero.unit import FlatUnit

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from zrun_core.comm import Comm, Phase
+from zrun_core.distributed.comm import Comm, Phase
 from zrun_core.errors import UserCodeError
 from zrun_core.zero.micro_pass import MicroPass, PassKind
 from zrun_core.zero.unit import FlatUnit, UnitState

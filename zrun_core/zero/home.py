@@ -17,8 +17,8 @@ from typing import Protocol
 
 import torch
 
-from zrun_core.arena import byte_buffer
-from zrun_core.comm import Handle
+from zrun_core.distributed.comm import Handle
+from zrun_core.memory.arena import byte_buffer
 
 
 class Home(Protocol):

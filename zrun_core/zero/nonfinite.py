@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from zrun_core.comm import Comm, Group
-from zrun_core.layout import UnitLayout
+from zrun_core.distributed.comm import Comm, Group
+from zrun_core.memory.layout import UnitLayout
 from zrun_core.zero.unit import FlatUnit
 
 _KINDS = (None, "inf", "nan")

@@ -25,11 +25,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zrun_core.arena import Ring
-from zrun_core.comm import Comm, Handle, direct_up_to
+from zrun_core.distributed.comm import Comm, Handle, direct_up_to
+from zrun_core.distributed.mesh import Mesh
 from zrun_core.errors import CheckpointError
-from zrun_core.layout import Peers, StatePolicy
-from zrun_core.mesh import Mesh
+from zrun_core.memory.arena import Ring
+from zrun_core.memory.layout import Peers, StatePolicy
 from zrun_core.zero.exchange import Exchange
 from zrun_core.zero.micro_pass import ExpectedGradients, MicroPass
 from zrun_core.zero.nonfinite import Inspector

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zrun_core.comm import Comm, Handle, gather_tag, reduce_tag
-from zrun_core.layout import Peers, StatePolicy, UnitLayout
+from zrun_core.distributed.comm import Comm, Handle, gather_tag, reduce_tag
+from zrun_core.memory.layout import Peers, StatePolicy, UnitLayout
 from zrun_core.zero.exchange import Exchange
 
 if TYPE_CHECKING:

@@ -23,10 +23,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from zrun_core.buffers import Buffer, Kind
-from zrun_core.comm import Comm, Phase
+from zrun_core.distributed.comm import Comm, Phase
+from zrun_core.distributed.mesh import Mesh
+from zrun_core.distributed.named_vector import NamedVector
+from zrun_core.distributed.step_message import Said, exchange
 from zrun_core.errors import PreflightError
-from zrun_core.layout import (
+from zrun_core.memory.buffers import Buffer, Kind
+from zrun_core.memory.layout import (
     WHOLE,
     ParamSlot,
     Peers,
@@ -35,21 +38,18 @@ from zrun_core.layout import (
     ZeroPolicy,
     module_buffers,
 )
-from zrun_core.mesh import Mesh
-from zrun_core.named_vector import NamedVector
+from zrun_core.memory.tensors import TensorPart
 from zrun_core.optim.choose import Chosen, Options
-from zrun_core.optim.sharded import ShardedOptimizer
-from zrun_core.precision import LossScaler, Precision
-from zrun_core.sizes import format_size
-from zrun_core.step_message import Said, exchange
-from zrun_core.tensors import TensorPart
+from zrun_core.spine.sizes import format_size
 from zrun_core.zero.cut import Cut, cut, repeated_blocks
 from zrun_core.zero.exchange import Exchange
 from zrun_core.zero.gather import Gatherer
 from zrun_core.zero.hooks import install
 from zrun_core.zero.micro_pass import MicroPass, PassKind
 from zrun_core.zero.nonfinite import Culprit, Inspector
+from zrun_core.zero.optimizer import ShardedOptimizer
 from zrun_core.zero.plain import PlainLoop
+from zrun_core.zero.precision import LossScaler, Precision
 from zrun_core.zero.reduce import Reducer, peers_of
 from zrun_core.zero.running import RunningBuffers
 from zrun_core.zero.traffic import Steps, expected_traffic

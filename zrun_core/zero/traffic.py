@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zrun_core.layout import Peers, StatePolicy, UnitLayout
+from zrun_core.memory.layout import Peers, StatePolicy, UnitLayout
 from zrun_core.zero.exchange import Exchange
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "push", "pull")

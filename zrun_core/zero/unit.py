@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from zrun_core.arena import (
+from zrun_core.distributed.comm import Comm, Group, Handle
+from zrun_core.memory.arena import (
     PagePool,
     PageWindow,
     StorageMeter,
@@ -26,9 +27,8 @@ from zrun_core.arena import (
     can_move_pages,
     flat_buffer,
 )
-from zrun_core.buffers import Buffer, Kind
-from zrun_core.comm import Comm, Group, Handle
-from zrun_core.layout import ParamSlot, Peers, StatePolicy, UnitLayout
+from zrun_core.memory.buffers import Buffer, Kind
+from zrun_core.memory.layout import ParamSlot, Peers, StatePolicy, UnitLayout
 from zrun_core.zero.exchange import Exchange
 from zrun_core.zero.home import Here, Home, arrive
 from zrun_core.zero.record import RecordLayout

@@ -1,0 +1,149 @@
+"""The groups of ranks that a run communicates in: one along each axis of parallelism.
+
+    world       all ranks
+    pipe        the stages of a pipeline
+    data        the same layers, on different samples
+    shard       of these, neighbours that hold one copy of the states between them
+    replicate   of these, those that hold equal shards of different copies
+    tensor      parts of the same layers
+    ends        the first and the last stage of a pipeline, where parameters are on both
+    host        the ranks on this machine
+
+`shard` x `replicate` is `data`. With one copy for all, `replicate` has size 1; with ZeRO stage 0,
+`shard` has.
+
+[Note: which process groups are made]
+Groups of the same ranks share a process group, and those of all ranks take the default one: without
+tensor and pipeline parallelism, on one host and with one copy of the states, nothing is made.
+Every rank names all groups to torch in one order, which makes those that it is in, and nothing for
+the others: no thread, no connection, 30 us. With `use_local_synchronization` it need not name them,
+but then torch derives a group's name from how many groups this rank is in, and ranks of which that
+differs wait for each other until time is over (https://github.com/pytorch/pytorch/pull/189073).
+It differs where hosts have different numbers of ranks, where pipelines have ends, and in scripts
+with groups of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from zrun_core.distributed.comm import Group
+from zrun_core.errors import JobError
+from zrun_core.spine.parallel_dims import Coordinates, GroupAxis, groups_along
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This rank's groups by axis."""
+
+    world: Group
+    pipe: Group
+    data: Group
+    tensor: Group
+    shard: Group
+    replicate: Group
+    ends: Group
+    host: Group
+
+    @classmethod
+    def build(
+        cls,
+        rank: int,
+        hosts: Sequence[str],
+        shard_size: int,
+        *,
+        places: Sequence[Coordinates] | None = None,
+        ties_ends: bool = False,
+        timeout_s: float | None = None,
+    ) -> Mesh:
+        """Find this rank's groups, and make their process groups.
+
+        Collective: every rank calls it with the same arguments, once the default process group is
+        there.
+
+        Args:
+            hosts: the host of each rank.
+            shard_size: data-parallel ranks that hold one copy of the states between them.
+            places: of each rank along the axes; None: all are data-parallel.
+            ties_ends: whether the first and the last stage talk to each other.
+            timeout_s: of the collectives of groups that are made here; None is torch's own for the
+                backend.
+
+        Raises:
+            JobError: `shard_size` does not divide the data-parallel ranks.
+        """
+        if places is None:
+            places = [Coordinates(dp=number) for number in range(len(hosts))]
+        assert len(set(places)) == len(hosts), "each rank has a place of its own"
+        num_data = 1 + max(place.dp for place in places)
+        if num_data % shard_size:
+            what = f"{shard_size} ranks do not divide the {num_data} data-parallel ranks"
+            raise JobError(f"zero.shard_group: {what}")
+        maker = _Maker(rank, len(hosts), timeout_s)
+
+        def along(axis: GroupAxis) -> Group:
+            return maker.group(axis, groups_along(axis, places, shard_size))
+
+        world = along("world")
+        return cls(
+            world=world,
+            pipe=along("pipe"),
+            # Where both are the same ranks, what they send counts as that of `world`.
+            data=world if num_data == world.size else along("data"),
+            tensor=along("tensor"),
+            shard=along("shard"),
+            replicate=along("replicate"),
+            ends=along("ends") if ties_ends else Group("ends", (rank,), 0, None),
+            host=maker.group("host", _by_host(hosts)),
+        )
+
+    def along(self, axes: Iterable[str]) -> tuple[int, int]:
+        """Return how many ranks there are along several axes together, and this one's place."""
+        size, index = 1, 0
+        for axis in axes:
+            group: Group = getattr(self, axis)
+            size, index = size * group.size, index * group.size + group.index
+        return size, index
+
+    def is_first(self, axes: Iterable[str]) -> bool:
+        """Whether this rank is the first along all of `axes`."""
+        return self.along(axes)[1] == 0
+
+    @property
+    def adds_samples(self) -> bool:
+        """Whether this rank's loss, samples and tokens count in sums over `world`.
+
+        Of ranks that compute the same samples it is one, on the stage that has the loss.
+        """
+        return self.tensor.index == 0 and self.pipe.index == self.pipe.size - 1
+
+
+def _by_host(hosts: Sequence[str]) -> list[tuple[int, ...]]:
+    """The ranks of each host."""
+    found: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        found.setdefault(host, []).append(rank)
+    return [tuple(ranks) for ranks in found.values()]
+
+
+class _Maker:
+    """Makes the process groups of one mesh. See [Note: which process groups are made]."""
+
+    def __init__(self, rank: int, world_size: int, timeout_s: float | None) -> None:
+        self._rank = rank
+        self._timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+        self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        if world_size > 1:
+            self._made[tuple(range(world_size))] = dist.distributed_c10d._get_default_group()
+
+    def group(self, axis: str, groups: Sequence[tuple[int, ...]]) -> Group:
+        """Return this rank's group of `groups`: all those of an axis, in one order on every rank."""
+        for ranks in groups:
+            if len(ranks) > 1 and ranks not in self._made:
+                self._made[ranks] = dist.new_group(list(ranks), self._timeout)
+        mine = next(ranks for ranks in groups if self._rank in ranks)
+        return Group(axis, mine, mine.index(self._rank), self._made.get(mine))

@@ -1,0 +1,224 @@
+"""Do the ranks still hold the same values where they must? One number per rank says so, and names follow if not.
+
+Silent corruption and ranks that drift apart show in no loss. Every so many steps, and before a checkpoint is written,
+each rank digests what others hold too, and the digests travel in one small message. What is replicated depends on the
+stage: everything at stage 0, whole parameters at stages 1 and 2, shards between the groups of a hybrid, and small
+persistent units at stage 3; the counters and the learning rate always. What is whole on all ranks of
+a tensor axis, or at both ends of a pipeline, is compared there too.
+
+On a CPU the digest is xxh3 over the bytes. On CUDA it is computed on the device: words times odd weights, summed in
+integers that wrap around, so that the order of the sum does not matter and any one changed word changes the result.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import xxhash
+
+from zrun_core.distributed.comm import Group
+from zrun_core.errors import DivergedError
+from zrun_core.zero.sharded import ShardedModel
+from zrun_core.zero.unit import FlatUnit
+
+_CHUNK_WORDS = 1 << 24  # that a device digests at a time: 128 MiB of scratch
+_ODD = -7046029254386353131  # 0x9E3779B97F4A7C15, the golden ratio's bits, as a signed number
+
+
+def digest(flat: torch.Tensor) -> int:
+    """64 bits of a contiguous 1-D tensor's memory, as a signed number."""
+    raw = flat.detach().view(torch.uint8)
+    if flat.device.type == "cpu":
+        return _signed(xxhash.xxh3_64_intdigest(raw.numpy().data))
+    return int(device_digest(raw))
+
+
+def device_digest(raw: torch.Tensor) -> torch.Tensor:
+    """The same in arithmetic that any device has: 0-d int64 of `raw`, uint8, without waiting for the device."""
+    total = torch.full((), raw.numel(), dtype=torch.int64, device=raw.device)
+    whole = raw.numel() // 4 * 4
+    words = [*raw[:whole].view(torch.int32).split(_CHUNK_WORDS), raw[whole:]]
+    start = 1
+    for chunk in words:
+        places = torch.arange(start, start + chunk.numel(), device=raw.device)
+        total += (chunk.long() * (places * _ODD | 1)).sum()
+        start += chunk.numel()
+    return total
+
+
+@dataclass(frozen=True)
+class _Replica:
+    """One piece of memory that several ranks hold.
+
+    Attributes:
+        axes: of the mesh, along which all ranks hold it: `data`, or `replicate` where it is a shard
+            that copies of the states have alike; and what its unit is alike over.
+        start: of its first element in the unit.
+    """
+
+    unit: FlatUnit
+    what: str
+    flat: torch.Tensor
+    axes: tuple[str, ...]
+    start: int
+
+
+class ReplicaGuard:
+    """Compares what must be equal."""
+
+    def __init__(self, sharded: ShardedModel) -> None:
+        self._sharded, self._comm, self._mesh = sharded, sharded.comm, sharded.mesh
+        mesh = sharded.mesh
+        others = {mesh.tensor.axis: mesh.tensor, mesh.ends.axis: mesh.ends}
+        # Along these replicas are compared, in this order on every rank.
+        self._axes = ["data", "replicate", *(axis for axis in others if others[axis].size > 1)]
+
+    def check(self, step: int, counters: Mapping[str, float]) -> None:
+        """Compare replicas, and `counters`, which every rank must have alike. Collective.
+
+        Raises:
+            DivergedError: on every rank, if any two differ.
+        """
+        world, data = self._mesh.world, self._mesh.data
+        if world.size == 1:
+            return
+        replicas = self._replicas()
+        packed = struct.pack(f"<{len(counters)}d", *counters.values())
+        digests = [digest(replica.flat) for replica in replicas]
+        own = [_signed(xxhash.xxh3_64_intdigest(packed))]
+        for axis in self._axes:
+            pairs = zip(digests, replicas, strict=True)
+            own.append(_combined([found for found, replica in pairs if axis in replica.axes]))
+        table = self._exchange(own, world)
+        problem = ""
+        if _odd_ones(table, 0, [world.ranks]):
+            problem = self._name_counter(step, counters)
+        else:
+            # Those who see that an axis is wrong compare further, in one order of the axes.
+            for place, axis in enumerate(self._axes, start=1):
+                if _odd_ones(table, place, self._holders(axis)):
+                    named = self._name_replica(step, replicas, axis)
+                    problem = problem or named
+        if data.size < world.size:  # what other ranks have alike, they have compared
+            everyones = self._comm.exchange_bytes(problem.encode(), world, name="replicas")
+            problem = next((each.decode() for each in everyones if each), "")
+        if problem:
+            raise DivergedError(problem)
+
+    def _replicas(self) -> list[_Replica]:
+        """List what other ranks hold too: whole units, and shards that groups have alike."""
+        found = []
+        for unit in self._sharded.units:
+            num_holders, _ = self._mesh.along(unit.exchange.owned_alike_over(unit.layout))
+            alike_over = [axis for axis in self._axes if axis in unit.layout.alike_over]
+            held = [("parameter", unit.resident_params(), unit.is_whole or num_holders > 1)]
+            if (masters := unit.masters()) is not None:
+                held.append(("fp32 master", masters, num_holders > 1))
+            for what, (flat, start), has_copies in held:
+                axes = list(alike_over)
+                if has_copies:
+                    everywhere = flat.numel() == unit.layout.padded_numel
+                    axes.append("data" if everywhere else "replicate")
+                if axes:
+                    unpadded = flat[: max(0, unit.layout.numel - start)]
+                    found.append(_Replica(unit, what, unpadded, tuple(axes), start))
+        return found
+
+    def _exchange(self, own: Sequence[int], group: Group) -> dict[int, list[int]]:
+        """Return the numbers of every rank of `group`, by rank."""
+        rows = torch.zeros(group.size, len(own), dtype=torch.int64)
+        rows[group.index] = torch.tensor(own, dtype=torch.int64)
+        on_device = rows.view(-1).to(self._comm.device)
+        summed = self._comm.sum_small(on_device, group, name="replicas")
+        return dict(zip(group.ranks, summed.view(group.size, -1).tolist(), strict=True))
+
+    def _group(self, axis: str) -> Group:
+        """Return the ranks among which replicas along `axis` are compared."""
+        group: Group = getattr(self._mesh, "data" if axis == "replicate" else axis)
+        return group
+
+    def _holders(self, axis: str) -> list[tuple[int, ...]]:
+        """Return groups of ranks that hold the same: all of an axis, or those of equal shards."""
+        ranks, shards = self._group(axis).ranks, self._mesh.shard.size
+        if axis == "replicate":
+            return [ranks[place::shards] for place in range(shards)]
+        return [ranks]
+
+    def _name_counter(self, step: int, counters: Mapping[str, float]) -> str:
+        """Say which counter differs, on which ranks."""
+        world = self._mesh.world
+        # Exact bits of each counter as an integer.
+        own = [struct.unpack("<q", struct.pack("<d", value))[0] for value in counters.values()]
+        table = self._exchange(own, world)
+        for place, name in enumerate(counters):
+            if odd := _odd_ones(table, place, [world.ranks]):
+                other = next(rank for rank in world.ranks if rank not in odd)
+                bits = struct.pack("<2q", table[odd[0]][place], table[other][place])
+                value, theirs = struct.unpack("<2d", bits)
+                return f"{_begin(step, odd)} has {name} {value:.17g}, rank {other} has {theirs:.17g}{_END}"
+        return _changed_again(step)
+
+    def _name_replica(self, step: int, replicas: Sequence[_Replica], axis: str) -> str:
+        """Say which unit differs along `axis`, on which ranks: then which tensor of it."""
+        along = [replica for replica in replicas if axis in replica.axes]
+        table = self._exchange([digest(replica.flat) for replica in along], self._group(axis))
+        for place, replica in enumerate(along):
+            if odd := _odd_ones(table, place, self._holders(axis)):
+                return self._name_tensor(step, replica, odd, axis)
+        return _changed_again(step)
+
+    def _name_tensor(self, step: int, replica: _Replica, odd: list[int], axis: str) -> str:
+        layout = replica.unit.layout
+        own = [0] * len(layout.slots)
+        for piece in layout.pieces(replica.start, replica.start + replica.flat.numel()):
+            own[piece.index] = digest(replica.flat[piece.start : piece.stop])
+        table = self._exchange(own, self._group(axis))
+        for place, slot in enumerate(layout.slots):
+            if again := _odd_ones(table, place, self._holders(axis)):
+                who, name = _begin(step, again), slot.part.tensor
+                return f"{who} has another {replica.what} {name} than the other ranks{_END}"
+        who = _begin(step, odd)
+        return f"{who} has another {replica.what} unit {layout.name} than the other ranks{_END}"
+
+
+def _odd_ones(
+    table: Mapping[int, Sequence[int]],
+    place: int,
+    groups: Sequence[tuple[int, ...]],
+) -> list[int]:
+    """Return the ranks whose number is not the most frequent one of their group; of two, the later.
+
+    Args:
+        table: numbers by rank.
+        place: which of them is compared.
+        groups: ranks that must agree.
+    """
+    odd = []
+    for ranks in groups:
+        common = Counter(table[rank][place] for rank in ranks).most_common(1)[0][0]
+        odd += [rank for rank in ranks if table[rank][place] != common]
+    return sorted(odd)
+
+
+_END = "; go on from the last checkpoint, on another machine if it happens again"
+
+
+def _begin(step: int, odd: list[int]) -> str:
+    """Of two ranks nobody can say which one is right."""
+    return f"step {step}: replicas diverged: rank {' and '.join(str(rank) for rank in odd)}"
+
+
+def _changed_again(step: int) -> str:
+    return f"step {step}: replicas differ, and no longer do at a second look: suspect the memory of this host{_END}"
+
+
+def _combined(digests: Sequence[int]) -> int:
+    return _signed(xxhash.xxh3_64_intdigest(struct.pack(f"<{len(digests)}q", *digests)))
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value

@@ -1,0 +1,401 @@
+"""Memory for flat units: whole buffers whose address never changes, and rings of constant size.
+
+[Note: constant addresses]
+Autograd saves views of parameters (a linear layer keeps `weight.t()`), and such a view must find the parameter's values
+when backward reaches it, although the unit was given up and gathered again in between. So a whole unit has one storage
+for life, a `Window`. On Linux CPUs the window is a range of addresses, and gathering *moves pages* into it from a
+`PagePool` (mremap moves page-table entries: about 10 us for 10 MiB, no copy, no page fault); giving the unit up moves
+them back. The rank's own shard lies in the window permanently, so a gather neither copies it nor holds it twice, and
+resident memory is the shards plus the pool. Both lie in huge pages as far as these fit between the
+borders of shards: other ranks read a shard nearly twice as fast from those. Elsewhere (CUDA) the
+window is a storage that is resized to zero and back, which the caching allocator makes cheap.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+import sys
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+
+import torch
+
+from zrun_core.memory.layout import PAGE_BYTES, whole_pages
+
+_HUGE_PAGE_BYTES = 2 << 20
+_PROT_NONE, _PROT_RW = 0, mmap.PROT_READ | mmap.PROT_WRITE
+_RESERVE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
+_MOVE = 1 | 2 | 4  # MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP (Linux 5.7)
+_MADV_DONTFORK, _MADV_HUGEPAGE = 10, 14
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    address, size, flags = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    libc.mmap.restype, libc.mmap.argtypes = address, [address, size, flags, flags, flags, ctypes.c_long]
+    libc.mremap.restype, libc.mremap.argtypes = address, [address, size, size, flags, address]
+    libc.munmap.argtypes = [address, size]
+    libc.mprotect.argtypes = [address, size, flags]
+    libc.madvise.argtypes = [address, size, flags]
+    return libc
+
+
+def _check(failed: bool, what: str) -> None:
+    if failed:
+        number = ctypes.get_errno()
+        raise MemoryError(f"{what}: {os.strerror(number)} (errno {number})")
+
+
+class Region:
+    """A range of addresses, unmapped when the last tensor over it is gone."""
+
+    def __init__(self, num_bytes: int, *, huge: bool = True) -> None:
+        self.num_bytes = whole_pages(num_bytes)
+        # Aligned to huge pages, so that moving whole huge pages moves one entry each.
+        self._mapped_bytes = self.num_bytes + _HUGE_PAGE_BYTES
+        self._base: int | None = None
+        base = _libc().mmap(None, self._mapped_bytes, _PROT_RW, _RESERVE, -1, 0)
+        _check(base == _MAP_FAILED, f"cannot reserve {num_bytes} bytes of memory")
+        self._base = base
+        self.address = -(-base // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+        if huge:
+            self.advise_huge(0, self.num_bytes)  # best effort
+        # Loader processes have no use for it, and would keep every page that changes alive a second time.
+        _libc().madvise(self.address, self.num_bytes, _MADV_DONTFORK)
+
+    def advise_huge(self, offset: int, num_bytes: int) -> None:
+        """Have a range of pages lie in huge ones as far as these fit, if the system has them."""
+        _libc().madvise(self.address + offset, num_bytes, _MADV_HUGEPAGE)
+
+    def protect(self, offset: int, num_bytes: int) -> None:
+        """Make a range unreadable: use of a unit that is not whole stops at once instead of computing on zeros."""
+        _check(_libc().mprotect(self.address + offset, num_bytes, _PROT_NONE) != 0, "mprotect")
+
+    def tensor(self, num_bytes: int | None = None) -> torch.Tensor:
+        """The first `num_bytes` of the region, or all of it, as uint8.
+
+        The tensor, and every view of it, keeps the region alive.
+        """
+        count = self.num_bytes if num_bytes is None else num_bytes
+        buffer = (ctypes.c_char * self.num_bytes).from_address(self.address)
+        buffer._region = self  # type: ignore[attr-defined]
+        return torch.frombuffer(buffer, dtype=torch.uint8, count=count)
+
+    def __del__(self) -> None:
+        if self._base is not None:
+            _libc().munmap(self._base, self._mapped_bytes)
+
+
+def _move_pages(source: int, target: int, num_bytes: int) -> None:
+    """Move pages between addresses. One call cannot cross two mappings, so a refused range is moved by halves."""
+    moved = _libc().mremap(source, num_bytes, num_bytes, _MOVE, target)
+    if moved == target:
+        return
+    pages = num_bytes // PAGE_BYTES
+    _check(pages <= 1, "mremap")
+    half = pages // 2 * PAGE_BYTES
+    _move_pages(source, target, half)
+    _move_pages(source + half, target + half, num_bytes - half)
+
+
+def _whole_huge_pages(start: int, stop: int) -> tuple[int, int]:
+    """Return the whole huge pages in a range of addresses, which may be none, as a range."""
+    first = -(-start // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+    last = stop // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
+    return (first, last) if first < last else (start, start)
+
+
+class PagePool:
+    """Pages that units take while they are whole. Its size is fixed until a unit needs more than was foreseen."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = 0
+        self._regions: list[Region] = []
+        self._free: list[tuple[int, int]] = []  # (address, bytes), sorted
+        if num_bytes:
+            self._grow(num_bytes)
+        self._num_foreseen = len(self._regions)
+
+    def shrink(self) -> None:
+        """Give back what it has grown by, if everything is free."""
+        if self.free_bytes == self.num_bytes and len(self._regions) > self._num_foreseen:
+            del self._regions[self._num_foreseen :]
+            self._free = [(region.address, region.num_bytes) for region in self._regions]
+            self.num_bytes = self.free_bytes
+
+    def _grow(self, num_bytes: int) -> None:
+        region = Region(num_bytes)
+        self._regions.append(region)
+        self.num_bytes += region.num_bytes
+        self.give([(region.address, region.num_bytes)])
+
+    @property
+    def free_bytes(self) -> int:
+        return sum(size for _, size in self._free)
+
+    def take(self, huge_bytes: int, num_bytes: int) -> list[tuple[int, int]]:
+        """Return extents of `huge_bytes` + `num_bytes` in total. Grows if there is not enough.
+
+        Huge pages are taken from the bottom and single ones from the top, so that in the long run
+        each page of the pool serves one purpose: a huge one that was split stays split.
+
+        Args:
+            huge_bytes: in huge pages. The first extents are whole ones, if there are so many.
+            num_bytes: beside them.
+        """
+        missing = huge_bytes + num_bytes - self.free_bytes
+        if missing > 0:
+            self._grow(missing)
+        taken: list[tuple[int, int]] = []
+        left: list[tuple[int, int]] = []
+        for address, size in self._free:
+            first, last = _whole_huge_pages(address, address + size)
+            used = min(last - first, huge_bytes)
+            if not used:
+                left.append((address, size))
+                continue
+            taken.append((first, used))
+            huge_bytes -= used
+            rest = (address, first - address), (first + used, address + size - first - used)
+            left += [extent for extent in rest if extent[1]]
+        self._free = left
+        num_bytes += huge_bytes  # for which there were no whole ones
+        while num_bytes:
+            address, size = self._free.pop()
+            used = min(size, num_bytes)
+            if used < size:
+                self._free.append((address, size - used))
+            taken.append((address + size - used, used))
+            num_bytes -= used
+        return taken
+
+    def give(self, extents: list[tuple[int, int]]) -> None:
+        """Return extents, and join neighbours."""
+        merged: list[tuple[int, int]] = []
+        for address, size in sorted(self._free + extents):
+            if merged and merged[-1][0] + merged[-1][1] == address:
+                merged[-1] = (merged[-1][0], merged[-1][1] + size)
+            else:
+                merged.append((address, size))
+        self._free = merged
+
+
+class StorageMeter:
+    """Bytes of resized storages that have memory. What was foreseen counts as taken, as that of a pool is.
+
+    Attributes:
+        num_bytes: the most at a time, and at least what was foreseen.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = self._foreseen = num_bytes
+        self._held = 0
+
+    def take(self, num_bytes: int) -> None:
+        self._held += num_bytes
+        self.num_bytes = max(self.num_bytes, self._held)
+
+    def give(self, num_bytes: int) -> None:
+        self._held -= num_bytes
+
+    def shrink(self) -> None:
+        """Forget what it has grown by, if everything was given back."""
+        if not self._held:
+            self.num_bytes = self._foreseen
+
+
+class Window(ABC):
+    """The whole flat buffer of one unit. `full` and its storage live as long as the unit; its values may come and go.
+
+    Attributes:
+        full: [padded_numel] in the unit's dtype.
+        shard: [shard_numel], the rank's own slice; always valid.
+    """
+
+    full: torch.Tensor
+    shard: torch.Tensor
+
+    @abstractmethod
+    def acquire(self) -> None:
+        """Give memory to the whole buffer. The own slice holds the shard; the rest is undefined."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give up everything but the shard."""
+
+
+class WholeWindow(Window):
+    """A unit that is never given up: the shard is a slice of it."""
+
+    def __init__(self, full: torch.Tensor, own: tuple[int, int]) -> None:
+        self.full = full
+        self.shard = full[own[0] : own[1]]
+
+    def acquire(self) -> None:
+        pass
+
+    def release(self) -> None:
+        pass
+
+
+class PageWindow(Window):
+    """A unit on a Linux CPU. See [Note: constant addresses]."""
+
+    def __init__(self, numel: int, own: tuple[int, int], dtype: torch.dtype, pool: PagePool) -> None:
+        self._region = Region(numel * dtype.itemsize, huge=False)
+        self._pool = pool
+        self.full = self._region.tensor().view(dtype)
+        self.shard = self.full[own[0] : own[1]]
+        start, stop = own[0] * dtype.itemsize, own[1] * dtype.itemsize
+        self._foreign = [(a, b - a) for a, b in ((0, start), (stop, self._region.num_bytes)) if b > a]
+        # Huge pages lie between the shards' borders: across one they would be split when pages move.
+        first, last = _whole_huge_pages(start, stop)
+        self._region.advise_huge(first, last - first)
+        self._huge: list[tuple[int, int]] = []  # of the foreign parts: (offset, bytes) of huge pages,
+        self._single: list[tuple[int, int]] = []  # and of what is left before and behind them
+        for offset, num_bytes in self._foreign:
+            first, last = _whole_huge_pages(offset, offset + num_bytes)
+            self._huge.append((first, last - first))
+            self._single += [(offset, first - offset), (last, offset + num_bytes - last)]
+        self._huge_bytes = sum(num_bytes for _, num_bytes in self._huge)
+        self._single_bytes = sum(num_bytes for _, num_bytes in self._single)
+        self._held: list[tuple[int, int, int]] = []  # (pool address, window address, bytes)
+        for offset, num_bytes in self._foreign:
+            self._region.protect(offset, num_bytes)
+
+    def acquire(self) -> None:
+        extents = self._pool.take(self._huge_bytes, self._single_bytes)
+        for offset, num_bytes in (*self._huge, *self._single):
+            target = self._region.address + offset
+            while num_bytes:
+                source, size = extents.pop(0)
+                used = min(size, num_bytes)
+                if used < size:
+                    extents.insert(0, (source + used, size - used))
+                _move_pages(source, target, used)
+                self._held.append((source, target, used))
+                target, num_bytes = target + used, num_bytes - used
+
+    def release(self) -> None:
+        for source, target, num_bytes in self._held:
+            _move_pages(target, source, num_bytes)
+        for offset, num_bytes in self._foreign:
+            self._region.protect(offset, num_bytes)
+        self._pool.give([(source, num_bytes) for source, _, num_bytes in self._held])
+        self._held = []
+
+
+class StorageWindow(Window):
+    """A unit whose storage is resized: any device, any platform. The shard is a copy of its own."""
+
+    def __init__(
+        self, numel: int, own: tuple[int, int], dtype: torch.dtype, device: torch.device, meter: StorageMeter
+    ) -> None:
+        self._meter = meter
+        self.full = torch.empty(numel, dtype=dtype, device=device)
+        self.shard = torch.empty(own[1] - own[0], dtype=dtype, device=device)
+        self._own = own
+        self._num_bytes = self.full.untyped_storage().nbytes()
+        self.full.untyped_storage().resize_(0)
+
+    def acquire(self) -> None:
+        self._meter.take(self._num_bytes)
+        self.full.untyped_storage().resize_(self._num_bytes)
+        with torch.no_grad():
+            self.full[self._own[0] : self._own[1]].copy_(self.shard)
+
+    def release(self) -> None:
+        self.full.untyped_storage().resize_(0)
+        self._meter.give(self._num_bytes)
+
+
+@functools.cache
+def can_move_pages() -> bool:
+    """Whether this system moves pages as `PageWindow` needs it."""
+    if not sys.platform.startswith("linux") or mmap.PAGESIZE != PAGE_BYTES:
+        return False
+    source, target = Region(PAGE_BYTES, huge=False), Region(PAGE_BYTES, huge=False)
+    ctypes.memset(source.address, 1, PAGE_BYTES)
+    try:
+        _move_pages(source.address, target.address, PAGE_BYTES)
+    except MemoryError:
+        return False
+    return ctypes.string_at(target.address, 1) == b"\1"
+
+
+def flat_buffer(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A permanent buffer of zeros, in whole pages.
+
+    On CPU it lies in huge pages outside the heap, which it therefore does not fragment.
+    """
+    if device.type == "cpu" and sys.platform.startswith("linux") and numel:
+        return Region(numel * dtype.itemsize).tensor().view(dtype)[:numel]
+    return torch.zeros(whole_pages(numel * dtype.itemsize) // dtype.itemsize, dtype=dtype, device=device)[:numel]
+
+
+def byte_buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """A permanent buffer of zeros, [num_bytes] uint8, like `flat_buffer`: no larger than that."""
+    if device.type == "cpu" and sys.platform.startswith("linux") and num_bytes:
+        return Region(num_bytes).tensor(num_bytes)
+    return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+
+
+class Ring:
+    """Scratch of constant size for reductions: first fit over one flat buffer, taken and given back by the byte.
+
+    `take` returns None when the ring is full: the caller waits for something in flight, gives it back, and asks again;
+    with nothing in flight it asks with `grow=True`.
+    """
+
+    _ALIGN = 256
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.device = device
+        self.num_bytes = 0
+        self._arenas: list[tuple[torch.Tensor, OrderedDict[int, int]]] = []
+        if num_bytes:
+            self._add(num_bytes)
+
+    def _add(self, num_bytes: int) -> None:
+        self._arenas.append((flat_buffer(num_bytes, torch.uint8, self.device), OrderedDict()))
+        self.num_bytes += num_bytes
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The memory itself."""
+        return [arena for arena, _ in self._arenas]
+
+    def take(self, numel: int, dtype: torch.dtype, *, grow: bool = False) -> torch.Tensor | None:
+        """[numel] of undefined values, or None if there is no room now."""
+        if not numel:
+            return torch.empty(0, dtype=dtype, device=self.device)
+        need = -(-numel * dtype.itemsize // self._ALIGN) * self._ALIGN
+        for arena, used in self._arenas:
+            cursor = 0
+            for start in sorted(used):
+                if start - cursor >= need:
+                    break
+                cursor = start + used[start]
+            if cursor + need <= arena.numel():
+                used[cursor] = need
+                return arena[cursor : cursor + numel * dtype.itemsize].view(dtype)
+        if not grow:
+            return None
+        self._add(need)
+        return self.take(numel, dtype)
+
+    def give(self, tensor: torch.Tensor) -> None:
+        """Return what `take` returned."""
+        if not tensor.numel():
+            return
+        for arena, used in self._arenas:
+            offset = tensor.data_ptr() - arena.data_ptr()
+            if 0 <= offset < arena.numel():
+                del used[offset]
+                return
+        raise AssertionError("not from this ring")

@@ -1,0 +1,98 @@
+"""What a plan comes to: estimates, and what a search among them has found. Plain data, which needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from zrun_core.memory.buffers import Buffer
+from zrun_core.plan.question.candidate import Candidate
+from zrun_core.plan.timing.timing import StepTime
+from zrun_core.plan.trace.profile import Peak
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """What ranks of one class hold.
+
+    Attributes:
+        role: "all", or the place in the pipeline: "first", "middle", "last".
+        peak: with the steady buffers in it.
+        allocated: by the allocator, at most.
+        reserved: with what the allocator holds beside it; on a CPU with the holes of the heap.
+        device_used: reserved, and what the driver and its libraries take; on a CPU of the process.
+        pinned, pageable: of the host's memory.
+    """
+
+    role: str
+    buffers: tuple[Buffer, ...]
+    peak: Peak
+    allocated: int
+    reserved: int
+    device_used: int
+    pinned: int
+    pageable: int
+    disk: int
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A candidate on some hardware.
+
+    Attributes:
+        paper: bytes of states per rank as papers count them, K = 12, by kind.
+        host_bytes: of each node's memory; `host_parts` says for what.
+        capacity: bytes of a device.
+        is_bound: its batches are of the longest samples: most take less.
+        fits: whether it does; of a guess, whether what is known of it does.
+        source: where activations come from: "traced", "measured on the CPU", "formula" or
+            "guessed".
+        notes: what a reader should know.
+        traffic: bytes that a rank of the first stage sends to data-parallel peers per step, exactly, by collective.
+    """
+
+    candidate: Candidate
+    ranks: tuple[RankMemory, ...]
+    paper: dict[str, float]
+    host_bytes: int
+    time: StepTime
+    capacity: int
+    fits: bool
+    source: str
+    notes: tuple[str, ...] = ()
+    host_parts: dict[str, int] = field(default_factory=dict)
+    traffic: dict[str, int] = field(default_factory=dict)
+    is_bound: bool = False
+
+    @property
+    def is_guess(self) -> bool:
+        """Whether nobody can say that it fits: only its states are known."""
+        return self.source == "guessed"
+
+    @property
+    def device_used(self) -> int:
+        """Of the fullest rank."""
+        return max(rank.device_used for rank in self.ranks)
+
+    @property
+    def headroom(self) -> int:
+        """Bytes that the fullest device has left; negative where it lacks some."""
+        return self.capacity - self.device_used
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a search has found.
+
+    Attributes:
+        best: what fits, best first; at most ten.
+        pareto: what fits and is beaten by nothing in both time and headroom, to a hundredth of each; by time.
+        rejected: what does not fit, the smallest overshoot first; at most ten.
+        tried: configurations that were estimated.
+        pruned: configurations that a bound has ruled out.
+    """
+
+    best: tuple[Estimate, ...]
+    pareto: tuple[Estimate, ...]
+    rejected: tuple[Estimate, ...]
+    tried: int
+    pruned: int

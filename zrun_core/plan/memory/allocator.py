@@ -1,0 +1,418 @@
+"""Simulators of CUDA's caching allocator, and of a CPU's heap: what allocations take beyond their own bytes.
+
+CUDA's rules are those of torch's c10/cuda/CUDACachingAllocator.cpp, for one stream: sizes are rounded
+up to 512 bytes; up to 1 MiB comes from segments of 2 MiB, up to 10 MiB from segments of 20 MiB, more
+from segments of its own in steps of 2 MiB; the smallest free block that suffices is taken, and split
+where the rest is worth keeping; free neighbours join. With expandable segments
+(PYTORCH_ALLOC_CONF=expandable_segments:True, as zrun sets it) each kind of size has one segment that
+grows by pages at its end, so that hardly anything is wasted.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from zrun_core.plan.trace.profile import Trace
+
+MIB = 1 << 20
+_ROUND = 512
+_SMALL = MIB  # sizes up to this come from the small pool
+_SMALL_SEGMENT = 2 * MIB
+_LARGE_SEGMENT = 20 * MIB
+_OWN_SEGMENT = 10 * MIB  # sizes from this on get a segment of their own
+_OWN_ROUND = 2 * MIB
+# Of glibc: what sizes are rounded to, what an aligned block is cut out of beyond its size, and from which size on.
+_HEAP_ROUND, _HEAP_ALIGN, _HEAP_SMALL = 16, 96, 1024
+
+
+@dataclass(eq=False, slots=True)
+class _Block:
+    """A range of one segment. Neighbours are linked; `mapped` is false for addresses without memory."""
+
+    segment: int
+    address: int  # within all segments: they lie apart
+    size: int
+    is_small: bool
+    allocated: bool = False
+    mapped: bool = True
+    previous: _Block | None = None
+    next: _Block | None = None
+
+
+class _Pool:
+    """Free blocks of one kind, by size and address."""
+
+    def __init__(self) -> None:
+        self.keys: list[tuple[int, int]] = []
+        self._blocks: dict[tuple[int, int], _Block] = {}
+
+    def add(self, block: _Block) -> None:
+        key = (block.size, block.address)
+        insort(self.keys, key)
+        self._blocks[key] = block
+
+    def remove(self, block: _Block) -> None:
+        key = (block.size, block.address)
+        del self.keys[bisect_left(self.keys, key)]
+        del self._blocks[key]
+
+    def from_size(self, size: int) -> Iterator[_Block]:
+        """Free blocks of at least `size`, the best fit first."""
+        for place in range(bisect_left(self.keys, (size, 0)), len(self.keys)):
+            yield self._blocks[self.keys[place]]
+
+    def all(self) -> list[_Block]:
+        return list(self._blocks.values())
+
+
+class CachingAllocator:
+    """Allocates by the rules, in numbers only.
+
+    Attributes:
+        allocated: bytes in use now, rounded as the allocator counts them.
+        reserved: bytes taken from the device now.
+        peak_allocated: the most of `allocated` so far.
+        peak_reserved: the most of `reserved` so far.
+    """
+
+    def __init__(self, *, expandable: bool = False, capacity: int | None = None) -> None:
+        """
+        Args:
+            expandable: whether segments are expandable.
+            capacity: bytes of the device; before it is exceeded, segments that are free are given back. None: no limit.
+        """
+        self.expandable, self.capacity = expandable, capacity
+        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
+        self._pools = {True: _Pool(), False: _Pool()}
+        self._num_segments = 0
+        self._next_address = 0
+        self._tails: dict[bool, _Block] = {}  # expandable: the block of addresses without memory at each segment's end
+
+    # Allocating
+
+    def allocate(self, num_bytes: int) -> _Block | None:
+        """A block of at least `num_bytes`; None for 0 bytes, which take none."""
+        if num_bytes <= 0:
+            return None
+        size = -(-num_bytes // _ROUND) * _ROUND
+        is_small = size <= _SMALL
+        block = self._find(size, is_small)
+        if block is None:
+            block = self._grow(size, is_small)
+        else:
+            self._pools[is_small].remove(block)
+        if self._should_split(block, size):
+            self._split(block, size)
+        block.allocated = True
+        self.allocated += block.size
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        return block
+
+    def _find(self, size: int, is_small: bool) -> _Block | None:
+        fitting = self._pools[is_small].from_size(size)
+        found = next(fitting, None)
+        if found is None or not self.expandable:
+            return found
+        for block in fitting:  # the free block that can still grow counts as large as it can become
+            if _reach(block) >= _reach(found):
+                break
+            found = block
+        return found
+
+    def _grow(self, size: int, is_small: bool) -> _Block:
+        if self.expandable:
+            return self._map(size, is_small)
+        if is_small:
+            segment_bytes = _SMALL_SEGMENT
+        elif size < _OWN_SEGMENT:
+            segment_bytes = _LARGE_SEGMENT
+        else:
+            segment_bytes = -(-size // _OWN_ROUND) * _OWN_ROUND
+        self._reserve(segment_bytes)
+        block = _Block(self._num_segments, self._next_address, segment_bytes, is_small)
+        self._num_segments += 1
+        self._next_address += segment_bytes + _OWN_ROUND
+        return block
+
+    def _map(self, size: int, is_small: bool) -> _Block:
+        """Give memory to the addresses at the end of the pool's segment, behind what is free there."""
+        page = _SMALL_SEGMENT if is_small else _LARGE_SEGMENT
+        tail = self._tails.get(is_small)
+        if tail is None:
+            self._next_address += 1 << 50  # each segment could take all memory that there is
+            tail = _Block(self._num_segments, self._next_address, 1 << 49, is_small, mapped=False)
+            self._num_segments += 1
+            self._tails[is_small] = tail
+        before = tail.previous if tail.previous is not None and not tail.previous.allocated else None
+        missing = size - (before.size if before is not None else 0)
+        fresh_bytes = -(-missing // page) * page
+        self._reserve(fresh_bytes)
+        before = tail.previous if tail.previous is not None and not tail.previous.allocated else None
+        if before is not None:
+            self._pools[is_small].remove(before)
+            before.size += fresh_bytes
+            block = before
+        else:
+            block = _Block(tail.segment, tail.address, fresh_bytes, is_small, previous=tail.previous, next=tail)
+            if tail.previous is not None:
+                tail.previous.next = block
+            tail.previous = block
+        tail.address += fresh_bytes
+        tail.size -= fresh_bytes
+        return block
+
+    def _reserve(self, num_bytes: int) -> None:
+        if self.capacity is not None and self.reserved + num_bytes > self.capacity:
+            self.release_cached()
+        self.reserved += num_bytes
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+
+    def _should_split(self, block: _Block, size: int) -> bool:
+        rest = block.size - size
+        return rest >= _ROUND if block.is_small or self.expandable else rest > _SMALL
+
+    def _split(self, block: _Block, size: int) -> None:
+        rest = _Block(
+            block.segment, block.address + size, block.size - size, block.is_small, previous=block, next=block.next
+        )
+        if block.next is not None:
+            block.next.previous = rest
+        block.next, block.size = rest, size
+        self._pools[block.is_small].add(rest)
+
+    # Freeing
+
+    def free(self, block: _Block | None) -> None:
+        """Give back what `allocate` returned."""
+        if block is None:
+            return
+        block.allocated = False
+        self.allocated -= block.size
+        pool = self._pools[block.is_small]
+        for neighbour in (block.previous, block.next):
+            if neighbour is not None and neighbour.mapped and not neighbour.allocated:
+                pool.remove(neighbour)
+                self._join(block, neighbour)
+        pool.add(block)
+
+    @staticmethod
+    def _join(block: _Block, neighbour: _Block) -> None:
+        """`block` takes the free `neighbour` in."""
+        if neighbour is block.previous:
+            block.address = neighbour.address
+            block.previous = neighbour.previous
+            if block.previous is not None:
+                block.previous.next = block
+        else:
+            block.next = neighbour.next
+            if block.next is not None:
+                block.next.previous = block
+        block.size += neighbour.size
+
+    def free_blocks(self) -> tuple[object, ...]:
+        """All that decides what will be allocated where, while the same blocks are in use."""
+        return self.reserved, *(tuple(pool.keys) for pool in self._pools.values())
+
+    def release_cached(self) -> None:
+        """Give back to the device what is wholly free, as `torch.cuda.empty_cache` does."""
+        for is_small, pool in self._pools.items():
+            page = _SMALL_SEGMENT if is_small else _LARGE_SEGMENT
+            for block in pool.all():
+                if self.expandable:
+                    tail = self._tails[is_small]
+                    if block.next is tail:  # pages at the end; those in the middle are left to it
+                        self._unmap(block, tail, block.size // page * page)
+                elif block.previous is None and block.next is None:
+                    pool.remove(block)
+                    self.reserved -= block.size
+
+    def _unmap(self, block: _Block, tail: _Block, num_bytes: int) -> None:
+        if not num_bytes:
+            return
+        self._pools[block.is_small].remove(block)
+        self.reserved -= num_bytes
+        tail.address -= num_bytes
+        tail.size += num_bytes
+        block.size -= num_bytes
+        if block.size:
+            self._pools[block.is_small].add(block)
+        else:
+            tail.previous = block.previous
+            if block.previous is not None:
+                block.previous.next = tail
+
+
+def _reach(block: _Block) -> int:
+    """How large the block could become without moving."""
+    return block.size + (block.next.size if block.next is not None and not block.next.mapped else 0)
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """What a training step comes to in the allocator: bytes in use and bytes taken from the device, at most."""
+
+    allocated: int
+    reserved: int
+
+
+def simulate(
+    trace: Trace,
+    micro: int,
+    steady: Sequence[int],
+    *,
+    accumulation: int = 1,
+    late: Sequence[int] = (),
+    expandable: bool = True,
+    capacity: int | None = None,
+) -> Reserved:
+    """Replay training steps: the buffers of the states, then the timeline of each micro-batch.
+
+    Args:
+        micro: samples of a micro-batch.
+        steady: bytes of each buffer that is allocated before the first step.
+        accumulation: micro-batches per step; more than two leave no more trace than two.
+        late: bytes of each buffer that the first update allocates, such as an optimizer's moments.
+        expandable: whether segments are expandable.
+        capacity: bytes of the device; None: no limit.
+    """
+    allocator = CachingAllocator(expandable=expandable, capacity=capacity)
+    for num_bytes in steady:
+        allocator.allocate(num_bytes)
+    passes = _passes(trace, micro)
+    settled: set[object] = set()  # passes that leave the free blocks as they found them: repeated, they do the same
+    for step in range(2):
+        for number in range(min(accumulation, 2)):
+            adds = bool(number) and len(passes[True]) > len(passes[False])
+            before = adds, allocator.free_blocks()
+            if before in settled:
+                continue
+            _replay(allocator, passes[adds])
+            if (adds, allocator.free_blocks()) == before:
+                settled.add(before)
+        if not step:
+            for num_bytes in late:
+                allocator.allocate(num_bytes)
+    return Reserved(allocator.peak_allocated, allocator.peak_reserved)
+
+
+def _passes(trace: Trace, micro: int) -> list[list[tuple[int, int, int]]]:
+    """What comes and goes in the first micro-batch of a step, and in those that add to it: see `_replay`."""
+    table = trace.of(micro).event_table
+    sizes = np.maximum(0.0, table.sizes[:, 0] + table.sizes[:, 1] * micro)
+    sizes = np.rint(sizes).astype(np.int64)[table.size]
+    is_always = table.accumulates == 0
+    return [
+        [*zip(*(column[keep].tolist() for column in (table.tensor, sizes, table.alloc)), strict=True)]
+        for keep in (is_always, np.ones_like(is_always))
+    ]
+
+
+def _replay(allocator: CachingAllocator | Heap, events: Sequence[tuple[int, int, int]]) -> None:
+    """One micro-batch: (tensor, bytes, whether it comes) in order. What is still there at the end goes then."""
+    blocks: dict[int, Any] = {}
+    for tensor, num_bytes, comes in events:
+        if comes:
+            blocks[tensor] = allocator.allocate(num_bytes)
+        else:
+            allocator.free(blocks.pop(tensor))
+    for block in blocks.values():
+        allocator.free(block)
+
+
+class Heap:
+    """The heap of glibc, from which tensors come on a CPU, in numbers only. It never shrinks in a worker.
+
+    The smallest hole that suffices is taken and cut, neighbours join, and what fits nowhere grows the heap at its end.
+    An aligned block is cut out of one that is larger, so that a tensor does not fit where one of its size has been.
+
+    Attributes:
+        num_bytes: from its beginning to the end of the last block that it ever had.
+    """
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._holes: list[tuple[int, int]] = []  # (bytes, address), sorted
+        self._size_at: dict[int, int] = {}  # of holes, by address
+        self._start_of: dict[int, int] = {}  # of holes, by their end
+
+    def allocate(self, num_bytes: int) -> tuple[int, int] | None:
+        """Address and size of a block; None for 0 bytes."""
+        if num_bytes <= 0:
+            return None
+        size = -(-num_bytes // _HEAP_ROUND) * _HEAP_ROUND
+        needed = size + (_HEAP_ALIGN if size >= _HEAP_SMALL else 0)
+        place = bisect_left(self._holes, (needed, 0))
+        if place < len(self._holes):
+            hole, address = self._holes[place]
+            self._take(address)
+            if hole > size:
+                self._add(address + size, hole - size)
+            return address, size
+        address = self._start_of.get(self.num_bytes, self.num_bytes)
+        if address < self.num_bytes:
+            self._take(address)
+        self.num_bytes = address + needed
+        if needed > size:
+            self._add(address + size, needed - size)
+        return address, size
+
+    def free(self, block: tuple[int, int] | None) -> None:
+        """Give back what `allocate` returned."""
+        if block is None:
+            return
+        address, size = block
+        if (after := self._size_at.get(address + size)) is not None:
+            self._take(address + size)
+            size += after
+        if (before := self._start_of.get(address)) is not None:
+            self._take(before)
+            address, size = before, size + address - before
+        self._add(address, size)
+
+    def _add(self, address: int, size: int) -> None:
+        insort(self._holes, (size, address))
+        self._size_at[address] = size
+        self._start_of[address + size] = address
+
+    def _take(self, address: int) -> None:
+        size = self._size_at.pop(address)
+        del self._start_of[address + size], self._holes[bisect_left(self._holes, (size, address))]
+
+
+def heap_bytes(trace: Trace, micro: int, built: Sequence[int], late: Sequence[int], accumulation: int = 1) -> int:
+    """The size to which a CPU's heap grows in two steps.
+
+    Args:
+        micro: samples of a micro-batch.
+        built: bytes of what is there and gone before the first step: the model as its factory makes it.
+        late: bytes of what the first update makes, such as an optimizer's moments.
+        accumulation: micro-batches per step.
+    """
+    heap, passes = Heap(), _passes(trace, micro)
+    for block in [heap.allocate(num_bytes) for num_bytes in built]:
+        heap.free(block)
+    for sizes in (late, ()):
+        for number in range(min(accumulation, 2)):
+            _replay(heap, passes[bool(number)])
+        for num_bytes in sizes:
+            heap.allocate(num_bytes)
+    return heap.num_bytes
+
+
+def pinned_bytes(num_bytes: int, round_threshold: int | None = None) -> int:
+    """What a pinned host buffer takes: torch rounds it up to a power of two.
+
+    Args:
+        round_threshold: bytes above which it rounds no more (`pinned_max_round_threshold_mb` of PYTORCH_ALLOC_CONF);
+            None: it always does.
+    """
+    if num_bytes <= 0:
+        return 0
+    if round_threshold is not None and num_bytes > round_threshold:
+        return num_bytes
+    return 1 << (num_bytes - 1).bit_length()

@@ -1,0 +1,384 @@
+"""Every buffer that a rank keeps from step to step, from a model on the meta device and a job, without any rank.
+
+    settings = settings_of(job, load, "cuda")
+    cut = cut_on_paper(model, settings)
+    buffers = rank_buffers(cut, settings, ParallelDims(dp=8))
+
+The list is made by `StatePolicy.rank_buffers`, as the list that the runtime allocates is: what is planned is what
+is allocated. Tensor and pipeline parallelism, other tiers than the device, and partitioned checkpoints have no runtime
+yet; their buffers are the contract that it will allocate from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from zrun_core.distributed.comm import direct_up_to
+from zrun_core.memory.buffers import ON_DEVICE, Buffer, Kind, Placement, Tier
+from zrun_core.memory.layout import (
+    DISK_SLOTS,
+    STAGING_SLOTS,
+    WHOLE,
+    Peers,
+    UnitLayout,
+    module_buffers,
+    whole_pages,
+)
+from zrun_core.memory.tensors import TensorPart, contiguous, whole
+from zrun_core.optim.choose import choose
+from zrun_core.plan.question.candidate import stage_blocks
+from zrun_core.plan.question.transformer import TransformerShape
+from zrun_core.spine.config import JobConfig
+from zrun_core.spine.parallel_dims import Coordinates, ParallelDims
+from zrun_core.train.parallelize import make_settings
+from zrun_core.zero.cut import repeated_blocks
+from zrun_core.zero.sharded import Settings, plan_cut
+from zrun_core.zero.unit import moves_pages
+
+_UNTIL_BACKWARD = frozenset({"forward", "loss", "backward"})
+
+
+FIRST = Coordinates()  # the first of an axis has at least as many bytes as any other
+
+
+@dataclass(frozen=True)
+class PlannedUnit:
+    """A unit, and which parts of the model use it.
+
+    Attributes:
+        layout: whole, as one rank alone has it.
+        block: number of the repeated block that it lies in; -1 outside.
+        before: whether modules use it that come before the first block. Tied embeddings are used at both ends.
+        after: whether modules use it that come after the first block began, outside of blocks.
+    """
+
+    layout: UnitLayout
+    block: int = -1
+    before: bool = False
+    after: bool = False
+
+
+@dataclass(frozen=True)
+class PaperCut:
+    """The units of a model, or of one tensor-parallel rank's part of it, before anybody divides them.
+
+    Attributes:
+        blocks: names of the repeated blocks.
+        buffers: of its modules.
+    """
+
+    units: tuple[PlannedUnit, ...]
+    blocks: tuple[str, ...]
+    buffers: tuple[Buffer, ...]
+
+    @property
+    def num_params(self) -> int:
+        return sum(unit.layout.numel for unit in self.units)
+
+    @cached_property
+    def _stages(self) -> dict[tuple[Any, ...], tuple[UnitLayout, ...]]:
+        return {}
+
+    def layouts(
+        self,
+        dims: ParallelDims,
+        stage: int,
+        num_shards: int,
+        num_parts: int | None = None,
+    ) -> tuple[UnitLayout, ...]:
+        """Return the units of a pipeline stage, divided over `num_shards` ranks.
+
+        Args:
+            num_parts: that they are padded to; None: as many as shards.
+        """
+        parts = num_parts or num_shards
+        key = (dims.pp, dims.virtual, stage, num_shards, parts)
+        if key not in self._stages:
+            units = self._of_stage(dims, stage)
+            found = (replace(unit, num_shards=num_shards, num_parts=parts) for unit in units)
+            self._stages[key] = tuple(found)
+        return self._stages[key]
+
+    def _of_stage(self, dims: ParallelDims, stage: int) -> list[UnitLayout]:
+        if dims.pp == 1:
+            return [unit.layout for unit in self.units]
+        ranges = stage_blocks(len(self.blocks), dims, stage)
+        here = {block for each in ranges for block in each}
+        first, last = stage == 0, stage == dims.pp - 1
+        found = []
+        for unit in self.units:
+            if unit.layout.persistent:
+                foreign = [f"{name}." for number, name in enumerate(self.blocks) if number not in here]
+                found += _without(unit.layout, foreign)
+            elif unit.block in here or (unit.block < 0 and ((first and unit.before) or (last and unit.after))):
+                found.append(unit.layout)
+        return found
+
+    def module_buffers(self, dims: ParallelDims, stage: int) -> list[Buffer]:
+        """The modules' buffers on a pipeline stage: those of its blocks, and all that lie outside of blocks."""
+        here = {block for each in stage_blocks(len(self.blocks), dims, stage) for block in each}
+        foreign = tuple(f"{name}." for number, name in enumerate(self.blocks) if number not in here)
+        return [buffer for buffer in self.buffers if not buffer.name.startswith(foreign)]
+
+
+def _without(unit: UnitLayout, prefixes: Sequence[str]) -> list[UnitLayout]:
+    """`unit` without the parameters whose names begin so; nothing if none is left."""
+    slots, offset = [], 0
+    for slot in unit.slots:
+        if not slot.name.startswith(tuple(prefixes)):
+            slots.append(replace(slot, offset=offset))
+            offset += slot.numel
+    return [replace(unit, slots=tuple(slots))] if slots else []
+
+
+def settings_of(job: JobConfig, load: Callable[[str], Any], device: str) -> Settings:
+    """How `job` wants its model sharded and updated on devices of this type, "cpu" or "cuda".
+
+    Args:
+        load: resolves `module:attr` of an optimizer of the user's.
+
+    Raises:
+        JobError: there is no such optimizer, or it cannot be sharded.
+    """
+    return make_settings(job, choose(job.optim, load), torch.device(device))
+
+
+def cut_on_paper(
+    model: nn.Module,
+    settings: Settings,
+    buffer_bytes: int | None = None,
+    table: Mapping[str, TensorPart] = WHOLE,
+) -> PaperCut:
+    """Cut `model`, on any device, as the runtime does.
+
+    Args:
+        buffer_bytes: of the modules' buffers, where `model` itself has none to look at.
+        table: as of `ShardedModel`.
+
+    Raises:
+        JobError: the settings name modules that the model has not.
+    """
+    cut = plan_cut(model, settings, Peers(), table)
+    blocks = dict(repeated_blocks(model))
+    numbers = {name: number for number, name in enumerate(blocks)}
+    inside = {id(inner) for block in blocks.values() for inner in block.modules()}
+    before: set[int] = set()
+    after: set[int] = set()
+    met_blocks = False
+    for module, needed, _ in cut.hooked:
+        if id(module) in inside:
+            met_blocks = True
+        else:
+            (after if met_blocks else before).update(needed)
+    units = tuple(
+        PlannedUnit(unit.layout, numbers.get(unit.layout.block, -1), number in before, number in after)
+        for number, unit in enumerate(cut.units)
+    )
+    buffers = module_buffers(model)
+    if buffer_bytes is not None:
+        buffers = [Buffer("buffers of modules", Kind.BUFFER, buffer_bytes)]
+    return PaperCut(units, tuple(blocks), tuple(buffers))
+
+
+def cut_of_shape(shape: TransformerShape, settings: Settings, tp: int = 1) -> PaperCut:
+    """Cut a transformer as zrun cuts the same model of `zrun_core.models`: what one of `tp` ranks has of it.
+
+    Column-parallel matrices and vocabularies are divided, and so are heads; what is added to the residual stream is
+    whole on every rank (Shoeybi et al. 2019, section 3). Parameters that a shape is said to have beyond those of its
+    matrices are spread over the blocks.
+
+    Raises:
+        ValueError: the heads do not divide.
+    """
+    if shape.heads % tp or (shape.kv_heads % tp and tp % shape.kv_heads):
+        raise ValueError(f"{shape.heads} heads and {shape.kv_heads} key heads do not divide over {tp} ranks")
+    tree = _Tree(shape, tp)
+    alike = {} if tp == 1 else _alike_over_tensor(tree)
+    return cut_on_paper(tree, settings, table=alike)
+
+
+def _alike_over_tensor(tree: nn.Module) -> dict[str, TensorPart]:
+    found = {}
+    for path, module in tree.named_modules():
+        for key in module.alike if isinstance(module, _Vectors) else ():
+            if (param := module._parameters.get(key)) is not None:
+                name, shape = f"{path}.{key}", tuple(param.shape)
+                found[name] = whole(name, shape, contiguous(shape), alike_over=("tensor",))
+    return found
+
+
+class _Vectors(nn.Module):
+    """Parameters of these sizes; those called `alike` are whole on every tensor-parallel rank."""
+
+    def __init__(self, alike: Sequence[str] = (), **sizes: int) -> None:
+        super().__init__()
+        self.alike = alike
+        for name, size in sizes.items():
+            if size:
+                self.register_parameter(name, nn.Parameter(torch.empty(size, device="meta")))
+
+
+class _Attention(nn.Module):
+    def __init__(self, shape: TransformerShape, tp: int) -> None:
+        super().__init__()
+        width = (shape.heads // tp + 2 * max(1, shape.kv_heads // tp)) * shape.head_dim
+        self.qkv = _Vectors(weight=shape.hidden * width, bias=width * shape.qkv_bias)
+        out = shape.attention_width // tp * shape.hidden
+        self.out = _Vectors(["bias"], weight=out, bias=shape.hidden * shape.out_bias)
+
+
+class _FeedForward(nn.Module):
+    def __init__(self, shape: TransformerShape, tp: int) -> None:
+        super().__init__()
+        width = -(-shape.ffn // tp)
+        names = ("gate", "up") if shape.gated else ("up",)
+        for name in names:
+            self.add_module(name, _Vectors(weight=shape.hidden * width, bias=width * shape.ffn_bias))
+        down = width * shape.hidden
+        self.down = _Vectors(["bias"], weight=down, bias=shape.hidden * shape.ffn_bias)
+
+
+class _Block(nn.Module):
+    def __init__(self, shape: TransformerShape, tp: int, rest: int) -> None:
+        super().__init__()
+        norm = {"weight": shape.hidden, "bias": shape.hidden * (shape.norm_params == 2)}
+        self.attention_norm = _Vectors([*norm], **norm)
+        self.attention = _Attention(shape, tp)
+        self.mlp_norm = _Vectors([*norm], **norm)
+        self.mlp = _FeedForward(shape, tp)
+        if rest:
+            self.rest = _Vectors(weight=rest)
+
+
+class _Tree(nn.Module):
+    """The modules of a transformer, with its parameters and nothing to run."""
+
+    def __init__(self, shape: TransformerShape, tp: int) -> None:
+        super().__init__()
+        vocab, hidden = -(-shape.vocab // tp), shape.hidden
+        self.tokens = _Vectors(weight=vocab * hidden)
+        if shape.positions:
+            self.positions = _Vectors(["weight"], weight=shape.positions * hidden)
+        rest = max(0, shape.params - shape.num_params)
+        each, more = divmod(-(-rest // tp), shape.layers)
+        self.blocks = nn.ModuleList(_Block(shape, tp, each + (number < more)) for number in range(shape.layers))
+        norm = {"weight": hidden, "bias": hidden * (shape.norm_params == 2)}
+        self.norm = _Vectors([*norm], **norm)
+        self.head = _Vectors(weight=0 if shape.tied else vocab * hidden, bias=-(-shape.extra // tp))
+        if shape.tied:
+            self.head.weight = self.tokens.weight
+
+
+def peers_of_rank(settings: Settings, dims: ParallelDims, rank: Coordinates, device: str) -> Peers:
+    """A rank's place among those that share its part of the model."""
+    shard = dims.shard_size if settings.zero.divides else 1
+    return Peers(shard, rank.dp % shard, dims.dp // shard, rank.dp // shard, direct_up_to(device))
+
+
+def layouts_of_rank(
+    cut: PaperCut, settings: Settings, dims: ParallelDims, rank: Coordinates, peers: Peers
+) -> tuple[UnitLayout, ...]:
+    """The units of a rank, divided as at run time."""
+    return cut.layouts(dims, rank.pp, peers.shard_size, settings.zero.num_parts(peers))
+
+
+def place(units: Sequence[UnitLayout], placement: Placement) -> Mapping[str, Placement]:
+    """The home of each unit whose states leave the device, by its name: the fewest that have the wanted fraction.
+
+    They are the last of the model, whose gradients come first: the device keeps those that come last, whose update
+    could not be hidden behind the rest of the backward pass.
+    """
+    away: dict[str, Placement] = {}
+    if placement == replace(ON_DEVICE, activation=placement.activation, fraction=placement.fraction):
+        return away
+    wanted = placement.fraction * sum(unit.numel for unit in units)
+    for unit in reversed(units):
+        if wanted <= 0:
+            break
+        away[unit.name] = replace(placement, fraction=1.0)
+        wanted -= unit.numel
+    return away
+
+
+def rank_buffers(
+    cut: PaperCut,
+    settings: Settings,
+    dims: ParallelDims,
+    *,
+    rank: Coordinates = FIRST,
+    placement: Placement = ON_DEVICE,
+    device: str = "cuda",
+) -> list[Buffer]:
+    """Everything that a rank keeps from step to step.
+
+    Args:
+        cut: of what one tensor-parallel rank has.
+        rank: whose buffers; the first of each axis has the most, and so has the last stage of a pipeline beside it.
+        device: type of what trains, "cpu" or "cuda".
+
+    Raises:
+        ValueError: the blocks do not fill the pipeline.
+    """
+    peers = peers_of_rank(settings, dims, rank, device)
+    layouts = layouts_of_rank(cut, settings, dims, rank, peers)
+    away = place(layouts, placement)
+    found = settings.states.rank_buffers(
+        layouts, peers, prefetch=settings.prefetch, moves_pages=moves_pages(device), placements=away
+    )
+    return [*found, *cut.module_buffers(dims, rank.pp), *_update_scratch(settings, layouts, away, device)]
+
+
+def _update_scratch(
+    settings: Settings, layouts: Sequence[UnitLayout], away: Mapping[str, Placement], device: str
+) -> list[Buffer]:
+    """What the optimizer keeps from its first update on, wherever it updates."""
+    chosen = settings.optimizer
+    on_host = [unit.name in away and away[unit.name].optimizer is not Tier.DEVICE for unit in layouts if unit.trainable]
+    sizes = {
+        Tier.DEVICE: chosen.scratch_bytes(device) if chosen is not None and not all(on_host) else 0,
+        Tier.HOST: chosen.scratch_bytes("cpu") if chosen is not None and any(on_host) else 0,
+    }
+    return [Buffer("optimizer scratch", Kind.TEMP, size, tier) for tier, size in sizes.items() if size]
+
+
+def checkpoint_buffers(
+    input_bytes: int,
+    num_blocks: int,
+    *,
+    tp: int = 1,
+    partitioned: bool = False,
+    in_flight: int = 1,
+    tier: Tier = Tier.DEVICE,
+) -> list[Buffer]:
+    """The arena of the inputs of recomputed blocks, one after the other, so that they fragment nothing.
+
+    Rajbhandari et al. 2020, sections 6.1 and 6.3: tensor-parallel ranks would all keep the same inputs; partitioned
+    (Pa), each keeps 1/tp of them, which are gathered when the block is recomputed. The arena may lie on another tier.
+
+    Args:
+        input_bytes: of one block's input: 2 * batch * sequence * hidden in half precision.
+        in_flight: micro-batches whose backward is still to come.
+    """
+    ranks = tp if partitioned else 1
+    part = whole_pages(-(-input_bytes // ranks))
+    found = [
+        Buffer(
+            "checkpoint arena", Kind.ACTIVATION, part * num_blocks * in_flight, tier, pinned=tier is Tier.HOST,
+            phases=_UNTIL_BACKWARD,
+        )
+    ]  # fmt: skip
+    if ranks > 1:
+        found.append(
+            Buffer("gathered checkpoint", Kind.ACTIVATION, whole_pages(input_bytes), phases=frozenset({"backward"}))
+        )
+    if tier is not Tier.DEVICE:
+        found.append(Buffer("checkpoint staging", Kind.RING, STAGING_SLOTS * part))
+    if tier is Tier.DISK:
+        found.append(Buffer("disk slots of checkpoints", Kind.RING, DISK_SLOTS * part, Tier.HOST, pinned=True))
+    return found

@@ -1,0 +1,104 @@
+"""One way to run a model, as the planner considers it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from zrun_core.memory.buffers import ON_DEVICE, Placement, Tier
+from zrun_core.spine.parallel_dims import ParallelDims
+
+
+class Key(NamedTuple):
+    """What decides what one rank computes in a micro-batch."""
+
+    micro: int
+    tp: int
+    sequence_parallel: bool
+    checkpoint: str
+    precision: str
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration.
+
+    Attributes:
+        micro: samples of a micro-batch.
+        accumulation: micro-batches of a step on each data-parallel rank.
+        checkpoint: "none", "full", "every_n" or "selective".
+        precision: "fp32", "bf16" or "fp16".
+        sequence_parallel: tensor-parallel ranks divide what lies between their products, too.
+        init: "factory": a node holds the whole model while it is built; "meta": none does.
+    """
+
+    stage: int
+    dims: ParallelDims
+    micro: int
+    accumulation: int
+    checkpoint: str = "none"
+    precision: str = "bf16"
+    placement: Placement = ON_DEVICE
+    sequence_parallel: bool = False
+    init: str = "factory"
+
+    @property
+    def global_batch(self) -> int:
+        return self.micro * self.accumulation * self.dims.dp
+
+    @property
+    def key(self) -> Key:
+        return Key(self.micro, self.dims.tp, self.sequence_parallel, self.checkpoint, self.precision)
+
+    @property
+    def offloads(self) -> bool:
+        """Whether anything has its home elsewhere than on the device."""
+        here = self.placement
+        return any(tier is not Tier.DEVICE for tier in (here.param, here.grad, here.optimizer, here.activation))
+
+    def lacking(self) -> tuple[str, ...]:
+        """What it needs that zrun plans, and does not train with yet."""
+        found = []
+        if self.dims.tp > 1:
+            found.append("tensor parallelism")
+        if self.dims.pp > 1:
+            found.append("pipelines")
+        if self.offloads:
+            found.append("offload")
+        return tuple(found)
+
+    def __str__(self) -> str:
+        dims = self.dims
+        axes = [f"dp {dims.dp}"]
+        axes += [f"tp {dims.tp}" + ("+sp" if self.sequence_parallel else "")] if dims.tp > 1 else []
+        axes += [f"pp {dims.pp}" + (f"x{dims.virtual}" if dims.virtual > 1 else "")] if dims.pp > 1 else []
+        axes += [f"shard {dims.shard_size}"] if self.stage and dims.shard_size < dims.dp else []
+        words = [f"zero {self.stage}", *axes, f"micro {self.micro} x {self.accumulation}"]
+        words += [f"checkpoint {self.checkpoint}"] if self.checkpoint != "none" else []
+        if self.offloads:
+            place = self.placement
+            homes = {"param": place.param, "grad": place.grad, "optimizer": place.optimizer}
+            away = [f"{name} on {tier}" for name, tier in homes.items() if tier is not Tier.DEVICE]
+            away += [f"activations on {place.activation}"] if place.activation is not Tier.DEVICE else []
+            words.append(", ".join(away) + (f" ({place.fraction:.0%})" if place.fraction < 1 else ""))
+        return ", ".join([*words, self.precision])
+
+
+def stage_blocks(num_blocks: int, dims: ParallelDims, stage: int) -> tuple[range, ...]:
+    """The blocks of a pipeline stage: one run for each of its `virtual` parts.
+
+    The runs of all stages follow each other, stage after stage and part after part; where they cannot be equal, the
+    earlier ones have one block more.
+
+    Raises:
+        ValueError: there are fewer blocks than runs.
+    """
+    runs = dims.pp * dims.virtual
+    if num_blocks < runs and runs > 1:
+        raise ValueError(f"{num_blocks} blocks do not fill {dims.pp} stages of {dims.virtual} parts")
+    short, longer = divmod(num_blocks, runs)
+
+    def start(run: int) -> int:
+        return run * short + min(run, longer)
+
+    return tuple(range(start(run), start(run + 1)) for run in range(stage, runs, dims.pp))

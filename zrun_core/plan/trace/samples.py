@@ -1,0 +1,226 @@
+"""What a traced micro-batch is made of: the longest of the samples that were looked at.
+
+A dataset may be slow, or have no end: so many samples are read, for so long, and it is said which
+they were. A job that knows its longest sample says so (`data.longest`), and the one that was read
+is stretched to it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import default_collate
+
+from zrun_core.data.batch import _map_tensors, count_tokens
+from zrun_core.data.source import is_map_style, length_of
+from zrun_core.errors import JobError, UserCodeError, ZrunError
+from zrun_core.spine.config import JobConfig, Ref
+from zrun_core.user_code import user
+
+# What has a shape without being read, with its default seq_len.
+_TEXT = {"zrun_core.data.text:text": 256, "zrun_core.data.text:masked_text": 128}
+_LOOK_AT = 64  # samples
+_LOOK_FOR_S = 5.0
+
+Collate = Callable[[list[Any]], Any]
+Growing = tuple[tuple[int, ...], ...]  # dimensions of each tensor of a batch
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The samples that were looked at, and batches of the longest of them.
+
+    Attributes:
+        is_ragged: whether they differ in size, so that most batches take less.
+        growing: which dimensions are longer in a longer sample.
+        stretch: how much longer the longest sample is than the longest that was read.
+        num_samples: of an epoch; None: the data does not say, or was not opened.
+    """
+
+    first: Sequence[Any]
+    largest: Any
+    collate: Collate
+    note: str = ""
+    is_ragged: bool = False
+    growing: Growing = ()
+    stretch: float = 1.0
+    num_samples: int | None = None
+
+    def batch(self, micro: int) -> Any:
+        """Return `micro` times the longest sample."""
+        return self._stretched(self.collate([self.largest] * micro))
+
+    def real_batch(self, micro: int) -> Any:
+        """Return the longest sample and others, for models in which values matter."""
+        others = itertools.islice(itertools.cycle(self.first), micro - 1)
+        return self._stretched(self.collate([self.largest, *others]))
+
+    def _stretched(self, batch: Any) -> Any:
+        if self.stretch == 1.0:
+            return batch
+        dims = iter(self.growing)
+
+        def longer(tensor: torch.Tensor) -> torch.Tensor:
+            for dim in next(dims, ()):
+                size = tensor.shape[dim]
+                places = torch.arange(round(size * self.stretch)) % size
+                tensor = tensor.index_select(dim, places)
+            return tensor
+
+        return _map_tensors(longer, batch)
+
+
+def samples_of(job: JobConfig, job_dir: Path, *, values: bool = False) -> Samples:
+    """Read a few samples of the job's data, or none where their shape is known without that.
+
+    Args:
+        values: whether it is not enough to know their shape.
+
+    Raises:
+        JobError: there is no such data.
+        UserCodeError: reading it failed, and its shapes are not known otherwise.
+    """
+    collate: Collate = default_collate
+    if job.data.collate is not None:
+        collate = user.function(job.data.collate, job_dir, user.TAKES["data.collate"])
+    if job.data.call in _TEXT and not values:
+        return _stretched(_blank_text(job, collate), job.data.longest, "")
+    try:
+        dataset = user.call(Ref(call=job.data.call, args=job.data.args), job_dir)
+        with user.user_code("reading the training data failed"):
+            samples, which = _look(dataset)
+    except ZrunError as error:
+        if job.data.call not in _TEXT:
+            raise
+        reason = str(error).splitlines()[0]
+        note = f"the data was not read ({reason}): its seq_len says its shape"
+        return _stretched(replace(_blank_text(job, collate), note=note), job.data.longest, "")
+    if not samples:
+        raise UserCodeError(f"the dataset is empty: {type(dataset).__name__}")
+    sizes = [_size(sample, collate) for sample in samples]
+    largest, smallest = (samples[sizes.index(find(sizes))] for find in (max, min))
+    is_ragged = min(sizes) < max(sizes)
+    found = Samples(samples, largest, collate, is_ragged=is_ragged, num_samples=length_of(dataset))
+    if found.is_ragged:
+        found = replace(found, growing=_growing(collate, smallest, largest))
+    return _stretched(found, job.data.longest, which)
+
+
+def _blank_text(job: JobConfig, collate: Collate) -> Samples:
+    """What a sample of text looks like."""
+    seq_len = int(job.data.args.get("seq_len", _TEXT[job.data.call]))
+    tokens = torch.zeros(seq_len, dtype=torch.int64)
+    sample = {"input_ids": tokens, "labels": tokens}
+    return Samples([sample], sample, collate)
+
+
+def _look(dataset: Any) -> tuple[list[Any], str]:
+    """Read some samples, for a while; and which they were, in words."""
+    if is_map_style(dataset):
+        count = len(dataset)
+        places: Sequence[int] = range(count)
+        which, rest = "all {}", ""
+        if count > _LOOK_AT:  # not at even distances: what lies side by side may follow a pattern
+            drawn = random.Random(0).sample(range(1, count - 1), _LOOK_AT - 2)
+            places = [0, *sorted(drawn), count - 1]
+            which, rest = "{} samples", f" from all over the {count:,}"
+        read: Iterator[Any] = (dataset[place] for place in places)
+    else:
+        read = itertools.islice(iter(dataset), _LOOK_AT)
+        which, rest = "the first {} samples", ""
+    samples = []
+    start = time.monotonic()
+    for sample in read:
+        samples.append(sample)
+        if time.monotonic() - start > _LOOK_FOR_S:
+            which, rest = "the first {} samples", f", which took {_LOOK_FOR_S:g} s"
+            break
+    return samples, which.format(len(samples)) + rest
+
+
+def _size(sample: Any, collate: Collate) -> int:
+    """Bytes of a sample in a batch: it may be a list of numbers until it is collated."""
+    try:
+        return bytes_of(collate([sample]))
+    except Exception:  # one that needs several samples, say
+        return bytes_of(sample)
+
+
+def _growing(collate: Collate, smallest: Any, largest: Any) -> Growing:
+    """Which dimensions of a batch's tensors are longer for a longer sample."""
+    pairs = zip(
+        tensors_of(collate([smallest])),
+        tensors_of(collate([largest])),
+        strict=False,
+    )
+    return tuple(
+        tuple(dim for dim, size in enumerate(large.shape) if small.shape[dim] < size)
+        if small.dim() == large.dim()
+        else ()
+        for small, large in pairs
+    )
+
+
+def _stretched(samples: Samples, longest: int | None, which: str) -> Samples:
+    """`samples` with one as long as the job says the longest is, and with a note.
+
+    Args:
+        longest: its length; None: that of the longest that was read.
+        which: samples were read, in words.
+
+    Raises:
+        JobError: nothing tells in which dimension samples are long.
+    """
+    if longest is None and not samples.is_ragged:
+        return samples
+    one = samples.collate([samples.largest])
+    tensors, tokens = tensors_of(one), count_tokens(one)
+    growing = samples.growing
+    if not any(growing):  # all that were read are equally long
+        growing = tuple(_dims_of(tensor, tokens) for tensor in tensors)
+    pairs = zip(tensors, growing, strict=False)
+    lengths = [tensor.shape[dim] for tensor, dims in pairs for dim in dims]
+    unit = "tokens" if tokens else "elements"
+    if longest is None:
+        length = f": {max(lengths):,} {unit}" if lengths else ""
+        note = (
+            f"samples differ in size: planned with the longest of {which}{length}; data.longest "
+            "says how long they can be"
+        )
+        return replace(samples, note=note)
+    if not lengths:
+        raise JobError(
+            f"data.longest: {longest}: all samples that were read have the same size, and none has tokens: leave it out"
+        )
+    stretch = longest / max(lengths)
+    note = f"planned with samples of {longest:,} {unit} (data.longest)"
+    return replace(samples, growing=growing, stretch=stretch, is_ragged=True, note=note)
+
+
+def _dims_of(tensor: torch.Tensor, size: int) -> tuple[int, ...]:
+    """The dimensions of a batch's tensor, but for the first, that have this size."""
+    return tuple(dim for dim in range(1, tensor.dim()) if tensor.shape[dim] == size)
+
+
+def bytes_of(value: Any) -> int:
+    """Return the bytes of all tensors in a batch."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(value))
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """Return all tensors in a batch, in order."""
+    found: list[torch.Tensor] = []
+
+    def add(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    _map_tensors(add, value)
+    return found

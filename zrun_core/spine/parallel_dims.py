@@ -1,0 +1,157 @@
+"""How ranks divide a model and its batch: the size of each axis of parallelism, and the groups of ranks along it.
+
+    dims = ParallelDims(dp=2, tp=2, pp=2)
+    dims.coordinates(5)         # Coordinates(pp=1, dp=0, tp=1)
+    dims.groups("data")         # [(0, 2), (1, 3), (4, 6), (5, 7)]
+
+Pure: the launcher, the mesh of a run and the planner all read the axes here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from zrun_core.errors import JobError
+from zrun_core.spine.config import Axis, ZeroConfig
+
+GroupAxis = Literal["world", "pipe", "data", "tensor", "shard", "replicate", "ends"]
+
+
+class Coordinates(NamedTuple):
+    """A rank's place along each axis."""
+
+    pp: int = 0
+    dp: int = 0
+    tp: int = 0
+
+
+@dataclass(frozen=True)
+class ParallelDims:
+    """How many ranks there are along each axis: dp * tp * pp of them.
+
+    Attributes:
+        dp: parts of the batch.
+        tp: parts of each layer.
+        pp: stages of the pipeline.
+        virtual: parts of the model on each stage: Narayanan et al. 2021, section 2.2.
+        shard: data-parallel ranks that hold one copy of the states between them; None: all of
+            them.
+        order: the axes, from the one that the numbers of ranks follow fastest.
+    """
+
+    dp: int
+    tp: int = 1
+    pp: int = 1
+    virtual: int = 1
+    shard: int | None = None
+    order: tuple[Axis, Axis, Axis] = ("tp", "dp", "pp")
+
+    def __post_init__(self) -> None:
+        for name in ("dp", "tp", "pp", "virtual", "shard"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} is {value}: it must be at least 1")
+        if self.dp % self.shard_size:
+            raise ValueError(f"{self.shard} ranks that share the states do not divide {self.dp} data-parallel ranks")
+        if self.virtual > 1 and self.pp == 1:
+            raise ValueError("virtual stages need a pipeline: pp is 1")
+
+    @property
+    def world_size(self) -> int:
+        return self.dp * self.tp * self.pp
+
+    @property
+    def shard_size(self) -> int:
+        """Ranks that hold one copy of what is sharded."""
+        return self.dp if self.shard is None else self.shard
+
+    def size(self, axis: Axis) -> int:
+        return {"tp": self.tp, "dp": self.dp, "pp": self.pp}[axis]
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Return where a rank is along each axis."""
+        found: dict[str, int] = {}
+        for axis in self.order:
+            rank, found[axis] = divmod(rank, self.size(axis))
+        return Coordinates(**found)
+
+    def dp_per_host(self, ranks_per_host: int) -> int:
+        """Return how many data-parallel ranks a host has of one stage and one part of the layers."""
+        places = map(self.coordinates, range(min(ranks_per_host, self.world_size)))
+        return sum(place.pp == 0 and place.tp == 0 for place in places)
+
+    def groups(self, axis: GroupAxis) -> list[tuple[int, ...]]:
+        """Return the groups of ranks along `axis`; see `groups_along`."""
+        places = [self.coordinates(rank) for rank in range(self.world_size)]
+        return groups_along(axis, places, self.shard_size)
+
+
+def groups_along(axis: GroupAxis, places: Sequence[Coordinates], shard_size: int) -> list[tuple[int, ...]]:
+    """Return the groups of ranks that differ in their place along `axis` only.
+
+    `data` divides into groups of `shard_size` neighbours, `shard`, which hold one copy of the
+    states between them, and into `replicate`, ranks that hold equal shards. `ends` are the first
+    and the last stage of a pipeline; a rank of any other stage is alone there.
+
+    Args:
+        places: of each rank.
+
+    Returns:
+        The groups in the order of their first ranks; each in the order of its ranks.
+    """
+    last_stage = max(place.pp for place in places)
+    found: dict[tuple[int, ...], list[int]] = {}
+    for rank, (pp, dp, tp) in enumerate(places):
+        match axis:
+            case "world":
+                alike: tuple[int, ...] = ()
+            case "pipe":
+                alike = (dp, tp)
+            case "data":
+                alike = (pp, tp)
+            case "tensor":
+                alike = (pp, dp)
+            case "shard":
+                alike = (pp, tp, dp // shard_size)
+            case "replicate":
+                alike = (pp, tp, dp % shard_size)
+            case "ends":
+                is_end = pp in (0, last_stage)
+                alike = (dp, tp) if is_end else (dp, tp, pp)
+        found.setdefault(alike, []).append(rank)
+    return [tuple(ranks) for ranks in found.values()]
+
+
+def resolve_shard_size(zero: ZeroConfig, dp: int, dp_per_host: int) -> int:
+    """Return how many ranks hold one copy of the model states between them.
+
+    Args:
+        dp: data-parallel ranks: those of one stage and one part of the layers.
+        dp_per_host: of these, the ones on one host.
+    """
+    if zero.stage == 0:
+        return 1
+    match zero.shard_group:
+        case "all":
+            return dp
+        case "node":
+            return dp_per_host
+        case size:
+            return size
+
+
+def refuse_untrained(tp: int, pp: int) -> None:
+    """Refuse tensor and pipeline parallelism, which have a plan, but nothing that trains by it.
+
+    Raises:
+        JobError: a plan needs one of them.
+    """
+    if tp * pp == 1:
+        return
+    asked = f"tp: {tp}" if tp > 1 else f"pp: {pp}"
+    raise JobError(
+        f"parallel.{asked}: tensor and pipeline parallelism are planned, and shown by zrun "
+        "check, zrun topo and --dry-run, but not trained yet: leave parallel out, and write "
+        "zero: 3 to share a model over the ranks"
+    )

@@ -1,0 +1,194 @@
+"""What crosses to a worker: the resolved job, where each rank sits, and the run's directory, as one JSON object."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from pydantic import PositiveInt
+
+from zrun_core.errors import JobError
+from zrun_core.spine.config import JobConfig, Section, ZeroConfig
+from zrun_core.spine.parallel_dims import Coordinates, ParallelDims, resolve_shard_size
+
+_MAX_ACCUMULATION = 100_000  # micro-batches of a rank in one step
+
+
+class RankPlace(Section):
+    """One rank's seat, and its place along each axis of parallelism."""
+
+    rank: int
+    host: str
+    local_rank: int
+    device: str  # "cpu" or "cuda:<index>"
+    uuid: str | None = None  # of its GPU: CUDA counts the GPUs of a host in the order of its ranks
+    pp: int = 0
+    dp: int = 0
+    tp: int = 0
+    threads: PositiveInt = 1  # of its CPU work
+    cpus: str | None = None  # that it keeps to, as Linux writes sets: "0-7,64-71"; None: not bound
+    numa: int | None = None  # node of its GPU, or of its CPUs
+
+    @property
+    def coordinates(self) -> Coordinates:
+        return Coordinates(self.pp, self.dp, self.tp)
+
+
+class LaunchPlan(Section):
+    """Rank -> host and device. Ranks of a host are contiguous."""
+
+    ranks: list[RankPlace]
+
+    @property
+    def world_size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def hosts(self) -> list[str]:
+        """The hosts in rank order, each once."""
+        return list(dict.fromkeys(place.host for place in self.ranks))
+
+    def ranks_on(self, host: str) -> range:
+        """The ranks of one host."""
+        ranks = [place.rank for place in self.ranks if place.host == host]
+        return range(ranks[0], ranks[-1] + 1)
+
+    @property
+    def dims(self) -> ParallelDims:
+        """How many ranks there are along each axis."""
+        places = [place.coordinates for place in self.ranks]
+        return ParallelDims(
+            dp=1 + max(place.dp for place in places),
+            tp=1 + max(place.tp for place in places),
+            pp=1 + max(place.pp for place in places),
+        )
+
+    def shard_size(self, zero: ZeroConfig) -> int:
+        """Return how many data-parallel ranks hold one copy of the model states between them.
+
+        Raises:
+            JobError: these are the ranks of a host, and hosts have different numbers of them.
+        """
+        on_hosts = Counter((place.host, place.pp, place.tp) for place in self.ranks).values()
+        fewest, most = min(on_hosts), max(on_hosts)
+        if zero.stage > 0 and zero.shard_group == "node" and fewest < most:
+            raise JobError(
+                f"zero.shard_group: node, but some hosts have {fewest} data-parallel ranks and "
+                f"others {most}: write a number that divides {self.dims.dp}, or all"
+            )
+        return resolve_shard_size(zero, self.dims.dp, most)
+
+
+class BatchPlan(Section):
+    """The batch identity: global = micro * accumulation * data-parallel ranks."""
+
+    global_size: PositiveInt
+    micro: PositiveInt
+    accumulation: PositiveInt
+    ranks: PositiveInt
+
+    def num_steps(self, samples: int) -> int:
+        """Return the optimizer steps that so many samples make; the last one may be short."""
+        return max(0, -(-samples // self.global_size))
+
+    def __str__(self) -> str:
+        return (
+            f"global {self.global_size} = micro {self.micro} x accumulation {self.accumulation} x {self.ranks} "
+            f"data-parallel rank{'s' if self.ranks > 1 else ''}"
+        )
+
+
+class ResumeSpec(Section):
+    """Where a run goes on from."""
+
+    folder: str  # of checkpoints
+    step: int | None = None  # this one and no other; None: the newest valid one
+
+
+class RunSpec(Section):
+    """The one object that a launcher hands to a worker."""
+
+    job: JobConfig
+    plan: LaunchPlan
+    batch: BatchPlan
+    job_dir: str  # folder of the job file: first on the workers' sys.path
+    run_dir: str
+    run_id: str
+    resume: ResumeSpec | None = None  # None: from the beginning
+    memory_bytes: int | None = None  # that each rank may have where its model lives; None: it finds out
+    telemetry: str | None = None  # unix datagram socket of this host's agent; None: nobody listens
+
+    @classmethod
+    def read(cls, path: Path) -> RunSpec:
+        """The spec stored at `path`."""
+        return cls.model_validate_json(path.read_bytes())
+
+    def as_json(self) -> dict[str, Any]:
+        """What the spec says, without defaults: which keys a job gave is known to the worker too."""
+        return self.model_dump(mode="json", by_alias=True, exclude_unset=True)
+
+    def write(self, path: Path) -> None:
+        """Store the spec at `path`, readable by its owner only."""
+        path.touch(mode=0o600)
+        path.write_text(json.dumps(self.as_json(), indent=1))
+
+
+def checkpoint_folder(job: JobConfig, run_dir: Path) -> Path:
+    """Where the checkpoints of a run lie: `checkpoint.dir`, else a folder of the run directory."""
+    if job.checkpoint is not None and job.checkpoint.dir is not None:
+        return Path(job.checkpoint.dir).expanduser().absolute()
+    return run_dir / "checkpoints"
+
+
+def resolve_bucket(zero: ZeroConfig, device: str) -> int:
+    """Bytes of the largest flat unit on `device`, "cpu" or "cuda:<index>".
+
+    On a CPU, small units keep the rings small and cost no bandwidth. The size does not depend on the stage, so that
+    all stages compute the gradient norm over the same parts, and agree to the bit when they clip.
+    """
+    if zero.bucket != "auto":
+        return zero.bucket
+    return (12 if device == "cpu" else 64) << 20
+
+
+def resolve_batch(job: JobConfig, ranks: int) -> BatchPlan:
+    """Fill in what `batch` leaves to auto for this many data-parallel ranks.
+
+    Raises:
+        JobError: the global batch is not micro * a whole number * ranks.
+    """
+    asked_global, asked_micro = job.batch.global_, job.batch.micro
+    if asked_global == "auto":
+        assert asked_micro != "auto"
+        return BatchPlan(global_size=asked_micro * ranks, micro=asked_micro, accumulation=1, ranks=ranks)
+    per_rank, rest = divmod(asked_global, ranks)
+    if rest:
+        below, above = asked_global - rest, asked_global - rest + ranks
+        nearest = f"{below} or {above}" if below else f"{above}"
+        raise JobError(
+            f"batch.global: {asked_global} samples do not divide over {ranks} data-parallel ranks: write {nearest}"
+        )
+    micro = per_rank if asked_micro == "auto" else asked_micro
+    accumulation, rest = divmod(per_rank, micro)
+    if rest or accumulation == 0:
+        nearest_micro = min(_divisors(per_rank), key=lambda divisor: abs(divisor - micro))
+        raise JobError(
+            f"batch.micro: global {asked_global} / ({ranks} ranks x micro {micro}) = "
+            f"{asked_global / ranks / micro:.3g} is not a whole number of micro-batches: write micro: {nearest_micro} "
+            f"or global: {ranks * micro * max(1, round(per_rank / micro))}"
+        )
+    if accumulation > _MAX_ACCUMULATION:
+        raise JobError(
+            f"batch.micro: global {asked_global} / ({ranks} ranks x micro {micro}) = {accumulation} forward passes "
+            f"for one step, and a rank keeps the samples of them all: at most {_MAX_ACCUMULATION}; write a larger "
+            "micro, or a smaller global"
+        )
+    return BatchPlan(global_size=asked_global, micro=micro, accumulation=accumulation, ranks=ranks)
+
+
+def _divisors(number: int) -> list[int]:
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return small + [number // divisor for divisor in small]

@@ -1,0 +1,129 @@
+"""What a step took and what a rank holds, measured without making anything wait."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from enum import StrEnum
+from typing import Any
+
+import psutil
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+from zrun_core.hardware import hardware
+from zrun_core.spine import room
+
+_FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """FLOP/s that `device` could do in `dtype`; None where nobody says."""
+    if device.type != "cuda" or dtype not in _FORMATS:
+        return None
+    return hardware.peak_flops(torch.cuda.get_device_name(device), _FORMATS[dtype])
+
+
+class FlopCount(TorchDispatchMode):
+    """Counts the FLOPs of matrix products, convolutions and attention of what runs inside."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled in here: do not import the compiler, a second, to say so
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        packet = func._overloadpacket
+        if packet in flop_registry:
+            self.flops += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
+        elif packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
+            self.flops += sdpa_flop_count(*(tensor.shape for tensor in args[:3]))
+        return out
+
+
+class Phase(StrEnum):
+    """The parts of a step, as the host sees them."""
+
+    DATA = "data"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    COMM = "comm"  # waiting for other ranks, wherever it happens
+    OPTIM = "optim"
+
+
+class StepClock:
+    """Seconds of one optimizer step by phase.
+
+    On a CPU the host's clock is exact. On CUDA, events on the compute stream are recorded and read when the step's
+    result is, so that measuring never synchronises; time that the stream waits for NCCL is part of the phase.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._spans: list[tuple[Phase, Any, Any]] = []
+        self._start = self._mark()
+
+    def _mark(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _between(self, start: Any, stop: Any) -> float:
+        if not self._cuda:
+            return float(stop - start)
+        stop.synchronize()
+        return float(start.elapsed_time(stop)) / 1e3
+
+    @contextmanager
+    def during(self, phase: Phase) -> Iterator[None]:
+        """Count the time inside towards `phase`."""
+        start = self._mark()
+        yield
+        self._spans.append((phase, start, self._mark()))
+
+    def restart(self) -> Any:
+        """Begin a new step; returns what `read` needs of the one that ends here."""
+        ended = (self._start, self._spans, self._mark())
+        self._spans, self._start = [], ended[2]
+        return ended
+
+    def read(self, ended: Any, waited: dict[Phase, float]) -> tuple[float, dict[str, float]]:
+        """(seconds of the step, seconds by phase). `waited` by phase is counted as communication instead."""
+        start, spans, stop = ended
+        split = dict.fromkeys(Phase, 0.0)
+        for phase, first, last in spans:
+            split[phase] += self._between(first, last)
+        if not self._cuda:
+            for phase, seconds in waited.items():
+                split[phase] -= seconds
+                split[Phase.COMM] += seconds
+        return self._between(start, stop), {phase.value: max(0.0, seconds) for phase, seconds in split.items()}
+
+
+def process_memory(device: torch.device) -> dict[str, int | None]:
+    """Bytes that this process holds now and held at most, on the host and on its device.
+
+    None where it cannot be read, as when this process has as many files open as it may.
+    """
+    cuda = device.type == "cuda"
+    resident = None
+    with suppress(OSError, psutil.Error):
+        resident = psutil.Process().memory_info().rss
+    # Asked afterwards; and the kernel adds its counters up in two ways that differ by some pages.
+    highest = max(resident or 0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    return {
+        "rss_bytes": resident,
+        "peak_rss_bytes": highest,
+        "process_bytes": None if cuda else room.own_highest(),
+        "device_allocated": torch.cuda.max_memory_allocated(device) if cuda else None,
+        "device_reserved": torch.cuda.max_memory_reserved(device) if cuda else None,
+    }

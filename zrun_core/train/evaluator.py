@@ -1,0 +1,263 @@
+"""Evaluation: the mean loss and the user's own metrics over held-out data, summed over all ranks.
+
+Every number is a sum over all samples, divided once by the sum of its weights, in fp64: neither the
+size of the batches nor the number of ranks changes what it comes to.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, SupportsFloat
+
+import torch
+from torch import Tensor, nn
+
+from zrun_core.data.batch import MicroBatch
+from zrun_core.data.loader import eval_batches
+from zrun_core.distributed import rng
+from zrun_core.distributed.named_vector import Arriving, NamedVector
+from zrun_core.errors import UserCodeError
+from zrun_core.spine.board import Board
+from zrun_core.spine.spec import RunSpec
+from zrun_core.telemetry.record import Evaluated, checked_name
+from zrun_core.user_code.loss import LossFunction, compute_loss
+from zrun_core.user_code.user import user_code
+from zrun_core.zero.sharded import ShardedModel
+
+Metrics = Callable[[nn.Module, Any], Any]
+_SAME_NAMES = "return the same names on every rank for every batch, with weight 0 where none counts"
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """What an evaluation needs of the user's, loaded.
+
+    Attributes:
+        sets: the datasets by name; a single one may be called "".
+        metrics: (model, batch) -> {name: (sum, weight)}.
+    """
+
+    sets: Mapping[str, object]
+    metrics: Metrics | None
+    loss: LossFunction | None
+    collate: Callable[[list[Any]], Any] | None
+
+
+class Number(NamedTuple):
+    """What a batch adds to one of the numbers; a tensor is 0-d."""
+
+    total: Tensor | float
+    weight: Tensor | float
+
+
+class Evaluator:
+    """Walks the held-out data. All ranks call it at the same place."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        sharded: ShardedModel,
+        held_out: HeldOut,
+        board: Board | None,
+        asked_to_stop: Callable[[], bool],
+    ) -> None:
+        """
+        Args:
+            asked_to_stop: whether a signal has asked this rank for the end.
+        """
+        self._spec, self._sharded, self._held_out = spec, sharded, held_out
+        self._board, self._asked_to_stop = board, asked_to_stop
+        self._comm, self._mesh, self._world = sharded.comm, sharded.mesh, sharded.mesh.world
+        self._device = self._comm.device
+
+    def run(self) -> Evaluated | None:
+        """Evaluate each set in turn; modules get their modes back.
+
+        A signal that asks for the end cuts it off, on all ranks before the same batch, and the
+        random streams are set back: the run makes it anew when it goes on.
+
+        Returns:
+            What it came to, the same on every rank; None where a signal cut it off.
+
+        Raises:
+            UserCodeError: the user's model, loss, metrics or data raised, or the metrics have
+                other names on another rank.
+        """
+        start = time.monotonic()
+        streams = rng.capture(self._device)
+        values: dict[str, float] = {}
+        samples = tokens = 0
+        with _evaluation_mode(self._sharded.module):
+            for name, data in self._held_out.sets.items():
+                sums = _Sums(self._device)
+                if not self._walk(data, sums):
+                    rng.restore(*streams, self._device)
+                    return None
+                numbers, (num_samples, num_tokens) = self._over_ranks(sums)
+                samples, tokens = samples + int(num_samples), tokens + int(num_tokens)
+                prefix = f"{name}/" if name else ""
+                values |= {f"{prefix}{key}": value for key, value in numbers.items()}
+        return Evaluated(values, samples, tokens, time.monotonic() - start)
+
+    def _walk(self, data: object, sums: _Sums) -> bool:
+        """Add up what every batch of this rank comes to; return whether no rank was to stop."""
+        config = self._spec.job.eval
+        batches = eval_batches(
+            data,
+            self._spec.batch.micro,
+            self._mesh.data.index,
+            self._mesh.data.size,
+            None if config is None else config.samples,
+            self._held_out.collate,
+            self._spec.job.seed,
+            self._device,
+        )
+        for micro in batches:
+            vote = self._vote_on_stop()
+            micro = micro.to(self._device)
+            sums.add(micro, self._numbers(micro))
+            if self._board is not None:
+                self._board.tick()
+            if vote.read()["asked"]:
+                return False
+        return True
+
+    def _numbers(self, micro: MicroBatch) -> dict[str, Number]:
+        """What one batch comes to. Where the metrics have the loss, it is not computed again."""
+        found: dict[str, Number] = {}
+        model = self._sharded.module
+        if self._held_out.metrics is not None:
+            with self._sharded.evaluation(), user_code("eval.metrics failed"):
+                result = self._held_out.metrics(model, micro.batch)
+                found = read_metrics(result, micro.num_samples)
+        if "loss" not in found:
+            with self._sharded.evaluation(), user_code("evaluation failed"):
+                loss = compute_loss(model, micro.batch, self._held_out.loss, micro.num_samples)
+            found["loss"] = Number(loss.total.double(), loss.weight)
+        return found
+
+    def _vote_on_stop(self) -> Arriving:
+        """How many ranks were asked to stop; read after the batch, so that the device goes on."""
+        own = torch.tensor([self._asked_to_stop()], dtype=torch.float64, device=self._device)
+        asked = self._comm.sum_small(own, self._world, name="evaluation")
+        return Arriving.of(NamedVector(["asked"], asked))
+
+    def _over_ranks(self, sums: _Sums) -> tuple[dict[str, float], list[float]]:
+        """Return every number over all ranks, and how many samples and tokens there were.
+
+        Raises:
+            UserCodeError: the ranks do not have the same names.
+        """
+        names = sorted(sums.by_name)
+        if self._held_out.metrics is not None:
+            self._check_names(names)
+        own = torch.cat([sums.counts, *(sums.by_name[name] for name in names)])
+        if not self._mesh.adds_samples:
+            own = torch.zeros_like(own)
+        counts_and_numbers = self._comm.sum_small(own, self._world, name="evaluation").tolist()
+        counts, numbers = counts_and_numbers[:2], iter(counts_and_numbers[2:])
+        # sum, weight, sum, weight, ...
+        values = {
+            name: total / weight if weight else math.nan
+            for name, total, weight in zip(names, numbers, numbers, strict=True)
+        }
+        return {"loss": values.pop("loss"), **values}, counts
+
+    def _check_names(self, names: list[str]) -> None:
+        own = json.dumps(names).encode()
+        everyones = self._comm.exchange_bytes(own, self._world, name="evaluation")
+        for rank, theirs in enumerate(everyones):
+            if theirs != everyones[0]:
+                raise UserCodeError(
+                    f"eval.metrics returned {', '.join(json.loads(everyones[0]))} on rank 0 and "
+                    f"{', '.join(json.loads(theirs))} on rank {rank}: {_SAME_NAMES}"
+                )
+
+
+class _Sums:
+    """What batches of this rank have come to so far.
+
+    Attributes:
+        counts: fp64 [2], samples and tokens.
+        by_name: fp64 [2] each, the sum and the weight of a number.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._has_batches = False
+        self.counts = self._zeros()
+        self.by_name = {"loss": self._zeros()}
+
+    def _zeros(self) -> Tensor:
+        return torch.zeros(2, dtype=torch.float64, device=self._device)
+
+    def add(self, micro: MicroBatch, numbers: Mapping[str, Number]) -> None:
+        """Add the numbers of one batch.
+
+        Raises:
+            UserCodeError: they have other names than those of the batches before.
+        """
+        if self._has_batches and numbers.keys() != self.by_name.keys():
+            raise UserCodeError(
+                f"eval.metrics returned {', '.join(sorted(numbers))} for a batch after "
+                f"{', '.join(sorted(self.by_name))} for the one before: {_SAME_NAMES}"
+            )
+        self._has_batches = True
+        for name, number in numbers.items():
+            into = self.by_name.setdefault(name, self._zeros())
+            if micro.num_samples:  # else it is a stand-in, whatever its numbers are
+                into[0] += number.total
+                into[1] += number.weight
+        self.counts[0] += micro.num_samples
+        self.counts[1] += micro.num_tokens
+
+
+def read_metrics(result: object, num_samples: int) -> dict[str, Number]:
+    """Return what a metrics function returned for one batch, looked at.
+
+    Args:
+        num_samples: what a mean of the batch weighs.
+
+    Raises:
+        UserCodeError: it is no mapping of names to (sum, weight) or to means.
+    """
+    if not isinstance(result, Mapping):
+        what = type(result).__name__
+        raise UserCodeError(f"eval.metrics returned {what}: return a dict of name -> (sum, weight)")
+    found = {}
+    for name, value in result.items():
+        try:
+            checked_name(name)
+        except ValueError as error:
+            raise UserCodeError(f"eval.metrics: {error}") from None
+        if isinstance(value, tuple | list) and len(value) == 2:
+            found[name] = Number(_scalar(name, value[0]), _scalar(name, value[1]))
+        else:
+            found[name] = Number(_scalar(name, value) * num_samples, num_samples)
+    return found
+
+
+def _scalar(name: str, value: object) -> Tensor | float:
+    """One number: a tensor stays where it is, so that nobody waits for the device."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.detach().double().reshape(())
+    if isinstance(value, SupportsFloat) and not isinstance(value, Tensor):
+        return float(value)
+    what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    advice = "return (sum, weight), two numbers, or the batch's mean"
+    raise UserCodeError(f"eval.metrics: {name} is {what}: {advice}")
+
+
+@contextmanager
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Every module in evaluation mode; afterwards each in the mode that it had."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    yield
+    for module, mode in modes:
+        module.training = mode

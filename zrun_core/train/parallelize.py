@@ -1,0 +1,107 @@
+"""The one place that knows in which order a user's model is transformed: checkpointing, compile, sharding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from zrun_core.activations.checkpoint import apply_checkpointing, own_checkpointing
+from zrun_core.activations.kv_cache import omit_cache
+from zrun_core.distributed.comm import Comm
+from zrun_core.distributed.mesh import Mesh
+from zrun_core.errors import JobError
+from zrun_core.memory.layout import ZeroPolicy
+from zrun_core.optim.choose import Chosen
+from zrun_core.spine.config import ActivationsConfig, JobConfig, PrecisionConfig, ZeroConfig
+from zrun_core.spine.spec import resolve_bucket
+from zrun_core.user_code.build import Built
+from zrun_core.zero.cut import repeated_blocks
+from zrun_core.zero.exchange import Exchange
+from zrun_core.zero.precision import Precision
+from zrun_core.zero.server import Server
+from zrun_core.zero.sharded import Settings, ShardedModel
+
+
+def make_settings(job: JobConfig, optimizer: Chosen, device: torch.device) -> Settings:
+    """How `job` wants its model sharded and updated."""
+    settings = shard_settings(job.zero, job.precision, job.activations, device, compile=job.compile)
+    return replace(
+        settings,
+        optimizer=optimizer,
+        clip=job.optim.clip,
+        no_decay=job.optim.no_decay,
+        exchange=Server() if job.sync == "server" else Exchange(),
+    )
+
+
+def shard_settings(
+    zero: ZeroConfig, precision: PrecisionConfig, activations: ActivationsConfig, device: torch.device, *, compile: bool
+) -> Settings:
+    """How a model is sharded, before anything is said of its optimizer."""
+    return Settings(
+        zero=ZeroPolicy(zero.stage),
+        precision=Precision.of(precision),
+        optimizer=None,
+        bucket=resolve_bucket(zero, device.type),
+        unit_names=zero.units,
+        leaf_names=zero.leaf,
+        persist_below=zero.persist_below,
+        prefetch=zero.prefetch,
+        whole_blocks=compile,
+        recomputes_blocks=activations.checkpoint != "none",
+    )
+
+
+def parallelize(
+    built: Built, job: JobConfig, settings: Settings, mesh: Mesh, comm: Comm
+) -> tuple[ShardedModel, list[str]]:
+    """Transform a built model in place and shard it.
+
+    Returns:
+        The sharded model, and the notes of `transform`.
+
+    Raises:
+        JobError: the job asks for what this model cannot do.
+    """
+    notes = transform(built.module, job.activations, compile=job.compile)
+    return ShardedModel(built.module, built.read, settings, mesh, comm), notes
+
+
+def transform(model: nn.Module, activations: ActivationsConfig, *, compile: bool) -> list[str]:
+    """Prepare a model to be sharded, in place.
+
+    Returns:
+        What the user should know of it: settings of the model's own that do not count in training.
+
+    Raises:
+        JobError: this model cannot be transformed so.
+    """
+    notes = []
+    if own_checkpointing(model):
+        policy = activations.checkpoint
+        notes.append(
+            f"activations.checkpoint: {policy} replaces the model's own gradient checkpointing"
+            if policy != "none"
+            else "the model's own gradient checkpointing is on: activations.checkpoint: full does the "
+            "same, and memory is planned for it"
+        )
+    if omit_cache(model, activations, compile=compile):
+        notes.append(
+            "training keeps no cache of keys and values: config.use_cache counts where there are "
+            "no gradients, as in model.generate"
+        )
+    apply_checkpointing(model, activations)
+    if compile:
+        compile_blocks(model)
+    return notes
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """torch.compile the forward of each repeated block: one graph serves all of them, and hooks stay outside of it."""
+    blocks = repeated_blocks(model)
+    if not blocks:
+        raise JobError("compile: the model has no repeated blocks to compile; write compile: false")
+    for _, block in blocks:
+        block.forward = torch.compile(block.forward)

@@ -1,0 +1,85 @@
+"""Number formats, and dynamic loss scaling.
+
+fp16 has a smallest normal number of 6e-5: gradients vanish below it. The loss is multiplied by a scale before backward
+and the gradients are divided by it after reduction; the scale halves when a step overflows (which is skipped) and
+doubles after a window of good ones (Micikevicius et al. 2018, "Mixed Precision Training", section 3.2).
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from zrun_core.spine.config import LossScaleConfig, PrecisionConfig
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_LARGEST_SCALE = 2.0**127  # doubled once more it would be infinite, and stay so
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The formats of one run.
+
+    Attributes:
+        compute: parameters as the model sees them, activations.
+        reduce: gradients, from accumulation to the update.
+    """
+
+    compute: torch.dtype
+    reduce: torch.dtype
+    loss_scale: LossScaleConfig
+
+    @classmethod
+    def of(cls, config: PrecisionConfig) -> Precision:
+        compute = _DTYPES[config.compute]
+        return cls(compute, torch.float32 if config.reduce == "fp32" else compute, config.loss_scale)
+
+    def autocast(self, device: torch.device) -> AbstractContextManager[object]:
+        """Context of forward passes: matrix products in `compute`; norms, softmax and losses in fp32.
+
+        Parameters are in `compute` already, so nothing is cast twice; autocast keeps the rest of a user's model (fp32
+        inputs and buffers, losses) in the formats that torch considers safe.
+        """
+        if self.compute == torch.float32:
+            return nullcontext()
+        return torch.autocast(device.type, dtype=self.compute, cache_enabled=False)
+
+
+class LossScaler:
+    """The scale of the loss, the same on every rank because every rank sees the same overflows.
+
+    The state lives in tensors on the device and follows each step without the host reading anything.
+    """
+
+    def __init__(self, precision: Precision, device: torch.device) -> None:
+        self.enabled = precision.compute == torch.float16
+        self._config = precision.loss_scale
+        first = self._config.init if self.enabled else 1.0
+        self.scale = torch.tensor(first, dtype=torch.float32, device=device)
+        self._good = torch.zeros((), dtype=torch.int64, device=device)  # steps since the scale last changed
+        self._bad = torch.zeros((), dtype=torch.int64, device=device)  # overflows in a row
+
+    def update(self, overflow: torch.Tensor) -> None:
+        """Follow one step. `overflow` is 0-d bool, equal on all ranks."""
+        if not self.enabled:
+            return
+        config = self._config
+        bad, good = (self._bad + 1) * overflow, (self._good + 1) * ~overflow
+        shrinks, grows = bad >= config.hysteresis, good >= config.window  # never both
+        factor = 1.0 + 1.0 * grows - 0.5 * shrinks
+        self.scale = (self.scale * factor).clamp(config.min, _LARGEST_SCALE)
+        self._bad, self._good = bad * ~shrinks, good * ~grows
+
+    def can_shrink(self) -> bool:
+        """Whether an overflow leaves room to hope for a smaller scale. Waits for the device."""
+        return self.enabled and bool(self.scale > self._config.min)
+
+    def state_dict(self) -> dict[str, float]:
+        return {"scale": float(self.scale), "good": int(self._good), "bad": int(self._bad)}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.scale.fill_(state["scale"])
+        self._good.fill_(int(state["good"]))
+        self._bad.fill_(int(state["bad"]))

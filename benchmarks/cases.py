@@ -13,7 +13,9 @@ SYSTEMS = (
     "nocomm",  # every rank trains alone: no training system, but the floor of the step time
     "ddp",
     *(f"zrun{stage}" for stage in range(4)),
-    *(f"zrun{stage}-sockets" for stage in range(4)),  # as between hosts: not through the memory of the ranks
+    *(
+        f"zrun{stage}-sockets" for stage in range(4)
+    ),  # as between hosts: not through the memory of the ranks
     "fsdp2-z2",
     "fsdp2-z3",
     *(f"ds{stage}" for stage in (1, 2, 3)),
@@ -21,7 +23,9 @@ SYSTEMS = (
 LR, BETAS, WEIGHT_DECAY = 3e-4, (0.9, 0.95), 0.1  # of AdamW
 VOCAB = 512  # 256 byte values, padded
 TRAIN = "train"  # the real command line: `zrun train` with a job file
-_NAME = re.compile(r"(?P<system>.+?)(?P<other>-other)?(?P<bf16>-bf16)?(?:@(?P<ranks>[1-9]\d*))?", re.DOTALL)
+_NAME = re.compile(
+    r"(?P<system>.+?)(?P<other>-other)?(?P<bf16>-bf16)?(?:@(?P<ranks>[1-9]\d*))?", re.DOTALL
+)
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,10 @@ class Shape:
     @property
     def flops_per_token(self) -> int:
         """Forward and backward, nothing recomputed: 6 per weight of a matrix product, and causal attention."""
-        return 6 * (12 * self.dim**2 * self.depth + VOCAB * self.dim) + 6 * self.depth * self.dim * self.seq
+        return (
+            6 * (12 * self.dim**2 * self.depth + VOCAB * self.dim)
+            + 6 * self.depth * self.dim * self.seq
+        )
 
 
 SHAPES = {

@@ -68,7 +68,11 @@ class Training:
     """A GPT of 8 blocks, 512 wide, with 50k tokens: 50.9M parameters in fp32, with Adam's two moments."""
 
     def __init__(self, quick: bool) -> None:
-        shape = {"dim": 64, "vocab_size": 1000, "depth": 2} if quick else {"dim": 512, "vocab_size": 50304, "depth": 8}
+        shape = (
+            {"dim": 64, "vocab_size": 1000, "depth": 2}
+            if quick
+            else {"dim": 512, "vocab_size": 50304, "depth": 8}
+        )
         self._ids = torch.randint(shape["vocab_size"], (1, 33))
         self._model = zrun_core.shard(lambda: gpt(heads=8, seq_len=32, **shape))  # type: ignore[arg-type]
         self._optimizer = zrun_core.optimizer(self._model, "adamw", lr=1e-4)
@@ -154,13 +158,21 @@ class Zrun(Way):
     def __init__(self, training: Training, root: Path) -> None:
         super().__init__(training, root)
         self._told: list[dict[str, Any]] = []
-        config = CheckpointConfig.model_validate({"every": STEPS, "keep": 2, "async": self.in_background})
+        config = CheckpointConfig.model_validate(
+            {"every": STEPS, "keep": 2, "async": self.in_background}
+        )
         folder, about = CheckpointFolder(self.folder), About("benchmark", {}, versions())
         streams = Streams(0, training.comm.device, dp=training.world.index)
         self._saves = Checkpointer(
-            folder, training.model_state, streams, config, training.comm, training.world, about,
+            folder,
+            training.model_state,
+            streams,
+            config,
+            training.comm,
+            training.world,
+            about,
             lambda **fields: self._told.append(fields),
-        )  # fmt: skip
+        )
         self._step = 0
 
     def after_step(self, number: int) -> None:
@@ -182,7 +194,10 @@ class Zrun(Way):
 
     def load(self) -> None:
         load_newest(
-            ResumeSpec(folder=str(self.folder)), self.training.model_state, self.training.comm, self.training.world
+            ResumeSpec(folder=str(self.folder)),
+            self.training.model_state,
+            self.training.comm,
+            self.training.world,
         )
 
 
@@ -304,7 +319,10 @@ def disk_read(path: Path, num_bytes: int) -> None:
 
 def _at_once(call: Callable[[int, int], int], num_bytes: int) -> None:
     with ThreadPoolExecutor(4) as pool:
-        done = pool.map(lambda offset: call(offset, min(_BLOCK, num_bytes - offset)), range(0, num_bytes, _BLOCK))
+        done = pool.map(
+            lambda offset: call(offset, min(_BLOCK, num_bytes - offset)),
+            range(0, num_bytes, _BLOCK),
+        )
         assert sum(done) == num_bytes
 
 
@@ -320,7 +338,11 @@ def drop_from_cache(folder: Path) -> None:
 
 def resident(key: str) -> int:
     """Bytes, from the kernel's account of this process."""
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{key}:"))
+    (line,) = (
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith(f"{key}:")
+    )
     return int(line.split()[1]) * 1024
 
 
@@ -369,7 +391,9 @@ def measure(way: Way, plain: NoSave | None) -> float:
     return total
 
 
-def measure_disk(times: dict[str, list[float]], state: State, room: torch.Tensor, root: Path) -> None:
+def measure_disk(
+    times: dict[str, list[float]], state: State, room: torch.Tensor, root: Path
+) -> None:
     """The same number of bytes, with nothing around.
 
     Args:
@@ -409,21 +433,35 @@ def gather(state: State, digests: bool) -> None:
 
 def main() -> None:
     """Measure, print, and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dir", type=Path, default=Path(), help="a folder of the disk to measure (here)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--dir", type=Path, default=Path(), help="a folder of the disk to measure (here)"
+    )
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--quick", action="store_true", help="a small model, 1 round: a test of the harness")
-    parser.add_argument("--json", type=Path, default=Path("bench-checkpoint.json"), help="where the results go")
+    parser.add_argument(
+        "--quick", action="store_true", help="a small model, 1 round: a test of the harness"
+    )
+    parser.add_argument(
+        "--json", type=Path, default=Path("bench-checkpoint.json"), help="where the results go"
+    )
     options = parser.parse_args()
     warnings.filterwarnings("ignore")  # of DCP about its own storage
     times: dict[str, list[float]] = {name: [] for name in TIMES}
-    with tempfile.TemporaryDirectory(dir=options.dir.absolute(), prefix="bench-checkpoint-") as folder:
+    with tempfile.TemporaryDirectory(
+        dir=options.dir.absolute(), prefix="bench-checkpoint-"
+    ) as folder:
         root = Path(folder)
-        dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1
+        )
         zrun_core.init(device="cpu", threads=1)
         training = Training(options.quick)
         plain = NoSave(training, root)
-        ways: list[Way] = [kind(training, root) for kind in (Zrun, ZrunBehind, TorchSave, Dcp, DcpBehind)]
+        ways: list[Way] = [
+            kind(training, root) for kind in (Zrun, ZrunBehind, TorchSave, Dcp, DcpBehind)
+        ]
         room = torch.zeros(training.num_bytes // 4)
         for number in range(1 + (1 if options.quick else options.rounds)):
             plain.loop_s.append(measure(plain, None))
@@ -437,35 +475,75 @@ def main() -> None:
         rows = [{"name": way.name, **{key: getattr(way, key) for key in MEASURED}} for way in ways]
         loops = [total / STEPS for total in plain.loop_s[1:]]
         options.json.write_text(
-            json.dumps({"bytes": training.num_bytes, "step_s": loops, "disk": times, "ways": rows}, indent=1)
+            json.dumps(
+                {"bytes": training.num_bytes, "step_s": loops, "disk": times, "ways": rows},
+                indent=1,
+            )
         )
         print(table(ways, loops, times, training.num_bytes))
     sys.stdout.flush()
     os._exit(0)  # destroying a gloo group sometimes aborts
 
 
-def table(ways: list[Way], loops: list[float], times: dict[str, list[float]], num_bytes: int) -> str:
+def table(
+    ways: list[Way], loops: list[float], times: dict[str, list[float]], num_bytes: int
+) -> str:
     """A row per way, then the disk and the targets."""
-    columns = ("", "save s", "range", "GB/s", "stall s", "loop loses s", "peak MB", "load s", "GB/s")
+    columns = (
+        "",
+        "save s",
+        "range",
+        "GB/s",
+        "stall s",
+        "loop loses s",
+        "peak MB",
+        "load s",
+        "GB/s",
+    )
     lines = []
     for way in ways:
         save = statistics.median(way.save_s)
         load = statistics.median(way.load_s) if way.loads else None
-        lines.append([
-            way.name, f"{save:.2f}", _range(way.save_s), f"{num_bytes / save / 1e9:.2f}",
-            f"{statistics.median(way.stall_s):.2f}", f"{statistics.median(way.lost_s):.2f}",
-            f"{max(way.peak) / 2**20:.0f}",
-            *([f"{load:.2f}", f"{num_bytes / load / 1e9:.2f}"] if load else ["", ""]),
-        ])  # fmt: skip
+        lines.append(
+            [
+                way.name,
+                f"{save:.2f}",
+                _range(way.save_s),
+                f"{num_bytes / save / 1e9:.2f}",
+                f"{statistics.median(way.stall_s):.2f}",
+                f"{statistics.median(way.lost_s):.2f}",
+                f"{max(way.peak) / 2**20:.0f}",
+                *([f"{load:.2f}", f"{num_bytes / load / 1e9:.2f}"] if load else ["", ""]),
+            ]
+        )
     write, read, gathered, with_digests, copy = (statistics.median(times[name]) for name in TIMES)
-    lines.append([
-        "disk, O_DIRECT", f"{write:.2f}", _range(times["disk_write_s"]), f"{num_bytes / write / 1e9:.2f}", "", "", "",
-        f"{read:.2f}", f"{num_bytes / read / 1e9:.2f}",
-    ])  # fmt: skip
-    lines.append(["copy in memory", f"{copy:.2f}", _range(times["copy_s"]), f"{num_bytes / copy / 1e9:.2f}", *[""] * 5])
+    lines.append(
+        [
+            "disk, O_DIRECT",
+            f"{write:.2f}",
+            _range(times["disk_write_s"]),
+            f"{num_bytes / write / 1e9:.2f}",
+            "",
+            "",
+            "",
+            f"{read:.2f}",
+            f"{num_bytes / read / 1e9:.2f}",
+        ]
+    )
+    lines.append(
+        [
+            "copy in memory",
+            f"{copy:.2f}",
+            _range(times["copy_s"]),
+            f"{num_bytes / copy / 1e9:.2f}",
+            *[""] * 5,
+        ]
+    )
     zrun, behind = ways[0], ways[1]
     targets = [
-        _ratio("zrun's save rate / the disk's", times["disk_write_s"], zrun.save_s, "at least 0.70"),
+        _ratio(
+            "zrun's save rate / the disk's", times["disk_write_s"], zrun.save_s, "at least 0.70"
+        ),
         _ratio("zrun's load rate / the disk's", times["disk_read_s"], zrun.load_s, "at least 0.70"),
         [
             "what digests add / time of a save",
@@ -475,8 +553,12 @@ def table(ways: list[Way], loops: list[float], times: dict[str, list[float]], nu
         ],
         _ratio("stall of a save behind / copy", behind.stall_s, times["copy_s"], "at most 1.00"),
     ]
-    about = f"{num_bytes / 1e6:.0f} MB; a step takes {statistics.median(loops):.2f} s ({_range(loops)})"
-    return f"{about}\n{render(columns, lines)}\n\n{render(('', 'median', 'range', 'target'), targets)}"
+    about = (
+        f"{num_bytes / 1e6:.0f} MB; a step takes {statistics.median(loops):.2f} s ({_range(loops)})"
+    )
+    return (
+        f"{about}\n{render(columns, lines)}\n\n{render(('', 'median', 'range', 'target'), targets)}"
+    )
 
 
 def _range(values: list[float]) -> str:

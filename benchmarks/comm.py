@@ -39,23 +39,36 @@ _UNTIMED = 2
 
 def main() -> None:
     """Measure, print, and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", default="2,4")
-    parser.add_argument("--quick", action="store_true", help="small sizes, few repetitions: a test of the harness")
-    parser.add_argument("--json", type=Path, default=Path("bench-comm.json"), help="where the results go")
+    parser.add_argument(
+        "--quick", action="store_true", help="small sizes, few repetitions: a test of the harness"
+    )
+    parser.add_argument(
+        "--json", type=Path, default=Path("bench-comm.json"), help="where the results go"
+    )
     options = parser.parse_args()
     sizes = SIZES_KIB[:2] if options.quick else SIZES_KIB
-    rows = [row for ranks in options.ranks.split(",") for row in measure(int(ranks), sizes, 3 if options.quick else 15)]
+    rows = [
+        row
+        for ranks in options.ranks.split(",")
+        for row in measure(int(ranks), sizes, 3 if options.quick else 15)
+    ]
     options.json.write_text(json.dumps(rows, indent=1))
     print(table(rows))
 
 
-def measure(ranks: int, sizes_kib: tuple[int, ...], repetitions: int) -> list[dict[str, float | str]]:
+def measure(
+    ranks: int, sizes_kib: tuple[int, ...], repetitions: int
+) -> list[dict[str, float | str]]:
     """One row per operation and size, from `ranks` processes of one thread."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            context.Process(target=_rank, args=(rank, ranks, sizes_kib, repetitions, folder)) for rank in range(ranks)
+            context.Process(target=_rank, args=(rank, ranks, sizes_kib, repetitions, folder))
+            for rank in range(ranks)
         ]
         for process in processes:
             process.start()
@@ -84,17 +97,25 @@ def _rank(rank: int, ranks: int, sizes_kib: tuple[int, ...], repetitions: int, f
             return True
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", ranks), rank=rank, world_size=ranks)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(f"{folder}/store", ranks), rank=rank, world_size=ranks
+    )
     group = Mesh.build(rank, ["localhost"] * ranks, ranks).shard
     device = torch.device("cpu")
-    ways: dict[str, Comm] = dict(zip(WAYS, (Direct(device), Direct(device), Native(device)), strict=True))
+    ways: dict[str, Comm] = dict(
+        zip(WAYS, (Direct(device), Direct(device), Native(device)), strict=True)
+    )
     ways["memory"].use_memory(group, 60.0)
     rows = []
     for operation in OPERATIONS:
         for size_kib in sizes_kib:
-            calls = {way: _call(comm, operation, group, size_kib * 256) for way, comm in ways.items()}
+            calls = {
+                way: _call(comm, operation, group, size_kib * 256) for way, comm in ways.items()
+            }
             times = _interleaved(calls, repetitions)
-            milliseconds = {way: 1e3 * statistics.median(seconds[_UNTIMED:]) for way, seconds in times.items()}
+            milliseconds = {
+                way: 1e3 * statistics.median(seconds[_UNTIMED:]) for way, seconds in times.items()
+            }
             rows.append({"ranks": ranks, "operation": operation, "KiB": size_kib, **milliseconds})
     if rank == 0:
         Path(folder, "rows.json").write_text(json.dumps(rows))
@@ -116,7 +137,9 @@ def _call(comm: Comm, operation: str, group: Group, numel: int) -> Callable[[], 
             comm.all_gather(full, own, group, tag=2, name="bench").wait()
             comm.settle()
         elif operation == "reduce_scatter":
-            comm.reduce_scatter(full, arrivals, own, group, accumulate=False, tag=3, name="bench").wait()
+            comm.reduce_scatter(
+                full, arrivals, own, group, accumulate=False, tag=3, name="bench"
+            ).wait()
         else:
             comm.all_reduce(full, arrivals, group, tag=3, name="bench").wait()
 
@@ -145,13 +168,21 @@ def table(rows: list[dict[str, float | str]]) -> str:
     lines = []
     for row in rows:
         times = {way: float(row[way]) for way in WAYS}
-        lines.append([
-            str(row["operation"]), str(row["ranks"]), str(row["KiB"]), *(f"{time:.3f}" for time in times.values()),
-            f"{times['native'] / times['sockets']:.2f}", f"{times['sockets'] / times['memory']:.2f}",
-            min(times, key=times.__getitem__),
-        ])  # fmt: skip
+        lines.append(
+            [
+                str(row["operation"]),
+                str(row["ranks"]),
+                str(row["KiB"]),
+                *(f"{time:.3f}" for time in times.values()),
+                f"{times['native'] / times['sockets']:.2f}",
+                f"{times['sockets'] / times['memory']:.2f}",
+                min(times, key=times.__getitem__),
+            ]
+        )
     ratios = ("native / sockets", "sockets / memory")
-    return render(("operation", "ranks", "KiB", *(f"{way} ms" for way in WAYS), *ratios, "fastest"), lines)
+    return render(
+        ("operation", "ranks", "KiB", *(f"{way} ms" for way in WAYS), *ratios, "fastest"), lines
+    )
 
 
 if __name__ == "__main__":

@@ -53,7 +53,10 @@ Fault = Callable[["System", Path, bool], Counter[str]]
 def make_state(step: int) -> State:
     """1.2 MB of fp32 whose every element tells the step."""
     random_numbers = torch.Generator().manual_seed(step)
-    return {f"layer{index}.weight": torch.randn(128, 600, generator=random_numbers) + step for index in range(4)}
+    return {
+        f"layer{index}.weight": torch.randn(128, 600, generator=random_numbers) + step
+        for index in range(4)
+    }
 
 
 class System(ABC):
@@ -87,7 +90,9 @@ class System(ABC):
 
     def files(self, folder: Path, step: int) -> list[Path]:
         path = self.path(folder, step)
-        return sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
+        return (
+            sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
+        )
 
 
 def _broken(*_: object, **__: object) -> Any:
@@ -106,9 +111,13 @@ class Zrun(System):
         tmp = checkpoints.begin(step)
         try:
             halves = [
-                [self._half(name, tensor.reshape(-1), rank) for name, tensor in state.items()] for rank in range(2)
+                [self._half(name, tensor.reshape(-1), rank) for name, tensor in state.items()]
+                for rank in range(2)
             ]
-            shards = [write_shard(tmp / f"rank-0000{rank}.safetensors", half) for rank, half in enumerate(halves)]
+            shards = [
+                write_shard(tmp / f"rank-0000{rank}.safetensors", half)
+                for rank, half in enumerate(halves)
+            ]
             infos = [
                 TensorInfo(name, tuple(tensor.shape), tensor.stride(), "float32", "param", (), {})
                 for name, tensor in state.items()
@@ -116,12 +125,21 @@ class Zrun(System):
             checkpoints.commit(
                 tmp,
                 Manifest(
-                    step=step, run_id="bench", versions={}, job={}, world_size=2, layout={}, progress={},
-                    files=[info for info, _ in shards], tensors=infos,
+                    step=step,
+                    run_id="bench",
+                    versions={},
+                    job={},
+                    world_size=2,
+                    layout={},
+                    progress={},
+                    files=[info for info, _ in shards],
+                    tensors=infos,
                     fragments=[each for _, fragments in shards for each in fragments],
-                    rank_states=[RankState(rank, {}, {"order": None, "late": []}) for rank in range(2)],
+                    rank_states=[
+                        RankState(rank, {}, {"order": None, "late": []}) for rank in range(2)
+                    ],
                 ),
-            )  # fmt: skip
+            )
         except Exception:
             checkpoints.discard(tmp)
             raise
@@ -140,7 +158,11 @@ class Zrun(System):
         for info in found.manifest.files:
             check_header(found.path, info)
         for fragment in found.manifest.fragments:
-            read_fragment(found.path, fragment, state[fragment.tensor].view(-1)[fragment.start : fragment.stop])
+            read_fragment(
+                found.path,
+                fragment,
+                state[fragment.tensor].view(-1)[fragment.start : fragment.stop],
+            )
         return state
 
     @contextmanager
@@ -232,7 +254,9 @@ class TorchSave(System):
 
     @contextmanager
     def failing_writes(self) -> Iterator[None]:
-        with mock.patch.object(os, "fsync", _broken):  # where a disk that fails shows behind a page cache
+        with mock.patch.object(
+            os, "fsync", _broken
+        ):  # where a disk that fails shows behind a page cache
             yield
 
     @contextmanager
@@ -253,7 +277,9 @@ def outcome(system: System, folder: Path, step: int) -> str:
     try:
         loaded = system.load(folder, step)
         expected = make_state(step)
-        same = loaded.keys() == expected.keys() and all(torch.equal(loaded[name], expected[name]) for name in expected)
+        same = loaded.keys() == expected.keys() and all(
+            torch.equal(loaded[name], expected[name]) for name in expected
+        )
     except RAISED:
         return "found"
     return "harmless" if same else "SILENT"
@@ -339,7 +365,10 @@ def killed(system: System, folder: Path, quick: bool) -> Counter[str]:
         loaded = system.load(folder, step)
     except RAISED:
         return Counter(["found, both steps lost"])
-    whole = any(all(torch.equal(loaded[key], each[key]) for key in each) for each in (make_state(10), make_state(20)))
+    whole = any(
+        all(torch.equal(loaded[key], each[key]) for key in each)
+        for each in (make_state(10), make_state(20))
+    )
     return Counter(["harmless" if whole else "SILENT: a mix of both"])
 
 
@@ -354,13 +383,23 @@ def full_disk(system: System, folder: Path, quick: bool) -> Counter[str]:
         used = status.f_blocks - status.f_bfree
         outcomes: Counter[str] = Counter()
         for percent in range(0, 100, 10):
-            blocks = used + sum(file.stat().st_size for file in system.files(disk, 10)) * percent // 100 // 4096
+            blocks = (
+                used
+                + sum(file.stat().st_size for file in system.files(disk, 10))
+                * percent
+                // 100
+                // 4096
+            )
             subprocess.run(["mount", "-o", f"remount,size={blocks * 4096}", str(disk)], check=True)
             told = _told(system, disk, 20)
             kept = outcome(system, disk, 10) == "harmless"
             status = os.statvfs(disk)
             left = status.f_blocks - status.f_bfree > used
-            outcomes[told + (", half a step is left" if left else "") + ("" if kept else ", OLD STEP LOST")] += 1
+            outcomes[
+                told
+                + (", half a step is left" if left else "")
+                + ("" if kept else ", OLD STEP LOST")
+            ] += 1
             path = system.path(disk, 20)
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         return outcomes
@@ -381,7 +420,9 @@ FAULTS: dict[str, Fault] = {
 
 def main() -> None:
     """Run every fault on every system and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="few cases: a test of the harness")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -400,7 +441,9 @@ def main() -> None:
                 outcomes = fault(system, Path(folder), options.quick)
             line.append("; ".join(f"{count} {text}" for text, count in sorted(outcomes.items())))
             if isinstance(system, Zrun):
-                silent += sum(count for text, count in outcomes.items() if "SILENT" in text or "LOST" in text)
+                silent += sum(
+                    count for text, count in outcomes.items() if "SILENT" in text or "LOST" in text
+                )
         lines.append(line)
     print(render(("fault", *(system.name for system in systems)), lines))
     sys.exit(silent > 0)

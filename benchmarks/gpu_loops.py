@@ -29,11 +29,15 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # zrun without installing it
 
 LR, BETAS, WEIGHT_DECAY, CLIP = 3e-4, (0.9, 0.95), 0.1, 1.0
-WARMUP = 4  # steps of each loop before anything is timed: compilation, and the losses that are compared
+WARMUP = (
+    4  # steps of each loop before anything is timed: compilation, and the losses that are compared
+)
 BLOCK_S = 1.5  # seconds that a loop runs before the next one takes its turn
 NUM_BATCHES = 4
 
-Loop = Callable[[Tensor, Tensor], Tensor]  # one step: (tokens, targets) [B, T] -> loss, 0-d, on the device
+Loop = Callable[
+    [Tensor, Tensor], Tensor
+]  # one step: (tokens, targets) [B, T] -> loss, 0-d, on the device
 Emit = Callable[[dict[str, Any]], None]
 
 
@@ -52,7 +56,10 @@ class Model:
     @property
     def flops_per_token(self) -> int:
         """Forward and backward, nothing recomputed: 6 per weight of a matrix product, and causal attention."""
-        return 6 * (12 * self.dim**2 * self.depth + self.vocab * self.dim) + 6 * self.depth * self.dim * self.seq
+        return (
+            6 * (12 * self.dim**2 * self.depth + self.vocab * self.dim)
+            + 6 * self.depth * self.dim * self.seq
+        )
 
     def build(self, device: torch.device) -> nn.Module:
         """The model on `device`, always with the same first values."""
@@ -61,7 +68,12 @@ class Model:
         torch.manual_seed(0)
         with device:
             return gpt(
-                "gpt2", vocab_size=self.vocab, dim=self.dim, depth=self.depth, heads=self.heads, seq_len=self.seq
+                "gpt2",
+                vocab_size=self.vocab,
+                dim=self.dim,
+                depth=self.depth,
+                heads=self.heads,
+                seq_len=self.seq,
             )
 
 
@@ -81,14 +93,18 @@ def torch_loop(model: nn.Module, device: torch.device, compiled: bool) -> Loop:
     for param, master in zip(params, masters, strict=True):
         param.data = param.data.bfloat16()
         master.grad = torch.zeros_like(master)
-    optimizer = torch.optim.AdamW(masters, lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
+    optimizer = torch.optim.AdamW(
+        masters, lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True
+    )
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         with torch.autocast(device.type, torch.bfloat16, cache_enabled=False):
             loss = model(tokens, targets)
         loss.backward()
         with torch.no_grad():
-            torch._foreach_copy_([master.grad for master in masters], [param.grad for param in params])
+            torch._foreach_copy_(
+                [master.grad for master in masters], [param.grad for param in params]
+            )
         for param in params:
             param.grad = None
         nn.utils.clip_grad_norm_(masters, CLIP, foreach=True)
@@ -104,7 +120,9 @@ def autocast_loop(model: nn.Module, device: torch.device, compiled: bool) -> Loo
     """fp32 weights under autocast."""
     if compiled:
         compile_blocks(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True
+    )
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         with torch.autocast(device.type, torch.bfloat16):
@@ -128,11 +146,25 @@ def zrun_loop(model: nn.Module, device: torch.device, compiled: bool) -> Loop:
     from zrun_core.train.parallelize import make_settings, parallelize
     from zrun_core.user_code.build import Built
 
-    job = JobConfig.model_validate({
-        "name": "bench", "model": "bench:model", "data": "bench:data", "steps": 1, "batch": 1, "precision": "bf16",
-        "zero": 2, "compile": compiled,
-        "optim": {"name": "adamw", "lr": LR, "betas": list(BETAS), "weight_decay": WEIGHT_DECAY, "clip": CLIP},
-    })  # fmt: skip
+    job = JobConfig.model_validate(
+        {
+            "name": "bench",
+            "model": "bench:model",
+            "data": "bench:data",
+            "steps": 1,
+            "batch": 1,
+            "precision": "bf16",
+            "zero": 2,
+            "compile": compiled,
+            "optim": {
+                "name": "adamw",
+                "lr": LR,
+                "betas": list(BETAS),
+                "weight_decay": WEIGHT_DECAY,
+                "clip": CLIP,
+            },
+        }
+    )
     settings = make_settings(job, choose(job.optim, lambda name: None), device)
     built = Built(model, lambda name, param: param.detach())
     sharded, _ = parallelize(built, job, settings, Mesh.build(0, ["localhost"], 1), Comm(device))
@@ -176,8 +208,16 @@ class Entrant:
 class Comparison:
     """Loops on one model that are all in memory and take turns, so that they see the same clocks and temperature."""
 
-    def __init__(self, size: str, batch: int, device: torch.device, compiled: bool, emit: Emit) -> None:
-        self.size, self.model, self.batch, self.device, self._emit = size, MODELS[size], batch, device, emit
+    def __init__(
+        self, size: str, batch: int, device: torch.device, compiled: bool, emit: Emit
+    ) -> None:
+        self.size, self.model, self.batch, self.device, self._emit = (
+            size,
+            MODELS[size],
+            batch,
+            device,
+            emit,
+        )
         generator = torch.Generator(device).manual_seed(1)
         shape = (NUM_BATCHES, batch, self.model.seq + 1)
         tokens = torch.randint(0, self.model.vocab, shape, generator=generator, device=device)
@@ -188,11 +228,19 @@ class Comparison:
         start, before = time.perf_counter(), self._allocated()
         step = LOOPS[name](self.model.build(self.device), self.device, compiled)
         losses = [float(step(*self._batches[k % NUM_BATCHES])) for k in range(WARMUP)]
-        entrant = Entrant(step, self._allocated() - before, time.perf_counter() - start, losses, [], [])
-        self._emit({
-            "size": self.size, "loop": name, "event": "ready", "start_s": round(entrant.start_s, 1), "losses": losses,
-            "state_gib": gib(entrant.state_bytes),
-        })  # fmt: skip
+        entrant = Entrant(
+            step, self._allocated() - before, time.perf_counter() - start, losses, [], []
+        )
+        self._emit(
+            {
+                "size": self.size,
+                "loop": name,
+                "event": "ready",
+                "start_s": round(entrant.start_s, 1),
+                "losses": losses,
+                "state_gib": gib(entrant.state_bytes),
+            }
+        )
         return entrant
 
     def run(self, rounds: int, deadline: float) -> None:
@@ -203,10 +251,17 @@ class Comparison:
             names = list(self.entrants)
             for name in names if number % 2 == 0 else reversed(names):
                 self._turn(self.entrants[name], num_steps)
-            self._emit({
-                "size": self.size, "event": "round", "round": number + 1,
-                "ms": {name: round(1e3 * each.medians[-1], 3) for name, each in self.entrants.items()},
-            })  # fmt: skip
+            self._emit(
+                {
+                    "size": self.size,
+                    "event": "round",
+                    "round": number + 1,
+                    "ms": {
+                        name: round(1e3 * each.medians[-1], 3)
+                        for name, each in self.entrants.items()
+                    },
+                }
+            )
             if time.monotonic() + 1.2 * (time.monotonic() - start) > deadline:
                 break
 
@@ -220,7 +275,9 @@ class Comparison:
             torch.cuda.reset_peak_memory_stats(self.device)
         times = self._time(entrant, num_steps + 1)[1:]  # the first follows another loop
         if self.device.type == "cuda":
-            entrant.peak_bytes = max(entrant.peak_bytes, torch.cuda.max_memory_allocated(self.device) - others)
+            entrant.peak_bytes = max(
+                entrant.peak_bytes, torch.cuda.max_memory_allocated(self.device) - others
+            )
         entrant.times += times
         entrant.medians.append(statistics.median(times))
 
@@ -258,20 +315,37 @@ class Comparison:
         for name, each in self.entrants.items():
             tokens_per_s = self.batch * self.model.seq / statistics.median(each.times)
             flops = tokens_per_s * self.model.flops_per_token
-            ratios = [theirs / ours for theirs, ours in zip(base.medians, each.medians, strict=True)]
-            found.append({
-                "size": self.size, "loop": name, "event": "result", "batch": self.batch, "seq": self.model.seq,
-                "ms": round(1e3 * statistics.median(each.times), 3),
-                "ms_range": [round(1e3 * min(each.medians), 3), round(1e3 * max(each.medians), 3)],
-                "rounds": len(each.medians), "steps": len(each.times),
-                "tokens_per_s": round(tokens_per_s, 1), "tflops": round(flops / 1e12, 2),
-                "mfu": round(flops / peak_flops, 4) if peak_flops else None,
-                "ratio": round(statistics.median(ratios), 4),
-                "ratio_range": [round(min(ratios), 4), round(max(ratios), 4)],
-                "peak_gib": gib(each.peak_bytes), "state_gib": gib(each.state_bytes), "start_s": round(each.start_s, 1),
-                "max_loss_difference": max(abs(a - b) for a, b in zip(each.losses, base.losses, strict=True)),
-                "graphs": graphs,
-            })  # fmt: skip
+            ratios = [
+                theirs / ours for theirs, ours in zip(base.medians, each.medians, strict=True)
+            ]
+            found.append(
+                {
+                    "size": self.size,
+                    "loop": name,
+                    "event": "result",
+                    "batch": self.batch,
+                    "seq": self.model.seq,
+                    "ms": round(1e3 * statistics.median(each.times), 3),
+                    "ms_range": [
+                        round(1e3 * min(each.medians), 3),
+                        round(1e3 * max(each.medians), 3),
+                    ],
+                    "rounds": len(each.medians),
+                    "steps": len(each.times),
+                    "tokens_per_s": round(tokens_per_s, 1),
+                    "tflops": round(flops / 1e12, 2),
+                    "mfu": round(flops / peak_flops, 4) if peak_flops else None,
+                    "ratio": round(statistics.median(ratios), 4),
+                    "ratio_range": [round(min(ratios), 4), round(max(ratios), 4)],
+                    "peak_gib": gib(each.peak_bytes),
+                    "state_gib": gib(each.state_bytes),
+                    "start_s": round(each.start_s, 1),
+                    "max_loss_difference": max(
+                        abs(a - b) for a, b in zip(each.losses, base.losses, strict=True)
+                    ),
+                    "graphs": graphs,
+                }
+            )
         return found
 
 

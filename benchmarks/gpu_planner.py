@@ -30,11 +30,17 @@ BOUNDS = {"allocated": 0.03, "reserved": 0.07, "seconds": 0.10}
 _STEPS, _WARM_UP = 16, 6
 _LEAST_S = 25.0  # for one more case
 _GPT2 = {"vocab_size": 50304, "dim": 768, "depth": 12, "heads": 12, "seq_len": 1024}
-_LONG = {"call": "planner_models.py:Samples", "args": {"kind": "text", "length": 1024, "vocab": 50304}}
+_LONG = {
+    "call": "planner_models.py:Samples",
+    "args": {"kind": "text", "length": 1024, "vocab": 50304},
+}
 LARGE: dict[str, dict[str, Any]] = {  # at which a GPU computes most of the time
     "gpt2-124m": {"model": {"call": "zrun_core.models.gpt:gpt", "args": _GPT2}, "data": _LONG},
     "llama-160m": {
-        "model": {"call": "zrun_core.models.gpt:gpt", "args": {**_GPT2, "flavour": "llama", "kv_heads": 4}},
+        "model": {
+            "call": "zrun_core.models.gpt:gpt",
+            "args": {**_GPT2, "flavour": "llama", "kv_heads": 4},
+        },
         "data": _LONG,
     },
 }
@@ -42,7 +48,11 @@ LARGE: dict[str, dict[str, Any]] = {  # at which a GPU computes most of the time
 
 def cases() -> list[Case]:
     """What is compared: the most telling first."""
-    large = [Case(model, "bf16", checkpoint, micro=8) for model in LARGE for checkpoint in ("none", "full")]
+    large = [
+        Case(model, "bf16", checkpoint, micro=8)
+        for model in LARGE
+        for checkpoint in ("none", "full")
+    ]
     large.append(Case("gpt2-124m", "fp32", micro=4))
     return [*large, *(Case(model, "bf16", micro=64) for model in MODELS)]
 
@@ -64,10 +74,15 @@ def hardware() -> Any:
     found = gpu_rates(torch, 0)
     flops = {name: found[f"{name}_flops"] for name in ("fp32", "bf16", "fp16")}
     rates = Rates(
-        {"fp32": 1e11}, 1e10, found["name"], flops, found["copy_bytes_per_s"],
-        torch.cuda.get_device_properties(0).total_memory, found["to_device_bytes_per_s"],
+        {"fp32": 1e11},
+        1e10,
+        found["name"],
+        flops,
+        found["copy_bytes_per_s"],
+        torch.cuda.get_device_properties(0).total_memory,
+        found["to_device_bytes_per_s"],
         found["from_device_bytes_per_s"],
-    )  # fmt: skip
+    )
     return from_rates(rates, ranks=1, host_bytes=1 << 36, cores=len(os.sched_getaffinity(0)))
 
 
@@ -79,14 +94,21 @@ def predict(case: Case, on: Any) -> dict[str, Any]:
     from zrun_core.spine.parallel_dims import ParallelDims
 
     job = JobConfig.model_validate(job_of(case))
-    profile = trace_in_subprocess(job, HERE, micros=(case.micro,), checkpoints=(case.checkpoint,), device="cuda")
-    candidate = Candidate(0, ParallelDims(1), case.micro, case.accumulation, case.checkpoint, case.precision)
+    profile = trace_in_subprocess(
+        job, HERE, micros=(case.micro,), checkpoints=(case.checkpoint,), device="cuda"
+    )
+    candidate = Candidate(
+        0, ParallelDims(1), case.micro, case.accumulation, case.checkpoint, case.precision
+    )
     found = Planner(profile, on, job).estimate(candidate)
     (rank,) = found.ranks
     return {
-        "allocated": rank.allocated, "reserved": rank.reserved, "seconds": found.time.seconds,
-        "parts": found.time.parts, "source": found.source,
-    }  # fmt: skip
+        "allocated": rank.allocated,
+        "reserved": rank.reserved,
+        "seconds": found.time.seconds,
+        "parts": found.time.parts,
+        "source": found.source,
+    }
 
 
 def run(case: Case) -> dict[str, Any]:
@@ -106,12 +128,18 @@ def run(case: Case) -> dict[str, Any]:
                 seconds.append(fields["step_s"])
 
     job = JobConfig.model_validate(job_of(case))
-    place = RankPlace(rank=0, host="here", local_rank=0, device="cuda:0", threads=len(os.sched_getaffinity(0)))
+    place = RankPlace(
+        rank=0, host="here", local_rank=0, device="cuda:0", threads=len(os.sched_getaffinity(0))
+    )
     with tempfile.TemporaryDirectory(prefix="zrun-gpu-") as folder:
         spec = RunSpec(
-            job=job, plan=LaunchPlan(ranks=[place]), batch=resolve_batch(job, 1), job_dir=str(HERE), run_dir=folder,
+            job=job,
+            plan=LaunchPlan(ranks=[place]),
+            batch=resolve_batch(job, 1),
+            job_dir=str(HERE),
+            run_dir=folder,
             run_id="planner",
-        )  # fmt: skip
+        )
         worker = Worker(spec, 0)
         worker.emitter = Ear(None, 0)
         trainer, _ = worker._prepare()
@@ -128,9 +156,11 @@ def run(case: Case) -> dict[str, Any]:
         trainer.run()
         torch.cuda.synchronize()
     return {
-        "allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved(),
-        "seconds": statistics.median(seconds[_WARM_UP:]), "range": [min(seconds[_WARM_UP:]), max(seconds[_WARM_UP:])],
-    }  # fmt: skip
+        "allocated": torch.cuda.max_memory_allocated(),
+        "reserved": torch.cuda.max_memory_reserved(),
+        "seconds": statistics.median(seconds[_WARM_UP:]),
+        "range": [min(seconds[_WARM_UP:]), max(seconds[_WARM_UP:])],
+    }
 
 
 def errors_of(line: dict[str, Any]) -> dict[str, float]:
@@ -145,18 +175,31 @@ def is_good(line: dict[str, Any]) -> bool:
 
 def table(lines: list[dict[str, Any]]) -> str:
     """One row per case."""
-    columns = ("case", "allocated GiB", "error", "reserved GiB", "error", "step ms", "error", "verdict")
+    columns = (
+        "case",
+        "allocated GiB",
+        "error",
+        "reserved GiB",
+        "error",
+        "step ms",
+        "error",
+        "verdict",
+    )
     rows = []
     for line in lines:
         errors, measured = errors_of(line), line["measured"]
         rows.append(
             [
-                line["case"], f"{measured['allocated'] / 2**30:.3f}", f"{100 * errors['allocated']:+.2f} %",
-                f"{measured['reserved'] / 2**30:.3f}", f"{100 * errors['reserved']:+.1f} %",
-                f"{1e3 * measured['seconds']:.2f}", f"{100 * errors['seconds']:+.1f} %",
+                line["case"],
+                f"{measured['allocated'] / 2**30:.3f}",
+                f"{100 * errors['allocated']:+.2f} %",
+                f"{measured['reserved'] / 2**30:.3f}",
+                f"{100 * errors['reserved']:+.1f} %",
+                f"{1e3 * measured['seconds']:.2f}",
+                f"{100 * errors['seconds']:+.1f} %",
                 "within" if is_good(line) else "MISSED",
             ]
-        )  # fmt: skip
+        )
     return render(columns, rows)
 
 
@@ -180,9 +223,15 @@ def main() -> int:
     device = on.device
     emit(
         options.json,
-        {"event": "device", "name": device.name, "peak": dict(device.peak), "gemm": device.gemm,
-         "streaming": device.streaming, "torch": torch.__version__},
-    )  # fmt: skip
+        {
+            "event": "device",
+            "name": device.name,
+            "peak": dict(device.peak),
+            "gemm": device.gemm,
+            "streaming": device.streaming,
+            "torch": torch.__version__,
+        },
+    )
     lines: list[dict[str, Any]] = []
     for case in chosen:
         left = deadline - time.monotonic()
@@ -202,7 +251,9 @@ def compared(case: Case, on: Any, patience_s: float) -> dict[str, Any]:
     found = predict(case, on)
     command = [sys.executable, str(Path(__file__).resolve()), "--run", json.dumps(asdict(case))]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=patience_s, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=patience_s, check=False
+        )
     except subprocess.TimeoutExpired:
         return {"event": "failed", "case": str(case), "why": "it did not end in time"}
     if done.returncode:
@@ -223,10 +274,18 @@ def emit(path: Path, line: dict[str, Any]) -> None:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="models, of " + ", ".join(dict.fromkeys(c.model for c in cases())))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only",
+        default="",
+        help="models, of " + ", ".join(dict.fromkeys(c.model for c in cases())),
+    )
     parser.add_argument("--seconds", type=float, default=340.0, help="for everything")
-    parser.add_argument("--json", type=Path, default=Path("bench-gpu-planner.jsonl"), help="where the lines go")
+    parser.add_argument(
+        "--json", type=Path, default=Path("bench-gpu-planner.jsonl"), help="where the lines go"
+    )
     parser.add_argument("--run", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if unknown := set(filter(None, options.only.split(","))) - {case.model for case in cases()}:

@@ -33,9 +33,16 @@ INTERVAL = 100
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", choices=SHAPES, default="50m")
-    parser.add_argument("--steps", type=int, default=5, help="steps and checks that are timed, after one that is not")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=5,
+        help="steps and checks that are timed, after one that is not",
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -54,11 +61,15 @@ def main() -> None:
 def measure(size: str, stage: int, bf16: bool, steps: int) -> tuple[float, float]:
     """Median seconds of a step and of a check."""
     shape, rank, world = SHAPES[size], dist.get_rank(), dist.get_world_size()
-    job = JobConfig.model_validate(zrun_job(stage, bf16) | {"steps": 1, "batch": {"micro": shape.batch}})
+    job = JobConfig.model_validate(
+        zrun_job(stage, bf16) | {"steps": 1, "batch": {"micro": shape.batch}}
+    )
     comm = Comm(torch.device("cpu"))
     settings = make_settings(job, choose(job.optim, lambda name: None), comm.device)
     mesh = Mesh.build(rank, ["localhost"] * world, resolve_shard_size(job.zero, world, world))
-    sharded, _ = parallelize(Built(model.build(shape), lambda name, param: param.detach()), job, settings, mesh, comm)
+    sharded, _ = parallelize(
+        Built(model.build(shape), lambda name, param: param.detach()), job, settings, mesh, comm
+    )
     guard, step_times, check_times = ReplicaGuard(sharded), [], []
     share = slice(rank * shape.batch, (rank + 1) * shape.batch)
     for number in range(1 + steps):

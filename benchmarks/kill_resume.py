@@ -29,7 +29,9 @@ VICTIMS = ("rank", "agent", "launcher")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("job", help="job file")
     parser.add_argument("overrides", nargs="*", help="key=value")
     parser.add_argument("--kills", type=int, default=6)
@@ -38,7 +40,16 @@ def main() -> None:
     dice = random.Random(options.seed)
     with tempfile.TemporaryDirectory(prefix="zrun-kill-") as scratch:
         alone, killed = Path(scratch) / "alone", Path(scratch) / "killed"
-        command = [sys.executable, "-m", "zrun", "train", options.job, *options.overrides, "--ui", "none"]
+        command = [
+            sys.executable,
+            "-m",
+            "zrun",
+            "train",
+            options.job,
+            *options.overrides,
+            "--ui",
+            "none",
+        ]
         start = time.monotonic()
         subprocess.run([*command, "--run-dir", str(alone)], check=True)
         print(f"alone: {len(losses(alone))} steps in {time.monotonic() - start:.0f} s")
@@ -49,12 +60,16 @@ def main() -> None:
             before = max(losses(killed), default=0)
             after = dice.randint(before + 1, max(before + 1, before + (total - before) // 3))
             code, step = kill(resume, killed, victim, after, dice.random())
-            print(f"killed the {victim} in step {step + 1}: exit code {code}; saved so far: {steps(killed)}")
+            print(
+                f"killed the {victim} in step {step + 1}: exit code {code}; saved so far: {steps(killed)}"
+            )
         subprocess.run(resume, check=True)
         same_losses = losses(killed) == losses(alone)
         ours, theirs = digest(killed), digest(alone)
         print(f"losses of {total} steps: {'equal' if same_losses else 'DIFFERENT'}")
-        print(f"last checkpoint: alone {theirs[:16]}, killed {ours[:16]}: {'equal' if ours == theirs else 'DIFFERENT'}")
+        print(
+            f"last checkpoint: alone {theirs[:16]}, killed {ours[:16]}: {'equal' if ours == theirs else 'DIFFERENT'}"
+        )
         sys.exit(not (same_losses and ours == theirs))
 
 
@@ -70,7 +85,9 @@ def kill(command: list[str], run: Path, victim: str, after: int, part: float) ->
             break
         time.sleep(0.01)
     own = psutil.Process(launcher.pid)
-    workers = [each for each in own.children(recursive=True) if "zrun_core.train.worker" in each.cmdline()]
+    workers = [
+        each for each in own.children(recursive=True) if "zrun_core.train.worker" in each.cmdline()
+    ]
     agent = workers[0].parent()
     assert agent is not None
     time.sleep(part * 0.5)  # anywhere in a step, a save or an evaluation
@@ -100,7 +117,9 @@ def digest(run: Path) -> str:
     """Sha256 over the digests of all fragments of the newest step, in a fixed order."""
     newest = CheckpointFolder(run / "checkpoints").scan()[0]
     assert newest.manifest is not None, newest.problem
-    lines = sorted(f"{f.tensor} {f.state} {f.start} {f.stop} {f.digest}" for f in newest.manifest.fragments)
+    lines = sorted(
+        f"{f.tensor} {f.state} {f.start} {f.stop} {f.digest}" for f in newest.manifest.fragments
+    )
     return hashlib.sha256("\n".join([str(newest.step), *lines]).encode()).hexdigest()
 
 

@@ -65,7 +65,11 @@ class Case:
             f"lr.warmup={max(1, self.steps // 10)}",
             f"optim.name={self.optimizer}",
             f"optim.lr={self.lr:g}",
-            *(["optim.betas=[0.9,0.95]"] if self.optimizer == "adamw" else ["optim.betas=[0.9,0.98]"]),
+            *(
+                ["optim.betas=[0.9,0.95]"]
+                if self.optimizer == "adamw"
+                else ["optim.betas=[0.9,0.98]"]
+            ),
             f"seed={self.seed}",
             "eval.every=null",
             "eval.first=false",
@@ -79,7 +83,15 @@ RULES: dict[str, Callable[[float], float]] = {"sqrt": math.sqrt, "linear": float
 def cases(args: argparse.Namespace, samples: int, rates: dict[str, float]) -> list[Case]:
     """Small batch, then the large one, for both optimizers; all rates follow from those at batch 8 by the rule."""
     return [
-        Case(args.model, optimizer, batch, round(lr * RULES[args.rule](batch / 8), 6), seed, samples, args.ranks)
+        Case(
+            args.model,
+            optimizer,
+            batch,
+            round(lr * RULES[args.rule](batch / 8), 6),
+            seed,
+            samples,
+            args.ranks,
+        )
         for seed in range(args.seeds)
         for batch in (args.batch, args.batch * GROWTH)
         for optimizer, lr in rates.items()
@@ -99,13 +111,27 @@ def sweep(args: argparse.Namespace, samples: int, rates: dict[str, float]) -> li
 def run(case: Case) -> dict[str, Any]:
     """Train `case` by the command line. The last held-out loss, and seconds of training."""
     with tempfile.TemporaryDirectory(prefix="zrun-large-batch-") as folder:
-        zrun = [sys.executable, "-m", "zrun", "train", str(ROOT / "jobs" / "stdlib-gpt.yaml"), *case.overrides()]
+        zrun = [
+            sys.executable,
+            "-m",
+            "zrun",
+            "train",
+            str(ROOT / "jobs" / "stdlib-gpt.yaml"),
+            *case.overrides(),
+        ]
         done = subprocess.run(
-            [*zrun, "--run-dir", f"{folder}/run", "--ui", "none"], capture_output=True, text=True, check=False, cwd=ROOT
+            [*zrun, "--run-dir", f"{folder}/run", "--ui", "none"],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=ROOT,
         )
         if done.returncode:
             raise SystemExit(f"{case}: exit code {done.returncode}\n{done.stderr}")
-        events = [json.loads(line) for line in (Path(folder) / "run" / "events.jsonl").read_text().splitlines()]
+        events = [
+            json.loads(line)
+            for line in (Path(folder) / "run" / "events.jsonl").read_text().splitlines()
+        ]
     by_type = {event["type"]: event for event in events}
     return {**asdict(case), "loss": by_type["eval"]["loss"], "seconds": by_type["end"]["total_s"]}
 
@@ -117,25 +143,47 @@ def table(records: list[dict[str, Any]]) -> str:
         groups[key].append(record["loss"])
     rows = []
     for (model, samples, batch, optimizer, lr), losses in sorted(groups.items()):
-        rows.append([
-            f"{model} {optimizer}", str(batch), str(samples // batch), f"{lr:.3g}", f"{statistics.mean(losses):.3f}",
-            f"{min(losses):.3f} to {max(losses):.3f}", str(len(losses)),
-        ])  # fmt: skip
+        rows.append(
+            [
+                f"{model} {optimizer}",
+                str(batch),
+                str(samples // batch),
+                f"{lr:.3g}",
+                f"{statistics.mean(losses):.3f}",
+                f"{min(losses):.3f} to {max(losses):.3f}",
+                str(len(losses)),
+            ]
+        )
     return render(["", "batch", "steps", "lr", "held-out loss", "over seeds", "seeds"], rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", choices=MODELS, default="short", help="the main job's model, or a small one")
+    parser.add_argument(
+        "--model", choices=MODELS, default="short", help="the main job's model, or a small one"
+    )
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--rule", choices=RULES, default="sqrt", help="what the rate is multiplied by")
+    parser.add_argument(
+        "--rule", choices=RULES, default="sqrt", help="what the rate is multiplied by"
+    )
     parser.add_argument("--batch", type=int, default=8, help="the small batch")
-    parser.add_argument("--ranks", type=int, default=2, help="of each run; --batch 1 takes --ranks 1")
+    parser.add_argument(
+        "--ranks", type=int, default=2, help="of each run; --batch 1 takes --ranks 1"
+    )
     parser.add_argument("--steps", type=int, help="at batch 8; fewer, where the batch is larger")
     for name, lr in BASE_LR.items():
-        parser.add_argument(f"--{name}", type=float, default=lr, metavar="LR", help=f"its rate at batch 8; {lr:g}")
-    parser.add_argument("--sweep", action="store_true", help="the rates at batch 8 instead: times 1, 2, 1/2 and 4")
-    parser.add_argument("--record", type=Path, default=Path("large-batch.jsonl"), help="file of the runs that are made")
+        parser.add_argument(
+            f"--{name}", type=float, default=lr, metavar="LR", help=f"its rate at batch 8; {lr:g}"
+        )
+    parser.add_argument(
+        "--sweep", action="store_true", help="the rates at batch 8 instead: times 1, 2, 1/2 and 4"
+    )
+    parser.add_argument(
+        "--record",
+        type=Path,
+        default=Path("large-batch.jsonl"),
+        help="file of the runs that are made",
+    )
     parser.add_argument("--runs", type=int, default=1000, help="make at most so many runs")
     args = parser.parse_args()
     if args.batch % args.ranks:

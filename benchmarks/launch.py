@@ -64,7 +64,9 @@ def checkout(python: str) -> Path:
     """
     code = "import pathlib, zrun_core; print(pathlib.Path(zrun_core.__file__).parents[1])"
     try:
-        found = subprocess.run([python, "-P", "-c", code], check=True, capture_output=True, text=True).stdout
+        found = subprocess.run(
+            [python, "-P", "-c", code], check=True, capture_output=True, text=True
+        ).stdout
     except (OSError, subprocess.CalledProcessError):
         raise ValueError(f"{python} cannot import zrun: name the Python of a checkout") from None
     if not (Path(found.strip()) / "benchmarks" / "worker.py").exists():
@@ -94,7 +96,9 @@ def _run_workers(case: Case, settings: Settings, steps: int, folder: Path) -> Re
     return reduce_ranks(found, settings.warmup, os.cpu_count() or 1)
 
 
-def run_ranks(script: Path, case: Case, settings: Settings, steps: int, folder: Path) -> tuple[list[Any], str]:
+def run_ranks(
+    script: Path, case: Case, settings: Settings, steps: int, folder: Path
+) -> tuple[list[Any], str]:
     """Run `script` on every rank of a case.
 
     Args:
@@ -105,12 +109,25 @@ def run_ranks(script: Path, case: Case, settings: Settings, steps: int, folder: 
         what each rank has written, and what went wrong in one line, or nothing.
     """
     request = Request(
-        case.system, case.bf16, case.ranks, settings.size, steps, settings.warmup, settings.threads, time.time()
+        case.system,
+        case.bf16,
+        case.ranks,
+        settings.size,
+        steps,
+        settings.warmup,
+        settings.threads,
+        time.time(),
     )
     (folder / "request.json").write_text(json.dumps(asdict(request)))
     command = [settings.python(case)]
     if case.processes > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.ranks)]
+        command += [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(case.ranks),
+        ]
     is_zrun = case.system.startswith("zrun")
     given = dict(WORKER_DEFAULTS) if is_zrun or settings.heap == "kept" else {}
     if settings.heap == "default":
@@ -136,12 +153,17 @@ def reduce_ranks(ranks: list[Record], warmup: int, cores: int) -> Record:
         "timed": clean if len(clean) >= LEAST_CLEAN else [seconds for seconds, _ in timed],
         "clean": len(clean),
         "foreign": statistics.mean(share for _, share in timed),
-        "losses": [statistics.mean(each) for each in zip(*(rank["losses"] for rank in ranks), strict=True)],
+        "losses": [
+            statistics.mean(each) for each in zip(*(rank["losses"] for rank in ranks), strict=True)
+        ],
         "rank_losses": [rank["losses"] for rank in ranks],
         "digests": [rank["digest"] for rank in ranks],
         **{key: statistics.median(ranks[0][key][warmup:]) for key in ("payload", "loopback")},
         "counted": ranks[0]["counted"],
-        **{key: max(rank[key] for rank in ranks) for key in ("first_s", "base_mb", "start_mb", "peak_mb")},
+        **{
+            key: max(rank[key] for rank in ranks)
+            for key in ("first_s", "base_mb", "start_mb", "peak_mb")
+        },
         "torch": ranks[0]["torch"],
     }
 
@@ -190,7 +212,12 @@ def _execute(command: list[str], settings: Settings, case: Case, given: dict[str
         | given
     )
     with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     ) as process:
         try:
             output, _ = process.communicate(timeout=settings.timeout_s)
@@ -202,7 +229,9 @@ def _execute(command: list[str], settings: Settings, case: Case, given: dict[str
     if process.returncode == 0:
         return ""
     errors = [line for line in output.splitlines() if "Error" in line and "ChildFailed" not in line]
-    return (errors[:1] or output.strip().splitlines()[-1:] or [f"exit code {process.returncode}"])[0][-300:]
+    return (errors[:1] or output.strip().splitlines()[-1:] or [f"exit code {process.returncode}"])[
+        0
+    ][-300:]
 
 
 def _end(process: subprocess.Popen[str]) -> None:

@@ -86,7 +86,9 @@ class Far:
     def hear(self, data: bytes) -> int:
         """Cut a stream into frames without looking into them, and say how many there were so far."""
         self.heard += data
-        while len(self.heard) >= 4 and len(self.heard) >= (end := 4 + int.from_bytes(self.heard[:4], "big")):
+        while len(self.heard) >= 4 and len(self.heard) >= (
+            end := 4 + int.from_bytes(self.heard[:4], "big")
+        ):
             self.heard = self.heard[end:]
             self.num_heard += 1
         return self.num_heard
@@ -101,15 +103,33 @@ class Far:
         """Every rank tells of its memory; rank 0 of the step, too."""
         step = self.progress // 2
         told: dict[str, Any] = {
-            "type": "memory", "time": time.time(), "rank": rank, "step": step, "params": 2147483648,
-            "grads": 1073741824, "optim": 6442450944, "rings": 268435456, "rss_bytes": 5368709120 + step,
-            "peak_rss_bytes": 5368709120, "device_allocated": 12884901888 + step, "device_reserved": 17179869184,
-        }  # fmt: skip
+            "type": "memory",
+            "time": time.time(),
+            "rank": rank,
+            "step": step,
+            "params": 2147483648,
+            "grads": 1073741824,
+            "optim": 6442450944,
+            "rings": 268435456,
+            "rss_bytes": 5368709120 + step,
+            "peak_rss_bytes": 5368709120,
+            "device_allocated": 12884901888 + step,
+            "device_reserved": 17179869184,
+        }
         lines = [told]
         if rank == 0:
             split = dict.fromkeys(("data", "forward", "backward", "comm", "optim"), 0.2)
-            step_event = {"type": "step", "step": step, "loss": 2.5, "lr": 3e-4, "grad_norm": 1.0, "step_s": 1.0,
-                          "samples_per_s": 8192.0, "tokens_per_s": 8388608.0, "split": split}  # fmt: skip
+            step_event = {
+                "type": "step",
+                "step": step,
+                "loss": 2.5,
+                "lr": 3e-4,
+                "grad_norm": 1.0,
+                "step_s": 1.0,
+                "samples_per_s": 8192.0,
+                "tokens_per_s": 8388608.0,
+                "split": split,
+            }
             lines.append(told | step_event)
         return b"".join(b'{"frame":"event","event":' + encode(line) + b"}\n" for line in lines)
 
@@ -122,7 +142,8 @@ class Far:
         if 0 in self.ranks:
             last = b'{"frame":"event","event":{"type":"end","time":1.0,"rank":0,"step":1,"reason":"steps"}}\n'
         exits = (
-            f'{{"frame":"exit","rank":{rank},"status":0,"oom":false,"note":null,"log":[]}}\n' for rank in self.ranks
+            f'{{"frame":"exit","rank":{rank},"status":0,"oom":false,"note":null,"log":[]}}\n'
+            for rank in self.ranks
         )
         return last + "".join(exits).encode() + b'{"frame":"done"}\n'
 
@@ -160,7 +181,9 @@ def _hear_starts(hosts: list[Far], selector: selectors.BaseSelector) -> None:
     started: set[int] = set()
     while len(started) < len(hosts):
         for key, _ in selector.select():
-            if key.data.hear(os.read(key.fd, 1 << 16)) > 1 and key.fd not in started:  # the spec, and the start
+            if (
+                key.data.hear(os.read(key.fd, 1 << 16)) > 1 and key.fd not in started
+            ):  # the spec, and the start
                 started.add(key.fd)
                 say(key.data, key.data.started())
 
@@ -183,16 +206,34 @@ class Cost:
 def follow(num_hosts: int, ranks_per_host: int, seconds: float, events: bool) -> Cost:
     """Start simulated hosts, follow them to their end, and say what it took this process."""
     job = JobConfig.model_validate(
-        {"name": "wide", "model": "m:f", "data": "m:d", "steps": 1000, "batch": num_hosts * ranks_per_host}
+        {
+            "name": "wide",
+            "model": "m:f",
+            "data": "m:d",
+            "steps": 1000,
+            "batch": num_hosts * ranks_per_host,
+        }
     )
     places = [
-        RankPlace(rank=h * ranks_per_host + r, host=f"node{h}", local_rank=r, device=f"cuda:{r}", cpus="0-15",
-                  uuid=f"GPU-{random.randbytes(16).hex()}")
-        for h in range(num_hosts) for r in range(ranks_per_host)
-    ]  # fmt: skip
+        RankPlace(
+            rank=h * ranks_per_host + r,
+            host=f"node{h}",
+            local_rank=r,
+            device=f"cuda:{r}",
+            cpus="0-15",
+            uuid=f"GPU-{random.randbytes(16).hex()}",
+        )
+        for h in range(num_hosts)
+        for r in range(ranks_per_host)
+    ]
     plan = LaunchPlan(ranks=places)
     spec = RunSpec(
-        job=job, plan=plan, batch=resolve_batch(job, len(places)), job_dir="/job", run_dir="/run", run_id="x"
+        job=job,
+        plan=plan,
+        batch=resolve_batch(job, len(places)),
+        job_dir="/job",
+        run_dir="/run",
+        run_id="x",
     )
     members, far = [], []
     for number in range(num_hosts):
@@ -211,9 +252,14 @@ def follow(num_hosts: int, ranks_per_host: int, seconds: float, events: bool) ->
     run, interrupts = Run(len(places)), Interrupts()
     samples: list[tuple[float, float, int]] = []  # when, the CPU seconds and events until then
     heard = 0
-    with tempfile.TemporaryDirectory() as folder, RunDir.claim("wide", Path(folder) / "run") as rundir:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        RunDir.claim("wide", Path(folder) / "run") as rundir,
+    ):
         terminal = Console(file=io.StringIO(), force_terminal=True, width=120)
-        follower = Follower(Live(terminal, Facts("wide", "x", len(places)), PERIOD_S), rundir.append)
+        follower = Follower(
+            Live(terminal, Facts("wide", "x", len(places)), PERIOD_S), rundir.append
+        )
 
         def event(told: dict[str, Any], line: bytes | None) -> None:
             nonlocal heard
@@ -227,8 +273,11 @@ def follow(num_hosts: int, ranks_per_host: int, seconds: float, events: bool) ->
 
         before = time.process_time()
         agents = Agents(members)
-        agents.start(Start(spec_json, f"node{n}", {}, "zrun_core.train.worker") for spec_json in [spec.as_json()]
-                     for n in range(num_hosts))  # fmt: skip
+        agents.start(
+            Start(spec_json, f"node{n}", {}, "zrun_core.train.worker")
+            for spec_json in [spec.as_json()]
+            for n in range(num_hosts)
+        )
         start_s = time.process_time() - before
         Supervisor(agents, run, interrupts, LimitsConfig(), time.monotonic).watch(event, turn)
         code, failure = judge(run, plan, rundir, interrupts)
@@ -237,7 +286,9 @@ def follow(num_hosts: int, ranks_per_host: int, seconds: float, events: bool) ->
         member.close()
     os.waitpid(actor, 0)
     steady = [sample for sample in samples if sample[0] > samples[0][0] + WARMUP_S]
-    elapsed, cpu, events_told = (last - first for first, last in zip(steady[0], steady[-1], strict=True))
+    elapsed, cpu, events_told = (
+        last - first for first, last in zip(steady[0], steady[-1], strict=True)
+    )
     return Cost(
         cpu / elapsed,
         int(events_told) / elapsed,
@@ -270,11 +321,15 @@ def supervision(args: argparse.Namespace) -> bool:
     full = apart(follow, args.hosts, args.ranks, args.seconds, True)
     quiet = apart(follow, args.hosts, args.ranks, args.seconds, False)
     rate = args.hosts * args.ranks
-    print(f"{args.hosts} hosts x {args.ranks} ranks, an event of each rank every second, {args.seconds:g} s:")
+    print(
+        f"{args.hosts} hosts x {args.ranks} ranks, an event of each rank every second, {args.seconds:g} s:"
+    )
     print(f"  share of one core    {full.cpu:6.1%}   (target {SHARE:.0%})")
     print(f"  memory, at most      {full.peak_mb:6.0f} MB (target {MEMORY_MB} MB)")
     print(f"  CPU per event        {(full.cpu - quiet.cpu) / full.rate * 1e6:6.1f} us")
-    print(f"  CPU per host         {quiet.cpu / args.hosts * 1e6:6.1f} us/s, without events: {quiet.cpu:.1%} of a core")
+    print(
+        f"  CPU per host         {quiet.cpu / args.hosts * 1e6:6.1f} us/s, without events: {quiet.cpu:.1%} of a core"
+    )
     print(f"  CPU until all have their start {full.start_s:.2f} s")
     print(f"  events               {full.num_events}, {full.rate:.0f} a second")
     if full.rate < 0.95 * rate:
@@ -295,18 +350,24 @@ def commands() -> None:
     """Print how long the pure and local parts take."""
 
     def command(*argv: str) -> Callable[[], object]:
-        return lambda: subprocess.run([sys.executable, "-m", "zrun", *argv], check=True, capture_output=True)
+        return lambda: subprocess.run(
+            [sys.executable, "-m", "zrun", *argv], check=True, capture_output=True
+        )
 
     scenario = str(ROOT / "tests" / "scenarios" / "dgx1v.txt")
     print(f"  zrun --help                 {seconds_of(command('--help'))}")
-    print(f"  zrun topo, 8 GPUs           {seconds_of(command('topo', '--simulate', scenario, '--tp', '2'))}")
+    print(
+        f"  zrun topo, 8 GPUs           {seconds_of(command('topo', '--simulate', scenario, '--tp', '2'))}"
+    )
     chance = random.Random(1)
     weights = [[0.0] * 16 for _ in range(16)]
     for a in range(16):
         for b in range(a):
             weights[a][b] = weights[b][a] = chance.choice([12.0, 20.0, 24.0, 40.0, 48.0])
     for size in (2, 4, 8):
-        print(f"  16 GPUs, groups of {size}        {seconds_of(lambda size=size: best_groups(weights, size), 3)}")
+        print(
+            f"  16 GPUs, groups of {size}        {seconds_of(lambda size=size: best_groups(weights, size), 3)}"
+        )
 
 
 def preflights() -> None:
@@ -338,7 +399,9 @@ def preflights() -> None:
         for bad in ("nowhere", "refusing", "changed", "stranger"):
             print(f"    and {bad:23} {seconds_of(lambda bad=bad: look(*names, bad), 3)}")
         with rigs.silent_listener(rig.address) as port:
-            print(f"    and one that is silent    {seconds_of(lambda: look(*names, port=port), 1)}  (client waits 2 s)")
+            print(
+                f"    and one that is silent    {seconds_of(lambda: look(*names, port=port), 1)}  (client waits 2 s)"
+            )
 
 
 def main() -> int:
@@ -346,7 +409,9 @@ def main() -> int:
     parser.add_argument("--hosts", type=int, default=1000)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--rig", action="store_true", help="also the preflight of three real hosts, as root")
+    parser.add_argument(
+        "--rig", action="store_true", help="also the preflight of three real hosts, as root"
+    )
     args = parser.parse_args()
     keeps = supervision(args)
     commands()

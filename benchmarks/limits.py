@@ -26,10 +26,18 @@ _MIB = 1 << 20
 
 def main() -> None:
     """Measure the parts that were asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="?", default="gemm,memory,gloo,adam", help="some of gemm, memory, gloo, adam")
-    parser.add_argument("--quick", action="store_true", help="short and small: a test of the harness")
-    parser.add_argument("--json", type=Path, default=Path("bench-limits.json"), help="where the results go")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "parts", nargs="?", default="gemm,memory,gloo,adam", help="some of gemm, memory, gloo, adam"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="short and small: a test of the harness"
+    )
+    parser.add_argument(
+        "--json", type=Path, default=Path("bench-limits.json"), help="where the results go"
+    )
     options = parser.parse_args()
     parts = options.parts.split(",")
     if unknown := set(parts) - {"gemm", "memory", "gloo", "adam"}:
@@ -62,7 +70,9 @@ def together(part: str, processes: int, quick: bool) -> dict[str, list[float]]:
     """The rates of several processes of one thread that measure at once."""
     context = multiprocessing.get_context("spawn")
     barrier, queue = context.Barrier(processes), context.Queue()
-    children = [context.Process(target=_child, args=(part, quick, barrier, queue)) for _ in range(processes)]
+    children = [
+        context.Process(target=_child, args=(part, quick, barrier, queue)) for _ in range(processes)
+    ]
     for child in children:
         child.start()
     found = [queue.get() for _ in children]
@@ -90,18 +100,26 @@ def gemm(quick: bool) -> Rates:
         block = [(3 * dim, dim), (dim, dim), (4 * dim, dim), (dim, 4 * dim)]
         for dtype in (torch.float32, torch.bfloat16):
             flops = seconds = 0.0
-            for (rows, columns), times in [*((each, shape.depth) for each in block), ((VOCAB, dim), 1)]:
+            for (rows, columns), times in [
+                *((each, shape.depth) for each in block),
+                ((VOCAB, dim), 1),
+            ]:
                 x, weight, grad = (
-                    torch.randn(each).to(dtype) for each in ((tokens, columns), (rows, columns), (tokens, rows))
+                    torch.randn(each).to(dtype)
+                    for each in ((tokens, columns), (rows, columns), (tokens, rows))
                 )
                 products = (
                     lambda x=x, w=weight: x @ w.t(),
                     lambda g=grad, w=weight: g @ w,
                     lambda g=grad, x=x: g.t() @ x,
                 )
-                seconds += times * sum(median_s(product, 0.02 if quick else 0.15) for product in products)
+                seconds += times * sum(
+                    median_s(product, 0.02 if quick else 0.15) for product in products
+                )
                 flops += times * 6 * tokens * rows * columns
-            rates[f"{size} {str(dtype).removeprefix('torch.')} GFLOP/s"] = round(flops / seconds / 1e9, 1)
+            rates[f"{size} {str(dtype).removeprefix('torch.')} GFLOP/s"] = round(
+                flops / seconds / 1e9, 1
+            )
     return rates
 
 
@@ -142,7 +160,9 @@ def adam(quick: bool, pieces: int = 64) -> dict[str, Rates]:
         for dtype, traffic in ((torch.float32, 28), (torch.bfloat16, 26)):
             params = [torch.randn(numel // pieces).requires_grad_() for _ in range(pieces)]
             grads = [torch.randn(numel // pieces).to(dtype) * 1e-3 for _ in range(pieces)]
-            optimizer = torch.optim.AdamW(params, lr=1e-4, foreach=name == "foreach", fused=name == "fused")
+            optimizer = torch.optim.AdamW(
+                params, lr=1e-4, foreach=name == "foreach", fused=name == "fused"
+            )
 
             def step(params=params, grads=grads, optimizer=optimizer) -> None:
                 for param, grad in zip(params, grads, strict=True):

@@ -42,17 +42,25 @@ class GPT(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(VOCAB, shape.dim), nn.Embedding(shape.seq, shape.dim)
+        self.tokens, self.positions = (
+            nn.Embedding(VOCAB, shape.dim),
+            nn.Embedding(shape.seq, shape.dim),
+        )
         self.blocks = nn.ModuleList(Block(shape.dim, shape.heads) for _ in range(shape.depth))
         self.norm = nn.LayerNorm(shape.dim)
         self.head = nn.Linear(shape.dim, VOCAB, bias=False)
         residual_std = 0.02 / (2 * shape.depth) ** 0.5
         for name, param in self.named_parameters():
             if param.dim() == 2:
-                nn.init.normal_(param, std=residual_std if name.endswith(("out.weight", "down.weight")) else 0.02)
+                nn.init.normal_(
+                    param,
+                    std=residual_std if name.endswith(("out.weight", "down.weight")) else 0.02,
+                )
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        x = self.tokens(tokens) + self.positions(
+            torch.arange(tokens.shape[1], device=tokens.device)
+        )
         for block in self.blocks:
             x = block(x)
         return F.cross_entropy(self.head(self.norm(x)).float().view(-1, VOCAB), targets.reshape(-1))
@@ -77,7 +85,9 @@ def global_batch(shape: Shape, step: int, ranks: int) -> tuple[Tensor, Tensor]:
     """(tokens, targets) of all ranks in a step from 0, int64 [ranks * batch, seq]. Rank r takes the r-th part."""
     generator = torch.Generator().manual_seed(700021 + step)
     text = corpus()
-    starts = torch.randint(0, len(text) - shape.seq - 1, (ranks * shape.batch,), generator=generator)
+    starts = torch.randint(
+        0, len(text) - shape.seq - 1, (ranks * shape.batch,), generator=generator
+    )
     rows = torch.stack([text[start : start + shape.seq + 1] for start in starts.tolist()]).long()
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
@@ -92,7 +102,9 @@ class JobData(Dataset[tuple[Tensor, Tensor]]):
 
     def __init__(self, size: str, ranks: int, steps: int) -> None:
         self._shape, self._ranks, self._steps = SHAPES[size], ranks, steps
-        self._batch = functools.lru_cache(maxsize=2)(lambda step: global_batch(self._shape, step, self._ranks))
+        self._batch = functools.lru_cache(maxsize=2)(
+            lambda step: global_batch(self._shape, step, self._ranks)
+        )
 
     def __len__(self) -> int:
         return self._steps * self._ranks * self._shape.batch

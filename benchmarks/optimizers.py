@@ -49,7 +49,9 @@ def make(optim: dict[str, Any]) -> ShardedModel:
     torch.manual_seed(0)
     model = gpt(flavour="llama", vocab_size=256, dim=384, depth=6, heads=6, seq_len=256)
     comm = Comm(torch.device("cpu"))
-    return ShardedModel(model, lambda name, param: param.detach(), settings, Mesh.build(0, ["host"], 1), comm)
+    return ShardedModel(
+        model, lambda name, param: param.detach(), settings, Mesh.build(0, ["host"], 1), comm
+    )
 
 
 def seconds(sharded: ShardedModel) -> float:
@@ -82,8 +84,16 @@ def main() -> None:
         median = statistics.median(taken)
         ratios = [a / b for a, b in zip(taken, times["adamw"], strict=True)]
         state = models[name].allocated_memory().by_kind[Kind.OPTIM] / numel
-        rows.append([name, f"{1e3 * median:.1f}", f"{numel / median / 1e9:.2f}", f"{median / base:.2f}",
-                     f"{min(ratios):.2f} to {max(ratios):.2f}", f"{state:.0f}"])  # fmt: skip
+        rows.append(
+            [
+                name,
+                f"{1e3 * median:.1f}",
+                f"{numel / median / 1e9:.2f}",
+                f"{median / base:.2f}",
+                f"{min(ratios):.2f} to {max(ratios):.2f}",
+                f"{state:.0f}",
+            ]
+        )
     print(f"{numel / 1e6:.1f} million parameters, one thread, median of {args.rounds}")
     print(render(["", "ms", "G/s", "of adamw", "extremes", "bytes"], rows))
 

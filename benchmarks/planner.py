@@ -43,9 +43,15 @@ _MARK = 777_767  # bytes of an allocation that no model makes: it tells steps ap
 _TEXT = {"call": "planner_models.py:Samples", "args": {"kind": "text"}}
 _GPT = {"vocab_size": 1024, "dim": 256, "depth": 4, "heads": 4, "seq_len": 128}
 MODELS: dict[str, dict[str, Any]] = {
-    "gpt": {"model": {"call": "zrun_core.models.gpt:gpt", "args": {**_GPT, "dropout": 0.1}}, "data": _TEXT},
+    "gpt": {
+        "model": {"call": "zrun_core.models.gpt:gpt", "args": {**_GPT, "dropout": 0.1}},
+        "data": _TEXT,
+    },
     "llama": {
-        "model": {"call": "zrun_core.models.gpt:gpt", "args": {**_GPT, "flavour": "llama", "kv_heads": 2}},
+        "model": {
+            "call": "zrun_core.models.gpt:gpt",
+            "args": {**_GPT, "flavour": "llama", "kv_heads": 2},
+        },
         "data": _TEXT,
     },
     "bert": {
@@ -109,11 +115,16 @@ class Case:
 
     def job(self) -> dict[str, Any]:
         return {
-            "name": self.model, "steps": 3, "device": "cpu", "zero": self.stage, "precision": self.precision,
+            "name": self.model,
+            "steps": 3,
+            "device": "cpu",
+            "zero": self.stage,
+            "precision": self.precision,
             "activations": {"checkpoint": self.checkpoint},
             "batch": {"global": self.micro * self.accumulation * self.world, "micro": self.micro},
-            "optim": {"lr": 1e-4, "clip": 1.0}, **_ALL[self.model],
-        }  # fmt: skip
+            "optim": {"lr": 1e-4, "clip": 1.0},
+            **_ALL[self.model],
+        }
 
     def __str__(self) -> str:
         return (
@@ -135,13 +146,31 @@ def cases() -> list[Case]:
     # Each stage, each precision and with and without recomputation, of each model; all of them of one.
     some = (("fp32", "none", 0), ("bf16", "full", 1), ("fp32", "full", 2), ("bf16", "none", 3))
     together = [Case(model, *each, world=2) for model in MODELS for each in some]
-    together += [Case("llama", precision, "full", stage, 2) for precision in ("fp32", "bf16") for stage in range(4)]
+    together += [
+        Case("llama", precision, "full", stage, 2)
+        for precision in ("fp32", "bf16")
+        for stage in range(4)
+    ]
     together += [Case(model, "fp32", stage=3, world=2) for model in ("gpt", "conv", "moe")]
     alone += [Case(model, stage=1 + number % 3) for number, model in enumerate(MODELS)]
-    larger = [Case("gpt", "bf16", "full", 1, 3), Case("conv", stage=3, world=3), Case("bert", "bf16", stage=2, world=3)]
-    larger += [Case("gpt", stage=2, world=4), Case("llama", "bf16", stage=3, world=4), Case("bert", stage=1, world=4)]
-    larger += [Case(model, "bf16", "full", 3, 4) for model in ("gpt", "encdec")]  # little else than activations
-    larger += [Case("conv", "bf16", stage=1, world=4), Case("moe", "bf16", "full", 2, 4), Case("llama", world=4)]
+    larger = [
+        Case("gpt", "bf16", "full", 1, 3),
+        Case("conv", stage=3, world=3),
+        Case("bert", "bf16", stage=2, world=3),
+    ]
+    larger += [
+        Case("gpt", stage=2, world=4),
+        Case("llama", "bf16", stage=3, world=4),
+        Case("bert", stage=1, world=4),
+    ]
+    larger += [
+        Case(model, "bf16", "full", 3, 4) for model in ("gpt", "encdec")
+    ]  # little else than activations
+    larger += [
+        Case("conv", "bf16", stage=1, world=4),
+        Case("moe", "bf16", "full", 2, 4),
+        Case("llama", world=4),
+    ]
     alone += [Case(model, precision) for model in OTHERS for precision in ("fp32", "bf16")]
     together += [Case(model, "bf16", stage=2, world=2) for model in OTHERS]
     alone += [
@@ -162,7 +191,7 @@ def predict(case: Case, *, use_cache: bool = False) -> tuple[int, Profile]:
     job = JobConfig.model_validate(case.job())
     profile = trace_in_subprocess(
         job, HERE, micros=(case.micro,), checkpoints=(case.checkpoint,), use_cache=use_cache
-    )  # fmt: skip
+    )
     return predicted_peak(case, profile), profile
 
 
@@ -174,11 +203,15 @@ def predicted_peak(case: Case, profile: Profile) -> int:
     buffers = rank_buffers(cut, settings, ParallelDims(dp=case.world), device="cpu")
     batches = round(case.accumulation * profile.batch_bytes.at(case.micro))
     steps = {
-        phase: batches + sum(b.num_bytes for b in buffers if b.phases is None or phase in b.phases) for phase in Phase
+        phase: batches + sum(b.num_bytes for b in buffers if b.phases is None or phase in b.phases)
+        for phase in Phase
     }
     found = peak_of(
-        profile.traces[case.checkpoint], case.micro, steady=steps, accumulating=case.accumulation > 1
-    )  # fmt: skip
+        profile.traces[case.checkpoint],
+        case.micro,
+        steady=steps,
+        accumulating=case.accumulation > 1,
+    )
     return found.num_bytes
 
 
@@ -191,33 +224,59 @@ def measure(case: Case) -> dict[str, Any]:
         ranks = []
         for rank in range(case.world):
             env = os.environ | {
-                "RANK": str(rank), "WORLD_SIZE": str(case.world), "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo",
+                "RANK": str(rank),
+                "WORLD_SIZE": str(case.world),
+                "LOCAL_RANK": str(rank),
+                "GLOO_SOCKET_IFNAME": "lo",
                 "ZRUN_STORE": f"{folder}/store",
-            }  # fmt: skip
-            command = [sys.executable, __file__, "--run", json.dumps(asdict(case)), "--folder", folder]
-            ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+            }
+            command = [
+                sys.executable,
+                __file__,
+                "--run",
+                json.dumps(asdict(case)),
+                "--folder",
+                folder,
+            ]
+            ranks.append(
+                subprocess.Popen(
+                    command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+                )
+            )
         answers = [process.communicate() for process in ranks]
     for process, (_, said) in zip(ranks, answers, strict=True):
         if process.returncode:
             raise SystemExit(f"{case}: a rank ended with {process.returncode}\n{said}")
     found = [json.loads(answer.splitlines()[-1]) for answer, _ in answers]
-    return {"peak": max(each["peak"] for each in found), "of_ranks": [each["peak"] for each in found]}
+    return {
+        "peak": max(each["peak"] for each in found),
+        "of_ranks": [each["peak"] for each in found],
+    }
 
 
 def run(case: Case, folder: str) -> None:
     """One rank: train, and print what was in use at most."""
-    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+    profiler = torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    )
     profiler.start()
     from zrun_core.train.worker import Worker
     from zrun_core.zero.sharded import ShardedModel
 
     job = JobConfig.model_validate(case.job())
-    places = [RankPlace(rank=rank, host="host", local_rank=rank, device="cpu", dp=rank) for rank in range(case.world)]
+    places = [
+        RankPlace(rank=rank, host="host", local_rank=rank, device="cpu", dp=rank)
+        for rank in range(case.world)
+    ]
     rank = int(os.environ["RANK"])
     spec = RunSpec(
-        job=job, plan=LaunchPlan(ranks=places), batch=resolve_batch(job, case.world), job_dir=str(HERE),
-        run_dir=folder, run_id="planner",
-    )  # fmt: skip
+        job=job,
+        plan=LaunchPlan(ranks=places),
+        batch=resolve_batch(job, case.world),
+        job_dir=str(HERE),
+        run_dir=folder,
+        run_id="planner",
+    )
     trainer, _ = Worker(spec, rank)._prepare()
     step = trainer.step
 
@@ -240,7 +299,9 @@ def run(case: Case, folder: str) -> None:
 
 def peak_between_marks(profiler: Any) -> int:
     """The most bytes of torch's allocator that were in use after the first mark and before the last."""
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [
+        event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
     events.sort(key=lambda event: event.start_ns())
     in_use = peak = marks = 0
     for event in events:
@@ -264,7 +325,8 @@ def main() -> int:
     chosen = [
         case
         for case in cases()
-        if (not options.only or case.model in options.only.split(",")) and options.world in (None, case.world)
+        if (not options.only or case.model in options.only.split(","))
+        and options.world in (None, case.world)
     ]
     saved = json.loads(options.json.read_text()) if options.json.exists() else []
     earlier = {row["case"]: row for row in saved}
@@ -274,9 +336,19 @@ def main() -> int:
         predicted, profile = predict(case, use_cache=True)
         found = measure(case)
         said = {name: answers[number] for name, answers in peers.items()}
-        said["memtracker"] = planner_peers.follow(**_plain(case)) if planner_peers.is_plain(case.question()) else None
+        said["memtracker"] = (
+            planner_peers.follow(**_plain(case))
+            if planner_peers.is_plain(case.question())
+            else None
+        )
         said["formulas"] = planner_peers.formulas(case.question())
-        row = {"case": str(case), **asdict(case), "predicted": predicted, "source": profile.source, **found}
+        row = {
+            "case": str(case),
+            **asdict(case),
+            "predicted": predicted,
+            "source": profile.source,
+            **found,
+        }
         rows.append(row | {"peers": said})
         print(
             f"{case!s:48} {predicted / 2**20:9.2f} MiB predicted {found['peak'] / 2**20:9.2f} measured "
@@ -291,11 +363,19 @@ def main() -> int:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", help=f"models, of {', '.join(_ALL)}")
     parser.add_argument("--world", type=int, help="cases with so many ranks")
-    parser.add_argument("--peer-python", default=sys.executable, help="interpreter that has DeepSpeed and accelerate")
-    parser.add_argument("--json", type=Path, default=Path("bench-planner.json"), help="where the results go")
+    parser.add_argument(
+        "--peer-python",
+        default=sys.executable,
+        help="interpreter that has DeepSpeed and accelerate",
+    )
+    parser.add_argument(
+        "--json", type=Path, default=Path("bench-planner.json"), help="where the results go"
+    )
     parser.add_argument("--show", type=Path, nargs="+", help="print the tables of earlier results")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     parser.add_argument("--folder", default="", help=argparse.SUPPRESS)
@@ -309,7 +389,10 @@ def ask_peers(chosen: list[Case], python: str) -> dict[str, list[int | None]]:
     """What the packages say of each case; it is said which of them are not there."""
     found = planner_peers.ask_packages(python, [case.question() for case in chosen])
     if missing := [name for name in planner_peers.PACKAGES if name not in found]:
-        print(f"without {' and '.join(missing)}: {python} has none; see benchmarks/requirements.txt", flush=True)
+        print(
+            f"without {' and '.join(missing)}: {python} has none; see benchmarks/requirements.txt",
+            flush=True,
+        )
     return found
 
 

@@ -48,7 +48,10 @@ class ConvNet(nn.Module):
     def __init__(self, channels: int = 96, depth: int = 4) -> None:
         super().__init__()
         self.stem = nn.Sequential(
-            nn.Conv2d(3, channels, 3, padding=1), nn.BatchNorm2d(channels), nn.ReLU(inplace=True), nn.MaxPool2d(2)
+            nn.Conv2d(3, channels, 3, padding=1),
+            nn.BatchNorm2d(channels),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(2),
         )
         self.blocks = nn.Sequential(*(Residual(channels) for _ in range(depth)))
         self.head = nn.Linear(channels, 10)
@@ -63,14 +66,25 @@ class EncoderDecoder(nn.Module):
     def __init__(self, dim: int = 256, depth: int = 3, heads: int = 4, vocab: int = 1024) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocab, dim)
-        options = {"dim_feedforward": 4 * dim, "dropout": 0.1, "batch_first": True, "norm_first": True}
-        self.encoder = nn.ModuleList(nn.TransformerEncoderLayer(dim, heads, **options) for _ in range(depth))
-        self.decoder = nn.ModuleList(nn.TransformerDecoderLayer(dim, heads, **options) for _ in range(depth))
+        options = {
+            "dim_feedforward": 4 * dim,
+            "dropout": 0.1,
+            "batch_first": True,
+            "norm_first": True,
+        }
+        self.encoder = nn.ModuleList(
+            nn.TransformerEncoderLayer(dim, heads, **options) for _ in range(depth)
+        )
+        self.decoder = nn.ModuleList(
+            nn.TransformerDecoderLayer(dim, heads, **options) for _ in range(depth)
+        )
         self.head = nn.Linear(dim, vocab, bias=False)
         self.head.weight = self.embed.weight
 
     def forward(self, source: Tensor, target: Tensor, labels: Tensor) -> Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1]).to(self.embed.weight.dtype)
+        mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1]).to(
+            self.embed.weight.dtype
+        )
         memory, x = self.embed(source), self.embed(target)
         for layer in self.encoder:
             memory = layer(memory)
@@ -86,7 +100,8 @@ class Experts(nn.Module):
         super().__init__()
         self.norm, self.gate = nn.LayerNorm(dim), nn.Linear(dim, count)
         self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim)) for _ in range(count)
+            nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+            for _ in range(count)
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -96,7 +111,9 @@ class Experts(nn.Module):
         for number, expert in enumerate(self.experts):
             chosen = (best == number).nonzero()[:, 0]
             if len(chosen):
-                out = out.index_add(0, chosen, (expert(flat[chosen]) * weight[chosen, None]).to(out.dtype))
+                out = out.index_add(
+                    0, chosen, (expert(flat[chosen]) * weight[chosen, None]).to(out.dtype)
+                )
         return x + out.view_as(x)
 
 
@@ -138,7 +155,9 @@ class Dropping(nn.Module):
         self.embed = nn.Embedding(vocab, dim)
         self.gate = nn.Linear(dim, 1)
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+            nn.Sequential(
+                nn.LayerNorm(dim), nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim)
+            )
             for _ in range(depth)
         )
         self.head = nn.Linear(dim, vocab)
@@ -190,15 +209,21 @@ class Autoencoder(nn.Module):
         super().__init__()
         inner = 2 * channels * (side // 4) ** 2
         self.encoder = nn.Sequential(
-            nn.Conv2d(3, channels, 4, 2, 1), nn.ReLU(), nn.Conv2d(channels, 2 * channels, 4, 2, 1), nn.ReLU(),
+            nn.Conv2d(3, channels, 4, 2, 1),
+            nn.ReLU(),
+            nn.Conv2d(channels, 2 * channels, 4, 2, 1),
+            nn.ReLU(),
             nn.Flatten(),
-        )  # fmt: skip
+        )
         self.mean, self.log_var = nn.Linear(inner, latent), nn.Linear(inner, latent)
         self.widen = nn.Linear(latent, inner)
         self.decoder = nn.Sequential(
-            nn.Unflatten(1, (2 * channels, side // 4, side // 4)), nn.ReLU(),
-            nn.ConvTranspose2d(2 * channels, channels, 4, 2, 1), nn.ReLU(), nn.ConvTranspose2d(channels, 3, 4, 2, 1),
-        )  # fmt: skip
+            nn.Unflatten(1, (2 * channels, side // 4, side // 4)),
+            nn.ReLU(),
+            nn.ConvTranspose2d(2 * channels, channels, 4, 2, 1),
+            nn.ReLU(),
+            nn.ConvTranspose2d(channels, 3, 4, 2, 1),
+        )
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         hidden = self.encoder(x)

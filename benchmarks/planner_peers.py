@@ -42,8 +42,12 @@ def ask_packages(python: str, questions: Sequence[dict[str, Any]]) -> dict[str, 
     """
     env = os.environ | {"PYTHONPATH": str(HERE.parent), "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(
-        [python, __file__, "ask"], input=json.dumps(list(questions)), env=env, capture_output=True, text=True
-    )  # fmt: skip
+        [python, __file__, "ask"],
+        input=json.dumps(list(questions)),
+        env=env,
+        capture_output=True,
+        text=True,
+    )
     if done.returncode:
         raise SystemExit(f"{python} cannot ask the peers:\n{done.stderr[-2000:]}")
     found: dict[str, list[Answer]] = json.loads(done.stdout.splitlines()[-1])
@@ -56,7 +60,10 @@ def follow(question: str) -> Answer:
     command = [sys.executable, __file__, "follow", question]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        print(f"MemTracker fails: {(done.stderr.strip().splitlines() or ['no reason given'])[-1][:150]}", flush=True)
+        print(
+            f"MemTracker fails: {(done.stderr.strip().splitlines() or ['no reason given'])[-1][:150]}",
+            flush=True,
+        )
         return None
     return int(done.stdout.splitlines()[-1])
 
@@ -107,7 +114,9 @@ def _of_deepspeed() -> Callable[[dict[str, Any]], Answer]:
         model = _build(question["model"])
         if stage < 3:
             total = stage_1_and_2.model_to_params(model)
-            needed = stage_1_and_2.estimate_zero2_model_states_mem_needs(total, world, cpu_offload=False)
+            needed = stage_1_and_2.estimate_zero2_model_states_mem_needs(
+                total, world, cpu_offload=False
+            )
         else:
             total, largest = stage3.model_to_params(model)
             needed = stage3.estimate_zero3_model_states_mem_needs(
@@ -165,7 +174,10 @@ def tracked(question: dict[str, Any]) -> int:
     dataset = _build(question["data"])
     samples = default_collate([dataset[number] for number in range(question["micro"])])
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    batches = [tree_map_only(torch.Tensor, mode.from_tensor, samples) for _ in range(question["accumulation"])]
+    batches = [
+        tree_map_only(torch.Tensor, mode.from_tensor, samples)
+        for _ in range(question["accumulation"])
+    ]
     with mode:
         model = _build(question["model"]).train()
         apply_checkpointing(model, ActivationsConfig(checkpoint=question["checkpoint"]))
@@ -175,7 +187,9 @@ def tracked(question: dict[str, Any]) -> int:
         with tracker:
             for _ in range(2):
                 for batch in batches:
-                    with torch.autocast("cpu", torch.bfloat16, enabled=question["precision"] == "bf16"):
+                    with torch.autocast(
+                        "cpu", torch.bfloat16, enabled=question["precision"] == "bf16"
+                    ):
                         loss = model(**batch) if isinstance(batch, dict) else model(*batch)
                     loss.backward()
                     del loss

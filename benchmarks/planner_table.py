@@ -11,7 +11,12 @@ from typing import Any
 
 from render import render
 
-PEERS = {"deepspeed": "DeepSpeed", "accelerate": "accelerate", "memtracker": "MemTracker", "formulas": "formulas"}
+PEERS = {
+    "deepspeed": "DeepSpeed",
+    "accelerate": "accelerate",
+    "memtracker": "MemTracker",
+    "formulas": "formulas",
+}
 Result = Mapping[str, Any]
 
 
@@ -44,7 +49,12 @@ def peer_table(results: Sequence[Result]) -> str:
         columns += [PEERS[peer], "error"]
     rows = []
     for result in results:
-        row = [result["case"], mib(result["peak"]), mib(result["predicted"]), percent(error(result))]
+        row = [
+            result["case"],
+            mib(result["peak"]),
+            mib(result["predicted"]),
+            percent(error(result)),
+        ]
         for peer in peers:
             row += [mib(result["peers"].get(peer)), percent(error(result, peer), 0)]
         rows.append(row)
@@ -70,7 +80,11 @@ def summary(results: Sequence[Result]) -> str:
     rows = []
     for model in [*models, *(["all"] if len(models) > 1 else [])]:
         own = [result for result in results if model in (result["model"], "all")]
-        one, several = ([row for row in own if (row["world"] > 1) == is_shared] for is_shared in (False, True))
+        one, several = (
+            [row for row in own if (row["world"] > 1) == is_shared] for is_shared in (False, True)
+        )
         row = [model, str(len(own)), spread(map(error, one)), spread(map(error, several))]
         rows.append(row + [spread((error(result, peer) for result in own), 0) for peer in peers])
-    return render(["model", "cases", "one rank", "2-4 ranks", *(PEERS[peer] for peer in peers)], rows)
+    return render(
+        ["model", "cases", "one rank", "2-4 ranks", *(PEERS[peer] for peer in peers)], rows
+    )

@@ -97,7 +97,9 @@ def job_of(case: Case) -> dict[str, Any]:
         if isinstance(value, dict):
             return {key: absolute(item) for key, item in value.items()}
         return (
-            f"{HERE.absolute()}/{value}" if isinstance(value, str) and value.startswith("planner_models.py") else value
+            f"{HERE.absolute()}/{value}"
+            if isinstance(value, str) and value.startswith("planner_models.py")
+            else value
         )
 
     return {key: absolute(value) for key, value in found.items()}
@@ -121,11 +123,20 @@ def timed(what: str, job: Path, overrides: list[str], steps: int) -> Timed:
     found = [event for event in events if event["type"] == "step"][_WARM_UP:]
     seconds = [event["step_s"] for event in found]
     low, _, high = statistics.quantiles(seconds, n=4)
-    split = {name: statistics.median(event["split"][name] for event in found) for name in found[0]["split"]}
+    split = {
+        name: statistics.median(event["split"][name] for event in found)
+        for name in found[0]["split"]
+    }
     return Timed(
-        what, time["seconds"], statistics.median(seconds), (low, high), time["parts"], split,
-        answer["estimate"]["source"], (before + after) / 2,
-    )  # fmt: skip
+        what,
+        time["seconds"],
+        statistics.median(seconds),
+        (low, high),
+        time["parts"],
+        split,
+        answer["estimate"]["source"],
+        (before + after) / 2,
+    )
 
 
 def slowdown(ranks: int, precision: str) -> float:
@@ -154,22 +165,34 @@ def _print_slowdown(ranks: int, precision: str) -> None:
 
 def _zrun(*arguments: str) -> str:
     """Run a command of zrun; what it prints."""
-    done = subprocess.run([sys.executable, "-m", "zrun", *arguments], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "zrun", *arguments], capture_output=True, text=True
+    )
     if done.returncode:
-        raise SystemExit(f"zrun {' '.join(arguments)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+        raise SystemExit(
+            f"zrun {' '.join(arguments)} ended with {done.returncode}:\n{done.stderr[-2000:]}"
+        )
     return done.stdout
 
 
 def _all(options: argparse.Namespace) -> Iterator[Timed]:
     if options.job is not None:
         for stage in options.stages:
-            yield timed(f"{options.job.stem} stage {stage}", options.job, [*options.set, f"zero.stage={stage}"],
-                        options.steps)  # fmt: skip
+            yield timed(
+                f"{options.job.stem} stage {stage}",
+                options.job,
+                [*options.set, f"zero.stage={stage}"],
+                options.steps,
+            )
         return
     wanted = options.only.split(",") if options.only else None
     for case in cases():
         is_wanted = wanted is None or case.model in wanted
-        if is_wanted and options.world in (None, case.world) and options.checkpoint in (None, case.checkpoint):
+        if (
+            is_wanted
+            and options.world in (None, case.world)
+            and options.checkpoint in (None, case.checkpoint)
+        ):
             with tempfile.TemporaryDirectory(prefix="zrun-bench-") as folder:
                 job = Path(folder) / "job.yaml"
                 job.write_text(json.dumps(job_of(case)))
@@ -185,17 +208,24 @@ def summary(results: Iterable[Timed]) -> str:
 
     def line(errors: list[float], when: str) -> str:
         good = sum(abs(error) <= BOUND for error in errors)
-        spread = f": from {100 * min(errors):+.1f} % to {100 * max(errors):+.1f} %" if errors else ""
+        spread = (
+            f": from {100 * min(errors):+.1f} % to {100 * max(errors):+.1f} %" if errors else ""
+        )
         return f"{good} of {len(errors)} step times are within {100 * BOUND:.0f} %{when}{spread}"
 
     found = list(results)
-    then = line([each.error_then for each in found], ", had the machine been as fast as when it was measured")
+    then = line(
+        [each.error_then for each in found],
+        ", had the machine been as fast as when it was measured",
+    )
     return f"{line([each.error for each in found], '')}\n{then}"
 
 
 def main() -> int:
     """Compare; the exit code says whether every case is within the bound."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", help="models, such as gpt,moe")
     parser.add_argument("--world", type=int, help="cases with so many ranks")
     parser.add_argument("--checkpoint", help="cases with this policy")
@@ -214,7 +244,10 @@ def main() -> int:
         results.append(each)
         print(each, flush=True)
         if options.verbose:
-            print(f"    predicted {_in_ms(each.parts)}\n    measured  {_in_ms(each.split)}", flush=True)
+            print(
+                f"    predicted {_in_ms(each.parts)}\n    measured  {_in_ms(each.split)}",
+                flush=True,
+            )
     print(summary(results))
     return int(not all(each.is_good for each in results))
 

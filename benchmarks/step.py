@@ -44,7 +44,8 @@ def main() -> int:
         return 0
     cases = available(choose(options), options.peer_python)
     print(
-        f"{options.size} on {options.ranks} ranks of {options.threads} thread(s), {options.rounds} round(s)", flush=True
+        f"{options.size} on {options.ranks} ranks of {options.threads} thread(s), {options.rounds} round(s)",
+        flush=True,
     )
     runs = measure(cases, options)
     print(report(runs, options.size, options.ranks))
@@ -54,17 +55,27 @@ def main() -> int:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line; `--quick` sets what was not given."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", choices=SHAPES, help="model (default: 50m)")
-    parser.add_argument("--systems", help=f"some of {', '.join((*SYSTEMS, TRAIN))}; with -bf16, and @RANKS")
-    parser.add_argument("--only", help=f"some parts of the comparison: {', '.join(PARTS)} (default: all)")
+    parser.add_argument(
+        "--systems", help=f"some of {', '.join((*SYSTEMS, TRAIN))}; with -bf16, and @RANKS"
+    )
+    parser.add_argument(
+        "--only", help=f"some parts of the comparison: {', '.join(PARTS)} (default: all)"
+    )
     parser.add_argument("--list", action="store_true", help="print the systems of each part")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1, help="of each rank")
     parser.add_argument("--rounds", type=int, help="how often each system runs (default: 4)")
-    parser.add_argument("--steps", type=int, help="in the first round, whose losses are compared (default: 20)")
+    parser.add_argument(
+        "--steps", type=int, help="in the first round, whose losses are compared (default: 20)"
+    )
     parser.add_argument("--more", type=int, help="timed steps in every other round (default: 8)")
-    parser.add_argument("--warmup", type=int, help="steps of each run that are not timed (default: 3)")
+    parser.add_argument(
+        "--warmup", type=int, help="steps of each run that are not timed (default: 3)"
+    )
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one run")
     parser.add_argument(
         "--heap",
@@ -72,16 +83,22 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         default="own",
         help="; ".join(f"{name}: {what}" for name, what in launch.HEAPS.items()),
     )
-    parser.add_argument("--peer-python", default=sys.executable, help="interpreter that has DeepSpeed")
+    parser.add_argument(
+        "--peer-python", default=sys.executable, help="interpreter that has DeepSpeed"
+    )
     parser.add_argument(
         "--other",
         default="",
         metavar="PYTHON",
         help="of another checkout of zrun: its systems take turns with this one's",
     )
-    parser.add_argument("--json", type=Path, default=Path("bench-step.json"), help="where the results go")
+    parser.add_argument(
+        "--json", type=Path, default=Path("bench-step.json"), help="where the results go"
+    )
     parser.add_argument("--show", type=Path, help="print the tables of an earlier run")
-    parser.add_argument("--quick", action="store_true", help="a tiny model and few steps: a test of the harness")
+    parser.add_argument(
+        "--quick", action="store_true", help="a tiny model and few steps: a test of the harness"
+    )
     options = parser.parse_args(arguments)
     usual = {"size": "50m", "rounds": 4, "steps": 20, "more": 8, "warmup": 3}
     quick = {"size": "tiny", "rounds": 1, "steps": 4, "more": 2, "warmup": 1}
@@ -125,7 +142,10 @@ def available(cases: list[Case], peer_python: str) -> list[Case]:
     if not peers or launch.is_installed(peer_python, "deepspeed"):
         return cases
     names = ", ".join(dict.fromkeys(case.system for case in peers))
-    print(f"skipped {names}: {peer_python} has no DeepSpeed; see benchmarks/requirements.txt", flush=True)
+    print(
+        f"skipped {names}: {peer_python} has no DeepSpeed; see benchmarks/requirements.txt",
+        flush=True,
+    )
     return [case for case in cases if case not in peers]
 
 
@@ -149,7 +169,9 @@ def measure(cases: list[Case], options: argparse.Namespace) -> dict[Case, list[l
             record = launch.run(case, settings, steps) | {"round": number}
             runs[case].append(record)
             print(
-                f"round {number + 1}  {case.label(options.ranks):14}  {describe(record)}", file=sys.stderr, flush=True
+                f"round {number + 1}  {case.label(options.ranks):14}  {describe(record)}",
+                file=sys.stderr,
+                flush=True,
             )
             save(runs, options)
     return runs
@@ -179,7 +201,8 @@ def save(runs: dict[Case, list[launch.Record]], options: argparse.Namespace) -> 
         "ranks": options.ranks,
         "options": {key: str(value) for key, value in vars(options).items()},
         "verdicts": [
-            asdict(each) | {"verdict": each.text} for each in table.verdicts(runs, options.size, options.ranks)
+            asdict(each) | {"verdict": each.text}
+            for each in table.verdicts(runs, options.size, options.ranks)
         ],
         "runs": [{"case": asdict(case), "records": records} for case, records in runs.items()],
     }
@@ -189,10 +212,19 @@ def save(runs: dict[Case, list[launch.Record]], options: argparse.Namespace) -> 
 def machine() -> dict[str, Any]:
     """What the numbers were measured on."""
     model = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        (
+            line.split(":")[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ),
         platform.processor(),
     )
-    return {"cpu": model, "cores": os.cpu_count(), "kernel": platform.release(), "python": platform.python_version()}
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+    }
 
 
 def report(runs: dict[Case, list[launch.Record]], size: str, ranks: int) -> str:

@@ -38,7 +38,10 @@ PARTS = {
     "gradients into flat memory": ["zrun_core.zero.unit:FlatUnit.take_grad"],
     "copies between ranks": ["zrun_core.distributed.host_memory:_Peer.copy"],
     "sums": ["zrun_core.distributed.comm:_store"],
-    "page moves": ["zrun_core.memory.arena:PageWindow.acquire", "zrun_core.memory.arena:PageWindow.release"],
+    "page moves": [
+        "zrun_core.memory.arena:PageWindow.acquire",
+        "zrun_core.memory.arena:PageWindow.release",
+    ],
     "norm": ["zrun_core.zero.sharded:ShardedModel._square_norm"],
     "update": ["torch.optim:AdamW.step", "zrun_core.zero.optimizer:ShardedOptimizer.step"],
     "waiting for other ranks": ["zrun_core.distributed.comm:Comm.wait_for"],
@@ -143,7 +146,9 @@ def table(runs: dict[Case, list[Times]], ranks: int) -> str:
 
 def main() -> None:
     """Profile systems in turns, print the table, and write the medians."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", choices=SHAPES, default="50m")
     parser.add_argument("--systems", default="nocomm,ddp,zrun1,zrun2,zrun3")
     parser.add_argument("--ranks", type=int, default=2)
@@ -154,7 +159,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path("bench-profile.json"))
     options = parser.parse_args()
     cases = [Case.parse(name, options.ranks) for name in options.systems.split(",")]
-    settings = launch.Settings(options.size, 1, options.warmup, 600.0, sys.executable, heap=options.heap)
+    settings = launch.Settings(
+        options.size, 1, options.warmup, 600.0, sys.executable, heap=options.heap
+    )
     runs: dict[Case, list[Times]] = {case: [] for case in cases}
     for number in range(options.rounds):
         for case in cases if number % 2 == 0 else reversed(cases):

@@ -48,14 +48,20 @@ def adamw(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def plain_training(
-    model: nn.Module, seat: Seat, *, micro_batches: int = 1, params: Callable[[], Iterable[Tensor]] | None = None
+    model: nn.Module,
+    seat: Seat,
+    *,
+    micro_batches: int = 1,
+    params: Callable[[], Iterable[Tensor]] | None = None,
 ) -> Training:
     """The loop that everyone writes, with autocast in bf16."""
     optimizer = adamw(model.parameters())
 
     def step(tokens: Tensor, targets: Tensor) -> float:
         total = 0.0
-        for part, wanted in zip(tokens.chunk(micro_batches), targets.chunk(micro_batches), strict=True):
+        for part, wanted in zip(
+            tokens.chunk(micro_batches), targets.chunk(micro_batches), strict=True
+        ):
             with torch.autocast("cpu", torch.bfloat16, enabled=seat.bf16):
                 loss = model(part, wanted)
             (loss / micro_batches).backward()
@@ -101,7 +107,9 @@ def fsdp2(reshard: bool) -> Make:
         fully_shard(model, **options)
         # Its parameters are in bf16 already: autocast would only change which layers run in fp32.
         without_autocast = Seat(seat.rank, seat.world, seat.shape, bf16=False)
-        return plain_training(model, without_autocast, params=lambda: (p.full_tensor() for p in model.parameters()))
+        return plain_training(
+            model, without_autocast, params=lambda: (p.full_tensor() for p in model.parameters())
+        )
 
     return make
 
@@ -123,7 +131,10 @@ def deepspeed(stage: int) -> Make:
             "steps_per_print": 10**9,
         }
         engine, *_ = deepspeed.initialize(
-            model=model, optimizer=adamw(model.parameters()), config=config, dist_init_required=False
+            model=model,
+            optimizer=adamw(model.parameters()),
+            config=config,
+            dist_init_required=False,
         )
 
         def step(tokens: Tensor, targets: Tensor) -> float:
@@ -151,7 +162,9 @@ def zrun(stage: int, *, sockets: bool = False) -> Make:
     def make(model: nn.Module, seat: Seat) -> Training:
         heap.keep_freed_memory()  # as a worker and `zrun_core.init` do, unless the environment has said more
         device, hosts = torch.device("cpu"), ["localhost"] * seat.world
-        job = JobConfig.model_validate(zrun_job(stage, seat.bf16) | {"steps": 1, "batch": {"micro": seat.shape.batch}})
+        job = JobConfig.model_validate(
+            zrun_job(stage, seat.bf16) | {"steps": 1, "batch": {"micro": seat.shape.batch}}
+        )
         settings = make_settings(job, choose(job.optim, lambda name: None), device)
         comm = Comm(device)
         mesh = Mesh.build(seat.rank, hosts, resolve_shard_size(job.zero, seat.world, seat.world))
@@ -177,7 +190,9 @@ def zrun(stage: int, *, sockets: bool = False) -> Make:
                 yield from whole.parameters()
 
         def counted(steps: int) -> tuple[int, int]:
-            sent = sum(num_bytes for key, num_bytes in comm.sent_bytes.items() if key.kind != "small")
+            sent = sum(
+                num_bytes for key, num_bytes in comm.sent_bytes.items() if key.kind != "small"
+            )
             return sent, sum(sharded.expected_traffic(steps, steps).values())
 
         return Training(step, params, counted)

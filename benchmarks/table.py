@@ -11,7 +11,9 @@ from cases import TRAIN, Case
 from launch import LEAST_CLEAN, Record
 from render import render
 
-Runs = Mapping[Case, Sequence[Record]]  # each record has `round` from 0, and `error` or what `launch.run` returns
+Runs = Mapping[
+    Case, Sequence[Record]
+]  # each record has `round` from 0, and `error` or what `launch.run` returns
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,12 @@ def ratio(runs: Runs, case: Case, base: Case | None = None) -> Spread | None:
         base: `case.base` if it is not given.
     """
     bases = {record["round"]: record for record in used(runs, base or case.base)}
-    pairs = [(record, bases[record["round"]]) for record in used(runs, case) if record["round"] in bases]
-    return Spread.of(statistics.median(a["timed"]) / statistics.median(b["timed"]) for a, b in pairs)
+    pairs = [
+        (record, bases[record["round"]]) for record in used(runs, case) if record["round"] in bases
+    ]
+    return Spread.of(
+        statistics.median(a["timed"]) / statistics.median(b["timed"]) for a, b in pairs
+    )
 
 
 def sent(runs: Runs, case: Case, key: str = "payload") -> float | None:
@@ -87,7 +93,10 @@ def first_step(runs: Runs, case: Case) -> Spread | None:
 def same_round(runs: Runs, case: Case, other: Case) -> tuple[Record, Record] | None:
     """Records of both from the first round in which both ran."""
     others = {record["round"]: record for record in good(runs, other)}
-    return next(((each, others[each["round"]]) for each in good(runs, case) if each["round"] in others), None)
+    return next(
+        ((each, others[each["round"]]) for each in good(runs, case) if each["round"] in others),
+        None,
+    )
 
 
 def loss_difference(runs: Runs, case: Case) -> float | None:
@@ -119,7 +128,9 @@ class Verdict:
     spread: str = ""
     must: float | None = None
     aim: float | None = None
-    exact: bool = False  # `must` is the number itself, to half a percent: small messages are counted too
+    exact: bool = (
+        False  # `must` is the number itself, to half a percent: small messages are counted too
+    )
     peer: str = ""  # the best peer of the same run
     digits: str = ".2f"
 
@@ -143,8 +154,14 @@ def verdicts(runs: Runs, size: str, ranks: int) -> list[Verdict]:
 
     def best(names: str, of: Callable[[Runs, Case], Any], digits: str = ".2f") -> str:
         values = {each.label(ranks): of(runs, each) for each in map(case, names.split())}
-        known = {name: getattr(value, "median", value) for name, value in values.items() if value is not None}
-        return f"{min(known.values()):{digits}} {min(known, key=known.__getitem__)}" if known else ""
+        known = {
+            name: getattr(value, "median", value)
+            for name, value in values.items()
+            if value is not None
+        }
+        return (
+            f"{min(known.values()):{digits}} {min(known, key=known.__getitem__)}" if known else ""
+        )
 
     def speed(label: str, name: str, must: float | None, aim: float | None, peers: str) -> Verdict:
         found = ratio(runs, case(name))
@@ -156,12 +173,19 @@ def verdicts(runs: Runs, size: str, ranks: int) -> list[Verdict]:
         name = case(f"zrun{stage}-sockets")
         device = wire(runs, name, "loopback")
         return Verdict(
-            f"bytes through sockets, ZeRO-{stage} / DDP", wire(runs, name), f"device {device:.3f}" if device else "",
-            must if ranks == 2 else None, exact=True, peer=best(peers, wire, ".3f"), digits=".3f",
-        )  # fmt: skip
+            f"bytes through sockets, ZeRO-{stage} / DDP",
+            wire(runs, name),
+            f"device {device:.3f}" if device else "",
+            must if ranks == 2 else None,
+            exact=True,
+            peer=best(peers, wire, ".3f"),
+            digits=".3f",
+        )
 
     def memory(name: str, must: float, aim: float) -> Verdict:
-        peers = " ".join(f"{peer}{name.removeprefix('zrun3')}" for peer in ("fsdp2-z3", "ds3", "ddp"))
+        peers = " ".join(
+            f"{peer}{name.removeprefix('zrun3')}" for peer in ("fsdp2-z3", "ds3", "ddp")
+        )
         found = largest(runs, case(name), "peak_mb")
         label = f"resident memory, ZeRO-3, {case(name).ranks} ranks, MB"
         peer = best(peers, lambda runs, case: largest(runs, case, "peak_mb"), ".0f")
@@ -180,30 +204,51 @@ def verdicts(runs: Runs, size: str, ranks: int) -> list[Verdict]:
         speed("ZeRO-1 step / DDP", "zrun1", 1.00, 0.95, "ds1 ds2 fsdp2-z2"),
         speed("ZeRO-2 step / DDP", "zrun2", 1.00, 0.95, "ds1 ds2 fsdp2-z2"),
         speed("ZeRO-3 step / DDP", "zrun3", 1.05, 0.97, "ds3 fsdp2-z3"),
-        speed("ZeRO-2 step / DDP, both over sockets", "zrun2-sockets", 1.00, 0.95, "ds1 ds2 fsdp2-z2"),
+        speed(
+            "ZeRO-2 step / DDP, both over sockets", "zrun2-sockets", 1.00, 0.95, "ds1 ds2 fsdp2-z2"
+        ),
         speed("ZeRO-3 step / DDP, both over sockets", "zrun3-sockets", 1.05, 0.97, "ds3 fsdp2-z3"),
-        speed("bf16 ZeRO-3 step / DDP autocast", "zrun3-bf16", 1.05, 1.00, "ds3-bf16 fsdp2-z3-bf16"),
+        speed(
+            "bf16 ZeRO-3 step / DDP autocast", "zrun3-bf16", 1.05, 1.00, "ds3-bf16 fsdp2-z3-bf16"
+        ),
         speed("one rank / plain loop", "zrun2@1", 1.02, 1.005, ""),
         on_wire(1, 1.0, "ds1 ds2 fsdp2-z2"),
         on_wire(2, 1.0, "ds1 ds2 fsdp2-z2"),
         on_wire(3, 1.5, "ds3 fsdp2-z3"),
         memory("zrun3@2", 760, 690),
         memory("zrun3@4", 560, 500),
-        Verdict("bytes that zrun counts / plan", max(shares, default=None), "", 1.0, exact=True, digits=".6f"),
         Verdict(
-            "zrun train to first step, s", launch and launch.median,
+            "bytes that zrun counts / plan",
+            max(shares, default=None),
+            "",
+            1.0,
+            exact=True,
+            digits=".6f",
+        ),
+        Verdict(
+            "zrun train to first step, s",
+            launch and launch.median,
             f"{launch.low:.1f}-{launch.high:.1f}" if launch else "",
-            *((6.0, 5.0) if size == "50m" else (None, None)), peer=best("ddp fsdp2-z3 ds3", first_step), digits=".1f",
+            *((6.0, 5.0) if size == "50m" else (None, None)),
+            peer=best("ddp fsdp2-z3 ds3", first_step),
+            digits=".1f",
         ),
         Verdict(
-            "largest loss difference from one process", max(known, default=None), "", 2.4e-7,
-            peer=best("ddp fsdp2-z2 fsdp2-z3 ds1 ds2 ds3", loss_difference, ".1e"), digits=".1e",
+            "largest loss difference from one process",
+            max(known, default=None),
+            "",
+            2.4e-7,
+            peer=best("ddp fsdp2-z2 fsdp2-z3 ds1 ds2 ds3", loss_difference, ".1e"),
+            digits=".1e",
         ),
         Verdict(
-            "stages that differ from DDP in any bit", float(same.count(False)) if same else None,
-            f"of {len(same)}" if same else "", 0.0 if ranks == 2 else None, digits=".0f",
+            "stages that differ from DDP in any bit",
+            float(same.count(False)) if same else None,
+            f"of {len(same)}" if same else "",
+            0.0 if ranks == 2 else None,
+            digits=".0f",
         ),
-    ]  # fmt: skip
+    ]
     return [verdict for verdict in found if verdict.value is not None]
 
 
@@ -217,9 +262,22 @@ def number(value: float | None, digits: str) -> str:
 def case_table(runs: Runs, ranks: int, tokens_per_rank: int, flops_per_token: float) -> str:
     """Every case: what a step takes, what it holds, what it sends, what it learns."""
     columns = (
-        "system", "ms/step", "min-max", "/ base", "range", "tok/s", "GF/s/core", "peak MB", "start MB", "first s",
-        "MB sent", "/ DDP", "max|dL|", "= DDP", "clean",
-    )  # fmt: skip
+        "system",
+        "ms/step",
+        "min-max",
+        "/ base",
+        "range",
+        "tok/s",
+        "GF/s/core",
+        "peak MB",
+        "start MB",
+        "first s",
+        "MB sent",
+        "/ DDP",
+        "max|dL|",
+        "= DDP",
+        "clean",
+    )
     rows = []
     for case in runs:
         records, label = good(runs, case), case.label(ranks)
@@ -232,16 +290,25 @@ def case_table(runs: Runs, ranks: int, tokens_per_rank: int, flops_per_token: fl
         tokens = 1e3 * tokens_per_rank * case.ranks / step.median if step else None
         num_bytes = sent(runs, case)
         bits = equal_bits(runs, case) if not case.bf16 else None
-        rows.append([
-            label, number(step and step.median, ".0f"), f"{step.low:.0f}-{step.high:.0f}" if step else "",
-            number(relative and relative.median, ".3f"),
-            f"{relative.low:.3f}-{relative.high:.3f}" if relative else "",
-            number(tokens, ".0f"), number(tokens and tokens * flops_per_token / case.processes / 1e9, ".1f"),
-            number(largest(runs, case, "peak_mb"), ".0f"), number(largest(runs, case, "start_mb"), ".0f"),
-            number(first and first.median, ".1f"), number(num_bytes and num_bytes / 1e6, ".1f"),
-            number(wire(runs, case), ".3f"), number(loss_difference(runs, case), ".1e"),
-            "" if bits is None else "yes" if bits else "no", number(largest_sum(records, "clean"), "d"),
-        ])  # fmt: skip
+        rows.append(
+            [
+                label,
+                number(step and step.median, ".0f"),
+                f"{step.low:.0f}-{step.high:.0f}" if step else "",
+                number(relative and relative.median, ".3f"),
+                f"{relative.low:.3f}-{relative.high:.3f}" if relative else "",
+                number(tokens, ".0f"),
+                number(tokens and tokens * flops_per_token / case.processes / 1e9, ".1f"),
+                number(largest(runs, case, "peak_mb"), ".0f"),
+                number(largest(runs, case, "start_mb"), ".0f"),
+                number(first and first.median, ".1f"),
+                number(num_bytes and num_bytes / 1e6, ".1f"),
+                number(wire(runs, case), ".3f"),
+                number(loss_difference(runs, case), ".1e"),
+                "" if bits is None else "yes" if bits else "no",
+                number(largest_sum(records, "clean"), "d"),
+            ]
+        )
     return render(columns, rows)
 
 
@@ -253,16 +320,27 @@ def twin_table(runs: Runs, ranks: int) -> str:
         if case.other or not here or not other:
             continue
         relative, bits = ratio(runs, case, case.twin), equal_bits(runs, case, case.twin)
-        rows.append([
-            case.label(ranks), f"{here.median:.0f}", f"{other.median:.0f}",
-            number(relative and relative.median, ".3f"),
-            f"{relative.low:.3f}-{relative.high:.3f}" if relative else "",
-            *(number(largest(runs, each, "peak_mb"), ".0f") for each in (case, case.twin)),
-            "" if bits is None else "yes" if bits else "no",
-        ])  # fmt: skip
+        rows.append(
+            [
+                case.label(ranks),
+                f"{here.median:.0f}",
+                f"{other.median:.0f}",
+                number(relative and relative.median, ".3f"),
+                f"{relative.low:.3f}-{relative.high:.3f}" if relative else "",
+                *(number(largest(runs, each, "peak_mb"), ".0f") for each in (case, case.twin)),
+                "" if bits is None else "yes" if bits else "no",
+            ]
+        )
     columns = (
-        "system", "ms/step", "other's", "/ other", "range", "peak MB", "other's", "= other",
-    )  # fmt: skip
+        "system",
+        "ms/step",
+        "other's",
+        "/ other",
+        "range",
+        "peak MB",
+        "other's",
+        "= other",
+    )
     return render(columns, rows) if rows else ""
 
 
@@ -275,9 +353,14 @@ def verdict_table(found: Sequence[Verdict]) -> str:
     """Every target. `must` and `aim` in the last column say which of them was met."""
     rows = [
         [
-            verdict.label, verdict.peer, number(verdict.must, verdict.digits), number(verdict.aim, verdict.digits),
-            number(verdict.value, verdict.digits), verdict.spread, verdict.text,
+            verdict.label,
+            verdict.peer,
+            number(verdict.must, verdict.digits),
+            number(verdict.aim, verdict.digits),
+            number(verdict.value, verdict.digits),
+            verdict.spread,
+            verdict.text,
         ]
         for verdict in found
-    ]  # fmt: skip
+    ]
     return render(("target", "best peer here", "must", "aim", "zrun", "spread", "verdict"), rows)

@@ -41,13 +41,24 @@ def main(measure: Callable[[systems.Make, Request, int], object]) -> None:
 def measure(make: systems.Make, request: Request, rank: int) -> dict[str, object]:
     """Build, train, and look at the machine around every step."""
     shape, world = SHAPES[request.size], request.ranks
-    share = slice(None) if request.system == "single" else slice(rank * shape.batch, (rank + 1) * shape.batch)
+    share = (
+        slice(None)
+        if request.system == "single"
+        else slice(rank * shape.batch, (rank + 1) * shape.batch)
+    )
     model.corpus()
     torch.randn(256, 256) @ torch.randn(256, 256)  # loads the mathematical libraries
     barrier()
     base = memory_mb("VmRSS")
     training = make(model.build(shape), systems.Seat(rank, world, shape, request.bf16))
-    record: dict[str, list[float]] = {"losses": [], "times": [], "cpu": [], "busy": [], "payload": [], "loopback": []}
+    record: dict[str, list[float]] = {
+        "losses": [],
+        "times": [],
+        "cpu": [],
+        "busy": [],
+        "payload": [],
+        "loopback": [],
+    }
     first = start_peak = 0.0
     for number in range(request.steps):
         tokens, targets = (part[share] for part in model.global_batch(shape, number, world))

@@ -18,8 +18,20 @@ from zrun_core.errors import ExitCode, ZrunError, lack_of_threads
 from zrun_core.spine.printable import printable
 
 COMMANDS = (
-    "train", "check", "estimate", "topo", "doctor", "ps", "logs", "stop", "save", "init", "explain", "config", "ckpt",
-)  # fmt: skip
+    "train",
+    "check",
+    "estimate",
+    "topo",
+    "doctor",
+    "ps",
+    "logs",
+    "stop",
+    "save",
+    "init",
+    "explain",
+    "config",
+    "ckpt",
+)
 
 
 class _LazyGroup(TyperGroup):
@@ -59,7 +71,10 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def zrun(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
     ] = False,
 ) -> None:
     """Train PyTorch models that outgrow one plain loop.

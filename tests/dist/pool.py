@@ -58,7 +58,9 @@ class _Groups:
 def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
     gc.freeze()  # what was imported stays
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    mp.set_start_method("fork", force=True)  # for a loader's processes, as in a worker; ours is inherited otherwise
+    mp.set_start_method(
+        "fork", force=True
+    )  # for a loader's processes, as in a worker; ours is inherited otherwise
     import torch
     import torch.distributed as dist
 
@@ -67,7 +69,9 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
     # took our core for that, for a whole time slice. With this policy, which its threads inherit, nobody takes a core.
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     if world_size > 1:
-        dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size
+        )
     groups = _Groups(dist.new_group)
     dist.new_group = groups
     loaded: dict[str, Any] = {}
@@ -128,7 +132,9 @@ class RankPool:
             left = [pipe for rank, pipe in enumerate(self._pipes) if rank not in results]
             ready = wait(left, timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                failures.append(f"ranks {[r for r in range(self.world_size) if r not in results]} hang")
+                failures.append(
+                    f"ranks {[r for r in range(self.world_size) if r not in results]} hang"
+                )
             for pipe in ready:
                 rank = self._pipes.index(pipe)  # type: ignore[arg-type]
                 try:

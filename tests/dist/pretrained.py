@@ -105,7 +105,9 @@ class Texts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return 32
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        ids = torch.randint(3, VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(index))
+        ids = torch.randint(
+            3, VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(index)
+        )
         is_text = torch.arange(LENGTH) < LENGTH - index % 5
         ids = ids.where(is_text, 0)
         labels = ids.where(is_text, -100)

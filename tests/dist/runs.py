@@ -37,7 +37,9 @@ Event = dict[str, Any]
 class Speaker(nn.Module):
     """Tokens [batch, time] -> logits, with dropout, a tied weight, a frozen one, and running statistics."""
 
-    def __init__(self, dropout: float = 0.1, dim: int = 16, depth: int = 2, norm: bool = True) -> None:
+    def __init__(
+        self, dropout: float = 0.1, dim: int = 16, depth: int = 2, norm: bool = True
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, dim)
         self.blocks = nn.ModuleList(Block(dim) for _ in range(depth))
@@ -47,7 +49,9 @@ class Speaker(nn.Module):
         self.head = nn.Linear(dim, VOCAB, bias=False)
         self.head.weight = self.embed.weight
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, input_ids: torch.Tensor, labels: torch.Tensor, index: torch.Tensor
+    ) -> torch.Tensor:
         x = self.drop(self.embed(input_ids))
         for block in self.blocks:
             x = self.drop(block(x)) * self.scale
@@ -62,7 +66,9 @@ class Faulty(Speaker):
         super().__init__()
         self.left = fault if world()[0] == world()[1] - 1 else 1 << 30
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, input_ids: torch.Tensor, labels: torch.Tensor, index: torch.Tensor
+    ) -> torch.Tensor:
         self.left -= 1
         return super().forward(input_ids, labels, index) * (float("nan") if self.left < 0 else 1.0)
 
@@ -77,10 +83,14 @@ class Spoiled(Speaker):
         self.passes, self.count = passes, 0
         self.factor = float("nan") if world()[0] == world()[1] - 1 else 1.0
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, input_ids: torch.Tensor, labels: torch.Tensor, index: torch.Tensor
+    ) -> torch.Tensor:
         self.count += 1
         if self.count in self.passes:
-            param = self.get_parameter(self.PLACES[self.passes.index(self.count)])  # by all ranks: it may be gathered
+            param = self.get_parameter(
+                self.PLACES[self.passes.index(self.count)]
+            )  # by all ranks: it may be gathered
             hook = param.register_hook(lambda grad: (hook.remove(), grad * self.factor)[1])
         return super().forward(input_ids, labels, index)
 
@@ -134,7 +144,11 @@ class Augmented(Tokens):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         sample = super().__getitem__(index)
-        drawn = [random.randrange(VOCAB), int(np.random.randint(VOCAB)), int(torch.randint(VOCAB, ()))]
+        drawn = [
+            random.randrange(VOCAB),
+            int(np.random.randint(VOCAB)),
+            int(torch.randint(VOCAB, ())),
+        ]
         return {**sample, "input_ids": torch.cat([sample["input_ids"][3:], torch.tensor(drawn)])}
 
 
@@ -218,7 +232,13 @@ def make_spec(
     config = JobConfig.model_validate(keys)
     axes = ParallelDims(**(dims or {"dp": size}))
     places = [
-        RankPlace(rank=rank, host="host", local_rank=rank, device="cpu", **axes.coordinates(rank)._asdict())
+        RankPlace(
+            rank=rank,
+            host="host",
+            local_rank=rank,
+            device="cpu",
+            **axes.coordinates(rank)._asdict(),
+        )
         for rank in range(size)
     ]
     return RunSpec(
@@ -266,7 +286,11 @@ def run(
         step = trainer.step
 
         def watched(micro_batches: list[MicroBatch]) -> None:
-            indices = [m.batch["index"].tolist() for m in micro_batches if m.num_samples and "index" in m.batch]
+            indices = [
+                m.batch["index"].tolist()
+                for m in micro_batches
+                if m.num_samples and "index" in m.batch
+            ]
             seen[trainer.progress.steps + 1] = [index for each in indices for index in each]
             step(micro_batches)
 
@@ -286,7 +310,13 @@ def run(
         if trainer.checkpointer is not None:
             trainer.checkpointer.close()
     worker.close()
-    found: dict[str, Any] = {"events": worker.told.events, "error": error, "code": code, "seen": seen, "begun": begun}
+    found: dict[str, Any] = {
+        "events": worker.told.events,
+        "error": error,
+        "code": code,
+        "seen": seen,
+        "begun": begun,
+    }
     if trainer is not None:
         found |= contents(trainer)
     return found
@@ -321,7 +351,9 @@ def report(keys: dict[str, Any], run_dir: str, fault: str) -> dict[str, Any]:
     except BaseException as error:
         worker.report(error)
     worker.close()
-    note: dict[str, Any] = json.loads((Path(run_dir) / "failures" / f"rank-{rank}.json").read_text())
+    note: dict[str, Any] = json.loads(
+        (Path(run_dir) / "failures" / f"rank-{rank}.json").read_text()
+    )
     return note
 
 
@@ -359,9 +391,17 @@ def contents(trainer: Trainer) -> dict[str, Any]:
     parts = {(p.tensor, p.state, p.start): p.data.float().numpy().copy() for p in state.parts()}
     digest = hashlib.sha256()
     for part in state.parts():
-        digest.update(f"{part.key} {part.stop}".encode() + part.data.contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(
+            f"{part.key} {part.stop}".encode()
+            + part.data.contiguous().view(torch.uint8).numpy().tobytes()
+        )
     digest.update(repr(sorted(state.scalars().items())).encode())
-    return {"parts": parts, "scalars": state.scalars(), "digest": digest.hexdigest(), "step": trainer.progress.steps}
+    return {
+        "parts": parts,
+        "scalars": state.scalars(),
+        "digest": digest.hexdigest(),
+        "step": trainer.progress.steps,
+    }
 
 
 def losses(result: dict[str, Any]) -> dict[int, float]:

@@ -52,7 +52,9 @@ def scaled_in_place() -> nn.Module:
 def loaded() -> nn.Module:
     model, generator = Net(), torch.Generator().manual_seed(2)
     shapes = {name: value.shape for name, value in model.state_dict().items()}
-    model.load_state_dict({n: torch.randn(shape, generator=generator, device="cpu") for n, shape in shapes.items()})
+    model.load_state_dict(
+        {n: torch.randn(shape, generator=generator, device="cpu") for n, shape in shapes.items()}
+    )
     return model
 
 
@@ -61,7 +63,9 @@ def tied_and_formatted() -> nn.Module:
     model = Net()
     model.head = nn.Linear(32, 32, bias=False)
     model.head.weight = model.first.weight
-    model.conv = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).to(memory_format=torch.channels_last)
+    model.conv = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).to(
+        memory_format=torch.channels_last
+    )
     model.register_buffer("table", torch.rand(4))
     model.conv.register_buffer("table", model.table)
     model.register_buffer("mask", torch.ones(3, 3).tril().bool(), persistent=False)
@@ -137,9 +141,12 @@ def test_shards_are_bit_equal_to_the_plain_build(ranks, tmp_path, factory):
 
 
 @pytest.mark.parametrize(
-    ("factory", "reason"), [(looks_at_values, "meta"), (keeps_a_tensor, "keeps tensors that are no buffers")]
+    ("factory", "reason"),
+    [(looks_at_values, "meta"), (keeps_a_tensor, "keeps tensors that are no buffers")],
 )
-def test_a_factory_that_needs_values_runs_on_every_rank_and_says_so(ranks, tmp_path, factory, reason):
+def test_a_factory_that_needs_values_runs_on_every_rank_and_says_so(
+    ranks, tmp_path, factory, reason
+):
     first, second = ranks(2).run(shards, factory.__name__, str(tmp_path))
     assert first["notes"] == ()
     assert "the model factory runs on every rank: " in second["notes"][0]
@@ -159,7 +166,9 @@ def test_a_buffer_stays_the_attribute_that_it_also_is(ranks, tmp_path):
 def test_init_meta_is_the_same_on_every_rank(ranks, tmp_path):
     runs = ranks(2).run(shards, "plain", str(tmp_path), "meta")
     built = build_on_meta(plain, SEED)
-    values = {name: built.read(name, param).clone() for name, param in built.module.named_parameters()}
+    values = {
+        name: built.read(name, param).clone() for name, param in built.module.named_parameters()
+    }
     for rank, run in enumerate(runs):
         for layout in run["layouts"]:
             assert (run["shards"][layout.name] == expected_shard(layout, rank, values)).all()
@@ -205,7 +214,10 @@ def failure(factory: str, run_dir: str) -> tuple[str, str, list[str]]:
         (
             deeper_on_the_second_rank,
             ["PeerError", "UserCodeError"],
-            ["could not be built on rank 1", "builds different models on different ranks: param blocks.3"],
+            [
+                "could not be built on rank 1",
+                "builds different models on different ranks: param blocks.3",
+            ],
         ),
         (
             fails_on_the_first_rank,
@@ -217,7 +229,11 @@ def failure(factory: str, run_dir: str) -> tuple[str, str, list[str]]:
             ["PeerError", "UserCodeError"],
             ["could not be built on rank 1", "no such pretrained model"],
         ),
-        (nothing_to_train, ["UserCodeError", "UserCodeError"], ["nothing to train", "nothing to train"]),
+        (
+            nothing_to_train,
+            ["UserCodeError", "UserCodeError"],
+            ["nothing to train", "nothing to train"],
+        ),
     ],
 )
 def test_a_failure_fails_on_every_rank(ranks, tmp_path, factory, kinds, messages):

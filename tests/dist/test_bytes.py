@@ -63,7 +63,9 @@ def test_traffic_of_a_step_is_the_formula(ranks, world_size, accumulation):
             "reduce_scatter": scattered[stage],
             "all_reduce": 2 * P * (stage == 0),
         }
-        assert sent == {kind: 4 * size * (n - 1) // n for kind, size in expected.items() if size}, f"stage {stage}"
+        assert sent == {kind: 4 * size * (n - 1) // n for kind, size in expected.items() if size}, (
+            f"stage {stage}"
+        )
 
 
 @pytest.mark.parametrize("reduce", ["compute", "fp32"])
@@ -98,7 +100,9 @@ def everything(stage: int, options: dict[str, Any]) -> dict[str, Any]:
     assert sent == expected, (sent, expected)
     return {
         "planned": {kind.value: size for kind, size in sharded.planned_memory().by_kind.items()},
-        "allocated": {kind.value: size for kind, size in sharded.allocated_memory().by_kind.items()},
+        "allocated": {
+            kind.value: size for kind, size in sharded.allocated_memory().by_kind.items()
+        },
     }
 
 
@@ -106,7 +110,14 @@ REDUCE_COMPUTE = {"compute": "bf16", "reduce": "compute"}
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"precision": "bf16"}, {"precision": "fp16"}, {"precision": REDUCE_COMPUTE}, {"persist_below": 300}]
+    "options",
+    [
+        {},
+        {"precision": "bf16"},
+        {"precision": "fp16"},
+        {"precision": REDUCE_COMPUTE},
+        {"persist_below": 300},
+    ],
 )
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_what_is_planned_is_what_is_allocated(ranks, world_size, options):
@@ -167,7 +178,9 @@ def recomputed(world_size: int) -> dict[str, Any]:
     torch.manual_seed(0)
     model = Net(dim=64)
     apply_checkpointing(model, ActivationsConfig(checkpoint="full"))
-    sharded = make_sharded(model, 3, recomputes_blocks=True, bucket=1 << 14)  # blocks of 66 kB: cut in two
+    sharded = make_sharded(
+        model, 3, recomputes_blocks=True, bucket=1 << 14
+    )  # blocks of 66 kB: cut in two
     train_sharded(sharded, data(3, 12, 64))
     with sharded.gathered() as whole:
         assert all(torch.isfinite(param).all() for param in whole.parameters())
@@ -187,7 +200,9 @@ def test_rings_hold_a_block_that_is_recomputed_and_shrink_after_gathered(ranks, 
         assert run["allocated"] == run["planned"] < run["inside"]
 
 
-Deep = tuple[str, str, int, int, bool]  # checkpoint, precision, prefetch, bucket, whether only parts are trained
+Deep = tuple[
+    str, str, int, int, bool
+]  # checkpoint, precision, prefetch, bucket, whether only parts are trained
 ONE_UNIT, TWO_UNITS = 1 << 20, 1 << 14  # buckets that a block of 66 kB is cut by
 DEEP: list[Deep] = [
     *(
@@ -211,8 +226,13 @@ def deep(stage: int, case: Deep) -> dict[str, Any]:
             block.up.requires_grad_()
     apply_checkpointing(model, ActivationsConfig(checkpoint=checkpoint, n=2))
     sharded = make_sharded(
-        model, stage, recomputes_blocks=checkpoint != "none", precision=precision, prefetch=prefetch, bucket=bucket
-    )  # fmt: skip
+        model,
+        stage,
+        recomputes_blocks=checkpoint != "none",
+        precision=precision,
+        prefetch=prefetch,
+        bucket=bucket,
+    )
     losses = train_sharded(sharded, data(2, 6, 64))
     planned, allocated = sharded.planned_memory().by_kind, sharded.allocated_memory().by_kind
     return {"losses": losses, "planned": planned, "allocated": allocated}
@@ -224,10 +244,17 @@ def deep_runs(cases: list[tuple[int, Deep]]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_blocks_that_are_recomputed_are_whole_one_after_the_other(ranks, world_size):
-    kept = sorted({("none", precision, 1, bucket, frozen) for _, precision, _, bucket, frozen in DEEP})
-    cases = [*((1, case) for case in kept), *((3, case) for case in (DEEP if world_size == 2 else DEEP[::2]))]
+    kept = sorted(
+        {("none", precision, 1, bucket, frozen) for _, precision, _, bucket, frozen in DEEP}
+    )
+    cases = [
+        *((1, case) for case in kept),
+        *((3, case) for case in (DEEP if world_size == 2 else DEEP[::2])),
+    ]
     for found in ranks(world_size).run(deep_runs, cases):
-        losses = {(case[1], *case[3:]): run["losses"] for case, run in zip(kept, found, strict=False)}
+        losses = {
+            (case[1], *case[3:]): run["losses"] for case, run in zip(kept, found, strict=False)
+        }
         for (stage, case), run in zip(cases, found, strict=True):
             assert run["allocated"] == run["planned"], (stage, *case)
             assert run["losses"] == losses[case[1], *case[3:]], (stage, *case)

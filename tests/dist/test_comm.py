@@ -57,7 +57,9 @@ def exchange(sizes: list[int], dtype_names: list[str], direct: bool) -> dict[str
     return found
 
 
-def collectives(comm: Comm, group: Group, shard: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def collectives(
+    comm: Comm, group: Group, shard: int, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
     index, numel = group.index, shard * group.size
     own = slice(index * shard, (index + 1) * shard)
     arrivals = torch.empty(comm.arrival_shards(group) * shard, dtype=dtype)
@@ -72,7 +74,9 @@ def collectives(comm: Comm, group: Group, shard: int, dtype: torch.dtype) -> dic
     full = whole(numel, dtype, index)
     comm.reduce_scatter(full, arrivals, added, group, accumulate=True, tag=3, name="b").wait()
     inside = whole(numel, dtype, index)
-    comm.reduce_scatter(inside, arrivals, inside[own], group, accumulate=False, tag=3, name="b").wait()
+    comm.reduce_scatter(
+        inside, arrivals, inside[own], group, accumulate=False, tag=3, name="b"
+    ).wait()
 
     total = whole(numel, dtype, index)
     comm.all_reduce(total, arrivals, group, tag=5, name="c").wait()
@@ -99,7 +103,9 @@ def test_direct_exchange_equals_sums_in_rank_order_and_the_backend(ranks, world_
                 own = total[rank * shard : (rank + 1) * shard]
                 gathered = torch.cat([whole(shard, dtype, peer) for peer in range(world_size)])
                 assert found[f"gather {shard} {name}"] == gathered.float().tolist()
-                assert found[f"reduce {shard} {name}"] == total.float().tolist(), "left to right, to the bit"
+                assert found[f"reduce {shard} {name}"] == total.float().tolist(), (
+                    "left to right, to the bit"
+                )
                 expected = torch.cat([own, torch.ones_like(own) + own, own])
                 assert found[f"scatter {shard} {name}"] == expected.float().tolist()
     for ours, theirs in zip(direct, native, strict=True):
@@ -128,7 +134,9 @@ def test_all_reduce_of_lengths_that_do_not_divide(ranks, world_size):
             total = total + whole(numel, torch.float32, peer)
         for run in runs:
             assert run[number]["values"] == total.tolist()
-        assert sum(run[number]["sent"] for run in runs) == 2 * (world_size - 1) * numel * 4, "no byte more than needed"
+        assert sum(run[number]["sent"] for run in runs) == 2 * (world_size - 1) * numel * 4, (
+            "no byte more than needed"
+        )
 
 
 @pytest.mark.parametrize(("numel", "parts"), [(0, 3), (1, 3), (7, 3), (9, 3), (5, 4), (1024, 3)])
@@ -152,7 +160,10 @@ def broadcast_all() -> list[list[float]]:
     ]
     for tensor in tensors:
         comm.broadcast(tensor, group, name="buffer", source=1)
-    return [torch.view_as_real(t).sum().item() if t.is_complex() else t.double().sum().item() for t in tensors]
+    return [
+        torch.view_as_real(t).sum().item() if t.is_complex() else t.double().sum().item()
+        for t in tensors
+    ]
 
 
 def test_broadcast_of_any_dtype_and_layout(ranks):
@@ -329,9 +340,13 @@ def pass_on(folder: str, in_memory: bool, laps: int) -> dict[str, Any]:
     received = []
     for lap in range(laps):
         arriving = torch.zeros(3, dtype=torch.bfloat16)
-        receive = comm.receive(arriving, (rank - 1) % size, group, number=lap * step, name=f"hidden of {lap}")
+        receive = comm.receive(
+            arriving, (rank - 1) % size, group, number=lap * step, name=f"hidden of {lap}"
+        )
         outgoing = torch.full((3,), float(10 * lap + rank), dtype=torch.bfloat16)
-        send = comm.send(outgoing, (rank + 1) % size, group, number=lap * step, name=f"hidden of {lap}")
+        send = comm.send(
+            outgoing, (rank + 1) % size, group, number=lap * step, name=f"hidden of {lap}"
+        )
         received.append((receive, send, arriving))
     for receive, send, _ in received:
         receive.wait()

@@ -43,7 +43,10 @@ def test_it_ends_at_the_same_step_with_the_same_bits_wherever_it_was_cut_off(ran
     assert ends(rest[0]) == ends(whole[0])
     assert {**losses(begun[0]), **losses(rest[0])} == losses(whole[0])
     assert [each["digest"] for each in rest] == [each["digest"] for each in whole]
-    progress = [read_step(tmp_path / name / "checkpoints" / "step-00000006").progress for name in ("whole", "cut")]
+    progress = [
+        read_step(tmp_path / name / "checkpoints" / "step-00000006").progress
+        for name in ("whole", "cut")
+    ]
     for each in progress:
         each.pop("seconds", None)  # of the clock
     assert progress[0] == progress[1]

@@ -10,7 +10,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from toys import Block, Net, build, data, full_state, make_sharded, train_plain, train_sharded, world
+from toys import (
+    Block,
+    Net,
+    build,
+    data,
+    full_state,
+    make_sharded,
+    train_plain,
+    train_sharded,
+    world,
+)
 
 from zrun_core.errors import UserCodeError
 
@@ -54,7 +64,9 @@ def train_unused(stage: int) -> list[float]:
 def test_a_unit_that_never_runs_is_left_alone(ranks):
     plain = train_plain(build(), data(4))
     for stage in range(4):
-        assert ranks(2).run(train_unused, stage)[0] == pytest.approx(plain, abs=2e-6), f"stage {stage}"
+        assert ranks(2).run(train_unused, stage)[0] == pytest.approx(plain, abs=2e-6), (
+            f"stage {stage}"
+        )
 
 
 class Sometimes(Block):

@@ -22,7 +22,9 @@ def plain(length: int) -> dict[str, float]:
     """What the model of `job` comes to before its first step, sample by sample."""
     torch.manual_seed(3)
     model = Speaker().eval()
-    labels = torch.stack([sample["labels"] for sample in map(Tokens(length).__getitem__, range(length))])
+    labels = torch.stack(
+        [sample["labels"] for sample in map(Tokens(length).__getitem__, range(length))]
+    )
     with torch.no_grad():
         losses = [
             model(**{name: value[None] for name, value in Tokens(length)[index].items()}).double()
@@ -67,7 +69,9 @@ def test_several_sets_are_evaluated_in_turn(ranks, tmp_path):
     found = ranks(2).run(run, {**keys, "eval": {**several, **EVEN}}, str(tmp_path / "both"))
     (before, after) = evaluations(found[0])
     names = ["loss", "again", "even", "first"]
-    assert list(before["metrics"]) == [f"{each}/{name}" for each in ("val", "code") for name in names]
+    assert list(before["metrics"]) == [
+        f"{each}/{name}" for each in ("val", "code") for name in names
+    ]
     assert before["samples"] == 16
     assert before["metrics"]["val/even"] == plain(11)["even"]
     assert before["metrics"]["code/even"] == plain(5)["even"]
@@ -99,4 +103,6 @@ def test_other_names_on_another_rank_are_told_on_all(ranks, tmp_path):
     keys = job(steps=1, eval=held_out, lr="constant", hooks={}, checkpoint=None)
     told = ranks(2).run(refused, keys, str(tmp_path))
     assert told[0] == told[1]
-    assert told[0].startswith("eval.metrics returned loss, of-0 on rank 0 and loss, of-1 on rank 1: return the same")
+    assert told[0].startswith(
+        "eval.metrics returned loss, of-0 on rank 0 and loss, of-1 on rank 1: return the same"
+    )

@@ -18,12 +18,16 @@ STEPS = 8
 
 def generator() -> nn.Module:
     torch.manual_seed(4)
-    return nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 32))
+    return nn.Sequential(
+        nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 32)
+    )
 
 
 def discriminator() -> nn.Module:
     torch.manual_seed(5)
-    return nn.Sequential(nn.Linear(32, 64), nn.LeakyReLU(0.2), nn.Linear(64, 64), nn.LeakyReLU(0.2), nn.Linear(64, 1))
+    return nn.Sequential(
+        nn.Linear(32, 64), nn.LeakyReLU(0.2), nn.Linear(64, 64), nn.LeakyReLU(0.2), nn.Linear(64, 1)
+    )
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -128,9 +132,10 @@ def test_an_overflow_skips_one_optimizer_and_halves_the_scale_once(ranks, stage)
 
 
 def test_an_overflow_of_both_halves_the_scale_once(ranks):
-    found, plain = ranks(2).run(ours, 2, "fp16", {"judge": 1, "made": 1})[0], ranks(2).run(
-        theirs, "fp16", {"judge": 1, "made": 1}
-    )[0]  # fmt: skip
+    found, plain = (
+        ranks(2).run(ours, 2, "fp16", {"judge": 1, "made": 1})[0],
+        ranks(2).run(theirs, "fp16", {"judge": 1, "made": 1})[0],
+    )
     assert found["skipped"][1] == (True, True)
     assert found["scales"] == plain["scales"]
     assert found["scales"][1] == 512.0

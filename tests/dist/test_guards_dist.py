@@ -41,7 +41,9 @@ def spoiled(stage: int, precision: str, kind: str, options: dict[str, Any]) -> d
             elif kind == "large":
                 hook = param.register_hook(lambda grad: grad.index_fill(0, torch.tensor([1]), 3e19))
             else:
-                hook = param.register_hook(lambda grad: grad.index_fill(0, torch.tensor([1]), float(kind)))
+                hook = param.register_hook(
+                    lambda grad: grad.index_fill(0, torch.tensor([1]), float(kind))
+                )
         sharded.backward(loss / size, micro, boundary=True)
         if hook is not None:
             hook.remove()
@@ -51,7 +53,11 @@ def spoiled(stage: int, precision: str, kind: str, options: dict[str, Any]) -> d
         if skips[-1]:
             culprit = sharded.find_nonfinite([1.0, total])
             assert culprit is None or culprit.micro == (1 if culprit.loss else None)
-            found.append(None if culprit is None else (culprit.parameter, culprit.kind, culprit.rank, culprit.loss))
+            found.append(
+                None
+                if culprit is None
+                else (culprit.parameter, culprit.kind, culprit.rank, culprit.loss)
+            )
             if kind == "large":
                 assert culprit.size == pytest.approx(3e19, rel=0.01)
         sharded.inspect_gradients(skips[-1])
@@ -67,7 +73,9 @@ def test_all_ranks_skip_what_one_spoils_and_name_it(ranks, stage, kind, precisio
     for found in runs:
         assert found["skips"] == [False, False, True, True, False]
         before, after = found["states"][1], found["states"][3]
-        assert all((before[name] == after[name]).all() for name in before), "a skipped step changed the parameters"
+        assert all((before[name] == after[name]).all() for name in before), (
+            "a skipped step changed the parameters"
+        )
         if kind == "loss":
             assert found["found"] == [(None, None, 1, "nan")] * 2
         else:
@@ -135,7 +143,9 @@ def running(stage: int, bad_steps: list[int]) -> list[tuple[bool, dict[str, torc
                 loss = sharded.module(x)
             sharded.backward(loss / size, micro, boundary=number == 1)
         result = sharded.step(
-            1e-2, NamedVector.of(sharded.comm.device, weight=1.0), lambda sums: torch.ones(()).double()
+            1e-2,
+            NamedVector.of(sharded.comm.device, weight=1.0),
+            lambda sums: torch.ones(()).double(),
         )
         buffers = {name: buffer.clone() for name, buffer in sharded.module.named_buffers()}
         found.append((bool(result.skipped), buffers))
@@ -228,11 +238,17 @@ def drifted(stage: int, options: dict[str, Any], what: str) -> list[str | None]:
     for number, (x, y) in enumerate(data(3)):
         sharded.begin_step()
         with sharded.forward() as micro:
-            loss = sharded.module(x.chunk(size)[rank].to(sharded.settings.precision.compute), y.chunk(size)[rank])
+            loss = sharded.module(
+                x.chunk(size)[rank].to(sharded.settings.precision.compute), y.chunk(size)[rank]
+            )
         sharded.backward(loss / size, micro, boundary=True)
         lr = 1e-2
         if number == 1 and rank == size - 1:
-            unit = next(unit for unit in sharded.units if any(slot.name == PLACE for slot in unit.layout.slots))
+            unit = next(
+                unit
+                for unit in sharded.units
+                if any(slot.name == PLACE for slot in unit.layout.slots)
+            )
             if what == "lr":
                 lr *= 1 + 2**-52
             elif what == "master":
@@ -246,8 +262,14 @@ def drifted(stage: int, options: dict[str, Any], what: str) -> list[str | None]:
         except DivergedError as error:
             found.append(str(error))
             break
-        sharded.step(lr, NamedVector.of(sharded.comm.device, weight=1.0), lambda sums: torch.ones(()).double())
-    guard_traffic = sum(sent for key, sent in sharded.comm.sent_bytes.items() if key.kind == "small")
+        sharded.step(
+            lr,
+            NamedVector.of(sharded.comm.device, weight=1.0),
+            lambda sums: torch.ones(()).double(),
+        )
+    guard_traffic = sum(
+        sent for key, sent in sharded.comm.sent_bytes.items() if key.kind == "small"
+    )
     assert guard_traffic < 1 << 16
     return found
 
@@ -285,7 +307,9 @@ def test_shards_are_compared_between_the_groups_of_a_hybrid(ranks, stage):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("compute", [digest, lambda flat: int(device_digest(flat.view(torch.uint8)))])
+@pytest.mark.parametrize(
+    "compute", [digest, lambda flat: int(device_digest(flat.view(torch.uint8)))]
+)
 def test_every_bit_and_the_order_count(dtype, compute):
     flat = torch.randn(37, generator=torch.Generator().manual_seed(1)).to(dtype)
     first = compute(flat)
@@ -316,11 +340,15 @@ def test_every_bit_and_the_order_count(dtype, compute):
         ("evaluation", {}, 1, "evaluation failed: out of memory: MemoryError"),
     ],
 )
-def test_wherever_memory_runs_out_the_holders_are_told(ranks, tmp_path, fault, guards, step, message):
+def test_wherever_memory_runs_out_the_holders_are_told(
+    ranks, tmp_path, fault, guards, step, message
+):
     keys = job(steps=2, lr="constant", guards=guards, eval={"data": "runs.py:Tokens", "every": 1})
     note = ranks(1).run(report, keys, str(tmp_path), fault)[0]
     assert (note["type"], note["phase"], note["step"]) == ("OutOfMemoryError", fault, step)
-    without_place = re.sub(r" failed(?: in \w+)? at \S+\.py:\d+, [^:]+: ", " failed: ", note["message"])
+    without_place = re.sub(
+        r" failed(?: in \w+)? at \S+\.py:\d+, [^:]+: ", " failed: ", note["message"]
+    )
     assert without_place == message
     told = note["traceback"].splitlines()
     assert told[0] == f"{note['message']}. What holds most:"
@@ -329,7 +357,9 @@ def test_wherever_memory_runs_out_the_holders_are_told(ranks, tmp_path, fault, g
 
 
 def test_the_third_batch_in_a_row_says_why_it_is_not_dropped(ranks, tmp_path):
-    keys = job(steps=9, lr="constant", guards={"on_oom": "skip"}, hooks={"on_step": "runs.py:starve"})
+    keys = job(
+        steps=9, lr="constant", guards={"on_oom": "skip"}, hooks={"on_step": "runs.py:starve"}
+    )
     note = ranks(1).run(report, keys, str(tmp_path), "none")[0]
     assert note["step"] == 5
     assert note["message"].endswith("those of the 2 steps before were, guards.max_nonfinite: 3)")
@@ -392,7 +422,13 @@ def test_a_step_that_is_read_late_is_not_judged_by_the_gradient_of_the_next(rank
     """Another parameter is spoiled in each step; that of the first one is gone, but for its unit."""
     model = {"call": "runs.py:Spoiled", "args": {"passes": [3, 4, 5]}}
     keys = job(
-        model=model, zero=stage, steps=9, lr="constant", batch={"global": 8, "micro": 4}, checkpoint=None, hooks={}
+        model=model,
+        zero=stage,
+        steps=9,
+        lr="constant",
+        batch={"global": 8, "micro": 4},
+        checkpoint=None,
+        hooks={},
     )
     late = ranks(2).run(run_reading_late, keys, str(tmp_path / "late"))
     at_once = ranks(2).run(run, keys, str(tmp_path / "at once"))
@@ -408,13 +444,24 @@ def test_a_step_that_is_read_late_is_not_judged_by_the_gradient_of_the_next(rank
         "the gradient of blocks.1.up.weight (layer blocks.1.up) is nan",
     ]
     for each in (*late, *at_once):
-        assert "step 5: 3 steps in a row were skipped: the gradient of blocks.1.down.weight" in each["error"]
+        assert (
+            "step 5: 3 steps in a row were skipped: the gradient of blocks.1.down.weight"
+            in each["error"]
+        )
         assert " is nan on rank 1" in each["error"]
 
 
 def test_a_single_bad_step_that_is_read_late_is_told_with_its_unit(ranks, tmp_path):
     model = {"call": "runs.py:Spoiled", "args": {"passes": [3]}}
-    keys = job(model=model, zero=2, steps=6, lr="constant", batch={"global": 8, "micro": 4}, checkpoint=None, hooks={})
+    keys = job(
+        model=model,
+        zero=2,
+        steps=6,
+        lr="constant",
+        batch={"global": 8, "micro": 4},
+        checkpoint=None,
+        hooks={},
+    )
     late = ranks(2).run(run_reading_late, keys, str(tmp_path / "late"))
     assert [each["error"] for each in late] == [""] * 2
     assert skips_told(late[0]) == ["a gradient in blocks.0 is not finite"]

@@ -59,16 +59,22 @@ def test_every_hook_is_called_on_every_rank_and_told_what_is_known(ranks, tmp_pa
             ]
     assert both[0][0]["lr"] is both[0][0]["grad_norm"] is None
     evaluated = {event["step"]: event["loss"] for event in of_type(found[0], "eval")}
-    assert {each["step"]: each["loss"] for each in both[1] if each["hook"] == "on_eval"} == evaluated
+    assert {
+        each["step"]: each["loss"] for each in both[1] if each["hook"] == "on_eval"
+    } == evaluated
     assert both[1][-1]["metrics"] == {"loss": evaluated[4]}
 
-    told = [(event["hook"], event["step"], event["values"]) for event in of_type(found[0], "metrics")]
+    told = [
+        (event["hook"], event["step"], event["values"]) for event in of_type(found[0], "metrics")
+    ]
     assert told == [(*call, {"own": 10.0, "everyones": 0.75}) for call in calls]
     assert of_type(found[1], "metrics") == []
     assert of_type(found[0], "end")[0]["reason"] == "steps"
 
 
-@pytest.mark.parametrize(("hook", "asked", "last"), [("on_step", 3, 4), ("on_eval", 3, 3), ("on_save", 3, 4)])
+@pytest.mark.parametrize(
+    ("hook", "asked", "last"), [("on_step", 3, 4), ("on_eval", 3, 3), ("on_save", 3, 4)]
+)
 def test_one_rank_may_end_the_run_for_all(ranks, tmp_path, hook, asked, last):
     """It ends well, is saved, and is complete; going on from its step by number it trains on."""
     keys = job(eval={"data": "runs.py:Tokens", "every": 3}, checkpoint={"every": 3})
@@ -88,7 +94,10 @@ def test_one_rank_may_end_the_run_for_all(ranks, tmp_path, hook, asked, last):
     config = JobConfig.model_validate({**keys, "resume": str(folder)})
     beginning = begin(config, None, fresh=False)
     assert beginning.complete
-    assert f"it ended early: hook: {why}); to train on, name the step: --resume {last}" in beginning.note
+    assert (
+        f"it ended early: hook: {why}); to train on, name the step: --resume {last}"
+        in beginning.note
+    )
     named = JobConfig.model_validate({**keys, "resume": str(folder / f"step-{last:08d}")})
     assert not begin(named, None, fresh=False).complete
     rest = ranks(2).run(run, keys, str(tmp_path / "cut"), {"step": last})

@@ -51,7 +51,9 @@ def exchange_over_sockets(shards: list[int], dtypes: list[str]) -> dict[str, Any
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_collectives_have_the_bits_of_those_over_sockets(ranks, world_size):
     cases = [1, 7, 100_000], ["float32", "bfloat16"]
-    assert ranks(world_size).run(exchange, *cases) == ranks(world_size).run(exchange_over_sockets, *cases)
+    assert ranks(world_size).run(exchange, *cases) == ranks(world_size).run(
+        exchange_over_sockets, *cases
+    )
 
 
 def train(stage: int, in_memory: bool) -> tuple[list[float], dict[str, list[float]]]:
@@ -114,7 +116,10 @@ def meet_a_stranger() -> str | None:
     """Each rank says that another process is it: what is found there is not what was shown."""
     comm, group = join()
     real, own = os.getpid, os.getpid()
-    pids = [int.from_bytes(each, "little") for each in comm.exchange_bytes(own.to_bytes(8, "little"), group, name="p")]
+    pids = [
+        int.from_bytes(each, "little")
+        for each in comm.exchange_bytes(own.to_bytes(8, "little"), group, name="p")
+    ]
     os.getpid = lambda: pids[(group.index + 1) % group.size]
     try:
         return comm.use_memory(group, 60.0)
@@ -139,7 +144,9 @@ def in_odd_order() -> list[list[float]]:
         fulls.append(full)
     scattered = whole(8 * group.size, torch.float32, group.index)
     into, arrivals = torch.zeros(8), torch.zeros(8 * (group.size - 1))
-    reduced = comm.reduce_scatter(scattered, arrivals, into, group, accumulate=False, tag=3, name="r")
+    reduced = comm.reduce_scatter(
+        scattered, arrivals, into, group, accumulate=False, tag=3, name="r"
+    )
     for handle in [reduced, *handles] if group.index else [*reversed(handles), reduced]:
         handle.wait()
     comm.settle()

@@ -115,7 +115,9 @@ def forge(path: Path, good: bytes, change: Change) -> None:
 def load_forged(folder: str) -> dict[str, str]:
     """What `load` says to each change of step 2."""
     run = start()
-    model = zrun_core.shard(lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), zero=2)
+    model = zrun_core.shard(
+        lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), zero=2
+    )
     optimizer = zrun_core.optimizer(model, "adam", lr=1e-2)
     for step in (1, 2):
         model(torch.randn(2, 8)).mean().backward()
@@ -136,7 +138,9 @@ def load_forged(folder: str) -> dict[str, str]:
                 said[change.__name__] = f"refused: {error}"
             else:
                 skipped = " ".join(str(each.message) for each in told)
-                said[change.__name__] = f"step {loaded.step if loaded is not None else None}: {skipped}"
+                said[change.__name__] = (
+                    f"step {loaded.step if loaded is not None else None}: {skipped}"
+                )
     return said
 
 

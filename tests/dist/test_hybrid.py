@@ -54,7 +54,11 @@ def train(
 ) -> dict[str, Any]:
     """Train on this transport; count the sums over copies that the last gradient finds under way."""
     at_end: list[int] = []
-    finish, use_memory, direct = Reducer.finish, Comm.use_memory, zrun_core.distributed.comm.DIRECT_MAX_RANKS
+    finish, use_memory, direct = (
+        Reducer.finish,
+        Comm.use_memory,
+        zrun_core.distributed.comm.DIRECT_MAX_RANKS,
+    )
 
     def counting(reducer: Reducer, *args: Any) -> None:
         at_end.append(over_copies(reducer._comm))

@@ -61,7 +61,9 @@ def values(found: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         for (tensor, state, start), data in result["parts"].items():
             if state == "value":
                 parts.setdefault(tensor, {})[start] = torch.from_numpy(data)
-    return {name: torch.cat([held[start] for start in sorted(held)]) for name, held in parts.items()}
+    return {
+        name: torch.cat([held[start] for start in sorted(held)]) for name, held in parts.items()
+    }
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -101,7 +103,9 @@ def test_names_are_mapped(ranks, tmp_path):
 
 
 def test_not_strict_leaves_the_rest_as_it_is(ranks, tmp_path):
-    save_file({"embed.weight": torch.ones(13, 16), "other": torch.ones(2)}, tmp_path / "part.safetensors")
+    save_file(
+        {"embed.weight": torch.ones(13, 16), "other": torch.ones(2)}, tmp_path / "part.safetensors"
+    )
     keys = job(init_from={"path": str(tmp_path / "part.safetensors"), "strict": False})
     found = values(ranks(2).run(look, keys, str(tmp_path / "run"), None))
     plain = values(ranks(2).run(look, job(), str(tmp_path / "plain"), None))
@@ -123,12 +127,16 @@ def missing_file(folder: Path) -> str:
 
 
 def of_another_shape(folder: Path) -> str:
-    save_file({**untied(weights()), "embed.weight": torch.ones(12, 16)}, folder / "other.safetensors")
+    save_file(
+        {**untied(weights()), "embed.weight": torch.ones(12, 16)}, folder / "other.safetensors"
+    )
     return str(folder / "other.safetensors")
 
 
 def with_objects(folder: Path) -> str:
-    torch.save({"model": weights(), "optimizer": torch.optim.SGD([torch.ones(1)])}, folder / "all.pt")
+    torch.save(
+        {"model": weights(), "optimizer": torch.optim.SGD([torch.ones(1)])}, folder / "all.pt"
+    )
     return str(folder / "all.pt")
 
 
@@ -143,7 +151,10 @@ def nested(folder: Path) -> str:
         (renamed, "what it has is like model."),
         (of_another_shape, "embed.weight is [12, 16] in"),
         (cut_off, "it is cut off: "),
-        (missing_file, "model-2-of-2.safetensors is missing, which model.safetensors.index.json names"),
+        (
+            missing_file,
+            "model-2-of-2.safetensors is missing, which model.safetensors.index.json names",
+        ),
         (with_objects, "is no state_dict of torch"),
         (nested, "holds no tensors by name: write found['model'] of it to a file of its own"),
         (lambda folder: str(folder / "no.safetensors"), "there is no file"),
@@ -181,7 +192,9 @@ def peak_while_loading(path: str, stage: int) -> int:
     """How much more memory this rank held at most, its own part of the model included."""
     with torch.device("meta"):
         model = Wide()
-    sharded = make_sharded(model, stage, read=lambda name, param: torch.empty(param.shape, device="meta"))
+    sharded = make_sharded(
+        model, stage, read=lambda name, param: torch.empty(param.shape, device="meta")
+    )
     state, peak, done = ModelState(sharded), 0, threading.Event()
     open_weights(Path(path), sharded.mesh.world)  # what it imports is no part of the weights
     before = resident_bytes()

@@ -110,7 +110,9 @@ def run_failing_at_3(keys: dict[str, Any], run_dir: str) -> dict[str, Any]:
 
 def test_a_best_step_that_could_not_be_saved_is_none(ranks, tmp_path):
     """The next one is compared with what is there."""
-    found = ranks(2).run(run_failing_at_3, keys(steps=4, checkpoint={"on_save_error": "warn"}), str(tmp_path))
+    found = ranks(2).run(
+        run_failing_at_3, keys(steps=4, checkpoint={"on_save_error": "warn"}), str(tmp_path)
+    )
     assert [step for step, _, is_best in told(found[0]) if is_best] == [1, 4]
     assert best(tmp_path) == (4, CURVE[4])
 

@@ -78,14 +78,21 @@ def test_the_loop_is_bit_equal_to_ddp(ranks, stage):
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_one_rank_equals_a_plain_loop(ranks, stage):
-    assert ranks(1).run(train, stage)[0]["losses"] == pytest.approx(train_plain(build(), data(6)), abs=2e-6)
+    assert ranks(1).run(train, stage)[0]["losses"] == pytest.approx(
+        train_plain(build(), data(6)), abs=2e-6
+    )
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_accumulated_gradients_are_the_full_batchs_whatever_was_declared(ranks, world_size, stage):
     plain = train_plain(build(), data(6))
-    for accumulate in (1, 2, 3, 4):  # 3 backward calls are made: declared too few, right and too many
+    for accumulate in (
+        1,
+        2,
+        3,
+        4,
+    ):  # 3 backward calls are made: declared too few, right and too many
         ours = ranks(world_size).run(train, stage, 3, accumulate)[0]["losses"]
         assert ours == pytest.approx(plain, abs=2e-6), accumulate
 
@@ -93,7 +100,9 @@ def test_accumulated_gradients_are_the_full_batchs_whatever_was_declared(ranks, 
 def hybrid(stage: int, micros: int, accumulate: int) -> list[float]:
     run = start()
     model = zrun_core.shard(
-        build, zero={"stage": stage, "bucket": 1 << 14, "shard_group": 2 if stage else "all"}, accumulate=accumulate
+        build,
+        zero={"stage": stage, "bucket": 1 << 14, "shard_group": 2 if stage else "all"},
+        accumulate=accumulate,
     )
     optimizer = zrun_core.optimizer(model, "adamw", lr=1e-2, weight_decay=0.1)
     losses = []
@@ -112,7 +121,9 @@ def hybrid(stage: int, micros: int, accumulate: int) -> list[float]:
 def test_copies_count_once_where_more_gradients_come_than_declared(ranks, stage):
     plain = train_plain(build(), data(4, batch=16))
     for accumulate in (1, 2, 3):
-        assert ranks(4).run(hybrid, stage, 2, accumulate)[0] == pytest.approx(plain, abs=2e-6), accumulate
+        assert ranks(4).run(hybrid, stage, 2, accumulate)[0] == pytest.approx(plain, abs=2e-6), (
+            accumulate
+        )
 
 
 def traffic(stage: int, accumulate: int) -> int:
@@ -123,7 +134,9 @@ def traffic(stage: int, accumulate: int) -> int:
     for k in range(4):
         model(*split(data(1)[0], k, 4)).backward()
     optimizer.step()
-    return sum(sent for key, sent in comm.drain().items() if key.kind in ("all_reduce", "reduce_scatter"))
+    return sum(
+        sent for key, sent in comm.drain().items() if key.kind in ("all_reduce", "reduce_scatter")
+    )
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -138,7 +151,10 @@ def test_what_is_declared_saves_traffic_where_gradients_stay_whole(ranks, stage)
 def ragged() -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Eight samples whose numbers of tokens differ."""
     generator = torch.Generator().manual_seed(5)
-    return [(torch.randn(n, 32, generator=generator), torch.randn(n, 1, generator=generator)) for n in range(1, 9)]
+    return [
+        (torch.randn(n, 32, generator=generator), torch.randn(n, 1, generator=generator))
+        for n in range(1, 9)
+    ]
 
 
 class Summed(Net):
@@ -317,11 +333,24 @@ def zero_grad_before_backward(model: nn.Module, x: torch.Tensor) -> None:
 
 OPTIMIZERS: list[Any] = []
 LOOPS = [
-    two_calls_one_backward, one_call_two_backwards, two_calls_two_backwards, evaluation_between,
-    evaluation_between_backwards, gathered_between_backwards, gradient_penalty, adversarial,
-    penalty_on_parameters, unused_forward, unused_forward_last, forward_that_raised, recomputed,
-    recomputed_reentrantly, by_parts, dropped_first, zero_grad_before_backward,
-]  # fmt: skip
+    two_calls_one_backward,
+    one_call_two_backwards,
+    two_calls_two_backwards,
+    evaluation_between,
+    evaluation_between_backwards,
+    gathered_between_backwards,
+    gradient_penalty,
+    adversarial,
+    penalty_on_parameters,
+    unused_forward,
+    unused_forward_last,
+    forward_that_raised,
+    recomputed,
+    recomputed_reentrantly,
+    by_parts,
+    dropped_first,
+    zero_grad_before_backward,
+]
 
 
 def inputs() -> list[torch.Tensor]:
@@ -332,14 +361,22 @@ def inputs() -> list[torch.Tensor]:
 def train_loop(name: str, stage: int, lib: bool) -> dict[str, Any]:
     """Each rank trains on the same data, so that one plain process is the oracle."""
     model = sharded(stage, build_scores) if lib else build_scores()
-    make = zrun_core.optimizer if lib else lambda model, name, lr: torch.optim.SGD(model.parameters(), lr=lr)
+    make = (
+        zrun_core.optimizer
+        if lib
+        else lambda model, name, lr: torch.optim.SGD(model.parameters(), lr=lr)
+    )
     optimizer = make(model, "sgd", lr=0.005)
     OPTIMIZERS[:] = [optimizer]
     for x in inputs():
         globals()[name](model, x)
         optimizer.step()
         optimizer.zero_grad()
-    return state_of(model) if lib else {name: param.detach().numpy() for name, param in model.named_parameters()}
+    return (
+        state_of(model)
+        if lib
+        else {name: param.detach().numpy() for name, param in model.named_parameters()}
+    )
 
 
 @pytest.mark.parametrize("loop", [loop.__name__ for loop in LOOPS])
@@ -366,7 +403,9 @@ def formats(stage: int, precision: str) -> list[str]:
         kept = model(inputs()[0])
     assert torch.equal(out, quiet)
     assert torch.equal(out, kept)
-    return [str(t.dtype).removeprefix("torch.") for t in (out, quiet, kept, inner, model.last.weight)]
+    return [
+        str(t.dtype).removeprefix("torch.") for t in (out, quiet, kept, inner, model.last.weight)
+    ]
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -398,7 +437,12 @@ def with_schedule(stage: int, lib: bool) -> list[float]:
             norm = optimizer.grad_norm
         optimizer.zero_grad()
         schedule.step()
-        losses += [loss.item(), float(norm), optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["betas"][0]]
+        losses += [
+            loss.item(),
+            float(norm),
+            optimizer.param_groups[0]["lr"],
+            optimizer.param_groups[1]["betas"][0],
+        ]
     return losses
 
 
@@ -416,7 +460,9 @@ def several_kinds_of_start() -> list[dict[str, Any]]:
     before = copy.deepcopy(mine)
     model = zrun_core.shard(mine, zero=3)
     assert model is mine
-    assert {name for name, _ in model.named_parameters()} == {name for name, _ in before.named_parameters()}
+    assert {name for name, _ in model.named_parameters()} == {
+        name for name, _ in before.named_parameters()
+    }
     return [state_of(model), state_of(sharded(3))]
 
 

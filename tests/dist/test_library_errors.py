@@ -33,9 +33,15 @@ def misuse(stage: int) -> dict[str, str]:
     x = inputs()[0]
     told["again"] = says(lambda: zrun_core.shard(model))
     other = nn.Linear(3, 5)
-    told["foreign"] = says(lambda: zrun_core.optimizer(model, groups=[{"params": other.parameters()}]))
-    told["twice"] = says(lambda: zrun_core.optimizer(model, groups=[{"params": [model.last.bias, model.last.bias]}]))
-    told["left out"] = says(lambda: zrun_core.optimizer(model, groups=[{"params": [model.last.bias]}]))
+    told["foreign"] = says(
+        lambda: zrun_core.optimizer(model, groups=[{"params": other.parameters()}])
+    )
+    told["twice"] = says(
+        lambda: zrun_core.optimizer(model, groups=[{"params": [model.last.bias, model.last.bias]}])
+    )
+    told["left out"] = says(
+        lambda: zrun_core.optimizer(model, groups=[{"params": [model.last.bias]}])
+    )
     told["no groups"] = says(lambda: zrun_core.optimizer(model, groups=[{"lr": 1.0}]))
     told["name"] = says(lambda: zrun_core.optimizer(model, "adamv"))
     told["argument"] = says(lambda: zrun_core.optimizer(model, "adamw", beta=3))

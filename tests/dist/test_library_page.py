@@ -32,14 +32,23 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
         before = text[: match.start()].rstrip()
         named = re.search(r"(\w+\.py)`[^`]*$", before.rpartition("\n\n")[2])
         heading = re.findall(r"^## (\w+)", before, re.MULTILINE)[-1]
-        (folder / (named[1] if named else f"{heading.lower()}.py")).write_text(match[1], encoding="utf-8")
+        (folder / (named[1] if named else f"{heading.lower()}.py")).write_text(
+            match[1], encoding="utf-8"
+        )
     return folder
 
 
 def torchrun(script: Path) -> subprocess.CompletedProcess[str]:
     """On two ranks."""
-    command = [str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node", "2", script.name]
-    return subprocess.run(command, cwd=script.parent, capture_output=True, text=True, timeout=TIMEOUT_S)
+    command = [
+        str(Path(sys.executable).with_name("torchrun")),
+        "--nproc-per-node",
+        "2",
+        script.name,
+    ]
+    return subprocess.run(
+        command, cwd=script.parent, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
 
 
 def play(script: str) -> list[str]:
@@ -142,11 +151,18 @@ def be_rank(script: str, environment: dict[str, str], said: str) -> None:
 def forkrun(script: Path) -> tuple[list[int | None], str]:
     """What torchrun does, with processes that have torch from the start: exit codes until one fails, and words."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    common = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
     common |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     said = [f"{script}.{rank}" for rank in range(2)]
     processes = [
-        forks().Process(target=be_rank, args=(str(script), {**common, "RANK": f"{r}", "LOCAL_RANK": f"{r}"}, said[r]))
+        forks().Process(
+            target=be_rank,
+            args=(str(script), {**common, "RANK": f"{r}", "LOCAL_RANK": f"{r}"}, said[r]),
+        )
         for r in range(2)
     ]
     for process in processes:
@@ -160,7 +176,9 @@ def forkrun(script: Path) -> tuple[list[int | None], str]:
     for process in processes:
         process.kill()
         process.join()
-    return [process.exitcode for process in processes], "".join(Path(each).read_text() for each in said)
+    return [process.exitcode for process in processes], "".join(
+        Path(each).read_text() for each in said
+    )
 
 
 @pytest.mark.parametrize("action", CASES)

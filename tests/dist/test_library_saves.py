@@ -37,7 +37,9 @@ class Duel:
         self.for_made = zrun_core.optimizer(self.made, "adamw", lr=1e-3)
         self.for_judge = zrun_core.optimizer(self.judge, "sgd", lr=1e-2, momentum=0.9)
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.for_made, 0.9)
-        self.scaler = zrun_core.GradScaler(init_scale=1024.0, growth_interval=3, enabled=precision == "fp16")
+        self.scaler = zrun_core.GradScaler(
+            init_scale=1024.0, growth_interval=3, enabled=precision == "fp16"
+        )
 
     @property
     def models(self) -> dict[str, torch.nn.Module]:
@@ -92,7 +94,9 @@ def resumed(stage: int, precision: str, folder: str) -> list[float]:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_two_models_go_on_bit_for_bit(ranks, tmp_path, stage, precision):
     folder = str(tmp_path / "duel")
-    assert ranks(2).run(whole, stage, precision, folder) == ranks(2).run(resumed, stage, precision, folder)
+    assert ranks(2).run(whole, stage, precision, folder) == ranks(2).run(
+        resumed, stage, precision, folder
+    )
 
 
 def roll_back(stage: int, folder: str) -> None:
@@ -115,7 +119,9 @@ def weights(stage: int, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {"lr": duel.for_made.param_groups[0]["lr"]}
     for title, model in duel.models.items():
         with zrun_core.gathered(model):
-            found |= {f"{title}.{name}": param.numpy().copy() for name, param in model.named_parameters()}
+            found |= {
+                f"{title}.{name}": param.numpy().copy() for name, param in model.named_parameters()
+            }
     return found
 
 
@@ -126,7 +132,9 @@ def test_two_models_open_at_any_stage_on_any_number_of_ranks(ranks, tmp_path):
     assert first["lr"] == pytest.approx(1e-3 * 0.9**4)
     for world_size, stage in ((1, 0), (3, 2), (2, 1)):
         for found in ranks(world_size).run(weights, stage, folder):
-            assert all((found[name] == value).all() for name, value in first.items() if name != "lr")
+            assert all(
+                (found[name] == value).all() for name, value in first.items() if name != "lr"
+            )
             assert found["lr"] == first["lr"]
 
 
@@ -181,7 +189,9 @@ def test_mistakes_are_told_in_one_line(ranks, tmp_path):
         assert text in first[key], key
         assert "\n" not in first[key]
     assert second["nowhere"].startswith("PeerError")
-    assert [path.name for path in sorted((tmp_path / "mistakes").glob("step-*"))] == ["step-00000001"]
+    assert [path.name for path in sorted((tmp_path / "mistakes").glob("step-*"))] == [
+        "step-00000001"
+    ]
 
 
 def lonely(folder: str) -> int:
@@ -190,7 +200,9 @@ def lonely(folder: str) -> int:
     duel.train(0, 1)
     zrun_core.save(folder, duel.made, step=1)
     manifest = read_step(Path(folder) / "step-00000001")
-    assert [info.name for info in manifest.tensors] == [name for name, _ in duel.made.named_parameters()]
+    assert [info.name for info in manifest.tensors] == [
+        name for name, _ in duel.made.named_parameters()
+    ]
     return manifest.step
 
 
@@ -255,7 +267,11 @@ def behind_and_not(folder: str) -> tuple[list[list[str]], list[list[str]]]:
             duel.train(step, step + 1)
             assert duel.save(f"{folder}/{name}", step + 1, keep=9, wait=wait)
         zrun_core.finish()
-        steps = [each.manifest for each in CheckpointFolder(Path(folder, name)).scan() if each.manifest is not None]
+        steps = [
+            each.manifest
+            for each in CheckpointFolder(Path(folder, name)).scan()
+            if each.manifest is not None
+        ]
         assert [each.step for each in steps] == [4, 3, 2, 1]
         found.append([[fragment.digest for fragment in each.fragments] for each in steps])
     return found[0], found[1]
@@ -359,7 +375,11 @@ def fail_behind(folder: str) -> list[str]:
 def test_what_goes_wrong_behind_is_raised_by_the_next_call(ranks, tmp_path):
     first, second = ranks(2).run(fail_behind, str(tmp_path))
     assert first == ["PeerError: rank 1 could not save step 2"] * 4
-    assert second == ["SaveError: step 2 is not saved: cannot write: Input/output error; name another folder"] * 4
+    assert (
+        second
+        == ["SaveError: step 2 is not saved: cannot write: Input/output error; name another folder"]
+        * 4
+    )
     assert valid_steps(tmp_path) == [2, 1]
 
 
@@ -400,12 +420,20 @@ def load_weights(folder: str) -> dict[str, Any]:
     after = [state["exp_avg"] for _, _, state in state_of(trained.made)._optimizer_states()]
     assert all(torch.equal(left, right) for left, right in zip(before, after, strict=True))
     assert trained.for_made.param_groups[0]["lr"] == pytest.approx(1e-3 * 0.9**2)
-    with pytest.raises(ZrunError, match=r"models called made, judge, and load\(\) was given models called other"):
+    with pytest.raises(
+        ZrunError, match=r"models called made, judge, and load\(\) was given models called other"
+    ):
         zrun_core.load(folder, {"other": bare}, weights_only=True)
     with zrun_core.gathered(bare), zrun_core.gathered(trained.made):
         both = (dict(model.named_parameters()) for model in (bare, trained.made))
-        low, full = ({name: param.detach().float().numpy().copy() for name, param in each.items()} for each in both)
-    assert all((torch.from_numpy(value).bfloat16().float().numpy() == low[name]).all() for name, value in full.items())
+        low, full = (
+            {name: param.detach().float().numpy().copy() for name, param in each.items()}
+            for each in both
+        )
+    assert all(
+        (torch.from_numpy(value).bfloat16().float().numpy() == low[name]).all()
+        for name, value in full.items()
+    )
     return full
 
 
@@ -463,7 +491,10 @@ def test_replicas_that_differ_stop_the_loop(ranks, tmp_path):
     first, second = ranks(2).run(diverge, str(tmp_path / "none"))
     assert first == second
     for text in first[:3]:
-        assert "replicas diverged: rank 1 has another parameter NAME than the other ranks; go on from the last" in text
+        assert (
+            "replicas diverged: rank 1 has another parameter NAME than the other ranks; go on from the last"
+            in text
+        )
         assert text.startswith("DivergedError 10: step 3: ")
     assert "rank 1 has lr 0.20000000000000001, rank 0 has 0.10000000000000001" in first[3]
     assert not (tmp_path / "none").exists()

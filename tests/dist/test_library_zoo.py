@@ -20,7 +20,9 @@ def loop(name: str, stage: int) -> list[float]:
     """What a worker does with the case's job, as a user would write it."""
     run, keys = start(), keys_of(name, stage)
     model = zrun_core.shard(
-        in_zoo(keys["model"]), zero={"bucket": 2 << 10, **keys["zero"]}, activations=keys.get("activations")
+        in_zoo(keys["model"]),
+        zero={"bucket": 2 << 10, **keys["zero"]},
+        activations=keys.get("activations"),
     )
     torch.manual_seed(mix(0, 1 + run.rank))
     optimizer = zrun_core.optimizer(model, "adamw", **OPTIM)
@@ -29,7 +31,9 @@ def loop(name: str, stage: int) -> list[float]:
     losses = []
     for step in range(STEPS):
         first = step * GLOBAL + run.rank * share
-        batch = torch.utils.data.default_collate([data[(first + i) % len(data)] for i in range(share)])
+        batch = torch.utils.data.default_collate(
+            [data[(first + i) % len(data)] for i in range(share)]
+        )
         with zrun_core.forward(model) if name in _LOOKS_FIRST else nullcontext():
             loss = compute_loss(model, batch, loss_of, share).value
         loss.backward()

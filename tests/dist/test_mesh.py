@@ -77,7 +77,9 @@ def test_another_order_of_the_axes(ranks: Any) -> None:
     [{"dp": 2, "tp": 2}, {"dp": 2, "pp": 2}, {"dp": 2, "tp": 2, "order": ("dp", "tp", "pp")}],
     ids=["tp", "pp", "another order"],
 )
-def test_samples_count_once_where_several_ranks_read_them(dims: dict[str, Any], ranks: Any, tmp_path: Path) -> None:
+def test_samples_count_once_where_several_ranks_read_them(
+    dims: dict[str, Any], ranks: Any, tmp_path: Path
+) -> None:
     """Both ranks along `tensor`, or both stages, train the whole model: it is what two ranks train."""
     keys = job(
         model={"call": "runs.py:Speaker", "args": {"dropout": 0.0}},
@@ -94,7 +96,9 @@ def test_samples_count_once_where_several_ranks_read_them(dims: dict[str, Any], 
     def told(found: dict[str, Any]) -> list[Any]:
         keys = ("step", "loss", "samples", "tokens", "total_samples", "metrics")
         kinds = ("step", "eval")
-        return [[event.get(key) for key in keys] for event in found["events"] if event["type"] in kinds]
+        return [
+            [event.get(key) for key in keys] for event in found["events"] if event["type"] in kinds
+        ]
 
     assert len(told(two[0])) == 5
     assert told(four[0]) == told(two[0])

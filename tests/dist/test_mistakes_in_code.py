@@ -54,143 +54,294 @@ Edit = tuple[str, str]
 MISTAKES: dict[str, tuple[list[Edit], dict[str, Any], int, list[str]]] = {
     # The file
     "an import that is not installed": (
-        [("import torch\n", "import torch\nimport sklearnn\n")], {}, 5,
+        [("import torch\n", "import torch\nimport sklearnn\n")],
+        {},
+        5,
         ["train.py:build_model: importing ", "line 2, in <module>", "No module named 'sklearnn'"],
     ),
     "a syntax error": (
-        [("def build_data():", "def build_data()")], {}, 5, ["line 21", "SyntaxError: expected ':'"],
+        [("def build_data():", "def build_data()")],
+        {},
+        5,
+        ["line 21", "SyntaxError: expected ':'"],
     ),
     "a script that reads its arguments": (
-        [("\ndef loss_fn", "\nimport argparse\np = argparse.ArgumentParser()\n"
-          "p.add_argument('--x', required=True)\np.parse_args(['--y'])\n\ndef loss_fn")], {}, 5,
-        ["it left the process, as sys.exit() and argparse do", 'goes below if __name__ == "__main__"'],
+        [
+            (
+                "\ndef loss_fn",
+                "\nimport argparse\np = argparse.ArgumentParser()\n"
+                "p.add_argument('--x', required=True)\np.parse_args(['--y'])\n\ndef loss_fn",
+            )
+        ],
+        {},
+        5,
+        [
+            "it left the process, as sys.exit() and argparse do",
+            'goes below if __name__ == "__main__"',
+        ],
     ),
     "a script that trains where it is imported": (
-        [("\ndef loss_fn", "\nbuild_model()(torch.ones(3))\n\ndef loss_fn")], {}, 5,
+        [("\ndef loss_fn", "\nbuild_model()(torch.ones(3))\n\ndef loss_fn")],
+        {},
+        5,
         ["importing ", "in net.0 (Linear)", "mat1 and mat2 shapes cannot be multiplied"],
     ),
     "a model below the main guard": (
-        [("def build_model():\n    return", "if __name__ == '__main__':\n  def build_model():\n    return")], {}, 2,
-        ["has no 'build_model': it is below if __name__ == \"__main__\", which an import leaves out"],
+        [
+            (
+                "def build_model():\n    return",
+                "if __name__ == '__main__':\n  def build_model():\n    return",
+            )
+        ],
+        {},
+        2,
+        [
+            "has no 'build_model': it is below if __name__ == \"__main__\", which an import leaves out"
+        ],
     ),
     # The model
     "a factory without return": (
-        [("    return Net()", "    Net()")], {}, 5, ["must return an nn.Module, train.py:build_model returned None"],
+        [("    return Net()", "    Net()")],
+        {},
+        5,
+        ["must return an nn.Module, train.py:build_model returned None"],
     ),
     "no super().__init__()": (
-        [("        super().__init__()\n", "")], {}, 5,
-        ["train.py:build_model failed in Net", "cannot assign module before Module.__init__() call"],
+        [("        super().__init__()\n", "")],
+        {},
+        5,
+        [
+            "train.py:build_model failed in Net",
+            "cannot assign module before Module.__init__() call",
+        ],
     ),
     "a forward without return": (
-        [("        return self.net(x)", "        self.net(x)")], {}, 5, ["in loss_fn", "must be Tensor, not NoneType"],
+        [("        return self.net(x)", "        self.net(x)")],
+        {},
+        5,
+        ["in loss_fn", "must be Tensor, not NoneType"],
     ),
     "a wrong width": (
-        [("nn.Linear(32, 3)", "nn.Linear(33, 3)")], {}, 5,
+        [("nn.Linear(32, 3)", "nn.Linear(33, 3)")],
+        {},
+        5,
         ["forward failed in net.2 (Linear)\n", "in loss_fn", "in forward", "(2x32 and 33x3)"],
     ),
     "layers in a plain list": (
-        [("self.net = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 3))", "self.net = [nn.Linear(20, 3)]")],
-        {}, 5, ["the model has no parameters", "nn.ModuleList"],
+        [
+            (
+                "self.net = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 3))",
+                "self.net = [nn.Linear(20, 3)]",
+            )
+        ],
+        {},
+        5,
+        ["the model has no parameters", "nn.ModuleList"],
     ),
     "a tensor on a device that is not there": (
-        [("self.net(x)", "self.net(x.to('meta'))")], {}, 5, ["forward failed in net.0 (Linear)", "in forward"],
+        [("self.net(x)", "self.net(x.to('meta'))")],
+        {},
+        5,
+        ["forward failed in net.0 (Linear)", "in forward"],
     ),
     "frozen parameters": (
-        [("    return Net()", "    return Net().requires_grad_(False)")], {}, 5, ["the model has nothing to train"],
+        [("    return Net()", "    return Net().requires_grad_(False)")],
+        {},
+        5,
+        ["the model has nothing to train"],
     ),
     # The loss
-    "labels out of range": ([("index % 3", "index % 5")], {}, 5, ["in loss_fn", "is out of bounds"]),
-    "labels that are no classes": ([("index % 3", "0.5")], {}, 5, ["in loss_fn", "expected target dtype"]),
+    "labels out of range": (
+        [("index % 3", "index % 5")],
+        {},
+        5,
+        ["in loss_fn", "is out of bounds"],
+    ),
+    "labels that are no classes": (
+        [("index % 3", "0.5")],
+        {},
+        5,
+        ["in loss_fn", "expected target dtype"],
+    ),
     "no mean": (
-        [("model(x), label)", "model(x), label, reduction='none')")], {}, 5,
+        [("model(x), label)", "model(x), label, reduction='none')")],
+        {},
+        5,
         ["is not a scalar", "take its mean()"],
     ),
-    "a detached loss": ([("model(x), label)", "model(x), label).detach()")], {}, 5, ["loss without gradient"]),
-    "a loss as a number": (
-        [("model(x), label)", "model(x), label).item()")], {}, 5, ["returned is float, not a tensor"],
+    "a detached loss": (
+        [("model(x), label)", "model(x), label).detach()")],
+        {},
+        5,
+        ["loss without gradient"],
     ),
-    "a loss without return": ([("    return nn.f", "    nn.f")], {}, 5, ["returned is None: does it lack a return?"]),
+    "a loss as a number": (
+        [("model(x), label)", "model(x), label).item()")],
+        {},
+        5,
+        ["returned is float, not a tensor"],
+    ),
+    "a loss without return": (
+        [("    return nn.f", "    nn.f")],
+        {},
+        5,
+        ["returned is None: does it lack a return?"],
+    ),
     "a loss of another signature": (
-        [("def loss_fn(model, batch)", "def loss_fn(output, target, weight)")], {}, 2, ["(model, batch)", "weight"],
+        [("def loss_fn(model, batch)", "def loss_fn(output, target, weight)")],
+        {},
+        2,
+        ["(model, batch)", "weight"],
     ),
     "a loss of outputs and targets": (
-        [("    x, label = batch\n    return nn.functional.cross_entropy(model(x), label)",
-          "    return nn.functional.cross_entropy(model, batch)")], {}, 5,
-        ["forward failed: a loss function is called with (model, batch), and calls the model itself\n"],
+        [
+            (
+                "    x, label = batch\n    return nn.functional.cross_entropy(model(x), label)",
+                "    return nn.functional.cross_entropy(model, batch)",
+            )
+        ],
+        {},
+        5,
+        [
+            "forward failed: a loss function is called with (model, batch), and calls the model itself\n"
+        ],
     ),
     "no loss": (
-        [], WITHOUT_LOSS, 5,
-        ["without loss in the job, the model is called with what a batch holds", "(forward takes x)", "write loss:"],
+        [],
+        WITHOUT_LOSS,
+        5,
+        [
+            "without loss in the job, the model is called with what a batch holds",
+            "(forward takes x)",
+            "write loss:",
+        ],
     ),
     "a loss that is not a number": (
-        [("model(x), label)", "model(x) / 0, label)")], {}, 7,
+        [("model(x), label)", "model(x) / 0, label)")],
+        {},
+        7,
         ["step 3: ", "the loss is nan on rank 0", "(indices 8-9 of the dataset)"],
     ),
     "a parameter that is changed in place": (
-        [("    x, label = batch\n", "    x, label = batch\n    next(model.parameters()).mul_(2)\n")], {}, 5,
+        [
+            (
+                "    x, label = batch\n",
+                "    x, label = batch\n    next(model.parameters()).mul_(2)\n",
+            )
+        ],
+        {},
+        5,
         ["next(model.parameters()).mul_(2)", "a leaf Variable that requires grad"],
     ),
     "an activation that is changed in place": (
-        [("        return self.net(x)", "        h = self.net(x).sigmoid()\n        y = h * h\n        h.add_(1)\n"
-          "        return y")], {}, 5,
-        ["backward failed: with torch.autograd.set_detect_anomaly(True) in your file", "inplace operation"],
+        [
+            (
+                "        return self.net(x)",
+                "        h = self.net(x).sigmoid()\n        y = h * h\n        h.add_(1)\n"
+                "        return y",
+            )
+        ],
+        {},
+        5,
+        [
+            "backward failed: with torch.autograd.set_detect_anomaly(True) in your file",
+            "inplace operation",
+        ],
     ),
     "double inputs": (
-        [("torch.ones(20)", "torch.ones(20).double()")], {}, 5, ["in net.0 (Linear)", "got Double and Float"],
+        [("torch.ones(20)", "torch.ones(20).double()")],
+        {},
+        5,
+        ["in net.0 (Linear)", "got Double and Float"],
     ),
     # The data
     "no samples": ([("return 64", "return 0")], {}, 5, ["the dataset is empty: Data has length 0"]),
     "a length that is too large": (
-        [("torch.ones(20), index", "[torch.ones(20)][index], index")], {}, 5,
+        [("torch.ones(20), index", "[torch.ones(20)][index], index")],
+        {},
+        5,
         ["reading the training data failed at index 1\n", "IndexError: list index out of range"],
     ),
     "a sample without return": (
-        [("        return torch.ones(20), index", "        torch.ones(20), index")], {}, 5,
+        [("        return torch.ones(20), index", "        torch.ones(20), index")],
+        {},
+        5,
         ["the sample is None at index 0: does __getitem__ return it on every path?"],
     ),
     "samples of several lengths": (
-        [("torch.ones(20)", "torch.ones(20 + index)")], {}, 5,
+        [("torch.ones(20)", "torch.ones(20 + index)")],
+        {},
+        5,
         ["[0] has shape (20,) at index 0 and (21,) at index 1", "data.collate"],
     ),
     "samples of no tensors": (
-        [("torch.ones(20)", "object()")], {}, 5, ["[0] is object at index 0, of which no tensor is made"],
+        [("torch.ones(20)", "object()")],
+        {},
+        5,
+        ["[0] is object at index 0, of which no tensor is made"],
     ),
     "texts": ([("torch.ones(20)", "'a cat'")], {}, 5, ["in net.0 (Linear)", "must be Tensor, not"]),
     "a DataLoader": (
-        [("return Data()", "return DataLoader(Data())")], {}, 5, ["and returned a DataLoader", "return its .dataset"],
+        [("return Data()", "return DataLoader(Data())")],
+        {},
+        5,
+        ["and returned a DataLoader", "return its .dataset"],
     ),
     "data without return": (
-        [("    return Data()", "    Data()")], {}, 5, ["data must return a dataset, and returned None"],
+        [("    return Data()", "    Data()")],
+        {},
+        5,
+        ["data must return a dataset, and returned None"],
     ),
     "a path that begins elsewhere": (
-        [("return Data()", "return open('data/train.csv')")], {}, 5,
+        [("return Data()", "return open('data/train.csv')")],
+        {},
+        5,
         ["train.py:build_data failed (paths begin at /", "in build_data", "'data/train.csv'"],
     ),
     "one more thing in a batch": (
-        [("index % 3", "index % 3, 1")], {}, 5, ["x, label = batch", "too many values to unpack"],
+        [("index % 3", "index % 3, 1")],
+        {},
+        5,
+        ["x, label = batch", "too many values to unpack"],
     ),
     "a sample that cannot be read by a loader": (
-        [("torch.ones(20), index", "[torch.ones(20)][index], index")], LOADING, 5,
+        [("torch.ones(20), index", "[torch.ones(20)][index], index")],
+        LOADING,
+        5,
         ["reading the training data failed at index 1\n", "in __getitem__"],
     ),
     "a loader that dies": (
-        [("        return torch.ones", "        import os\n        os._exit(3)\n        return torch.ones")],
-        LOADING, 5,
+        [
+            (
+                "        return torch.ones",
+                "        import os\n        os._exit(3)\n        return torch.ones",
+            )
+        ],
+        LOADING,
+        5,
         ["a data-loading process died; data.workers: 0 has the rank itself do its work"],
     ),
     # The rest
     "a hook that takes nothing": (
-        [("\ndef loss_fn", "\ndef hook():\n    pass\n\ndef loss_fn")], {"hooks": {"on_step": "train.py:hook"}}, 2,
+        [("\ndef loss_fn", "\ndef hook():\n    pass\n\ndef loss_fn")],
+        {"hooks": {"on_step": "train.py:hook"}},
+        2,
         ["train.py:hook", "(context)"],
     ),
     "a hook with a wrong name in it": (
-        [("\ndef loss_fn", "\ndef hook(c):\n    c.modle\n\ndef loss_fn")], {"hooks": {"on_step": "train.py:hook"}}, 5,
+        [("\ndef loss_fn", "\ndef hook(c):\n    c.modle\n\ndef loss_fn")],
+        {"hooks": {"on_step": "train.py:hook"}},
+        5,
         ["hooks.on_step failed\n", "in hook", "'modle'"],
     ),
     "weights that nobody saved": (
-        [], {"init_from": "train.py"}, 9, ["init_from: "],
+        [],
+        {"init_from": "train.py"},
+        9,
+        ["init_from: "],
     ),
-}  # fmt: skip
+}
 
 
 def ended(keys: dict[str, Any], folder: str) -> dict[str, Any]:

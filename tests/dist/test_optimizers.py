@@ -10,7 +10,18 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from toys import Net, build, data, full_state, make_sharded, optim_config, same_bits, train, train_ddp, world
+from toys import (
+    Net,
+    build,
+    data,
+    full_state,
+    make_sharded,
+    optim_config,
+    same_bits,
+    train,
+    train_ddp,
+    world,
+)
 
 from zrun_core.distributed.named_vector import NamedVector
 from zrun_core.optim.choose import choose
@@ -36,7 +47,9 @@ def lamb(
 ) -> Rule:
     """You et al. 2020, Algorithm 2."""
 
-    def rule(x: torch.Tensor, g: torch.Tensor, state: dict[str, torch.Tensor], t: int, lr: float) -> torch.Tensor:
+    def rule(
+        x: torch.Tensor, g: torch.Tensor, state: dict[str, torch.Tensor], t: int, lr: float
+    ) -> torch.Tensor:
         state["m"] = m = beta[0] * state.get("m", torch.zeros_like(x)) + (1 - beta[0]) * g
         state["v"] = v = beta[1] * state.get("v", torch.zeros_like(x)) + (1 - beta[1]) * g * g
         if corrects:
@@ -59,7 +72,9 @@ def lamb(
 def lars(*, decay: float, momentum: float = 0.9, eta: float = 1e-3, adapts: bool = True) -> Rule:
     """You et al. 2017, Algorithm 1."""
 
-    def rule(x: torch.Tensor, g: torch.Tensor, state: dict[str, torch.Tensor], t: int, lr: float) -> torch.Tensor:
+    def rule(
+        x: torch.Tensor, g: torch.Tensor, state: dict[str, torch.Tensor], t: int, lr: float
+    ) -> torch.Tensor:
         size, slope = float(x.norm()), float(g.norm())
         local = eta * size / (slope + decay * size) if adapts and size > 0 and slope > 0 else 1.0
         state["v"] = momentum * state.get("v", torch.zeros_like(x)) + lr * local * (g + decay * x)
@@ -71,7 +86,9 @@ def lars(*, decay: float, momentum: float = 0.9, eta: float = 1e-3, adapts: bool
 def lion(*, decay: float, beta: tuple[float, float] = (0.9, 0.99)) -> Rule:
     """Chen et al. 2023, Algorithm 2."""
 
-    def rule(x: torch.Tensor, g: torch.Tensor, state: dict[str, torch.Tensor], t: int, lr: float) -> torch.Tensor:
+    def rule(
+        x: torch.Tensor, g: torch.Tensor, state: dict[str, torch.Tensor], t: int, lr: float
+    ) -> torch.Tensor:
         m = state.get("m", torch.zeros_like(x))
         update = torch.sign(beta[0] * m + (1 - beta[0]) * g)
         state["m"] = beta[1] * m + (1 - beta[1]) * g
@@ -83,7 +100,9 @@ def lion(*, decay: float, beta: tuple[float, float] = (0.9, 0.99)) -> Rule:
 def adamw(*, decay: float, beta: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) -> Rule:
     """Loshchilov and Hutter 2019, Algorithm 2."""
 
-    def rule(x: torch.Tensor, g: torch.Tensor, state: dict[str, torch.Tensor], t: int, lr: float) -> torch.Tensor:
+    def rule(
+        x: torch.Tensor, g: torch.Tensor, state: dict[str, torch.Tensor], t: int, lr: float
+    ) -> torch.Tensor:
         state["m"] = beta[0] * state.get("m", torch.zeros_like(x)) + (1 - beta[0]) * g
         state["v"] = beta[1] * state.get("v", torch.zeros_like(x)) + (1 - beta[1]) * g * g
         m, v = state["m"] / (1 - beta[0] ** t), state["v"] / (1 - beta[1] ** t)
@@ -93,7 +112,11 @@ def adamw(*, decay: float, beta: tuple[float, float] = (0.9, 0.999), eps: float 
 
 
 def train_by(
-    rule_of: Callable[[str], Rule], *, clip: float | None = None, lr: float = 1e-2, in_bf16: bool = False
+    rule_of: Callable[[str], Rule],
+    *,
+    clip: float | None = None,
+    lr: float = 1e-2,
+    in_bf16: bool = False,
 ) -> list[float]:
     """The plain loop on one process, in float64; `in_bf16` rounds the moments after each step."""
     model = build().double()
@@ -111,7 +134,9 @@ def train_by(
                 assert param.grad is not None
                 param.copy_(rule_of(name)(param, param.grad, states[name], t, lr))
                 if in_bf16:
-                    states[name] = {key: value.bfloat16().double() for key, value in states[name].items()}
+                    states[name] = {
+                        key: value.bfloat16().double() for key, value in states[name].items()
+                    }
     return losses
 
 
@@ -138,7 +163,10 @@ def overflow(stage: int, name: str) -> dict[str, Any]:
         sharded.step(1e-3, sums, lambda sums: sums["weight"] / size)
         states.append(full_state(sharded))
     changed = [any((a[name] != b[name]).any() for name in a) for a, b in pairwise(states)]
-    return {"changed": changed, "state": {name: value.float().numpy() for name, value in states[-1].items()}}
+    return {
+        "changed": changed,
+        "state": {name: value.float().numpy() for name, value in states[-1].items()},
+    }
 
 
 @pytest.mark.parametrize("name", ["lamb", "lars", "lion"])
@@ -147,7 +175,9 @@ def test_a_step_that_overflows_changes_nothing(ranks, name):
     for run in runs:
         for each in run:
             assert each["changed"] == [True, True, False, True]
-            assert all((value == runs[0][0]["state"][key]).all() for key, value in each["state"].items())
+            assert all(
+                (value == runs[0][0]["state"][key]).all() for key, value in each["state"].items()
+            )
 
 
 def exempt(name: str) -> bool:
@@ -157,10 +187,12 @@ def exempt(name: str) -> bool:
 CASES: dict[str, tuple[dict[str, Any], Callable[[str], Rule]]] = {
     "lamb": ({"name": "lamb"}, lambda name: lamb(decay=0.1)),
     "lamb without correction": (
-        {"name": "lamb", "args": {"bias_correction": False}}, lambda name: lamb(decay=0.1, corrects=False)
+        {"name": "lamb", "args": {"bias_correction": False}},
+        lambda name: lamb(decay=0.1, corrects=False),
     ),
     "lamb with phi": (
-        {"name": "lamb", "args": {"norm_clamp": [0.5, 2.0]}}, lambda name: lamb(decay=0.1, phi=(0.5, 2.0))
+        {"name": "lamb", "args": {"norm_clamp": [0.5, 2.0]}},
+        lambda name: lamb(decay=0.1, phi=(0.5, 2.0)),
     ),
     "lamb with a clamped ratio": (
         {"name": "lamb", "betas": [0.8, 0.95], "eps": 1e-3, "args": {"ratio_clamp": [0.2, 0.4]}},
@@ -174,19 +206,26 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[str], Rule]]] = {
         {"name": "lamb", "no_decay": NO_DECAY, "args": {"adapt_no_decay": True}},
         lambda name: lamb(decay=0.1 * (not exempt(name))),
     ),
-    "lars": ({"name": "lars", "args": {"trust_coefficient": 0.1}}, lambda name: lars(decay=0.1, eta=0.1)),
+    "lars": (
+        {"name": "lars", "args": {"trust_coefficient": 0.1}},
+        lambda name: lars(decay=0.1, eta=0.1),
+    ),
     "lars with exempt layers": (
         {"name": "lars", "no_decay": NO_DECAY, "args": {"momentum": 0.5, "trust_coefficient": 0.1}},
-        lambda name: lars(decay=0.1 * (not exempt(name)), momentum=0.5, eta=0.1, adapts=not exempt(name)),
+        lambda name: lars(
+            decay=0.1 * (not exempt(name)), momentum=0.5, eta=0.1, adapts=not exempt(name)
+        ),
     ),
     "lion": ({"name": "lion"}, lambda name: lion(decay=0.1)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_papers_algorithm_at_every_stage(ranks, case):
     optim, rule_of = CASES[case]
-    lr, tolerance = (1e-3, 2e-4) if case == "lion" else (1e-2, 2e-5)  # a sign may turn where a moment is near zero
+    lr, tolerance = (
+        (1e-3, 2e-4) if case == "lion" else (1e-2, 2e-5)
+    )  # a sign may turn where a moment is near zero
     expected = train_by(rule_of, lr=lr)
     runs = [ranks(3).run(train, stage, {"optim": optim}, 1, lr) for stage in range(4)]
     assert runs[0][0]["losses"] == pytest.approx(expected, rel=tolerance)
@@ -198,8 +237,12 @@ def test_the_papers_algorithm_at_every_stage(ranks, case):
 @pytest.mark.parametrize("rule", [adamw, lamb, lion])
 def test_moments_in_bf16_are_rounded_after_each_step(ranks, rule):
     lr = 1e-3 if rule is lion else 1e-2
-    exact, rounded = (train_by(lambda name: rule(decay=0.1), lr=lr, in_bf16=in_bf16) for in_bf16 in (False, True))
-    ours = ranks(2).run(train, 2, {"optim": {"name": rule.__name__, "moments": "bf16"}}, 1, lr)[0]["losses"]
+    exact, rounded = (
+        train_by(lambda name: rule(decay=0.1), lr=lr, in_bf16=in_bf16) for in_bf16 in (False, True)
+    )
+    ours = ranks(2).run(train, 2, {"optim": {"name": rule.__name__, "moments": "bf16"}}, 1, lr)[0][
+        "losses"
+    ]
     assert ours == pytest.approx(rounded, rel=2e-4)
     assert max(abs(a - b) for a, b in zip(ours, rounded, strict=True)) < 0.3 * max(
         abs(a - b) for a, b in zip(exact, rounded, strict=True)
@@ -223,25 +266,37 @@ TORCHS: list[dict[str, Any]] = [
 
 
 def test_no_class_of_torch_is_forgotten():
-    classes = {n.lower() for n, c in vars(torch.optim).items() if inspect.isclass(c) and n != "Optimizer"}
+    classes = {
+        n.lower() for n, c in vars(torch.optim).items() if inspect.isclass(c) and n != "Optimizer"
+    }
     assert classes - NOT_SHARDED.keys() == {case["name"] for case in TORCHS}
 
 
 @pytest.mark.parametrize("optim", TORCHS, ids=lambda optim: " ".join(map(str, optim.values())))
 def test_torchs_own_are_bit_equal_to_the_plain_model_at_every_stage(ranks, optim):
     found = choose(optim_config(**optim), lambda name: None)
-    plain = ranks(2).run(train_ddp, type(found.make([*build().parameters()], None)).__name__, dict(found.kwargs))[0]
+    plain = ranks(2).run(
+        train_ddp, type(found.make([*build().parameters()], None)).__name__, dict(found.kwargs)
+    )[0]
     for stage in range(4):
         for run in ranks(2).run(train, stage, {"optim": optim}):
             same_bits(run, plain)
 
 
-OURS = [{"name": "lamb", "clip": 0.05}, {"name": "lars", "clip": 0.05}, {"name": "lion", "clip": 0.05}]
+OURS = [
+    {"name": "lamb", "clip": 0.05},
+    {"name": "lars", "clip": 0.05},
+    {"name": "lion", "clip": 0.05},
+]
 IN_BF16 = [{"name": name, "moments": "bf16"} for name in ("adam", "adamw", "lamb", "lion")]
 
 
-@pytest.mark.parametrize("precision", ["fp32", {"compute": "bf16", "reduce": "compute"}], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("optim", OURS + IN_BF16, ids=lambda optim: " ".join(map(str, optim.values())))
+@pytest.mark.parametrize(
+    "precision", ["fp32", {"compute": "bf16", "reduce": "compute"}], ids=["fp32", "bf16"]
+)
+@pytest.mark.parametrize(
+    "optim", OURS + IN_BF16, ids=lambda optim: " ".join(map(str, optim.values()))
+)
 def test_stages_are_bit_equal_and_take_what_is_planned(ranks, optim, precision):
     options = {"optim": optim, "precision": precision}
     runs = [ranks(2).run(train, stage, options) for stage in range(4)]
@@ -252,4 +307,6 @@ def test_stages_are_bit_equal_and_take_what_is_planned(ranks, optim, precision):
 
 def test_clipping_comes_before_the_ratio(ranks):
     expected = train_by(lambda name: lamb(decay=0.1), clip=0.05)
-    assert ranks(2).run(train, 2, {"optim": OURS[0]})[0]["losses"] == pytest.approx(expected, rel=2e-5)
+    assert ranks(2).run(train, 2, {"optim": OURS[0]})[0]["losses"] == pytest.approx(
+        expected, rel=2e-5
+    )

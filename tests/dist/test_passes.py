@@ -84,7 +84,9 @@ def make(kind: str, stage: int) -> ShardedModel:
         options = {"recomputes_blocks": True}
     if kind == "changing":
         options = {"prefetch": 0}  # what is gathered ahead in vain counts
-    return make_sharded(model, stage, optim={"name": "sgd", "weight_decay": None}, bucket=1 << 13, **options)
+    return make_sharded(
+        model, stage, optim={"name": "sgd", "weight_decay": None}, bucket=1 << 13, **options
+    )
 
 
 def batches() -> list[Tensor]:
@@ -152,12 +154,16 @@ def walk(kind: str, stage: int, orders: Sequence[Actions]) -> list[Found]:
             sent[key.kind] += num_bytes * (key.kind in KINDS)
         found.append(
             Found(
-                losses, grads, {each: size for each, size in sent.items() if size},
-                theory(sharded, kind, done), sharded.ring_bytes,
+                losses,
+                grads,
+                {each: size for each, size in sent.items() if size},
+                theory(sharded, kind, done),
+                sharded.ring_bytes,
                 [purpose for purpose, _, _ in sharded.grown_rings()],
-                sharded.reducer.learnt()["late"], agreed,
+                sharded.reducer.learnt()["late"],
+                agreed,
             )
-        )  # fmt: skip
+        )
     return found
 
 
@@ -206,7 +212,10 @@ ALTERNATING = no_pipeline(MICRO_BATCHES)
 AHEAD = one_forward_one_backward(0, 2, MICRO_BATCHES)  # F0 F1 B0 F2 B1 B2
 ALL_AHEAD = one_forward_one_backward(0, 1 + MICRO_BATCHES, MICRO_BATCHES)
 RANDOM = [legal_order(seed) for seed in (6, 7)]
-WALKS = [ALTERNATING, AHEAD, ALL_AHEAD, *RANDOM], [AHEAD, ALTERNATING]  # each of two is the first of a model
+WALKS = (
+    [ALTERNATING, AHEAD, ALL_AHEAD, *RANDOM],
+    [AHEAD, ALTERNATING],
+)  # each of two is the first of a model
 
 
 def walk_all() -> dict[tuple[str, int], tuple[list[Found], list[Found]]]:
@@ -258,7 +267,9 @@ def gradients_by_order(stage: int) -> list[list[Tensor]]:
 def test_what_a_micro_batch_looked_at_stays_until_its_own_backward(ranks, stage):
     for in_order, stacked, evaluated in ranks(2).run(gradients_by_order, stage):
         for one, other, third in zip(in_order, stacked, evaluated, strict=True):
-            torch.testing.assert_close(one, other)  # another order of backwards is another order of sums
+            torch.testing.assert_close(
+                one, other
+            )  # another order of backwards is another order of sums
             assert torch.equal(one, third)
 
 
@@ -281,7 +292,9 @@ def lose_two(context: HookContext) -> None:
 def run_ahead(keys: dict[str, Any], run_dir: str, ahead: int) -> dict[str, Any]:
     """Train a job, with so many forwards ahead of their backwards."""
     plain = zrun_core.train.trainer.no_pipeline
-    zrun_core.train.trainer.no_pipeline = lambda count: one_forward_one_backward(0, 1 + ahead, count)
+    zrun_core.train.trainer.no_pipeline = lambda count: one_forward_one_backward(
+        0, 1 + ahead, count
+    )
     try:
         return run(keys, run_dir)
     finally:
@@ -290,13 +303,19 @@ def run_ahead(keys: dict[str, Any], run_dir: str, ahead: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_trainer_executes_any_order(ranks, tmp_path, stage):
-    keys = job(zero=stage, checkpoint=None, hooks={}, guards={"on_oom": "skip"} if stage < 3 else {})
+    keys = job(
+        zero=stage, checkpoint=None, hooks={}, guards={"on_oom": "skip"} if stage < 3 else {}
+    )
     if stage < 3:
         keys["hooks"] = {"on_step": "test_passes.py:lose_two"}
-    runs = [ranks(2).run(run_ahead, keys, str(tmp_path / str(ahead)), ahead)[0] for ahead in (0, 1, 9)]
+    runs = [
+        ranks(2).run(run_ahead, keys, str(tmp_path / str(ahead)), ahead)[0] for ahead in (0, 1, 9)
+    ]
     for found in runs:
         steps = [event for event in found["events"] if event["type"] == "step"]
         assert found["error"] == ""
-        assert [event["step"] for event in steps if event["skipped"]] == ([3, 5] if stage < 3 else [])
+        assert [event["step"] for event in steps if event["skipped"]] == (
+            [3, 5] if stage < 3 else []
+        )
         assert losses(found) == losses(runs[0])
         assert found["digest"] == runs[0]["digest"]

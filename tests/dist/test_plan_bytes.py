@@ -34,7 +34,10 @@ CASES: dict[str, dict[str, Any]] = {
         "precision": {"compute": "bf16", "reduce": "compute"},
         "optim": {"name": "lamb", "moments": "bf16", "no_decay": ["norm"]},
     },
-    "moments": {"optim": {"name": "sgd", "args": {"momentum": 0.9}}, "zero": {"leaf": [r"blocks\.1"]}},
+    "moments": {
+        "optim": {"name": "sgd", "args": {"momentum": 0.9}},
+        "zero": {"leaf": [r"blocks\.1"]},
+    },
 }
 ALL = [(stage, name, {}) for stage in range(4) for name in CASES]
 HYBRID: list[tuple[int, str, dict[str, Any]]] = [
@@ -42,14 +45,24 @@ HYBRID: list[tuple[int, str, dict[str, Any]]] = [
     for group in (1, 2)
     for stage, name in ((1, "narrow"), (2, "bf16"), (3, "fp32"))
 ]
-SERVER: list[tuple[int, str, dict[str, Any]]] = [(0, "fp32", {"sync": "server"}), (0, "narrow", {"sync": "server"})]
+SERVER: list[tuple[int, str, dict[str, Any]]] = [
+    (0, "fp32", {"sync": "server"}),
+    (0, "narrow", {"sync": "server"}),
+]
 CHOSEN = {1: ALL[::5], 2: ALL[::2] + HYBRID[:3] + SERVER, 3: ALL[1::4], 4: ALL[3::4] + HYBRID[3:]}
 
 
 def job(stage: int, name: str, options: dict[str, Any]) -> dict[str, Any]:
     """A small job of one step."""
     options = dict(options)
-    keys = {**ODD, "steps": 1, "lr": "constant", "checkpoint": None, "batch": {"global": 12}, **CASES[name]}
+    keys = {
+        **ODD,
+        "steps": 1,
+        "lr": "constant",
+        "checkpoint": None,
+        "batch": {"global": 12},
+        **CASES[name],
+    }
     if "sync" in options:
         keys["sync"] = options.pop("sync")
     return runs.job(**{**keys, "zero": {**keys.get("zero", {}), "stage": stage, **options}})
@@ -65,7 +78,9 @@ def held(sharded: ShardedModel) -> dict[str, int]:
             found.setdefault(storage.data_ptr(), (kind, storage.nbytes()))
 
     for unit in sharded.units:
-        if isinstance(unit.window, PageWindow):  # a range of addresses, of which the own shard has memory
+        if isinstance(
+            unit.window, PageWindow
+        ):  # a range of addresses, of which the own shard has memory
             found[unit.window.full.data_ptr()] = Kind.PARAM, unit.param_shard.nbytes
         else:
             see(Kind.PARAM, unit.window.full)
@@ -94,7 +109,9 @@ def growth_told(worker: PoolWorker) -> list[str]:
     return [message for message in messages if message.startswith("the ring of")]
 
 
-def train(cases: list[tuple[int, str, dict[str, Any]]], run_dir: str, direct: int) -> list[dict[str, int]]:
+def train(
+    cases: list[tuple[int, str, dict[str, Any]]], run_dir: str, direct: int
+) -> list[dict[str, int]]:
     """Bytes that this rank holds after a step of each job."""
     comm.DIRECT_MAX_RANKS, default = direct, comm.DIRECT_MAX_RANKS
     try:
@@ -107,7 +124,10 @@ def train(cases: list[tuple[int, str, dict[str, Any]]], run_dir: str, direct: in
             trainer.run()
             worker.close()
             sums = held(trainer.sharded)
-            told = {kind.value: size for kind, size in trainer.sharded.allocated_memory().by_kind.items()}
+            told = {
+                kind.value: size
+                for kind, size in trainer.sharded.allocated_memory().by_kind.items()
+            }
             assert told == sums, (case, told, sums)
             assert not growth_told(worker), case
             found.append(sums)
@@ -119,7 +139,9 @@ def train(cases: list[tuple[int, str, dict[str, Any]]], run_dir: str, direct: in
 class Interleaved(Speaker):
     """Runs one half of every block, then the other: all are in use, and have some of their gradients, at once."""
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, input_ids: torch.Tensor, labels: torch.Tensor, index: torch.Tensor
+    ) -> torch.Tensor:
         x = self.embed(input_ids)
         for block in self.blocks:
             x = torch.relu(block.up(block.norm(x))).unflatten(-1, (2, -1)).sum(-2)
@@ -145,7 +167,9 @@ def planned(keys: dict[str, Any], world_size: int, rank: int) -> dict[str, int]:
     with torch.device("meta"):
         cut = cut_on_paper(Speaker(**config.model.args), settings)
     dims = ParallelDims(world_size, shard=resolve_shard_size(config.zero, world_size, world_size))
-    found = dict.fromkeys((kind.value for kind in (Kind.PARAM, Kind.GRAD, Kind.OPTIM, Kind.RING, Kind.BUFFER)), 0)
+    found = dict.fromkeys(
+        (kind.value for kind in (Kind.PARAM, Kind.GRAD, Kind.OPTIM, Kind.RING, Kind.BUFFER)), 0
+    )
     for buffer in rank_buffers(cut, settings, dims, rank=Coordinates(dp=rank), device="cpu"):
         assert (buffer.tier, buffer.pinned, buffer.phases) == ("device", False, None)
         if buffer.kind is not Kind.TEMP:  # which a process has once: tests/unit/test_plan_states.py
@@ -156,7 +180,9 @@ def planned(keys: dict[str, Any], world_size: int, rank: int) -> dict[str, int]:
 @pytest.mark.parametrize("world_size", CHOSEN)
 def test_what_is_planned_from_the_job_is_what_ranks_hold(ranks, world_size, tmp_path):
     cases = CHOSEN[world_size]
-    for rank, sums in enumerate(ranks(world_size).run(train, cases, str(tmp_path), comm.DIRECT_MAX_RANKS)):
+    for rank, sums in enumerate(
+        ranks(world_size).run(train, cases, str(tmp_path), comm.DIRECT_MAX_RANKS)
+    ):
         for case, held_here in zip(cases, sums, strict=True):
             assert planned(job(*case), world_size, rank) == held_here, (rank, *case)
             assert held_here["optim"] or rank, "it has been trained"
@@ -168,13 +194,22 @@ def test_backends_that_sum_on_the_way_need_less_room(ranks, monkeypatch, tmp_pat
     monkeypatch.setattr(comm, "DIRECT_MAX_RANKS", 1)
     for rank, sums in enumerate(ranks(3).run(train, cases, str(tmp_path), 1)):
         assert [planned(job(*case), 3, rank) for case in cases] == sums
-    assert all(sum(own["rings"] for own in (few, many)) for few, many in zip(sums, direct, strict=True))
+    assert all(
+        sum(own["rings"] for own in (few, many)) for few, many in zip(sums, direct, strict=True)
+    )
     assert sums[0]["rings"] < direct[0]["rings"]
 
 
 def test_rings_that_outgrow_their_plan_are_told(ranks, tmp_path):
-    model = {"call": "test_plan_bytes.py:Interleaved", "args": {"dim": 36, "depth": 4, "dropout": 0.0}}
-    keys = job(3, "moments", {}) | {"model": model, "steps": 3, "zero": {"stage": 3, "bucket": "64kB"}}
+    model = {
+        "call": "test_plan_bytes.py:Interleaved",
+        "args": {"dim": 36, "depth": 4, "dropout": 0.0},
+    }
+    keys = job(3, "moments", {}) | {
+        "model": model,
+        "steps": 3,
+        "zero": {"stage": 3, "bucket": "64kB"},
+    }
     for rank, (told, rings) in enumerate(ranks(2).run(outgrow, keys, str(tmp_path))):
         assert all(held > planned for planned, held in rings)
         expected = [
@@ -182,4 +217,7 @@ def test_rings_that_outgrow_their_plan_are_told(ranks, tmp_path):
             f"{format_size(planned)} that were planned: "
             for purpose, (planned, held) in zip(("gathering", "reducing"), rings, strict=True)
         ]
-        assert [any(message.startswith(each) for message in told) for each in expected] == [rank == 0, True], told
+        assert [any(message.startswith(each) for message in told) for each in expected] == [
+            rank == 0,
+            True,
+        ], told

@@ -9,11 +9,17 @@ from toys import build, data, full_state, make_sharded, same_bits, train, train_
 
 from zrun_core.distributed.named_vector import NamedVector
 
-MATRIX = [{}, {"optim": {"clip": 0.05}}, {"precision": "bf16"}, {"precision": "bf16", "optim": {"clip": 0.05}}]
+MATRIX = [
+    {},
+    {"optim": {"clip": 0.05}},
+    {"precision": "bf16"},
+    {"precision": "bf16", "optim": {"clip": 0.05}},
+]
 
 
 @pytest.mark.parametrize(
-    "options", [*MATRIX, {"precision": {"compute": "bf16", "reduce": "compute"}}, {"precision": "fp16"}]
+    "options",
+    [*MATRIX, {"precision": {"compute": "bf16", "reduce": "compute"}}, {"precision": "fp16"}],
 )
 def test_stages_are_bit_equal_in_every_precision(ranks, options):
     runs = [ranks(2).run(train, stage, options)[0] for stage in range(4)]
@@ -70,6 +76,8 @@ def test_all_ranks_skip_an_overflow_of_one(ranks, stage):
         assert run["skips"] == [False, False, True, False, False]
         assert run["scales"] == [1024.0, 2048.0, 1024.0, 1024.0, 2048.0]
         before, after = run["states"][1], run["states"][2]
-        assert all((before[name] == after[name]).all() for name in before), "a skipped step changed the parameters"
+        assert all((before[name] == after[name]).all() for name in before), (
+            "a skipped step changed the parameters"
+        )
     for name, value in runs[0]["states"][-1].items():
         assert (value == runs[1]["states"][-1][name]).all()

@@ -29,10 +29,16 @@ AUTO = {
     "BertForMaskedLM": "AutoModelForMaskedLM",
     "T5ForConditionalGeneration": "AutoModelForSeq2SeqLM",
 }
-DROPS = ("GPT2LMHeadModel", "BertForMaskedLM", "T5ForConditionalGeneration")  # out of some activations, at random
+DROPS = (
+    "GPT2LMHeadModel",
+    "BertForMaskedLM",
+    "T5ForConditionalGeneration",
+)  # out of some activations, at random
 
 
-def keys_of(name: str, policy: str, stage: int, factory: str = "build", **more: Any) -> dict[str, Any]:
+def keys_of(
+    name: str, policy: str, stage: int, factory: str = "build", **more: Any
+) -> dict[str, Any]:
     return {
         "model": {"call": f"pretrained.py:{factory}", "args": {"name": name}},
         "data": "pretrained.py:Texts",
@@ -121,9 +127,18 @@ def test_models_around_others_and_with_checkpointing_of_their_own(ranks, tmp_pat
 @pytest.mark.parametrize(
     ("model", "why"),
     [
-        (lambda: nn.Linear(2, 2), "of torch.nn.modules.linear.Linear, which is not a model of transformers"),
-        (lambda: pretrained.WithHead(LLAMA), "LlamaForCausalLM, of which head.weight is not a part"),
-        (pretrained.adapted, "LlamaForCausalLM, into which model.layers.0.self_attn.q_proj was put (Adapted)"),
+        (
+            lambda: nn.Linear(2, 2),
+            "of torch.nn.modules.linear.Linear, which is not a model of transformers",
+        ),
+        (
+            lambda: pretrained.WithHead(LLAMA),
+            "LlamaForCausalLM, of which head.weight is not a part",
+        ),
+        (
+            pretrained.adapted,
+            "LlamaForCausalLM, into which model.layers.0.self_attn.q_proj was put (Adapted)",
+        ),
     ],
 )
 def test_models_that_transformers_cannot_load_are_exported_without_a_config(model, why):
@@ -134,7 +149,9 @@ def test_models_that_transformers_cannot_load_are_exported_without_a_config(mode
 
 def test_a_cache_that_is_asked_for_is_refused_where_blocks_are_recomputed(ranks, tmp_path):
     job = keys_of(LLAMA, "full", 0, loss="pretrained.py:asks_for_cache")
-    with pytest.raises(AssertionError, match=r"UserCodeError: model\.layers\.0 is recomputed .* use_cache=False"):
+    with pytest.raises(
+        AssertionError, match=r"UserCodeError: model\.layers\.0 is recomputed .* use_cache=False"
+    ):
         ranks(2).run(train_all, [job], str(tmp_path))
 
 
@@ -155,7 +172,9 @@ def test_the_first_tokenizer_that_can_be_saved_is_taken():
 def loop(folder: str) -> tuple[list[float], bool]:
     """The losses of a user's own loop, and whether the model keeps a cache outside of training."""
     run = start()
-    model = zrun_core.shard(lambda: pretrained.build(LLAMA), zero=3, activations={"checkpoint": "full"})
+    model = zrun_core.shard(
+        lambda: pretrained.build(LLAMA), zero=3, activations={"checkpoint": "full"}
+    )
     optimizer = zrun_core.optimizer(model, "adamw", **OPTIM)
     data, share, losses = pretrained.Texts(), GLOBAL // run.world_size, []
     for step in range(STEPS):

@@ -36,7 +36,9 @@ def assembled(results: list[dict[str, Any]]) -> dict[tuple[str, str], np.ndarray
             held = parts.setdefault((tensor, state), {})
             assert start not in held, f"{state} of {tensor} is written twice"
             held[start] = data
-    return {key: np.concatenate([held[start] for start in sorted(held)]) for key, held in parts.items()}
+    return {
+        key: np.concatenate([held[start] for start in sorted(held)]) for key, held in parts.items()
+    }
 
 
 def same_tensors(left: list[dict[str, Any]], right: list[dict[str, Any]]) -> None:
@@ -44,7 +46,10 @@ def same_tensors(left: list[dict[str, Any]], right: list[dict[str, Any]]) -> Non
     assert ours.keys() == theirs.keys()
     for key, value in ours.items():
         np.testing.assert_array_equal(value, theirs[key], err_msg=str(key))
-    scalars = [{name: each for one in results for name, each in one["scalars"].items()} for results in (left, right)]
+    scalars = [
+        {name: each for one in results for name, each in one["scalars"].items()}
+        for results in (left, right)
+    ]
     assert scalars[0] == scalars[1]
 
 
@@ -61,7 +66,9 @@ def resharded(stage: int, **keys: Any) -> dict[str, Any]:
     model = {"call": "runs.py:Speaker", "args": {"dropout": 0.0, "norm": False}}
     batch = {"global": 12, "micro": 1}
     fixed = {"schedule": "constant"}
-    return job(**{"zero": stage, "precision": "bf16", "model": model, "batch": batch, "lr": fixed, **keys})
+    return job(
+        **{"zero": stage, "precision": "bf16", "model": model, "batch": batch, "lr": fixed, **keys}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +82,9 @@ def saved(ranks, tmp_path_factory) -> tuple[dict[str, str], list[dict[str, Any]]
 
 
 @pytest.mark.parametrize(("stage", "world_size", "keys"), LAYOUTS)
-def test_another_layout_goes_on_with_the_same_tensors(ranks, saved, tmp_path, stage, world_size, keys):
+def test_another_layout_goes_on_with_the_same_tensors(
+    ranks, saved, tmp_path, stage, world_size, keys
+):
     source, before, next_loss = saved
     there = ranks(world_size).run(run, resharded(stage, steps=7, **keys), str(tmp_path), source)
     same_tensors([each["begun"] for each in there], before)
@@ -91,10 +100,22 @@ def test_another_layout_goes_on_with_the_same_tensors(ranks, saved, tmp_path, st
             {"model": {"call": "runs.py:Speaker", "args": {"dim": 8}}},
             "scale is [16] in the checkpoint and [8] in the model",
         ),
-        ({"model": {"call": "runs.py:Speaker", "args": {"depth": 3}}}, "no tensor blocks.2.norm.weight [16]"),
-        ({"model": {"call": "runs.py:Speaker", "args": {"depth": 1}}}, "has a tensor blocks.1.norm.weight [16], which"),
-        ({"optim": {"name": "sgd"}}, "was made with the optimizer adamw, and optim.name is sgd: write optim.name"),
-        ({"optim": {"args": {"amsgrad": True}}}, "keeps exp_avg, exp_avg_sq, max_exp_avg_sq, step with the options"),
+        (
+            {"model": {"call": "runs.py:Speaker", "args": {"depth": 3}}},
+            "no tensor blocks.2.norm.weight [16]",
+        ),
+        (
+            {"model": {"call": "runs.py:Speaker", "args": {"depth": 1}}},
+            "has a tensor blocks.1.norm.weight [16], which",
+        ),
+        (
+            {"optim": {"name": "sgd"}},
+            "was made with the optimizer adamw, and optim.name is sgd: write optim.name",
+        ),
+        (
+            {"optim": {"args": {"amsgrad": True}}},
+            "keeps exp_avg, exp_avg_sq, max_exp_avg_sq, step with the options",
+        ),
     ],
 )
 def test_what_does_not_fit_is_named(ranks, tmp_path, keys, words):
@@ -107,19 +128,40 @@ def test_what_does_not_fit_is_named(ranks, tmp_path, keys, words):
 @pytest.mark.parametrize(
     ("shuffle", "steps", "length", "words"),
     [
-        (True, 3, 44, "was saved at sample 24 of a dataset with 40 samples, which has 44 samples now: "),
-        (False, 3, 16, "was saved at sample 24 of a dataset with 40 samples, which has 16 samples now: "),
-        (False, 6, 44, "was saved at sample 48 of a dataset with 40 samples, which has 44 samples now: "),
+        (
+            True,
+            3,
+            44,
+            "was saved at sample 24 of a dataset with 40 samples, which has 44 samples now: ",
+        ),
+        (
+            False,
+            3,
+            16,
+            "was saved at sample 24 of a dataset with 40 samples, which has 16 samples now: ",
+        ),
+        (
+            False,
+            6,
+            44,
+            "was saved at sample 48 of a dataset with 40 samples, which has 44 samples now: ",
+        ),
         (False, 3, 44, ""),  # it grows behind the position
     ],
 )
-def test_a_dataset_of_another_length_is_another_place(ranks, tmp_path, shuffle, steps, length, words):
+def test_a_dataset_of_another_length_is_another_place(
+    ranks, tmp_path, shuffle, steps, length, words
+):
     data = {"call": "runs.py:Tokens", "shuffle": shuffle}
     ranks(2).run(run, job(data=data, steps=steps), str(tmp_path))
-    for result in ranks(2).run(look, job(data={**data, "args": {"length": length}}), str(tmp_path), {}):
+    for result in ranks(2).run(
+        look, job(data={**data, "args": {"length": length}}), str(tmp_path), {}
+    ):
         assert words in result["error"]
         assert bool(result["error"]) == bool(words)
-        assert not words or result["error"].endswith(f"init_from: {tmp_path}/checkpoints/step-{steps:08d}")
+        assert not words or result["error"].endswith(
+            f"init_from: {tmp_path}/checkpoints/step-{steps:08d}"
+        )
 
 
 def of_one_stream(raw: dict[str, Any]) -> None:
@@ -156,7 +198,10 @@ def test_a_damaged_step_is_skipped_by_all_ranks_and_its_number_is_free_again(ran
     assert losses(rest[0]).keys() == {4, 5, 6, 7, 8}
     assert [each["digest"] for each in rest] == [each["digest"] for each in whole]
     notes = next(event["notes"] for event in rest[0]["events"] if event["type"] == "start")
-    assert any("step 6 is skipped" in note and "rank-00001.safetensors is damaged" in note for note in notes)
+    assert any(
+        "step 6 is skipped" in note and "rank-00001.safetensors is damaged" in note
+        for note in notes
+    )
     assert (folder / "step-00000006" / "manifest.json").exists()
 
 
@@ -166,9 +211,13 @@ def test_a_folder_by_another_name_is_still_the_runs_own(ranks, tmp_path):
     damage(tmp_path / "run" / "checkpoints" / "step-00000006" / "rank-00001.safetensors")
     (tmp_path / "link").symlink_to(tmp_path / "run")
     keys = {**job(), "steps": 3}
-    found = ranks(2).run(run, keys, str(tmp_path / "run"), {"folder": str(tmp_path / "link" / "checkpoints")})
+    found = ranks(2).run(
+        run, keys, str(tmp_path / "run"), {"folder": str(tmp_path / "link" / "checkpoints")}
+    )
     assert [each["error"] for each in found] == ["", ""]
-    found = ranks(2).run(run, job(), str(tmp_path / "run"), {"folder": str(tmp_path / "link" / "checkpoints")})
+    found = ranks(2).run(
+        run, job(), str(tmp_path / "run"), {"folder": str(tmp_path / "link" / "checkpoints")}
+    )
     assert [each["error"] for each in found] == ["", ""]
     assert losses(found[0]).keys() == {4, 5, 6, 7, 8}
 
@@ -190,7 +239,11 @@ def run_saving_the_beginning(keys: dict[str, Any], run_dir: str) -> dict[str, An
 @pytest.mark.parametrize(
     "keys",
     [
-        *({"zero": stage, "precision": precision} for stage in range(4) for precision in ("fp32", "bf16")),
+        *(
+            {"zero": stage, "precision": precision}
+            for stage in range(4)
+            for precision in ("fp32", "bf16")
+        ),
         {"zero": {"stage": 2, "shard_group": 1}},  # each rank is a group of its own
         {"sync": "server"},
         {"optim": {"name": "lamb", "lr": 1e-2}},
@@ -227,7 +280,9 @@ def test_an_evaluation_that_a_signal_cuts_off_is_made_anew(ranks, tmp_path, stag
     held_out = {"data": {"call": "runs.py:Augmented", "args": {"length": 12}}, "every": 2}
     keys = job(zero=stage, steps=6, eval=held_out, checkpoint={"every": 100})
     whole = ranks(2).run(run, keys, str(tmp_path / "whole"))
-    cut = ranks(2).run(run, keys, str(tmp_path / "cut"), None, None, 6 + 3)  # the third batch of the second one
+    cut = ranks(2).run(
+        run, keys, str(tmp_path / "cut"), None, None, 6 + 3
+    )  # the third batch of the second one
     rest = ranks(2).run(run, keys, str(tmp_path / "cut"), {})
     assert [each["error"] for each in cut] == ["StoppedError: stopped after step 4, saved"] * 2
     assert [step for step, _ in evaluations(cut[0])] == [2]
@@ -243,7 +298,9 @@ def test_a_signal_in_the_last_evaluation_finds_the_run_saved(ranks, tmp_path):
     keys = job(steps=4, eval={"data": "runs.py:Tokens"}, checkpoint={"every": 100})
     found = ranks(2).run(run, keys, str(tmp_path / "run"), None, None, 2)
     assert [each["error"] for each in found] == ["StoppedError: stopped after step 4, saved"] * 2
-    assert [(e["step"], e["reason"]) for e in found[0]["events"] if e["type"] == "save"] == [(4, "end")]
+    assert [(e["step"], e["reason"]) for e in found[0]["events"] if e["type"] == "save"] == [
+        (4, "end")
+    ]
     assert evaluations(found[0]) == []
 
 

@@ -44,7 +44,9 @@ def test_a_save_in_the_background_is_of_its_own_step(ranks, tmp_path, busy):
 
     At stage 3 a writer that looked at the model in the middle of a step would gather it.
     """
-    ranks(2).run(run, job(zero=3, steps=6, checkpoint={"every": 1, "keep": 9}), str(tmp_path / "sync"))
+    ranks(2).run(
+        run, job(zero=3, steps=6, checkpoint={"every": 1, "keep": 9}), str(tmp_path / "sync")
+    )
     keys = job(zero=3, steps=6, checkpoint={"every": 1, "keep": 9, "async": True, "busy": busy})
     found = ranks(2).run(run, keys, str(tmp_path / "async"))
     assert found[0]["error"] == ""
@@ -55,7 +57,9 @@ def test_a_save_in_the_background_is_of_its_own_step(ranks, tmp_path, busy):
         assert contents_of(tmp_path / "async", step) == contents_of(tmp_path / "sync", step)
     told = [event["step"] for event in found[0]["events"] if event["type"] == "save"]
     skipped = [
-        event for event in found[0]["events"] if event["type"] == "warning" and "is not saved" in event["message"]
+        event
+        for event in found[0]["events"]
+        if event["type"] == "warning" and "is not saved" in event["message"]
     ]
     assert told == saved[::-1]
     assert {*told, *(int(event["message"].split()[1]) for event in skipped)} == {1, 2, 3, 4, 5, 6}
@@ -63,7 +67,12 @@ def test_a_save_in_the_background_is_of_its_own_step(ranks, tmp_path, busy):
 
 def run_with_late_copies(keys: dict[str, Any], run_dir: str) -> dict[str, Any]:
     """As `run`, where the thread copies once the next update has begun, and has had the time to end without it."""
-    update, make, begun, ended = ShardedModel._update, checkpointer._Copies.make, threading.Event(), threading.Event()
+    update, make, begun, ended = (
+        ShardedModel._update,
+        checkpointer._Copies.make,
+        threading.Event(),
+        threading.Event(),
+    )
 
     def tell_update(*args: Any) -> None:
         ended.clear()
@@ -94,9 +103,17 @@ def forget(event: threading.Event, call: Any) -> Any:
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_an_update_waits_for_the_copy_of_what_it_changes(ranks, tmp_path, stage):
-    keys = job(zero=stage, steps=6, precision="bf16", lr="constant", checkpoint={"every": 2, "keep": 9})
+    keys = job(
+        zero=stage, steps=6, precision="bf16", lr="constant", checkpoint={"every": 2, "keep": 9}
+    )
     ranks(2).run(run, keys, str(tmp_path / "sync"))
-    keys = job(zero=stage, steps=7, precision="bf16", lr="constant", checkpoint={"every": 2, "keep": 9, "async": True})
+    keys = job(
+        zero=stage,
+        steps=7,
+        precision="bf16",
+        lr="constant",
+        checkpoint={"every": 2, "keep": 9, "async": True},
+    )
     assert ranks(2).run(run_with_late_copies, keys, str(tmp_path / "async"))[0]["error"] == ""
     for step in (2, 4, 6):
         assert contents_of(tmp_path / "async", step) == contents_of(tmp_path / "sync", step)
@@ -117,12 +134,16 @@ def run_asked(keys: dict[str, Any], run_dir: str, stop: bool) -> dict[str, Any]:
         return run(keys, run_dir)
 
 
-@pytest.mark.parametrize(("stop", "reasons"), [(False, {3: "asked", 5: "end"}), (True, {3: "stopped"})])
+@pytest.mark.parametrize(
+    ("stop", "reasons"), [(False, {3: "asked", 5: "end"}), (True, {3: "stopped"})]
+)
 def test_a_save_on_request_is_made_by_all_ranks_after_the_same_step(ranks, tmp_path, stop, reasons):
     """Whichever of them is asked, and once. Where the end is asked for too, that one saves."""
     keys = job(zero=2, steps=5, checkpoint={"every": 100, "async": True})
     found = ranks(2).run(run_asked, keys, str(tmp_path), stop)
-    assert {event["step"]: event["reason"] for event in found[0]["events"] if event["type"] == "save"} == reasons
+    assert {
+        event["step"]: event["reason"] for event in found[0]["events"] if event["type"] == "save"
+    } == reasons
     assert steps_of(tmp_path) == sorted(reasons, reverse=True)
     assert ("stopped after step 3, saved" in found[1]["error"]) == stop
     assert sorted(losses(found[0])) == list(range(1, max(reasons) + 1))
@@ -135,7 +156,9 @@ def test_every_rank_writes_its_share(ranks, tmp_path):
         folder = tmp_path / str(stage)
         spec = job(**{"zero": stage, "steps": 1, "lr": "constant", "model": model, **keys})
         assert [each["error"] for each in ranks(size).run(run, spec, str(folder))] == [""] * size
-        sizes = [file.num_bytes for file in read_step(folder / "checkpoints" / "step-00000001").files]
+        sizes = [
+            file.num_bytes for file in read_step(folder / "checkpoints" / "step-00000001").files
+        ]
         assert len(sizes) == size
         assert max(sizes) < 1.2 * sum(sizes) / size, (stage, sizes)
 
@@ -146,7 +169,9 @@ def test_old_steps_go(ranks, tmp_path):
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step-00000008\n"
 
 
-def run_with_failing_writes(keys: dict[str, Any], run_dir: str, rank: int, failing: list[int]) -> dict[str, Any]:
+def run_with_failing_writes(
+    keys: dict[str, Any], run_dir: str, rank: int, failing: list[int]
+) -> dict[str, Any]:
     """As `run`, where the writes of `rank` fail in the saves numbered `failing`, from 1."""
     write, number = shard_file.write_file, 0
 
@@ -177,12 +202,16 @@ def test_one_failing_rank_fails_the_save_of_all(ranks, tmp_path, rank, in_backgr
 
 def test_a_job_may_go_on_after_two_failed_saves(ranks, tmp_path):
     options = {"every": 1, "on_save_error": "warn"}
-    found = ranks(2).run(run_with_failing_writes, job(checkpoint=options), str(tmp_path / "a"), 1, [2, 3, 5, 6])
+    found = ranks(2).run(
+        run_with_failing_writes, job(checkpoint=options), str(tmp_path / "a"), 1, [2, 3, 5, 6]
+    )
     assert found[0]["error"] == found[1]["error"] == ""
     warnings = [event["message"] for event in found[0]["events"] if event["type"] == "warning"]
     assert sum("training goes on (checkpoint.on_save_error)" in text for text in warnings) == 4
     assert steps_of(tmp_path / "a") == [8, 7]
-    found = ranks(2).run(run_with_failing_writes, job(checkpoint=options), str(tmp_path / "b"), 1, [2, 3, 4])
+    found = ranks(2).run(
+        run_with_failing_writes, job(checkpoint=options), str(tmp_path / "b"), 1, [2, 3, 4]
+    )
     assert found[1]["error"].startswith("SaveError: step 4 is not saved")
     assert steps_of(tmp_path / "b") == [1]
 
@@ -193,7 +222,11 @@ def stop_after(patch: pytest.MonkeyPatch, reason: str, last: int) -> None:
         patch.setattr(Trainer, "_asked_to_stop", lambda trainer: trainer.progress.steps >= last)
         patch.setattr(StopSignals, "ignore", lambda _: None)
     elif reason == "numeric":
-        patch.setattr(NumericGuard, "see", lambda _, progress, step, *a, **k: "too many" if step == last else None)
+        patch.setattr(
+            NumericGuard,
+            "see",
+            lambda _, progress, step, *a, **k: "too many" if step == last else None,
+        )
 
 
 def run_that_cannot_save(keys: dict[str, Any], run_dir: str, reason: str) -> dict[str, Any]:
@@ -208,7 +241,11 @@ def run_that_cannot_save(keys: dict[str, Any], run_dir: str, reason: str) -> dic
     [
         ("end", [5, 8], "SaveError: step 5 is not saved: cannot write "),
         ("stopped", [143, 143], "StoppedError: stopped after step 4, not saved"),
-        ("numeric", [7, 7], "NumericError: too many; and the last good parameters could not be saved: step 4 is not"),
+        (
+            "numeric",
+            [7, 7],
+            "NumericError: too many; and the last good parameters could not be saved: step 4 is not",
+        ),
     ],
 )
 def test_the_last_save_is_there_or_is_not_said_to_be(ranks, tmp_path, reason, codes, words):
@@ -218,9 +255,13 @@ def test_the_last_save_is_there_or_is_not_said_to_be(ranks, tmp_path, reason, co
     assert [each["code"] for each in found] == codes
     assert found[1]["error"].startswith(words)
     assert steps_of(tmp_path) == []
-    warnings = [event["message"] for each in found for event in each["events"] if event["type"] == "warning"]
+    warnings = [
+        event["message"] for each in found for event in each["events"] if event["type"] == "warning"
+    ]
     assert any("step 3 is not saved" in text and "training goes on" in text for text in warnings)
-    assert reason != "stopped" or any(text.startswith("step 4 is not saved: cannot write") for text in warnings)
+    assert reason != "stopped" or any(
+        text.startswith("step 4 is not saved: cannot write") for text in warnings
+    )
 
 
 def run_with_late_numbers(keys: dict[str, Any], run_dir: str, late: bool) -> dict[str, Any]:
@@ -242,7 +283,10 @@ def test_what_a_numeric_stop_saves_is_between_two_steps(ranks, tmp_path, late):
     keys = job(hooks={}, checkpoint={"every": 100})
     whole = ranks(2).run(run, keys, str(tmp_path / "whole"))
     found = ranks(2).run(run_with_late_numbers, keys, str(tmp_path / "cut"), late)
-    assert found[0]["error"] == f"NumericError: too many; the last good parameters are saved as step {3 + late}"
+    assert (
+        found[0]["error"]
+        == f"NumericError: too many; the last good parameters are saved as step {3 + late}"
+    )
     rest = ranks(2).run(run, keys, str(tmp_path / "cut"), {})
     assert {**losses(found[0]), **losses(rest[0])} == losses(whole[0])
     assert [each["digest"] for each in rest] == [each["digest"] for each in whole]
@@ -274,9 +318,14 @@ def run_that_diverges(keys: dict[str, Any], run_dir: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("replica_every", [2, 100])
-def test_a_step_that_was_right_is_committed_where_ranks_diverge_later(ranks, tmp_path, replica_every):
+def test_a_step_that_was_right_is_committed_where_ranks_diverge_later(
+    ranks, tmp_path, replica_every
+):
     """Found in the middle of step 4, or before the save after it."""
-    keys = job(checkpoint={"every": 2, "async": True, "busy": "wait"}, guards={"replica_every": replica_every})
+    keys = job(
+        checkpoint={"every": 2, "async": True, "busy": "wait"},
+        guards={"replica_every": replica_every},
+    )
     found = ranks(2).run(run_that_diverges, keys, str(tmp_path))
     assert [each["error"] for each in found] == ["DivergedError: they differ"] * 2
     assert steps_of(tmp_path) == [2]
@@ -303,7 +352,10 @@ def test_a_rank_without_memory_for_a_copy_fails_the_save_of_all(ranks, tmp_path)
     found = ranks(2).run(run_without_memory, job(checkpoint=options), str(tmp_path), "_snapshot")
     assert [each["error"] for each in found] == ["", ""]
     assert steps_of(tmp_path) == [8, 6, 2]
-    assert any("step 4 is not saved: MemoryError: no room" in event.get("message", "") for event in found[0]["events"])
+    assert any(
+        "step 4 is not saved: MemoryError: no room" in event.get("message", "")
+        for event in found[0]["events"]
+    )
     assert not [path for path in (tmp_path / "checkpoints").iterdir() if ".tmp-" in path.name]
 
 
@@ -338,16 +390,29 @@ def run_with_a_bad_disk(keys: dict[str, Any], run_dir: str, what: str) -> dict[s
 @pytest.mark.parametrize("last", [6, 8])
 def test_a_step_that_has_its_name_is_saved_whatever_fails_after_that(ranks, tmp_path, what, last):
     """Nothing older is removed for it, until the next one is there."""
-    (found,) = ranks(1).run(run_with_a_bad_disk, job(steps=last, checkpoint={"every": 2}), str(tmp_path), what)
+    (found,) = ranks(1).run(
+        run_with_a_bad_disk, job(steps=last, checkpoint={"every": 2}), str(tmp_path), what
+    )
     assert found["error"] == ""
-    assert [event["step"] for event in found["events"] if event["type"] == "save"] == [2, 4, 6, 8][: last // 2]
-    assert any("Input/output error" in event["message"] for event in found["events"] if event["type"] == "warning")
+    assert [event["step"] for event in found["events"] if event["type"] == "save"] == [2, 4, 6, 8][
+        : last // 2
+    ]
+    assert any(
+        "Input/output error" in event["message"]
+        for event in found["events"]
+        if event["type"] == "warning"
+    )
     assert steps_of(tmp_path) == ([6, 4, 2] if last == 6 else [8, 6])
 
 
 def run_with_rot(keys: dict[str, Any], run_dir: str) -> dict[str, Any]:
     """As `run`, where step 4 rots before step 6 is saved, and steps are read back only when no other is to come."""
-    commit, train, check, has_trained = CheckpointFolder.commit, Trainer._train, folder.read_back, threading.Event()
+    commit, train, check, has_trained = (
+        CheckpointFolder.commit,
+        Trainer._train,
+        folder.read_back,
+        threading.Event(),
+    )
 
     def rot_and_commit(self: CheckpointFolder, tmp: Path, manifest: Any) -> str:
         if manifest.step == 6:
@@ -448,14 +513,23 @@ def test_a_disk_that_does_not_answer_is_named_with_its_rank(ranks, tmp_path):
 def test_no_sample_is_lost_or_read_twice(ranks, tmp_path, workers):
     """Two epochs of 40 samples on 1, then 2, then 3 ranks, with an uneven end."""
     data = {"call": "runs.py:Tokens", "shuffle": True, "workers": workers}
-    keys = job(steps=None, epochs=2, batch={"global": 6, "micro": 1}, checkpoint={"every": 1}, data=data, lr="constant")
+    keys = job(
+        steps=None,
+        epochs=2,
+        batch={"global": 6, "micro": 1},
+        checkpoint={"every": 1},
+        data=data,
+        lr="constant",
+    )
     by_step: dict[int, list[int]] = {}  # a step that is made again counts as it was made last
     for size, stop_after in ((1, 5), (2, 9), (3, None)):
         found = ranks(size).run(run, keys, str(tmp_path), {} if by_step else None, stop_after)
         for step in found[0]["seen"]:
             by_step[step] = [index for one in found for index in one["seen"][step]]
     assert sorted(by_step) == list(range(1, 15))
-    assert next(event["total_steps"] for event in found[0]["events"] if event["type"] == "start") == 14
+    assert (
+        next(event["total_steps"] for event in found[0]["events"] if event["type"] == "start") == 14
+    )
     in_order = [index for step in sorted(by_step) for index in by_step[step]]
     assert Counter(in_order[:40]) == Counter(in_order[40:]) == Counter(range(40))
 
@@ -472,7 +546,9 @@ def test_samples_draw_the_same_after_going_on_whoever_reads_them(ranks, tmp_path
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_parameters_that_broke_are_not_called_good_and_push_out_none_that_are(ranks, tmp_path, stage):
+def test_parameters_that_broke_are_not_called_good_and_push_out_none_that_are(
+    ranks, tmp_path, stage
+):
     """Masters passed what fp16 can hold in the fourth update."""
     keys = job(
         zero=stage,
@@ -487,7 +563,10 @@ def test_parameters_that_broke_are_not_called_good_and_push_out_none_that_are(ra
         assert each["error"].startswith(
             "NumericError: step 7: 3 steps in a row were skipped: the loss is nan on rank 0"
         )
-        assert " itself: step 6 is saved with it: go on from one before it, see zrun ckpt ls" in each["error"]
+        assert (
+            " itself: step 6 is saved with it: go on from one before it, see zrun ckpt ls"
+            in each["error"]
+        )
         assert "good" not in each["error"]
     assert steps_of(tmp_path) == [6, 5, 4, 3]
     again = ranks(2).run(run, keys, str(tmp_path), {})
@@ -497,23 +576,31 @@ def test_parameters_that_broke_are_not_called_good_and_push_out_none_that_are(ra
     assert steps_of(tmp_path) == [8, 7, 6, 5, 4, 3]
     fewer = {**keys, "steps": 5, "optim": {"name": "sgd", "lr": 3e-3}, "checkpoint": {"every": 1}}
     assert (
-        ranks(2).run(run, fewer, str(tmp_path / "other"), {"folder": f"{tmp_path}/checkpoints", "step": 3})[0]["error"]
+        ranks(2).run(
+            run, fewer, str(tmp_path / "other"), {"folder": f"{tmp_path}/checkpoints", "step": 3}
+        )[0]["error"]
         == ""
     )
 
 
 def test_what_is_saved_already_is_not_saved_again_when_the_numbers_go_wrong(ranks, tmp_path):
     model = {"call": "runs.py:Faulty", "args": {"fault": 2}}
-    keys = job(model=model, steps=20, batch={"global": 8, "micro": 4}, checkpoint={"every": 1, "keep": 2})
+    keys = job(
+        model=model, steps=20, batch={"global": 8, "micro": 4}, checkpoint={"every": 1, "keep": 2}
+    )
     found = ranks(2).run(run, keys, str(tmp_path))
     assert found[0]["error"].startswith(
         "NumericError: step 5: 3 steps in a row were skipped: the loss is nan on rank 1"
     )
-    assert found[0]["error"].endswith("; the last good parameters are those of step 4, which is saved")
+    assert found[0]["error"].endswith(
+        "; the last good parameters are those of step 4, which is saved"
+    )
     assert steps_of(tmp_path) == [4, 3, 2, 1]
     keys["model"] = {"call": "runs.py:Faulty", "args": {"fault": 0}}
     again = ranks(2).run(run, keys, str(tmp_path), {})
     assert again[0]["error"].startswith(
         "NumericError: step 7: 3 steps in a row were skipped: the loss is nan on rank 1"
     )
-    assert [e["reason"] for each in (found, again) for e in each[0]["events"] if e["type"] == "save"] == ["due"] * 6
+    assert [
+        e["reason"] for each in (found, again) for e in each[0]["events"] if e["type"] == "save"
+    ] == ["due"] * 6

@@ -21,7 +21,10 @@ OPTIONS: list[dict[str, Any]] = [
     {"optim": {"clip": 0.05}},
     {"optim": {"name": "lamb", "no_decay": ["bias"]}},
     {"precision": "bf16"},
-    {"precision": {"compute": "bf16", "reduce": "compute"}, "optim": {"name": "lamb", "moments": "bf16"}},
+    {
+        "precision": {"compute": "bf16", "reduce": "compute"},
+        "optim": {"name": "lamb", "moments": "bf16"},
+    },
     {"precision": "fp16"},
 ]
 
@@ -37,7 +40,9 @@ def train(server: bool, options: dict[str, Any], accumulation: int = 1) -> dict[
     assert sharded.planned_memory().by_kind == sharded.allocated_memory().by_kind
     expected = sharded.expected_traffic(5, 5 * accumulation)
     assert {kind: sent_by(sharded.comm, kind) for kind in expected} == expected
-    optim_bytes = sum(size for kind, size in sharded.allocated_memory().by_kind.items() if kind.value == "optim")
+    optim_bytes = sum(
+        size for kind, size in sharded.allocated_memory().by_kind.items() if kind.value == "optim"
+    )
     state = {name: value.float().numpy() for name, value in full_state(sharded).items()}
     return {"losses": losses, "state": state, "optim_bytes": optim_bytes}
 
@@ -70,7 +75,10 @@ def count(server: bool) -> tuple[int, int]:
     comm = sharded.comm
     before = comm.sent_bytes.copy(), comm.received_bytes.copy()
     train_sharded(sharded, batches[1:])
-    of_step = [after - then for after, then in zip((comm.sent_bytes, comm.received_bytes), before, strict=True)]
+    of_step = [
+        after - then
+        for after, then in zip((comm.sent_bytes, comm.received_bytes), before, strict=True)
+    ]
     sent, received = (sum(n for key, n in part.items() if key.kind != "small") for part in of_step)
     return sent, received
 
@@ -121,7 +129,12 @@ def push_and_pull(numel: int) -> dict[str, Any]:
     comm.pull(pulled := full.clone(), group, tag=2, name="a").wait()
     kept = bool((full == mine).all())
     calls = {key.kind: number for key, number in comm.calls.items()}
-    return {"pulled": pulled.tolist(), "kept": kept, "calls": calls, "received": comm.received_bytes}
+    return {
+        "pulled": pulled.tolist(),
+        "kept": kept,
+        "calls": calls,
+        "received": comm.received_bytes,
+    }
 
 
 @pytest.mark.parametrize("numel", [0, 1, 1000])
@@ -133,5 +146,11 @@ def test_the_first_rank_sums_and_the_others_take_its_values(ranks, numel):
         assert run["pulled"] == total.tolist()
         assert run["kept"] is (rank > 0 or numel == 0)
         assert run["calls"] == ({"push": 1, "pull": 1} if numel else {})
-        got = {key.kind: size for key, size in run["received"].items() if isinstance(key, TrafficKey) and size}
-        assert got == ({"push": 8 * numel} if rank == 0 else {"pull": 4 * numel}) if numel else not got
+        got = {
+            key.kind: size
+            for key, size in run["received"].items()
+            if isinstance(key, TrafficKey) and size
+        }
+        assert (
+            got == ({"push": 8 * numel} if rank == 0 else {"pull": 4 * numel}) if numel else not got
+        )

@@ -57,7 +57,12 @@ def test_one_message_says_everything_where_all_train_the_same(ranks):
 @pytest.mark.parametrize("direct", [True, False])
 def test_stages_of_other_parameters_tell_each_other_sums_only(ranks, direct):
     """The pairs have different numbers of parameters, and gather differently: that is no disagreement."""
-    said = [speaker(0, [1, 0, 1], 5), speaker(1, [0, 0, 1], 5), speaker(2, [1], 6), speaker(3, [1], 6)]
+    said = [
+        speaker(0, [1, 0, 1], 5),
+        speaker(1, [0, 0, 1], 5),
+        speaker(2, [1], 6),
+        speaker(3, [1], 6),
+    ]
     for rank, found in enumerate(ranks(4).run(heard_by, direct, said, [(0, 1), (2, 3)])):
         assert found["sums"] == {"weight": 10.0, "loss": 3.0}
         assert found["square"] == 60.0
@@ -67,7 +72,9 @@ def test_stages_of_other_parameters_tell_each_other_sums_only(ranks, direct):
         assert sent == {"data": 8 * (2 + (3 if rank < 2 else 1)), "world": 3 * 8 * (2 + 1 + 1)}
 
 
-def heard_by(direct: bool, said: list[dict[str, Any]], data: list[tuple[int, ...]]) -> dict[str, Any]:
+def heard_by(
+    direct: bool, said: list[dict[str, Any]], data: list[tuple[int, ...]]
+) -> dict[str, Any]:
     zrun_core.distributed.comm.DIRECT_MAX_RANKS = 8 if direct else 1
     try:
         return heard(said, data)
@@ -87,7 +94,8 @@ def name(numbers: list[int]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("numbers", "equal"), [([7, 7, 7], True), ([7, 7, 8], False), ([0, 0, 0], True), ([1 << 19, 0, 0], False)]
+    ("numbers", "equal"),
+    [([7, 7, 7], True), ([7, 7, 8], False), ([0, 0, 0], True), ([1 << 19, 0, 0], False)],
 )
 def test_whether_all_ranks_name_one_number(ranks, numbers, equal):
     assert ranks(3).run(name, numbers) == [equal] * 3

@@ -427,7 +427,9 @@ def same(left: dict[str, Arrays], right: dict[str, Arrays]) -> None:
     ("stage", "world_size", "group"),
     [(0, 2, None), (1, 2, None), (3, 2, None), (0, 4, None), (1, 4, None), (3, 4, None), (3, 4, 1)],
 )
-def test_parts_are_saved_and_loaded_as_the_tensors_they_are_of(ranks, tmp_path, stage, world_size, group):
+def test_parts_are_saved_and_loaded_as_the_tensors_they_are_of(
+    ranks, tmp_path, stage, world_size, group
+):
     options = {"junk": 7.0, "group": group}
     found = ranks(world_size).run(train_and_save, str(tmp_path / "steps"), stage, TP, {}, options)
     expected = assembled(found)
@@ -460,12 +462,16 @@ def test_parts_are_saved_and_loaded_as_the_tensors_they_are_of(ranks, tmp_path, 
 
 
 @pytest.mark.parametrize("optim", [{}, {"name": "lamb", "lr": 1e-2}, {"name": "lars", "lr": 1e-2}])
-@pytest.mark.parametrize(("stage", "world_size", "tp", "pp"), [(1, 2, TP, 1), (3, 4, TP, 1), (1, 4, TP, 2)])
+@pytest.mark.parametrize(
+    ("stage", "world_size", "tp", "pp"), [(1, 2, TP, 1), (3, 4, TP, 1), (1, 4, TP, 2)]
+)
 def test_parts_train_as_the_whole_does(ranks, tmp_path, stage, world_size, tp, pp, optim):
     """Norms count once what several ranks hold; slices and tiles share their tensor's ratio."""
     whole = ranks(1).run(train_and_save, str(tmp_path / "whole"), stage, 1, optim, {})
     options = {"pp": pp}
-    parts = ranks(world_size).run(train_and_save, str(tmp_path / "parts"), stage, tp, optim, options)
+    parts = ranks(world_size).run(
+        train_and_save, str(tmp_path / "parts"), stage, tp, optim, options
+    )
     for rank in parts:
         np.testing.assert_allclose(rank["norms"], whole[0]["norms"], rtol=1e-6)
     for state, arrays in assembled(whole).items():
@@ -548,7 +554,9 @@ def name_spoilt(tp: int, pp: int, rank: int, tensor: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(("tp", "pp", "rank", "tensor"), [(2, 1, 1, "block.up.weight"), (1, 2, 1, "last.weight")])
+@pytest.mark.parametrize(
+    ("tp", "pp", "rank", "tensor"), [(2, 1, 1, "block.up.weight"), (1, 2, 1, "last.weight")]
+)
 def test_every_rank_names_the_tensor_that_one_alone_has(ranks, tp, pp, rank, tensor):
     found = ranks(2).run(name_spoilt, tp, pp, rank, tensor)
     assert found[0] == found[1]
@@ -564,7 +572,8 @@ def test_stages_of_a_pipeline_save_one_model(ranks, tmp_path, stage, world_size)
     manifest = read_step(tmp_path / "steps" / "step-00000002")
     assert {info.name for info in manifest.tensors} == {*TENSORS, "count", "last_count"}
     assert [each["ranks"] for each in manifest.layouts] == [
-        [rank for rank in range(world_size) if rank // (world_size // 2) == place] for place in range(2)
+        [rank for rank in range(world_size) if rank // (world_size // 2) == place]
+        for place in range(2)
     ]
     tied = [each.file for each in manifest.fragments if each.tensor == "embed.weight"]
     assert len(set(tied)) == world_size, "both ends write a part of it"

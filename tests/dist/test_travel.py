@@ -39,13 +39,18 @@ def travelled(ranks, tmp_path_factory) -> Path:
 def test_exported_weights_fit_the_plain_model_and_transformers(ranks, travelled, tmp_path, name):
     transformers = pytest.importorskip("transformers")
     export(travelled, read_step(travelled), tmp_path / name)
-    state = load_file(tmp_path / name) if name.endswith("safetensors") else torch.load(tmp_path / name)
+    state = (
+        load_file(tmp_path / name) if name.endswith("safetensors") else torch.load(tmp_path / name)
+    )
     plain = gpt(**SHAPE).eval()
     plain.load_state_dict(state)
     held = ranks(3).run(look, gpt_job(2), str(tmp_path / "run"), {"folder": str(travelled.parent)})
     for key, value in plain.state_dict().items():
         parts = {
-            start: data for each in held for (t, s, start), data in each["parts"].items() if (t, s) == (key, "value")
+            start: data
+            for each in held
+            for (t, s, start), data in each["parts"].items()
+            if (t, s) == (key, "value")
         }
         if key != "head.weight":  # tied
             whole = torch.cat([torch.from_numpy(parts[start]) for start in sorted(parts)])

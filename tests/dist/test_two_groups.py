@@ -133,7 +133,9 @@ class Rank:
         """Parameters and buffers, and the own pieces of the optimizer's state."""
         pieces = {part.key: part.data.clone() for part in ModelState(self.sharded).parts()}
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-        return {str(key): piece for key, piece in pieces.items()} | full_state(self.sharded) | buffers
+        return (
+            {str(key): piece for key, piece in pieces.items()} | full_state(self.sharded) | buffers
+        )
 
     def traffic(self) -> Counter[str]:
         """Bytes sent, by kind; not what the world tells each other in short messages."""
@@ -186,7 +188,9 @@ def save(sharded: ShardedModel, folder: str, step: int) -> None:
     steps, state = CheckpointFolder(Path(folder) / "steps"), ModelState(sharded)
     config = CheckpointConfig(every=1)
     about = About("run", {}, {})
-    saver = Checkpointer(steps, state, streams, config, comm, mesh.world, about, lambda **fields: None)
+    saver = Checkpointer(
+        steps, state, streams, config, comm, mesh.world, about, lambda **fields: None
+    )
     saver.save(step, dict, "end")
     saver.close()
 
@@ -212,7 +216,9 @@ def same(left: State, right: State) -> None:
 
 
 @pytest.mark.parametrize(("stage", "steps"), [(0, 6), (1, 50), (2, 6), (3, 6)])
-def test_each_group_trains_as_if_it_were_alone(ranks: Any, tmp_path: Path, stage: int, steps: int) -> None:
+def test_each_group_trains_as_if_it_were_alone(
+    ranks: Any, tmp_path: Path, stage: int, steps: int
+) -> None:
     pauses = PAUSES if steps == 50 else set()
     found = ranks(4).run(train_together, stage, str(tmp_path), steps, pauses)
     assert [rank["accused"] for rank in found] == [[]] * 4

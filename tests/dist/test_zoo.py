@@ -51,11 +51,26 @@ def prepare(keys: dict[str, Any], run_dir: str) -> Any:
     rank, size = world()
     small = {"bucket": 2 << 10, **keys.pop("zero", {})}
     job = JobConfig.model_validate(
-        {"name": "zoo", "steps": STEPS, "batch": GLOBAL, "optim": OPTIM, "zero": small, "slots": size, **keys}
+        {
+            "name": "zoo",
+            "steps": STEPS,
+            "batch": GLOBAL,
+            "optim": OPTIM,
+            "zero": small,
+            "slots": size,
+            **keys,
+        }
     )
     places = [RankPlace(rank=r, host="host", local_rank=r, device="cpu", dp=r) for r in range(size)]
     plan = LaunchPlan(ranks=places)
-    spec = RunSpec(job=job, plan=plan, batch=resolve_batch(job, size), job_dir=str(HERE), run_dir=run_dir, run_id="x")
+    spec = RunSpec(
+        job=job,
+        plan=plan,
+        batch=resolve_batch(job, size),
+        job_dir=str(HERE),
+        run_dir=run_dir,
+        run_id="x",
+    )
     worker = PoolWorker(spec, rank)
     trainer, _ = worker._prepare()
     return trainer, worker
@@ -67,7 +82,9 @@ OPTIM = {"lr": 1e-3, "weight_decay": 0.1}
 def train(keys: dict[str, Any], run_dir: str, want_state: bool = False) -> Run:
     trainer, worker = prepare(keys, run_dir)
     trainer.run()
-    found: Run = {kind: [e["loss"] for e in worker.events if e["type"] == kind] for kind in ("step", "eval")}
+    found: Run = {
+        kind: [e["loss"] for e in worker.events if e["type"] == kind] for kind in ("step", "eval")
+    }
     found["units"] = len(trainer.sharded.units)
     found["warnings"] = [e["message"] for e in worker.events if e["type"] == "warning"]
     sharded = trainer.sharded
@@ -77,7 +94,9 @@ def train(keys: dict[str, Any], run_dir: str, want_state: bool = False) -> Run:
     ]
     if want_state:
         with trainer.sharded.gathered() as module:
-            found["state"] = {name: value.float().numpy().copy() for name, value in module.state_dict().items()}
+            found["state"] = {
+                name: value.float().numpy().copy() for name, value in module.state_dict().items()
+            }
     return found
 
 
@@ -112,7 +131,9 @@ def plain(
             if isinstance(result, tuple):
                 sums.append(result)
             else:
-                loss = result["loss"] if isinstance(result, dict) else getattr(result, "loss", result)
+                loss = (
+                    result["loss"] if isinstance(result, dict) else getattr(result, "loss", result)
+                )
                 sums.append((loss * len(own), len(own)))
             if number:
                 for name, buffer in model.named_buffers():
@@ -131,19 +152,35 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
 
 
 def case(
-    name: str, data: str, model: str, args: dict[str, Any] | None = None, *, parts: int = 1, leaf: str = "", **keys: Any
+    name: str,
+    data: str,
+    model: str,
+    args: dict[str, Any] | None = None,
+    *,
+    parts: int = 1,
+    leaf: str = "",
+    **keys: Any,
 ) -> None:
     if leaf:
         keys["zero"] = {"leaf": [leaf]}
     CASES[name] = (
-        {"model": {"call": f"zoo.py:{model}", "args": args or {}}, "data": f"zoo.py:{data}", **keys},
+        {
+            "model": {"call": f"zoo.py:{model}", "args": args or {}},
+            "data": f"zoo.py:{data}",
+            **keys,
+        },
         {"parts": parts},
     )
 
 
 case("convnet", "images", "convnet", loss="zoo.py:classify", parts=2)
 case(
-    "channels last", "images", "convnet", {"channels_last": True, "frozen_norm": True}, loss="zoo.py:classify", parts=2
+    "channels last",
+    "images",
+    "convnet",
+    {"channels_last": True, "frozen_norm": True},
+    loss="zoo.py:classify",
+    parts=2,
 )
 case("untied", "tokens", "LanguageModel")
 case("tied", "tokens", "LanguageModel", {"tie": "weight"})
@@ -173,7 +210,9 @@ case("gradient penalty", "vectors", "Detached", loss="zoo.py:smooth")
 
 
 def in_zoo(reference: Any) -> Callable[..., Any]:
-    call, args = (reference["call"], reference["args"]) if isinstance(reference, dict) else (reference, {})
+    call, args = (
+        (reference["call"], reference["args"]) if isinstance(reference, dict) else (reference, {})
+    )
     return lambda *more: getattr(zoo, call.partition(":")[2])(*more, **args)
 
 
@@ -203,7 +242,9 @@ def test_losses_are_those_of_a_plain_loop(ranks, tmp_path, name, stage):
 
 @pytest.mark.parametrize("stage", [0, 2])
 @pytest.mark.parametrize("name", ["experts", "experts without calls", "branch", "re-entered"])
-def test_ranks_may_run_different_modules_where_parameters_are_not_sharded(ranks, tmp_path, name, stage):
+def test_ranks_may_run_different_modules_where_parameters_are_not_sharded(
+    ranks, tmp_path, name, stage
+):
     keys = keys_of(name, stage)
     del keys["zero"]["leaf"]
     same(ranks(2).run(train, keys, str(tmp_path))[0]["step"], plain_losses(name))
@@ -211,7 +252,17 @@ def test_ranks_may_run_different_modules_where_parameters_are_not_sharded(ranks,
 
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize(
-    "name", ["convnet", "channels last", "tied", "functional tie", "lora", "encoder-decoder", "lstm", "torch encoder"]
+    "name",
+    [
+        "convnet",
+        "channels last",
+        "tied",
+        "functional tie",
+        "lora",
+        "encoder-decoder",
+        "lstm",
+        "torch encoder",
+    ],
 )
 def test_bf16_is_near(ranks, tmp_path, name, stage):
     run = ranks(2).run(train, keys_of(name, stage, precision="bf16"), str(tmp_path))[0]
@@ -220,7 +271,9 @@ def test_bf16_is_near(ranks, tmp_path, name, stage):
 
 def test_rings_are_as_planned_for_frozen_parameters_and_batch_norms(ranks, tmp_path):
     for name in ("lora without checkpoints", "convnet", "tied", "lstm"):
-        planned, allocated = ranks(2).run(train, keys_of(name, 3, precision="bf16"), str(tmp_path))[0]["memory"]
+        planned, allocated = ranks(2).run(train, keys_of(name, 3, precision="bf16"), str(tmp_path))[
+            0
+        ]["memory"]
         assert allocated == planned, name
 
 
@@ -261,7 +314,10 @@ def test_one_rank_cuts_as_it_likes(tmp_path):
         "data": {"call": "zoo.py:ragged", "collate": "zoo.py:pad"},
         "loss": "zoo.py:masked_sum",
     }
-    runs = [train({**keys, "batch": {"global": GLOBAL, "micro": micro}}, str(tmp_path))["step"] for micro in (2, 8)]
+    runs = [
+        train({**keys, "batch": {"global": GLOBAL, "micro": micro}}, str(tmp_path))["step"]
+        for micro in (2, 8)
+    ]
     same(runs[0], runs[1])
 
 
@@ -291,11 +347,15 @@ def train_with_hook(keys: dict[str, Any], run_dir: str, want_state: bool = False
     return {**train(keys, run_dir, want_state), "generated": list(zoo.GENERATED)}
 
 
-@pytest.mark.parametrize(("stage", "precision"), [(0, "bf16"), (1, "fp32"), (2, "bf16"), (3, "fp32"), (3, "bf16")])
+@pytest.mark.parametrize(
+    ("stage", "precision"), [(0, "bf16"), (1, "fp32"), (2, "bf16"), (3, "fp32"), (3, "bf16")]
+)
 def test_ranks_generate_texts_of_different_lengths(ranks, tmp_path, stage, precision):
     keys = keys_of("tied", stage, precision=precision)
     silent = ranks(2).run(train, keys, str(tmp_path))[0]["step"]
-    runs = ranks(2).run(train_with_hook, {**keys, "hooks": {"on_step": "zoo.py:generate"}}, str(tmp_path))
+    runs = ranks(2).run(
+        train_with_hook, {**keys, "hooks": {"on_step": "zoo.py:generate"}}, str(tmp_path)
+    )
     assert runs[0]["step"] == silent
     for long, short in zip(runs[0]["generated"], runs[1]["generated"], strict=True):
         assert (len(long), len(short)) == (8, 3)
@@ -310,7 +370,10 @@ def test_what_a_hook_writes_is_trained_on(ranks, tmp_path, stage):
         with torch.no_grad():
             model.last.weight.mul_(0.5)
 
-    same(ranks(2).run(train, keys, str(tmp_path))[0]["step"], plain(zoo.Detached, zoo.vectors(), after=halve)[0])
+    same(
+        ranks(2).run(train, keys, str(tmp_path))[0]["step"],
+        plain(zoo.Detached, zoo.vectors(), after=halve)[0],
+    )
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -322,7 +385,10 @@ def test_a_copy_of_the_model_is_a_plain_module(ranks, tmp_path, stage):
     def measure(model: nn.Module) -> None:
         grads = torch.autograd.grad(model(**batch), list(model.parameters()))
         expected.append(
-            sum((p.square().sum() + g.sum()).item() for p, g in zip(model.parameters(), grads, strict=True))
+            sum(
+                (p.square().sum() + g.sum()).item()
+                for p, g in zip(model.parameters(), grads, strict=True)
+            )
         )
 
     losses, _ = plain(zoo.Detached, zoo.vectors(), after=measure)

@@ -92,7 +92,9 @@ def make_sharded(
 def optim_config(**keys: Any) -> OptimConfig:
     """The optimizer of these tests, AdamW with decay, as far as `keys` say nothing else; None leaves a key out."""
     given = {"lr": 1e-2, "weight_decay": 0.1, **keys}
-    return OptimConfig.model_validate({key: value for key, value in given.items() if value is not None})
+    return OptimConfig.model_validate(
+        {key: value for key, value in given.items() if value is not None}
+    )
 
 
 def split(batch: Any, rank: int, size: int) -> Any:
@@ -137,7 +139,9 @@ def train_plain(
     loss_of: Callable[[nn.Module, Any], torch.Tensor] = lambda model, batch: model(*batch),
 ) -> list[float]:
     """The plain single-process loop over global batches."""
-    chosen = optimizer([p for p in model.parameters() if p.requires_grad], lr=lr, weight_decay=weight_decay)
+    chosen = optimizer(
+        [p for p in model.parameters() if p.requires_grad], lr=lr, weight_decay=weight_decay
+    )
     losses = []
     for batch in batches:
         loss = loss_of(model, batch)
@@ -158,7 +162,10 @@ def train(
     losses = train_sharded(sharded, data(steps), accumulation=accumulation, lr=lr)
     planned, allocated = sharded.planned_memory().by_kind, sharded.allocated_memory().by_kind
     assert planned == allocated, (planned, allocated)
-    return {"losses": losses, "state": {name: value.float().numpy() for name, value in full_state(sharded).items()}}
+    return {
+        "losses": losses,
+        "state": {name: value.float().numpy() for name, value in full_state(sharded).items()},
+    }
 
 
 def train_peer(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 6) -> list[float]:
@@ -197,7 +204,8 @@ def same_bits(left: dict[str, Any], right: dict[str, Any]) -> None:
 def data(steps: int, batch: int = 12, dim: int = 32) -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(3)
     return [
-        (torch.randn(batch, dim, generator=generator), torch.randn(batch, 1, generator=generator)) for _ in range(steps)
+        (torch.randn(batch, dim, generator=generator), torch.randn(batch, 1, generator=generator))
+        for _ in range(steps)
     ]
 
 

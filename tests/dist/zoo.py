@@ -34,7 +34,10 @@ class Samples(torch.utils.data.Dataset):
 
 def images(count: int = 24) -> Samples:
     """Tuples of an image and its class."""
-    return Samples(count, lambda g, i: (torch.randn(3, 8, 8, generator=g), int(torch.randint(10, (), generator=g))))
+    return Samples(
+        count,
+        lambda g, i: (torch.randn(3, 8, 8, generator=g), int(torch.randint(10, (), generator=g))),
+    )
 
 
 def tokens(count: int = 24) -> Samples:
@@ -108,7 +111,9 @@ class Residual(nn.Module):
 class ConvNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace=True))
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace=True)
+        )
         self.blocks = nn.Sequential(*(Residual(16) for _ in range(3)))
         self.head = nn.Linear(16, 10)
 
@@ -140,7 +145,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, dim = x.shape
-        q, k, v = self.qkv(x).view(batch, length, 3, self.heads, dim // self.heads).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.qkv(x).view(batch, length, 3, self.heads, dim // self.heads).permute(2, 0, 3, 1, 4)
+        )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(y.transpose(1, 2).reshape(batch, length, dim))
 
@@ -182,7 +189,9 @@ class LanguageModel(nn.Module):
             x = block(x)
         x = self.norm(x)
         logits = F.linear(x, self.tok.weight) if self.tie == "functional" else self.head(x)
-        return SimpleNamespace(logits=logits, loss=None if labels is None else token_loss(logits, labels))
+        return SimpleNamespace(
+            logits=logits, loss=None if labels is None else token_loss(logits, labels)
+        )
 
 
 class EncoderDecoder(nn.Module):
@@ -192,8 +201,12 @@ class EncoderDecoder(nn.Module):
         super().__init__()
         self.shared = nn.Embedding(VOCAB, DIM)
         nn.init.normal_(self.shared.weight, std=0.1)
-        self.encoder = nn.ModuleDict({"embed": self.shared, "blocks": nn.Sequential(Block(), Block())})
-        self.decoder = nn.ModuleDict({"embed": self.shared, "blocks": nn.Sequential(Block(), Block())})
+        self.encoder = nn.ModuleDict(
+            {"embed": self.shared, "blocks": nn.Sequential(Block(), Block())}
+        )
+        self.decoder = nn.ModuleDict(
+            {"embed": self.shared, "blocks": nn.Sequential(Block(), Block())}
+        )
         self.cross = nn.MultiheadAttention(DIM, 2, batch_first=True)
         self.head = nn.Linear(DIM, VOCAB)
         self.head.weight = self.shared.weight
@@ -215,7 +228,8 @@ class Experts(nn.Module):
         super().__init__()
         self.gate = nn.Linear(dim, 2)
         self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(dim, 4 * dim), nn.ReLU(), nn.Linear(4 * dim, dim)) for _ in range(2)
+            nn.Sequential(nn.Linear(dim, 4 * dim), nn.ReLU(), nn.Linear(4 * dim, dim))
+            for _ in range(2)
         )
 
     def forward(self, x: Tensor, domain: Tensor) -> Tensor:
@@ -511,7 +525,8 @@ class Checkpointed(nn.Module):
         self.reentrant = reentrant
         self.first, self.last = nn.Linear(DIM, DIM), nn.Linear(DIM, 1)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(DIM, 4 * DIM), nn.Tanh(), nn.Linear(4 * DIM, DIM)) for _ in range(3)
+            nn.Sequential(nn.Linear(DIM, 4 * DIM), nn.Tanh(), nn.Linear(4 * DIM, DIM))
+            for _ in range(3)
         )
 
     def forward(self, x: Tensor, y: Tensor, domain: Tensor) -> Tensor:
@@ -527,7 +542,9 @@ class Distilled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.student = nn.Sequential(nn.Linear(DIM, 4 * DIM), nn.Tanh(), nn.Linear(4 * DIM, 1))
-        self.teacher = nn.Sequential(nn.Linear(DIM, 4 * DIM), nn.Tanh(), nn.Linear(4 * DIM, 1)).requires_grad_(False)
+        self.teacher = nn.Sequential(
+            nn.Linear(DIM, 4 * DIM), nn.Tanh(), nn.Linear(4 * DIM, 1)
+        ).requires_grad_(False)
 
     def forward(self, x: Tensor, y: Tensor, domain: Tensor) -> Tensor:
         with torch.no_grad():

@@ -43,14 +43,31 @@ def main() -> None:
 def train(spec: RunSpec, emitter: Emitter) -> None:
     for step in range(1, STEPS + 1):
         if RANK == 0:
-            emitter.emit("step", step=step, loss=3.0 / step, lr=1e-3, step_s=0.01, samples_per_s=1e3)
-        emitter.emit("memory", step=step, rss_bytes=1 << 20, peak_rss_bytes=2 << 20, params=1, grads=2, optim=3)
+            emitter.emit(
+                "step", step=step, loss=3.0 / step, lr=1e-3, step_s=0.01, samples_per_s=1e3
+            )
+        emitter.emit(
+            "memory",
+            step=step,
+            rss_bytes=1 << 20,
+            peak_rss_bytes=2 << 20,
+            params=1,
+            grads=2,
+            optim=3,
+        )
     if RANK == 0:
         emitter.emit("end", step=STEPS, reason="steps", total_s=0.1, loss=1.0)
 
 
 def fail(spec: RunSpec, kind: str, message: str, code: ExitCode, trace: str | None = None) -> None:
-    note = {"rank": RANK, "kind": kind, "type": "ValueError", "message": message, "exit_code": code, "traceback": trace}
+    note = {
+        "rank": RANK,
+        "kind": kind,
+        "type": "ValueError",
+        "message": message,
+        "exit_code": code,
+        "traceback": trace,
+    }
     note |= {"step": 2, "phase": "forward", "time": time.time()}
     (Path(spec.run_dir) / "failures" / f"rank-{RANK}.json").write_text(json.dumps(note))
     os._exit(code)
@@ -69,7 +86,13 @@ def lose_peer(spec: RunSpec, emitter: Emitter) -> None:
     """What gloo says once the other rank is gone."""
     while not (Path(spec.run_dir) / "failures" / f"rank-{1 - RANK}.json").exists():
         time.sleep(0.001)
-    fail(spec, "user", "Connection closed by peer [127.0.0.1]:1234", ExitCode.WORKER, "Traceback: gloo")
+    fail(
+        spec,
+        "user",
+        "Connection closed by peer [127.0.0.1]:1234",
+        ExitCode.WORKER,
+        "Traceback: gloo",
+    )
 
 
 def kill_itself(spec: RunSpec, emitter: Emitter) -> None:
@@ -101,9 +124,7 @@ def step_and_not_finish(spec: RunSpec, emitter: Emitter) -> None:
 
 def hang_with_helper(spec: RunSpec, emitter: Emitter) -> None:
     """A data loader that outlives its parent and does not listen to SIGTERM."""
-    code = (
-        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
-    )
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
     helper = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     assert helper.stdout is not None
     helper.stdout.readline()
@@ -116,7 +137,15 @@ def leave_early(spec: RunSpec, emitter: Emitter) -> None:
 
 
 def show_environment(spec: RunSpec, emitter: Emitter) -> None:
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ZRUN_STORE")
+    names = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "ZRUN_STORE",
+    )
     found = {name: os.environ[name] for name in (*names, "OMP_NUM_THREADS", *spec.job.env)}
     emitter.emit("log", message=json.dumps(found | {"cwd": os.getcwd(), "stdin": sys.stdin.read()}))
     train(spec, emitter)

@@ -35,13 +35,18 @@ class Fate:
         if self.count == self.number:
             agent = _parent(os.getpid())
             launcher = _parent(_parent(agent))  # the keeper is between them
-            os.kill({"rank": os.getpid(), "agent": agent, "launcher": launcher}[self.victim], signal.SIGKILL)
+            os.kill(
+                {"rank": os.getpid(), "agent": agent, "launcher": launcher}[self.victim],
+                signal.SIGKILL,
+            )
 
 
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.2), nn.ReLU()) for _ in range(3))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.2), nn.ReLU()) for _ in range(3)
+        )
         self.last = nn.Linear(32, 1)
         self.fate = Fate("forward")
 
@@ -55,7 +60,10 @@ class Net(nn.Module):
 class Vectors(torch.utils.data.Dataset[Any]):
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(1)
-        self.x, self.y = torch.randn(50, 32, generator=generator), torch.randn(50, 1, generator=generator)
+        self.x, self.y = (
+            torch.randn(50, 32, generator=generator),
+            torch.randn(50, 1, generator=generator),
+        )
         self.fate = Fate("data")
 
     def __len__(self) -> int:
@@ -67,7 +75,9 @@ class Vectors(torch.utils.data.Dataset[Any]):
 
 
 _hook = Fate("hook")
-_asked_after = int(os.environ.get("ASKED_AFTER", 0))  # rank 0 waits after this step until it was asked to save
+_asked_after = int(
+    os.environ.get("ASKED_AFTER", 0)
+)  # rank 0 waits after this step until it was asked to save
 
 
 def on_step(context: Any) -> None:

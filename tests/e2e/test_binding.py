@@ -37,7 +37,8 @@ def train(folder: Path, *options: str, **variables: str) -> Path:
     run_dir = folder / "run"
     done = subprocess.run(
         [sys.executable, "-m", "zrun", "train", str(job), "--run-dir", str(run_dir), *options],
-        env={key: value for key, value in os.environ.items() if key not in USER_BINDING} | variables,
+        env={key: value for key, value in os.environ.items() if key not in USER_BINDING}
+        | variables,
         capture_output=True,
         text=True,
         timeout=120,
@@ -68,8 +69,12 @@ def test_every_thread_of_a_worker_keeps_to_its_cores(tmp_path: Path) -> None:
     assert not first & second
 
 
-@pytest.mark.parametrize(("options", "variables"), [(("bind=off",), {}), ((), {"OMP_PROC_BIND": "false"})])
-def test_ranks_that_are_not_bound(tmp_path: Path, options: tuple[str, ...], variables: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("options", "variables"), [(("bind=off",), {}), ((), {"OMP_PROC_BIND": "false"})]
+)
+def test_ranks_that_are_not_bound(
+    tmp_path: Path, options: tuple[str, ...], variables: dict[str, str]
+) -> None:
     worker = tmp_path / "free_worker.py"
     worker.write_text(
         "import json, os, pathlib, sys\n"
@@ -82,4 +87,6 @@ def test_ranks_that_are_not_bound(tmp_path: Path, options: tuple[str, ...], vari
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     run_dir = train(tmp_path, "--worker", "free_worker", *options, PYTHONPATH=path, **variables)
     assert planned(run_dir) == [None, None]
-    assert [(run_dir / f"logs/rank-{rank}.log").read_text() for rank in range(2)] == [f"{CPUS}\n"] * 2
+    assert [(run_dir / f"logs/rank-{rank}.log").read_text() for rank in range(2)] == [
+        f"{CPUS}\n"
+    ] * 2

@@ -23,10 +23,19 @@ def run(script: str, *arguments: str) -> str:
 def test_checkpoint_benchmark(tmp_path: Path) -> None:
     out = run("checkpoint.py", "--dir", str(tmp_path), "--json", str(tmp_path / "bench.json"))
     measured = json.loads((tmp_path / "bench.json").read_text())
-    assert [way["name"] for way in measured["ways"]][:3] == ["zrun", "zrun, behind", "torch.save + fsync"]
+    assert [way["name"] for way in measured["ways"]][:3] == [
+        "zrun",
+        "zrun, behind",
+        "torch.save + fsync",
+    ]
     assert all(len(way["save_s"]) == len(way["stall_s"]) == 1 for way in measured["ways"])
     assert [len(way["load_s"]) for way in measured["ways"]] == [1, 0, 1, 1, 0]
-    for row in ("disk, O_DIRECT", "copy in memory", "zrun's save rate / the disk's", "DCP async_save"):
+    for row in (
+        "disk, O_DIRECT",
+        "copy in memory",
+        "zrun's save rate / the disk's",
+        "DCP async_save",
+    ):
         assert row in out
     assert [path.name for path in tmp_path.iterdir()] == ["bench.json"]
 

@@ -19,10 +19,23 @@ HERE = Path(__file__).parent
 JOB = "name: fake\nmodel: {call: 'fake:model'}\ndata: fake:data\nsteps: 3\nbatch: 4\nslots: 2\n"
 
 
-def train(folder: Path, job: str, *options: str, worker: str = "fake_worker") -> subprocess.Popen[str]:
+def train(
+    folder: Path, job: str, *options: str, worker: str = "fake_worker"
+) -> subprocess.Popen[str]:
     (folder / "job.yaml").write_text(job)
     return subprocess.Popen(
-        [sys.executable, "-m", "zrun", "train", "job.yaml", "--worker", worker, "--run-dir", "run", *options],
+        [
+            sys.executable,
+            "-m",
+            "zrun",
+            "train",
+            "job.yaml",
+            "--worker",
+            worker,
+            "--run-dir",
+            "run",
+            *options,
+        ],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), str(folder)])},
         stdout=subprocess.PIPE,
@@ -43,7 +56,9 @@ def in_folder(folder: Path) -> list[bytes]:
     return found
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 143)]
+)
 def test_while_hosts_are_awaited(tmp_path: Path, number: signal.Signals, code: int) -> None:
     client = tmp_path / "silent-ssh"
     client.write_text("#!/bin/sh\nexec sleep 600\n")
@@ -63,19 +78,31 @@ _DEAF = "for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM):\n    sig
 
 @pytest.mark.parametrize(
     ("numbers", "deaf", "code"),
-    [([signal.SIGINT], "", 130), ([signal.SIGINT] * 3, _DEAF, 130), ([signal.SIGKILL], _DEAF, -signal.SIGKILL)],
+    [
+        ([signal.SIGINT], "", 130),
+        ([signal.SIGINT] * 3, _DEAF, 130),
+        ([signal.SIGKILL], _DEAF, -signal.SIGKILL),
+    ],
 )
-def test_while_the_workers_import(tmp_path: Path, numbers: list[signal.Signals], deaf: str, code: int) -> None:
+def test_while_the_workers_import(
+    tmp_path: Path, numbers: list[signal.Signals], deaf: str, code: int
+) -> None:
     """Also where what they import listens to no signal, and where the launcher itself is killed."""
-    (tmp_path / "slow.py").write_text(f"import signal, time\n{deaf}print('imports')\ntime.sleep(600)\n")
+    (tmp_path / "slow.py").write_text(
+        f"import signal, time\n{deaf}print('imports')\ntime.sleep(600)\n"
+    )
     launcher = train(tmp_path, JOB, worker="slow")
     log = tmp_path / "run" / "logs" / "rank-0.log"
     wait_for(lambda: log.exists() and log.read_text() == "imports\n")
     process = Process.find(launcher.pid)
     assert process is not None
-    wait_for(lambda: process.catches(SAVE))  # it follows the workers, and asks them to end from now on
+    wait_for(
+        lambda: process.catches(SAVE)
+    )  # it follows the workers, and asks them to end from now on
     assert launcher.stderr is not None
-    for number, said in zip(numbers, ("finishing the step", "stopping the workers", "killing"), strict=False):
+    for number, said in zip(
+        numbers, ("finishing the step", "stopping the workers", "killing"), strict=False
+    ):
         launcher.send_signal(number)
         if number != signal.SIGKILL:
             lines_of(launcher, said)
@@ -104,7 +131,9 @@ def test_between_two_attempts(tmp_path: Path, number: signal.Signals, code: int)
 def test_an_agent_that_was_let_go_before_it_was_there_says_nothing() -> None:
     command = [sys.executable, "-m", "zrun.agent.main"]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True) as agent:
+    with subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+    ) as agent:
         assert agent.stdout is not None
         assert agent.stderr is not None
         agent.stdout.close()

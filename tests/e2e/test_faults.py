@@ -24,17 +24,31 @@ def command(folder: Path, fault: str = "none", **more: Any) -> list[str]:
     shutil.copy(WILD, folder)
     args = {"fault": fault, **more.pop("args", {})}
     keys = {
-        "name": "wild", "model": {"call": "wild.py:Net", "args": args}, "data": "wild.py:data", "steps": 6, "batch": 8,
-        "slots": 2, "device": "cpu", "threads": 1, "log": {"every": 1},
-        "limits": {"hang_s": 600, "stop_s": 600, **more.pop("limits", {})}, **more,
-    }  # fmt: skip
-    (folder / "job.yaml").write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in keys.items()))
+        "name": "wild",
+        "model": {"call": "wild.py:Net", "args": args},
+        "data": "wild.py:data",
+        "steps": 6,
+        "batch": 8,
+        "slots": 2,
+        "device": "cpu",
+        "threads": 1,
+        "log": {"every": 1},
+        "limits": {"hang_s": 600, "stop_s": 600, **more.pop("limits", {})},
+        **more,
+    }
+    (folder / "job.yaml").write_text(
+        "".join(f"{key}: {json.dumps(value)}\n" for key, value in keys.items())
+    )
     return [sys.executable, "-m", "zrun", "train", "job.yaml", "--run-dir", "run", "--ui", "plain"]
 
 
 def zrun(folder: Path, fault: str, **more: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command(folder, fault, **more), cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S
+        command(folder, fault, **more),
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
 
 
@@ -55,7 +69,9 @@ def workers(folder: Path) -> dict[int, int]:
     found = {}
     for entry in Path("/proc").iterdir():
         try:
-            variables = (entry / "environ").read_bytes().split(b"\0") if entry.name.isdigit() else []
+            variables = (
+                (entry / "environ").read_bytes().split(b"\0") if entry.name.isdigit() else []
+            )
         except OSError:
             continue
         if any(variable.startswith(mark) for variable in variables):
@@ -67,15 +83,34 @@ def workers(folder: Path) -> dict[int, int]:
 @pytest.mark.parametrize(
     ("fault", "stage", "says", "python", "waits_in"),
     [
-        ("stop", 0, "rank 1 of 2 is stopped by a signal or a debugger", "in <lambda>", "all_reduce"),
-        ("hold the gil", 3, "rank 1 of 2 is stuck in forward of step 3", "in hold_the_gil", "all_gather"),
+        (
+            "stop",
+            0,
+            "rank 1 of 2 is stopped by a signal or a debugger",
+            "in <lambda>",
+            "all_reduce",
+        ),
+        (
+            "hold the gil",
+            3,
+            "rank 1 of 2 is stuck in forward of step 3",
+            "in hold_the_gil",
+            "all_gather",
+        ),
     ],
 )
-def test_a_rank_that_no_longer_moves_is_found_from_outside(tmp_path, fault, stage, says, python, waits_in):
+def test_a_rank_that_no_longer_moves_is_found_from_outside(
+    tmp_path, fault, stage, says, python, waits_in
+):
     done = zrun(tmp_path, fault, zero=stage, limits={"hang_s": HANG_S})
     assert done.returncode == 6, done.stderr
     report = failure(tmp_path)
-    assert (report["rank"], report["step"], report["phase"], report["kind"]) == (1, 3, "forward", "hang")
+    assert (report["rank"], report["step"], report["phase"], report["kind"]) == (
+        1,
+        3,
+        "forward",
+        "hang",
+    )
     assert f"no progress for {HANG_S:g} s (limits.hang_s)" in report["message"]
     assert [told["rank"] for told in report["ranks"]] == [0, 1]
     assert report["ranks"][0]["does"] == "waits"
@@ -85,7 +120,10 @@ def test_a_rank_that_no_longer_moves_is_found_from_outside(tmp_path, fault, stag
     assert says in done.stderr
     assert python in done.stderr
     for rank in range(2):
-        assert "most recent call first" in (tmp_path / "run" / "stacks" / f"rank-{rank}.txt").read_text()
+        assert (
+            "most recent call first"
+            in (tmp_path / "run" / "stacks" / f"rank-{rank}.txt").read_text()
+        )
     assert workers(tmp_path) == {}
 
 
@@ -104,21 +142,36 @@ def test_a_rank_that_ends_is_named(tmp_path, fault, words):
     assert "rank 1 of 2" in done.stderr
     assert failure(tmp_path)["rank"] == 1
     if fault == "crash":
-        assert "Fatal Python error: Segmentation fault" in (tmp_path / "run" / "logs" / "rank-1.log").read_text()
+        assert (
+            "Fatal Python error: Segmentation fault"
+            in (tmp_path / "run" / "logs" / "rank-1.log").read_text()
+        )
 
 
 def test_numbers_that_stay_wrong_end_the_run_with_a_name(tmp_path):
     done = zrun(tmp_path, "nan", precision="bf16", zero=2, checkpoint={"every": 100})
     assert done.returncode == 7, done.stderr
-    assert "step 3 was skipped on all ranks: the gradient of out.weight (layer out) is nan" in done.stdout
-    assert "3 steps in a row were skipped: the gradient of out.weight (layer out) is nan on rank 1 " in done.stderr
+    assert (
+        "step 3 was skipped on all ranks: the gradient of out.weight (layer out) is nan"
+        in done.stdout
+    )
+    assert (
+        "3 steps in a row were skipped: the gradient of out.weight (layer out) is nan on rank 1 "
+        in done.stderr
+    )
     assert "on rank 1 (indices 36-39 of the dataset)" in done.stderr
     report = failure(tmp_path)
     assert (report["exit_code"], report["step"], report["kind"]) == (7, 5, "zrun")
     assert "the last good parameters are saved as step 5" in done.stderr
     assert [event["reason"] for event in events(tmp_path, "save")] == ["numeric"]
     assert report["resume"] == "zrun train job.yaml --run-dir run --resume auto"
-    assert [event["skipped"] for event in events(tmp_path, "step")] == [False, False, True, True, True]
+    assert [event["skipped"] for event in events(tmp_path, "step")] == [
+        False,
+        False,
+        True,
+        True,
+        True,
+    ]
     assert [event["skips"] for event in events(tmp_path, "step")] == [0, 0, 1, 2, 3]
 
 
@@ -138,7 +191,10 @@ def test_batches_without_memory_are_dropped_and_the_third_in_a_row_is_the_last(t
 def test_a_flipped_bit_of_a_replica_ends_the_run(tmp_path):
     done = zrun(tmp_path, "none", hooks={"on_step": "wild.py:flip"}, guards={"replica_every": 2})
     assert done.returncode == 10, done.stderr
-    assert "step 4: replicas diverged: rank 1 has another parameter blocks.1.weight than the other ranks" in done.stderr
+    assert (
+        "step 4: replicas diverged: rank 1 has another parameter blocks.1.weight than the other ranks"
+        in done.stderr
+    )
     assert failure(tmp_path)["exit_code"] == 10
 
 
@@ -147,7 +203,12 @@ def training(folder: Path, **more: Any) -> Iterator[subprocess.Popen[str]]:
     """A launcher whose workers train, slowly and without end."""
     line = command(folder, **{"steps": 100_000, "args": {"pause": 0.02}, **more})
     process = subprocess.Popen(
-        line, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        line,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     try:
         wait_for(lambda: len(events(folder, "step")) > 2 or process.poll() is not None)
@@ -166,7 +227,9 @@ def test_one_signal_lets_all_ranks_finish_the_same_step(tmp_path):
     assert "SIGINT: finishing the step" in said
     logs = [(tmp_path / "run" / "logs" / f"rank-{rank}.log").read_text() for rank in range(2)]
     last = events(tmp_path, "step")[-1]["step"]
-    ends = [[line for line in log.splitlines() if not line.startswith("[rank")] for log in logs]  # torch names the rank
+    ends = [
+        [line for line in log.splitlines() if not line.startswith("[rank")] for log in logs
+    ]  # torch names the rank
     assert ends[0] == ends[1]
     assert f"stopped after step {last}" in ends[0][-1]
     assert workers(tmp_path) == {}
@@ -190,8 +253,13 @@ def test_a_scheduler_that_signals_every_process_has_the_step_saved(tmp_path):
         _, said = launcher.communicate(timeout=PATIENCE_S)
     assert launcher.returncode == 75, said
     last = events(tmp_path, "step")[-1]["step"]
-    assert [(event["step"], event["reason"]) for event in events(tmp_path, "save")] == [(last, "stopped")]
-    assert f"stopped after step {last}, saved; resume: zrun train job.yaml --run-dir run --resume auto" in said
+    assert [(event["step"], event["reason"]) for event in events(tmp_path, "save")] == [
+        (last, "stopped")
+    ]
+    assert (
+        f"stopped after step {last}, saved; resume: zrun train job.yaml --run-dir run --resume auto"
+        in said
+    )
     told = failure(tmp_path)
     assert (told["exit_code"], told["kind"], told["saved_step"]) == (75, "stopped", last)
     assert told["resume"] == "zrun train job.yaml --run-dir run --resume auto"

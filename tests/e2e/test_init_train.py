@@ -33,7 +33,9 @@ def test_a_module_of_torch_trains_and_decays_over_its_epochs(tmp_path: Path) -> 
     losses, rates = losses_and_rates(tmp_path, "torch", *length)
     assert len(losses) == 7  # of 4096 samples; the last one is short
     assert losses[-1] < losses[0]
-    assert rates == pytest.approx([1e-3 * 0.5 * (1 + math.cos(math.pi * step / 7)) for step in range(7)])
+    assert rates == pytest.approx(
+        [1e-3 * 0.5 * (1 + math.cos(math.pi * step / 7)) for step in range(7)]
+    )
 
 
 def test_a_model_of_transformers_is_tried_in_few_steps(tmp_path: Path) -> None:

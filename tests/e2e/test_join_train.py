@@ -45,7 +45,15 @@ def test_under_torchrun_the_losses_are_those_of_zrun_alone(tmp_path: Path) -> No
         "name: joined\nmodel: {call: wild.py:Net}\ndata: wild.py:data\nsteps: 6\nbatch: 8\nzero: 3\ndevice: cpu\n"
         "log: {every: 1}\nlaunch: auto\n"
     )
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        free_port(),
+    ]
     runs = {"joined": torchrun, "alone": [sys.executable]}
     for name, command in runs.items():
         more = ["--slots", "2"] if name == "alone" else []
@@ -88,17 +96,35 @@ class Ranks:
         ranks: tuple[int, ...] = (0, 1),
         stdout: int = subprocess.PIPE,
     ) -> None:
-        arguments = [f"model.args.behaviour={json.dumps(behaviour)}", "--worker", "fake_worker", "--run-dir", "run"]
+        arguments = [
+            f"model.args.behaviour={json.dumps(behaviour)}",
+            "--worker",
+            "fake_worker",
+            "--run-dir",
+            "run",
+        ]
         for rank in ranks:
-            environ = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2,
-                       "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self._port}  # fmt: skip
+            environ = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": 2,
+                "LOCAL_WORLD_SIZE": 2,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": self._port,
+            }
             self.processes.append(
                 subprocess.Popen(
-                    [sys.executable, *ZRUN, *arguments, *options], cwd=self.folder, stdin=subprocess.DEVNULL, text=True,
-                    env=os.environ | {key: str(value) for key, value in environ.items()} | {"PYTHONPATH": str(HERE)},
-                    stdout=stdout, stderr=subprocess.PIPE,
+                    [sys.executable, *ZRUN, *arguments, *options],
+                    cwd=self.folder,
+                    stdin=subprocess.DEVNULL,
+                    text=True,
+                    env=os.environ
+                    | {key: str(value) for key, value in environ.items()}
+                    | {"PYTHONPATH": str(HERE)},
+                    stdout=stdout,
+                    stderr=subprocess.PIPE,
                 )
-            )  # fmt: skip
+            )
 
     def wait_for_hang(self) -> None:
         wait_for(lambda: len(events(self.run, "log")) == 2)
@@ -136,7 +162,10 @@ def test_two_processes_are_one_run_and_one_of_them_speaks(ranks: Ranks) -> None:
     seen = json.loads(events(ranks.run, "log")[0]["message"])
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "ZRUN_STORE")
     assert [seen[name] for name in names] == ["1", "2", "1", "2", f"{ranks.run}/store"]
-    assert sorted(path.name for path in ranks.run.glob("spec*.json")) == ["spec-1.json", "spec.json"]
+    assert sorted(path.name for path in ranks.run.glob("spec*.json")) == [
+        "spec-1.json",
+        "spec.json",
+    ]
 
 
 def test_the_failure_of_a_rank_is_the_end_of_all_with_its_exit_code(ranks: Ranks) -> None:
@@ -155,11 +184,16 @@ def test_a_signal_to_all_of_them_stops_all(ranks: Ranks) -> None:
         process.send_signal(signal.SIGTERM)
     first, second = ranks.end()
     assert (first[0], second[0]) == (143, 143)
-    assert "stopped before the first step ended" in first[2] or "stopped after step 0, not saved" in first[2]
+    assert (
+        "stopped before the first step ended" in first[2]
+        or "stopped after step 0, not saved" in first[2]
+    )
     assert second[1:] == ("", "")
 
 
-@pytest.mark.parametrize(("killed", "says"), [(0, "lost the process of rank 0"), (1, r"lost rank 1 (")])
+@pytest.mark.parametrize(
+    ("killed", "says"), [(0, "lost the process of rank 0"), (1, r"lost rank 1 (")]
+)
 def test_a_process_that_is_killed_ends_the_others(ranks: Ranks, killed: int, says: str) -> None:
     ranks.start({"0": "hang", "1": "hang"})
     ranks.wait_for_hang()

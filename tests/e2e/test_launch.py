@@ -35,7 +35,14 @@ def job(tmp_path: Path) -> Path:
 def command(job: Path, behaviour: Behaviour, *options: str) -> dict[str, Any]:
     return {
         "args": [
-            *(sys.executable, "-m", "zrun", "train", str(job), f"model.args.behaviour={json.dumps(behaviour)}"),
+            *(
+                sys.executable,
+                "-m",
+                "zrun",
+                "train",
+                str(job),
+                f"model.args.behaviour={json.dumps(behaviour)}",
+            ),
             *("--worker", "fake_worker", "--run-dir", str(job.parent / "run"), *options),
         ],
         "env": os.environ | {"PYTHONPATH": str(HERE), "SECRET_TOKEN": "canary"},
@@ -46,16 +53,26 @@ def command(job: Path, behaviour: Behaviour, *options: str) -> dict[str, Any]:
 
 
 def zrun(job: Path, behaviour: Behaviour, *options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(**command(job, behaviour, *options), capture_output=True, timeout=PATIENCE_S)
+    return subprocess.run(
+        **command(job, behaviour, *options), capture_output=True, timeout=PATIENCE_S
+    )
 
 
 @contextmanager
-def started(job: Path, behaviour: Behaviour, ignored: signal.Signals | None = None) -> Iterator[subprocess.Popen[str]]:
+def started(
+    job: Path, behaviour: Behaviour, ignored: signal.Signals | None = None
+) -> Iterator[subprocess.Popen[str]]:
     """A launcher that is running; whatever happens, it is gone afterwards."""
     settings = command(job, behaviour)
     if ignored is not None:
-        settings["args"] = ["env", f"--ignore-signal={ignored.name.removeprefix('SIG')}", *settings["args"]]
-    process = subprocess.Popen(**settings, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+        settings["args"] = [
+            "env",
+            f"--ignore-signal={ignored.name.removeprefix('SIG')}",
+            *settings["args"],
+        ]
+    process = subprocess.Popen(
+        **settings, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    )
     try:
         yield process
     finally:
@@ -106,7 +123,9 @@ def test_a_run_that_ends_well(job: Path) -> None:
     assert kinds == ["start", *["step", "memory"] * 3, "end", "output"]
     assert "rank 0: rank 0 behaves: train\nrank 0: on stderr\n" in done.stdout
     assert (run / "logs" / "rank-1.log").read_text() == "rank 1 behaves: train\non stderr\n"
-    assert "micro: 2                      # auto: global 4 / 2 ranks" in (run / "job.yaml").read_text()
+    assert (
+        "micro: 2                      # auto: global 4 / 2 ranks" in (run / "job.yaml").read_text()
+    )
     assert not (run / "failure.json").exists()
     assert processes_of(run) == []
 
@@ -116,12 +135,21 @@ def test_what_a_run_writes_is_private(job: Path) -> None:
     done = zrun(job, {"0": "show_environment"}, "--ui", "json")
     assert done.returncode == 0, done.stderr
     seen = json.loads(
-        next(event["message"] for event in map(json.loads, done.stdout.splitlines()) if "message" in event)
+        next(
+            event["message"]
+            for event in map(json.loads, done.stdout.splitlines())
+            if "message" in event
+        )
     )
     run = job.parent / "run"
     assert seen["SECRET_TOKEN"] == "canary"
     assert (seen["API_KEY"], seen["PLAIN"]) == ("given", "seen")
-    assert (seen["RANK"], seen["WORLD_SIZE"], seen["LOCAL_RANK"], seen["LOCAL_WORLD_SIZE"]) == ("0", "2", "0", "2")
+    assert (seen["RANK"], seen["WORLD_SIZE"], seen["LOCAL_RANK"], seen["LOCAL_WORLD_SIZE"]) == (
+        "0",
+        "2",
+        "0",
+        "2",
+    )
     assert seen["ZRUN_STORE"] == str(run / "store")
     assert int(seen["OMP_NUM_THREADS"]) >= 1
     assert seen["cwd"] == str(job.parent)
@@ -144,7 +172,12 @@ def test_the_users_exception_is_shown_once_and_last(job: Path) -> None:
     assert "rank 1 of 2" in done.stderr
     assert f"log: {run}/logs/rank-1.log" in done.stderr.splitlines()[-2]
     failure = json.loads((run / "failure.json").read_text())
-    assert (failure["rank"], failure["step"], failure["phase"], failure["kind"]) == (1, 2, "forward", "user")
+    assert (failure["rank"], failure["step"], failure["phase"], failure["kind"]) == (
+        1,
+        2,
+        "forward",
+        "user",
+    )
     assert failure["last_lines"] == ["rank 1 behaves: fail_in_user_code", "on stderr"]
 
 
@@ -186,7 +219,9 @@ def test_a_killed_agent_leaves_no_worker_nor_what_it_started(job: Path) -> None:
     run = job.parent / "run"
     with started(job, {"0": "hang_with_helper", "1": "hang"}) as launcher:
         wait_for(lambda: both_hang(run))
-        agent = int(Path(f"/proc/{min(processes_of(run))}/stat").read_text().rpartition(")")[2].split()[1])
+        agent = int(
+            Path(f"/proc/{min(processes_of(run))}/stat").read_text().rpartition(")")[2].split()[1]
+        )
         os.kill(agent, signal.SIGKILL)
         assert launcher.wait(PATIENCE_S) == 6
         wait_for(lambda: not processes_of(run))
@@ -276,12 +311,18 @@ def test_a_run_directory_serves_one_run(job: Path, tmp_path: Path) -> None:
     [
         (("batch.global=5",), 2, "do not divide over 2"),
         (("device=cuda",), 3, "no usable NVIDIA GPU"),
-        (("env.NOT_SET_ANYWHERE=null",), 2, "NOT_SET_ANYWHERE: null takes the value from the shell"),
+        (
+            ("env.NOT_SET_ANYWHERE=null",),
+            2,
+            "NOT_SET_ANYWHERE: null takes the value from the shell",
+        ),
         (("zero.stag=1",), 2, "stag"),
         (("--run-dir", "/proc/nowhere"), 2, "choose another with --run-dir"),
     ],
 )
-def test_mistakes_cost_no_worker(job: Path, options: tuple[str, ...], code: int, words: str) -> None:
+def test_mistakes_cost_no_worker(
+    job: Path, options: tuple[str, ...], code: int, words: str
+) -> None:
     done = zrun(job, {}, *options)
     assert done.returncode == code
     assert words in done.stderr

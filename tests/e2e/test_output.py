@@ -36,7 +36,9 @@ def folder(tmp_path: Path) -> Path:
 def zrun(folder: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "zrun", *arguments]
     environ = os.environ | environ
-    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=PATIENCE_S)
+    return subprocess.run(
+        command, cwd=folder, env=environ, capture_output=True, text=True, timeout=PATIENCE_S
+    )
 
 
 def test_what_users_print_is_shown_and_kept(folder: Path) -> None:

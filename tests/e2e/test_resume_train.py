@@ -50,10 +50,14 @@ def make(folder: Path) -> Path:
     return folder
 
 
-def zrun(folder: Path, *options: str, kill: str = "nobody:nowhere:0") -> subprocess.CompletedProcess[str]:
+def zrun(
+    folder: Path, *options: str, kill: str = "nobody:nowhere:0"
+) -> subprocess.CompletedProcess[str]:
     command = [*ZRUN, "train", "job.yaml", "--ui", "none", *options]
     environment = os.environ | {"KILL": kill}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE_S
+    )
 
 
 def runs(folder: Path) -> list[Path]:
@@ -69,10 +73,14 @@ def losses(run: Path) -> dict[int, float]:
 def digests(run: Path, step: int) -> dict[tuple[str, str, int, int], str]:
     """Of every parameter, master, moment and random stream."""
     manifest = read_step(run / "checkpoints" / f"step-{step:08d}")
-    return {(each.tensor, each.state, each.start, each.stop): each.digest for each in manifest.fragments}
+    return {
+        (each.tensor, each.state, each.start, each.stop): each.digest for each in manifest.fragments
+    }
 
 
-def test_killed_at_every_level_it_ends_as_if_nothing_had_happened(whole: Path, tmp_path: Path) -> None:
+def test_killed_at_every_level_it_ends_as_if_nothing_had_happened(
+    whole: Path, tmp_path: Path
+) -> None:
     """Nor does it matter that it was to be shorter at first."""
     cut = make(tmp_path)
     # Rank 0 reads nine samples more at the beginning, to know the data again.
@@ -85,7 +93,9 @@ def test_killed_at_every_level_it_ends_as_if_nothing_had_happened(whole: Path, t
     assert "goes on after step 9" in done.stderr
     (expected,), (run,) = runs(whole), runs(cut)
     report = {line[:14].strip(): line[14:].strip() for line in done.stdout.splitlines()[-9:]}
-    assert re.fullmatch(r"20 steps in [\d.]+s \(steps\)", report["done"]), "by what checkpoints tell"
+    assert re.fullmatch(r"20 steps in [\d.]+s \(steps\)", report["done"]), (
+        "by what checkpoints tell"
+    )
     assert report["this attempt"].startswith("11 steps after step 9, in ")
     assert report["loss"] == f"{losses(run)[1]:.4f} (step 1) -> {losses(run)[20]:.4f} (step 20)"
     assert "sent by rank 0 in this attempt, equal to theory" in report["all_gather"]
@@ -104,14 +114,25 @@ def test_a_save_on_request_changes_nothing_else(whole: Path, tmp_path: Path) -> 
     folder = make(tmp_path)
     command = [*ZRUN, "train", "job.yaml", "--ui", "none", "checkpoint.keep=20"]
     environment = os.environ | {"ASKED_AFTER": "4"}
-    with subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True) as launcher:
-        wait_for(lambda: any(4 in losses(record.parent) for record in folder.glob("runs/small/*/events.jsonl")))
+    with subprocess.Popen(
+        command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True
+    ) as launcher:
+        wait_for(
+            lambda: any(
+                4 in losses(record.parent) for record in folder.glob("runs/small/*/events.jsonl")
+            )
+        )
         save = [*ZRUN, "save", "small"]
-        would = subprocess.run([*save, "--dry-run"], cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S)
+        would = subprocess.run(
+            [*save, "--dry-run"], cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S
+        )
         done = subprocess.run(save, cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S)
         _, told = launcher.communicate(timeout=PATIENCE_S)
     (expected,), (run,) = runs(whole), runs(folder)
-    assert would.stdout == f"would ask process {launcher.pid} of run {run.name} to save at the end of the step\n"
+    assert (
+        would.stdout
+        == f"would ask process {launcher.pid} of run {run.name} to save at the end of the step\n"
+    )
     assert done.returncode == 0, done.stderr
     path = run / "checkpoints" / "step-00000005"
     assert done.stdout.startswith("saved step 5 (")
@@ -121,7 +142,9 @@ def test_a_save_on_request_changes_nothing_else(whole: Path, tmp_path: Path) -> 
     assert told.count("zrun save: saving at the end of the step\n") == 1
     assert losses(run) == losses(expected)
     assert digests(run, 20) == digests(expected, 20)
-    late = subprocess.run([*ZRUN, "save", "small"], cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S)
+    late = subprocess.run(
+        [*ZRUN, "save", "small"], cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert (late.returncode, "does not run: it finished" in late.stderr) == (2, True)
 
 

@@ -35,9 +35,15 @@ def folder(tmp_path: Path) -> Iterator[Path]:
             os.kill(holder.pid, signal.SIGKILL)
 
 
-def zrun(folder: Path, *arguments: str, inherited: tuple[int, ...] = ()) -> subprocess.CompletedProcess[str]:
+def zrun(
+    folder: Path, *arguments: str, inherited: tuple[int, ...] = ()
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*ZRUN, *arguments], **settings(folder), capture_output=True, pass_fds=inherited, timeout=PATIENCE_S
+        [*ZRUN, *arguments],
+        **settings(folder),
+        capture_output=True,
+        pass_fds=inherited,
+        timeout=PATIENCE_S,
     )
 
 
@@ -60,8 +66,10 @@ def detached(folder: Path, behaviour: dict[str, str], inherited: tuple[int, ...]
     pid = int(first.rpartition(" ")[2])
     assert path.parent == folder / "runs" / "fake"
     assert [line.partition("zrun ")[2] for line in commands] == [
-        f"logs {path.name} -r launcher -f", f"stop {path.name}", "ps"
-    ]  # fmt: skip
+        f"logs {path.name} -r launcher -f",
+        f"stop {path.name}",
+        "ps",
+    ]
     holder = lock.last_holder(path)
     assert holder is not None
     assert holder.pid == pid
@@ -96,7 +104,10 @@ def test_two_runs_go_on_and_one_is_stopped(folder: Path) -> None:
     wait_for(lambda: hangs(first))
     wait_for(lambda: hangs(second))
     told = of(folder)
-    assert {name: run["state"] for name, run in told.items()} == {first.name: "running", second.name: "running"}
+    assert {name: run["state"] for name, run in told.items()} == {
+        first.name: "running",
+        second.name: "running",
+    }
     assert told[first.name]["job"] == "fake"
     assert (told[first.name]["ranks"], told[first.name]["total_steps"]) == (2, 3)
 
@@ -119,7 +130,10 @@ def test_two_runs_go_on_and_one_is_stopped(folder: Path) -> None:
     assert (told[first.name]["state"], told[first.name]["exit_code"]) == ("stopped", 143)
     assert told[second.name]["state"] == "running"
     again = zrun(folder, "stop", first.name)
-    assert (again.returncode, again.stdout.partition(":")[0]) == (0, f"run {first.name} was not running")
+    assert (again.returncode, again.stdout.partition(":")[0]) == (
+        0,
+        f"run {first.name} was not running",
+    )
 
     os.kill(told[second.name]["launcher"]["pid"], signal.SIGKILL)
     wait_for(lambda: of(folder)[second.name]["state"] == "vanished")
@@ -160,7 +174,9 @@ def test_a_closed_terminal_stops_nothing(folder: Path) -> None:
     (path,) = (folder / "runs" / "fake").iterdir()
     assert of(folder)[path.name]["state"] == "running"
     assert zrun(folder, "stop", path.name).returncode == 0
-    assert "SIGTERM: finishing the step" in (path / "launcher.log").read_text()  # the first that it heard of
+    assert (
+        "SIGTERM: finishing the step" in (path / "launcher.log").read_text()
+    )  # the first that it heard of
 
 
 def test_what_fails_before_training_begins_is_told_as_without_detach(folder: Path) -> None:
@@ -186,7 +202,9 @@ def test_what_fails_in_the_first_step_is_told_too(folder: Path) -> None:
     failed = zrun(folder, *train_arguments({"0": "lose_peer", "1": "fail_in_user_code"}))
     (path,) = (folder / "runs" / "fake").iterdir()
     assert (failed.returncode, failed.stdout) == (5, "")
-    assert f"run {path.name}: waiting for its first step; until then Ctrl-C ends it\n" in failed.stderr
+    assert (
+        f"run {path.name}: waiting for its first step; until then Ctrl-C ends it\n" in failed.stderr
+    )
     assert "start: 1.2M parameters" in failed.stderr
     assert failed.stderr.count("ValueError: a wrong turn") == 1
     assert "rank 1 of 2" in failed.stderr
@@ -203,11 +221,15 @@ def test_a_run_that_ends_at_once_has_made_its_first_step(folder: Path) -> None:
 
 def test_an_interrupt_reaches_the_launcher_until_it_is_on_its_own(folder: Path) -> None:
     """A worker that never says `start`: the command waits, and ctrl-C ends what it waits for."""
-    (folder / "silent.py").write_text("import time\ndef main():\n    print('silent')\n    time.sleep(600)\n")
+    (folder / "silent.py").write_text(
+        "import time\ndef main():\n    print('silent')\n    time.sleep(600)\n"
+    )
     arguments = [*ZRUN, *train_arguments({}, "--worker", "silent")]
     surroundings = settings(folder)
     surroundings["env"] = surroundings["env"] | {"PYTHONPATH": str(folder)}
-    with subprocess.Popen(arguments, stderr=subprocess.PIPE, start_new_session=True, **surroundings) as command:
+    with subprocess.Popen(
+        arguments, stderr=subprocess.PIPE, start_new_session=True, **surroundings
+    ) as command:
         wait_for(lambda: list(folder.glob("runs/fake/*/logs/rank-1.log")))
         (path,) = (folder / "runs" / "fake").iterdir()
         launcher = lock.last_holder(path)

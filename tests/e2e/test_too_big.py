@@ -12,7 +12,10 @@ from waiting import PATIENCE_S
 
 JOB = {
     "name": "big",
-    "model": {"call": "zrun_core.models.gpt:gpt", "args": {"dim": 768, "depth": 6, "heads": 4, "seq_len": 64}},
+    "model": {
+        "call": "zrun_core.models.gpt:gpt",
+        "args": {"dim": 768, "depth": 6, "heads": 4, "seq_len": 64},
+    },
     "data": {"call": "zrun_core.data.text:text", "args": {"paths": "*.txt", "seq_len": 64}},
     "steps": 2,
     "batch": {"global": 2, "micro": 1},
@@ -25,19 +28,29 @@ JOB = {
 
 def zrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "zrun", *arguments], cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S
+        [sys.executable, "-m", "zrun", *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
 
 
 def test_what_does_not_fit_is_refused_and_trains_as_it_is_told_to(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("ZRUN_ESTIMATE")
-    (tmp_path / "job.yaml").write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in JOB.items()))
+    (tmp_path / "job.yaml").write_text(
+        "".join(f"{key}: {json.dumps(value)}\n" for key, value in JOB.items())
+    )
     (tmp_path / "some.txt").write_text("It was the best of times, it was the worst of times. " * 40)
     refused = zrun(tmp_path, "train", "job.yaml", "--run-dir", "refused", "--ui", "plain")
     assert refused.returncode == 3, refused.stderr
-    assert re.search(r"the model's states take \d+\.\d MiB on this rank, which has \d+\.\d MiB", refused.stderr)
-    assert "this job does not fit: each rank's share of the host's memory would hold" in refused.stderr
+    assert re.search(
+        r"the model's states take \d+\.\d MiB on this rank, which has \d+\.\d MiB", refused.stderr
+    )
+    assert (
+        "this job does not fit: each rank's share of the host's memory would hold" in refused.stderr
+    )
     assert "more than its 750.0 MiB: " in refused.stderr
     assert "; the cheapest change that fits: zero.stage=" in refused.stderr
     found = json.loads((tmp_path / "refused" / "failure.json").read_text())
@@ -46,8 +59,12 @@ def test_what_does_not_fit_is_refused_and_trains_as_it_is_told_to(tmp_path, monk
 
     changed = zrun(tmp_path, "estimate", "job.yaml", "--fit", "--write", "fits.yaml")
     assert changed.returncode == 0, changed.stderr
-    line = next(line for line in refused.stderr.splitlines() if line.startswith("on the command line: "))
-    assert f"with {line.removeprefix('on the command line: ')}, or in the job file:" in changed.stdout
+    line = next(
+        line for line in refused.stderr.splitlines() if line.startswith("on the command line: ")
+    )
+    assert (
+        f"with {line.removeprefix('on the command line: ')}, or in the job file:" in changed.stdout
+    )
     trained = zrun(tmp_path, "train", "fits.yaml", "--run-dir", "fits", "--ui", "plain")
     assert trained.returncode == 0, trained.stderr
     assert "step 2/2" in trained.stdout

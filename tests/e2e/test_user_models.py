@@ -36,9 +36,29 @@ def zoo() -> ModuleType:
 
 def zrun(folder: Path, **keys: Any) -> subprocess.CompletedProcess[str]:
     shutil.copy(ZOO, folder)
-    keys = {"name": "zoo", "steps": STEPS, "batch": GLOBAL, "optim": OPTIM, "slots": 2, "device": "cpu", **keys}
-    (folder / "job.yaml").write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in keys.items()))
-    command = [sys.executable, "-m", "zrun", "train", "job.yaml", "--run-dir", "run", "--ui", "none"]
+    keys = {
+        "name": "zoo",
+        "steps": STEPS,
+        "batch": GLOBAL,
+        "optim": OPTIM,
+        "slots": 2,
+        "device": "cpu",
+        **keys,
+    }
+    (folder / "job.yaml").write_text(
+        "".join(f"{key}: {json.dumps(value)}\n" for key, value in keys.items())
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "zrun",
+        "train",
+        "job.yaml",
+        "--run-dir",
+        "run",
+        "--ui",
+        "none",
+    ]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S)
 
 
@@ -47,7 +67,9 @@ def events(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in map(json.loads, lines) if event["type"] == kind]
 
 
-def plain(zoo: ModuleType, build: str, args: dict[str, Any], data: str, loss: str | None) -> list[float]:
+def plain(
+    zoo: ModuleType, build: str, args: dict[str, Any], data: str, loss: str | None
+) -> list[float]:
     """A plain loop; each step's gradient is the mean of those of the halves that the two ranks take."""
     torch.manual_seed(0)
     model, dataset = getattr(zoo, build)(**args), getattr(zoo, data)()
@@ -101,11 +123,21 @@ def test_losses_are_those_of_a_plain_loop(zoo, tmp_path, build, args, data, keys
     [
         ("Branching", {}, ["'router.left.0'", "'router.right.0'"]),
         # Where no rank comes after the one that runs more.
-        ("ExtraAtTheEnd", {"eval": {"data": "zoo.py:vectors", "every": 2, "samples": 8}}, ["'extra'"]),
+        (
+            "ExtraAtTheEnd",
+            {"eval": {"data": "zoo.py:vectors", "every": 2, "samples": 8}},
+            ["'extra'"],
+        ),
     ],
 )
 def test_ranks_that_run_different_modules_stop_with_their_names(tmp_path, build, keys, named):
-    done = zrun(tmp_path, model=f"zoo.py:{build}", data="zoo.py:vectors", zero={"stage": 3, "bucket": "2KiB"}, **keys)
+    done = zrun(
+        tmp_path,
+        model=f"zoo.py:{build}",
+        data="zoo.py:vectors",
+        zero={"stage": 3, "bucket": "2KiB"},
+        **keys,
+    )
     assert done.returncode == 6
     for name in [*named, "zero.leaf"]:
         assert name in done.stderr

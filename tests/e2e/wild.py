@@ -14,7 +14,9 @@ from torch import nn
 
 
 class Net(nn.Module):
-    def __init__(self, fault: str = "none", rank: int = 1, step: int = 3, pause: float = 0.0) -> None:
+    def __init__(
+        self, fault: str = "none", rank: int = 1, step: int = 3, pause: float = 0.0
+    ) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
         self.out = nn.Linear(8, 1)
@@ -56,7 +58,9 @@ FAULTS = {
 
 
 def data() -> torch.utils.data.TensorDataset:
-    return torch.utils.data.TensorDataset(torch.randn(64, 8, generator=torch.Generator().manual_seed(0)))
+    return torch.utils.data.TensorDataset(
+        torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    )
 
 
 def flip(context: Any) -> None:

@@ -71,13 +71,20 @@ def build() -> Net:
 def batches(steps: int = STEPS) -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(3)
     return [
-        (torch.randn(BATCH, DIM, generator=generator).to(CUDA), torch.randn(BATCH, 1, generator=generator).to(CUDA))
+        (
+            torch.randn(BATCH, DIM, generator=generator).to(CUDA),
+            torch.randn(BATCH, 1, generator=generator).to(CUDA),
+        )
         for _ in range(steps)
     ]
 
 
 def make_sharded(
-    model: nn.Module, stage: int, precision: Any = "fp32", optim: dict[str, Any] | None = None, **options: Any
+    model: nn.Module,
+    stage: int,
+    precision: Any = "fp32",
+    optim: dict[str, Any] | None = None,
+    **options: Any,
 ) -> ShardedModel:
     config = OptimConfig.model_validate({"lr": 1e-3, "weight_decay": 0.1, **(optim or {})})
     settings = Settings(
@@ -94,7 +101,9 @@ def make_sharded(
     return sharded
 
 
-def one_step(sharded: ShardedModel, batch: tuple[torch.Tensor, torch.Tensor], factor: float = 1.0) -> StepResult:
+def one_step(
+    sharded: ShardedModel, batch: tuple[torch.Tensor, torch.Tensor], factor: float = 1.0
+) -> StepResult:
     sharded.begin_step()
     with sharded.forward() as micro:
         loss = sharded.module(*batch)
@@ -146,7 +155,9 @@ def test_fp32_losses_are_the_plain_loops(stage):
     assert train(make_sharded(build(), stage)) == pytest.approx(train_plain(), abs=1e-5)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", {"compute": "bf16", "reduce": "compute"}, "fp16"])
+@pytest.mark.parametrize(
+    "precision", ["fp32", "bf16", {"compute": "bf16", "reduce": "compute"}, "fp16"]
+)
 def test_stages_agree_to_the_bit(precision):
     runs = [train(make_sharded(build(), stage, precision)) for stage in STAGES]
     assert all(run == runs[0] for run in runs[1:])
@@ -162,14 +173,21 @@ def test_low_precision_follows_fp32(precision):
     assert losses["low"][-1] < 0.8 * losses["low"][0]
 
 
-@pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "adagrad", "rmsprop", "lamb", "lars", "lion"])
+@pytest.mark.parametrize(
+    "name", ["adamw", "adam", "sgd", "adagrad", "rmsprop", "lamb", "lars", "lion"]
+)
 def test_optimizers_by_name(name):
     losses = train(make_sharded(build(), 2, "bf16", {"name": name}), 4)
     assert all(0 < loss < 100 for loss in losses)
 
 
-OURS = [{"name": "lamb"}, {"name": "lars"}, {"name": "lion"}, {"name": "lamb", "moments": "bf16"},
-        {"name": "adamw", "moments": "bf16"}]  # fmt: skip
+OURS = [
+    {"name": "lamb"},
+    {"name": "lars"},
+    {"name": "lion"},
+    {"name": "lamb", "moments": "bf16"},
+    {"name": "adamw", "moments": "bf16"},
+]
 
 
 @pytest.mark.parametrize("optim", OURS, ids=lambda optim: " ".join(optim.values()))
@@ -190,7 +208,9 @@ def test_our_own_are_those_of_a_cpu(optim):
 
 @pytest.mark.parametrize("optim", OURS, ids=lambda optim: " ".join(optim.values()))
 def test_our_own_skip_on_the_device_and_never_make_the_host_wait(optim):
-    sharded = make_sharded(build(), 2, {"compute": "fp16", "loss_scale": {"init": 1024.0}}, {**optim, "clip": 1.0})
+    sharded = make_sharded(
+        build(), 2, {"compute": "fp16", "loss_scale": {"init": 1024.0}}, {**optim, "clip": 1.0}
+    )
     prepared = batches(4)
     one_step(sharded, prepared[0])  # the optimizer's state is made
     before = [unit.master.clone() for unit in sharded.units]
@@ -201,7 +221,9 @@ def test_our_own_skip_on_the_device_and_never_make_the_host_wait(optim):
             one_step(sharded, batch)
     assert bool(skipped.skipped)
     assert all(torch.equal(new, old) for new, old in zip(after, before, strict=True))
-    assert not all(torch.equal(unit.master, old) for unit, old in zip(sharded.units, before, strict=True))
+    assert not all(
+        torch.equal(unit.master, old) for unit, old in zip(sharded.units, before, strict=True)
+    )
 
 
 def test_momentum_starts_well_after_a_first_step_that_overflowed():
@@ -210,7 +232,9 @@ def test_momentum_starts_well_after_a_first_step_that_overflowed():
     sharded = make_sharded(build(), 2, precision, {"name": "sgd", "args": {"momentum": 0.9}})
     assert bool(one_step(sharded, batches(1)[0], factor=float("inf")).skipped)
     losses = train(sharded)
-    straight = train(make_sharded(build(), 2, precision, {"name": "sgd", "args": {"momentum": 0.9}}))
+    straight = train(
+        make_sharded(build(), 2, precision, {"name": "sgd", "args": {"momentum": 0.9}})
+    )
     assert losses == pytest.approx(straight, rel=1e-2)
 
 
@@ -224,7 +248,12 @@ def test_an_overflow_skips_the_update_and_halves_the_scale():
     for number, batch in enumerate(batches(5)):
         before = [unit.master.clone() for unit in sharded.units]
         result = one_step(sharded, batch, factor=float("inf") if number == 2 else 1.0)
-        changed.append(not all(torch.equal(unit.master, old) for unit, old in zip(sharded.units, before, strict=True)))
+        changed.append(
+            not all(
+                torch.equal(unit.master, old)
+                for unit, old in zip(sharded.units, before, strict=True)
+            )
+        )
         skips.append(bool(result.skipped))
         scales.append(float(sharded.scaler.scale))
     assert skips == [False, False, True, False, False]
@@ -232,13 +261,17 @@ def test_an_overflow_skips_the_update_and_halves_the_scale():
     assert scales == [1024.0, 2048.0, 1024.0, 1024.0, 2048.0]
     assert all(torch.isfinite(unit.master).all() for unit in sharded.units)
     steps = {
-        float(state["step"]) for update in sharded.optimizer._updates if update.optimizer is not None
+        float(state["step"])
+        for update in sharded.optimizer._updates
+        if update.optimizer is not None
         for state in update.optimizer.state.values()
-    }  # fmt: skip
+    }
     assert steps == {4.0}, "a skipped step is not counted by Adam's bias correction"
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", {"compute": "bf16", "reduce": "compute"}])
+@pytest.mark.parametrize(
+    "precision", ["fp32", "bf16", "fp16", {"compute": "bf16", "reduce": "compute"}]
+)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_step_never_makes_the_host_wait(stage, precision):
     sharded = make_sharded(build(), stage, precision, {"clip": 1.0})
@@ -291,7 +324,9 @@ def test_a_region_draws_on_the_device_by_its_place_and_again_when_recomputed():
 
 
 def test_the_loss_scale_lives_on_the_device():
-    precision = Precision.of(PrecisionConfig.model_validate({"compute": "fp16", "loss_scale": {"window": 1}}))
+    precision = Precision.of(
+        PrecisionConfig.model_validate({"compute": "fp16", "loss_scale": {"window": 1}})
+    )
     scaler, overflow = LossScaler(precision, CUDA), torch.tensor(True, device=CUDA)
     with no_synchronisation():
         scaler.update(overflow)
@@ -348,7 +383,9 @@ def test_what_is_planned_is_what_the_device_holds(stage, precision):
     assert sharded.allocated_memory().by_kind == planned
     # The allocator rounds to 512 bytes, and step counts and placeholders are small.
     num_params = sum(len(unit.params) for unit in sharded.units)
-    assert memory_in_use() - before == pytest.approx(sum(planned.values()), abs=512 * (8 * num_params + 64))
+    assert memory_in_use() - before == pytest.approx(
+        sum(planned.values()), abs=512 * (8 * num_params + 64)
+    )
     assert planned[Kind.OPTIM] > planned[Kind.PARAM]
 
 
@@ -369,7 +406,10 @@ def peak_of(checkpoint: str) -> tuple[list[float], int]:
     apply_checkpointing(model, ActivationsConfig.model_validate({"checkpoint": checkpoint}))
     sharded = make_sharded(model, 3)
     generator = torch.Generator().manual_seed(3)
-    large = (torch.randn(1 << 14, DIM, generator=generator).to(CUDA), torch.zeros(1 << 14, 1, device=CUDA))
+    large = (
+        torch.randn(1 << 14, DIM, generator=generator).to(CUDA),
+        torch.zeros(1 << 14, 1, device=CUDA),
+    )
     one_step(sharded, large)
     before = memory_in_use()
     torch.cuda.reset_peak_memory_stats()
@@ -422,7 +462,11 @@ def test_parameters_are_read_and_written_inside_gathered():
     sharded = make_sharded(build(), 3, "bf16")
     with sharded.gathered() as module:
         module.last.bias.fill_(2.0)
-    masters = {slot.name: unit.master[slot.offset : slot.stop] for unit in sharded.units for slot in unit.layout.slots}
+    masters = {
+        slot.name: unit.master[slot.offset : slot.stop]
+        for unit in sharded.units
+        for slot in unit.layout.slots
+    }
     assert masters["last.bias"].tolist() == [2.0]
     train(sharded, 1)
     with sharded.gathered() as module:
@@ -462,15 +506,32 @@ from torch.utils.checkpoint import checkpoint
 def test_a_job_runs_on_the_device(tmp_path: Path, precision: str):
     (tmp_path / "train.py").write_text(textwrap.dedent(TRAIN))
     job = {
-        "name": "gpu", "model": "train.py:build", "data": {"call": "train.py:data", "shuffle": True, "workers": 1},
-        "loss": "train.py:loss", "epochs": 3, "batch": {"global": 24, "micro": 12}, "precision": precision, "zero": 3,
-        "optim": {"lr": 1e-2, "clip": 1.0}, "lr": {"schedule": "cosine", "decay_steps": 8},
-        "device": "cuda", "slots": 1,
-        "eval": {"data": "train.py:data", "every": 4}, "hooks": {"on_step": "train.py:on_step"},
-    }  # fmt: skip
+        "name": "gpu",
+        "model": "train.py:build",
+        "data": {"call": "train.py:data", "shuffle": True, "workers": 1},
+        "loss": "train.py:loss",
+        "epochs": 3,
+        "batch": {"global": 24, "micro": 12},
+        "precision": precision,
+        "zero": 3,
+        "optim": {"lr": 1e-2, "clip": 1.0},
+        "lr": {"schedule": "cosine", "decay_steps": 8},
+        "device": "cuda",
+        "slots": 1,
+        "eval": {"data": "train.py:data", "every": 4},
+        "hooks": {"on_step": "train.py:on_step"},
+    }
     (tmp_path / "job.yaml").write_text(json.dumps(job))  # JSON is YAML
     run_dir = tmp_path / "run"
-    command = [sys.executable, "-m", "zrun", "train", str(tmp_path / "job.yaml"), "--run-dir", str(run_dir)]
+    command = [
+        sys.executable,
+        "-m",
+        "zrun",
+        "train",
+        str(tmp_path / "job.yaml"),
+        "--run-dir",
+        str(run_dir),
+    ]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
@@ -478,8 +539,14 @@ def test_a_job_runs_on_the_device(tmp_path: Path, precision: str):
     assert [event["step"] for event in steps] == list(range(1, 9))
     assert sum(event["samples"] for event in steps) == 3 * 64
     assert steps[-1]["loss"] < steps[0]["loss"]
-    hooks = [event["message"].split() for event in events if event["type"] == "log" and "hook" in event["message"]]
-    assert [int(step) for _, step, *_ in hooks] == list(range(1, 9)), "after each step, before the next one"
+    hooks = [
+        event["message"].split()
+        for event in events
+        if event["type"] == "log" and "hook" in event["message"]
+    ]
+    assert [int(step) for _, step, *_ in hooks] == list(range(1, 9)), (
+        "after each step, before the next one"
+    )
     assert [float(loss) for _, _, loss, _ in hooks] == [event["loss"] for event in steps]
     memory = [event for event in events if event["type"] == "memory"]
     assert memory[-1]["device_allocated"] > 0

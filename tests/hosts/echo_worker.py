@@ -16,7 +16,9 @@ def main() -> None:
     for name in spec["job"]["names"]:
         (names / name).touch()
     heard = {
-        "env": {os.fsencode(key).hex(): os.fsencode(value).hex() for key, value in os.environ.items()},
+        "env": {
+            os.fsencode(key).hex(): os.fsencode(value).hex() for key, value in os.environ.items()
+        },
         "argument": os.fsencode(sys.argv[1]).hex(),
         "values": [value.encode(errors="surrogatepass").hex() for value in spec["job"]["values"]],
         "host": os.uname().nodename,

@@ -31,14 +31,25 @@ def main() -> None:
     if "SLURM_JOB_ID" not in os.environ:
         refuse("Unable to allocate resources: there is no allocation")
     if node not in expand(os.environ["SLURM_JOB_NODELIST"]):
-        refuse(f"Unable to create step for job {os.environ['SLURM_JOB_ID']}: Requested nodes are not in it")
+        refuse(
+            f"Unable to create step for job {os.environ['SLURM_JOB_ID']}: Requested nodes are not in it"
+        )
     pid = json.loads(os.environ["FAKE_SRUN_NODES"]).get(node)
     if pid is None:
         refuse(f"Task launch failed on node {node}: Communication connection failure")
-    step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1", "SLURM_PROCID": "0",
-            "SLURM_LOCALID": "0", "SLURMD_NODENAME": node, "SLURM_STEP_NODELIST": node}  # fmt: skip
+    step = {
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "1",
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
+        "SLURMD_NODENAME": node,
+        "SLURM_STEP_NODELIST": node,
+    }
     # The task has our stdin and stdout, which Slurm would relay.
-    task = subprocess.Popen(["nsenter", "-t", str(pid), "-n", "-m", "-u", *command], env=os.environ | step)
+    task = subprocess.Popen(
+        ["nsenter", "-t", str(pid), "-n", "-m", "-u", *command], env=os.environ | step
+    )
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: task.kill())
     status = task.wait()

@@ -79,12 +79,35 @@ def start(rig: rigs.Rig, folder: Path, *overrides: str, **keys: Any) -> Launch:
     folder.mkdir(exist_ok=True)
     shutil.copy(WILD, folder)
     given = {
-        "name": "wild", "model": {"call": "wild.py:Net", "args": {"pause": 0.02}}, "data": "wild.py:data",
-        "steps": 100_000, "batch": 6, "slots": 1, "device": "cpu", "threads": 1, "log": {"every": 1},
-        "hosts": list(rig.hosts), "launch": {"ssh": rig.ssh}, "limits": {"hang_s": 600, "stop_s": 600}, **keys,
-    }  # fmt: skip
-    (folder / "job.yaml").write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in given.items()))
-    command = [sys.executable, "-m", "zrun", "train", "job.yaml", "--run-dir", "run", "--ui", "plain", *overrides]
+        "name": "wild",
+        "model": {"call": "wild.py:Net", "args": {"pause": 0.02}},
+        "data": "wild.py:data",
+        "steps": 100_000,
+        "batch": 6,
+        "slots": 1,
+        "device": "cpu",
+        "threads": 1,
+        "log": {"every": 1},
+        "hosts": list(rig.hosts),
+        "launch": {"ssh": rig.ssh},
+        "limits": {"hang_s": 600, "stop_s": 600},
+        **keys,
+    }
+    (folder / "job.yaml").write_text(
+        "".join(f"{key}: {json.dumps(value)}\n" for key, value in given.items())
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "zrun",
+        "train",
+        "job.yaml",
+        "--run-dir",
+        "run",
+        "--ui",
+        "plain",
+        *overrides,
+    ]
     # Nobody reads what it prints: a pipe would fill, and hold it up.
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     launcher = subprocess.Popen(command, cwd=folder, text=True, **quiet)
@@ -206,7 +229,13 @@ def soon_hangs(rig: rigs.Rig) -> dict[str, Any]:
 
 
 def do_with_two(rig: rigs.Rig) -> dict[str, Any]:
-    return {**soon_hangs(rig), "steps": 60, "checkpoint": {"every": 5}, "restarts": 1, "min_hosts": 2}
+    return {
+        **soon_hangs(rig),
+        "steps": 60,
+        "checkpoint": {"every": 5},
+        "restarts": 1,
+        "min_hosts": 2,
+    }
 
 
 def slow_clock(rig: rigs.Rig) -> dict[str, Any]:
@@ -214,7 +243,9 @@ def slow_clock(rig: rigs.Rig) -> dict[str, Any]:
     source, shim, python = (rig.folder / name for name in ("clock.c", "clock.so", "python"))
     source.write_text(CLOCK)
     subprocess.run(["cc", "-shared", "-fPIC", "-o", shim, source, "-ldl"], check=True)
-    python.write_text(f'#!/bin/sh\n[ "$(hostname)" = node2 ] && export LD_PRELOAD={shim}\nexec {sys.executable} "$@"\n')
+    python.write_text(
+        f'#!/bin/sh\n[ "$(hostname)" = node2 ] && export LD_PRELOAD={shim}\nexec {sys.executable} "$@"\n'
+    )
     python.chmod(0o755)
     return {"launch": {"ssh": rig.ssh, "python": str(python)}, "steps": 12}
 
@@ -247,8 +278,22 @@ int gettimeofday(struct timeval *restrict t, void *restrict zone) {
 
 FAULTS = [
     Fault("unknown host", None, 3, "nowhere: no such host is known here", 12, ("node1", "nowhere")),
-    Fault("connection refused", None, 3, "refusing: the connection was refused", 12, ("node1", "refusing")),
-    Fault("wrong host key", None, 3, "changed: its host key is not the one known here", 12, ("changed", "node2")),
+    Fault(
+        "connection refused",
+        None,
+        3,
+        "refusing: the connection was refused",
+        12,
+        ("node1", "refusing"),
+    ),
+    Fault(
+        "wrong host key",
+        None,
+        3,
+        "changed: its host key is not the one known here",
+        12,
+        ("changed", "node2"),
+    ),
     Fault("no login", None, 3, "stranger: ssh was refused", 12, ("stranger", "node2")),
     Fault("no Python there", None, 3, "there is no Python /nowhere/python", 12, keys=no_python),
     Fault("worker killed", kill_worker, 5, r"rank 1 of \d \(node2, cpu\) was killed by SIGKILL", 8),
@@ -261,11 +306,27 @@ FAULTS = [
         keys=soon_hangs,
     ),
     Fault("agent killed", kill_agent, 6, r"lost node2: its agent was killed there", 8),
-    Fault("ssh client killed", kill_ssh, 6, r"lost node3: the ssh client was killed by signal 9", 8),
+    Fault(
+        "ssh client killed", kill_ssh, 6, r"lost node3: the ssh client was killed by signal 9", 8
+    ),
     Fault("launcher killed", kill_launcher, -9, "", 8),
     Fault("link cut", cut, 6, r"lost node2: the host no longer answers", 20, keys=soon_hangs),
-    Fault("two hosts parted", part, 6, r"the network between node[23] and node[23] is cut", 30, keys=soon_hangs),
-    Fault("link cut, min_hosts: 2", cut_after_a_save, 0, r"restart 1 of 1 in 5 s, after step", 60, keys=do_with_two),
+    Fault(
+        "two hosts parted",
+        part,
+        6,
+        r"the network between node[23] and node[23] is cut",
+        30,
+        keys=soon_hangs,
+    ),
+    Fault(
+        "link cut, min_hosts: 2",
+        cut_after_a_save,
+        0,
+        r"restart 1 of 1 in 5 s, after step",
+        60,
+        keys=do_with_two,
+    ),
     Fault("link down for 3 s", unplug_briefly, 130, r"stopped after step", 60),
     Fault("agent stopped for 20 s", agent_naps, 130, r"stopped after step", 120),
     Fault("launcher stopped for 20 s", launcher_naps, 130, r"stopped after step", 120),
@@ -314,15 +375,25 @@ def main() -> int:
         return 0
     wrong = 0
     print(f"{'fault':26} {'exit':>4} {'s':>5}  {'left':4}  cause")
-    with tempfile.TemporaryDirectory(prefix="zrun-faults-") as folder, rigs.build(Path(folder) / "rig") as rig:
+    with (
+        tempfile.TemporaryDirectory(prefix="zrun-faults-") as folder,
+        rigs.build(Path(folder) / "rig") as rig,
+    ):
         for number, fault in enumerate(FAULTS):
             found = strike(fault, rig, Path(folder) / str(number))
             is_right = found.code == fault.code and found.seconds < fault.bound_s and not found.left
             is_right &= bool(found.cause) or not fault.says
             wrong += not is_right
             left = sum(map(len, found.left.values()))
-            mark = "" if is_right else f"  WRONG: expected {fault.code} within {fault.bound_s:g} s, {fault.says}"
-            print(f"{fault.name:26} {found.code:4} {found.seconds:5.1f}  {left:4}  {found.cause}{mark}", flush=True)
+            mark = (
+                ""
+                if is_right
+                else f"  WRONG: expected {fault.code} within {fault.bound_s:g} s, {fault.says}"
+            )
+            print(
+                f"{fault.name:26} {found.code:4} {found.seconds:5.1f}  {left:4}  {found.cause}{mark}",
+                flush=True,
+            )
     return int(wrong > 0)
 
 

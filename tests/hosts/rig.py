@@ -46,18 +46,26 @@ class Host:
         if self.mark:
             return subprocess.run(argv, capture_output=True, text=True, check=True, **options)
         enter = ["nsenter", "-t", str(self.sshd.pid), "-n", "-m", "-u"]
-        return subprocess.run([*enter, *argv], capture_output=True, text=True, check=True, **options)
+        return subprocess.run(
+            [*enter, *argv], capture_output=True, text=True, check=True, **options
+        )
 
     def pids(self) -> set[int]:
         """Every process there but sshd's listener."""
         if self.mark:
-            return {pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if self._started(pid)}
+            return {
+                pid
+                for pid in map(int, filter(str.isdigit, os.listdir("/proc")))
+                if self._started(pid)
+            }
         listed = sh("ip", "netns", "pids", self.namespace).split()
         return {int(pid) for pid in listed} - {self.sshd.pid}
 
     def _started(self, pid: int) -> bool:
         try:
-            return f"ZRUN_RIG={self.mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            return f"ZRUN_RIG={self.mark}".encode() in Path(
+                f"/proc/{pid}/environ"
+            ).read_bytes().split(b"\0")
         except OSError:
             return False
 
@@ -66,7 +74,12 @@ class Host:
         found = {}
         for pid in self.pids():
             with suppress(OSError):
-                line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                line = (
+                    Path(f"/proc/{pid}/cmdline")
+                    .read_bytes()
+                    .replace(b"\0", b" ")
+                    .decode(errors="replace")
+                )
                 state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
                 if state not in "ZX":
                     found[pid] = line.strip()
@@ -127,7 +140,9 @@ def missing() -> str | None:
     """Why there can be no hosts at all on this machine."""
     if not sys.platform.startswith("linux"):
         return "they need Linux"
-    return _lacking({"ssh": "openssh-client", "sshd": "openssh-server", "ssh-keygen": "openssh-client"})
+    return _lacking(
+        {"ssh": "openssh-client", "sshd": "openssh-server", "ssh-keygen": "openssh-client"}
+    )
 
 
 def not_isolated() -> str | None:
@@ -136,7 +151,9 @@ def not_isolated() -> str | None:
         return "ZRUN_HOSTS=loopback"
     if os.geteuid() != 0:
         return "network namespaces need root"
-    if lacking := _lacking({"ip": "iproute2", "ss": "iproute2", "nsenter": "util-linux", "unshare": "util-linux"}):
+    if lacking := _lacking(
+        {"ip": "iproute2", "ss": "iproute2", "nsenter": "util-linux", "unshare": "util-linux"}
+    ):
         return lacking
     name = f"zr{secrets.token_hex(3)}"
     if subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode:
@@ -187,7 +204,11 @@ def _on_loopback(folder: Path) -> Iterator[Rig]:
             config = _write_sshd_config(rig, name, address)
             with open(config, "a") as more:
                 more.write(f"Port {ports[name]}\nSetEnv ZRUN_RIG={mark}{name}\n")
-            sshd = _start_sshd(rig, name, [shutil.which("sshd", path=_PATH) or "sshd", "-D", "-e", "-f", str(config)])
+            sshd = _start_sshd(
+                rig,
+                name,
+                [shutil.which("sshd", path=_PATH) or "sshd", "-D", "-e", "-f", str(config)],
+            )
             rig.hosts[name] = Host(name, "", address, sshd, f"{mark}{name}")
             _await(rig.hosts[name], folder / name / "sshd.log", ports[name])
         _write_client_files(rig, ports, user)
@@ -228,7 +249,9 @@ def _in_namespaces(folder: Path) -> Iterator[Rig]:
                     os.kill(pid, signal.SIGKILL)
             host.sshd.wait()
         for number in range(1, len(NAMES) + 1):
-            subprocess.run(["ip", "netns", "del", f"{mark}{number}"], capture_output=True)  # and its link
+            subprocess.run(
+                ["ip", "netns", "del", f"{mark}{number}"], capture_output=True
+            )  # and its link
             subprocess.run(["ip", "link", "del", f"{mark}{number}b"], capture_output=True)
         subprocess.run(["ip", "link", "del", mark], capture_output=True)
 
@@ -276,7 +299,9 @@ def _write_sshd_config(rig: Rig, name: str, address: str) -> Path:
 
 def _start_sshd(rig: Rig, name: str, argv: list[str]) -> subprocess.Popen[bytes]:
     with open(rig.folder / name / "sshd.log", "wb") as log:
-        return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+        return subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
 
 
 def _await(host: Host, log: Path, port: int = 22) -> None:

@@ -18,11 +18,18 @@ from zrun.runs import lock
 def zrun(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "zrun", *argv]
     return subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=faults.PATIENCE_S
+        command,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=faults.PATIENCE_S,
     )
 
 
-def test_a_run_on_two_hosts_goes_on_by_itself_until_it_is_stopped(isolated_rig: Rig, tmp_path: Path) -> None:
+def test_a_run_on_two_hosts_goes_on_by_itself_until_it_is_stopped(
+    isolated_rig: Rig, tmp_path: Path
+) -> None:
     rig, run, node2 = isolated_rig, tmp_path / "run", isolated_rig.hosts["node2"]
     run.mkdir()
     (tmp_path / "job.yaml").write_text(
@@ -33,9 +40,15 @@ def test_a_run_on_two_hosts_goes_on_by_itself_until_it_is_stopped(isolated_rig: 
     )
     node2.run("mount", "-t", "tmpfs", "tmpfs", str(run))
     try:
-        done = zrun(tmp_path, "train", "job.yaml", "--run-dir", "run", "--detach", "--worker", "fake_worker")
+        done = zrun(
+            tmp_path, "train", "job.yaml", "--run-dir", "run", "--detach", "--worker", "fake_worker"
+        )
         assert done.returncode == 0, done.stderr
-        (told,) = (each for each in json.loads(zrun(tmp_path, "ps", "--json").stdout) if each["path"] == str(run))
+        (told,) = (
+            each
+            for each in json.loads(zrun(tmp_path, "ps", "--json").stdout)
+            if each["path"] == str(run)
+        )
         assert (told["state"], told["ranks"], told["hosts"]) == ("running", 2, ["node1", "node2"])
         logs = zrun(tmp_path, "logs", "run")
         assert logs.stderr == (
@@ -48,7 +61,9 @@ def test_a_run_on_two_hosts_goes_on_by_itself_until_it_is_stopped(isolated_rig: 
         assert stopped.stdout == "stopped after step 1, exit code 143, not saved\n"
         assert rig.leftovers() == {}
         log = (run / "launcher.log").read_text()
-        for rank, behaves in enumerate(("steps_then_hang", "hang")):  # the second one printed to its own disk
+        for rank, behaves in enumerate(
+            ("steps_then_hang", "hang")
+        ):  # the second one printed to its own disk
             assert f"rank {rank}: rank {rank} behaves: {behaves}\nrank {rank}: on stderr\n" in log
     finally:
         holder = lock.last_holder(run)

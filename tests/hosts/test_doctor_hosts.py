@@ -15,21 +15,49 @@ from zrun.preflight.calibration import Calibration
 
 def doctor(rig: Rig, folder: Path, hostfile: str, *argv: str) -> subprocess.CompletedProcess[str]:
     (folder / "hostfile").write_text(hostfile)
-    command = [sys.executable, "-m", "zrun", "doctor", "--hosts", "hostfile", "--ssh", rig.ssh, *argv]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=faults.PATIENCE_S)
+    command = [
+        sys.executable,
+        "-m",
+        "zrun",
+        "doctor",
+        "--hosts",
+        "hostfile",
+        "--ssh",
+        rig.ssh,
+        *argv,
+    ]
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=faults.PATIENCE_S
+    )
 
 
 def test_hosts_are_looked_at_and_measured(rig: Rig, tmp_path: Path) -> None:
     (tmp_path / "fast").mkdir()
     done = doctor(
-        rig, tmp_path, "node1\nnode2 slots=2\n", "--bench", "--quick", "--disk", "fast", "--save", "rates.json"
+        rig,
+        tmp_path,
+        "node1\nnode2 slots=2\n",
+        "--bench",
+        "--quick",
+        "--disk",
+        "fast",
+        "--save",
+        "rates.json",
     )
     assert done.returncode == 0, done.stderr
     rates = Calibration.read(tmp_path / "rates.json")
     assert list(rates.hosts) == ["node1", "node2"]
-    assert all(host.cpu.fp32_flops > 1e9 and host.copy_bytes_per_s > 1e8 for host in rates.hosts.values())
-    assert all(host.disk.folder == str(tmp_path / "fast") and host.disk.error is None for host in rates.hosts.values())
-    assert {(link.source, link.target) for link in rates.links} == {("node1", "node2"), ("node2", "node1")}
+    assert all(
+        host.cpu.fp32_flops > 1e9 and host.copy_bytes_per_s > 1e8 for host in rates.hosts.values()
+    )
+    assert all(
+        host.disk.folder == str(tmp_path / "fast") and host.disk.error is None
+        for host in rates.hosts.values()
+    )
+    assert {(link.source, link.target) for link in rates.links} == {
+        ("node1", "node2"),
+        ("node2", "node1"),
+    }
     assert all(link.bytes_per_s > 1e7 and link.round_trip_s > 0 for link in rates.links)
     assert done.stdout.splitlines()[0].split()[:2] == ["host", "address"]
     assert sum("TFLOP/s" in line for line in done.stdout.splitlines()) == 2

@@ -71,7 +71,16 @@ def test_torchrun_on_two_hosts(pods: Pods) -> None:
     shutil.copy(E2E / "wild.py", pods.folder)
     pods.start(
         "model: {call: wild.py:Net}\ndata: wild.py:data\nsteps: 4\nzero: 3\ncheckpoint: {every: 4}\n",
-        *("-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", "{node}", "--nproc-per-node", "1"),
+        *(
+            "-m",
+            "torch.distributed.run",
+            "--nnodes",
+            "2",
+            "--node-rank",
+            "{node}",
+            "--nproc-per-node",
+            "1",
+        ),
         *("--master-addr", "{address}", "-m", "zrun", "train"),
         environ={"GLOO_SOCKET_IFNAME": "eth0"},
     )
@@ -83,10 +92,17 @@ def test_torchrun_on_two_hosts(pods: Pods) -> None:
     assert (pods.folder / "run" / "checkpoints" / "step-00000004" / "manifest.json").exists()
 
 
-PET = {"PET_NNODES": "2", "PET_NODE_RANK": "{node}", "PET_MASTER_ADDR": "{address}", "PET_NPROC_PER_NODE": "2"}
+PET = {
+    "PET_NNODES": "2",
+    "PET_NODE_RANK": "{node}",
+    "PET_MASTER_ADDR": "{address}",
+    "PET_NPROC_PER_NODE": "2",
+}
 
 
-def test_a_process_on_each_host_runs_its_ranks_and_the_end_of_one_is_the_end_of_all(pods: Pods) -> None:
+def test_a_process_on_each_host_runs_its_ranks_and_the_end_of_one_is_the_end_of_all(
+    pods: Pods,
+) -> None:
     hang = json.dumps(dict.fromkeys("0123", "hang"))
     pods.start(
         f"model: {{call: 'fake:model', args: {{behaviour: {hang}}}}}\ndata: fake:data\nsteps: 3\n",

@@ -22,15 +22,24 @@ hosts: [node1:2, node2:2]
 
 def zrun(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "zrun", *argv]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=faults.PATIENCE_S)
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=faults.PATIENCE_S
+    )
 
 
 def test_check_plans_on_the_hosts_of_the_job(rig: Rig, tmp_path: Path) -> None:
-    (tmp_path / "job.yaml").write_text(JOB + f"launch: {{ssh: '{rig.ssh}'}}\ncheckpoint: {{every: 1}}\n")
+    (tmp_path / "job.yaml").write_text(
+        JOB + f"launch: {{ssh: '{rig.ssh}'}}\ncheckpoint: {{every: 1}}\n"
+    )
     done = zrun(tmp_path, "check", "job.yaml", "--no-import", "--json")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
-    assert [place["host"] for place in told["plan"]["ranks"]] == ["node1", "node1", "node2", "node2"]
+    assert [place["host"] for place in told["plan"]["ranks"]] == [
+        "node1",
+        "node1",
+        "node2",
+        "node2",
+    ]
     assert (told["batch"]["ranks"], told["no_plan"]) == (4, None)
     assert os.listdir(tmp_path) == ["job.yaml"]
     done = zrun(tmp_path, "check", "job.yaml", "hosts=[node3, refusing]", "--no-import")

@@ -28,9 +28,14 @@ from zrun_core.spine.config import JobConfig
 
 
 @contextmanager
-def agents(rig: Rig, *more: AgentLink, python: dict[str, str] | None = None) -> Iterator[list[AgentLink]]:
+def agents(
+    rig: Rig, *more: AgentLink, python: dict[str, str] | None = None
+) -> Iterator[list[AgentLink]]:
     """An agent on each of the three, and `more`."""
-    found = [SshAgent(HostEntry(name), rig.ssh, (python or {}).get(name, sys.executable)) for name in rig.hosts]
+    found = [
+        SshAgent(HostEntry(name), rig.ssh, (python or {}).get(name, sys.executable))
+        for name in rig.hosts
+    ]
     both: list[AgentLink] = [*found, *more]
     try:
         yield both
@@ -59,8 +64,18 @@ def test_good_hosts_are_told_apart(rig: Rig, tmp_path: Path) -> None:
 def test_nothing_listens_at_every_address(isolated_rig: Rig) -> None:
     rig = isolated_rig
     with agents(rig) as all_:
-        opened = ask({agent: {"ask": "door", "mark": "m", "known": rig.hosts[agent.host].address, "towards": []}
-                      for agent in all_}, 12.0)  # fmt: skip
+        opened = ask(
+            {
+                agent: {
+                    "ask": "door",
+                    "mark": "m",
+                    "known": rig.hosts[agent.host].address,
+                    "towards": [],
+                }
+                for agent in all_
+            },
+            12.0,
+        )
         for agent in all_:
             answer, host = opened[agent], rig.hosts[agent.host]
             assert isinstance(answer, dict)
@@ -79,7 +94,9 @@ def mounted(host: Host, folder: str, *options: str) -> Iterator[None]:
 
 @contextmanager
 def few_files(host: Host, number: int) -> Iterator[None]:
-    before = host.run("prlimit", "--pid", str(host.sshd.pid), "--nofile", "--noheadings", "--output", "SOFT,HARD")
+    before = host.run(
+        "prlimit", "--pid", str(host.sshd.pid), "--nofile", "--noheadings", "--output", "SOFT,HARD"
+    )
     subprocess.run(["prlimit", "--pid", str(host.sshd.pid), f"--nofile={number}:"], check=True)
     try:
         yield
@@ -88,7 +105,9 @@ def few_files(host: Host, number: int) -> Iterator[None]:
         subprocess.run(["prlimit", "--pid", str(host.sshd.pid), f"--nofile={soft}:"], check=True)
 
 
-def test_everything_that_is_wrong_is_said_at_once(isolated_rig: Rig, tmp_path: Path, old_torch: str) -> None:
+def test_everything_that_is_wrong_is_said_at_once(
+    isolated_rig: Rig, tmp_path: Path, old_torch: str
+) -> None:
     rig = isolated_rig
     job, run = tmp_path / "job", tmp_path / "run"
     for folder in (job, run):
@@ -144,9 +163,16 @@ def test_a_machine_with_two_names_is_one_host(rig: Rig) -> None:
 
 def test_a_host_with_a_port_is_called_by_both(isolated_rig: Rig, tmp_path: Path) -> None:
     """A name may be there several times, with other ports."""
-    job = JobConfig.model_validate({
-        "name": "x", "model": "m:f", "data": "m:d", "steps": 1, "batch": 1, "launch": {"ssh": isolated_rig.ssh},
-    })  # fmt: skip
+    job = JobConfig.model_validate(
+        {
+            "name": "x",
+            "model": "m:f",
+            "data": "m:d",
+            "steps": 1,
+            "batch": 1,
+            "launch": {"ssh": isolated_rig.ssh},
+        }
+    )
     entries = (HostEntry("node1", port=22, slots=2), HostEntry("node2", chosen=(1,), slots=2))
     backend = Backend("ssh", "", entries, NONE)
     started = open_agents(backend, job)
@@ -155,7 +181,10 @@ def test_a_host_with_a_port_is_called_by_both(isolated_rig: Rig, tmp_path: Path)
         assert [(host.hostname, host.slots, host.chosen) for host in found.cluster.hosts] == [
             *[("node1:22", 2, None), ("node2", 2, (1,))]
         ]
-        assert {post.host: post.interface for post in found.posts} == {"node1:22": "eth0", "node2": "eth0"}
+        assert {post.host: post.interface for post in found.posts} == {
+            "node1:22": "eth0",
+            "node2": "eth0",
+        }
     finally:
         close_all(started)
 
@@ -175,8 +204,12 @@ def old_torch(tmp_path_factory: pytest.TempPathFactory) -> str:
     venv.create(folder, symlinks=True)
     (site,) = folder.glob("lib/python*/site-packages")
     (site / "torch-1.0.0.dist-info").mkdir()
-    (site / "torch-1.0.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.0.0\n")
-    (site / "more.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
+    (site / "torch-1.0.0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: torch\nVersion: 1.0.0\n"
+    )
+    (site / "more.pth").write_text(
+        f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
+    )
     return str(folder / "bin" / "python")
 
 
@@ -191,7 +224,9 @@ def late_python(tmp_path_factory: pytest.TempPathFactory) -> str:
         '  if (!real) real = (int (*)(clockid_t, struct timespec *)) dlsym(RTLD_NEXT, "clock_gettime");\n'
         "  int status = real(id, now);\n  if (id == CLOCK_REALTIME) now->tv_sec -= 60;\n  return status;\n}\n"
     )
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", folder / "late.so", folder / "late.c", "-ldl"], check=True)
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", "-o", folder / "late.so", folder / "late.c", "-ldl"], check=True
+    )
     wrapper = folder / "python"
     wrapper.write_text(f'#!/bin/sh\nLD_PRELOAD={folder}/late.so exec {sys.executable} "$@"\n')
     wrapper.chmod(0o755)

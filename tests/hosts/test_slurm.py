@@ -34,7 +34,9 @@ def allocation(isolated_rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("PYTHONPATH", str(HERE.parent / "e2e"))
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-2]")
-    monkeypatch.setenv("FAKE_SRUN_NODES", json.dumps({name: rig.hosts[name].sshd.pid for name in NODES}))
+    monkeypatch.setenv(
+        "FAKE_SRUN_NODES", json.dumps({name: rig.hosts[name].sshd.pid for name in NODES})
+    )
     for host in rig.hosts.values():
         host.run("mount", "--bind", str(names), "/etc/hosts")
     try:
@@ -51,11 +53,15 @@ def end(launch: faults.Launch) -> tuple[int, str]:
 
 def test_stop_saves_on_both_nodes_and_leaves_nothing(allocation: Rig, tmp_path: Path) -> None:
     """It sends SIGTERM, as `scancel --signal=TERM --batch` does to the script that runs zrun."""
-    launch = faults.start(allocation, tmp_path / "job", hosts=None, checkpoint={"every": 100}, zero=2)
+    launch = faults.start(
+        allocation, tmp_path / "job", hosts=None, checkpoint={"every": 100}, zero=2
+    )
     launch.wait_for(lambda: len(launch.events("step")) > 3, "training")
     assert all(launch.pids(name, "zrun_core") for name in NODES)
     stop = [sys.executable, "-m", "zrun", "stop", "run"]
-    stopped = subprocess.run(stop, cwd=launch.folder, capture_output=True, text=True, timeout=faults.PATIENCE_S)
+    stopped = subprocess.run(
+        stop, cwd=launch.folder, capture_output=True, text=True, timeout=faults.PATIENCE_S
+    )
     code, report = end(launch)
     assert code == 75, report
     assert "SIGTERM: finishing the step" in report
@@ -70,7 +76,9 @@ def test_stop_saves_on_both_nodes_and_leaves_nothing(allocation: Rig, tmp_path: 
 
 def test_a_worker_that_dies_ends_both_nodes(allocation: Rig, tmp_path: Path) -> None:
     model = {"call": "fake:model", "args": {"behaviour": {"0": "hang", "1": "kill_itself"}}}
-    launch = faults.start(allocation, tmp_path / "job", "--worker", "fake_worker", model=model, **FAKE)
+    launch = faults.start(
+        allocation, tmp_path / "job", "--worker", "fake_worker", model=model, **FAKE
+    )
     code, report = end(launch)
     assert code == 5, report
     assert "rank 1 of 2 (node2, cpu) was killed by SIGKILL" in report
@@ -88,8 +96,14 @@ def gone(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("trouble", "says"),
     [
-        (down, "node2: srun could not start the agent (status 1): srun: error: Task launch failed on node node2"),
-        (gone, "srun: No such file or directory: launch.backend: slurm needs Slurm's commands on this host"),
+        (
+            down,
+            "node2: srun could not start the agent (status 1): srun: error: Task launch failed on node node2",
+        ),
+        (
+            gone,
+            "srun: No such file or directory: launch.backend: slurm needs Slurm's commands on this host",
+        ),
     ],
 )
 def test_nodes_without_an_agent_are_named(

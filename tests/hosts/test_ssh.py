@@ -50,11 +50,21 @@ def follow(agent: SshAgent) -> list[dict[str, Any]]:
     return frames
 
 
-def start_frame(run_dir: Path, host: str, module: str, env: dict[str, str] | None = None, **job: Any) -> Start:
+def start_frame(
+    run_dir: Path, host: str, module: str, env: dict[str, str] | None = None, **job: Any
+) -> Start:
     """One rank of two is on this host."""
     (run_dir / "logs").mkdir(parents=True, mode=0o700)
-    places = [{"rank": 0, "host": host, "local_rank": 0, "device": "cpu"}, {"rank": 1, "host": "another"}]
-    spec = {"run_dir": str(run_dir), "run_id": "r", "job": job, "plan": {"ranks": places, "threads": 1}}
+    places = [
+        {"rank": 0, "host": host, "local_rank": 0, "device": "cpu"},
+        {"rank": 1, "host": "another"},
+    ]
+    spec = {
+        "run_dir": str(run_dir),
+        "run_id": "r",
+        "job": job,
+        "plan": {"ranks": places, "threads": 1},
+    }
     return Start(spec, host, {"PYTHONPATH": str(HERE), **(env or {})}, module)
 
 
@@ -67,7 +77,9 @@ def test_an_agent_of_each_host_answers_runs_and_ends(rig: Rig, tmp_path: Path) -
     preflight(agents, Needs())
     assert all(agent.hello is not None and agent.hello["pid"] > 0 for agent in agents)
     for agent in agents:
-        agent.start(start_frame(tmp_path / agent.host, agent.host, "echo_worker", values=[], names=[]))
+        agent.start(
+            start_frame(tmp_path / agent.host, agent.host, "echo_worker", values=[], names=[])
+        )
     for agent in agents:
         exits = [frame for frame in follow(agent) if frame["frame"] == "exit"]
         assert [(frame["rank"], frame["status"]) for frame in exits] == [(0, 0)]
@@ -89,10 +101,17 @@ def test_the_end_of_the_connection_is_the_end_of_all(rig: Rig, tmp_path: Path, h
             agent.frames(0.1)
         pid = agent.hello["pid"]
         keeper = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        os.kill({"client killed": agent.pid, "agent killed": pid, "keeper killed": keeper}[how], signal.SIGKILL)
+        os.kill(
+            {"client killed": agent.pid, "agent killed": pid, "keeper killed": keeper}[how],
+            signal.SIGKILL,
+        )
         while agent.frames(0.5) is not None:
             pass
-        cause = "the ssh client was killed by signal 9" if how == "client killed" else "its agent was killed"
+        cause = (
+            "the ssh client was killed by signal 9"
+            if how == "client killed"
+            else "its agent was killed"
+        )
         assert agent.why_ended().startswith(f"node2: {cause}")
     wait_for(lambda: not node.commands())
     agent.close()
@@ -101,13 +120,24 @@ def test_the_end_of_the_connection_is_the_end_of_all(rig: Rig, tmp_path: Path, h
 def test_a_secret_is_in_no_command_line_and_in_no_file(rig: Rig, tmp_path: Path) -> None:
     canary = f"canary-{os.urandom(8).hex()}".encode()
     with agent_of(rig, "node3") as agent:
-        agent.start(start_frame(tmp_path / "run", "node3", "endless", {"HF_TOKEN": canary.decode()}))
-        pids = wait_for(lambda: [pid for pid, line in rig.hosts["node3"].commands().items() if "endless" in line])
+        agent.start(
+            start_frame(tmp_path / "run", "node3", "endless", {"HF_TOKEN": canary.decode()})
+        )
+        pids = wait_for(
+            lambda: [
+                pid for pid, line in rig.hosts["node3"].commands().items() if "endless" in line
+            ]
+        )
         assert canary in Path(f"/proc/{pids[0]}/environ").read_bytes()  # it did arrive
         for path in Path("/proc").glob("[0-9]*/cmdline"):
             with suppress(OSError):
                 assert canary not in path.read_bytes()
-        files = [path for folder in (tmp_path, rig.folder) for path in folder.rglob("*") if path.is_file()]
+        files = [
+            path
+            for folder in (tmp_path, rig.folder)
+            for path in folder.rglob("*")
+            if path.is_file()
+        ]
         assert files
         assert [path for path in files if canary in path.read_bytes()] == []
 
@@ -131,9 +161,13 @@ FAILURES = {
 }
 
 
-def test_each_failure_has_its_own_cause_and_all_are_named_at_once(rig: Rig, bare_python: str) -> None:
+def test_each_failure_has_its_own_cause_and_all_are_named_at_once(
+    rig: Rig, bare_python: str
+) -> None:
     pythons = {"node1": "/opt/none/bin/python", "node2": bare_python}
-    agents = [SshAgent(HostEntry(name), rig.ssh, pythons.get(name, sys.executable)) for name in FAILURES]
+    agents = [
+        SshAgent(HostEntry(name), rig.ssh, pythons.get(name, sys.executable)) for name in FAILURES
+    ]
     hasty = rig.ssh.replace("ConnectTimeout=60", "ConnectTimeout=2")
     with silent_listener(rig.address) as port:
         good, silent = agent_of(rig, "node3"), SshAgent(HostEntry(rig.address, port=port), hasty)
@@ -147,27 +181,68 @@ def test_each_failure_has_its_own_cause_and_all_are_named_at_once(rig: Rig, bare
     assert lines[0] == "8 of 9 hosts cannot be used:"
     assert caught.value.exit_code == 3
     lines = lines[2 + len(all_) :]  # below the table
-    assert [line.split(":")[0] for line in lines] == [f"  {name}" for name in (*FAILURES, rig.address)]
+    assert [line.split(":")[0] for line in lines] == [
+        f"  {name}" for name in (*FAILURES, rig.address)
+    ]
     for line, cause in zip(lines, FAILURES.values(), strict=False):
         assert re.search(cause, line), line
-    assert "sshd has not answered in time: is the host up, and is it sshd that listens?" in lines[-1]
+    assert (
+        "sshd has not answered in time: is the host up, and is it sshd that listens?" in lines[-1]
+    )
 
 
 def nasty(random_: random.Random, canary: str) -> str:
     """Text that a shell would make something of."""
     pieces = [
-        f"$(touch {canary})", f"`touch {canary}`", f"; touch {canary} ;", f"\n touch {canary}\n", f"' ||touch {canary}",
-        '"', "'", "\\", "$HOME", "${IFS}", "%s", "-oProxyCommand=x", "--", "~", "*", "?", "[a]", "{1..9}", "!!", "#",
-        " ", "\t", "\r", "\n", "\x01", "\x1b[31m", "\x7f", "=", "&", "|", "<", ">", "ä", "漢字", "🚀", "\u202e",
+        f"$(touch {canary})",
+        f"`touch {canary}`",
+        f"; touch {canary} ;",
+        f"\n touch {canary}\n",
+        f"' ||touch {canary}",
+        '"',
+        "'",
+        "\\",
+        "$HOME",
+        "${IFS}",
+        "%s",
+        "-oProxyCommand=x",
+        "--",
+        "~",
+        "*",
+        "?",
+        "[a]",
+        "{1..9}",
+        "!!",
+        "#",
+        " ",
+        "\t",
+        "\r",
+        "\n",
+        "\x01",
+        "\x1b[31m",
+        "\x7f",
+        "=",
+        "&",
+        "|",
+        "<",
+        ">",
+        "ä",
+        "漢字",
+        "🚀",
+        "\u202e",
         "\udcff",  # a byte that is no UTF-8
-    ]  # fmt: skip
+    ]
     return random_.choice(["", "-"]) + "".join(random_.choices(pieces, k=random_.randrange(6)))
 
 
-def test_ten_thousand_values_arrive_as_they_were_and_nothing_is_executed(rig: Rig, tmp_path: Path) -> None:
+def test_ten_thousand_values_arrive_as_they_were_and_nothing_is_executed(
+    rig: Rig, tmp_path: Path
+) -> None:
     canary, random_ = tmp_path / "executed", random.Random(4)
     third = NUM_VALUES // 3
-    env = {f"VALUE_{number}": nasty(random_, str(canary)) for number in range(NUM_VALUES - 2 * third)}
+    env = {
+        f"VALUE_{number}": nasty(random_, str(canary)) for number in range(NUM_VALUES - 2 * third)
+    }
     values = [nasty(random_, str(canary)) for _ in range(third)]
     names = [f"{nasty(random_, 'x')}{number}" for number in range(third)]
     run_dir = tmp_path / f"-a 'run' \"of\" $(touch {canary.name})\n`touch {canary.name}` ü"
@@ -179,7 +254,10 @@ def test_ten_thousand_values_arrive_as_they_were_and_nothing_is_executed(rig: Ri
     assert heard["argument"] == os.fsencode(run_dir / "spec.json").hex()
     assert heard["values"] == [value.encode(errors="surrogatepass").hex() for value in values]
     found = {bytes.fromhex(key): bytes.fromhex(value) for key, value in heard["env"].items()}
-    assert found.items() >= {os.fsencode(key): os.fsencode(value) for key, value in env.items()}.items()
+    assert (
+        found.items()
+        >= {os.fsencode(key): os.fsencode(value) for key, value in env.items()}.items()
+    )
     assert set(os.listdir(os.fsencode(run_dir / "names"))) == {os.fsencode(name) for name in names}
     agent.close()
     places = [tmp_path, Path.home(), Path("/")]

@@ -20,12 +20,17 @@ def end(launch: faults.Launch) -> tuple[int, str]:
     return launch.launcher.returncode, report
 
 
-def test_three_hosts_have_the_bits_of_one_even_if_one_of_them_was_lost(rig: Rig, tmp_path: Path) -> None:
+def test_three_hosts_have_the_bits_of_one_even_if_one_of_them_was_lost(
+    rig: Rig, tmp_path: Path
+) -> None:
     keys: dict[str, Any] = {"steps": 30, "checkpoint": {"every": 5}, "zero": 3}
     three = faults.start(rig, tmp_path / "three", **keys, restarts=1)
     three.wait_for(lambda: len(three.events("step")) > 2, "step 3")
     three.launcher.send_signal(SAVE)  # over ssh, to the one host with rank 0
-    three.wait_for(lambda: [event for event in three.events("save") if event["reason"] == "asked"], "a save on request")
+    three.wait_for(
+        lambda: [event for event in three.events("save") if event["reason"] == "asked"],
+        "a save on request",
+    )
     three.wait_for(lambda: len(three.events("step")) > 7, "step 8")
     os.kill(three.agent("node2"), signal.SIGKILL)
     code, report = end(three)
@@ -35,7 +40,9 @@ def test_three_hosts_have_the_bits_of_one_even_if_one_of_them_was_lost(rig: Rig,
     assert "restart 1 of 1 in 5 s, after step" in report
     one = faults.start(rig, tmp_path / "one", **keys, hosts=None, slots=3)
     assert end(one)[0] == 0
-    steps = [{event["step"]: event["loss"] for event in launch.events("step")} for launch in (three, one)]
+    steps = [
+        {event["step"]: event["loss"] for event in launch.events("step")} for launch in (three, one)
+    ]
     assert steps[0] == steps[1]
     assert sorted(steps[0]) == list(range(1, 31))
     assert (tmp_path / "three" / "run" / "checkpoints" / "step-00000030" / "manifest.json").exists()

@@ -52,19 +52,39 @@ class Peers:
     def start(self, steps: int = 100_000, python: str = sys.executable) -> None:
         endpoint = f"{self.rig.hosts['node1'].address}:29500"
         for number, (name, host) in enumerate(self.rig.hosts.items()):
-            command = shlex.join([
-                "env", "OMP_NUM_THREADS=1", "GLOO_SOCKET_IFNAME=eth0", python, "-m", "torch.distributed.run",
-                "--nnodes=3", f"--node-rank={number}", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=1",
-                f"--rdzv-endpoint={endpoint}", f"--local-addr={host.address}",
-                str(SCRIPT), str(self.folder / "steps"), str(steps),
-            ])  # fmt: skip
+            command = shlex.join(
+                [
+                    "env",
+                    "OMP_NUM_THREADS=1",
+                    "GLOO_SOCKET_IFNAME=eth0",
+                    python,
+                    "-m",
+                    "torch.distributed.run",
+                    "--nnodes=3",
+                    f"--node-rank={number}",
+                    "--nproc-per-node=1",
+                    "--rdzv-backend=c10d",
+                    "--rdzv-id=1",
+                    f"--rdzv-endpoint={endpoint}",
+                    f"--local-addr={host.address}",
+                    str(SCRIPT),
+                    str(self.folder / "steps"),
+                    str(steps),
+                ]
+            )
             log = open(self.folder / f"{name}.log", "wb")  # noqa: SIM115  # of the client
             argv = [*shlex.split(self.rig.ssh), name, command]
-            self.clients[name] = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            self.clients[name] = subprocess.Popen(
+                argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
 
     def pid(self, host: str, text: str, *, without: str = "\0") -> int:
         found = self.rig.hosts[host].commands().items()
-        return next(pid for pid, line in found if text in line and without not in line and not line.startswith("sshd"))
+        return next(
+            pid
+            for pid, line in found
+            if text in line and without not in line and not line.startswith("sshd")
+        )
 
     def worker(self, host: str) -> int:
         return self.pid(host, SCRIPT.name, without="torch.distributed.run")
@@ -108,10 +128,16 @@ def strike(name: str, rig: rigs.Rig, folder: Path) -> str:
             return f"{name:23} never began to train"
         begun = time.monotonic()
         STRIKES[name](peers)
-        while any(client.poll() is None for client in peers.clients.values()) and time.monotonic() < begun + LIMIT_S:
+        while (
+            any(client.poll() is None for client in peers.clients.values())
+            and time.monotonic() < begun + LIMIT_S
+        ):
             time.sleep(0.05)
         seconds = time.monotonic() - begun
-        codes = [str(client.poll()) if client.poll() is not None else "runs" for client in peers.clients.values()]
+        codes = [
+            str(client.poll()) if client.poll() is not None else "runs"
+            for client in peers.clients.values()
+        ]
         rig.hosts["node2"].link("up")
         while rig.leftovers() and time.monotonic() < begun + LIMIT_S:
             time.sleep(0.1)
@@ -128,7 +154,10 @@ def main() -> int:
         print(f"three hosts: {reason}")
         return 0
     print(f"{'fault':23} {'exit, by host':18} {'s':>5}  {'left':4}")
-    with tempfile.TemporaryDirectory(prefix="torchrun-faults-") as folder, rigs.build(Path(folder) / "rig") as rig:
+    with (
+        tempfile.TemporaryDirectory(prefix="torchrun-faults-") as folder,
+        rigs.build(Path(folder) / "rig") as rig,
+    ):
         Peers(rig, Path(folder)).name_hosts()
         for number, name in enumerate(STRIKES):
             print(strike(name, rig, Path(folder) / str(number)), flush=True)

@@ -25,7 +25,9 @@ def build(folder: Path, *options: str) -> Path:
     target = folder / "libnvidia-ml.so.1"
     source = SCENARIOS / "fake_nvml.c"
     linking = ["-shared", "-fPIC", "-Wl,-soname,libnvidia-ml.so.1"]
-    subprocess.run([compiler, "-Wall", *options, *linking, "-o", str(target), str(source)], check=True)
+    subprocess.run(
+        [compiler, "-Wall", *options, *linking, "-o", str(target), str(source)], check=True
+    )
     return folder
 
 

@@ -46,7 +46,10 @@ class Slurm:
     def leftovers(self) -> list[str]:
         """What still runs on the nodes beside Slurm's own daemon."""
         return [
-            line for node in NODES for line in self.rig.hosts[node].commands().values() if not line.startswith("slurmd")
+            line
+            for node in NODES
+            for line in self.rig.hosts[node].commands().values()
+            if not line.startswith("slurmd")
         ]
 
     def pids(self, node: str, text: str) -> list[int]:
@@ -120,21 +123,32 @@ def start(rig: rigs.Rig, folder: Path) -> Iterator[Slurm]:
         key = folder / "munge" / "key"
         key.touch(mode=0o600)
         key.write_bytes(secrets.token_bytes(128))
-        munged = ["munged", "--foreground", "--force", f"--key-file={key}", f"--socket={folder}/munge/socket"]
+        munged = [
+            "munged",
+            "--foreground",
+            "--force",
+            f"--key-file={key}",
+            f"--socket={folder}/munge/socket",
+        ]
         munged += [f"--pid-file={folder}/munge/pid", f"--seed-file={folder}/munge/seed"]
         _daemon(stack, munged, environ, folder / "munged.log")
         _wait_for((folder / "munge" / "socket").exists, folder)
         _daemon(stack, ["slurmctld", "-D"], environ, folder / "slurmctld.log")
         for node in NODES:
             enter = ["nsenter", "-t", str(rig.hosts[node].sshd.pid), "-n", "-m", "-u"]
-            _daemon(stack, [*enter, "slurmd", "-D", "-N", node], environ, folder / f"slurmd-{node}.log")
+            _daemon(
+                stack, [*enter, "slurmd", "-D", "-N", node], environ, folder / f"slurmd-{node}.log"
+            )
         slurm = Slurm(folder, environ, rig)
         _wait_for(lambda: _are_idle(slurm), folder)
         yield slurm
 
 
 def _config(rig: rigs.Rig, folder: Path) -> str:
-    with socket.create_server((rig.address, 0)) as one, socket.create_server((rig.address, 0)) as other:
+    with (
+        socket.create_server((rig.address, 0)) as one,
+        socket.create_server((rig.address, 0)) as other,
+    ):
         ports = one.getsockname()[1], other.getsockname()[1]
     nodes = "".join(
         f"NodeName={node} NodeAddr={rig.hosts[node].address} NodeHostname={node} CPUs=2 RealMemory=4000\n"
@@ -168,7 +182,9 @@ SlurmdPidFile={folder}/slurmd-%n.pid
 def _daemon(stack: ExitStack, argv: list[str], environ: dict[str, str], log: Path) -> None:
     program = shutil.which(argv[0], path=_PATH) or argv[0]
     with log.open("wb") as out:
-        process = subprocess.Popen([program, *argv[1:]], env=environ, stdout=out, stderr=out, stdin=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            [program, *argv[1:]], env=environ, stdout=out, stderr=out, stdin=subprocess.DEVNULL
+        )
     stack.callback(process.wait)
     stack.callback(process.terminate)
 
@@ -184,6 +200,8 @@ def _wait_for(is_there: Callable[[], bool], folder: Path) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not is_there():
         if time.monotonic() > deadline:
-            logs = "\n".join(f"{path.name}:\n{path.read_text()[-2000:]}" for path in sorted(folder.glob("*.log")))
+            logs = "\n".join(
+                f"{path.name}:\n{path.read_text()[-2000:]}" for path in sorted(folder.glob("*.log"))
+            )
             raise AssertionError(f"the Slurm cluster never came up:\n{logs}")
         time.sleep(0.1)

@@ -15,7 +15,9 @@ from cluster import PATIENCE_S, TRAIN, steps, wait_for
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2"]
 ALONE = {"OMPI_MCA_btl_tcp_if_include": "lo", "OMPI_MCA_plm_rsh_agent": "false"}
 
-pytestmark = pytest.mark.skipif(shutil.which("mpirun") is None, reason="there is no mpirun (make test-slurm)")
+pytestmark = pytest.mark.skipif(
+    shutil.which("mpirun") is None, reason="there is no mpirun (make test-slurm)"
+)
 
 
 def mpirun(folder: Path, *more: str) -> subprocess.Popen[str]:

@@ -60,7 +60,9 @@ def test_a_killed_slurmstepd_is_a_lost_host(slurm: Slurm, folder: Path) -> None:
 def test_a_batch_script_that_is_warned_saves_and_goes_on(slurm: Slurm, folder: Path) -> None:
     script = f"#!/bin/bash\nexec {shlex.join(TRAIN)} --resume auto $STEPS >out.txt 2>&1\n"
     (folder / "script.sh").write_text(script)
-    number = slurm.run("sbatch", "--parsable", "-N2", f"--chdir={folder}", str(folder / "script.sh")).strip()
+    number = slurm.run(
+        "sbatch", "--parsable", "-N2", f"--chdir={folder}", str(folder / "script.sh")
+    ).strip()
     wait_for(lambda: steps(folder) > 3, "training")
     slurm.run("scancel", "--signal=USR1", "--batch", number)
     said = folder / "out.txt"
@@ -70,7 +72,9 @@ def test_a_batch_script_that_is_warned_saves_and_goes_on(slurm: Slurm, folder: P
     assert f"stopped after step {before}, saved" in said.read_text()
     slurm.environ["STEPS"] = f"steps={before + 3}"
     try:
-        number = slurm.run("sbatch", "--parsable", "-N2", f"--chdir={folder}", str(folder / "script.sh")).strip()
+        number = slurm.run(
+            "sbatch", "--parsable", "-N2", f"--chdir={folder}", str(folder / "script.sh")
+        ).strip()
         wait_for(lambda: number not in slurm.run("squeue", "-h", "-o", "%i"), "the end of the job")
     finally:
         del slurm.environ["STEPS"]
@@ -87,7 +91,9 @@ def test_a_cancelled_job_leaves_nothing(slurm: Slurm, folder: Path) -> None:
 
 
 def test_tasks_of_srun_are_ranks(slurm: Slurm, folder: Path) -> None:
-    code, report = end(salloc(slurm, folder, "srun", "--ntasks-per-node=1", *TRAIN, "slots=auto", "steps=5"))
+    code, report = end(
+        salloc(slurm, folder, "srun", "--ntasks-per-node=1", *TRAIN, "slots=auto", "steps=5")
+    )
     assert code == 0, report
     assert steps(folder) == 5
     assert "2 ranks on 2 hosts" in report

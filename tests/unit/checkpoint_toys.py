@@ -37,7 +37,11 @@ def toy_parts(state: dict[str, torch.Tensor], rank: int, ranks: int) -> list[Par
             continue
         states: Sequence[str] = STATES if name.startswith("layer.") else ("value",)
         for index, key in enumerate(states):
-            parts.append(Part(name, key, start, stop, flat[start:stop] + index if index else flat[start:stop]))
+            parts.append(
+                Part(
+                    name, key, start, stop, flat[start:stop] + index if index else flat[start:stop]
+                )
+            )
     rng = torch.arange(100 + rank, dtype=torch.uint8)
     return [*parts, Part(f"rng/{rank}/torch", "rank", 0, len(rng), rng)]
 
@@ -45,12 +49,16 @@ def toy_parts(state: dict[str, torch.Tensor], rank: int, ranks: int) -> list[Par
 def toy_infos(state: dict[str, torch.Tensor]) -> list[TensorInfo]:
     return [
         TensorInfo(
-            name, tuple(tensor.shape), tensor.stride(), DTYPES[tensor.dtype],
-            "param" if name.startswith("layer.") else "buffer", ("tied.weight",) if name == "layer.weight" else (),
+            name,
+            tuple(tensor.shape),
+            tensor.stride(),
+            DTYPES[tensor.dtype],
+            "param" if name.startswith("layer.") else "buffer",
+            ("tied.weight",) if name == "layer.weight" else (),
             {"step": 3.0} if name.startswith("layer.") else {},
         )
         for name, tensor in state.items()
-    ]  # fmt: skip
+    ]
 
 
 def rank_states(ranks: int) -> list[RankState]:
@@ -58,17 +66,29 @@ def rank_states(ranks: int) -> list[RankState]:
     return [RankState(rank, {}, {"order": None, "late": []}) for rank in range(ranks)]
 
 
-def write_step(folder: CheckpointFolder, step: int, ranks: int = 2, run_id: str = "run-1", scale: int = 1) -> Manifest:
+def write_step(
+    folder: CheckpointFolder, step: int, ranks: int = 2, run_id: str = "run-1", scale: int = 1
+) -> Manifest:
     """Save and commit a toy step the way a run does, up to `latest`."""
     state = toy_state(step, scale)
     tmp = folder.begin(step)
-    shards = [write_shard(tmp / f"rank-{rank:05d}.safetensors", toy_parts(state, rank, ranks)) for rank in range(ranks)]
+    shards = [
+        write_shard(tmp / f"rank-{rank:05d}.safetensors", toy_parts(state, rank, ranks))
+        for rank in range(ranks)
+    ]
     manifest = Manifest(
-        step=step, run_id=run_id, versions={"zrun": "0.1.0"}, job={"name": "toy"}, world_size=ranks,
-        layout={"stage": 3}, progress={"samples": 64 * step}, files=[info for info, _ in shards],
-        tensors=toy_infos(state), fragments=[each for _, fragments in shards for each in fragments],
+        step=step,
+        run_id=run_id,
+        versions={"zrun": "0.1.0"},
+        job={"name": "toy"},
+        world_size=ranks,
+        layout={"stage": 3},
+        progress={"samples": 64 * step},
+        files=[info for info, _ in shards],
+        tensors=toy_infos(state),
+        fragments=[each for _, fragments in shards for each in fragments],
         rank_states=rank_states(ranks),
-    )  # fmt: skip
+    )
     folder.commit(tmp, manifest)
     folder.point_latest(step)
     return manifest

@@ -5,9 +5,14 @@ import gc
 import hypothesis
 import torch
 
-_DEFAULTS = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}  # a busy machine is no bug
+_DEFAULTS = {
+    "deadline": None,
+    "suppress_health_check": [hypothesis.HealthCheck.too_slow],
+}  # a busy machine is no bug
 hypothesis.settings.register_profile("repeatable", derandomize=True, **_DEFAULTS)
-hypothesis.settings.register_profile("random", **_DEFAULTS)  # other examples each time: --hypothesis-profile=random
+hypothesis.settings.register_profile(
+    "random", **_DEFAULTS
+)  # other examples each time: --hypothesis-profile=random
 hypothesis.settings.load_profile("repeatable")
 torch.set_num_threads(1)  # tensors here are small: a second thread would mostly wait
 

@@ -24,7 +24,18 @@ from checkpoint_toys import read_step_state, toy_state, write_step
 from zrun_core.checkpoint.folder import CheckpointFolder
 from zrun_core.checkpoint.verify import verify
 
-_CALLS = ("open", "close", "pwrite", "posix_fallocate", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
+_CALLS = (
+    "open",
+    "close",
+    "pwrite",
+    "posix_fallocate",
+    "fsync",
+    "rename",
+    "replace",
+    "mkdir",
+    "unlink",
+    "rmdir",
+)
 _KEEP = 2
 
 
@@ -149,7 +160,9 @@ def main(path: Path, kills: int) -> int:
         step = told + 1
     for outcome, count in sorted(outcomes.items()):
         print(f"{count:6}  {outcome}")
-    bad = sum(count for outcome, count in outcomes.items() if outcome.partition(": ")[2][0].isupper())
+    bad = sum(
+        count for outcome, count in outcomes.items() if outcome.partition(": ")[2][0].isupper()
+    )
     print(f"{outcomes.total()} deaths in {step - 1} steps, {bad} bad")
     return int(bad > 0 or calls < 20)
 

@@ -103,7 +103,9 @@ class _File:
 class _Folder:
     entries: dict[str, _File | _Folder] = field(default_factory=dict)  # as the processes see it
     durable: dict[str, _File | _Folder] = field(default_factory=dict)
-    pending: list[dict[str, _File | _Folder | None]] = field(default_factory=list)  # changes, None: removed
+    pending: list[dict[str, _File | _Folder | None]] = field(
+        default_factory=list
+    )  # changes, None: removed
 
     def change(self, **entries: _File | _Folder | None) -> None:
         self.pending.append(entries)
@@ -161,7 +163,9 @@ class Disk:
     def _leave(self, folder: _Folder, target: Path, mode: str, chance: random.Random) -> None:
         target.mkdir()
         entries = dict(folder.durable)
-        count = {"nothing": 0, "some": chance.randint(0, len(folder.pending))}.get(mode, len(folder.pending))
+        count = {"nothing": 0, "some": chance.randint(0, len(folder.pending))}.get(
+            mode, len(folder.pending)
+        )
         for change in folder.pending[:count]:
             _apply(entries, change)
         for name, item in entries.items():

@@ -159,7 +159,9 @@ def test_memory_outlives_its_owner_as_long_as_a_view_of_it():
 @needs_pages
 @settings(max_examples=60, deadline=None)
 @given(
-    shapes=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(0, 3)), min_size=1, max_size=5),
+    shapes=st.lists(
+        st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(0, 3)), min_size=1, max_size=5
+    ),
     moves=st.lists(st.integers(0, 4), max_size=40),
     pool_pages=st.integers(0, 24),
 )
@@ -185,9 +187,15 @@ def test_any_sequence_of_acquire_and_release_keeps_every_value(shapes, moves, po
             fill(window, own, values[number])
         held[number] = not held[number]
         for (other, own), expected, whole in zip(windows, values, held, strict=True):
-            assert torch.equal(other.full, expected) if whole else torch.equal(other.shard, expected[own[0] : own[1]])
+            assert (
+                torch.equal(other.full, expected)
+                if whole
+                else torch.equal(other.shard, expected[own[0] : own[1]])
+            )
     in_use = sum(
-        window.full.nbytes - window.shard.nbytes for (window, _), whole in zip(windows, held, strict=True) if whole
+        window.full.nbytes - window.shard.nbytes
+        for (window, _), whole in zip(windows, held, strict=True)
+        if whole
     )
     assert pool.num_bytes - pool.free_bytes == in_use
 
@@ -264,7 +272,9 @@ def test_ring_gives_nothing_for_no_elements():
 
 
 @settings(max_examples=60, deadline=None)
-@given(moves=st.lists(st.tuples(st.booleans(), st.integers(0, 300), st.integers(0, 10)), max_size=60))
+@given(
+    moves=st.lists(st.tuples(st.booleans(), st.integers(0, 300), st.integers(0, 10)), max_size=60)
+)
 def test_what_a_ring_hands_out_never_overlaps(moves):
     ring, taken = Ring(4096, CPU), []
     for number, (takes, numel, pick) in enumerate(moves):

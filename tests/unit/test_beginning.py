@@ -24,13 +24,27 @@ from zrun_core.spine.spec import ResumeSpec
 
 def job(**keys: Any) -> JobConfig:
     return JobConfig.model_validate(
-        {"name": "gpt", "model": "a:b", "data": "a:c", "steps": 100, "batch": 8, "checkpoint": 10, **keys}
+        {
+            "name": "gpt",
+            "model": "a:b",
+            "data": "a:c",
+            "steps": 100,
+            "batch": 8,
+            "checkpoint": 10,
+            **keys,
+        }
     )
 
 
 def save(folder: Path, *steps: int, **progress: Any) -> None:
     for step in steps:
-        content = {"steps": step, "tokens": 7 * step, "cursor": 8 * step, "dataset_samples": 400, **progress}
+        content = {
+            "steps": step,
+            "tokens": 7 * step,
+            "cursor": 8 * step,
+            "dataset_samples": 400,
+            **progress,
+        }
         manifest = Manifest(step, "run", {}, {}, 1, {}, content, [], [], [], rank_states(1))
         store = CheckpointFolder(folder)
         store.commit(store.begin(step), manifest)
@@ -80,7 +94,9 @@ def test_fresh_beats_the_job_file(root: Path) -> None:
 def test_a_step_is_looked_for_and_begins_another_run(root: Path) -> None:
     beginning = begin(job(resume=30), None, False, root)
     assert beginning.run_dir is None
-    assert beginning.resume == ResumeSpec(folder=str(root / "gpt" / "20260101-000000-aa" / "checkpoints"), step=30)
+    assert beginning.resume == ResumeSpec(
+        folder=str(root / "gpt" / "20260101-000000-aa" / "checkpoints"), step=30
+    )
     with pytest.raises(CheckpointError, match="has a step 40"):
         begin(job(resume=40), None, False, root)
 
@@ -97,7 +113,9 @@ def test_the_best_step_begins_another_run(root: Path) -> None:
         begin(job(resume="best", name="other"), None, False, root)
 
 
-@pytest.mark.parametrize(("below", "step"), [("", None), ("checkpoints", None), ("checkpoints/step-00000020", 20)])
+@pytest.mark.parametrize(
+    ("below", "step"), [("", None), ("checkpoints", None), ("checkpoints/step-00000020", 20)]
+)
 def test_a_path_is_a_run_a_folder_or_a_step(root: Path, below: str, step: int | None) -> None:
     run = root / "gpt" / "20260101-000000-aa"
     beginning = begin(job(resume=str(run / below)), None, False, root)
@@ -147,7 +165,10 @@ def test_a_folder_in_which_a_process_saves_is_not_started_over(root: Path) -> No
     save(root / "mine", 10)
     half = CheckpointFolder(root / "mine").begin(20)
     (root / "mine" / "step-00000005.aside-00000001").mkdir()
-    with held(root / "mine"), pytest.raises(JobError, match=rf"mine is in use by process {os.getpid()}: wait for it"):
+    with (
+        held(root / "mine"),
+        pytest.raises(JobError, match=rf"mine is in use by process {os.getpid()}: wait for it"),
+    ):
         set_checkpoints_aside(root / "mine", "new")
     assert [found.step for found in CheckpointFolder(root / "mine").scan()] == [10]
     set_checkpoints_aside(root / "mine", "new")
@@ -162,7 +183,10 @@ def test_a_run_directory_in_which_a_process_saves_is_not_started_over(
     """Ranks that torchrun started hold no lock but that of the checkpoints."""
     monkeypatch.setattr(rundir, "PATIENCE_S", 0.0)
     run = root / "gpt" / "20260101-000000-aa"
-    with held(run / "checkpoints"), pytest.raises(JobError, match=f"process {os.getpid()} saves there"):
+    with (
+        held(run / "checkpoints"),
+        pytest.raises(JobError, match=f"process {os.getpid()} saves there"),
+    ):
         RunDir.claim("gpt", run, earlier=Earlier.START_OVER)
     assert len(CheckpointFolder(run / "checkpoints").scan()) == 3
     with RunDir.claim("gpt", run, earlier=Earlier.START_OVER):
@@ -180,7 +204,10 @@ def test_a_restart_before_the_first_save_begins_where_the_run_began(root: Path, 
     assert (again.run_dir, again.resume, again.earlier) == (mine, first.resume, Earlier.START_OVER)
     save(mine / "checkpoints", 40)
     later = begin_again(job(), mine, first.resume)
-    assert (later.resume, later.earlier) == (ResumeSpec(folder=str(mine / "checkpoints")), Earlier.CONTINUE)
+    assert (later.resume, later.earlier) == (
+        ResumeSpec(folder=str(mine / "checkpoints")),
+        Earlier.CONTINUE,
+    )
 
 
 def test_a_restart_of_a_run_from_nothing_starts_over(root: Path) -> None:
@@ -188,7 +215,9 @@ def test_a_restart_of_a_run_from_nothing_starts_over(root: Path) -> None:
     assert (again.resume, again.earlier) == (None, Earlier.START_OVER)
 
 
-def test_a_folder_that_cannot_be_listed_is_not_started_over(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_listed_is_not_started_over(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, real = root / "gpt" / "20260101-000000-aa", os.listdir
 
     def listdir(path: Any) -> list[str]:
@@ -255,7 +284,10 @@ def test_a_step_before_others_does_not_lead_to_them_again(root: Path) -> None:
     ],
 )
 def test_complete_is_complete(root: Path, length: dict[str, int], complete: bool) -> None:
-    assert begin(job(**{"steps": None, **length, "resume": "auto"}), None, False, root).complete == complete
+    assert (
+        begin(job(**{"steps": None, **length, "resume": "auto"}), None, False, root).complete
+        == complete
+    )
 
 
 def test_an_epoch_that_has_ended_is_complete(tmp_path: Path) -> None:
@@ -269,7 +301,9 @@ def test_nothing_but_damage_is_an_error(root: Path) -> None:
     run = root / "gpt" / "20260102-000000-bb"
     for step in (10, 20):
         (run / "checkpoints" / f"step-{step:08d}" / "manifest.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"(?s)does not hold a valid checkpoint.*step 20: .*step 10: "):
+    with pytest.raises(
+        CheckpointError, match=r"(?s)does not hold a valid checkpoint.*step 20: .*step 10: "
+    ):
         begin(job(resume="auto"), None, False, root)
 
 
@@ -286,6 +320,10 @@ def test_a_run_that_goes_on_keeps_its_record_and_moves_the_rest(root: Path) -> N
     assert (run / "events.jsonl").exists()
     with RunDir.claim("gpt", run, earlier=Earlier.START_OVER):
         assert sorted(path.name for path in run.iterdir()) == [
-            ".lock", "attempts", "events.jsonl", "failures", "logs",
-        ]  # fmt: skip
+            ".lock",
+            "attempts",
+            "events.jsonl",
+            "failures",
+            "logs",
+        ]
     assert len(CheckpointFolder(run / "attempts" / "3" / "checkpoints").scan()) == 3

@@ -33,10 +33,21 @@ from zrun_core.spine.config import JobConfig  # noqa: E402
 def record(times: list[float], *, number: int = 0, clean: int = 9, **fields: Any) -> launch.Record:
     """What one run of a case comes to."""
     return {
-        "round": number, "timed": times, "clean": clean, "losses": [3.0, 2.0], "rank_losses": [[3.0, 2.0]] * 2,
-        "digests": ["a", "a"], "payload": 100, "loopback": 110, "counted": None, "first_s": 4.0, "start_mb": 900.0,
-        "peak_mb": 800.0, "foreign": 0.0, **fields,
-    }  # fmt: skip
+        "round": number,
+        "timed": times,
+        "clean": clean,
+        "losses": [3.0, 2.0],
+        "rank_losses": [[3.0, 2.0]] * 2,
+        "digests": ["a", "a"],
+        "payload": 100,
+        "loopback": 110,
+        "counted": None,
+        "first_s": 4.0,
+        "start_mb": 900.0,
+        "peak_mb": 800.0,
+        "foreign": 0.0,
+        **fields,
+    }
 
 
 def case(text: str) -> Case:
@@ -129,7 +140,9 @@ def test_a_profile_shows_the_median_of_all_steps() -> None:
 
 def test_a_disturbed_run_counts_only_where_there_is_no_other() -> None:
     quiet, disturbed = record([1.0]), record([9.0], number=1, clean=0)
-    assert table.step_ms({case("ddp"): [quiet, disturbed]}, case("ddp")) == Spread(1000.0, 1000.0, 1000.0)
+    assert table.step_ms({case("ddp"): [quiet, disturbed]}, case("ddp")) == Spread(
+        1000.0, 1000.0, 1000.0
+    )
     assert table.step_ms({case("ddp"): [disturbed]}, case("ddp")) == Spread(9000.0, 9000.0, 9000.0)
 
 
@@ -146,12 +159,20 @@ def test_failed_runs_are_left_out_and_shown() -> None:
         (1.0, 1.0, 0.95, False, "must"),
         (1.01, 1.0, 0.95, False, "MISSED"),
         (1.004, 1.0, None, True, "must"),
-        (0.9, 1.0, None, True, "MISSED"),  # fewer bytes than theory are no success: something was not sent
+        (
+            0.9,
+            1.0,
+            None,
+            True,
+            "MISSED",
+        ),  # fewer bytes than theory are no success: something was not sent
         (1.5, None, None, False, ""),
         (None, 1.0, None, False, ""),
     ],
 )
-def test_verdicts(value: float | None, must: float | None, aim: float | None, exact: bool, text: str) -> None:
+def test_verdicts(
+    value: float | None, must: float | None, aim: float | None, exact: bool, text: str
+) -> None:
     assert Verdict("step", value, must=must, aim=aim, exact=exact).text == text
 
 
@@ -160,7 +181,9 @@ def test_targets_are_judged_from_records() -> None:
         case("single"): [record([9.0], losses=[3.0, 2.0 + 1e-7])],
         case("ddp"): [record([1.0])],
         case("zrun3-sockets"): [record([1.1], payload=150)],
-        case("zrun3"): [record([1.2], payload=0, peak_mb=700.0, counted=[10, 10], digests=["a", "b"])],
+        case("zrun3"): [
+            record([1.2], payload=0, peak_mb=700.0, counted=[10, 10], digests=["a", "b"])
+        ],
         case("fsdp2-z3"): [record([1.3], payload=200)],
         case("train"): [{"round": 0, "first_s": 5.5, "losses": [3.0]}],
     }
@@ -181,15 +204,31 @@ def test_targets_are_judged_from_records() -> None:
 def test_ranks_are_reduced_to_the_slowest_and_disturbed_steps_left_out() -> None:
     def rank(times: list[float], busy: list[float]) -> launch.Record:
         return {
-            "times": times, "busy": busy, "cpu": [0.5] * 5, "losses": [1.0] * 5, "payload": [7] * 5,
-            "loopback": [8] * 5, "digest": "a", "counted": None, "first_s": 1.0, "base_mb": 1.0, "start_mb": 2.0,
-            "peak_mb": 3.0, "torch": "2",
-        }  # fmt: skip
+            "times": times,
+            "busy": busy,
+            "cpu": [0.5] * 5,
+            "losses": [1.0] * 5,
+            "payload": [7] * 5,
+            "loopback": [8] * 5,
+            "digest": "a",
+            "counted": None,
+            "first_s": 1.0,
+            "base_mb": 1.0,
+            "start_mb": 2.0,
+            "peak_mb": 3.0,
+            "torch": "2",
+        }
 
     found = launch.reduce_ranks(
-        [rank([1, 1, 1, 1, 1], [1.0] * 5), rank([2, 2, 3, 2, 2], [1.0, 1.0, 1.0, 3.0, 1.0])], warmup=1, cores=2
+        [rank([1, 1, 1, 1, 1], [1.0] * 5), rank([2, 2, 3, 2, 2], [1.0, 1.0, 1.0, 3.0, 1.0])],
+        warmup=1,
+        cores=2,
     )
-    assert found["timed"] == [2, 3, 2]  # the fourth step was disturbed by two seconds of somebody else's
+    assert found["timed"] == [
+        2,
+        3,
+        2,
+    ]  # the fourth step was disturbed by two seconds of somebody else's
     assert (found["clean"], found["payload"]) == (3, 7)
 
 
@@ -204,10 +243,19 @@ def test_tables_are_aligned() -> None:
 
 def test_gpu_results_are_judged() -> None:
     line = {
-        "size": "1.5b", "loop": "zrun", "ms": 300.0, "ms_range": [299.0, 301.0], "tokens_per_s": 1e5, "tflops": 460.0,
-        "mfu": 0.46, "ratio": 0.99, "ratio_range": [0.98, 1.0], "peak_gib": 80.0, "state_gib": 27.0,
+        "size": "1.5b",
+        "loop": "zrun",
+        "ms": 300.0,
+        "ms_range": [299.0, 301.0],
+        "tokens_per_s": 1e5,
+        "tflops": 460.0,
+        "mfu": 0.46,
+        "ratio": 0.99,
+        "ratio_range": [0.98, 1.0],
+        "peak_gib": 80.0,
+        "state_gib": 27.0,
         "max_loss_difference": 1e-4,
-    }  # fmt: skip
+    }
     assert gpu.verdict(line) == "must"
     assert gpu.verdict(line | {"mfu": 0.44}) == "MISSED"
     assert gpu.verdict(line | {"size": "124m", "mfu": 0.3}) == "must"
@@ -234,7 +282,10 @@ def test_quick_fills_in_only_what_was_not_given() -> None:
 @pytest.mark.parametrize("name", ["step", "comm", "limits", "gpu"])
 def test_help(name: str) -> None:
     done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / f"{name}.py"), "--help"], capture_output=True, text=True, check=True
+        [sys.executable, str(BENCHMARKS / f"{name}.py"), "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert f"python benchmarks/{name}.py" in done.stdout
 
@@ -259,7 +310,9 @@ def test_the_gpu_planners_bounds_are_those_of_each_number() -> None:
     late = line_of([1.02e9, 1.06e9, 0.0112], [1e9, 1e9, 0.0100])
     low = line_of([0.96e9, 1.06e9, 0.0100], [1e9, 1e9, 0.0100])
     assert [gpu_planner.is_good(line) for line in (good, late, low)] == [True, False, False]
-    assert gpu_planner.errors_of(late) == pytest.approx({"allocated": 0.02, "reserved": 0.06, "seconds": 0.12})
+    assert gpu_planner.errors_of(late) == pytest.approx(
+        {"allocated": 0.02, "reserved": 0.06, "seconds": 0.12}
+    )
     text = gpu_planner.table([good, low])
     assert [row.split()[-1] for row in text.splitlines()[2:]] == ["within", "MISSED"]
 

@@ -102,7 +102,13 @@ def test_long_names_are_cut_and_states_are_seen(boards):
     boards[0].phase("backward")
     boards[0].waiting(True)
     state = boards[1].state(0)
-    assert (state.step, state.waiting, state.num_waits, state.phase, state.pid) == (3, True, 1, "backward", os.getpid())
+    assert (state.step, state.waiting, state.num_waits, state.phase, state.pid) == (
+        3,
+        True,
+        1,
+        "backward",
+        os.getpid(),
+    )
     boards[0].waiting(False)
     after = boards[1].state(0)
     assert (after.waiting, after.num_waits) == (False, 1)
@@ -182,7 +188,9 @@ def test_the_watchdog_stops_ranks_that_all_wait_for_different_things(boards):
     boards[0].waiting(True)
     assert stopped.event.wait(5)
     watchdog.close()
-    assert "rank 1 for all_gather 1, 'extra', to which rank 0 does not come" in str(stopped.errors[0])
+    assert "rank 1 for all_gather 1, 'extra', to which rank 0 does not come" in str(
+        stopped.errors[0]
+    )
 
 
 def test_a_halted_process_is_late_and_no_stalemate(boards, tmp_path):
@@ -215,7 +223,9 @@ def test_a_loop_that_tells_no_steps_has_its_own_advice(tmp_path):
     )
 
 
-@pytest.mark.parametrize(("world_size", "waits", "late"), [(3, [0, 2], [1]), (3, [0], [1, 2]), (6, [0, 1, 2], [])])
+@pytest.mark.parametrize(
+    ("world_size", "waits", "late"), [(3, [0, 2], [1]), (3, [0], [1, 2]), (6, [0, 1, 2], [])]
+)
 def test_who_is_waited_for_is_told_once_each_time(tmp_path, world_size, waits, late):
     boards = [Board(tmp_path / "board", rank, range(3), world_size) for rank in range(3)]
     told: queue.Queue[list[int]] = queue.Queue()
@@ -275,7 +285,9 @@ def test_a_disagreement_within_one_group_names_it(pairs, tmp_path):
         "rank 2 is at 'experts.2' (0 B), rank 3 at 'experts.3' (0 B). Some modules"
     )
     assert str(pairs[0].last(3)) == "all_gather 2 over shard (ranks 2, 3), 'experts.3' (0 B)"
-    assert BoardView(tmp_path / "board", range(4)).disagreement() == told, "the agent sees all groups"
+    assert BoardView(tmp_path / "board", range(4)).disagreement() == told, (
+        "the agent sees all groups"
+    )
 
 
 def test_a_stalemate_within_one_group_names_it(pairs):

@@ -26,19 +26,25 @@ CPU = torch.device("cpu")
 
 
 def values(built: Built) -> dict[str, torch.Tensor]:
-    found = {name: built.read(name, param).clone() for name, param in built.module.named_parameters()}
+    found = {
+        name: built.read(name, param).clone() for name, param in built.module.named_parameters()
+    }
     return found | dict(built.module.named_buffers())
 
 
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+    return left.keys() == right.keys() and all(
+        torch.equal(left[name], right[name]) for name in left
+    )
 
 
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(7, 4)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2)
+        )
         self.head = nn.Linear(4, 7, bias=False)
         self.head.weight = self.embed.weight
 
@@ -84,7 +90,9 @@ def test_meta_builds_are_bit_equal_between_calls_and_differ_between_seeds():
     first, again, other = (values(build_on_meta(Tied, seed)) for seed in (3, 3, 4))
     assert same(first, again)
     assert not torch.equal(first["embed.weight"], other["embed.weight"])
-    assert not torch.equal(first["blocks.0.0.weight"], first["blocks.1.0.weight"]), "each module has its own seed"
+    assert not torch.equal(first["blocks.0.0.weight"], first["blocks.1.0.weight"]), (
+        "each module has its own seed"
+    )
 
 
 def test_meta_values_do_not_depend_on_the_order_in_which_they_are_read():
@@ -92,7 +100,9 @@ def test_meta_values_do_not_depend_on_the_order_in_which_they_are_read():
     found = {}
     for name, param in reversed(list(backwards.module.named_parameters())):
         found[name] = backwards.read(name, param).clone()
-    assert all(torch.equal(value, found[name]) for name, value in values(forwards).items() if name in found)
+    assert all(
+        torch.equal(value, found[name]) for name, value in values(forwards).items() if name in found
+    )
 
 
 def test_meta_holds_no_parameter_and_leaves_the_generator_alone():
@@ -178,7 +188,12 @@ def test_switching_gradients_off_is_no_change_of_values():
         return model
 
     built = build_on_meta(factory, 0)
-    assert [param.requires_grad for param in built.module.parameters()] == [False, False, True, True]
+    assert [param.requires_grad for param in built.module.parameters()] == [
+        False,
+        False,
+        True,
+        True,
+    ]
     assert len(values(built)) == 4
 
 
@@ -207,7 +222,9 @@ def test_what_no_host_can_hold_is_refused_by_its_structure() -> None:
     with torch.device("meta"):
         module = nn.Linear(1000, 1000, bias=False)
     build.check_room(module, 4_000_000)
-    with pytest.raises(PreflightError, match=r"take 3\.8 MiB as its factory builds them.*write init: meta"):
+    with pytest.raises(
+        PreflightError, match=r"take 3\.8 MiB as its factory builds them.*write init: meta"
+    ):
         build.check_room(module, 3_999_999)
 
 
@@ -232,7 +249,9 @@ def test_a_rank_that_is_alone_looks_ahead_in_a_copy_of_itself(tmp_path, capfd) -
         refused.append(error)
         heard.set()
 
-    built = build_once_per_host(factory, 3, tmp_path / "init", ALONE, Comm(CPU), check_states=too_big, refuse=refuse)
+    built = build_once_per_host(
+        factory, 3, tmp_path / "init", ALONE, Comm(CPU), check_states=too_big, refuse=refuse
+    )
     torch.manual_seed(3)
     assert same(values(built), dict(nn.Linear(4, 4).named_parameters()))
     assert [str(error) for error in refused] == ["no room for 80 bytes"]
@@ -242,11 +261,16 @@ def test_a_rank_that_is_alone_looks_ahead_in_a_copy_of_itself(tmp_path, capfd) -
 
 def test_looking_ahead_says_nothing_where_there_is_room(tmp_path) -> None:
     for factory in (Tied, lambda: torch.load("nothing") if torch.empty(0).is_meta else Tied()):
-        built = build_once_per_host(factory, 3, tmp_path / "init", ALONE, Comm(CPU), refuse=pytest.fail)
+        built = build_once_per_host(
+            factory, 3, tmp_path / "init", ALONE, Comm(CPU), refuse=pytest.fail
+        )
         assert len(values(built)) == 15
 
 
 def test_a_rank_that_refuses_the_host_waits_for_nobody() -> None:
-    comm, host = cast("Comm", None), Group("host", (0, 1), 1, None)  # whoever asks the others fails here
+    comm, host = (
+        cast("Comm", None),
+        Group("host", (0, 1), 1, None),
+    )  # whoever asks the others fails here
     with pytest.raises(PreflightError), build._together(host, comm):
         raise PreflightError("no room")

@@ -131,9 +131,13 @@ def test_file_of_another_step_or_run(folder: CheckpointFolder, tmp_path: Path, n
         (folder.step_path(20) / name).write_bytes(before)
 
 
-@pytest.mark.parametrize("name", ["rank-00000.safetensors", "rank-00001.safetensors", "manifest.json"])
+@pytest.mark.parametrize(
+    "name", ["rank-00000.safetensors", "rank-00001.safetensors", "manifest.json"]
+)
 @pytest.mark.parametrize("instead", ["nothing", "folder", "symlink", "pipe", "unreadable"])
-def test_missing_or_not_a_file(folder: CheckpointFolder, tmp_path: Path, name: str, instead: str) -> None:
+def test_missing_or_not_a_file(
+    folder: CheckpointFolder, tmp_path: Path, name: str, instead: str
+) -> None:
     path = folder.step_path(20) / name
     path.rename(tmp_path / "content")
     if instead == "folder":
@@ -168,7 +172,10 @@ def test_what_is_read_back_is_what_is_verified(
     assert read_back(path, manifest) == []
     for info in manifest.files:
         content = bytearray((path / info.name).read_bytes())
-        for place in (0, *(each.offset + each.num_bytes - 1 for each in manifest.of_file(info.name))):
+        for place in (
+            0,
+            *(each.offset + each.num_bytes - 1 for each in manifest.of_file(info.name)),
+        ):
             content[place] ^= 1
             (path / info.name).write_bytes(content)
             found = read_back(path, manifest)
@@ -208,13 +215,26 @@ def test_step_that_is_a_link(folder: CheckpointFolder, tmp_path: Path) -> None:
     for step in (40, 50):
         write_step(folder, step)
     assert folder.prune(2) == [30, 20, 10]
-    assert (tmp_path / "elsewhere" / "manifest.json").exists()  # the links are gone, not what they led to
+    assert (
+        tmp_path / "elsewhere" / "manifest.json"
+    ).exists()  # the links are gone, not what they led to
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"\n", b"\xff\x00" * 9, b"../../etc/passwd", b"step-00000099\n", b"step-" + b"0" * 10**7, None]
+    "content",
+    [
+        b"",
+        b"\n",
+        b"\xff\x00" * 9,
+        b"../../etc/passwd",
+        b"step-00000099\n",
+        b"step-" + b"0" * 10**7,
+        None,
+    ],
 )
-def test_latest_is_only_a_hint(folder: CheckpointFolder, tmp_path: Path, content: bytes | None) -> None:
+def test_latest_is_only_a_hint(
+    folder: CheckpointFolder, tmp_path: Path, content: bytes | None
+) -> None:
     (folder.path / "latest").unlink()
     if content is None:
         (tmp_path / "outside").write_text("step-00000020")
@@ -273,7 +293,9 @@ def _of_state(state: str, field: str, value: Any) -> Callable[[Any], None]:
 
 def _set_random(key: str, value: Any) -> Callable[[Any], None]:
     """A change of the first fragment of the random streams."""
-    return lambda raw: next(each for each in raw["fragments"] if each["state"] == "rank").__setitem__(key, value)
+    return lambda raw: next(
+        each for each in raw["fragments"] if each["state"] == "rank"
+    ).__setitem__(key, value)
 
 
 def _as_integers(raw: Any) -> None:
@@ -290,7 +312,11 @@ _ORDER = {"order": None, "late": []}
 
 
 def _swap_ranges(raw: Any) -> None:
-    first, second = (each for each in raw["fragments"] if (each["tensor"], each["state"]) == ("layer.bias", "value"))
+    first, second = (
+        each
+        for each in raw["fragments"]
+        if (each["tensor"], each["state"]) == ("layer.bias", "value")
+    )
     first["start"], first["stop"], second["start"] = 0, 17, 16
     first["num_bytes"] = 34
 
@@ -300,7 +326,10 @@ HOSTILE = {
     "parent": (_set("files", 0, "name", "../manifest.json"), "plain name"),
     "dots": (_set("fragments", 0, "file", ".."), "plain name"),
     "null byte": (_set("files", 0, "name", "a\0b"), "printable"),
-    "the manifest as a shard": (_set("files", 0, "name", "manifest.json"), "manifest.json as a file"),
+    "the manifest as a shard": (
+        _set("files", 0, "name", "manifest.json"),
+        "manifest.json as a file",
+    ),
     "a huge shape": (_set("tensors", 0, "shape", [10**12, 33]), "strides|elements"),
     "an impossible shape": (_set("tensors", 0, "shape", [2**61, 2**61]), "no possible shape"),
     "a thousand dimensions": (_set("tensors", 0, "shape", [1] * 1000), "no possible shape"),
@@ -327,35 +356,62 @@ HOSTILE = {
     "a newer format": (_set("format", 2), "format 2"),
     "no object": (lambda raw: raw["files"].__setitem__(0, "x"), "keys"),
     "no ranks": (_set("world_size", 0), "too few"),
-    "a counter in words": (_set("progress", "steps", "many"), "progress, steps: 'many' is not a whole number"),
+    "a counter in words": (
+        _set("progress", "steps", "many"),
+        "progress, steps: 'many' is not a whole number",
+    ),
     "a counter below 0": (_set("progress", "cursor", -1), "progress, cursor"),
-    "a dataset of nothing": (_set("progress", "dataset_samples", 0), "dataset_samples: 0 is too few"),
+    "a dataset of nothing": (
+        _set("progress", "dataset_samples", 0),
+        "dataset_samples: 0 is too few",
+    ),
     "a loss in words": (_set("progress", "loss", "low"), "is not a number"),
     "a number beyond floats": (_set("progress", "loss", 10**400), "is not a number"),
-    "a scale of 0": (_set("progress", "scaler", {"scale": 0, "good": 1, "bad": 1}), "scale: 0.0 is not more than 0"),
+    "a scale of 0": (
+        _set("progress", "scaler", {"scale": 0, "good": 1, "bad": 1}),
+        "scale: 0.0 is not more than 0",
+    ),
     "half a scaler": (_set("progress", "scaler", {"scale": 2.0}), "scale, good, bad"),
     "groups in words": (_set("progress", "groups", {"": 7}), "groups: not a list"),
-    "parameters for options": (_set("progress", "groups", {"": [{"params": []}]}), "params are no option"),
+    "parameters for options": (
+        _set("progress", "groups", {"": [{"params": []}]}),
+        "params are no option",
+    ),
     "extras in a list": (_set("progress", "extra", [1, 2]), "extra: not an object"),
-    "models in a number": (_set("layout", "models", 5), "models: not an object|layout: not an object"),
+    "models in a number": (
+        _set("layout", "models", 5),
+        "models: not an object|layout: not an object",
+    ),
     "a model in a number": (_set("layout", "models", {"a": 5}), "layout: not an object"),
     "other models": (_set("layout", "models", {"a": {}}), "not of the models in layout"),
     "other parts in a number": (_set("layout", "others", 5), "layout: not a list"),
     "another part in a number": (_set("layout", "others", [{}, 5]), "layout: not an object"),
     "a state too few": (lambda raw: raw["rank_states"].pop(), "states of 2 ranks"),
     "a rank twice": (_set("rank_states", 1, "rank", 0), "states of 2 ranks"),
-    "a rank without streams": (lambda raw: raw["rank_states"][0].pop("rng"), "keys rank, rng, learnt"),
-    "an order that is none": (_set("rank_states", 0, "learnt", {**_ORDER, "order": 5}), "learnt: not a list"),
-    "an order of numbers": (_set("rank_states", 0, "learnt", {**_ORDER, "order": [1]}), "not a text"),
+    "a rank without streams": (
+        lambda raw: raw["rank_states"][0].pop("rng"),
+        "keys rank, rng, learnt",
+    ),
+    "an order that is none": (
+        _set("rank_states", 0, "learnt", {**_ORDER, "order": 5}),
+        "learnt: not a list",
+    ),
+    "an order of numbers": (
+        _set("rank_states", 0, "learnt", {**_ORDER, "order": [1]}),
+        "not a text",
+    ),
     "half an order": (_set("rank_states", 0, "learnt", {"order": None}), "keys order, late"),
     "streams of nobody": (_set_random("tensor", "torch"), "belongs to no rank"),
     "streams of a rank that is not": (_set_random("tensor", "rng/2/torch"), "belongs to no rank"),
     "a buffer of no tensor": (_set_random("tensor", "buffer/0/layer.scale"), "does not list"),
     "a buffer of another size": (_set_random("tensor", "buffer/0/norm.count"), "elements"),
-    "a buffer of another kind": (_set_random("tensor", "buffer/0/layer.weight"), "is uint8, and the tensor float32"),
+    "a buffer of another kind": (
+        _set_random("tensor", "buffer/0/layer.weight"),
+        "is uint8, and the tensor float32",
+    ),
     "values of another kind": (_as_integers, "is int32, and the tensor float32"),
     "a job without a bottom": (_set("job", "a", _nested(200)), "inside of more than 100"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -367,18 +423,52 @@ def test_hostile_manifest(folder: CheckpointFolder, name: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    [b"", b"{", b"null", signed("[]"), signed("[" * 10**5 + "]" * 10**5), signed('{"a":1,"a":2}'), signed("{\xff}"),
-     signed('{"step":' + "9" * 10**5 + "}"), b"\x00" * 10**6],
-)  # fmt: skip
+    [
+        b"",
+        b"{",
+        b"null",
+        signed("[]"),
+        signed("[" * 10**5 + "]" * 10**5),
+        signed('{"a":1,"a":2}'),
+        signed("{\xff}"),
+        signed('{"step":' + "9" * 10**5 + "}"),
+        b"\x00" * 10**6,
+    ],
+)
 def test_hostile_text(text: bytes) -> None:
     with pytest.raises(CheckpointError, match=r"manifest\.json"):
         Manifest.from_json(text)
 
 
 VALUES = [
-    None, True, -1, 0, 1, 2**31, 2**62, 2**63, 10**12, 10**30, -(10**12), 1.5, -0.0, "", "..", "/etc/passwd", "a/b",
-    "\0", "x" * 5000, "manifest.json", "value", "float64", [], {}, [[]], {"a": {}}, [10**12] * 65,
-]  # fmt: skip
+    None,
+    True,
+    -1,
+    0,
+    1,
+    2**31,
+    2**62,
+    2**63,
+    10**12,
+    10**30,
+    -(10**12),
+    1.5,
+    -0.0,
+    "",
+    "..",
+    "/etc/passwd",
+    "a/b",
+    "\0",
+    "x" * 5000,
+    "manifest.json",
+    "value",
+    "float64",
+    [],
+    {},
+    [[]],
+    {"a": {}},
+    [10**12] * 65,
+]
 
 
 def _mutate(raw: Any, chance: random.Random) -> None:
@@ -406,7 +496,9 @@ def _mutate(raw: Any, chance: random.Random) -> None:
         return
 
 
-def test_manifest_fuzz(folder: CheckpointFolder, audited: list[tuple[str, tuple[Any, ...]]]) -> None:
+def test_manifest_fuzz(
+    folder: CheckpointFolder, audited: list[tuple[str, tuple[Any, ...]]]
+) -> None:
     """3,000 forged manifests: refused, or harmless; constant memory; no file outside of the step is opened."""
     chance = random.Random(1)
     write_step(folder, 30, ranks=1)
@@ -429,12 +521,16 @@ def test_manifest_fuzz(folder: CheckpointFolder, audited: list[tuple[str, tuple[
         accepted += 1
         (path / "manifest.json").write_bytes(text)
         found = folder.scan()[0]
-        assert found.manifest is None or verify(path, manifest) == []  # what is left to change does no harm
+        assert (
+            found.manifest is None or verify(path, manifest) == []
+        )  # what is left to change does no harm
     LISTENING[0] = False
     assert 0 < accepted < 1000
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - resident < 200 * 1024  # KiB
     opened = {
-        str(arguments[0]) for event, arguments in audited if event == "open" and isinstance(arguments[0], str | Path)
+        str(arguments[0])
+        for event, arguments in audited
+        if event == "open" and isinstance(arguments[0], str | Path)
     }
     outside = {name for name in opened if not name.startswith(str(folder.path))}
     assert not outside
@@ -450,7 +546,9 @@ def test_a_forged_header_does_not_matter(folder: CheckpointFolder) -> None:
     assert "header" in problems(folder)[0]
 
 
-def test_no_pickle_is_loaded(folder: CheckpointFolder, tmp_path: Path, audited: list[tuple[str, Any]]) -> None:
+def test_no_pickle_is_loaded(
+    folder: CheckpointFolder, tmp_path: Path, audited: list[tuple[str, Any]]
+) -> None:
     """Neither by reading, nor when files hold pickles that would run something."""
     manifest = read_step(folder.step_path(20))
     read_step_state(folder.step_path(20), manifest)

@@ -35,7 +35,9 @@ class Plain(torch.nn.Module):
         self.register_buffer("mask", torch.ones(3, dtype=torch.bool))
 
 
-def save_model(folder: CheckpointFolder, model: torch.nn.Module, ranks: int = 3) -> tuple[Path, Manifest]:
+def save_model(
+    folder: CheckpointFolder, model: torch.nn.Module, ranks: int = 3
+) -> tuple[Path, Manifest]:
     """A step with the state of `model`, cut into flat ranges in memory order over `ranks` files."""
     names: dict[int, list[str]] = {}
     tensors = model.state_dict(keep_vars=True)
@@ -47,19 +49,37 @@ def save_model(folder: CheckpointFolder, model: torch.nn.Module, ranks: int = 3)
         memory = tensor.as_strided((tensor.numel(),), (1,))
         kind = "buffer" if name in dict(model.named_buffers()) else "param"
         infos.append(
-            TensorInfo(name, tuple(tensor.shape), tensor.stride(), DTYPES[tensor.dtype], kind, tuple(aliases), {})
+            TensorInfo(
+                name,
+                tuple(tensor.shape),
+                tensor.stride(),
+                DTYPES[tensor.dtype],
+                kind,
+                tuple(aliases),
+                {},
+            )
         )
         for rank in range(ranks):
             start, stop = (tensor.numel() * each // ranks for each in (rank, rank + 1))
             if start < stop:
                 parts[rank].append(Part(name, "value", start, stop, memory[start:stop]))
     tmp = folder.begin(7)
-    shards = [write_shard(tmp / f"rank-{rank:05d}.safetensors", part) for rank, part in enumerate(parts)]
+    shards = [
+        write_shard(tmp / f"rank-{rank:05d}.safetensors", part) for rank, part in enumerate(parts)
+    ]
     manifest = Manifest(
-        step=7, run_id="run-1", versions={}, job={}, world_size=ranks, layout={}, progress={},
-        files=[info for info, _ in shards], tensors=infos,
-        fragments=[each for _, fragments in shards for each in fragments], rank_states=rank_states(ranks),
-    )  # fmt: skip
+        step=7,
+        run_id="run-1",
+        versions={},
+        job={},
+        world_size=ranks,
+        layout={},
+        progress={},
+        files=[info for info, _ in shards],
+        tensors=infos,
+        fragments=[each for _, fragments in shards for each in fragments],
+        rank_states=rank_states(ranks),
+    )
     folder.commit(tmp, manifest)
     return folder.step_path(7), manifest
 
@@ -72,25 +92,36 @@ def folder(tmp_path: Path) -> CheckpointFolder:
 def load(files: list[Path]) -> dict[str, torch.Tensor]:
     if files[0].suffix == ".pt":
         return torch.load(files[0], weights_only=True)
-    return {name: tensor for file in files if file.suffix == ".safetensors" for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in files
+        if file.suffix == ".safetensors"
+        for name, tensor in load_file(file).items()
+    }
 
 
 @pytest.mark.parametrize("out", ["model.safetensors", "model.pt", "model", "many"])
 @pytest.mark.parametrize("dtype", ["keep", "fp32", "bf16"])
-def test_strict_load_into_the_plain_model(folder: CheckpointFolder, tmp_path: Path, out: str, dtype: str) -> None:
+def test_strict_load_into_the_plain_model(
+    folder: CheckpointFolder, tmp_path: Path, out: str, dtype: str
+) -> None:
     torch.manual_seed(1)
     model = Plain()
     step, manifest = save_model(folder, model)
     files = export(step, manifest, tmp_path / out, dtype, 3000 if out == "many" else 10**9)
     exported = load(files)
     assert all(
-        tensor.dtype == torch.bfloat16 for tensor in exported.values() if dtype == "bf16" and tensor.is_floating_point()
+        tensor.dtype == torch.bfloat16
+        for tensor in exported.values()
+        if dtype == "bf16" and tensor.is_floating_point()
     )
     torch.manual_seed(2)
     plain = Plain()
     plain.load_state_dict(exported, strict=True)
     for name, tensor in model.state_dict().items():
-        expected = tensor.bfloat16().float() if dtype == "bf16" and tensor.is_floating_point() else tensor
+        expected = (
+            tensor.bfloat16().float() if dtype == "bf16" and tensor.is_floating_point() else tensor
+        )
         assert torch.equal(plain.state_dict()[name], expected), name
     assert not [path for path in tmp_path.iterdir() if "tmp" in path.name]
 
@@ -100,14 +131,20 @@ def test_tied_names_share_memory_in_a_state_dict(folder: CheckpointFolder, tmp_p
     state = torch.load(file, weights_only=True)
     assert state.keys() == Plain().state_dict().keys()
     assert state["embedding.weight"].data_ptr() == state["head.weight"].data_ptr()
-    assert state["conv.weight"].untyped_storage().nbytes() == 4 * 108  # no tensor holds on to the others
+    assert (
+        state["conv.weight"].untyped_storage().nbytes() == 4 * 108
+    )  # no tensor holds on to the others
 
 
-def test_shards_have_an_index_as_transformers_writes_it(folder: CheckpointFolder, tmp_path: Path) -> None:
+def test_shards_have_an_index_as_transformers_writes_it(
+    folder: CheckpointFolder, tmp_path: Path
+) -> None:
     files = export(*save_model(folder, Plain()), tmp_path / "model", max_shard_bytes=3400)
     index = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())
     names = [file.name for file in files if file.suffix == ".safetensors"]
-    assert names == [f"model-{number:05d}-of-{len(names):05d}.safetensors" for number in range(1, len(names) + 1)]
+    assert names == [
+        f"model-{number:05d}-of-{len(names):05d}.safetensors" for number in range(1, len(names) + 1)
+    ]
     assert len(names) > 2
     state = Plain().state_dict()
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in state.values())
@@ -122,7 +159,9 @@ def test_masters_are_kept_unless_told(folder: CheckpointFolder, tmp_path: Path) 
     model = torch.nn.Linear(4, 4)
     step, manifest = save_model(folder, model, ranks=1)
     infos = [TensorInfo(**{**info.__dict__, "dtype": "bfloat16"}) for info in manifest.tensors]
-    (file,) = export(step, Manifest(**{**manifest.__dict__, "tensors": infos}), tmp_path / "a.safetensors")
+    (file,) = export(
+        step, Manifest(**{**manifest.__dict__, "tensors": infos}), tmp_path / "a.safetensors"
+    )
     assert torch.equal(load_file(file)["weight"], model.weight)
 
 
@@ -148,7 +187,9 @@ def test_nothing_is_overwritten(folder: CheckpointFolder, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("out", ["model", "model.pt", "model.safetensors"])
-def test_full_disk(folder: CheckpointFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str) -> None:
+def test_full_disk(
+    folder: CheckpointFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str
+) -> None:
     step, manifest = save_model(folder, Plain())
 
     def full(*_: object) -> None:
@@ -166,7 +207,9 @@ def test_full_disk_while_torch_writes(
     step, manifest = save_model(folder, Plain())
 
     def full(*_: object) -> None:
-        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 1 vs 0\nmore")
+        raise RuntimeError(
+            "[enforce fail at inline_container.cc:672] . unexpected pos 1 vs 0\nmore"
+        )
 
     monkeypatch.setattr(torch, "save", full)
     with pytest.raises(SaveError, match="unexpected pos"):
@@ -174,11 +217,17 @@ def test_full_disk_while_torch_writes(
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs the kernel's high-water mark")
+@pytest.mark.skipif(
+    not os.path.exists("/proc/self/clear_refs"), reason="needs the kernel's high-water mark"
+)
 @pytest.mark.parametrize("dtype", ["keep", "bf16"])
-def test_memory_is_twice_the_largest_tensor(folder: CheckpointFolder, tmp_path: Path, dtype: str) -> None:
+def test_memory_is_twice_the_largest_tensor(
+    folder: CheckpointFolder, tmp_path: Path, dtype: str
+) -> None:
     """Three tensors of 64 MB, one of them in another memory order: never more than two at once."""
-    model = torch.nn.ParameterDict({f"w{index}": torch.nn.Parameter(torch.ones(4096, 4096)) for index in range(2)})
+    model = torch.nn.ParameterDict(
+        {f"w{index}": torch.nn.Parameter(torch.ones(4096, 4096)) for index in range(2)}
+    )
     model["w2"] = torch.nn.Parameter(torch.ones(4096, 4096).t())
     step, manifest = save_model(folder, model, ranks=2)
     del model
@@ -192,5 +241,9 @@ def test_memory_is_twice_the_largest_tensor(folder: CheckpointFolder, tmp_path: 
 
 def _resident(key: str) -> int:
     """Bytes, from the kernel's account of this process."""
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{key}:"))
+    (line,) = (
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith(f"{key}:")
+    )
     return int(line.split()[1]) * 1024

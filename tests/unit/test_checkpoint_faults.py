@@ -45,15 +45,26 @@ def save(folder: CheckpointFolder, step: int) -> None:
     state = toy_state(step, scale=8)
     tmp = folder.begin(step)
     try:
-        shards = [write_shard(tmp / f"rank-{rank:05d}.safetensors", toy_parts(state, rank, 2)) for rank in (0, 1)]
+        shards = [
+            write_shard(tmp / f"rank-{rank:05d}.safetensors", toy_parts(state, rank, 2))
+            for rank in (0, 1)
+        ]
         folder.commit(
             tmp,
             Manifest(
-                step=step, run_id="run-1", versions={}, job={}, world_size=2, layout={}, progress={},
-                files=[info for info, _ in shards], tensors=toy_infos(state),
-                fragments=[each for _, fragments in shards for each in fragments], rank_states=rank_states(2),
+                step=step,
+                run_id="run-1",
+                versions={},
+                job={},
+                world_size=2,
+                layout={},
+                progress={},
+                files=[info for info, _ in shards],
+                tensors=toy_infos(state),
+                fragments=[each for _, fragments in shards for each in fragments],
+                rank_states=rank_states(2),
             ),
-        )  # fmt: skip
+        )
     except SaveError:
         folder.discard(tmp)
         raise
@@ -64,11 +75,15 @@ def save(folder: CheckpointFolder, step: int) -> None:
 def valid(folder: CheckpointFolder) -> list[int]:
     """The steps that count; each is read whole."""
     found = [each for each in folder.scan() if each.manifest is not None]
-    assert all(verify(each.path, each.manifest) == [] for each in found if each.manifest is not None)
+    assert all(
+        verify(each.path, each.manifest) == [] for each in found if each.manifest is not None
+    )
     return [each.step for each in found]
 
 
-def failing_after(monkeypatch: pytest.MonkeyPatch, limit: int, error: int, *, in_thread: bool = False) -> None:
+def failing_after(
+    monkeypatch: pytest.MonkeyPatch, limit: int, error: int, *, in_thread: bool = False
+) -> None:
     """A disk that takes `limit` bytes, reserves nothing, and then fails."""
     real, written, lock = os.pwrite, [0], threading.Lock()
 
@@ -90,7 +105,9 @@ def step_bytes(folder: CheckpointFolder) -> int:
 
 
 @pytest.mark.parametrize("percent", range(0, 100, 10))
-def test_disk_full_without_reservation(folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch, percent: int) -> None:
+def test_disk_full_without_reservation(
+    folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch, percent: int
+) -> None:
     failing_after(monkeypatch, step_bytes(folder) * percent // 100, errno.ENOSPC)
     with pytest.raises(SaveError, match=r"No space left on device \(.* needed, .* free\)"):
         save(folder, 20)
@@ -101,14 +118,18 @@ def test_disk_full_without_reservation(folder: CheckpointFolder, monkeypatch: py
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.EDQUOT, errno.EROFS, errno.EBADF])
-def test_error_in_a_writer_thread(folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch, error: int) -> None:
+def test_error_in_a_writer_thread(
+    folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
     failing_after(monkeypatch, 0, error, in_thread=True)
     with pytest.raises(SaveError, match=os.strerror(error)):
         save(folder, 20)
     assert valid(folder) == [10]
 
 
-def test_only_the_last_of_many_blocks_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_last_of_many_blocks_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = torch.ones(11 * 2**20)
     failing_after(monkeypatch, data.nbytes - 1, errno.EIO, in_thread=True)
     with pytest.raises(SaveError, match="Input/output error"):
@@ -130,7 +151,9 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert torch.equal(read, data)
 
 
-def test_a_file_system_with_fewer_features(folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_with_fewer_features(
+    folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither reserves space nor writes past the page cache, which some say only when it is tried."""
     real = os.pwrite
 
@@ -145,7 +168,9 @@ def test_a_file_system_with_fewer_features(folder: CheckpointFolder, monkeypatch
     assert valid(folder) == [20, 10]
 
 
-def test_a_write_of_nothing_is_an_error(folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_of_nothing_is_an_error(
+    folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "pwrite", lambda *_: 0)
     with pytest.raises(SaveError, match="takes no more bytes"):
         save(folder, 20)
@@ -155,7 +180,9 @@ def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     data = torch.randn(2**20)
     _, (fragment,) = write_shard(tmp_path / "a", [Part("a", "value", 0, data.numel(), data)])
     real = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda file, views, offset: real(file, [views[0][:100_001]], offset))
+    monkeypatch.setattr(
+        os, "preadv", lambda file, views, offset: real(file, [views[0][:100_001]], offset)
+    )
     read = torch.empty_like(data)
     read_fragment(tmp_path, fragment, read)
     assert torch.equal(read, data)
@@ -186,7 +213,9 @@ def test_the_folder_cannot_be_synced_after_the_rename(
     monkeypatch.setattr(CheckpointFolder, "commit", lambda *args: told.append(commit(*args)))
     monkeypatch.setattr(CheckpointFolder, "point_latest", lambda *_: None)
     save(folder, 20)
-    assert told == [f"step 20 is saved, but {folder.path} cannot be synced: Input/output error; see the disk"]
+    assert told == [
+        f"step 20 is saved, but {folder.path} cannot be synced: Input/output error; see the disk"
+    ]
     assert valid(folder) == [20, 10]
 
 
@@ -233,7 +262,9 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
     path.mkdir()
     if os.geteuid() != 0 or shutil.which("mount") is None:
         pytest.skip("mounting a small file system needs root")
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(path)], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(path)], capture_output=True
+    ).returncode:
         pytest.skip("this container may not mount a file system")
 
     def options(text: str) -> Path:
@@ -250,7 +281,9 @@ def test_a_real_full_disk(small_disk: Callable[[str], Path]) -> None:
     save(folder, 10)
     used = os.statvfs(folder.path)
     blocks = used.f_blocks - used.f_bfree
-    shards = sum(-(-path.stat().st_size // 4096) for path in folder.step_path(10).glob("*.safetensors"))
+    shards = sum(
+        -(-path.stat().st_size // 4096) for path in folder.step_path(10).glob("*.safetensors")
+    )
     for percent in (*range(0, 100, 10), 100):
         small_disk(f"size={(blocks + shards * percent // 100) * 4096}")
         with pytest.raises(SaveError, match="No space left on device") as caught:
@@ -320,7 +353,9 @@ def test_power_loss_after_any_operation(tmp_path: Path, mode: str) -> None:
 def test_sigkill_at_every_call_and_at_random_instants(tmp_path: Path) -> None:
     """50 random instants; 1,000 with ZRUN_TEST_KILLS=1000. In memory if possible: a process that dies takes no disk."""
     memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else tmp_path) as folder:
+    with tempfile.TemporaryDirectory(
+        dir=memory if os.access(memory, os.W_OK) else tmp_path
+    ) as folder:
         command = [sys.executable, str(HERE / "kill_saves.py"), f"{folder}/checkpoints", KILLS]
         result = subprocess.run(command, capture_output=True, text=True, timeout=600 + int(KILLS))
     assert result.returncode == 0, result.stdout + result.stderr

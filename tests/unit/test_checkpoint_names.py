@@ -15,8 +15,20 @@ from zrun_core.checkpoint import names
 from zrun_core.errors import CheckpointError
 from zrun_core.spine.config import JobConfig
 
-LEFT = ("step-00000005.tmp-ab12", "step-00000006.aside-ffee0011", "latest.tmp-0001", "before-gpt.aside-00000001")
-FOREIGN = ("step-5", "step-0000000x", "step-00000007.old1", "step-0000000\u0665", "before-refactoring", "latest1")
+LEFT = (
+    "step-00000005.tmp-ab12",
+    "step-00000006.aside-ffee0011",
+    "latest.tmp-0001",
+    "before-gpt.aside-00000001",
+)
+FOREIGN = (
+    "step-5",
+    "step-0000000x",
+    "step-00000007.old1",
+    "step-0000000\u0665",
+    "before-refactoring",
+    "latest1",
+)
 
 
 @pytest.fixture
@@ -44,7 +56,9 @@ def test_names_that_are_made_are_known_again() -> None:
     assert names.is_aside(names.before_name("gpt.aside-1"))
     assert names.is_aside(names.aside_name(names.step_name(3)))
     for name in FOREIGN:
-        assert not any(ask(name) for ask in (names.is_aside, names.is_stale, names.belongs_to_steps)), name
+        assert not any(
+            ask(name) for ask in (names.is_aside, names.is_stale, names.belongs_to_steps)
+        ), name
 
 
 def test_a_folder_that_cannot_be_listed_is_not_taken_for_an_empty_one(

@@ -50,7 +50,9 @@ def test_safetensors_opens_our_files(folder: CheckpointFolder) -> None:
             fragments = manifest.of_file(info.name)
             assert set(file.keys()) == {fragment.key for fragment in fragments}
             for fragment in fragments:
-                tensor = torch.empty(fragment.stop - fragment.start, dtype=getattr(torch, fragment.dtype))
+                tensor = torch.empty(
+                    fragment.stop - fragment.start, dtype=getattr(torch, fragment.dtype)
+                )
                 read_fragment(folder.step_path(50), fragment, tensor)
                 assert torch.equal(file.get_tensor(fragment.key), tensor)
 
@@ -59,8 +61,12 @@ def test_safetensors_opens_our_files(folder: CheckpointFolder) -> None:
 def test_every_dtype(tmp_path: Path, name: str) -> None:
     dtype = getattr(torch, name)
     assert dtype.itemsize == ITEM_BYTES[name]
-    data = torch.arange(64, dtype=torch.uint8).remainder(2).view(dtype)  # 0 and 1 are what a bool can be
-    info, (fragment,) = write_shard(tmp_path / "a.safetensors", [Part("a", "value", 0, data.numel(), data)])
+    data = (
+        torch.arange(64, dtype=torch.uint8).remainder(2).view(dtype)
+    )  # 0 and 1 are what a bool can be
+    info, (fragment,) = write_shard(
+        tmp_path / "a.safetensors", [Part("a", "value", 0, data.numel(), data)]
+    )
     assert fragment.dtype == DTYPES[dtype] == name
     with safe_open(tmp_path / "a.safetensors", framework="pt") as file:
         assert torch.equal(file.get_tensor("value/a").view(torch.uint8), data.view(torch.uint8))
@@ -70,13 +76,21 @@ def test_every_dtype(tmp_path: Path, name: str) -> None:
     check_header(tmp_path, info)
 
 
-@pytest.mark.parametrize("num_bytes", [0, 1, 4095, 4096, 2**23 - 4096, 2**23, 2**23 + 1, 3 * 2**23 + 4097])
+@pytest.mark.parametrize(
+    "num_bytes", [0, 1, 4095, 4096, 2**23 - 4096, 2**23, 2**23 + 1, 3 * 2**23 + 4097]
+)
 def test_sizes_around_blocks(tmp_path: Path, num_bytes: int) -> None:
     data = torch.arange(num_bytes, dtype=torch.int32).to(torch.uint8)
-    parts = [Part("a", "value", 0, num_bytes, data), Part("b", "value", 3, 6, torch.tensor([1, 2, 3]))]
+    parts = [
+        Part("a", "value", 0, num_bytes, data),
+        Part("b", "value", 3, 6, torch.tensor([1, 2, 3])),
+    ]
     info, fragments = write_shard(tmp_path / "a.safetensors", parts)
     assert info.num_bytes == os.stat(tmp_path / "a.safetensors").st_size
-    assert [fragment.key for fragment in fragments] == ["value/b@3", "value/a"]  # the wider format first
+    assert [fragment.key for fragment in fragments] == [
+        "value/b@3",
+        "value/a",
+    ]  # the wider format first
     read = torch.empty_like(data)
     read_fragment(tmp_path, fragments[1], read)
     assert torch.equal(read, data)
@@ -172,7 +186,12 @@ def test_prune_leaves_the_best_alone(folder: CheckpointFolder) -> None:
     assert folder.prune(2, dry_run=True) == [3, 1]
     assert folder.prune(2, thorough=True) == [3, 1]
     assert steps(folder) == [5, 4, 2]
-    for text in ("", "step-00000002\n", "step-00000002 loss min nan\n", "step-00000009 loss min 1\n"):
+    for text in (
+        "",
+        "step-00000002\n",
+        "step-00000002 loss min nan\n",
+        "step-00000009 loss min 1\n",
+    ):
         (folder.path / "best").write_text(text)
         assert folder.best_so_far() is None
     (folder.path / "best").unlink()
@@ -222,7 +241,9 @@ def test_no_removal_rests_on_a_step_that_rotted(folder: CheckpointFolder) -> Non
     assert steps(folder) == [4, 3]
 
 
-def test_a_step_that_stays_is_read_once(folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_stays_is_read_once(
+    folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And not before something is removed for it."""
     read: list[int] = []
     monkeypatch.setattr(store, "read_back", lambda path, manifest: read.append(manifest.step) or [])

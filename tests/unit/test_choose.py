@@ -60,7 +60,9 @@ def test_others_are_refused_with_the_reason(name, reason, lr):
 
 
 def test_every_class_of_torch_is_taken_or_refused_by_name():
-    names = [n.lower() for n, c in vars(torch.optim).items() if inspect.isclass(c) and n != "Optimizer"]
+    names = [
+        n.lower() for n, c in vars(torch.optim).items() if inspect.isclass(c) and n != "Optimizer"
+    ]
     refused = [name for name in names if name in NOT_SHARDED]
     assert sorted(refused) == ["adafactor", "lbfgs", "muon", "sparseadam"]
     for name in set(names) - set(refused):
@@ -89,19 +91,37 @@ def test_our_own(name, moments, keys, dtype):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"name": "lamb", "args": {"norm_clam": 1}}, "lamb has no argument 'norm_clam'; did you mean norm_clamp?"),
-        ({"name": "lars", "args": {"xyzzy": 1}}, "it takes momentum, trust_coefficient, ratio_clamp, adapt_no_decay"),
-        ({"name": "lion", "args": {"amsgrad": True}}, "lion has no argument 'amsgrad'; it takes none"),
-        ({"name": "lamb", "args": {"norm_clamp": [2, 1]}}, r"norm_clamp: \[2.0, 1.0\] is no range: write"),
-        ({"name": "lamb", "args": {"bias_correction": "perhaps"}}, "bias_correction: .* boolean.*found 'perhaps'"),
+        (
+            {"name": "lamb", "args": {"norm_clam": 1}},
+            "lamb has no argument 'norm_clam'; did you mean norm_clamp?",
+        ),
+        (
+            {"name": "lars", "args": {"xyzzy": 1}},
+            "it takes momentum, trust_coefficient, ratio_clamp, adapt_no_decay",
+        ),
+        (
+            {"name": "lion", "args": {"amsgrad": True}},
+            "lion has no argument 'amsgrad'; it takes none",
+        ),
+        (
+            {"name": "lamb", "args": {"norm_clamp": [2, 1]}},
+            r"norm_clamp: \[2.0, 1.0\] is no range: write",
+        ),
+        (
+            {"name": "lamb", "args": {"bias_correction": "perhaps"}},
+            "bias_correction: .* boolean.*found 'perhaps'",
+        ),
         ({"name": "lars", "args": {"momentum": 1.5}}, "momentum: .* less than 1"),
         ({"name": "lars", "betas": [0.9, 0.99]}, "lars has no betas; leave optim.betas out"),
         ({"name": "lion", "eps": 1e-3}, "lion has no eps; leave optim.eps out"),
-        ({"name": "sgd", "moments": "bf16"}, "sgd keeps its state in fp32; bf16 is for adam, adamw, lamb, lion"),
+        (
+            {"name": "sgd", "moments": "bf16"},
+            "sgd keeps its state in fp32; bf16 is for adam, adamw, lamb, lion",
+        ),
         ({"name": "train.py:Mine", "moments": "bf16"}, "bf16 is for adam"),
         ({"name": "shampoo"}, "shampoo cannot update slices of parameters: .*; write adamw"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_fit_ours_is_said_before_torch_is_there(keys, message):
     with pytest.raises(ValueError, match=message):
         OptimConfig.model_validate(keys)
@@ -140,11 +160,17 @@ def test_a_fused_one_that_cannot_wait_for_a_gradient_is_not_used():
         ({"name": "adamv"}, r"no optimizer 'adamv'; did you mean adam"),
         ({"name": "xyzzy"}, "write one of adadelta, adagrad"),
         ({"name": "optimizer"}, "no optimizer 'optimizer'"),
-        ({"args": {"amsgrat": True}}, "optim.args.amsgrat: adamw has no such argument; did you mean amsgrad"),
-        ({"name": "sgd", "betas": [0.9, 0.99]}, "optim.betas: sgd has no such argument; it takes lr, momentum"),
+        (
+            {"args": {"amsgrat": True}},
+            "optim.args.amsgrat: adamw has no such argument; did you mean amsgrad",
+        ),
+        (
+            {"name": "sgd", "betas": [0.9, 0.99]},
+            "optim.betas: sgd has no such argument; it takes lr, momentum",
+        ),
         ({"name": "sgd", "args": {"momentum": -1.0}}, "Invalid momentum value"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_fit_is_said(keys, message):
     with pytest.raises(JobError, match=message):
         chosen(**keys)
@@ -174,7 +200,9 @@ def signs(params: Any, lr: float) -> torch.optim.Optimizer:
 def test_the_users_own_class_by_reference():
     assert chosen("mine.py:signs", signs).moments == 2
     for lr in (1e-2, 1e-8):
-        with pytest.raises(JobError, match=r"mine.py:Lamb cannot be sharded, because it looks at whole tensors"):
+        with pytest.raises(
+            JobError, match=r"mine.py:Lamb cannot be sharded, because it looks at whole tensors"
+        ):
             chosen("mine.py:Lamb", Lamb, lr=lr)
     with pytest.raises(JobError, match="whole tensors"):
         chosen("mine.py:Lamb", Lamb, args={"whole_list": True})

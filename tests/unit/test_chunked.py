@@ -33,4 +33,6 @@ def test_updates_of_two_models_at_a_time_do_not_disturb_each_other():
     disturbed, alone = made(Interrupted, 0), made(Bf16AdamW, 0)
     disturbed.step()
     alone.step()
-    assert all(torch.equal(*pair) for pair in zip(state_of(disturbed), state_of(alone), strict=True))
+    assert all(
+        torch.equal(*pair) for pair in zip(state_of(disturbed), state_of(alone), strict=True)
+    )

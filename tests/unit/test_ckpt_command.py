@@ -55,7 +55,9 @@ def ckpt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 def test_ls(ckpt: Ckpt, run: Path) -> None:
     code, out, err = ckpt("ls", run)
     assert (code, err) == (0, "")
-    rows = [line.split() for line in out.splitlines() if line.strip().startswith(("30", "20", "10"))]
+    rows = [
+        line.split() for line in out.splitlines() if line.strip().startswith(("30", "20", "10"))
+    ]
     assert [row[0] for row in rows] == ["30", "20", "10"]
     assert "rank-00001.safetensors has" in " ".join(rows[0])
     assert rows[1][3:] == ["9.4", "KiB", "2", "run-1", "complete"] or "complete" in rows[1]
@@ -90,7 +92,10 @@ def test_runs_have_names(ckpt: Ckpt, run: Path, monkeypatch: pytest.MonkeyPatch)
     assert ckpt("export", "toy", "out.safetensors", "--step", "20")[0] == 0
     assert ckpt("prune", "toy", "--keep", "2", "--dry-run")[0] == 0
     code, _, err = ckpt("ls", "tio")
-    assert (code, err.startswith("error: no run and no job is called 'tio'; did you mean toy?")) == (2, True)
+    assert (
+        code,
+        err.startswith("error: no run and no job is called 'tio'; did you mean toy?"),
+    ) == (2, True)
 
 
 def test_a_run_may_save_elsewhere(ckpt: Ckpt, run: Path, tmp_path: Path) -> None:
@@ -137,7 +142,15 @@ def test_inspect(ckpt: Ckpt, run: Path) -> None:
     code, out, _ = ckpt("inspect", run, "--tensors")
     assert code == 0
     assert "step-00000020" in out  # the newest that counts
-    for text in ("stage 3", "samples 1280", "exp_avg_sq", "layer.weight", "= tied.weight", "48 x 33", "bfloat16"):
+    for text in (
+        "stage 3",
+        "samples 1280",
+        "exp_avg_sq",
+        "layer.weight",
+        "= tied.weight",
+        "48 x 33",
+        "bfloat16",
+    ):
         assert text in out, text
     code, out, _ = ckpt("inspect", run, "--step", "10", "--json")
     facts = json.loads(out)
@@ -166,9 +179,14 @@ def test_names_are_no_markup(ckpt: Ckpt, run: Path) -> None:
     manifest = read_step(path)
     forged = replace(
         manifest,
-        tensors=[replace(each, name="z[/b]") if each.name == "layer.bias" else each for each in manifest.tensors],
+        tensors=[
+            replace(each, name="z[/b]") if each.name == "layer.bias" else each
+            for each in manifest.tensors
+        ],
         fragments=[
-            replace(each, tensor="z[/b]", state={"value": "value"}.get(each.state, f"{each.state}[/i]"))
+            replace(
+                each, tensor="z[/b]", state={"value": "value"}.get(each.state, f"{each.state}[/i]")
+            )
             if each.tensor == "layer.bias"
             else each
             for each in manifest.fragments
@@ -212,9 +230,18 @@ def test_export(ckpt: Ckpt, run: Path, tmp_path: Path) -> None:
 def test_export_says_what_a_folder_is(ckpt: Ckpt, run: Path, tmp_path: Path) -> None:
     step = run / "checkpoints" / "step-00000020"
     models = [
-        (None, "weights only, by the names of the state_dict, without a config: the checkpoint does not say"),
-        (ModelInfo("train.Net", None, "which is not it"), "without a config: of train.Net, which is not it"),
-        (ModelInfo("lib.models.Net", None, None), " loads it; for its tokenizer, give the model or the dataset"),
+        (
+            None,
+            "weights only, by the names of the state_dict, without a config: the checkpoint does not say",
+        ),
+        (
+            ModelInfo("train.Net", None, "which is not it"),
+            "without a config: of train.Net, which is not it",
+        ),
+        (
+            ModelInfo("lib.models.Net", None, None),
+            " loads it; for its tokenizer, give the model or the dataset",
+        ),
     ]
     for number, (model, words) in enumerate(models):
         (step / "manifest.json").write_bytes(replace(read_step(step), model=model).to_json())
@@ -235,18 +262,23 @@ def test_prune(ckpt: Ckpt, run: Path) -> None:
     assert ckpt("prune", run, "--keep", "2")[1] == "removed step 10\n"
     assert [found.step for found in folder.scan()] == [40, 30, 20]
     assert json.loads(ckpt("prune", run, "--keep", "2", "--json")[1]) == {
-        "removed": [], "aside": [], "in_use_by": None,
-    }  # fmt: skip
+        "removed": [],
+        "aside": [],
+        "in_use_by": None,
+    }
 
 
 def test_prune_leaves_a_save_under_way(ckpt: Ckpt, run: Path) -> None:
     folder = CheckpointFolder(run / "checkpoints")
     half, aside = folder.begin(50), folder.set_aside(10)
-    with held(folder.path):  # as whoever saves there does: a launcher's ranks, torchrun's, a script with the library
+    with held(
+        folder.path
+    ):  # as whoever saves there does: a launcher's ranks, torchrun's, a script with the library
         code, _, err = ckpt("prune", run, "--keep", "2", "--aside")
         assert (code, err) == (
-            0, f"{folder.path} is in use by process {os.getpid()}: what it writes, and what was set aside, stays\n"
-        )  # fmt: skip
+            0,
+            f"{folder.path} is in use by process {os.getpid()}: what it writes, and what was set aside, stays\n",
+        )
         assert half.is_dir()
         assert aside.is_dir()
     assert ckpt("prune", run, "--keep", "2")[0] == 0
@@ -266,7 +298,9 @@ def test_listing_needs_no_torch(run: Path) -> None:
         "try: cli.main()\nfinally: print('torch' in sys.modules)"
     )
     for command in (["ls"], ["inspect"], ["verify"], ["prune", "--keep", "2"]):
-        result = subprocess.run([sys.executable, "-c", code, *command, str(run)], capture_output=True, text=True)
+        result = subprocess.run(
+            [sys.executable, "-c", code, *command, str(run)], capture_output=True, text=True
+        )
         assert result.stdout.endswith("False\n"), result.stderr
 
 
@@ -278,25 +312,38 @@ def test_what_was_set_aside_is_named_and_removed_on_request(ckpt: Ckpt, run: Pat
     code, out, _ = ckpt("ls", run)
     assert (code, out.splitlines()[-2:]) == (0, [f"set aside: {before}", f"set aside: {damaged}"])
     assert ckpt("prune", run, "--keep", "2")[1] == "nothing to remove\n"
-    assert ckpt("prune", run, "--keep", "2", "--aside", "--dry-run")[1] == f"would remove {before}, {damaged}\n"
-    assert json.loads(ckpt("ls", run, "--json")[1])["aside"] == [str(folder.path / n) for n in (before, damaged)]
+    assert (
+        ckpt("prune", run, "--keep", "2", "--aside", "--dry-run")[1]
+        == f"would remove {before}, {damaged}\n"
+    )
+    assert json.loads(ckpt("ls", run, "--json")[1])["aside"] == [
+        str(folder.path / n) for n in (before, damaged)
+    ]
     assert ckpt("prune", run, "--keep", "2", "--aside")[1] == f"removed {before}, {damaged}\n"
     assert folder.aside() == []
     assert [found.step for found in folder.scan()] == [20, 10]
 
 
 def test_earlier_attempts_are_listed(ckpt: Ckpt, run: Path) -> None:
-    earlier = {number: CheckpointFolder(run / "attempts" / str(number) / "checkpoints") for number in (2, 10)}
+    earlier = {
+        number: CheckpointFolder(run / "attempts" / str(number) / "checkpoints")
+        for number in (2, 10)
+    }
     for number, folder in earlier.items():
         write_step(folder, number + 100)
     (run / "attempts" / "11" / "logs").mkdir(parents=True)  # it ended before it saved
     code, out, _ = ckpt("ls", run)
     assert [line for line in out.splitlines() if line.startswith(("/", "attempt"))] == [
-        str(run / "checkpoints"), f"attempt 10: {earlier[10].path}", f"attempt 2: {earlier[2].path}",
-    ]  # fmt: skip
+        str(run / "checkpoints"),
+        f"attempt 10: {earlier[10].path}",
+        f"attempt 2: {earlier[2].path}",
+    ]
     code, out, _ = ckpt("ls", run, "--json")
     attempts = json.loads(out)["attempts"]
-    assert {number: [step["step"] for step in steps] for number, steps in attempts.items()} == {"10": [110], "2": [102]}
+    assert {number: [step["step"] for step in steps] for number, steps in attempts.items()} == {
+        "10": [110],
+        "2": [102],
+    }
     (run / "checkpoints").rename(run.parent / "elsewhere")
     code, out, err = ckpt("ls", run)
     assert (code, f"attempt 2: {earlier[2].path}" in out) == (9, True)
@@ -305,7 +352,9 @@ def test_earlier_attempts_are_listed(ckpt: Ckpt, run: Path) -> None:
     assert ckpt("inspect", run / "attempts" / "2")[0] == 0
 
 
-def test_a_host_without_threads_is_said(ckpt: Ckpt, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_without_threads_is_said(
+    ckpt: Ckpt, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 

@@ -88,7 +88,9 @@ class Zrun:
 
 
 @pytest.fixture
-def zrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Zrun:
+def zrun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Zrun:
     monkeypatch.chdir(tmp_path)
     Path("job.yaml").write_text(JOB)
     Path("user.py").write_text(USER)
@@ -131,7 +133,9 @@ def test_torch_is_not_imported(zrun: Zrun, arguments: list[str]) -> None:
         "import sys\nfrom zrun.cli import main\ntry: main()\nexcept SystemExit as end: code = end.code\n"
         "print(code, *sorted({'torch', 'pydantic', 'yaml'} & set(sys.modules)), file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=True
+    )
     code, *loaded = done.stderr.splitlines()[-1].split()
     assert code == "0", done.stderr
     assert "torch" not in loaded
@@ -149,7 +153,9 @@ def test_a_mistake_in_the_job_is_one_line_without_traceback(zrun: Zrun) -> None:
     result = zrun("check", "job.yaml", "zero.stag=3")
     assert result.code == ExitCode.USAGE
     assert result.out == ""
-    assert result.err == ('error: override zero.stag=3: zero.stag: unknown key; did you mean "stage"? write stage: 3\n')
+    assert result.err == (
+        'error: override zero.stag=3: zero.stag: unknown key; did you mean "stage"? write stage: 3\n'
+    )
 
 
 def test_check_prints_the_plan(zrun: Zrun) -> None:
@@ -200,7 +206,11 @@ def test_check_tells_a_batch_that_does_not_divide(zrun: Zrun) -> None:
 @pytest.mark.parametrize(
     ("override", "code", "message"),
     [
-        ("model=user.py:build_modle", ExitCode.USAGE, "user.py has no 'build_modle'; did you mean build_model?"),
+        (
+            "model=user.py:build_modle",
+            ExitCode.USAGE,
+            "user.py has no 'build_modle'; did you mean build_model?",
+        ),
         ("loss=user.py:nope", ExitCode.USAGE, "loss: user.py:nope: user.py has no 'nope'"),
         ("data=other.py:f", ExitCode.USAGE, "data: other.py:f: there is no file"),
         ("model.args.dmi=2", ExitCode.USAGE, "did you mean dim?"),
@@ -209,7 +219,9 @@ def test_check_tells_a_batch_that_does_not_divide(zrun: Zrun) -> None:
         ("model=user.py:dies", ExitCode.WORKER, "ended with exit code 9"),
     ],
 )
-def test_check_finds_what_is_wrong_with_the_users_code(zrun: Zrun, override: str, code: int, message: str) -> None:
+def test_check_finds_what_is_wrong_with_the_users_code(
+    zrun: Zrun, override: str, code: int, message: str
+) -> None:
     arguments = [override] if override.startswith("model.args") else ["model.args={}", override]
     result = zrun("check", "job.yaml", *arguments)
     assert (result.code, result.out) == (code, "")
@@ -218,8 +230,14 @@ def test_check_finds_what_is_wrong_with_the_users_code(zrun: Zrun, override: str
 
 @pytest.mark.usefixtures("warm")
 def test_check_tells_every_reference_that_leads_nowhere(zrun: Zrun) -> None:
-    result = zrun("check", "job.yaml", "data=user.py:a", "loss=user.py:b", "hooks.on_eval=user.py:c")
-    assert [line.split(": ")[-3] for line in result.err.splitlines()] == ["data", "loss", "hooks.on_eval"]
+    result = zrun(
+        "check", "job.yaml", "data=user.py:a", "loss=user.py:b", "hooks.on_eval=user.py:c"
+    )
+    assert [line.split(": ")[-3] for line in result.err.splitlines()] == [
+        "data",
+        "loss",
+        "hooks.on_eval",
+    ]
 
 
 @pytest.mark.usefixtures("warm")
@@ -279,7 +297,10 @@ def test_init_writes_the_job_and_the_code_of_the_readme(zrun: Zrun) -> None:
 def test_init_replaces_nothing_unless_told(zrun: Zrun) -> None:
     result = zrun("init", "-o", "job.yaml")
     assert result.code == ExitCode.USAGE
-    assert result.err == "error: job.yaml exists; choose another name with -o, or replace it with --force\n"
+    assert (
+        result.err
+        == "error: job.yaml exists; choose another name with -o, or replace it with --force\n"
+    )
     assert Path("job.yaml").read_text() == JOB
     assert not Path("train.py").exists()
     Path("train.py").write_text("mine")
@@ -327,11 +348,15 @@ def test_explain_all(zrun: Zrun) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "near"), [("zero.stag", "zero.stage"), ("bucket", "zero.bucket"), ("learning_rate", "optim.lr")]
+    ("key", "near"),
+    [("zero.stag", "zero.stage"), ("bucket", "zero.bucket"), ("learning_rate", "optim.lr")],
 )
 def test_explain_an_unknown_key(zrun: Zrun, key: str, near: str) -> None:
     result = zrun("explain", key)
-    assert (result.code, result.err) == (ExitCode.USAGE, f"error: a job has no key {key!r}; did you mean {near}?\n")
+    assert (result.code, result.err) == (
+        ExitCode.USAGE,
+        f"error: a job has no key {key!r}; did you mean {near}?\n",
+    )
 
 
 def test_config_show(zrun: Zrun) -> None:
@@ -343,24 +368,38 @@ def test_config_show(zrun: Zrun) -> None:
 
 
 def test_config_schema(zrun: Zrun) -> None:
-    assert json.loads(zrun("config", "schema").out)["required"] == ["name", "model", "data", "batch"]
+    assert json.loads(zrun("config", "schema").out)["required"] == [
+        "name",
+        "model",
+        "data",
+        "batch",
+    ]
 
 
 def test_check_lists_the_hosts(zrun: Zrun) -> None:
     Path("hf").write_text("node1 slots=8\nme@node2:2222 slots=8\n")
-    result = zrun("check", "job.yaml", "--hosts", "hf", "-i", "node2:3,1@node1", "--no-import", "--offline")
+    result = zrun(
+        "check", "job.yaml", "--hosts", "hf", "-i", "node2:3,1@node1", "--no-import", "--offline"
+    )
     assert (result.code, result.err) == (0, "")
     assert result.out == (
         "hosts: 2 hosts, 10 slots, by ssh (hf names them)\n  node1  slots=8  (hf:1:1)\n"
         "  me@node2:2222  slots 1,3 of 8  (hf:2:1)\nplan: none: the hosts were not looked at (--offline)\n"
         "structure: not looked at\n"
     )
-    report = json.loads(zrun("check", "job.yaml", "--hosts", "hf", "--no-import", "--json", "--offline").out)
-    assert (report["backend"]["kind"], [host["name"] for host in report["hosts"]]) == ("ssh", ["node1", "node2"])
+    report = json.loads(
+        zrun("check", "job.yaml", "--hosts", "hf", "--no-import", "--json", "--offline").out
+    )
+    assert (report["backend"]["kind"], [host["name"] for host in report["hosts"]]) == (
+        "ssh",
+        ["node1", "node2"],
+    )
     assert report["plan"] is None
 
 
-@pytest.mark.parametrize("arguments", [["-i", "localhost:0,1"], ["-H", "localhost:2"], ["--slots", "2"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments", [["-i", "localhost:0,1"], ["-H", "localhost:2"], ["--slots", "2"]], ids=" ".join
+)
 def test_check_counts_slots_of_this_host(zrun: Zrun, arguments: list[str]) -> None:
     report = json.loads(zrun("check", "job.yaml", *arguments, "--no-import", "--json").out)
     assert (report["batch"]["ranks"], report["backend"]["kind"]) == (2, "local")
@@ -400,24 +439,44 @@ def test_numbers_of_options_have_bounds(zrun: Zrun, arguments: list[str], number
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--hosts", "none"], "none: there is no such host file; write a line for each host, such as: node1 slots=8"),
+        (
+            ["--hosts", "none"],
+            "none: there is no such host file; write a line for each host, such as: node1 slots=8",
+        ),
         (["-H", "-x"], '-H:1:1: "-x" begins with "-", which no host name does'),
-        (["hosts=[a, $b]"], 'override hosts=[a, $b]: hosts[1]: "$b" is not a host name: letters, digits, dots, - and '
-         "_, no other character"),
-        (["hosts=[]"], "override hosts=[]: hosts: expected text | [text, ...] | null, found []; write for example "
-         "hosts: [node1:8, node2:8]"),
+        (
+            ["hosts=[a, $b]"],
+            'override hosts=[a, $b]: hosts[1]: "$b" is not a host name: letters, digits, dots, - and '
+            "_, no other character",
+        ),
+        (
+            ["hosts=[]"],
+            "override hosts=[]: hosts: expected text | [text, ...] | null, found []; write for example "
+            "hosts: [node1:8, node2:8]",
+        ),
         (["hosts=[1]"], 'override hosts=[1]: hosts[0]: expected text, found 1; write "1"'),
-        (["launch.backend=slrm"], 'override launch.backend=slrm: launch.backend: expected auto | local | ssh | slurm | '
-         'env, found "slrm"; did you mean "slurm"? write backend: slurm'),
-        (["launch.ssh=-F x"], "override launch.ssh=-F x: launch.ssh: '-F x' names no command; write ssh, or ssh with "
-         "its options: ssh -F cluster.cfg"),
-        (["launch.python=-c"], "override launch.python=-c: launch.python: '-c' is not the path of a Python; write for "
-         "example /opt/venv/bin/python"),
+        (
+            ["launch.backend=slrm"],
+            "override launch.backend=slrm: launch.backend: expected auto | local | ssh | slurm | "
+            'env, found "slrm"; did you mean "slurm"? write backend: slurm',
+        ),
+        (
+            ["launch.ssh=-F x"],
+            "override launch.ssh=-F x: launch.ssh: '-F x' names no command; write ssh, or ssh with "
+            "its options: ssh -F cluster.cfg",
+        ),
+        (
+            ["launch.python=-c"],
+            "override launch.python=-c: launch.python: '-c' is not the path of a Python; write for "
+            "example /opt/venv/bin/python",
+        ),
     ],
-)  # fmt: skip
+)
 def test_hosts_that_are_wrong(zrun: Zrun, arguments: list[str], message: str) -> None:
     for command in ("check", "train"):
-        assert zrun(command, "job.yaml", *arguments) == Result(ExitCode.USAGE, "", f"error: {message}\n")
+        assert zrun(command, "job.yaml", *arguments) == Result(
+            ExitCode.USAGE, "", f"error: {message}\n"
+        )
 
 
 def test_hosts_in_the_job_have_a_place(zrun: Zrun) -> None:
@@ -445,13 +504,21 @@ def test_hosts_that_are_not_there_are_all_named(zrun: Zrun) -> None:
     assert not Path("runs").exists()
 
 
-def test_what_the_launcher_of_the_ranks_has_to_do_is_refused(zrun: Zrun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_launcher_of_the_ranks_has_to_do_is_refused(
+    zrun: Zrun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
     told = zrun("train", "job.yaml", "restarts=2")
     assert told.code == ExitCode.USAGE
-    assert "restarts: another launcher started this process (a launcher like torchrun: RANK=1, WORLD_SIZE=2" in told.err
-    assert "--dry-run: another launcher started this process" in zrun("train", "job.yaml", "--dry-run").err
+    assert (
+        "restarts: another launcher started this process (a launcher like torchrun: RANK=1, WORLD_SIZE=2"
+        in told.err
+    )
+    assert (
+        "--dry-run: another launcher started this process"
+        in zrun("train", "job.yaml", "--dry-run").err
+    )
     assert "MASTER_ADDR does not name the host of rank 0" in zrun("train", "job.yaml").err
     assert zrun("train", "job.yaml", "--dry-run", "launch=local").code == 0
 
@@ -466,7 +533,10 @@ def test_interrupt(zrun: Zrun, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_check_and_dry_run_show_where_ranks_sit(zrun: Zrun) -> None:
     arguments = ["job.yaml", "parallel.tp=2", "parallel.pp=2", "--slots", "8"]
-    for result in (zrun("check", *arguments, "--no-import"), zrun("train", *arguments, "--dry-run")):
+    for result in (
+        zrun("check", *arguments, "--no-import"),
+        zrun("train", *arguments, "--dry-run"),
+    ):
         assert result.code == 0, result.err
         shown = result.out + result.err
         assert "parallel: tp 2, pp 2, dp 2, order [tp, dp, pp], allow_cross_node_tp false" in shown
@@ -486,8 +556,12 @@ def test_model_parallelism_is_planned_and_not_trained(zrun: Zrun) -> None:
     assert not Path("runs").exists()
 
     # The same from a plan that no launcher has looked at.
-    job = JobConfig.model_validate({"name": "x", "model": "a:b", "data": "a:b", "steps": 1, "batch": 2})
-    places = [RankPlace(rank=rank, host="h", local_rank=rank, device="cpu", tp=rank) for rank in range(2)]
+    job = JobConfig.model_validate(
+        {"name": "x", "model": "a:b", "data": "a:b", "steps": 1, "batch": 2}
+    )
+    places = [
+        RankPlace(rank=rank, host="h", local_rank=rank, device="cpu", tp=rank) for rank in range(2)
+    ]
     spec = RunSpec(
         job=job,
         plan=LaunchPlan(ranks=places),

@@ -13,35 +13,78 @@ from zrun_core.errors import JobError
 MPI = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
 HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
 ALLOCATION = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[10,2]"}
-BATCH = ALLOCATION | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURMD_NODENAME": "n2", "SLURM_NTASKS": "2"}
-STEP = BATCH | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2", "SLURM_PROCID": "3"}
-TASK_PER_HOST = STEP | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_GPUS_PER_NODE": "h100:8",
-                        "SLURM_STEP_NODELIST": "n[10,2]"}  # fmt: skip
-PET = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "job-master-0", "PET_MASTER_PORT": "23456"}
-POD = {"KUBERNETES_SERVICE_HOST": "10.1.0.1", "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-0",
-       "MASTER_PORT": "23456"}  # fmt: skip
-SKY = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.2\n10.0.0.1\n", "SKYPILOT_NUM_GPUS_PER_NODE": "8"}
-TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "n1",
-            "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "x"}  # fmt: skip
+BATCH = ALLOCATION | {
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURMD_NODENAME": "n2",
+    "SLURM_NTASKS": "2",
+}
+STEP = BATCH | {
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_PROCID": "3",
+}
+TASK_PER_HOST = STEP | {
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_PROCID": "1",
+    "SLURM_GPUS_PER_NODE": "h100:8",
+    "SLURM_STEP_NODELIST": "n[10,2]",
+}
+PET = {
+    "PET_NNODES": "2",
+    "PET_NODE_RANK": "1",
+    "PET_MASTER_ADDR": "job-master-0",
+    "PET_MASTER_PORT": "23456",
+}
+POD = {
+    "KUBERNETES_SERVICE_HOST": "10.1.0.1",
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "MASTER_ADDR": "job-0",
+    "MASTER_PORT": "23456",
+}
+SKY = {
+    "SKYPILOT_NODE_RANK": "1",
+    "SKYPILOT_NODE_IPS": "10.0.0.2\n10.0.0.1\n",
+    "SKYPILOT_NUM_GPUS_PER_NODE": "8",
+}
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "n1",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "x",
+}
 
 
 @pytest.mark.parametrize(
     ("environ", "seat"),
     [
         (TORCHRUN, Seat(5, 8, 1, 4, "n1", 29500)),
-        (TORCHRUN | MPI | STEP | PET | POD, Seat(1, 2, 1, 4, "job-0", 23456)),  # the innermost launcher
+        (
+            TORCHRUN | MPI | STEP | PET | POD,
+            Seat(1, 2, 1, 4, "job-0", 23456),
+        ),  # the innermost launcher
         (MPI, Seat(5, 8, 1)),
         (MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, Seat(5, 8, 1, 4)),
         (MPI | STEP, Seat(5, 8, 1)),  # mpirun starts its daemons with srun
         (HYDRA, Seat(5, 8, 1, 4)),
         (HYDRA | STEP, Seat(5, 8, 1, 4)),
-        ({f"MV2_COMM_WORLD_{key}": value for key, value in
-          {"RANK": "5", "SIZE": "8", "LOCAL_RANK": "1"}.items()}, Seat(5, 8, 1)),
+        (
+            {
+                f"MV2_COMM_WORLD_{key}": value
+                for key, value in {"RANK": "5", "SIZE": "8", "LOCAL_RANK": "1"}.items()
+            },
+            Seat(5, 8, 1),
+        ),
         (STEP, Seat(3, 4, 0)),
         (STEP | {"PMI_RANK": "3", "PMI_SIZE": "4"}, Seat(3, 4, 0)),  # srun --mpi=pmi2
         (STEP | {"SLURM_STEP_NUM_NODES": "4"}, Seat(3, 4, 0)),
     ],
-)  # fmt: skip
+)
 def test_a_process_per_rank(environ: dict[str, str], seat: Seat) -> None:
     found = detect(environ)
     assert (found.kind, found.seat, found.host_seat, found.names) == ("joined", seat, None, ())
@@ -61,16 +104,31 @@ def test_evidence_names_the_launcher() -> None:
         (PET | POD | {"PET_NPROC_PER_NODE": "8"}, "pet", HostSeat(1, 2, 8, "job-master-0", 23456)),
         (PET | {"PET_NPROC_PER_NODE": "auto"}, "pet", HostSeat(1, 2, None, "job-master-0", 23456)),
         (PET | {"PET_NNODES": "2:2"}, "pet", HostSeat(1, 2, None, "job-master-0", 23456)),
-        ({"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_RDZV_ENDPOINT": "[fd00::7]:29400"}, "pet",
-         HostSeat(0, 2, None, "fd00::7", 29400)),
-        ({"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_RDZV_ENDPOINT": "n1"}, "pet", HostSeat(0, 2, None, "n1")),
-        ({"PET_NNODES": "2", "PET_NODE_RANK": "0", "MASTER_ADDR": "n1"}, "pet", HostSeat(0, 2, None, "n1")),
+        (
+            {"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_RDZV_ENDPOINT": "[fd00::7]:29400"},
+            "pet",
+            HostSeat(0, 2, None, "fd00::7", 29400),
+        ),
+        (
+            {"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_RDZV_ENDPOINT": "n1"},
+            "pet",
+            HostSeat(0, 2, None, "n1"),
+        ),
+        (
+            {"PET_NNODES": "2", "PET_NODE_RANK": "0", "MASTER_ADDR": "n1"},
+            "pet",
+            HostSeat(0, 2, None, "n1"),
+        ),
         (POD, "kubernetes", HostSeat(1, 2, None, "job-0", 23456)),
         (SKY, "skypilot", HostSeat(1, 2, 8, "10.0.0.2")),
         (TASK_PER_HOST, "slurm", HostSeat(0, 2, 8, "n2")),
-        (TASK_PER_HOST | {"SLURMD_NODENAME": "n10", "SLURM_PROCID": "0"}, "slurm", HostSeat(1, 2, 8, "n2")),
+        (
+            TASK_PER_HOST | {"SLURMD_NODENAME": "n10", "SLURM_PROCID": "0"},
+            "slurm",
+            HostSeat(1, 2, 8, "n2"),
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_process_per_host(environ: dict[str, str], kind: str, seat: HostSeat) -> None:
     found = detect(environ)
     assert (found.kind, found.seat, found.host_seat) == (kind, None, seat)
@@ -87,20 +145,44 @@ def test_skypilot_names_its_hosts_in_the_order_of_their_ranks() -> None:
     [
         (ALLOCATION, None, None),  # a shell of salloc's on the login node
         (BATCH, None, "n2"),
-        (BATCH | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}, None, "n2"),  # an interactive step
-        (BATCH | {"SLURM_STEP_ID": "4294967291", "SLURM_STEP_NUM_TASKS": "2"}, None, "n2"),  # the batch script
-        (BATCH | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1", "PMI_RANK": "0", "PMI_SIZE": "1"}, None, "n2"),
+        (
+            BATCH | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"},
+            None,
+            "n2",
+        ),  # an interactive step
+        (
+            BATCH | {"SLURM_STEP_ID": "4294967291", "SLURM_STEP_NUM_TASKS": "2"},
+            None,
+            "n2",
+        ),  # the batch script
+        (
+            BATCH
+            | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1", "PMI_RANK": "0", "PMI_SIZE": "1"},
+            None,
+            "n2",
+        ),
         (ALLOCATION | {"SLURM_GPUS_PER_NODE": "a100:6,v100:2"}, 8, None),
         (ALLOCATION | {"SLURM_GPUS_PER_NODE": "8", "SLURM_NTASKS_PER_NODE": "1"}, 8, None),
         (ALLOCATION | {"SLURM_NTASKS_PER_NODE": "4"}, 4, None),
         (ALLOCATION | {"SLURM_NTASKS_PER_NODE": "1"}, None, None),
-        (ALLOCATION | {"SLURM_TASKS_PER_NODE": "64(x2)"}, None, None),  # CPUs, where nobody asked for tasks
+        (
+            ALLOCATION | {"SLURM_TASKS_PER_NODE": "64(x2)"},
+            None,
+            None,
+        ),  # CPUs, where nobody asked for tasks
         ({"SLURM_JOB_ID": "7", "SLURM_NODELIST": "n[2,10]"}, None, None),
     ],
 )
-def test_a_shell_in_an_allocation(environ: dict[str, str], slots: int | None, here: str | None) -> None:
+def test_a_shell_in_an_allocation(
+    environ: dict[str, str], slots: int | None, here: str | None
+) -> None:
     found = detect(environ)
-    assert (found.kind, found.names, found.slots, found.here) == ("slurm", ("n2", "n10"), slots, here)
+    assert (found.kind, found.names, found.slots, found.here) == (
+        "slurm",
+        ("n2", "n10"),
+        slots,
+        here,
+    )
     assert (found.seat, found.host_seat) == (None, None)
 
 
@@ -125,38 +207,72 @@ def test_nothing_to_join(environ: dict[str, str]) -> None:
 
 def test_one_host_of_an_allocation_that_is_not_this_one() -> None:
     found = detect({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n2"})
-    assert (found.kind, found.names, found.evidence) == ("slurm", ("n2",), "Slurm job 7: n2 (SLURM_JOB_NODELIST)")
+    assert (found.kind, found.names, found.evidence) == (
+        "slurm",
+        ("n2",),
+        "Slurm job 7: n2 (SLURM_JOB_NODELIST)",
+    )
 
 
 @pytest.mark.parametrize(
     ("environ", "words"),
     [
-        (TORCHRUN | {"RANK": "8"}, "RANK=8 is not below WORLD_SIZE=8: unset what an earlier launcher left behind"),
+        (
+            TORCHRUN | {"RANK": "8"},
+            "RANK=8 is not below WORLD_SIZE=8: unset what an earlier launcher left behind",
+        ),
         (TORCHRUN | {"LOCAL_RANK": "4"}, "LOCAL_RANK=4 is not below LOCAL_WORLD_SIZE=4"),
         (TORCHRUN | {"RANK": "two"}, 'RANK="two" is not a whole number >= 0'),
         (TORCHRUN | {"WORLD_SIZE": "0"}, 'WORLD_SIZE="0" is not a whole number >= 1'),
         (TORCHRUN | {"MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a port"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK and WORLD_SIZE are set without LOCAL_RANK"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "n1"}, "RANK and WORLD_SIZE are set without LOCAL_RANK"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "n1"},
+            "RANK and WORLD_SIZE are set without LOCAL_RANK",
+        ),
         (POD | {"RANK": "2"}, "RANK=2 is not below WORLD_SIZE=2"),
         (TORCHRUN | {"MASTER_ADDR": "$(id)"}, 'MASTER_ADDR: "$(id)" is not a host name'),
         (
             {"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_RDZV_ENDPOINT": "fd00::7"},
             "PET_RDZV_ENDPOINT: write host:port",
         ),
-        (TASK_PER_HOST | {"SLURMD_NODENAME": "n3"}, "SLURM_STEP_NODELIST: 2 hosts, where SLURM_STEP_NUM_NODES=2 and"),
+        (
+            TASK_PER_HOST | {"SLURMD_NODENAME": "n3"},
+            "SLURM_STEP_NODELIST: 2 hosts, where SLURM_STEP_NUM_NODES=2 and",
+        ),
         (POD | {"MASTER_ADDR": "-x"}, 'MASTER_ADDR: "-x" begins with "-"'),
-        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_LOCAL_RANK is not set"),
-        ({"PET_NNODES": "1:4", "PET_NODE_RANK": "0"}, "the number must be fixed: write PET_NNODES=4"),
+        (
+            {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"},
+            "OMPI_COMM_WORLD_LOCAL_RANK is not set",
+        ),
+        (
+            {"PET_NNODES": "1:4", "PET_NODE_RANK": "0"},
+            "the number must be fixed: write PET_NNODES=4",
+        ),
         ({"PET_NNODES": "2"}, "PET_NODE_RANK does not say which of them this host is"),
-        ({"PET_NNODES": "2", "PET_NODE_RANK": "0"}, "PET_MASTER_ADDR does not name the first one: set it too"),
-        (SKY | {"SKYPILOT_NODE_RANK": "2"}, "SKYPILOT_NODE_RANK=2 is not below the number of hosts"),
+        (
+            {"PET_NNODES": "2", "PET_NODE_RANK": "0"},
+            "PET_MASTER_ADDR does not name the first one: set it too",
+        ),
+        (
+            SKY | {"SKYPILOT_NODE_RANK": "2"},
+            "SKYPILOT_NODE_RANK=2 is not below the number of hosts",
+        ),
         (SKY | {"SKYPILOT_NODE_IPS": ""}, "SKYPILOT_NODE_IPS names no host"),
-        ({"SLURM_JOB_ID": "7"}, "SLURM_JOB_NODELIST does not name its hosts"),  # no fallback to this host
-        (ALLOCATION | {"SLURM_JOB_NODELIST": "n[3-1]"}, "SLURM_JOB_NODELIST: column 3: 3-1 counts down"),
+        (
+            {"SLURM_JOB_ID": "7"},
+            "SLURM_JOB_NODELIST does not name its hosts",
+        ),  # no fallback to this host
+        (
+            ALLOCATION | {"SLURM_JOB_NODELIST": "n[3-1]"},
+            "SLURM_JOB_NODELIST: column 3: 3-1 counts down",
+        ),
         (ALLOCATION | {"SLURM_JOB_NODELIST": "n1,-x"}, 'SLURM_JOB_NODELIST: "-x" begins with "-"'),
         (ALLOCATION | {"SLURM_JOB_NODELIST": "n[1,1]"}, "SLURM_JOB_NODELIST names n1 twice"),
-        (ALLOCATION | {"SLURM_HET_SIZE": "2"}, "the parts of a heterogeneous Slurm job cannot be used together"),
+        (
+            ALLOCATION | {"SLURM_HET_SIZE": "2"},
+            "the parts of a heterogeneous Slurm job cannot be used together",
+        ),
         (STEP | {"SLURM_PROCID": "4"}, "SLURM_PROCID=4 is not below SLURM_STEP_NUM_TASKS=4"),
     ],
 )
@@ -166,9 +282,26 @@ def test_what_is_set_by_half_is_an_error(environ: dict[str, str], words: str) ->
     assert words in str(caught.value)
 
 
-_NAMES = sorted({*TORCHRUN, *MPI, *HYDRA, *STEP, *PET, *POD, *SKY, "SLURM_GPUS_PER_NODE", "SLURM_HET_SIZE"})
+_NAMES = sorted(
+    {*TORCHRUN, *MPI, *HYDRA, *STEP, *PET, *POD, *SKY, "SLURM_GPUS_PER_NODE", "SLURM_HET_SIZE"}
+)
 _VALUES = st.sampled_from(
-    ["", "0", "1", "2", "8", "-1", "9" * 30, "٣", "1:2", "n[1-3]", "n1", "[::1]:29400", "$(id)", "\n"]
+    [
+        "",
+        "0",
+        "1",
+        "2",
+        "8",
+        "-1",
+        "9" * 30,
+        "٣",
+        "1:2",
+        "n[1-3]",
+        "n1",
+        "[::1]:29400",
+        "$(id)",
+        "\n",
+    ]
 )
 
 
@@ -215,7 +348,10 @@ def test_node_lists(text: str, names: list[str]) -> None:
         ("n[5-3]", "column 3: 5-3 counts down"),
         ("n[0-999999999]", f"column 3: more than {MAX_HOSTS} hosts"),
         ("n[0-999][0-999]", f"column 1: more than {MAX_HOSTS} hosts"),
-        ("n" + "[0-65535]" * 10_000, f"column 1: more than {MAX_HOSTS} hosts"),  # none of which is written out
+        (
+            "n" + "[0-65535]" * 10_000,
+            f"column 1: more than {MAX_HOSTS} hosts",
+        ),  # none of which is written out
         (f"n[{'0-65535,' * 10_000}0]", f"column 11: more than {MAX_HOSTS} hosts"),
         ("n[0-65535],m", f"column 12: more than {MAX_HOSTS} hosts"),
         ("(null)", "column 1: '(null)' is not a part of a host name"),
@@ -230,7 +366,9 @@ def test_node_lists_that_are_wrong(text: str, message: str) -> None:
 
 @given(st.lists(st.integers(0, 9999), min_size=1, max_size=20))
 def test_node_lists_give_back_what_they_were_made_of(numbers: list[int]) -> None:
-    assert expand(f"n[{','.join(f'{number:04}' for number in numbers)}]") == [f"n{number:04}" for number in numbers]
+    assert expand(f"n[{','.join(f'{number:04}' for number in numbers)}]") == [
+        f"n{number:04}" for number in numbers
+    ]
 
 
 def test_natural_order() -> None:

@@ -38,7 +38,9 @@ class Net(nn.Module):
 
 
 def cut_of(model: nn.Module, bucket: int = 8 * KIB, **options: Any) -> Cut:
-    return cut(model, dtype=options.pop("dtype", torch.float32), num_shards=2, bucket=bucket, **options)
+    return cut(
+        model, dtype=options.pop("dtype", torch.float32), num_shards=2, bucket=bucket, **options
+    )
 
 
 def names(found: Cut) -> list[str]:
@@ -48,7 +50,10 @@ def names(found: Cut) -> list[str]:
 def needs(found: Cut, model: nn.Module) -> dict[str, list[str]]:
     """Which units each hooked module brings with it."""
     name_of = {id(module): name for name, module in model.named_modules(remove_duplicate=False)}
-    return {name_of[id(module)]: [names(found)[i] for i in indices] for module, indices, _ in found.hooked}
+    return {
+        name_of[id(module)]: [names(found)[i] for i in indices]
+        for module, indices, _ in found.hooked
+    }
 
 
 def check(found: Cut, model: nn.Module) -> None:
@@ -56,7 +61,9 @@ def check(found: Cut, model: nn.Module) -> None:
     params = [param for unit in found.units for param in unit.params]
     assert sorted(map(id, params)) == sorted(map(id, model.parameters()))
     for unit in found.units:
-        assert [slot.shape for slot in unit.layout.slots] == [tuple(param.shape) for param in unit.params]
+        assert [slot.shape for slot in unit.layout.slots] == [
+            tuple(param.shape) for param in unit.params
+        ]
     brought: dict[int, set[int]] = {}  # module -> parameters that are whole while it runs
     for module, indices, _ in found.hooked:
         here = {id(param) for index in indices for param in found.units[index].params}
@@ -71,15 +78,27 @@ def test_blocks_are_units_and_neighbours_of_one_parent_are_merged():
     found = cut_of(model)
     assert names(found) == ["embed", "blocks.0", "blocks.1", "blocks.2", "{norm,head}"]
     check(found, model)
-    assert list(needs(found, model)) == ["embed", "blocks.0", "blocks.1", "blocks.2", "norm", "head"]
+    assert list(needs(found, model)) == [
+        "embed",
+        "blocks.0",
+        "blocks.1",
+        "blocks.2",
+        "norm",
+        "head",
+    ]
 
 
 def test_a_block_larger_than_the_bucket_is_cut_inside_unless_it_is_compiled():
     model = Net(depth=2)
     found = cut_of(model, 3 * KIB)
     assert names(found) == [
-        "embed", "blocks.0.{norm,up}", "blocks.0.down", "blocks.1.{norm,up}", "blocks.1.down", "{norm,head}",
-    ]  # fmt: skip
+        "embed",
+        "blocks.0.{norm,up}",
+        "blocks.0.down",
+        "blocks.1.{norm,up}",
+        "blocks.1.down",
+        "{norm,head}",
+    ]
     check(found, model)
     whole = cut_of(model, 3 * KIB, whole_blocks=True)
     assert names(whole) == ["embed", "blocks.0", "blocks.1", "{norm,head}"]
@@ -96,25 +115,46 @@ def test_the_bucket_is_in_bytes_of_the_compute_dtype():
 
 def test_small_models_are_one_unit_and_long_runs_are_named_by_their_ends():
     assert names(cut_of(nn.Linear(4, 4))) == ["model"]
-    assert names(cut_of(nn.Sequential(*[nn.Linear(4, 4) for _ in range(9)]), 400)) == ["{0..4}", "{5,6,7,8}"]
+    assert names(cut_of(nn.Sequential(*[nn.Linear(4, 4) for _ in range(9)]), 400)) == [
+        "{0..4}",
+        "{5,6,7,8}",
+    ]
 
 
 def test_repeated_blocks_are_the_outermost_composites():
     assert [name for name, _ in repeated_blocks(Net())] == ["blocks.0", "blocks.1", "blocks.2"]
-    nested = nn.ModuleDict({"encoder": Net(2), "decoder": nn.Sequential(Block(), nn.ReLU(), Block(), Net(2))})
+    nested = nn.ModuleDict(
+        {"encoder": Net(2), "decoder": nn.Sequential(Block(), nn.ReLU(), Block(), Net(2))}
+    )
     assert [name for name, _ in repeated_blocks(nested)] == [
-        "encoder.blocks.0", "encoder.blocks.1", "decoder.0", "decoder.2", "decoder.3.blocks.0", "decoder.3.blocks.1",
-    ]  # fmt: skip
-    assert repeated_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == [], "they have no modules inside"
+        "encoder.blocks.0",
+        "encoder.blocks.1",
+        "decoder.0",
+        "decoder.2",
+        "decoder.3.blocks.0",
+        "decoder.3.blocks.1",
+    ]
+    assert repeated_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == [], (
+        "they have no modules inside"
+    )
     assert repeated_blocks(nn.ModuleList([Block()])) == [], "one is no repetition"
 
 
 def test_unit_and_leaf_patterns_match_whole_names():
     model = Net()
-    found = cut_of(model, 64 * KIB, unit_names=[r"blocks\.1\.up"], leaf_names=[r"blocks\.2", "head"])
+    found = cut_of(
+        model, 64 * KIB, unit_names=[r"blocks\.1\.up"], leaf_names=[r"blocks\.2", "head"]
+    )
     assert names(found) == [
-        "embed", "blocks.0", "blocks.1.norm", "blocks.1.up", "blocks.1.down", "blocks.2", "norm", "head",
-    ]  # fmt: skip
+        "embed",
+        "blocks.0",
+        "blocks.1.norm",
+        "blocks.1.up",
+        "blocks.1.down",
+        "blocks.2",
+        "norm",
+        "head",
+    ]
     assert [unit.layout.name for unit in found.units if unit.leaf] == ["blocks.2", "head"]
     assert [leaf for _, _, leaf in found.hooked] == [False] * 5 + [True, False, True]
     check(found, model)
@@ -122,10 +162,15 @@ def test_unit_and_leaf_patterns_match_whole_names():
 
 @pytest.mark.parametrize(
     ("pattern", "hint"),
-    [("up", r"part of 'blocks.0.up' does: write .\*up.\*"), ("experts", "names are like embed, blocks")],
+    [
+        ("up", r"part of 'blocks.0.up' does: write .\*up.\*"),
+        ("experts", "names are like embed, blocks"),
+    ],
 )
 def test_a_pattern_without_a_module_is_refused(pattern, hint):
-    with pytest.raises(JobError, match=f"zero.leaf: '{pattern}' matches no module's whole name; {hint}"):
+    with pytest.raises(
+        JobError, match=f"zero.leaf: '{pattern}' matches no module's whole name; {hint}"
+    ):
         cut_of(Net(), leaf_names=[pattern])
     with pytest.raises(JobError, match=r"zero\.units"):
         cut_of(Net(), unit_names=[pattern])
@@ -150,7 +195,9 @@ def test_a_module_registered_twice_is_cut_once():
     model.second, model.third = shared, shared
     found = cut_of(model, 16 * KIB)
     check(found, model)
-    assert sum(unit.layout.numel for unit in found.units) == sum(param.numel() for param in model.parameters())
+    assert sum(unit.layout.numel for unit in found.units) == sum(
+        param.numel() for param in model.parameters()
+    )
     assert needs(found, model)["third"] == ["first.0"], "one hook for both names"
 
 
@@ -160,7 +207,14 @@ def test_frozen_parameters_are_units_apart():
     model.blocks[0].up.requires_grad_(requires_grad=False)
     found = cut_of(model)
     check(found, model)
-    assert names(found) == ["embed", "blocks.0", "blocks.0(frozen)", "blocks.1(frozen)", "blocks.2", "{norm,head}"]
+    assert names(found) == [
+        "embed",
+        "blocks.0",
+        "blocks.0(frozen)",
+        "blocks.1(frozen)",
+        "blocks.2",
+        "{norm,head}",
+    ]
     assert [unit.layout.trainable for unit in found.units] == [True, True, False, False, True, True]
     assert needs(found, model)["blocks.0"] == ["blocks.0", "blocks.0(frozen)"]
     together = [unit.layout.modules for unit in found.units]
@@ -235,7 +289,9 @@ class Tree(nn.Module):
 
 OWN = st.lists(st.tuples(st.integers(1, 400), st.booleans(), st.booleans()), max_size=3)
 TREES = st.recursive(
-    st.tuples(OWN, st.just([])), lambda inner: st.tuples(OWN, st.lists(inner, max_size=4)), max_leaves=12
+    st.tuples(OWN, st.just([])),
+    lambda inner: st.tuples(OWN, st.lists(inner, max_size=4)),
+    max_leaves=12,
 )
 
 
@@ -252,7 +308,9 @@ def test_any_tree_is_cut_so_that_every_module_finds_its_parameters(
     model = Tree(shape, [])
     known = [name for name, _ in model.named_modules()]
     usable = [p for p in patterns if any(re.fullmatch(p, name) for name in known)]
-    found = cut_of(model, bucket, persist_below=persist_below, whole_blocks=whole_blocks, leaf_names=usable)
+    found = cut_of(
+        model, bucket, persist_below=persist_below, whole_blocks=whole_blocks, leaf_names=usable
+    )
     check(found, model)
     for unit in found.units:
         assert len({param.requires_grad for param in unit.params}) == 1

@@ -15,7 +15,14 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 SECTIONS = {key.name for key in keys() if key.section is not None and len(key.path) == 1}
 OPTIONS = {"--help", "--version"}
-ENDINGS = (".py", ".md", ".yaml", ".json", ".safetensors", ".grad")  # of what is no key, although it has a dot
+ENDINGS = (
+    ".py",
+    ".md",
+    ".yaml",
+    ".json",
+    ".safetensors",
+    ".grad",
+)  # of what is no key, although it has a dot
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -40,7 +47,9 @@ def anchors(page: Path) -> set[str]:
 
 
 def test_there_are_pages() -> None:
-    assert {"README.md", "first-job.md", "job-file.md", "zero.md", "architecture.md"} <= {page.name for page in PAGES}
+    assert {"README.md", "first-job.md", "job-file.md", "zero.md", "architecture.md"} <= {
+        page.name for page in PAGES
+    }
 
 
 @every_page
@@ -59,14 +68,19 @@ def test_code_compiles(page: Path) -> None:
 @every_page
 def test_commands_exist(page: Path) -> None:
     commands = [line for block in blocks(page, "") for line in block.splitlines()] + spans(page)
-    named = [match[1] for line in commands if (match := re.match(r"(?:\$ )?zrun (--?\w+|\w+)", line))]
+    named = [
+        match[1] for line in commands if (match := re.match(r"(?:\$ )?zrun (--?\w+|\w+)", line))
+    ]
     assert set(named) <= {*COMMANDS, *OPTIONS}
 
 
 @every_page
 def test_overrides_in_commands_are_keys(page: Path) -> None:
     lines = [
-        line.partition("#")[0] for block in blocks(page, "") for line in block.splitlines() if "zrun train" in line
+        line.partition("#")[0]
+        for block in blocks(page, "")
+        for line in block.splitlines()
+        if "zrun train" in line
     ]
     for path in re.findall(r"[ '\"]([a-z_]+(?:\.[a-z_]+)*)=", "\n".join(lines)):
         assert find_key(tuple(path.split("."))) is not None, path
@@ -96,7 +110,9 @@ def test_named_modules_exist() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     named = {part for span in re.findall(r"`([^`\n]+\.py)`", text) for part in [Path(span).name]}
     real = [path for package in ("zrun", "zrun_core") for path in (ROOT / package).rglob("*.py")]
-    real_names = {path.name for path in real} | {path.name for path in (ROOT / "tests").rglob("*.py")}
+    real_names = {path.name for path in real} | {
+        path.name for path in (ROOT / "tests").rglob("*.py")
+    }
     assert named <= real_names
     covered = {"__init__.py", "__main__.py"} | {
         path.name for path in real if path.parent.name in ("commands", "models")

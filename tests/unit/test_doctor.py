@@ -28,19 +28,31 @@ RATES = Calibration.model_validate(
                 "copy_bytes_per_s": 1.2e10,
                 "disk": {"folder": "/data", "error": "No such file or directory"},
                 "gpus": [
-                    {"uuid": "GPU-a", "name": "H100", "fp32_flops": 5e13, "bf16_flops": 7e14, "fp16_flops": 7e14,
-                     "copy_bytes_per_s": 1.4e12, "to_device_bytes_per_s": 5.5e10, "from_device_bytes_per_s": 5.4e10}
+                    {
+                        "uuid": "GPU-a",
+                        "name": "H100",
+                        "fp32_flops": 5e13,
+                        "bf16_flops": 7e14,
+                        "fp16_flops": 7e14,
+                        "copy_bytes_per_s": 1.4e12,
+                        "to_device_bytes_per_s": 5.5e10,
+                        "from_device_bytes_per_s": 5.4e10,
+                    }
                 ],
             }
         },
         "links": [{"source": "n1", "target": "n2", "bytes_per_s": 1.1e10, "round_trip_s": 3e-5}],
     }
-)  # fmt: skip
+)
 
 
 def zrun(*argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "zrun", "doctor", *argv], cwd=cwd, capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "zrun", "doctor", *argv],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
 
 
@@ -60,13 +72,20 @@ def test_rates_are_kept_for_the_planner(tmp_path: Path) -> None:
     assert Calibration.read(path) == RATES
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert os.listdir(path.parent) == [path.name]
-    assert Calibration.default_path({"HOME": "/home/me"}) == Path("/home/me/.cache/zrun/calibration.json")
-    assert Calibration.default_path({"XDG_CACHE_HOME": "/c", "HOME": "/h"}) == Path("/c/zrun/calibration.json")
+    assert Calibration.default_path({"HOME": "/home/me"}) == Path(
+        "/home/me/.cache/zrun/calibration.json"
+    )
+    assert Calibration.default_path({"XDG_CACHE_HOME": "/c", "HOME": "/h"}) == Path(
+        "/c/zrun/calibration.json"
+    )
 
 
 def test_what_is_no_calibration_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text('{"version": 2}')
-    for name, said in {"other.json": "is no calibration of this zrun", "none.json": "No such file"}.items():
+    for name, said in {
+        "other.json": "is no calibration of this zrun",
+        "none.json": "No such file",
+    }.items():
         with pytest.raises(JobError, match=f"{said}.*zrun doctor --bench"):
             Calibration.read(tmp_path / name)
     with pytest.raises(ZrunError, match="name another place with --save"):
@@ -77,7 +96,9 @@ def test_rates_are_shown() -> None:
     lines = rates_tables(RATES)
     assert lines[1].split("  ")[0] == "n1"
     assert "/data: No such file or directory" in lines[1]
-    assert any("n1 0" in line and "700.00 TFLOP/s" in line and "55.00 GB/s" in line for line in lines)
+    assert any(
+        "n1 0" in line and "700.00 TFLOP/s" in line and "55.00 GB/s" in line for line in lines
+    )
     assert lines[-1].split() == ["n1", "n2", "11.00", "GB/s", "30", "us"]
 
 
@@ -102,7 +123,9 @@ def test_a_link_is_measured() -> None:
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 8])
 def test_every_link_of_the_ring_is_measured_once_and_alone(count: int) -> None:
     found = rounds(count)
-    assert sorted(pair for pairs in found for pair in pairs) == [(each, (each + 1) % count) for each in range(count)]
+    assert sorted(pair for pairs in found for pair in pairs) == [
+        (each, (each + 1) % count) for each in range(count)
+    ]
     for pairs in found:
         ends = [end for pair in pairs for end in pair]
         assert len(ends) == len(set(ends))

@@ -30,7 +30,11 @@ class Printed:
 
 def shown(events: list[Event]) -> list[str]:
     assert all((event["type"], event["rank"]) == ("output", 0) for event in events)
-    return [line for event in events for line in [f"-{event['left_out']}"] * (event["left_out"] > 0) + event["lines"]]
+    return [
+        line
+        for event in events
+        for line in [f"-{event['left_out']}"] * (event["left_out"] > 0) + event["lines"]
+    ]
 
 
 @pytest.fixture
@@ -77,13 +81,23 @@ def test_of_a_burst_the_ends_are_shown_and_the_rest_is_counted(printed: Printed)
     assert printed.look(1.5) == ["calm"]
 
 
-def test_a_screen_says_how_much_was_left_out_and_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_screen_says_how_much_was_left_out_and_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    told: Event = {"type": "output", "rank": 3, "lines": ["[bold]a", "b"], "left_out": 0, "log": "n1:/runs/rank-3.log"}
+    told: Event = {
+        "type": "output",
+        "rank": 3,
+        "lines": ["[bold]a", "b"],
+        "left_out": 0,
+        "log": "n1:/runs/rank-3.log",
+    }
     assert message_line(told) == "rank 3: [bold]a\nrank 3: b"
     first, *_ = (message_line(told | {"left_out": 12345}) or "").splitlines()
     assert first == "rank 3: ... 12,345 lines left out, see n1:/runs/rank-3.log"
-    line = message_line({**told, "lines": [], "left_out": 1, "log": str(tmp_path / "logs" / "rank-3.log")})
+    line = message_line(
+        {**told, "lines": [], "left_out": 1, "log": str(tmp_path / "logs" / "rank-3.log")}
+    )
     assert line == "rank 3: ... 1 line left out, see logs/rank-3.log"
 
 

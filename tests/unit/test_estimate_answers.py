@@ -70,7 +70,9 @@ def rendered(table: Table, width: int) -> list[str]:
 
 def test_states_are_counted_in_both_ways(small: Answer) -> None:
     paper = [tables.paper_bytes(each) / 1e9 for each in small.stages]
-    assert paper == pytest.approx([120, 31.4, 16.6, 1.9], abs=0.05)  # Rajbhandari et al. 2020, figure 1
+    assert paper == pytest.approx(
+        [120, 31.4, 16.6, 1.9], abs=0.05
+    )  # Rajbhandari et al. 2020, figure 1
     ours = [tables.state_bytes(tables.fullest(each)) for each in small.stages]
     assert ours == sorted(ours, reverse=True)
     assert ours[0] > 18 * 7.5e9  # gradients are summed in fp32, and updated from scratch
@@ -84,15 +86,31 @@ def test_no_line_is_wider_than_the_screen(small: Answer, searched: Answer, width
     assert any(line.startswith(">") for line in lines)
     lines += rendered(tables.choice_table(found.found.best, width), width)
     assert not any("…" in line for line in lines), "columns go, values are not cut"
-    assert {"states", "fits", "offloaded", "free"} <= {word for line in lines for word in line.split()}
+    assert {"states", "fits", "offloaded", "free"} <= {
+        word for line in lines for word in line.split()
+    }
     lines += [bar.plain for bar in bars(small.chosen, width)]
     assert max(map(len, lines)) <= width
 
 
 def test_stage_table_marks_the_job_and_says_what_is_free(small: Answer) -> None:
-    head, units, *rows = rendered(tables.stage_table(small.stages, small.chosen.candidate, 120), 120)
-    assert head.split() == ["stage", "paper", "K=12", "states", "activations", "peak", "reserved", "device", "fits",
-                            "step", "tok/s", "MFU"]  # fmt: skip
+    head, units, *rows = rendered(
+        tables.stage_table(small.stages, small.chosen.candidate, 120), 120
+    )
+    assert head.split() == [
+        "stage",
+        "paper",
+        "K=12",
+        "states",
+        "activations",
+        "peak",
+        "reserved",
+        "device",
+        "fits",
+        "step",
+        "tok/s",
+        "MFU",
+    ]
     assert units.split() == ["GiB"] * 6
     assert [row[0] for row in rows] == [" ", " ", ">", " "]
     assert "no, +" in rows[0]
@@ -168,7 +186,12 @@ def test_the_picture_needs_nothing_and_believes_nothing(small: Answer) -> None:
 def test_json_takes_all_of_it(small: Answer) -> None:
     data = json.loads(json.dumps(as_data(small.chosen)))
     assert data["candidate"]["stage"] == 2
-    assert {buffer["kind"] for buffer in data["ranks"][0]["buffers"]} >= {"params", "grads", "optim", "rings"}
+    assert {buffer["kind"] for buffer in data["ranks"][0]["buffers"]} >= {
+        "params",
+        "grads",
+        "optim",
+        "rings",
+    }
 
 
 class Zrun:
@@ -184,7 +207,9 @@ class Zrun:
 
 
 @pytest.fixture
-def zrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Zrun:
+def zrun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Zrun:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return Zrun(monkeypatch, capsys)
@@ -193,7 +218,9 @@ def zrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 def test_a_size_alone(zrun: Zrun) -> None:
     code, out, _ = zrun("7.5B", "--world", "64", "--tokens", "300B", "--price", "2")
     assert code == 0
-    assert out.startswith("GPT of 7.5B: 7.5B parameters, 64 ranks on 64xA100-80G (A100-80G: 79.2 GiB)\n")
+    assert out.startswith(
+        "GPT of 7.5B: 7.5B parameters, 64 ranks on 64xA100-80G (A100-80G: 79.2 GiB)\n"
+    )
     assert "300.0B tokens: " in out
     code, out, _ = zrun("7.5B", "--gpu", "H100", "--json")
     assert code == 3
@@ -247,8 +274,12 @@ def test_an_answer_is_kept_until_the_question_changes(searched: Answer) -> None:
     ("length", "num_steps"),
     [({"steps": 7}, 7), ({"epochs": 3}, 24), ({"tokens": 1001 * 128}, 126)],
 )
-def test_the_steps_of_a_job_are_counted(small: Answer, length: dict[str, int], num_steps: int) -> None:
-    config = JobConfig.model_validate({"name": "t", "model": "m:f", "data": "m:d", "batch": 8, **length})
+def test_the_steps_of_a_job_are_counted(
+    small: Answer, length: dict[str, int], num_steps: int
+) -> None:
+    config = JobConfig.model_validate(
+        {"name": "t", "model": "m:f", "data": "m:d", "batch": 8, **length}
+    )
     batch = BatchPlan(global_size=8, micro=8, accumulation=1, ranks=1)
     question = replace(small.question, config=config, batch=batch)
     found = replace(small, question=question, tokens_per_sample=128, num_samples=62)
@@ -280,15 +311,25 @@ def test_what_was_asked_before_needs_no_torch(zrun: Zrun, tmp_path: Path) -> Non
         "    print(sorted({'torch', 'numpy', 'zrun_core.plan.answer.search'} & sys.modules.keys()), file=sys.stderr)\n"
     )
     again = subprocess.run(
-        [sys.executable, "-c", script, "estimate", *arguments], capture_output=True, text=True, check=False
+        [sys.executable, "-c", script, "estimate", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (again.returncode, again.stdout) == (code, out)
     assert again.stderr == "['numpy']\n"
 
 
 def test_a_config_of_transformers(zrun: Zrun) -> None:
-    config = {"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 4,
-              "vocab_size": 1000, "intermediate_size": 512, "max_position_embeddings": 128}  # fmt: skip
+    config = {
+        "model_type": "llama",
+        "num_hidden_layers": 4,
+        "hidden_size": 256,
+        "num_attention_heads": 4,
+        "vocab_size": 1000,
+        "intermediate_size": 512,
+        "max_position_embeddings": 128,
+    }
     Path("config.json").write_text(json.dumps(config))
     code, out, _ = zrun("config.json", "--simulate", "2x4xA100-40G", "zero=1", "--micro", "2")
     assert code == 0
@@ -330,9 +371,13 @@ BAD = [
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"), BAD, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
+    ("arguments", "message"),
+    BAD,
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_bad_questions_are_one_line_and_exit_code_2(zrun: Zrun, arguments: list[str], message: str) -> None:
+def test_bad_questions_are_one_line_and_exit_code_2(
+    zrun: Zrun, arguments: list[str], message: str
+) -> None:
     code, out, err = zrun(*arguments)
     assert code == 2
     assert message in err
@@ -340,9 +385,23 @@ def test_bad_questions_are_one_line_and_exit_code_2(zrun: Zrun, arguments: list[
 
 
 def test_a_config_that_is_none(zrun: Zrun) -> None:
-    nothing = {"num_hidden_layers": -1, "hidden_size": 0, "num_attention_heads": 0, "vocab_size": 1,
-               "intermediate_size": 1, "max_position_embeddings": 1}  # fmt: skip
-    contents = ["", "[]", "{", "{}", '{"model_type": "mamba"}', '{"model_type": "gpt2", "n_layer": "x"}', "null"]
+    nothing = {
+        "num_hidden_layers": -1,
+        "hidden_size": 0,
+        "num_attention_heads": 0,
+        "vocab_size": 1,
+        "intermediate_size": 1,
+        "max_position_embeddings": 1,
+    }
+    contents = [
+        "",
+        "[]",
+        "{",
+        "{}",
+        '{"model_type": "mamba"}',
+        '{"model_type": "gpt2", "n_layer": "x"}',
+        "null",
+    ]
     contents += ["\x00", json.dumps(nothing)]
     for content in contents:
         Path("config.json").write_text(content)
@@ -355,11 +414,44 @@ def test_a_config_that_is_none(zrun: Zrun) -> None:
 def test_no_question_gives_a_traceback(zrun: Zrun) -> None:
     chance = random.Random(4)
     models = ["7B", "0", "1e9", "-1", "1T", "70M", "x", ""]
-    keys = ["zero=3", "zero=9", "batch.micro=0", "batch.global=12", "parallel={tp: 2, pp: 2}", "precision=fp16",
-            "activations.checkpoint=full", "activations.checkpoint=selective", "optim.name=sgd", "zero.bucket=1", "a=b",
-            "="]  # fmt: skip
-    values = ["1", "8", "zero=0,3", "H100", "8xH100", "2x8xA100-40G", "100000x100000xB200", "cpu", "∞", *models, *keys]
-    flags = ["--gpu", "--simulate", "--world", "--tokens", "--sweep", "--explain", "--micro", "--seq", "--price"]
+    keys = [
+        "zero=3",
+        "zero=9",
+        "batch.micro=0",
+        "batch.global=12",
+        "parallel={tp: 2, pp: 2}",
+        "precision=fp16",
+        "activations.checkpoint=full",
+        "activations.checkpoint=selective",
+        "optim.name=sgd",
+        "zero.bucket=1",
+        "a=b",
+        "=",
+    ]
+    values = [
+        "1",
+        "8",
+        "zero=0,3",
+        "H100",
+        "8xH100",
+        "2x8xA100-40G",
+        "100000x100000xB200",
+        "cpu",
+        "∞",
+        *models,
+        *keys,
+    ]
+    flags = [
+        "--gpu",
+        "--simulate",
+        "--world",
+        "--tokens",
+        "--sweep",
+        "--explain",
+        "--micro",
+        "--seq",
+        "--price",
+    ]
     for _ in range(10):
         arguments = [chance.choice(models)]
         arguments += chance.sample(keys, chance.randrange(3))

@@ -19,9 +19,14 @@ from zrun.hosts.cluster import HostFacts
 from zrun.system.processes import Process
 
 JOB = {
-    "name": "endless", "model": "m.py:model", "data": "m.py:data", "steps": 1,
-    "batch": {"micro": 1}, "device": "cpu", "slots": 1,
-}  # fmt: skip
+    "name": "endless",
+    "model": "m.py:model",
+    "data": "m.py:data",
+    "steps": 1,
+    "batch": {"micro": 1},
+    "device": "cpu",
+    "slots": 1,
+}
 CODE = """
 import os, pathlib, subprocess, time
 HERE = pathlib.Path(__file__).parent

@@ -11,7 +11,16 @@ import pytest
 
 from zrun.estimate import background, gate
 from zrun.estimate.check import Line, check_run
-from zrun.estimate.forecast import PATIENCE_S, Forecast, Pace, Request, folder, key_of, store, stored
+from zrun.estimate.forecast import (
+    PATIENCE_S,
+    Forecast,
+    Pace,
+    Request,
+    folder,
+    key_of,
+    store,
+    stored,
+)
 from zrun.estimate.gate import Gate, refusal
 from zrun.estimate.machine import hardware_of
 from zrun.hosts.cluster import Cluster, HostFacts
@@ -23,14 +32,18 @@ from zrun.watch.state import RunState, fold
 from zrun_core.errors import JobError, PreflightError
 from zrun_core.spine.events import Event
 
-JOB = "name: tiny\nmodel: m.py:f\ndata: m.py:f\nsteps: 5\nbatch: {micro: 2}\ndevice: cpu\nslots: 2\n"
+JOB = (
+    "name: tiny\nmodel: m.py:f\ndata: m.py:f\nsteps: 5\nbatch: {micro: 2}\ndevice: cpu\nslots: 2\n"
+)
 CLUSTER = Cluster((HostFacts("elsewhere", 8, 8 << 30),))
 NARROW = Cluster((HostFacts("elsewhere", 2, 8 << 30),))
 WELL = Forecast("traced", 1000, 1000, 1000, 2000, 1.0, 0.8, 1.2, calibrated=True)
 UNFIT = replace(
-    WELL, sentence="each V100 would hold too much; the cheapest change that fits: zero.stage=3 (+1% time)",
-    changes=("zero.stage=3",), patch="zero: 3  # was 0",
-)  # fmt: skip
+    WELL,
+    sentence="each V100 would hold too much; the cheapest change that fits: zero.stage=3 (+1% time)",
+    changes=("zero.stage=3",),
+    patch="zero: 3  # was 0",
+)
 
 
 class FakeMaking:
@@ -71,7 +84,9 @@ def make(loaded: LoadedJob, cluster: Cluster = CLUSTER, **options: bool) -> Gate
     return Gate(loaded, resolved, cluster, {}, **{"force": False, "is_restart": False, **options})
 
 
-@pytest.mark.parametrize(("pace", "is_patient"), [(Pace.NOW, False), (Pace.ASIDE, True), (Pace.IDLE, True)])
+@pytest.mark.parametrize(
+    ("pace", "is_patient"), [(Pace.NOW, False), (Pace.ASIDE, True), (Pace.IDLE, True)]
+)
 def test_a_model_is_given_more_time_where_nobody_waits(
     loaded: LoadedJob, monkeypatch: pytest.MonkeyPatch, pace: Pace, is_patient: bool
 ) -> None:
@@ -98,14 +113,23 @@ def step(number: int, step_s: float = 1.0) -> Event:
 
 
 def peak(rank: int, num_bytes: int | None) -> Event:
-    return {"type": "peak", "time": 1.0, "rank": rank, "step": 2, "peak_bytes": num_bytes, "reserved_bytes": None}
+    return {
+        "type": "peak",
+        "time": 1.0,
+        "rank": rank,
+        "step": 2,
+        "peak_bytes": num_bytes,
+        "reserved_bytes": None,
+    }
 
 
 def test_key_follows_what_an_estimate_follows(loaded: LoadedJob) -> None:
     job_dir = loaded.path.parent
     key = key_of(loaded.config, job_dir, CLUSTER)
     assert key == key_of(
-        loaded.config.model_copy(update={"name": "other", "steps": 7, "resume": "auto"}), job_dir, CLUSTER
+        loaded.config.model_copy(update={"name": "other", "steps": 7, "resume": "auto"}),
+        job_dir,
+        CLUSTER,
     )
     assert key != key_of(load_job(loaded.path, ["zero=1"]).config, job_dir, CLUSTER)
     assert key != key_of(loaded.config, job_dir, NARROW)
@@ -124,7 +148,10 @@ def test_what_is_stored_is_read_and_nothing_else(loaded: LoadedJob) -> None:
 
 def test_what_is_known_not_to_fit_is_asked_again_and_refused(loaded: LoadedJob) -> None:
     store(key_of(loaded.config, loaded.path.parent, CLUSTER), UNFIT)
-    with pytest.raises(PreflightError, match=r"(?s)would hold too much.*zero: 3  # was 0.*--force"), make(loaded):
+    with (
+        pytest.raises(PreflightError, match=r"(?s)would hold too much.*zero: 3  # was 0.*--force"),
+        make(loaded),
+    ):
         pass
     assert FakeMaking.made == [Pace.NOW]
     FakeMaking.ready = WELL  # a host has more free today
@@ -215,7 +242,9 @@ def test_a_run_that_had_no_memory_is_not_held_up_for_long(loaded: LoadedJob) -> 
 
 def test_a_job_may_take_less_than_there_is(loaded: LoadedJob) -> None:
     limited = load_job(loaded.path, ["limits.memory=3GiB"])
-    assert key_of(limited.config, loaded.path.parent, CLUSTER) != key_of(loaded.config, loaded.path.parent, CLUSTER)
+    assert key_of(limited.config, loaded.path.parent, CLUSTER) != key_of(
+        loaded.config, loaded.path.parent, CLUSTER
+    )
     with make(limited) as opened:
         assert opened.memory_bytes == (3 << 30) // 2
     hardware = hardware_of(CLUSTER, "cpu", 2, {}, 3 << 30)
@@ -243,13 +272,29 @@ def test_a_comparison_is_judged_by_its_tolerance() -> None:
         ("good", '{"type": "start"}\nnoise\n[]\n', "too few steps"),
     ],
 )
-def test_runs_that_cannot_be_compared(tmp_path: Path, spec: str | None, events: str | None, message: str) -> None:
+def test_runs_that_cannot_be_compared(
+    tmp_path: Path, spec: str | None, events: str | None, message: str
+) -> None:
     if spec == "good":
-        job = {"name": "a", "model": "m:f", "data": "m:f", "steps": 1, "batch": {"micro": 1}, "device": "cpu"}
+        job = {
+            "name": "a",
+            "model": "m:f",
+            "data": "m:f",
+            "steps": 1,
+            "batch": {"micro": 1},
+            "device": "cpu",
+        }
         seat = {"rank": 0, "host": "elsewhere", "local_rank": 0, "device": "cpu"}
         batch = {"global_size": 1, "micro": 1, "accumulation": 1, "ranks": 1}
         spec = json.dumps(
-            {"job": job, "plan": {"ranks": [seat]}, "batch": batch, "job_dir": "/", "run_dir": "/", "run_id": "a"}
+            {
+                "job": job,
+                "plan": {"ranks": [seat]},
+                "batch": batch,
+                "job_dir": "/",
+                "run_dir": "/",
+                "run_id": "a",
+            }
         )
     for name, text in (("spec.json", spec), ("events.jsonl", events)):
         if text is not None:

@@ -42,7 +42,11 @@ def job(tmp_path: Path) -> Path:
         ({"batch.micro": 8}, "{global: 64, micro: 16}", "{global: 64, micro: 8}"),
         ({"precision.compute": "fp16"}, "    compute: bf16", "    compute: fp16"),
         ({"precision.master": "fp32"}, "    compute: bf16", "    master: fp32\n    compute: bf16"),
-        ({"activations.checkpoint": "full"}, "# often\n", "# often\nactivations: {checkpoint: full}\n"),
+        (
+            {"activations.checkpoint": "full"},
+            "# often\n",
+            "# often\nactivations: {checkpoint: full}\n",
+        ),
         ({"slots": 4}, "# often\n", "# often\nslots: 4\n"),
     ],
 )
@@ -51,7 +55,9 @@ def test_one_key_changes_in_its_place(changes: dict[str, object], old: str, new:
 
 
 def test_several_keys_one_of_them_twice_in_a_section() -> None:
-    text = patched(JOB, {"zero.stage": 3, "zero.shard_group": 2, "batch.micro": 4, "batch.global": 128})
+    text = patched(
+        JOB, {"zero.stage": 3, "zero.shard_group": 2, "batch.micro": 4, "batch.global": 128}
+    )
     assert "zero: {stage: 3, shard_group: 2}             # two" in text
     assert "batch: {global: 128, micro: 4}  # both" in text
     assert text.startswith("# What it is for.\nname: tiny          # its name\n")
@@ -61,14 +67,26 @@ def test_overrides_of_the_command_line_go_into_the_file(job: Path) -> None:
     target = job.with_name("fits.yaml")
     write_job(job, target, {"zero.stage": 3}, ["batch.global=32", "seed=7"])
     config = load_job(target).config
-    assert (config.zero.stage, config.batch.global_, config.batch.micro, config.seed) == (3, 32, 16, 7)
+    assert (config.zero.stage, config.batch.global_, config.batch.micro, config.seed) == (
+        3,
+        32,
+        16,
+        7,
+    )
     assert "# its name" in target.read_text()
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "jobs").glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_bundled_job_can_be_changed_without_losing_a_comment(path: Path, tmp_path: Path) -> None:
+def test_every_bundled_job_can_be_changed_without_losing_a_comment(
+    path: Path, tmp_path: Path
+) -> None:
     text = path.read_text()
-    changes = {"zero.stage": 1, "batch.micro": 1, "activations.checkpoint": "selective", "precision.compute": "fp32"}
+    changes = {
+        "zero.stage": 1,
+        "batch.micro": 1,
+        "activations.checkpoint": "selective",
+        "precision.compute": "fp32",
+    }
     changed = patched(text, changes)
     assert [line for line in changed.splitlines() if line.startswith("#")] == [
         line for line in text.splitlines() if line.startswith("#")
@@ -79,7 +97,11 @@ def test_every_bundled_job_can_be_changed_without_losing_a_comment(path: Path, t
 
 
 def test_a_file_that_cannot_be_edited_is_written_anew() -> None:
-    text = patched(JOB.replace("zero: 2             # two", "zero:\n  stage: 2\n  bucket: 1MiB"), {}, ["zero=3"])
+    text = patched(
+        JOB.replace("zero: 2             # two", "zero:\n  stage: 2\n  bucket: 1MiB"),
+        {},
+        ["zero=3"],
+    )
     assert "zero: 3" in text
     assert "#" not in text  # its comments are lost, its meaning is not
 

@@ -10,7 +10,16 @@ from typing import Any
 
 import pytest
 
-from zrun.launch.failures import Exit, Failure, Hang, LostHost, Note, Stopped, first_failure, is_cause
+from zrun.launch.failures import (
+    Exit,
+    Failure,
+    Hang,
+    LostHost,
+    Note,
+    Stopped,
+    first_failure,
+    is_cause,
+)
 from zrun.system.tail import last_lines
 from zrun_core.errors import ExitCode
 from zrun_core.spine.spec import LaunchPlan, RankPlace
@@ -30,17 +39,27 @@ def note(rank: int, kind: str = "user", message: str = "boom", **fields: Any) ->
         ([Exit(0, TERM, 1.2), Exit(1, 5, 1.0)], [note(1)], 1),
         ([Exit(0, 5, 1.0), Exit(1, 5, 1.1)], [note(0, message=GLOO), note(1)], 1),
         ([Exit(0, 5, 1.0), Exit(1, KILL, 1.1)], [note(0, message=GLOO)], 1),
-        ([Exit(0, 5, 1.0), Exit(1, KILL, 6.1)], [note(0, message=GLOO)], 0),  # killed by the agent, for not listening
+        (
+            [Exit(0, 5, 1.0), Exit(1, KILL, 6.1)],
+            [note(0, message=GLOO)],
+            0,
+        ),  # killed by the agent, for not listening
         ([Exit(0, 5, 1.0), Exit(1, KILL, 6.1, oom=True)], [note(0, message=GLOO)], 1),
         ([Exit(0, 5, 1.0), Exit(1, TERM, 1.1)], [note(0, "peer")], 0),
         ([Exit(0, TERM, 1.0), Exit(1, ABORT, 1.1)], [], 0),
         ([Exit(0, ABORT, 1.1), Exit(1, 0, 1.0)], [], 1),
-        ([Exit(0, 5, 1.0), Exit(1, 7, 1.1)], [note(0, "bug", "KeyError"), note(1, "zrun", "not finite")], 1),
+        (
+            [Exit(0, 5, 1.0), Exit(1, 7, 1.1)],
+            [note(0, "bug", "KeyError"), note(1, "zrun", "not finite")],
+            1,
+        ),
         ([Exit(0, 7, 1.1), Exit(1, 7, 1.0)], [note(0, "zrun"), note(1, "zrun")], 1),
         ([Exit(0, 143, 1.1), Exit(1, 3, 1.0)], [], 1),
     ],
 )
-def test_the_cause_comes_before_its_echoes(exits: list[Exit], notes: list[Note], first: int) -> None:
+def test_the_cause_comes_before_its_echoes(
+    exits: list[Exit], notes: list[Note], first: int
+) -> None:
     found = {each.rank: each for each in notes}
     end = first_failure([replace(each, note=found.get(each.rank)) for each in exits], ended=False)
     assert end is not None
@@ -57,13 +76,20 @@ def test_status_0_is_a_failure_only_before_the_end() -> None:
 def failure(end: Exit, found: Note | None) -> Failure:
     place = RankPlace(rank=1, host="node", local_rank=1, device="cuda:1")
     log = tuple(f"line {number}" for number in range(50, 100))
-    return Failure(replace(end, note=found, log=log), place, num_ranks=4, last_step=12, log=Path("rank-1.log"))
+    return Failure(
+        replace(end, note=found, log=log), place, num_ranks=4, last_step=12, log=Path("rank-1.log")
+    )
 
 
 @pytest.mark.parametrize(
     ("end", "found", "headline", "code"),
     [
-        (Exit(1, 5, 1.0), note(1, step=13, phase="backward"), "failed at step 13 in backward", ExitCode.WORKER),
+        (
+            Exit(1, 5, 1.0),
+            note(1, step=13, phase="backward"),
+            "failed at step 13 in backward",
+            ExitCode.WORKER,
+        ),
         (Exit(1, 7, 1.0), note(1, "zrun", exit_code=7), "failed", ExitCode.NUMERIC),
         (Exit(1, 2, 1.0), note(1, "zrun", exit_code=2), "failed", ExitCode.USAGE),
         (Exit(1, 2, 1.0), note(1, "bug", exit_code=2), "failed", ExitCode.WORKER),
@@ -75,10 +101,18 @@ def failure(end: Exit, found: Note | None) -> Failure:
         ),
         (
             *(Exit(1, KILL, 1.0, oom=True, shortage="8.0 MiB were left"), None),
-            *("was killed by SIGKILL because memory ran out: 8.0 MiB were left, after step 12", ExitCode.WORKER),
+            *(
+                "was killed by SIGKILL because memory ran out: 8.0 MiB were left, after step 12",
+                ExitCode.WORKER,
+            ),
         ),
         (Exit(1, 3, 1.0), None, "ended with status 3 after step 12", ExitCode.WORKER),
-        (Exit(1, 0, 1.0), None, "ended with status 0 after step 12, before training was over", ExitCode.WORKER),
+        (
+            Exit(1, 0, 1.0),
+            None,
+            "ended with status 0 after step 12, before training was over",
+            ExitCode.WORKER,
+        ),
     ],
 )
 def test_headlines_and_codes(end: Exit, found: Note | None, headline: str, code: ExitCode) -> None:
@@ -86,7 +120,9 @@ def test_headlines_and_codes(end: Exit, found: Note | None, headline: str, code:
     assert told.headline == f"rank 1 of 4 (node, cuda:1) {headline}"
     assert told.exit_code is code
     assert told.advice
-    assert json.loads(json.dumps(told.as_json()))["last_lines"] == [f"line {number}" for number in range(50, 100)]
+    assert json.loads(json.dumps(told.as_json()))["last_lines"] == [
+        f"line {number}" for number in range(50, 100)
+    ]
 
 
 def test_sentences_of_a_run_that_has_no_step_yet() -> None:
@@ -95,15 +131,29 @@ def test_sentences_of_a_run_that_has_no_step_yet() -> None:
     stopped = Stopped(130, "SIGINT", last_step=0, committed=0)
     assert stopped.describe(None) == "stopped before the first step ended, not saved"
     rank = {"rank": 0, "step": 0, "phase": "build", "does": "waits", "last": "no collective"}
-    frame = {"ranks": [rank], "to_blame": [0], "limit_s": 9.0, "key": "limits.first_step_s", "reason": None,
-             "stacks": {}, "logs": {}}  # fmt: skip
+    frame = {
+        "ranks": [rank],
+        "to_blame": [0],
+        "limit_s": 9.0,
+        "key": "limits.first_step_s",
+        "reason": None,
+        "stacks": {},
+        "logs": {},
+    }
     hang = Hang(frame, LaunchPlan(ranks=[]), Path("run"))
-    assert "all ranks wait for each other in build\n  rank 0 waits in build, last:" in hang.describe()
+    assert (
+        "all ranks wait for each other in build\n  rank 0 waits in build, last:" in hang.describe()
+    )
 
 
 def test_the_traceback_is_told_or_else_the_message() -> None:
-    trace = "hooks.on_step failed\nTraceback (most recent call last):\n  File ...\nValueError: boom\n"
-    for found in (note(1, traceback=trace, message="hooks.on_step failed: ValueError: boom"), note(1)):
+    trace = (
+        "hooks.on_step failed\nTraceback (most recent call last):\n  File ...\nValueError: boom\n"
+    )
+    for found in (
+        note(1, traceback=trace, message="hooks.on_step failed: ValueError: boom"),
+        note(1),
+    ):
         assert failure(Exit(1, 5, 1.0), found).describe().count("boom") == 1
 
 
@@ -152,7 +202,10 @@ def test_a_crash_of_native_code_shows_the_users_frames_first(tmp_path: Path) -> 
         '  File "/home/me/train.py", line 12 in attend',
         '  File "/venv/site-packages/kernels/ops.py", line 7 in launch',
     ]
-    assert shown[-1] == "  next: native code crashed there: look at what the last line of yours hands to it"
+    assert (
+        shown[-1]
+        == "  next: native code crashed there: look at what the last line of yours hands to it"
+    )
 
 
 def test_all_of_a_crash_is_kept(tmp_path: Path) -> None:

@@ -90,7 +90,9 @@ def logs(folder: Path) -> list[list[str]]:
     return [(folder / f"{rank}.log").read_text().splitlines() for rank in RANKS]
 
 
-@pytest.mark.parametrize("thread", ["", "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"])
+@pytest.mark.parametrize(
+    "thread", ["", "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"]
+)
 def test_what_a_rank_finds(tmp_path: Path, thread: str) -> None:
     """Also where a library starts a thread as it is imported, which no fork would copy: each rank imports by itself."""
     said, agent, store, ended, cpus = start(tmp_path, TELLS + thread, OMP_NUM_THREADS="2")
@@ -114,8 +116,16 @@ def test_what_a_rank_finds(tmp_path: Path, thread: str) -> None:
         assert found["stdin"] == ""
         assert found["same"], "of what /proc shows and what the process has"
         assert found["cpus"] == [CPUS[:1] if rank == 0 else CPUS] * 2
-        environ = {name: found["environ"].get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK")}
-        assert environ == {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "5", "GROUP_RANK": "0"}
+        environ = {
+            name: found["environ"].get(name)
+            for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK")
+        }
+        assert environ == {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "5",
+            "GROUP_RANK": "0",
+        }
         assert found["environ"].get("ZRUN_STORE_FD") == (str(store) if rank == 0 else None)
         assert found["environ"]["CUDA_VISIBLE_DEVICES"] == ("MIG-b" if rank == 1 else "GPU-a,GPU-b")
     for numbers in zip(*(found["drawn"] for found in told), strict=True):
@@ -124,7 +134,11 @@ def test_what_a_rank_finds(tmp_path: Path, thread: str) -> None:
 
 
 def test_whoever_binds_by_hand_is_left_alone(tmp_path: Path) -> None:
-    start(tmp_path, "import os\ndef main():\n    print(sorted(os.sched_getaffinity(0)))\n", GOMP_CPU_AFFINITY="0")
+    start(
+        tmp_path,
+        "import os\ndef main():\n    print(sorted(os.sched_getaffinity(0)))\n",
+        GOMP_CPU_AFFINITY="0",
+    )
     assert logs(tmp_path) == [[str(CPUS)]] * 3
 
 
@@ -133,11 +147,17 @@ def test_whoever_binds_by_hand_is_left_alone(tmp_path: Path) -> None:
     [
         ("raise ValueError('broken')", 1, ["ValueError: broken"]),
         ("import os\nos.kill(os.getpid(), 9)", -9, []),
-        ("import os\nos.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), 9))\nmain = None", -9, []),
+        (
+            "import os\nos.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), 9))\nmain = None",
+            -9,
+            [],
+        ),
         ("def main():\n    raise SystemExit(7)", 7, []),
     ],
 )
-def test_ranks_that_fail_as_they_begin(tmp_path: Path, code: str, status: int, last: list[str]) -> None:
+def test_ranks_that_fail_as_they_begin(
+    tmp_path: Path, code: str, status: int, last: list[str]
+) -> None:
     """What fails before they are processes of their own is told as theirs, and written to the first one's log."""
     _, _, _, ended, _ = start(tmp_path, code)
     assert [number for _, number in ended.values()] == [status] * 3
@@ -161,7 +181,9 @@ def main():
 
 
 def test_a_program_that_an_import_starts_holds_up_nobody(tmp_path: Path) -> None:
-    _, _, _, ended, _ = start(tmp_path, "import os\nos.system('sleep 600 &')\ndef main():\n    print('begun')\n")
+    _, _, _, ended, _ = start(
+        tmp_path, "import os\nos.system('sleep 600 &')\ndef main():\n    print('begun')\n"
+    )
     assert logs(tmp_path) == [["begun"]] * 3
     assert [status for _, status in ended.values()] == [0] * 3
 
@@ -172,10 +194,21 @@ def test_no_rank_begins_without_its_agent(tmp_path: Path, word: bytes) -> None:
     (tmp_path / "marks.py").write_text("def main():\n    print('begun')\n")
     told, told_end = os.pipe()
     begin_end, begin = os.pipe()
-    seats = [{"rank": rank, "env": {}, "log": f"{rank}.log", "cpus": None, "has_store": False} for rank in range(2)]
-    request = {"agent": os.getpid(), "told": told_end, "begin": begin_end, "store": None, "seats": seats}
+    seats = [
+        {"rank": rank, "env": {}, "log": f"{rank}.log", "cpus": None, "has_store": False}
+        for rank in range(2)
+    ]
+    request = {
+        "agent": os.getpid(),
+        "told": told_end,
+        "begin": begin_end,
+        "store": None,
+        "seats": seats,
+    }
     command = [sys.executable, "-m", fork_server.__name__, "marks", "spec.json"]
-    with subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.PIPE, pass_fds=[told_end, begin_end]) as server:
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdin=subprocess.PIPE, pass_fds=[told_end, begin_end]
+    ) as server:
         os.close(told_end)
         os.close(begin_end)
         server.communicate(json.dumps(request).encode(), timeout=PATIENCE_S)

@@ -15,7 +15,9 @@ HEADS = 4
 @pytest.fixture
 def theirs() -> torch.nn.Module:
     torch.manual_seed(1)
-    config = transformers.GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=HEADS, n_positions=24)
+    config = transformers.GPT2Config(
+        vocab_size=61, n_embd=32, n_layer=2, n_head=HEADS, n_positions=24
+    )
     return transformers.GPT2LMHeadModel(config).eval()
 
 

@@ -20,7 +20,9 @@ def weights(draw: st.DrawFn, least: int = 2, most: int = 8) -> Weights:
     """Symmetric: like hardware, few different values, or many."""
     count = draw(st.integers(least, most))
     value = draw(
-        st.sampled_from([st.sampled_from([6.0, 12.0, 20.0, 40.0]), st.integers(0, 9999).map(lambda n: n / 100)])
+        st.sampled_from(
+            [st.sampled_from([6.0, 12.0, 20.0, 40.0]), st.integers(0, 9999).map(lambda n: n / 100)]
+        )
     )
     table = [[0.0] * count for _ in range(count)]
     for a, b in itertools.combinations(range(count), 2):
@@ -40,7 +42,9 @@ def divisions(items: tuple[int, ...], size: int) -> Iterator[list[tuple[int, ...
 
 
 def value(table: Weights, groups: list[tuple[int, ...]]) -> tuple[int, int]:
-    pairs = [round(100 * table[a][b]) for group in groups for a, b in itertools.combinations(group, 2)]
+    pairs = [
+        round(100 * table[a][b]) for group in groups for a, b in itertools.combinations(group, 2)
+    ]
     return min(pairs), sum(pairs)
 
 
@@ -49,7 +53,9 @@ def value(table: Weights, groups: list[tuple[int, ...]]) -> tuple[int, int]:
 def test_no_division_is_better(table: Weights, data: st.DataObject) -> None:
     count = len(table)
     size = data.draw(st.sampled_from([size for size in range(2, count + 1) if count % size == 0]))
-    best = max(divisions(tuple(range(count)), size), key=lambda groups: value(table, groups))  # the first of the best
+    best = max(
+        divisions(tuple(range(count)), size), key=lambda groups: value(table, groups)
+    )  # the first of the best
     assert best_groups(table, size) == best
 
 
@@ -66,9 +72,14 @@ def test_the_sum_counts_only_after_the_weakest_pair() -> None:
 def test_no_ring_is_better(table: Weights) -> None:
     members = tuple(range(len(table)))
     rings = [(0, *rest) for rest in itertools.permutations(members[1:])]
-    steps = {ring: [round(100 * table[a][b]) for a, b in zip(ring, (*ring[1:], 0), strict=True)] for ring in rings}
+    steps = {
+        ring: [round(100 * table[a][b]) for a, b in zip(ring, (*ring[1:], 0), strict=True)]
+        for ring in rings
+    }
     found = best_ring(table, members)
-    assert (min(steps[found]), sum(steps[found])) == max((min(each), sum(each)) for each in steps.values())
+    assert (min(steps[found]), sum(steps[found])) == max(
+        (min(each), sum(each)) for each in steps.values()
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -86,8 +97,13 @@ def test_grown_groups_are_groups_and_swaps_help(table: Weights, size: int) -> No
 def test_a_large_chassis_is_divided_at_its_seams(size: int) -> None:
     """24 items, too many for exact search: cliques of `size`, whose members are not neighbours by number."""
     count = 24
-    table = [[0.0 if a == b else 40.0 if a % 3 == b % 3 and a // 3 // size == b // 3 // size else 6.0
-              for b in range(count)] for a in range(count)]  # fmt: skip
+    table = [
+        [
+            0.0 if a == b else 40.0 if a % 3 == b % 3 and a // 3 // size == b // 3 // size else 6.0
+            for b in range(count)
+        ]
+        for a in range(count)
+    ]
     groups = best_groups(table, size)
     assert weakest_pair(table, groups) == 40.0
     ring = best_ring(table, tuple(range(count)))
@@ -114,8 +130,17 @@ def test_groups_divide_the_items() -> None:
 def test_replicas_face_each_other() -> None:
     """Two tp groups of three in a prism: each member's dp partner is the one that it is linked to."""
     table = [[0.0] * 6 for _ in range(6)]
-    for a, b, bandwidth in ((0, 1, 40), (1, 2, 40), (0, 2, 40), (3, 4, 40), (4, 5, 40), (3, 5, 40),
-                            (0, 5, 20), (1, 3, 20), (2, 4, 20)):  # fmt: skip
+    for a, b, bandwidth in (
+        (0, 1, 40),
+        (1, 2, 40),
+        (0, 2, 40),
+        (3, 4, 40),
+        (4, 5, 40),
+        (3, 5, 40),
+        (0, 5, 20),
+        (1, 3, 20),
+        (2, 4, 20),
+    ):
         table[a][b] = table[b][a] = bandwidth
     found = arrange(table, [3, 2])
     assert found.groups(0) == [(0, 1, 2), (5, 3, 4)]

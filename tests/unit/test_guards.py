@@ -44,10 +44,21 @@ class Ear(Emitter):
 
 
 def numbers(
-    *, skipped: bool = True, loss: float = 1.0, norm: float = INF, scale: float = 8.0, weight: float = 4.0
+    *,
+    skipped: bool = True,
+    loss: float = 1.0,
+    norm: float = INF,
+    scale: float = 8.0,
+    weight: float = 4.0,
 ) -> Numbers:
     nothing = dict.fromkeys(Numbers._fields, 0.0)
-    told = {"weight": weight, "loss": loss, "samples": 4.0, "grad_norm": norm, "skipped": float(skipped)}
+    told = {
+        "weight": weight,
+        "loss": loss,
+        "samples": 4.0,
+        "grad_norm": norm,
+        "skipped": float(skipped),
+    }
     return Numbers(**nothing | told | {"agreed": 1.0, "scale": scale})
 
 
@@ -78,7 +89,9 @@ def test_without_a_scale_three_in_a_row_end_the_run_and_name_the_rank():
     assert "the gradient of blocks.1.down.weight (layer blocks.1.down) is nan on rank 1 (" in why
     assert "is nan on rank 1 (samples of rank 1, micro-batch None); lower optim.lr" in why
     assert "optim.lr" in why
-    assert ear.heard[0].startswith("step 1 was skipped on all ranks: the gradient of blocks.1.down.weight")
+    assert ear.heard[0].startswith(
+        "step 1 was skipped on all ranks: the gradient of blocks.1.down.weight"
+    )
 
 
 def test_a_good_step_puts_an_end_to_looking():
@@ -90,7 +103,9 @@ def test_a_good_step_puts_an_end_to_looking():
     assert sharded.num_looks == 1
 
 
-@pytest.mark.parametrize(("guards", "inspects"), [({"max_nonfinite": 1}, True), ({"max_skips": 2}, True), ({}, False)])
+@pytest.mark.parametrize(
+    ("guards", "inspects"), [({"max_nonfinite": 1}, True), ({"max_skips": 2}, True), ({}, False)]
+)
 def test_what_one_skip_may_end_is_looked_at_from_the_start(guards, inspects):
     numeric, progress, sharded, _ = guard(guards=guards)
     assert sharded.inspects == inspects
@@ -134,10 +149,14 @@ def test_an_overflow_of_fp16_is_told_once_and_the_scale_has_time():
     assert progress.helpless_skips == 0
 
 
-@pytest.mark.parametrize("bad", [numbers(loss=NAN), numbers(loss=INF, norm=1.0), numbers(scale=1.0)])
+@pytest.mark.parametrize(
+    "bad", [numbers(loss=NAN), numbers(loss=INF, norm=1.0), numbers(scale=1.0)]
+)
 def test_what_no_scale_can_help_ends_soon_in_fp16_too(bad):
     numeric, progress, _, _ = guard(precision="fp16")
-    assert [numeric.see(progress, step, bad, [1.0], samples_of) is None for step in range(1, 4)] == [True, True, False]
+    assert [
+        numeric.see(progress, step, bad, [1.0], samples_of) is None for step in range(1, 4)
+    ] == [True, True, False]
 
 
 def test_a_step_without_samples_says_nothing():
@@ -152,7 +171,10 @@ def test_a_step_without_samples_says_nothing():
     ("culprit", "words"),
     [
         (Culprit("w", "inf", None), "the gradient of w (layer the model itself) is inf"),
-        (Culprit("a.w", "nan", 0, "nan"), "the loss is nan on rank 0, and the gradient of a.w (layer a) is nan"),
+        (
+            Culprit("a.w", "nan", 0, "nan"),
+            "the loss is nan on rank 0, and the gradient of a.w (layer a) is nan",
+        ),
         (Culprit(None, None, 2, "inf"), "the loss is inf on rank 2"),
         (Culprit(None, None, None, unit="blocks.1"), "a gradient in blocks.1 is not finite"),
         (

@@ -20,7 +20,12 @@ from zrun_core.spine.spec import LaunchPlan, RankPlace
 
 
 def state(
-    step: int = 5, phase: str = "forward", *, waiting: bool = False, progress: int = 1, first: int = 1
+    step: int = 5,
+    phase: str = "forward",
+    *,
+    waiting: bool = False,
+    progress: int = 1,
+    first: int = 1,
 ) -> RankState:
     return RankState(step, waiting, 0, progress, phase, 0, first)
 
@@ -139,9 +144,17 @@ def test_steps_with_a_pause_do_not_count():
     assert times.p99 == 3.0
 
 
-def hang(*, does: str = "runs", reason: str | None = None, to_blame: tuple[int, ...] = (1,)) -> Hang:
+def hang(
+    *, does: str = "runs", reason: str | None = None, to_blame: tuple[int, ...] = (1,)
+) -> Hang:
     ranks = [
-        {"rank": 0, "step": 5, "phase": "backward", "does": "waits", "last": "all_gather 9, 'blocks.0' (1.0 MiB)"},
+        {
+            "rank": 0,
+            "step": 5,
+            "phase": "backward",
+            "does": "waits",
+            "last": "all_gather 9, 'blocks.0' (1.0 MiB)",
+        },
         {"rank": 1, "step": 5, "phase": "forward", "does": does, "last": "small 4, 'step' (64 B)"},
     ]
     stack = (
@@ -165,7 +178,10 @@ def test_a_stuck_rank_is_told_with_its_stack_and_the_last_collective_of_each():
 
 
 def test_a_stopped_rank_and_ranks_that_wait_for_each_other_are_told_apart():
-    assert "rank 1 of 2 is stopped by a signal or a debugger in forward of step 5" in hang(does="is stopped").headline
+    assert (
+        "rank 1 of 2 is stopped by a signal or a debugger in forward of step 5"
+        in hang(does="is stopped").headline
+    )
     both = hang(does="waits", reason="all ranks wait in step 5: ...", to_blame=(0, 1))
     assert "all ranks wait for each other at step 5" in both.headline
     assert "zero.leaf" in both.advice
@@ -173,19 +189,42 @@ def test_a_stopped_rank_and_ranks_that_wait_for_each_other_are_told_apart():
 
 def test_failure_json_has_the_fields_of_any_failure():
     report = hang().as_json()
-    assert (report["rank"], report["host"], report["step"], report["phase"]) == (1, "node", 5, "forward")
+    assert (report["rank"], report["host"], report["step"], report["phase"]) == (
+        1,
+        "node",
+        5,
+        "forward",
+    )
     assert report["exit_code"] == ExitCode.HANG
-    assert {"kind", "message", "traceback", "log", "last_lines", "what_to_do", "time"} <= report.keys()
+    assert {
+        "kind",
+        "message",
+        "traceback",
+        "log",
+        "last_lines",
+        "what_to_do",
+        "time",
+    } <= report.keys()
 
 
 def saw(*ranks: int, does: str = "waits") -> dict[str, Any]:
-    told = [{"rank": rank, "step": 5, "phase": "forward", "does": does, "last": "small 4"} for rank in ranks]
+    told = [
+        {"rank": rank, "step": 5, "phase": "forward", "does": does, "last": "small 4"}
+        for rank in ranks
+    ]
     found = {"disagreement": None, "stalemate": "all ranks wait"}
-    return {"ranks": told, **found, "stacks": {str(rank): f"stack {rank}" for rank in ranks}, "logs": {}}
+    return {
+        "ranks": told,
+        **found,
+        "stacks": {str(rank): f"stack {rank}" for rank in ranks},
+        "logs": {},
+    }
 
 
 def test_what_several_agents_saw_becomes_one_finding():
-    inquiry = Inquiry(Verdict([2], 5.0, "limits.hang_s"), {rank: state() for rank in range(3)}, 100.0)
+    inquiry = Inquiry(
+        Verdict([2], 5.0, "limits.hang_s"), {rank: state() for rank in range(3)}, 100.0
+    )
     inquiry.hear(saw(0, 1))
     assert not inquiry.is_over(101.0)
     inquiry.hear(saw(2, does="is stopped"))
@@ -196,7 +235,9 @@ def test_what_several_agents_saw_becomes_one_finding():
 
 
 def test_a_host_that_does_not_answer_is_to_blame():
-    inquiry = Inquiry(Verdict([0, 1], 5.0, "limits.hang_s"), {rank: state() for rank in range(2)}, 100.0)
+    inquiry = Inquiry(
+        Verdict([0, 1], 5.0, "limits.hang_s"), {rank: state() for rank in range(2)}, 100.0
+    )
     inquiry.hear(saw(0))
     assert inquiry.is_over(110.0)
     found = inquiry.finding()
@@ -205,13 +246,17 @@ def test_a_host_that_does_not_answer_is_to_blame():
 
 
 def test_only_a_single_host_knows_that_all_ranks_wait_for_one_of_them():
-    inquiry = Inquiry(Verdict([0, 1], 5.0, "limits.hang_s"), {rank: state() for rank in range(2)}, 100.0)
+    inquiry = Inquiry(
+        Verdict([0, 1], 5.0, "limits.hang_s"), {rank: state() for rank in range(2)}, 100.0
+    )
     inquiry.hear(saw(0, 1))
     assert inquiry.finding()["reason"] == "all ranks wait"
 
 
 def test_nobody_waits_for_each_other_while_one_rank_works():
-    inquiry = Inquiry(Verdict([1], 5.0, "limits.hang_s"), {rank: state() for rank in range(2)}, 100.0)
+    inquiry = Inquiry(
+        Verdict([1], 5.0, "limits.hang_s"), {rank: state() for rank in range(2)}, 100.0
+    )
     seen = saw(0, 1)
     seen["ranks"][1]["does"] = "runs"
     inquiry.hear(seen)
@@ -226,7 +271,9 @@ def test_the_way_between_two_hosts_is_named_once_by_whichever_end_knows_it():
     def deaf(rank: int, own: str, other: str) -> dict[str, Any]:
         return saw(rank) | {"addresses": ["127.0.0.1", own], "unanswered": [other]}
 
-    inquiry = Inquiry(Verdict([0, 1], 5.0, "limits.hang_s"), {rank: state() for rank in range(3)}, 100.0)
+    inquiry = Inquiry(
+        Verdict([0, 1], 5.0, "limits.hang_s"), {rank: state() for rank in range(3)}, 100.0
+    )
     inquiry.hear(deaf(0, "10.0.0.1", "10.0.0.2"))
     inquiry.hear(deaf(1, "10.0.0.2", "10.0.0.1"))
     inquiry.hear(deaf(2, "10.0.0.3", "10.9.9.9"))
@@ -241,7 +288,9 @@ def test_the_way_between_two_hosts_is_named_once_by_whichever_end_knows_it():
     assert "mend that network" in told.advice
 
 
-def test_data_that_was_sent_again_and_again_shows_in_the_tables_of_the_kernel(tmp_path: Path) -> None:
+def test_data_that_was_sent_again_and_again_shows_in_the_tables_of_the_kernel(
+    tmp_path: Path,
+) -> None:
     own, other = socket.socketpair()
     mine, foreign = os.fstat(own.fileno()).st_ino, 1
     rows = [  # ends, state, queues, timer, times sent anew, ..., inode

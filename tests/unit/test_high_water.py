@@ -35,9 +35,15 @@ print(water.num_bytes)
 
 
 def test_a_workers_log_hears_nothing_of_it():
-    environment = {name: value for name, value in os.environ.items() if name != "TORCH_CPP_LOG_LEVEL"} | WORKER_DEFAULTS
+    environment = {
+        name: value for name, value in os.environ.items() if name != "TORCH_CPP_LOG_LEVEL"
+    } | WORKER_DEFAULTS
     done = subprocess.run(
-        [sys.executable, "-c", _GIVES_BACK], env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", _GIVES_BACK],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert (done.stdout, done.stderr) == ("12\n", "")
 

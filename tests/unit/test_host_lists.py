@@ -11,7 +11,14 @@ from typing import Any
 
 import pytest
 
-from zrun.hosts.backend import HostOptions, choose_backend, find_backend, is_this_host, wanted_hosts, with_backend
+from zrun.hosts.backend import (
+    HostOptions,
+    choose_backend,
+    find_backend,
+    is_this_host,
+    wanted_hosts,
+    with_backend,
+)
 from zrun.hosts.cluster import HostFacts
 from zrun.hosts.conventions import detect
 from zrun.hosts.hostfile import HostEntry, parse_hostfile, read_hostfile
@@ -29,7 +36,9 @@ def job(**keys: Any) -> JobConfig:
     return JobConfig.model_validate(base | keys)
 
 
-def wanted(options: HostOptions, config: JobConfig | None = None, **environ: str) -> tuple[HostEntry, ...] | None:
+def wanted(
+    options: HostOptions, config: JobConfig | None = None, **environ: str
+) -> tuple[HostEntry, ...] | None:
     return wanted_hosts(config or job(), options, environ, Path())
 
 
@@ -76,7 +85,9 @@ def test_lines(line: str, entry: HostEntry) -> None:
 
 
 def test_order_comments_and_line_ends() -> None:
-    text = "\ufeff# rack 1\r\n\r\nnode10 slots=8\r\n  node2 slots=8 # slow\r\n#node3 slots=8\r\nnode1"
+    text = (
+        "\ufeff# rack 1\r\n\r\nnode10 slots=8\r\n  node2 slots=8 # slow\r\n#node3 slots=8\r\nnode1"
+    )
     assert [(each.name, each.where) for each in parse_hostfile(text.encode(), "hf")] == [
         ("node10", "hf:3:1"),
         ("node2", "hf:4:3"),
@@ -93,37 +104,73 @@ def test_ports_make_hosts_of_one_name_several() -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("-oProxyCommand=x slots=1", 'hf:1:1: "-oProxyCommand=x" begins with "-", which no host name does'),
+        (
+            "-oProxyCommand=x slots=1",
+            'hf:1:1: "-oProxyCommand=x" begins with "-", which no host name does',
+        ),
         ("  me@-x", 'hf:1:3: "-x" begins with "-", which no host name does'),
         ("-l@x", 'hf:1:1: "-l@x" begins with "-", which no host name does'),
-        ("$(id)", 'hf:1:1: "$(id)" is not a host name: letters, digits, dots, - and _, no other character'),
-        ("a;b", 'hf:1:1: "a;b" is not a host name: letters, digits, dots, - and _, no other character'),
+        (
+            "$(id)",
+            'hf:1:1: "$(id)" is not a host name: letters, digits, dots, - and _, no other character',
+        ),
+        (
+            "a;b",
+            'hf:1:1: "a;b" is not a host name: letters, digits, dots, - and _, no other character',
+        ),
         ("a..b", 'hf:1:1: "a..b" is not a host name: two dots in a row'),
         ("nöde", 'hf:1:1: "nöde" is not ASCII; write the name as the network has it (xn--...)'),
-        ("10.0.0.256", 'hf:1:1: "10.0.0.256" is not an IPv4 address: write four numbers from 0 to 255'),
-        ("0x7f000001", 'hf:1:1: "0x7f000001" is not an IPv4 address: write four numbers from 0 to 255'),
-        ("2130706433", 'hf:1:1: "2130706433" is not an IPv4 address: write four numbers from 0 to 255'),
+        (
+            "10.0.0.256",
+            'hf:1:1: "10.0.0.256" is not an IPv4 address: write four numbers from 0 to 255',
+        ),
+        (
+            "0x7f000001",
+            'hf:1:1: "0x7f000001" is not an IPv4 address: write four numbers from 0 to 255',
+        ),
+        (
+            "2130706433",
+            'hf:1:1: "2130706433" is not an IPv4 address: write four numbers from 0 to 255',
+        ),
         ("fe80::g", 'hf:1:1: "fe80::g" is not an IPv6 address, nor [user@]name:number'),
         ("[::1", 'hf:1:1: "[::1" is not an IPv6 address, nor [user@]name:number'),
-        ("fe80::1%$(id)", 'hf:1:1: "fe80::1%$(id)": after % comes the name of an interface, such as eth0'),
+        (
+            "fe80::1%$(id)",
+            'hf:1:1: "fe80::1%$(id)": after % comes the name of an interface, such as eth0',
+        ),
         ("@node1", 'hf:1:1: "" is not the name of a user: write [user@]name[:port] slots=N'),
         ("a b@node1", 'hf:1:3: "b@node1" means nothing here: a line is [user@]name[:port] slots=N'),
-        ("node1:", 'hf:1:1: port "" is not a number from 22 to 65535: write [user@]name[:port] slots=N'),
-        ("node1:70000", 'hf:1:1: port "70000" is not a number from 22 to 65535: write [user@]name[:port] slots=N'),
-        ("node1:8", "hf:1:1: 8 after the colon is a port, and ssh has none so low: write node1 slots=8"),  # MPICH
+        (
+            "node1:",
+            'hf:1:1: port "" is not a number from 22 to 65535: write [user@]name[:port] slots=N',
+        ),
+        (
+            "node1:70000",
+            'hf:1:1: port "70000" is not a number from 22 to 65535: write [user@]name[:port] slots=N',
+        ),
+        (
+            "node1:8",
+            "hf:1:1: 8 after the colon is a port, and ssh has none so low: write node1 slots=8",
+        ),  # MPICH
         ("n slots=0", "hf:1:3: slots=0 is no place for a rank: leave the host out"),
         ("n slots=-1", 'hf:1:3: slots "-1" is not a whole number from 1 to 1024: write slots=8'),
         ("n slots=8x", 'hf:1:3: slots "8x" is not a whole number from 1 to 1024: write slots=8'),
         ("n slots=٣", 'hf:1:3: slots "٣" is not a whole number from 1 to 1024: write slots=8'),
         ("n slots=", 'hf:1:3: slots "" is not a whole number from 1 to 1024: write slots=8'),
-        ("n slots=99999999999", 'hf:1:3: slots "99999999999" is not a whole number from 1 to 1024: write slots=8'),
+        (
+            "n slots=99999999999",
+            'hf:1:3: slots "99999999999" is not a whole number from 1 to 1024: write slots=8',
+        ),
         ("n slots = 4", 'hf:1:3: "slots": write slots=8, without blanks around ='),
         ("n 4", 'hf:1:3: "4": write slots=8, without blanks around ='),
         ("n gpus=4", 'hf:1:3: "gpus=4" means nothing here: a line is [user@]name[:port] slots=N'),
         ("n slots=4 slots=4", "hf:1:11: slots is given twice"),
         ("n slots=4 max_slots=2", "hf:1:3: max_slots says how far slots=N may go: write slots=2"),
         ("n max_slots=2", "hf:1:3: max_slots says how far slots=N may go: write slots=2 too"),
-        ("n slots=\x1b[31m", 'hf:1:3: slots "\\x1b[31m" is not a whole number from 1 to 1024: write slots=8'),
+        (
+            "n slots=\x1b[31m",
+            'hf:1:3: slots "\\x1b[31m" is not a whole number from 1 to 1024: write slots=8',
+        ),
     ],
 )
 def test_mistakes(line: str, message: str) -> None:
@@ -150,7 +197,10 @@ def test_long_files_of_mistakes_are_cut() -> None:
     [
         (b"", "hf names no host: write a line for each host, such as: node1 slots=8"),
         (b"# none\n\n", "hf names no host: write a line for each host, such as: node1 slots=8"),
-        (b"\x7fELF\0\0", "hf is a binary file, not a host file; write a line for each host, such as: node1 slots=8"),
+        (
+            b"\x7fELF\0\0",
+            "hf is a binary file, not a host file; write a line for each host, such as: node1 slots=8",
+        ),
         (b"a\nb\xff", "hf:2:2: not UTF-8 text; save the file as UTF-8"),
     ],
 )
@@ -178,7 +228,9 @@ def test_a_pipe_of_the_shell_is_read(tmp_path: Path) -> None:
         "print(*map(str, read_hostfile(Path(sys.argv[1]))))"
     )
     command = f"'{sys.executable}' -c '{script}' <(echo node1; echo node2)"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, check=True, timeout=60
+    )
     assert done.stdout == "node1 node2\n"
 
 
@@ -197,7 +249,10 @@ def test_lists() -> None:
         HostEntry("::1", slots=2),
         HostEntry("10.0.0.1"),
     ]
-    assert listed("me@h1:2222 slots=8,h2 slots=1") == [HostEntry("h1", "me", 2222, 8), HostEntry("h2", slots=1)]
+    assert listed("me@h1:2222 slots=8,h2 slots=1") == [
+        HostEntry("h1", "me", 2222, 8),
+        HostEntry("h2", slots=1),
+    ]
     assert refused(HostOptions(host_list="h1:8,h1:2,,-x:1")).splitlines() == [
         "3 problems in -H",
         "-H:1:6: h1 is there already, at -H:1:1: write it once, with all its slots",
@@ -218,18 +273,32 @@ def test_hosts_of_the_job(tmp_path: Path) -> None:
     found = wanted_hosts(job(hosts="rack"), HostOptions(), {}, tmp_path) or ()
     assert [(each.name, each.where) for each in found][2:] == [("node10", f"{tmp_path}/rack:3:1")]
     found = wanted(HostOptions(), job(hosts=["b:2", "a:2"])) or ()
-    assert [(each.name, each.slots, each.where) for each in found] == [("b", 2, "hosts[0]"), ("a", 2, "hosts[1]")]
-    assert refused(HostOptions(), job(hosts=["b:2", "B"])).startswith("hosts[1]: B is there already, at hosts[0]")
+    assert [(each.name, each.slots, each.where) for each in found] == [
+        ("b", 2, "hosts[0]"),
+        ("a", 2, "hosts[1]"),
+    ]
+    assert refused(HostOptions(), job(hosts=["b:2", "B"])).startswith(
+        "hosts[1]: B is there already, at hosts[0]"
+    )
     message = refused(HostOptions(), job(hosts="node1:8"))
-    assert "there is no host file node1:8; a list of names is written in brackets, as in hosts: [node1:8]" in message
+    assert (
+        "there is no host file node1:8; a list of names is written in brackets, as in hosts: [node1:8]"
+        in message
+    )
     assert "is not a path" in refused(HostOptions(), job(hosts="~nobody-at-all/x"))
 
 
 def test_the_command_line_comes_first_and_the_job_before_the_environment() -> None:
     config = job(hosts=["a", "b"])
-    assert [each.name for each in wanted(HostOptions(host_list="c"), config, **SLURM) or ()] == ["c"]
+    assert [each.name for each in wanted(HostOptions(host_list="c"), config, **SLURM) or ()] == [
+        "c"
+    ]
     assert [each.name for each in wanted(HostOptions(), config, **SLURM) or ()] == ["a", "b"]
-    assert [each.name for each in wanted(HostOptions(), **SLURM) or ()] == ["node1", "node2", "node3"]
+    assert [each.name for each in wanted(HostOptions(), **SLURM) or ()] == [
+        "node1",
+        "node2",
+        "node3",
+    ]
     assert wanted(HostOptions(), job(launch="local"), **SLURM) is None
     assert wanted(HostOptions()) is None
 
@@ -260,18 +329,36 @@ def test_picks(tmp_path: Path, options: dict[str, Any], left: list[tuple[str, An
     ("options", "words"),
     [
         ({"include": "nod1"}, '--include:1:1: there is no host "nod1"; did you mean node1?'),
-        ({"include": "node1@x"}, '--include:1:7: there is no host "x"; there are node1, node2, node10'),
+        (
+            {"include": "node1@x"},
+            '--include:1:7: there is no host "x"; there are node1, node2, node10',
+        ),
         ({"include": "node1:8"}, "node1 has no slot 8:"),
         ({"include": "node1:1,1"}, "slot 1 of node1 is there already: write it once"),
         ({"include": "node1:0-3"}, '"0-3" is not the number of a slot; write node1:0,1'),
         ({"include": "node1:"}, '"" is not the number of a slot; write node1:0,1'),
-        ({"include": "node1:0@node1:1"}, "--include:1:9: node1 is there already: write it once, with all its slots"),
-        ({"include": "@node1"}, '"" is not a host with its slots; write NAME[:SLOT,SLOT]@NAME, IPv6 in brackets'),
+        (
+            {"include": "node1:0@node1:1"},
+            "--include:1:9: node1 is there already: write it once, with all its slots",
+        ),
+        (
+            {"include": "@node1"},
+            '"" is not a host with its slots; write NAME[:SLOT,SLOT]@NAME, IPv6 in brackets',
+        ),
         ({"include": "::1"}, '"::1" is not a host with its slots'),
         ({"exclude": "node1@node2@node10"}, "--exclude leaves no host: exclude fewer"),
-        ({"include": "node1", "exclude": "node2"}, "--include says which hosts remain and --exclude which do not"),
-        ({"include": "node1", "nodes": 1}, "--include picks hosts and slots by name, --nodes the first ones: keep one"),
-        ({"exclude": "node1", "gpus": 1}, "--exclude picks hosts and slots by name, --gpus the first ones: keep one"),
+        (
+            {"include": "node1", "exclude": "node2"},
+            "--include says which hosts remain and --exclude which do not",
+        ),
+        (
+            {"include": "node1", "nodes": 1},
+            "--include picks hosts and slots by name, --nodes the first ones: keep one",
+        ),
+        (
+            {"exclude": "node1", "gpus": 1},
+            "--exclude picks hosts and slots by name, --gpus the first ones: keep one",
+        ),
         ({"host_list": "node1"}, "--hosts and -H both name the hosts: keep one of them"),
         ({"nodes": 4}, "--nodes 4, but there are 3 hosts"),
         ({"nodes": 0}, "--nodes 0: write a whole number > 0"),
@@ -288,7 +375,9 @@ def test_picks_among_addresses_and_ports() -> None:
     options = HostOptions(host_list="[fd00::7]:4,me@h:2201 slots=2,h:2202 slots=2")
     found = wanted(replace(options, include="[fd00::7]:3@[h:2202]:0")) or ()
     assert [(str(each), each.chosen) for each in found] == [("fd00::7", (3,)), ("h:2202", (0,))]
-    assert "h is 2 hosts; write the port too, as in [h:2201]:0" in refused(replace(options, include="h:0"))
+    assert "h is 2 hosts; write the port too, as in [h:2201]:0" in refused(
+        replace(options, include="h:0")
+    )
 
 
 def test_what_is_excluded_must_be_known() -> None:
@@ -300,7 +389,11 @@ def test_what_is_excluded_must_be_known() -> None:
 
 
 def test_picks_without_a_list() -> None:
-    for options in (HostOptions(include="node1"), HostOptions(exclude="localhost:0"), HostOptions(nodes=2)):
+    for options in (
+        HostOptions(include="node1"),
+        HostOptions(exclude="localhost:0"),
+        HostOptions(nodes=2),
+    ):
         assert "picks from a list of hosts, and there is none" in refused(options)
     assert wanted(HostOptions(nodes=1)) is None
     found = wanted(HostOptions(include="localhost:0,2")) or ()
@@ -316,7 +409,14 @@ def test_options_as_arguments() -> None:
 
 @pytest.mark.parametrize(
     ("name", "same"),
-    [("localhost", True), ("::1", True), ("Box", True), ("box.lab", True), ("box2", False), ("other.lab", False)],
+    [
+        ("localhost", True),
+        ("::1", True),
+        ("Box", True),
+        ("box.lab", True),
+        ("box2", False),
+        ("other.lab", False),
+    ],
 )
 def test_this_host(name: str, same: bool) -> None:
     assert is_this_host(HostEntry(name), "box.lab") is same
@@ -340,40 +440,91 @@ def backend(options: HostOptions, config: JobConfig | None = None, **environ: st
         ({"host_list": "me@box:2"}, {}, {}, "1 host, 2 slots, by ssh (-H names it)"),
         ({}, {"hosts": ["a:2", "b:3"]}, {}, "2 hosts, 5 slots, by ssh (hosts names them)"),
         ({}, {"hosts": ["a:2", "b"]}, {}, "2 hosts, by ssh (hosts names them)"),
-        ({"include": "a:1"}, {"hosts": ["a:2", "b"]}, {}, "1 host, 1 slot, by ssh (hosts names it)"),
+        (
+            {"include": "a:1"},
+            {"hosts": ["a:2", "b"]},
+            {},
+            "1 host, 1 slot, by ssh (hosts names it)",
+        ),
         ({}, {}, SLURM, "3 hosts, by slurm (Slurm job 7: 3 hosts (SLURM_JOB_NODELIST))"),
         ({"nodes": 2}, {"launch": "ssh"}, SLURM, "2 hosts, by ssh (launch.backend)"),
-        ({"host_list": "node3,node1"}, {}, SLURM, "2 hosts, by slurm (Slurm job 7: 3 hosts (SLURM_JOB_NODELIST))"),
-        ({"host_list": "node1"}, {}, SLURM, "1 host, by slurm (Slurm job 7: 3 hosts (SLURM_JOB_NODELIST))"),
+        (
+            {"host_list": "node3,node1"},
+            {},
+            SLURM,
+            "2 hosts, by slurm (Slurm job 7: 3 hosts (SLURM_JOB_NODELIST))",
+        ),
+        (
+            {"host_list": "node1"},
+            {},
+            SLURM,
+            "1 host, by slurm (Slurm job 7: 3 hosts (SLURM_JOB_NODELIST))",
+        ),
         ({"host_list": "box"}, {}, SLURM, "1 host, by local (-H:1:1 names this host only)"),
         ({"host_list": "node1,other"}, {}, SLURM, "2 hosts, by ssh (-H names them)"),
         ({"host_list": "me@node1,node2"}, {}, SLURM, "2 hosts, by ssh (-H names them)"),
         ({}, {}, TORCHRUN, "env (a launcher like torchrun: RANK=3, WORLD_SIZE=8, LOCAL_RANK=1)"),
-        ({}, {}, TORCHRUN | SLURM, "env (a launcher like torchrun: RANK=3, WORLD_SIZE=8, LOCAL_RANK=1)"),
-        ({}, {"launch": "env", "hosts": ["a"]}, TORCHRUN, "env (a launcher like torchrun: RANK=3, WORLD_SIZE=8, "
-         "LOCAL_RANK=1)"),
+        (
+            {},
+            {},
+            TORCHRUN | SLURM,
+            "env (a launcher like torchrun: RANK=3, WORLD_SIZE=8, LOCAL_RANK=1)",
+        ),
+        (
+            {},
+            {"launch": "env", "hosts": ["a"]},
+            TORCHRUN,
+            "env (a launcher like torchrun: RANK=3, WORLD_SIZE=8, LOCAL_RANK=1)",
+        ),
     ],
-)  # fmt: skip
-def test_backend(options: dict[str, Any], keys: dict[str, Any], environ: dict[str, str], outcome: str) -> None:
+)
+def test_backend(
+    options: dict[str, Any], keys: dict[str, Any], environ: dict[str, str], outcome: str
+) -> None:
     assert backend(HostOptions(**options), job(**keys), **environ) == outcome
 
 
 @pytest.mark.parametrize(
     ("options", "keys", "environ", "words"),
     [
-        ({"host_list": "a"}, {}, TORCHRUN, "one of several already (a launcher like torchrun: RANK=3, WORLD_SIZE=8, "
-         "LOCAL_RANK=1), and hosts are named: run zrun train once"),
+        (
+            {"host_list": "a"},
+            {},
+            TORCHRUN,
+            "one of several already (a launcher like torchrun: RANK=3, WORLD_SIZE=8, "
+            "LOCAL_RANK=1), and hosts are named: run zrun train once",
+        ),
         ({}, {"hosts": ["a"]}, TORCHRUN, "and hosts are named"),
         ({}, {"launch": "ssh"}, TORCHRUN, "and launch.backend is ssh"),
-        ({}, {"launch": "ssh"}, {}, "launch.backend: ssh needs hosts: name them with --hosts FILE, -H or"),
-        ({"host_list": "a,box"}, {"launch": "local"}, {}, "starts ranks on box only, and a is named"),
+        (
+            {},
+            {"launch": "ssh"},
+            {},
+            "launch.backend: ssh needs hosts: name them with --hosts FILE, -H or",
+        ),
+        (
+            {"host_list": "a,box"},
+            {"launch": "local"},
+            {},
+            "starts ranks on box only, and a is named",
+        ),
         ({}, {"launch": "slurm"}, {}, "salloc -N 2"),
         ({"host_list": "a"}, {"launch": "slurm"}, {}, "salloc -N 2"),
-        ({"host_list": "node4,node1"}, {"launch": "slurm"}, SLURM, "node4: not a name of this Slurm job's hosts "
-         "(SLURM_JOB_NODELIST), which srun takes without user and port; did you mean node"),
-        ({}, {"launch": "env"}, SLURM, "the environment tells of none: RANK, WORLD_SIZE and LOCAL_RANK (torchrun)"),
+        (
+            {"host_list": "node4,node1"},
+            {"launch": "slurm"},
+            SLURM,
+            "node4: not a name of this Slurm job's hosts "
+            "(SLURM_JOB_NODELIST), which srun takes without user and port; did you mean node",
+        ),
+        (
+            {},
+            {"launch": "env"},
+            SLURM,
+            "the environment tells of none: RANK, WORLD_SIZE and LOCAL_RANK (torchrun)",
+        ),
     ],
-)  # fmt: skip
+)
 def test_backends_that_contradict(
     options: dict[str, Any], keys: dict[str, Any], environ: dict[str, str], words: str
 ) -> None:

@@ -29,13 +29,78 @@ _SEEDS = (
     "localhost:2201 slots=2\nlocalhost:2202 slots=2\n",
 )
 _ODD_WORDS = (
-    "-oProxyCommand=touch${IFS}x", "-", "--", "$(id)", "`id`", ";reboot", "a|b", "a&b", "a>b", "a'b", 'a"b', "a\\b",
-    "*", "~", "a/b", "../x", "!a", "{a,b}", "%", "\x00", "\x1b[31m", "\r", "\x0b", "\x0c", "\x85", "\xa0", "\u2028",
-    "\u202e", "é", "😀", "٣", "slots=0", "slots=-1", "slots=8x", "slots=", "slots", "=8", "slots=" + "9" * 5000,
-    "SLOTS=4", "max-slots=1", "gpus=8", "a" * 300, "a." * 200, "::", ":::", "[", "]", "[]", "[[::1]]", "[::1]:",
-    "[::1]:0", "::1%", "::1%-x", "1.2.3", "256.1.1.1", "0x7f.1", "0x", "017700000001", "node1:8", "node1:-22",
-    "node1:22:22", "@", "a@", "@a", "a@b@c", "-a@b", "a@-b", "me@[-x]", "#", "node1", "NODE1",
-)  # fmt: skip
+    "-oProxyCommand=touch${IFS}x",
+    "-",
+    "--",
+    "$(id)",
+    "`id`",
+    ";reboot",
+    "a|b",
+    "a&b",
+    "a>b",
+    "a'b",
+    'a"b',
+    "a\\b",
+    "*",
+    "~",
+    "a/b",
+    "../x",
+    "!a",
+    "{a,b}",
+    "%",
+    "\x00",
+    "\x1b[31m",
+    "\r",
+    "\x0b",
+    "\x0c",
+    "\x85",
+    "\xa0",
+    "\u2028",
+    "\u202e",
+    "é",
+    "😀",
+    "٣",
+    "slots=0",
+    "slots=-1",
+    "slots=8x",
+    "slots=",
+    "slots",
+    "=8",
+    "slots=" + "9" * 5000,
+    "SLOTS=4",
+    "max-slots=1",
+    "gpus=8",
+    "a" * 300,
+    "a." * 200,
+    "::",
+    ":::",
+    "[",
+    "]",
+    "[]",
+    "[[::1]]",
+    "[::1]:",
+    "[::1]:0",
+    "::1%",
+    "::1%-x",
+    "1.2.3",
+    "256.1.1.1",
+    "0x7f.1",
+    "0x",
+    "017700000001",
+    "node1:8",
+    "node1:-22",
+    "node1:22:22",
+    "@",
+    "a@",
+    "@a",
+    "a@b@c",
+    "-a@b",
+    "a@-b",
+    "me@[-x]",
+    "#",
+    "node1",
+    "NODE1",
+)
 
 
 def _flip_bytes(text: bytes, rng: random.Random) -> bytes:
@@ -49,7 +114,9 @@ def _odd_word(text: bytes, rng: random.Random) -> bytes:
     """Put an odd word before a word, or in its place."""
     word = rng.choice(list(re.finditer(rb"\S+|$", text)))
     start, end = word.start(), rng.choice(word.span())
-    return text[:start] + rng.choice(_ODD_WORDS).encode() + rng.choice((b"", b" ", b"\n")) + text[end:]
+    return (
+        text[:start] + rng.choice(_ODD_WORDS).encode() + rng.choice((b"", b" ", b"\n")) + text[end:]
+    )
 
 
 def _repeat_line(text: bytes, rng: random.Random) -> bytes:
@@ -69,8 +136,14 @@ def _cut_out(text: bytes, rng: random.Random) -> bytes:
 
 
 _DAMAGES: tuple[Callable[[bytes, random.Random], bytes], ...] = (
-    _flip_bytes, _odd_word, _odd_word, _repeat_line, _insert_byte, _insert_byte, _cut_out,
-)  # fmt: skip
+    _flip_bytes,
+    _odd_word,
+    _odd_word,
+    _repeat_line,
+    _insert_byte,
+    _insert_byte,
+    _cut_out,
+)
 
 
 def _damaged(rng: random.Random) -> bytes:
@@ -85,7 +158,9 @@ def _check(entry: HostEntry) -> None:
         ip_address(entry.name)
     else:
         assert _PLAIN_NAME.fullmatch(entry.name), entry
-    assert entry.user is None or re.fullmatch(r"[A-Za-z0-9_][\w.-]*\$?", entry.user, re.ASCII), entry
+    assert entry.user is None or re.fullmatch(r"[A-Za-z0-9_][\w.-]*\$?", entry.user, re.ASCII), (
+        entry
+    )
     assert entry.port is None or 22 <= entry.port <= 65535, entry
     assert entry.slots is None or 1 <= entry.slots <= 1024, entry
     argv = ssh_argv(entry, "ssh", "/usr/bin/python3", 10)
@@ -96,7 +171,9 @@ def test_damaged_host_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
     rng = random.Random(0)
     path = Path("hf")
-    config = JobConfig.model_validate({"name": "a", "model": "m:f", "data": "d:g", "steps": 1, "batch": 1})
+    config = JobConfig.model_validate(
+        {"name": "a", "model": "m:f", "data": "d:g", "steps": 1, "batch": 1}
+    )
     num_lists = 0
     for _ in range(NUM_FILES):
         text = _damaged(rng)
@@ -113,16 +190,36 @@ def test_damaged_host_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             assert entries, text
             for entry in entries:
                 _check(entry)
-    assert 0.05 * NUM_FILES < num_lists < 0.6 * NUM_FILES  # the damage is neither harmless nor total
+    assert (
+        0.05 * NUM_FILES < num_lists < 0.6 * NUM_FILES
+    )  # the damage is neither harmless nor total
 
 
 def test_damaged_lists_and_picks() -> None:
     rng = random.Random(1)
-    config = JobConfig.model_validate({"name": "a", "model": "m:f", "data": "d:g", "steps": 1, "batch": 1})
-    pieces = (*_ODD_WORDS, "h1", "h2:8", "me@h3:2", "[::1]:4", "h1:0,1", "h2", ":", ",", "@", "", "h2:9", "h1:0,0")
+    config = JobConfig.model_validate(
+        {"name": "a", "model": "m:f", "data": "d:g", "steps": 1, "batch": 1}
+    )
+    pieces = (
+        *_ODD_WORDS,
+        "h1",
+        "h2:8",
+        "me@h3:2",
+        "[::1]:4",
+        "h1:0,1",
+        "h2",
+        ":",
+        ",",
+        "@",
+        "",
+        "h2:9",
+        "h1:0,0",
+    )
     outcomes = set()
     for _ in range(3000):
-        listed = ",".join(rng.choices(pieces[-13:] if rng.random() < 0.8 else pieces, k=rng.randint(1, 3)))
+        listed = ",".join(
+            rng.choices(pieces[-13:] if rng.random() < 0.8 else pieces, k=rng.randint(1, 3))
+        )
         picks = "@".join(rng.choices(pieces[-13:], k=rng.randint(1, 3)))
         options = HostOptions(host_list=listed, **{rng.choice(("include", "exclude")): picks})
         try:
@@ -134,7 +231,9 @@ def test_damaged_lists_and_picks() -> None:
             outcomes.add("")
             for entry in entries:
                 _check(entry)
-                assert entry.chosen is None or (entry.chosen and list(entry.chosen) == sorted(set(entry.chosen)))
+                assert entry.chosen is None or (
+                    entry.chosen and list(entry.chosen) == sorted(set(entry.chosen))
+                )
     assert {"", "-H", "--include", "--exclude"} <= outcomes
 
 
@@ -143,7 +242,9 @@ def test_the_command_says_the_same(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("job.yaml").write_text("name: a\nmodel: m.py:f\ndata: m.py:g\nsteps: 1\nbatch: 1\n")
-    monkeypatch.setattr(sys, "argv", ["zrun", "check", "job.yaml", "--no-import", "--offline", "--hosts", "hf"])
+    monkeypatch.setattr(
+        sys, "argv", ["zrun", "check", "job.yaml", "--no-import", "--offline", "--hosts", "hf"]
+    )
     rng = random.Random(2)
     codes = set()
     for _ in range(40):

@@ -44,7 +44,9 @@ def safetensors(path: Path, entries: dict[str, Any], num_bytes: int) -> Path:
         ({"a": [1]}, 16, "not a whole safetensors file"),
     ],
 )
-def test_a_header_that_cannot_be(tmp_path: Path, entries: dict[str, Any], num_bytes: int, words: str) -> None:
+def test_a_header_that_cannot_be(
+    tmp_path: Path, entries: dict[str, Any], num_bytes: int, words: str
+) -> None:
     path = safetensors(tmp_path / "a.safetensors", entries, num_bytes)
     with pytest.raises(CheckpointError, match=words):
         open_weights(path, ALONE)
@@ -56,7 +58,9 @@ def test_a_header_as_it_should_be(tmp_path: Path) -> None:
         "none": {**GOOD, "shape": [0], "data_offsets": [16, 16]},
         "a": GOOD,
     }
-    assert set(open_weights(safetensors(tmp_path / "a.safetensors", entries, 32), ALONE).shapes) == {"a", "b", "none"}
+    assert set(
+        open_weights(safetensors(tmp_path / "a.safetensors", entries, 32), ALONE).shapes
+    ) == {"a", "b", "none"}
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, which makes odd tensors
@@ -69,9 +73,13 @@ def test_a_header_as_it_should_be(tmp_path: Path) -> None:
         (lambda: torch.ones(3, device="meta"), "without values"),
     ],
 )
-def test_a_state_dict_of_other_than_dense_tensors(tmp_path: Path, make: Callable[[], torch.Tensor], kind: str) -> None:
+def test_a_state_dict_of_other_than_dense_tensors(
+    tmp_path: Path, make: Callable[[], torch.Tensor], kind: str
+) -> None:
     torch.save({"good": torch.ones(2), "odd": make()}, tmp_path / "a.pt")
-    with pytest.raises(CheckpointError, match=rf"odd of .*a\.pt is {kind}: write it as a dense tensor"):
+    with pytest.raises(
+        CheckpointError, match=rf"odd of .*a\.pt is {kind}: write it as a dense tensor"
+    ):
         open_weights(tmp_path / "a.pt", ALONE)
 
 
@@ -88,13 +96,20 @@ def test_a_damaged_newest_step_is_no_reason_to_begin_with_older_weights(tmp_path
     shard = folder.step_path(30) / "rank-00001.safetensors"
     content = bytearray(shard.read_bytes())
     held = read_step(folder.step_path(30)).of_file(shard.name)
-    content[next(each.offset for each in held if (each.tensor, each.state) == ("layer.weight", "value"))] ^= 1
+    content[
+        next(each.offset for each in held if (each.tensor, each.state) == ("layer.weight", "value"))
+    ] ^= 1
     shard.write_bytes(content)
-    weights, other = open_weights(tmp_path / "run", ALONE), f"; name another, such as {folder.step_path(20)}"
+    weights, other = (
+        open_weights(tmp_path / "run", ALONE),
+        f"; name another, such as {folder.step_path(20)}",
+    )
     with pytest.raises(CheckpointError, match=f"^init_from: .*is damaged: .*{other}$"):
         fill(weights)
     os.truncate(shard, shard.stat().st_size - 1)
-    with pytest.raises(CheckpointError, match=f"the newest step of {folder.path} is not valid: .*{other}$"):
+    with pytest.raises(
+        CheckpointError, match=f"the newest step of {folder.path} is not valid: .*{other}$"
+    ):
         open_weights(tmp_path / "run", ALONE)
     (folder.step_path(20) / "manifest.json").unlink()
     (folder.step_path(10) / "manifest.json").unlink()

@@ -22,13 +22,71 @@ _SEEDS = (
     'zero: {stage: 3, bucket: 1MiB, units: ["h\\\\.[0-9]+"]}\nenv: {A: "${env:HOME}", B: null}\neval: {data: d:v}\n',
 )
 _ODD_VALUES = (
-    "", "~", "null", "[]", "{}", "[[[[", "{a: {b: [c", "*a", "&a 1", "!!python/object:os.system x", "!x", "- 1", "? x",
-    "|\n  text", ">-\n a", "'", '"', '"\\U99999999"', '"\\ud800"', "1e999", "-.inf", ".nan", "9" * 5000,
-    "0x" + "f" * 80, "0o8", "true", "on", "1:20", "2026-01-01", "=", "<<", "%TAG ! x", "@x", "`x`", "\t", "x: y: z",
-    "${env:}", "${env:NO}", "${env:HOME}", "\u2028", "\ufeff", "\x85", "\x00", "\x1b[31m", "é", "😀", "---", "...",
-    "# c", "-1", "0", "1.5", "64MiB", "7XiB", "[" * 100, "{" * 70, "a" * 3000, "[1, 2", "{1: 2}", "{[a]: b}",
-    "{{a: b}: c}", "m:f", "../x.py:f", "(",
-)  # fmt: skip
+    "",
+    "~",
+    "null",
+    "[]",
+    "{}",
+    "[[[[",
+    "{a: {b: [c",
+    "*a",
+    "&a 1",
+    "!!python/object:os.system x",
+    "!x",
+    "- 1",
+    "? x",
+    "|\n  text",
+    ">-\n a",
+    "'",
+    '"',
+    '"\\U99999999"',
+    '"\\ud800"',
+    "1e999",
+    "-.inf",
+    ".nan",
+    "9" * 5000,
+    "0x" + "f" * 80,
+    "0o8",
+    "true",
+    "on",
+    "1:20",
+    "2026-01-01",
+    "=",
+    "<<",
+    "%TAG ! x",
+    "@x",
+    "`x`",
+    "\t",
+    "x: y: z",
+    "${env:}",
+    "${env:NO}",
+    "${env:HOME}",
+    "\u2028",
+    "\ufeff",
+    "\x85",
+    "\x00",
+    "\x1b[31m",
+    "é",
+    "😀",
+    "---",
+    "...",
+    "# c",
+    "-1",
+    "0",
+    "1.5",
+    "64MiB",
+    "7XiB",
+    "[" * 100,
+    "{" * 70,
+    "a" * 3000,
+    "[1, 2",
+    "{1: 2}",
+    "{[a]: b}",
+    "{{a: b}: c}",
+    "m:f",
+    "../x.py:f",
+    "(",
+)
 
 
 def _flip_bytes(text: bytes, rng: random.Random) -> bytes:
@@ -53,7 +111,14 @@ def _repeat_line(text: bytes, rng: random.Random) -> bytes:
 def _odd_value(text: bytes, rng: random.Random) -> bytes:
     head, separator, tail = _cut(text, rng, rb": ")
     line, newline, rest = tail.partition(b"\n")
-    return head + separator + rng.choice(_ODD_VALUES).encode() + rng.choice((b"", line)) + newline + rest
+    return (
+        head
+        + separator
+        + rng.choice(_ODD_VALUES).encode()
+        + rng.choice((b"", line))
+        + newline
+        + rest
+    )
 
 
 def _misspell(text: bytes, rng: random.Random) -> bytes:
@@ -61,7 +126,9 @@ def _misspell(text: bytes, rng: random.Random) -> bytes:
     word = rng.choice(words)
     letters = bytearray(word.group())
     place = rng.randrange(len(letters))
-    letters[place : place + 1] = rng.choice((b"", b"x", bytes(letters[place : place + 1]) * 2, b".", b" "))
+    letters[place : place + 1] = rng.choice(
+        (b"", b"x", bytes(letters[place : place + 1]) * 2, b".", b" ")
+    )
     return text[: word.start()] + bytes(letters) + text[word.end() :]
 
 
@@ -83,8 +150,15 @@ def _cut(text: bytes, rng: random.Random, pattern: bytes) -> tuple[bytes, bytes,
 
 
 _DAMAGES: tuple[Callable[[bytes, random.Random], bytes], ...] = (
-    _flip_bytes, _drop_line, _repeat_line, _odd_value, _odd_value, _misspell, _break_indent, _cut_short,
-)  # fmt: skip
+    _flip_bytes,
+    _drop_line,
+    _repeat_line,
+    _odd_value,
+    _odd_value,
+    _misspell,
+    _break_indent,
+    _cut_short,
+)
 
 
 def test_damaged_files(tmp_path: Path) -> None:
@@ -101,11 +175,16 @@ def test_damaged_files(tmp_path: Path) -> None:
         except JobError as error:
             message = str(error)
             assert _PLACE.search(message), (text, message)
-            assert not re.search(r"function-|literal\[|constrained|Input should|Value error", message), (text, message)
+            assert not re.search(
+                r"function-|literal\[|constrained|Input should|Value error", message
+            ), (text, message)
             message.encode()  # no lone surrogates, which no terminal can show
         else:
             num_jobs += 1
-            assert JobConfig.model_validate_json(job.model_dump_json(by_alias=True)) == job or "nan" in text.decode()
+            assert (
+                JobConfig.model_validate_json(job.model_dump_json(by_alias=True)) == job
+                or "nan" in text.decode()
+            )
     assert 0.02 * NUM_FILES < num_jobs < 0.5 * NUM_FILES  # the damage is neither harmless nor total
 
 
@@ -127,7 +206,9 @@ def test_damaged_overrides(tmp_path: Path) -> None:
         "é",
     )
     for _ in range(1000):
-        overrides = [f"{rng.choice(keys)}={rng.choice(_ODD_VALUES)}" for _ in range(rng.randint(1, 3))]
+        overrides = [
+            f"{rng.choice(keys)}={rng.choice(_ODD_VALUES)}" for _ in range(rng.randint(1, 3))
+        ]
         message = _error(path, overrides)
         assert message is None or "override " in message, (overrides, message)
 

@@ -76,10 +76,19 @@ def test_origin_of_every_value(folder: Folder) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("zero: {stag: 3}", 'job.yaml:6:8: zero.stag: unknown key; did you mean "stage"? write stage: 3'),
+        (
+            "zero: {stag: 3}",
+            'job.yaml:6:8: zero.stag: unknown key; did you mean "stage"? write stage: 3',
+        ),
         ("zer: 3", 'job.yaml:6:1: zer: unknown key; did you mean "zero"? write zero: 3'),
-        ("bucket: 1MiB", 'job.yaml:6:1: bucket: unknown key; did you mean "zero.bucket"? write zero: {bucket: 1MiB}'),
-        ("learning_rate: 1", 'job.yaml:6:1: learning_rate: unknown key; did you mean "optim.lr"? write optim: {lr: 1}'),
+        (
+            "bucket: 1MiB",
+            'job.yaml:6:1: bucket: unknown key; did you mean "zero.bucket"? write zero: {bucket: 1MiB}',
+        ),
+        (
+            "learning_rate: 1",
+            'job.yaml:6:1: learning_rate: unknown key; did you mean "optim.lr"? write optim: {lr: 1}',
+        ),
         (
             "zero: {q: 3}",
             "job.yaml:6:8: zero.q: unknown key; "
@@ -132,36 +141,57 @@ def test_origin_of_every_value(folder: Folder) -> None:
             "device: gpu",
             'job.yaml:6:9: device: expected auto | cpu | cuda, found "gpu"; write for example device: auto',
         ),
-        ("threads: true", "job.yaml:6:10: threads: expected whole number > 0 and <= 1024 | auto, found true; "
-                          "write for example threads: 4"),
-        ("env: {PORT: 80}", 'job.yaml:6:13: env.PORT: expected text | null, found 80; write PORT: "80"'),
+        (
+            "threads: true",
+            "job.yaml:6:10: threads: expected whole number > 0 and <= 1024 | auto, found true; "
+            "write for example threads: 4",
+        ),
+        (
+            "env: {PORT: 80}",
+            'job.yaml:6:13: env.PORT: expected text | null, found 80; write PORT: "80"',
+        ),
         (
             "eval: {every: 5}",
             "job.yaml:6:1: eval.data: missing key (returns the validation Dataset; or a mapping of names to several); "
             "write data: train.py:build_val_data",
         ),
-        ("lr: {schedule: {call: x}}", "job.yaml:6:23: lr.schedule.call: 'x' is not a reference: "
-                                      'write "module:attr" or "file.py:attr"'),
+        (
+            "lr: {schedule: {call: x}}",
+            "job.yaml:6:23: lr.schedule.call: 'x' is not a reference: "
+            'write "module:attr" or "file.py:attr"',
+        ),
         (
             "lr: {schedule: {cal: a:b}}",
             'job.yaml:6:17: lr.schedule.cal: unknown key; did you mean "call"? write call: a:b',
         ),
-        ("log: ", "job.yaml:6:5: log: expected {every, ranks}, found nothing; write for example log: {every: 1}"),
-        ("seed: 0\nseed: 1", "job.yaml:7:1: seed: duplicate key, first on line 6; keep one of them"),
+        (
+            "log: ",
+            "job.yaml:6:5: log: expected {every, ranks}, found nothing; write for example log: {every: 1}",
+        ),
+        (
+            "seed: 0\nseed: 1",
+            "job.yaml:7:1: seed: duplicate key, first on line 6; keep one of them",
+        ),
         ("1: x", 'job.yaml:6:1: 1: a key must be text; write "1" in quotes'),
         ("env: {A: &a x}", "job.yaml:6:10: env.A: anchors (&name) are not supported; remove it"),
-        ("env: {A: *a }", "job.yaml:6:10: env.A: aliases (*name) are not supported; write the value again"),
+        (
+            "env: {A: *a }",
+            "job.yaml:6:10: env.A: aliases (*name) are not supported; write the value again",
+        ),
         (
             "env: {A: !!python/object:os.system x}",
             "job.yaml:6:10: env.A: tags (!name) are not supported; remove it, and quote a value that is text",
         ),
-        ("env: {A: '${env:NO}'}", "job.yaml:6:10: env.A: environment variable NO is not set; export NO=... first"),
+        (
+            "env: {A: '${env:NO}'}",
+            "job.yaml:6:10: env.A: environment variable NO is not set; export NO=... first",
+        ),
         (
             "env: {A: '${env:a b}'}",
             "job.yaml:6:10: env.A: 'a b' is not the name of an environment variable; write ${env:NAME}",
         ),
     ],
-)  # fmt: skip
+)
 def test_one_mistake_one_line(folder: Folder, line: str, message: str) -> None:
     assert folder.problems(f"{FIVE_LINES}{line}\n") == [message]
 
@@ -215,27 +245,47 @@ def test_every_mistake_is_told_in_the_order_of_the_file(folder: Folder) -> None:
     ("text", "message"),
     [
         ("", "job.yaml:1:1: the file is empty; `zrun init -o -` prints a job to start from"),
-        ("# only this\n", "job.yaml:1:1: the file is empty; `zrun init -o -` prints a job to start from"),
-        ("- a\n", "job.yaml:1:1: a job is a mapping of keys, such as name: gpt-1b, but this is [a]"),
-        ("zero:\n\tstage: 2\n", "job.yaml:2:1: not valid YAML: found character '\\t' that cannot start any token; "
-                                "indent with spaces, not with tabs"),
-        ("name: a: b\n", "job.yaml:1:8: not valid YAML: mapping values are not allowed here; "
-                         'put quotes around text that holds ": ", and check the indentation'),
-        ("name: [a\n", "job.yaml:2:1: not valid YAML: expected ',' or ']', but got '<stream end>'; "
-                       "close the bracket, or put a comma between the items"),
-        ("name: a\n---\nname: b\n", "job.yaml:2:1: a second document starts here; a job file holds one"),
+        (
+            "# only this\n",
+            "job.yaml:1:1: the file is empty; `zrun init -o -` prints a job to start from",
+        ),
+        (
+            "- a\n",
+            "job.yaml:1:1: a job is a mapping of keys, such as name: gpt-1b, but this is [a]",
+        ),
+        (
+            "zero:\n\tstage: 2\n",
+            "job.yaml:2:1: not valid YAML: found character '\\t' that cannot start any token; "
+            "indent with spaces, not with tabs",
+        ),
+        (
+            "name: a: b\n",
+            "job.yaml:1:8: not valid YAML: mapping values are not allowed here; "
+            'put quotes around text that holds ": ", and check the indentation',
+        ),
+        (
+            "name: [a\n",
+            "job.yaml:2:1: not valid YAML: expected ',' or ']', but got '<stream end>'; "
+            "close the bracket, or put a comma between the items",
+        ),
+        (
+            "name: a\n---\nname: b\n",
+            "job.yaml:2:1: a second document starts here; a job file holds one",
+        ),
         ("[" * 5000, "job.yaml:1:65: not valid YAML: nested deeper than 64 levels"),
         ("name: 'a\x00'\n", "job.yaml:1:9: character U+0000 is not allowed in YAML"),
         ('name: "\\U99999999"\n', "job.yaml:1:10: not valid YAML: no such character"),
         (b"name: a\ndata: \xff\n", "job.yaml:2:7: not UTF-8 text; save the file as UTF-8"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_job_file(folder: Folder, text: str | bytes, message: str) -> None:
     assert message in folder.problems(text)
 
 
 def test_half_of_a_surrogate_pair(folder: Folder) -> None:
-    assert folder.problems(EIGHT_LINES + 'env: {A: "\\ud800"}\n')[0].startswith("job.yaml:9:10: env.A: half of")
+    assert folder.problems(EIGHT_LINES + 'env: {A: "\\ud800"}\n')[0].startswith(
+        "job.yaml:9:10: env.A: half of"
+    )
 
 
 def test_alias_bomb_is_refused_at_once(folder: Folder) -> None:
@@ -260,7 +310,10 @@ def test_terminal_control_characters_are_escaped(folder: Folder) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda path: None, "job.yaml: no such file; `zrun init -o job.yaml` writes one, with its train.py"),
+        (
+            lambda path: None,
+            "job.yaml: no such file; `zrun init -o job.yaml` writes one, with its train.py",
+        ),
         (lambda path: path.mkdir(), "job.yaml is a directory; name the job file in it"),
         (
             lambda path: path.write_bytes(b"#" * (MAX_FILE_BYTES + 1)),
@@ -289,12 +342,36 @@ def test_environment_substitution_is_read_as_yaml_where_it_is_plain(folder: Fold
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("1e-4", 1e-4), ("1E5", 1e5), (".5", 0.5), ("5.", 5.0), ("-1", -1), ("+1", 1), ("0777", 777), ("0o777", 511),
-        ("0x1F", 31), ("1_000", "1_000"), ("1:20", "1:20"), ("on", "on"), ("no", "no"), ("yes", "yes"), ("True", True),
-        ("tRue", "tRue"), ("~", None), ("", None), ("Null", None), (".inf", float("inf")), ("-.INF", float("-inf")),
-        ("2026-01-01", "2026-01-01"), ("0b1", "0b1"), ("e5", "e5"), (".", "."), ("1e", "1e"), ("=", "="), ("<<", "<<"),
+        ("1e-4", 1e-4),
+        ("1E5", 1e5),
+        (".5", 0.5),
+        ("5.", 5.0),
+        ("-1", -1),
+        ("+1", 1),
+        ("0777", 777),
+        ("0o777", 511),
+        ("0x1F", 31),
+        ("1_000", "1_000"),
+        ("1:20", "1:20"),
+        ("on", "on"),
+        ("no", "no"),
+        ("yes", "yes"),
+        ("True", True),
+        ("tRue", "tRue"),
+        ("~", None),
+        ("", None),
+        ("Null", None),
+        (".inf", float("inf")),
+        ("-.INF", float("-inf")),
+        ("2026-01-01", "2026-01-01"),
+        ("0b1", "0b1"),
+        ("e5", "e5"),
+        (".", "."),
+        ("1e", "1e"),
+        ("=", "="),
+        ("<<", "<<"),
     ],
-)  # fmt: skip
+)
 def test_core_schema(text: str, value: object) -> None:
     found = resolve(text)
     assert found == value
@@ -306,10 +383,20 @@ def test_absurd_number(folder: Folder) -> None:
     assert "job.yaml:5:8: steps: a number of 5000 characters; the longest is 64" in problems
 
 
-_SCALARS = st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False) | st.text()
+_SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**60), 2**60)
+    | st.floats(allow_nan=False)
+    | st.text()
+)
 
 
-@given(st.recursive(_SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=10))
+@given(
+    st.recursive(
+        _SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=10
+    )
+)
 def test_written_values_read_back(value: object) -> None:
     document = Document.parse(f"key: {write(value)}", "text", {})
     assert document.problems == []
@@ -320,7 +407,10 @@ def test_every_key_has_a_description_and_a_valid_example(folder: Folder) -> None
     path = folder.load(EIGHT_LINES).path
     for key in keys():
         assert key.description, key
-        around = [f"{'.'.join(key.path[:depth])}={_complete(key.path[:depth])}" for depth in range(1, len(key.path))]
+        around = [
+            f"{'.'.join(key.path[:depth])}={_complete(key.path[:depth])}"
+            for depth in range(1, len(key.path))
+        ]
         length = ["steps=null"] if key.name in ("tokens", "epochs") else []
         held_out = ["eval={data: m:f}"] if "best" in key.path else []
         load_job(path, [*held_out, *around, *length, f"{key}={write(key.example)}"])
@@ -335,7 +425,9 @@ def _complete(path: tuple[str, ...]) -> str:
 
 
 def test_forms_and_origins_are_job_files_again(folder: Folder) -> None:
-    loaded = folder.load(EIGHT_LINES, "model.args={dim: 3, name: 'a: b'}", "zero.bucket=32MiB", "lr=cosine")
+    loaded = folder.load(
+        EIGHT_LINES, "model.args={dim: 3, name: 'a: b'}", "zero.bucket=32MiB", "lr=cosine"
+    )
     for text in (render.with_origins(loaded), render.as_form(loaded.config)):
         assert folder.load(text).config == loaded.config
 
@@ -345,11 +437,18 @@ def test_form_mentions_every_key_and_loads_when_all_of_it_is_set(folder: Folder)
     everything = re.sub(r"(?m)^( *)# ( *\w+:)", r"\1\2", form)
     assert len(everything.splitlines()) == len(form.splitlines())
     config = folder.load(everything).config
-    absent = {"eval": None, "checkpoint": None, "init_from": None}  # shown with an example of what they require
+    absent = {
+        "eval": None,
+        "checkpoint": None,
+        "init_from": None,
+    }  # shown with an example of what they require
     assert all(getattr(config, key) is not None for key in absent)
     assert config.model_copy(update=absent) == folder.load(EIGHT_LINES).config
     for key in keys():
-        if key.name not in ("call", "args"):  # a reference without arguments is written in its short form
+        if key.name not in (
+            "call",
+            "args",
+        ):  # a reference without arguments is written in its short form
             assert re.search(rf"(?m)^[# ]*{key.name}:", form), key
 
 
@@ -357,7 +456,9 @@ def test_json_schema_allows_short_forms() -> None:
     definitions = job_schema()["$defs"]
     assert definitions["ZeroConfig"]["anyOf"][0]["enum"] == [0, 1, 2, 3]
     assert definitions["DataConfig"]["anyOf"][0]["type"] == "string"
-    assert JobConfig.model_json_schema()["$defs"]["ZeroConfig"].get("anyOf") is None  # pydantic's own is left alone
+    assert (
+        JobConfig.model_json_schema()["$defs"]["ZeroConfig"].get("anyOf") is None
+    )  # pydantic's own is left alone
 
 
 @pytest.mark.parametrize(
@@ -384,7 +485,9 @@ def test_json_schema_allows_short_forms() -> None:
         ),
     ],
 )
-def test_an_update_that_cannot_be_made_is_refused_with_the_job(folder: Folder, lines: str, message: str) -> None:
+def test_an_update_that_cannot_be_made_is_refused_with_the_job(
+    folder: Folder, lines: str, message: str
+) -> None:
     assert folder.problems(f"{FIVE_LINES}{lines}\n") == [message]
 
 
@@ -392,7 +495,9 @@ def test_evaluation_data_is_one_reference_or_several_by_name(folder: Folder) -> 
     one = folder.load(f"{FIVE_LINES}eval: {{data: {{call: a:val, args: {{n: 3}}}}}}\n").config
     assert one.eval is not None
     assert one.eval.sets == {"": Ref(call="a:val", args={"n": 3})}
-    text = f"{FIVE_LINES}eval:\n  data:\n    val: a:val\n    code: {{call: a:code, args: {{n: 3}}}}\n"
+    text = (
+        f"{FIVE_LINES}eval:\n  data:\n    val: a:val\n    code: {{call: a:code, args: {{n: 3}}}}\n"
+    )
     several = folder.load(text, "eval.data.val.args.n=5")
     assert several.config.eval is not None
     assert several.config.eval.sets == {
@@ -407,13 +512,19 @@ def test_evaluation_data_is_one_reference_or_several_by_name(folder: Folder) -> 
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ("{cal: a:b, args: {}}", 'eval.data.cal: unknown key; did you mean "call"? write call: a:b'),
+        (
+            "{cal: a:b, args: {}}",
+            'eval.data.cal: unknown key; did you mean "call"? write call: a:b',
+        ),
         ("{v: {cal: a:b}}", 'eval.data.v.cal: unknown key; did you mean "call"? write call: a:b'),
         (
             "{v: x}",
             'eval.data.v: \'x\' is not a reference: write "module:attr" or "file.py:attr"',
         ),
-        ("{a b: a:b}", "eval.data: 'a b' cannot name a dataset: write 1 to 32 letters, digits or ._-"),
+        (
+            "{a b: a:b}",
+            "eval.data: 'a b' cannot name a dataset: write 1 to 32 letters, digits or ._-",
+        ),
         (
             "{v: 3}",
             "eval.data.v: expected module:attr | {call, args}, found 3; "
@@ -429,7 +540,10 @@ def test_what_is_no_evaluation_data_is_told(folder: Folder, data: str, message: 
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ("{data: a:b, stop: 3}", "eval.stop needs eval.every: without it only the end is evaluated"),
+        (
+            "{data: a:b, stop: 3}",
+            "eval.stop needs eval.every: without it only the end is evaluated",
+        ),
         (
             "{data: a:b, every: 1, stop: {metric: f1}}",
             "eval.stop.metric: f1 is not evaluated: without eval.metrics there is only loss",

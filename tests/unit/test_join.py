@@ -24,10 +24,25 @@ from zrun.transport.join import Caller, Door, JoinedAgent, Rendezvous, job_key, 
 from zrun_core.errors import JobError, PreflightError, RendezvousError
 from zrun_core.spine.config import JobConfig
 
-TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "n1",
-            "MASTER_PORT": "29600", "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True"}  # fmt: skip
-STEP = {"SLURM_JOB_ID": "1234", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2",
-        "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "n[7-8]"}  # fmt: skip
+TORCHRUN = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "n1",
+    "MASTER_PORT": "29600",
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
+STEP = {
+    "SLURM_JOB_ID": "1234",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NODELIST": "n[7-8]",
+}
 POD = {
     "KUBERNETES_SERVICE_HOST": "10.1.0.1",
     "JOB_COMPLETION_INDEX": "1",
@@ -45,14 +60,25 @@ def rendezvous(environ: dict[str, str]) -> Rendezvous:
     [
         (TORCHRUN, None, 29601),  # all on this host; torchrun's store has the port itself
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}, "n1", 29601),
-        (TORCHRUN | {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "False"}, "n1", 29600),
+        (
+            TORCHRUN
+            | {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "False"},
+            "n1",
+            29600,
+        ),
         (STEP, "n7", 20000 + 1234 * 8 % 9000),
-        (STEP | {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "n7"}, None, 20000 + 1234 * 8 % 9000),
+        (
+            STEP | {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "n7"},
+            None,
+            20000 + 1234 * 8 % 9000,
+        ),
         (STEP | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5000"}, "10.0.0.1", 5000),
         (POD, "job-0.svc", 29500),
     ],
 )
-def test_where_processes_meet(environ: dict[str, str], address: str | None, first_port: int) -> None:
+def test_where_processes_meet(
+    environ: dict[str, str], address: str | None, first_port: int
+) -> None:
     found = rendezvous(environ)
     assert (found.address, found.ports[0], len(found.ports)) == (address, first_port, 8)
 
@@ -60,7 +86,9 @@ def test_where_processes_meet(environ: dict[str, str], address: str | None, firs
 def test_a_pod_of_an_indexed_job_is_a_host() -> None:
     found = rendezvous(POD)
     assert (found.index, found.count, found.is_rank) == (1, 3, False)
-    assert detect({key: value for key, value in POD.items() if key != "WORLD_SIZE"}).kind == "none"  # it is on its own
+    assert (
+        detect({key: value for key, value in POD.items() if key != "WORLD_SIZE"}).kind == "none"
+    )  # it is on its own
 
 
 def test_ranks_of_a_start_have_one_mark_and_other_starts_have_others() -> None:
@@ -73,12 +101,20 @@ def test_ranks_of_a_start_have_one_mark_and_other_starts_have_others() -> None:
 @pytest.mark.parametrize(
     ("environ", "says"),
     [
-        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"},
-         "MASTER_ADDR does not name the host of rank 0: .* mpirun -x MASTER_ADDR"),
-        ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
-         "nothing tells these processes from those of another start on this host: pass MASTER_PORT"),
+        (
+            {
+                "OMPI_COMM_WORLD_RANK": "1",
+                "OMPI_COMM_WORLD_SIZE": "4",
+                "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+            },
+            "MASTER_ADDR does not name the host of rank 0: .* mpirun -x MASTER_ADDR",
+        ),
+        (
+            {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
+            "nothing tells these processes from those of another start on this host: pass MASTER_PORT",
+        ),
     ],
-)  # fmt: skip
+)
 def test_too_little_is_said(environ: dict[str, str], says: str) -> None:
     with pytest.raises(JobError, match=says):
         rendezvous(environ)
@@ -128,14 +164,18 @@ def close(agents: list[JoinedAgent], connections: list[socket.socket]) -> None:
         agent.close(5.0)
 
 
-def test_ranks_join_in_any_order_and_hear_how_it_ended(start: Rendezvous, pool: ThreadPoolExecutor) -> None:
+def test_ranks_join_in_any_order_and_hear_how_it_ended(
+    start: Rendezvous, pool: ThreadPoolExecutor
+) -> None:
     second = pool.submit(knock, rank(start, 2), KEY, 10.0)  # before there is a door
     door = Door.open(start, KEY)
     first = pool.submit(knock, rank(start, 1), KEY, 10.0)
     agents = door.gather(10.0)
     connections = [first.result(), second.result()]
     assert [agent.caller.index for agent in agents] == [1, 2]
-    assert [agent.host for agent in agents] == [f"rank {index} ({socket.gethostname()})" for index in (1, 2)]
+    assert [agent.host for agent in agents] == [
+        f"rank {index} ({socket.gethostname()})" for index in (1, 2)
+    ]
     assert [agent.known_at for agent in agents] == [start.address, start.address]
     connections[1].sendall(b'\n{"frame": "hello", "pid": 1}\n{"frame": "answer"}\n')
     assert agents[1].frames(5.0) == [{"frame": "answer"}]
@@ -154,9 +194,14 @@ def test_who_runs_another_job_is_told_so_and_the_first_says_who_is_missing(
 ) -> None:
     door = Door.open(start, KEY)
     led = pool.submit(door.gather, 1.0)
-    with pytest.raises(PreflightError, match=r"rank 0 does not take rank 1 .*: it runs another job, or the same with"):
+    with pytest.raises(
+        PreflightError,
+        match=r"rank 0 does not take rank 1 .*: it runs another job, or the same with",
+    ):
         knock(rank(start, 1), b"x" * 32, 10.0)
-    with pytest.raises(RendezvousError, match=r"ranks 1, 2 of 3 did not come .* 1 that came do not run this job"):
+    with pytest.raises(
+        RendezvousError, match=r"ranks 1, 2 of 3 did not come .* 1 that came do not run this job"
+    ):
         led.result()
 
 
@@ -172,16 +217,22 @@ def test_two_processes_cannot_be_one_rank(start: Rendezvous, pool: ThreadPoolExe
     close(led.result(), connections)
 
 
-def test_the_end_of_a_process_ends_the_wait_for_others(start: Rendezvous, pool: ThreadPoolExecutor) -> None:
+def test_the_end_of_a_process_ends_the_wait_for_others(
+    start: Rendezvous, pool: ThreadPoolExecutor
+) -> None:
     door = Door.open(start, KEY)
     led = pool.submit(door.gather, 30.0)
     knock(rank(start, 2), KEY, 10.0).close()
-    with pytest.raises(RendezvousError, match=r"rank 2 .*ended, or was killed while the others were awaited"):
+    with pytest.raises(
+        RendezvousError, match=r"rank 2 .*ended, or was killed while the others were awaited"
+    ):
         led.result()
 
 
 @pytest.mark.parametrize("start", ["several"], indirect=True)
-def test_another_start_on_the_same_ports_is_passed_by(pool: ThreadPoolExecutor, start: Rendezvous) -> None:
+def test_another_start_on_the_same_ports_is_passed_by(
+    pool: ThreadPoolExecutor, start: Rendezvous
+) -> None:
     other = replace(start, mark="another", count=2)
     theirs, ours = Door.open(other, b"o" * 32), Door.open(start, KEY)
     led = [pool.submit(theirs.gather, 10.0), pool.submit(ours.gather, 10.0)]
@@ -190,8 +241,12 @@ def test_another_start_on_the_same_ports_is_passed_by(pool: ThreadPoolExecutor, 
     close([agent for each in led for agent in each.result()], connections)
 
 
-@pytest.mark.parametrize("noise", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\0" * 5000, b'{"caller": 3}\n', b"[]\n"])
-def test_noise_at_the_door_changes_nothing(start: Rendezvous, pool: ThreadPoolExecutor, noise: bytes) -> None:
+@pytest.mark.parametrize(
+    "noise", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\0" * 5000, b'{"caller": 3}\n', b"[]\n"]
+)
+def test_noise_at_the_door_changes_nothing(
+    start: Rendezvous, pool: ThreadPoolExecutor, noise: bytes
+) -> None:
     door = Door.open(start, KEY)
     led = pool.submit(door.gather, 10.0)
     if door.address is not None:
@@ -203,7 +258,9 @@ def test_noise_at_the_door_changes_nothing(start: Rendezvous, pool: ThreadPoolEx
 
 
 def test_nobody_leads(start: Rendezvous) -> None:
-    with pytest.raises(RendezvousError, match=r"the process of rank 0 is not there.* after 0 s: Connection refused"):
+    with pytest.raises(
+        RendezvousError, match=r"the process of rank 0 is not there.* after 0 s: Connection refused"
+    ):
         knock(rank(start, 1), KEY, 0.0)
 
 
@@ -212,7 +269,11 @@ def callers(*hosts: str, local: list[int] | None = None) -> list[Caller]:
     found = []
     for index, host in enumerate(hosts):
         seen[host] = seen.get(host, -1) + 1
-        found.append(Caller(index, len(hosts), seen[host] if local is None else local[index], host, 100 + index))
+        found.append(
+            Caller(
+                index, len(hosts), seen[host] if local is None else local[index], host, 100 + index
+            )
+        )
     return found
 
 
@@ -220,18 +281,30 @@ def test_ranks_are_on_the_hosts_that_their_launcher_chose() -> None:
     found = hosts_of(callers("b", "b", "a"), is_rank=True)
     assert [(host.name, host.members) for host in found] == [("b", (0, 1)), ("a", (2,))]
     found = hosts_of(callers("pod", "pod", "other"), is_rank=False)
-    assert [(host.name, host.members) for host in found] == [("pod-0", (0,)), ("pod-1", (1,)), ("other", (2,))]
+    assert [(host.name, host.members) for host in found] == [
+        ("pod-0", (0,)),
+        ("pod-1", (1,)),
+        ("other", (2,)),
+    ]
     check_slots("auto", found)
     check_slots(1, found)
-    with pytest.raises(JobError, match="slots: 2, and 1 ranks were started on pod-0: leave slots out"):
+    with pytest.raises(
+        JobError, match="slots: 2, and 1 ranks were started on pod-0: leave slots out"
+    ):
         check_slots(2, found)
 
 
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (callers("a", "b", "a", "b"), "a has the ranks 0, 2: those of a host must follow each other, as with mpirun"),
-        (callers("a", "a", local=[0, 0]), "a has 2 ranks, whose launcher numbers them 0, 0 on their host"),
+        (
+            callers("a", "b", "a", "b"),
+            "a has the ranks 0, 2: those of a host must follow each other, as with mpirun",
+        ),
+        (
+            callers("a", "a", local=[0, 0]),
+            "a has 2 ranks, whose launcher numbers them 0, 0 on their host",
+        ),
     ],
 )
 def test_other_orders_are_refused(given: list[Caller], says: str) -> None:
@@ -241,18 +314,34 @@ def test_other_orders_are_refused(given: list[Caller], says: str) -> None:
 
 def seen_by(cpus: tuple[int, ...], *gpus: str) -> HostFacts:
     nodes = (NumaNode(0, tuple((cpu,) for cpu in cpus)),)
-    return HostFacts("h", len(cpus), 8 << 30, tuple(Gpu(uuid, "G", 1 << 30, 0, None) for uuid in gpus), nodes=nodes)
+    return HostFacts(
+        "h",
+        len(cpus),
+        8 << 30,
+        tuple(Gpu(uuid, "G", 1 << 30, 0, None) for uuid in gpus),
+        nodes=nodes,
+    )
 
 
 def test_what_all_processes_of_a_host_see_is_the_host() -> None:
     found = merged("h", [seen_by((0, 1, 2, 3), "A", "B")] * 2)
-    assert (found.slots, found.cores, [gpu.uuid for gpu in found.gpus], found.apart) == (2, 4, ["A", "B"], False)
+    assert (found.slots, found.cores, [gpu.uuid for gpu in found.gpus], found.apart) == (
+        2,
+        4,
+        ["A", "B"],
+        False,
+    )
     assert found.unbound is None
 
 
 def test_cores_and_gpus_of_each_process_stay_its_own() -> None:
     found = merged("h", [seen_by((0, 1), "A"), seen_by((2, 3), "B")])
-    assert (found.slots, found.cores, [gpu.uuid for gpu in found.gpus], found.apart) == (2, 4, ["A", "B"], True)
+    assert (found.slots, found.cores, [gpu.uuid for gpu in found.gpus], found.apart) == (
+        2,
+        4,
+        ["A", "B"],
+        True,
+    )
     assert found.unbound is not None
     plan = make_plan(job(batch={"micro": 1}, device="cuda"), Cluster((found,))).plan
     assert [(place.device, place.uuid, place.threads) for place in plan.ranks] == [
@@ -264,5 +353,8 @@ def test_cores_and_gpus_of_each_process_stay_its_own() -> None:
     plan = make_plan(job(batch={"micro": 1}, device="cuda"), Cluster((shared,))).plan
     assert [place.device for place in plan.ranks] == ["cuda:0", "cuda:1"]
     assert seen_alone(plan.model_dump()["ranks"]) == {}
-    with pytest.raises(PreflightError, match=r"h: its ranks see different GPUs, and not each one of its own \(1, 2\)"):
+    with pytest.raises(
+        PreflightError,
+        match=r"h: its ranks see different GPUs, and not each one of its own \(1, 2\)",
+    ):
         merged("h", [seen_by((0, 1), "A"), seen_by((0, 1), "A", "B")])

@@ -75,7 +75,9 @@ def test_the_streams_are_the_agents_and_signals_reach_it() -> None:
         assert not alive[0].alive()
 
 
-def test_a_signal_that_comes_when_the_agent_is_gone_is_no_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_that_comes_when_the_agent_is_gone_is_no_trouble(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     late = """
 import os, signal
 wait = os.waitpid
@@ -118,12 +120,20 @@ def short_path() -> Iterator[Path]:
         yield Path(folder)
 
 
-def test_what_a_keeper_killed_with_its_agent_left_goes_later(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_keeper_killed_with_its_agent_left_goes_later(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(short_path))
     dead = folder_of(short_path, 1, has_socket=True)
-    new, old = folder_of(short_path, 2, has_socket=False), folder_of(short_path, 3, has_socket=False)
+    new, old = (
+        folder_of(short_path, 2, has_socket=False),
+        folder_of(short_path, 3, has_socket=False),
+    )
     os.utime(old, (0, 0))
-    living, fuller = folder_of(short_path, 4, has_socket=False), folder_of(short_path, 5, has_socket=True)
+    living, fuller = (
+        folder_of(short_path, 4, has_socket=False),
+        folder_of(short_path, 5, has_socket=True),
+    )
     (fuller / "something").touch()
     others = short_path / "zrun-0000"
     others.mkdir()

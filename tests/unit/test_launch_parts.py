@@ -26,10 +26,19 @@ from zrun_core.spine.spec import LaunchPlan, RankPlace, RunSpec, resolve_batch
 
 def test_a_worker_knows_which_keys_the_job_gave(tmp_path: Path) -> None:
     job = JobConfig.model_validate(
-        {"name": "x", "model": "a:b", "data": "a:b", "steps": 1, "batch": 2, "optim": {"name": "sgd"}}
+        {
+            "name": "x",
+            "model": "a:b",
+            "data": "a:b",
+            "steps": 1,
+            "batch": 2,
+            "optim": {"name": "sgd"},
+        }
     )
     plan = LaunchPlan(ranks=[RankPlace(rank=0, host="h", local_rank=0, device="cpu")])
-    spec = RunSpec(job=job, plan=plan, batch=resolve_batch(job, 1), job_dir="/", run_dir="/", run_id="x")
+    spec = RunSpec(
+        job=job, plan=plan, batch=resolve_batch(job, 1), job_dir="/", run_dir="/", run_id="x"
+    )
     spec.write(tmp_path / "spec.json")
     again = RunSpec.read(tmp_path / "spec.json")
     assert again == spec
@@ -46,7 +55,9 @@ def test_any_environment_arrives_in_pieces_of_any_size(env: dict[str, str], piec
     assert frames[1:] == [{"signal": 15}]
 
 
-@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n", b"\0\0\0\2x\x9c", b"\0\0\0\3\x78\x9c!", b"\0\0\0\1" + b"7"])
+@pytest.mark.parametrize(
+    "data", [b"GET / HTTP/1.1\r\n", b"\0\0\0\2x\x9c", b"\0\0\0\3\x78\x9c!", b"\0\0\0\1" + b"7"]
+)
 def test_a_stream_of_something_else_is_refused(data: bytes) -> None:
     with pytest.raises(ValueError, match=r"not a launcher's stream|Expecting value"):
         Unpacker().feed(data)
@@ -78,7 +89,10 @@ def test_an_event_is_recorded_as_it_came_only_if_it_is_plain(told: bytes, is_kep
 def test_a_session_is_told_apart_and_ended() -> None:
     code = "import subprocess, sys; subprocess.Popen(['sleep', '600']); print(flush=True); sys.stdin.read()"
     leader = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
     )
     assert leader.stdout is not None
     leader.stdout.readline()
@@ -86,7 +100,9 @@ def test_a_session_is_told_apart_and_ended() -> None:
     assert process is not None
     both = processes.session_of(process)
     assert len(both) == 2
-    assert processes.session_of(Process(process.pid, process.started - 1)) == []  # an earlier process of that number
+    assert (
+        processes.session_of(Process(process.pid, process.started - 1)) == []
+    )  # an earlier process of that number
     processes.send([Process(process.pid, process.started - 1)], signal.SIGKILL)
     assert process.alive()
     leader.kill()
@@ -103,20 +119,36 @@ def test_counters_of_the_group_are_numbers_or_none() -> None:
 
 
 def job(**env: str | None) -> JobConfig:
-    return JobConfig.model_validate({"name": "t", "model": "m:f", "data": "m:d", "steps": 1, "batch": 1, "env": env})
+    return JobConfig.model_validate(
+        {"name": "t", "model": "m:f", "data": "m:d", "steps": 1, "batch": 1, "env": env}
+    )
 
 
 def test_the_environment_comes_from_job_and_shell() -> None:
     asked = job(WANDB_API_KEY=None, MODE="fast")
-    assert worker_environment(asked, {"WANDB_API_KEY": "s", "OTHER": "x"}) == {"WANDB_API_KEY": "s", "MODE": "fast"}
+    assert worker_environment(asked, {"WANDB_API_KEY": "s", "OTHER": "x"}) == {
+        "WANDB_API_KEY": "s",
+        "MODE": "fast",
+    }
     with pytest.raises(JobError, match="WANDB_API_KEY: null takes the value from the shell"):
         worker_environment(asked, {})
 
 
 def test_other_hosts_get_settings_of_libraries_but_no_secrets_and_no_paths() -> None:
-    settings = {"NCCL_DEBUG": "INFO", "OMP_PROC_BIND": "true", "HF_HUB_OFFLINE": "1", "CUDA_LAUNCH_BLOCKING": "1"}
+    settings = {
+        "NCCL_DEBUG": "INFO",
+        "OMP_PROC_BIND": "true",
+        "HF_HUB_OFFLINE": "1",
+        "CUDA_LAUNCH_BLOCKING": "1",
+    }
     others = {
-        *("HF_TOKEN", "WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD", "AWS_SECRET_ACCESS_KEY", "SSH_AUTH_SOCK"),
+        *(
+            "HF_TOKEN",
+            "WANDB_API_KEY",
+            "MLFLOW_TRACKING_PASSWORD",
+            "AWS_SECRET_ACCESS_KEY",
+            "SSH_AUTH_SOCK",
+        ),
         *("PATH", "HOME", "LD_PRELOAD", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "MY_NCCL_DEBUG"),
     }
     assert forwarded_environment(settings | dict.fromkeys(others, "x")) == settings
@@ -172,7 +204,11 @@ def test_no_link_leads_out_of_a_run_directory(tmp_path: Path, name: str) -> None
         (["nothing.json"], {}, "nothing.json cannot be read: No such file or directory"),
         (["empty.json"], {}, "empty.json is not the spec.json of a run directory"),
         (["spec.json"], {}, "RANK and WORLD_SIZE say which rank this is, and are not set"),
-        (["spec.json"], {"RANK": "2", "WORLD_SIZE": "3"}, "is for 2 ranks, and this is rank 2 of 3"),
+        (
+            ["spec.json"],
+            {"RANK": "2", "WORLD_SIZE": "3"},
+            "is for 2 ranks, and this is rank 2 of 3",
+        ),
     ],
 )
 def test_a_worker_that_is_started_by_hand_says_how(
@@ -185,7 +221,9 @@ def test_a_worker_that_is_started_by_hand_says_how(
 ) -> None:
     from zrun_core.train import worker
 
-    job = JobConfig.model_validate({"name": "x", "model": "a:b", "data": "a:b", "steps": 1, "batch": 2})
+    job = JobConfig.model_validate(
+        {"name": "x", "model": "a:b", "data": "a:b", "steps": 1, "batch": 2}
+    )
     places = [RankPlace(rank=rank, host="h", local_rank=rank, device="cpu") for rank in range(2)]
     plan, batch = LaunchPlan(ranks=places), resolve_batch(job, 2)
     spec = RunSpec(job=job, plan=plan, batch=batch, job_dir="/", run_dir="/", run_id="x")

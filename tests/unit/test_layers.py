@@ -24,7 +24,10 @@ COLLECTIVES = (
 @cache
 def _modules() -> dict[str, Path]:
     paths = [path for package in ("zrun", "zrun_core") for path in (ROOT / package).rglob("*.py")]
-    names = (".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in paths)
+    names = (
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for path in paths
+    )
     return dict(zip(names, paths, strict=True))
 
 
@@ -100,7 +103,9 @@ def test_spine_stands_alone(name: str) -> None:
     allowed = sys.stdlib_module_names | {"pydantic", "pydantic_core", "zrun_core"}
     imported = _imported(name, late=True)
     assert _packages(imported) <= allowed
-    assert {module for module in imported if module.startswith("zrun_core")} <= {f"zrun_core.{part}" for part in SPINE}
+    assert {module for module in imported if module.startswith("zrun_core")} <= {
+        f"zrun_core.{part}" for part in SPINE
+    }
 
 
 @pytest.mark.parametrize("name", [name for name in CORE if name.startswith("zrun_core.pipeline")])
@@ -113,7 +118,9 @@ def test_schedules_are_data(name: str) -> None:
 def test_launcher_imports_torch_late(name: str) -> None:
     imported = _imported(name, late=False)
     assert "torch" not in _packages(imported)
-    core = {module.removeprefix("zrun_core.") for module in imported if module.startswith("zrun_core.")}
+    core = {
+        module.removeprefix("zrun_core.") for module in imported if module.startswith("zrun_core.")
+    }
     assert core <= SPINE  # all the rest of the runtime needs torch
 
 
@@ -133,10 +140,14 @@ def test_an_agent_needs_the_standard_library_only() -> None:
 def test_topology_knows_no_launcher(name: str) -> None:
     """Machines and groups of their devices, and nothing of jobs and ranks."""
     above = {module for module in _imported(name, late=True) if module.startswith("zrun")}
-    assert {module for module in above if not module.startswith("zrun.topology")} <= {"zrun_core.errors"}
+    assert {module for module in above if not module.startswith("zrun.topology")} <= {
+        "zrun_core.errors"
+    }
 
 
-@pytest.mark.parametrize("name", [name for name in ALL if name.startswith("zrun.") and name != "zrun.topology.nvml"])
+@pytest.mark.parametrize(
+    "name", [name for name in ALL if name.startswith("zrun.") and name != "zrun.topology.nvml"]
+)
 def test_one_module_knows_nvml(name: str) -> None:
     """Its calls fail in many ways, and that one is ready for each."""
     assert "pynvml" not in _packages(_imported(name, late=True))
@@ -148,15 +159,25 @@ def test_command_module_has_one_public_name(name: str) -> None:
     public = [
         node.name
         for node in _tree(name).body
-        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and not _is_subcommand(node, command)
+        if isinstance(node, ast.FunctionDef)
+        and not node.name.startswith("_")
+        and not _is_subcommand(node, command)
     ]
-    assigned = [target.id for node in _tree(name).body if isinstance(node, ast.Assign) for target in node.targets
-                if isinstance(target, ast.Name) and not target.id.startswith("_")]  # fmt: skip
+    assigned = [
+        target.id
+        for node in _tree(name).body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name) and not target.id.startswith("_")
+    ]
     assert public + assigned == [command]
 
 
 def _is_subcommand(node: ast.FunctionDef, command: str) -> bool:
-    return any(ast.unparse(decorator).startswith(f"{command}.command(") for decorator in node.decorator_list)
+    return any(
+        ast.unparse(decorator).startswith(f"{command}.command(")
+        for decorator in node.decorator_list
+    )
 
 
 def _refuse_cycles(imports: Mapping[str, Set[str]]) -> None:
@@ -222,14 +243,25 @@ def test_only_comm_talks_to_other_ranks(name: str) -> None:
 def test_no_bytes_of_others_are_unpickled(name: str) -> None:
     """A peer, a file or a job must not be able to make a process construct objects."""
     imported = _packages(_imported(name, late=True))
-    assert not imported & {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+    assert not imported & {
+        "pickle",
+        "cPickle",
+        "_pickle",
+        "dill",
+        "cloudpickle",
+        "joblib",
+        "shelve",
+        "marshal",
+    }
     source = _source(name)
     if name == "zrun_core.checkpoint.export":
         source = source.replace("torch.save(", "")  # for others to load; nothing here does
-    calls = (
-        r"\w*_object_list|\w*_object|torch\.load|torch\.save|yaml\.(?:unsafe_load|full_load|load)|np\.load|numpy\.load"
-    )
-    if name == "zrun_core.checkpoint.initial":  # a state_dict that the job names, as tensors and nothing else
-        source, number = re.subn(r"torch\.load\(path, map_location='cpu', mmap=True, weights_only=True\)", "", source)
+    calls = r"\w*_object_list|\w*_object|torch\.load|torch\.save|yaml\.(?:unsafe_load|full_load|load)|np\.load|numpy\.load"
+    if (
+        name == "zrun_core.checkpoint.initial"
+    ):  # a state_dict that the job names, as tensors and nothing else
+        source, number = re.subn(
+            r"torch\.load\(path, map_location='cpu', mmap=True, weights_only=True\)", "", source
+        )
         assert number == 1
     assert not re.search(rf"\b(?:dist\.|distributed\.)?(?:{calls})\(", source), name

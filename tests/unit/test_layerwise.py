@@ -30,12 +30,16 @@ def test_the_first_step_of_lamb_has_the_length_of_the_parameter():
     optimizer.step()
     moved, from_zero = params_of(optimizer)
     assert moved.tolist() == pytest.approx([3 - 0.1 * 5 / 2**0.5, 4 + 0.1 * 5 / 2**0.5])
-    assert from_zero.tolist() == pytest.approx([-0.1, 0.1]), "a ratio of 1 where the parameter is zero"
+    assert from_zero.tolist() == pytest.approx([-0.1, 0.1]), (
+        "a ratio of 1 where the parameter is zero"
+    )
     assert int(optimizer.state[moved]["step"]) == 1
 
 
 def test_the_first_step_of_lars_is_the_papers():
-    optimizer = made(Lars, [torch.tensor([3.0, 4.0])], lr=2.0, trust_coefficient=0.01, weight_decay=0.1)
+    optimizer = made(
+        Lars, [torch.tensor([3.0, 4.0])], lr=2.0, trust_coefficient=0.01, weight_decay=0.1
+    )
     (param,) = params_of(optimizer)
     param.grad = torch.tensor([0.0, 2.0])
     optimizer.step()
@@ -59,11 +63,15 @@ def test_a_parameter_in_several_ranges_has_the_ratio_of_the_whole(monkeypatch, k
     found = [half.propose() for half in halves]
     for shard in range(10):
         sums += trust.squares(found, [shard])
-    assert (sums == trust.squares(found, range(10))).all(), "one rank that has all shards counts as ten do"
+    assert (sums == trust.squares(found, range(10))).all(), (
+        "one rank that has all shards counts as ten do"
+    )
     for half in halves:
         half.apply(trust.ratios(sums))
     whole.step()
-    torch.testing.assert_close(torch.cat([params_of(half)[0] for half in halves]), params_of(whole)[0])
+    torch.testing.assert_close(
+        torch.cat([params_of(half)[0] for half in halves]), params_of(whole)[0]
+    )
 
 
 def test_a_skipped_step_on_the_device_changes_nothing():
@@ -72,10 +80,19 @@ def test_a_skipped_step_on_the_device_changes_nothing():
         optimizer = made(kind, [torch.ones(4)], lr=0.1)
         (param,) = params_of(optimizer)
         for skips in (False, True, False):
-            before = {"param": param.detach().clone()} | {k: v.clone() for k, v in optimizer.state[param].items()}
+            before = {"param": param.detach().clone()} | {
+                k: v.clone() for k, v in optimizer.state[param].items()
+            }
             param.grad = torch.full((4,), float("inf") if skips else 8.0)
-            optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(float(skips))
+            optimizer.grad_scale, optimizer.found_inf = (
+                torch.tensor(4.0),
+                torch.tensor(float(skips)),
+            )
             optimizer.step()
             after = {"param": param.detach()} | optimizer.state[param]
-            changed = {key: bool((value != before[key]).any()) for key, value in after.items() if key in before}
+            changed = {
+                key: bool((value != before[key]).any())
+                for key, value in after.items()
+                if key in before
+            }
             assert set(changed.values()) == {not skips}, (kind, changed)

@@ -37,7 +37,9 @@ def unit(
     num_parts: int | None = None,
     **options: bool,
 ) -> UnitLayout:
-    params = [(f"p{number}", torch.empty(shape, device="meta"), 0) for number, shape in enumerate(shapes)]
+    params = [
+        (f"p{number}", torch.empty(shape, device="meta"), 0) for number, shape in enumerate(shapes)
+    ]
     return lay_out(
         name,
         params,
@@ -71,7 +73,12 @@ def of_ranks(
 def test_a_stage_is_two_questions():
     assert [ZeroPolicy(stage).divides for stage in range(4)] == [False, True, True, True]
     assert [ZeroPolicy(stage).free_after_use for stage in range(4)] == [False, False, False, True]
-    assert [ZeroPolicy(stage).reduce_now(boundary=False) for stage in range(4)] == [False, False, True, True]
+    assert [ZeroPolicy(stage).reduce_now(boundary=False) for stage in range(4)] == [
+        False,
+        False,
+        True,
+        True,
+    ]
     assert all(ZeroPolicy(stage).reduce_now(boundary=True) for stage in range(4))
 
 
@@ -90,7 +97,9 @@ def test_pieces_of_all_shards_tile_every_parameter_exactly(numels, num_shards, d
         end = stop
         last = 0
         for piece in layout.pieces(start, stop):
-            assert last <= piece.start < piece.stop <= stop - start, "in order, and inside of the shard"
+            assert last <= piece.start < piece.stop <= stop - start, (
+                "in order, and inside of the shard"
+            )
             last = piece.stop
             assert layout.slots[piece.index] is piece.slot
             first = start + piece.start - piece.slot.offset
@@ -105,7 +114,9 @@ def test_pieces_of_all_shards_tile_every_parameter_exactly(numels, num_shards, d
 
 
 @given(numel=st.integers(0, 100_000), num_shards=st.integers(1, 9), dtype=st.sampled_from(DTYPES))
-def test_shards_are_equal_and_whole_pages_with_less_than_a_page_each_to_spare(numel, num_shards, dtype):
+def test_shards_are_equal_and_whole_pages_with_less_than_a_page_each_to_spare(
+    numel, num_shards, dtype
+):
     layout = unit((numel,), dtype=dtype, num_shards=num_shards)
     assert layout.shard_numel * dtype.itemsize % PAGE_BYTES == 0
     assert layout.padded_numel == layout.shard_numel * num_shards
@@ -114,8 +125,10 @@ def test_shards_are_equal_and_whole_pages_with_less_than_a_page_each_to_spare(nu
 
 
 def test_optimizer_groups_are_contiguous_ranges_in_order_of_registration():
-    params = [(name, torch.empty(size, device="meta"), group) for name, size, group in
-              [("w1", 4, 0), ("b1", 1, 1), ("w2", 5, 0), ("b2", 2, 1)]]  # fmt: skip
+    params = [
+        (name, torch.empty(size, device="meta"), group)
+        for name, size, group in [("w1", 4, 0), ("b1", 1, 1), ("w2", 5, 0), ("b2", 2, 1)]
+    ]
     layout = lay_out("unit", params, dtype=torch.float32, trainable=True, num_shards=1)
     assert [(slot.name, slot.group, slot.offset, slot.stop) for slot in layout.slots] == [
         ("w1", 0, 0, 4),
@@ -161,7 +174,12 @@ def test_any_permuted_tensor_fits_its_slot_exactly(shape, order):
 def test_buffers_are_the_papers(num_shards, reduce_dtype):
     """16P, 4P + 12P/N, 2P + 14P/N, 16P/N with gradients in bf16; fp32 gradients take 2 bytes more."""
     n, g, p = num_shards, reduce_dtype.itemsize, 64 * 1024
-    expected = [(14 + g) * p, (2 + g) * p + 12 * p // n, 2 * p + (g + 12) * p // n, (14 + g) * p // n]
+    expected = [
+        (14 + g) * p,
+        (2 + g) * p + 12 * p // n,
+        2 * p + (g + 12) * p // n,
+        (14 + g) * p // n,
+    ]
     for stage in range(4):
         layout, peers = of_ranks(stage, num_shards, (64, 1024), dtype=torch.bfloat16)
         assert layout.padded_numel == p
@@ -190,13 +208,17 @@ def test_padding_has_no_moments_and_persistent_units_stay_whole():
 
 
 def test_the_gather_ring_holds_the_unit_in_use_and_those_ahead():
-    units = [unit((pages, 1024), name=f"u{pages}") for pages in (2, 8, 4)]  # 1, 4 and 2 foreign pages
+    units = [
+        unit((pages, 1024), name=f"u{pages}") for pages in (2, 8, 4)
+    ]  # 1, 4 and 2 foreign pages
     ring = [policy(3).gather_ring_bytes(units, prefetch) // PAGE_BYTES for prefetch in range(4)]
     assert ring == [4, 7, 7, 7], "never more than all of them"
     lasting = [*units, unit((6, 1024), num_shards=2, lasting=True)]
     assert policy(3).gather_ring_bytes(lasting, 0) // PAGE_BYTES == 4 + 3
     assert [policy(stage).gather_ring_bytes(units, 1) for stage in range(3)] == [0, 0, 0]
-    frozen = unit((6, 1024), name="u8", trainable=False)  # of the same modules as the largest: in use together
+    frozen = unit(
+        (6, 1024), name="u8", trainable=False
+    )  # of the same modules as the largest: in use together
     assert policy(3).gather_ring_bytes([*units, frozen], 0) // PAGE_BYTES == 4 + 3
 
 
@@ -222,7 +244,9 @@ def test_units_of_a_block_that_is_recomputed_are_whole_together():
 def test_sums_of_copies_have_room_also_where_nothing_is_divided():
     """Hybrid sharding with groups of one: each rank has all states, and gradients are summed like equal shards."""
     units = [unit((8, 1024), num_shards=1)]
-    assert policy(2).reduce_ring_bytes(units, Peers(1, copies=4, direct_up_to=8)) == 3 * 2 * PAGE_BYTES
+    assert (
+        policy(2).reduce_ring_bytes(units, Peers(1, copies=4, direct_up_to=8)) == 3 * 2 * PAGE_BYTES
+    )
     assert policy(2).reduce_ring_bytes(units, Peers(1, copies=4)) == 2 * PAGE_BYTES
 
 
@@ -231,14 +255,21 @@ def test_a_ranks_buffers_are_its_units_and_two_rings():
     peers = Peers(2, shard_index=1, direct_up_to=8)
     found = policy(3).rank_buffers(units, peers, prefetch=1, moves_pages=True)
     assert [buffer.name for buffer in found] == [
-        *(f"{name}/{part}" for name in ("u2", "u8") for part in ("param", "grad", "moment0", "moment1")),
+        *(
+            f"{name}/{part}"
+            for name in ("u2", "u8")
+            for part in ("param", "grad", "moment0", "moment1")
+        ),
         "gather ring",
         "reduce ring",
     ]
     assert [buffer.num_bytes for buffer in found[-2:]] == [
-        policy(3).gather_ring_bytes(units, 1), policy(3).reduce_ring_bytes(units, peers)
-    ]  # fmt: skip
-    assert {(buffer.tier, buffer.pinned, buffer.phases) for buffer in found} == {("device", False, None)}
+        policy(3).gather_ring_bytes(units, 1),
+        policy(3).reduce_ring_bytes(units, peers),
+    ]
+    assert {(buffer.tier, buffer.pinned, buffer.phases) for buffer in found} == {
+        ("device", False, None)
+    }
 
 
 def test_buffers_of_modules_count_once():
@@ -253,9 +284,14 @@ def test_buffers_of_modules_count_once():
 
 
 def test_the_reduce_ring_holds_two_units_leaving_and_arriving():
-    units = [unit((pages, 1024), name=f"u{pages}", num_shards=4) for pages in (4, 8)]  # shards of 1 and 2 pages
+    units = [
+        unit((pages, 1024), name=f"u{pages}", num_shards=4) for pages in (4, 8)
+    ]  # shards of 1 and 2 pages
     direct, native = Peers(4, direct_up_to=4), Peers(4)
-    kept, sharded = policy(1).reduce_ring_bytes(units, direct), policy(2).reduce_ring_bytes(units, direct)
+    kept, sharded = (
+        policy(1).reduce_ring_bytes(units, direct),
+        policy(2).reduce_ring_bytes(units, direct),
+    )
     assert kept == 2 * 3 * 2 * PAGE_BYTES
     assert sharded == 2 * (8 + 3 * 2) * PAGE_BYTES
     assert policy(2).reduce_ring_bytes(units, native) == 2 * (8 + 2) * PAGE_BYTES
@@ -300,7 +336,9 @@ def test_a_server_has_all_states_and_counts_all_parts():
     counted = [list(alone.ownership.counted_parts(layout, each)) for each in peers]
     assert counted == [[0, 1, 2, 3], [], [], []]
     ring = [alone.reduce_ring_bytes([layout], each) for each in peers[:2]]
-    assert ring == [2 * 3 * layout.padded_numel * 4, 0], "the gradients of all others arrive, of two units at a time"
+    assert ring == [2 * 3 * layout.padded_numel * 4, 0], (
+        "the gradients of all others arrive, of two units at a time"
+    )
 
 
 def test_every_stage_counts_the_same_parts_and_stage_0_deals_them_out():

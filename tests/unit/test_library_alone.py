@@ -47,7 +47,9 @@ def backward(model: nn.Module, step: int = 0) -> torch.Tensor:
     return loss
 
 
-def lars(params: list[nn.Parameter], velocities: list[torch.Tensor], lr: float, decay: float) -> None:
+def lars(
+    params: list[nn.Parameter], velocities: list[torch.Tensor], lr: float, decay: float
+) -> None:
     """You et al. 2017, Algorithm 1, in place."""
     for param, velocity in zip(params, velocities, strict=True):
         assert param.grad is not None
@@ -77,7 +79,9 @@ def test_lars_follows_a_weight_decay_that_changes(stage: int) -> None:
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("name", "moments"), [("lion", 1), ("lamb", 2), ("adamw", 2), (torch.optim.Adam, 2)])
+@pytest.mark.parametrize(
+    ("name", "moments"), [("lion", 1), ("lamb", 2), ("adamw", 2), (torch.optim.Adam, 2)]
+)
 def test_moments_in_bf16(tmp_path: Path, name: Any, moments: int) -> None:
     model = zrun_core.shard(build)
     optimizer = zrun_core.optimizer(model, name, lr=1e-3, moments="bf16")
@@ -98,10 +102,22 @@ def test_moments_in_bf16(tmp_path: Path, name: Any, moments: int) -> None:
     ("name", "options", "message"),
     [
         ("adamw", {"moments": "fp16"}, "optimizer(moments='fp16'): write fp32 or bf16"),
-        ("lion", {"moment_dtype": torch.bfloat16}, "lion has no argument 'moment_dtype'; did you mean moments?"),
-        ("sgd", {"moments": "bf16"}, "sgd keeps its state in fp32; bf16 is for adam, adamw, lamb, lion"),
+        (
+            "lion",
+            {"moment_dtype": torch.bfloat16},
+            "lion has no argument 'moment_dtype'; did you mean moments?",
+        ),
+        (
+            "sgd",
+            {"moments": "bf16"},
+            "sgd keeps its state in fp32; bf16 is for adam, adamw, lamb, lion",
+        ),
         ("adamw", {"moments": "bf16", "amsgrad": True}, "adamw has no argument 'amsgrad'"),
-        ("lamb", {"norm_clamp": (10, 0)}, "lamb: norm_clamp: [10.0, 0.0] is no range: write [low, high]"),
+        (
+            "lamb",
+            {"norm_clamp": (10, 0)},
+            "lamb: norm_clamp: [10.0, 0.0] is no range: write [low, high]",
+        ),
         ("lamb", {"norm_clamp": 5.0}, "lamb: norm_clamp: "),
         ("lamb", {"bias_corection": False}, "did you mean bias_correction?"),
         ("lars", {"momentum": 7}, "lars: momentum: "),
@@ -124,10 +140,16 @@ def test_moments_in_bf16(tmp_path: Path, name: Any, moments: int) -> None:
         ("adamw", {"groups": 3}, "optimizer(groups=3): write a list of parameter groups"),
         ("adamw", {"clip": "1"}, "optimizer(clip='1'): write a number above 0, or None"),
         ("adamw", {"clip": True}, "optimizer(clip=True)"),
-        ("adamw", {"replica_every": 0.5}, "optimizer(replica_every=0.5): write 1 or more steps, or None"),
+        (
+            "adamw",
+            {"replica_every": 0.5},
+            "optimizer(replica_every=0.5): write 1 or more steps, or None",
+        ),
     ],
 )
-def test_arguments_that_an_optimizer_does_not_take(name: Any, options: dict[str, Any], message: str) -> None:
+def test_arguments_that_an_optimizer_does_not_take(
+    name: Any, options: dict[str, Any], message: str
+) -> None:
     model = zrun_core.shard(build)
     with pytest.raises(ZrunError) as caught:
         zrun_core.optimizer(model, name, **options)
@@ -149,7 +171,9 @@ def test_what_a_group_sets_is_looked_at_too(name: str, own: dict[str, Any], mess
     model = zrun_core.shard(build)
     first, *others = model.parameters()
     with pytest.raises(ZrunError) as caught:
-        zrun_core.optimizer(model, name, groups=[{"params": others, "name": "mine"}, {"params": first, **own}])
+        zrun_core.optimizer(
+            model, name, groups=[{"params": others, "name": "mine"}, {"params": first, **own}]
+        )
     assert message in str(caught.value)
 
 
@@ -178,53 +202,110 @@ WRONG: dict[str, tuple[Callable[[nn.Module, zrun_core.Optimizer], object], str]]
         lambda model, optimizer: zrun_core.shard(build, accumulate="4"),
         "shard(accumulate='4'): write how many",
     ),
-    "accumulate": (lambda model, optimizer: zrun_core.shard(build, accumulate=0), "shard(accumulate=0): write how"),
-    "weight": (lambda model, optimizer: optimizer.step(weight="a"), "step(weight='a'): write a number"),
-    "less": (lambda model, optimizer: optimizer.step(weight=-1), "step(weight=-1): write a finite number, 0 or more"),
+    "accumulate": (
+        lambda model, optimizer: zrun_core.shard(build, accumulate=0),
+        "shard(accumulate=0): write how",
+    ),
+    "weight": (
+        lambda model, optimizer: optimizer.step(weight="a"),
+        "step(weight='a'): write a number",
+    ),
+    "less": (
+        lambda model, optimizer: optimizer.step(weight=-1),
+        "step(weight=-1): write a finite number, 0 or more",
+    ),
     "shape": (
         lambda model, optimizer: optimizer.step(weight=torch.ones(2)),
         "step(weight=...): a tensor of shape (2,)",
     ),
     "closure": (lambda model, optimizer: optimizer.step(2.0), "did you mean weight=2.0?"),
-    "mean": (lambda model, optimizer: library.current().mean(torch.ones(3)), "mean(value=...): a tensor of shape (3,)"),
-    "share": (lambda model, optimizer: library.current().mean(1.0, weight=-2), "mean(weight=-2): write"),
-    "text": (lambda model, optimizer: zrun_core.save("never", model, step="1"), "save(step='1'): write how many steps"),
-    "half": (lambda model, optimizer: zrun_core.save("never", model, step=1.5), "save(step=1.5): write how many steps"),
-    "true": (lambda model, optimizer: zrun_core.save("never", model, step=True), "save(step=True): write how many"),
-    "below": (lambda model, optimizer: zrun_core.save("never", model, step=-1), "save(step=-1): write how many"),
-    "load": (lambda model, optimizer: zrun_core.load("never", model, step="3"), "load(step='3'): write a step"),
-    "folder": (lambda model, optimizer: zrun_core.load(None, model), "load(folder=None): write the path of a folder"),
-    "path": (lambda model, optimizer: zrun_core.save(b"a", model, step=1), "save(folder=b'a'): write the path"),
-    "number": (lambda model, optimizer: zrun_core.save("never", {1: model}, step=1), "1 cannot name a model"),
+    "mean": (
+        lambda model, optimizer: library.current().mean(torch.ones(3)),
+        "mean(value=...): a tensor of shape (3,)",
+    ),
+    "share": (
+        lambda model, optimizer: library.current().mean(1.0, weight=-2),
+        "mean(weight=-2): write",
+    ),
+    "text": (
+        lambda model, optimizer: zrun_core.save("never", model, step="1"),
+        "save(step='1'): write how many steps",
+    ),
+    "half": (
+        lambda model, optimizer: zrun_core.save("never", model, step=1.5),
+        "save(step=1.5): write how many steps",
+    ),
+    "true": (
+        lambda model, optimizer: zrun_core.save("never", model, step=True),
+        "save(step=True): write how many",
+    ),
+    "below": (
+        lambda model, optimizer: zrun_core.save("never", model, step=-1),
+        "save(step=-1): write how many",
+    ),
+    "load": (
+        lambda model, optimizer: zrun_core.load("never", model, step="3"),
+        "load(step='3'): write a step",
+    ),
+    "folder": (
+        lambda model, optimizer: zrun_core.load(None, model),
+        "load(folder=None): write the path of a folder",
+    ),
+    "path": (
+        lambda model, optimizer: zrun_core.save(b"a", model, step=1),
+        "save(folder=b'a'): write the path",
+    ),
+    "number": (
+        lambda model, optimizer: zrun_core.save("never", {1: model}, step=1),
+        "1 cannot name a model",
+    ),
     "twins": (
         lambda model, optimizer: zrun_core.save("never", {"a": model, "b": model}, step=1),
         "a and b are the same model: name it once",
     ),
-    "zero": (lambda model, optimizer: zrun_core.shard(build, zero="3"), "shard(zero='3'): write int or a mapping with"),
+    "zero": (
+        lambda model, optimizer: zrun_core.shard(build, zero="3"),
+        "shard(zero='3'): write int or a mapping with",
+    ),
     "activations": (
         lambda model, optimizer: zrun_core.shard(build, activations="full"),
         "shard(activations='full'): write a mapping with some of checkpoint",
     ),
-    "loss": (lambda model, optimizer: zrun_core.GradScaler().scale(3.0), "GradScaler.scale(3.0): pass the loss"),
-    "scale": (lambda model, optimizer: zrun_core.GradScaler(0), "GradScaler(init_scale=0): write a number above 0"),
-    "nan": (lambda model, optimizer: zrun_core.GradScaler(float("nan")), "GradScaler(init_scale=nan): write a number"),
+    "loss": (
+        lambda model, optimizer: zrun_core.GradScaler().scale(3.0),
+        "GradScaler.scale(3.0): pass the loss",
+    ),
+    "scale": (
+        lambda model, optimizer: zrun_core.GradScaler(0),
+        "GradScaler(init_scale=0): write a number above 0",
+    ),
+    "nan": (
+        lambda model, optimizer: zrun_core.GradScaler(float("nan")),
+        "GradScaler(init_scale=nan): write a number",
+    ),
     "window": (
         lambda model, optimizer: zrun_core.GradScaler(growth_interval=0.5),
         "GradScaler(growth_interval=0.5): write a number of steps, 1 or more",
     ),
     "torch's": (
-        lambda model, optimizer: zrun_core.GradScaler().load_state_dict(torch.amp.GradScaler("cpu").state_dict()),
+        lambda model, optimizer: zrun_core.GradScaler().load_state_dict(
+            torch.amp.GradScaler("cpu").state_dict()
+        ),
         "this is no state of a zrun_core.GradScaler, which holds scale, good and bad",
     ),
     "state": (
-        lambda model, optimizer: zrun_core.GradScaler().load_state_dict({"scale": 0.0, "good": 0, "bad": 0}),
+        lambda model, optimizer: zrun_core.GradScaler().load_state_dict(
+            {"scale": 0.0, "good": 0, "bad": 0}
+        ),
         "GradScaler.load_state_dict(scale=0.0): write a number above 0",
     ),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_arguments_are_told_in_one_line(trained: tuple[nn.Module, zrun_core.Optimizer], case: str) -> None:
+def test_wrong_arguments_are_told_in_one_line(
+    trained: tuple[nn.Module, zrun_core.Optimizer], case: str
+) -> None:
     action, message = WRONG[case]
     backward(trained[0])
     with pytest.raises(ZrunError) as caught:
@@ -243,7 +324,9 @@ def test_wrong_arguments_are_told_in_one_line(trained: tuple[nn.Module, zrun_cor
         ({"patience_s": None}, "init(patience_s=None): write seconds above 0"),
     ],
 )
-def test_wrong_arguments_of_init(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str) -> None:
+def test_wrong_arguments_of_init(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str
+) -> None:
     monkeypatch.setattr(library, "_current", None)
     with pytest.raises(ZrunError) as caught:
         zrun_core.init(**options)
@@ -279,8 +362,12 @@ def test_a_closure_is_called_before_the_update() -> None:
     assert loss == backward(plain)
     assert other.step() is None
     with zrun_core.gathered(model), zrun_core.gathered(plain):
-        assert all((a == b).all() for a, b in zip(model.parameters(), plain.parameters(), strict=True))
-        assert not all((a == b).all() for a, b in zip(model.parameters(), build().parameters(), strict=True))
+        assert all(
+            (a == b).all() for a, b in zip(model.parameters(), plain.parameters(), strict=True)
+        )
+        assert not all(
+            (a == b).all() for a, b in zip(model.parameters(), build().parameters(), strict=True)
+        )
 
 
 @pytest.mark.parametrize(
@@ -322,7 +409,9 @@ def test_clipping_of_gradients_that_are_elsewhere_is_refused(name: str) -> None:
     plain = nn.Linear(2, 2)
     model = zrun_core.shard(build, zero=2)
     backward(model)
-    with pytest.raises(ZrunError, match=rf"^{name}\(\): these parameters belong to a sharded model.*clip="):
+    with pytest.raises(
+        ZrunError, match=rf"^{name}\(\): these parameters belong to a sharded model.*clip="
+    ):
         clip(model.parameters(), 1.0)
     with pytest.raises(ZrunError, match="nothing would be clipped"):
         getattr(torch.nn.utils, name)(next(iter(model.parameters())), 1.0)
@@ -333,7 +422,9 @@ def test_clipping_of_gradients_that_are_elsewhere_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("calls", [4, 3])
-def test_a_step_after_several_calls_takes_their_mean_where_accumulation_was_asked_for(calls: int) -> None:
+def test_a_step_after_several_calls_takes_their_mean_where_accumulation_was_asked_for(
+    calls: int,
+) -> None:
     model = zrun_core.shard(build, zero=1, accumulate=4)
     optimizer = zrun_core.optimizer(model, "sgd", lr=1.0)
     oracle = build()

@@ -28,7 +28,9 @@ def test_no_module_takes_the_place_of_a_public_name() -> None:
 
 def reference() -> dict[str, str]:
     """Public name -> its line of the page's reference."""
-    rows = re.findall(r"^\| `zrun_core\.(\w+)` \| (.+) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    rows = re.findall(
+        r"^\| `zrun_core\.(\w+)` \| (.+) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert len(dict(rows)) == len(rows)
     return dict(rows)
 
@@ -51,7 +53,11 @@ def as_written(function: Any, name: str) -> str:
         if param.name not in ("self", "set_to_none") and param.kind is not param.VAR_KEYWORD
     ]
     text = ", ".join(str(param).replace("'", '"') for param in params)
-    more = ", **options" if any(param.kind is param.VAR_KEYWORD for param in signature.parameters.values()) else ""
+    more = (
+        ", **options"
+        if any(param.kind is param.VAR_KEYWORD for param in signature.parameters.values())
+        else ""
+    )
     return f"{name}({text}{more})"
 
 
@@ -106,7 +112,9 @@ def test_the_package_imports_nothing_until_it_is_asked() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_pages_use_public_names_only(page: Path) -> None:
     for text in blocks(page, "python"):
-        text = re.sub(r"from zrun_core\.models\.\w+ import", "", text)  # what is bundled is there to be named
+        text = re.sub(
+            r"from zrun_core\.models\.\w+ import", "", text
+        )  # what is bundled is there to be named
         assert not re.search(r"(?:from|import) zrun_core\.|from zrun_core import", text)
         assert set(re.findall(r"\bzrun_core\.(\w+)", text)) <= set(zrun_core.__all__)
 

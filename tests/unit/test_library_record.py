@@ -44,11 +44,15 @@ def folder(tmp_path: Path) -> Path:
 
 
 def events(folder: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in (folder / "runs/loop/1/events.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (folder / "runs/loop/1/events.jsonl").read_text().splitlines()
+    ]
 
 
 def test_a_script_leaves_a_record_that_another_start_goes_on_with(folder: Path) -> None:
-    subprocess.run([sys.executable, "loop.py"], cwd=folder, check=True, capture_output=True, timeout=120)
+    subprocess.run(
+        [sys.executable, "loop.py"], cwd=folder, check=True, capture_output=True, timeout=120
+    )
     told = events(folder)
     kinds = [event["type"] for event in told]
     assert kinds == ["start", *["step", "metrics"] * 3, "save", "end"]
@@ -56,7 +60,13 @@ def test_a_script_leaves_a_record_that_another_start_goes_on_with(folder: Path) 
     assert told[1]["lr"] == 0.1
     assert set(told[2]["values"]) == {"loss"}
     run = read(folder / "runs/loop/1")
-    assert (run.state, run.job, run.step, run.ranks, run.exit_code) == (State.FINISHED, "loop", 3, 1, 0)
+    assert (run.state, run.job, run.step, run.ranks, run.exit_code) == (
+        State.FINISHED,
+        "loop",
+        3,
+        1,
+        0,
+    )
     assert oct((folder / "runs/loop/1").stat().st_mode & 0o777) == "0o700"
 
     command = [sys.executable, "loop.py", "fail"]
@@ -70,7 +80,11 @@ def test_a_script_leaves_a_record_that_another_start_goes_on_with(folder: Path) 
     assert run.holder.process.pid == script.pid
     script.communicate("\n", timeout=120)
     run = read(folder / "runs/loop/1")
-    assert (run.state, run.exit_code, run.headline) == (State.FAILED, 1, "rank 0: ValueError: no more data")
+    assert (run.state, run.exit_code, run.headline) == (
+        State.FAILED,
+        1,
+        "rank 0: ValueError: no more data",
+    )
     assert "raise ValueError" in json.loads((run.path / "failure.json").read_text())["traceback"]
 
 

@@ -50,7 +50,12 @@ class Walk(IterableDataset[Tensor]):
 
 
 def plan(ranks: int, micro: int, accumulation: int = 1) -> BatchPlan:
-    return BatchPlan(global_size=ranks * micro * accumulation, micro=micro, accumulation=accumulation, ranks=ranks)
+    return BatchPlan(
+        global_size=ranks * micro * accumulation,
+        micro=micro,
+        accumulation=accumulation,
+        ranks=ranks,
+    )
 
 
 def data(**keys: Any) -> DataConfig:
@@ -67,7 +72,9 @@ def drawn(loader: BatchLoader, num_steps: int) -> list[list[list[int]]]:
     return steps
 
 
-def whole_epochs(dataset: object, ranks: int, epochs: int, **keys: Any) -> list[list[tuple[list[int], int]]]:
+def whole_epochs(
+    dataset: object, ranks: int, epochs: int, **keys: Any
+) -> list[list[tuple[list[int], int]]]:
     """What all ranks draw until the data ends, by [rank][micro-batch] -> (numbers, num_samples)."""
     ends = []
     for rank in range(ranks):
@@ -101,7 +108,9 @@ def test_short_last_step_ends_together_with_stand_ins(dataset: object) -> None:
 def test_iterable_and_map_style_agree(num_ranks: int) -> None:
     by_index = whole_epochs(Numbers(13), num_ranks, epochs=2)
     walked = whole_epochs(Walk(13), num_ranks, epochs=2)
-    assert [[([n % 10_000 for n in numbers], count) for numbers, count in parts] for parts in walked] == by_index
+    assert [
+        [([n % 10_000 for n in numbers], count) for numbers, count in parts] for parts in walked
+    ] == by_index
 
 
 def test_iterable_is_told_its_epoch() -> None:
@@ -109,7 +118,9 @@ def test_iterable_is_told_its_epoch() -> None:
     assert drawn(loader, 3) == [[[0, 1]], [[2, 10_000]], [[10_001, 10_002]]]
 
 
-@pytest.mark.parametrize(("dataset", "workers"), [(Numbers(11), 0), (Numbers(11), 2), (Walk(11), 0), (Walk(11), 1)])
+@pytest.mark.parametrize(
+    ("dataset", "workers"), [(Numbers(11), 0), (Numbers(11), 2), (Walk(11), 0), (Walk(11), 1)]
+)
 def test_seek_equals_skipping(dataset: object, workers: int) -> None:
     whole = BatchLoader(dataset, data(workers=workers), plan(2, 3), rank=1, seed=0)
     expected = drawn(whole, 5)[2:]
@@ -121,7 +132,12 @@ def test_seek_equals_skipping(dataset: object, workers: int) -> None:
 
 def test_workers_change_nothing() -> None:
     runs = [
-        drawn(BatchLoader(Numbers(10), data(shuffle=True, workers=workers), plan(2, 2, 2), rank=0, seed=5), 4)
+        drawn(
+            BatchLoader(
+                Numbers(10), data(shuffle=True, workers=workers), plan(2, 2, 2), rank=0, seed=5
+            ),
+            4,
+        )
         for workers in (0, 2)
     ]
     assert runs[0] == runs[1]
@@ -239,7 +255,10 @@ def test_ragged_samples_with_a_collate_function() -> None:
     loader = BatchLoader(ragged, data(), plan(1, 2, 2), rank=0, seed=0, collate=pad)
     step = loader.next_step()
     assert step is not None
-    assert [micro.batch["input_ids"].tolist() for micro in step] == [[[0, 0, 0], [0, 1, 2]], [[0, 1], [0, 1]]]
+    assert [micro.batch["input_ids"].tolist() for micro in step] == [
+        [[0, 0, 0], [0, 1, 2]],
+        [[0, 1], [0, 1]],
+    ]
     assert [micro.num_tokens for micro in step] == [6, 4]
 
 
@@ -305,7 +324,9 @@ class Boxed:
         ([(1, 2.0), (1, "a")], "[1] has type float at {} 0 and str at {} 1"),
     ],
 )
-def test_samples_of_which_no_batch_is_made_are_named(samples: list[Any], told: str, walks: bool) -> None:
+def test_samples_of_which_no_batch_is_made_are_named(
+    samples: list[Any], told: str, walks: bool
+) -> None:
     dataset = Listed(samples) if walks else samples
     loader = BatchLoader(dataset, data(), plan(1, 2), rank=0, seed=0)
     with pytest.raises(UserCodeError) as caught:
@@ -331,7 +352,9 @@ def test_a_collate_function_that_raises_names_its_samples() -> None:
         raise ValueError("not mine")
 
     loader = BatchLoader([7, 7, 7], data(), plan(1, 3), rank=0, seed=0, collate=refuse)
-    with pytest.raises(UserCodeError, match=r"^reading the training data failed with a batch of indices 0-2\n"):
+    with pytest.raises(
+        UserCodeError, match=r"^reading the training data failed with a batch of indices 0-2\n"
+    ):
         loader.next_step()
 
 
@@ -365,7 +388,11 @@ def test_samples_are_named_in_their_order() -> None:
         (None, {}, "data must return a dataset, and returned None: does it lack a return?"),
         (DataLoader([1, 2]), {}, "returned a DataLoader: zrun makes the batches"),
         (iter([1, 2]), {}, "in its second pass: it can be walked only once"),
-        (Walk(3), {"workers": 2}, "data.workers: 2 processes would each yield the whole stream of Walk"),
+        (
+            Walk(3),
+            {"workers": 2},
+            "data.workers: 2 processes would each yield the whole stream of Walk",
+        ),
         (Walk(3), {"shuffle": True}, "data.shuffle: Walk is an iterable dataset"),
     ],
 )
@@ -381,7 +408,13 @@ def test_unusable_datasets_are_named(dataset: object, keys: dict[str, Any], mess
 def test_evaluation_sees_every_sample_once(dataset: object, limit: int | None) -> None:
     ranks = [list(eval_batches(dataset, 2, rank, 3, limit)) for rank in range(3)]
     assert len({len(batches) for batches in ranks}) == 1
-    counted = [n for batches in ranks for micro in batches if micro.num_samples for n in micro.batch.tolist()]
+    counted = [
+        n
+        for batches in ranks
+        for micro in batches
+        if micro.num_samples
+        for n in micro.batch.tolist()
+    ]
     assert sorted(counted) == list(range(min(limit or 11, 11)))
     assert sum(micro.num_samples for batches in ranks for micro in batches) == len(counted)
 
@@ -406,7 +439,12 @@ def test_to_device_keeps_every_container() -> None:
     assert isinstance(moved["pair"], Pair)
     assert moved["record"].name == "a"
     assert moved["plain"][1:] == (3, None)
-    tensors = [moved["pair"].left, moved["pair"].right[0], moved["record"].values, moved["plain"][0]]
+    tensors = [
+        moved["pair"].left,
+        moved["pair"].right[0],
+        moved["record"].values,
+        moved["plain"][0],
+    ]
     assert all(tensor.is_meta for tensor in tensors)
     assert not batch["pair"].left.is_meta  # the given batch is left as it was
     assert MicroBatch.of(batch, 1).to(meta).batch["pair"].left.is_meta

@@ -109,10 +109,14 @@ def test_cutting_a_ragged_batch_changes_nothing() -> None:
 
     def gradient(cuts: list[list[Tensor]]) -> Tensor:
         losses = [compute_loss(model, cut, loss_fn, len(cut)) for cut in cuts]
-        total = torch.stack([loss.total for loss in losses]).sum() / sum(float(loss.weight) for loss in losses)
+        total = torch.stack([loss.total for loss in losses]).sum() / sum(
+            float(loss.weight) for loss in losses
+        )
         return torch.autograd.grad(total, model.weight)[0]
 
-    torch.testing.assert_close(gradient([sequences]), gradient([[sequence] for sequence in sequences]))
+    torch.testing.assert_close(
+        gradient([sequences]), gradient([[sequence] for sequence in sequences])
+    )
 
 
 @pytest.mark.parametrize(
@@ -122,11 +126,20 @@ def test_cutting_a_ragged_batch_changes_nothing() -> None:
             lambda scale, x: x * scale,
             "the loss is not a scalar: what the model returned has shape (3,); take its mean()",
         ),
-        (lambda scale, x: torch.tensor(3), "the loss is not floating: what the model returned has dtype torch.int64"),
+        (
+            lambda scale, x: torch.tensor(3),
+            "the loss is not floating: what the model returned has dtype torch.int64",
+        ),
         (lambda scale, x: None, "no loss: what the model returned is None: does it lack a return?"),
         (lambda scale, x: 2.0, "no loss: what the model returned is float, not a tensor"),
-        (lambda scale, x: SimpleNamespace(loss=None), "no loss: .loss of what the model returned is None: was"),
-        (lambda scale, x: (scale, scale), "is a tuple with 2 scalar floating tensors where exactly one is needed"),
+        (
+            lambda scale, x: SimpleNamespace(loss=None),
+            "no loss: .loss of what the model returned is None: was",
+        ),
+        (
+            lambda scale, x: (scale, scale),
+            "is a tuple with 2 scalar floating tensors where exactly one is needed",
+        ),
         (lambda scale, x: (x,), "is a tuple with 0 scalar floating tensors"),
         (lambda scale, x: scale.detach(), "loss without gradient"),
     ],

@@ -50,13 +50,20 @@ def test_the_scale_is_grad_scalers(overflows, window):
 
 
 def test_hysteresis_waits_for_overflows_in_a_row():
-    found = scales(scaler(init=8.0, hysteresis=2, window=100), [True, False, True, True, True, True, False])
+    found = scales(
+        scaler(init=8.0, hysteresis=2, window=100), [True, False, True, True, True, True, False]
+    )
     assert found == [8, 8, 8, 4, 4, 2, 2]
 
 
 def test_an_overflow_starts_the_window_anew():
     assert scales(scaler(init=8.0, window=2), [False, True, False, False, False]) == [8, 4, 4, 8, 8]
-    assert scales(scaler(init=8.0, window=2, hysteresis=2), [False, True, False, False]) == [8, 8, 8, 16]
+    assert scales(scaler(init=8.0, window=2, hysteresis=2), [False, True, False, False]) == [
+        8,
+        8,
+        8,
+        16,
+    ]
 
 
 def test_the_scale_stays_between_floor_and_infinity():

@@ -24,7 +24,9 @@ def factors(total: int | None = TOTAL, num: int = TOTAL, **keys: Any) -> list[fl
     return [schedule(step) for step in range(num)]
 
 
-def torchs(make: Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler], num: int = TOTAL) -> list[float]:
+def torchs(
+    make: Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler], num: int = TOTAL
+) -> list[float]:
     """The learning rates of one of torch's schedulers from a peak of 1."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     scheduler = make(optimizer)
@@ -41,7 +43,9 @@ def test_the_default_changes_nothing():
 
 
 def test_linear_is_torchs():
-    oracle = torchs(lambda o: lr_scheduler.LinearLR(o, start_factor=1.0, end_factor=0.1, total_iters=TOTAL))
+    oracle = torchs(
+        lambda o: lr_scheduler.LinearLR(o, start_factor=1.0, end_factor=0.1, total_iters=TOTAL)
+    )
     assert factors(schedule="linear", min_factor=0.1) == pytest.approx(oracle)
 
 
@@ -82,12 +86,16 @@ def test_wsd_is_stable_and_then_falls_to_the_end():
     found = factors(schedule="wsd", warmup=2, decay_steps=5, min_factor=0.2)
     assert found[:16] == [0.5, 1.0, *[1.0] * 14]
     assert found[15:] == pytest.approx([1 - 0.8 * k / 5 for k in range(5)])
-    assert factors(schedule="wsd")[15:] == [1.0, *factors(schedule="wsd")[16:]], "auto: the last fifth"
+    assert factors(schedule="wsd")[15:] == [1.0, *factors(schedule="wsd")[16:]], (
+        "auto: the last fifth"
+    )
     assert factors(schedule="wsd")[16:] == pytest.approx([1.0, 0.75, 0.5, 0.25])
 
 
 def test_decay_steps_end_the_decay_before_the_run():
-    assert factors(schedule="linear", decay_steps=10, min_factor=0.1, num=12)[10:] == pytest.approx([0.1, 0.1])
+    assert factors(schedule="linear", decay_steps=10, min_factor=0.1, num=12)[10:] == pytest.approx(
+        [0.1, 0.1]
+    )
 
 
 @given(
@@ -115,6 +123,7 @@ def test_a_decay_needs_an_end_that_comes_after_warmup(name):
     with pytest.raises(JobError, match="needs an end"):
         factors(None, schedule=name)
     with pytest.raises(
-        JobError, match=r"30 steps of warm-up are more than the 20 steps.* write lr\.warmup=2 too, or .* --smoke 20"
+        JobError,
+        match=r"30 steps of warm-up are more than the 20 steps.* write lr\.warmup=2 too, or .* --smoke 20",
     ):
         factors(schedule=name, warmup=30)

@@ -46,7 +46,9 @@ class Image:
 class Read:
     """A dataset that says where it was read."""
 
-    def __init__(self, sample: Callable[[int], Any], length: int = 10, log: Path | None = None) -> None:
+    def __init__(
+        self, sample: Callable[[int], Any], length: int = 10, log: Path | None = None
+    ) -> None:
         self.sample, self.length, self.log = sample, length, log
 
     def __len__(self) -> int:
@@ -65,7 +67,10 @@ SAMPLES: dict[str, Callable[[int], Any]] = {
     "empty": lambda index: torch.zeros(0),
     "array": lambda index: np.array([index, 2.0]),
     "objects": lambda index: np.array([Opaque()], dtype=object),
-    "nested": lambda index: {"a": [torch.ones(2), (index, "text", b"bytes", None, 1.5, True)], 3: {"b": np.float32(2)}},
+    "nested": lambda index: {
+        "a": [torch.ones(2), (index, "text", b"bytes", None, 1.5, True)],
+        3: {"b": np.float32(2)},
+    },
     "dataclass": lambda index: Example(torch.ones(2), "x" * index),
     "opaque": lambda index: (index, Opaque()),
     "sparse": lambda index: torch.eye(2).to_sparse(),
@@ -86,7 +91,10 @@ def test_other_samples_have_other_marks() -> None:
     after = marks_of(TensorDataset(x))
     assert differences(before, before) == ""
     assert differences(before, after) == "sample 5 is not what was there"
-    assert differences(before, marks_of(TensorDataset(x.double()))) == "samples 0, 5 and 9 are not what was there"
+    assert (
+        differences(before, marks_of(TensorDataset(x.double())))
+        == "samples 0, 5 and 9 are not what was there"
+    )
     assert differences(before, {}) == ""
     assert differences({}, after) == ""
     assert list(marks_of(TensorDataset(x), also=[3, 99])) == [0, 3, 5, 9]
@@ -110,7 +118,8 @@ def test_samples_that_may_differ_have_no_mark(draw: Callable[[int], Any]) -> Non
 
 
 @pytest.mark.parametrize(
-    "generator", [torch.Generator(), np.random.default_rng(0), random.Random(0), [{"deep": random.Random(0)}]]
+    "generator",
+    [torch.Generator(), np.random.default_rng(0), random.Random(0), [{"deep": random.Random(0)}]],
 )
 def test_a_dataset_with_a_generator_is_not_read(generator: Any, tmp_path: Path) -> None:
     dataset: Any = Read(SAMPLES["tensor"], log=tmp_path / "log")

@@ -48,5 +48,7 @@ def test_a_batch_with_other_names_is_refused_and_a_stand_in_counts_nothing() -> 
         "loss": [1.5, 2.0],
         "f1": [1.0, 2.0],
     }
-    with pytest.raises(UserCodeError, match="returned loss for a batch after f1, loss for the one before"):
+    with pytest.raises(
+        UserCodeError, match="returned loss for a batch after f1, loss for the one before"
+    ):
         sums.add(MicroBatch(None, 2, 10), {"loss": Number(1.0, 2)})

@@ -26,7 +26,14 @@ def count(model: nn.Module) -> int:
 
 
 def tiny(flavour: str, **changes: object) -> GPT:
-    shape: dict[str, object] = {"vocab_size": 31, "dim": 32, "depth": 2, "heads": 4, "seq_len": 16, "ffn_dim": 48}
+    shape: dict[str, object] = {
+        "vocab_size": 31,
+        "dim": 32,
+        "depth": 2,
+        "heads": 4,
+        "seq_len": 16,
+        "ffn_dim": 48,
+    }
     torch.manual_seed(0)
     model = gpt(flavour, **(shape | changes))
     with torch.no_grad():  # biases and norms start at 0 and 1, which would hide a mistake
@@ -60,13 +67,17 @@ def complex_rotation(x: Tensor, theta: float) -> Tensor:
     length, head_dim = x.shape[-2:]
     half = head_dim // 2
     numbers = torch.complex(x[..., :half].double(), x[..., half:].double())
-    frequencies = torch.tensor([theta ** (-2 * i / head_dim) for i in range(half)], dtype=torch.float64)
+    frequencies = torch.tensor(
+        [theta ** (-2 * i / head_dim) for i in range(half)], dtype=torch.float64
+    )
     turns = torch.exp(1j * torch.arange(length, dtype=torch.float64)[:, None] * frequencies)
     turned = numbers * turns
     return torch.cat((turned.real, turned.imag), dim=-1).to(x.dtype)
 
 
-def naive_attention(attention: Attention, x: Tensor, *, causal: bool, theta: float | None) -> Tensor:
+def naive_attention(
+    attention: Attention, x: Tensor, *, causal: bool, theta: float | None
+) -> Tensor:
     outs = []
     for q, k, v in zip(*split_qkv(attention, x), strict=True):
         if theta is not None:
@@ -84,13 +95,20 @@ def naive_gpt2(model: GPT, input_ids: Tensor) -> Tensor:
     def norm(layer: nn.Module, x: Tensor) -> Tensor:
         assert isinstance(layer, nn.LayerNorm)
         centred = x - x.mean(-1, keepdim=True)
-        return centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * layer.weight + layer.bias
+        return (
+            centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * layer.weight
+            + layer.bias
+        )
 
     x = model.tokens.weight[input_ids] + model.positions.weight[: input_ids.shape[1]]
     for block in model.blocks:
-        x = x + naive_attention(block.attention, norm(block.attention_norm, x), causal=True, theta=None)
+        x = x + naive_attention(
+            block.attention, norm(block.attention_norm, x), causal=True, theta=None
+        )
         hidden = norm(block.mlp_norm, x) @ block.mlp.up.weight.T + block.mlp.up.bias
-        gelu = hidden / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (hidden + 0.044715 * hidden**3)))
+        gelu = (
+            hidden / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (hidden + 0.044715 * hidden**3)))
+        )
         x = x + gelu @ block.mlp.down.weight.T + block.mlp.down.bias
     return norm(model.norm, x) @ model.head.weight.T
 
@@ -103,7 +121,9 @@ def naive_llama(model: GPT, input_ids: Tensor) -> Tensor:
     x = model.tokens.weight[input_ids]
     for block in model.blocks:
         theta = model.config.rope_theta
-        x = x + naive_attention(block.attention, norm(block.attention_norm, x), causal=True, theta=theta)
+        x = x + naive_attention(
+            block.attention, norm(block.attention_norm, x), causal=True, theta=theta
+        )
         hidden = norm(block.mlp_norm, x)
         gate = hidden @ block.mlp.gate.weight.T
         x = x + (gate * gate.sigmoid() * (hidden @ block.mlp.up.weight.T)) @ block.mlp.down.weight.T
@@ -112,20 +132,32 @@ def naive_llama(model: GPT, input_ids: Tensor) -> Tensor:
 
 def test_gpt2_logits_equal_the_formulas() -> None:
     model = tiny("gpt2")
-    torch.testing.assert_close(model(ids(3, 16)), naive_gpt2(model, ids(3, 16)), rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(
+        model(ids(3, 16)), naive_gpt2(model, ids(3, 16)), rtol=2e-5, atol=2e-5
+    )
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_llama_logits_equal_the_formulas(kv_heads: int) -> None:
     model = tiny("llama", kv_heads=kv_heads, tied=False)
-    torch.testing.assert_close(model(ids(3, 16)), naive_llama(model, ids(3, 16)), rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(
+        model(ids(3, 16)), naive_llama(model, ids(3, 16)), rtol=2e-5, atol=2e-5
+    )
 
 
 def test_gpt2_equals_torchs_own_transformer() -> None:
-    model = tiny("gpt2", depth=1, heads=1)  # with one head the projection's rows are ordered as torch's
+    model = tiny(
+        "gpt2", depth=1, heads=1
+    )  # with one head the projection's rows are ordered as torch's
     block = model.blocks[0]
     layer = nn.TransformerEncoderLayer(
-        32, 1, 48, dropout=0.0, activation=lambda x: F.gelu(x, approximate="tanh"), batch_first=True, norm_first=True
+        32,
+        1,
+        48,
+        dropout=0.0,
+        activation=lambda x: F.gelu(x, approximate="tanh"),
+        batch_first=True,
+        norm_first=True,
     )
     layer.load_state_dict(
         {
@@ -145,7 +177,9 @@ def test_gpt2_equals_torchs_own_transformer() -> None:
     )
     x = torch.randn(2, 16, 32)
     causal = nn.Transformer.generate_square_subsequent_mask(16)
-    torch.testing.assert_close(block(x), layer(x, src_mask=causal, is_causal=True), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        block(x), layer(x, src_mask=causal, is_causal=True), rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("flavour", ["gpt2", "llama"])
@@ -187,7 +221,9 @@ def test_chunked_loss_bounds_the_logits() -> None:
         sizes.append(len(hidden))
         return hidden @ torch.ones(4, 11)
 
-    token_loss(torch.randn(2, 5, 4, requires_grad=True), ids(2, 5, vocab_size=11), head, chunk=4).backward()
+    token_loss(
+        torch.randn(2, 5, 4, requires_grad=True), ids(2, 5, vocab_size=11), head, chunk=4
+    ).backward()
     assert sizes[:3] == [4, 4, 2]
     assert max(sizes) == 4
 
@@ -195,7 +231,9 @@ def test_chunked_loss_bounds_the_logits() -> None:
 @pytest.mark.parametrize("flavour", ["gpt2", "llama"])
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_low_precision_stays_close_and_its_loss_is_fp32(flavour: str, dtype: torch.dtype, autocast: bool) -> None:
+def test_low_precision_stays_close_and_its_loss_is_fp32(
+    flavour: str, dtype: torch.dtype, autocast: bool
+) -> None:
     expected = tiny(flavour)(ids(3, 16), ids(3, 16))
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         loss = tiny(flavour).to(dtype)(ids(3, 16), ids(3, 16))
@@ -218,7 +256,10 @@ def test_rope_keeps_its_angles_when_it_is_cast_or_leaves_the_meta_device() -> No
 def test_rope_scores_depend_on_the_distance_alone() -> None:
     table = Rope(8, 64, 10_000.0)(64)
     q, k = torch.randn(8), torch.randn(8)
-    turned_q, turned_k = rotate(q.expand(1, 1, 64, 8), table)[0, 0], rotate(k.expand(1, 1, 64, 8), table)[0, 0]
+    turned_q, turned_k = (
+        rotate(q.expand(1, 1, 64, 8), table)[0, 0],
+        rotate(k.expand(1, 1, 64, 8), table)[0, 0],
+    )
     scores = turned_q @ turned_k.T  # [query position, key position]
     for distance in (0, 1, 30):
         diagonal = scores.diagonal(-distance)
@@ -253,7 +294,10 @@ def test_dropout_acts_in_training_only() -> None:
     ("args", "num_parameters"),
     [
         ({"vocab_size": 50257, "dim": 768, "depth": 12, "heads": 12, "seq_len": 1024}, 124_439_808),
-        ({"vocab_size": 50257, "dim": 1600, "depth": 48, "heads": 25, "seq_len": 1024}, 1_557_611_200),
+        (
+            {"vocab_size": 50257, "dim": 1600, "depth": 48, "heads": 25, "seq_len": 1024},
+            1_557_611_200,
+        ),
         (
             {
                 "flavour": "llama",
@@ -340,7 +384,9 @@ def test_generate_repeats_with_its_generator_and_restores_every_mode() -> None:
     model.blocks[0].eval()
     modes = [module.training for module in model.modules()]
     before = torch.get_rng_state()
-    outs = [generate(model, ids(1, 3), 8, generator=torch.Generator().manual_seed(2)) for _ in range(2)]
+    outs = [
+        generate(model, ids(1, 3), 8, generator=torch.Generator().manual_seed(2)) for _ in range(2)
+    ]
     assert torch.equal(outs[0], outs[1])
     assert [module.training for module in model.modules()] == modes
     assert torch.equal(torch.get_rng_state(), before)
@@ -382,7 +428,14 @@ def test_sample_logs_text_on_the_main_rank_and_gathers_on_all() -> None:
 
 def tiny_bert(**changes: object) -> Bert:
     torch.manual_seed(0)
-    shape: dict[str, object] = {"vocab_size": 31, "dim": 32, "depth": 2, "heads": 4, "seq_len": 16, "dropout": 0.0}
+    shape: dict[str, object] = {
+        "vocab_size": 31,
+        "dim": 32,
+        "depth": 2,
+        "heads": 4,
+        "seq_len": 16,
+        "dropout": 0.0,
+    }
     model = bert(**(shape | changes))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -395,20 +448,30 @@ def test_bert_logits_equal_the_formulas() -> None:
 
     def norm(layer: nn.LayerNorm, x: Tensor) -> Tensor:
         centred = x - x.mean(-1, keepdim=True)
-        return centred / (centred.square().mean(-1, keepdim=True) + 1e-12).sqrt() * layer.weight + layer.bias
+        return (
+            centred / (centred.square().mean(-1, keepdim=True) + 1e-12).sqrt() * layer.weight
+            + layer.bias
+        )
 
     def gelu(x: Tensor) -> Tensor:
         return x / 2 * (1 + torch.erf(x / math.sqrt(2)))
 
     tokens, segments = ids(3, 12), ids(3, 12, vocab_size=2)
-    x = norm(model.norm, model.tokens.weight[tokens] + model.positions.weight[:12] + model.segments.weight[segments])
+    x = norm(
+        model.norm,
+        model.tokens.weight[tokens] + model.positions.weight[:12] + model.segments.weight[segments],
+    )
     for layer in model.layers:
-        x = norm(layer.attention_norm, x + naive_attention(layer.attention, x, causal=False, theta=None))
+        x = norm(
+            layer.attention_norm, x + naive_attention(layer.attention, x, causal=False, theta=None)
+        )
         hidden = gelu(x @ layer.mlp.up.weight.T + layer.mlp.up.bias)
         x = norm(layer.mlp_norm, x + hidden @ layer.mlp.down.weight.T + layer.mlp.down.bias)
     dense = norm(model.head.norm, gelu(x @ model.head.dense.weight.T + model.head.dense.bias))
     expected = dense @ model.tokens.weight.T + model.head.decoder.bias
-    torch.testing.assert_close(model(tokens, token_type_ids=segments), expected, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(
+        model(tokens, token_type_ids=segments), expected, rtol=2e-5, atol=2e-5
+    )
 
 
 def test_bert_ignores_padding() -> None:
@@ -433,7 +496,11 @@ def test_mlp_classifies_and_regresses() -> None:
     torch.manual_seed(0)
     model = mlp(4, 8, 3, depth=2)
     x = torch.randn(5, 4)
-    expected = F.linear(F.linear(x, *model.layers[0].parameters()).relu(), *model.layers[1].parameters())
+    expected = F.linear(
+        F.linear(x, *model.layers[0].parameters()).relu(), *model.layers[1].parameters()
+    )
     torch.testing.assert_close(model(x), expected)
-    torch.testing.assert_close(model(x, torch.arange(5) % 3), F.cross_entropy(expected, torch.arange(5) % 3))
+    torch.testing.assert_close(
+        model(x, torch.arange(5) % 3), F.cross_entropy(expected, torch.arange(5) % 3)
+    )
     torch.testing.assert_close(model(x, x[:, :3]), F.mse_loss(expected, x[:, :3]))

@@ -17,7 +17,18 @@ from zrun_core.errors import JobError, PreflightError
 
 JOB = "name: t\nmodel: m:f\ndata: m:d\nsteps: 9\nbatch: 8\neval: {data: m:d}\ncheckpoint: 5\nprecision: fp16\n"
 CLUSTER = Cluster((HostFacts("box", cores=2, memory_bytes=16 << 30),))
-NUMBERS = ("0", "-1", "1e300", "-1e300", ".nan", ".inf", "-.inf", str(2**63), "1000000000", "1e-300")
+NUMBERS = (
+    "0",
+    "-1",
+    "1e300",
+    "-1e300",
+    ".nan",
+    ".inf",
+    "-.inf",
+    str(2**63),
+    "1000000000",
+    "1e-300",
+)
 SMALL_BYTES = 100 << 20
 OF_OPTIMIZERS = (
     "optim={name: lars, args: {momentum: @}}",
@@ -39,7 +50,9 @@ def overrides_of(key: str) -> list[str]:
 
 
 def test_every_number_has_a_bound() -> None:
-    assert {"slots", "threads", "steps", "batch.global", "limits.start_s", "zero.bucket"} <= set(numeric_keys())
+    assert {"slots", "threads", "steps", "batch.global", "limits.start_s", "zero.bucket"} <= set(
+        numeric_keys()
+    )
     numeric = [key for key in keys() if str(key) in numeric_keys() and key.section is None]
     assert [str(key) for key in numeric if key.most is None and "<" not in key.takes] == []
 
@@ -51,20 +64,30 @@ def test_any_number_is_planned_or_refused(tmp_path: Path, key: str) -> None:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         start = time.process_time()
         try:
-            loaded = load_job(tmp_path / "job.yaml", [each.replace("@", number) for each in overrides_of(key)])
+            loaded = load_job(
+                tmp_path / "job.yaml", [each.replace("@", number) for each in overrides_of(key)]
+            )
             preface(make_plan(loaded.config, CLUSTER), CLUSTER)
         except (JobError, PreflightError):
             pass
         assert time.process_time() - start < 1, number
-        assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10 < SMALL_BYTES, number
+        assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10 < SMALL_BYTES, (
+            number
+        )
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("slots=1000000000", "slots: expected whole number > 0 and <= 1024 | auto, found 1000000000"),
+        (
+            "slots=1000000000",
+            "slots: expected whole number > 0 and <= 1024 | auto, found 1000000000",
+        ),
         ("threads=100000", "threads: expected whole number > 0 and <= 1024 | auto, found 100000"),
-        ("limits.start_s=1e300", "limits.start_s: expected number > 0, at most 1e+06, found 1e+300"),
+        (
+            "limits.start_s=1e300",
+            "limits.start_s: expected number > 0, at most 1e+06, found 1e+300",
+        ),
         (
             f"batch.global={2**63}",
             "batch.global: expected whole number > 0 | auto, at most 1e+09, found 9223372036854775808; write for",

@@ -24,10 +24,15 @@ BASE = {"name": "j", "model": "m:f", "data": "m:f", "steps": 9, "batch": 4}
 
 
 def test_what_says_that_there_is_no_memory():
-    for error in (MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")):
+    for error in (
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    ):
         assert is_out_of_memory(error)
     with (
-        pytest.raises(OutOfMemoryError, match=r"backward failed at .*torch.empty.*: out of memory: .*allocate"),
+        pytest.raises(
+            OutOfMemoryError, match=r"backward failed at .*torch.empty.*: out of memory: .*allocate"
+        ),
         user_code("backward failed"),
     ):
         torch.empty(1 << 50)
@@ -48,7 +53,9 @@ def test_dropping_a_batch_is_refused_where_peers_wait_for_parameters():
     for stage in range(3):
         job(zero=stage, guards={"on_oom": "skip"})
     job(zero=3)
-    with pytest.raises(ValidationError, match=r"guards.on_oom: skip is impossible at zero.stage 3.*zero.stage: 2"):
+    with pytest.raises(
+        ValidationError, match=r"guards.on_oom: skip is impossible at zero.stage 3.*zero.stage: 2"
+    ):
         job(zero=3, guards={"on_oom": "skip"})
 
 
@@ -56,15 +63,22 @@ def test_advice_is_only_what_the_job_does_not_do_yet():
     batch = BatchPlan(global_size=16, micro=8, accumulation=1, ranks=2)
     lines = oom.advice(job(zero=1), batch)
     assert [line.partition("  #")[0] for line in lines] == [
-        "batch.micro: 4", "activations.checkpoint: full", "zero.stage: 2", "precision: bf16",
-    ]  # fmt: skip
+        "batch.micro: 4",
+        "activations.checkpoint: full",
+        "zero.stage: 2",
+        "precision: bf16",
+    ]
     small = BatchPlan(global_size=2, micro=1, accumulation=1, ranks=2)
-    assert oom.advice(job(zero=3, precision="bf16", activations={"checkpoint": "full"}), small) == []
+    assert (
+        oom.advice(job(zero=3, precision="bf16", activations={"checkpoint": "full"}), small) == []
+    )
 
 
 def test_the_message_has_a_line_per_holder():
     text = oom.describe(
-        "forward failed: out of memory: x", [("gradients", 3 << 30), ("tensors (7,) int64", 56)], ["a: b"]
+        "forward failed: out of memory: x",
+        [("gradients", 3 << 30), ("tensors (7,) int64", 56)],
+        ["a: b"],
     )
     assert text.splitlines() == [
         "forward failed: out of memory: x. What holds most:",
@@ -81,5 +95,7 @@ def test_a_rank_whose_process_has_taken_all_is_told_so() -> None:
     chosen = choose(job.optim, lambda name: None, torch.device("cpu"))
     settings = replace(make_settings(job, chosen, torch.device("cpu")), memory_bytes=-107 << 20)
     alone = Mesh.build(0, ["host"], 1)
-    with pytest.raises(PreflightError, match="has nothing left beside Python and torch: zrun estimate"):
+    with pytest.raises(
+        PreflightError, match="has nothing left beside Python and torch: zrun estimate"
+    ):
         check_room(torch.nn.Linear(4, 4), settings, alone, Comm(torch.device("cpu")))

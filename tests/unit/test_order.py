@@ -14,7 +14,12 @@ from zrun_core.spine.spec import BatchPlan
 
 
 def plan(ranks: int, micro: int, accumulation: int = 1) -> BatchPlan:
-    return BatchPlan(global_size=ranks * micro * accumulation, micro=micro, accumulation=accumulation, ranks=ranks)
+    return BatchPlan(
+        global_size=ranks * micro * accumulation,
+        micro=micro,
+        accumulation=accumulation,
+        ranks=ranks,
+    )
 
 
 def consumed(
@@ -31,7 +36,10 @@ def consumed(
     total = None if epochs is None else epochs * num_samples
     return [
         [
-            [[order.index(positions[offset]) for offset in part] for part in micro_batches(len(positions), batch, rank)]
+            [
+                [order.index(positions[offset]) for offset in part]
+                for part in micro_batches(len(positions), batch, rank)
+            ]
             for rank in range(batch.ranks)
         ]
         for positions in islice(steps(start, batch.global_size, total), num_steps)
@@ -39,10 +47,14 @@ def consumed(
 
 
 def flat(nested: object) -> list[int]:
-    return [index for item in nested for index in flat(item)] if isinstance(nested, list) else [nested]
+    return (
+        [index for item in nested for index in flat(item)] if isinstance(nested, list) else [nested]
+    )
 
 
-def plain_loop(num_samples: int, global_size: int, num_steps: int, *, shuffle: bool) -> list[list[int]]:
+def plain_loop(
+    num_samples: int, global_size: int, num_steps: int, *, shuffle: bool
+) -> list[list[int]]:
     """The contract written as the loop that a user would write."""
     stream: list[int] = []
     epoch = 0
@@ -83,7 +95,9 @@ def test_every_sample_once_per_epoch(
     got = consumed(num_samples, plan(ranks, micro, accumulation), shuffle=shuffle, epochs=epochs)
     stream = flat(got)
     for epoch in range(epochs):
-        assert sorted(stream[epoch * num_samples : (epoch + 1) * num_samples]) == list(range(num_samples))
+        assert sorted(stream[epoch * num_samples : (epoch + 1) * num_samples]) == list(
+            range(num_samples)
+        )
     assert len(stream) == epochs * num_samples
     for step in got:
         assert len({len(own) for own in step}) == 1  # as many micro-batches on every rank
@@ -107,7 +121,9 @@ def test_a_run_goes_on_where_it_stopped_on_other_ranks(
     cursor = num_steps * before.global_size
     first = flat(consumed(num_samples, before, shuffle=True, num_steps=num_steps))
     second = flat(consumed(num_samples, after, shuffle=True, start=cursor, num_steps=6))
-    whole = flat(consumed(num_samples, plan(1, 1), shuffle=True, num_steps=cursor + 6 * after.global_size))
+    whole = flat(
+        consumed(num_samples, plan(1, 1), shuffle=True, num_steps=cursor + 6 * after.global_size)
+    )
     assert first + second == whole
 
 
@@ -125,7 +141,9 @@ def test_split_is_contiguous_and_even() -> None:
 
 
 def test_permutations_differ_by_epoch_and_by_seed() -> None:
-    orders = {tuple(permutation(50, seed, epoch).tolist()) for seed in range(3) for epoch in range(3)}
+    orders = {
+        tuple(permutation(50, seed, epoch).tolist()) for seed in range(3) for epoch in range(3)
+    }
     assert len(orders) == 9
 
 

@@ -40,7 +40,9 @@ def _problem(path: Path, *overrides: str) -> str:
 
 
 def test_values_are_yaml(path: Path) -> None:
-    job = _load(path, "optim.lr=3e-4", "optim.betas=[0.9, 0.95]", "env={A: 'on'}", "compile=true", "name=on")
+    job = _load(
+        path, "optim.lr=3e-4", "optim.betas=[0.9, 0.95]", "env={A: 'on'}", "compile=true", "name=on"
+    )
     assert job.optim.lr == 3e-4
     assert job.optim.betas == (0.9, 0.95)
     assert job.env == {"A": "on"}
@@ -50,7 +52,12 @@ def test_values_are_yaml(path: Path) -> None:
 
 def test_short_forms_are_expanded_on_the_way(path: Path) -> None:
     job = _load(
-        path, "zero.bucket=32MiB", "model.args.dim=64", "precision.reduce=compute", "batch.micro=2", "lr.warmup=5"
+        path,
+        "zero.bucket=32MiB",
+        "model.args.dim=64",
+        "precision.reduce=compute",
+        "batch.micro=2",
+        "lr.warmup=5",
     )
     assert (job.zero.stage, job.zero.bucket) == (2, 32 * 2**20)
     assert (job.model.call, job.model.args) == ("a.py:f", {"dim": 64})
@@ -84,22 +91,46 @@ def test_value_may_hold_equals_signs_and_colons(path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("zero.stag=3", 'override zero.stag=3: zero.stag: unknown key; did you mean "stage"? write stage: 3'),
-        ("optim.lr=fast", 'override optim.lr=fast: optim.lr: expected number > 0, found "fast"; '
-                          "write for example lr: 0.001"),
+        (
+            "zero.stag=3",
+            'override zero.stag=3: zero.stag: unknown key; did you mean "stage"? write stage: 3',
+        ),
+        (
+            "optim.lr=fast",
+            'override optim.lr=fast: optim.lr: expected number > 0, found "fast"; '
+            "write for example lr: 0.001",
+        ),
         ("zero.stage", "override zero.stage: expected key=value, such as zero.stage=3"),
         ("=3", "override =3: expected key=value, such as zero.stage=3"),
         ("zero..stage=3", "override zero..stage=3: expected key=value, such as zero.stage=3"),
-        ("steps.x=3", "override steps.x=3: steps.x: steps is 10, which has no keys; write steps=value"),
-        ("name.x.y=3", 'override name.x.y=3: name.x.y: name is "tiny", which has no keys; write name=value'),
-        ("epochs=2", "override epochs=2: give exactly one of steps, tokens, epochs (found steps and epochs)"),
-        ("optim.betas=[0.9", "override optim.betas=[0.9: optim.betas: value:1:5: not valid YAML: expected ',' or ']', "
-                             "but got '<stream end>'; close the bracket, or put a comma between the items"),
-        ("env.A=*x", "override env.A=*x: env.A: aliases (*name) are not supported; write the value again"),
-        ("batch=", "override batch=: batch: expected whole number > 0 | {global, micro}, found nothing; "
-                   "write for example batch: {global: 512, micro: 4}"),
+        (
+            "steps.x=3",
+            "override steps.x=3: steps.x: steps is 10, which has no keys; write steps=value",
+        ),
+        (
+            "name.x.y=3",
+            'override name.x.y=3: name.x.y: name is "tiny", which has no keys; write name=value',
+        ),
+        (
+            "epochs=2",
+            "override epochs=2: give exactly one of steps, tokens, epochs (found steps and epochs)",
+        ),
+        (
+            "optim.betas=[0.9",
+            "override optim.betas=[0.9: optim.betas: value:1:5: not valid YAML: expected ',' or ']', "
+            "but got '<stream end>'; close the bracket, or put a comma between the items",
+        ),
+        (
+            "env.A=*x",
+            "override env.A=*x: env.A: aliases (*name) are not supported; write the value again",
+        ),
+        (
+            "batch=",
+            "override batch=: batch: expected whole number > 0 | {global, micro}, found nothing; "
+            "write for example batch: {global: 512, micro: 4}",
+        ),
     ],
-)  # fmt: skip
+)
 def test_problem_names_the_override(path: Path, override: str, message: str) -> None:
     assert _problem(path, override) == message
 

@@ -62,7 +62,9 @@ def by_hand(axis: GroupAxis, dims: ParallelDims) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("sizes", [(4, 4, 2, 2), (4, 2, 4, 4), (8, 4, 1, 1), (1, 1, 6, 1)])
-def test_groups_are_the_slices_of_the_grid(order: tuple[Axis, Axis, Axis], sizes: tuple[int, int, int, int]) -> None:
+def test_groups_are_the_slices_of_the_grid(
+    order: tuple[Axis, Axis, Axis], sizes: tuple[int, int, int, int]
+) -> None:
     dp, tp, pp, shard = sizes
     dims = ParallelDims(dp, tp, pp, shard=shard, order=order)
     grid = ranks_by_place(dims)
@@ -105,7 +107,9 @@ def meshes(
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_mesh_follows_the_places_of_ranks(order: tuple[Axis, Axis, Axis], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mesh_follows_the_places_of_ranks(
+    order: tuple[Axis, Axis, Axis], monkeypatch: pytest.MonkeyPatch
+) -> None:
     dims = ParallelDims(4, 4, 2, shard=2, order=order)
     hosts = [f"host{rank // 8}" for rank in range(32)]
     found, _ = meshes(dims, hosts, FakeGroups(monkeypatch), ties_ends=True)
@@ -176,7 +180,9 @@ def plan_of(dims: ParallelDims, slots: list[int]) -> LaunchPlan:
     places = []
     for rank, host in enumerate(hosts):
         at = dims.coordinates(rank)
-        here = RankPlace(rank=rank, host=host, local_rank=0, device="cpu", pp=at.pp, dp=at.dp, tp=at.tp)
+        here = RankPlace(
+            rank=rank, host=host, local_rank=0, device="cpu", pp=at.pp, dp=at.dp, tp=at.tp
+        )
         places.append(here)
     return LaunchPlan(ranks=places)
 
@@ -193,7 +199,9 @@ def plan_of(dims: ParallelDims, slots: list[int]) -> LaunchPlan:
         (ParallelDims(1, tp=8), [8], 1),
     ],
 )
-def test_a_node_shares_its_data_parallel_ranks(dims: ParallelDims, slots: list[int], size: int) -> None:
+def test_a_node_shares_its_data_parallel_ranks(
+    dims: ParallelDims, slots: list[int], size: int
+) -> None:
     zero = ZeroConfig(stage=2, shard_group="node")
     plan = plan_of(dims, slots)
     assert plan.shard_size(zero) == size

@@ -39,9 +39,14 @@ def test_each_phase_has_words_and_the_rank_that_is_behind_is_named() -> None:
     assert len({what(state(phase, 3)) for phase in PHASES}) == len(PHASES) - 2  # a step is one
     assert what(state("build"), state("build")) == "building the model"
     assert what(state("data"), state("build")) == "building the model (rank 1)"
-    assert what(state("load"), state("build"), state("build"), state("data")) == ("building the model (2 of 4 ranks)")
+    assert what(state("load"), state("build"), state("build"), state("data")) == (
+        "building the model (2 of 4 ranks)"
+    )
     assert what(state("forward", 7, waiting=True), state("data", 7)) == "reading data (rank 1)"
-    assert what(state("evaluation", 7, waiting=True), state("evaluation", 7, waiting=True)) == "evaluating"
+    assert (
+        what(state("evaluation", 7, waiting=True), state("evaluation", 7, waiting=True))
+        == "evaluating"
+    )
     assert what(state("backward", 12)) == "step 12"
     assert what(state("forward", 12, first=12)) == "first step"
     assert what(state("forward", 1), compiles=True) == "first step, which compiles the model"
@@ -50,7 +55,9 @@ def test_each_phase_has_words_and_the_rank_that_is_behind_is_named() -> None:
 def test_a_long_phase_is_told_and_told_again_when_it_has_doubled() -> None:
     watch = PhaseWatch()
     assert told(watch, 0, 4, state("start")) == []
-    assert told(watch, 4, 45, state("build")) == [f"building the model {seconds}" for seconds in (5, 10, 20, 40)]
+    assert told(watch, 4, 45, state("build")) == [
+        f"building the model {seconds}" for seconds in (5, 10, 20, 40)
+    ]
     assert told(watch, 49, 6, state("data")) == ["reading data 5"]
 
 

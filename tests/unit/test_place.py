@@ -48,7 +48,10 @@ def gpus_of(places: list[RankPlace]) -> list[int]:
 
 
 def host(name: str, kind: str, num_gpus: int, fabric: str | None = None) -> HostFacts:
-    gpus = tuple(Gpu(f"GPU-{name}-{index}", kind, 80 << 30, index, fabric=fabric) for index in range(num_gpus))
+    gpus = tuple(
+        Gpu(f"GPU-{name}-{index}", kind, 80 << 30, index, fabric=fabric)
+        for index in range(num_gpus)
+    )
     return HostFacts(name, 32, 1 << 38, gpus)
 
 
@@ -68,8 +71,13 @@ def test_eight_hosts_in_three_dimensions() -> None:
         assert place.rank == place.pp * 8 + place.dp * 4 + place.tp
         assert place.host == f"host{place.rank // 4}"
         assert place.device == f"cuda:{place.local_rank}" == f"cuda:{place.rank % 4}"
-    on_hosts = {axis: {tuple(dict.fromkeys(places[rank].host[4:] for rank in group)) for group in groups(places, axis)}
-                for axis in ("tp", "dp", "pp")}  # fmt: skip
+    on_hosts = {
+        axis: {
+            tuple(dict.fromkeys(places[rank].host[4:] for rank in group))
+            for group in groups(places, axis)
+        }
+        for axis in ("tp", "dp", "pp")
+    }
     assert on_hosts["tp"] == {(str(number),) for number in range(8)}
     assert on_hosts["dp"] == {("0", "1"), ("2", "3"), ("4", "5"), ("6", "7")}
     assert on_hosts["pp"] == {("0", "2", "4", "6"), ("1", "3", "5", "7")}
@@ -104,8 +112,16 @@ def test_another_order_of_axes() -> None:
         ("dgx1v", {"parallel": {"tp": 4}}, [0, 1, 2, 3, 4, 5, 6, 7]),
         ("dgx1v", {"parallel": {"tp": 2, "pp": 2}}, [0, 3, 1, 2, 4, 7, 5, 6]),
         ("dgx1v", {}, [0, 3, 2, 1, 5, 6, 7, 4]),  # the ring of double links
-        ("dgx1v", {"zero": {"stage": 3, "shard_group": 4}}, [0, 1, 2, 3, 4, 5, 6, 7]),  # a copy of the states per quad
-        ("pcie-bridges", {"parallel": {"tp": 2}}, [0, 3, 1, 2, 4, 7, 5, 6]),  # the bridges, then the sockets
+        (
+            "dgx1v",
+            {"zero": {"stage": 3, "shard_group": 4}},
+            [0, 1, 2, 3, 4, 5, 6, 7],
+        ),  # a copy of the states per quad
+        (
+            "pcie-bridges",
+            {"parallel": {"tp": 2}},
+            [0, 3, 1, 2, 4, 7, 5, 6],
+        ),  # the bridges, then the sockets
         ("h100-8", {"parallel": {"tp": 2}}, list(range(8))),
         ("no-links-told", {"parallel": {"tp": 2}}, list(range(4))),
     ],
@@ -145,7 +161,9 @@ def test_an_nvlink_domain_may_span_hosts() -> None:
 
 
 def test_slices_have_no_tp() -> None:
-    with pytest.raises(PreflightError, match="host offers MIG slices, which have no links to each other"):
+    with pytest.raises(
+        PreflightError, match="host offers MIG slices, which have no links to each other"
+    ):
         plan(machines("a100-mig-7"), parallel={"tp": 2})
 
 
@@ -162,7 +180,10 @@ def test_stages_may_differ_and_replicas_may_not() -> None:
     assert {(place.host, place.pp) for place in places} == {("new", 0), ("old", 1)}
     with pytest.raises(PreflightError) as caught:
         plan(mixed, parallel={"tp": 4})
-    assert "the ranks would run on different GPUs: H100 (80 GiB) on new and A100 (80 GiB) on old" in str(caught.value)
+    assert (
+        "the ranks would run on different GPUs: H100 (80 GiB) on new and A100 (80 GiB) on old"
+        in str(caught.value)
+    )
     with pytest.raises(PreflightError, match="stage 0 of the pipeline would run on different GPUs"):
         plan(mixed, parallel={"tp": 2, "pp": 2, "order": ["tp", "pp", "dp"]})
 
@@ -171,7 +192,10 @@ def test_stages_may_differ_and_replicas_may_not() -> None:
     ("parallel", "words"),
     [
         ({"tp": 3}, "tp 3 x pp 1 = 3 ranks do not divide the 8 ranks"),
-        ({"tp": 2, "dp": 2}, "tp 2 x pp 1 x dp 2 = 4 ranks, but the hosts have 8 slots: write dp: auto"),
+        (
+            {"tp": 2, "dp": 2},
+            "tp 2 x pp 1 x dp 2 = 4 ranks, but the hosts have 8 slots: write dp: auto",
+        ),
     ],
 )
 def test_axes_that_do_not_come_to_the_ranks(parallel: dict[str, int], words: str) -> None:
@@ -191,7 +215,16 @@ def test_the_batch_divides_over_replicas() -> None:
 
 def test_ranks_keep_to_cores_near_their_gpu() -> None:
     places = plan(machines("h100-8"))
-    assert [place.cpus for place in places] == ["0-11", "12-23", "24-35", "36-47", "48-59", "60-71", "72-83", "84-95"]
+    assert [place.cpus for place in places] == [
+        "0-11",
+        "12-23",
+        "24-35",
+        "36-47",
+        "48-59",
+        "60-71",
+        "72-83",
+        "84-95",
+    ]
     assert [place.numa for place in places] == [0] * 4 + [1] * 4
     assert {place.threads for place in places} == {12}
 
@@ -200,7 +233,10 @@ def test_ranks_without_a_gpu_divide_the_host() -> None:
     nodes = (NumaNode(0, ((0, 4), (1, 5))), NumaNode(1, ((2, 6), (3, 7))))
     box = HostFacts("box", 8, 1 << 34, nodes=nodes)
     places = plan(Cluster((box,)), slots=2)
-    assert [(place.cpus, place.numa, place.threads) for place in places] == [("0-1,4-5", 0, 4), ("2-3,6-7", 1, 4)]
+    assert [(place.cpus, place.numa, place.threads) for place in places] == [
+        ("0-1,4-5", 0, 4),
+        ("2-3,6-7", 1, 4),
+    ]
     assert plan(Cluster((box,)), slots=1)[0].cpus is None  # all is its own
 
 
@@ -216,8 +252,13 @@ def test_ranks_without_a_gpu_divide_the_host() -> None:
         ({"slots": 1}, {}, "off (one rank has all cores)"),
     ],
 )
-def test_when_ranks_are_not_bound(keys: dict[str, Any], facts: dict[str, Any], words: str | None) -> None:
-    box = replace(HostFacts("box", 8, 1 << 34, nodes=(NumaNode(0, tuple((cpu,) for cpu in range(8))),)), **facts)
+def test_when_ranks_are_not_bound(
+    keys: dict[str, Any], facts: dict[str, Any], words: str | None
+) -> None:
+    box = replace(
+        HostFacts("box", 8, 1 << 34, nodes=(NumaNode(0, tuple((cpu,) for cpu in range(8))),)),
+        **facts,
+    )
     resolved = make_plan(job(**({"slots": 2} | keys)), Cluster((box,)))
     assert {place.cpus for place in resolved.plan.ranks} == {None}
     assert resolved.job.bind == "off"
@@ -238,7 +279,9 @@ def own_affinity() -> Iterator[set[int]]:
     os.sched_setaffinity(0, before)
 
 
-def test_an_affinity_of_the_users_own_is_seen(own_affinity: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_affinity_of_the_users_own_is_seen(
+    own_affinity: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cluster_module.cgroup, "cpu_quota", lambda: None)
     monkeypatch.setattr(cluster_module.cgroup, "cpuset", lambda: set(own_affinity))
     for name in cluster_module.USER_BINDING:
@@ -247,7 +290,9 @@ def test_an_affinity_of_the_users_own_is_seen(own_affinity: set[int], monkeypatc
     monkeypatch.setenv("KMP_AFFINITY", "compact")
     assert probe_host().unbound == "KMP_AFFINITY is set"
     monkeypatch.delenv("KMP_AFFINITY")
-    monkeypatch.setattr(cluster_module.cgroup, "cpuset", lambda: own_affinity | {max(own_affinity) + 1})
+    monkeypatch.setattr(
+        cluster_module.cgroup, "cpuset", lambda: own_affinity | {max(own_affinity) + 1}
+    )
     assert probe_host().unbound == "an affinity is set already"
     monkeypatch.setattr(cluster_module.cgroup, "cpu_quota", lambda: 0.5)
     assert probe_host().unbound == (

@@ -22,7 +22,13 @@ GPU_HOST = HostFacts("node", cores=64, memory_bytes=1 << 40, gpus=GPUS)
 
 
 def job(**keys: Any) -> JobConfig:
-    base = {"name": "t", "model": "m:f", "data": "m:d", "steps": 1, "batch": {"global": 24, "micro": 3}}
+    base = {
+        "name": "t",
+        "model": "m:f",
+        "data": "m:d",
+        "steps": 1,
+        "batch": {"global": 24, "micro": 3},
+    }
     return JobConfig.model_validate(base | keys)
 
 
@@ -57,7 +63,14 @@ def test_auto_with_gpus_is_one_rank_each() -> None:
 
 def test_what_the_job_says_needs_no_reason() -> None:
     optim = {"betas": [0.9, 0.95], "eps": 1e-8}
-    keys = {"slots": 2, "device": "cpu", "threads": 1, "zero": {"bucket": "1MiB"}, "optim": optim, "bind": "off"}
+    keys = {
+        "slots": 2,
+        "device": "cpu",
+        "threads": 1,
+        "zero": {"bucket": "1MiB"},
+        "optim": optim,
+        "bind": "off",
+    }
     resolved = make_plan(job(**keys), CPU_HOST)
     assert resolved.reasons == ()
 
@@ -121,8 +134,11 @@ def test_whose_output_is_shown_is_told() -> None:
         return places(Path("/runs/a"), shown, 4).splitlines()[1].partition(" here")[0]
 
     assert [whose(shown) for shown in ([0], [0, 3, 9], [], "all")] == [
-        "output: of rank 0", "output: of rank 0, 3", "output: of no rank", "output: of every rank"
-    ]  # fmt: skip
+        "output: of rank 0",
+        "output: of rank 0, 3",
+        "output: of no rank",
+        "output: of every rank",
+    ]
 
 
 def test_a_shard_group_divides_the_ranks() -> None:
@@ -153,7 +169,9 @@ def test_cpu_ranks_may_outnumber_cores_and_that_is_said() -> None:
 
 def test_more_ranks_than_cores_are_warned_of() -> None:
     crowded = make_plan(job(slots=12, batch={"micro": 1}), CPU_HOST)
-    assert [warning.partition(":")[0] for warning in crowded.warnings] == ["12 ranks share 8 cores of box"]
+    assert [warning.partition(":")[0] for warning in crowded.warnings] == [
+        "12 ranks share 8 cores of box"
+    ]
     assert crowded.warnings[0].endswith("write slots: 8")
     assert "\nwarning: 12 ranks share 8 cores" in preface(crowded, Cluster((CPU_HOST,)))
     assert make_plan(job(slots=8, batch={"micro": 1}), CPU_HOST).warnings == ()
@@ -170,7 +188,9 @@ def test_gpus_are_not_replaced_by_cpus() -> None:
     )
     with pytest.raises(PreflightError, match="and box has none"):
         check_gpus(2, job(), Cluster((GPU_HOST, CPU_HOST)))
-    with pytest.raises(JobError, match="the job has device: cpu: write --slots 1 for 1 rank on CPUs"):
+    with pytest.raises(
+        JobError, match="the job has device: cpu: write --slots 1 for 1 rank on CPUs"
+    ):
         check_gpus(1, job(device="cpu"), Cluster((GPU_HOST,)))
     check_gpus(None, job(), Cluster((CPU_HOST,)))
     check_gpus(2, job(), Cluster((GPU_HOST,)))
@@ -184,7 +204,11 @@ def test_more_threads_than_cores_are_said_even_if_written() -> None:
 @pytest.mark.parametrize(
     ("keys", "host", "words"),
     [
-        ({"slots": 5}, GPU_HOST, "more ranks than slots: slots: 5, but node has 4 GPUs: write slots: 4 or device: cpu"),
+        (
+            {"slots": 5},
+            GPU_HOST,
+            "more ranks than slots: slots: 5, but node has 4 GPUs: write slots: 4 or device: cpu",
+        ),
         ({"device": "cuda"}, CPU_HOST, "box has no usable NVIDIA GPU: write device: cpu or auto"),
     ],
 )
@@ -202,7 +226,15 @@ def test_batch_that_does_not_divide_is_a_job_error() -> None:
 
 @pytest.mark.parametrize(
     ("wanted", "indices"),
-    [(None, [0, 1, 2, 3]), ("", []), ("2,0", [2, 0]), ("GPU-1", [1]), ("0,9,1", [0]), ("-1", []), ("3, 1", [3, 1])],
+    [
+        (None, [0, 1, 2, 3]),
+        ("", []),
+        ("2,0", [2, 0]),
+        ("GPU-1", [1]),
+        ("0,9,1", [0]),
+        ("-1", []),
+        ("3, 1", [3, 1]),
+    ],
 )
 def test_visible_devices(wanted: str | None, indices: list[int]) -> None:
     assert _visible(GPUS, wanted) == indices
@@ -210,7 +242,10 @@ def test_visible_devices(wanted: str | None, indices: list[int]) -> None:
 
 def test_ranks_follow_the_order_of_the_hosts() -> None:
     """Each host has the slots that it is given, and its ranks are contiguous."""
-    big, small = HostFacts("z", 16, 1 << 34).called("big", 3), HostFacts("a", 4, 1 << 33).called("small", 2)
+    big, small = (
+        HostFacts("z", 16, 1 << 34).called("big", 3),
+        HostFacts("a", 4, 1 << 33).called("small", 2),
+    )
     resolved = make_plan(job(batch={"micro": 1}), big, small)
     assert [(p.rank, p.host, p.local_rank, p.threads) for p in resolved.plan.ranks] == [
         (0, "big", 0, 5),
@@ -235,20 +270,27 @@ def test_hosts_that_are_given_nothing_have_a_rank_each() -> None:
 
 def test_chosen_slots_are_gpus() -> None:
     resolved = make_plan(job(batch={"micro": 1}), GPU_HOST.called("n", 4, (1, 3)))
-    assert [(p.device, p.uuid) for p in resolved.plan.ranks] == [("cuda:0", GPUS[1].uuid), ("cuda:1", GPUS[3].uuid)]
+    assert [(p.device, p.uuid) for p in resolved.plan.ranks] == [
+        ("cuda:0", GPUS[1].uuid),
+        ("cuda:1", GPUS[3].uuid),
+    ]
     with pytest.raises(PreflightError, match="slot 4 is wanted, but n has 4 GPUs"):
         make_plan(job(), GPU_HOST.called("n", chosen=(1, 4)))
 
 
 def test_a_host_without_gpus_among_others_is_named() -> None:
-    with pytest.raises(PreflightError, match="but box has no usable NVIDIA GPU: leave out the hosts without"):
+    with pytest.raises(
+        PreflightError, match="but box has no usable NVIDIA GPU: leave out the hosts without"
+    ):
         make_plan(job(), GPU_HOST, CPU_HOST)
     resolved = make_plan(job(device="cpu", batch={"micro": 1}), GPU_HOST, CPU_HOST)
     assert resolved.plan.hosts == ["node", "box"]
 
 
 def test_more_ranks_than_given_slots() -> None:
-    with pytest.raises(PreflightError, match="slots: 3, but box is given 2 slots: write slots: 2 or auto"):
+    with pytest.raises(
+        PreflightError, match="slots: 3, but box is given 2 slots: write slots: 2 or auto"
+    ):
         make_plan(job(slots=3), CPU_HOST.called("box", 2))
 
 

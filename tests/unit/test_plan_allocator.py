@@ -50,7 +50,9 @@ def test_middle_sizes_come_from_20_mib() -> None:
     assert counts(allocator) == (MIB + 512, 20 * MIB)
     allocator.allocate(9 * MIB)
     assert allocator.reserved == 20 * MIB
-    allocator.allocate(9 * MIB)  # 20 - 1.0005 - 9 = 9.9995 MIB are left: it fits, and the rest is too small to be split
+    allocator.allocate(
+        9 * MIB
+    )  # 20 - 1.0005 - 9 = 9.9995 MIB are left: it fits, and the rest is too small to be split
     assert allocator.reserved == 20 * MIB
     assert allocator.allocated == MIB + 512 + 9 * MIB + (20 * MIB - (MIB + 512) - 9 * MIB)
 
@@ -116,7 +118,9 @@ def test_expandable_segments_grow_by_pages() -> None:
 def test_expandable_segments_keep_the_end_for_what_must_grow() -> None:
     allocator = CachingAllocator(expandable=True)
     hole = allocator.allocate(12 * MIB)
-    allocator.allocate(18 * MIB)  # 10 MIB are free at the end: the better fit for 10, but it can still grow
+    allocator.allocate(
+        18 * MIB
+    )  # 10 MIB are free at the end: the better fit for 10, but it can still grow
     allocator.free(hole)
     allocator.allocate(10 * MIB)
     assert allocator.reserved == 40 * MIB
@@ -143,15 +147,23 @@ def test_replay_of_steps() -> None:
         return Event(tensor, Linear(0, mib * MIB), come, phase, "", -1, "activation")
 
     events = [
-        at(0, 8, True, Phase.FORWARD), at(1, 4, True, Phase.FORWARD), at(1, 4, False, Phase.FORWARD),
-        at(2, 16, True, Phase.BACKWARD), at(0, 8, False, Phase.BACKWARD), at(2, 16, False, Phase.BACKWARD),
-    ]  # fmt: skip
-    found = simulate(Trace("none", tuple(events), ()), 1, [30 * MIB], late=[12 * MIB, 12 * MIB], expandable=False)
+        at(0, 8, True, Phase.FORWARD),
+        at(1, 4, True, Phase.FORWARD),
+        at(1, 4, False, Phase.FORWARD),
+        at(2, 16, True, Phase.BACKWARD),
+        at(0, 8, False, Phase.BACKWARD),
+        at(2, 16, False, Phase.BACKWARD),
+    ]
+    found = simulate(
+        Trace("none", tuple(events), ()), 1, [30 * MIB], late=[12 * MIB, 12 * MIB], expandable=False
+    )
     # The first step: 30; a segment of 20 for 8 and 4; 16 of its own. Then the moments: the first takes the freed 16,
     # whose rest is split off, the second needs 12 from the freed 20. In step two 8 and 4 fit in what is left over.
     assert found.allocated == (30 + 24 + 24) * MIB
     assert found.reserved == (30 + 20 + 16 + 16) * MIB
-    grown = simulate(Trace("none", tuple(events), ()), 1, [30 * MIB], late=[12 * MIB, 12 * MIB], expandable=True)
+    grown = simulate(
+        Trace("none", tuple(events), ()), 1, [30 * MIB], late=[12 * MIB, 12 * MIB], expandable=True
+    )
     assert grown.allocated == found.allocated
     assert grown.reserved <= found.reserved
 

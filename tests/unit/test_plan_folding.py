@@ -31,7 +31,10 @@ def test_a_repeated_block_is_written_once() -> None:
 def test_any_table_comes_back() -> None:
     draw = random.Random(0)
     for _ in range(200):
-        rows = np.array([[draw.randrange(3) for _ in range(2)] for _ in range(draw.randrange(40))], dtype=np.int64)
+        rows = np.array(
+            [[draw.randrange(3) for _ in range(2)] for _ in range(draw.randrange(40))],
+            dtype=np.int64,
+        )
         rows = np.concatenate([rows.reshape(-1, 2)] * draw.randrange(1, 5))
         marks = sorted(draw.sample(range(len(rows)), min(len(rows), 6)))
         assert (unfold(fold(rows, marks), 2) == rows).all()

@@ -31,16 +31,33 @@ def test_zero_table_1(dp):
     for params, row in zip((7.5 * B, 128 * B, T), TABLE_1[dp], strict=True):
         for stage, printed in enumerate(row, 1):
             digits = len(str(printed).partition(".")[2])
-            assert abs(paper.model_states(params, stage, dp) / GB - printed) < 10.0**-digits, (params, stage)
+            assert abs(paper.model_states(params, stage, dp) / GB - printed) < 10.0**-digits, (
+                params,
+                stage,
+            )
 
 
 def test_zero_table_1_to_the_byte():
-    assert [paper.model_states(7.5 * B, stage, 64) / GB for stage in range(4)] == [120, 31.40625, 16.640625, 1.875]
-    assert [paper.model_states(T, stage, 1024) / GB for stage in (1, 2, 3)] == [4011.71875, 2013.671875, 15.625]
+    assert [paper.model_states(7.5 * B, stage, 64) / GB for stage in range(4)] == [
+        120,
+        31.40625,
+        16.640625,
+        1.875,
+    ]
+    assert [paper.model_states(T, stage, 1024) / GB for stage in (1, 2, 3)] == [
+        4011.71875,
+        2013.671875,
+        15.625,
+    ]
 
 
 def test_zero_figure_1():
-    assert [round(paper.model_states(7.5 * B, stage, 64) / GB, 1) for stage in range(4)] == [120, 31.4, 16.6, 1.9]
+    assert [round(paper.model_states(7.5 * B, stage, 64) / GB, 1) for stage in range(4)] == [
+        120,
+        31.4,
+        16.6,
+        1.9,
+    ]
 
 
 def test_zero_table_2():
@@ -58,8 +75,12 @@ def test_zero_table_2():
         exact = [paper.largest_model(32 * GB, stage, 64, mp) / B for stage in range(4)]
         assert exact == pytest.approx(row, rel=0.006)
     assert [round(paper.largest_model(32 * GB, 1, 64, mp) / B, 2) for mp in (1, 2, 4, 8, 16)] == [
-        7.64, 15.28, 30.57, 61.13, 122.27
-    ]  # fmt: skip
+        7.64,
+        15.28,
+        30.57,
+        61.13,
+        122.27,
+    ]
     # Measured beside it: 1.3B and 6.2B of 2B and 7.6B; activations and buffers take the rest.
     assert (round(1.3 / first[0], 2), round(6.2 / first[1], 2)) == (0.65, 0.81)
 
@@ -101,7 +122,10 @@ def test_what_an_eager_gpt2_keeps_is_more_than_the_papers_estimate():
 def test_zero_100b_with_partitioned_checkpoints():
     """125 x 8192, seq 1024: 33 GB are 2 GB with Pa at 16. The text says batch 32, of which they are half: batch 16."""
     assert round(paper.checkpoints(16, 1024, 8192, 125) / GB, 2) == 33.55
-    sizes = [paper.checkpoints(batch, 1024, 8192, 125, mp) / GB for batch, mp in ((16, 1), (16, 16), (32, 1))]
+    sizes = [
+        paper.checkpoints(batch, 1024, 8192, 125, mp) / GB
+        for batch, mp in ((16, 1), (16, 16), (32, 1))
+    ]
     assert [round(size, 2) for size in sizes] == [33.55, 2.1, 67.11]
     assert round(sizes[2] * GB / GIB, 1) == 62.5, 'the text\'s "about 60 GB"'
 
@@ -116,13 +140,19 @@ def test_a_trillion_parameters():
     per_device = T / (8 * 64)  # on 4,096 devices, 8 of each layer and 64 stages, 8 times
     assert 8 * 64 * 8 == 4096
     assert round(per_device / B, 3) == 1.953
-    assert [round(paper.model_states(per_device, stage, 8) / GB, 2) for stage in (0, 1)] == [31.25, 10.74]
+    assert [round(paper.model_states(per_device, stage, 8) / GB, 2) for stage in (0, 1)] == [
+        31.25,
+        10.74,
+    ]
 
 
 def test_pipeline_efficiency():
     """81 and 90 percent are those of 16 stages with 4 and 8 micro-batches each; 64 stages have 80 and 89."""
     found = {
-        stages: [round(100 * paper.pipeline_efficiency(stages, per_stage * stages), 1) for per_stage in (4, 8)]
+        stages: [
+            round(100 * paper.pipeline_efficiency(stages, per_stage * stages), 1)
+            for per_stage in (4, 8)
+        ]
         for stages in (8, 9, 16, 64)
     }
     assert found == {8: [82.1, 90.1], 9: [81.8, 90.0], 16: [81.0, 89.5], 64: [80.3, 89.0]}
@@ -136,7 +166,9 @@ def test_offload_placements():
     cases = [(False, False), (True, False), (False, True), (True, True)]
     assert [paper.offload(1, grads=g, optimizer=o).device for g, o in cases] == [16, 14, 4, 2]
     assert [paper.offload(1, grads=g, optimizer=o).host for g, o in cases] == [0, 2, 12, 14]
-    assert [paper.offload(1, grads=g, optimizer=o).moved for g, o in cases] == [0, 4, 4, 4], "4P is the least there is"
+    assert [paper.offload(1, grads=g, optimizer=o).moved for g, o in cases] == [0, 4, 4, 4], (
+        "4P is the least there is"
+    )
 
 
 def test_cpu_adam():
@@ -149,7 +181,10 @@ def test_cpu_adam():
 # Figure 2a: parameters (T), layers, hidden, heads -> states, activations and checkpoints (TiB; the latter two of a node
 # with a batch of 32), and per GPU with a batch of 2 working memory of states and of activations (GiB).
 INFINITY = [
-    ((0.10, 80, 10240, 128), (1.83, 2.03, 0.05, 1.56, 1.63)),  # the paper prints 1.95 for 1.56, as no other row does
+    (
+        (0.10, 80, 10240, 128),
+        (1.83, 2.03, 0.05, 1.56, 1.63),
+    ),  # the paper prints 1.95 for 1.56, as no other row does
     ((0.50, 100, 20480, 160), (9.16, 3.91, 0.12, 6.25, 2.50)),
     ((1.01, 128, 25600, 256), (18.31, 7.13, 0.20, 9.77, 3.56)),
     ((10.05, 195, 65536, 512), (182.81, 24.38, 0.76, 64.00, 8.00)),
@@ -177,7 +212,9 @@ def test_infinity_efficiency():
     peak = 70e12
     small, wide = paper.Infinity(1, 2048, 16), paper.Infinity(1, 8192, 16)
     assert round(100 * paper.efficiency(small.intensity_of_params(1), 70 * GB, peak), 1) == 50.6
-    assert round(100 * paper.efficiency(small.intensity_of_optimizer(2), 1500 * GB, peak), 1) == 91.6
+    assert (
+        round(100 * paper.efficiency(small.intensity_of_optimizer(2), 1500 * GB, peak), 1) == 91.6
+    )
     assert round(100 * paper.efficiency(small.intensity_of_checkpoints(), 2 * GB, peak)) == 58
     assert round(100 * paper.efficiency(wide.intensity_of_checkpoints(), 1 * GB, peak)) == 74
 
@@ -188,7 +225,9 @@ def test_infinity_intensities_are_operations_per_byte():
     flops = 8 * batch * shape.seq * shape.params
     assert flops / (8 * shape.params) == shape.intensity_of_params(batch)
     assert flops / (32 * shape.params) == shape.intensity_of_optimizer(batch)
-    assert flops / (2 * shape.checkpoints(batch)) == shape.intensity_of_checkpoints(), "written and read"
+    assert flops / (2 * shape.checkpoints(batch)) == shape.intensity_of_checkpoints(), (
+        "written and read"
+    )
 
 
 # Korthikanti et al. 2022: seq 2048, vocabulary 51200, 8 tensor-parallel ranks
@@ -196,19 +235,35 @@ def test_infinity_intensities_are_operations_per_byte():
 # layers, hidden, heads, pipeline stages, parts of each, micro-batch, batch, GPUs ->
 # GiB of states (18 bytes), GiB of activations with TP and with SP + selective, percent of TP in figure 7.
 KORTHIKANTI = {
-    "22B": ((48, 6144, 64, 1, 1, 4, 4, 8), (45.56, 59.25, 9.56), (66.8, 49.4, 16.1, 7.6), (1.42, 1.10), (41.5, 43.7)),
+    "22B": (
+        (48, 6144, 64, 1, 1, 4, 4, 8),
+        (45.56, 59.25, 9.56),
+        (66.8, 49.4, 16.1, 7.6),
+        (1.42, 1.10),
+        (41.5, 43.7),
+    ),
     "175B": (
-        (96, 12288, 96, 8, 3, 1, 64, 64), (45.56, 66.84, 12.35), (62.0, 56.5, 18.5, 8.7), (18.13, 13.75), (51.4, 52.8)
+        (96, 12288, 96, 8, 3, 1, 64, 64),
+        (45.56, 66.84, 12.35),
+        (62.0, 56.5, 18.5, 8.7),
+        (18.13, 13.75),
+        (51.4, 52.8),
     ),
     "530B": (
-        (105, 20480, 128, 35, 3, 1, 280, 280), (31.64, 114.02, 23.08), (58.3, 61.9, 20.2, 9.5), (49.05, 37.83),
+        (105, 20480, 128, 35, 3, 1, 280, 280),
+        (31.64, 114.02, 23.08),
+        (58.3, 61.9, 20.2, 9.5),
+        (49.05, 37.83),
         (56.0, 57.0),
     ),
     "1T": (
-        (128, 25600, 160, 64, 1, 1, 512, 512), (32.96, 131.25, 26.56), (58.3, 61.9, 20.2, 9.5), (94.42, 71.49),
+        (128, 25600, 160, 64, 1, 1, 512, 512),
+        (32.96, 131.25, 26.56),
+        (58.3, 61.9, 20.2, 9.5),
+        (94.42, 71.49),
         (56.3, 57.0),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", KORTHIKANTI)
@@ -223,7 +278,9 @@ def test_korthikanti_memory(name):
     plain = first_stage()
     both = first_stage(sequence_parallel=True, recompute="attention")
     states = 18 * 12 * layers * hidden**2 / (8 * pp)
-    assert [round(value / GIB, 2) for value in (states, plain, both)] == pytest.approx(memory, abs=0.00501)
+    assert [round(value / GIB, 2) for value in (states, plain, both)] == pytest.approx(
+        memory, abs=0.00501
+    )
     found = [
         first_stage(sequence_parallel=True),
         first_stage(recompute="attention"),
@@ -276,7 +333,9 @@ def hardware_flops_of_the_paper(shape: TransformerShape, samples: int) -> float:
 @pytest.mark.parametrize("name", KORTHIKANTI)
 def test_korthikanti_utilisation(name):
     """Table 5. The seconds are printed to two digits: 22B in 1.10 s computes to 41.7 and 43.8 %."""
-    (layers, hidden, heads, _, _, _, batch, devices), _, _, (_, seconds), (mfu, hfu) = KORTHIKANTI[name]
+    (layers, hidden, heads, _, _, _, batch, devices), _, _, (_, seconds), (mfu, hfu) = KORTHIKANTI[
+        name
+    ]
     shape = TransformerShape.gpt(layers, hidden, heads)
     per_second = [
         flops / seconds / devices / A100
@@ -315,11 +374,15 @@ def test_narayanan_table_1(params, layers, hidden, heads, batch, gpus, tflops, s
     shape = TransformerShape.gpt(layers, hidden, heads)
     s, v = 2048, 51200
     formula = 12 * layers * hidden**2 * (1 + 13 / (12 * hidden) + (v + s) / (12 * layers * hidden))
-    assert shape.num_params - 2 * hidden == pytest.approx(formula, rel=1e-12), "it leaves the last norm out"
+    assert shape.num_params - 2 * hidden == pytest.approx(formula, rel=1e-12), (
+        "it leaves the last norm out"
+    )
     assert round(shape.num_params / B, 1) == params
     assert round(100 * tflops * T / A100) == share
     assert gpus * tflops / 1000 == pytest.approx(total, abs=gpus * 0.5 / 1000 + 0.05)
-    flops = 96 * batch * s * layers * hidden**2 * (1 + s / (6 * hidden) + v / (16 * layers * hidden))
+    flops = (
+        96 * batch * s * layers * hidden**2 * (1 + s / (6 * hidden) + v / (16 * layers * hidden))
+    )
     assert shape.hardware_flops(batch, "full") == pytest.approx(flops, rel=1e-12), "equation 3"
 
 

@@ -6,7 +6,16 @@ import pytest
 import torch
 
 from zrun_core.errors import JobError
-from zrun_core.hardware.hardware import DEVICES, GIB, LINKS, Rates, device_named, from_rates, parse_simulate, peak_flops
+from zrun_core.hardware.hardware import (
+    DEVICES,
+    GIB,
+    LINKS,
+    Rates,
+    device_named,
+    from_rates,
+    parse_simulate,
+    peak_flops,
+)
 from zrun_core.telemetry import metrics
 
 
@@ -26,7 +35,11 @@ from zrun_core.telemetry import metrics
 )
 def test_a_cluster_in_words(text: str, nodes: int, devices: int, device: str) -> None:
     hardware = parse_simulate(text)
-    assert (hardware.nodes, hardware.devices_per_node, hardware.device.name) == (nodes, devices, device)
+    assert (hardware.nodes, hardware.devices_per_node, hardware.device.name) == (
+        nodes,
+        devices,
+        device,
+    )
     assert hardware.num_devices == nodes * devices
     assert not hardware.measured
     assert hardware.spread == 0.25
@@ -39,13 +52,17 @@ def test_parts_replace_what_a_host_usually_has() -> None:
     assert other.inter.bandwidth == LINKS["NDR"].bandwidth / 2
     assert (other.intra, other.host) == (LINKS["NVLink3"], LINKS["PCIe5"])
     assert (other.disk_read, other.host_bytes) == (96e9, 10**12)
-    assert parse_simulate("2xL40S@PCIe5").intra == LINKS["PCIe5"], "there is no other link between them"
+    assert parse_simulate("2xL40S@PCIe5").intra == LINKS["PCIe5"], (
+        "there is no other link between them"
+    )
     assert parse_simulate("4xA100@NVLink4").intra == LINKS["NVLink4"]
     assert parse_simulate("2x8xH100@IB-HDR").inter.name == "HDR"
     assert parse_simulate("2x8xH100@1x100GbE").inter.bandwidth == LINKS["100G"].bandwidth / 8
     assert parse_simulate("H100", price=2.5).price == 2.5
     few = parse_simulate("2xA100")
-    assert few.inter.bandwidth == 4 * LINKS["HDR"].bandwidth, "two of eight GPUs, all adapters of the host"
+    assert few.inter.bandwidth == 4 * LINKS["HDR"].bandwidth, (
+        "two of eight GPUs, all adapters of the host"
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,7 +90,9 @@ def test_ranks_on_cpus_share_their_host() -> None:
     assert one.shares_memory
     assert four.device.memory_bytes * 4 == one.device.memory_bytes
     assert four.device.flops("fp32") * 4 == one.device.flops("fp32")
-    assert four.device.flops("fp16") == four.device.flops("fp32"), "a format that it lacks is computed in fp32"
+    assert four.device.flops("fp16") == four.device.flops("fp32"), (
+        "a format that it lacks is computed in fp32"
+    )
 
 
 def test_the_drivers_name_finds_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,20 +111,43 @@ def test_every_device_has_a_usual_host_and_sane_numbers() -> None:
         hardware = parse_simulate(f"2x8x{name}")
         assert hardware.device == device_named(name.lower()) == device
         assert 10 * GIB < device.memory_bytes < hardware.host_bytes
-        assert hardware.host.bandwidth <= hardware.intra.bandwidth < device.bandwidth < device.flops("fp32")
+        assert (
+            hardware.host.bandwidth
+            <= hardware.intra.bandwidth
+            < device.bandwidth
+            < device.flops("fp32")
+        )
         assert hardware.disk_read > hardware.disk_write > 0
 
 
 def test_measured_rates_are_reached_by_what_was_measured() -> None:
-    rates = Rates({"fp32": 1e12}, 50e9, "NVIDIA A100-SXM4-80GB", {"bf16": 250e12, "fp32": 18e12}, 0.8e12, 0, 20e9, 22e9,
-                  disk_read=3e9, disk_write=2e9, link=5e9, round_trip=1e-4)  # fmt: skip
+    rates = Rates(
+        {"fp32": 1e12},
+        50e9,
+        "NVIDIA A100-SXM4-80GB",
+        {"bf16": 250e12, "fp32": 18e12},
+        0.8e12,
+        0,
+        20e9,
+        22e9,
+        disk_read=3e9,
+        disk_write=2e9,
+        link=5e9,
+        round_trip=1e-4,
+    )
     found = from_rates(rates, ranks=8, nodes=2, host_bytes=512 * GIB, cores=64)
     device = found.device
     side = 8192
-    reached = device.gemm * side**2 / (side**2 + device.gemm_area) * side / (side + device.gemm_depth)
+    reached = (
+        device.gemm * side**2 / (side**2 + device.gemm_area) * side / (side + device.gemm_depth)
+    )
     assert reached * device.flops("bf16") == pytest.approx(250e12)
     assert device.streaming * device.bandwidth == pytest.approx(1.6e12), "a copy reads and writes"
-    assert (found.host.bandwidth, found.intra, found.inter.bandwidth) == (20e9, LINKS["NVLink3"], 5e9 / 8)
+    assert (found.host.bandwidth, found.intra, found.inter.bandwidth) == (
+        20e9,
+        LINKS["NVLink3"],
+        5e9 / 8,
+    )
     assert found.inter.latency == 5e-5
     assert found.measured
     assert found.spread < 0.25

@@ -16,7 +16,9 @@ from zrun_core.spine.config import JobConfig  # noqa: E402
 
 def test_the_peak_of_a_rank_is_foretold_to_one_percent() -> None:
     case = planner.Case("llama", "bf16", "full", micro=2)
-    profile = trace_job(JobConfig.model_validate(case.job()), BENCHMARKS, micros=(2,), checkpoints=("full",))
+    profile = trace_job(
+        JobConfig.model_validate(case.job()), BENCHMARKS, micros=(2,), checkpoints=("full",)
+    )
     assert profile.source == "traced"
     predicted, measured = planner.predicted_peak(case, profile), planner.measure(case)["peak"]
     assert abs(predicted - measured) < 0.01 * measured

@@ -25,10 +25,13 @@ def test_what_is_traced_is_what_a_run_takes(
     monkeypatch.setattr(sys, "path", [str(MODELS), *sys.path])
     job = JobConfig.model_validate(
         {
-            "name": "t", "model": {"call": "pretrained:build", "args": {"name": name}},
-            "data": "plan_models.py:sentences", "steps": 1, "batch": {"micro": 4},
+            "name": "t",
+            "model": {"call": "pretrained:build", "args": {"name": name}},
+            "data": "plan_models.py:sentences",
+            "steps": 1,
+            "batch": {"micro": 4},
         }
-    )  # fmt: skip
+    )
     peaks = {}
     for mode in ("fake", "values"):
         found = trace_job(job, HERE, micros=(4,), checkpoints=(policy,), mode=mode)

@@ -6,12 +6,25 @@ from dataclasses import replace
 
 import pytest
 
-from zrun_core.plan.trace.profile import Event, Linear, ModuleInfo, Op, ParamInfo, Peak, Phase, Profile, Trace, peak_of
+from zrun_core.plan.trace.profile import (
+    Event,
+    Linear,
+    ModuleInfo,
+    Op,
+    ParamInfo,
+    Peak,
+    Phase,
+    Profile,
+    Trace,
+    peak_of,
+)
 
 F, B = Phase.FORWARD, Phase.BACKWARD
 
 
-def event(tensor: int, per_sample: float, come: bool, phase: Phase, block: int, base: float = 0.0) -> Event:
+def event(
+    tensor: int, per_sample: float, come: bool, phase: Phase, block: int, base: float = 0.0
+) -> Event:
     module = f"blocks.{block}" if block >= 0 else ""
     return Event(tensor, Linear(base, per_sample), come, phase, module, block, "activation")
 
@@ -43,9 +56,15 @@ def trace() -> Trace:
 
 def test_peak_is_the_largest_moment() -> None:
     peak = peak_of(trace(), 2, steady={})
-    assert (peak.num_bytes, peak.phase, peak.module) == (2 * (5 + 10 + 4 + 10 + 4 + 4 - 4) + 100 + 8, B, "blocks.1")
+    assert (peak.num_bytes, peak.phase, peak.module) == (
+        2 * (5 + 10 + 4 + 10 + 4 + 4 - 4) + 100 + 8,
+        B,
+        "blocks.1",
+    )
     assert peak.holders[0] == ("activations of blocks.*", 2 * (10 + 4 + 10 + 4) + 100)
-    assert peak_of(trace(), 100, steady={}).phase is Phase.LOSS  # there the logits are larger than what is fixed
+    assert (
+        peak_of(trace(), 100, steady={}).phase is Phase.LOSS
+    )  # there the logits are larger than what is fixed
 
 
 def test_states_move_the_peak() -> None:
@@ -66,23 +85,34 @@ def test_stages_of_a_pipeline() -> None:
     # Embedding, block 0 and its output; in backward the gradient that arrives, and the one of the embedding's output.
     assert first.num_bytes == 5 + 10 + 104 + 4
     last = peak_of(trace(), 1, blocks=range(1, 2), steady={})
-    assert last.num_bytes == 4 + 10 + 4 + 104  # its input has arrived; its output went when the loss was over
-    assert peak_of(trace(), 1, blocks=range(1, 2), steady={F: 500, Phase.LOSS: 500}).phase is Phase.LOSS
+    assert (
+        last.num_bytes == 4 + 10 + 4 + 104
+    )  # its input has arrived; its output went when the loss was over
+    assert (
+        peak_of(trace(), 1, blocks=range(1, 2), steady={F: 500, Phase.LOSS: 500}).phase
+        is Phase.LOSS
+    )
 
 
 def test_micro_batches_in_flight_hold_what_forward_kept() -> None:
     kept = 5 + 10  # block 0 of the first stage; its output has been sent
-    one, three = (peak_of(trace(), 1, blocks=range(0, 1), in_flight=n, steady={}).num_bytes for n in (1, 3))
+    one, three = (
+        peak_of(trace(), 1, blocks=range(0, 1), in_flight=n, steady={}).num_bytes for n in (1, 3)
+    )
     assert three == one + 2 * kept
 
 
 def test_a_second_micro_batch_is_added_to_the_first() -> None:
     cast = [
-        Event(9, Linear(64, 0), come, B, "blocks.0", 0, "grad", accumulates=True) for come in (True, False)
-    ]  # fmt: skip
+        Event(9, Linear(64, 0), come, B, "blocks.0", 0, "grad", accumulates=True)
+        for come in (True, False)
+    ]
     both = Trace("none", (*trace().events[:10], *cast, *trace().events[10:]), ())
     assert peak_of(both, 2, steady={}) == peak_of(trace(), 2, steady={})
-    assert peak_of(both, 2, steady={}, accumulating=True).num_bytes == peak_of(trace(), 2, steady={}).num_bytes + 64
+    assert (
+        peak_of(both, 2, steady={}, accumulating=True).num_bytes
+        == peak_of(trace(), 2, steady={}).num_bytes + 64
+    )
 
 
 def test_some_micro_batches_are_exact() -> None:
@@ -97,7 +127,10 @@ def profile() -> Profile:
     return Profile(
         source="traced",
         why="",
-        params=(ParamInfo("w", (2, 3), "bfloat16", True, 0, (3, 1)), ParamInfo("b", (), "float32", False)),
+        params=(
+            ParamInfo("w", (2, 3), "bfloat16", True, 0, (3, 1)),
+            ParamInfo("b", (), "float32", False),
+        ),
         buffer_bytes=12,
         num_blocks=2,
         batch_bytes=Linear(0, 16),
@@ -121,21 +154,30 @@ def deep(blocks: int) -> Profile:
     """Each block keeps a tensor, and backward frees it."""
     forward = [event(n, 4.0, True, F, n, base=8.0) for n in range(blocks)]
     backward = [event(n, 4.0, False, B, n, base=8.0) for n in reversed(range(blocks))]
-    ops = [Op("mm", "gemm", Linear(0, 2.0), Linear(1, 3.5), F, f"blocks.{n}", n, "float32", (4, 2, 3))
-           for n in range(blocks)]  # fmt: skip
+    ops = [
+        Op("mm", "gemm", Linear(0, 2.0), Linear(1, 3.5), F, f"blocks.{n}", n, "float32", (4, 2, 3))
+        for n in range(blocks)
+    ]
     return replace(profile(), traces={"none": Trace("none", (*forward, *backward), tuple(ops))})
 
 
 def test_blocks_are_stored_once() -> None:
     few, many = (deep(blocks).to_json() for blocks in (20, 200))
-    names = sum(2 * len(f'"blocks.{n}",') for n in range(20, 200))  # of modules, for events and operators
+    names = sum(
+        2 * len(f'"blocks.{n}",') for n in range(20, 200)
+    )  # of modules, for events and operators
     assert len(many) - len(few) < names + 50
     found = Profile.from_json(many)
     assert found == deep(200)
     assert [*found.traces["none"].events] == [*deep(200).traces["none"].events]
     for micro in (1, 3):
-        one, other = (peak_of(each.traces["none"], micro, blocks=range(5, 9), steady={}) for each in (found, deep(200)))
-        assert one == other == peak_of(deep(200).traces["none"], micro, blocks=range(5, 9), steady={})
+        one, other = (
+            peak_of(each.traces["none"], micro, blocks=range(5, 9), steady={})
+            for each in (found, deep(200))
+        )
+        assert (
+            one == other == peak_of(deep(200).traces["none"], micro, blocks=range(5, 9), steady={})
+        )
         assert one.num_bytes == 4 * (4 * micro + 8)
 
 

@@ -21,10 +21,13 @@ def job(data: Any, **more: Any) -> JobConfig:
     call, args = data if isinstance(data, tuple) else (data, {})
     return JobConfig.model_validate(
         {
-            "name": "t", "model": "plan_models.py:Deep", "steps": 1, "batch": {"micro": 4},
+            "name": "t",
+            "model": "plan_models.py:Deep",
+            "steps": 1,
+            "batch": {"micro": 4},
             "data": {"call": call, "args": args, **more},
         }
-    )  # fmt: skip
+    )
 
 
 def ragged(number: int = 8, **more: Any) -> samples.Samples:

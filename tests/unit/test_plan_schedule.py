@@ -29,22 +29,31 @@ def test_what_leaves_may_last_longer_than_the_pass() -> None:
     found = run_pass([1.0, 1.0], [Stream(after=[0.5, 0.5])], ahead=0)
     assert (found.seconds, found.tail) == (pytest.approx(2.0), pytest.approx(0.5))
     shared = run_pass([1.0, 1.0], [Stream(before=[1.0, 1.0], after=[1.0, 1.0])], ahead=1)
-    assert shared.seconds + shared.tail == pytest.approx(4.0), "one stream does both: two arrive, then two leave"
+    assert shared.seconds + shared.tail == pytest.approx(4.0), (
+        "one stream does both: two arrive, then two leave"
+    )
     apart = run_pass([1.0, 1.0], [Stream(before=[1.0, 1.0]), Stream(after=[1.0, 1.0])], ahead=1)
     assert apart.seconds + apart.tail == pytest.approx(4.0)
     assert apart.seconds == pytest.approx(3.0)
 
 
 def test_contention_slows_computation_and_forbids_overlap_at_one() -> None:
-    free, slowed = (run_pass([1.0] * 4, [Stream(before=[1.0] * 4, contention=c)], ahead=1).seconds for c in (0, 0.1))
+    free, slowed = (
+        run_pass([1.0] * 4, [Stream(before=[1.0] * 4, contention=c)], ahead=1).seconds
+        for c in (0, 0.1)
+    )
     assert slowed == pytest.approx(1 + 4 * 1.1)
     assert free < slowed
-    assert run_pass([1.0] * 4, [Stream([0.5] * 4, [0.25] * 4, 1.0)], ahead=1).seconds == pytest.approx(7.0)
+    assert run_pass(
+        [1.0] * 4, [Stream([0.5] * 4, [0.25] * 4, 1.0)], ahead=1
+    ).seconds == pytest.approx(7.0)
 
 
 def test_a_part_that_is_not_there_yet_holds_up_the_rest() -> None:
     assert run_pass([1.0] * 3, [], ahead=3, ready=[0.5, 0.5, 5.0]).seconds == pytest.approx(6.0)
-    assert run_pass([1.0] * 3, [], ahead=3, ready=[0.5, 1.0, 2.0]).seconds == pytest.approx(3.5), "behind the others"
+    assert run_pass([1.0] * 3, [], ahead=3, ready=[0.5, 1.0, 2.0]).seconds == pytest.approx(3.5), (
+        "behind the others"
+    )
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), [(2, 2), (4, 8), (8, 32), (16, 16)])
@@ -58,7 +67,9 @@ def test_equal_stages_have_the_textbook_bubble(stages: int, micro_batches: int) 
 def test_interleaving_divides_the_bubble(virtual: int) -> None:
     stages, micro_batches = 4, 8
     chunk = 1.0 / virtual
-    ends = replay([chunk] * stages * virtual, [2 * chunk] * stages * virtual, stages, micro_batches, 0.0)
+    ends = replay(
+        [chunk] * stages * virtual, [2 * chunk] * stages * virtual, stages, micro_batches, 0.0
+    )
     assert max(ends) == pytest.approx(3.0 * (micro_batches + (stages - 1) / virtual))
 
 
@@ -73,7 +84,9 @@ def test_a_slow_stage_and_slow_links_have_their_price() -> None:
     ("forward", "backward", "micro_batches"),
     [([1.0, 1.2, 0.9, 1.4], [2.0, 2.1, 1.9, 2.6], 61), ([0.5] * 7 + [0.8], [1.1] * 7 + [1.5], 64)],
 )
-def test_a_long_pipeline_only_repeats_itself(forward: list[float], backward: list[float], micro_batches: int) -> None:
+def test_a_long_pipeline_only_repeats_itself(
+    forward: list[float], backward: list[float], micro_batches: int
+) -> None:
     exact = _play(tuple(forward), tuple(backward), 4, micro_batches, 0.05)
     assert replay(forward, backward, 4, micro_batches, 0.05) == pytest.approx(exact, rel=1e-6)
 
@@ -92,7 +105,9 @@ def test_a_group_across_nodes_shares_the_adapters_of_its_members() -> None:
     hardware = parse_simulate("4x8xA100-80G")
     ring = Span(hardware, 32).gather(32e9)
     assert ring.node + ring.network == pytest.approx(31e9), "(N - 1) / N of all, as a ring sends"
-    assert ring.seconds == pytest.approx(max(28e9 / hardware.intra.bandwidth, 3e9 / hardware.inter.bandwidth), rel=1e-3)
+    assert ring.seconds == pytest.approx(
+        max(28e9 / hardware.intra.bandwidth, 3e9 / hardware.inter.bandwidth), rel=1e-3
+    )
     alone = Span(hardware, 4, stride=8).gather(4e9)
     assert (alone.node, alone.network) == (0, pytest.approx(3e9))
     assert alone.seconds == pytest.approx(3e9 / hardware.inter.bandwidth, rel=1e-3)

@@ -22,7 +22,9 @@ from zrun_core.spine.spec import BatchPlan
 
 SMALL = TransformerShape.gpt(8, 1024, 16, seq=1024, vocab=50304)
 MIDDLE = TransformerShape.gpt(8, 4096, 32, seq=2048)
-BIG = TransformerShape.gpt(24, 4096, 32, seq=2048)  # 5.2 billion: 16 bytes each are more than a device has
+BIG = TransformerShape.gpt(
+    24, 4096, 32, seq=2048
+)  # 5.2 billion: 16 bytes each are more than a device has
 
 
 def everything(planner: Planner, constraints: Constraints) -> list[Estimate]:
@@ -39,10 +41,21 @@ def names(found: tuple[Estimate, ...]) -> list[str]:
     return [str(each.candidate) for each in found]
 
 
-@pytest.mark.parametrize(("shape", "hardware", "batch"), [(SMALL, "4xV100-16G", 32), (MIDDLE, "2x4xA100-40G@100G", 16)])
-def test_the_best_are_those_of_trying_everything(shape: TransformerShape, hardware: str, batch: int) -> None:
+@pytest.mark.parametrize(
+    ("shape", "hardware", "batch"), [(SMALL, "4xV100-16G", 32), (MIDDLE, "2x4xA100-40G@100G", 16)]
+)
+def test_the_best_are_those_of_trying_everything(
+    shape: TransformerShape, hardware: str, batch: int
+) -> None:
     planner = Planner(shape, parse_simulate(hardware))
-    limits = Constraints(batch, stages=(0, 1, 3), checkpoints=("none", "full"), offloads=False, virtual=2, most_micro=2)
+    limits = Constraints(
+        batch,
+        stages=(0, 1, 3),
+        checkpoints=("none", "full"),
+        offloads=False,
+        virtual=2,
+        most_micro=2,
+    )
     all_of_them = everything(planner, limits)
     fitting = sorted(each.time.seconds for each in all_of_them if each.fits)
     found = search(planner, planner.hardware, limits, "best")
@@ -50,8 +63,13 @@ def test_the_best_are_those_of_trying_everything(shape: TransformerShape, hardwa
     assert all(each.fits for each in found.best)
     assert found.tried + found.pruned >= len(all_of_them) > found.tried, "bounds ruled some out"
     for point in found.pareto:
-        better = [e for e in all_of_them if e.fits and e.time.seconds * 1.01 < point.time.seconds
-                  and e.headroom > point.headroom + 0.01 * point.capacity]  # fmt: skip
+        better = [
+            e
+            for e in all_of_them
+            if e.fits
+            and e.time.seconds * 1.01 < point.time.seconds
+            and e.headroom > point.headroom + 0.01 * point.capacity
+        ]
         assert not better
     most_room = max(each.headroom for each in all_of_them if each.fits)
     assert found.pareto[-1].headroom >= most_room - 0.01 * found.pareto[-1].capacity
@@ -61,7 +79,9 @@ def test_it_is_the_same_every_time() -> None:
     results: list[Result] = []
     for _ in range(2):
         planner = Planner(MIDDLE, parse_simulate("4xV100-16G"))
-        results.append(search(planner, planner.hardware, Constraints(16, virtual=1, most_micro=1), "best"))
+        results.append(
+            search(planner, planner.hardware, Constraints(16, virtual=1, most_micro=1), "best")
+        )
     for one, other in itertools.pairwise(results):
         assert (one.best, one.pareto, one.rejected, one.tried) == (
             other.best,
@@ -73,7 +93,9 @@ def test_it_is_the_same_every_time() -> None:
 
 def test_no_bound_is_above_what_it_bounds() -> None:
     planner = Planner(MIDDLE, parse_simulate("2x2xA100-80G"))
-    searching = _Search(planner, Constraints(8, virtual=2, most_micro=2, checkpoints=("none", "selective")))
+    searching = _Search(
+        planner, Constraints(8, virtual=2, most_micro=2, checkpoints=("none", "selective"))
+    )
     for bound in searching._bounds():
         found = planner.estimate(bound.candidate)
         assert bound.seconds <= found.time.seconds * (1 + 1e-9), bound.candidate
@@ -117,9 +139,15 @@ def test_the_cheapest_change_is_one_key_that_zrun_can_train_with() -> None:
     assert best.stage > 0
     assert changes(base, best) == 1
     assert not best.lacking()
-    alike = [each for each in found.best if changes(base, each.candidate) == 1 and not each.candidate.lacking()]
+    alike = [
+        each
+        for each in found.best
+        if changes(base, each.candidate) == 1 and not each.candidate.lacking()
+    ]
     assert found.best[: len(alike)] == tuple(alike)
-    assert [e.time.seconds for e in alike] == sorted(e.time.seconds for e in alike), "the least slowdown first"
+    assert [e.time.seconds for e in alike] == sorted(e.time.seconds for e in alike), (
+        "the least slowdown first"
+    )
     assert found.rejected
     assert not any(each.fits for each in found.rejected)
 
@@ -168,7 +196,9 @@ def test_a_batch_that_does_not_divide_is_said() -> None:
 
 def test_an_estimate_adds_up() -> None:
     planner = Planner(BIG, parse_simulate("2x8xA100-80G"))
-    found = planner.estimate(Candidate(1, ParallelDims(2, tp=4, pp=2), 1, 8, "selective", sequence_parallel=True))
+    found = planner.estimate(
+        Candidate(1, ParallelDims(2, tp=4, pp=2), 1, 8, "selective", sequence_parallel=True)
+    )
     assert [rank.role for rank in found.ranks] == ["first", "last"]
     for rank in found.ranks:
         states = sum(buffer.num_bytes for buffer in rank.buffers)
@@ -186,7 +216,9 @@ def test_an_estimate_adds_up() -> None:
 
 def test_earlier_stages_hold_more_micro_batches() -> None:
     planner = Planner(BIG, parse_simulate("8xA100-80G"))
-    first, middle, last = planner.estimate(Candidate(0, ParallelDims(1, tp=2, pp=4), 1, 16, "full")).ranks
+    first, middle, last = planner.estimate(
+        Candidate(0, ParallelDims(1, tp=2, pp=4), 1, 16, "full")
+    ).ranks
     one_block = BIG.block_activations(1, tp=2, recompute="full")
     assert first.peak.holders[0] == ("activations of blocks", round(4 * 6 * one_block))
     assert dict(middle.peak.holders)["activations of blocks"] == round(3 * 6 * one_block)
@@ -199,7 +231,11 @@ def test_states_elsewhere_are_counted_where_they_are() -> None:
     planner = Planner(BIG, parse_simulate("2xA100-80G"))
     here, there, disk = (
         planner.estimate(Candidate(2, ParallelDims(2), 1, 1, "full", placement=placement))
-        for placement in (Placement(), Placement(grad=Tier.HOST, optimizer=Tier.HOST), Placement(optimizer=Tier.DISK))
+        for placement in (
+            Placement(),
+            Placement(grad=Tier.HOST, optimizer=Tier.HOST),
+            Placement(optimizer=Tier.DISK),
+        )
     )
     assert there.device_used < here.device_used
     rank = there.ranks[0]
@@ -211,8 +247,12 @@ def test_states_elsewhere_are_counted_where_they_are() -> None:
 
 
 def test_a_model_that_no_host_has_room_to_build_is_made_on_meta() -> None:
-    job = JobConfig.model_validate({"name": "j", "model": "m:f", "data": "d:f", "steps": 1, "batch": {"micro": 1}})
-    hardware = replace(parse_simulate("2xA100-80G"), host_bytes=2 * (1800 << 20) + 4 * BIG.num_params - 1)
+    job = JobConfig.model_validate(
+        {"name": "j", "model": "m:f", "data": "d:f", "steps": 1, "batch": {"micro": 1}}
+    )
+    hardware = replace(
+        parse_simulate("2xA100-80G"), host_bytes=2 * (1800 << 20) + 4 * BIG.num_params - 1
+    )
     planner, base = Planner(BIG, hardware, job), Candidate(2, ParallelDims(2), 1, 1, "full")
     found = planner.estimate(base)
     assert found.headroom > 0
@@ -220,14 +260,24 @@ def test_a_model_that_no_host_has_room_to_build_is_made_on_meta() -> None:
     told = sentence(found, hardware, None)
     assert told.startswith("each host would hold ")
     assert " while the model is built, 1 B more than its " in told
-    fits = search(planner, hardware, Constraints(base.global_batch, base=base, trainable=True), "fit").best[0].candidate
+    fits = (
+        search(planner, hardware, Constraints(base.global_batch, base=base, trainable=True), "fit")
+        .best[0]
+        .candidate
+    )
     assert fits == replace(base, init="meta")
     batch = BatchPlan(global_size=2, micro=1, accumulation=1, ranks=2)
     assert job_changes(planner.job, batch, fits, 2)["init"] == "meta"
 
 
 def test_a_jobs_own_keys_count() -> None:
-    values = {"name": "j", "model": "m:f", "data": {"call": "d:f", "workers": 3}, "steps": 1, "batch": {"micro": 1}}
+    values = {
+        "name": "j",
+        "model": "m:f",
+        "data": {"call": "d:f", "workers": 3},
+        "steps": 1,
+        "batch": {"micro": 1},
+    }
     hardware = parse_simulate("2xA100-80G")
     plain, bf16, sgd = (
         Planner(SMALL, hardware, JobConfig.model_validate({**values, "optim": optim})).estimate(
@@ -235,7 +285,10 @@ def test_a_jobs_own_keys_count() -> None:
         )
         for optim in ({}, {"moments": "bf16"}, {"name": "sgd"})
     )
-    sizes = [sum(b.num_bytes for b in e.ranks[0].buffers if b.kind.value == "optim") for e in (plain, bf16, sgd)]
+    sizes = [
+        sum(b.num_bytes for b in e.ranks[0].buffers if b.kind.value == "optim")
+        for e in (plain, bf16, sgd)
+    ]
     params = SMALL.num_params
     assert sizes == [pytest.approx(each * params, rel=1e-3) for each in (12, 8, 4)]
     assert plain.host_parts["loaders"] == 2 * 3 * (220 << 20)
@@ -247,9 +300,18 @@ def test_a_jobs_own_keys_count() -> None:
     ("candidate", "said"),
     [
         (Candidate(0, ParallelDims(16), 1, 1), "16 ranks on 8 devices"),
-        (Candidate(0, ParallelDims(1, tp=3), 1, 1), "tp 3: 16 heads and 16 key heads do not divide over 3 ranks"),
-        (Candidate(0, ParallelDims(1, pp=4, virtual=4), 1, 4), "the model has 8 repeated blocks only"),
-        (Candidate(0, ParallelDims(1, pp=4, virtual=2), 1, 6), "micro-batches in groups of 4, and a step has 6"),
+        (
+            Candidate(0, ParallelDims(1, tp=3), 1, 1),
+            "tp 3: 16 heads and 16 key heads do not divide over 3 ranks",
+        ),
+        (
+            Candidate(0, ParallelDims(1, pp=4, virtual=4), 1, 4),
+            "the model has 8 repeated blocks only",
+        ),
+        (
+            Candidate(0, ParallelDims(1, pp=4, virtual=2), 1, 6),
+            "micro-batches in groups of 4, and a step has 6",
+        ),
     ],
 )
 def test_the_impossible_is_said(candidate: Candidate, said: str) -> None:
@@ -265,6 +327,8 @@ def test_traffic_is_that_of_the_layouts() -> None:
     assert sent[0] == {"all_reduce": pytest.approx(2 * 4 * params * share, **close)}
     for stage, (gathers, reductions) in {1: (1, 1), 2: (1, 3), 3: (6, 3)}.items():
         assert sent[stage]["all_gather"] == pytest.approx(gathers * 2 * params * share, **close)
-        assert sent[stage]["reduce_scatter"] == pytest.approx(reductions * 4 * params * share, **close)
+        assert sent[stage]["reduce_scatter"] == pytest.approx(
+            reductions * 4 * params * share, **close
+        )
     hybrid = planner.estimate(Candidate(1, ParallelDims(4, shard=2), 1, 3)).traffic
     assert hybrid["all_reduce"] == pytest.approx(4 * params / 2, **close)

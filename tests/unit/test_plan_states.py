@@ -36,7 +36,15 @@ PAPER = {"compute": "bf16", "reduce": "compute"}  # gradients of 2 bytes
 
 
 def settings(device: str = "cuda", **keys: Any) -> Settings:
-    job = {"name": "plan", "model": "m:m", "data": "d:d", "steps": 1, "batch": 8, "precision": PAPER, **keys}
+    job = {
+        "name": "plan",
+        "model": "m:m",
+        "data": "d:d",
+        "steps": 1,
+        "batch": 8,
+        "precision": PAPER,
+        **keys,
+    }
     return settings_of(JobConfig.model_validate(job), lambda name: None, device)
 
 
@@ -110,14 +118,19 @@ def test_what_crosses_the_bus_has_pinned_slots():
     cast = 4 * largest  # the update casts a unit's gradient to fp32
     assert scratch(ON_DEVICE) == {"reduce ring": cast}
     assert scratch(Placement(optimizer=HOST)) == {
-        "gradient staging": 2 * 2 * largest, "parameter staging": 2 * 2 * largest
-    }  # fmt: skip
+        "gradient staging": 2 * 2 * largest,
+        "parameter staging": 2 * 2 * largest,
+    }
     assert scratch(Placement(grad=HOST, optimizer=HOST)) == {
-        "reduce ring": 3 * 2 * largest,  # one unit is filled, one is on its way down, and the tied one fills slowly
+        "reduce ring": 3
+        * 2
+        * largest,  # one unit is filled, one is on its way down, and the tied one fills slowly
         "parameter staging": 2 * 2 * largest,
     }
     everything = scratch(Placement(HOST, HOST, HOST))
-    assert everything["gather ring"] == 2 * (largest + 2 * block), "the lasting unit, one in use, one ahead"
+    assert everything["gather ring"] == 2 * (largest + 2 * block), (
+        "the lasting unit, one in use, one ahead"
+    )
     assert "parameter staging" not in everything, "it is updated where it is"
     on_disk = scratch(Placement(optimizer=DISK), dp=2)
     assert on_disk["disk slots of optim"] == 3 * 12 * largest // 2
@@ -128,7 +141,9 @@ def test_fp32_parameters_need_a_copy_where_the_update_is_elsewhere():
     chosen = settings(zero=0, precision="fp32")
     found = rank_buffers(cut(chosen), chosen, ParallelDims(1), placement=Placement(optimizer=HOST))
     assert (sums(found), sums(found, HOST)) == (8 * P, 12 * P)
-    together = rank_buffers(cut(chosen), chosen, ParallelDims(1), placement=Placement(HOST, HOST, HOST))
+    together = rank_buffers(
+        cut(chosen), chosen, ParallelDims(1), placement=Placement(HOST, HOST, HOST)
+    )
     assert sums(together, HOST) == 16 * P
 
 
@@ -149,10 +164,16 @@ def test_every_byte_has_a_home_whatever_the_fraction(fraction, stage, dp):
     on_paper = cut(chosen)
     here = rank_buffers(on_paper, chosen, ParallelDims(dp))
     moved = rank_buffers(
-        on_paper, chosen, ParallelDims(dp), placement=Placement(grad=HOST, optimizer=HOST, fraction=fraction)
+        on_paper,
+        chosen,
+        ParallelDims(dp),
+        placement=Placement(grad=HOST, optimizer=HOST, fraction=fraction),
     )
     assert sums(moved) + sums(moved, HOST) == sums(here)
-    assert sums(moved, HOST) >= fraction * sum(sums(here, kinds={kind}) for kind in (Kind.OPTIM, Kind.GRAD)) * 0.99
+    assert (
+        sums(moved, HOST)
+        >= fraction * sum(sums(here, kinds={kind}) for kind in (Kind.OPTIM, Kind.GRAD)) * 0.99
+    )
 
 
 def test_states_on_disk_begin_on_pages():
@@ -184,12 +205,19 @@ def test_scratch_of_updates_is_what_a_step_leaves(optim):
     optimizer.step()
     kept = optimizer.scratch.num_bytes if isinstance(optimizer, Chunked) else 0
     on_paper = cut(chosen)
-    for placement, tier, device in ((ON_DEVICE, Tier.DEVICE, "cpu"), (Placement(optimizer=HOST), HOST, "cuda")):
+    for placement, tier, device in (
+        (ON_DEVICE, Tier.DEVICE, "cpu"),
+        (Placement(optimizer=HOST), HOST, "cuda"),
+    ):
         found = rank_buffers(on_paper, chosen, ParallelDims(1), placement=placement, device=device)
         listed = [(b.tier, b.num_bytes) for b in found if b.kind is Kind.TEMP]
         assert listed == [(tier, kept)] * bool(kept)
     half = rank_buffers(
-        on_paper, chosen, ParallelDims(1), placement=Placement(optimizer=HOST, fraction=0.5), device="cpu"
+        on_paper,
+        chosen,
+        ParallelDims(1),
+        placement=Placement(optimizer=HOST, fraction=0.5),
+        device="cpu",
     )
     assert len([b for b in half if b.kind is Kind.TEMP]) == 2 * bool(kept)
 
@@ -199,8 +227,11 @@ def test_scratch_of_updates_is_what_a_step_leaves(optim):
 
 def test_stages_have_equal_runs_of_blocks():
     assert [stage_blocks(10, ParallelDims(1, pp=4), stage) for stage in range(4)] == [
-        (range(0, 3),), (range(3, 6),), (range(6, 8),), (range(8, 10),)
-    ]  # fmt: skip
+        (range(0, 3),),
+        (range(3, 6),),
+        (range(6, 8),),
+        (range(8, 10),),
+    ]
     assert stage_blocks(8, ParallelDims(1, pp=2, virtual=2), 1) == (range(2, 4), range(6, 8))
     assert stage_blocks(0, ParallelDims(1), 0) == (range(0, 0),)
     with pytest.raises(ValueError, match="3 blocks do not fill 2 stages of 2 parts"):
@@ -212,7 +243,9 @@ def test_every_block_is_on_one_stage(blocks, pp, virtual):
     dims = ParallelDims(1, pp=pp, virtual=virtual if pp > 1 else 1)
     if blocks < dims.pp * dims.virtual:
         return
-    found = [block for stage in range(pp) for run in stage_blocks(blocks, dims, stage) for block in run]
+    found = [
+        block for stage in range(pp) for run in stage_blocks(blocks, dims, stage) for block in run
+    ]
     assert sorted(found) == list(range(blocks))
 
 
@@ -224,17 +257,34 @@ def test_ends_of_a_pipeline_have_what_they_use(tied):
     stages = [[unit.name for unit in on_paper.layouts(dims, stage, 2)] for stage in range(2)]
     assert stages[0] == ["{embed,places}", "blocks.0", "blocks.1"]
     assert stages[1] == [*["{embed,places}"] * tied, "blocks.2", "blocks.3", "{norm,head}"]
-    one, other = (rank_buffers(on_paper, chosen, dims, rank=Coordinates(pp=stage)) for stage in range(2))
-    assert {b.name for b in one if b.kind is Kind.BUFFER} == {"mask", "blocks.0.scale", "blocks.1.scale"}
-    assert {b.name for b in other if b.kind is Kind.BUFFER} == {"mask", "blocks.2.scale", "blocks.3.scale"}
+    one, other = (
+        rank_buffers(on_paper, chosen, dims, rank=Coordinates(pp=stage)) for stage in range(2)
+    )
+    assert {b.name for b in one if b.kind is Kind.BUFFER} == {
+        "mask",
+        "blocks.0.scale",
+        "blocks.1.scale",
+    }
+    assert {b.name for b in other if b.kind is Kind.BUFFER} == {
+        "mask",
+        "blocks.2.scale",
+        "blocks.3.scale",
+    }
 
 
 def test_small_parameters_are_with_their_blocks():
     chosen = settings(zero={"stage": 3, "persist_below": "9kB"})
     stages = [cut(chosen).layouts(ParallelDims(1, pp=2), stage, 1) for stage in range(2)]
-    small = [[slot.name for unit in units if unit.persistent for slot in unit.slots] for units in stages]
-    assert small == [["places.weight", "norm.weight"]] * 2, "where they are used is not known of those outside"
-    assert sum(unit.numel for units in stages for unit in units if not unit.persistent) == P + 1024 * 256 - 2 * 16 * 256
+    small = [
+        [slot.name for unit in units if unit.persistent for slot in unit.slots] for units in stages
+    ]
+    assert small == [["places.weight", "norm.weight"]] * 2, (
+        "where they are used is not known of those outside"
+    )
+    assert (
+        sum(unit.numel for units in stages for unit in units if not unit.persistent)
+        == P + 1024 * 256 - 2 * 16 * 256
+    )
 
 
 def test_dims_must_divide():
@@ -253,7 +303,12 @@ def test_dims_must_divide():
     "args",
     [
         {"flavour": "gpt2", "dim": 768, "depth": 3, "heads": 12},
-        {"flavour": "gpt2", "dim": 4096, "depth": 2, "heads": 32},  # blocks larger than a unit may be
+        {
+            "flavour": "gpt2",
+            "dim": 4096,
+            "depth": 2,
+            "heads": 32,
+        },  # blocks larger than a unit may be
         {"flavour": "llama", "dim": 1024, "depth": 3, "heads": 16, "kv_heads": 4, "tied": False},
     ],
 )
@@ -264,7 +319,11 @@ def test_a_shape_is_cut_like_the_model(args, stage):
     shape = TransformerShape.from_model_args("zrun_core.models.gpt:gpt", args)
     found = [cut_of_shape(shape, chosen), cut_on_paper(model, chosen)]
     sizes = [
-        [(b.name, b.num_bytes) for b in rank_buffers(each, chosen, ParallelDims(4)) if b.kind is not Kind.BUFFER]
+        [
+            (b.name, b.num_bytes)
+            for b in rank_buffers(each, chosen, ParallelDims(4))
+            if b.kind is not Kind.BUFFER
+        ]
         for each in found
     ]
     assert sizes[0] == sizes[1]
@@ -280,7 +339,9 @@ def test_tensor_parallel_ranks_share_what_they_can():
     assert sum(alike) == norms, "in units of their own"
     assert not any(unit.layout.alike_over for unit in whole.units)
     assert of_two.num_params == (shape.num_params - norms) // 2 + norms
-    keys = 2 * 512 * 64  # of two layers: one key and one value head on each rank, twice as many as there are
+    keys = (
+        2 * 512 * 64
+    )  # of two layers: one key and one value head on each rank, twice as many as there are
     assert of_four.num_params == (shape.num_params - norms) // 4 + norms + keys
     with pytest.raises(ValueError, match="8 heads and 2 key heads do not divide over 3 ranks"):
         cut_of_shape(shape, chosen, 3)
@@ -290,9 +351,9 @@ def test_a_size_has_as_many_states_as_it_says():
     chosen = settings(zero=3)
     on_paper = cut_of_shape(TransformerShape.from_size("1.3B"), chosen)
     assert on_paper.num_params == 1_300_000_000
-    assert sums(rank_buffers(on_paper, chosen, ParallelDims(64))) == pytest.approx(16 * 1.3e9 / 64, rel=0.01), (
-        "and padding"
-    )
+    assert sums(rank_buffers(on_paper, chosen, ParallelDims(64))) == pytest.approx(
+        16 * 1.3e9 / 64, rel=0.01
+    ), "and padding"
 
 
 # Checkpoints
@@ -301,7 +362,10 @@ def test_a_size_has_as_many_states_as_it_says():
 def test_partitioned_checkpoints_are_the_papers():
     """Rajbhandari et al. 2020, section 6.1: 2 * batch * seq * hidden * layers / MP bytes."""
     one = 2 * 16 * 1024 * 8192
-    arenas = [checkpoint_buffers(one, 125, tp=16, partitioned=partitioned) for partitioned in (False, True)]
+    arenas = [
+        checkpoint_buffers(one, 125, tp=16, partitioned=partitioned)
+        for partitioned in (False, True)
+    ]
     assert [round(found[0].num_bytes / 1e9, 2) for found in arenas] == [33.55, 2.1]
     assert [b.name for b in arenas[0]] == ["checkpoint arena"]
     assert [(b.name, b.num_bytes, b.phases) for b in arenas[1][1:]] == [
@@ -311,10 +375,13 @@ def test_partitioned_checkpoints_are_the_papers():
 
 
 def test_checkpoints_on_other_tiers_pass_through_slots():
-    on_host, on_disk = (checkpoint_buffers(5000, 10, in_flight=2, tier=tier) for tier in (HOST, DISK))
+    on_host, on_disk = (
+        checkpoint_buffers(5000, 10, in_flight=2, tier=tier) for tier in (HOST, DISK)
+    )
     assert [(b.name, b.tier, b.num_bytes, b.pinned) for b in on_host] == [
-        ("checkpoint arena", HOST, 20 * 8192, True), ("checkpoint staging", Tier.DEVICE, 2 * 8192, False)
-    ]  # fmt: skip
+        ("checkpoint arena", HOST, 20 * 8192, True),
+        ("checkpoint staging", Tier.DEVICE, 2 * 8192, False),
+    ]
     assert [(b.name, b.tier, b.num_bytes, b.pinned) for b in on_disk[-1:]] == [
         ("disk slots of checkpoints", HOST, 3 * 8192, True)
     ]

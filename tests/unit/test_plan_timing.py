@@ -34,10 +34,14 @@ def korthikanti(name: str, *, present: bool) -> tuple[TransformerShape, StepTime
     layers, hidden, heads, pp, virtual, micro, batch, *_ = KORTHIKANTI[name]
     shape = TransformerShape.gpt(layers, hidden, heads, flash=False)
     candidate = Candidate(
-        0, ParallelDims(1, tp=8, pp=pp, virtual=virtual), micro, batch // micro,
-        "attention" if present else "full", "fp16",
+        0,
+        ParallelDims(1, tp=8, pp=pp, virtual=virtual),
+        micro,
+        batch // micro,
+        "attention" if present else "full",
+        "fp16",
         sequence_parallel=present,
-    )  # fmt: skip
+    )
     return shape, megatron(shape, parse_simulate(f"{pp}x8xA100-80G"), candidate)
 
 
@@ -61,28 +65,46 @@ def test_operations_are_the_published_formulas(name: str) -> None:
     once = 72 * batch * layers * seq * hidden**2
     model = once * (1 + seq / (6 * hidden) + vocab / (12 * hidden * layers))
     assert found.model_flops == pytest.approx(model, rel=1e-9)
-    again = 96 * batch * layers * seq * hidden**2 * (1 + seq / (6 * hidden) + vocab / (16 * hidden * layers))
-    assert found.hardware_flops == pytest.approx(again, rel=1e-9), "Narayanan et al. 2021, equation 3"
+    again = (
+        96
+        * batch
+        * layers
+        * seq
+        * hidden**2
+        * (1 + seq / (6 * hidden) + vocab / (16 * hidden * layers))
+    )
+    assert found.hardware_flops == pytest.approx(again, rel=1e-9), (
+        "Narayanan et al. 2021, equation 3"
+    )
     assert found.mfu == pytest.approx(model / (found.seconds * 8 * pp * 312e12), rel=1e-9)
     assert shape.model_flops(batch) == pytest.approx(model, rel=1e-9)
 
 
 def test_aggregates_of_narayanan_are_in_range() -> None:
     """Their table 1, with full recomputation: 135 to 163 TFLOP/s per A100, 502 PFLOP/s in all for a trillion."""
-    rows = [(36, 4096, 32, 4, 1, 128, 512, 142), (80, 12288, 96, 8, 8, 1536, 2304, 148),
-            (128, 25600, 160, 8, 64, 3072, 3072, 163)]  # fmt: skip
+    rows = [
+        (36, 4096, 32, 4, 1, 128, 512, 142),
+        (80, 12288, 96, 8, 8, 1536, 2304, 148),
+        (128, 25600, 160, 8, 64, 3072, 3072, 163),
+    ]
     for layers, hidden, heads, tp, pp, devices, batch, wanted in rows:
         shape = TransformerShape.gpt(layers, hidden, heads, flash=False)
-        dims = ParallelDims(devices // tp // pp, tp=tp, pp=pp, virtual=2 if pp > 1 and layers % (2 * pp) == 0 else 1)
+        dims = ParallelDims(
+            devices // tp // pp, tp=tp, pp=pp, virtual=2 if pp > 1 and layers % (2 * pp) == 0 else 1
+        )
         candidate = Candidate(0, dims, 1, batch // dims.dp, "full", "fp16")
         found = megatron(shape, parse_simulate(f"{devices // 8}x8xA100-80G"), candidate)
-        assert found.hardware_flops / found.seconds / devices / 1e12 == pytest.approx(wanted, rel=0.2)
+        assert found.hardware_flops / found.seconds / devices / 1e12 == pytest.approx(
+            wanted, rel=0.2
+        )
 
 
 def test_llama_405b_is_in_range() -> None:
     """Dubey et al. 2024, table 4: 8,192 H100, tp 8, pp 16, dp 64, 16 million tokens: 430 TFLOP/s each."""
     shape = TransformerShape.llama(126, 16384, 128, kv_heads=8, ffn=53248, vocab=128256, seq=8192)
-    candidate = Candidate(1, ParallelDims(64, tp=8, pp=16), 1, 32, "none", "bf16", sequence_parallel=True)
+    candidate = Candidate(
+        1, ParallelDims(64, tp=8, pp=16), 1, 32, "none", "bf16", sequence_parallel=True
+    )
     found = megatron(shape, parse_simulate("1024x8xH100-80G"), candidate)
     assert found.mfu == pytest.approx(0.43, rel=0.2)
 
@@ -92,13 +114,20 @@ def test_llama_405b_is_in_range() -> None:
 GPT = TransformerShape.gpt(24, 2048, 16, seq=1024)
 
 
-def timed(hardware: str, stage: int, dims: ParallelDims, count: int = 4, **more: object) -> StepTime:
+def timed(
+    hardware: str, stage: int, dims: ParallelDims, count: int = 4, **more: object
+) -> StepTime:
     candidate = replace(Candidate(stage, dims, 2, count), **more)  # type: ignore[arg-type]
     return step_time(Costs(GPT, parse_simulate(hardware), Terms()), candidate, GPT.seq)
 
 
 def test_the_parts_are_the_step() -> None:
-    for dims in (ParallelDims(8), ParallelDims(2, tp=4), ParallelDims(2, pp=4), ParallelDims(2, pp=4, virtual=2)):
+    for dims in (
+        ParallelDims(8),
+        ParallelDims(2, tp=4),
+        ParallelDims(2, pp=4),
+        ParallelDims(2, pp=4, virtual=2),
+    ):
         found = timed("8xA100-80G", 1, dims)
         assert sum(found.parts.values()) == pytest.approx(found.seconds)
         assert found.low < found.seconds < found.high
@@ -110,7 +139,12 @@ def test_bytes_per_link_are_the_stages_traffic() -> None:
     """In elements: 2P, P + P, P + KP, 2KP + KP, times (N - 1) / N; parameters in bf16, gradients in fp32."""
     count, share = 4, 7 / 8
     gathered, reduced = 2 * GPT.num_params * share, 4 * GPT.num_params * share
-    wanted = [2 * reduced, gathered + reduced, gathered + count * reduced, 2 * count * gathered + count * reduced]
+    wanted = [
+        2 * reduced,
+        gathered + reduced,
+        gathered + count * reduced,
+        2 * count * gathered + count * reduced,
+    ]
     for stage, num_bytes in enumerate(wanted):
         assert timed("8xA100-80G", stage, ParallelDims(8), count).link_bytes == {
             "node": pytest.approx(num_bytes, rel=1e-6)
@@ -118,7 +152,9 @@ def test_bytes_per_link_are_the_stages_traffic() -> None:
     across = timed("2x4xA100-80G", 1, ParallelDims(8), count).link_bytes
     assert across["node"] + across["network"] == pytest.approx(wanted[1], rel=1e-6)
     inside = timed("2x4xA100-80G", 1, ParallelDims(8, shard=4), count).link_bytes
-    assert inside["network"] == pytest.approx(4 * GPT.num_params / 4, rel=1e-6), "copies are summed across nodes only"
+    assert inside["network"] == pytest.approx(4 * GPT.num_params / 4, rel=1e-6), (
+        "copies are summed across nodes only"
+    )
 
 
 def test_a_slow_network_shows_and_a_fast_one_hides() -> None:
@@ -129,7 +165,9 @@ def test_a_slow_network_shows_and_a_fast_one_hides() -> None:
 
 
 def test_recomputation_costs_a_forward_pass() -> None:
-    plain, full = (timed("1xA100-80G", 0, ParallelDims(1), checkpoint=policy) for policy in ("none", "full"))
+    plain, full = (
+        timed("1xA100-80G", 0, ParallelDims(1), checkpoint=policy) for policy in ("none", "full")
+    )
     assert full.parts["recompute"] == pytest.approx(full.seconds - plain.seconds, rel=1e-6)
     assert 0.2 < full.parts["recompute"] / plain.parts["compute"] < 0.4
     assert full.hfu is not None
@@ -144,14 +182,24 @@ def test_recomputation_costs_a_forward_pass() -> None:
 def test_an_update_on_the_host_hides_under_forward_or_shows() -> None:
     away = Placement(grad=Tier.HOST, optimizer=Tier.HOST)
     there = timed("1xA100-80G", 0, ParallelDims(1), 64)
-    short, long = (timed("1xA100-80G", 0, ParallelDims(1), count, placement=away) for count in (1, 64))
+    short, long = (
+        timed("1xA100-80G", 0, ParallelDims(1), count, placement=away) for count in (1, 64)
+    )
     assert short.parts["exposed transfers"] > 0
     assert long.seconds == pytest.approx(there.seconds, rel=0.05), "one update for 64 micro-batches"
     params = GPT.num_params
-    assert short.link_bytes["host"] == pytest.approx(4 * params, rel=1e-6), "2 bytes down, 2 bytes up"
+    assert short.link_bytes["host"] == pytest.approx(4 * params, rel=1e-6), (
+        "2 bytes down, 2 bytes up"
+    )
     some = timed("1xA100-80G", 0, ParallelDims(1), 1, placement=replace(away, fraction=0.25))
     assert there.seconds / 64 < some.seconds < short.seconds
-    disk = timed("1xA100-80G", 0, ParallelDims(1), 1, placement=Placement(grad=Tier.HOST, optimizer=Tier.DISK))
+    disk = timed(
+        "1xA100-80G",
+        0,
+        ParallelDims(1),
+        1,
+        placement=Placement(grad=Tier.HOST, optimizer=Tier.DISK),
+    )
     assert disk.seconds > short.seconds
     assert disk.link_bytes["disk"] == pytest.approx(24 * params, rel=1e-6)
 
@@ -174,7 +222,9 @@ def test_a_token_budget_in_days_and_money() -> None:
     assert found.tokens_per_s is not None
     days = days_of(found, 1e9)
     assert days == pytest.approx(1e9 / found.tokens_per_s / 86400)
-    assert money_of(days, parse_simulate("8xA100-80G", price=2.0), 8) == pytest.approx(days * 24 * 8 * 2)
+    assert money_of(days, parse_simulate("8xA100-80G", price=2.0), 8) == pytest.approx(
+        days * 24 * 8 * 2
+    )
     assert money_of(days, parse_simulate("8xA100-80G"), 8) is None
     with pytest.raises(ValueError, match="no tokens"):
         days_of(replace(found, tokens_per_s=None), 1e9)

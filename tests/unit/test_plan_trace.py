@@ -38,7 +38,9 @@ TEXT = {"call": "zrun_core.data.text:text", "args": {"paths": "nothing-matches-*
 def job(model: str, data: Any = "plan_models.py:Vectors", **keys: Any) -> JobConfig:
     call, args = (model, {}) if isinstance(model, str) else model
     keys = {"steps": 1, "batch": {"global": 4, "micro": 4}, **keys}
-    return JobConfig.model_validate({"name": "t", "model": {"call": call, "args": args}, "data": data, **keys})
+    return JobConfig.model_validate(
+        {"name": "t", "model": {"call": call, "args": args}, "data": data, **keys}
+    )
 
 
 def traced(model: Any, *policies: str, **keys: Any) -> Profile:
@@ -51,7 +53,9 @@ def test_a_linear_model_to_the_byte() -> None:
     assert not profile.follows_values
     assert profile.batch_bytes.at(3) == 3 * 4 * (16 + 1)
     # fp32, per sample: input of layers 16 and 16; relu's output 32 each, which `up` also made: 2 x (32 + 32 freed).
-    at_loss = [event for event in profile.traces["none"].events if event.alloc and event.phase == "forward"]
+    at_loss = [
+        event for event in profile.traces["none"].events if event.alloc and event.phase == "forward"
+    ]
     assert [event.size.at(1) for event in at_loss[:4]] == [64, 128, 128, 64]
     assert all(event.size.base == 0 for event in at_loss)
 
@@ -93,7 +97,10 @@ def test_few_blocks_run(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_recomputing_costs_flops_and_saves_memory() -> None:
     model = (GPT, {"flavour": "llama", "dim": 32, "depth": 2, "heads": 2, "seq_len": 32})
     profile = traced(model, "none", "selective", "full", data=TEXT, precision="bf16")
-    assert (profile.source, profile.notes) == ("traced", ())  # there is no text: its seq_len says its shape
+    assert (profile.source, profile.notes) == (
+        "traced",
+        (),
+    )  # there is no text: its seq_len says its shape
     none, selective, full = (profile.traces[name] for name in ("none", "selective", "full"))
     peaks = [peak_of(trace, 4, steady={}).num_bytes for trace in (full, selective, none)]
     assert peaks == sorted(set(peaks))
@@ -160,7 +167,11 @@ def test_what_is_more_in_the_larger_pass_has_no_size_in_the_smaller_one() -> Non
             rows += [came(scratch, 100, "loop"), came(kept, 8, "kept"), went(scratch, 100, "loop")]
         total = 1 + 2 * count
         rows.append(came(total, 0, "sum"))
-        return [*rows, *(went(1 + 2 * number, 8, "end") for number in range(count)), went(total, 0, "sum")]
+        return [
+            *rows,
+            *(went(1 + 2 * number, 8, "end") for number in range(count)),
+            went(total, 0, "sum"),
+        ]
 
     timeline = fit_loops(loop(2), 2, loop(4), 4)
     assert timeline is not None
@@ -181,7 +192,10 @@ def test_what_a_convolution_allocates_inside() -> None:
 
 
 def test_what_a_product_of_16_bits_allocates_inside() -> None:
-    operands = [torch.zeros(16, 256, dtype=torch.bfloat16), torch.zeros(256, 64, dtype=torch.bfloat16)]
+    operands = [
+        torch.zeros(16, 256, dtype=torch.bfloat16),
+        torch.zeros(256, 64, dtype=torch.bfloat16),
+    ]
     product = torch.ops.aten.mm.default
     out = product(*operands)
     assert probe.allocations(product, operands, {}, out) == ()
@@ -200,7 +214,9 @@ def test_what_a_product_of_16_bits_allocates_inside() -> None:
     [
         lambda: gpt(dim=32, depth=3, heads=2, vocab_size=64),
         lambda: bert(dim=32, depth=3, heads=2, vocab_size=64),
-        lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 2)),
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 2)
+        ),
     ],
 )
 def test_a_skeleton_is_cut_as_the_model_is(model: Any) -> None:
@@ -212,10 +228,13 @@ def test_a_skeleton_is_cut_as_the_model_is(model: Any) -> None:
     skeleton = skeleton_of(Profile.from_json(described.to_json()))
     for options in ({}, {"persist_below": 200}, {"whole_blocks": True}):
         one, other = (
-            cut(each, dtype=torch.bfloat16, num_shards=3, bucket=1 << 12, **options) for each in (built, skeleton)
+            cut(each, dtype=torch.bfloat16, num_shards=3, bucket=1 << 12, **options)
+            for each in (built, skeleton)
         )
         assert [unit.layout for unit in one.units] == [unit.layout for unit in other.units]
-        assert [indices for _, indices, _ in one.hooked] == [indices for _, indices, _ in other.hooked]
+        assert [indices for _, indices, _ in one.hooked] == [
+            indices for _, indices, _ in other.hooked
+        ]
 
 
 # In a process of its own
@@ -231,7 +250,9 @@ def ask(model: Any, timeout_s: float = 60.0) -> Profile:
     return trace_in_subprocess(job(model), HERE, micros=(4,), timeout_s=timeout_s)
 
 
-def test_cuda_keeps_other_things_and_what_was_found_holds_until_the_code_changes(cache: Path, tmp_path: Path) -> None:
+def test_cuda_keeps_other_things_and_what_was_found_holds_until_the_code_changes(
+    cache: Path, tmp_path: Path
+) -> None:
     code = tmp_path / "mine.py"
     code.write_text(
         "from zrun_core.models.gpt import gpt\n\n\ndef model():\n"
@@ -269,7 +290,9 @@ def warm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", WarmPopen)
 
 
-@pytest.mark.parametrize(("how", "said"), [("exit", "SystemExit: 3"), ("raise", "this model has a mistake")])
+@pytest.mark.parametrize(
+    ("how", "said"), [("exit", "SystemExit: 3"), ("raise", "this model has a mistake")]
+)
 def test_a_model_that_does_not_run_is_described(how: str, said: str) -> None:
     profile = traced(("plan_models.py:Ends", {"how": how}))
     assert (profile.source, dict(profile.traces)) == ("formula", {})

@@ -39,8 +39,17 @@ class Model(nn.Module):
 
 
 def product(phase: Phase, module: str, block: int, flops: float) -> Op:
-    return Op("mm", "gemm", Linear(0, flops), Linear(2 * WIDTH**2, 2 * KEPT), phase, module, block, "bfloat16",
-              (TOKENS, WIDTH, WIDTH))  # fmt: skip
+    return Op(
+        "mm",
+        "gemm",
+        Linear(0, flops),
+        Linear(2 * WIDTH**2, 2 * KEPT),
+        phase,
+        module,
+        block,
+        "bfloat16",
+        (TOKENS, WIDTH, WIDTH),
+    )
 
 
 def timeline(checkpoint: str) -> Trace:
@@ -48,7 +57,19 @@ def timeline(checkpoint: str) -> Trace:
     once = 2.0 * TOKENS * WIDTH**2
     events, ops = (
         [],
-        [Op("embedding", "copy", Linear(0, 0), Linear(0, KEPT), Phase.FORWARD, "embed", -1, "bfloat16", ())],
+        [
+            Op(
+                "embedding",
+                "copy",
+                Linear(0, 0),
+                Linear(0, KEPT),
+                Phase.FORWARD,
+                "embed",
+                -1,
+                "bfloat16",
+                (),
+            )
+        ],
     )
     for block in range(BLOCKS):
         name = f"blocks.{block}.linear"
@@ -59,8 +80,22 @@ def timeline(checkpoint: str) -> Trace:
     for block in reversed(range(BLOCKS)):
         name = f"blocks.{block}.linear"
         ops += [product(Phase.BACKWARD, name, block, once)] * (3 if checkpoint == "full" else 2)
-        events.append(Event(block, Linear(0, KEPT), False, Phase.BACKWARD, name, block, "activation"))
-    ops.append(Op("scatter", "copy", Linear(0, 0), Linear(0, KEPT), Phase.BACKWARD, "embed", -1, "bfloat16", ()))
+        events.append(
+            Event(block, Linear(0, KEPT), False, Phase.BACKWARD, name, block, "activation")
+        )
+    ops.append(
+        Op(
+            "scatter",
+            "copy",
+            Linear(0, 0),
+            Linear(0, KEPT),
+            Phase.BACKWARD,
+            "embed",
+            -1,
+            "bfloat16",
+            (),
+        )
+    )
     return Trace(checkpoint, tuple(events), tuple(ops))
 
 
@@ -68,13 +103,28 @@ def profile() -> Profile:
     with torch.device("meta"):
         model = Model()
     return Profile(
-        "traced", "", describe_params(model, torch.bfloat16), 0, BLOCKS, Linear(0, 16.0 * TOKENS), TOKENS,
-        {name: timeline(name) for name in ("none", "full")}, describe_modules(model), "cuda",
-    )  # fmt: skip
+        "traced",
+        "",
+        describe_params(model, torch.bfloat16),
+        0,
+        BLOCKS,
+        Linear(0, 16.0 * TOKENS),
+        TOKENS,
+        {name: timeline(name) for name in ("none", "full")},
+        describe_modules(model),
+        "cuda",
+    )
 
 
 JOB = JobConfig.model_validate(
-    {"name": "j", "model": "m:f", "data": "d:f", "steps": 1, "batch": {"micro": 1}, "precision": "bf16"}
+    {
+        "name": "j",
+        "model": "m:f",
+        "data": "d:f",
+        "steps": 1,
+        "batch": {"micro": 1},
+        "precision": "bf16",
+    }
 )
 HARDWARE = parse_simulate("8xA100-80G")
 
@@ -84,7 +134,11 @@ def test_every_operation_and_parameter_belongs_to_one_part() -> None:
     parts = Costs(found, HARDWARE, Terms()).parts(Candidate(0, ParallelDims(1), 4, 1).key)
     once = 4 * 2.0 * TOKENS * WIDTH**2
     assert [part.flops for part in parts] == [0, *[3 * once] * BLOCKS, 3 * once]
-    assert [part.params for part in parts] == [1000 * WIDTH, *[WIDTH**2 + WIDTH] * BLOCKS, 1000 * WIDTH]
+    assert [part.params for part in parts] == [
+        1000 * WIDTH,
+        *[WIDTH**2 + WIDTH] * BLOCKS,
+        1000 * WIDTH,
+    ]
     assert parts.before.forward > 0
     assert parts.before.backward > 0
     assert parts.boundary_bytes == 4 * KEPT
@@ -92,9 +146,14 @@ def test_every_operation_and_parameter_belongs_to_one_part() -> None:
 
 def test_recomputation_is_what_the_other_timeline_lacks() -> None:
     planner = Planner(profile(), HARDWARE, JOB)
-    none, full = (planner.estimate(Candidate(0, ParallelDims(1), 4, 2, policy)).time for policy in ("none", "full"))
+    none, full = (
+        planner.estimate(Candidate(0, ParallelDims(1), 4, 2, policy)).time
+        for policy in ("none", "full")
+    )
     assert none.model_flops == full.model_flops == none.hardware_flops
-    assert full.hardware_flops == pytest.approx(none.model_flops + 2 * BLOCKS * 4 * 2.0 * TOKENS * WIDTH**2)
+    assert full.hardware_flops == pytest.approx(
+        none.model_flops + 2 * BLOCKS * 4 * 2.0 * TOKENS * WIDTH**2
+    )
     assert full.parts["recompute"] == pytest.approx(full.seconds - none.seconds, rel=1e-6)
 
 
@@ -111,7 +170,10 @@ def test_the_peak_is_states_and_live_events() -> None:
     assert one.peak.dynamic == BLOCKS * 4 * KEPT
     assert one.allocated == one.peak.dynamic + sum(buffer.num_bytes for buffer in one.buffers)
     first, last = planner.estimate(Candidate(1, ParallelDims(1, pp=2), 4, 4)).ranks
-    assert (first.peak.dynamic, last.peak.dynamic) == (2 * BLOCKS // 2 * 4 * KEPT, BLOCKS // 2 * 4 * KEPT)
+    assert (first.peak.dynamic, last.peak.dynamic) == (
+        2 * BLOCKS // 2 * 4 * KEPT,
+        BLOCKS // 2 * 4 * KEPT,
+    )
     with_head = sum(b.num_bytes for b in last.buffers if b.name.startswith("head"))
     assert with_head > 0
     assert not any(b.name.startswith("head") for b in first.buffers)
@@ -119,11 +181,15 @@ def test_the_peak_is_states_and_live_events() -> None:
 
 def test_tensor_parallelism_is_planned_by_formula() -> None:
     shape = TransformerShape.gpt(BLOCKS, WIDTH, 8, seq=TOKENS, vocab=1000)
-    found = Planner(profile(), HARDWARE, JOB, formula=shape).estimate(Candidate(0, ParallelDims(1, tp=2), 4, 1))
+    found = Planner(profile(), HARDWARE, JOB, formula=shape).estimate(
+        Candidate(0, ParallelDims(1, tp=2), 4, 1)
+    )
     assert found.source == "formula"
     assert any("by formula" in note for note in found.notes)
     assert (
-        Planner(profile(), HARDWARE, JOB, formula=shape).estimate(Candidate(0, ParallelDims(1), 4, 1)).source
+        Planner(profile(), HARDWARE, JOB, formula=shape)
+        .estimate(Candidate(0, ParallelDims(1), 4, 1))
+        .source
         == "traced"
     )
 
@@ -132,8 +198,14 @@ def test_tensor_parallelism_is_planned_by_formula() -> None:
     ("candidate", "said"),
     [
         (Candidate(0, ParallelDims(1, tp=2), 4, 1), "tp 2: how this model is divided is not known"),
-        (Candidate(0, ParallelDims(1), 4, 1, "selective"), "checkpoint selective: the model was not traced with it"),
-        (Candidate(0, ParallelDims(1), 4, 1, precision="fp32"), "precision fp32: the model was traced in bf16"),
+        (
+            Candidate(0, ParallelDims(1), 4, 1, "selective"),
+            "checkpoint selective: the model was not traced with it",
+        ),
+        (
+            Candidate(0, ParallelDims(1), 4, 1, precision="fp32"),
+            "precision fp32: the model was traced in bf16",
+        ),
     ],
 )
 def test_what_was_not_traced_is_said(candidate: Candidate, said: str) -> None:

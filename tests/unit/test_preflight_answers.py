@@ -35,7 +35,9 @@ class Scripted(AgentProcess):
         {"error": {"deep": [1]}},
     ],
 )
-def test_an_agent_that_answers_nonsense_is_a_host_that_cannot_be_used(answer: dict[str, Any]) -> None:
+def test_an_agent_that_answers_nonsense_is_a_host_that_cannot_be_used(
+    answer: dict[str, Any],
+) -> None:
     agents = [Scripted("node7", {"frame": "answer", "to": "facts", **answer})]
     try:
         with pytest.raises(PreflightError) as caught:

@@ -52,8 +52,12 @@ def test_an_error_of_a_command_does_a_terminal_no_harm(
     assert f"ValueError: {SHOWN}" in capsys.readouterr().err
 
 
-def test_a_failure_is_cleaned_where_it_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    note = Note(rank=0, kind="user", type="ValueError", message=EVIL, exit_code=5, traceback=f"a\n{EVIL}")
+def test_a_failure_is_cleaned_where_it_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    note = Note(
+        rank=0, kind="user", type="ValueError", message=EVIL, exit_code=5, traceback=f"a\n{EVIL}"
+    )
     place = RankPlace(rank=0, host="h", local_rank=0, device="cpu")
     told = Failure(Exit(0, 5, 1.0, note=note), place, 1, 0, Path("log")).describe()
     say(told, sys.stderr)

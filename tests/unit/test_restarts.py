@@ -26,8 +26,12 @@ LOST = LostHost("node", "node: the connection broke", 12)
 def failure(status: int, kind: str | None = None, message: str = "boom") -> Failure:
     note = None
     if kind is not None:
-        note = Note.model_validate({"rank": 0, "kind": kind, "type": "E", "message": message, "exit_code": 5})
-    return Failure(Exit(0, status, 1.0, note=note), PLACE, num_ranks=1, last_step=12, log=Path("log"))
+        note = Note.model_validate(
+            {"rank": 0, "kind": kind, "type": "E", "message": message, "exit_code": 5}
+        )
+    return Failure(
+        Exit(0, status, 1.0, note=note), PLACE, num_ranks=1, last_step=12, log=Path("log")
+    )
 
 
 @pytest.mark.parametrize(
@@ -45,13 +49,22 @@ def failure(status: int, kind: str | None = None, message: str = "boom") -> Fail
         (None, False),
     ],
 )
-def test_only_accidents_are_tried_again(what: Failure | Hang | LostHost | None, is_tried: bool) -> None:
+def test_only_accidents_are_tried_again(
+    what: Failure | Hang | LostHost | None, is_tried: bool
+) -> None:
     assert (Restarts(1).after(what, 0) is not None) == is_tried
 
 
 def test_the_pauses_grow_and_the_budget_ends() -> None:
     restarts = Restarts(5)
-    assert [restarts.after(LOST, committed) for committed in range(6)] == [5.0, 10.0, 20.0, 20.0, 20.0, None]
+    assert [restarts.after(LOST, committed) for committed in range(6)] == [
+        5.0,
+        10.0,
+        20.0,
+        20.0,
+        20.0,
+        None,
+    ]
     assert restarts.made == 5
 
 
@@ -66,7 +79,15 @@ def restartable(monkeypatch: pytest.MonkeyPatch, attempt: Any) -> LaunchRequest:
     monkeypatch.setattr(session, "_attempt", attempt)
     monkeypatch.setattr(session, "open_agents", lambda backend, job: [])
     monkeypatch.setattr("time.sleep", lambda seconds: None)
-    keys = {"name": "t", "model": "m:f", "data": "m:d", "steps": 1, "batch": 1, "restarts": 5, "resume": "elsewhere"}
+    keys = {
+        "name": "t",
+        "model": "m:f",
+        "data": "m:d",
+        "steps": 1,
+        "batch": 1,
+        "restarts": 5,
+        "resume": "elsewhere",
+    }
     return LaunchRequest(
         LoadedJob(JobConfig.model_validate(keys), Path("job.yaml"), {}),
         Backend("local", "", None, NONE),
@@ -81,13 +102,17 @@ def restartable(monkeypatch: pytest.MonkeyPatch, attempt: Any) -> LaunchRequest:
     )
 
 
-def test_a_run_that_was_asked_to_end_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_was_asked_to_end_is_not_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A rank that is killed while a scheduler ends the job is an accident, but nobody wants to train on."""
     attempts: list[bool] = []
 
     def attempt(request: LaunchRequest, members: list[Any]) -> AttemptResult:
         attempts.append(request.is_restart)
-        return AttemptResult(5, failure(-signal.SIGKILL), tmp_path, 0, None, was_asked=len(attempts) == 2)
+        return AttemptResult(
+            5, failure(-signal.SIGKILL), tmp_path, 0, None, was_asked=len(attempts) == 2
+        )
 
     assert session._run(restartable(monkeypatch, attempt), None) == 5
     assert attempts == [False, True]

@@ -20,7 +20,9 @@ def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     read = room.text
     of_process = "4:cpu,memory:/jobs/mine\n0::/jobs/mine\n"
     monkeypatch.setattr(room, "_GROUPS", tmp_path)
-    monkeypatch.setattr(room, "text", lambda path: of_process if str(path) == "/proc/self/cgroup" else read(path))
+    monkeypatch.setattr(
+        room, "text", lambda path: of_process if str(path) == "/proc/self/cgroup" else read(path)
+    )
     return tmp_path
 
 
@@ -34,18 +36,28 @@ def test_without_a_limit_the_host_counts(group: Path) -> None:
     assert room.group_limit() is None
     assert room.group_left() is None
     assert 0 < room.host_left() < room.host_total()
-    fill(group / "memory/jobs/mine", memory__limit_in_bytes=0x7FFFFFFFFFFFF000, memory__usage_in_bytes=1)
+    fill(
+        group / "memory/jobs/mine",
+        memory__limit_in_bytes=0x7FFFFFFFFFFFF000,
+        memory__usage_in_bytes=1,
+    )
     assert room.group_limit() is None
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_the_tightest_group_counts_and_what_the_kernel_can_drop_is_free(group: Path, version: int) -> None:
-    limit, used = [("memory__limit_in_bytes", "memory__usage_in_bytes"), ("memory__max", "memory__current")][
-        version - 1
-    ]
+def test_the_tightest_group_counts_and_what_the_kernel_can_drop_is_free(
+    group: Path, version: int
+) -> None:
+    limit, used = [
+        ("memory__limit_in_bytes", "memory__usage_in_bytes"),
+        ("memory__max", "memory__current"),
+    ][version - 1]
     folder = group / ("memory" if version == 1 else "")
     fill(folder / "jobs/mine", **{limit: "900" if version == 1 else "max", used: 500})
-    fill(folder / "jobs", **{limit: 700, used: 600, "memory__stat": "anon 1\ninactive_file 150\nactive_file 50\nodd"})
+    fill(
+        folder / "jobs",
+        **{limit: 700, used: 600, "memory__stat": "anon 1\ninactive_file 150\nactive_file 50\nodd"},
+    )
     assert room.group_limit() == room.host_total() == 700
     assert room.group_left() == room.host_left() == 300
 
@@ -99,4 +111,6 @@ def test_a_process_knows_the_most_it_has_held() -> None:
     assert highest is not None
     assert highest >= held - MIB
     del taken
-    assert highest - MIB <= room.own_highest() <= highest + 8 * MIB  # it is the most, not what is there now
+    assert (
+        highest - MIB <= room.own_highest() <= highest + 8 * MIB
+    )  # it is the most, not what is there now

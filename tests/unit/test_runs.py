@@ -47,7 +47,9 @@ def event(kind: str, time: float, rank: int = 0, **more: Any) -> dict[str, Any]:
     return {"type": kind, "time": time, "rank": rank, **more}
 
 
-def make(job: str, run_id: str, code: int | None = 0, events: list[dict[str, Any]] | None = None) -> Path:
+def make(
+    job: str, run_id: str, code: int | None = 0, events: list[dict[str, Any]] | None = None
+) -> Path:
     """A run directory as a launcher leaves it that ends with `code`; None: that was killed."""
     path = Path("runs", job, run_id).absolute()
     with RunDir.claim(job, path) as rundir:
@@ -66,16 +68,27 @@ def started_at(path: Path, time: float) -> None:
 
 
 def test_a_run_that_finished() -> None:
-    path = make("gpt", "20260101-000000-aaaa", 0, [
-        event("start", 100.0, job="gpt", total_steps=9, world_size=4),
-        event("step", 101.0, step=1),
-        event("memory", 900.0, rank=3, step=1),
-        event("step", 107.5, step=9),
-        event("end", 108.0, step=9),
-        event("memory", 901.0, rank=3, step=9),
-    ])  # fmt: skip
+    path = make(
+        "gpt",
+        "20260101-000000-aaaa",
+        0,
+        [
+            event("start", 100.0, job="gpt", total_steps=9, world_size=4),
+            event("step", 101.0, step=1),
+            event("memory", 900.0, rank=3, step=1),
+            event("step", 107.5, step=9),
+            event("end", 108.0, step=9),
+            event("memory", 901.0, rank=3, step=9),
+        ],
+    )
     run = read(path)
-    assert (run.state, run.exit_code, run.job, run.step, run.total_steps) == (State.FINISHED, 0, "gpt", 9, 9)
+    assert (run.state, run.exit_code, run.job, run.step, run.total_steps) == (
+        State.FINISHED,
+        0,
+        "gpt",
+        9,
+        9,
+    )
     assert run.seconds == 8.0  # by rank 0's clock, whatever that of rank 3 says
     assert (run.hosts, run.ranks) == (("n0", "n1"), 4)
     assert run.holder is not None
@@ -84,15 +97,24 @@ def test_a_run_that_finished() -> None:
 
 def test_the_time_of_a_run_that_goes_on_is_that_of_all_its_steps() -> None:
     told = {"step": 200, "path": "/x", "seconds": 60.0, "first_loss": 5.5}
-    path = make("gpt", "a", 0, [event("start", 100.0, resumed=told), event("step", 102.0, step=220)])
+    path = make(
+        "gpt", "a", 0, [event("start", 100.0, resumed=told), event("step", 102.0, step=220)]
+    )
     assert (read(path).step, read(path).seconds) == (220, 62.0)
 
 
 @pytest.mark.parametrize(
     ("code", "state"),
-    [(0, State.FINISHED), (5, State.FAILED), (75, State.STOPPED), (130, State.STOPPED), (143, State.STOPPED),
-     (None, State.VANISHED), (1, State.FAILED)],
-)  # fmt: skip
+    [
+        (0, State.FINISHED),
+        (5, State.FAILED),
+        (75, State.STOPPED),
+        (130, State.STOPPED),
+        (143, State.STOPPED),
+        (None, State.VANISHED),
+        (1, State.FAILED),
+    ],
+)
 def test_states(code: int | None, state: State) -> None:
     run = read(make("gpt", "a", code))
     assert (run.state, run.exit_code) == (state, code)
@@ -105,7 +127,11 @@ def test_the_lock_says_that_it_runs() -> None:
         assert read(path).exit_code is None
     assert read(path).state is State.VANISHED  # the new one did not say how it ended
     (path / "failure.json").write_text('{"message": "no rest", "exit_code": 4}')
-    assert (read(path).state, read(path).exit_code, read(path).headline) == (State.FAILED, 4, "no rest")
+    assert (read(path).state, read(path).exit_code, read(path).headline) == (
+        State.FAILED,
+        4,
+        "no rest",
+    )
 
 
 def test_between_two_attempts_a_run_still_runs() -> None:
@@ -124,19 +150,29 @@ def test_between_two_attempts_a_run_still_runs() -> None:
 
 
 def test_an_error_is_an_end_too() -> None:
-    for number, (error, code) in enumerate([(SaveError("full"), 8), (KeyboardInterrupt(), 130), (ValueError(), 1)]):
+    for number, (error, code) in enumerate(
+        [(SaveError("full"), 8), (KeyboardInterrupt(), 130), (ValueError(), 1)]
+    ):
         path = Path("runs", "gpt", str(number))
         with pytest.raises(type(error)), RunDir.claim("gpt", path):
             raise error
         assert read(path).exit_code == code
         told = json.loads((path / "failure.json").read_text())
         kind = {SaveError: "zrun", KeyboardInterrupt: "stopped", ValueError: "bug"}[type(error)]
-        assert (told["exit_code"], told["kind"], told["message"]) == (code, kind, str(error) or type(error).__name__)
+        assert (told["exit_code"], told["kind"], told["message"]) == (
+            code,
+            kind,
+            str(error) or type(error).__name__,
+        )
         assert ("traceback" in told) == (kind == "bug")
 
 
 def files_of(path: Path) -> dict[str, str]:
-    return {name: (path / name).read_text() for name in ("failure.json", "exit.json") if (path / name).exists()}
+    return {
+        name: (path / name).read_text()
+        for name in ("failure.json", "exit.json")
+        if (path / name).exists()
+    }
 
 
 def test_for_a_launcher_that_was_killed_the_agent_speaks() -> None:
@@ -144,7 +180,10 @@ def test_for_a_launcher_that_was_killed_the_agent_speaks() -> None:
     speak_for_launcher(path)
     run, told = read(path), json.loads((path / "failure.json").read_text())
     assert (run.state, run.exit_code, run.step) == (State.VANISHED, None, 4)
-    assert run.headline == f"the launcher, process {os.getpid()} on {os.uname().nodename}, was killed after step 4"
+    assert (
+        run.headline
+        == f"the launcher, process {os.getpid()} on {os.uname().nodename}, was killed after step 4"
+    )
     assert (told["kind"], told["step"], told["exit_code"]) == ("launcher", 4, None)
     assert json.loads((path / "exit.json").read_text())["exit_code"] is None
     before = files_of(path)
@@ -175,24 +214,38 @@ def test_what_a_killed_launcher_had_told_stays() -> None:
     path = make("gpt", "a", None)
     (path / "failure.json").write_text('{"message": "no rest", "exit_code": 4}')
     speak_for_launcher(path)
-    assert (read(path).state, read(path).exit_code, read(path).headline) == (State.FAILED, 4, "no rest")
+    assert (read(path).state, read(path).exit_code, read(path).headline) == (
+        State.FAILED,
+        4,
+        "no rest",
+    )
 
 
 def test_the_headline() -> None:
     path = make("gpt", "a", 5)
-    (path / "failure.json").write_text(json.dumps({"rank": 3, "kind": "user", "message": "a wrong turn\nand more"}))
+    (path / "failure.json").write_text(
+        json.dumps({"rank": 3, "kind": "user", "message": "a wrong turn\nand more"})
+    )
     assert read(path).headline == "rank 3: a wrong turn"
-    (path / "failure.json").write_text(json.dumps({"rank": 3, "kind": "hang", "message": "no progress: rank 3"}))
+    (path / "failure.json").write_text(
+        json.dumps({"rank": 3, "kind": "hang", "message": "no progress: rank 3"})
+    )
     assert read(path).headline == "no progress: rank 3"
 
 
 def test_a_run_that_goes_on_counts_from_its_own_start() -> None:
     """The record of the attempt before, which had ended, says nothing about this one."""
-    first = [event("start", 1.0, total_steps=5), event("step", 2.0, step=5), event("end", 3.0, step=5)]
+    first = [
+        event("start", 1.0, total_steps=5),
+        event("step", 2.0, step=5),
+        event("end", 3.0, step=5),
+    ]
     path = make("gpt", "a", 0, first)
     with RunDir.claim("gpt", path, earlier=Earlier.CONTINUE) as rundir:
         assert (read(path).step, read(path).total_steps, read(path).seconds) == (None, None, None)
-        rundir.append([encode(event("start", 50.0, total_steps=20, resumed={"step": 5, "path": "x"}))])
+        rundir.append(
+            [encode(event("start", 50.0, total_steps=20, resumed={"step": 5, "path": "x"}))]
+        )
         assert (read(path).step, read(path).total_steps) == (5, 20)
         rundir.append([encode(event("step", 57.0, step=6))])
         assert (read(path).step, read(path).seconds) == (6, 7.0)
@@ -215,7 +268,13 @@ def test_damage_does_no_harm() -> None:
         (path / name).write_bytes(b"\x00\xff{")
     (path / lock.LOCK).write_text('{"host": 1')
     run = read(path)
-    assert (run.step, run.state, run.job, run.ranks, run.holder) == (3, State.VANISHED, "gpt", None, None)
+    assert (run.step, run.state, run.job, run.ranks, run.holder) == (
+        3,
+        State.VANISHED,
+        "gpt",
+        None,
+        None,
+    )
 
 
 def test_what_is_listed() -> None:
@@ -242,7 +301,9 @@ def test_what_runs_elsewhere_on_this_machine_is_listed_too(
         assert find("a run") == path
         assert reference(path) == f"'{path}'"
         here = make("gpt", "a run too")
-        assert find("a run") == here  # what lies here comes first, even if only its beginning is given
+        assert (
+            find("a run") == here
+        )  # what lies here comes first, even if only its beginning is given
         (path / "job.yaml").write_text("name: gpt")
         assert find("gpt", running=True) == here
     assert path not in [run.path for run in listed(None)[0]]
@@ -298,7 +359,10 @@ def test_no_name_does_harm(text: str) -> None:
 
 
 def test_the_table() -> None:
-    failed, vanished = make("gpt", "20260101-000000-aaaa", 5), make("gpt", "20260101-000000-bbbb", None)
+    failed, vanished = (
+        make("gpt", "20260101-000000-aaaa", 5),
+        make("gpt", "20260101-000000-bbbb", None),
+    )
     (failed / "failure.json").write_text('{"message": "a \\u001b[2J [red]wrong[/red] turn"}')
     out = io.StringIO()
     console = Console(file=out, width=80)
@@ -326,7 +390,9 @@ def test_who_holds_the_lock(tmp_path: Path) -> None:
     assert tmp_path not in lock.held_here()
 
 
-def test_whoever_only_looks_is_in_nobodys_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_only_looks_is_in_nobodys_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Lock(tmp_path).close()
     with (tmp_path / lock.LOCK).open("rb") as looking:
         fcntl.flock(looking, fcntl.LOCK_SH)
@@ -343,14 +409,22 @@ def test_a_holder_is_told_from_later_and_distant_processes() -> None:
 
 
 def run_held_by(holder: Holder | None) -> Run:
-    return Run(Path("/runs/gpt/a"), "gpt", State.RUNNING, holder, None, "", 0.0, None, None, None, (), None)
+    return Run(
+        Path("/runs/gpt/a"), "gpt", State.RUNNING, holder, None, "", 0.0, None, None, None, (), None
+    )
 
 
 @pytest.mark.parametrize(
     ("holder", "said"),
     [
-        (Holder("n7", 12, "another boot", 1), "on n7 .process 12.: stop it there, with ssh n7 zrun stop /runs/gpt/a"),
-        (Holder.me().__class__("here", os.getpid(), Holder.me().boot, 1), "cannot be seen from here"),
+        (
+            Holder("n7", 12, "another boot", 1),
+            "on n7 .process 12.: stop it there, with ssh n7 zrun stop /runs/gpt/a",
+        ),
+        (
+            Holder.me().__class__("here", os.getpid(), Holder.me().boot, 1),
+            "cannot be seen from here",
+        ),
         (None, "try again"),
     ],
 )
@@ -360,8 +434,10 @@ def test_a_launcher_that_cannot_be_reached(holder: Holder | None, said: str) -> 
 
 
 def test_a_launcher_that_stands_still_is_named() -> None:
-    with subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"],
-                          stdout=subprocess.PIPE) as process:  # fmt: skip
+    with subprocess.Popen(
+        [sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"],
+        stdout=subprocess.PIPE,
+    ) as process:
         assert process.stdout is not None
         process.stdout.readline()
         found = Process.find(process.pid)
@@ -387,7 +463,9 @@ def test_patience_is_that_of_the_job(tmp_path: Path) -> None:
     assert stopping.limits_of(tmp_path).stop_s == 30
 
 
-def test_whoever_waits_for_a_launcher_waits_for_its_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_waits_for_a_launcher_waits_for_its_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It ends after 500 s of saving; the limits are 30 and 1800 s, and 30 more."""
     board, now = Board(tmp_path / "board", 0, range(2), 2), [0.0]
 
@@ -469,7 +547,9 @@ def test_the_last_lines_of_a_long_log(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_long_lines_are_cut(tmp_path: Path) -> None:
     path = tmp_path / "log"
-    path.write_bytes(b"x" * 1_000_000 + b"\nshort\n" + b"".join(b"%d%%\r" % i for i in range(20_000)) + b"done\n")
+    path.write_bytes(
+        b"x" * 1_000_000 + b"\nshort\n" + b"".join(b"%d%%\r" % i for i in range(20_000)) + b"done\n"
+    )
     first, *others = Tail(Source("log", path)).lines()
     assert first == "x" * (1 << 14) + " ... (line cut here)"
     assert others == ["short", "done"]
@@ -505,8 +585,15 @@ def test_which_logs_are_meant() -> None:
     assert names("3,0-1,1") == ["rank 3", "rank 0", "rank 1"]
     assert names("launcher,agent") == ["launcher", "agent n0"]
     assert sources(path, "2")[0].host == "n1"
-    for wrong, said in {"4": "ranks 0 to 3", "0-9": "ranks 0 to 3", "2-1": "ranks 0 to 3", "-1": "write a rank",
-                        "lancher": "write a rank", "": "write a rank", "0,": "write a rank"}.items():  # fmt: skip
+    for wrong, said in {
+        "4": "ranks 0 to 3",
+        "0-9": "ranks 0 to 3",
+        "2-1": "ranks 0 to 3",
+        "-1": "write a rank",
+        "lancher": "write a rank",
+        "": "write a rank",
+        "0,": "write a rank",
+    }.items():
         with pytest.raises(JobError, match=said):
             sources(path, wrong)
     (path / "plan.json").unlink()
@@ -540,7 +627,9 @@ def test_messages_come_from_the_record() -> None:
 
 
 def test_silence_is_told(capfd: pytest.CaptureFixture[str]) -> None:
-    path = make("gpt", "a", events=[event("start", 1.0, params=9, stage=2, precision="bf16", device="cpu")])
+    path = make(
+        "gpt", "a", events=[event("start", 1.0, params=9, stage=2, precision="bf16", device="cpu")]
+    )
     for rank in range(4):
         (path / "logs" / f"rank-{rank}.log").write_text("")
     logs_command(str(path))
@@ -551,7 +640,10 @@ def test_silence_is_told(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr().err.startswith("nothing has been printed so far by rank 2: ")
     (path / "logs" / "rank-3.log").write_text("a word")
     logs_command(str(path))
-    assert capfd.readouterr() == ("rank 3: a word\nlauncher: start: 9 parameters, zero 2, bf16, cpu\n", "")
+    assert capfd.readouterr() == (
+        "rank 3: a word\nlauncher: start: 9 parameters, zero 2, bf16, cpu\n",
+        "",
+    )
 
 
 def test_lines_of_several_logs(tmp_path: Path) -> None:
@@ -571,4 +663,10 @@ def test_lines_of_several_logs(tmp_path: Path) -> None:
         return goes_on
 
     told = shown([Tail(source, 1) for source in found], None, 1, runs_on)
-    assert list(told) == [("a", "end of a"), ("a", "later"), ("a", "last"), ("a", "final 9"), ("b", "end of b")]
+    assert list(told) == [
+        ("a", "end of a"),
+        ("a", "later"),
+        ("a", "last"),
+        ("a", "final 9"),
+        ("b", "end of b"),
+    ]

@@ -35,7 +35,15 @@ STEP = {"type": "step", "rank": 0, "time": 2.0, "step": 5}
 
 def saved(step: int) -> dict[str, Any]:
     path = f"/ckpt/step-{step:08d}"
-    return {"type": "save", "rank": 0, "time": 3.0, "step": step, "path": path, "bytes": 1024, "seconds": 0.5}
+    return {
+        "type": "save",
+        "rank": 0,
+        "time": 3.0,
+        "step": step,
+        "path": path,
+        "bytes": 1024,
+        "seconds": 0.5,
+    }
 
 
 Answer = Callable[..., None]
@@ -83,8 +91,16 @@ def test_the_answer_is_a_step_that_came_later(rundir: RunDir, answer: Answer) ->
 
 
 def test_a_save_that_fails_is_told(rundir: RunDir, answer: Answer) -> None:
-    warning = {"type": "warning", "rank": 0, "time": 3.0, "message": "step 6 is not saved: the disk is full"}
-    others = [warning | {"message": "careful"}, warning | {"message": "step 5 is not saved", "unsaved": 5}]
+    warning = {
+        "type": "warning",
+        "rank": 0,
+        "time": 3.0,
+        "message": "step 6 is not saved: the disk is full",
+    }
+    others = [
+        warning | {"message": "careful"},
+        warning | {"message": "step 5 is not saved", "unsaved": 5},
+    ]
     answer([*others, warning | {"unsaved": 6}])
     with pytest.raises(SaveError, match="step 6 is not saved: the disk is full"):
         saving.save(read(rundir.path), 60.0)
@@ -98,7 +114,9 @@ def test_a_restart_is_asked_again(rundir: RunDir, answer: Answer) -> None:
 
 def test_a_run_that_ends_first_is_named(rundir: RunDir, answer: Answer) -> None:
     answer(None)
-    with pytest.raises(saving.RunEndedError, match="run finished after step 5 before it came to that"):
+    with pytest.raises(
+        saving.RunEndedError, match="run finished after step 5 before it came to that"
+    ):
         saving.save(read(rundir.path), 60.0)
 
 
@@ -118,7 +136,9 @@ def test_a_run_that_has_ended_is_not_said_to_save(
 
 
 def test_what_cannot_be_asked(rundir: RunDir, run: ExitStack) -> None:
-    with pytest.raises(PreflightError, match="does not train yet"):  # no handler: the signal would end it
+    with pytest.raises(
+        PreflightError, match="does not train yet"
+    ):  # no handler: the signal would end it
         saving.check(read(rundir.path))
     rundir.write_job("name: gpt\ncheckpoint: null  # default\n")
     with pytest.raises(JobError, match="saves nothing: its job has no checkpoint"):
@@ -217,7 +237,9 @@ class Rank:
         return [fields["warning"] for fields in self.told if "warning" in fields]
 
 
-def test_a_save_that_was_asked_for_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_was_asked_for_is_made_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rank = Rank(tmp_path, monkeypatch, every=3)
     rank.end_step()
     assert rank.saves.under_way is None
@@ -232,7 +254,9 @@ def test_a_save_that_was_asked_for_is_made_once(tmp_path: Path, monkeypatch: pyt
     rank.saves.close()
 
 
-def test_it_waits_for_its_turn_where_others_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_waits_for_its_turn_where_others_are_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rank = Rank(tmp_path, monkeypatch, every=2, busy="skip")
     rank.end_step()
     rank.end_step()

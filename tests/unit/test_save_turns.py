@@ -18,10 +18,15 @@ def test_a_save_that_is_skipped_is_not_due_again_at_once(tmp_path: Path) -> None
     told: list[dict[str, Any]] = []
     config = CheckpointConfig.model_validate({"minutes": 60, "async": True, "busy": "skip"})
     saves = Checkpointer(
-        CheckpointFolder(tmp_path), cast(Any, None), cast(Any, None), config, cast(Any, None),
+        CheckpointFolder(tmp_path),
+        cast(Any, None),
+        cast(Any, None),
+        config,
+        cast(Any, None),
         Group("world", (0,), 0, None),
-        About("run", {}, {}), lambda **fields: told.append(fields),
-    )  # fmt: skip
+        About("run", {}, {}),
+        lambda **fields: told.append(fields),
+    )
     saves._current = _Save(1, "due", tmp_path, {}, {}, [], 0.0, Future(), prunes=True)
     saves._last_save = time.monotonic() - 3601
     for step in (2, 3, 4):

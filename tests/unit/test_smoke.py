@@ -16,7 +16,9 @@ from zrun_core.spine.config import JobConfig
 
 
 def job(**keys: Any) -> JobConfig:
-    return JobConfig.model_validate({"name": "t", "model": "m:f", "data": "m:d", "steps": 1000, "batch": 8} | keys)
+    return JobConfig.model_validate(
+        {"name": "t", "model": "m:f", "data": "m:d", "steps": 1000, "batch": 8} | keys
+    )
 
 
 def overrides(number: int, **keys: Any) -> set[str]:
@@ -27,15 +29,23 @@ def test_the_schedule_shrinks_as_the_steps_do() -> None:
     lr = {"schedule": "cosine", "warmup": 100, "decay_steps": 800}
     assert {"steps=20", "lr.warmup=2", "lr.decay_steps=16"} <= overrides(20, lr=lr)
     assert "lr.warmup=1" in overrides(2, lr=lr)
-    assert not {key for key in overrides(20, lr="cosine") if key.startswith("lr.")}  # follows the steps by itself
+    assert not {
+        key for key in overrides(20, lr="cosine") if key.startswith("lr.")
+    }  # follows the steps by itself
 
 
 @pytest.mark.parametrize(
     ("lr", "expected"),
     [
         ({"schedule": "cosine", "warmup": 100}, {"lr.warmup=2"}),
-        ({"schedule": "cosine", "warmup": 100, "decay_steps": 1000}, {"lr.warmup=2", "lr.decay_steps=20"}),
-        ({"schedule": "wsd", "warmup": 1, "decay_steps": 1000}, {"lr.warmup=1", "lr.decay_steps=4"}),
+        (
+            {"schedule": "cosine", "warmup": 100, "decay_steps": 1000},
+            {"lr.warmup=2", "lr.decay_steps=20"},
+        ),
+        (
+            {"schedule": "wsd", "warmup": 1, "decay_steps": 1000},
+            {"lr.warmup=1", "lr.decay_steps=4"},
+        ),
     ],
 )
 def test_jobs_whose_length_the_data_knows(lr: dict[str, Any], expected: set[str]) -> None:
@@ -46,15 +56,32 @@ def test_jobs_whose_length_the_data_knows(lr: dict[str, Any], expected: set[str]
 
 
 def test_nothing_lasts() -> None:
-    keys = {"eval": {"data": "m:d", "every": 5, "first": True}, "checkpoint": 5, "restarts": 3, "resume": "auto"}
+    keys = {
+        "eval": {"data": "m:d", "every": 5, "first": True},
+        "checkpoint": 5,
+        "restarts": 3,
+        "resume": "auto",
+    }
     found = smoke_of(job(**keys), 20)
     assert set(found.overrides) == {
-        "name=t-smoke", "steps=20", "resume=never", "restarts=0", "checkpoint=null",
-        "eval.every=20", "eval.first=false", "eval.samples=64",
-    }  # fmt: skip
-    assert found.told == "smoke run in runs/t-smoke: steps 20 of 1000, one evaluation of 64 samples, no saves"
+        "name=t-smoke",
+        "steps=20",
+        "resume=never",
+        "restarts=0",
+        "checkpoint=null",
+        "eval.every=20",
+        "eval.first=false",
+        "eval.samples=64",
+    }
+    assert (
+        found.told
+        == "smoke run in runs/t-smoke: steps 20 of 1000, one evaluation of 64 samples, no saves"
+    )
     assert "eval.samples=9" in overrides(20, eval={"data": "m:d", "samples": 9})
-    checks = {"eval": {"data": "m:d", "every": 5, "stop": 3}, "checkpoint": {"every": 5, "best": "loss"}}
+    checks = {
+        "eval": {"data": "m:d", "every": 5, "stop": 3},
+        "checkpoint": {"every": 5, "best": "loss"},
+    }
     given = {"name": "t", "model": "m:f", "data": "m:d", "steps": 1000, "batch": 8} | checks
     document = Document.parse(json.dumps(given), "job.yaml", {})
     apply(document, smoke_of(job(**checks), 20).overrides, {})

@@ -16,9 +16,27 @@ from zrun_core.errors import JobError, PreflightError
 
 
 def test_the_host_comes_after_the_options_and_the_remote_command_is_a_constant() -> None:
-    argv = ssh_argv(HostEntry("fe80::1", "me", 2222), "ssh -F 'my cfg' -oConnectTimeout=3", "/venv/bin/python", 10)
-    assert argv[:4] == ["ssh", "-F", "my cfg", "-oConnectTimeout=3"]  # ssh takes the first of two values
-    assert argv[-7:] == ["-l", "me", "-p", "2222", "--", "fe80::1", "exec /venv/bin/python -P -m zrun.agent.main"]
+    argv = ssh_argv(
+        HostEntry("fe80::1", "me", 2222),
+        "ssh -F 'my cfg' -oConnectTimeout=3",
+        "/venv/bin/python",
+        10,
+    )
+    assert argv[:4] == [
+        "ssh",
+        "-F",
+        "my cfg",
+        "-oConnectTimeout=3",
+    ]  # ssh takes the first of two values
+    assert argv[-7:] == [
+        "-l",
+        "me",
+        "-p",
+        "2222",
+        "--",
+        "fe80::1",
+        "exec /venv/bin/python -P -m zrun.agent.main",
+    ]
     assert "-oBatchMode=yes" in argv
     assert not [each for each in argv if "StrictHostKeyChecking" in each]
 
@@ -55,24 +73,61 @@ def test_a_client_that_no_shell_would_take_is_refused(ssh: str) -> None:
 
 
 def test_a_client_that_is_not_there_is_named() -> None:
-    with pytest.raises(PreflightError, match=r"no-such-ssh: No such file.*install the OpenSSH client"):
+    with pytest.raises(
+        PreflightError, match=r"no-such-ssh: No such file.*install the OpenSSH client"
+    ):
         SshAgent(HostEntry("a"), ssh="no-such-ssh")
 
 
 @pytest.mark.parametrize(
     ("status", "errors", "said_hello", "cause"),
     [
-        (255, "banner\r\nssh: connect to host a port 22: Connection timed out\r\n", False, "a: sshd has not answered"),
-        (255, "ssh: connect to host a port 22: No route to host", False, "a: it cannot be reached from here (connect"),
-        (255, "kex_exchange_identification: Connection closed by remote host", False, "a: sshd ended the connection"),
+        (
+            255,
+            "banner\r\nssh: connect to host a port 22: Connection timed out\r\n",
+            False,
+            "a: sshd has not answered",
+        ),
+        (
+            255,
+            "ssh: connect to host a port 22: No route to host",
+            False,
+            "a: it cannot be reached from here (connect",
+        ),
+        (
+            255,
+            "kex_exchange_identification: Connection closed by remote host",
+            False,
+            "a: sshd ended the connection",
+        ),
         (255, "something new", False, "a: ssh failed: something new"),
         (255, "", False, "a: ssh failed: it gave no reason"),
-        (2, "unknown option -P\nusage: python3 [option] ...", False, "a: py is older than Python 3.11"),
-        (1, "ModuleNotFoundError: No module named 'pydantic'", False, "a: py lacks what zrun needs (ModuleNot"),
-        (1, "This account is currently not available.", False, "a: the agent did not start (status 1): This account"),
+        (
+            2,
+            "unknown option -P\nusage: python3 [option] ...",
+            False,
+            "a: py is older than Python 3.11",
+        ),
+        (
+            1,
+            "ModuleNotFoundError: No module named 'pydantic'",
+            False,
+            "a: py lacks what zrun needs (ModuleNot",
+        ),
+        (
+            1,
+            "This account is currently not available.",
+            False,
+            "a: the agent did not start (status 1): This account",
+        ),
         (1, "\x1b[31mred", False, "a: the agent did not start (status 1): red"),
         (255, "Timeout, server a not responding.\r\n", True, "a: the host no longer answers"),
-        (255, "Connection to a closed by remote host.", True, "a: the connection broke (Connection to a closed"),
+        (
+            255,
+            "Connection to a closed by remote host.",
+            True,
+            "a: the connection broke (Connection to a closed",
+        ),
         (255, "", True, "a: its agent was killed there, or the connection was cut"),
         (1, "MemoryError", True, "a: its agent ended (status 1): MemoryError"),
         (-9, "", True, "a: the ssh client was killed by signal 9"),
@@ -85,7 +140,13 @@ def test_an_end_has_one_line(status: int, errors: str, said_hello: bool, cause: 
 
 
 def test_the_advice_fits_the_host() -> None:
-    changed = explain(255, "WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!", False, HostEntry("a", port=2222), "py")
+    changed = explain(
+        255,
+        "WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!",
+        False,
+        HostEntry("a", port=2222),
+        "py",
+    )
     assert "ssh-keygen -R '[a]:2222'" in changed
     unknown = explain(255, "Host key verification failed.", False, HostEntry("a", "me", 2222), "py")
     assert "log in once by hand with ssh -p 2222 me@a," in unknown
@@ -124,5 +185,8 @@ def test_many_hosts_share_what_is_the_same_for_all(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_host_without_srun_is_told_what_the_job_asks_for():
-    with pytest.raises(PreflightError, match=r"nowhere/srun: No such file or directory: launch.backend: slurm needs"):
+    with pytest.raises(
+        PreflightError,
+        match=r"nowhere/srun: No such file or directory: launch.backend: slurm needs",
+    ):
         SrunAgent("node1", "python3", srun="/nowhere/srun")

@@ -46,7 +46,10 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> StopSignals:
         ([TERM], None),
         ([INT], None),
         ([USR1, USR1, HUP, TERM], None),  # warnings may come often, and before the order
-        ([TERM, USR1], None),  # the scheduler tells the workers and the launcher, which tells the workers
+        (
+            [TERM, USR1],
+            None,
+        ),  # the scheduler tells the workers and the launcher, which tells the workers
         ([TERM, TERM], 143),
         ([USR1, INT, TERM], 143),  # the launcher's "now"
         ([INT, TERM], 130),
@@ -68,7 +71,9 @@ def test_before_the_first_step_there_is_nothing_to_finish(worker):
 
 def test_a_request_to_save_asks_for_no_end():
     stop = StopSignals()  # before the first step too
-    handlers = {number: signal.getsignal(number) for number in (INT, TERM, HUP, USR1, signal.SIGUSR2, SAVE)}
+    handlers = {
+        number: signal.getsignal(number) for number in (INT, TERM, HUP, USR1, signal.SIGUSR2, SAVE)
+    }
     try:
         stop.listen()
         for _ in range(2):
@@ -181,8 +186,12 @@ class Hosts:
 
     def watch(self) -> None:
         script = self.agents.script
-        script[:] = [partial(self._wait, item) if isinstance(item, float) else item for item in script]
-        supervisor = Supervisor(self.agents, self.run, self.interrupts, self._limits, lambda: self.now)
+        script[:] = [
+            partial(self._wait, item) if isinstance(item, float) else item for item in script
+        ]
+        supervisor = Supervisor(
+            self.agents, self.run, self.interrupts, self._limits, lambda: self.now
+        )
         supervisor.watch(lambda event, line: None, lambda: None)
 
     def _wait(self, seconds: float) -> None:
@@ -191,7 +200,9 @@ class Hosts:
 
 def test_a_failure_on_one_host_stops_the_others(rundir):
     note = Note(rank=0, kind="user", type="E", message="boom", exit_code=5)
-    hosts = Hosts(("a", exit_frame(0, 5, note)), 1.0, ("b", exit_frame(1, 143)), ("a", DONE), ("b", DONE))
+    hosts = Hosts(
+        ("a", exit_frame(0, 5, note)), 1.0, ("b", exit_frame(1, 143)), ("a", DONE), ("b", DONE)
+    )
     hosts.watch()
     assert hosts.agents.asked == [Stop.NOW]
     assert {"beat": True} in hosts.agents.told
@@ -239,7 +250,9 @@ def test_a_host_that_still_speaks_has_its_time(rundir):
     note = Note(rank=0, kind="user", type="E", message="boom", exit_code=5)
     board = ("b", {"frame": "board", "states": {}})
     ends = ("b", exit_frame(1, 143)), ("b", DONE)
-    hosts = Hosts(("a", exit_frame(0, 5, note)), 1.0, ("a", DONE), 4.0, board, 4.0, board, 4.0, *ends)
+    hosts = Hosts(
+        ("a", exit_frame(0, 5, note)), 1.0, ("a", DONE), 4.0, board, 4.0, board, 4.0, *ends
+    )
     hosts.watch()
     assert hosts.agents.given_up == []
     assert judge(hosts.run, plan(), rundir, Interrupts())[0] == 5
@@ -269,12 +282,17 @@ def test_a_host_that_heard_nothing_and_went_on_has_saved(rundir):
 
 def test_a_host_that_heard_nothing_and_stood_still_is_lost_and_nobody_asked_for_the_end(rundir):
     deaf = {"frame": "deaf", "silent_s": 15.2, "stop": "now"}
-    told = ("b", {"frame": "event", "event": {"type": "stop", "signal": "SIGINT", "rank": 1, "time": 1.0}})
+    told = (
+        "b",
+        {"frame": "event", "event": {"type": "stop", "signal": "SIGINT", "rank": 1, "time": 1.0}},
+    )
     hosts = Hosts(("b", deaf), told, ("b", exit_frame(1, 130)), 1.0, ("a", DONE), ("b", DONE))
     hosts.watch()
     code, failure = judge(hosts.run, plan(), rundir, Interrupts())
     assert (code, hosts.run.stopping) == (6, ""), "so that restarts apply"
-    assert failure.headline.startswith("lost b: its agent had no word from this launcher for 15 s, and its ranks made")
+    assert failure.headline.startswith(
+        "lost b: its agent had no word from this launcher for 15 s, and its ranks made"
+    )
 
 
 def test_what_a_launcher_slept_through_is_no_delay():
@@ -307,7 +325,14 @@ def test_a_hang_is_found_from_the_boards_of_all_hosts(rundir):
 
     def saw(rank: int, does: str) -> Frame:
         told = {"rank": rank, "step": 3, "phase": "forward", "does": does, "last": "small 4"}
-        return {"frame": "testimony", "ranks": [told], "disagreement": None, "stalemate": "", "stacks": {}, "logs": {}}
+        return {
+            "frame": "testimony",
+            "ranks": [told],
+            "disagreement": None,
+            "stalemate": "",
+            "stacks": {},
+            "logs": {},
+        }
 
     boards = ("a", board(0, waiting=True)), ("b", board(1, waiting=False))
     told = ("a", saw(0, "waits")), ("b", saw(1, "runs")), ("a", DONE), ("b", DONE)
@@ -333,7 +358,9 @@ def test_the_launcher_asks_once_per_level():
 def told_to(script: list[Any], interrupts: Interrupts) -> list[Frame]:
     """What the launcher says to the agents, but for its heartbeat."""
     agents = ScriptedAgents([STARTED, *script, DONE], ["node"])
-    Supervisor(agents, Run(2), interrupts, LimitsConfig()).watch(lambda event, line: None, lambda: None)
+    Supervisor(agents, Run(2), interrupts, LimitsConfig()).watch(
+        lambda event, line: None, lambda: None
+    )
     return [frame for frame in agents.told if "beat" not in frame]
 
 
@@ -360,7 +387,9 @@ def test_the_launcher_passes_a_request_to_save_on_once(capsys):
 
 def test_while_no_rank_trains_there_is_nothing_to_save(capsys):
     interrupts = Interrupts()
-    assert told_to([lambda: interrupts._note_save(SAVE, None), TRAINS, lambda: None], interrupts) == []
+    assert (
+        told_to([lambda: interrupts._note_save(SAVE, None), TRAINS, lambda: None], interrupts) == []
+    )
     assert "no rank trains yet" in capsys.readouterr().err
 
 
@@ -379,7 +408,9 @@ def test_a_stop_wins_over_a_request_to_save(stop, capsys):
 
 def test_patience_ends(monkeypatch):
     interrupts = Interrupts()
-    _, asked = follow([lambda: interrupts._note(TERM, None), lambda: None, lambda: None], interrupts, stop_s=1e-9)
+    _, asked = follow(
+        [lambda: interrupts._note(TERM, None), lambda: None, lambda: None], interrupts, stop_s=1e-9
+    )
     assert asked[0] is Stop.FINISH or asked == [Stop.NOW]
     assert asked[-1] is Stop.NOW
     assert interrupts.level == 2
@@ -391,7 +422,14 @@ def phases(host: str, rank: int, phase: str) -> tuple[str, Frame]:
 
 def stopped(*script: Any) -> Hosts:
     """Two hosts that get a SIGTERM at 0 s, with 10 s to end and 100 s to save."""
-    hosts = Hosts(lambda: hosts.interrupts._note(TERM, None), *script, ("a", DONE), ("b", DONE), stop_s=10, save_s=100)
+    hosts = Hosts(
+        lambda: hosts.interrupts._note(TERM, None),
+        *script,
+        ("a", DONE),
+        ("b", DONE),
+        stop_s=10,
+        save_s=100,
+    )
     hosts.watch()
     return hosts
 
@@ -400,7 +438,12 @@ def test_a_save_that_a_signal_has_begun_is_not_cut_off(capsys):
     saves, trains = phases("b", 1, "save"), phases("b", 1, "forward")
     assert stopped(phases("a", 0, "end"), 5.0, saves, 9.0, 50.0).agents.asked == [Stop.FINISH]
     said = capsys.readouterr().err
-    assert said.count("a save is under way: it has 100 s (limits.save_s) instead of 10 (limits.stop_s); once more") == 1
+    assert (
+        said.count(
+            "a save is under way: it has 100 s (limits.save_s) instead of 10 (limits.stop_s); once more"
+        )
+        == 1
+    )
     # It was due before the signal, and the step after it, with a save of its own, is still to come.
     assert stopped(saves, 30.0, trains, 9.0, saves, 20.0).agents.asked == [Stop.FINISH]
     assert "stopping now" not in capsys.readouterr().err
@@ -410,7 +453,10 @@ def test_a_save_that_a_signal_has_begun_is_not_cut_off(capsys):
     ("script", "said"),
     [
         ([("b", "forward"), 11.0], "not finished after 10 s (limits.stop_s): stopping now"),
-        ([("b", "save"), 30.0, ("b", "forward"), 11.0], "not finished after 10 s (limits.stop_s): stopping now"),
+        (
+            [("b", "save"), 30.0, ("b", "forward"), 11.0],
+            "not finished after 10 s (limits.stop_s): stopping now",
+        ),
         ([("b", "save"), 99.0, 2.0], "not saved after 100 s (limits.save_s): stopping now"),
     ],
 )
@@ -422,7 +468,10 @@ def test_the_patience_with_a_save_ends_too(capsys, script, said):
 
 def test_a_rank_that_was_signalled_by_others_has_the_same_patience():
     interrupts = Interrupts()
-    told = {"frame": "event", "event": {"type": "stop", "rank": 1, "time": 1.0, "signal": "SIGTERM"}}
+    told = {
+        "frame": "event",
+        "event": {"type": "stop", "rank": 1, "time": 1.0, "signal": "SIGTERM"},
+    }
     run, asked = follow([told, lambda: None, lambda: None], interrupts, stop_s=1e-9)
     assert run.stopping == "SIGTERM"
     assert asked == [Stop.NOW]
@@ -435,7 +484,9 @@ def rundir(tmp_path: Path):
 
 
 def plan() -> LaunchPlan:
-    return LaunchPlan(ranks=[RankPlace(rank=r, host="node", local_rank=r, device="cpu") for r in range(2)])
+    return LaunchPlan(
+        ranks=[RankPlace(rank=r, host="node", local_rank=r, device="cpu") for r in range(2)]
+    )
 
 
 @pytest.mark.parametrize(
@@ -462,7 +513,11 @@ def test_the_exit_code_of_a_stopped_run(rundir, first, statuses, code):
     if first is not None:
         interrupts._note(first, None)
     for rank, status in enumerate(statuses):
-        note = Note(rank=rank, kind="zrun", type="E", message="m", exit_code=status) if status in (5, 8) else None
+        note = (
+            Note(rank=rank, kind="zrun", type="E", message="m", exit_code=status)
+            if status in (5, 8)
+            else None
+        )
         run.exits.append(Exit(rank, status, 1.0 + rank, note=note))
     found, failure = judge(run, plan(), rundir, interrupts)
     assert found == code

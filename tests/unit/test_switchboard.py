@@ -30,7 +30,9 @@ PATIENCE_S = 30.0
 class Setting:
     """A switchboard with one worker, seen from its launcher."""
 
-    def __init__(self, folder: Path, *, is_remote: bool = False, memory: int | None = None, rank: int = 0) -> None:
+    def __init__(
+        self, folder: Path, *, is_remote: bool = False, memory: int | None = None, rank: int = 0
+    ) -> None:
         control, self.control = os.pipe()
         self.output, output = os.pipe()
         self.switchboard = Switchboard(control, output)
@@ -41,7 +43,9 @@ class Setting:
         pid = os.posix_spawnp("sleep", ["sleep", "600"], os.environ, setsid=True, setsigdef=[SAVE])
         self.worker = Worker(pid, os.pidfd_open(pid))
         observer = Observer(BoardView(folder / "board", range(rank, rank + 1)), folder)
-        self.switchboard.watch([rank], pid, folder, observer, {}, is_remote=is_remote, memory=memory)
+        self.switchboard.watch(
+            [rank], pid, folder, observer, {}, is_remote=is_remote, memory=memory
+        )
         self.switchboard.follow({rank: self.worker})
 
     def wait(self) -> int:
@@ -58,7 +62,9 @@ class Setting:
     def flood(self, count: int) -> None:
         """Emit more than the pipe takes."""
         for number in range(count):
-            self.telemetry.send(json.dumps({"type": "log", "number": number, "text": "x" * 1000}).encode())
+            self.telemetry.send(
+                json.dumps({"type": "log", "number": number, "text": "x" * 1000}).encode()
+            )
 
     def hear(self) -> list[dict[str, Any]]:
         """Every frame up to `done`."""
@@ -85,10 +91,14 @@ def test_ranks_that_take_too_much_memory_in_their_first_step_are_killed(
     setting.switchboard.finish()
     (end,) = (frame for frame in setting.hear() if frame["frame"] == "exit")
     assert end["oom"]
-    assert re.fullmatch(r"ranks of this host held \S+ .iB, and limits\.memory is 1 B", end["shortage"])
+    assert re.fullmatch(
+        r"ranks of this host held \S+ .iB, and limits\.memory is 1 B", end["shortage"]
+    )
 
 
-def test_silence_is_noticed_although_nobody_takes_what_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silence_is_noticed_although_nobody_takes_what_is_said(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "SILENCE_S", 0.2)
     setting = Setting(folder, is_remote=True)
     try:
@@ -100,7 +110,9 @@ def test_silence_is_noticed_although_nobody_takes_what_is_said(folder: Path, mon
         setting.kill()
 
 
-def test_ranks_that_go_on_get_time_to_save_when_nobody_is_heard(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_go_on_get_time_to_save_when_nobody_is_heard(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "BOARD_S", 0.02)
     monkeypatch.setattr(module, "SILENCE_S", 1.0)
     monkeypatch.setattr(module, "ORPHAN_S", 1.2)
@@ -117,7 +129,9 @@ def test_ranks_that_go_on_get_time_to_save_when_nobody_is_heard(folder: Path, mo
     assert (deaf["stop"], deaf["silent_s"] > 1.2) == ("finish", True)
 
 
-def test_a_launcher_that_said_so_may_be_silent(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_that_said_so_may_be_silent(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "BOARD_S", 0.02)
     monkeypatch.setattr(module, "SILENCE_S", 0.2)
     setting = Setting(folder, is_remote=True)

@@ -39,8 +39,16 @@ def test_windows_do_not_overlap_and_labels_are_the_next_tokens(tmp_path: Path) -
     (tmp_path / "a.txt").write_bytes(bytes(range(10)))
     data = text(str(tmp_path / "a.txt"), split="all", seq_len=3)
     assert len(data) == 3
-    assert [data[index]["input_ids"].tolist() for index in range(3)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
-    assert [data[index]["labels"].tolist() for index in range(3)] == [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+    assert [data[index]["input_ids"].tolist() for index in range(3)] == [
+        [0, 1, 2],
+        [3, 4, 5],
+        [6, 7, 8],
+    ]
+    assert [data[index]["labels"].tolist() for index in range(3)] == [
+        [1, 2, 3],
+        [4, 5, 6],
+        [7, 8, 9],
+    ]
     assert data[0]["labels"].dtype == data[0]["input_ids"].dtype == torch.int64
     with pytest.raises(IndexError):
         data[3]
@@ -103,7 +111,9 @@ def test_ranks_that_pack_at_once_agree(corpus: Path, cache: Path) -> None:
     assert sorted(path.suffix for path in cache.iterdir()) == [".lock", ".uint8"]
 
 
-def test_a_failed_packing_leaves_nothing(corpus: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_packing_leaves_nothing(
+    corpus: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(file: Path) -> bytes:
         raise JobError("unreadable")
 
@@ -113,7 +123,9 @@ def test_a_failed_packing_leaves_nothing(corpus: Path, cache: Path, monkeypatch:
     assert [path.suffix for path in cache.iterdir()] == [".lock"]
 
 
-def test_cache_falls_back_to_a_temporary_folder(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_falls_back_to_a_temporary_folder(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "occupied").write_text("a file, where a folder would be made")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "occupied"))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
@@ -130,7 +142,10 @@ def test_limit_stops_in_the_middle_of_a_file(corpus: Path) -> None:
 
 
 def test_pickles_name_the_file_instead_of_holding_it(corpus: Path) -> None:
-    for data in (text(str(corpus / "*.txt"), split="all"), masked_text(str(corpus / "*.txt"), split="all")):
+    for data in (
+        text(str(corpus / "*.txt"), split="all"),
+        masked_text(str(corpus / "*.txt"), split="all"),
+    ):
         pickled = pickle.dumps(data)
         assert len(pickled) < 500
         again = pickle.loads(pickled)
@@ -144,7 +159,10 @@ def tokenizer_file(tmp_path: Path) -> Path:
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
 
-    vocabulary = {word: index for index, word in enumerate(["[UNK]", "[MASK]", *(f"w{i}" for i in range(300))])}
+    vocabulary = {
+        word: index
+        for index, word in enumerate(["[UNK]", "[MASK]", *(f"w{i}" for i in range(300))])
+    }
     tokenizer = tokenizers.Tokenizer(WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = Whitespace()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -170,7 +188,10 @@ def test_bytes_tokenizer_reads_anything() -> None:
     [
         ({"paths": "none/*.txt"}, "no file matches none/\\*.txt in "),
         ({"split": "test"}, "there is no split 'test': write train, val, all"),
-        ({"split": "val", "val_fraction": 0.0}, "none of the 20 files of .* falls into the split 'val'"),
+        (
+            {"split": "val", "val_fraction": 0.0},
+            "none of the 20 files of .* falls into the split 'val'",
+        ),
         ({"split": "all", "seq_len": 5000}, "is shorter than one sample of 5000 tokens"),
         ({"tokenizer": "missing.json"}, "tokenizer: cannot read missing.json"),
     ],
@@ -219,7 +240,9 @@ def test_masks_depend_on_seed_and_index_alone(masked: MaskedTokens) -> None:
     assert torch.equal(torch.get_rng_state(), before)
     other = MaskedTokens(masked.packed, 100, 256, 256, seed=4)
     assert not torch.equal(masked[5]["labels"], other[5]["labels"])
-    positions = {tuple((masked[index]["labels"] != -100).nonzero().flatten().tolist()) for index in range(20)}
+    positions = {
+        tuple((masked[index]["labels"] != -100).nonzero().flatten().tolist()) for index in range(20)
+    }
     assert len(positions) == 20
 
 

@@ -89,7 +89,11 @@ def test_functions_that_the_driver_lacks_are_not_known(tmp_path: Path) -> None:
 def test_without_a_driver_there_are_no_gpus(library: Path) -> None:
     environ = fake_nvml.environment(library, "dgx1v") | {"ZRUN_FAKE_NVML": "/nowhere"}
     done = subprocess.run(
-        [sys.executable, "-m", "zrun", "topo", "--json"], env=environ, capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "zrun", "topo", "--json"],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 0
     assert json.loads(done.stdout)["hosts"][0]["gpus"] == []
@@ -101,7 +105,10 @@ def test_topo_of_a_machine_is_topo_of_its_scenario(library: Path) -> None:
     environ = fake_nvml.environment(library, "dgx1v")
     real = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
     assert real.returncode == 0, real.stderr
-    found, expected = json.loads(real.stdout)["hosts"][0], json.loads(topo("dgx1v", "--json"))["hosts"][0]
+    found, expected = (
+        json.loads(real.stdout)["hosts"][0],
+        json.loads(topo("dgx1v", "--json"))["hosts"][0],
+    )
     for key in ("gpus", "links", "paths", "bandwidth_gb_s", "groups", "driver"):
         if key == "gpus":  # NUMA nodes are those of the machine that runs the test
             found[key] = [each | {"numa": None} for each in found[key]]
@@ -110,7 +117,9 @@ def test_topo_of_a_machine_is_topo_of_its_scenario(library: Path) -> None:
 
 
 def topo(name: str, *options: str) -> str:
-    result = CliRunner().invoke(app, ["topo", "--simulate", str(fake_nvml.scenario(name)), *options])
+    result = CliRunner().invoke(
+        app, ["topo", "--simulate", str(fake_nvml.scenario(name)), *options]
+    )
     assert result.exit_code == 0, result.output
     return result.output
 
@@ -156,7 +165,9 @@ def test_kinds_of_machines(name: str, kind: str) -> None:
         ("a100-mig-7", (0, 7), "MIG", 0.0),
     ],
 )
-def test_paths_and_bandwidths(name: str, pair: tuple[int, int], path: str, bandwidth: float) -> None:
+def test_paths_and_bandwidths(
+    name: str, pair: tuple[int, int], path: str, bandwidth: float
+) -> None:
     found = matrix(name)
     for a, b in (pair, pair[::-1]):
         assert (found.paths[a][b], found.bandwidth[a][b]) == (path, bandwidth)
@@ -172,7 +183,9 @@ def test_paths_and_bandwidths(name: str, pair: tuple[int, int], path: str, bandw
         ("h100-8", 4, [(0, 1, 2, 3), (4, 5, 6, 7)], (370.8, 370.8)),
     ],
 )
-def test_tp_groups(name: str, tp: int, groups: list[tuple[int, ...]], bandwidths: tuple[float, float]) -> None:
+def test_tp_groups(
+    name: str, tp: int, groups: list[tuple[int, ...]], bandwidths: tuple[float, float]
+) -> None:
     """The best groups, and what they are better than."""
     found = next(each for each in groupings(host(name)) if each.tp == tp)
     assert found.groups == groups
@@ -225,21 +238,33 @@ class _Failing:
 def test_any_call_may_fail(name: str, fails: set[int], code: int | None) -> None:
     source = _Failing(Scenario.read(fake_nvml.scenario(name)), fails, code)
     links = link_matrix(nvml.read(source))
-    assert all(links.bandwidth[a][b] == links.bandwidth[b][a] for a in range(len(links)) for b in range(len(links)))
+    assert all(
+        links.bandwidth[a][b] == links.bandwidth[b][a]
+        for a in range(len(links))
+        for b in range(len(links))
+    )
 
 
 def test_topo_draws_links_and_groups() -> None:
     lines = topo("dgx1v").splitlines()
-    assert lines[0] == "host: 80 cores, 512.0 GiB, 8 x Tesla V100-SXM2-32GB, driver 535.161.08; hybrid cube mesh"
+    assert (
+        lines[0]
+        == "host: 80 cores, 512.0 GiB, 8 x Tesla V100-SXM2-32GB, driver 535.161.08; hybrid cube mesh"
+    )
     paths = "0 X NV1 NV1 NV2 NV2 SYS SYS SYS"
     assert lines[2].split() == [*paths.split(), "32.0", "GiB", "0", "0-19,40-59"]
-    assert " ".join(lines[11].split()) == "2 {0,3} {1,2} {4,7} {5,6} 40 GB/s {0,1} {2,3} {4,5} {6,7} 20 GB/s"
+    assert (
+        " ".join(lines[11].split())
+        == "2 {0,3} {1,2} {4,7} {5,6} 40 GB/s {0,1} {2,3} {4,5} {6,7} 20 GB/s"
+    )
     assert " ".join(lines[12].split()) == "4 {0,1,2,3} {4,5,6,7} 20 GB/s the same 20 GB/s"
 
 
 def test_topo_says_what_it_does_not_know() -> None:
     assert "No path is known: GPUs are taken in the order of their numbers" in topo("no-links-told")
-    assert "MIG slices have no links to each other: parallel.tp must be 1 here" in topo("a100-mig-7")
+    assert "MIG slices have no links to each other: parallel.tp must be 1 here" in topo(
+        "a100-mig-7"
+    )
     assert "no GPU" in topo("zero-gpu")
 
 
@@ -303,7 +328,9 @@ def test_a_wrong_description_is_named_with_its_line(tmp_path: Path, text: str, w
 
 
 def test_a_description_that_is_not_there() -> None:
-    with pytest.raises(JobError, match="No such file or directory: a description of a machine is wanted"):
+    with pytest.raises(
+        JobError, match="No such file or directory: a description of a machine is wanted"
+    ):
         Scenario.read(Path("/nowhere/machine.txt"))
 
 
@@ -336,7 +363,9 @@ def test_facts_of_a_real_box_travel_as_json() -> None:
         assert HostFacts.from_json(json.loads(json.dumps(facts.as_json()))) == facts
 
 
-@pytest.mark.parametrize(("text", "cpus"), [("0-3,8", (0, 1, 2, 3, 8)), ("", ()), ("7", (7,)), ("0,2-3", (0, 2, 3))])
+@pytest.mark.parametrize(
+    ("text", "cpus"), [("0-3,8", (0, 1, 2, 3, 8)), ("", ()), ("7", (7,)), ("0,2-3", (0, 2, 3))]
+)
 def test_lists_of_cpus(text: str, cpus: tuple[int, ...]) -> None:
     assert parse_cpus(text) == cpus
     assert format_cpus(reversed(cpus)) == text

@@ -131,7 +131,10 @@ def test_an_exception_that_cannot_say_anything_is_told_all_the_same() -> None:
     assert "SpeechlessError: <exception str() failed>" in shown(SpeechlessError())
     assert message_of(SpeechlessError()) == "<its message cannot be read: RuntimeError>"
     assert first_line(SpeechlessError())
-    with pytest.raises(UserCodeError, match=r"forward failed\n(.|\n)*Speechless"), user.user_code("forward failed"):
+    with (
+        pytest.raises(UserCodeError, match=r"forward failed\n(.|\n)*Speechless"),
+        user.user_code("forward failed"),
+    ):
         raise SpeechlessError
 
 
@@ -169,8 +172,10 @@ def test_the_module_in_which_it_was_raised_is_named() -> None:
     first, *rest = str(caught.value).splitlines()
     assert first == "forward failed in net.2 (Linear)"
     assert frames("\n".join(rest)) == [
-        "test_the_module_in_which_it_was_raised_is_named", "forward", "forward"
-    ]  # fmt: skip
+        "test_the_module_in_which_it_was_raised_is_named",
+        "forward",
+        "forward",
+    ]
     assert rest[-1].startswith("RuntimeError: mat1 and mat2 shapes cannot be multiplied")
 
 
@@ -202,7 +207,9 @@ def test_memory_of_a_gpu_that_runs_out_names_the_users_line() -> None:
     with pytest.raises(OutOfMemoryError) as caught, user.user_code("forward failed"):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     assert ", raise torch.OutOfMemoryError(" in str(caught.value)
-    assert str(caught.value).endswith("out of memory: CUDA out of memory. Tried to allocate 2.00 GiB.")
+    assert str(caught.value).endswith(
+        "out of memory: CUDA out of memory. Tried to allocate 2.00 GiB."
+    )
 
 
 def test_memory_that_runs_out_names_the_users_line() -> None:

@@ -91,7 +91,9 @@ def test_the_scan_sees_a_touch(source: str) -> None:
 
 
 def test_the_scan_knows_what_is_no_unit() -> None:
-    assert not touches("torch.full((), 1.0); param.grad = None; placement.grad; region.full; unit.values().flat")
+    assert not touches(
+        "torch.full((), 1.0); param.grad = None; placement.grad; region.full; unit.values().flat"
+    )
 
 
 @pytest.mark.parametrize("path", OUTSIDE)
@@ -105,7 +107,9 @@ def test_the_names_are_those_that_units_have() -> None:
     assigned = {
         node.attr
         for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and ast.unparse(node.value) == "self"
     }
     properties = {
         node.name

@@ -76,7 +76,9 @@ def test_job_dir_comes_first_once(job_dir: Path) -> None:
     assert sys.path.count(str(job_dir)) == 1
 
 
-@pytest.mark.parametrize("call", ["train.py:build_model", "train:build_model", "./train.py:build_model"])
+@pytest.mark.parametrize(
+    "call", ["train.py:build_model", "train:build_model", "./train.py:build_model"]
+)
 def test_factory_is_called_with_its_arguments(job_dir: Path, call: str) -> None:
     model = user.build_model(ref(call, depth=3), job_dir)
     assert isinstance(model, nn.Sequential)
@@ -95,7 +97,9 @@ def test_dotted_attributes_and_pickles(job_dir: Path) -> None:
 def test_a_file_in_a_folder_finds_its_neighbours(job_dir: Path) -> None:
     (job_dir / "sub").mkdir()
     (job_dir / "sub" / "near_by.py").write_text("VALUE = 5")
-    (job_dir / "sub" / "nested_job.py").write_text("from near_by import VALUE\ndef get(): return VALUE")
+    (job_dir / "sub" / "nested_job.py").write_text(
+        "from near_by import VALUE\ndef get(): return VALUE"
+    )
     assert user.call(ref("sub/nested_job.py:get"), job_dir) == 5
     assert sys.path[0] == str(job_dir)
 
@@ -138,7 +142,9 @@ def test_functions_of_a_job_are_bound_not_called_and_classes_made(job_dir: Path)
     for call in ("functions.py:pad", "functions.py:Pad"):
         assert user.function(ref(call, to=7), job_dir, takes)([1]) == [7, 1]
     assert user.function(ref("functions.py:pad"), job_dir, takes)([1]) == [0, 1]
-    user.function(ref("functions.py:loss_of"), job_dir, user.TAKES["loss"])  # its signature takes anything
+    user.function(
+        ref("functions.py:loss_of"), job_dir, user.TAKES["loss"]
+    )  # its signature takes anything
     user.function(ref("builtins:len"), job_dir, takes)
     with pytest.raises(JobError, match=r"data\.collate returned a function in place of a batch"):
         MicroBatch.of(user.function(ref("functions.py:make_pad", more=2), job_dir, takes)([1]), 1)
@@ -147,11 +153,27 @@ def test_functions_of_a_job_are_bound_not_called_and_classes_made(job_dir: Path)
 @pytest.mark.parametrize(
     ("call", "args", "message"),
     [
-        ("make_pad", {"to": 7}, "multiple values for argument 'to': it is called as (samples, to=7), and takes to"),
-        ("make_nothing", {}, "too many positional arguments: it is called as (samples), and takes nothing; what is"),
+        (
+            "make_pad",
+            {"to": 7},
+            "multiple values for argument 'to': it is called as (samples, to=7), and takes to",
+        ),
+        (
+            "make_nothing",
+            {},
+            "too many positional arguments: it is called as (samples), and takes nothing; what is",
+        ),
         ("pad", {"too": 7}, "got an unexpected keyword argument 'too'; did you mean to?"),
-        ("Pad", {"too": 7}, "got an unexpected keyword argument 'too'; did you mean to? (it takes to)"),
-        ("Settings", {}, "is a class, of which an object is made with args and then called with (samples), and it has"),
+        (
+            "Pad",
+            {"too": 7},
+            "got an unexpected keyword argument 'too'; did you mean to? (it takes to)",
+        ),
+        (
+            "Settings",
+            {},
+            "is a class, of which an object is made with args and then called with (samples), and it has",
+        ),
     ],
 )
 def test_functions_that_cannot_be_called_so_are_refused(
@@ -199,12 +221,16 @@ def test_wrong_arguments_name_the_nearest(job_dir: Path) -> None:
     assert str(error.value) == (
         "train.py:build_model: got an unexpected keyword argument 'dpeth'; did you mean depth? (it takes width, depth)"
     )
-    with pytest.raises(JobError, match=r"missing a required argument: 'model' \(it takes model, batch, scale\)"):
+    with pytest.raises(
+        JobError, match=r"missing a required argument: 'model' \(it takes model, batch, scale\)"
+    ):
         user.call(ref("train.py:loss"), job_dir)
 
 
 def test_a_factory_without_a_module_says_its_type(job_dir: Path) -> None:
-    with pytest.raises(UserCodeError, match=r"^model must return an nn.Module, train.py:wrong returned list$"):
+    with pytest.raises(
+        UserCodeError, match=r"^model must return an nn.Module, train.py:wrong returned list$"
+    ):
         user.build_model(ref("train.py:wrong"), job_dir)
 
 
@@ -255,7 +281,9 @@ def test_causes_are_reduced_too(job_dir: Path) -> None:
         "    except ValueError as error:\n"
         "        raise KeyError('config') from error\n"
     )
-    with pytest.raises(UserCodeError, match=r"JSONDecodeError(.|\n)*direct cause(.|\n)*KeyError: 'config'"):
+    with pytest.raises(
+        UserCodeError, match=r"JSONDecodeError(.|\n)*direct cause(.|\n)*KeyError: 'config'"
+    ):
         user.call(ref("chain.py:f"), job_dir)
 
 
@@ -286,7 +314,9 @@ def test_groups_of_exceptions_are_reduced_too(job_dir: Path) -> None:
         "    except ValueError as error:\n"
         "        raise ExceptionGroup('both', [error, KeyError('x')])\n"
     )
-    with pytest.raises(UserCodeError, match=r"ExceptionGroup: both(.|\n)*JSONDecodeError(.|\n)*KeyError: 'x'") as error:
+    with pytest.raises(
+        UserCodeError, match=r"ExceptionGroup: both(.|\n)*JSONDecodeError(.|\n)*KeyError: 'x'"
+    ) as error:
         user.call(ref("group.py:f"), job_dir)
     assert "zrun_core" not in str(error.value)
 
@@ -295,7 +325,9 @@ def test_the_innermost_frame_stays_where_all_are_hidden() -> None:
     with pytest.raises(ModuleNotFoundError) as caught:
         importlib.import_module("zrun_core.no_such_module")
     error = caught.value
-    error.__traceback__ = error.__traceback__.tb_next if error.__traceback__ else None  # this test's own frame
+    error.__traceback__ = (
+        error.__traceback__.tb_next if error.__traceback__ else None
+    )  # this test's own frame
     assert tracebacks.shown(error).count("File ") == 1
 
 
@@ -314,14 +346,20 @@ def _wait_in_backward(message: str) -> None:
 
 
 def test_what_our_own_hooks_raise_is_not_the_users():
-    with pytest.raises(PeerError, match="another rank has ended"), user.user_code("backward failed"):
+    with (
+        pytest.raises(PeerError, match="another rank has ended"),
+        user.user_code("backward failed"),
+    ):
         _wait_in_backward("Connection closed by peer [127.0.0.1]:33210")
     with pytest.raises(RuntimeError, match="no such buffer"), user.user_code("backward failed"):
         _wait_in_backward("no such buffer")
 
 
 def test_what_autograd_says_of_the_users_graph_is_theirs():
-    with pytest.raises(UserCodeError, match="does not require grad"), user.user_code("backward failed"):
+    with (
+        pytest.raises(UserCodeError, match="does not require grad"),
+        user.user_code("backward failed"),
+    ):
         torch.ones(()).backward()
 
     class Broken(torch.autograd.Function):

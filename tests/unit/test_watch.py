@@ -76,8 +76,16 @@ def step(number: int, **fields: Any) -> Event:
 
 
 def memory(rank: int, number: int = 1, **fields: Any) -> Event:
-    known = {"rss_bytes": 500 * MIB, "peak_rss_bytes": 600 * MIB, "params": 20 * MIB, "grads": 20 * MIB}
-    return event("memory", **{"step": number, **known, "optim": 60 * MIB, "rings": 24 * MIB, "rank": rank, **fields})
+    known = {
+        "rss_bytes": 500 * MIB,
+        "peak_rss_bytes": 600 * MIB,
+        "params": 20 * MIB,
+        "grads": 20 * MIB,
+    }
+    return event(
+        "memory",
+        **{"step": number, **known, "optim": 60 * MIB, "rings": 24 * MIB, "rank": rank, **fields},
+    )
 
 
 def after(*events: Event) -> RunState:
@@ -87,7 +95,13 @@ def after(*events: Event) -> RunState:
     return state
 
 
-RUNNING = after(START, *map(step, range(1, 121)), memory(0), memory(1), event("eval", step=100, loss=2.5, samples=64))
+RUNNING = after(
+    START,
+    *map(step, range(1, 121)),
+    memory(0),
+    memory(1),
+    event("eval", step=100, loss=2.5, samples=64),
+)
 ENDED = fold(
     RUNNING,
     event(
@@ -123,7 +137,10 @@ def test_all_speeds_are_of_the_same_steps_without_those_that_warm_up() -> None:
     assert after(step(1, tokens=0)).speed == (8.0, "samples/s")
 
 
-EVALS, SAVES = {"every": 100, "minutes": None, "at_end": True}, {"every": 300, "minutes": None, "at_end": True}
+EVALS, SAVES = (
+    {"every": 100, "minutes": None, "at_end": True},
+    {"every": 300, "minutes": None, "at_end": True},
+)
 
 
 def left(*events: Event, total_steps: int = 1000, **pauses: Any) -> str:
@@ -137,9 +154,13 @@ def test_the_time_that_is_left_counts_evaluations_and_saves() -> None:
     assert left() == "12m30s"  # 750 steps of a second
     assert left(eval=EVALS) == ">12m30s"  # nobody knows how long one takes
     assert left(evaluated, eval=EVALS) == "20m30s"  # and 8 evaluations
-    assert left(evaluated, saved, eval=EVALS, save=SAVES) == "22m30s"  # and saves at 300, 600, 900, 1000
+    assert (
+        left(evaluated, saved, eval=EVALS, save=SAVES) == "22m30s"
+    )  # and saves at 300, 600, 900, 1000
     assert left(saved, save=SAVES | {"at_end": False}) == "14m00s"
-    assert left(saved, save=SAVES | {"every": None, "minutes": 5}) == "14m00s"  # two and the last one
+    assert (
+        left(saved, save=SAVES | {"every": None, "minutes": 5}) == "14m00s"
+    )  # two and the last one
     assert left(evaluated, eval=EVALS, total_steps=250) == "1m00s"  # it is under way
     at_end = event("eval", step=250, loss=1.0, seconds=60.0)
     assert left(at_end, eval=EVALS, total_steps=250) == "0.0s"
@@ -148,7 +169,9 @@ def test_the_time_that_is_left_counts_evaluations_and_saves() -> None:
 
 def test_a_run_that_goes_on_does_not_make_its_evaluations_again() -> None:
     start = event("start", total_steps=1000, pauses={"eval": EVALS}, resumed={"step": 900})
-    state = after(start, step(901), step(902), step(903), event("eval", step=900, loss=1.0, seconds=10.0))
+    state = after(
+        start, step(901), step(902), step(903), event("eval", step=900, loss=1.0, seconds=10.0)
+    )
     assert remaining(state) == Remaining(97.0 + 10.0)
     assert remaining(after(start, step(901))) == Remaining(99.0, is_least=True)
 
@@ -187,8 +210,12 @@ def test_a_curve_stays_short_and_keeps_its_ends() -> None:
 @pytest.mark.parametrize("width", [40, 60, 80, 120, 140])
 @pytest.mark.parametrize("height", [8, 10, 16, 24, 50])
 @pytest.mark.parametrize("ascii_only", [False, True])
-@pytest.mark.parametrize("state", [RunState(), after(START), RUNNING, ENDED], ids=["none", "start", "running", "ended"])
-def test_the_panel_fits_and_cuts_no_word(state: RunState, width: int, height: int, ascii_only: bool) -> None:
+@pytest.mark.parametrize(
+    "state", [RunState(), after(START), RUNNING, ENDED], ids=["none", "start", "running", "ended"]
+)
+def test_the_panel_fits_and_cuts_no_word(
+    state: RunState, width: int, height: int, ascii_only: bool
+) -> None:
     drawn = draw(state, width, ascii_only, height)
     lines = drawn.splitlines()
     assert all(len(line) == width for line in lines)
@@ -245,7 +272,9 @@ def test_without_a_total_progress_is_what_was_consumed() -> None:
 
 
 def test_many_ranks_are_summed_up() -> None:
-    state = after(START, step(1), *(memory(rank, rss_bytes=(500 + rank) * MIB) for rank in range(64)))
+    state = after(
+        START, step(1), *(memory(rank, rss_bytes=(500 + rank) * MIB) for rank in range(64))
+    )
     drawn = draw(state, 140)
     assert len(drawn.splitlines()) <= 18
     rows = [line.split()[1:3] for line in drawn.splitlines()[-8:-1]]
@@ -255,7 +284,9 @@ def test_many_ranks_are_summed_up() -> None:
 
 
 def spent(forward: float, comm: float, data: float = 0.0) -> dict[str, Any]:
-    return {"split": {"data": data, "forward": forward, "backward": 0.2, "comm": comm, "optim": 0.0}}
+    return {
+        "split": {"data": data, "forward": forward, "backward": 0.2, "comm": comm, "optim": 0.0}
+    }
 
 
 def test_of_many_ranks_the_slowest_can_be_seen() -> None:
@@ -270,7 +301,9 @@ def test_of_many_ranks_the_slowest_can_be_seen() -> None:
         assert re.search(r"median +0.40s ", drawn)
         assert re.search(rf"{name} +0.60s ", drawn)
     assert "planned" not in draw(after(START, step(1), told[0]), 40), "no column of it is left"
-    assert re.search(r"rank 1 +0.40s +20.0", draw(after(START, step(1), *told[:2]), 80)), "few: each of them"
+    assert re.search(r"rank 1 +0.40s +20.0", draw(after(START, step(1), *told[:2]), 80)), (
+        "few: each of them"
+    )
 
 
 def test_a_rank_that_stays_slow_is_named_once() -> None:
@@ -311,7 +344,9 @@ def test_what_a_gpu_waits_for_is_not_its_own() -> None:
 
 
 def test_a_device_shows_its_own_memory() -> None:
-    drawn = draw(after(START, step(1), memory(0, device_allocated=130 * MIB, device_reserved=150 * MIB)), 80)
+    drawn = draw(
+        after(START, step(1), memory(0, device_allocated=130 * MIB, device_reserved=150 * MIB)), 80
+    )
     assert re.search(r"other +peak +reserved", drawn)
     assert re.search(r"rank 0 .* 6.0 +130.0 +150.0", drawn)
 
@@ -368,12 +403,16 @@ def test_every_number_of_an_evaluation_is_shown() -> None:
 
     first = evaluated(100, val_loss=2.5, code_loss=3.5, code_accuracy=0.25)
     last = evaluated(200, val_loss=1.5, code_loss=2.0, code_accuracy=0.75)
-    assert message_line(first) == ("eval at step 100: val/loss 2.5  code/loss 3.5  code/accuracy 0.25 over 64 samples")
+    assert message_line(first) == (
+        "eval at step 100: val/loss 2.5  code/loss 3.5  code/accuracy 0.25 over 64 samples"
+    )
     state = after(START, step(1), first, last, event("end", step=200, reason="steps"))
     drawn = draw(state, 80)
     assert "eval 1.5000 at step 200" in drawn
     assert "code/loss 2  code/accuracy 0.75" in drawn
-    assert "validation code/accuracy  0.2500 (step 100) -> 0.7500 (step 200)" in report(state, Path("x"))
+    assert "validation code/accuracy  0.2500 (step 100) -> 0.7500 (step 200)" in report(
+        state, Path("x")
+    )
 
 
 def test_what_hooks_record_is_on_every_screen() -> None:
@@ -427,21 +466,29 @@ def test_a_screen_that_is_gone_does_not_end_the_run() -> None:
 def test_what_thousands_of_ranks_hold_is_kept_by_rank_and_shown_once_each() -> None:
     out = io.StringIO()
     follower = Follower(Json(out), lambda _: None)
-    events = [event("memory", step=n, rank=rank, rss_bytes=n) for n in (1, 2) for rank in (5000, 0, 63, 64, 7)]
+    events = [
+        event("memory", step=n, rank=rank, rss_bytes=n)
+        for n in (1, 2)
+        for rank in (5000, 0, 63, 64, 7)
+    ]
     for each in [*events[:8], step(1), *events[8:]]:
         follower.event(each)
     follower.turn()
     memory = follower.state.memory
     assert sorted(memory) == [0, 7, 63, 64, 5000]
     assert len(memory) == 5
-    assert {rank: told["rss_bytes"] for rank, told in memory.items()} == dict.fromkeys((0, 7, 63, 64, 5000), 2)
+    assert {rank: told["rss_bytes"] for rank, told in memory.items()} == dict.fromkeys(
+        (0, 7, 63, 64, 5000), 2
+    )
     before = RunState().memory.plus([events[0]])
     after = before.plus([events[5]])
     assert (before[5000]["step"], after[5000]["step"]) == (1, 2), "what there was stays what it is"
     assert not RunState().memory
     shown = [json.loads(line) for line in out.getvalue().splitlines()]
     told = [*events[:8], step(1), *events[8:]]
-    assert [(each["type"], each["rank"]) for each in shown] == [(each["type"], each["rank"]) for each in told]
+    assert [(each["type"], each["rank"]) for each in shown] == [
+        (each["type"], each["rank"]) for each in told
+    ]
 
 
 @pytest.mark.parametrize(
@@ -459,7 +506,9 @@ def test_what_thousands_of_ranks_hold_is_kept_by_rank_and_shown_once_each() -> N
         (Ui.json, True, {}, 80, Ui.json),
     ],
 )
-def test_which_screen(asked: Ui, is_tty: bool, environ: dict[str, str], width: int, chosen: Ui) -> None:
+def test_which_screen(
+    asked: Ui, is_tty: bool, environ: dict[str, str], width: int, chosen: Ui
+) -> None:
     assert choose(asked, is_tty, environ, width) is chosen
 
 
@@ -503,8 +552,11 @@ class Terminal(io.StringIO):
     def rows(self) -> list[tuple[int, str]]:
         """Each row with the line that it belongs to."""
         width = self.size[0]
-        return [(number, line[at : at + width]) for number, line in enumerate(self.lines)
-                for at in range(0, max(1, len(line)), width)]  # fmt: skip
+        return [
+            (number, line[at : at + width])
+            for number, line in enumerate(self.lines)
+            for at in range(0, max(1, len(line)), width)
+        ]
 
     def write(self, written: str) -> int:
         self.raw += written
@@ -524,9 +576,12 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize(
-    "sizes", [[(100, 40), (80, 40), (60, 40), (120, 50)], [(120, 40), (40, 10), (60, 12), (100, 16)]]
+    "sizes",
+    [[(100, 40), (80, 40), (60, 40), (120, 50)], [(120, 40), (40, 10), (60, 12), (100, 16)]],
 )
-def test_a_change_of_size_leaves_nothing_behind(sizes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_of_size_leaves_nothing_behind(
+    sizes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     terminal, errors = Terminal(*sizes[0]), io.StringIO()
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setattr(sys, "stderr", errors)
@@ -545,13 +600,19 @@ def test_a_change_of_size_leaves_nothing_behind(sizes: list[tuple[int, int]], mo
         shown += [f"rank 0: message {number}", f"line {number}"]
     live.close(RUNNING)
     assert [text for text in terminal.lines if text in shown] == shown
-    assert errors.getvalue().splitlines() == [f"error {number}" for number in range(len(sizes))], "no terminal"
+    assert errors.getvalue().splitlines() == [f"error {number}" for number in range(len(sizes))], (
+        "no terminal"
+    )
     assert sys.stdout is terminal
-    if min(width for width, _ in sizes) > 40:  # else rows of a panel were pushed into the scrollback
+    if (
+        min(width for width, _ in sizes) > 40
+    ):  # else rows of a panel were pushed into the scrollback
         assert sum("╭" in text for text in terminal.lines) == 1
 
 
-def test_after_a_stop_the_panel_leaves_alone_what_was_written_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_stop_the_panel_leaves_alone_what_was_written_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     terminal, before = Terminal(80, 40), signal.getsignal(signal.SIGCONT)
     console = Console(file=terminal, force_terminal=True, color_system=None)
     console.size = ConsoleDimensions(80, 40)
@@ -568,7 +629,13 @@ def test_after_a_stop_the_panel_leaves_alone_what_was_written_meanwhile(monkeypa
 
 def test_a_terminal_without_colour_still_has_a_panel() -> None:
     written = {}
-    for environ in ({}, {"NO_COLOR": "1"}, {"CLICOLOR": "0"}, {"NO_COLOR": ""}, {"CLICOLOR": "0", "FORCE_COLOR": "1"}):
+    for environ in (
+        {},
+        {"NO_COLOR": "1"},
+        {"CLICOLOR": "0"},
+        {"NO_COLOR": ""},
+        {"CLICOLOR": "0", "FORCE_COLOR": "1"},
+    ):
         out = Terminal(80, 24)
         screen = open_screen(Ui.auto, FACTS, 10, out, {"TERM": "xterm-256color", **environ})
         screen.turn(RUNNING)
@@ -600,7 +667,13 @@ def test_the_report_sums_up() -> None:
 
 def test_a_report_says_what_is_of_this_attempt() -> None:
     told = {"step": 200, "path": "/x", "seconds": 60.0, "first_loss": 5.5}
-    end = event("end", step=220, reason="steps", total_s=2.0, traffic={"all_gather": {"measured_bytes": MIB}})
+    end = event(
+        "end",
+        step=220,
+        reason="steps",
+        total_s=2.0,
+        traffic={"all_gather": {"measured_bytes": MIB}},
+    )
     events = [event("start", total_steps=220, resumed=told), *map(step, range(201, 221)), end]
     assert report(after(*events), Path("runs/x")).splitlines() == [
         "done          220 steps in 1m02s (steps)",
@@ -618,7 +691,8 @@ def test_a_report_says_what_is_of_this_attempt() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "shown"), [(0.04, "0.0s"), (9.94, "9.9s"), (59.6, "1m00s"), (3600, "1h00m"), (200_000, "2d07h")]
+    ("seconds", "shown"),
+    [(0.04, "0.0s"), (9.94, "9.9s"), (59.6, "1m00s"), (3600, "1h00m"), (200_000, "2d07h")],
 )
 def test_durations(seconds: float, shown: str) -> None:
     assert text.duration(seconds) == shown
@@ -641,7 +715,16 @@ def test_a_logged_message_cannot_steer_the_terminal() -> None:
 
 
 def test_saves_are_drawn() -> None:
-    save = event("save", step=50, path="/x", reason="due", bytes=1200 * MIB, seconds=0.8, stall_s=0.1, removed=[])
+    save = event(
+        "save",
+        step=50,
+        path="/x",
+        reason="due",
+        bytes=1200 * MIB,
+        seconds=0.8,
+        stall_s=0.1,
+        removed=[],
+    )
     assert "saved at step 50" in draw(after(START, step(50), save, step(51)), 100)
     assert "saved" not in draw(after(START, step(50)), 100)
     told = "saved step 50 (1.2 GiB, 0.80s)"

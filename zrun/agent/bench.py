@@ -121,15 +121,23 @@ def gpu_rates(torch: Any, index: int) -> dict[str, Any]:
         "name": torch.cuda.get_device_name(index),
         **_matmul_rates(torch, device, _GPU_SIDE, wait),
         "copy_bytes_per_s": _COPY_BYTES / _best(lambda: other.copy_(there), wait),
-        "to_device_bytes_per_s": _COPY_BYTES / _best(lambda: there.copy_(here, non_blocking=True), wait),
-        "from_device_bytes_per_s": _COPY_BYTES / _best(lambda: here.copy_(there, non_blocking=True), wait),
+        "to_device_bytes_per_s": _COPY_BYTES
+        / _best(lambda: there.copy_(here, non_blocking=True), wait),
+        "from_device_bytes_per_s": _COPY_BYTES
+        / _best(lambda: here.copy_(there, non_blocking=True), wait),
     }
 
 
-def _matmul_rates(torch: Any, device: str, side: int, wait: Callable[[], object] = lambda: None) -> dict[str, float]:
+def _matmul_rates(
+    torch: Any, device: str, side: int, wait: Callable[[], object] = lambda: None
+) -> dict[str, float]:
     """FLOP/s of square matrix products, two per multiply-add."""
     rates = {}
-    for name, dtype in {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}.items():
+    for name, dtype in {
+        "fp32": torch.float32,
+        "bf16": torch.bfloat16,
+        "fp16": torch.float16,
+    }.items():
         if name == "fp16" and device == "cpu":
             continue  # nothing trains so, and it takes minutes where the CPU has no instruction for it
         left = torch.randn(side, side, device=device).to(dtype)
@@ -157,7 +165,10 @@ def disk_rates(folder: str, num_bytes: int = _DISK_BYTES) -> dict[str, Any]:
     A folder that cannot be used has the reason instead.
     """
     try:
-        with _unnamed_file(folder) as (descriptor, is_direct), mmap.mmap(-1, _BLOCK_BYTES) as block:  # page-aligned
+        with (
+            _unnamed_file(folder) as (descriptor, is_direct),
+            mmap.mmap(-1, _BLOCK_BYTES) as block,
+        ):  # page-aligned
             block.write(os.urandom(_BLOCK_BYTES))
             write_s = _timed(lambda: _write_all(descriptor, block, num_bytes))
             if not is_direct:

@@ -28,7 +28,10 @@ _PAUSE_S = 10.0  # between two words on a rank that does not stop printing
 _WIDEST = 1000  # characters of a line that are shown
 _CUT_BYTES = 1 << 14  # at either end of much that is new, which are cut into lines
 _READ_BYTES = 1 << 20
-_UNFINISHED_S, _UNFINISHED_MOST_S = 5.0, 60.0  # after which a line is shown as it is; the pause doubles
+_UNFINISHED_S, _UNFINISHED_MOST_S = (
+    5.0,
+    60.0,
+)  # after which a line is shown as it is; the pause doubles
 
 
 class Portion(NamedTuple):
@@ -61,7 +64,9 @@ class LineBudget:
         self._num_held = 0  # also those that are not kept
         self._held_since = 0.0
 
-    def admit(self, now: float, head: Sequence[bytes], num_uncut: int = 0, tail: Sequence[bytes] = ()) -> list[Portion]:
+    def admit(
+        self, now: float, head: Sequence[bytes], num_uncut: int = 0, tail: Sequence[bytes] = ()
+    ) -> list[Portion]:
         """Return what may be shown now.
 
         Args:
@@ -100,7 +105,9 @@ class LineBudget:
 class Echo:
     """What is new in the log of one rank."""
 
-    def __init__(self, log: Path, rank: int, *, share: int = 1, place: str = "", note: Path | None = None) -> None:
+    def __init__(
+        self, log: Path, rank: int, *, share: int = 1, place: str = "", note: Path | None = None
+    ) -> None:
         """Begin at the end of the log, which need not exist yet.
 
         Args:
@@ -118,7 +125,9 @@ class Echo:
     def look(self, now: float) -> list[Event]:
         """Return `output` events for what is new."""
         end = self._end()
-        if self._note is not None and self._note.exists():  # asked after the end was: none of it is before
+        if (
+            self._note is not None and self._note.exists()
+        ):  # asked after the end was: none of it is before
             return []
         head, num_uncut, tail = self._read(end)
         lines = [*head, *self._unfinished(now, is_new=bool(head or num_uncut))]
@@ -132,7 +141,9 @@ class Echo:
                 fail.
         """
         end = self._end()
-        head, num_uncut, tail = self._read(end if size is None else min(end, max(size, self._position)))
+        head, num_uncut, tail = self._read(
+            end if size is None else min(end, max(size, self._position))
+        )
         rest = self._cutter.rest()
         if rest:
             (tail if num_uncut else head).append(rest)

@@ -76,7 +76,10 @@ def _request() -> Request:
     request: Request = json.load(sys.stdin)
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
-    for pipe in (request["told"], request["begin"]):  # their end would not come where an import starts a program
+    for pipe in (
+        request["told"],
+        request["begin"],
+    ):  # their end would not come where an import starts a program
         os.set_inheritable(pipe, False)
     _end_with(request["agent"])
     return request
@@ -109,7 +112,9 @@ def _become(seat: Seat, request: Request, module: str, argument: str) -> None:
     os.close(log)
     os.environ.update(seat["env"])
     if seat["cpus"] is not None:  # no thread has been started
-        with suppress(OSError):  # the host has changed since it was looked at: it is slower then, not wrong
+        with suppress(
+            OSError
+        ):  # the host has changed since it was looked at: it is slower then, not wrong
             os.sched_setaffinity(0, parse_cpus(seat["cpus"]))
     if request["store"] is not None and not seat["has_store"]:
         os.close(request["store"])

@@ -29,7 +29,14 @@ SOCKET = "telemetry.sock"  # of an agent, in its folder
 ABANDONED = signal.SIGRTMIN  # the agent gets it when this process was killed
 _NAME = re.compile(r"zrun-[0-9a-f]{16}")
 _HOUR_S = 3600.0
-_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+_PASSED_ON = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
 
 
 def private_folder() -> Path:
@@ -95,7 +102,9 @@ def _wait(agent: int, folder: Path) -> NoReturn:
 
     for number in _PASSED_ON:
         signal.signal(number, pass_on)
-    with open(os.devnull, "r+b", buffering=0) as nothing:  # the streams are the agent's, which may give them up
+    with open(
+        os.devnull, "r+b", buffering=0
+    ) as nothing:  # the streams are the agent's, which may give them up
         for stream in range(3):
             os.dup2(nothing.fileno(), stream)
     sweep()

@@ -17,7 +17,9 @@ def speak_for_launcher(run_dir: Path) -> None:
         OSError: they cannot be written.
     """
     step = listing.read(run_dir).step
-    with ownerless(run_dir) as is_free:  # whoever goes on with the run at this moment finds it as it is
+    with ownerless(
+        run_dir
+    ) as is_free:  # whoever goes on with the run at this moment finds it as it is
         holder = last_holder(run_dir)
         has_told = any((run_dir / name).exists() for name in ("failure.json", "exit.json"))
         if not is_free or has_told or holder is None or not holder.is_here:

@@ -51,7 +51,11 @@ def main() -> None:
     switchboard = Switchboard(control, output, is_joined=is_joined)
     start, store = _answer_questions(switchboard)
     run_dir = Path(start.spec["run_dir"])
-    for folder in (run_dir, run_dir / "logs", run_dir / "failures"):  # the launcher's disk may not be this one
+    for folder in (
+        run_dir,
+        run_dir / "logs",
+        run_dir / "failures",
+    ):  # the launcher's disk may not be this one
         make_private(folder)
     _log_to(run_dir / "logs" / f"agent-{start.host}.log")
     signal.signal(keeper.ABANDONED, lambda *_: _abandon(switchboard, private))
@@ -71,7 +75,9 @@ def main() -> None:
     if terminal is not None:
         if switchboard.verdict is None:
             here = socket.gethostname()
-            os.write(terminal, f"error: {here}: lost the process of rank 0, which led the run\n".encode())
+            os.write(
+                terminal, f"error: {here}: lost the process of rank 0, which led the run\n".encode()
+            )
         sys.exit(ExitCode.HANG if switchboard.verdict is None else switchboard.verdict)
 
 
@@ -84,7 +90,13 @@ def _answer_questions(switchboard: Switchboard) -> tuple[Start, socket.socket | 
     return order, witness.store
 
 
-def _run(start: Start, store: socket.socket | None, run_dir: Path, telemetry: str, switchboard: Switchboard) -> None:
+def _run(
+    start: Start,
+    store: socket.socket | None,
+    run_dir: Path,
+    telemetry: str,
+    switchboard: Switchboard,
+) -> None:
     plan = start.spec["plan"]
     here = [place for place in plan["ranks"] if place["host"] == start.host]
     all_here = range(here[0]["rank"], here[-1]["rank"] + 1)
@@ -115,7 +127,9 @@ def _run(start: Start, store: socket.socket | None, run_dir: Path, telemetry: st
         store.close()  # rank 0 has it, or will
     observer = Observer(BoardView(host_file(run_dir, "board", all_here.start), all_here), run_dir)
     memory = start.spec["job"].get("limits", {}).get("memory")
-    switchboard.watch(ranks, server.pid, run_dir, observer, echoes, is_remote=start.is_remote, memory=memory)
+    switchboard.watch(
+        ranks, server.pid, run_dir, observer, echoes, is_remote=start.is_remote, memory=memory
+    )
     workers = server.workers()
     switchboard.follow(workers)
     for worker in workers.values():
@@ -141,7 +155,9 @@ def _echoes(start: Start, run_dir: Path, ranks: range) -> dict[int, Echo]:
 
 
 def _speak_for_launcher(run_dir: Path) -> None:
-    from zrun.agent.last_words import speak_for_launcher  # with pydantic, for which no agent has to wait otherwise
+    from zrun.agent.last_words import (
+        speak_for_launcher,
+    )  # with pydantic, for which no agent has to wait otherwise
 
     try:
         speak_for_launcher(run_dir)
@@ -174,12 +190,19 @@ def _environment(start: Start, run_dir: Path, here: list[dict[str, Any]]) -> dic
     if gpus := [place["uuid"] for place in here if place.get("uuid") is not None]:
         found["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)  # in the order of the ranks
     store = start.store or str(run_dir / _STORE)
-    return found | start.env | {"OMP_NUM_THREADS": str(here[0].get("threads", 1)), "ZRUN_STORE": store}
+    return (
+        found | start.env | {"OMP_NUM_THREADS": str(here[0].get("threads", 1)), "ZRUN_STORE": store}
+    )
 
 
 def _hello() -> bytes:
     """Says that there is an agent. On a line of its own: a login shell may have written half of one."""
-    frame = {"frame": "hello", "pid": os.getpid(), "python": platform.python_version(), "zrun": version("zrun")}
+    frame = {
+        "frame": "hello",
+        "pid": os.getpid(),
+        "python": platform.python_version(),
+        "zrun": version("zrun"),
+    }
     return b"\n" + json.dumps(frame).encode() + b"\n"
 
 

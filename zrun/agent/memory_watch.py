@@ -58,7 +58,10 @@ class MemoryWatch:
         left -= self._kept
         if self._most is not None:
             ranks = [*pids]
-            held, bound = room.held_bytes(ranks), round(_TOLERATED * self._most) + _BESIDE * len(ranks)
+            held, bound = (
+                room.held_bytes(ranks),
+                round(_TOLERATED * self._most) + _BESIDE * len(ranks),
+            )
             if held > bound:
                 return f"ranks of this host held {format_size(held)}, and limits.memory is {format_size(self._most)}"
             left = min(left, bound - held)

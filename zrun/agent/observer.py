@@ -51,7 +51,9 @@ class Observer:
             "disagreement": None if halted else self._view.disagreement(),
             "stalemate": None if halted else self._view.stalemate(),
             "stacks": self._dump_stacks(leaders, halted),
-            "logs": {rank: last_lines(self._run_dir / "logs" / f"rank-{rank}.log") for rank in leaders},
+            "logs": {
+                rank: last_lines(self._run_dir / "logs" / f"rank-{rank}.log") for rank in leaders
+            },
             "addresses": own_addresses(),
             "unanswered": unanswered(leader.pid for leader in leaders.values()),
         }
@@ -60,9 +62,13 @@ class Observer:
         """Have every worker write its stacks; faulthandler does so without Python's help. Text by rank."""
         folder = self._run_dir / "stacks"
         files = {rank: folder / f"rank-{rank}.txt" for rank in leaders}
-        there = {rank: leader for rank, leader in leaders.items() if files[rank].exists()}  # it listens
+        there = {
+            rank: leader for rank, leader in leaders.items() if files[rank].exists()
+        }  # it listens
         processes.send(list(there.values()), signal.SIGQUIT)
-        processes.send([leaders[rank] for rank in halted], signal.SIGCONT)  # what is stopped cannot write
+        processes.send(
+            [leaders[rank] for rank in halted], signal.SIGCONT
+        )  # what is stopped cannot write
         deadline = time.monotonic() + _STACKS_S
         sizes: dict[int, int] = {}
         while time.monotonic() < deadline:

@@ -40,7 +40,9 @@ class Door:
         with suppress(OSError):
             while True:
                 visitor, _ = self._server.accept()
-                threading.Thread(target=self._receive, args=(visitor,), name="visitor", daemon=True).start()
+                threading.Thread(
+                    target=self._receive, args=(visitor,), name="visitor", daemon=True
+                ).start()
 
     def _receive(self, visitor: socket.socket) -> None:
         with visitor, suppress(OSError):
@@ -66,7 +68,9 @@ def _family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
-def knock(peers: Mapping[str, tuple[str, int]], mark: str, patience_s: float = _PATIENCE_S) -> dict[str, str]:
+def knock(
+    peers: Mapping[str, tuple[str, int]], mark: str, patience_s: float = _PATIENCE_S
+) -> dict[str, str]:
     """Connect to all peers, name -> (address, port), at once. Returns what went wrong, by peer."""
     failed: dict[str, str] = {}
     heard: dict[str, bytes] = {}
@@ -78,7 +82,9 @@ def knock(peers: Mapping[str, tuple[str, int]], mark: str, patience_s: float = _
             try:
                 status = connection.connect_ex((address, port))
             except OSError as error:  # socket.gaierror, for what is no address
-                status = error.errno if error.errno is not None and error.errno > 0 else errno.EINVAL
+                status = (
+                    error.errno if error.errno is not None and error.errno > 0 else errno.EINVAL
+                )
             if status not in (0, errno.EINPROGRESS):
                 failed[name] = os.strerror(status)
                 connection.close()
@@ -91,7 +97,11 @@ def knock(peers: Mapping[str, tuple[str, int]], mark: str, patience_s: float = _
                 try:
                     data = connection.recv(len(mark) + 1 - len(heard[name]))
                     heard[name] += data
-                    if data and heard[name] != mark.encode() and mark.encode().startswith(heard[name]):
+                    if (
+                        data
+                        and heard[name] != mark.encode()
+                        and mark.encode().startswith(heard[name])
+                    ):
                         continue  # so far, so good
                     if heard[name] != mark.encode():
                         failed[name] = "another machine or program answers at that address"
@@ -121,7 +131,9 @@ def link_rates(address: str, port: int, mark: str, stream_s: float = _STREAM_S) 
             times.append(time.perf_counter() - start)
     with ThreadPoolExecutor(_STREAMS) as pool:
         start = time.perf_counter()
-        counts = list(pool.map(lambda _: _send_stream(address, port, mark, stream_s), range(_STREAMS)))
+        counts = list(
+            pool.map(lambda _: _send_stream(address, port, mark, stream_s), range(_STREAMS))
+        )
         taken = time.perf_counter() - start
     return {"bytes_per_s": sum(counts) / taken, "round_trip_s": statistics.median(times)}
 

@@ -29,7 +29,17 @@ from zrun.system import processes
 from zrun.system.awake import AwakeClock
 from zrun.system.processes import Process
 from zrun.system.tail import last_lines
-from zrun.transport.frames import BOARD_S, EVENT, GRACE_S, ORPHAN_S, SILENCE_S, Frame, Start, Stop, Unpacker
+from zrun.transport.frames import (
+    BOARD_S,
+    EVENT,
+    GRACE_S,
+    ORPHAN_S,
+    SILENCE_S,
+    Frame,
+    Start,
+    Stop,
+    Unpacker,
+)
 from zrun.transport.outbox import Outbox
 from zrun_core.errors import ExitCode
 from zrun_core.spine import room
@@ -65,7 +75,9 @@ class Switchboard:
         self._is_done = False
         self._control, self._output = control, output
         self._outbox = Outbox(output)
-        self._is_held_up = self._is_pausing = False  # the launcher takes nothing; no telemetry is read meanwhile
+        self._is_held_up = self._is_pausing = (
+            False  # the launcher takes nothing; no telemetry is read meanwhile
+        )
         self._unpacker = Unpacker()
         self._started = False
         self._telemetry: socket.socket | None = None
@@ -73,7 +85,9 @@ class Switchboard:
         self._leaders: dict[int, Process] = {}  # by rank; of all, what forks them
         self._workers: Workers = {}
         self._observer: Observer | None = None
-        self._echoes: dict[int, Echo] = {}  # of the ranks whose output the launcher shows, while they run
+        self._echoes: dict[
+            int, Echo
+        ] = {}  # of the ranks whose output the launcher shows, while they run
         self._run_dir = Path()
         self._looked = 0.0
         # The launcher's silence means that it, or the way to it, is dead: all three by the clock of a process that
@@ -166,7 +180,11 @@ class Switchboard:
 
     def end_sessions(self) -> None:
         """Leave nothing of the workers behind: not their helpers, nor what those left to this process."""
-        left = [process for leader in self._distinct_leaders() for process in processes.session_of(leader)]
+        left = [
+            process
+            for leader in self._distinct_leaders()
+            for process in processes.session_of(leader)
+        ]
         processes.send(left, signal.SIGTERM)
         processes.send(processes.wait_gone(left, GRACE_S / 5), signal.SIGKILL)
         processes.end_children(GRACE_S)
@@ -218,10 +236,16 @@ class Switchboard:
                 self._send(board)
                 for echo in self._echoes.values():
                     self._tell(echo.look(now))
-            if self._memory is not None and self._observer.hold_all_they_need(running) and not self._memory.settle():
+            if (
+                self._memory is not None
+                and self._observer.hold_all_they_need(running)
+                and not self._memory.settle()
+            ):
                 self._memory = None
         if self._memory is not None:
-            self._shortage = self._memory.shortage(now, [leader.pid for leader in self._distinct_leaders()])
+            self._shortage = self._memory.shortage(
+                now, [leader.pid for leader in self._distinct_leaders()]
+            )
             if self._shortage:
                 print(f"{self._shortage}: the workers are killed", flush=True)
                 self._memory = None
@@ -259,7 +283,11 @@ class Switchboard:
     def _testify(self) -> None:
         running = sorted(self._running)
         if self._observer is not None:
-            self._send(self._observer.testify({rank: self._leaders[rank] for rank in running if rank in self._leaders}))
+            self._send(
+                self._observer.testify(
+                    {rank: self._leaders[rank] for rank in running if rank in self._leaders}
+                )
+            )
 
     def _on(self, descriptor: int, action: Callable[[int], object]) -> None:
         self._selector.register(descriptor, selectors.EVENT_READ, action)
@@ -296,7 +324,9 @@ class Switchboard:
     def _asked(self, how: Stop) -> None:
         """End the workers; those that `watch` is about to hear of too."""
         if not self._started:
-            os._exit((ExitCode.HANG if self.verdict is None else self.verdict) if self._is_joined else 0)
+            os._exit(
+                (ExitCode.HANG if self.verdict is None else self.verdict) if self._is_joined else 0
+            )
         self.stop(how)
 
     def _hear_no_more(self) -> None:
@@ -315,8 +345,12 @@ class Switchboard:
                 processes.send([leader], signal.SIGUSR1)
                 continue
             if how is Stop.NOW:
-                processes.send([leader], signal.SIGINT)  # a worker takes the second of SIGINT and SIGTERM for "now"
-            processes.send(processes.session_of(leader), signal.SIGKILL if how is Stop.KILL else signal.SIGTERM)
+                processes.send(
+                    [leader], signal.SIGINT
+                )  # a worker takes the second of SIGINT and SIGTERM for "now"
+            processes.send(
+                processes.session_of(leader), signal.SIGKILL if how is Stop.KILL else signal.SIGTERM
+            )
 
     def _ask_for_save(self) -> None:
         """One rank is told, and tells the others: two would be told in different steps, and save twice."""
@@ -347,7 +381,9 @@ class Switchboard:
 
     def _exited(self, pidfd: int) -> None:
         self._selector.unregister(pidfd)
-        rank, worker = next((rank, worker) for rank, worker in self._workers.items() if worker.pidfd == pidfd)
+        rank, worker = next(
+            (rank, worker) for rank, worker in self._workers.items() if worker.pidfd == pidfd
+        )
         self._running.discard(rank)
         if self._telemetry is not None:
             while self._forward() == _EVENTS_PER_TURN:
@@ -356,7 +392,13 @@ class Switchboard:
         oom_kills = room.oom_kills()
         by_kernel = oom_kills is not None and oom_kills > (self._oom_kills or 0)
         oom = status == -signal.SIGKILL and (bool(self._shortage) or by_kernel)
-        told = {"frame": "exit", "rank": rank, "status": status, "oom": oom, "shortage": self._shortage * oom}
+        told = {
+            "frame": "exit",
+            "rank": rank,
+            "status": status,
+            "oom": oom,
+            "shortage": self._shortage * oom,
+        }
         last_words = self._last_words(rank, status)
         if (echo := self._echoes.pop(rank, None)) is not None:
             self._tell(echo.last_look(time.monotonic(), _log_bytes(last_words["note"])))
@@ -368,9 +410,15 @@ class Switchboard:
     def _last_words(self, rank: int, status: int) -> dict[str, Any]:
         """Why a worker ended: its own note and the end of its log, which only this host may have."""
         note: str | None = None
-        with suppress(OSError), open(self._run_dir / "failures" / f"rank-{rank}.json", errors="replace") as file:
+        with (
+            suppress(OSError),
+            open(self._run_dir / "failures" / f"rank-{rank}.json", errors="replace") as file,
+        ):
             note = file.read(_LARGEST_NOTE)
-        return {"note": note, "log": last_lines(self._run_dir / "logs" / f"rank-{rank}.log") if status else []}
+        return {
+            "note": note,
+            "log": last_lines(self._run_dir / "logs" / f"rank-{rank}.log") if status else [],
+        }
 
     def _close(self, _: int) -> None:
         for rank, worker in self._workers.items():

@@ -39,16 +39,22 @@ class Witness:
                     self.store = open_store(question["address"])
                     return frame | {"port": self.store.getsockname()[1]}
                 case "knock":
-                    peers = {name: (address, port) for name, (address, port) in question["peers"].items()}
+                    peers = {
+                        name: (address, port) for name, (address, port) in question["peers"].items()
+                    }
                     return frame | {"failed": knock(peers, question["mark"])}
                 case "link":
-                    return frame | {"rates": link_rates(question["address"], question["port"], question["mark"])}
+                    return frame | {
+                        "rates": link_rates(question["address"], question["port"], question["mark"])
+                    }
                 case "bench":
                     from zrun.agent.bench import run_apart
 
                     return frame | {"rates": run_apart(question["folder"], question["quick"])}
                 case other:
-                    raise ValueError(f"this agent knows no question {other!r}: its zrun is another one")
+                    raise ValueError(
+                        f"this agent knows no question {other!r}: its zrun is another one"
+                    )
         except Exception as error:  # the launcher says it, with the host's name
             return frame | {"error": f"{type(error).__name__}: {error}"}
 
@@ -58,7 +64,11 @@ class Witness:
         if address is None:
             return {"address": None, "port": None, "interface": None}
         self._door = Door(address, question["mark"])
-        return {"address": address, "port": self._door.port, "interface": probe.interface_of(address)}
+        return {
+            "address": address,
+            "port": self._door.port,
+            "interface": probe.interface_of(address),
+        }
 
     def close(self) -> None:
         """Leave no listener behind."""

@@ -81,13 +81,20 @@ class ForkServer:
         with open(self._told, "rb") as told:
             text = told.read()
         status = self._process.wait()
-        with open(self._begin, "wb", buffering=0) as begin:  # who waits at its end and gets no word ends too
+        with open(
+            self._begin, "wb", buffering=0
+        ) as begin:  # who waits at its end and gets no word ends too
             if not text:
                 return {rank: Worker(self.pid, os.dup(pidfd), status) for rank in self._ranks}
             answer: Answer = json.loads(text)
-            workers = {int(rank): Worker(pid, os.pidfd_open(pid)) for rank, pid in answer["pids"].items()}
+            workers = {
+                int(rank): Worker(pid, os.pidfd_open(pid)) for rank, pid in answer["pids"].items()
+            }
             if threads := ", ".join(sorted(answer["threads"])):
-                print(f"what the workers import has started threads ({threads}): each imports by itself", flush=True)
+                print(
+                    f"what the workers import has started threads ({threads}): each imports by itself",
+                    flush=True,
+                )
             with suppress(BrokenPipeError):  # all of them have been killed already
                 begin.write((BEGIN_ANEW if threads else BEGIN) * len(workers))
         return workers
@@ -118,8 +125,12 @@ class Command:
     host: tuple[int, int]  # which of how many hosts this is
     ranks: range  # of this host
     logs: Mapping[int, Path]  # of those that are started
-    cpus: Mapping[int, str] = field(default_factory=dict)  # that ranks keep to, as Linux writes sets
-    alone: Mapping[int, str] = field(default_factory=dict)  # UUIDs of GPUs, or of slices, that the rank alone sees
+    cpus: Mapping[int, str] = field(
+        default_factory=dict
+    )  # that ranks keep to, as Linux writes sets
+    alone: Mapping[int, str] = field(
+        default_factory=dict
+    )  # UUIDs of GPUs, or of slices, that the rank alone sees
     store: socket.socket | None = None  # listens for the ranks of several hosts; rank 0 inherits it
 
     def start(self) -> ForkServer:
@@ -130,7 +141,10 @@ class Command:
         told, told_end = os.pipe()
         begin_end, begin = os.pipe()
         passed = [told_end, begin_end] + ([] if self.store is None else [self.store.fileno()])
-        logs = {rank: os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) for rank, log in self.logs.items()}
+        logs = {
+            rank: os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            for rank, log in self.logs.items()
+        }
         try:
             process = Popen(
                 [sys.executable, "-u", "-m", fork_server.__name__, self.module, self.argument],
@@ -184,7 +198,11 @@ class Command:
 
     def _own_variables(self, rank: int) -> dict[str, str]:
         """What only this rank finds there."""
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank - self.ranks.start), "ROLE_RANK": str(rank)}
+        own = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank - self.ranks.start),
+            "ROLE_RANK": str(rank),
+        }
         if rank in self.alone:
             own["CUDA_VISIBLE_DEVICES"] = self.alone[rank]
         if self.store is not None and rank == 0:

@@ -25,7 +25,9 @@ class Place:
     folder: CheckpointFolder
     steps: Sequence[Found]
     is_single: bool  # the path was that of one step
-    attempts: Mapping[int, Place] = field(default_factory=dict)  # earlier ones of the run, newest first
+    attempts: Mapping[int, Place] = field(
+        default_factory=dict
+    )  # earlier ones of the run, newest first
 
     def newest_valid(self) -> Found:
         """The newest step that counts.
@@ -37,7 +39,9 @@ class Place:
             if found.problem is None:
                 return found
         problems = "".join(f"\n  {found.problem}" for found in self.steps[:_SHOWN])
-        raise CheckpointError(f"no valid checkpoint in {self.folder.path}{problems}{self._elsewhere()}")
+        raise CheckpointError(
+            f"no valid checkpoint in {self.folder.path}{problems}{self._elsewhere()}"
+        )
 
     def step(self, which: str | int | None) -> Found:
         """Return the step `which`, a number or "best"; of None, the newest that counts.
@@ -59,7 +63,9 @@ class Place:
                     raise CheckpointError(found.problem)
                 return found
         there = ", ".join(str(found.step) for found in self.steps[:_SHOWN]) or "none"
-        raise CheckpointError(f"{self.folder.path} has no step {number}; it has {there}{self._elsewhere()}")
+        raise CheckpointError(
+            f"{self.folder.path} has no step {number}; it has {there}{self._elsewhere()}"
+        )
 
     def best(self) -> int:
         """Return the number of the best step.
@@ -107,11 +113,15 @@ def locate(text: str) -> Place:
 
 
 def _path_of(text: str) -> Path:
-    path = Path(os.path.expanduser(text))  # unlike Path's, it takes a user who does not exist for a name
+    path = Path(
+        os.path.expanduser(text)
+    )  # unlike Path's, it takes a user who does not exist for a name
     if path.is_dir():
         return path.absolute()
     if "/" in text:
-        raise JobError(f"{text}: no such folder; give a run directory, its checkpoints folder, or one step in it")
+        raise JobError(
+            f"{text}: no such folder; give a run directory, its checkpoints folder, or one step in it"
+        )
     return find(text)
 
 
@@ -119,9 +129,17 @@ def _attempts(run: Path) -> dict[int, Place]:
     """The steps of the attempts that a run started over from, as far as they have any, newest first."""
     from zrun_core.checkpoint.folder import CheckpointFolder
 
-    numbers = sorted((int(each.name) for each in (run / "attempts").glob("*") if each.name.isdecimal()), reverse=True)
-    folders = {number: CheckpointFolder(run / "attempts" / str(number) / "checkpoints") for number in numbers}
-    places = {number: Place(folder, folder.scan(), is_single=False) for number, folder in folders.items()}
+    numbers = sorted(
+        (int(each.name) for each in (run / "attempts").glob("*") if each.name.isdecimal()),
+        reverse=True,
+    )
+    folders = {
+        number: CheckpointFolder(run / "attempts" / str(number) / "checkpoints")
+        for number in numbers
+    }
+    places = {
+        number: Place(folder, folder.scan(), is_single=False) for number, folder in folders.items()
+    }
     return {number: place for number, place in places.items() if place.steps}
 
 

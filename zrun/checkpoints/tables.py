@@ -28,12 +28,18 @@ def _table(*columns: str, right: Sequence[str] = ()) -> Table:
 
 
 def _problem(found: Found, text: str) -> Text:
-    return Text(printable(text.replace(f"{found.path}/", "").replace(f"{found.path}: ", "")), style="red")
+    return Text(
+        printable(text.replace(f"{found.path}/", "").replace(f"{found.path}: ", "")), style="red"
+    )
 
 
-def steps_table(steps: Sequence[Found], saved: Sequence[str], latest: int | None, best: int | None = None) -> Table:
+def steps_table(
+    steps: Sequence[Found], saved: Sequence[str], latest: int | None, best: int | None = None
+) -> Table:
     """A row per step, newest first. `saved` are the times; `latest` and `best` are told so."""
-    table = _table("step", "saved", "size", "ranks", "run", "state", right=("step", "size", "ranks"))
+    table = _table(
+        "step", "saved", "size", "ranks", "run", "state", right=("step", "size", "ranks")
+    )
     for found, time in zip(steps, saved, strict=True):
         if found.manifest is None:
             table.add_row(str(found.step), time, "", "", "", _problem(found, found.problem or ""))
@@ -51,7 +57,11 @@ def step_facts(found: Found) -> dict[str, Any]:
     manifest = found.manifest
     facts: dict[str, Any] = {"step": found.step, "path": str(found.path), "problem": found.problem}
     if manifest is not None:
-        facts |= {"bytes": manifest.num_bytes, "world_size": manifest.world_size, "run_id": manifest.run_id}
+        facts |= {
+            "bytes": manifest.num_bytes,
+            "world_size": manifest.world_size,
+            "run_id": manifest.run_id,
+        }
     return facts
 
 
@@ -134,12 +144,18 @@ def inspect_facts(found: Found, manifest: Manifest) -> dict[str, Any]:
     return {"path": str(found.path), **facts}
 
 
-def verify_table(steps: Sequence[Found], problems: Sequence[Sequence[str]], seconds: Sequence[float]) -> Table:
+def verify_table(
+    steps: Sequence[Found], problems: Sequence[Sequence[str]], seconds: Sequence[float]
+) -> Table:
     """A row per step that was read whole."""
     table = _table("step", "size", "read at", "result", right=("step", "size", "read at"))
     for found, wrong, time in zip(steps, problems, seconds, strict=True):
         num_bytes = found.manifest.num_bytes if found.manifest is not None else 0
         rate = f"{format_size(num_bytes / time)}/s" if num_bytes and time > 0 else ""
-        result = _problem(found, "\n".join(wrong)) if wrong else Text("every byte as saved", style="green")
+        result = (
+            _problem(found, "\n".join(wrong))
+            if wrong
+            else Text("every byte as saved", style="green")
+        )
         table.add_row(str(found.step), format_size(num_bytes) if num_bytes else "", rate, result)
     return table

@@ -28,7 +28,8 @@ _BUILD_TIMEOUT_S = 300.0
 def check(
     job: Annotated[Path, typer.Argument(help="The job file.", show_default=False)],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Values that replace those of the file.")
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Values that replace those of the file."),
     ] = None,
     hosts: HostsFile = None,
     host_list: HostList = None,
@@ -36,9 +37,15 @@ def check(
     exclude: Exclude = None,
     nodes: Nodes = None,
     gpus: Gpus = None,
-    slots: Annotated[int | None, typer.Option(min=1, help="Plan for this many ranks on each host.")] = None,
-    no_import: Annotated[bool, typer.Option("--no-import", help="Do not run the job's own code.")] = False,
-    offline: Annotated[bool, typer.Option("--offline", help="Do not look at other hosts: there is no plan.")] = False,
+    slots: Annotated[
+        int | None, typer.Option(min=1, help="Plan for this many ranks on each host.")
+    ] = None,
+    no_import: Annotated[
+        bool, typer.Option("--no-import", help="Do not run the job's own code.")
+    ] = False,
+    offline: Annotated[
+        bool, typer.Option("--offline", help="Do not look at other hosts: there is no plan.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Validate a job, look at its hosts, resolve what it leaves open, and build its model without data.
@@ -84,7 +91,9 @@ def check(
         raise typer.Exit(why_not.exit_code)
 
 
-def _look(backend: Backend, loaded: LoadedJob, offline: bool) -> tuple[Cluster | None, str | PreflightError]:
+def _look(
+    backend: Backend, loaded: LoadedJob, offline: bool
+) -> tuple[Cluster | None, str | PreflightError]:
     """The hosts; or why they are not looked at, or cannot be used."""
     from zrun.hosts.cluster import Cluster, probe_host
     from zrun.launch.assemble import cluster_of, open_agents, survey
@@ -116,7 +125,9 @@ def _print_json(
 ) -> None:
     report = {
         "job": str(loaded.path),
-        "config": (resolved.job if resolved else loaded.config).model_dump(mode="json", by_alias=True),
+        "config": (resolved.job if resolved else loaded.config).model_dump(
+            mode="json", by_alias=True
+        ),
         "backend": {"kind": backend.kind, "why": backend.why},
         "hosts": [asdict(entry) for entry in backend.hosts or ()],
         "batch": resolved and resolved.batch.model_dump(),

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from zrun_core.checkpoint.manifest import Manifest
 
 ckpt = typer.Typer(
-    no_args_is_help=True, add_completion=False, help="List, inspect, verify, export and prune checkpoints."
+    no_args_is_help=True,
+    add_completion=False,
+    help="List, inspect, verify, export and prune checkpoints.",
 )
 
 
@@ -37,7 +39,9 @@ _Where = Annotated[
 ]
 _Step = Annotated[
     str | None,
-    typer.Option(metavar="N", help="Which step, a number or best; the newest valid one if not given."),
+    typer.Option(
+        metavar="N", help="Which step, a number or best; the newest valid one if not given."
+    ),
 ]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -60,7 +64,10 @@ def ls(where: _Where, as_json: _Json = False) -> None:
         from zrun.checkpoints.tables import step_facts
 
         steps = [step_facts(found) for found in place.steps]
-        attempts = {number: [step_facts(found) for found in each.steps] for number, each in place.attempts.items()}
+        attempts = {
+            number: [step_facts(found) for found in each.steps]
+            for number, each in place.attempts.items()
+        }
         names = [str(each) for each in aside]
         known = {"latest": latest, "best": best, "steps": steps}
         _print_json({**known, "aside": names, "attempts": attempts})
@@ -73,7 +80,13 @@ def ls(where: _Where, as_json: _Json = False) -> None:
             print(f"set aside: {each.name}")
         for number, earlier in place.attempts.items():
             print(f"attempt {number}: {earlier.folder.path}")
-            _print(steps_table(earlier.steps, [_saved(found) for found in earlier.steps], earlier.folder.latest()[0]))
+            _print(
+                steps_table(
+                    earlier.steps,
+                    [_saved(found) for found in earlier.steps],
+                    earlier.folder.latest()[0],
+                )
+            )
     if problem is not None:
         print(f"warning: {problem}; it is only a hint, and nothing depends on it", file=sys.stderr)
     if best_problem is not None:
@@ -110,8 +123,12 @@ def inspect(
 @ckpt.command()
 def verify(
     where: _Where,
-    step: Annotated[int | None, typer.Option(min=0, help="Only this step; all of them if not given.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, max=64, help="How many read at once.")] = None,
+    step: Annotated[
+        int | None, typer.Option(min=0, help="Only this step; all of them if not given.")
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, max=64, help="How many read at once.")
+    ] = None,
     as_json: _Json = False,
 ) -> None:
     """Read every byte and compare it with the digests. Exit code 9 if anything is damaged.
@@ -158,7 +175,9 @@ def export(
         ),
     ],
     step: _Step = None,
-    dtype: Annotated[_Dtype, typer.Option(help="Number format; keep: that of the masters.")] = _Dtype.KEEP,
+    dtype: Annotated[
+        _Dtype, typer.Option(help="Number format; keep: that of the masters.")
+    ] = _Dtype.KEEP,
     max_shard_size: Annotated[str, typer.Option(help="Of one file in a folder.")] = "5GB",
 ) -> None:
     """Write the weights and buffers of a checkpoint as safetensors or as a plain state_dict. Every byte is verified.
@@ -181,7 +200,9 @@ def export(
 
     files = write(found.path, found.manifest, out, dtype.value, max_shard_bytes)
     size = format_size(sum(file.stat().st_size for file in files))
-    print(f"wrote step {found.step} to {out}: {size} in {len(files)} {'file' if len(files) == 1 else 'files'}")
+    print(
+        f"wrote step {found.step} to {out}: {size} in {len(files)} {'file' if len(files) == 1 else 'files'}"
+    )
     if out.is_dir():
         print(_what_it_is(found.manifest, out))
 
@@ -205,9 +226,13 @@ def _what_it_is(manifest: Manifest, out: Path) -> str:
 @ckpt.command()
 def prune(
     where: _Where,
-    keep: Annotated[int, typer.Option(help="How many valid steps stay, at least 2.", show_default=False)],
+    keep: Annotated[
+        int, typer.Option(help="How many valid steps stay, at least 2.", show_default=False)
+    ],
     aside: Annotated[bool, typer.Option("--aside", help="Remove what was set aside too.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what would be removed.")
+    ] = False,
     as_json: _Json = False,
 ) -> None:
     """Remove old steps, and what dead saves have left. The newest steps that verify stay: every byte of them is read.
@@ -222,7 +247,9 @@ def prune(
     from zrun_core.errors import JobError
 
     if keep < LEAST_KEPT:
-        raise JobError(f"--keep {keep}: at least {LEAST_KEPT} steps stay, in case the newest is damaged")
+        raise JobError(
+            f"--keep {keep}: at least {LEAST_KEPT} steps stay, in case the newest is damaged"
+        )
     place = locate(where)
     if place.is_single:
         raise JobError(f"{where} is one step: give the folder above it")
@@ -236,10 +263,15 @@ def prune(
                 place.folder.sweep()
         except InUseError as error:
             user = error.holder
-            what = "what it writes, and what was set aside, stays" if aside else "what it writes stays"
+            what = (
+                "what it writes, and what was set aside, stays" if aside else "what it writes stays"
+            )
             print(f"{place.folder.path} is in use by {user}: {what}", file=sys.stderr)
     if as_json:
-        removed = {"would_remove" if dry_run else "removed": gone, "aside": [str(each) for each in also]}
+        removed = {
+            "would_remove" if dry_run else "removed": gone,
+            "aside": [str(each) for each in also],
+        }
         _print_json({**removed, "in_use_by": user})
     else:
         verb = "would remove" if dry_run else "removed"

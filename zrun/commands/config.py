@@ -15,7 +15,8 @@ config = typer.Typer(no_args_is_help=True, help="Show a resolved job, or the sch
 def show(
     job: Annotated[Path, typer.Argument(help="The job file.", show_default=False)],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Values that replace those of the file.")
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Values that replace those of the file."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -30,7 +31,13 @@ def show(
     if as_json:
         origins = {key: str(origin) for key, origin in loaded.origins.items()}
         print(
-            json.dumps({"config": loaded.config.model_dump(mode="json", by_alias=True), "origins": origins}, indent=2)
+            json.dumps(
+                {
+                    "config": loaded.config.model_dump(mode="json", by_alias=True),
+                    "origins": origins,
+                },
+                indent=2,
+            )
         )
     else:
         print(with_origins(loaded), end="")

@@ -20,22 +20,40 @@ if TYPE_CHECKING:
 
 def doctor(
     hosts: Annotated[
-        Path | None, typer.Option(help="Look at the hosts of this file.", show_default="this machine")
+        Path | None,
+        typer.Option(help="Look at the hosts of this file.", show_default="this machine"),
     ] = None,
-    bench: Annotated[bool, typer.Option("--bench", help="Measure matrix products, memory, disk and links.")] = False,
+    bench: Annotated[
+        bool, typer.Option("--bench", help="Measure matrix products, memory, disk and links.")
+    ] = False,
     disk: Annotated[
-        Path | None, typer.Option(help="With --bench: the folder whose disk counts.", show_default="this folder")
+        Path | None,
+        typer.Option(
+            help="With --bench: the folder whose disk counts.", show_default="this folder"
+        ),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="With --bench: seconds, not a minute; step times on CPUs are then rough.")
+        bool,
+        typer.Option(
+            "--quick",
+            help="With --bench: seconds, not a minute; step times on CPUs are then rough.",
+        ),
     ] = False,
     save: Annotated[
         Path | None,
-        typer.Option(help="With --bench: where the rates are stored.", show_default="~/.cache/zrun/calibration.json"),
+        typer.Option(
+            help="With --bench: where the rates are stored.",
+            show_default="~/.cache/zrun/calibration.json",
+        ),
     ] = None,
-    ssh: Annotated[str, typer.Option(help="The ssh client, with options; as launch.ssh of a job.")] = "ssh",
+    ssh: Annotated[
+        str, typer.Option(help="The ssh client, with options; as launch.ssh of a job.")
+    ] = "ssh",
     python: Annotated[
-        str | None, typer.Option(help="The Python on the hosts; as launch.python of a job.", show_default="this one")
+        str | None,
+        typer.Option(
+            help="The Python on the hosts; as launch.python of a job.", show_default="this one"
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -54,7 +72,11 @@ def doctor(
     try:
         findings = inspect(agents, Needs(shared=(Path.cwd(),), must_share=False))
         well = not any(finding.problems for finding in findings)
-        rates = measure(agents, findings, str((disk or Path.cwd()).absolute()), quick=quick) if bench and well else None
+        rates = (
+            measure(agents, findings, str((disk or Path.cwd()).absolute()), quick=quick)
+            if bench and well
+            else None
+        )
     finally:
         close_all(agents)
     if rates is not None:
@@ -62,8 +84,15 @@ def doctor(
         rates.write(path)
         print(f"the rates are in {path}", file=sys.stderr)
     if as_json:
-        print(json.dumps({"hosts": [_facts(finding) for finding in findings],
-                          "rates": rates and rates.model_dump(mode="json")}, indent=2))  # fmt: skip
+        print(
+            json.dumps(
+                {
+                    "hosts": [_facts(finding) for finding in findings],
+                    "rates": rates and rates.model_dump(mode="json"),
+                },
+                indent=2,
+            )
+        )
     else:
         _print(findings, rates)
     if not well:
@@ -85,7 +114,12 @@ def _agents(hosts: Path | None, ssh: str, python: str) -> Sequence[AgentLink]:
 
 def _facts(finding: Finding) -> dict[str, object]:
     report = finding.report.as_json() if finding.report is not None else None
-    return {"host": finding.host, "problems": finding.problems, "notes": finding.notes, "report": report}
+    return {
+        "host": finding.host,
+        "problems": finding.problems,
+        "notes": finding.notes,
+        "report": report,
+    }
 
 
 def _print(findings: Sequence[Finding], rates: Calibration | None) -> None:

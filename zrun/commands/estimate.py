@@ -33,22 +33,37 @@ _USUAL_GPU = "A100-80G"  # of --world and a size alone
 def estimate(
     what: Annotated[
         str | None,
-        typer.Argument(metavar="WHAT", help="A job file, a size such as 7.5B, or a config.json.", show_default=False),
+        typer.Argument(
+            metavar="WHAT",
+            help="A job file, a size such as 7.5B, or a config.json.",
+            show_default=False,
+        ),
     ] = None,
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Values that replace those of the file.")
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Values that replace those of the file."),
     ] = None,
     gpu: Annotated[
-        str | None, typer.Option(metavar="NAME", help="On one such device, or --world of them.", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="NAME", help="On one such device, or --world of them.", show_default=False
+        ),
     ] = None,
     simulate: Annotated[
         str | None,
-        typer.Option(metavar="NxMxGPU", help="On hosts that are not there: 512x8xA100-40G.", show_default=False),
+        typer.Option(
+            metavar="NxMxGPU",
+            help="On hosts that are not there: 512x8xA100-40G.",
+            show_default=False,
+        ),
     ] = None,
     world: Annotated[
         int | None,
         typer.Option(
-            min=1, metavar="N", help="So many devices: of --gpu; of a size alone, A100-80G.", show_default=False
+            min=1,
+            metavar="N",
+            help="So many devices: of --gpu; of a size alone, A100-80G.",
+            show_default=False,
         ),
     ] = None,
     hosts: HostsFile = None,
@@ -58,36 +73,60 @@ def estimate(
     nodes: Nodes = None,
     gpus: Gpus = None,
     slots: Annotated[
-        int | None, typer.Option(min=1, help="Ranks on each host; short for slots=N.", show_default=False)
+        int | None,
+        typer.Option(min=1, help="Ranks on each host; short for slots=N.", show_default=False),
     ] = None,
-    micro: Annotated[int | None, typer.Option(min=1, help="Short for batch.micro=N.", show_default=False)] = None,
+    micro: Annotated[
+        int | None, typer.Option(min=1, help="Short for batch.micro=N.", show_default=False)
+    ] = None,
     seq: Annotated[
         int | None,
-        typer.Option(min=1, max=2**24, help="Tokens per sample of a size or config.json.", show_default=False),
+        typer.Option(
+            min=1, max=2**24, help="Tokens per sample of a size or config.json.", show_default=False
+        ),
     ] = None,
-    fit: Annotated[bool, typer.Option("--fit", help="Search the cheapest change that fits.")] = False,
-    best: Annotated[bool, typer.Option("--best", help="Search the fastest configuration that fits.")] = False,
+    fit: Annotated[
+        bool, typer.Option("--fit", help="Search the cheapest change that fits.")
+    ] = False,
+    best: Annotated[
+        bool, typer.Option("--best", help="Search the fastest configuration that fits.")
+    ] = False,
     sweep: Annotated[
-        str | None, typer.Option(metavar="KEY=A,B,..", help="A row for each value of a key.", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="KEY=A,B,..", help="A row for each value of a key.", show_default=False
+        ),
     ] = None,
     explain: Annotated[
         str | None,
         typer.Option(
-            metavar="TEXT", help="List the buffers with this in their name, or of this kind.", show_default=False
+            metavar="TEXT",
+            help="List the buffers with this in their name, or of this kind.",
+            show_default=False,
         ),
     ] = None,
-    tokens: Annotated[str | None, typer.Option(help="How long so many tokens take: 450B.", show_default=False)] = None,
+    tokens: Annotated[
+        str | None, typer.Option(help="How long so many tokens take: 450B.", show_default=False)
+    ] = None,
     price: Annotated[
         float | None,
         typer.Option(
-            min=0, max=1e9, callback=is_finite, help="Of a device for an hour, with --tokens.", show_default=False
+            min=0,
+            max=1e9,
+            callback=is_finite,
+            help="Of a device for an hour, with --tokens.",
+            show_default=False,
         ),
     ] = None,
     emit: Annotated[
-        str | None, typer.Option(metavar="patch", help="Print the keys that must change, as YAML.", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="patch", help="Print the keys that must change, as YAML.", show_default=False
+        ),
     ] = None,
     write: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the job with these keys.", show_default=False)
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the job with these keys.", show_default=False),
     ] = None,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a picture of it.", show_default=False)
@@ -102,9 +141,12 @@ def estimate(
         ),
     ] = None,
     check: Annotated[
-        str | None, typer.Option(metavar="RUN", help="Compare a run with its estimate.", show_default=False)
+        str | None,
+        typer.Option(metavar="RUN", help="Compare a run with its estimate.", show_default=False),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, every buffer included.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON, every buffer included.")
+    ] = False,
 ) -> None:
     """Say where every byte of a job goes, how fast it should be, and what makes it fit. Nothing is started.
 
@@ -125,7 +167,11 @@ def estimate(
     if check is not None:
         raise typer.Exit(_check(check, what, as_json, patience_s))
     what = _checked(what, emit, fit and best)
-    given = [*(overrides or ()), *([f"slots={slots}"] if slots else []), *([f"batch.micro={micro}"] if micro else [])]
+    given = [
+        *(overrides or ()),
+        *([f"slots={slots}"] if slots else []),
+        *([f"batch.micro={micro}"] if micro else []),
+    ]
     options = HostOptions(hosts, host_list, include, exclude, nodes, gpus)
     asking = _Asking(what, given, gpu, simulate, world, options, seq, price, patience_s)
     question, loaded = asking.ask()
@@ -197,7 +243,9 @@ class _Asking:
         self.patience_s = patience_s
         self.cluster: Cluster | None = None  # that was found, if the hardware is not named
         if seq is not None and not self.is_shape:
-            raise JobError("--seq: a job says how long its samples are, in the arguments of its model and data")
+            raise JobError(
+                "--seq: a job says how long its samples are, in the arguments of its model and data"
+            )
         if self.is_shape and world is not None and simulate is None:
             gpu = gpu or _USUAL_GPU
         self.hardware = _hardware(gpu, simulate, world, price)
@@ -214,7 +262,9 @@ class _Asking:
             if hardware is None:
                 cluster = _found(None, self.options)
                 host = cluster.hosts[0]
-                hardware = hardware_of(cluster, "cuda" if host.gpus else "cpu", max(1, len(host.gpus)))
+                hardware = hardware_of(
+                    cluster, "cuda" if host.gpus else "cpu", max(1, len(host.gpus))
+                )
             return of_shape(self.what, hardware, given, self.seq), None
         from zrun.job.load import load_job
 
@@ -225,7 +275,9 @@ class _Asking:
         return of_job(loaded, self.cluster, patience_s=self.patience_s), loaded
 
 
-def _hardware(gpu: str | None, simulate: str | None, world: int | None, price: float | None) -> Hardware | None:
+def _hardware(
+    gpu: str | None, simulate: str | None, world: int | None, price: float | None
+) -> Hardware | None:
     from zrun_core.hardware.hardware import parse_simulate
 
     if simulate is not None:
@@ -234,7 +286,9 @@ def _hardware(gpu: str | None, simulate: str | None, world: int | None, price: f
         return parse_simulate(simulate, price=price)
     if gpu is not None:
         if "x" in gpu.lower().removeprefix("rtx"):
-            raise JobError(f"--gpu {gpu}: one device by its name; --simulate takes hosts and devices")
+            raise JobError(
+                f"--gpu {gpu}: one device by its name; --simulate takes hosts and devices"
+            )
         return parse_simulate(f"{world or 1}x{gpu}", price=price)
     return None
 
@@ -248,10 +302,14 @@ def _found(loaded: LoadedJob | None, options: HostOptions) -> Cluster:
     here = probe_host()
     if loaded is None:
         return Cluster((here,))
-    backend = find_backend(loaded.config, options, os.environ, loaded.path.absolute().parent, gethostname())
+    backend = find_backend(
+        loaded.config, options, os.environ, loaded.path.absolute().parent, gethostname()
+    )
     cluster = Cluster((backend.on_this_host(here),))
     if backend.kind != "local" and backend.hosts:
-        cluster = Cluster(tuple(here.called(str(entry), entry.slots, entry.chosen) for entry in backend.hosts))
+        cluster = Cluster(
+            tuple(here.called(str(entry), entry.slots, entry.chosen) for entry in backend.hosts)
+        )
     check_gpus(backend.gpus, loaded.config, cluster)
     return cluster
 
@@ -265,8 +323,12 @@ def _show(found: Answer, explain: str | None, tokens: str | None, price: float |
     if explain is not None:
         table = buffer_table(found.chosen, explain)
         if not table.row_count:
-            names = sorted({buffer.kind.value for rank in found.chosen.ranks for buffer in rank.buffers})
-            raise JobError(f"--explain {explain}: no buffer has this in its name; kinds are {', '.join(names)}")
+            names = sorted(
+                {buffer.kind.value for rank in found.chosen.ranks for buffer in rank.buffers}
+            )
+            raise JobError(
+                f"--explain {explain}: no buffer has this in its name; kinds are {', '.join(names)}"
+            )
         console.print(table)
         return
     for line in _head(found):
@@ -293,7 +355,9 @@ def _show(found: Answer, explain: str | None, tokens: str | None, price: float |
         console.print(f"note: {note}", markup=False, soft_wrap=True)
 
 
-def _show_search(console: Any, found: Answer, table: Any, tokens: str | None, price: float | None) -> None:
+def _show_search(
+    console: Any, found: Answer, table: Any, tokens: str | None, price: float | None
+) -> None:
     from textwrap import fill
 
     from zrun.estimate.tables import CHOICES
@@ -301,14 +365,17 @@ def _show_search(console: Any, found: Answer, table: Any, tokens: str | None, pr
     result = found.found
     assert result is not None
     console.print(
-        f"\n{result.tried + result.pruned:,} configurations, {result.tried:,} of them estimated", markup=False
+        f"\n{result.tried + result.pruned:,} configurations, {result.tried:,} of them estimated",
+        markup=False,
     )
     if result.best:
         console.print(table(result.best, console.width))
         console.print("the fastest for each amount of free memory: none is both faster and smaller")
         console.print(table(result.pareto, console.width))
         if tokens is not None:
-            console.print(_budget(found, result.best[0], tokens, price), markup=False, soft_wrap=True)
+            console.print(
+                _budget(found, result.best[0], tokens, price), markup=False, soft_wrap=True
+            )
     else:
         console.print("none of them fits; the nearest:")
         console.print(table(result.rejected, console.width))
@@ -326,8 +393,14 @@ def _show_patch(console: Any, found: Answer) -> None:
 
     changes, config = found.changes, found.question.config
     if changes and config is not None:
-        console.print(f"\nwith {' '.join(as_overrides(changes))}, or in the job file:", markup=False, soft_wrap=True)
-        console.print("\n".join(f"  {line}" for line in as_yaml(changes, config).splitlines()), markup=False)
+        console.print(
+            f"\nwith {' '.join(as_overrides(changes))}, or in the job file:",
+            markup=False,
+            soft_wrap=True,
+        )
+        console.print(
+            "\n".join(f"  {line}" for line in as_yaml(changes, config).splitlines()), markup=False
+        )
 
 
 def _head(found: Answer) -> list[str]:
@@ -356,7 +429,9 @@ def _budget(found: Answer, chosen: Estimate, tokens: str, price: float | None) -
     return budget(chosen.time, parse_count(tokens), chosen.candidate.dims.world_size, price)
 
 
-def _sweep(asking: _Asking, question: Question, loaded: LoadedJob | None, sweep: str, as_json: bool) -> None:
+def _sweep(
+    asking: _Asking, question: Question, loaded: LoadedJob | None, sweep: str, as_json: bool
+) -> None:
     from zrun.estimate.answer import as_data
     from zrun.estimate.request import at
     from zrun.estimate.tables import sweep_table
@@ -382,7 +457,11 @@ def _sweep(asking: _Asking, question: Question, loaded: LoadedJob | None, sweep:
     if all(isinstance(found, str) for _, found in rows):
         raise JobError("\n".join(dict.fromkeys(str(found) for _, found in rows)))
     if as_json:
-        print(json.dumps([{"value": value, "estimate": as_data(found)} for value, found in rows], indent=2))
+        print(
+            json.dumps(
+                [{"value": value, "estimate": as_data(found)} for value, found in rows], indent=2
+            )
+        )
     else:
         console = open_console(sys.stdout, wide=_WIDE)
         console.print(sweep_table(key, rows, console.width))
@@ -421,7 +500,10 @@ def _html(found: Answer, target: Path) -> None:
     verdict = found.verdict or "fits"
     title = f"zrun estimate: {found.question.title}"
     try:
-        target.write_text(page(title, [*_head(found), *notes], found.stages, found.chosen, verdict), encoding="utf-8")
+        target.write_text(
+            page(title, [*_head(found), *notes], found.stages, found.chosen, verdict),
+            encoding="utf-8",
+        )
     except OSError as error:
         raise JobError(f"--html {target}: {error.strerror}") from None
     print(f"wrote {target}", file=sys.stderr)
@@ -469,8 +551,18 @@ def _check(run: str, what: str | None, as_json: bool, patience_s: float) -> int:
     result = check_run(path, patience_s)
     if as_json:
         lines = [line.as_json() for line in result.lines]
-        print(json.dumps({"run": str(path), "source": result.source, "lines": lines, "notes": result.notes,
-                          "is_right": result.is_right}, indent=2))  # fmt: skip
+        print(
+            json.dumps(
+                {
+                    "run": str(path),
+                    "source": result.source,
+                    "lines": lines,
+                    "notes": result.notes,
+                    "is_right": result.is_right,
+                },
+                indent=2,
+            )
+        )
     else:
         print(f"{path.name}: activations {result.source}")
         print("\n".join(map(str, result.lines)))

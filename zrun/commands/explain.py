@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 
 
 def explain(
-    key: Annotated[str | None, typer.Argument(help="A key, such as zero.stage; none: all of them.")] = None,
+    key: Annotated[
+        str | None, typer.Argument(help="A key, such as zero.stage; none: all of them.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say what a key of the job file means, takes and defaults to.
@@ -64,7 +66,9 @@ def _names_below(key: Key) -> list[str]:
     from zrun.job.schema import keys
 
     assert key.section is not None
-    return [str(below) for below in keys(key.section, key.path) if len(below.path) == len(key.path) + 1]
+    return [
+        str(below) for below in keys(key.section, key.path) if len(below.path) == len(key.path) + 1
+    ]
 
 
 def _refuse(text: str) -> NoReturn:
@@ -72,5 +76,9 @@ def _refuse(text: str) -> NoReturn:
     from zrun_core.errors import JobError
 
     near = nearest_key(tuple(text.split(".")))
-    hint = "`zrun explain` lists them all" if near is None else f"did you mean {'.'.join(map(str, near))}?"
+    hint = (
+        "`zrun explain` lists them all"
+        if near is None
+        else f"did you mean {'.'.join(map(str, near))}?"
+    )
     raise JobError(f"a job has no key {text!r}; {hint}")

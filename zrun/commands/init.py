@@ -25,14 +25,27 @@ def init(
     ] = None,
     preset: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Print a job: torch, hf, stdlib-gpt, bert or llama.", show_default=False),
+        typer.Option(
+            metavar="NAME",
+            help="Print a job: torch, hf, stdlib-gpt, bert or llama.",
+            show_default=False,
+        ),
     ] = None,
-    full: Annotated[bool, typer.Option("--full", help="Print every key, with its default and meaning.")] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="Print every key, with its default and meaning.")
+    ] = False,
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", help="Write the job to this file; - prints it.", show_default="job.yaml"),
+        typer.Option(
+            "-o",
+            "--output",
+            help="Write the job to this file; - prints it.",
+            show_default="job.yaml",
+        ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the job file if it exists.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace the job file if it exists.")
+    ] = False,
 ) -> None:
     """Write job.yaml and the train.py that it names: they train as they are.
 
@@ -55,7 +68,9 @@ def init(
     try:
         _write(path, text, force)
     except FileExistsError:
-        raise JobError(f"{path} exists; choose another name with -o, or replace it with --force") from None
+        raise JobError(
+            f"{path} exists; choose another name with -o, or replace it with --force"
+        ) from None
     notes = [f"wrote {path}", *_write_code(path, name)]
     print("\n".join([*notes, f"next: zrun check {path}, then zrun train {path}"]), file=sys.stderr)
 
@@ -63,7 +78,11 @@ def init(
 def _text(preset: str) -> str:
     from zrun_core.errors import JobError
 
-    names = sorted(entry.name.removesuffix(".yaml") for entry in _PRESETS.iterdir() if entry.name.endswith(".yaml"))
+    names = sorted(
+        entry.name.removesuffix(".yaml")
+        for entry in _PRESETS.iterdir()
+        if entry.name.endswith(".yaml")
+    )
     if preset not in names:
         raise JobError(f"there is no preset {preset!r}; choose one of {', '.join(names)}")
     return (_PRESETS / f"{preset}.yaml").read_text(encoding="utf-8")

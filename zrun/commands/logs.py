@@ -11,7 +11,11 @@ import typer
 def logs(
     run: Annotated[
         str,
-        typer.Argument(metavar="RUN", help="A run directory, a run id or its beginning, or a job.", show_default=False),
+        typer.Argument(
+            metavar="RUN",
+            help="A run directory, a run id or its beginning, or a job.",
+            show_default=False,
+        ),
     ],
     rank: Annotated[
         str,
@@ -22,15 +26,29 @@ def logs(
             help="A rank, several (0,4-7), all, messages (of the launcher), launcher, agent.",
         ),
     ] = "all,messages",
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on until the run ends.")
+    ] = False,
     grep: Annotated[
-        str | None, typer.Option(metavar="REGEX", help="Only lines in which this is found.", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="REGEX", help="Only lines in which this is found.", show_default=False
+        ),
     ] = None,
     lines: Annotated[
         int | None,
-        typer.Option("--lines", "-n", min=0, max=10**9, help="The last so many.", show_default="all; 10 with -f"),
+        typer.Option(
+            "--lines",
+            "-n",
+            min=0,
+            max=10**9,
+            help="The last so many.",
+            show_default="all; 10 with -f",
+        ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object for each line.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a JSON object for each line.")
+    ] = False,
 ) -> None:
     """Print the logs of a run, without what would move the cursor or colour the screen.
 
@@ -65,7 +83,10 @@ def logs(
     if not tails:
         print(f"no log of this kind in {path / 'logs'}", file=sys.stderr)
     if goes_on:
-        print(f"following {path.name} until it ends, in {path / 'logs'}; Ctrl-C leaves it running", file=sys.stderr)
+        print(
+            f"following {path.name} until it ends, in {path / 'logs'}; Ctrl-C leaves it running",
+            file=sys.stderr,
+        )
     printed = set()
     try:
         for name, line in shown(tails, pattern, last, (lambda: is_held(path)) if goes_on else None):
@@ -74,7 +95,9 @@ def logs(
                 line = json.dumps({"source": name, "line": line})
             elif len(tails) > 1:
                 line = f"{name}: {line}"
-            sys.stdout.buffer.write(line.encode(sys.stdout.encoding, errors="backslashreplace") + b"\n")
+            sys.stdout.buffer.write(
+                line.encode(sys.stdout.encoding, errors="backslashreplace") + b"\n"
+            )
             if goes_on:
                 sys.stdout.flush()
         sys.stdout.flush()
@@ -82,6 +105,15 @@ def logs(
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return
     logs_asked = [tail for tail in tails if tail.exists and not tail.source.is_record]
-    if logs_asked and pattern is None and last != 0 and printed.isdisjoint(tail.source.name for tail in logs_asked):
-        who = logs_asked[0].source.name if len(logs_asked) == 1 else f"any of {len(logs_asked)} processes"
+    if (
+        logs_asked
+        and pattern is None
+        and last != 0
+        and printed.isdisjoint(tail.source.name for tail in logs_asked)
+    ):
+        who = (
+            logs_asked[0].source.name
+            if len(logs_asked) == 1
+            else f"any of {len(logs_asked)} processes"
+        )
         print(f"nothing has been printed so far by {who}: see {path / 'logs'}", file=sys.stderr)

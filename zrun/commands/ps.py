@@ -9,7 +9,9 @@ import typer
 
 
 def ps(
-    everything: Annotated[bool, typer.Option("--all", "-a", help="Runs of earlier days too.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", "-a", help="Runs of earlier days too.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List the runs that go on and those of today: of ./runs, and your others on this machine.
@@ -35,7 +37,10 @@ def ps(
         for remark in remarks(runs):
             console.print(remark, markup=False)
     else:
-        print("no run goes on, and none began today" if num_others else "no runs in ./runs", file=sys.stderr)
+        print(
+            "no run goes on, and none began today" if num_others else "no runs in ./runs",
+            file=sys.stderr,
+        )
     if num_others:
         others = "1 earlier run" if num_others == 1 else f"{num_others} earlier runs"
         print(f"{others}: zrun ps --all", file=sys.stderr)

@@ -14,7 +14,11 @@ from zrun_core.spine.printable import printable
 def save(
     run: Annotated[
         str,
-        typer.Argument(metavar="RUN", help="A run directory, a run id or its beginning, or a job.", show_default=False),
+        typer.Argument(
+            metavar="RUN",
+            help="A run directory, a run id or its beginning, or a job.",
+            show_default=False,
+        ),
     ],
     timeout: Annotated[
         float | None,
@@ -27,7 +31,9 @@ def save(
             show_default="limits.save_s",
         ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what would be done.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Let a run save at the end of its step and train on; wait until the step is on the disk.
@@ -50,16 +56,25 @@ def save(
     saving.check(found)  # before anything is said
     if dry_run:
         process = stopping.launcher_of(found, "save")
-        print(f"would ask process {process.pid} of run {found.run_id} to save at the end of the step")
+        print(
+            f"would ask process {process.pid} of run {found.run_id} to save at the end of the step"
+        )
         return
     if found.holder is not None and not as_json:
-        print(f"run {found.run_id} of {found.job}, {found.holder}: saving at the end of the step", file=sys.stderr)
+        print(
+            f"run {found.run_id} of {found.job}, {found.holder}: saving at the end of the step",
+            file=sys.stderr,
+        )
     try:
-        saved = saving.save(found, stopping.limits_of(found.path).save_s if timeout is None else timeout)
+        saved = saving.save(
+            found, stopping.limits_of(found.path).save_s if timeout is None else timeout
+        )
     except saving.RunEndedError as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         raise typer.Exit(error.run.exit_code or error.exit_code) from None
     if as_json:
         print(json.dumps(read(found.path).facts() | {"saved": saved.facts()}, indent=2))
     else:
-        print(f"saved step {saved.step} ({format_size(saved.bytes)}, {text.seconds(saved.seconds)}): {saved.path}")
+        print(
+            f"saved step {saved.step} ({format_size(saved.bytes)}, {text.seconds(saved.seconds)}): {saved.path}"
+        )

@@ -16,9 +16,15 @@ if TYPE_CHECKING:
 def stop(
     run: Annotated[
         str,
-        typer.Argument(metavar="RUN", help="A run directory, a run id or its beginning, or a job.", show_default=False),
+        typer.Argument(
+            metavar="RUN",
+            help="A run directory, a run id or its beginning, or a job.",
+            show_default=False,
+        ),
     ],
-    now: Annotated[bool, typer.Option("--now", help="End the workers at once; nothing is saved.")] = False,
+    now: Annotated[
+        bool, typer.Option("--now", help="End the workers at once; nothing is saved.")
+    ] = False,
     timeout: Annotated[
         float | None,
         typer.Option(
@@ -30,7 +36,9 @@ def stop(
             show_default="limits.stop_s + 30, and the end of a save",
         ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what would be done.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Let a run finish its step, save and end; wait until it is gone.
@@ -50,7 +58,9 @@ def stop(
     was_running = found.state is State.RUNNING
     if was_running and dry_run:
         process = stopping.launcher_of(found)
-        print(f"would send {'the second' if now else 'a first'} signal to process {process.pid} of run {found.run_id}")
+        print(
+            f"would send {'the second' if now else 'a first'} signal to process {process.pid} of run {found.run_id}"
+        )
         return
     if was_running:
         if found.holder is not None and not as_json:
@@ -74,7 +84,9 @@ def _end(run: Run) -> str:
     after = f" after step {run.step}" if run.step else " before the first step ended"
     match run.state:
         case State.STOPPED:
-            saved = "saved: --resume auto goes on" if run.exit_code == ExitCode.STOPPED else "not saved"
+            saved = (
+                "saved: --resume auto goes on" if run.exit_code == ExitCode.STOPPED else "not saved"
+            )
             return f"stopped{after}, exit code {run.exit_code}, {saved}"
         case State.FAILED:
             return f"failed{after} (exit code {run.exit_code}): {run.headline}"

@@ -21,17 +21,29 @@ def topo(
     simulated: Annotated[
         Path | None,
         typer.Option(
-            "--simulate", metavar="FILE", help="A description of other machines: docs/topology.md.", show_default=False
+            "--simulate",
+            metavar="FILE",
+            help="A description of other machines: docs/topology.md.",
+            show_default=False,
         ),
     ] = None,
     hosts: HostsFile = None,
     host_list: HostList = None,
-    ssh: Annotated[str, typer.Option(help="The ssh client, with options; as launch.ssh of a job.")] = "ssh",
+    ssh: Annotated[
+        str, typer.Option(help="The ssh client, with options; as launch.ssh of a job.")
+    ] = "ssh",
     python: Annotated[
-        str | None, typer.Option(help="The Python on the hosts; as launch.python of a job.", show_default="this one")
+        str | None,
+        typer.Option(
+            help="The Python on the hosts; as launch.python of a job.", show_default="this one"
+        ),
     ] = None,
-    tp: Annotated[int, typer.Option(min=1, max=1024, help="Seat ranks with tp groups of this size.")] = 1,
-    pp: Annotated[int, typer.Option(min=1, max=1024, help="Seat ranks with so many pipeline stages.")] = 1,
+    tp: Annotated[
+        int, typer.Option(min=1, max=1024, help="Seat ranks with tp groups of this size.")
+    ] = 1,
+    pp: Annotated[
+        int, typer.Option(min=1, max=1024, help="Seat ranks with so many pipeline stages.")
+    ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show the links between GPUs, and the groups that tensor parallelism would get.
@@ -51,7 +63,9 @@ def topo(
     if hosts is not None or host_list is not None:
         cluster = _look(hosts, host_list, ssh, python or sys.executable)
     else:
-        cluster = Cluster((probe_host(),)) if simulated is None else simulate(Scenario.read(simulated))
+        cluster = (
+            Cluster((probe_host(),)) if simulated is None else simulate(Scenario.read(simulated))
+        )
     ranks = _seats(cluster, tp, pp) if tp * pp > 1 else []
     if as_json:
         print(json.dumps(topology_facts(cluster, ranks), indent=2))
@@ -82,7 +96,9 @@ def _look(hosts: Path | None, host_list: str | None, ssh: str, python: str) -> C
         findings = inspect(agents, Needs())
     finally:
         close_all(agents)
-    if any(finding.report is None for finding in findings):  # whatever else is wrong with a host, it has links
+    if any(
+        finding.report is None for finding in findings
+    ):  # whatever else is wrong with a host, it has links
         told = [each if each.report is None else replace(each, problems=()) for each in findings]
         raise PreflightError(describe(told))
     return Cluster(

@@ -27,12 +27,16 @@ if TYPE_CHECKING:
 def train(
     job: Annotated[Path, typer.Argument(help="The job file.", show_default=False)],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Values that replace those of the file.")
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Values that replace those of the file."),
     ] = None,
     run_dir: Annotated[
-        Path | None, typer.Option(help="Directory of this run.", show_default="runs/<name>/<run id>")
+        Path | None,
+        typer.Option(help="Directory of this run.", show_default="runs/<name>/<run id>"),
     ] = None,
-    ui: Annotated[Ui, typer.Option(help="How progress is shown; auto: live on a terminal, else plain.")] = Ui.auto,
+    ui: Annotated[
+        Ui, typer.Option(help="How progress is shown; auto: live on a terminal, else plain.")
+    ] = Ui.auto,
     hosts: HostsFile = None,
     host_list: HostList = None,
     include: Include = None,
@@ -44,9 +48,13 @@ def train(
     ] = None,
     resume: Annotated[
         str | None,
-        typer.Option(help="auto, a step, best, a path, or never; short for resume=...", show_default=False),
+        typer.Option(
+            help="auto, a step, best, a path, or never; short for resume=...", show_default=False
+        ),
     ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Start over where checkpoints are; they are kept.")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start over where checkpoints are; they are kept.")
+    ] = False,
     smoke: Annotated[
         int | None,
         typer.Option(
@@ -57,10 +65,15 @@ def train(
             show_default=False,
         ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would run, and stop.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Start even what does not fit by the estimate.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would run, and stop.")
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Start even what does not fit by the estimate.")
+    ] = False,
     detach: Annotated[
-        bool, typer.Option("--detach", help="Return once its first step is done; it goes on by itself.")
+        bool,
+        typer.Option("--detach", help="Return once its first step is done; it goes on by itself."),
     ] = False,
     worker: Annotated[str, typer.Option(hidden=True)] = "zrun_core.train.worker",
 ) -> None:
@@ -90,19 +103,28 @@ def train(
         from zrun.job.load import load_job
 
         options = HostOptions(hosts, host_list, include, exclude, nodes, gpus)
-        short = {"slots": slots, "resume": json.dumps(resume) if resume and not resume.isdigit() else resume}
+        short = {
+            "slots": slots,
+            "resume": json.dumps(resume) if resume and not resume.isdigit() else resume,
+        }
         given = [f"{key}={value}" for key, value in short.items() if value is not None]
         loaded = load_job(job, [*(overrides or ()), *given])
         if smoke is not None:
-            loaded = _smoke(loaded, smoke, [*(overrides or ()), *given], fresh or resume is not None, ui)
-        backend = find_backend(loaded.config, options, os.environ, job.absolute().parent, gethostname())
+            loaded = _smoke(
+                loaded, smoke, [*(overrides or ()), *given], fresh or resume is not None, ui
+            )
+        backend = find_backend(
+            loaded.config, options, os.environ, job.absolute().parent, gethostname()
+        )
         environment = worker_environment(loaded.config, os.environ)
         if backend.kind == "env":
             _refuse_joined(loaded.config, backend, dry_run, detach)
         again = [f"--slots={slots}"] * (slots is not None) + options.as_arguments()
         again += ["--run-dir", str(run_dir)] if run_dir is not None else []
         again += ["--force"] * force
-        command = shlex.join(["zrun", "train", str(job), *(overrides or ()), *again, "--resume", "auto"])
+        command = shlex.join(
+            ["zrun", "train", str(job), *(overrides or ()), *again, "--resume", "auto"]
+        )
         from zrun.launch.request import LaunchRequest
         from zrun.launch.session import launch
 
@@ -150,7 +172,9 @@ def _told() -> Iterator[None]:
 
 def _refuse_joined(job: JobConfig, backend: Backend, dry_run: bool, detach: bool) -> None:
     """What only the launcher that started the processes could do."""
-    asked = "restarts" if job.restarts else "--detach" if detach else "--dry-run" if dry_run else None
+    asked = (
+        "restarts" if job.restarts else "--detach" if detach else "--dry-run" if dry_run else None
+    )
     if asked is not None:
         instead = {
             "restarts": "leave it out, and let that launcher start all of them again, with --resume auto",

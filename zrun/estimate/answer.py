@@ -57,7 +57,9 @@ class Answer:
         if job is None or job.steps is not None:
             return None if job is None else job.steps
         if job.epochs is not None:
-            return None if self.num_samples is None else batch.num_steps(job.epochs * self.num_samples)
+            return (
+                None if self.num_samples is None else batch.num_steps(job.epochs * self.num_samples)
+            )
         if job.tokens is None or not self.tokens_per_sample:
             return None
         return batch.num_steps(-(-job.tokens // self.tokens_per_sample))
@@ -100,7 +102,9 @@ class Answer:
         question, target = self.question, self.target
         if question.config is None or target is None:
             return {}
-        return job_changes(question.config, question.batch, target.candidate, question.hardware.devices_per_node)
+        return job_changes(
+            question.config, question.batch, target.candidate, question.hardware.devices_per_node
+        )
 
 
 def answer(question: Question, goal: Goal | None = None) -> Answer:
@@ -117,9 +121,16 @@ def answer(question: Question, goal: Goal | None = None) -> Answer:
     found = _answered(question, goal)
     if key is not None and not found.is_partial:
         parts = (
-            found.chosen, found.stages, found.found, found.fix, found.today, found.sentence, found.num_params,
-            found.tokens_per_sample, found.num_samples,
-        )  # fmt: skip
+            found.chosen,
+            found.stages,
+            found.found,
+            found.fix,
+            found.today,
+            found.sentence,
+            found.num_params,
+            found.tokens_per_sample,
+            found.num_samples,
+        )
         kept.write(key, as_data(parts), getattr(question.planner.subject, "files", {}))
     return found
 
@@ -128,7 +139,9 @@ def _answered(question: Question, goal: Goal | None) -> Answer:
     planner = question.planner
     chosen = planner.estimate(question.base)
     stages = tuple(
-        chosen if stage == question.base.stage else planner.estimate(_at_stage(question.base, stage))
+        chosen
+        if stage == question.base.stage
+        else planner.estimate(_at_stage(question.base, stage))
         for stage in range(4)
     )
     found = None if goal is None else _search(question, goal)
@@ -146,20 +159,33 @@ def _answered(question: Question, goal: Goal | None) -> Answer:
         why = tell(chosen, question.hardware, change)
     is_partial = getattr(planner.subject, "is_partial", False)
     return Answer(
-        question, chosen, stages, found, fix, today, why, planner.num_params,
-        planner.tokens_per_sample, planner.num_samples, is_partial,
-    )  # fmt: skip
+        question,
+        chosen,
+        stages,
+        found,
+        fix,
+        today,
+        why,
+        planner.num_params,
+        planner.tokens_per_sample,
+        planner.num_samples,
+        is_partial,
+    )
 
 
 def in_words(question: Question, before: Estimate, fix: Estimate) -> str:
     """A change as keys and what it costs: `zero.stage=3 activations.checkpoint=full (+12% time)`."""
     if question.config is not None and not fix.candidate.lacking():
         per_node = question.hardware.devices_per_node
-        text = " ".join(as_overrides(job_changes(question.config, question.batch, fix.candidate, per_node)))
+        text = " ".join(
+            as_overrides(job_changes(question.config, question.batch, fix.candidate, per_node))
+        )
     else:
         text = _difference(before.candidate, fix.candidate)
     free = fix.capacity - fullest(fix).device_used
-    notes = [note for note in (time_of(fix, before), f"{free / fix.capacity:.0%} left free") if note]
+    notes = [
+        note for note in (time_of(fix, before), f"{free / fix.capacity:.0%} left free") if note
+    ]
     if fix.candidate.lacking():
         notes.append("which zrun plans, but does not train yet")
     return f"{text} ({', '.join(notes)})"
@@ -191,7 +217,8 @@ def as_data(value: Any) -> Any:
     """A value of plans as JSON takes it."""
     if is_dataclass(value) and not isinstance(value, type):
         return {
-            key: as_data(item) for key, item in ((name, getattr(value, name)) for name in value.__dataclass_fields__)
+            key: as_data(item)
+            for key, item in ((name, getattr(value, name)) for name in value.__dataclass_fields__)
         }
     if isinstance(value, Enum):
         return value.value
@@ -211,11 +238,15 @@ def _search(question: Question, goal: Goal, trainable: bool = False) -> Result:
     from zrun_core.plan.answer.search import Constraints, search
 
     base = question.base
-    constraints = Constraints(global_batch=question.batch.global_size, base=base, trainable=trainable)
+    constraints = Constraints(
+        global_batch=question.batch.global_size, base=base, trainable=trainable
+    )
     if goal == "fit":
         # First among what zrun trains: that is the change that a person can make today.
         quick = replace(constraints, trainable=True)
-        with_training = search(question.planner, question.hardware, quick, goal) if _is_trained(base) else None
+        with_training = (
+            search(question.planner, question.hardware, quick, goal) if _is_trained(base) else None
+        )
         if with_training is not None and with_training.best:
             return with_training
     return search(question.planner, question.hardware, constraints, goal)

@@ -50,7 +50,9 @@ def _step_back(pace: str) -> None:
     """Leave the cores to others: see `forecast.Pace`."""
     with suppress(OSError):
         os.nice({"now": 0, "aside": 10}.get(pace, 19))
-    with suppress(OSError):  # niceness orders processes inside one session only: tell the session too
+    with suppress(
+        OSError
+    ):  # niceness orders processes inside one session only: tell the session too
         Path("/proc/self/autogroup").write_text(str(os.getpriority(os.PRIO_PROCESS, 0)))
     if pace == "idle":
         with suppress(OSError, AttributeError):

@@ -69,7 +69,9 @@ def bars(estimate: Estimate, width: int, ascii_only: bool = False) -> list[Text]
     room = max(_NARROWEST, width - max(map(len, heads)) - max(map(len, tails)))
     scale = max([capacity, *(rank.device_used for rank in ranks)]) or 1
     lines = [
-        Text.assemble(head.ljust(max(map(len, heads))), bar(rank, capacity, scale, room, ascii_only), tail)
+        Text.assemble(
+            head.ljust(max(map(len, heads))), bar(rank, capacity, scale, room, ascii_only), tail
+        )
         for rank, head, tail in zip(ranks, heads, tails, strict=True)
     ]
     return [*lines, *_legend([parts_of(rank) for rank in ranks], width)]

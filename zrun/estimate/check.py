@@ -118,9 +118,13 @@ def check_run(run: Path, patience_s: float = PATIENCE_S) -> Check:
     events = events[starts[-1] :]
     start = events[0]
     peaks = [event for event in events if event.get("type") in ("peak", "memory")]
-    times = [float(event["step_s"]) for event in events if event.get("type") == "step"][_WARM_STEPS:]
+    times = [float(event["step_s"]) for event in events if event.get("type") == "step"][
+        _WARM_STEPS:
+    ]
     if not times and not any(event.get("peak_bytes") for event in peaks):
-        raise JobError(f"{run} has made too few steps: the memory of the second and the time of the third are compared")
+        raise JobError(
+            f"{run} has made too few steps: the memory of the second and the time of the third are compared"
+        )
     hardware, notes = _hardware(spec, start)
     return _compared(run, spec, hardware, patience_s, peaks, times, notes)
 
@@ -153,7 +157,9 @@ def _compared(
         judged = None if chosen.is_guess else limit
         lines.append(Line("peak", rank.allocated, peak, judged, is_bound))
     else:
-        notes.append("the run did not measure its memory: another version, or a profiler of its own in the second step")
+        notes.append(
+            "the run did not measure its memory: another version, or a profiler of its own in the second step"
+        )
     if reserved := max((event.get("reserved_bytes") or 0 for event in peaks), default=0):
         judged = None if chosen.is_guess else _RESERVED
         lines.append(Line("reserved", rank.reserved, reserved, judged, is_bound))
@@ -189,17 +195,23 @@ def _hardware(spec: RunSpec, start: Event) -> tuple[Hardware, list[str]]:
     notes = []
     made_by = (start.get("versions") or {}).get("zrun")
     if made_by != version("zrun"):
-        notes.append(f"the run was made by zrun {made_by or 'of an earlier version'}, this is {version('zrun')}")
+        notes.append(
+            f"the run was made by zrun {made_by or 'of an earlier version'}, this is {version('zrun')}"
+        )
     hosts = spec.plan.hosts
     per_host = max(len(spec.plan.ranks_on(host)) for host in hosts)
     here = probe_host()
     device = "cpu" if spec.job.device == "cpu" else "cuda"
     if hosts[0] not in (here.hostname, gethostname(), "localhost"):
-        notes.append(f"the run was on {hosts[0]}, this is {here.hostname}: times of another machine are not judged")
+        notes.append(
+            f"the run was on {hosts[0]}, this is {here.hostname}: times of another machine are not judged"
+        )
     if device == "cuda" and not here.gpus:
         from zrun_core.hardware.hardware import like, parse_simulate
 
-        return parse_simulate(f"{len(hosts)}x{per_host}x{like(str(start.get('device'))).name}"), notes
+        return parse_simulate(
+            f"{len(hosts)}x{per_host}x{like(str(start.get('device'))).name}"
+        ), notes
     cluster = Cluster(tuple(replace(here, hostname=host) for host in hosts))
     return hardware_of(cluster, device, per_host, memory=spec.job.limits.memory), notes
 
@@ -210,7 +222,9 @@ def _spec(run: Path) -> RunSpec:
     except OSError:
         raise JobError(f"{run} has no spec.json: it is no run, or one that never began") from None
     except ValidationError:
-        raise JobError(f"{run}/spec.json is of another version of zrun: its job cannot be estimated here") from None
+        raise JobError(
+            f"{run}/spec.json is of another version of zrun: its job cannot be estimated here"
+        ) from None
 
 
 def _events(path: Path) -> Iterator[Event]:

@@ -33,9 +33,23 @@ _LAST_WORDS_S = 3.0
 _KEPT = 200  # forecasts in the cache
 # Keys of a job that change no byte and no second of a step.
 UNRELATED = (
-    "name", "steps", "tokens", "epochs", "lr", "eval", "hooks", "resume", "restarts", "min_hosts", "init_from", "log",
-    "checkpoint", "guards", "limits", "launch",
-)  # fmt: skip
+    "name",
+    "steps",
+    "tokens",
+    "epochs",
+    "lr",
+    "eval",
+    "hooks",
+    "resume",
+    "restarts",
+    "min_hosts",
+    "init_from",
+    "log",
+    "checkpoint",
+    "guards",
+    "limits",
+    "launch",
+)
 
 
 @dataclass(frozen=True)
@@ -95,7 +109,13 @@ def key_of(job: JobConfig, job_dir: Path, cluster: Cluster) -> str:
     path = Calibration.default_path(os.environ)
     rates = path.read_bytes() if path.is_file() else b""
     hosts = [
-        (host.cores, host.memory_bytes, host.slots, host.chosen, [(gpu.name, gpu.memory_bytes) for gpu in host.gpus])
+        (
+            host.cores,
+            host.memory_bytes,
+            host.slots,
+            host.chosen,
+            [(gpu.name, gpu.memory_bytes) for gpu in host.gpus],
+        )
         for host in cluster.hosts
     ]
     facts = {
@@ -193,4 +213,6 @@ class Making:
     def _read(self) -> None:
         assert self._process.stdout is not None
         if self.forecast is None and not self._process.stdout.closed:
-            self.forecast = Forecast.from_json(self._process.stdout.read())  # a few hundred bytes: they fit a pipe
+            self.forecast = Forecast.from_json(
+                self._process.stdout.read()
+            )  # a few hundred bytes: they fit a pipe

@@ -31,13 +31,22 @@ if TYPE_CHECKING:
 
 SWITCH = "ZRUN_ESTIMATE"  # environment variable: "off" makes no estimate beside a run
 _PATIENCE_S = 150.0  # for a reason to refuse, which is wanted more than a start
-_PATIENCE_AT_END_S = 10.0  # for what would have fitted, after a run that had no memory: it has said why it ends
+_PATIENCE_AT_END_S = (
+    10.0  # for what would have fitted, after a run that had no memory: it has said why it ends
+)
 _CORES_PER_RANK = 2  # that a launch keeps busy: imports, building, a rank's threads
 _COMPARED_AT = 3  # step
 _PREDICTED = (
-    "source", "peak_bytes", "reserved_bytes", "device_bytes", "step_s", "low_s", "high_s",
-    "calibrated", "is_bound",
-)  # fmt: skip
+    "source",
+    "peak_bytes",
+    "reserved_bytes",
+    "device_bytes",
+    "step_s",
+    "low_s",
+    "high_s",
+    "calibrated",
+    "is_bound",
+)
 _WARM_STEPS = 2  # not counted in times: the second one's memory is measured
 
 
@@ -81,7 +90,9 @@ class Gate:
         self._request = Request(
             job=loaded.config.model_dump(mode="json", by_alias=True, exclude_unset=True),
             path=str(loaded.path.absolute()),
-            overrides=tuple(origin.text for origin in loaded.origins.values() if origin.kind == "override"),
+            overrides=tuple(
+                origin.text for origin in loaded.origins.values() if origin.kind == "override"
+            ),
             hosts=[host.as_json() for host in cluster.hosts],
             key=key_of(loaded.config, job_dir, cluster),
         )
@@ -101,7 +112,10 @@ class Gate:
         """
         if self.forecast is not None and not self.forecast.fits and self.may_refuse:
             # What a host has free changes: the answer that counts is today's.
-            self.forecast = Making(self._request, self._environment, Pace.NOW).wait(_PATIENCE_S) or self.forecast
+            self.forecast = (
+                Making(self._request, self._environment, Pace.NOW).wait(_PATIENCE_S)
+                or self.forecast
+            )
             self._refuse(self.forecast)
         if self.forecast is None and self._has_spare_cores and self._makes_own:
             self._making = Making(self._request, self._environment, Pace.IDLE)
@@ -130,13 +144,18 @@ class Gate:
         """Take in what a run tells; `emit` gets the comparison when it is due."""
         match event.get("type"):
             case "peak":
-                self._peaks[event["rank"]] = (event.get("peak_bytes") or 0, event.get("reserved_bytes"))
+                self._peaks[event["rank"]] = (
+                    event.get("peak_bytes") or 0,
+                    event.get("reserved_bytes"),
+                )
                 self._see_process(event)
                 self._tell(emit)
             case "memory":
                 self._see_process(event)
             case "step":
-                if not self._step and self.forecast is None and self._makes_own:  # the launch is over
+                if (
+                    not self._step and self.forecast is None and self._makes_own
+                ):  # the launch is over
                     self.__exit__()
                     self._making = Making(self._request, self._environment, Pace.ASIDE)
                 self._step = event["step"]
@@ -196,7 +215,10 @@ def refusal(forecast: Forecast) -> str:
     """The message of a job that does not fit: why, the keys that would help, and how to try anyway."""
     lines = [f"this job does not fit: {forecast.sentence}"]
     if forecast.patch:
-        lines += ["with these keys it fits:", *(f"  {line}" for line in forecast.patch.splitlines())]
+        lines += [
+            "with these keys it fits:",
+            *(f"  {line}" for line in forecast.patch.splitlines()),
+        ]
         lines.append(f"on the command line: {' '.join(forecast.changes)}")
     lines.append("--force starts it all the same; zrun estimate shows where each byte goes")
     return "\n".join(lines)

@@ -28,7 +28,9 @@ svg text { font: 13px system-ui, sans-serif; }
 """
 
 
-def page(title: str, lines: Sequence[str], stages: Sequence[Estimate], chosen: Estimate, verdict: str) -> str:
+def page(
+    title: str, lines: Sequence[str], stages: Sequence[Estimate], chosen: Estimate, verdict: str
+) -> str:
     """The whole file.
 
     Args:
@@ -50,13 +52,25 @@ def page(title: str, lines: Sequence[str], stages: Sequence[Estimate], chosen: E
         rows = [(f"{rank.role} stage", chosen, number) for number, rank in enumerate(chosen.ranks)]
         body += ["<h2>Memory by place in the pipeline</h2>", _picture(rows)]
     body += ["<h2>Time of a step</h2>", _times(chosen), "<h2>Buffers</h2>", _buffers(chosen)]
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n' + "\n".join(body) + "\n</body></html>\n"
+    return (
+        f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n'
+        + "\n".join(body)
+        + "\n</body></html>\n"
+    )
 
 
 def _picture(rows: Sequence[tuple[str, Estimate, int]]) -> str:
     """Stacked bars. Each row: its name, an estimate, which of its ranks."""
     ranks = [(fullest(each) if not number else each.ranks[number]) for _, each, number in rows]
-    top = max([1, *(max(rank.device_used, each.capacity) for rank, (_, each, _) in zip(ranks, rows, strict=True))])
+    top = max(
+        [
+            1,
+            *(
+                max(rank.device_used, each.capacity)
+                for rank, (_, each, _) in zip(ranks, rows, strict=True)
+            ),
+        ]
+    )
     scale = (_WIDTH - 2 * _MARGIN) / top
     parts = []
     for place, (rank, (name, each, _)) in enumerate(zip(ranks, rows, strict=True)):
@@ -84,12 +98,26 @@ def _picture(rows: Sequence[tuple[str, Estimate, int]]) -> str:
 
 
 def _key() -> str:
-    words = "".join(f'<span style="background:{part.color}"></span>{escape(MEANINGS[part.name])}' for part in PARTS)
+    words = "".join(
+        f'<span style="background:{part.color}"></span>{escape(MEANINGS[part.name])}'
+        for part in PARTS
+    )
     return f'<p class="key">{words}; the red line is what the device has</p>'
 
 
 def _table(stages: Sequence[Estimate], chosen: Estimate) -> str:
-    names = ("stage", "paper, K=12", "states", "activations", "peak", "reserved", "device", "fits", "step", "tok/s")
+    names = (
+        "stage",
+        "paper, K=12",
+        "states",
+        "activations",
+        "peak",
+        "reserved",
+        "device",
+        "fits",
+        "step",
+        "tok/s",
+    )
     rows = [_row("th", names)]
     for each in stages:
         rank = fullest(each)
@@ -111,15 +139,22 @@ def _table(stages: Sequence[Estimate], chosen: Estimate) -> str:
             step_range(each.time),
             tokens,
         )
-        rows.append(_row("td", cells, "chosen" if each.candidate.stage == chosen.candidate.stage else ""))
+        rows.append(
+            _row("td", cells, "chosen" if each.candidate.stage == chosen.candidate.stage else "")
+        )
     return f"<table>{''.join(rows)}</table>"
 
 
 def _times(chosen: Estimate) -> str:
     parts = sorted(chosen.time.parts.items(), key=lambda item: -item[1])
-    rows = [_row("th", ("part", "seconds")), *(_row("td", (name, f"{value:.4g}")) for name, value in parts)]
-    links = [f"<p>{escape(f'{format_size(size)} over {link} per step and rank')}</p>"
-             for link, size in chosen.time.link_bytes.items()]  # fmt: skip
+    rows = [
+        _row("th", ("part", "seconds")),
+        *(_row("td", (name, f"{value:.4g}")) for name, value in parts),
+    ]
+    links = [
+        f"<p>{escape(f'{format_size(size)} over {link} per step and rank')}</p>"
+        for link, size in chosen.time.link_bytes.items()
+    ]
     return f"<p>{step_range(chosen.time)}</p><table>{''.join(rows)}</table>{''.join(links)}"
 
 
@@ -127,12 +162,18 @@ def _buffers(chosen: Estimate) -> str:
     found = sorted(fullest(chosen).buffers, key=lambda buffer: (-buffer.num_bytes, buffer.name))
     rows = [_row("th", ("buffer", "kind", "where", "bytes"))]
     rows += [
-        _row("td", (each.name, MEANINGS.get(each.kind.value, each.kind.value), each.tier.value, f"{each.num_bytes:,}"))
+        _row(
+            "td",
+            (
+                each.name,
+                MEANINGS.get(each.kind.value, each.kind.value),
+                each.tier.value,
+                f"{each.num_bytes:,}",
+            ),
+        )
         for each in found
     ]
-    return (
-        f"<details><summary>{len(found)} buffers of the fullest rank</summary><table>{''.join(rows)}</table></details>"
-    )
+    return f"<details><summary>{len(found)} buffers of the fullest rank</summary><table>{''.join(rows)}</table></details>"
 
 
 def _row(tag: str, cells: Sequence[str], name: str = "") -> str:

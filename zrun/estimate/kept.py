@@ -32,7 +32,9 @@ def key_of(facts: Mapping[str, Any]) -> str:
     """What is equal for equal facts, of this version of zrun and of torch."""
     from zrun.hosts.probe import own_code, version_of
 
-    text = json.dumps({**facts, "zrun": own_code(), "torch": version_of("torch")}, sort_keys=True, default=str)
+    text = json.dumps(
+        {**facts, "zrun": own_code(), "torch": version_of("torch")}, sort_keys=True, default=str
+    )
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -42,7 +44,9 @@ def read(key: str) -> Parts | None:
         found = json.loads((folder("answers") / f"{key}.json").read_bytes())
         if not are_unchanged(found["files"]):
             return None
-        return _adapter().validate_python(_with_buffers(found["parts"], found["buffers"].__getitem__))
+        return _adapter().validate_python(
+            _with_buffers(found["parts"], found["buffers"].__getitem__)
+        )
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ValidationError):
         return None  # not there, damaged, or of another version
 
@@ -50,9 +54,13 @@ def read(key: str) -> Parts | None:
 def write(key: str, parts: Any, files: Mapping[str, str]) -> None:
     """Keep an answer, as plain data, for whoever asks the same."""
     numbers: dict[str, int] = {}  # by buffer: most ranks have the same ones
-    parts = _with_buffers(parts, lambda buffer: numbers.setdefault(json.dumps(buffer), len(numbers)))
+    parts = _with_buffers(
+        parts, lambda buffer: numbers.setdefault(json.dumps(buffer), len(numbers))
+    )
     buffers = [json.loads(each) for each in numbers]
-    text = json.dumps({"files": dict(files), "buffers": buffers, "parts": parts}, separators=(",", ":"))
+    text = json.dumps(
+        {"files": dict(files), "buffers": buffers, "parts": parts}, separators=(",", ":")
+    )
     keep(folder("answers") / f"{key}.json", text, _KEPT)
 
 
@@ -72,5 +80,15 @@ def _adapter() -> TypeAdapter[Parts]:
 
     maybe = Estimate | None
     return TypeAdapter(
-        tuple[Estimate, tuple[Estimate, ...], Result | None, maybe, maybe, str, int, int | None, int | None]
+        tuple[
+            Estimate,
+            tuple[Estimate, ...],
+            Result | None,
+            maybe,
+            maybe,
+            str,
+            int,
+            int | None,
+            int | None,
+        ]
     )

@@ -22,7 +22,11 @@ _MOST_COPY = 40e9
 
 
 def hardware_of(
-    cluster: Cluster, device: str, per_host: int, environ: Mapping[str, str] = os.environ, memory: int | None = None
+    cluster: Cluster,
+    device: str,
+    per_host: int,
+    environ: Mapping[str, str] = os.environ,
+    memory: int | None = None,
 ) -> Hardware:
     """The hosts of `cluster` with `per_host` ranks each; the weakest of them counts.
 
@@ -63,7 +67,9 @@ def _host_memory(host: HostFacts, most: int | None) -> int:
     return min(has, free // part * part or free)
 
 
-def _rates(cluster: Cluster, environ: Mapping[str, str]) -> tuple[Calibration, list[HostRates]] | None:
+def _rates(
+    cluster: Cluster, environ: Mapping[str, str]
+) -> tuple[Calibration, list[HostRates]] | None:
     """The stored rates of these hosts, if all of them were measured."""
     path = Calibration.default_path(environ)
     if not path.is_file():
@@ -76,26 +82,37 @@ def _rates(cluster: Cluster, environ: Mapping[str, str]) -> tuple[Calibration, l
 
 
 def _of_cpus(
-    rates: tuple[Calibration, list[HostRates]] | None, cores: int, host_bytes: int, ranks: int, nodes: int, name: str
+    rates: tuple[Calibration, list[HostRates]] | None,
+    cores: int,
+    host_bytes: int,
+    ranks: int,
+    nodes: int,
+    name: str,
 ) -> Hardware:
     from zrun_core.hardware.hardware import PRESET_SPREAD, Rates, from_rates
 
     if rates is None:
         flops = {precision: rate * cores for precision, rate in _CORE_FLOPS.items()}
         guess = Rates(cpu_flops=flops, copy=min(_MOST_COPY, _CORE_COPY * cores))
-        found = from_rates(guess, ranks=ranks, nodes=nodes, host_bytes=host_bytes, cores=cores, name=name)
+        found = from_rates(
+            guess, ranks=ranks, nodes=nodes, host_bytes=host_bytes, cores=cores, name=name
+        )
         return replace(found, measured=False, spread=2 * PRESET_SPREAD)
     plain = _plain(*rates)
     if closer := _nearest(rates[1], ranks):
         plain = _closer(plain, closer)
-    return from_rates(plain, ranks=ranks, nodes=nodes, host_bytes=host_bytes, cores=cores, name=name)
+    return from_rates(
+        plain, ranks=ranks, nodes=nodes, host_bytes=host_bytes, cores=cores, name=name
+    )
 
 
 def _nearest(hosts: Sequence[HostRates], ranks: int) -> CoreRates | None:
     """What was measured of the slowest host while about as many ranks shared its cores."""
     if not all(host.cores for host in hosts):
         return None
-    of_each = [min(host.cores, key=lambda each: abs(math.log(each.ranks / ranks))) for host in hosts]
+    of_each = [
+        min(host.cores, key=lambda each: abs(math.log(each.ranks / ranks))) for host in hosts
+    ]
     return min(of_each, key=lambda each: each.flops["fp32"])
 
 
@@ -111,7 +128,9 @@ def _closer(plain: Rates, found: CoreRates) -> Rates:
         exchange=found.exchange_bytes_per_s,
         exchange_s=found.exchange_s,
         extra=found.extra,
-        operators=Operators(tables.streams, tables.flops, tables.products) if tables.streams else None,
+        operators=Operators(tables.streams, tables.flops, tables.products)
+        if tables.streams
+        else None,
         update=found.update,
     )
 
@@ -129,7 +148,9 @@ def _of_gpus(
     gpu = min(host.gpus, key=lambda each: each.memory_bytes)
     if rates is not None and all(each.gpus for each in rates[1]):
         plain = replace(_plain(*rates), gpu_memory=gpu.memory_bytes)
-        return from_rates(plain, ranks=ranks, nodes=nodes, host_bytes=host_bytes, cores=host.cores, name=name)
+        return from_rates(
+            plain, ranks=ranks, nodes=nodes, host_bytes=host_bytes, cores=host.cores, name=name
+        )
     preset = parse_simulate(f"{nodes}x{ranks}x{like(gpu.name).name}")
     memory = gpu.memory_bytes or preset.device.memory_bytes
     device = replace(preset.device, name=gpu.name, memory_bytes=memory)
@@ -158,7 +179,10 @@ def _plain(file: Calibration, hosts: list[HostRates]) -> Rates:
             "from_device": min(gpu.from_device_bytes_per_s for gpu in gpus),
         }
     if links:
-        found |= {"link": min(rate for rate, _ in links), "round_trip": max(trip for _, trip in links)}
+        found |= {
+            "link": min(rate for rate, _ in links),
+            "round_trip": max(trip for _, trip in links),
+        }
     return Rates(**found)
 
 

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 Changes = dict[str, Any]  # dotted key -> value
 
 
-def job_changes(config: JobConfig, batch: BatchPlan, candidate: Candidate, per_host: int) -> Changes:
+def job_changes(
+    config: JobConfig, batch: BatchPlan, candidate: Candidate, per_host: int
+) -> Changes:
     """The keys of `config` that must differ for the job to be `candidate`. The global batch stays what it is.
 
     What no key of a job says, such as where states lie, is not among them: see `Candidate.lacking`.
@@ -54,7 +56,9 @@ def job_changes(config: JobConfig, batch: BatchPlan, candidate: Candidate, per_h
     in_words = {"all": dims.dp, "node": dims.dp_per_host(per_host)}
     if candidate.stage and dims.shard_size != in_words.get(str(group), group):
         changed["zero.shard_group"] = "all" if dims.shard_size == dims.dp else dims.shard_size
-    after = config.model_copy(update={"batch": config.batch.model_copy(update={"micro": candidate.micro})})
+    after = config.model_copy(
+        update={"batch": config.batch.model_copy(update={"micro": candidate.micro})}
+    )
     whole = candidate.micro * candidate.accumulation * dims.dp
     if "batch.micro" in changed and _global(after, dims.dp) != whole:
         changed["batch.global"] = whole
@@ -92,7 +96,11 @@ def write_job(source: Path, target: Path, changes: Changes, given: list[str]) ->
     """
     config = load_job(source, given).config
     elsewhere = target.absolute().parent != source.absolute().parent
-    relative = [ref.call for ref in _references(config) if ref.where.endswith(".py") and ref.where[0] not in "/~"]
+    relative = [
+        ref.call
+        for ref in _references(config)
+        if ref.where.endswith(".py") and ref.where[0] not in "/~"
+    ]
     if elsewhere and relative:
         raise JobError(
             f"--write {target}: the job names {relative[0]}, which is looked for beside the job file: write to the "
@@ -103,7 +111,9 @@ def write_job(source: Path, target: Path, changes: Changes, given: list[str]) ->
         with target.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise JobError(f"--write {target}: the file is there already; choose another name") from None
+        raise JobError(
+            f"--write {target}: the file is there already; choose another name"
+        ) from None
     except OSError as error:
         raise JobError(f"--write {target}: {error.strerror}") from None
 
@@ -145,7 +155,9 @@ def _edited(text: str, path: tuple[str, ...], value: str) -> str:
     for depth, name in enumerate(path):
         if not isinstance(node, yaml.MappingNode):
             return _expanded(text, node, path[:depth], path[depth:], value)
-        found: yaml.Node | None = next((below for key, below in node.value if key.value == name), None)
+        found: yaml.Node | None = next(
+            (below for key, below in node.value if key.value == name), None
+        )
         if found is None:
             return _with_key(text, node, path[depth:], value, is_top=not depth)
         node = found
@@ -154,7 +166,9 @@ def _edited(text: str, path: tuple[str, ...], value: str) -> str:
     return _replaced(text, node, value)
 
 
-def _expanded(text: str, node: yaml.Node, path: tuple[str, ...], rest: tuple[str, ...], value: str) -> str:
+def _expanded(
+    text: str, node: yaml.Node, path: tuple[str, ...], rest: tuple[str, ...], value: str
+) -> str:
     """A section in its short form gets another key; its own short key gets another value."""
     short = _short(".".join(path))
     old = text[node.start_mark.index : node.end_mark.index]
@@ -166,7 +180,9 @@ def _expanded(text: str, node: yaml.Node, path: tuple[str, ...], rest: tuple[str
     return _replaced(text, node, f"{{{before}{rest[0]}: {value}}}")
 
 
-def _with_key(text: str, node: yaml.MappingNode, path: tuple[str, ...], value: str, is_top: bool) -> str:
+def _with_key(
+    text: str, node: yaml.MappingNode, path: tuple[str, ...], value: str, is_top: bool
+) -> str:
     if is_top and len(path) == 2 and _short(path[0]) == path[1]:
         path = path[:1]
     for name in reversed(path[1:]):
@@ -222,6 +238,8 @@ def _references(section: Section) -> list[Ref]:
         value = getattr(section, name)
         if isinstance(value, Ref):
             found.append(value)
-        if isinstance(value, Section) and (not isinstance(value, Ref) or isinstance(value, DataConfig)):
+        if isinstance(value, Section) and (
+            not isinstance(value, Ref) or isinstance(value, DataConfig)
+        ):
             found += _references(value)
     return found

@@ -143,7 +143,9 @@ def of_shape(
 
         return Planner(shape, hardware, job)
 
-    key = kept.key_of({"shape": repr(shape), "names stage": names_stage, **_facts(job, batch, hardware)})
+    key = kept.key_of(
+        {"shape": repr(shape), "names stage": names_stage, **_facts(job, batch, hardware)}
+    )
     return Question(shape.name, hardware, job, batch, asked, plan, names_stage=names_stage, key=key)
 
 
@@ -159,7 +161,9 @@ def at(question: Question, loaded: LoadedJob, key: str) -> Question:
         return of_job_on(loaded, question.hardware, question.patience_s)
     job, batch = _resolved_on(loaded.config, question.hardware)
     asked = _candidate(job, batch, question.hardware)
-    return replace(question, job=job, batch=batch, asked=asked, plan=lambda: question.planner, key=None)
+    return replace(
+        question, job=job, batch=batch, asked=asked, plan=lambda: question.planner, key=None
+    )
 
 
 def _question(
@@ -185,7 +189,13 @@ def _question(
         formula = _formula(job)
         if formula is None:
             profile = with_guesses(profile, (asked.checkpoint,))
-        return Planner(profile, hardware, job, formula=formula, load=lambda name: user.load(Ref(call=name), job_dir))
+        return Planner(
+            profile,
+            hardware,
+            job,
+            formula=formula,
+            load=lambda name: user.load(Ref(call=name), job_dir),
+        )
 
     key = None
     if ":" not in job.optim.name:  # of an optimizer of the job's own nobody notes the files
@@ -239,9 +249,12 @@ def _profile(
     ahead = threading.Thread(target=_import_planner, daemon=True)
     ahead.start()
     profile = trace_in_subprocess(
-        job, job_dir, **_of_trace(hardware, asked), environment=worker_environment(job, os.environ),
+        job,
+        job_dir,
+        **_of_trace(hardware, asked),
+        environment=worker_environment(job, os.environ),
         timeout_s=patience_s,
-    )  # fmt: skip
+    )
     ahead.join()
     return profile
 
@@ -264,13 +277,17 @@ def _resolved_on(config: JobConfig, hardware: Hardware) -> tuple[JobConfig, Batc
     device = "cpu" if hardware.device.kind == "cpu" else "cuda"
     group = config.zero.shard_group
     if isinstance(group, int) and config.zero.stage and axes.dp % group:
-        raise JobError(f"zero.shard_group: groups of {group} do not divide {axes.dp} data-parallel ranks")
+        raise JobError(
+            f"zero.shard_group: groups of {group} do not divide {axes.dp} data-parallel ranks"
+        )
     job = config.model_copy(
         update={
             "device": device,
             "slots": hardware.devices_per_node,
             "parallel": config.parallel.model_copy(update={"dp": axes.dp}),
-            "batch": config.batch.model_copy(update={"global_": batch.global_size, "micro": batch.micro}),
+            "batch": config.batch.model_copy(
+                update={"global_": batch.global_size, "micro": batch.micro}
+            ),
             "zero": config.zero.model_copy(update={"bucket": resolve_bucket(config.zero, device)}),
         }
     )
@@ -286,9 +303,15 @@ def _candidate(job: JobConfig, batch: BatchPlan, hardware: Hardware) -> Candidat
     if job.zero.stage and shard != dims.dp:
         dims = replace(dims, shard=shard)
     return Candidate(
-        job.zero.stage, dims, batch.micro, batch.accumulation, job.activations.checkpoint, job.precision.compute,
-        sequence_parallel=dims.tp > 1, init=job.init,
-    )  # fmt: skip
+        job.zero.stage,
+        dims,
+        batch.micro,
+        batch.accumulation,
+        job.activations.checkpoint,
+        job.precision.compute,
+        sequence_parallel=dims.tp > 1,
+        init=job.init,
+    )
 
 
 def _shape(text: str, seq: int | None) -> TransformerShape:
@@ -300,7 +323,9 @@ def _shape(text: str, seq: int | None) -> TransformerShape:
             shape = TransformerShape.from_size(text)
         except JobError as error:
             raise JobError(f"{text!r} is no file, and no size of a model: {error}") from None
-        return shape if seq is None else replace(shape, seq=seq, positions=max(seq, shape.positions))
+        return (
+            shape if seq is None else replace(shape, seq=seq, positions=max(seq, shape.positions))
+        )
     try:
         config = json.loads(path.read_bytes())
     except OSError as error:
@@ -317,14 +342,22 @@ def _shape(text: str, seq: int | None) -> TransformerShape:
         raise JobError(f"{path}: its values make no transformer: {error}") from None
 
 
-def _job_of_shape(text: str, hardware: Hardware, overrides: Sequence[str], environ: Mapping[str, str]) -> JobConfig:
+def _job_of_shape(
+    text: str, hardware: Hardware, overrides: Sequence[str], environ: Mapping[str, str]
+) -> JobConfig:
     """The job of a model that has none: bf16 where the device computes in it, one sample per micro-batch."""
     precision = next((name for name in ("bf16", "fp16") if name in hardware.device.peak), "fp32")
     given: dict[str, Any] = {
-        "name": "size", "model": "size:size", "data": "size:size", "steps": 1, "batch": {"micro": 1},
+        "name": "size",
+        "model": "size:size",
+        "data": "size:size",
+        "steps": 1,
+        "batch": {"micro": 1},
         "precision": precision,
-    }  # fmt: skip
-    document = Document.parse("".join(f"{key}: {write(value)}\n" for key, value in given.items()), text, environ)
+    }
+    document = Document.parse(
+        "".join(f"{key}: {write(value)}\n" for key, value in given.items()), text, environ
+    )
     command_line.apply(document, overrides, environ)
     return validate(document)
 

@@ -120,7 +120,11 @@ def buffer_table(estimate: Estimate, pattern: str) -> Table:
     names = "rank", "buffer", "kind", "where", "bytes", "alive"
     columns: dict[str, list[str | Text]] = {name: [] for name in names}
     for rank in estimate.ranks:
-        chosen = [buffer for buffer in rank.buffers if pattern in buffer.name or pattern == buffer.kind.value]
+        chosen = [
+            buffer
+            for buffer in rank.buffers
+            if pattern in buffer.name or pattern == buffer.kind.value
+        ]
         for buffer in sorted(chosen, key=lambda each: (-each.num_bytes, each.name)):
             where = "pinned host" if buffer.pinned else buffer.tier.value
             alive = "always" if buffer.phases is None else ", ".join(sorted(buffer.phases))
@@ -151,7 +155,9 @@ def offloaded(candidate: Candidate) -> str:
 def in_words(estimate: Estimate) -> list[str]:
     """Lines about time and traffic."""
     time = estimate.time
-    parts = ", ".join(f"{name} {_seconds(value)}" for name, value in time.parts.items() if value >= 5e-5)
+    parts = ", ".join(
+        f"{name} {_seconds(value)}" for name, value in time.parts.items() if value >= 5e-5
+    )
     lines = [f"step: {step_range(time)}" + (f": {parts}" if parts else "")]
     rates = [f"{text.count(time.tokens_per_s)} tok/s"] if time.tokens_per_s else []
     rates += [f"MFU {time.mfu:.1%}"] if time.mfu else []
@@ -163,7 +169,9 @@ def in_words(estimate: Estimate) -> list[str]:
 
 def whole_run(time: StepTime, num_steps: int) -> str:
     """Return how long all steps of a job take: `run: 192 steps in 32s (25s to 41s)`."""
-    total, low, high = (_days(num_steps * each / _DAY_S) for each in (time.seconds, time.low, time.high))
+    total, low, high = (
+        _days(num_steps * each / _DAY_S) for each in (time.seconds, time.low, time.high)
+    )
     return f"run: {num_steps:,} steps in {total} ({low} to {high}), without evaluations and saves"
 
 
@@ -185,7 +193,9 @@ def step_range(time: StepTime) -> str:
     if not time.seconds:
         return "-"
     unit, factor, digits = (
-        ("ms", 1e3, 0) if time.seconds < 0.1 else ("s", 1.0, 2 if time.seconds < 10 else 1 if time.seconds < 100 else 0)
+        ("ms", 1e3, 0)
+        if time.seconds < 0.1
+        else ("s", 1.0, 2 if time.seconds < 10 else 1 if time.seconds < 100 else 0)
     )
     low, high = (f"{value * factor:.{digits}f}" for value in (time.low, time.high))
     return f"{time.seconds * factor:.{digits}f}{unit} ({low}-{high})"
@@ -222,7 +232,8 @@ def _free(estimate: Estimate) -> Text:
     free = estimate.capacity - fullest(estimate).device_used
     share = f"{free / estimate.capacity:.0%}" if estimate.capacity else "-"
     return Text(
-        share if estimate.fits else f"-{format_size(-free)}" if free < 0 else "host", _GOOD if estimate.fits else _BAD
+        share if estimate.fits else f"-{format_size(-free)}" if free < 0 else "host",
+        _GOOD if estimate.fits else _BAD,
     )
 
 

@@ -67,7 +67,11 @@ def overshoot(estimate: Estimate, hardware: Hardware) -> Overshoot | None:
     built = parts["build"] + parts["processes"]
     if built > hardware.host_bytes:
         values = ("the whole model as its factory makes it", parts["build"])
-        found.append(Overshoot("each host", built, hardware.host_bytes, " while the model is built", (values,)))
+        found.append(
+            Overshoot(
+                "each host", built, hardware.host_bytes, " while the model is built", (values,)
+            )
+        )
     disk = hardware.devices_per_node * max(rank.disk for rank in estimate.ranks)
     if disk > hardware.disk_bytes:
         found.append(
@@ -91,7 +95,11 @@ def sentence(estimate: Estimate, hardware: Hardware, fix: str | None) -> str:
     over = overshoot(estimate, hardware)
     if over is None:
         return "fits"
-    helps = f"; the cheapest change that fits: {fix}" if fix else "; no change of the job makes it fit here"
+    helps = (
+        f"; the cheapest change that fits: {fix}"
+        if fix
+        else "; no change of the job makes it fit here"
+    )
     return f"{over}{helps}"
 
 
@@ -118,8 +126,15 @@ def largest(rank: RankMemory) -> tuple[tuple[str, int], ...]:
     named = [(MEANINGS[name], size) for name, size in sizes.items()]
     holders = list(rank.peak.holders[:_SHOWN])
     rest = dynamic - sum(size for _, size in holders)
-    named += [*holders, ("other activations and temporaries" if holders else MEANINGS["activations"], rest)]
-    return tuple(sorted(((name, size) for name, size in named if size > 0), key=lambda item: -item[1])[:_SHOWN])
+    named += [
+        *holders,
+        ("other activations and temporaries" if holders else MEANINGS["activations"], rest),
+    ]
+    return tuple(
+        sorted(((name, size) for name, size in named if size > 0), key=lambda item: -item[1])[
+            :_SHOWN
+        ]
+    )
 
 
 def time_of(fix: Estimate, before: Estimate) -> str:
@@ -131,7 +146,11 @@ def time_of(fix: Estimate, before: Estimate) -> str:
 
 
 def _device(rank: RankMemory, estimate: Estimate, hardware: Hardware) -> str:
-    whose = {"first": " of the first stage", "middle": " of a stage in the middle", "last": " of the last stage"}
+    whose = {
+        "first": " of the first stage",
+        "middle": " of a stage in the middle",
+        "last": " of the last stage",
+    }
     many = estimate.candidate.dims.dp * estimate.candidate.dims.tp * estimate.candidate.dims.pp > 1
     name = "rank's share of the host's memory" if hardware.shares_memory else hardware.device.name
     return f"{'each' if many else 'the'} {name}{whose.get(rank.role, '')}"
@@ -142,7 +161,9 @@ def _moment(rank: RankMemory) -> str:
     return f" in {rank.peak.phase.value}{where}"
 
 
-def _of_tier(ranks: Sequence[RankMemory], per_node: int, tiers: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
+def _of_tier(
+    ranks: Sequence[RankMemory], per_node: int, tiers: tuple[str, ...]
+) -> tuple[tuple[str, int], ...]:
     rank = max(ranks, key=lambda each: each.pinned + each.pageable + each.disk)
     sums: dict[str, int] = {}
     for buffer in rank.buffers:

@@ -56,7 +56,9 @@ class Backend:
         """`2 hosts, 16 slots, by ssh (hostfile names them)`."""
         if self.hosts is None:
             return f"{self.kind} ({self.why})"
-        numbers = [len(each.chosen) if each.chosen is not None else each.slots for each in self.hosts]
+        numbers = [
+            len(each.chosen) if each.chosen is not None else each.slots for each in self.hosts
+        ]
         total = sum(number or 0 for number in numbers)
         slots = f"{several(total, 'slot')}, " if all(numbers) else ""
         return f"{several(len(self.hosts), 'host')}, {slots}by {self.kind} ({self.why})"
@@ -121,7 +123,10 @@ def _listed(
     if job.hosts is not None:
         return parse_items(job.hosts, "hosts")
     convention = _convention(job, environ)
-    entries = tuple(HostEntry(name, slots=convention.slots, where=convention.source) for name in convention.names)
+    entries = tuple(
+        HostEntry(name, slots=convention.slots, where=convention.source)
+        for name in convention.names
+    )
     return entries or None
 
 
@@ -138,7 +143,11 @@ def _from_path(text: str, job_dir: Path) -> tuple[HostEntry, ...]:
     except (OSError, RuntimeError, ValueError) as error:  # "~nobody", a zero byte
         raise JobError(f"hosts: {text[:60]!r} is not a path: {error}") from None
     if not is_there:
-        hint = f"a list of names is written in brackets, as in hosts: [{text}]" if "/" not in text else "write its path"
+        hint = (
+            f"a list of names is written in brackets, as in hosts: [{text}]"
+            if "/" not in text
+            else "write its path"
+        )
         raise JobError(f"hosts: there is no host file {path}; {hint}")
     return read_hostfile(path)
 
@@ -151,7 +160,9 @@ def with_backend(job: JobConfig, backend: Backend) -> tuple[JobConfig, tuple[Rea
     """`job` with its `launch.backend` resolved, and the reason where it was left to auto."""
     launch = job.launch.model_copy(update={"backend": backend.kind})
     reason = Reason("launch.backend", backend.kind, backend.why)
-    return job.model_copy(update={"launch": launch}), (reason,) if job.launch.backend == "auto" else ()
+    return job.model_copy(update={"launch": launch}), (
+        reason,
+    ) if job.launch.backend == "auto" else ()
 
 
 def is_this_host(entry: HostEntry, hostname: str) -> bool:
@@ -189,7 +200,9 @@ def choose_backend(
         case "local":
             _check_local(hosts, hostname)
         case "ssh" if hosts is None:
-            raise JobError("launch.backend: ssh needs hosts: name them with --hosts FILE, -H or the key hosts")
+            raise JobError(
+                "launch.backend: ssh needs hosts: name them with --hosts FILE, -H or the key hosts"
+            )
         case "slurm":
             _check_in_allocation(hosts, convention)
         case "env":
@@ -203,7 +216,9 @@ def choose_backend(
     return Backend(asked, why, None if asked == "env" else hosts, convention)
 
 
-def _automatic(hosts: tuple[HostEntry, ...] | None, named: bool, convention: Convention, hostname: str) -> Backend:
+def _automatic(
+    hosts: tuple[HostEntry, ...] | None, named: bool, convention: Convention, hostname: str
+) -> Backend:
     if convention.seat is not None or convention.host_seat is not None:
         return Backend("env", convention.evidence, None, convention)
     if hosts is None:
@@ -246,7 +261,11 @@ def _check_in_allocation(hosts: tuple[HostEntry, ...] | None, convention: Conven
 def _outside(hosts: tuple[HostEntry, ...], convention: Convention) -> list[HostEntry]:
     """Those that `srun` cannot reach by this name."""
     inside = set(convention.names)
-    return [each for each in hosts if replace(each, user=None, port=None) != each or each.name not in inside]
+    return [
+        each
+        for each in hosts
+        if replace(each, user=None, port=None) != each or each.name not in inside
+    ]
 
 
 def _names(hosts: list[HostEntry]) -> str:

@@ -75,7 +75,9 @@ class HostFacts:
     driver: str | None = None
 
     def __str__(self) -> str:
-        gpus = [f"{count} x {name}" for name, count in Counter(gpu.name for gpu in self.gpus).items()] or ["no GPU"]
+        gpus = [
+            f"{count} x {name}" for name, count in Counter(gpu.name for gpu in self.gpus).items()
+        ] or ["no GPU"]
         facts = [several(self.cores, "core"), format_size(self.memory_bytes), *gpus, *self.problems]
         return f"{self.hostname}: {', '.join(facts)}"
 
@@ -84,7 +86,9 @@ class HostFacts:
         """Every CPU that may be used, where the nodes are known."""
         return tuple(cpu for node in self.nodes for cpu in node.cpus)
 
-    def called(self, name: str, slots: int | None = None, chosen: tuple[int, ...] | None = None) -> HostFacts:
+    def called(
+        self, name: str, slots: int | None = None, chosen: tuple[int, ...] | None = None
+    ) -> HostFacts:
         """The same machine as the user names it, with the slots that the user gives it."""
         return replace(self, hostname=name, slots=slots, chosen=chosen)
 
@@ -162,7 +166,9 @@ def simulate(scenario: Scenario) -> Cluster:
     """The hosts that a scenario describes."""
     nodes = tuple(scenario.nodes)
     cores = sum(len(node.cpus) for node in nodes) or 1
-    host = _with_gpus(HostFacts("host", cores, scenario.ram_mib << 20, nodes=nodes), read(scenario), None)
+    host = _with_gpus(
+        HostFacts("host", cores, scenario.ram_mib << 20, nodes=nodes), read(scenario), None
+    )
     if scenario.num_hosts == 1:
         return Cluster((host,))
     return Cluster(tuple(host.called(f"host{number}") for number in range(scenario.num_hosts)))
@@ -182,7 +188,11 @@ def _unbound(cpus: set[int], cores: int) -> str | None:
 
 def _with_gpus(host: HostFacts, reading: Reading, visible: str | None) -> HostFacts:
     """`host` with those of its GPUs that CUDA would find; their links in the same order."""
-    gpus = tuple(_gpu(device, part, host.nodes) for device in usable(reading) for part in (device.slices or (None,)))
+    gpus = tuple(
+        _gpu(device, part, host.nodes)
+        for device in usable(reading)
+        for part in (device.slices or (None,))
+    )
     kept = _visible(gpus, visible)
     return replace(
         host,
@@ -205,7 +215,9 @@ def _gpu(device: Device, part: Slice | None, nodes: Sequence[NumaNode]) -> Gpu:
     name = (part.name if part else device.name) or "GPU"
     memory = (part.memory_bytes if part else device.memory_bytes) or 0
     uuid = part.uuid if part else device.uuid or ""
-    return Gpu(uuid, name, memory, device.index, near, part is not None, None if part else device.fabric)
+    return Gpu(
+        uuid, name, memory, device.index, near, part is not None, None if part else device.fabric
+    )
 
 
 def _visible(gpus: Sequence[Gpu], wanted: str | None) -> list[int]:

@@ -21,8 +21,14 @@ _Kind = Literal["none", "joined", "slurm", "kubernetes", "skypilot", "pet"]
 
 # rank, world, rank on the host, ranks on the host. The first is set only where the launcher has set it.
 _MPI = (
-    ("Open MPI", *(f"OMPI_COMM_WORLD_{part}" for part in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
-    ("MVAPICH2", *(f"MV2_COMM_WORLD_{part}" for part in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
+    (
+        "Open MPI",
+        *(f"OMPI_COMM_WORLD_{part}" for part in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    ),
+    (
+        "MVAPICH2",
+        *(f"MV2_COMM_WORLD_{part}" for part in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    ),
     ("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
 # Slurm numbers the steps that no `srun` started downwards from 2**32: a batch script, a shell of salloc's.
@@ -92,7 +98,9 @@ def _mpi(environ: Environ) -> Convention | None:
     for by, *names in _MPI:
         if names[0] not in environ or (by == "MPICH" and _is_step_rank(environ)):
             continue
-        found = _joined(environ, by, (names[0], names[1], names[2], names[3]), "MASTER_ADDR", "MASTER_PORT")
+        found = _joined(
+            environ, by, (names[0], names[1], names[2], names[3]), "MASTER_ADDR", "MASTER_PORT"
+        )
         if found is not None:
             return found
     return None
@@ -104,18 +112,24 @@ def _is_step_rank(environ: Environ) -> bool:
     return all(environ.get(pmi) == environ.get(slurm) for pmi, slurm in pairs)
 
 
-def _joined(environ: Environ, by: str, names: tuple[str, str, str, str], address: str, port: str) -> Convention | None:
+def _joined(
+    environ: Environ, by: str, names: tuple[str, str, str, str], address: str, port: str
+) -> Convention | None:
     rank_name, world_name, local_name, local_world_name = names
     world = _number(environ, world_name, least=1)
     if world == 1:
         return None
     rank, local_rank = _number(environ, rank_name), _number(environ, local_name)
-    local_world = _number(environ, local_world_name, least=1) if local_world_name in environ else None
+    local_world = (
+        _number(environ, local_world_name, least=1) if local_world_name in environ else None
+    )
     _check_below(rank_name, rank, world_name, world)
     if local_world is not None:
         _check_below(local_name, local_rank, local_world_name, local_world)
     evidence = f"{by}: {rank_name}={rank}, {world_name}={world}, {local_name}={local_rank}"
-    seat = Seat(rank, world, local_rank, local_world, _address(environ, address), _port(environ, port))
+    seat = Seat(
+        rank, world, local_rank, local_world, _address(environ, address), _port(environ, port)
+    )
     return Convention("joined", evidence, seat)
 
 
@@ -141,7 +155,12 @@ def _pods(environ: Environ) -> Convention | None:
         )
     # A PyTorchJob counts pods, not GPUs, as long as nothing in the pod starts a process per GPU.
     seat = _host_seat(environ, "RANK", "WORLD_SIZE", None, "MASTER_ADDR", "MASTER_PORT")
-    return Convention("kubernetes", f"a PyTorchJob: pod {seat.index} of {seat.count} (RANK, WORLD_SIZE)", None, seat)
+    return Convention(
+        "kubernetes",
+        f"a PyTorchJob: pod {seat.index} of {seat.count} (RANK, WORLD_SIZE)",
+        None,
+        seat,
+    )
 
 
 def _skypilot(environ: Environ) -> Convention | None:
@@ -153,12 +172,20 @@ def _skypilot(environ: Environ) -> Convention | None:
         _check_host(variable, name)
     index = _number(environ, "SKYPILOT_NODE_RANK")
     if not names:
-        raise JobError(f"SKYPILOT_NODE_RANK={index}, but {variable} names no host: unset both, or set both")
+        raise JobError(
+            f"SKYPILOT_NODE_RANK={index}, but {variable} names no host: unset both, or set both"
+        )
     _check_below("SKYPILOT_NODE_RANK", index, f"the number of hosts in {variable}", len(names))
-    slots = _number(environ, "SKYPILOT_NUM_GPUS_PER_NODE") if "SKYPILOT_NUM_GPUS_PER_NODE" in environ else None
+    slots = (
+        _number(environ, "SKYPILOT_NUM_GPUS_PER_NODE")
+        if "SKYPILOT_NUM_GPUS_PER_NODE" in environ
+        else None
+    )
     seat = HostSeat(index, len(names), slots or None, names[0])
     evidence = f"SkyPilot: host {index} of {len(names)} (SKYPILOT_NODE_RANK, {variable})"
-    return Convention("skypilot", evidence, None, seat, names, slots or None, variable, names[index])
+    return Convention(
+        "skypilot", evidence, None, seat, names, slots or None, variable, names[index]
+    )
 
 
 def _pet(environ: Environ) -> Convention | None:
@@ -169,7 +196,9 @@ def _pet(environ: Environ) -> Convention | None:
         low, _, high = count.partition(":")
         if low != high:
             fixed = shown_text(high)
-            raise JobError(f"PET_NNODES={shown_text(count)}: the number must be fixed: write PET_NNODES={fixed}")
+            raise JobError(
+                f"PET_NNODES={shown_text(count)}: the number must be fixed: write PET_NNODES={fixed}"
+            )
         environ = {**environ, "PET_NNODES": low}
     if "PET_NODE_RANK" not in environ:
         raise JobError(
@@ -180,19 +209,27 @@ def _pet(environ: Environ) -> Convention | None:
         match = _ENDPOINT.fullmatch(environ["PET_RDZV_ENDPOINT"])
         if match is None:
             raise JobError("PET_RDZV_ENDPOINT: write host:port, with an IPv6 address in brackets")
-        environ = {**environ, address: match[1] or match[2]} | ({port: match[3]} if match[3] else {})
+        environ = {**environ, address: match[1] or match[2]} | (
+            {port: match[3]} if match[3] else {}
+        )
     elif address not in environ and "MASTER_ADDR" in environ:
         address, port = "MASTER_ADDR", "MASTER_PORT"
     seat = _host_seat(environ, "PET_NODE_RANK", "PET_NNODES", "PET_NPROC_PER_NODE", address, port)
-    return Convention("pet", f"host {seat.index} of {seat.count} (PET_NODE_RANK, PET_NNODES)", None, seat)
+    return Convention(
+        "pet", f"host {seat.index} of {seat.count} (PET_NODE_RANK, PET_NNODES)", None, seat
+    )
 
 
-def _host_seat(environ: Environ, index: str, count: str, slots: str | None, address: str, port: str) -> HostSeat:
+def _host_seat(
+    environ: Environ, index: str, count: str, slots: str | None, address: str, port: str
+) -> HostSeat:
     total, own = _number(environ, count, least=1), _number(environ, index)
     _check_below(index, own, count, total)
     first = _address(environ, address)
     if first is None:
-        raise JobError(f"{index}={own} of {count}={total} hosts, but {address} does not name the first one: set it too")
+        raise JobError(
+            f"{index}={own} of {count}={total} hosts, but {address} does not name the first one: set it too"
+        )
     # "auto", "gpu" and "cpu" leave the number to the host.
     per_host = environ.get(slots, "") if slots is not None else ""
     given = _number(environ, slots or "", least=1) if per_host.isdigit() else None
@@ -229,11 +266,20 @@ def _slurm(environ: Environ) -> Convention | None:
 
 
 def _slurm_task(environ: Environ) -> Convention:
-    world, rank = _number(environ, "SLURM_STEP_NUM_TASKS", least=1), _number(environ, "SLURM_PROCID")
+    world, rank = (
+        _number(environ, "SLURM_STEP_NUM_TASKS", least=1),
+        _number(environ, "SLURM_PROCID"),
+    )
     _check_below("SLURM_PROCID", rank, "SLURM_STEP_NUM_TASKS", world)
-    hosts = _number(environ, "SLURM_STEP_NUM_NODES", least=1) if "SLURM_STEP_NUM_NODES" in environ else None
+    hosts = (
+        _number(environ, "SLURM_STEP_NUM_NODES", least=1)
+        if "SLURM_STEP_NUM_NODES" in environ
+        else None
+    )
     slots = _slurm_slots(environ)
-    if hosts == world and slots is not None and slots > 1:  # a task per host, and each has several GPUs to run
+    if (
+        hosts == world and slots is not None and slots > 1
+    ):  # a task per host, and each has several GPUs to run
         source = "SLURM_STEP_NODELIST" if "SLURM_STEP_NODELIST" in environ else "SLURM_JOB_NODELIST"
         names = tuple(sorted(_nodes(source, environ.get(source, "")), key=natural))
         here = environ.get("SLURMD_NODENAME")
@@ -242,14 +288,22 @@ def _slurm_task(environ: Environ) -> Convention:
                 f"{source}: {len(names)} hosts, where SLURM_STEP_NUM_NODES={hosts} and SLURMD_NODENAME count"
             )
         seat = HostSeat(names.index(here), hosts, slots, names[0])
-        evidence = f"srun: a task for each of {hosts} hosts (SLURM_STEP_NUM_TASKS={world}, {source})"
+        evidence = (
+            f"srun: a task for each of {hosts} hosts (SLURM_STEP_NUM_TASKS={world}, {source})"
+        )
         return Convention("slurm", evidence, None, seat, names, slots, source, here)
     local_rank = _number(environ, "SLURM_LOCALID")
-    evidence = f"srun: SLURM_PROCID={rank}, SLURM_STEP_NUM_TASKS={world}, SLURM_LOCALID={local_rank}"
+    evidence = (
+        f"srun: SLURM_PROCID={rank}, SLURM_STEP_NUM_TASKS={world}, SLURM_LOCALID={local_rank}"
+    )
     address, port = _address(environ, "MASTER_ADDR"), _port(environ, "MASTER_PORT")
     if address is None and "SLURM_STEP_NODELIST" in environ:  # task 0 is on the first of them
         address = _nodes("SLURM_STEP_NODELIST", environ["SLURM_STEP_NODELIST"])[0]
-    return Convention("joined", evidence, Seat(rank, world, local_rank, world if hosts == 1 else None, address, port))
+    return Convention(
+        "joined",
+        evidence,
+        Seat(rank, world, local_rank, world if hosts == 1 else None, address, port),
+    )
 
 
 def _slurm_slots(environ: Environ) -> int | None:
@@ -289,15 +343,23 @@ def _check_host(variable: str, name: str) -> None:
 
 def _check_below(name: str, value: int, limit_name: str, limit: int) -> None:
     if value >= limit:
-        raise JobError(f"{name}={value} is not below {limit_name}={limit}: unset what an earlier launcher left behind")
+        raise JobError(
+            f"{name}={value} is not below {limit_name}={limit}: unset what an earlier launcher left behind"
+        )
 
 
 def _number(environ: Environ, name: str, least: int = 0) -> int:
     text = environ.get(name)
     if text is None:
-        raise JobError(f"{name} is not set, as the variables beside it let expect: pass the launcher's environment on")
-    if not (text.isascii() and text.isdigit() and len(text) <= 9 and least <= int(text) < _MAX_PROCESSES):
-        raise JobError(f'{name}="{shown_text(text)}" is not a whole number >= {least}: unset it, or set it right')
+        raise JobError(
+            f"{name} is not set, as the variables beside it let expect: pass the launcher's environment on"
+        )
+    if not (
+        text.isascii() and text.isdigit() and len(text) <= 9 and least <= int(text) < _MAX_PROCESSES
+    ):
+        raise JobError(
+            f'{name}="{shown_text(text)}" is not a whole number >= {least}: unset it, or set it right'
+        )
     return int(text)
 
 

@@ -14,7 +14,9 @@ from zrun.job.problems import Origin, Problem, job_error, shown_text
 from zrun_core.errors import JobError
 from zrun_core.spine.hostname import MAX_SLOTS
 
-_PICK = re.compile(r"\[(?P<label>[^\[\]]*)\](?::(?P<its>.*))?|(?P<name>[^:\[\]]*)(?::(?P<slots>.*))?", re.DOTALL)
+_PICK = re.compile(
+    r"\[(?P<label>[^\[\]]*)\](?::(?P<its>.*))?|(?P<name>[^:\[\]]*)(?::(?P<slots>.*))?", re.DOTALL
+)
 _FORM = "NAME[:SLOT,SLOT]@NAME"
 
 
@@ -42,8 +44,16 @@ class HostOptions:
                 "--include says which hosts remain and --exclude which do not: keep one of them, since what is not "
                 "included is excluded already"
             )
-        by_name = "--include" if self.include is not None else "--exclude" if self.exclude is not None else None
-        by_number = "--nodes" if self.nodes is not None else "--gpus" if self.gpus is not None else None
+        by_name = (
+            "--include"
+            if self.include is not None
+            else "--exclude"
+            if self.exclude is not None
+            else None
+        )
+        by_number = (
+            "--nodes" if self.nodes is not None else "--gpus" if self.gpus is not None else None
+        )
         if by_name is not None and by_number is not None:
             raise JobError(
                 f"{by_name} picks hosts and slots by name, {by_number} the first ones: keep one of them; "
@@ -63,7 +73,12 @@ class HostOptions:
             "--nodes": self.nodes,
             "--gpus": self.gpus,
         }
-        return [word for option, value in named.items() if value is not None for word in (option, str(value))]
+        return [
+            word
+            for option, value in named.items()
+            if value is not None
+            for word in (option, str(value))
+        ]
 
 
 def filtered(entries: Sequence[HostEntry], options: HostOptions) -> tuple[HostEntry, ...]:
@@ -93,13 +108,17 @@ def _first_slots(entries: Sequence[HostEntry], number: int | None) -> tuple[Host
         return tuple(entries)
     small = [each for each in entries if each.slots is not None and each.slots < number]
     if small:
-        names = ", ".join(f"{each} has {each.slots}" for each in small[:8]) + ", ..." * (len(small) > 8)
+        names = ", ".join(f"{each} has {each.slots}" for each in small[:8]) + ", ..." * (
+            len(small) > 8
+        )
         least = min(each.slots or number for each in small)
         raise JobError(f"--gpus {number}, but {names}: write --gpus {least}, or choose other hosts")
     return tuple(replace(each, chosen=tuple(range(number))) for each in entries)
 
 
-def _without(entries: Sequence[HostEntry], picks: dict[HostEntry, tuple[int, ...] | None]) -> tuple[HostEntry, ...]:
+def _without(
+    entries: Sequence[HostEntry], picks: dict[HostEntry, tuple[int, ...] | None]
+) -> tuple[HostEntry, ...]:
     left = []
     for entry in entries:
         if entry not in picks:
@@ -118,7 +137,9 @@ def _without(entries: Sequence[HostEntry], picks: dict[HostEntry, tuple[int, ...
     return tuple(left)
 
 
-def _picks(entries: Sequence[HostEntry], text: str, option: str) -> dict[HostEntry, tuple[int, ...] | None]:
+def _picks(
+    entries: Sequence[HostEntry], text: str, option: str
+) -> dict[HostEntry, tuple[int, ...] | None]:
     """Host -> the slots that `text` names, None for all."""
     picks: dict[HostEntry, tuple[int, ...] | None] = {}
     problems = []
@@ -141,7 +162,9 @@ def _pick(entries: Sequence[HostEntry], item: str) -> tuple[HostEntry, tuple[int
     match = _PICK.fullmatch(item)
     name = "" if match is None else (match["name"] if match["label"] is None else match["label"])
     if match is None or not name:
-        raise ValueError(f'"{shown_text(item)}" is not a host with its slots; write {_FORM}, IPv6 in brackets')
+        raise ValueError(
+            f'"{shown_text(item)}" is not a host with its slots; write {_FORM}, IPv6 in brackets'
+        )
     entry = _named(entries, name)
     listed = match["its"] if match["label"] is not None else match["slots"]
     return entry, None if listed is None else _slots(entry, listed)
@@ -163,10 +186,14 @@ def _slots(entry: HostEntry, listed: str) -> tuple[int, ...]:
     slots: list[int] = []
     for number in listed.split(","):
         if not re.fullmatch(r"[0-9]{1,4}", number) or int(number) >= MAX_SLOTS:
-            raise ValueError(f'"{shown_text(number)}" is not the number of a slot; write {entry.name}:0,1')
+            raise ValueError(
+                f'"{shown_text(number)}" is not the number of a slot; write {entry.name}:0,1'
+            )
         slot = int(number)
         if entry.slots is not None and slot >= entry.slots:
-            raise ValueError(f"{entry} has no slot {slot}: {entry.where} gives it slots 0 to {entry.slots - 1}")
+            raise ValueError(
+                f"{entry} has no slot {slot}: {entry.where} gives it slots 0 to {entry.slots - 1}"
+            )
         if slot in slots:
             raise ValueError(f"slot {slot} of {entry} is there already: write it once")
         slots.append(slot)

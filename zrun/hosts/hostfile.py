@@ -55,7 +55,10 @@ def parse_hostfile(raw: bytes, name: str) -> tuple[HostEntry, ...]:
             continue
         indent = len(text) - len(text.lstrip(" \t"))
         host, mistakes = parse_line(text)
-        problems += [Problem(Origin.in_file(name, number, each.offset + 1), (), each.message) for each in mistakes]
+        problems += [
+            Problem(Origin.in_file(name, number, each.offset + 1), (), each.message)
+            for each in mistakes
+        ]
         if host is not None:
             hosts.append((host, Origin.in_file(name, number, indent + 1)))
     if not hosts and not problems:
@@ -74,7 +77,10 @@ def parse_option(text: str, name: str) -> tuple[HostEntry, ...]:
     column = 1
     for item in text.split(","):
         host, mistakes = parse_item(item)
-        problems += [Problem(Origin.in_file(name, 1, column + each.offset), (), each.message) for each in mistakes]
+        problems += [
+            Problem(Origin.in_file(name, 1, column + each.offset), (), each.message)
+            for each in mistakes
+        ]
         if host is not None:
             hosts.append((host, Origin.in_file(name, 1, column)))
         column += len(item) + 1
@@ -98,7 +104,9 @@ def parse_items(items: Sequence[str], key: str) -> tuple[HostEntry, ...]:
     return _entries(key, hosts, problems)
 
 
-def _entries(name: str, hosts: Iterable[tuple[Host, Origin]], problems: list[Problem]) -> tuple[HostEntry, ...]:
+def _entries(
+    name: str, hosts: Iterable[tuple[Host, Origin]], problems: list[Problem]
+) -> tuple[HostEntry, ...]:
     first: dict[tuple[str, int], Origin] = {}
     entries = []
     for host, origin in hosts:
@@ -119,16 +127,22 @@ def _read(path: Path) -> bytes:
         if stat.S_ISDIR(mode):
             raise JobError(f"{shown} is a directory, not a host file; name the file in it")
         # A pipe that nobody writes to would be waited for; `<(command)` is one that somebody does.
-        if not stat.S_ISREG(mode) and not str(path).startswith(("/dev/fd/", "/dev/stdin", "/proc/self/fd/")):
+        if not stat.S_ISREG(mode) and not str(path).startswith(
+            ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
+        ):
             raise JobError(f"{shown} is not a regular file; {_EXAMPLE}")
         with path.open("rb") as file:
             raw = file.read(MAX_FILE_BYTES + 1)
     except FileNotFoundError:
         raise JobError(f"{shown}: there is no such host file; {_EXAMPLE}") from None
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
-        raise JobError(f"host file {shown} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise JobError(
+            f"host file {shown} cannot be read: {getattr(error, 'strerror', None) or error}"
+        ) from None
     if len(raw) > MAX_FILE_BYTES:
-        raise JobError(f"{shown} is larger than 1 MiB, which no host file needs; is it the right file?")
+        raise JobError(
+            f"{shown} is larger than 1 MiB, which no host file needs; is it the right file?"
+        )
     return raw
 
 
@@ -140,4 +154,6 @@ def _decoded(raw: bytes, name: str) -> str:
     except UnicodeDecodeError as error:
         before = raw[: error.start].decode().split("\n")
         place = Origin.in_file(name, len(before), len(before[-1]) + 1)
-        raise job_error(name, [Problem(place, (), "not UTF-8 text; save the file as UTF-8")]) from None
+        raise job_error(
+            name, [Problem(place, (), "not UTF-8 text; save the file as UTF-8")]
+        ) from None

@@ -67,7 +67,9 @@ def _choices(inside: str, place: int) -> list[str]:
         elif re.fullmatch(r"[A-Za-z0-9_]+", choice):
             found.append(choice)
         else:
-            raise ValueError(f"column {place + 1}: {choice[:60]!r} is neither a number, a range nor a word")
+            raise ValueError(
+                f"column {place + 1}: {choice[:60]!r} is neither a number, a range nor a word"
+            )
         place += len(choice) + 1
     return found
 

@@ -177,14 +177,22 @@ def job_code(job_dir: Path) -> dict[str, str] | None:
                         digest = hashlib.sha256(file.read()).hexdigest()[:12]
                 except OSError as error:
                     digest = f"({error.strerror})"
-                found[os.path.relpath(path, job_dir).encode(errors="surrogateescape").decode(errors="replace")] = digest
+                found[
+                    os.path.relpath(path, job_dir)
+                    .encode(errors="surrogateescape")
+                    .decode(errors="replace")
+                ] = digest
         if number >= _MAX_FOLDERS or len(found) >= _MAX_FILES:
             break
     return found
 
 
 def _is_no_code(folder: str, name: str) -> bool:
-    return name.startswith((".", "__")) or name in _NOT_CODE or os.path.exists(os.path.join(folder, name, "pyvenv.cfg"))
+    return (
+        name.startswith((".", "__"))
+        or name in _NOT_CODE
+        or os.path.exists(os.path.join(folder, name, "pyvenv.cfg"))
+    )
 
 
 def _folder(path: str, token: str) -> Folder:
@@ -203,7 +211,11 @@ def _trouble(there: Path) -> str | None:
     """Why no file can be made in a folder: permissions alone do not tell."""
     probe = there / f"{TOKEN_PREFIX}{secrets.token_hex(8)}"
     try:
-        os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+        os.close(
+            os.open(
+                probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+            )
+        )
         probe.unlink()
     except OSError as error:
         return error.strerror
@@ -252,7 +264,11 @@ def addresses() -> dict[str, tuple[str, ...]]:
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
     families = (socket.AF_INET, socket.AF_INET6)
     return {
-        name: tuple(each.address for each in found if each.family in families and not each.address.startswith("fe80:"))
+        name: tuple(
+            each.address
+            for each in found
+            if each.family in families and not each.address.startswith("fe80:")
+        )
         for name, found in psutil.net_if_addrs().items()
         if name in up and any(each.family in families for each in found)
     }
@@ -264,7 +280,9 @@ def _reached_at(environ: Mapping[str, str]) -> str | None:
     return parts[2].removeprefix("::ffff:") if len(parts) == 4 else None
 
 
-def _gpu_states(reading: nvml.Reading, visible: set[str]) -> tuple[Driver | None, tuple[GpuState, ...]]:
+def _gpu_states(
+    reading: nvml.Reading, visible: set[str]
+) -> tuple[Driver | None, tuple[GpuState, ...]]:
     """The driver, and who uses the GPUs in `visible`. Of a GPU whose memory is not known nothing is said."""
     driver = None
     if reading.driver is not None and reading.cuda is not None:
@@ -290,7 +308,9 @@ def route_to(peer: str) -> str | None:
 
 def own_address(known: str | None, towards: Sequence[str]) -> str | None:
     """The address at which the others reach this host: a known one, else that of the route to one of them."""
-    if known is not None and (known.startswith("127.") or any(known in found for found in addresses().values())):
+    if known is not None and (
+        known.startswith("127.") or any(known in found for found in addresses().values())
+    ):
         return known
     return next((address for peer in towards if (address := route_to(peer)) is not None), None)
 

@@ -24,7 +24,10 @@ _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # What PyYAML says of the usual slips, and what to write instead.
 _HINTS = (
     (r"character '\t'", "indent with spaces, not with tabs"),
-    ("mapping values are not allowed", 'put quotes around text that holds ": ", and check the indentation'),
+    (
+        "mapping values are not allowed",
+        'put quotes around text that holds ": ", and check the indentation',
+    ),
     ("could not find expected ':'", 'write ": " after the key'),
     ("expected ',' or", "close the bracket, or put a comma between the items"),
     ("did not find expected", "check the indentation and the brackets of the lines above"),
@@ -81,10 +84,14 @@ class Document:
             assert mark is not None
             problem = error.problem or error.context or ""
             hint = next((f"; {write}" for slip, write in _HINTS if slip in problem), "")
-            raise document._fatal(mark.line + 1, mark.column + 1, f"not valid YAML: {problem}{hint}") from None
+            raise document._fatal(
+                mark.line + 1, mark.column + 1, f"not valid YAML: {problem}{hint}"
+            ) from None
         except (ValueError, OverflowError):  # PyYAML passes an impossible "\U99999999" to chr()
             mark = events.get_mark()
-            raise document._fatal(mark.line + 1, mark.column + 1, "not valid YAML: no such character") from None
+            raise document._fatal(
+                mark.line + 1, mark.column + 1, "not valid YAML: no such character"
+            ) from None
         return document
 
     def origin(self, path: KeyPath) -> Origin:
@@ -103,7 +110,10 @@ class Document:
             origins[path] = origin
 
     def _fatal(self, line: int, column: int, message: str) -> Exception:
-        return job_error(self.name, [*self.problems, Problem(Origin.in_file(self.name, line, column), (), message)])
+        return job_error(
+            self.name,
+            [*self.problems, Problem(Origin.in_file(self.name, line, column), (), message)],
+        )
 
 
 def _resolve_or_text(text: str) -> Any:
@@ -151,14 +161,24 @@ class _Reader:
         if isinstance(event, yaml.ScalarEvent):
             return self._scalar(path, event)
         if len(path) >= MAX_DEPTH:
-            raise yaml.MarkedYAMLError(problem=f"nested deeper than {MAX_DEPTH} levels", problem_mark=event.start_mark)
-        return list(self._items(path)) if isinstance(event, yaml.SequenceStartEvent) else self._mapping(path)
+            raise yaml.MarkedYAMLError(
+                problem=f"nested deeper than {MAX_DEPTH} levels", problem_mark=event.start_mark
+            )
+        return (
+            list(self._items(path))
+            if isinstance(event, yaml.SequenceStartEvent)
+            else self._mapping(path)
+        )
 
     def _refuse_extras(self, path: KeyPath, event: Any) -> None:
         if event.anchor is not None:
             self._problem(path, event, "anchors (&name) are not supported; remove it")
         if event.tag is not None:
-            self._problem(path, event, "tags (!name) are not supported; remove it, and quote a value that is text")
+            self._problem(
+                path,
+                event,
+                "tags (!name) are not supported; remove it, and quote a value that is text",
+            )
 
     def _items(self, path: KeyPath) -> Iterator[Any]:
         index = 0
@@ -174,7 +194,9 @@ class _Reader:
             key = self._key(path, event)
             if key in found:
                 first = self._document.keys[(*path, key)].line
-                self._problem((*path, key), event, f"duplicate key, first on line {first}; keep one of them")
+                self._problem(
+                    (*path, key), event, f"duplicate key, first on line {first}; keep one of them"
+                )
             self._document.keys[(*path, key)] = self._place(event)
             found[key] = self._node((*path, key))
         self._events.take()
@@ -185,7 +207,9 @@ class _Reader:
             self._refuse_extras(path, event)
             if event.style is not None or isinstance(_resolve_or_text(event.value), str):
                 return str(event.value)
-            self._problem((*path, event.value), event, f'a key must be text; write "{event.value}" in quotes')
+            self._problem(
+                (*path, event.value), event, f'a key must be text; write "{event.value}" in quotes'
+            )
             return str(event.value)
         self._problem(path, event, "a key must be text; quote it if it holds brackets, * or ?")
         self._skip(event)
@@ -195,7 +219,9 @@ class _Reader:
         """Pass over the rest of the node that `event` starts."""
         depth = 0
         while True:
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
+                event, yaml.CollectionEndEvent
+            )
             if depth == 0:
                 return
             event = self._events.take()
@@ -203,7 +229,11 @@ class _Reader:
     def _scalar(self, path: KeyPath, event: Any) -> Any:
         text = _ENV.sub(lambda match: self._variable(path, event, match.group(1)), event.value)
         if any("\ud800" <= char <= "\udfff" for char in text):
-            self._problem(path, event, "half of a surrogate pair; write the character itself, or \\U and 8 digits")
+            self._problem(
+                path,
+                event,
+                "half of a surrogate pair; write the character itself, or \\U and 8 digits",
+            )
             return None
         if event.style is not None:
             return text
@@ -215,9 +245,15 @@ class _Reader:
 
     def _variable(self, path: KeyPath, event: Any, name: str) -> str:
         if not _ENV_NAME.fullmatch(name):
-            self._problem(path, event, f"{name!r} is not the name of an environment variable; write ${{env:NAME}}")
+            self._problem(
+                path,
+                event,
+                f"{name!r} is not the name of an environment variable; write ${{env:NAME}}",
+            )
         elif name not in self._environ:
-            self._problem(path, event, f"environment variable {name} is not set; export {name}=... first")
+            self._problem(
+                path, event, f"environment variable {name} is not set; export {name}=... first"
+            )
         return self._environ.get(name, "")
 
     def _place(self, event: Any) -> Origin:

@@ -46,16 +46,25 @@ def worker_environment(job: JobConfig, environ: Mapping[str, str]) -> dict[str, 
     missing = [name for name, value in job.env.items() if value is None and name not in environ]
     if missing:
         names = ", ".join(missing)
-        raise JobError(f"env.{names}: null takes the value from the shell, where it is not set: export it first")
+        raise JobError(
+            f"env.{names}: null takes the value from the shell, where it is not set: export it first"
+        )
     return {name: environ[name] if value is None else value for name, value in job.env.items()}
 
 
 def forwarded_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables of `environ` that other hosts get too. What may be a secret has to be named in `job.env`."""
-    return {name: value for name, value in environ.items() if _FORWARDED.fullmatch(name) and not _SECRET.search(name)}
+    return {
+        name: value
+        for name, value in environ.items()
+        if _FORWARDED.fullmatch(name) and not _SECRET.search(name)
+    }
 
 
 def without_secrets(job: JobConfig) -> JobConfig:
     """`job` as it may be written to disk."""
-    shown = {name: "***" if value is not None and _SECRET.search(name) else value for name, value in job.env.items()}
+    shown = {
+        name: "***" if value is not None and _SECRET.search(name) else value
+        for name, value in job.env.items()
+    }
     return job.model_copy(update={"env": shown})

@@ -24,7 +24,9 @@ class LoadedJob:
 
     config: JobConfig
     path: Path
-    origins: Mapping[str, Origin]  # by dotted key, for every key that holds a value: "zero.stage", "model.args.dim"
+    origins: Mapping[
+        str, Origin
+    ]  # by dotted key, for every key that holds a value: "zero.stage", "model.args.dim"
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,9 @@ class Leaf:
         return ".".join(self.path)
 
 
-def load_job(path: Path, overrides: Sequence[str] = (), environ: Mapping[str, str] = os.environ) -> LoadedJob:
+def load_job(
+    path: Path, overrides: Sequence[str] = (), environ: Mapping[str, str] = os.environ
+) -> LoadedJob:
     """Read the job file at `path` with `overrides` ("key=value") on top; `${env:VAR}` comes from `environ`.
 
     Raises:
@@ -48,7 +52,9 @@ def load_job(path: Path, overrides: Sequence[str] = (), environ: Mapping[str, st
     document = Document.parse(_read(path), str(path), environ)
     command_line.apply(document, overrides, environ)
     config = validate(document)
-    origins = {str(leaf): document.origin(leaf.path) if leaf.given else DEFAULT for leaf in leaves(config)}
+    origins = {
+        str(leaf): document.origin(leaf.path) if leaf.given else DEFAULT for leaf in leaves(config)
+    }
     return LoadedJob(config, path, origins)
 
 
@@ -75,16 +81,22 @@ def _read(path: Path) -> str:
         with path.open("rb") as file:
             raw = file.read(MAX_FILE_BYTES + 1)
     except FileNotFoundError:
-        raise JobError(f"{path}: no such file; `zrun init -o {path}` writes one, with its train.py") from None
+        raise JobError(
+            f"{path}: no such file; `zrun init -o {path}` writes one, with its train.py"
+        ) from None
     except IsADirectoryError:
         raise JobError(f"{path} is a directory; name the job file in it") from None
     except OSError as error:
         raise JobError(f"{path} cannot be read: {error.strerror}") from None
     if len(raw) > MAX_FILE_BYTES:
-        raise JobError(f"{path} is larger than 1 MiB, which no job file needs; is it the right file?")
+        raise JobError(
+            f"{path} is larger than 1 MiB, which no job file needs; is it the right file?"
+        )
     try:
         return raw.decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         before = raw[: error.start].decode().split("\n")
         place = Origin.in_file(str(path), len(before), len(before[-1]) + 1)
-        raise job_error(str(path), [Problem(place, (), "not UTF-8 text; save the file as UTF-8")]) from None
+        raise job_error(
+            str(path), [Problem(place, (), "not UTF-8 text; save the file as UTF-8")]
+        ) from None

@@ -35,7 +35,9 @@ def nearest_key(path: KeyPath) -> KeyPath | None:
         return (*path[:-1], sibling)
     if name in _OTHER_NAMES:
         return tuple(_OTHER_NAMES[name].split("."))
-    elsewhere = {str(key): key.path for key in keys()} | {key.name: key.path for key in reversed(list(keys()))}
+    elsewhere = {str(key): key.path for key in keys()} | {
+        key.name: key.path for key in reversed(list(keys()))
+    }
     found = next(iter(get_close_matches(name, elsewhere, n=1, cutoff=0.8)), None)
     return None if found is None else elsewhere[found]
 

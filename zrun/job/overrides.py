@@ -24,14 +24,18 @@ def apply(document: Document, overrides: Iterable[str], environ: Mapping[str, st
         name, equals, value = text.partition("=")
         path = tuple(name.strip().split("."))
         if not equals or not all(path):
-            document.problems.append(Problem(origin, (), "expected key=value, such as zero.stage=3"))
+            document.problems.append(
+                Problem(origin, (), "expected key=value, such as zero.stage=3")
+            )
             continue
         try:
             parsed = Document.parse(value, "value", environ)
         except JobError as error:
             document.problems.append(Problem(origin, path, str(error)))
             continue
-        document.problems.extend(Problem(origin, (*path, *inner.path), inner.message) for inner in parsed.problems)
+        document.problems.extend(
+            Problem(origin, (*path, *inner.path), inner.message) for inner in parsed.problems
+        )
         _merge(document, origin, path, parsed.value)
 
 

@@ -72,7 +72,9 @@ class Problem:
 
 def job_error(name: str, problems: Iterable[Problem]) -> JobError:
     """All problems of the job `name` as one error, a line each, in the order of the file, then of the overrides."""
-    ordered = sorted(problems, key=lambda p: (p.origin.kind != "file", p.origin.line, p.origin.column))
+    ordered = sorted(
+        problems, key=lambda p: (p.origin.kind != "file", p.origin.line, p.origin.column)
+    )
     lines = [str(problem) for problem in ordered]
     if len(lines) == 1:
         return JobError(lines[0])
@@ -82,7 +84,9 @@ def job_error(name: str, problems: Iterable[Problem]) -> JobError:
 
 def dotted(path: KeyPath) -> str:
     """`("optim", "betas", 1)` as `optim.betas[1]`."""
-    text = "".join(f"[{part}]" if isinstance(part, int) else f".{shown_text(part)}" for part in path)
+    text = "".join(
+        f"[{part}]" if isinstance(part, int) else f".{shown_text(part)}" for part in path
+    )
     return text.removeprefix(".")
 
 

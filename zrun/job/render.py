@@ -33,24 +33,36 @@ class _Line:
 
 def with_origins(job: LoadedJob) -> str:
     """Every value of `job`, and where it was written. The text is a job file again."""
-    lines = [line.with_comment(_origin(job, line)) for line in _lines(job.config, (), "", True, as_form=False)]
+    lines = [
+        line.with_comment(_origin(job, line))
+        for line in _lines(job.config, (), "", True, as_form=False)
+    ]
     return "\n".join(lines) + "\n"
 
 
 def as_form(config: JobConfig) -> str:
     """Every key of a job file with its meaning: those that `config` was given are set, the others commented out."""
-    lines = [line.with_comment(_meaning(line)) for line in _lines(config, (), "", True, as_form=True)]
+    lines = [
+        line.with_comment(_meaning(line)) for line in _lines(config, (), "", True, as_form=True)
+    ]
     return "\n".join(lines) + "\n"
 
 
-def _lines(config: Section, path: tuple[str, ...], margin: str, given: bool, *, as_form: bool) -> Iterator[_Line]:
+def _lines(
+    config: Section, path: tuple[str, ...], margin: str, given: bool, *, as_form: bool
+) -> Iterator[_Line]:
     for name, field in type(config).model_fields.items():
         here = (*path, field.alias or name)
         value = getattr(config, name)
         is_given = given and name in config.model_fields_set
         key = find_key(here)
         assert key is not None
-        if as_form and value is None and key.section is not None and not issubclass(key.section, Ref):
+        if (
+            as_form
+            and value is None
+            and key.section is not None
+            and not issubclass(key.section, Ref)
+        ):
             value = key.section.model_validate(key.example)  # its keys are worth showing
         here_margin = f"{margin}# " if as_form and given and not is_given else margin
         if isinstance(value, dict):
@@ -74,7 +86,11 @@ def _origin(job: LoadedJob, line: _Line) -> str:
     if isinstance(line.value, Section):
         return ""
     key = ".".join(line.path)
-    inside = [origin for below, origin in job.origins.items() if below == key or below.startswith(f"{key}.")]
+    inside = [
+        origin
+        for below, origin in job.origins.items()
+        if below == key or below.startswith(f"{key}.")
+    ]
     return ", ".join(dict.fromkeys(map(str, inside)))
 
 
@@ -95,4 +111,8 @@ def _meaning(line: _Line) -> str:
 
 def default_of(key: Key) -> Any:
     """The default of `key` as plain values; None where it is required."""
-    return key.default.model_dump(mode="json", by_alias=True) if isinstance(key.default, Section) else key.default
+    return (
+        key.default.model_dump(mode="json", by_alias=True)
+        if isinstance(key.default, Section)
+        else key.default
+    )

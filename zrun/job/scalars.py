@@ -73,7 +73,9 @@ def write(value: Any) -> str:
         case str():
             return _write_text(value)
         case dict():
-            return "{" + ", ".join(f"{write(key)}: {write(item)}" for key, item in value.items()) + "}"
+            return (
+                "{" + ", ".join(f"{write(key)}: {write(item)}" for key, item in value.items()) + "}"
+            )
         case list() | tuple():
             return "[" + ", ".join(write(item) for item in value) + "]"
     raise TypeError(f"{type(value).__name__} has no YAML form")

@@ -31,7 +31,9 @@ class Key:
     path: tuple[str, ...]
     takes: str  # the allowed values in words: "whole number > 0 | auto"
     most: float | None  # the largest number that it takes, where `takes` does not say so
-    item_takes: str | None  # the same for the items of a list, or the values of a mapping with free keys
+    item_takes: (
+        str | None
+    )  # the same for the items of a list, or the values of a mapping with free keys
     choices: tuple[str, ...]  # the words among the allowed values
     default: Any  # None where the key is required
     required: bool
@@ -94,14 +96,23 @@ def job_schema() -> dict[str, Any]:
             long_form = schema["$defs"][section.__name__]
             name, kind = section.short
             short = long_form["properties"][name]
-            branches = [part for part in short.get("anyOf", [short]) if part.get("type") in (None, _JSON_NAMES[kind])]
+            branches = [
+                part
+                for part in short.get("anyOf", [short])
+                if part.get("type") in (None, _JSON_NAMES[kind])
+            ]
             schema["$defs"][section.__name__] = {"anyOf": [*branches, long_form]}
     return schema
 
 
 def _sections_below(section: type[Section]) -> set[type[Section]]:
     children = {_section_in(field.annotation) for field in section.model_fields.values()} - {None}
-    return {below for child in children if child is not None for below in (child, *_sections_below(child))}
+    return {
+        below
+        for child in children
+        if child is not None
+        for below in (child, *_sections_below(child))
+    }
 
 
 def _properties(section: type[Section]) -> dict[str, Any]:
@@ -137,12 +148,21 @@ def _members(annotation: Any) -> list[Any]:
     if get_origin(annotation) is Annotated:
         return _members(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
-        return [member for arg in get_args(annotation) if arg is not type(None) for member in _members(arg)]
+        return [
+            member
+            for arg in get_args(annotation)
+            if arg is not type(None)
+            for member in _members(arg)
+        ]
     return [annotation]
 
 
 def _section_in(annotation: Any) -> type[Section] | None:
-    sections = (member for member in _members(annotation) if isinstance(member, type) and issubclass(member, Section))
+    sections = (
+        member
+        for member in _members(annotation)
+        if isinstance(member, type) and issubclass(member, Section)
+    )
     return next(sections, None)
 
 
@@ -157,7 +177,10 @@ def _describe_items(fragment: dict[str, Any]) -> str | None:
     if "prefixItems" in fragment:
         return _describe(fragment["prefixItems"][0])
     if "anyOf" in fragment:
-        return next((takes for part in fragment["anyOf"] if (takes := _describe_items(part)) is not None), None)
+        return next(
+            (takes for part in fragment["anyOf"] if (takes := _describe_items(part)) is not None),
+            None,
+        )
     elements = fragment.get("items", fragment.get("additionalProperties"))
     if elements is None:
         return None
@@ -214,7 +237,9 @@ def _describe_plain(fragment: dict[str, Any]) -> str:
 def _most(fragment: dict[str, Any]) -> float | None:
     found = [_most(part) for part in fragment.get("anyOf", ())]
     maximum = fragment.get("maximum", fragment.get("le", 0))  # le: of a size, which is text, too
-    return next((most for most in found if most is not None), maximum if maximum >= _OBVIOUS else None)
+    return next(
+        (most for most in found if most is not None), maximum if maximum >= _OBVIOUS else None
+    )
 
 
 def _bounds(fragment: dict[str, Any]) -> str:

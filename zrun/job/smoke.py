@@ -34,8 +34,14 @@ def smoke_of(job: JobConfig, steps: int) -> Smoke:
         JobError: the job is no longer than that.
     """
     if job.steps is not None and steps >= job.steps:
-        raise JobError(f"--smoke {steps}: the job has {job.steps} steps itself: write fewer, or leave --smoke out")
-    keys = {"name": job.name[: 128 - len(_SUFFIX)] + _SUFFIX, "steps": str(steps), "resume": "never"}
+        raise JobError(
+            f"--smoke {steps}: the job has {job.steps} steps itself: write fewer, or leave --smoke out"
+        )
+    keys = {
+        "name": job.name[: 128 - len(_SUFFIX)] + _SUFFIX,
+        "steps": str(steps),
+        "resume": "never",
+    }
     parts = [f"steps {steps}" + (f" of {job.steps}" if job.steps is not None else "")]
     for other in ("tokens", "epochs"):
         if (length := getattr(job, other)) is not None:
@@ -70,6 +76,8 @@ def _schedule(job: JobConfig, steps: int) -> dict[str, int]:
         value = getattr(lr, key)
         if value == "auto" or not value:
             continue
-        shortened = round(value * steps / total) if total is not None else min(value, steps // share)
+        shortened = (
+            round(value * steps / total) if total is not None else min(value, steps // share)
+        )
         found[key] = max(1, shortened)
     return found

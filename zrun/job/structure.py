@@ -43,7 +43,9 @@ def inspect_structure(job: LoadedJob, timeout_s: float) -> Structure:
         UserCodeError: the user's code raised, returned something else, crashed, or took longer than `timeout_s`.
     """
     job_dir = job.path.absolute().parent
-    request = json.dumps({"job": job.config.model_dump(by_alias=True, exclude_unset=True), "job_dir": str(job_dir)})
+    request = json.dumps(
+        {"job": job.config.model_dump(by_alias=True, exclude_unset=True), "job_dir": str(job_dir)}
+    )
     env = os.environ | worker_environment(job.config, os.environ)
     with subprocess.Popen(
         [sys.executable, "-m", __name__],
@@ -65,8 +67,14 @@ def inspect_structure(job: LoadedJob, timeout_s: float) -> Structure:
             _end(process)
             raise
     if process.returncode != 0:
-        how = f"signal {-process.returncode}" if process.returncode < 0 else f"exit code {process.returncode}"
-        raise UserCodeError(f"model: the process that built {job.config.model.call} ended with {how}")
+        how = (
+            f"signal {-process.returncode}"
+            if process.returncode < 0
+            else f"exit code {process.returncode}"
+        )
+        raise UserCodeError(
+            f"model: the process that built {job.config.model.call} ended with {how}"
+        )
     return _result(json.loads(answer))
 
 
@@ -78,7 +86,11 @@ def _end(process: subprocess.Popen[str]) -> None:
 def _result(answer: dict[str, Any]) -> Structure:
     if "error" not in answer:
         return Structure(**answer)
-    raise JobError(answer["error"]) if answer["exit_code"] == ExitCode.USAGE else UserCodeError(answer["error"])
+    raise (
+        JobError(answer["error"])
+        if answer["exit_code"] == ExitCode.USAGE
+        else UserCodeError(answer["error"])
+    )
 
 
 def _references(job: JobConfig) -> dict[str, Ref]:
@@ -143,7 +155,9 @@ def _build(job: JobConfig, job_dir: Path) -> nn.Module:
     except UserCodeError as error:
         if job.init == "meta" or "meta" not in str(error):
             raise
-    return user.build_model(job.model, job_dir)  # a factory that looks at values, which `init: factory` allows
+    return user.build_model(
+        job.model, job_dir
+    )  # a factory that looks at values, which `init: factory` allows
 
 
 def _main() -> None:
@@ -151,7 +165,9 @@ def _main() -> None:
     answer_fd = os.dup(1)
     os.dup2(2, 1)  # what the user's code prints is chatter
     try:
-        answer = asdict(_inspect(JobConfig.model_validate(request["job"]), Path(request["job_dir"])))
+        answer = asdict(
+            _inspect(JobConfig.model_validate(request["job"]), Path(request["job_dir"]))
+        )
     except ZrunError as error:
         answer = {"error": str(error), "exit_code": error.exit_code}
     with open(answer_fd, "w") as file:

@@ -44,7 +44,9 @@ def _not_a_mapping(document: Document) -> Problem:
     return Problem(document.origin(()), (), message)
 
 
-def _attempt(document: Document, value: Mapping[str, Any]) -> tuple[JobConfig | None, list[Problem]]:
+def _attempt(
+    document: Document, value: Mapping[str, Any]
+) -> tuple[JobConfig | None, list[Problem]]:
     try:
         return JobConfig.model_validate(value), []
     except ValidationError as error:
@@ -81,8 +83,14 @@ class _Mistake:
 
 
 def _explain(document: Document, error: ValidationError) -> list[Problem]:
-    mistakes = _one_per_key([_mistake(detail) for detail in error.errors(include_url=False)[:MAX_SHOWN]])
-    unknown = {mistake.path: nearest_key(mistake.path) for mistake in mistakes if mistake.kind == "extra_forbidden"}
+    mistakes = _one_per_key(
+        [_mistake(detail) for detail in error.errors(include_url=False)[:MAX_SHOWN]]
+    )
+    unknown = {
+        mistake.path: nearest_key(mistake.path)
+        for mistake in mistakes
+        if mistake.kind == "extra_forbidden"
+    }
     problems = []
     for mistake in mistakes:
         if mistake.path in unknown:
@@ -156,9 +164,15 @@ def _missing_key(document: Document, path: KeyPath) -> Problem:
 
 def _broken_rule(document: Document, mistake: _Mistake) -> Problem:
     if mistake.path:
-        return Problem(document.origin(mistake.path), _written(document, mistake.path), mistake.message)
+        return Problem(
+            document.origin(mistake.path), _written(document, mistake.path), mistake.message
+        )
     # A rule between keys: point at the last of those that it names.
-    named = [document.key_origin((name,)) for name in document.value if name in re.findall(r"\w+", mistake.message)]
+    named = [
+        document.key_origin((name,))
+        for name in document.value
+        if name in re.findall(r"\w+", mistake.message)
+    ]
     return Problem(named[-1] if named else document.origin(()), (), mistake.message)
 
 
@@ -180,7 +194,10 @@ def _exceeds(value: Any, most: float) -> bool:
 
 def _what_to_write(path: KeyPath, key: Key, mistake: _Mistake) -> str:
     name = str(path[-1]) if not isinstance(path[-1], int) else key.name
-    if isinstance(mistake.value, str) and (choice := nearest(mistake.value, key.choices)) is not None:
+    if (
+        isinstance(mistake.value, str)
+        and (choice := nearest(mistake.value, key.choices)) is not None
+    ):
         return f'did you mean "{choice}"? write {_line((name,), choice)}'
     if mistake.kind == "string_type" and isinstance(mistake.value, bool | int | float):
         quoted = f'"{write(mistake.value)}"'

@@ -84,7 +84,12 @@ def open_agents(backend: Backend, job: JobConfig) -> list[AgentLink]:
 
 
 def assemble(
-    agents: Sequence[AgentLink], backend: Backend, job: JobConfig, job_dir: Path, run_dir: Path, least: int
+    agents: Sequence[AgentLink],
+    backend: Backend,
+    job: JobConfig,
+    job_dir: Path,
+    run_dir: Path,
+    least: int,
 ) -> Assembly:
     """Look at all hosts at once.
 
@@ -97,7 +102,9 @@ def assemble(
     """
     if backend.kind == "local":
         here = backend.on_this_host(probe_host())
-        return Assembly(tuple(Post(agent, here.hostname, is_remote=False) for agent in agents), Cluster((here,)))
+        return Assembly(
+            tuple(Post(agent, here.hostname, is_remote=False) for agent in agents), Cluster((here,))
+        )
     if backend.kind == "env":
         return _assemble_joined(agents, backend, job, job_dir, run_dir)
     findings = survey(agents, backend, job, job_dir, _shared(job, run_dir))
@@ -115,7 +122,11 @@ def assemble(
 
 
 def survey(
-    agents: Sequence[AgentLink], backend: Backend, job: JobConfig, job_dir: Path, shared: Sequence[Path]
+    agents: Sequence[AgentLink],
+    backend: Backend,
+    job: JobConfig,
+    job_dir: Path,
+    shared: Sequence[Path],
 ) -> list[Finding]:
     """What is known of each host, and why it cannot be used for `job`.
 
@@ -123,7 +134,10 @@ def survey(
         shared: folders that must be the same on all hosts: a file lies there meanwhile. Else nothing is changed.
     """
     entries = {str(entry): entry for entry in backend.hosts or ()}
-    per_host = max(entry.slots or (job.slots if isinstance(job.slots, int) else 1) for entry in entries.values())
+    per_host = max(
+        entry.slots or (job.slots if isinstance(job.slots, int) else 1)
+        for entry in entries.values()
+    )
     needs = needs_of(job, job_dir, shared, per_host * len(entries), per_host)
     chosen = {name: entry.chosen for name, entry in entries.items() if entry.chosen is not None}
     return inspect(agents, replace(needs, chosen=chosen))
@@ -160,15 +174,23 @@ def _assemble_joined(
     facts: dict[AgentLink, HostFacts] = {}
     reports: dict[AgentLink, HostReport] = {}
     if len(hosts) > 1:
-        per_host = max(len(host.members) for host in hosts) if is_rank else _given_slots(backend) or 1
+        per_host = (
+            max(len(host.members) for host in hosts) if is_rank else _given_slots(backend) or 1
+        )
         needs = needs_of(job, job_dir, _shared(job, run_dir), per_host * len(hosts), per_host)
         findings = inspect(list(leaders), needs)
         if any(finding.problems for finding in findings):
             raise PreflightError(describe(findings))
-        reports = {agent: each.report for agent, each in zip(leaders, findings, strict=True) if each.report is not None}
+        reports = {
+            agent: each.report
+            for agent, each in zip(leaders, findings, strict=True)
+            if each.report is not None
+        }
         facts = {agent: report.facts for agent, report in reports.items()}
     question: Frame = {"ask": "facts", "job_dir": None, "folders": {}}
-    for agent, answer in ask({each: question for each in agents if each not in facts}, HELLO_S).items():
+    for agent, answer in ask(
+        {each: question for each in agents if each not in facts}, HELLO_S
+    ).items():
         if isinstance(answer, str) or "error" in answer:
             why = answer if isinstance(answer, str) else answer["error"]
             raise PreflightError(f"{agent.host}: its agent could not look at it ({why})")
@@ -182,7 +204,13 @@ def _assemble_joined(
             cluster.append(facts[members[0]].called(host.name, _given_slots(backend)))
         interface = reports[members[0]].interface if reports else None
         posts += [
-            Post(member, host.name, interface, place if is_rank else None, is_remote=len(hosts) > 1 and place > 0)
+            Post(
+                member,
+                host.name,
+                interface,
+                place if is_rank else None,
+                is_remote=len(hosts) > 1 and place > 0,
+            )
             for place, member in zip(host.members, members, strict=True)
         ]
     store = _open_store(agents[0], reports[agents[0]]) if reports else None

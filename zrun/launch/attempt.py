@@ -52,7 +52,9 @@ def attempt(request: LaunchRequest, members: list[AgentLink]) -> AttemptResult:
     """Look at the hosts, plan, start the workers and follow them to the end."""
     config, reasons = with_backend(request.loaded.config, request.backend)
     job_dir = request.loaded.path.absolute().parent
-    least = config.min_hosts if request.is_restart and config.min_hosts is not None else len(members)
+    least = (
+        config.min_hosts if request.is_restart and config.min_hosts is not None else len(members)
+    )
     root = request.run_dir or Path("runs") / config.name
     assembly = assemble(members, request.backend, config, job_dir, root.absolute(), least)
     if assembly.dropped:
@@ -67,7 +69,10 @@ def attempt(request: LaunchRequest, members: list[AgentLink]) -> AttemptResult:
         show_seats(resolved.plan.ranks, assembly.cluster, sys.stderr)
     elif is_told:
         print(brief(resolved, request.loaded.config, assembly.cluster, width), file=sys.stderr)
-        print(f"every other key has its default: zrun check {shlex.quote(str(request.loaded.path))}", file=sys.stderr)
+        print(
+            f"every other key has its default: zrun check {shlex.quote(str(request.loaded.path))}",
+            file=sys.stderr,
+        )
     if not request.dry_run:
         refuse_untrained(resolved.job.parallel.tp, resolved.job.parallel.pp)
     lock = request.lock
@@ -92,10 +97,15 @@ def attempt(request: LaunchRequest, members: list[AgentLink]) -> AttemptResult:
     )
     with (
         gate,
-        RunDir.claim(resolved.job.name, beginning.run_dir, earlier=beginning.earlier, lock=lock) as rundir,
+        RunDir.claim(
+            resolved.job.name, beginning.run_dir, earlier=beginning.earlier, lock=lock
+        ) as rundir,
     ):
         if is_told:
-            print(places(rundir.path, resolved.job.log.ranks, resolved.plan.world_size), file=sys.stderr)
+            print(
+                places(rundir.path, resolved.job.log.ranks, resolved.plan.world_size),
+                file=sys.stderr,
+            )
         if request.detached is not None:
             request.detached.moved_in(rundir)
         if beginning.aside is not None:
@@ -108,7 +118,9 @@ def attempt(request: LaunchRequest, members: list[AgentLink]) -> AttemptResult:
             Start(
                 spec=spec,
                 host=post.host,
-                env={} if isinstance(post.agent, JoinedAgent) else request.environment,  # it has its own
+                env={}
+                if isinstance(post.agent, JoinedAgent)
+                else request.environment,  # it has its own
                 module=request.worker,
                 store=assembly.store,
                 interface=post.interface,
@@ -120,7 +132,9 @@ def attempt(request: LaunchRequest, members: list[AgentLink]) -> AttemptResult:
         code, failure, was_asked = _follow(agents, resolved, rundir, request, gate)
         rundir.exit_code = code
         committed = _committed(resolved, rundir)
-        return AttemptResult(code, failure, rundir.path, committed, rundir.keep_lock(), was_asked, beginning.resume)
+        return AttemptResult(
+            code, failure, rundir.path, committed, rundir.keep_lock(), was_asked, beginning.resume
+        )
 
 
 def _committed(resolved: Resolved, rundir: RunDir) -> int:
@@ -133,7 +147,11 @@ def _committed(resolved: Resolved, rundir: RunDir) -> int:
 
 
 def _spec(
-    loaded: LoadedJob, resolved: Resolved, rundir: RunDir, resume: ResumeSpec | None, memory_bytes: int | None
+    loaded: LoadedJob,
+    resolved: Resolved,
+    rundir: RunDir,
+    resume: ResumeSpec | None,
+    memory_bytes: int | None,
 ) -> dict[str, Any]:
     spec = RunSpec(
         job=without_secrets(resolved.job),
@@ -151,7 +169,9 @@ def _spec(
 def _record(loaded: LoadedJob, resolved: Resolved) -> str:
     """The job as it runs, with the origin of each value."""
     autos = {each.key: Origin("auto", each.why) for each in resolved.reasons}
-    return with_origins(LoadedJob(without_secrets(resolved.job), loaded.path, {**loaded.origins, **autos}))
+    return with_origins(
+        LoadedJob(without_secrets(resolved.job), loaded.path, {**loaded.origins, **autos})
+    )
 
 
 def _follow(
@@ -164,7 +184,9 @@ def _follow(
     """
     job, plan, ui = resolved.job, resolved.plan, request.ui
     facts = Facts(job.name, rundir.run_id, tuple(place.host for place in plan.ranks))
-    follower = Follower(open_screen(ui, facts, job.log.every, sys.stdout, os.environ), rundir.append)
+    follower = Follower(
+        open_screen(ui, facts, job.log.every, sys.stdout, os.environ), rundir.append
+    )
     run, interrupts = Run(plan.world_size), Interrupts()
     phases = PhaseWatch(compiles=job.compile)
     stragglers = Stragglers(facts)
@@ -223,7 +245,9 @@ def _unfit(code: int, failure: Failure | Hang | LostHost, run: Run, gate: Gate) 
     """What an estimate says of a job for which a rank had no room; None: it would fit, or nobody waited for it."""
     if not isinstance(failure, Failure) or not gate.may_refuse:
         return None
-    at_first = run.last_step < 2 or bool(failure.end.shortage)  # all that lasts is there in the second step
+    at_first = run.last_step < 2 or bool(
+        failure.end.shortage
+    )  # all that lasts is there in the second step
     if code != ExitCode.PREFLIGHT and not (failure.is_out_of_memory and at_first):
         return None
     reason = f": {failure.note.message}" if failure.note is not None else ""

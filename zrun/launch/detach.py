@@ -50,7 +50,9 @@ class Detached:
             JobError: there will be no terminal for `ui`.
         """
         if ui is Ui.live:
-            raise JobError("--ui live draws on a terminal, and --detach leaves it: take plain, json or none")
+            raise JobError(
+                "--ui live draws on a terminal, and --detach leaves it: take plain, json or none"
+            )
         heard, told = os.pipe()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -73,7 +75,9 @@ class Detached:
             ZrunError: it cannot be made.
         """
         try:
-            log = os.open(rundir.path / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            log = os.open(
+                rundir.path / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
+            )
         except OSError as error:
             raise ZrunError(f"{rundir.path / LOG}: {error.strerror}") from None
         sys.stdout.flush()
@@ -84,7 +88,11 @@ class Detached:
         if self._told is None:
             return
         with suppress(OSError):  # nobody waits any more
-            os.write(self._told, json.dumps({"path": str(rundir.path), "events": rundir.first_event}).encode() + b"\n")
+            os.write(
+                self._told,
+                json.dumps({"path": str(rundir.path), "events": rundir.first_event}).encode()
+                + b"\n",
+            )
         os.close(self._told)
         self._told = None
 
@@ -95,13 +103,17 @@ def _wait(launcher: int, heard: int) -> NoReturn:
     told, place = b"", None
     with _passed_on(launcher):
         while True:
-            ended, status = os.waitpid(launcher, os.WNOHANG)  # before its files are read: nothing comes after
+            ended, status = os.waitpid(
+                launcher, os.WNOHANG
+            )  # before its files are read: nothing comes after
             if place is None:
                 with suppress(BlockingIOError):
                     told += os.read(heard, _READ_BYTES)
                 if told.endswith(b"\n"):
                     place = _Place(**json.loads(told))
-                    _say(f"run {Path(place.path).name}: waiting for its first step; until then Ctrl-C ends it")
+                    _say(
+                        f"run {Path(place.path).name}: waiting for its first step; until then Ctrl-C ends it"
+                    )
             if place is not None:
                 place.show_log()
             if ended:

@@ -19,7 +19,10 @@ from zrun_core.errors import PEER_IS_GONE, ExitCode, OutOfMemoryError
 from zrun_core.spine import tracebacks
 from zrun_core.spine.spec import LaunchPlan, RankPlace
 
-_DOES = {"is stopped": "stopped by a signal or a debugger", "is silent": "silent, as is the agent of its host"}
+_DOES = {
+    "is stopped": "stopped by a signal or a debugger",
+    "is silent": "silent, as is the agent of its host",
+}
 _SHOWN_LINES = 15  # of a log, on screen, where there is no traceback
 
 _PASSED_ON = {code for code in ExitCode if ExitCode.USAGE <= code <= ExitCode.DIVERGED}
@@ -60,7 +63,9 @@ class Exit:
 
     rank: int
     status: int  # negative: the signal that ended it
-    time: float  # unix seconds at which the launcher heard of it: clocks of hosts are never compared
+    time: (
+        float  # unix seconds at which the launcher heard of it: clocks of hosts are never compared
+    )
     oom: bool = False  # the kernel, or the agent, took it because memory ran out
     note: Note | None = None  # what it said why
     log: tuple[str, ...] = ()  # the end of its log
@@ -130,7 +135,9 @@ class Failure:
     @property
     def is_out_of_memory(self) -> bool:
         """On the host or on a device."""
-        return self.end.oom or (self.note is not None and self.note.type == OutOfMemoryError.__name__)
+        return self.end.oom or (
+            self.note is not None and self.note.type == OutOfMemoryError.__name__
+        )
 
     @property
     def headline(self) -> str:
@@ -142,7 +149,10 @@ class Failure:
             return "failed"
         if self.end.signal is not None:
             seen = f": {self.end.shortage}," if self.end.shortage else ""
-            return f"was killed by {self.end.signal.name}" + f" because memory ran out{seen}" * self.end.oom
+            return (
+                f"was killed by {self.end.signal.name}"
+                + f" because memory ran out{seen}" * self.end.oom
+            )
         return f"ended with status {self.end.status}"
 
     def _where(self) -> str:
@@ -221,7 +231,9 @@ class Hang:
     @property
     def first(self) -> dict[str, Any]:
         """What is known of the first rank that is to blame."""
-        found: dict[str, Any] = next(told for told in self.frame["ranks"] if told["rank"] == self.frame["to_blame"][0])
+        found: dict[str, Any] = next(
+            told for told in self.frame["ranks"] if told["rank"] == self.frame["to_blame"][0]
+        )
         return found
 
     @property
@@ -247,14 +259,18 @@ class Hang:
             is_known = link["other"] is not None
             there = self.plan.ranks[link["other"]].host if is_known else address
             at = f" ({address})" if is_known else ""
-            text = f"the network between {here} and {there} is cut: {there}{at} does not answer {here}"
+            text = (
+                f"the network between {here} and {there} is cut: {there}{at} does not answer {here}"
+            )
             pairs.setdefault(frozenset((here, there)), text)
         return list(pairs.values())
 
     @property
     def advice(self) -> str:
         if self.links:
-            return "mend that network, or leave one of the two hosts out; the run can be started again"
+            return (
+                "mend that network, or leave one of the two hosts out; the run can be started again"
+            )
         if self.first["does"] == "is stopped":
             return "find who sent SIGSTOP; the run can be started again"
         if self.first["does"] == "is silent":
@@ -267,7 +283,11 @@ class Hang:
     def stack(self) -> list[str]:
         """The main thread of the first rank that is to blame, innermost call first."""
         lines = str(self.frame["stacks"].get(self.first["rank"], "")).splitlines()
-        starts = [number for number, line in enumerate(lines) if line.startswith(("Current thread", "Thread"))]
+        starts = [
+            number
+            for number, line in enumerate(lines)
+            if line.startswith(("Current thread", "Thread"))
+        ]
         return lines[starts[-1] if starts else 0 :]  # faulthandler begins with the newest thread
 
     def describe(self) -> str:
@@ -279,7 +299,15 @@ class Hang:
         reason = [*self.links[1:], *([self.frame["reason"]] if self.frame["reason"] else [])]
         stack = [line for line in self.stack if line.strip()][:_SHOWN_LINES]
         return "\n".join(
-            [*stack, "", self.headline, *reason, *ranks, f"  stacks: {self.run_dir}/stacks", f"  next: {self.advice}"]
+            [
+                *stack,
+                "",
+                self.headline,
+                *reason,
+                *ranks,
+                f"  stacks: {self.run_dir}/stacks",
+                f"  next: {self.advice}",
+            ]
         ).lstrip("\n")
 
     def as_json(self) -> dict[str, Any]:

@@ -75,7 +75,9 @@ class HangWatch:
         if state.phase == "save":
             return limits.save_s, "limits.save_s"
         if state.phase in _PAUSES:
-            return max(limits.eval_s, limits.first_step_s if state.step == 0 else 0.0), "limits.eval_s"
+            return max(
+                limits.eval_s, limits.first_step_s if state.step == 0 else 0.0
+            ), "limits.eval_s"
         if state.step <= state.first and state.phase != "end":
             return limits.first_step_s, "limits.first_step_s"
         return self._hang_s(), "limits.hang_s"
@@ -105,7 +107,9 @@ class HangWatch:
             limits = self._limits
             since = now - min(limits.save_s, limits.eval_s, limits.first_step_s, self._hang_s())
             still = [rank for rank in blamed if self._seen[rank][1] < since]
-            late = [rank for rank in still if now - self._seen[rank][1] > self.limit(states[rank])[0]]
+            late = [
+                rank for rank in still if now - self._seen[rank][1] > self.limit(states[rank])[0]
+            ]
             return Verdict(late, *self.limit(states[late[0]])) if late else None
         limit, key = max(self.limit(state) for state in states.values())
         moved = max(self._seen[rank][1] for rank in states)
@@ -133,10 +137,20 @@ class Inquiry:
     def finding(self) -> dict[str, Any]:
         """All that is known of the hang; what no agent told of is silent."""
         for rank, state in self._states.items():
-            silent = {"rank": rank, "step": state.step, "phase": state.phase, "does": "is silent", "last": "not known"}
+            silent = {
+                "rank": rank,
+                "step": state.step,
+                "phase": state.phase,
+                "does": "is silent",
+                "last": "not known",
+            }
             self._told.setdefault(rank, silent)
         told = [self._told[rank] for rank in sorted(self._told)]
-        halted = [rank for rank in self.verdict.ranks if self._told[rank]["does"] in ("is stopped", "is silent")]
+        halted = [
+            rank
+            for rank in self.verdict.ranks
+            if self._told[rank]["does"] in ("is stopped", "is silent")
+        ]
         reasons = [frame["disagreement"] for frame in self._frames]
         # Where one works, or another host has ranks too, it may be what the others wait for.
         if len(self._frames) == 1 and all(each["does"] == "waits" for each in told):
@@ -147,8 +161,12 @@ class Inquiry:
             "limit_s": self.verdict.limit_s,
             "key": self.verdict.key,
             "reason": next((reason for reason in reasons if reason is not None), None),
-            "stacks": {int(rank): text for frame in self._frames for rank, text in frame["stacks"].items()},
-            "logs": {int(rank): lines for frame in self._frames for rank, lines in frame["logs"].items()},
+            "stacks": {
+                int(rank): text for frame in self._frames for rank, text in frame["stacks"].items()
+            },
+            "logs": {
+                int(rank): lines for frame in self._frames for rank, lines in frame["logs"].items()
+            },
             "links": self._cut_links(),
         }
 

@@ -43,7 +43,14 @@ class LaunchRequest:
     def once_more(self, outcome: AttemptResult) -> LaunchRequest:
         """The same, from what the run has saved; from where it began if that is nothing."""
         origin = self.origin if self.is_restart else outcome.origin
-        return replace(self, run_dir=outcome.run_dir, fresh=False, is_restart=True, lock=outcome.lock, origin=origin)
+        return replace(
+            self,
+            run_dir=outcome.run_dir,
+            fresh=False,
+            is_restart=True,
+            lock=outcome.lock,
+            origin=origin,
+        )
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,9 @@ class RunEndedError(SaveError):
         self.run = run
         after = f" after step {run.step}" if run.step else ""
         why = f" (exit code {run.exit_code}): {run.headline}" if run.state is State.FAILED else ""
-        super().__init__(f"not saved: run {run.run_id} {run.state}{after} before it came to that{why}")
+        super().__init__(
+            f"not saved: run {run.run_id} {run.state}{after} before it came to that{why}"
+        )
 
 
 def check(run: Run) -> None:
@@ -52,14 +54,18 @@ def check(run: Run) -> None:
         PreflightError: its launcher cannot be reached from here, or no rank trains yet.
     """
     if run.state is not State.RUNNING:
-        raise JobError(f"run {run.run_id} does not run: it {run.state}; what it has saved: zrun ckpt ls {run.path}")
+        raise JobError(
+            f"run {run.run_id} does not run: it {run.state}; what it has saved: zrun ckpt ls {run.path}"
+        )
     if not may_save(run.path):
         raise JobError(
             f"run {run.run_id} saves nothing: its job has no checkpoint; write one for the next run, such as "
             "checkpoint: {every: 500}"
         )
     if run.seconds is None or not launcher_of(run, "save").catches(SAVE):
-        raise PreflightError(f"run {run.run_id} does not train yet, and so has nothing to save: try again once it does")
+        raise PreflightError(
+            f"run {run.run_id} does not train yet, and so has nothing to save: try again once it does"
+        )
 
 
 def save(run: Run, timeout_s: float) -> Saved:

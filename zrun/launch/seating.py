@@ -93,4 +93,6 @@ def _with_cpus(host: HostFacts, facts: Sequence[HostFacts]) -> HostFacts:
     if len(set(sets)) == 1:
         return host
     cores = min(sum(each.cores for each in facts), len(frozenset().union(*sets)))
-    return replace(host, cores=cores, nodes=(), unbound="the launcher of the ranks gave each one its cores")
+    return replace(
+        host, cores=cores, nodes=(), unbound="the launcher of the ranks gave each one its cores"
+    )

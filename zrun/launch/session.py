@@ -99,19 +99,25 @@ def _run(request: LaunchRequest, early: LocalAgent | None) -> int:
                 missing = error  # a lost host may be a while in coming back
             finally:
                 close_all(members)
-            pause_s = None if outcome.was_asked else restarts.after(outcome.failure, outcome.committed)
+            pause_s = (
+                None if outcome.was_asked else restarts.after(outcome.failure, outcome.committed)
+            )
             if pause_s is None or outcome.run_dir is None:
                 if missing is not None:
                     raise missing
                 return outcome.code
-            when = f"before restart {restarts.made}" + (f"; resume: {request.again}" if outcome.committed else "")
+            when = f"before restart {restarts.made}" + (
+                f"; resume: {request.again}" if outcome.committed else ""
+            )
             arm()
             if missing is not None:
                 say(str(missing), sys.stderr)
             origin = request.origin if request.is_restart else outcome.origin
             left = "from the beginning" if origin is None else "from where the run began"
             left = f"after step {outcome.committed}" if outcome.committed else left
-            say(f"restart {restarts.made} of {restarts.budget} in {pause_s:g} s, {left}", sys.stderr)
+            say(
+                f"restart {restarts.made} of {restarts.budget} in {pause_s:g} s, {left}", sys.stderr
+            )
             time.sleep(pause_s)
             request = request.once_more(outcome)
 

@@ -34,7 +34,9 @@ def launcher_of(run: Run, what: str = "stop") -> Process:
     """
     holder = run.holder
     if holder is None:
-        raise PreflightError(f"run {run.run_id} is just starting, or its lock file is damaged: try again")
+        raise PreflightError(
+            f"run {run.run_id} is just starting, or its lock file is damaged: try again"
+        )
     if not holder.is_here:
         raise PreflightError(
             f"run {run.run_id} belongs to a launcher on {holder.host} (process {holder.pid}): {what} it there, with "
@@ -68,7 +70,11 @@ def stop(run: Run, now: bool, timeout_s: float | None = None) -> None:
             return
     refuse_stopped(run, process)
     waited_s = time.monotonic() - start
-    advice = f"look at {run.path}/logs" if now else f"wait with a longer --timeout, or zrun stop {run.run_id} --now"
+    advice = (
+        f"look at {run.path}/logs"
+        if now
+        else f"wait with a longer --timeout, or zrun stop {run.run_id} --now"
+    )
     raise HangError(
         f"run {run.run_id} was told to stop and still runs after {waited_s:.0f} s (process {process.pid}): {advice}"
     )
@@ -92,7 +98,9 @@ def signalled(run: Run, process: Process, number: int) -> Iterator[int | None]:
             if is_there:
                 signal.pidfd_send_signal(descriptor, number)
         except PermissionError:
-            raise JobError(f"run {run.run_id} (process {process.pid}) belongs to another user") from None
+            raise JobError(
+                f"run {run.run_id} (process {process.pid}) belongs to another user"
+            ) from None
         except ProcessLookupError:
             is_there = False
         yield descriptor if is_there else None
@@ -116,7 +124,9 @@ def refuse_stopped(run: Run, process: Process) -> None:
 def limits_of(path: Path) -> LimitsConfig:
     """Those of the job of a run, or the usual ones."""
     with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-        return LimitsConfig.model_validate(json.loads((path / "spec.json").read_bytes())["job"].get("limits", {}))
+        return LimitsConfig.model_validate(
+            json.loads((path / "spec.json").read_bytes())["job"].get("limits", {})
+        )
     return LimitsConfig()
 
 

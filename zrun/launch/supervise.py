@@ -28,10 +28,16 @@ from zrun_core.spine.stop import SAVE
 
 _TURN_S = 0.1  # how late an interrupt may be noticed
 _ALONE_S = 5.0  # how long the others may run on after a rank left early; most notice by themselves
-_MUTE_S = GRACE_S + 1.0  # without a word from an agent that was told to stop: it tells of its ranks twice a second
+_MUTE_S = (
+    GRACE_S + 1.0
+)  # without a word from an agent that was told to stop: it tells of its ranks twice a second
 _LAST_WORDS_S = 0.5  # that other hosts get to say why they fail too, after the first failure
 _GARBAGE = 100_000  # objects that may gather before the launcher looks for cycles among them
-_GENTLE = {ExitCode.STOPPED, ExitCode.INTERRUPTED, ExitCode.TERMINATED}  # a worker's, after a signal
+_GENTLE = {
+    ExitCode.STOPPED,
+    ExitCode.INTERRUPTED,
+    ExitCode.TERMINATED,
+}  # a worker's, after a signal
 
 OnEvent = Callable[[Event, bytes | None], None]  # and its line, where it can be recorded as it is
 OnTurn = Callable[[], None]
@@ -64,7 +70,9 @@ class Run:
     started: set[str] = field(default_factory=set)  # hosts that have begun to start their workers
     trains: bool = False  # rank 0 said that the first step begins: the ranks obey signals
     stopping: str = ""  # the signal that a rank got, which did not come through the launcher
-    states: dict[int, RankState] = field(default_factory=dict)  # of the ranks that run, as their boards said last
+    states: dict[int, RankState] = field(
+        default_factory=dict
+    )  # of the ranks that run, as their boards said last
     news: dict[int, RankState] = field(default_factory=dict)  # what of it nobody has looked at
     ended_ranks: set[int] = field(default_factory=set)
     first_well: Exit | None = None  # the first exit with status 0
@@ -268,7 +276,10 @@ class Supervisor:
     def _gives_up(self, now: float) -> bool:
         """Stop waiting for hosts that do not end: all of them say nothing, or their time is over."""
         since = now - _MUTE_S
-        are_mute = all(max(self._heard.get(host, 0.0), self._told_at) < since for host in self._agents.unfinished)
+        are_mute = all(
+            max(self._heard.get(host, 0.0), self._told_at) < since
+            for host in self._agents.unfinished
+        )
         if not are_mute and now <= self._give_up_at:
             return False
         for host in self._agents.unfinished:
@@ -280,7 +291,11 @@ class Supervisor:
     def _check_start(self, now: float) -> None:
         if now > self._late:
             self._late = float("inf")
-            missing = [host for host in self._agents.hosts if host not in {*self._run.started, *self._run.lost}]
+            missing = [
+                host
+                for host in self._agents.hosts
+                if host not in {*self._run.started, *self._run.lost}
+            ]
             if missing:
                 raise RendezvousError(
                     f"{', '.join(missing)}: the workers had not started after {self._limits.start_s:.0f} s "
@@ -338,7 +353,9 @@ class Supervisor:
             self._wait_to_finish(now, self._patience)
         if interrupts.level > self._obeyed:
             self._obeyed = interrupts.level
-            if interrupts.level > 1 or not self._run.is_failing:  # else all are being stopped already
+            if (
+                interrupts.level > 1 or not self._run.is_failing
+            ):  # else all are being stopped already
                 _obey(self._agents, interrupts)
 
     def _wait_to_finish(self, now: float, patience: Patience) -> None:
@@ -346,7 +363,11 @@ class Supervisor:
         limits, was_due = self._limits, patience.was_due
         saves = any(state.phase == "save" for state in self._run.states.values())
         if patience.is_over(now, saves=saves):
-            limit = f"{limits.save_s:g} s (limits.save_s)" if saves else f"{limits.stop_s:g} s (limits.stop_s)"
+            limit = (
+                f"{limits.save_s:g} s (limits.save_s)"
+                if saves
+                else f"{limits.stop_s:g} s (limits.stop_s)"
+            )
             _say(f"not {'saved' if saves else 'finished'} after {limit}: stopping now")
             self._interrupts.force()
         elif patience.was_due and not was_due:
@@ -429,7 +450,11 @@ def judge(
     exits = [each for each in run.exits if not (asked and _was_asked_to(each, interrupts))]
     end = first_failure(exits, run.ended)
     came_first = interrupts.first_at is None or run.lost_at < interrupts.first_at
-    if run.lost and came_first and (end is None or end.time > run.lost_at or not is_cause(end, exits)):
+    if (
+        run.lost
+        and came_first
+        and (end is None or end.time > run.lost_at or not is_cause(end, exits))
+    ):
         host, why = next(iter(run.lost.items()))
         return ExitCode.HANG, LostHost(host, why, run.last_step)
     if end is not None:
@@ -438,9 +463,13 @@ def judge(
         return failure.exit_code, failure
     if not asked:
         return ExitCode.OK, None
-    if committed and committed >= run.last_step:  # what was cut off came after the last step: nothing is lost
+    if (
+        committed and committed >= run.last_step
+    ):  # what was cut off came after the last step: nothing is lost
         return ExitCode.STOPPED, None
-    by_hand = interrupts.first == signal.SIGINT or (interrupts.first is None and ExitCode.INTERRUPTED in statuses)
+    by_hand = interrupts.first == signal.SIGINT or (
+        interrupts.first is None and ExitCode.INTERRUPTED in statuses
+    )
     return ExitCode.INTERRUPTED if by_hand else ExitCode.TERMINATED, None
 
 

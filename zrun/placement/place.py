@@ -80,7 +80,9 @@ def seats(
     unbound: dict[str, str | None] = {}
     for host in cluster.hosts:
         count, base = slots[host.hostname], len(places)
-        chosen = _gpus_in_order(job, host, dims, base, count) if device == "cuda" else [None] * count
+        chosen = (
+            _gpus_in_order(job, host, dims, base, count) if device == "cuda" else [None] * count
+        )
         gpus += chosen
         cpus, unbound[host.hostname] = _cpus(job, host, chosen, threads[host.hostname])
         for local_rank, gpu in enumerate(chosen):
@@ -124,7 +126,9 @@ def arrangement(
         for size in ([*inner, dims.dp // (inner or [1])[0]] if axis == "dp" else [dims.size(axis)])
     ]
     for size in steps:
-        if left % size or aligned % size:  # this level's groups span hosts: all that is here belongs to few of them
+        if (
+            left % size or aligned % size
+        ):  # this level's groups span hosts: all that is here belongs to few of them
             break
         sizes.append(size)
         left, aligned = left // size, aligned // size
@@ -164,7 +168,9 @@ def _cpus(
     if found == [host.cpus]:
         return free, "one rank has all cores"
     if any(len(cpus) < threads for cpus in found):
-        return free, "ranks share cores" if len(host.cpus) < threads * len(gpus) else "too few cores near its GPU"
+        return free, "ranks share cores" if len(host.cpus) < threads * len(
+            gpus
+        ) else "too few cores near its GPU"
     return found, None
 
 
@@ -181,7 +187,9 @@ def _check_tp(
 ) -> None:
     if dims.tp == 1:
         return
-    if sliced := list(dict.fromkeys(places[rank].host for rank, gpu in enumerate(gpus) if gpu and gpu.is_slice)):
+    if sliced := list(
+        dict.fromkeys(places[rank].host for rank, gpu in enumerate(gpus) if gpu and gpu.is_slice)
+    ):
         raise PreflightError(
             f"parallel.tp: {dims.tp}, but {listed(sliced)} {'offers' if len(sliced) == 1 else 'offer'} MIG slices, "
             "which have no links to each other: write parallel.tp: 1, or turn MIG off"
@@ -196,7 +204,9 @@ def _check_tp(
             spread |= hosts
     if spread:
         per_host = {host: sum(place.host == host for place in places) for host in spread}
-        counts = ", ".join(f"{host} has {several(count, 'rank')}" for host, count in list(per_host.items())[:3])
+        counts = ", ".join(
+            f"{host} has {several(count, 'rank')}" for host, count in list(per_host.items())[:3]
+        )
         raise PreflightError(
             f"parallel.tp: {dims.tp} ranks of one tp group would sit on several hosts ({counts}"
             f"{', ...' * (len(per_host) > 3)}): write a tp that divides the slots of every host, or "
@@ -219,7 +229,9 @@ def _check_alike(
                 if place.host not in hosts:
                     hosts.append(place.host)
         if len(kinds) > 1:
-            where = " and ".join(f"{kind} on {listed(hosts)}" for kind, hosts in itertools.islice(kinds.items(), 3))
+            where = " and ".join(
+                f"{kind} on {listed(hosts)}" for kind, hosts in itertools.islice(kinds.items(), 3)
+            )
             what = f"stage {stage} of the pipeline" if dims.pp > 1 else "the ranks"
             raise PreflightError(
                 f"parallel: {what} would run on different GPUs: {where}. The slowest would set all their pace, and the "

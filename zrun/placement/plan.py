@@ -45,7 +45,9 @@ def make_plan(job: JobConfig, cluster: Cluster) -> Resolved:
     threads = _threads(job, cluster, slots, reasons)
     num_ranks = sum(slots.values())
     if num_ranks > MAX_RANKS:
-        raise JobError(f"slots: {num_ranks} ranks on {several(len(slots), 'host')}, and zrun plans {MAX_RANKS} at most")
+        raise JobError(
+            f"slots: {num_ranks} ranks on {several(len(slots), 'host')}, and zrun plans {MAX_RANKS} at most"
+        )
     dims = resolve_dims(job.parallel, num_ranks)
     if job.parallel.dp == "auto" and dims.tp * dims.pp > 1:
         why = f"{several(num_ranks, 'rank')} / (tp {dims.tp} x pp {dims.pp})"
@@ -62,13 +64,18 @@ def make_plan(job: JobConfig, cluster: Cluster) -> Resolved:
             "threads": _shared(threads),
             "parallel": job.parallel.model_copy(update={"dp": dims.dp}),
             "bind": _bind(job, cluster, found, reasons),
-            "batch": job.batch.model_copy(update={"global_": batch.global_size, "micro": batch.micro}),
+            "batch": job.batch.model_copy(
+                update={"global_": batch.global_size, "micro": batch.micro}
+            ),
             "zero": job.zero.model_copy(update={"bucket": _bucket(job, device, reasons)}),
             "lr": job.lr.model_copy(update={"decay_steps": _decay_steps(job, reasons)}),
             "optim": job.optim.model_copy(update=_own_defaults(job, reasons)),
         }
     )
-    warnings = (*(_crowded(cluster, slots) if device == "cpu" else ()), *_absent(job, len(found.ranks)))
+    warnings = (
+        *(_crowded(cluster, slots) if device == "cpu" else ()),
+        *_absent(job, len(found.ranks)),
+    )
     return Resolved(resolved, plan, batch, tuple(reasons), warnings)
 
 
@@ -129,7 +136,11 @@ def _device(job: JobConfig, cluster: Cluster, reasons: list[Reason]) -> Literal[
     some_have = len(without) < len(cluster.hosts)
     if without and (job.device == "cuda" or (job.device == "auto" and some_have)):
         lacking = f"{listed(without)} {'has' if len(without) == 1 else 'have'} no usable NVIDIA GPU"
-        advice = "leave out the hosts without, or write device: cpu" if some_have else "write device: cpu or auto"
+        advice = (
+            "leave out the hosts without, or write device: cpu"
+            if some_have
+            else "write device: cpu or auto"
+        )
         raise PreflightError(f"device: {job.device}, but {lacking}: {advice}")
     if job.device != "auto":
         return job.device
@@ -159,7 +170,15 @@ def _slots_of(job: JobConfig, host: HostFacts, device: str) -> int:
             f"more ranks than slots: slots: {job.slots}, but {host.hostname} is given {several(given, 'slot')}: "
             f"write slots: {given} or auto"
         )
-    slots = job.slots if job.slots != "auto" else given if given is not None else num_gpus if device == "cuda" else 1
+    slots = (
+        job.slots
+        if job.slots != "auto"
+        else given
+        if given is not None
+        else num_gpus
+        if device == "cuda"
+        else 1
+    )
     highest = max((host.chosen or (-1,))[:slots]) + 1
     if device == "cuda" and max(slots, highest) > num_gpus:
         asked = f"slot {highest - 1} is wanted" if highest > slots else f"slots: {slots}"
@@ -170,7 +189,9 @@ def _slots_of(job: JobConfig, host: HostFacts, device: str) -> int:
     return slots
 
 
-def _threads(job: JobConfig, cluster: Cluster, slots: dict[str, int], reasons: list[Reason]) -> dict[str, int]:
+def _threads(
+    job: JobConfig, cluster: Cluster, slots: dict[str, int], reasons: list[Reason]
+) -> dict[str, int]:
     """CPU threads of a rank on each host."""
 
     def number(host: HostFacts) -> int:
@@ -178,18 +199,31 @@ def _threads(job: JobConfig, cluster: Cluster, slots: dict[str, int], reasons: l
 
     def why(host: HostFacts) -> str:
         ranks, busy = slots[host.hostname], slots[host.hostname] * number(host)
-        reason = "as written" if job.threads != "auto" else f"{host.cores} usable cores / {several(ranks, 'rank')}"
-        return reason + f"; {busy} threads share {several(host.cores, 'core')}, which is slow" * (busy > host.cores)
+        reason = (
+            "as written"
+            if job.threads != "auto"
+            else f"{host.cores} usable cores / {several(ranks, 'rank')}"
+        )
+        return reason + f"; {busy} threads share {several(host.cores, 'core')}, which is slow" * (
+            busy > host.cores
+        )
 
-    if job.threads == "auto" or any(slots[host.hostname] * number(host) > host.cores for host in cluster.hosts):
+    if job.threads == "auto" or any(
+        slots[host.hostname] * number(host) > host.cores for host in cluster.hosts
+    ):
         reasons.append(Reason("threads", each(cluster.hosts, number), each(cluster.hosts, why)))
     return {host.hostname: number(host) for host in cluster.hosts}
 
 
-def _bind(job: JobConfig, cluster: Cluster, found: Seats, reasons: list[Reason]) -> Literal["auto", "off"]:
+def _bind(
+    job: JobConfig, cluster: Cluster, found: Seats, reasons: list[Reason]
+) -> Literal["auto", "off"]:
     bind: Literal["auto", "off"] = "off" if None not in found.unbound.values() else "auto"
     if job.bind == "auto":
-        why = each(cluster.hosts, lambda host: found.unbound[host.hostname] or "each rank keeps to cores of its own")
+        why = each(
+            cluster.hosts,
+            lambda host: found.unbound[host.hostname] or "each rank keeps to cores of its own",
+        )
         reasons.append(Reason("bind", bind, why))
     return bind
 
@@ -197,7 +231,9 @@ def _bind(job: JobConfig, cluster: Cluster, found: Seats, reasons: list[Reason])
 def _batch(job: JobConfig, slots: int, reasons: list[Reason]) -> BatchPlan:
     batch, ranks = resolve_batch(job, slots), several(slots, "rank")
     if job.batch.global_ == "auto":
-        reasons.append(Reason("batch.global", str(batch.global_size), f"micro {batch.micro} x {ranks}"))
+        reasons.append(
+            Reason("batch.global", str(batch.global_size), f"micro {batch.micro} x {ranks}")
+        )
     if job.batch.micro == "auto":
         why = f"global {batch.global_size} / {ranks}, no accumulation"
         reasons.append(Reason("batch.micro", str(batch.micro), why))
@@ -235,14 +271,20 @@ def _decay_steps(job: JobConfig, reasons: list[Reason]) -> int | Literal["auto"]
         return job.lr.decay_steps
     is_tail = job.lr.schedule == "wsd"
     steps = max(1, job.steps // 5) if is_tail else job.steps
-    reasons.append(Reason("lr.decay_steps", str(steps), "a fifth of the run" if is_tail else "the run's steps"))
+    reasons.append(
+        Reason("lr.decay_steps", str(steps), "a fifth of the run" if is_tail else "the run's steps")
+    )
     return steps
 
 
 def _own_defaults(job: JobConfig, reasons: list[Reason]) -> dict[str, Any]:
     """Hyper-parameters that the job leaves to the optimizer."""
     name = job.optim.name.lower()
-    found = {key: value for key, value in OWN_DEFAULTS.get(name, {}).items() if getattr(job.optim, key) is None}
+    found = {
+        key: value
+        for key, value in OWN_DEFAULTS.get(name, {}).items()
+        if getattr(job.optim, key) is None
+    }
     for key, value in found.items():
         shown = f"{value:g}" if isinstance(value, float) else str(list(value))
         reasons.append(Reason(f"optim.{key}", shown, f"{name}'s own"))

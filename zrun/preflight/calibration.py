@@ -117,7 +117,9 @@ class Calibration(_Part):
         except OSError as error:
             raise JobError(f"{path}: {error.strerror}: measure with zrun doctor --bench") from None
         except ValidationError:
-            raise JobError(f"{path} is no calibration of this zrun: measure again with zrun doctor --bench") from None
+            raise JobError(
+                f"{path} is no calibration of this zrun: measure again with zrun doctor --bench"
+            ) from None
 
     def write(self, path: Path) -> None:
         """Store it at `path`, in one move.

@@ -34,7 +34,9 @@ def describe(findings: Sequence[Finding]) -> str:
     lines += [f"  {line}" for line in table(shown)]
     if len(shown) < len(findings):
         lines.append(f"  and {len(findings) - len(shown)} more that can be used")
-    return "\n".join([*lines, *(f"  {line}" for line in sentences(bad, lambda finding: finding.problems))])
+    return "\n".join(
+        [*lines, *(f"  {line}" for line in sentences(bad, lambda finding: finding.problems))]
+    )
 
 
 def sentences(findings: Sequence[Finding], of: Callable[[Finding], Sequence[str]]) -> list[str]:
@@ -48,7 +50,10 @@ def sentences(findings: Sequence[Finding], of: Callable[[Finding], Sequence[str]
 
 def table(findings: Sequence[Finding]) -> list[str]:
     """A line for each host, below a heading."""
-    rows = [("host", "address", "python", "torch", "cores", "memory", "GPUs", "shm", "clock", ""), *map(_row, findings)]
+    rows = [
+        ("host", "address", "python", "torch", "cores", "memory", "GPUs", "shm", "clock", ""),
+        *map(_row, findings),
+    ]
     return _aligned(rows)
 
 
@@ -68,7 +73,9 @@ def rates_tables(rates: Calibration) -> list[str]:
             both = _rate(gpu.to_device_bytes_per_s), _rate(gpu.from_device_bytes_per_s)
             tables[1].append((f"{name} {number}", *_flops(gpu), _rate(gpu.copy_bytes_per_s), *both))
     for link in rates.links:
-        tables[2].append((link.source, link.target, _rate(link.bytes_per_s), f"{link.round_trip_s * 1e6:.0f} us"))
+        tables[2].append(
+            (link.source, link.target, _rate(link.bytes_per_s), f"{link.round_trip_s * 1e6:.0f} us")
+        )
     return [line for rows in tables if len(rows) > 1 for line in (*_aligned(rows), "")][:-1]
 
 
@@ -82,15 +89,24 @@ def _rate(bytes_per_s: float | None) -> str:
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
 def _row(finding: Finding) -> tuple[str, ...]:
     report, num_problems = finding.report, len(finding.problems)
     if report is None:
         return (finding.host, *["-"] * 8, "not there")
-    address = f"{report.address} ({report.interface})" if report.address and report.interface else report.address or "-"
-    gpus = f"{len(report.facts.gpus)} x {report.facts.gpus[0].name}" if report.facts.gpus else "none"
+    address = (
+        f"{report.address} ({report.interface})"
+        if report.address and report.interface
+        else report.address or "-"
+    )
+    gpus = (
+        f"{len(report.facts.gpus)} x {report.facts.gpus[0].name}" if report.facts.gpus else "none"
+    )
     shm = report.limits.shm_free_bytes
     return (
         finding.host,

@@ -24,11 +24,15 @@ from zrun_core.errors import PreflightError
 
 __all__ = ["Finding", "HostReport", "Needs", "inspect", "needs_of", "preflight"]
 
-HELLO_S = 30.0  # ssh may take 10 to connect, and Python some more to start where it lies on a network
+HELLO_S = (
+    30.0  # ssh may take 10 to connect, and Python some more to start where it lies on a network
+)
 _SETTLE_S = 1.5  # without news, those that are there meet before the others are waited for
 
 
-def preflight(agents: Sequence[AgentLink], needs: Needs, hello_s: float = HELLO_S) -> tuple[HostReport, ...]:
+def preflight(
+    agents: Sequence[AgentLink], needs: Needs, hello_s: float = HELLO_S
+) -> tuple[HostReport, ...]:
     """Look at the hosts of all agents, which were started but not told what to run.
 
     Returns:
@@ -98,7 +102,9 @@ def _reports(answers: Answers, agents: Sequence[AgentLink]) -> dict[AgentLink, H
         skew = ((heard - answer["asked"]) + (said - answer["got"])) / 2
         error = ((answer["got"] - answer["asked"]) - (said - heard)) / 2
         reached_at = report.reached_at if agent.by_ssh else agent.known_at
-        reports[agent] = replace(report, skew_s=skew, skew_error_s=abs(error), reached_at=reached_at)
+        reports[agent] = replace(
+            report, skew_s=skew, skew_error_s=abs(error), reached_at=reached_at
+        )
     return reports
 
 
@@ -117,7 +123,9 @@ def _tokens(folders: Sequence[Path]) -> Iterator[dict[Path, str]]:
             try:
                 path.touch(mode=0o600, exist_ok=False)
             except OSError as error:
-                raise PreflightError(f"{folder}: nothing can be written there: {error.strerror}") from None
+                raise PreflightError(
+                    f"{folder}: nothing can be written there: {error.strerror}"
+                ) from None
             made.append(path)
         yield tokens
     finally:

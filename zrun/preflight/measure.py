@@ -18,7 +18,9 @@ _BENCH_S = 270.0
 _LINK_S = 20.0
 
 
-def measure(agents: Sequence[AgentLink], findings: Sequence[Finding], folder: str, *, quick: bool) -> Calibration:
+def measure(
+    agents: Sequence[AgentLink], findings: Sequence[Finding], folder: str, *, quick: bool
+) -> Calibration:
     """Measure hosts that were found to be well.
 
     Args:
@@ -29,7 +31,9 @@ def measure(agents: Sequence[AgentLink], findings: Sequence[Finding], folder: st
         PreflightError: a host could not do it.
     """
     answers = ask(
-        {agent: {"ask": "bench", "folder": folder, "quick": quick} for agent in agents}, 1.0, answer_s=_BENCH_S
+        {agent: {"ask": "bench", "folder": folder, "quick": quick} for agent in agents},
+        1.0,
+        answer_s=_BENCH_S,
     )
     hosts: dict[str, HostRates] = {}
     failed: list[str] = []
@@ -56,9 +60,15 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
     return [paired[0::2], paired[1::2], *last]
 
 
-def _links(agents: Sequence[AgentLink], findings: Sequence[Finding], failed: list[str]) -> list[LinkRates]:
+def _links(
+    agents: Sequence[AgentLink], findings: Sequence[Finding], failed: list[str]
+) -> list[LinkRates]:
     mark = secrets.token_hex(8)
-    reports = {agent: each.report for agent, each in zip(agents, findings, strict=True) if each.report is not None}
+    reports = {
+        agent: each.report
+        for agent, each in zip(agents, findings, strict=True)
+        if each.report is not None
+    }
     found = {agent: (report, failed) for agent, report in reports.items()}
     places = open_doors(found, mark)
     links = []
@@ -66,7 +76,12 @@ def _links(agents: Sequence[AgentLink], findings: Sequence[Finding], failed: lis
         questions = {}
         for source, target in pairs:
             address, port = places[agents[target]]
-            questions[agents[source]] = {"ask": "link", "address": address, "port": port, "mark": mark}
+            questions[agents[source]] = {
+                "ask": "link",
+                "address": address,
+                "port": port,
+                "mark": mark,
+            }
         answers = ask(questions, 1.0, answer_s=_LINK_S)
         for source, target in pairs:
             answer = answers[agents[source]]

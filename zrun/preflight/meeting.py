@@ -31,20 +31,32 @@ def meet(reports: Mapping[AgentLink, HostReport]) -> Meeting:
     questions = {}
     for number, agent in enumerate(agents):
         others = [agents[each] for each in peers(len(agents), number)]
-        questions[agent] = {"ask": "knock", "mark": mark, "peers": {other.host: places[other] for other in others}}
+        questions[agent] = {
+            "ask": "knock",
+            "mark": mark,
+            "peers": {other.host: places[other] for other in others},
+        }
     for agent, answer in ask(questions, _MEET_S).items():
         _, problems = found[agent]
         if isinstance(answer, str) or "error" in answer:
-            problems.append(answer if isinstance(answer, str) else f"it could not knock at others ({answer['error']})")
+            problems.append(
+                answer
+                if isinstance(answer, str)
+                else f"it could not knock at others ({answer['error']})"
+            )
             continue
         try:
             causes = _by_cause(answer["failed"])
-            unreached = [[f"{peer} at {places[names[peer]][0]}" for peer in peers] for peers, _ in causes]
+            unreached = [
+                [f"{peer} at {places[names[peer]][0]}" for peer in peers] for peers, _ in causes
+            ]
         except (KeyError, TypeError, AttributeError):
             problems.append(OTHER_ZRUN)
             continue
         for (_, cause), where in zip(causes, map(listed, unreached), strict=True):
-            problems.append(f"it cannot reach {where} ({cause}): open the ports between the hosts in their firewall")
+            problems.append(
+                f"it cannot reach {where} ({cause}): open the ports between the hosts in their firewall"
+            )
     return found
 
 
@@ -54,12 +66,21 @@ def open_doors(found: Meeting, mark: str) -> dict[AgentLink, tuple[str, int]]:
     questions = {}
     for agent in found:
         others = [known[other] or other.host for other in found if other is not agent]
-        questions[agent] = {"ask": "door", "mark": mark, "known": known[agent], "towards": others[:_NEIGHBOURS]}
+        questions[agent] = {
+            "ask": "door",
+            "mark": mark,
+            "known": known[agent],
+            "towards": others[:_NEIGHBOURS],
+        }
     places: dict[AgentLink, tuple[str, int]] = {}
     for agent, answer in ask(questions, _MEET_S).items():
         report, problems = found[agent]
         if isinstance(answer, str) or "error" in answer:
-            problems.append(answer if isinstance(answer, str) else f"it cannot listen to others ({answer['error']})")
+            problems.append(
+                answer
+                if isinstance(answer, str)
+                else f"it cannot listen to others ({answer['error']})"
+            )
             continue
         try:
             address, port, interface = answer["address"], answer["port"], answer["interface"]
@@ -77,7 +98,9 @@ def open_doors(found: Meeting, mark: str) -> dict[AgentLink, tuple[str, int]]:
 def _check_addresses(found: Meeting) -> None:
     """Say which hosts are one, and which have an address that means something else to the others."""
     seen: dict[tuple[str | None, str], AgentLink] = {}
-    outside = any(report.address and not _is_loopback(report.address) for report, _ in found.values())
+    outside = any(
+        report.address and not _is_loopback(report.address) for report, _ in found.values()
+    )
     for agent, (report, problems) in found.items():
         if report.address is None:
             continue
@@ -112,5 +135,10 @@ def _is_loopback(address: str) -> bool:
 
 
 def _candidates(report: HostReport) -> str:
-    found = [f"{name} {address}" for name, all_ in report.addresses.items() for address in all_ if name != "lo"]
+    found = [
+        f"{name} {address}"
+        for name, all_ in report.addresses.items()
+        for address in all_
+        if name != "lo"
+    ]
     return ", ".join(found) or "no interface but lo"

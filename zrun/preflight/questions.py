@@ -43,7 +43,12 @@ def ask(
             now = time.monotonic()
             if now > start + patience_s + (answer_s if asking.awaited else 0.0):
                 break
-            if settle_s is not None and now > news + settle_s and asking.answers and not asking.awaited:
+            if (
+                settle_s is not None
+                and now > news + settle_s
+                and asking.answers
+                and not asking.awaited
+            ):
                 return asking.answers
             for key, _ in selector.select(0.1):
                 news = time.monotonic()
@@ -85,5 +90,11 @@ class _Asking:
 
     def give_up(self, waited_s: float) -> None:
         for agent in self._questions.keys() - self.answers.keys():
-            what = f"no answer to {self._questions[agent]['ask']}" if agent in self._asked else "its agent said nothing"
-            self.answers[agent] = f"{what} in {waited_s:.0f} s: is the host, or the disk of its Python, very slow?"
+            what = (
+                f"no answer to {self._questions[agent]['ask']}"
+                if agent in self._asked
+                else "its agent said nothing"
+            )
+            self.answers[agent] = (
+                f"{what} in {waited_s:.0f} s: is the host, or the disk of its Python, very slow?"
+            )

@@ -41,7 +41,9 @@ class Needs:
     shm_bytes: int = 0
 
 
-def needs_of(job: JobConfig, job_dir: Path, shared: Sequence[Path], num_ranks: int, ranks_per_host: int) -> Needs:
+def needs_of(
+    job: JobConfig, job_dir: Path, shared: Sequence[Path], num_ranks: int, ranks_per_host: int
+) -> Needs:
     """What a job needs of every host, as far as it can be told before its model is built.
 
     Args:
@@ -52,14 +54,18 @@ def needs_of(job: JobConfig, job_dir: Path, shared: Sequence[Path], num_ranks: i
         job_dir=job_dir,
         shared=tuple(shared),
         cuda=cuda,
-        nofile=256 + 8 * num_ranks + 16 * loaders,  # connections to every rank in several groups; pipes to loaders
+        nofile=256
+        + 8 * num_ranks
+        + 16 * loaders,  # connections to every rank in several groups; pipes to loaders
         nproc=ranks_per_host * (64 + 4 * loaders),
         # NCCL's buffers between GPUs of a host, and batches on their way from loader processes.
         shm_bytes=ranks_per_host * ((32 << 20) * cuda + (16 << 20) * loaders),
     )
 
 
-def judge(report: HostReport, here: Software, code: Mapping[str, str] | None, needs: Needs, host: str) -> Iterator[str]:
+def judge(
+    report: HostReport, here: Software, code: Mapping[str, str] | None, needs: Needs, host: str
+) -> Iterator[str]:
     """Why a host cannot be used, in the order in which one would set it right."""
     yield from _judge_software(report.software, here)
     yield from _judge_code(report, code, needs, host)
@@ -81,7 +87,11 @@ def _judge_software(there: Software, here: Software) -> Iterator[str]:
     if there.python.split(".")[:2] != here.python.split(".")[:2]:
         yield f"Python {there.python} there, {here.python} here: name one that is the same everywhere in launch.python"
     if there.zrun_code != here.zrun_code:
-        other = f"zrun {there.zrun} there, {here.zrun} here" if there.zrun != here.zrun else "its zrun has other code"
+        other = (
+            f"zrun {there.zrun} there, {here.zrun} here"
+            if there.zrun != here.zrun
+            else "its zrun has other code"
+        )
         yield f"{other}: install the same version for {there.executable}"
     if there.torch is None:
         yield f"{there.executable} has no torch: install {here.torch} there"
@@ -89,7 +99,9 @@ def _judge_software(there: Software, here: Software) -> Iterator[str]:
         yield f"torch {there.torch} there, {here.torch} here: install the same version for {there.executable}"
 
 
-def _judge_code(report: HostReport, code: Mapping[str, str] | None, needs: Needs, host: str) -> Iterator[str]:
+def _judge_code(
+    report: HostReport, code: Mapping[str, str] | None, needs: Needs, host: str
+) -> Iterator[str]:
     if needs.job_dir is None or report.code == code:
         return
     copy = f"share it, or copy it: rsync -a {needs.job_dir}/ {host}:{needs.job_dir}/"
@@ -97,13 +109,17 @@ def _judge_code(report: HostReport, code: Mapping[str, str] | None, needs: Needs
         yield f"the job's folder {needs.job_dir} is not there: {copy}"
         return
     ours = code or {}
-    differ = sorted(name for name in ours.keys() | report.code.keys() if ours.get(name) != report.code.get(name))
+    differ = sorted(
+        name for name in ours.keys() | report.code.keys() if ours.get(name) != report.code.get(name)
+    )
     yield f"the job's code differs in {listed(differ)}: {copy}"
 
 
 def _judge_gpus(report: HostReport, chosen: Sequence[int] | None) -> Iterator[str]:
     if not report.facts.gpus:
-        yield "it has no usable NVIDIA GPU" + ("" if report.driver else ", and no driver that answers")
+        yield "it has no usable NVIDIA GPU" + (
+            "" if report.driver else ", and no driver that answers"
+        )
     wheel = re.search(r"\+cu(\d+)\d$", report.software.torch or "")
     if wheel is not None and report.driver is not None and report.driver.cuda[0] < int(wheel[1]):
         serves = ".".join(map(str, report.driver.cuda))
@@ -114,7 +130,11 @@ def _judge_gpus(report: HostReport, chosen: Sequence[int] | None) -> Iterator[st
     numbers = {gpu.uuid: number for number, gpu in enumerate(report.facts.gpus)}
     for state in report.gpus:
         number, used = numbers[state.uuid], state.total_bytes - state.free_bytes
-        if (chosen is None or number in chosen) and state.foreign and used > _BUSY * state.total_bytes:
+        if (
+            (chosen is None or number in chosen)
+            and state.foreign
+            and used > _BUSY * state.total_bytes
+        ):
             pids = listed([str(pid) for pid in state.foreign])
             yield (
                 f"GPU {number} is in use, {format_size(used)} of {format_size(state.total_bytes)} are taken: end pid "
@@ -129,7 +149,12 @@ def _judge_limits(report: HostReport, needs: Needs) -> Iterator[str]:
         yield f"ulimit -n (open files) is {limits.nofile}, {needs.nofile} are needed: raise nofile {files}"
     if limits.nproc is not None and limits.nproc < needs.nproc:
         yield f"ulimit -u (threads of a user) is {limits.nproc}, {needs.nproc} are needed: raise nproc {files}"
-    if needs.cuda and report.infiniband and limits.memlock_bytes is not None and limits.memlock_bytes < 1 << 30:
+    if (
+        needs.cuda
+        and report.infiniband
+        and limits.memlock_bytes is not None
+        and limits.memlock_bytes < 1 << 30
+    ):
         yield (
             f"ulimit -l (locked memory) is {format_size(limits.memlock_bytes)}, and InfiniBand locks what it sends: "
             f"set memlock unlimited {files}"

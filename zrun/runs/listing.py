@@ -29,7 +29,10 @@ from zrun_core.spine.events import Event
 ROOT = Path("runs")
 _STOPPED = {ExitCode.STOPPED, ExitCode.INTERRUPTED, ExitCode.TERMINATED}
 _HEAD_BYTES = 1 << 18  # of a record: its `start` is among the first events
-_BLOCK_BYTES, _TAIL_BYTES = 1 << 16, 1 << 22  # of a record: what is read at once, and at most, to find the newest step
+_BLOCK_BYTES, _TAIL_BYTES = (
+    1 << 16,
+    1 << 22,
+)  # of a record: what is read at once, and at most, to find the newest step
 _SHOWN = 5
 
 
@@ -96,7 +99,9 @@ def known(root: Path = ROOT) -> list[Path]:
     """The run directories below `root`, and those of this user's launchers on this machine; newest first."""
     below = [path for path in sorted(root.absolute().glob("*/*")) if is_run(path)]
     paths = dict.fromkeys([*below, *(path for path in held_here() if is_run(path))])
-    return sorted(paths, key=lambda path: (_started(path, last_holder(path)), path.name), reverse=True)
+    return sorted(
+        paths, key=lambda path: (_started(path, last_holder(path)), path.name), reverse=True
+    )
 
 
 def listed(since: float | None, root: Path = ROOT) -> tuple[list[Run], int]:
@@ -106,7 +111,11 @@ def listed(since: float | None, root: Path = ROOT) -> tuple[list[Run], int]:
         They, and how many others there are.
     """
     paths = known(root)
-    wanted = [path for path in paths if since is None or _started(path, last_holder(path)) >= since or is_held(path)]
+    wanted = [
+        path
+        for path in paths
+        if since is None or _started(path, last_holder(path)) >= since or is_held(path)
+    ]
     return [read(path) for path in wanted], len(paths) - len(wanted)
 
 
@@ -119,14 +128,19 @@ def find(text: str, root: Path = ROOT, running: bool = False) -> Path:
     Raises:
         JobError: there is none, or more than one.
     """
-    path = Path(os.path.expanduser(text)).absolute()  # unlike Path's, it takes a user who does not exist for a name
+    path = Path(
+        os.path.expanduser(text)
+    ).absolute()  # unlike Path's, it takes a user who does not exist for a name
     if is_run(path):
         return path
     if "/" in text:
         raise JobError(f"{text} is no run directory{_below(path)}")
     paths = known(root)
     here = [path for path in paths if _is_below(path, root)]
-    for nearer in (here, [path for path in paths if path not in here]):  # what runs elsewhere is in nobody's way
+    for nearer in (
+        here,
+        [path for path in paths if path not in here],
+    ):  # what runs elsewhere is in nobody's way
         if exact := [path for path in nearer if path.name == text]:
             return _only(text, exact, "give its path")
         if of_job := [path for path in nearer if job_name(path) == text]:
@@ -196,7 +210,9 @@ def _below(path: Path) -> str:
 def job_name(path: Path) -> str:
     """The name of the job of a run."""
     with suppress(OSError), (path / "job.yaml").open(encoding="utf-8", errors="replace") as file:
-        if match := re.search(r"^name: *[\"']?([A-Za-z0-9._-]+)", file.read(_HEAD_BYTES), re.MULTILINE):
+        if match := re.search(
+            r"^name: *[\"']?([A-Za-z0-9._-]+)", file.read(_HEAD_BYTES), re.MULTILINE
+        ):
             return match[1]
     return path.parent.name
 
@@ -244,7 +260,9 @@ def _state(code: int | None) -> State:
 
 def _exit_code(path: Path, events: _Events, report: dict[str, Any]) -> int | None:
     """What the launcher said last. A run that could not say it may still have reached its end, or told of a failure."""
-    code = _json(path / "exit.json").get("exit_code", report.get("exit_code", 1 if report else None))
+    code = _json(path / "exit.json").get(
+        "exit_code", report.get("exit_code", 1 if report else None)
+    )
     if code is None and events.newest("end"):
         return ExitCode.OK
     return int(code) if code is not None else None
@@ -278,7 +296,9 @@ class _Events:
 
     def __init__(self, path: Path, offset: int) -> None:
         self._path, self._offset = path, offset
-        self.start = next((event for event in parsed(self._head()) if event.get("type") == "start"), {})
+        self.start = next(
+            (event for event in parsed(self._head()) if event.get("type") == "start"), {}
+        )
         self._tail: list[Event] | None = None
 
     def newest(self, kind: str | None) -> Event:
@@ -304,7 +324,9 @@ class _Events:
                 position, end = max(lowest, position - _BLOCK_BYTES), position
                 file.seek(position)
                 block = file.read(end - position) + rest
-                rest, _, lines = block.partition(b"\n") if position > self._offset else (b"", b"", block)
+                rest, _, lines = (
+                    block.partition(b"\n") if position > self._offset else (b"", b"", block)
+                )
                 for event in parsed(reversed(lines.split(b"\n"))):
                     yield event
                     if event.get("type") == "step":

@@ -79,7 +79,9 @@ class Lock:
             OSError: the file cannot be made.
         """
         self.holder = Holder.me()
-        self._file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        self._file = os.open(
+            folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+        )
         try:
             _take(self._file)
             self._write()
@@ -179,7 +181,9 @@ def _lockers() -> set[int]:
     except OSError:
         return set()
     fields = [line.split() for line in lines if " FLOCK " in line and "->" not in line]
-    return {int(each[4]) for each in fields if len(each) > 4 and each[4].isdigit() and each[4] != "0"}
+    return {
+        int(each[4]) for each in fields if len(each) > 4 and each[4].isdigit() and each[4] != "0"
+    }
 
 
 def _boot() -> str:

@@ -70,9 +70,15 @@ def begin(job: JobConfig, chosen: Path | None, fresh: bool, root: Path = Path("r
     if job.resume == "auto":
         return _auto(job, chosen, own, root)
     if isinstance(job.resume, int):
-        folder = own if own is not None and steps_in(own) else _newest_folder(root / job.name, job.resume)
+        folder = (
+            own
+            if own is not None and steps_in(own)
+            else _newest_folder(root / job.name, job.resume)
+        )
         if folder is None:
-            raise CheckpointError(f"resume: no run in {root / job.name} has a step {job.resume}: see zrun ckpt ls")
+            raise CheckpointError(
+                f"resume: no run in {root / job.name} has a step {job.resume}: see zrun ckpt ls"
+            )
         source = ResumeSpec(folder=str(folder), step=job.resume)
     elif job.resume == "best":
         source = _best(job, own, root)
@@ -96,7 +102,9 @@ def begin_again(job: JobConfig, run_dir: Path, origin: ResumeSpec | None) -> Beg
     if origin is not None:
         return _from(job, origin, run_dir, Earlier.START_OVER)
     return Beginning(
-        run_dir, earlier=Earlier.START_OVER, note="resume: the earlier run has saved nothing, so it starts over"
+        run_dir,
+        earlier=Earlier.START_OVER,
+        note="resume: the earlier run has saved nothing, so it starts over",
     )
 
 
@@ -124,7 +132,9 @@ def under_lock(decide: Callable[[], Beginning]) -> tuple[Beginning, Lock | None]
 
 
 def _anew(job: JobConfig, chosen: Path | None, fresh: bool) -> Beginning:
-    if fresh and chosen is not None and is_run(chosen):  # without --fresh, whoever claims it says why not
+    if (
+        fresh and chosen is not None and is_run(chosen)
+    ):  # without --fresh, whoever claims it says why not
         note = f"starts over: the earlier run moves to {chosen}/attempts"
         return Beginning(chosen, earlier=Earlier.START_OVER, aside=_given_folder(job), note=note)
     folder = _given_folder(job)
@@ -134,7 +144,9 @@ def _anew(job: JobConfig, chosen: Path | None, fresh: bool) -> Beginning:
                 f"checkpoint.dir: {folder} holds step {steps[-1]}: go on with --resume auto, start over with --fresh, "
                 "or name another folder"
             )
-        return Beginning(chosen, aside=folder, note=f"starts over: the checkpoints in {folder} are set aside")
+        return Beginning(
+            chosen, aside=folder, note=f"starts over: the checkpoints in {folder} are set aside"
+        )
     return Beginning(chosen)
 
 
@@ -145,7 +157,8 @@ def _auto(job: JobConfig, chosen: Path | None, own: Path | None, root: Path) -> 
             note = "resume: the earlier run has saved nothing, so it starts over"
             return Beginning(chosen, earlier=Earlier.START_OVER, note=note)
         return Beginning(
-            chosen, note=f"resume: no checkpoint in {folder or root / job.name}: starts from the beginning"
+            chosen,
+            note=f"resume: no checkpoint in {folder or root / job.name}: starts from the beginning",
         )
     run_dir = chosen if own is not None else folder.parent
     earlier = Earlier.CONTINUE if run_dir is not None and is_run(run_dir) else Earlier.REFUSE
@@ -172,15 +185,23 @@ def _branch(job: JobConfig, chosen: Path | None, own: Path | None, source: Resum
     earlier = Earlier.REFUSE
     if chosen is not None and is_run(chosen):
         if not is_own:
-            raise JobError(f"run directory {chosen} holds an earlier run: choose another with --run-dir")
+            raise JobError(
+                f"run directory {chosen} holds an earlier run: choose another with --run-dir"
+            )
         earlier = Earlier.CONTINUE
-    if is_own and source.step is not None and (newer := [s for s in steps_in(Path(source.folder)) if s > source.step]):
+    if (
+        is_own
+        and source.step is not None
+        and (newer := [s for s in steps_in(Path(source.folder)) if s > source.step])
+    ):
         raise JobError(
             f"resume: {source.folder} holds step {newer[-1]} too, which step {source.step} would lead to again: choose "
             "another --run-dir or checkpoint.dir for what comes now"
         )
     if not is_own and own is not None and (steps := steps_in(own)):
-        raise JobError(f"checkpoint.dir: {own} holds step {steps[-1]} of another run: name another folder")
+        raise JobError(
+            f"checkpoint.dir: {own} holds step {steps[-1]} of another run: name another folder"
+        )
     return _from(job, source, chosen, earlier)
 
 
@@ -188,7 +209,11 @@ def _from(job: JobConfig, source: ResumeSpec, run_dir: Path | None, earlier: Ear
     from zrun_core.checkpoint.folder import CheckpointFolder
     from zrun_core.checkpoint.verify import verify
 
-    found = [each for each in CheckpointFolder(Path(source.folder)).scan() if source.step in (None, each.step)]
+    found = [
+        each
+        for each in CheckpointFolder(Path(source.folder)).scan()
+        if source.step in (None, each.step)
+    ]
     newest = next((each for each in found if each.manifest is not None), None)
     if newest is None or newest.manifest is None:
         what = f"step {source.step}" if source.step is not None else "a valid checkpoint"

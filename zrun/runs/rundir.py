@@ -98,7 +98,10 @@ class RunDir:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         code = _exit_code(error) if error is not None else self.exit_code
         with suppress(OSError):
@@ -150,7 +153,9 @@ class RunDir:
         try:
             _write_all(self._events, b"".join(line + b"\n" for line in lines))
         except OSError as error:
-            raise ZrunError(f"{self.path}/events.jsonl: {error.strerror}; the run cannot be recorded") from None
+            raise ZrunError(
+                f"{self.path}/events.jsonl: {error.strerror}; the run cannot be recorded"
+            ) from None
 
     def _write(self, name: str, text: str) -> None:
         _write(self.path / name, text)
@@ -195,7 +200,9 @@ def _in_words(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise JobError(f"run directory {path}: {error.strerror}: choose another with --run-dir") from None
+        raise JobError(
+            f"run directory {path}: {error.strerror}: choose another with --run-dir"
+        ) from None
 
 
 def lock_run(path: Path) -> Lock:
@@ -234,7 +241,9 @@ def _failure(error: BaseException) -> dict[str, Any]:
         "message": str(error) or type(error).__name__,
         "time": time.time(),
     }
-    return found | ({"traceback": "".join(traceback.format_exception(error))} if kind == "bug" else {})
+    return found | (
+        {"traceback": "".join(traceback.format_exception(error))} if kind == "bug" else {}
+    )
 
 
 def is_run(path: Path) -> bool:
@@ -251,7 +260,9 @@ def _move_attempt(path: Path, kept: set[str]) -> None:
     """
     attempts, checkpoints = path / "attempts", path / "checkpoints"
     attempts.mkdir(mode=0o700, exist_ok=True)
-    target = attempts / str(1 + max((int(e.name) for e in attempts.iterdir() if e.name.isdigit()), default=0))
+    target = attempts / str(
+        1 + max((int(e.name) for e in attempts.iterdir() if e.name.isdigit()), default=0)
+    )
     target.mkdir(mode=0o700)
     is_moved = checkpoints.name not in kept and checkpoints.is_dir()
     try:
@@ -303,4 +314,6 @@ def _refuse_files(path: Path) -> None:
             "another with --run-dir"
         )
     if names:
-        raise JobError(f"run directory {path} is not empty (it holds {names[0]}): choose another with --run-dir")
+        raise JobError(
+            f"run directory {path} is not empty (it holds {names[0]}): choose another with --run-dir"
+        )

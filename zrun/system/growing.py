@@ -78,7 +78,9 @@ class LineCutter:
         return line
 
     def _add(self, data: bytes) -> None:
-        if b"\r" in data.rstrip(b"\r"):  # a progress bar overwrites its line: what came before is gone
+        if b"\r" in data.rstrip(
+            b"\r"
+        ):  # a progress bar overwrites its line: what came before is gone
             self._line, self._is_cut = b"", False
             data = data.rstrip(b"\r").rpartition(b"\r")[2]
         self._line += data[: _LONGEST + 1 - len(self._line)]

@@ -49,7 +49,9 @@ class Process:
             status = Path(f"/proc/{self.pid}/status").read_text(errors="replace")
         except OSError:
             return False
-        mask = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
+        mask = next(
+            (line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0"
+        )
         return self.alive() and bool(int(mask, 16) >> (number - 1) & 1)
 
     @property
@@ -74,13 +76,19 @@ def session_of(leader: Process) -> list[Process]:
     if now is not None and now != leader:
         return []
     return [
-        process for process in _all() if (stat := _stat(process.pid)) and int(stat[3]) == leader.pid and process.alive()
+        process
+        for process in _all()
+        if (stat := _stat(process.pid)) and int(stat[3]) == leader.pid and process.alive()
     ]
 
 
 def children_of(pid: int) -> list[Process]:
     """The living direct children of `pid`."""
-    return [process for process in _all() if (stat := _stat(process.pid)) and int(stat[1]) == pid and process.alive()]
+    return [
+        process
+        for process in _all()
+        if (stat := _stat(process.pid)) and int(stat[1]) == pid and process.alive()
+    ]
 
 
 def send(processes: list[Process], number: int) -> None:
@@ -102,7 +110,9 @@ def send(processes: list[Process], number: int) -> None:
 def wait_gone(processes: list[Process], patience_s: float) -> list[Process]:
     """Those that still live after `patience_s` seconds."""
     deadline = time.monotonic() + patience_s
-    while (left := [process for process in processes if process.alive()]) and time.monotonic() < deadline:
+    while (
+        left := [process for process in processes if process.alive()]
+    ) and time.monotonic() < deadline:
         time.sleep(0.01)
     return left
 
@@ -141,14 +151,36 @@ def show(args: list[str]) -> None:
     memory = mmap.mmap(-1, len(line) + len(environ), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.write(line + environ)
     start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    stat = ["", "", "", *Path("/proc/self/stat").read_text().rpartition(")")[2].split()]  # counted as in proc(5)
+    stat = [
+        "",
+        "",
+        "",
+        *Path("/proc/self/stat").read_text().rpartition(")")[2].split(),
+    ]  # counted as in proc(5)
     libc = ctypes.CDLL(None, use_errno=True)
     libc.sbrk.restype = ctypes.c_void_p
     layout = _MemoryMap(  # as it is, but for the last four
-        *(int(stat[number]) for number in (26, 27, 45, 46, 47)), libc.sbrk(0), int(stat[28]),
-        start, start + len(line), start + len(line), start + len(line) + len(environ), None, 0, -1,
-    )  # fmt: skip
-    if libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, ctypes.byref(layout), ctypes.c_ulong(ctypes.sizeof(layout)), 0) == 0:
+        *(int(stat[number]) for number in (26, 27, 45, 46, 47)),
+        libc.sbrk(0),
+        int(stat[28]),
+        start,
+        start + len(line),
+        start + len(line),
+        start + len(line) + len(environ),
+        None,
+        0,
+        -1,
+    )
+    if (
+        libc.prctl(
+            _PR_SET_MM,
+            _PR_SET_MM_MAP,
+            ctypes.byref(layout),
+            ctypes.c_ulong(ctypes.sizeof(layout)),
+            0,
+        )
+        == 0
+    ):
         _shown.append(memory)
 
 
@@ -156,8 +188,14 @@ class _MemoryMap(ctypes.Structure):
     """The kernel's `prctl_mm_map`, see prctl(2)."""
 
     _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("start_code", "end_code", "start_data", "end_data", "start_brk", "brk")),
-        *((name, ctypes.c_uint64) for name in ("start_stack", "arg_start", "arg_end", "env_start", "env_end")),
+        *(
+            (name, ctypes.c_uint64)
+            for name in ("start_code", "end_code", "start_data", "end_data", "start_brk", "brk")
+        ),
+        *(
+            (name, ctypes.c_uint64)
+            for name in ("start_stack", "arg_start", "arg_end", "env_start", "env_end")
+        ),
         ("auxv", ctypes.c_void_p),
         ("auxv_size", ctypes.c_uint32),
         ("exe_fd", ctypes.c_int32),
@@ -171,7 +209,9 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _all() -> list[Process]:
-    found = (Process.find(int(entry.name)) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+    found = (
+        Process.find(int(entry.name)) for entry in Path("/proc").iterdir() if entry.name.isdigit()
+    )
     return [process for process in found if process is not None]
 
 

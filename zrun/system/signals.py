@@ -45,7 +45,8 @@ def stoppable(when: Callable[[], str]) -> Iterator[Callable[[], None]]:
         ignore()
         by_hand = number == signal.SIGINT
         raise StoppedError(
-            f"{name_of(number)}: stopped {when()}", ExitCode.INTERRUPTED if by_hand else ExitCode.TERMINATED
+            f"{name_of(number)}: stopped {when()}",
+            ExitCode.INTERRUPTED if by_hand else ExitCode.TERMINATED,
         )
 
     def arm() -> None:

@@ -54,7 +54,9 @@ def format_cpus(cpus: Iterable[int]) -> str:
 def read_nodes(usable: Collection[int], system: Path = _SYSTEM) -> tuple[NumaNode, ...]:
     """The nodes and cores of the `usable` CPUs; one node of cores of one thread each where Linux does not tell."""
     nodes: list[NumaNode] = []
-    for folder in sorted((system / "node").glob("node[0-9]*"), key=lambda folder: int(folder.name[4:])):
+    for folder in sorted(
+        (system / "node").glob("node[0-9]*"), key=lambda folder: int(folder.name[4:])
+    ):
         mine = [cpu for cpu in _listed(folder / "cpulist") if cpu in usable]
         if mine:
             nodes.append(NumaNode(int(folder.name[4:]), _cores(mine, system)))

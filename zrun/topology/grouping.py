@@ -56,7 +56,10 @@ def best_groups(weights: Weights, size: int) -> list[Group]:
 
 def weakest_pair(weights: Weights, groups: Iterable[Group]) -> float:
     """The smallest weight between two members of one group; 0 where no group has two."""
-    return min((weights[a][b] for group in groups for a, b in itertools.combinations(group, 2)), default=0.0)
+    return min(
+        (weights[a][b] for group in groups for a, b in itertools.combinations(group, 2)),
+        default=0.0,
+    )
 
 
 def best_ring(weights: Weights, members: Group) -> Group:
@@ -90,7 +93,9 @@ def arrange(weights: Weights, sizes: Sequence[int]) -> Arrangement:
     """
     items: list[list[Group]] = [[(device,)] for device in range(len(weights))]
     for size in sizes:
-        between = [[_facing(weights, a, b)[0] / _UNIT if a is not b else 0.0 for b in items] for a in items]
+        between = [
+            [_facing(weights, a, b)[0] / _UNIT if a is not b else 0.0 for b in items] for a in items
+        ]
         merged: list[list[Group]] = []
         for group in best_groups(between, size):
             blocks: list[Group] = []
@@ -106,7 +111,9 @@ def _exact(weights: Sequence[Sequence[int]], size: int) -> list[Group]:
     """Dynamic programming over sets of items that are left: first the best weakest pair, then the best sum."""
     values = _values(weights, size)
     everything = (1 << len(weights)) - 1
-    weakest = _Division(size, {mask: low for mask, (low, _) in values.items()}, min).best(everything)
+    weakest = _Division(size, {mask: low for mask, (low, _) in values.items()}, min).best(
+        everything
+    )
     assert weakest is not None
     sums = {mask: total for mask, (low, total) in values.items() if low >= weakest}
     return _Division(size, sums, lambda a, b: a + b).groups(everything)
@@ -181,7 +188,11 @@ def _grown(weights: Sequence[Sequence[int]], size: int) -> list[Group]:
         group = [left.pop(0)]
         while len(group) < size:
             best = max(
-                left, key=lambda item: (min(weights[item][a] for a in group), sum(weights[item][a] for a in group))
+                left,
+                key=lambda item: (
+                    min(weights[item][a] for a in group),
+                    sum(weights[item][a] for a in group),
+                ),
             )
             left.remove(best)
             group.append(best)
@@ -269,4 +280,6 @@ def _as_integers(weights: Weights) -> list[list[int]]:
 
 
 def _is_flat(weights: Sequence[Sequence[int]]) -> bool:
-    return len({value for a, row in enumerate(weights) for b, value in enumerate(row) if a != b}) <= 1
+    return (
+        len({value for a, row in enumerate(weights) for b, value in enumerate(row) if a != b}) <= 1
+    )

@@ -15,7 +15,14 @@ from zrun.topology.nvml import TO_GPU, TO_SWITCH, Device, Reading
 SELF, UNKNOWN, MIG = "X", "?", "MIG"
 
 # GB/s in one direction over one NVLink, by compute capability: the last row that is not above it.
-_NVLINK = (((6, 0), 18.0), ((7, 0), 20.0), ((8, 0), 20.0), ((8, 6), 12.0), ((9, 0), 20.6), ((10, 0), 40.1))
+_NVLINK = (
+    ((6, 0), 18.0),
+    ((7, 0), 20.0),
+    ((8, 0), 20.0),
+    ((8, 6), 12.0),
+    ((9, 0), 20.6),
+    ((10, 0), 40.1),
+)
 
 # GB/s over PCIe: 12, 10 and 6 are NCCL's (a switch, an Intel host bridge, a link between sockets); those between them
 # keep the nearer path the better one.
@@ -49,12 +56,24 @@ class LinkMatrix:
     @property
     def is_flat(self) -> bool:
         """Whether all pairs are alike, so that no grouping is better than another."""
-        return len({value for a, row in enumerate(self.bandwidth) for b, value in enumerate(row) if a != b}) <= 1
+        return (
+            len(
+                {
+                    value
+                    for a, row in enumerate(self.bandwidth)
+                    for b, value in enumerate(row)
+                    if a != b
+                }
+            )
+            <= 1
+        )
 
     @property
     def kind(self) -> str:
         """What the whole is called."""
-        pairs = {(a, b): path for a, row in enumerate(self.paths) for b, path in enumerate(row) if a < b}
+        pairs = {
+            (a, b): path for a, row in enumerate(self.paths) for b, path in enumerate(row) if a < b
+        }
         if not pairs:
             return "one device" if self.paths else "no GPU"
         if MIG in pairs.values():
@@ -69,7 +88,9 @@ class LinkMatrix:
             return "NVSwitch" if self.through_switch else "NVLink between all"
         if max(degrees) == 1:
             return "NVLink pairs"
-        return "hybrid cube mesh" if len(self) == 8 and set(degrees) == {4} else "NVLink between some"
+        return (
+            "hybrid cube mesh" if len(self) == 8 and set(degrees) == {4} else "NVLink between some"
+        )
 
     def take(self, devices: Sequence[int]) -> Self:
         """The part of these devices, in this order."""
@@ -86,7 +107,11 @@ def link_matrix(reading: Reading) -> LinkMatrix:
     ends = [(device, part) for device in devices for part in (device.slices or (None,))]
     found = [
         [
-            (SELF, 0.0) if a == b else (MIG, 0.0) if one[1] or other[1] else _path(reading, one[0], other[0])
+            (SELF, 0.0)
+            if a == b
+            else (MIG, 0.0)
+            if one[1] or other[1]
+            else _path(reading, one[0], other[0])
             for b, other in enumerate(ends)
         ]
         for a, one in enumerate(ends)
@@ -107,8 +132,13 @@ def _path(reading: Reading, a: Device, b: Device) -> tuple[str, float]:
     count = _bonded(a, b)
     if count:
         return f"NV{count}", round(count * min(_per_link(a), _per_link(b)), 1)
-    told = [reading.ancestors[here.index][there.index] for here, there in itertools.permutations((a, b), 2)]
-    level = max((level for level in told if level is not None), default=None)  # one of two calls may have failed
+    told = [
+        reading.ancestors[here.index][there.index]
+        for here, there in itertools.permutations((a, b), 2)
+    ]
+    level = max(
+        (level for level in told if level is not None), default=None
+    )  # one of two calls may have failed
     return (UNKNOWN, 0.0) if level is None else _PATHS.get(level, (UNKNOWN, 0.0))
 
 

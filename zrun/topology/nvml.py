@@ -154,17 +154,27 @@ def read(source: Source) -> Reading:
         handle, device = _read_device(source, index)
         handles.append(handle)
         devices.append(device)
-    ancestors = tuple(tuple(_ancestor(source, handles, a, b) for b in range(count)) for a in range(count))
+    ancestors = tuple(
+        tuple(_ancestor(source, handles, a, b) for b in range(count)) for a in range(count)
+    )
     cuda = ask(source, "nvmlSystemGetCudaDriverVersion_v2")
-    return Reading(tuple(devices), ancestors, _text(ask(source, "nvmlSystemGetDriverVersion")), cuda)
+    return Reading(
+        tuple(devices), ancestors, _text(ask(source, "nvmlSystemGetDriverVersion")), cuda
+    )
 
 
 def _read_device(source: Source, index: int) -> tuple[Any | None, Device]:
     try:
         handle = source.call("nvmlDeviceGetHandleByIndex", index)
-        uuid = _text(source.call("nvmlDeviceGetUUID", handle))  # a GPU that fell off the bus often has a handle still
+        uuid = _text(
+            source.call("nvmlDeviceGetUUID", handle)
+        )  # a GPU that fell off the bus often has a handle still
     except NotKnown as error:
-        why = "is lost: it fell off the bus" if error.code == GPU_IS_LOST else f"does not answer (NVML {error.code})"
+        why = (
+            "is lost: it fell off the bus"
+            if error.code == GPU_IS_LOST
+            else f"does not answer (NVML {error.code})"
+        )
         return None, Device(index, why)
     memory = ask(source, "nvmlDeviceGetMemoryInfo", handle, _MEMORY_V2) or ask(
         source, "nvmlDeviceGetMemoryInfo", handle
@@ -204,7 +214,11 @@ def _links(source: Source, handle: Any) -> tuple[NvLink, ...] | None:
         if is_active:
             remote = ask(source, "nvmlDeviceGetNvLinkRemoteDeviceType", handle, number)
             pci = ask(source, "nvmlDeviceGetNvLinkRemotePciInfo", handle, number)
-            links.append(NvLink(_REMOTE.get(remote) if remote is not None else None, pci and bus_id(pci.busId)))
+            links.append(
+                NvLink(
+                    _REMOTE.get(remote) if remote is not None else None, pci and bus_id(pci.busId)
+                )
+            )
     return tuple(links)
 
 
@@ -240,7 +254,10 @@ def _bits(words: Any | None) -> tuple[int, ...] | None:
     """The numbers of the bits that are set in 64-bit words; None for none, which is no answer."""
     if words is None:
         return None
-    return tuple(64 * w + b for w, word in enumerate(words) for b in range(64) if int(word) >> b & 1) or None
+    return (
+        tuple(64 * w + b for w, word in enumerate(words) for b in range(64) if int(word) >> b & 1)
+        or None
+    )
 
 
 def _text(value: Any) -> str | None:
@@ -249,5 +266,7 @@ def _text(value: Any) -> str | None:
 
 def bus_id(text: str | bytes) -> str | None:
     """A PCI address in one form, `00000000:06:00.0`: libraries differ in the length of its domain."""
-    found = re.fullmatch(r"([0-9a-f]+):([0-9a-f]+:[0-9a-f]+\.[0-9a-f])", (_text(text) or "").strip().lower())
+    found = re.fullmatch(
+        r"([0-9a-f]+):([0-9a-f]+:[0-9a-f]+\.[0-9a-f])", (_text(text) or "").strip().lower()
+    )
     return f"{int(found[1], 16):08x}:{found[2]}" if found else None

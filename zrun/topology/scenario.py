@@ -78,7 +78,9 @@ class Scenario:
             lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-            raise JobError(f"{path}: {why}: a description of a machine is wanted, see docs/topology.md") from None
+            raise JobError(
+                f"{path}: {why}: a description of a machine is wanted, see docs/topology.md"
+            ) from None
         scenario = cls()
         for number, line in enumerate(lines, 1):
             words = line.partition("#")[0].split()
@@ -87,10 +89,18 @@ class Scenario:
             try:
                 _READERS[words[0]](scenario, *words[1:])
             except KeyError:
-                raise JobError(f"{path}:{number}: {words[0]!r} is none of {', '.join(_READERS)}") from None
+                raise JobError(
+                    f"{path}:{number}: {words[0]!r} is none of {', '.join(_READERS)}"
+                ) from None
             except (ValueError, TypeError) as error:
-                why = str(error) if isinstance(error, ValueError) else "words are missing, or there are too many"
-                raise JobError(f"{path}:{number}: {line.strip()!r}: {why}; see docs/topology.md") from None
+                why = (
+                    str(error)
+                    if isinstance(error, ValueError)
+                    else "words are missing, or there are too many"
+                )
+                raise JobError(
+                    f"{path}:{number}: {line.strip()!r}: {why}; see docs/topology.md"
+                ) from None
         return scenario
 
     def call(self, name: str, *arguments: Any) -> Any:
@@ -143,7 +153,10 @@ class Scenario:
     def _words(self, numbers: tuple[int, ...], count: int) -> list[int]:
         if not numbers:
             raise NotKnown(_NOT_SUPPORTED)
-        return [sum(1 << number % 64 for number in numbers if number // 64 == word) for word in range(count)]
+        return [
+            sum(1 << number % 64 for number in numbers if number // 64 == word)
+            for word in range(count)
+        ]
 
     def _cpus(self, gpu: int, count: int) -> list[int]:
         mine = (node.cpus for node in self.nodes if node.id == self.node_of.get(gpu))

@@ -112,7 +112,9 @@ class AgentLink(ABC):
                 return
             self._outbox.put(data)
             if self._sender is None and not self._outbox.send():
-                self._sender = threading.Thread(target=self._send_rest, name=f"to {self.host}", daemon=True)
+                self._sender = threading.Thread(
+                    target=self._send_rest, name=f"to {self.host}", daemon=True
+                )
                 self._sender.start()
 
     def _send_rest(self) -> None:
@@ -149,7 +151,10 @@ class AgentLink(ABC):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """End the agent and, through it, every worker."""
         self.close()
@@ -167,7 +172,12 @@ class AgentProcess(AgentLink):
         """
         # A session of its own: ctrl-C in the terminal reaches the launcher only.
         self._process = subprocess.Popen(
-            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, bufsize=0, start_new_session=True
+            argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            bufsize=0,
+            start_new_session=True,
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -187,7 +197,9 @@ class AgentProcess(AgentLink):
         self.let_go()
         with suppress(OSError):
             self._output.close()
-        if self.hello is None and not self._started:  # a client that still connects would not hear of the end
+        if (
+            self.hello is None and not self._started
+        ):  # a client that still connects would not hear of the end
             self._process.terminate()
         try:
             self._process.wait(patience_s)

@@ -56,10 +56,16 @@ class Start:
     host: str  # which of the plan's hosts this agent is
     env: dict[str, str]
     module: str  # whose `main` runs a rank; its argument is the path of spec.json
-    store: str | None = None  # where the ranks of several hosts meet, tcp://address:port; None: in a file
+    store: str | None = (
+        None  # where the ranks of several hosts meet, tcp://address:port; None: in a file
+    )
     interface: str | None = None  # of this host, that leads to the others; None: there are none
-    seat: int | None = None  # the one rank that it runs, where each has an agent of its own; None: those of the host
-    is_remote: bool = False  # the launcher is elsewhere: its silence is its end, or that of the way to it
+    seat: int | None = (
+        None  # the one rank that it runs, where each has an agent of its own; None: those of the host
+    )
+    is_remote: bool = (
+        False  # the launcher is elsewhere: its silence is its end, or that of the way to it
+    )
 
     def pack(self) -> bytes:
         return self.pack_spec() + self.pack_own()
@@ -69,7 +75,9 @@ class Start:
         return _with_length(zlib.compress(json.dumps({"spec": self.spec}).encode(), 1))
 
     def pack_own(self) -> bytes:
-        return pack({each.name: getattr(self, each.name) for each in fields(self) if each.name != "spec"})
+        return pack(
+            {each.name: getattr(self, each.name) for each in fields(self) if each.name != "spec"}
+        )
 
 
 def pack(frame: Frame) -> bytes:

@@ -47,9 +47,15 @@ _LONGEST = 4096  # bytes of a line of the handshake
 _SHOWN = 8
 # What tells one start from another; all processes of a start have the same.
 _MARKS = (
-    "TORCHELASTIC_RUN_ID", "MASTER_PORT", "PET_MASTER_PORT", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid",
-    "SLURM_JOB_ID", "SLURM_STEP_ID", "SKYPILOT_TASK_ID",
-)  # fmt: skip
+    "TORCHELASTIC_RUN_ID",
+    "MASTER_PORT",
+    "PET_MASTER_PORT",
+    "PMIX_NAMESPACE",
+    "OMPI_MCA_ess_base_jobid",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+    "SKYPILOT_TASK_ID",
+)
 
 
 @dataclass(frozen=True)
@@ -82,9 +88,17 @@ class Rendezvous:
         """
         seat, host = convention.seat, convention.host_seat
         assert seat is not None or host is not None
-        index, count = (seat.rank, seat.world) if seat is not None else (host.index, host.count) if host else (0, 1)
+        index, count = (
+            (seat.rank, seat.world)
+            if seat is not None
+            else (host.index, host.count)
+            if host
+            else (0, 1)
+        )
         alone = seat is not None and seat.local_world == seat.world
-        address = None if alone else seat.address if seat is not None else host.address if host else None
+        address = (
+            None if alone else seat.address if seat is not None else host.address if host else None
+        )
         if not alone and address is None:
             raise JobError(
                 f"{convention.evidence}: MASTER_ADDR does not name the host of rank 0: pass it to all processes, "
@@ -96,12 +110,22 @@ class Rendezvous:
                 f"{convention.evidence}: nothing tells these processes from those of another start on this host: pass "
                 "MASTER_PORT to all of them, such as by mpirun -x MASTER_PORT=29500 or mpiexec -genv MASTER_PORT 29500"
             )
-        port = (seat.port if seat is not None else host.port if host else None) or _default_port(environ)
+        port = (seat.port if seat is not None else host.port if host else None) or _default_port(
+            environ
+        )
         if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             port += 1  # torchrun's own store has the first
         mark = hashlib.sha256("\n".join([str(count), *marks]).encode()).hexdigest()
         local = seat.local_rank if seat is not None else 0
-        return cls(index, count, seat is not None, local, address, range(port, min(port + _NUM_PORTS, 1 << 16)), mark)
+        return cls(
+            index,
+            count,
+            seat is not None,
+            local,
+            address,
+            range(port, min(port + _NUM_PORTS, 1 << 16)),
+            mark,
+        )
 
     @property
     def noun(self) -> str:
@@ -119,13 +143,20 @@ class Caller:
     pid: int
 
 
-def job_key(job: JobConfig, worker: str, rendezvous: Rendezvous, environ: Mapping[str, str]) -> bytes:
+def job_key(
+    job: JobConfig, worker: str, rendezvous: Rendezvous, environ: Mapping[str, str]
+) -> bytes:
     """What only processes know that were started for the same job; with ZRUN_TOKEN it is a secret.
 
     Args:
         worker: the module that runs a rank.
     """
-    known = [job.model_dump_json(by_alias=True), worker, rendezvous.mark, environ.get("ZRUN_TOKEN", "")]
+    known = [
+        job.model_dump_json(by_alias=True),
+        worker,
+        rendezvous.mark,
+        environ.get("ZRUN_TOKEN", ""),
+    ]
     return hashlib.sha256("\0".join(known).encode(errors="surrogateescape")).digest()
 
 
@@ -140,7 +171,9 @@ class JoinedAgent(AgentLink):
 
     def __init__(self, name: str, caller: Caller, connection: socket.socket) -> None:
         self._connection, self._caller = connection, caller
-        down, up = (os.fdopen(os.dup(connection.fileno()), mode, buffering=0) for mode in ("wb", "rb"))
+        down, up = (
+            os.fdopen(os.dup(connection.fileno()), mode, buffering=0) for mode in ("wb", "rb")
+        )
         super().__init__(name, down, up)
         if connection.family != socket.AF_UNIX:
             self.known_at = str(connection.getpeername()[0])
@@ -174,7 +207,10 @@ class JoinedAgent(AgentLink):
             sender.join(patience_s)
         self.let_go()
         with suppress(OSError, ValueError):
-            while self.frames(max(0.0, deadline - time.monotonic())) is not None and time.monotonic() < deadline:
+            while (
+                self.frames(max(0.0, deadline - time.monotonic())) is not None
+                and time.monotonic() < deadline
+            ):
                 pass
         for each in (self._input, self._output, self._connection):
             with suppress(OSError):
@@ -224,7 +260,9 @@ class Door:
                 continue
             return cls(server, rendezvous, key)
         first, last = rendezvous.ports[0], rendezvous.ports[-1]
-        raise PreflightError(f"{address}: ports {first} to {last} cannot be used ({reason}): set another MASTER_PORT")
+        raise PreflightError(
+            f"{address}: ports {first} to {last} cannot be used ({reason}): set another MASTER_PORT"
+        )
 
     def gather(self, patience_s: float) -> list[JoinedAgent]:
         """The agents of all other processes, in order, once they are there. Then nothing listens any more.
@@ -242,11 +280,19 @@ class Door:
                     for key, _ in selector.select(_TURN_S):
                         if key.data is None:
                             visitor, _ = server.accept()
-                            threading.Thread(target=self._receive, args=(visitor,), name="visitor", daemon=True).start()
+                            threading.Thread(
+                                target=self._receive, args=(visitor,), name="visitor", daemon=True
+                            ).start()
                         elif key.data.read() is None:
-                            raise RendezvousError(f"{key.data.why_ended()} while the others were awaited")
+                            raise RendezvousError(
+                                f"{key.data.why_ended()} while the others were awaited"
+                            )
                     with self._lock:
-                        new = {index: agent for index, agent in self._came.items() if index not in known}
+                        new = {
+                            index: agent
+                            for index, agent in self._came.items()
+                            if index not in known
+                        }
                     for agent in new.values():
                         selector.register(agent, selectors.EVENT_READ, agent)
                     known |= new.keys()
@@ -265,8 +311,14 @@ class Door:
         missing = [str(index) for index in range(1, self._rendezvous.count) if index not in known]
         more = len(missing) - _SHOWN
         names = ", ".join(missing[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
-        where = f" at {self.address}:{self._server.getsockname()[1]}" if self.address is not None else ""
-        strangers = f"; {self._num_strangers} that came do not run this job" if self._num_strangers else ""
+        where = (
+            f" at {self.address}:{self._server.getsockname()[1]}"
+            if self.address is not None
+            else ""
+        )
+        strangers = (
+            f"; {self._num_strangers} that came do not run this job" if self._num_strangers else ""
+        )
         plural = "s" if len(missing) > 1 else ""
         return (
             f"{noun}{plural} {names} of {self._rendezvous.count} did not come to rank 0{where} within {patience_s:g} s "
@@ -284,14 +336,24 @@ class Door:
             _say(visitor, {"mark": _shown(self._rendezvous), "nonce": nonce})
             told = _hear(visitor)
             caller = Caller(**told["caller"])
-            if not hmac.compare_digest(_proof(self._key, "caller", nonce, told["nonce"], caller), told["proof"]):
+            if not hmac.compare_digest(
+                _proof(self._key, "caller", nonce, told["nonce"], caller), told["proof"]
+            ):
                 self._num_strangers += 1
-                _say(visitor, {"refused": "it runs another job, or the same with other overrides or another zrun"})
+                _say(
+                    visitor,
+                    {
+                        "refused": "it runs another job, or the same with other overrides or another zrun"
+                    },
+                )
                 visitor.close()
                 return
             refused = self._admit(visitor, caller)
             proof = _proof(self._key, "door", nonce, told["nonce"], caller)
-            _say(visitor, {"proof": proof} if refused is None else {"proof": proof, "refused": refused})
+            _say(
+                visitor,
+                {"proof": proof} if refused is None else {"proof": proof, "refused": refused},
+            )
             if refused is not None:
                 visitor.close()
         except (OSError, ValueError, KeyError, TypeError):
@@ -301,7 +363,9 @@ class Door:
         """Take in a process that has proven that it runs this job; or why not."""
         wanted, noun = self._rendezvous, self._rendezvous.noun
         if caller.count != wanted.count or not 0 < caller.index < wanted.count:
-            return f"it is {noun} {caller.index} of {caller.count}, and rank 0 one of {wanted.count}"
+            return (
+                f"it is {noun} {caller.index} of {caller.count}, and rank 0 one of {wanted.count}"
+            )
         with self._lock:
             if caller.index in self._came:
                 return f"{noun} {caller.index} is there already, as process {self._came[caller.index].pid}"
@@ -318,7 +382,13 @@ def knock(rendezvous: Rendezvous, key: bytes, patience_s: float) -> socket.socke
         PreflightError: it does not take this process.
         RendezvousError: it is not there.
     """
-    caller = Caller(rendezvous.index, rendezvous.count, rendezvous.local_index, socket.gethostname(), os.getpid())
+    caller = Caller(
+        rendezvous.index,
+        rendezvous.count,
+        rendezvous.local_index,
+        socket.gethostname(),
+        os.getpid(),
+    )
     late = time.monotonic() + patience_s
     reason = ""
     while True:
@@ -337,8 +407,14 @@ def knock(rendezvous: Rendezvous, key: bytes, patience_s: float) -> socket.socke
                 raise
             connection.close()
         if time.monotonic() > late:
-            where = "" if rendezvous.address is None else f" at {rendezvous.address}, port {rendezvous.ports[0]} and on"
-            raise RendezvousError(f"the process of rank 0 is not there{where} after {patience_s:g} s: {reason}")
+            where = (
+                ""
+                if rendezvous.address is None
+                else f" at {rendezvous.address}, port {rendezvous.ports[0]} and on"
+            )
+            raise RendezvousError(
+                f"the process of rank 0 is not there{where} after {patience_s:g} s: {reason}"
+            )
         time.sleep(_TURN_S)
 
 
@@ -368,7 +444,9 @@ def _connections(rendezvous: Rendezvous) -> Iterator[socket.socket | str]:
             yield error.strerror or str(error)
 
 
-def _introduce(connection: socket.socket, caller: Caller, rendezvous: Rendezvous, key: bytes) -> bool:
+def _introduce(
+    connection: socket.socket, caller: Caller, rendezvous: Rendezvous, key: bytes
+) -> bool:
     """Whether this is the door of this start, which has taken the process in.
 
     Raises:
@@ -384,7 +462,9 @@ def _introduce(connection: socket.socket, caller: Caller, rendezvous: Rendezvous
     answer = _hear(connection)
     if "refused" in answer:
         reason = printable(str(answer["refused"]))
-        raise PreflightError(f"rank 0 does not take {rendezvous.noun} {caller.index} on {caller.host}: {reason}")
+        raise PreflightError(
+            f"rank 0 does not take {rendezvous.noun} {caller.index} on {caller.host}: {reason}"
+        )
     if not hmac.compare_digest(_proof(key, "door", told["nonce"], nonce, caller), answer["proof"]):
         return False
     connection.settimeout(None)
@@ -410,7 +490,9 @@ def _own_address(name: str) -> str:
     with suppress(OSError):
         for family, _, _, _, where in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM):
             address = str(where[0])
-            if address.startswith("127.") or address == "::1":  # as the first pod of a PyTorchJob sees itself
+            if (
+                address.startswith("127.") or address == "::1"
+            ):  # as the first pod of a PyTorchJob sees itself
                 continue
             with suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
                 probe.bind((address, 0))
@@ -450,9 +532,15 @@ def _keep_alive(connection: socket.socket) -> None:
         return
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in ((socket.TCP_KEEPIDLE, 3), (socket.TCP_KEEPINTVL, 3), (socket.TCP_KEEPCNT, 3)):
+    for option, value in (
+        (socket.TCP_KEEPIDLE, 3),
+        (socket.TCP_KEEPINTVL, 3),
+        (socket.TCP_KEEPCNT, 3),
+    ):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int((SILENCE_S - BEAT_S) * 1000))
+    connection.setsockopt(
+        socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int((SILENCE_S - BEAT_S) * 1000)
+    )
 
 
 def _say(connection: socket.socket, what: Mapping[str, Any]) -> None:

@@ -21,7 +21,9 @@ class Lines:
 
     def feed(self, data: bytes) -> list[Frame]:
         *lines, self._rest = (self._rest + data).split(b"\n")
-        return [frame for line in lines if (frame := _event_of(line) or _frame_of(line)) is not None]
+        return [
+            frame for line in lines if (frame := _event_of(line) or _frame_of(line)) is not None
+        ]
 
 
 def _event_of(line: bytes) -> Frame | None:
@@ -49,7 +51,9 @@ def _frame_of(line: bytes) -> Frame | None:
 def _parse(line: bytes) -> Any:
     try:
         return from_json(line)
-    except ValueError:  # it takes no halves of surrogate pairs, which a log may have, and nothing after the end
+    except (
+        ValueError
+    ):  # it takes no halves of surrogate pairs, which a log may have, and nothing after the end
         return _decode(line.decode())[0]
 
 

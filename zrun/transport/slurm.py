@@ -30,9 +30,20 @@ class SrunAgent(AgentProcess):
             PreflightError: there is no srun here.
         """
         argv = [
-            srun, "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", "--kill-on-bad-exit=1", "--unbuffered",
-            "--quiet", "--", python, "-P", "-m", "zrun.agent.main",
-        ]  # fmt: skip
+            srun,
+            "--nodes=1",
+            "--ntasks=1",
+            f"--nodelist={host}",
+            "--overlap",
+            "--kill-on-bad-exit=1",
+            "--unbuffered",
+            "--quiet",
+            "--",
+            python,
+            "-P",
+            "-m",
+            "zrun.agent.main",
+        ]
         self._stderr = os.memfd_create("srun-stderr", os.MFD_CLOEXEC)
         try:
             super().__init__(host, argv, self._stderr)
@@ -47,8 +58,12 @@ class SrunAgent(AgentProcess):
             status: int | None = self._process.wait(1.0)
         except subprocess.TimeoutExpired:
             status = None
-        said = os.pread(self._stderr, _KEPT_STDERR, max(0, os.fstat(self._stderr).st_size - _KEPT_STDERR))
-        lines = [line.strip() for line in said.decode(errors="replace").splitlines() if line.strip()]
+        said = os.pread(
+            self._stderr, _KEPT_STDERR, max(0, os.fstat(self._stderr).st_size - _KEPT_STDERR)
+        )
+        lines = [
+            line.strip() for line in said.decode(errors="replace").splitlines() if line.strip()
+        ]
         last = printable(lines[-1]) if lines else "it gave no reason"
         what = "its agent ended" if self.hello is not None else "srun could not start the agent"
         return f"{self.host}: {what} (status {status}): {last}"

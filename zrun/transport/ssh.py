@@ -50,17 +50,26 @@ _CAUSES = [
         r"permission denied|too many authentication failures|no supported authentication methods",
         "ssh was refused ({line}): {login} must work without a password, by key (ssh-copy-id), agent or Kerberos",
     ),
-    (r"connection refused", "the connection was refused: is sshd running there, on this port? ({line})"),
+    (
+        r"connection refused",
+        "the connection was refused: is sshd running there, on this port? ({line})",
+    ),
     (
         r"timed out|timeout",
         "sshd has not answered in time: is the host up, and is it sshd that listens? ({line})",
     ),
-    (r"no route to host|network is unreachable|host is down", "it cannot be reached from here ({line})"),
+    (
+        r"no route to host|network is unreachable|host is down",
+        "it cannot be reached from here ({line})",
+    ),
     (
         r"connection (closed|reset) by|kex_exchange_identification|connection to \S+ closed",
         "sshd ended the connection ({line}): look at its log, and at MaxStartups, AllowUsers and DenyUsers",
     ),
-    (r"bad configuration option|bad owner or permissions|can't open user config", "ssh cannot be used ({line})"),
+    (
+        r"bad configuration option|bad owner or permissions|can't open user config",
+        "ssh cannot be used ({line})",
+    ),
 ]
 
 
@@ -70,7 +79,11 @@ class SshAgent(AgentProcess):
     by_ssh = True
 
     def __init__(
-        self, entry: HostEntry, ssh: str = "ssh", python: str = sys.executable, connect_s: float = CONNECT_S
+        self,
+        entry: HostEntry,
+        ssh: str = "ssh",
+        python: str = sys.executable,
+        connect_s: float = CONNECT_S,
     ) -> None:
         """Begin to connect. It is there once it has said hello.
 
@@ -85,7 +98,9 @@ class SshAgent(AgentProcess):
         """
         self._argv = ssh_argv(entry, ssh, python, connect_s)
         self._entry, self._python = entry, python
-        self._stderr = os.memfd_create("ssh-stderr", os.MFD_CLOEXEC)  # takes all, and holds nobody up
+        self._stderr = os.memfd_create(
+            "ssh-stderr", os.MFD_CLOEXEC
+        )  # takes all, and holds nobody up
         try:
             super().__init__(str(entry), self._argv, self._stderr)
         except OSError as error:
@@ -129,7 +144,10 @@ def ssh_argv(entry: HostEntry, ssh: str, python: str, connect_s: float) -> list[
     for what in (entry.name, entry.user):
         if what is not None and (what == "" or what.startswith("-") or not what.isprintable()):
             raise JobError(f"{what!r} is no host or user")
-    options = [f"-o{key}={value}" for key, value in (_OPTIONS | {"ConnectTimeout": f"{max(1, connect_s):.0f}"}).items()]
+    options = [
+        f"-o{key}={value}"
+        for key, value in (_OPTIONS | {"ConnectTimeout": f"{max(1, connect_s):.0f}"}).items()
+    ]
     user = ["-l", entry.user] if entry.user is not None else []
     port = ["-p", str(entry.port)] if entry.port is not None else []
     return [*client, "-T", "-x", *options, *user, *port, "--", entry.name, remote_command(python)]
@@ -148,7 +166,9 @@ def remote_command(python: str) -> str:
     return f"exec {word} -P -m zrun.agent.main"
 
 
-def explain(status: int | None, errors: str, said_hello: bool, entry: HostEntry, python: str) -> str:
+def explain(
+    status: int | None, errors: str, said_hello: bool, entry: HostEntry, python: str
+) -> str:
     """In one line, why a connection to an agent ended.
 
     Args:
@@ -182,7 +202,9 @@ def _explain_connection(lines: list[str], entry: HostEntry) -> str:
             return meaning.format(
                 line=found[-1].removeprefix("ssh: "),
                 login=f"ssh{port} {user}{entry.name}",
-                address=f"'[{entry.name}]:{entry.port}'" if entry.port not in (None, 22) else entry.name,
+                address=f"'[{entry.name}]:{entry.port}'"
+                if entry.port not in (None, 22)
+                else entry.name,
             )
     return f"ssh failed: {_last(lines)}"
 
@@ -205,7 +227,11 @@ def _explain_loss(status: int | None, lines: list[str]) -> str:
     """The agent was there, and is no longer heard of."""
     if any("not responding" in line for line in lines):
         return "the host no longer answers: it is down, or the network is cut"
-    broken = [line for line in lines if re.search(r"closed by|reset by|broken pipe|timed out", line, re.IGNORECASE)]
+    broken = [
+        line
+        for line in lines
+        if re.search(r"closed by|reset by|broken pipe|timed out", line, re.IGNORECASE)
+    ]
     if broken:
         return f"the connection broke ({broken[-1]})"
     if status == 255:

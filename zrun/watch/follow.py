@@ -57,7 +57,9 @@ class Follower:
             self._record(lines)
         for is_memory, group in groupby(new, lambda event: event.get("type") == "memory"):
             for events in [list(group)] if is_memory else ([event] for event in group):
-                self.state = fold_memory(self.state, events) if is_memory else fold(self.state, events[0])
+                self.state = (
+                    fold_memory(self.state, events) if is_memory else fold(self.state, events[0])
+                )
                 with self._drawing():
                     for event in events:
                         self._screen.show(self.state, event)

@@ -84,11 +84,19 @@ def _record(run_dir: Path) -> Source:
 def _numbered(asked: str, ranks: dict[int, Source]) -> list[Source]:
     match = re.fullmatch(r"(\d{1,7})(?:-(\d{1,7}))?", asked)
     if match is None:
-        raise JobError(f"-r {asked}: write a rank, several such as 0,4-7, all, messages, launcher or agent")
+        raise JobError(
+            f"-r {asked}: write a rank, several such as 0,4-7, all, messages, launcher or agent"
+        )
     first, last = int(match[1]), int(match[2] or match[1])
     missing = [rank for rank in (first, last) if rank not in ranks]
     if missing or last < first:
-        there = f"ranks 0 to {max(ranks)}" if len(ranks) > 1 else "rank 0 only" if ranks else "no ranks yet"
+        there = (
+            f"ranks 0 to {max(ranks)}"
+            if len(ranks) > 1
+            else "rank 0 only"
+            if ranks
+            else "no ranks yet"
+        )
         raise JobError(f"-r {asked}: the run has {there}")
     return [ranks[rank] for rank in range(first, last + 1)]
 
@@ -97,12 +105,18 @@ def _ranks(run_dir: Path) -> dict[int, Source]:
     """By the plan, or by the files where there is no plan."""
     hosts: dict[int, str] = {}
     with suppress(OSError, ValueError, TypeError, KeyError):
-        hosts = {place["rank"]: place["host"] for place in json.loads((run_dir / "plan.json").read_bytes())["ranks"]}
+        hosts = {
+            place["rank"]: place["host"]
+            for place in json.loads((run_dir / "plan.json").read_bytes())["ranks"]
+        }
     if not hosts:
         names = [path.stem.removeprefix("rank-") for path in (run_dir / "logs").glob("rank-*.log")]
         hosts = dict.fromkeys(sorted(int(name) for name in names if name.isdigit()), "")
     logs = run_dir / "logs"
-    return {rank: Source(f"rank {rank}", logs / f"rank-{rank}.log", host) for rank, host in hosts.items()}
+    return {
+        rank: Source(f"rank {rank}", logs / f"rank-{rank}.log", host)
+        for rank, host in hosts.items()
+    }
 
 
 def _agents(run_dir: Path) -> list[Source]:
@@ -161,7 +175,10 @@ class Tail:
         except OSError:  # moved away, and nothing in its place yet
             return False
         opened = os.fstat(self._file.fileno())
-        return (now.st_dev, now.st_ino) != (opened.st_dev, opened.st_ino) or opened.st_size < self._file.tell()
+        return (now.st_dev, now.st_ino) != (
+            opened.st_dev,
+            opened.st_ino,
+        ) or opened.st_size < self._file.tell()
 
 
 class Messages(Tail):
@@ -207,7 +224,10 @@ def _start_of_last(file: IO[bytes], count: int) -> int:
 
 
 def shown(
-    tails: list[Tail], pattern: re.Pattern[str] | None, last: int | None, runs_on: Callable[[], bool] | None
+    tails: list[Tail],
+    pattern: re.Pattern[str] | None,
+    last: int | None,
+    runs_on: Callable[[], bool] | None,
 ) -> Iterator[tuple[str, str]]:
     """The lines of these logs, each with the name of its log: one log after the other, then as they come.
 
@@ -219,7 +239,10 @@ def shown(
     for tail in tails:
         lines = tail.lines() if runs_on is not None else chain(tail.lines(), tail.rest())
         matching = (line for line in lines if pattern is None or pattern.search(line))
-        yield from ((tail.source.name, line) for line in (matching if last is None else deque(matching, maxlen=last)))
+        yield from (
+            (tail.source.name, line)
+            for line in (matching if last is None else deque(matching, maxlen=last))
+        )
     while runs_on is not None:
         is_last = not runs_on()  # asked before reading: nothing comes after
         for tail in tails:

@@ -91,11 +91,15 @@ class PhaseWatch:
         if before is None or (before.kind, before.step) != (kind, state.step):
             self._since, self._told_s = now, 0.0
             if before is not None:
-                self._longest[before.kind] = max(before.seconds, self._longest.get(before.kind, 0.0))
+                self._longest[before.kind] = max(
+                    before.seconds, self._longest.get(before.kind, 0.0)
+                )
         seconds = now - self._since
         usual = _LONGER * self._longest.get(kind, 0.0) if kind in ("step", "data") else 0.0
         is_long = seconds >= max(_LONG_S, usual)
-        self.doing = Doing(rank, state.step, kind, self._in_words(kind, rank, states), seconds, is_long)
+        self.doing = Doing(
+            rank, state.step, kind, self._in_words(kind, rank, states), seconds, is_long
+        )
 
     def news(self) -> Event | None:
         """Return a `phase` event if this takes longer than it ever has, and again each time that it has doubled."""
@@ -125,13 +129,17 @@ class PhaseWatch:
         there = sum((_kind(each), each.step) == (kind, state.step) for each in states.values())
         if there == len(states):
             return words
-        return f"{words} (rank {rank})" if there == 1 else f"{words} ({there} of {len(states)} ranks)"
+        return (
+            f"{words} (rank {rank})" if there == 1 else f"{words} ({there} of {len(states)} ranks)"
+        )
 
 
 def _slowest(states: Mapping[int, RankState]) -> int:
     """Return the rank that is behind all others, of those that do not wait themselves."""
     at_work = [rank for rank, state in states.items() if not state.waiting] or list(states)
-    return min(at_work, key=lambda rank: (states[rank].step, PHASES.index(states[rank].phase), rank))
+    return min(
+        at_work, key=lambda rank: (states[rank].step, PHASES.index(states[rank].phase), rank)
+    )
 
 
 def _kind(state: RankState) -> str:

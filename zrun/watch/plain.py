@@ -47,7 +47,9 @@ class Plain:
 
 def start_line(event: Event) -> str:
     params = f"{text.count(event.get('params') or 0)} parameters"
-    lines = [f"start: {params}, zero {event.get('stage')}, {event.get('precision')}, {event.get('device')}"]
+    lines = [
+        f"start: {params}, zero {event.get('stage')}, {event.get('precision')}, {event.get('device')}"
+    ]
     return "\n".join([*lines, *_notes(event)])
 
 
@@ -117,7 +119,10 @@ def step_line(state: RunState) -> str:
     if state.mfu is not None:
         parts.append(f"mfu {state.mfu:.1%}")
     if state.memory:
-        held = max(event.get("device_allocated") or event.get("rss_bytes") or 0 for event in state.memory.events)
+        held = max(
+            event.get("device_allocated") or event.get("rss_bytes") or 0
+            for event in state.memory.events
+        )
         parts.append(f"mem {format_size(held)}")
     if state.step_s is not None:
         parts.append(f"step {text.seconds(state.step_s)}")

@@ -30,13 +30,19 @@ def brief(resolved: Resolved, asked: JobConfig, cluster: Cluster, width: int | N
         asked: the job as it was read.
         width: as in `preface`.
     """
-    said = [_in_short(asked, leaf) for leaf in leaves(asked) if leaf.given and _is_worth_a_word(leaf)]
+    said = [
+        _in_short(asked, leaf) for leaf in leaves(asked) if leaf.given and _is_worth_a_word(leaf)
+    ]
     autos = [
         f"{each.key} {each.value} ({each.why})"
         for each in resolved.reasons
         if not each.key.startswith("optim.")  # the optimizer's own defaults
     ]
-    lines = [*_head(resolved, cluster), *_paragraph("job: ", said, width), *_paragraph("auto: ", autos, width)]
+    lines = [
+        *_head(resolved, cluster),
+        *_paragraph("job: ", said, width),
+        *_paragraph("auto: ", autos, width),
+    ]
     return "\n".join([*lines, *_warnings(resolved)])
 
 
@@ -47,7 +53,13 @@ def places(run_dir: Path, shown: list[int] | Literal["all"], num_ranks: int) -> 
         shown: ranks whose output is shown, `log.ranks` of the job.
     """
     there = shown if shown == "all" else [rank for rank in shown if rank < num_ranks]
-    whose = "every rank" if there == "all" else f"rank {', '.join(map(str, there))}" if there else "no rank"
+    whose = (
+        "every rank"
+        if there == "all"
+        else f"rank {', '.join(map(str, there))}"
+        if there
+        else "no rank"
+    )
     return (
         f"run: {run_dir} (every value of the job: job.yaml)\n"
         f"output: of {whose} here (log.ranks); of all: zrun logs {reference(run_dir)}, or logs/ of that folder"
@@ -77,7 +89,10 @@ def hosts_preface(backend: Backend) -> str:
 
 def _head(resolved: Resolved, cluster: Cluster) -> list[str]:
     size = resolved.plan.world_size
-    return [f"{resolved.job.name}: {size} rank{'s' if size > 1 else ''} on {cluster}", f"batch: {resolved.batch}"]
+    return [
+        f"{resolved.job.name}: {size} rank{'s' if size > 1 else ''} on {cluster}",
+        f"batch: {resolved.batch}",
+    ]
 
 
 def _warnings(resolved: Resolved) -> list[str]:
@@ -94,7 +109,11 @@ def _in_short(job: JobConfig, leaf: Leaf) -> str:
     section: object = job
     for name in leaf.path[:-1]:
         section = getattr(section, name, None)
-    is_main = isinstance(section, Section) and section.short is not None and section.short[0] == leaf.path[-1]
+    is_main = (
+        isinstance(section, Section)
+        and section.short is not None
+        and section.short[0] == leaf.path[-1]
+    )
     return f"{'.'.join(leaf.path[:-1] if is_main else leaf.path)} {write(leaf.value)}"
 
 
@@ -102,7 +121,9 @@ def _host(entry: HostEntry) -> str:
     user = f"{entry.user}@" if entry.user is not None else ""
     slots = "its GPUs, or 1 slot" if entry.slots is None else f"slots={entry.slots}"
     if entry.chosen is not None:
-        slots = f"slots {','.join(map(str, entry.chosen))}" + ("" if entry.slots is None else f" of {entry.slots}")
+        slots = f"slots {','.join(map(str, entry.chosen))}" + (
+            "" if entry.slots is None else f" of {entry.slots}"
+        )
     return f"{user}{entry}  {slots}  ({entry.where})"
 
 

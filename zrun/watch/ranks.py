@@ -67,7 +67,8 @@ def _rows(
     if len(of_ranks) <= min(_MOST_RANKS, most):
         return {name(rank): of_ranks[rank] for rank in sorted(of_ranks)}
     columns = {
-        column: [values.get(column, 0.0) for values in of_ranks.values()] for column in next(iter(of_ranks.values()))
+        column: [values.get(column, 0.0) for values in of_ranks.values()]
+        for column in next(iter(of_ranks.values()))
     }
     summary: dict[str, Callable[[list[float]], float]] = {
         "max": max,

@@ -12,7 +12,12 @@ from zrun.runs.listing import Run, State, reference
 from zrun.watch.text import duration
 from zrun_core.spine.printable import printable
 
-_STYLES = {State.RUNNING: "green", State.FAILED: "red", State.VANISHED: "red", State.STOPPED: "yellow"}
+_STYLES = {
+    State.RUNNING: "green",
+    State.FAILED: "red",
+    State.VANISHED: "red",
+    State.STOPPED: "yellow",
+}
 _SHOWN_HOSTS = 2
 
 
@@ -22,7 +27,13 @@ def runs_table(runs: Sequence[Run]) -> Table:
     for column in ("run", "job", "state", "step", "started", "time", "ranks"):
         right = column in ("step", "time")
         wraps = column in ("job", "ranks")
-        table.add_column(column, justify="right" if right else "left", no_wrap=not wraps, overflow="fold", min_width=4)
+        table.add_column(
+            column,
+            justify="right" if right else "left",
+            no_wrap=not wraps,
+            overflow="fold",
+            min_width=4,
+        )
     for run in runs:
         code = f" {run.exit_code}" if run.exit_code else ""
         table.add_row(
@@ -55,7 +66,9 @@ def _steps(run: Run) -> str:
 
 def _ranks(run: Run) -> str:
     more = f" +{len(run.hosts) - _SHOWN_HOSTS}" if len(run.hosts) > _SHOWN_HOSTS else ""
-    return f"{run.ranks or ''}" + (f" on {', '.join(run.hosts[:_SHOWN_HOSTS])}{more}" if run.hosts else "")
+    return f"{run.ranks or ''}" + (
+        f" on {', '.join(run.hosts[:_SHOWN_HOSTS])}{more}" if run.hosts else ""
+    )
 
 
 def _more(run: Run) -> str:
@@ -65,5 +78,9 @@ def _more(run: Run) -> str:
         case State.FAILED:
             return run.headline
         case State.VANISHED:
-            return f"its launcher, {run.holder}, was killed" if run.holder is not None else "its launcher was killed"
+            return (
+                f"its launcher, {run.holder}, was killed"
+                if run.holder is not None
+                else "its launcher was killed"
+            )
     return ""

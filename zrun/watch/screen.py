@@ -46,7 +46,9 @@ class Json(Nothing):
         print(encode(event).decode(), file=self._out, flush=True)
 
 
-def open_screen(ui: Ui, facts: Facts, every: int, out: TextIO, environ: Mapping[str, str]) -> Screen:
+def open_screen(
+    ui: Ui, facts: Facts, every: int, out: TextIO, environ: Mapping[str, str]
+) -> Screen:
     """The screen for `ui` on `out`; `every` is the steps between plain lines."""
     match choose(ui, out.isatty(), environ, shutil.get_terminal_size().columns):
         case Ui.json:

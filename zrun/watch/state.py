@@ -121,7 +121,9 @@ class RunState:
     evals: tuple[Evaluation, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)  # of hooks, the newest of each name
     saved: int | None = None  # the newest step that is committed
-    pause_s: Mapping[str, float] = field(default_factory=dict)  # how long training last stood still for `eval`, `save`
+    pause_s: Mapping[str, float] = field(
+        default_factory=dict
+    )  # how long training last stood still for `eval`, `save`
     num_warnings: int = 0
     estimate: Event | None = None  # the newest comparison with what was predicted
     end: Event | None = None
@@ -235,8 +237,12 @@ def fold_memory(state: RunState, events: Iterable[Event]) -> RunState:
 
 
 def _fold_step(state: RunState, event: Event) -> RunState:
-    fields = {name: event[name] for name in Step.__dataclass_fields__ if event.get(name) is not None}
-    fields |= {name: number(fields[name]) for name in ("loss", "grad_norm", "loss_scale") if name in fields}
+    fields = {
+        name: event[name] for name in Step.__dataclass_fields__ if event.get(name) is not None
+    }
+    fields |= {
+        name: number(fields[name]) for name in ("loss", "grad_norm", "loss_scale") if name in fields
+    }
     step = Step(**fields)
     return replace(
         state,

@@ -34,7 +34,9 @@ class Stragglers:
 
     def __init__(self, facts: Facts) -> None:
         self._facts = facts
-        self._step = self._before = 0  # that ranks told of last, and the one of which they told before
+        self._step = self._before = (
+            0  # that ranks told of last, and the one of which they told before
+        )
         self._events: dict[int, Event] = {}  # of that step, by rank
         self._times: Counter[int] = Counter()  # that a rank was slow in succession
         self._since: dict[int, int] = {}  # the step after which it has been slow

@@ -82,13 +82,19 @@ def foretold(event: Event) -> str:
             foretold = f"at most {format_size(said)} predicted, of the longest samples"
         parts.append(f"peak {format_size(was)} in tensors ({foretold})")
         if taken := measured.get("process_bytes"):
-            guess = f" ({_beside(taken, predicted['device_bytes'])})" if predicted.get("device_bytes") else ""
+            guess = (
+                f" ({_beside(taken, predicted['device_bytes'])})"
+                if predicted.get("device_bytes")
+                else ""
+            )
             parts[-1] += f", {format_size(int(taken))} in the process{guess}"
     if measured.get("step_s") and predicted.get("step_s"):
         took, expected = float(measured["step_s"]), float(predicted["step_s"])
         low, high = (float(predicted.get(name) or expected) for name in ("low_s", "high_s"))
         guess = "" if predicted.get("calibrated") else ", not calibrated"
-        parts.append(f"step {seconds(took)}, predicted {seconds(expected)} ({seconds(low)} to {seconds(high)}{guess})")
+        parts.append(
+            f"step {seconds(took)}, predicted {seconds(expected)} ({seconds(low)} to {seconds(high)}{guess})"
+        )
     return "; ".join(parts)
 
 
@@ -116,4 +122,6 @@ def share_bar(shares: Sequence[float], letters: str, width: int) -> list[tuple[s
     for share in shares:
         total += share
         edges.append(round(min(total, 1.0) * width))
-    return [(letter, b - a) for letter, (a, b) in zip(letters, itertools.pairwise(edges), strict=True)]
+    return [
+        (letter, b - a) for letter, (a, b) in zip(letters, itertools.pairwise(edges), strict=True)
+    ]

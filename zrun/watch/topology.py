@@ -66,7 +66,10 @@ def topology(cluster: Cluster, ranks: Sequence[RankPlace]) -> RenderableType:
 
 def topology_facts(cluster: Cluster, ranks: Sequence[RankPlace]) -> dict[str, Any]:
     """The same for JSON. GPUs are named by their number, as `nvidia-smi` counts."""
-    return {"hosts": [_host_facts(host) for host in cluster.hosts], "ranks": [place.model_dump() for place in ranks]}
+    return {
+        "hosts": [_host_facts(host) for host in cluster.hosts],
+        "ranks": [place.model_dump() for place in ranks],
+    }
 
 
 def show_seats(ranks: Sequence[RankPlace], cluster: Cluster, out: TextIO) -> None:
@@ -84,16 +87,25 @@ def seats_table(ranks: Sequence[RankPlace], cluster: Cluster) -> RenderableType:
     """A row per rank: host, GPU, place along the axes, CPUs."""
     table = Table(box=None, pad_edge=False)
     for column in ("rank", "host", "GPU", "pp", "dp", "tp", "node", "CPUs"):
-        table.add_column(column, justify="left" if column in ("host", "CPUs") else "right", overflow="fold")
-    numbers = {(host.hostname, gpu.uuid): _number(host, place) for host in cluster.hosts
-               for place, gpu in enumerate(host.gpus)}  # fmt: skip
+        table.add_column(
+            column, justify="left" if column in ("host", "CPUs") else "right", overflow="fold"
+        )
+    numbers = {
+        (host.hostname, gpu.uuid): _number(host, place)
+        for host in cluster.hosts
+        for place, gpu in enumerate(host.gpus)
+    }
     for place in ranks[:_MOST_ROWS]:
         gpu = numbers.get((place.host, place.uuid or ""), "-")
         node = "-" if place.numa is None else str(place.numa)
         where = [str(place.pp), str(place.dp), str(place.tp)]
-        table.add_row(str(place.rank), printable(place.host), gpu, *where, node, place.cpus or "any")
+        table.add_row(
+            str(place.rank), printable(place.host), gpu, *where, node, place.cpus or "any"
+        )
     more = len(ranks) - _MOST_ROWS
-    return Group(table, f"and {several(more, 'rank')} more: --json lists all") if more > 0 else table
+    return (
+        Group(table, f"and {several(more, 'rank')} more: --json lists all") if more > 0 else table
+    )
 
 
 def _alike(cluster: Cluster) -> list[list[HostFacts]]:
@@ -118,17 +130,28 @@ def _links(host: HostFacts) -> list[RenderableType]:
     table = Table(box=None, pad_edge=False)
     labels = [_number(host, place) for place in range(len(host.gpus))]
     for column in ("GPU", *labels, "memory", "node", "CPUs near it"):
-        table.add_column(column, justify="left" if column == "CPUs near it" else "right", overflow="fold")
+        table.add_column(
+            column, justify="left" if column == "CPUs near it" else "right", overflow="fold"
+        )
     near = {node.id: format_cpus(node.cpus) for node in host.nodes}
     for label, gpu, paths in zip(labels, host.gpus, host.links.paths, strict=True):
         numa = "-" if gpu.numa is None else str(gpu.numa)
         memory = format_size(gpu.memory_bytes) if gpu.memory_bytes else "-"
-        table.add_row(label, *(_path(path) for path in paths), memory, numa, near.get(gpu.numa or 0, "-"))
+        table.add_row(
+            label, *(_path(path) for path in paths), memory, numa, near.get(gpu.numa or 0, "-")
+        )
     return [table]
 
 
 def _path(path: str) -> Text:
-    return Text(path, style="bold cyan" if path.startswith("NV") else "dim" if path in ("X", "?", "MIG", "SYS") else "")
+    return Text(
+        path,
+        style="bold cyan"
+        if path.startswith("NV")
+        else "dim"
+        if path in ("X", "?", "MIG", "SYS")
+        else "",
+    )
 
 
 def _groups(host: HostFacts) -> list[RenderableType]:
@@ -141,7 +164,11 @@ def _groups(host: HostFacts) -> list[RenderableType]:
         return ["No path is known: GPUs are taken in the order of their numbers"]
     table = Table(box=None, pad_edge=False)
     for column in ("tp", "groups", "weakest pair", "by number", "weakest pair "):
-        table.add_column(column, justify="left" if column in ("groups", "by number") else "right", overflow="fold")
+        table.add_column(
+            column,
+            justify="left" if column in ("groups", "by number") else "right",
+            overflow="fold",
+        )
     for each in groupings(host):
         chosen, naive = _sets(host, each.groups), _sets(host, each.by_number)
         table.add_row(
@@ -159,7 +186,9 @@ def _groups(host: HostFacts) -> list[RenderableType]:
 
 
 def _sets(host: HostFacts, groups: list[tuple[int, ...]]) -> str:
-    return " ".join("{" + ",".join(_number(host, place) for place in group) + "}" for group in groups)
+    return " ".join(
+        "{" + ",".join(_number(host, place) for place in group) + "}" for group in groups
+    )
 
 
 def _number(host: HostFacts, place: int) -> str:
@@ -200,7 +229,9 @@ def _host_facts(host: HostFacts) -> dict[str, Any]:
                 "tp": each.tp,
                 "groups": [[host.gpus[place].index for place in group] for group in each.groups],
                 "bottleneck_gb_s": each.bottleneck,
-                "naive_groups": [[host.gpus[place].index for place in group] for group in each.by_number],
+                "naive_groups": [
+                    [host.gpus[place].index for place in group] for group in each.by_number
+                ],
                 "naive_bottleneck_gb_s": each.naive_bottleneck,
             }
             for each in groupings(host)

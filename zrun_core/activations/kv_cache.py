@@ -23,7 +23,9 @@ from zrun_core.user_code.pretrained import config_of
 _ARGUMENT = "use_cache"
 
 
-def omit_cache(model: nn.Module, activations: ActivationsConfig, *, compile: bool) -> list[RemovableHandle]:
+def omit_cache(
+    model: nn.Module, activations: ActivationsConfig, *, compile: bool
+) -> list[RemovableHandle]:
     """Have passes of `model` that are differentiated keep no cache, if blocks are recomputed or compiled.
 
     A forward that is asked for its cache by an argument of its own still keeps one.

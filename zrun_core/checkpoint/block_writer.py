@@ -45,7 +45,9 @@ def write_file(path: Path, num_bytes: int, pieces: Iterable[Bytes], mode: int = 
             # Leaving the pool waits for its threads, also after an error: none writes to a descriptor that is closed.
             with ThreadPoolExecutor(_BLOCKS - 1, thread_name_prefix="zrun-write") as pool:
                 blocks = _Blocks(file, pool)
-                digests = list(map(blocks.add, pieces))  # which keeps no piece while the next one is made
+                digests = list(
+                    map(blocks.add, pieces)
+                )  # which keeps no piece while the next one is made
                 if (written := blocks.finish()) != num_bytes:
                     raise ValueError(f"{written} bytes in a file of {num_bytes}")
             os.fsync(file)
@@ -59,7 +61,9 @@ def save_error(path: Path, error: OSError, num_bytes: int | None = None) -> Save
     text = f"cannot save {path}: {error.strerror or error}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         needed = f"{format_size(num_bytes)} needed, " if num_bytes is not None else ""
-        return SaveError(f"{text} ({needed}{_free(path.parent)} free); free some space, or keep fewer checkpoints")
+        return SaveError(
+            f"{text} ({needed}{_free(path.parent)} free); free some space, or keep fewer checkpoints"
+        )
     return SaveError(f"{text}; the checkpoint before it is kept")
 
 
@@ -108,7 +112,9 @@ class _Blocks:
     def __init__(self, file: int, pool: ThreadPoolExecutor) -> None:
         self._file = file
         self._pool = pool
-        self._blocks = deque(np.frombuffer(mmap.mmap(-1, _BLOCK), dtype=np.uint8) for _ in range(_BLOCKS))
+        self._blocks = deque(
+            np.frombuffer(mmap.mmap(-1, _BLOCK), dtype=np.uint8) for _ in range(_BLOCKS)
+        )
         self._pending: deque[Future[None]] = deque()
         self._offset = 0  # of the block that is being filled
         self._filled = 0  # bytes in it

@@ -192,8 +192,14 @@ class Checkpointer:
         settled = 0.0
         if current is not None and current.committing is not None and current.committing.done():
             settled = -1.0 if current.committing.result().error else 1.0
-        due = is_first and self.config.minutes is not None and self._minutes_passed() >= self.config.minutes
-        return Votes(float(current is not None and current.writing.done()), settled, float(due), float(asked))
+        due = (
+            is_first
+            and self.config.minutes is not None
+            and self._minutes_passed() >= self.config.minutes
+        )
+        return Votes(
+            float(current is not None and current.writing.done()), settled, float(due), float(asked)
+        )
 
     def heed(self, votes: Votes) -> None:
         """The sums that a step's message came to."""
@@ -248,7 +254,9 @@ class Checkpointer:
         self.advance(self._votes)
         if self._current is not None and self.config.busy == "skip" and not self.has_better:
             if is_due:
-                self._warn(f"step {step} is not saved: step {self._current.step} is still being written")
+                self._warn(
+                    f"step {step} is not saved: step {self._current.step} is still being written"
+                )
                 self._last_save = time.monotonic()  # or `minutes` would ask again after every step
         elif is_due or self._is_asked or self.has_better:
             reason = "asked" if self._is_asked else "due" if is_due else "best"
@@ -304,7 +312,9 @@ class Checkpointer:
         except SaveError as error:
             self._warn(str(error))
 
-    def save(self, step: int, progress: Callable[[], dict[str, Any]], reason: str, *, wait: bool = True) -> None:
+    def save(
+        self, step: int, progress: Callable[[], dict[str, Any]], reason: str, *, wait: bool = True
+    ) -> None:
         """Save `step`; with `wait` it is committed when this returns. A step that is saved already is not saved again.
 
         Where the job says to go on when a save fails, this may return without it, unless nothing goes on after it.
@@ -383,7 +393,10 @@ class Checkpointer:
             parts = [*self.state.parts(), *self.state.own_buffers(buffers)]
             streams, numbers = self._streams.capture()
             rank = self._world.index
-            parts += [Part(f"rng/{rank}/{key}", RANK, 0, data.numel(), data) for key, data in streams.items()]
+            parts += [
+                Part(f"rng/{rank}/{key}", RANK, 0, data.numel(), data)
+                for key, data in streams.items()
+            ]
             own = RankState(rank, numbers, self.state.learnt())
             said: dict[str, Any] = {"scalars": self.state.scalars(), "own": asdict(own)}
             if self.state.describes_part and rank:  # the first rank writes the manifest itself
@@ -497,7 +510,9 @@ class Checkpointer:
             if votes.settled < 0:
                 assert current.committing is not None or self._world.index
                 error = current.committing.result().error if current.committing is not None else ""
-                error = self._comm.exchange_bytes(error.encode(), self._world, name="save")[0].decode()
+                error = self._comm.exchange_bytes(error.encode(), self._world, name="save")[
+                    0
+                ].decode()
             self._end(current, error)
 
     def _await(self, step: int, own: Future[Any] | None) -> None:
@@ -513,7 +528,9 @@ class Checkpointer:
             said = torch.zeros(size + 1, dtype=torch.float64)
             said[self._world.index] = own is not None and not own.done()
             said[size] = self._world.index == 0 and time.monotonic() > late
-            *is_busy, is_late = self._comm.sum_small(said.to(self._comm.device), self._world, name="save").tolist()
+            *is_busy, is_late = self._comm.sum_small(
+                said.to(self._comm.device), self._world, name="save"
+            ).tolist()
             if not any(is_busy):
                 return
             if is_late:
@@ -524,8 +541,12 @@ class Checkpointer:
 
     def _report(self, current: _Save) -> None:
         """All ranks hear of all files, and rank 0 commits them, or all know that one is missing."""
-        current.reports = self._comm.exchange_bytes(current.writing.result(), self._world, name="save")
-        failed = [(rank, text) for rank, text in enumerate(current.reports) if not text.startswith(b"{")]
+        current.reports = self._comm.exchange_bytes(
+            current.writing.result(), self._world, name="save"
+        )
+        failed = [
+            (rank, text) for rank, text in enumerate(current.reports) if not text.startswith(b"{")
+        ]
         if failed:
             self._current = self.last_step = None
             if self._world.index == 0:
@@ -538,7 +559,10 @@ class Checkpointer:
     def _commit(self, current: _Save, reports: Sequence[bytes]) -> _Commit:
         """In rank 0's thread."""
         try:
-            beside = [write_plain(current.tmp / name, content) for name, content in current.beside.files.items()]
+            beside = [
+                write_plain(current.tmp / name, content)
+                for name, content in current.beside.files.items()
+            ]
             manifest = self._manifest(current, [json.loads(text) for text in reports], beside)
             warning = self.folder.commit(current.tmp, manifest)
         except Exception as error:
@@ -563,7 +587,9 @@ class Checkpointer:
             warnings.append(str(error))
         for step, problem in self.folder.damaged.items():
             if step not in known:
-                warnings.append(f"step {step} does not count, and an older one stays in its place: {problem}")
+                warnings.append(
+                    f"step {step} does not count, and an older one stays in its place: {problem}"
+                )
         return _Tidied(removed, warnings)
 
     def _tell_tidied(self) -> list[int]:
@@ -576,7 +602,9 @@ class Checkpointer:
                 self._warn(warning)
         return removed
 
-    def _manifest(self, current: _Save, reports: Sequence[dict[str, Any]], beside: Sequence[FileInfo]) -> Manifest:
+    def _manifest(
+        self, current: _Save, reports: Sequence[dict[str, Any]], beside: Sequence[FileInfo]
+    ) -> Manifest:
         scalars: dict[str, dict[str, float]] = {}
         for report in reports:
             scalars |= report["scalars"]
@@ -631,8 +659,15 @@ class Checkpointer:
         """Step `step` was not saved, because of `rank`. All ranks come here together."""
         self._failures += 1
         self.best = self._safe_best
-        if self.config.on_save_error == "warn" and reason not in _LAST and self._failures <= _FAILURES:
-            self._warn(f"step {step} is not saved: {text}; training goes on (checkpoint.on_save_error)", unsaved=step)
+        if (
+            self.config.on_save_error == "warn"
+            and reason not in _LAST
+            and self._failures <= _FAILURES
+        ):
+            self._warn(
+                f"step {step} is not saved: {text}; training goes on (checkpoint.on_save_error)",
+                unsaved=step,
+            )
         elif rank == self._world.index:
             raise SaveError(f"step {step} is not saved: {text}")
         else:

@@ -86,7 +86,9 @@ def _read(file: int, name: Path, offset: int, target: memoryview, running: xxhas
         try:
             count = os.preadv(file, [piece], offset + done)
         except OSError as error:
-            raise CheckpointError(f"{name} cannot be read at byte {offset + done}: {error.strerror}") from None
+            raise CheckpointError(
+                f"{name} cannot be read at byte {offset + done}: {error.strerror}"
+            ) from None
         if count == 0:
             raise CheckpointError(f"{name} ends at byte {offset + done}")
         running.update(piece[:count])

@@ -120,7 +120,9 @@ def _items(manifest: Manifest, dtype: str | None) -> list[_Item]:
 def _write_safetensors(path: Path, step: Path, items: Sequence[_Item]) -> dict[str, int]:
     """One file. Returns the offset of each tensor in it."""
     items = sorted(items, key=lambda item: -ITEM_BYTES[item.dtype])
-    header = encode_header([Entry(each.name, each.dtype, each.info.shape, each.num_bytes) for each in items], _METADATA)
+    header = encode_header(
+        [Entry(each.name, each.dtype, each.info.shape, each.num_bytes) for each in items], _METADATA
+    )
     offsets, end = {}, len(header)
     for item in items:
         offsets[item.name] = end
@@ -153,7 +155,9 @@ def _write_folder(folder: Path, step: Path, items: Sequence[_Item], max_shard_by
         _write_safetensors(folder / name, step, shard)
         where.update({item.name: name for item in shard})
     total = sum(item.num_bytes for item in items)
-    text = json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}, indent=2)
+    text = json.dumps(
+        {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}, indent=2
+    )
     content = np.frombuffer(f"{text}\n".encode(), dtype=np.uint8)
     write_file(folder / "model.safetensors.index.json", len(content), [content], _MODE)
 
@@ -166,7 +170,9 @@ def _as_in_library(manifest: Manifest, items: Sequence[_Item]) -> Sequence[_Item
     return [replace(item, name=item.name.removeprefix(model.prefix)) for item in items]
 
 
-def _write_model_files(folder: Path, step: Path, manifest: Manifest, items: Sequence[_Item]) -> None:
+def _write_model_files(
+    folder: Path, step: Path, manifest: Manifest, items: Sequence[_Item]
+) -> None:
     """Config and tokenizer, which lie in the step; the config says in which format to load the tensors."""
     # All are floating; frozen parameters may be narrower than the masters of the others.
     formats = [item.dtype for item in items if item.info.kind != "buffer"]
@@ -176,7 +182,9 @@ def _write_model_files(folder: Path, step: Path, manifest: Manifest, items: Sequ
         if file.name == CONFIG:
             config = {**json.loads(content), "dtype": widest}
             content = f"{json.dumps(config, indent=2, sort_keys=True)}\n".encode()
-        write_file(folder / file.name, len(content), [np.frombuffer(content, dtype=np.uint8)], _MODE)
+        write_file(
+            folder / file.name, len(content), [np.frombuffer(content, dtype=np.uint8)], _MODE
+        )
 
 
 def _write_state_dict(path: Path, step: Path, items: Sequence[_Item]) -> None:

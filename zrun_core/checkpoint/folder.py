@@ -56,7 +56,9 @@ class CheckpointFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._is_anchored = False  # its own name, and those of the folders above it, are on the disk
+        self._is_anchored = (
+            False  # its own name, and those of the folders above it, are on the disk
+        )
         self.damaged: dict[int, str] = {}
         self._whole: set[int] = set()  # steps whose bytes it has read and found right
 
@@ -71,7 +73,9 @@ class CheckpointFolder:
         """
         target = self.step_path(step)
         if os.path.lexists(target):
-            raise SaveError(f"cannot save step {step}: {target} exists, and no checkpoint is ever overwritten")
+            raise SaveError(
+                f"cannot save step {step}: {target} exists, and no checkpoint is ever overwritten"
+            )
         tmp = target.with_name(tmp_name(target.name))
         try:
             make_private(self.path)
@@ -103,7 +107,9 @@ class CheckpointFolder:
             _write_new(tmp / MANIFEST, text)
             _sync(tmp)
             if os.path.lexists(target):
-                raise SaveError(f"cannot save step {manifest.step}: {target} exists; no checkpoint is overwritten")
+                raise SaveError(
+                    f"cannot save step {manifest.step}: {target} exists; no checkpoint is overwritten"
+                )
             os.rename(tmp, target)
         except OSError as error:
             raise save_error(tmp / MANIFEST, error, len(text)) from error
@@ -277,7 +283,9 @@ class CheckpointFolder:
                 gone.append(found.step)
             elif found.manifest is not None:
                 must_read = thorough or 0 < sure < LEAST_KEPT
-                if must_read and not self._is_whole(found.path, found.manifest, verify if thorough else read_back):
+                if must_read and not self._is_whole(
+                    found.path, found.manifest, verify if thorough else read_back
+                ):
                     continue
                 kept += 1
                 sure += must_read or not sure
@@ -293,7 +301,9 @@ class CheckpointFolder:
         named, _ = self.best()
         return {step for step in (named, told and told["step"]) if step is not None}
 
-    def _is_whole(self, path: Path, manifest: Manifest, read: Callable[[Path, Manifest], list[str]]) -> bool:
+    def _is_whole(
+        self, path: Path, manifest: Manifest, read: Callable[[Path, Manifest], list[str]]
+    ) -> bool:
         """Whether every byte of a step is right; `read` finds out what is not, once."""
         step = manifest.step
         if step not in self._whole and step not in self.damaged:
@@ -320,7 +330,9 @@ class CheckpointFolder:
 
     def sweep(self) -> list[str]:
         """Remove what processes that died have left. No save may be under way. Returns the names."""
-        names = [name for name in os.listdir(self.path) if is_stale(name)] if self.path.is_dir() else []
+        names = (
+            [name for name in os.listdir(self.path) if is_stale(name)] if self.path.is_dir() else []
+        )
         for name in names:
             path = self.path / name
             if path.is_dir() and not path.is_symlink():

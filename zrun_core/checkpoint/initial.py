@@ -37,9 +37,17 @@ _PIECE_BYTES = 1 << 20
 _READERS = 4  # threads
 _MAX_HEADER_BYTES = 100 << 20  # as the safetensors library
 _DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 _TORCH_SUFFIXES = {".pt", ".pth", ".bin", ".ckpt"}
 
 
@@ -71,7 +79,9 @@ def load_weights(config: InitFromConfig, state: ModelState, world: Group) -> lis
     chosen, notes = match(weights.shapes, state.all_tensors(), config)
 
     def fill(targets: Sequence[Target]) -> None:
-        weights.fill([replace(t, names=(chosen[t.names[0]],)) for t in targets if t.names[0] in chosen])
+        weights.fill(
+            [replace(t, names=(chosen[t.names[0]],)) for t in targets if t.names[0] in chosen]
+        )
 
     state.fill(fill)
     return [f"weights from {path}", *notes]
@@ -94,7 +104,9 @@ def match(
         if not ours:
             continue  # mapped to nothing: left out
         if ours in taken:
-            raise CheckpointError(f"init_from.map: {taken[ours]} and {name} of {path} both become {ours}")
+            raise CheckpointError(
+                f"init_from.map: {taken[ours]} and {name} of {path} both become {ours}"
+            )
         taken[ours] = name
         if ours not in first:
             unexpected.append(f"{name} {list(shape)}" + (f", as {ours}," if ours != name else ""))
@@ -109,7 +121,9 @@ def match(
                 found[info.name] = taken[ours]
     missing = [f"{info.name} {list(info.shape)}" for info in tensors if info.name not in found]
     if config.strict and missing:
-        hint = f"; what it has is like {next(iter(shapes), 'nothing')}: map names with init_from.map"
+        hint = (
+            f"; what it has is like {next(iter(shapes), 'nothing')}: map names with init_from.map"
+        )
         raise CheckpointError(
             f"init_from: {path} has no {missing[0]}{_more(missing)}{hint}, or write init_from.strict: false"
         )
@@ -119,7 +133,10 @@ def match(
             'init_from.map (to "" to leave one out), or write init_from.strict: false'
         )
     notes = [f"left as the model's code made it: {missing[0]}{_more(missing)}"] if missing else []
-    return found, [*notes, *([f"not used: {unexpected[0]}{_more(unexpected)}"] if unexpected else [])]
+    return found, [
+        *notes,
+        *([f"not used: {unexpected[0]}{_more(unexpected)}"] if unexpected else []),
+    ]
 
 
 def _renamed(name: str, names: Mapping[str, str]) -> str:
@@ -147,7 +164,9 @@ def open_weights(path: Path, world: Group) -> Weights:
         return _Safetensors([path])
     if path.suffix in _TORCH_SUFFIXES:
         return _StateDict(path)
-    raise CheckpointError(f"init_from: {path} is neither .safetensors nor a state_dict of torch (.pt, .pth, .bin)")
+    raise CheckpointError(
+        f"init_from: {path} is neither .safetensors nor a state_dict of torch (.pt, .pth, .bin)"
+    )
 
 
 def _open_folder(path: Path, world: Group) -> Weights:
@@ -165,11 +184,22 @@ def _open_folder(path: Path, world: Group) -> Weights:
         if not (found := CheckpointFolder(folder).scan()):
             continue
         newest, *others = found
-        older = next((f"; name another, such as {each.path}" for each in others if each.manifest is not None), "")
+        older = next(
+            (
+                f"; name another, such as {each.path}"
+                for each in others
+                if each.manifest is not None
+            ),
+            "",
+        )
         if newest.manifest is None:  # which weights to begin with instead is not ours to say
-            raise CheckpointError(f"init_from: the newest step of {folder} is not valid: {newest.problem}{older}")
+            raise CheckpointError(
+                f"init_from: the newest step of {folder} is not valid: {newest.problem}{older}"
+            )
         return _Step(newest.path, world, older)
-    raise CheckpointError(f"init_from: {path} holds neither safetensors files nor a checkpoint of zrun")
+    raise CheckpointError(
+        f"init_from: {path} holds neither safetensors files nor a checkpoint of zrun"
+    )
 
 
 def _files_of_index(index: Path) -> list[Path]:
@@ -180,9 +210,13 @@ def _files_of_index(index: Path) -> list[Path]:
         raise CheckpointError(f"init_from: {index} is no index of safetensors files") from None
     for name in names:
         if not isinstance(name, str) or Path(name).name != name:
-            raise CheckpointError(f"init_from: {index} names a file outside of its folder: {name!r}")
+            raise CheckpointError(
+                f"init_from: {index} names a file outside of its folder: {name!r}"
+            )
         if not (index.parent / name).is_file():
-            raise CheckpointError(f"init_from: {index.parent / name} is missing, which {index.name} names")
+            raise CheckpointError(
+                f"init_from: {index.parent / name} is missing, which {index.name} names"
+            )
     return [index.parent / name for name in names]
 
 
@@ -197,7 +231,9 @@ class _Step:
         manifest = read_step(path)
         self._advice = advice
         self._reader = Reader(path, manifest, world)
-        self.shapes = {name: info.shape for info in manifest.tensors for name in (info.name, *info.aliases)}
+        self.shapes = {
+            name: info.shape for info in manifest.tensors for name in (info.name, *info.aliases)
+        }
 
     def fill(self, targets: Sequence[Target]) -> None:
         try:
@@ -222,7 +258,9 @@ class _Safetensors:
         for path in paths:
             for name, entry in _read_header(path).items():
                 if name in self._entries:
-                    raise CheckpointError(f"init_from: {name} is both in {self._entries[name].path} and in {path}")
+                    raise CheckpointError(
+                        f"init_from: {name} is both in {self._entries[name].path} and in {path}"
+                    )
                 self._entries[name] = entry
 
     @property
@@ -243,7 +281,9 @@ class _Safetensors:
                     try:
                         count = os.preadv(file.fileno(), [view], offset)
                     except OSError as error:
-                        raise CheckpointError(f"init_from: {entry.path}: {error.strerror}") from None
+                        raise CheckpointError(
+                            f"init_from: {entry.path}: {error.strerror}"
+                        ) from None
                     if count == 0:
                         raise CheckpointError(f"init_from: {entry.path} ends too early")
                     view, offset = view[count:], offset + count
@@ -273,7 +313,9 @@ def _read_header(path: Path) -> dict[str, _Entry]:
             if stop - start != math.prod(shape) * dtype.itemsize:
                 raise ValueError(f"{name} has a wrong size")
             if 8 + length + stop > total:
-                raise ValueError(f"it is cut off: {name} should end at byte {8 + length + stop}, and it has {total}")
+                raise ValueError(
+                    f"it is cut off: {name} should end at byte {8 + length + stop}, and it has {total}"
+                )
             entries[name] = _Entry(path, dtype, shape, 8 + length + start)
             extents.append((start, stop, name))
         end = 0
@@ -284,9 +326,13 @@ def _read_header(path: Path) -> dict[str, _Entry]:
     except OSError as error:
         raise CheckpointError(f"init_from: {path}: {error.strerror}") from None
     except KeyError as error:
-        raise CheckpointError(f"init_from: {path} is not usable: it has no, or an unknown, {error}") from None
+        raise CheckpointError(
+            f"init_from: {path} is not usable: it has no, or an unknown, {error}"
+        ) from None
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise CheckpointError(f"init_from: {path} is not a whole safetensors file: {error}") from None
+        raise CheckpointError(
+            f"init_from: {path} is not a whole safetensors file: {error}"
+        ) from None
     return entries
 
 
@@ -337,8 +383,16 @@ def _only_tensors(found: Any, path: Path) -> dict[str, torch.Tensor]:
         raise CheckpointError(f"init_from: {path} holds no tensors by name{hint}")
     for name, tensor in tensors.items():
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
-            kind = "quantized" if tensor.is_quantized else "without values" if tensor.is_meta else "sparse"
-            raise CheckpointError(f"init_from: {name} of {path} is {kind}: write it as a dense tensor of numbers")
+            kind = (
+                "quantized"
+                if tensor.is_quantized
+                else "without values"
+                if tensor.is_meta
+                else "sparse"
+            )
+            raise CheckpointError(
+                f"init_from: {name} of {path} is {kind}: write it as a dense tensor of numbers"
+            )
     return tensors
 
 
@@ -360,7 +414,9 @@ def _forget(part: torch.Tensor) -> None:
     start = -(-part.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     stop = (part.data_ptr() + part.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if stop > start:
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_DONTNEED)
+        ctypes.CDLL(None).madvise(
+            ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_DONTNEED
+        )
 
 
 def _by_tensor(targets: Sequence[Target]) -> dict[str, list[Target]]:

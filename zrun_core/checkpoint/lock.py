@@ -23,7 +23,9 @@ class InUseError(SaveError):
     def __init__(self, folder: Path, holder: str) -> None:
         """`holder` is the number of that process, as far as it is known."""
         self.holder = f"process {holder or '(unknown)'}"
-        super().__init__(f"cannot save in {folder}: it is in use by {self.holder} of another run; set checkpoint.dir")
+        super().__init__(
+            f"cannot save in {folder}: it is in use by {self.holder} of another run; set checkpoint.dir"
+        )
 
 
 def hold(folder: Path, patience_s: float = PATIENCE_S) -> int:
@@ -50,7 +52,9 @@ def hold(folder: Path, patience_s: float = PATIENCE_S) -> int:
             time.sleep(0.1)
         except OSError as error:  # a file system that knows no locks
             os.close(lock)
-            raise SaveError(f"cannot save in {folder}: it cannot be locked: {error.strerror}") from None
+            raise SaveError(
+                f"cannot save in {folder}: it cannot be locked: {error.strerror}"
+            ) from None
         else:
             os.ftruncate(lock, 0)
             os.pwrite(lock, str(os.getpid()).encode(), 0)

@@ -24,14 +24,30 @@ from zrun_core.errors import CheckpointError
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-VALUE = "value"  # the state that is the parameter or buffer itself, in the format of its master copy
+VALUE = (
+    "value"  # the state that is the parameter or buffer itself, in the format of its master copy
+)
 RANK = "rank"  # the state of what belongs to a rank, not to a tensor of the model: `<kind>/<rank>/<name>`
 KINDS = ("param", "frozen", "buffer")
 OTHERS = "others"  # in a layout: how the parts of other ranks were cut
 ITEM_BYTES = {
-    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "complex64": 8,
-    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1, "bool": 1,
-}  # fmt: skip
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "complex64": 8,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint64": 8,
+    "uint32": 4,
+    "uint16": 2,
+    "uint8": 1,
+    "bool": 1,
+}
 _CLASSES = {
     "float": "float",
     "bfloat": "float",
@@ -115,7 +131,9 @@ class RankState:
 
     rank: int
     rng: dict[str, Any]  # as `rng.Streams.capture` says it
-    learnt: dict[str, Any]  # the order of its reductions, as `Reducer.learnt` says it; of several models by name
+    learnt: dict[
+        str, Any
+    ]  # the order of its reductions, as `Reducer.learnt` says it; of several models by name
 
 
 @dataclass(frozen=True)
@@ -139,7 +157,9 @@ class Manifest:
     # Stage, shard group, precision, optimizer, units: how the first rank's part of the model was
     # cut, and under "others", how the parts of others were. Loading does not depend on it.
     layout: dict[str, Any]
-    progress: dict[str, Any]  # of a job: counters, data cursor, scaler; of a script: options of the optimizers, extras
+    progress: dict[
+        str, Any
+    ]  # of a job: counters, data cursor, scaler; of a script: options of the optimizers, extras
     files: list[FileInfo]
     tensors: list[TensorInfo]
     fragments: list[Fragment]
@@ -169,7 +189,10 @@ class Manifest:
 
     def of_file(self, name: str) -> list[Fragment]:
         """The fragments of a file, in its order."""
-        return sorted((each for each in self.fragments if each.file == name), key=attrgetter("offset", "num_bytes"))
+        return sorted(
+            (each for each in self.fragments if each.file == name),
+            key=attrgetter("offset", "num_bytes"),
+        )
 
     def to_json(self) -> bytes:
         """One line per key of the manifest, and per element of its lists; the last holds the digest of all before."""
@@ -200,7 +223,9 @@ class Manifest:
             _refuse("is damaged: its digest does not fit")
         raw = _parse(body + b"}")
         if raw.get("format") != FORMAT:
-            _refuse(f"has format {str(raw.get('format'))[:20]}; this version of zrun reads format {FORMAT}")
+            _refuse(
+                f"has format {str(raw.get('format'))[:20]}; this version of zrun reads format {FORMAT}"
+            )
         manifest = cls(**_typed(cls, raw, "the manifest"))
         _check(manifest)
         return manifest
@@ -273,7 +298,9 @@ def _typed(kind: type, raw: Any, where: str) -> dict[str, Any]:
 
 def _integer(value: Any, where: str) -> int:
     if type(value) is not int or not 0 <= value <= _LARGEST:
-        _refuse(f"is not consistent: {where}: {str(value)[:40]!r} is not a whole number from 0 to 2^62")
+        _refuse(
+            f"is not consistent: {where}: {str(value)[:40]!r} is not a whole number from 0 to 2^62"
+        )
     return value
 
 
@@ -427,12 +454,19 @@ def _model(value: Any, where: str) -> ModelInfo:
 
 def _list_of(kind: type) -> Callable[[Any, str], list[Any]]:
     def read(value: Any, where: str) -> list[Any]:
-        return [kind(**_typed(kind, item, f"{where}[{index}]")) for index, item in enumerate(_list(value, where))]
+        return [
+            kind(**_typed(kind, item, f"{where}[{index}]"))
+            for index, item in enumerate(_list(value, where))
+        ]
 
     return read
 
 
-_SCALER: dict[str, Callable[[Any, str], Any]] = {"scale": _positive_number, "good": _integer, "bad": _integer}
+_SCALER: dict[str, Callable[[Any, str], Any]] = {
+    "scale": _positive_number,
+    "good": _integer,
+    "bad": _integer,
+}
 _BEST: dict[str, Callable[[Any, str], Any]] = {
     "step": _integer,
     "metric": _text,
@@ -440,34 +474,74 @@ _BEST: dict[str, Callable[[Any, str], Any]] = {
     "value": _number,
 }
 _PROGRESS: dict[str, Callable[[Any, str], Any]] = {
-    "steps": _integer, "updates": _integer, "micro_batches": _integer, "skips": _integer, "skips_in_a_row": _integer,
-    "helpless_skips": _integer, "samples": _integer, "tokens": _integer, "cursor": _integer,
-    "loss": _or_null(_number), "first_loss": _or_null(_number), "seconds": _or_null(_number),
-    "dataset_samples": _or_null(_positive), "scaler": _or_null(_scaler),
-    "groups": _groups, "extra": _dict, "marks": _marks, "ended": _or_null(_text),
-    "early_stop": _or_null(_early_stop), "best": _or_null(_best),
-}  # fmt: skip
+    "steps": _integer,
+    "updates": _integer,
+    "micro_batches": _integer,
+    "skips": _integer,
+    "skips_in_a_row": _integer,
+    "helpless_skips": _integer,
+    "samples": _integer,
+    "tokens": _integer,
+    "cursor": _integer,
+    "loss": _or_null(_number),
+    "first_loss": _or_null(_number),
+    "seconds": _or_null(_number),
+    "dataset_samples": _or_null(_positive),
+    "scaler": _or_null(_scaler),
+    "groups": _groups,
+    "extra": _dict,
+    "marks": _marks,
+    "ended": _or_null(_text),
+    "early_stop": _or_null(_early_stop),
+    "best": _or_null(_best),
+}
 _READERS: dict[type, dict[str, Callable[[Any, str], Any]]] = {
     TensorInfo: {
-        "name": _text, "shape": _tuple_of(_integer), "stride": _tuple_of(_integer), "dtype": _choice(ITEM_BYTES),
-        "kind": _choice(KINDS), "aliases": _tuple_of(_text), "scalars": _numbers_by_name,
+        "name": _text,
+        "shape": _tuple_of(_integer),
+        "stride": _tuple_of(_integer),
+        "dtype": _choice(ITEM_BYTES),
+        "kind": _choice(KINDS),
+        "aliases": _tuple_of(_text),
+        "scalars": _numbers_by_name,
     },
     Fragment: {
-        "tensor": _text, "state": _text, "start": _integer, "stop": _integer, "dtype": _choice(ITEM_BYTES),
-        "file": _name, "key": _text, "offset": _integer, "num_bytes": _integer, "digest": _digest,
+        "tensor": _text,
+        "state": _text,
+        "start": _integer,
+        "stop": _integer,
+        "dtype": _choice(ITEM_BYTES),
+        "file": _name,
+        "key": _text,
+        "offset": _integer,
+        "num_bytes": _integer,
+        "digest": _digest,
     },
     FileInfo: {
-        "name": _name, "num_bytes": _integer, "header_bytes": _integer, "header_digest": _digest, "digest": _digest,
+        "name": _name,
+        "num_bytes": _integer,
+        "header_bytes": _integer,
+        "header_digest": _digest,
+        "digest": _digest,
     },
     RankState: {"rank": _integer, "rng": _tree, "learnt": _tree},
     ModelInfo: {"class_name": _text, "prefix": _or_null(_text), "obstacle": _or_null(_text)},
     Manifest: {
-        "step": _integer, "run_id": _name, "versions": _texts_by_name, "job": _tree, "world_size": _positive,
-        "layout": _layout, "progress": _progress, "files": _list_of(FileInfo), "tensors": _list_of(TensorInfo),
-        "fragments": _list_of(Fragment), "rank_states": _list_of(RankState),
-        "model": _or_null(_model), "format": _integer,
+        "step": _integer,
+        "run_id": _name,
+        "versions": _texts_by_name,
+        "job": _tree,
+        "world_size": _positive,
+        "layout": _layout,
+        "progress": _progress,
+        "files": _list_of(FileInfo),
+        "tensors": _list_of(TensorInfo),
+        "fragments": _list_of(Fragment),
+        "rank_states": _list_of(RankState),
+        "model": _or_null(_model),
+        "format": _integer,
     },
-}  # fmt: skip
+}
 
 
 # Consistency
@@ -489,7 +563,9 @@ def _check(manifest: Manifest) -> None:
     for fragment in manifest.fragments:
         num_bytes = (fragment.stop - fragment.start) * ITEM_BYTES[fragment.dtype]
         if fragment.start > fragment.stop or num_bytes != fragment.num_bytes:
-            _refuse(f"is not consistent: {_in_words(fragment)} is said to have {fragment.num_bytes} bytes")
+            _refuse(
+                f"is not consistent: {_in_words(fragment)} is said to have {fragment.num_bytes} bytes"
+            )
     _check_ranks(manifest)
     _check_files(manifest)
     _check_states(manifest, tensors)
@@ -506,15 +582,23 @@ def _first_twice(names: Iterable[str]) -> str | None:
 
 def _check_dense(tensor: TensorInfo) -> None:
     """The elements fill the memory from the first to the last, in whatever order of the dimensions."""
-    if len(tensor.shape) != len(tensor.stride) or len(tensor.shape) > _MAX_DIMS or tensor.numel > _LARGEST:
+    if (
+        len(tensor.shape) != len(tensor.stride)
+        or len(tensor.shape) > _MAX_DIMS
+        or tensor.numel > _LARGEST
+    ):
         _refuse(f"is not consistent: the tensor {tensor.name[:200]} has no possible shape")
     if tensor.numel == 0:
         return
     expected = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride, tensor.shape, strict=True)):
+    for stride, size in sorted(
+        (stride, size) for stride, size in zip(tensor.stride, tensor.shape, strict=True)
+    ):
         if size > 1:
             if stride != expected:
-                _refuse(f"is not consistent: the strides of {tensor.name[:200]} leave gaps or overlap")
+                _refuse(
+                    f"is not consistent: the strides of {tensor.name[:200]} leave gaps or overlap"
+                )
             expected *= size
 
 
@@ -546,7 +630,11 @@ def _check_files(manifest: Manifest) -> None:
         end = file.header_bytes
         for fragment in fragments:
             if fragment.offset != end:
-                gap = "overlaps with the one before it" if fragment.offset < end else "leaves a gap before it"
+                gap = (
+                    "overlaps with the one before it"
+                    if fragment.offset < end
+                    else "leaves a gap before it"
+                )
                 _refuse(f"is not consistent: {_in_words(fragment)} {gap} in {file.name}")
             end += fragment.num_bytes
         if end != file.num_bytes:
@@ -564,7 +652,9 @@ def _check_states(manifest: Manifest, tensors: dict[str, TensorInfo]) -> None:
     by_state: dict[tuple[str, str], list[Fragment]] = defaultdict(list)
     for fragment in manifest.fragments:
         if fragment.state != RANK and fragment.tensor not in tensors:
-            _refuse(f"is not consistent: {_in_words(fragment)} is of a tensor that it does not list")
+            _refuse(
+                f"is not consistent: {_in_words(fragment)} is of a tensor that it does not list"
+            )
         by_state[fragment.tensor, fragment.state].append(fragment)
     for (name, state), fragments in by_state.items():
         fragments.sort(key=attrgetter("start", "stop"))
@@ -582,16 +672,24 @@ def _check_states(manifest: Manifest, tensors: dict[str, TensorInfo]) -> None:
 def _check_whole(fragments: Sequence[Fragment], numel: int) -> None:
     """`fragments`, by start, are of one format and together the range from 0 to `numel`."""
     if fragments[0].start != 0 or fragments[-1].stop != numel:
-        _refuse(f"is not consistent: {_in_words(fragments[0])} and what follows are not {numel} elements")
+        _refuse(
+            f"is not consistent: {_in_words(fragments[0])} and what follows are not {numel} elements"
+        )
     for before, after in pairwise(fragments):
         if after.start != before.stop:
             overlap = "overlaps with" if after.start < before.stop else "does not begin at"
-            _refuse(f"is not consistent: {_in_words(after)} {overlap} the end of the one before, {before.stop}")
+            _refuse(
+                f"is not consistent: {_in_words(after)} {overlap} the end of the one before, {before.stop}"
+            )
         if after.dtype != before.dtype:
-            _refuse(f"is not consistent: {_in_words(after)} is {after.dtype}, the one before it {before.dtype}")
+            _refuse(
+                f"is not consistent: {_in_words(after)} is {after.dtype}, the one before it {before.dtype}"
+            )
 
 
-def _check_of_rank(manifest: Manifest, fragments: Sequence[Fragment], tensors: dict[str, TensorInfo]) -> None:
+def _check_of_rank(
+    manifest: Manifest, fragments: Sequence[Fragment], tensors: dict[str, TensorInfo]
+) -> None:
     """A stream of a rank, or a buffer that differs from the first rank's; it is not divided."""
     first = fragments[0]
     match = _OF_RANK.fullmatch(first.tensor)
@@ -610,7 +708,9 @@ def _check_of_rank(manifest: Manifest, fragments: Sequence[Fragment], tensors: d
 
 def _check_class(fragment: Fragment, info: TensorInfo) -> None:
     if number_class(fragment.dtype) != number_class(info.dtype):
-        _refuse(f"is not consistent: {_in_words(fragment)} is {fragment.dtype}, and the tensor {info.dtype}")
+        _refuse(
+            f"is not consistent: {_in_words(fragment)} is {fragment.dtype}, and the tensor {info.dtype}"
+        )
 
 
 def _in_words(fragment: Fragment) -> str:

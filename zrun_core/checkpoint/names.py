@@ -79,4 +79,8 @@ def is_aside(name: str) -> bool:
 
 def belongs_to_steps(name: str) -> bool:
     """Whether it goes along when the steps of a folder are set aside. What is being written does not."""
-    return step_of(name) is not None or name in (LATEST, BEST) or (name.startswith("step-") and is_aside(name))
+    return (
+        step_of(name) is not None
+        or name in (LATEST, BEST)
+        or (name.startswith("step-") and is_aside(name))
+    )

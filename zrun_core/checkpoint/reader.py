@@ -131,7 +131,11 @@ class Reader:
 
     def rank_tensors(self, prefix: str) -> dict[str, torch.Tensor]:
         """Return the tensors of a rank's own whose names begin with `prefix`."""
-        found = [each for each in self._manifest.fragments if each.state == RANK and each.tensor.startswith(prefix)]
+        found = [
+            each
+            for each in self._manifest.fragments
+            if each.state == RANK and each.tensor.startswith(prefix)
+        ]
         return {fragment.tensor: self._read(fragment) for fragment in found}
 
     def _read(self, fragment: Fragment) -> torch.Tensor:

@@ -43,7 +43,9 @@ class Resumed:
 
     def in_words(self) -> list[str]:
         """What to tell the user."""
-        skipped = [f"step {step} is skipped: {problem}" for step, problem in sorted(self.skipped.items())]
+        skipped = [
+            f"step {step} is skipped: {problem}" for step, problem in sorted(self.skipped.items())
+        ]
         return [*skipped, f"goes on after step {self.manifest.step} of {self.path}"]
 
 
@@ -135,12 +137,17 @@ def _candidates(source: ResumeSpec) -> str:
 
 
 def _first_problem(said: list[str]) -> str | None:
-    return next((f"{text[1:]} (rank {rank})" for rank, text in enumerate(said) if text.startswith("!")), None)
+    return next(
+        (f"{text[1:]} (rank {rank})" for rank, text in enumerate(said) if text.startswith("!")),
+        None,
+    )
 
 
 def _none_valid(source: ResumeSpec, skipped: dict[int, str]) -> str:
     what = f"step {source.step}" if source.step is not None else "a valid checkpoint"
-    reasons = "".join(f"\n  step {step}: {problem}" for step, problem in sorted(skipped.items(), reverse=True))
+    reasons = "".join(
+        f"\n  step {step}: {problem}" for step, problem in sorted(skipped.items(), reverse=True)
+    )
     return (
         f"{source.folder} does not hold {what}{reasons}\n"
         "name another with --resume PATH or --resume STEP, or start anew with --fresh"

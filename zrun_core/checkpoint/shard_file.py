@@ -18,10 +18,23 @@ from zrun_core.errors import CheckpointError, SaveError
 
 DTYPES = {getattr(torch, name): name for name in ITEM_BYTES}
 _SAFETENSORS = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2", "complex64": "C64", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
-    "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
-}  # fmt: skip
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "complex64": "C64",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
 _ALIGNMENT = 4096  # the data begins on a page
 
 
@@ -73,12 +86,26 @@ def write_shard(path: Path, parts: Sequence[Part]) -> tuple[FileInfo, list[Fragm
     for part, entry, found in zip(parts, entries, digests, strict=True):
         fragments.append(
             Fragment(
-                part.tensor, part.state, part.start, part.stop, entry.dtype, path.name, entry.key, offset,
-                entry.num_bytes, found,
+                part.tensor,
+                part.state,
+                part.start,
+                part.stop,
+                entry.dtype,
+                path.name,
+                entry.key,
+                offset,
+                entry.num_bytes,
+                found,
             )
-        )  # fmt: skip
+        )
         offset += entry.num_bytes
-    info = FileInfo(path.name, num_bytes, len(header), header_digest, FileInfo.digest_of(header_digest, fragments))
+    info = FileInfo(
+        path.name,
+        num_bytes,
+        len(header),
+        header_digest,
+        FileInfo.digest_of(header_digest, fragments),
+    )
     return info, fragments
 
 
@@ -97,9 +124,13 @@ def _entry(part: Part) -> Entry:
     if data.dim() != 1 or not data.is_contiguous() or data.device.type != "cpu":
         raise ValueError(f"{part.key} is not flat CPU memory")
     if part.stop - part.start != data.numel():
-        raise ValueError(f"{part.key}: {data.numel()} elements for the range {part.start} to {part.stop}")
+        raise ValueError(
+            f"{part.key}: {data.numel()} elements for the range {part.start} to {part.stop}"
+        )
     if data.dtype not in DTYPES:
-        raise SaveError(f"cannot save {part.tensor}: {data.dtype} has no place in a safetensors file")
+        raise SaveError(
+            f"cannot save {part.tensor}: {data.dtype} has no place in a safetensors file"
+        )
     return Entry(part.key, DTYPES[data.dtype], (data.numel(),), data.nbytes)
 
 
@@ -131,7 +162,11 @@ def read_fragment(folder: Path, fragment: Fragment, into: torch.Tensor) -> None:
     Raises:
         CheckpointError: the file is missing, short or damaged. `into` may hold anything then.
     """
-    if not into.is_contiguous() or DTYPES.get(into.dtype) != fragment.dtype or into.nbytes != fragment.num_bytes:
+    if (
+        not into.is_contiguous()
+        or DTYPES.get(into.dtype) != fragment.dtype
+        or into.nbytes != fragment.num_bytes
+    ):
         raise ValueError(f"{fragment.key} does not fit {into.numel()} elements of {into.dtype}")
     path = folder / fragment.file
     with opened(folder, fragment.file) as file:

@@ -91,7 +91,9 @@ class ModelState:
             "precision": DTYPES[settings.precision.compute],
             "reduce": DTYPES[settings.precision.reduce],
             "bucket": settings.bucket,
-            "optimizer": settings.optimizer.name.lower() if settings.optimizer is not None else None,
+            "optimizer": settings.optimizer.name.lower()
+            if settings.optimizer is not None
+            else None,
             "units": [unit.name for unit in self._sharded.units],
         }
         if mesh.data.size < mesh.world.size:
@@ -125,11 +127,16 @@ class ModelState:
         params = {info.name: info for info in in_order}  # several may be parts of one
         buffers = [
             TensorInfo(
-                name, tuple(buffer.shape), dense_stride(buffer), DTYPES[buffer.dtype], "buffer",
-                self._buffer_aliases[name], {},
+                name,
+                tuple(buffer.shape),
+                dense_stride(buffer),
+                DTYPES[buffer.dtype],
+                "buffer",
+                self._buffer_aliases[name],
+                {},
             )
             for name, buffer in self.buffers.items()
-        ]  # fmt: skip
+        ]
         return [*params.values(), *buffers]
 
     def all_tensors(self) -> list[TensorInfo]:
@@ -200,7 +207,11 @@ class ModelState:
                 yield unit, piece, state
 
     def _held(self) -> Iterator[tuple[FlatUnit, Piece, nn.Parameter, UnitUpdate]]:
-        return self._sharded.optimizer.held() if self._sharded.settings.optimizer is not None else iter(())
+        return (
+            self._sharded.optimizer.held()
+            if self._sharded.settings.optimizer is not None
+            else iter(())
+        )
 
     # Loading
 
@@ -213,9 +224,13 @@ class ModelState:
         known = by_name(manifest.tensors)
         tensors = self.all_tensors()
         for info in tensors:
-            saved = known.get(info.name) or next((known[name] for name in info.aliases if name in known), None)
+            saved = known.get(info.name) or next(
+                (known[name] for name in info.aliases if name in known), None
+            )
             if saved is None:
-                raise CheckpointError(f"the checkpoint has no tensor {info.name} {list(info.shape)}; {_ADVICE}")
+                raise CheckpointError(
+                    f"the checkpoint has no tensor {info.name} {list(info.shape)}; {_ADVICE}"
+                )
             if saved.shape != info.shape:
                 raise CheckpointError(
                     f"{info.name} is {list(saved.shape)} in the checkpoint and {list(info.shape)} in the model; "
@@ -241,7 +256,9 @@ class ModelState:
                 f"the checkpoint was made with the optimizer {used}, and optim.name is {asked}: write optim.name: "
                 f"{used}, or start from its weights alone with init_from"
             )
-        expected = {key: _kind(value) for key, value in self._prototype().items() if value is not None}
+        expected = {
+            key: _kind(value) for key, value in self._prototype().items() if value is not None
+        }
         states: dict[str, dict[str, str]] = defaultdict(dict)
         for fragment in manifest.fragments:
             if fragment.state not in (VALUE, RANK):
@@ -300,8 +317,12 @@ class ModelState:
         """Have `fill` write the values that this rank keeps; what follows from them is brought up to date."""
         self._sharded.comm.settle()
         with torch.no_grad():
-            flat_buffers = {name: flat(buffer) for name, buffer in self.buffers.items() if buffer.numel()}
-            buffer_targets = [self._buffer_target(name, memory) for name, memory in flat_buffers.items()]
+            flat_buffers = {
+                name: flat(buffer) for name, buffer in self.buffers.items() if buffer.numel()
+            }
+            buffer_targets = [
+                self._buffer_target(name, memory) for name, memory in flat_buffers.items()
+            ]
             fill([*self._value_targets(), *buffer_targets])
             for name, memory in flat_buffers.items():
                 _put_back(memory, self.buffers[name])
@@ -365,7 +386,9 @@ class ModelState:
 
     def buffer_digests(self) -> dict[str, str]:
         """A digest of each persistent buffer as this rank has it."""
-        return {name: digest(as_bytes(flat(buffer).cpu()).data) for name, buffer in self.buffers.items()}
+        return {
+            name: digest(as_bytes(flat(buffer).cpu()).data) for name, buffer in self.buffers.items()
+        }
 
     def own_buffers(self, first: Mapping[str, str]) -> list[Part]:
         """Return the buffers that this rank has otherwise than they are saved for all.
@@ -397,14 +420,18 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     """The elements in memory order, [numel]: a view if they are dense, else a copy in the order of `dense_stride`."""
     dense, stride = tensor.detach(), dense_stride(tensor)
     if tensor.stride() != stride:
-        dense = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(dense)
+        dense = torch.empty_strided(
+            tensor.shape, stride, dtype=tensor.dtype, device=tensor.device
+        ).copy_(dense)
     return dense.as_strided((tensor.numel(),), (1,), dense.storage_offset())
 
 
 def _put_back(memory: torch.Tensor, buffer: torch.Tensor) -> None:
     """What `flat` of a buffer has been filled with."""
     if memory.data_ptr() != buffer.data_ptr():
-        once = tuple(slice(1) if stride == 0 else slice(None) for stride in buffer.stride())  # an expanded tensor
+        once = tuple(
+            slice(1) if stride == 0 else slice(None) for stride in buffer.stride()
+        )  # an expanded tensor
         whole = memory.as_strided(buffer.shape, dense_stride(buffer))
         buffer[once].copy_(whole[once])
 
@@ -414,12 +441,18 @@ _SCALAR = "a number"
 
 def _kind(value: Any) -> str:
     """What the optimizer keeps: one number, or numbers of a class for every element."""
-    return number_class(DTYPES[value.dtype]) if isinstance(value, torch.Tensor) and value.dim() else _SCALAR
+    return (
+        number_class(DTYPES[value.dtype])
+        if isinstance(value, torch.Tensor) and value.dim()
+        else _SCALAR
+    )
 
 
 def _kinds(kept: Mapping[str, str], usual: Mapping[str, str]) -> str:
     """By name, and how, where that is not as usual."""
-    return ", ".join(key if usual.get(key, how) == how else f"{key} ({how})" for key, how in sorted(kept.items()))
+    return ", ".join(
+        key if usual.get(key, how) == how else f"{key} ({how})" for key, how in sorted(kept.items())
+    )
 
 
 def _is_scalar(value: Any) -> bool:
@@ -428,7 +461,9 @@ def _is_scalar(value: Any) -> bool:
 
 def _like(value: Any, number: float) -> Any:
     """`number` as a tensor or as what `value` is."""
-    return torch.full_like(value, number) if isinstance(value, torch.Tensor) else type(value)(number)
+    return (
+        torch.full_like(value, number) if isinstance(value, torch.Tensor) else type(value)(number)
+    )
 
 
 def _part(each: TensorRange, state: str, data: torch.Tensor) -> Part:

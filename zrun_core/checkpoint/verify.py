@@ -47,14 +47,22 @@ def verify(folder: Path, manifest: Manifest, threads: int | None = None) -> list
         buffer: memoryview | None = getattr(local, "buffer", None)
         if buffer is None:
             buffer = local.buffer = memoryview(bytearray(_BLOCK))
-        offset, num_bytes = (0, info.header_bytes) if piece is None else (piece.offset, piece.num_bytes)
-        expected, name = (info.header_digest, "its header") if piece is None else (piece.digest, piece.key)
+        offset, num_bytes = (
+            (0, info.header_bytes) if piece is None else (piece.offset, piece.num_bytes)
+        )
+        expected, name = (
+            (info.header_digest, "its header") if piece is None else (piece.digest, piece.key)
+        )
         try:
             with opened(folder, info.name) as file:
                 found = digest_of_range(file, folder / info.name, offset, num_bytes, buffer)
         except CheckpointError as error:
             return str(error)
-        return None if found == expected else f"{folder / info.name} is damaged: the digest of {name} does not fit"
+        return (
+            None
+            if found == expected
+            else f"{folder / info.name} is damaged: the digest of {name} does not fit"
+        )
 
     problems: list[str] = []
     jobs: list[tuple[FileInfo, Fragment | None]] = []
@@ -64,7 +72,9 @@ def verify(folder: Path, manifest: Manifest, threads: int | None = None) -> list
             jobs += [(info, None), *((info, fragment) for fragment in manifest.of_file(info.name))]
         except CheckpointError as error:
             problems.append(str(error))
-    with ThreadPoolExecutor(threads or min(8, os.cpu_count() or 1), thread_name_prefix="zrun-verify") as pool:
+    with ThreadPoolExecutor(
+        threads or min(8, os.cpu_count() or 1), thread_name_prefix="zrun-verify"
+    ) as pool:
         problems += filter(None, pool.map(look, *zip(*jobs, strict=True))) if jobs else []
     return problems
 
@@ -79,7 +89,10 @@ def read_back(folder: Path, manifest: Manifest) -> list[str]:
     for info in manifest.files:
         pieces = manifest.of_file(info.name)
         extents = [(0, info.header_bytes), *((piece.offset, piece.num_bytes) for piece in pieces)]
-        expected = [("its header", info.header_digest), *((piece.key, piece.digest) for piece in pieces)]
+        expected = [
+            ("its header", info.header_digest),
+            *((piece.key, piece.digest) for piece in pieces),
+        ]
         try:
             check_size(folder, info)
             with opened(folder, info.name) as file:
@@ -94,7 +107,9 @@ def read_back(folder: Path, manifest: Manifest) -> list[str]:
     return problems
 
 
-def _digests(file: int, name: Path, extents: Sequence[tuple[int, int]], block: memoryview) -> Iterator[str]:
+def _digests(
+    file: int, name: Path, extents: Sequence[tuple[int, int]], block: memoryview
+) -> Iterator[str]:
     """The digests of ranges of a file, each its first byte and how many, in the order of the file.
 
     Raises:

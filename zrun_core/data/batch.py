@@ -81,7 +81,9 @@ def _map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, MutableMapping):
-        copied = copy.copy(value)  # keeps the type: OrderedDict, defaultdict, a tokenizer's BatchEncoding
+        copied = copy.copy(
+            value
+        )  # keeps the type: OrderedDict, defaultdict, a tokenizer's BatchEncoding
         for key, item in value.items():
             copied[key] = _map_tensors(change, item)
         return copied
@@ -90,6 +92,10 @@ def _map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_map_tensors(change, item) for item in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: _map_tensors(change, getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
+        fields = {
+            f.name: _map_tensors(change, getattr(value, f.name))
+            for f in dataclasses.fields(value)
+            if f.init
+        }
         return dataclasses.replace(value, **fields)
     return value

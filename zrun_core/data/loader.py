@@ -108,9 +108,15 @@ class BatchLoader:
         Its samples that come next stand for the seed and the epoch's permutation.
         """
         coming = self._source.numbers(range(self.cursor, self.cursor + _LOOKED_AT))
-        digest = xxhash.xxh3_64_intdigest(struct.pack(f"<{len(coming)}q", *coming)) % 2**53  # exact as a float
+        digest = (
+            xxhash.xxh3_64_intdigest(struct.pack(f"<{len(coming)}q", *coming)) % 2**53
+        )  # exact as a float
         length = -1 if self.num_samples is None else self.num_samples
-        return {"position in the data": self.cursor, "dataset length": length, "order of samples": digest}
+        return {
+            "position in the data": self.cursor,
+            "dataset length": length,
+            "order of samples": digest,
+        }
 
     def seek(self, cursor: int) -> None:
         """Continue from this position of the stream, in samples over all ranks."""
@@ -214,7 +220,11 @@ def _open(
             "(batch, data.workers, data.collate); return its .dataset"
         )
     if not hasattr(dataset, "__iter__"):
-        raise UserCodeError(f"data must return a dataset: {name} has neither __getitem__ and __len__ nor __iter__")
+        raise UserCodeError(
+            f"data must return a dataset: {name} has neither __getitem__ and __len__ nor __iter__"
+        )
     if shuffle:
-        raise JobError(f"data.shuffle: {name} is an iterable dataset, without indices to permute: shuffle inside it")
+        raise JobError(
+            f"data.shuffle: {name} is an iterable dataset, without indices to permute: shuffle inside it"
+        )
     return IterableSource(dataset, batch, rank, draws, **options)

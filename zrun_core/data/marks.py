@@ -44,7 +44,9 @@ def marks_of(dataset: Any, workers: int = 0, also: Iterable[int] = ()) -> Marks:
     if not is_map_style(dataset):
         return {}
     length = len(dataset)
-    numbers = sorted({0, length // 2, length - 1, *(number for number in also if 0 <= number < length)})
+    numbers = sorted(
+        {0, length // 2, length - 1, *(number for number in also if 0 <= number < length)}
+    )
     if not workers:
         return _read(dataset, numbers)
     generator = torch.Generator()  # else the loader draws a seed from the rank's own stream
@@ -56,10 +58,14 @@ def marks_of(dataset: Any, workers: int = 0, also: Iterable[int] = ()) -> Marks:
 
 def differences(before: Mapping[int, str], now: Marks) -> str:
     """Return which samples differ, in words; "" if none does."""
-    numbers = [str(number) for number in sorted(before) if number in now and now[number] != before[number]]
+    numbers = [
+        str(number) for number in sorted(before) if number in now and now[number] != before[number]
+    ]
     if not numbers:
         return ""
-    listed = " and ".join([", ".join(numbers[:-1]), numbers[-1]]) if len(numbers) > 1 else numbers[0]
+    listed = (
+        " and ".join([", ".join(numbers[:-1]), numbers[-1]]) if len(numbers) > 1 else numbers[0]
+    )
     return f"sample{'s' * (len(numbers) > 1)} {listed} {'are' if len(numbers) > 1 else 'is'} not what was there"
 
 
@@ -124,7 +130,9 @@ def _is_generator(value: Any) -> bool:
 
 
 def _is_beside_generator(value: Any) -> bool:
-    module = sys.modules.get(type(value).__module__) if hasattr(type(value), "__getitem__") else None
+    module = (
+        sys.modules.get(type(value).__module__) if hasattr(type(value), "__getitem__") else None
+    )
     return module is not None and any(_is_generator(each) for each in list(vars(module).values()))
 
 

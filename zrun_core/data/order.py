@@ -76,7 +76,9 @@ class EpochOrder:
         self.num_samples = num_samples
         self.shuffle = shuffle
         self.seed = seed
-        self._permutations: dict[int, torch.Tensor] = {}  # the latest two epochs: a step may straddle them
+        self._permutations: dict[
+            int, torch.Tensor
+        ] = {}  # the latest two epochs: a step may straddle them
 
     def index(self, position: int) -> int:
         """The dataset index of the sample at `position` of the stream."""

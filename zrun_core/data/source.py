@@ -21,7 +21,9 @@ from zrun_core.spine.spec import BatchPlan
 from zrun_core.spine.tracebacks import add_where
 from zrun_core.user_code.user import user_code
 
-Step: TypeAlias = tuple[int, list[MicroBatch]]  # samples in the global batch, this rank's micro-batches of it
+Step: TypeAlias = tuple[
+    int, list[MicroBatch]
+]  # samples in the global batch, this rank's micro-batches of it
 
 
 class Source(Protocol):
@@ -38,7 +40,11 @@ class Source(Protocol):
 
 def is_map_style(dataset: object) -> bool:
     """Whether samples are read by index. torch's own base class gives every dataset a `__getitem__`, used or not."""
-    return not isinstance(dataset, IterableDataset) and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    return (
+        not isinstance(dataset, IterableDataset)
+        and hasattr(dataset, "__getitem__")
+        and hasattr(dataset, "__len__")
+    )
 
 
 def length_of(dataset: object) -> int | None:
@@ -177,7 +183,9 @@ class IterableSource:
         # In a full step a rank needs its own part. In a short last one that part moves to the front, and how far is
         # known only at its end, so all samples of the step are kept where the stream can end.
         can_end = self._epochs is not None or self._limit is not None
-        wanted = range(global_size) if can_end else split(global_size, self._batch.ranks, self._rank)
+        wanted = (
+            range(global_size) if can_end else split(global_size, self._batch.ranks, self._rank)
+        )
         while True:
             size = 0
             samples: dict[int, Any] = {}  # by offset in the step
@@ -213,7 +221,9 @@ class IterableSource:
                 raise
             if not num_read:
                 why = " in its second pass: it can be walked only once" if epoch else ""
-                raise UserCodeError(f"the dataset is empty: {type(self._dataset).__name__} yielded no sample{why}")
+                raise UserCodeError(
+                    f"the dataset is empty: {type(self._dataset).__name__} yielded no sample{why}"
+                )
 
     def _pass(self, epoch: int) -> Iterator[Any]:
         walk = _Walk(self._dataset, rng.mix(self._seed, epoch))

@@ -29,7 +29,9 @@ from zrun_core.errors import JobError
 
 _MASKED_FRACTION = 0.15
 _SPLITS = ("train", "val", "all")
-_SKIPPED_FOLDERS = frozenset({"test", "tests", "site-packages", "dist-packages", "idlelib", "__pycache__"})
+_SKIPPED_FOLDERS = frozenset(
+    {"test", "tests", "site-packages", "dist-packages", "idlelib", "__pycache__"}
+)
 
 
 class TextSample(TypedDict):
@@ -55,7 +57,10 @@ class NextTokens(Dataset[TextSample]):
         return {"input_ids": window[:-1], "labels": window[1:]}
 
     def __reduce__(self) -> tuple[type[NextTokens], tuple[PackedTokens, int]]:
-        return type(self), (self.packed, self.seq_len)  # a mapped file would be pickled with its content
+        return type(self), (
+            self.packed,
+            self.seq_len,
+        )  # a mapped file would be pickled with its content
 
 
 class MaskedTokens(Dataset[TextSample]):
@@ -65,7 +70,9 @@ class MaskedTokens(Dataset[TextSample]):
     (seed, index) alone: it is the same in every epoch, on every rank and in every loader process.
     """
 
-    def __init__(self, packed: PackedTokens, seq_len: int, vocab_size: int, mask_id: int, seed: int) -> None:
+    def __init__(
+        self, packed: PackedTokens, seq_len: int, vocab_size: int, mask_id: int, seed: int
+    ) -> None:
         self.packed = packed
         self.seq_len = seq_len
         self.vocab_size = vocab_size
@@ -85,7 +92,9 @@ class MaskedTokens(Dataset[TextSample]):
         drawn = torch.randint(self.vocab_size, (num_masked,), generator=generator)  # [M]
         labels = torch.full_like(tokens, IGNORED)
         labels[masked] = tokens[masked]
-        shown = torch.where(fate < 0.8, self.mask_id, torch.where(fate < 0.9, drawn, tokens[masked]))
+        shown = torch.where(
+            fate < 0.8, self.mask_id, torch.where(fate < 0.9, drawn, tokens[masked])
+        )
         return {"input_ids": tokens.index_copy(0, masked, shown), "labels": labels}
 
     def __reduce__(self) -> tuple[type[MaskedTokens], tuple[PackedTokens, int, int, int, int]]:
@@ -115,7 +124,9 @@ def text(
     Raises:
         JobError: no file matches or lands on this side of the split, or the text is shorter than one sample.
     """
-    packed = pack(_select(paths, split, val_fraction), open_tokenizer(tokenizer), limit_bytes, cache_dir)
+    packed = pack(
+        _select(paths, split, val_fraction), open_tokenizer(tokenizer), limit_bytes, cache_dir
+    )
     dataset = NextTokens(packed, seq_len)
     _require_sample(dataset, paths)
     return dataset
@@ -146,7 +157,9 @@ def masked_text(
     return dataset
 
 
-def _window(tokens: NDArray[np.integer], index: int, seq_len: int, num_windows: int, *, extra: int) -> Tensor:
+def _window(
+    tokens: NDArray[np.integer], index: int, seq_len: int, num_windows: int, *, extra: int
+) -> Tensor:
     """Tokens of window `index` and `extra` more: int64 [seq_len + extra], a copy of the mapped file."""
     if not 0 <= index < num_windows:
         raise IndexError(f"window {index} of {num_windows}")
@@ -156,7 +169,9 @@ def _window(tokens: NDArray[np.integer], index: int, seq_len: int, num_windows: 
 
 def _require_sample(dataset: NextTokens | MaskedTokens, paths: str | list[str]) -> None:
     if len(dataset) == 0:
-        raise JobError(f"data: the text of {paths} is shorter than one sample of {dataset.seq_len} tokens")
+        raise JobError(
+            f"data: the text of {paths} is shorter than one sample of {dataset.seq_len} tokens"
+        )
 
 
 def _select(paths: str | list[str], split: str, val_fraction: float) -> list[Path]:

@@ -33,7 +33,9 @@ class PackedTokens:
         return np.memmap(self.path, dtype=self.dtype, mode="r")
 
 
-def pack(files: Sequence[Path], tokenizer: Tokenizer, limit_bytes: int | None, cache_dir: str | None) -> PackedTokens:
+def pack(
+    files: Sequence[Path], tokenizer: Tokenizer, limit_bytes: int | None, cache_dir: str | None
+) -> PackedTokens:
     """The tokens of `files`, one after the other, up to `limit_bytes` of text; from the cache if they are there.
 
     Raises:
@@ -50,9 +52,13 @@ def pack(files: Sequence[Path], tokenizer: Tokenizer, limit_bytes: int | None, c
     return packed
 
 
-def _write(packed: PackedTokens, files: Sequence[Path], tokenizer: Tokenizer, limit_bytes: int | None) -> None:
+def _write(
+    packed: PackedTokens, files: Sequence[Path], tokenizer: Tokenizer, limit_bytes: int | None
+) -> None:
     # Complete or not there: a name of its own until every byte is on disk, then renamed.
-    with tempfile.NamedTemporaryFile(dir=packed.path.parent, prefix=f"{packed.path.stem}.", delete=False) as out:
+    with tempfile.NamedTemporaryFile(
+        dir=packed.path.parent, prefix=f"{packed.path.stem}.", delete=False
+    ) as out:
         try:
             left = limit_bytes
             for file in files:
@@ -84,7 +90,9 @@ def _identity(files: Sequence[Path], tokenizer: Tokenizer, limit_bytes: int | No
             status = file.stat()
         except OSError as error:
             raise JobError(f"data: cannot read {file}: {error.strerror}") from None
-        digest.update(f"{file} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}\n".encode())
+        digest.update(
+            f"{file} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}\n".encode()
+        )
     return digest.hexdigest()[:32]
 
 

@@ -67,11 +67,15 @@ class FileTokenizer:
         try:
             import tokenizers
         except ImportError:
-            raise JobError(f"tokenizer: {path} needs the package tokenizers: pip install 'zrun[hf]'") from None
+            raise JobError(
+                f"tokenizer: {path} needs the package tokenizers: pip install 'zrun[hf]'"
+            ) from None
         try:
             content = path.read_bytes()
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
-        except Exception as error:  # the library raises plain Exception for a file that is not its own
+        except (
+            Exception
+        ) as error:  # the library raises plain Exception for a file that is not its own
             raise JobError(f"tokenizer: cannot read {path}: {error}") from None
         self.identity = hashlib.sha256(content).hexdigest()
         self.vocab_size: int = self._tokenizer.get_vocab_size()

@@ -261,7 +261,9 @@ class Comm:
             if PEER_IS_GONE.search(str(error)) is None:
                 raise
             reason = str(error).splitlines()[0]
-            raise PeerError(f"another rank has ended, or does not answer ({reason}): see what it says") from None
+            raise PeerError(
+                f"another rank has ended, or does not answer ({reason}): see what it says"
+            ) from None
         finally:
             if self._board is not None:
                 self._board.waiting(False)
@@ -342,21 +344,35 @@ class Comm:
         return _work(group.handle.recv([_raw(tensor)], peer, tag))
 
     def _exchange(
-        self, outgoing: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor], group: Group, tag: int
+        self,
+        outgoing: Sequence[torch.Tensor],
+        arriving: Sequence[torch.Tensor],
+        group: Group,
+        tag: int,
     ) -> tuple[list[Work], list[Work]]:
         """Send `outgoing[k]` to, and receive `arriving[k]` from, the k-th other rank of `group`: receipts and sends."""
         others = [peer for peer in range(group.size) if peer != group.index]
-        receipts = [self._receive(t, peer, group, tag) for peer, t in zip(others, arriving, strict=True)]
-        return receipts, [self._send(t, peer, group, tag) for peer, t in zip(others, outgoing, strict=True)]
+        receipts = [
+            self._receive(t, peer, group, tag) for peer, t in zip(others, arriving, strict=True)
+        ]
+        return receipts, [
+            self._send(t, peer, group, tag) for peer, t in zip(others, outgoing, strict=True)
+        ]
 
     def _exchange_all(
-        self, outgoing: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor], group: Group, tag: int
+        self,
+        outgoing: Sequence[torch.Tensor],
+        arriving: Sequence[torch.Tensor],
+        group: Group,
+        tag: int,
     ) -> list[Work]:
         """As `_exchange`; once all is over, what was sent may change."""
         receipts, sends = self._exchange(outgoing, arriving, group, tag)
         return [*receipts, *sends]
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, group: Group, *, tag: int, name: str) -> Handle:
+    def all_gather(
+        self, full: torch.Tensor, shard: torch.Tensor, group: Group, *, tag: int, name: str
+    ) -> Handle:
         """Fill `full` [size * n] with every rank's `shard` [n]. `shard` may be, or equal, the own slice of `full`.
 
         Through memory, other ranks may read `shard` until `settle`, although the gather is over here.
@@ -409,7 +425,9 @@ class Comm:
         work = _reduce_scatter_single(total, full, group.handle)
         return Handle(self, [work], lambda: _store([total], into, accumulate))
 
-    def all_reduce(self, full: torch.Tensor, arrivals: torch.Tensor, group: Group, *, tag: int, name: str) -> Handle:
+    def all_reduce(
+        self, full: torch.Tensor, arrivals: torch.Tensor, group: Group, *, tag: int, name: str
+    ) -> Handle:
         """Sum `full` [any length] over ranks, in place, in rank order. `arrivals` is scratch, as in `reduce_scatter`.
 
         Each rank adds up one of `size` slices, of which the last may be shorter.
@@ -433,7 +451,9 @@ class Comm:
 
         return Handle(self, self._exchange_all(others, arriving, group, tag)).then(spread, group)
 
-    def push(self, full: torch.Tensor, arrivals: torch.Tensor, group: Group, *, tag: int, name: str) -> Handle:
+    def push(
+        self, full: torch.Tensor, arrivals: torch.Tensor, group: Group, *, tag: int, name: str
+    ) -> Handle:
         """Sum `full` [n] of all ranks on the first one, in place, in rank order; the others' stay as they are.
 
         `arrivals` [(size - 1) * n] is scratch of the first rank. This is how workers send their gradients to a
@@ -473,7 +493,11 @@ class Comm:
         everyone = torch.empty(group.size, values.numel(), dtype=values.dtype)
         everyone[group.index] = values
         arriving = [row for peer, row in enumerate(everyone.unbind()) if peer != group.index]
-        self.wait_for(self._exchange_all([values.contiguous()] * (group.size - 1), arriving, group, _SMALL_TAG))
+        self.wait_for(
+            self._exchange_all(
+                [values.contiguous()] * (group.size - 1), arriving, group, _SMALL_TAG
+            )
+        )
         return everyone.sum(0)
 
     def all_equal(self, number: int, group: Group, *, name: str) -> bool:
@@ -488,12 +512,22 @@ class Comm:
         if group.size == 1:
             return
         is_source, num_bytes = group.index == source, _bytes(tensor)
-        self._count("broadcast", group, num_bytes * (group.size - 1) * is_source, name, num_bytes * (not is_source))
+        self._count(
+            "broadcast",
+            group,
+            num_bytes * (group.size - 1) * is_source,
+            name,
+            num_bytes * (not is_source),
+        )
         payload = tensor if tensor.is_contiguous() else tensor.contiguous()
         raw = _raw(payload)  # gloo has no bool and few integers; bytes need no arithmetic
-        self.wait_for([_work(dist.broadcast(raw, group.ranks[source], group=group.handle, async_op=True))])
+        self.wait_for(
+            [_work(dist.broadcast(raw, group.ranks[source], group=group.handle, async_op=True))]
+        )
         if payload is not tensor:
-            once = tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())  # an expanded tensor
+            once = tuple(
+                slice(1) if stride == 0 else slice(None) for stride in tensor.stride()
+            )  # an expanded tensor
             tensor[once].copy_(payload[once])
 
     def exchange_bytes(self, payload: bytes, group: Group, *, name: str) -> list[bytes]:
@@ -518,7 +552,10 @@ class Comm:
         else:
             works = [_all_gather_single(everyone, rows[index].clone(), group.handle)]
         self.wait_for(works)
-        return [row[:n].numpy().tobytes() for row, n in zip(everyone.cpu().view(size, -1), counts, strict=True)]
+        return [
+            row[:n].numpy().tobytes()
+            for row, n in zip(everyone.cpu().view(size, -1), counts, strict=True)
+        ]
 
     def barrier(self, group: Group) -> None:
         """Return when every rank of `group` is here."""
@@ -540,13 +577,21 @@ class Comm:
         deadline, pause_s = time.monotonic() + patience_s, 0.0005
         while not store.check(keys):
             if time.monotonic() > deadline:
-                missing = [rank for rank, key in zip(group.ranks, keys, strict=True) if not store.check([key])]
+                missing = [
+                    rank
+                    for rank, key in zip(group.ranks, keys, strict=True)
+                    if not store.check([key])
+                ]
                 if missing:
-                    store.delete_key(keys[group.index])  # who comes later must not take this rank to be here
+                    store.delete_key(
+                        keys[group.index]
+                    )  # who comes later must not take this rank to be here
                     self._roll_calls[what] -= 1
                     names = listed(missing)
                     who = f"rank {names} has" if len(missing) == 1 else f"ranks {names} have"
-                    raise HangError(f"{what}: {who} not called it within {patience_s:g} s; call it on every rank")
+                    raise HangError(
+                        f"{what}: {who} not called it within {patience_s:g} s; call it on every rank"
+                    )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.05)
 
@@ -640,11 +685,17 @@ def _work(work: dist.Work | None) -> Work:
     return work
 
 
-def _all_gather_single(full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None) -> Work:
-    collective = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
+def _all_gather_single(
+    full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None
+) -> Work:
+    collective = getattr(
+        dist, "all_gather_single", dist.all_gather_into_tensor
+    )  # renamed in torch 2.13
     return _work(collective(full, shard, group=group, async_op=True))
 
 
-def _reduce_scatter_single(out: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup | None) -> Work:
+def _reduce_scatter_single(
+    out: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup | None
+) -> Work:
     collective = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
     return _work(collective(out, full, group=group, async_op=True))

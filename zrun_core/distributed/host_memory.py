@@ -70,7 +70,11 @@ class _Range(ctypes.Structure):
 
 def is_possible() -> bool:
     """Whether this machine and the environment let ranks read each other's memory, as far as one of them can tell."""
-    return sys.platform == "linux" and platform.machine() == "x86_64" and os.environ.get(SWITCH) != "off"
+    return (
+        sys.platform == "linux"
+        and platform.machine() == "x86_64"
+        and os.environ.get(SWITCH) != "off"
+    )
 
 
 class _Peer:
@@ -97,7 +101,9 @@ class _Peer:
             count = self._read(self.pid, here, 1, there, 1, 0)
             if count <= 0:
                 number = ctypes.get_errno()
-                raise OSError(number, f"memory of process {self.pid} cannot be read: {os.strerror(number)}")
+                raise OSError(
+                    number, f"memory of process {self.pid} cannot be read: {os.strerror(number)}"
+                )
             done += count
 
     @property
@@ -150,9 +156,13 @@ class _Receiving(_Line):
         while self.messages and self.peer.table[self.at_peer + _SENT] > self.count:
             tensor = self.messages[0].tensor
             if (num_bytes := self.peer.table[self.at_peer + _NUM_BYTES]) != tensor.nbytes:
-                raise HangError(f"ranks disagree: one sent {num_bytes} bytes where another expected {tensor.nbytes}")
+                raise HangError(
+                    f"ranks disagree: one sent {num_bytes} bytes where another expected {tensor.nbytes}"
+                )
             try:
-                self.peer.copy(self.peer.table[self.at_peer + _ADDRESS], num_bytes, tensor.data_ptr())
+                self.peer.copy(
+                    self.peer.table[self.at_peer + _ADDRESS], num_bytes, tensor.data_ptr()
+                )
             except OSError as error:
                 raise PeerError(f"another rank has ended ({error}): see what it says") from None
             self.messages.popleft().is_over = True
@@ -165,7 +175,9 @@ class _Receiving(_Line):
 class Message:
     """One message on its way: a `Work`."""
 
-    def __init__(self, owner: HostMemory, line: _Sending | _Receiving, tensor: torch.Tensor) -> None:
+    def __init__(
+        self, owner: HostMemory, line: _Sending | _Receiving, tensor: torch.Tensor
+    ) -> None:
         self._owner, self.line, self.tensor = owner, line, tensor
         self.is_over = False
 
@@ -215,7 +227,9 @@ class HostMemory:
 
     def _meet(self, exchange: Callable[[bytes], Sequence[bytes]]) -> str:
         """Make the own table, open the others', and try to read their memory; what is in the way, if anything."""
-        num_bytes = len(self.ranks) * NUM_TAGS * _WORDS * 8  # of which only what is used takes memory
+        num_bytes = (
+            len(self.ranks) * NUM_TAGS * _WORDS * 8
+        )  # of which only what is used takes memory
         token = secrets.token_bytes(_TOKEN_BYTES)
         shown = ctypes.create_string_buffer(token, _TOKEN_BYTES)
         descriptor: int | None = None
@@ -225,7 +239,12 @@ class HostMemory:
                 descriptor = os.memfd_create("zrun")
                 os.ftruncate(descriptor, num_bytes)
                 self.table = memoryview(mmap.mmap(descriptor, num_bytes)).cast("Q")
-                card = {"pid": os.getpid(), "table": descriptor, "at": ctypes.addressof(shown), "token": token.hex()}
+                card = {
+                    "pid": os.getpid(),
+                    "table": descriptor,
+                    "at": ctypes.addressof(shown),
+                    "token": token.hex(),
+                }
             except OSError as error:  # the others wait to hear of it
                 card = {"problem": f"no table can be made: {error.strerror}"}
             ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
@@ -248,7 +267,9 @@ class HostMemory:
         seen = ctypes.create_string_buffer(_TOKEN_BYTES)
         peer.copy(card["at"], _TOKEN_BYTES, ctypes.addressof(seen))
         if seen.raw.hex() != card["token"]:
-            raise OSError(f"process {peer.pid} is not rank {rank}: they run in different containers")
+            raise OSError(
+                f"process {peer.pid} is not rank {rank}: they run in different containers"
+            )
 
     def holds(self, ranks: tuple[int, ...], tag: int) -> bool:
         """Whether all of `ranks` can exchange messages with this tag."""
@@ -262,11 +283,16 @@ class HostMemory:
         """Take the next message of `rank` into the contiguous `tensor`."""
         return self._begin(_Receiving, tensor, rank, tag)
 
-    def _begin(self, kind: type[_Sending] | type[_Receiving], tensor: torch.Tensor, rank: int, tag: int) -> Message:
+    def _begin(
+        self, kind: type[_Sending] | type[_Receiving], tensor: torch.Tensor, rank: int, tag: int
+    ) -> Message:
         line = self._lines.get((kind, rank, tag))
         if line is None:
             line = self._lines[kind, rank, tag] = kind(self, rank, tag)
-            taken, posted = self._lines.get((_Receiving, rank, tag)), self._lines.get((_Sending, rank, tag))
+            taken, posted = (
+                self._lines.get((_Receiving, rank, tag)),
+                self._lines.get((_Sending, rank, tag)),
+            )
             if isinstance(taken, _Receiving) and isinstance(posted, _Sending):
                 taken.back = posted
         message = Message(self, line, tensor)
@@ -311,6 +337,10 @@ class HostMemory:
             looked = now
             rank, peer = message.line.rank, message.line.peer
             if not peer.is_alive and not message.is_completed():
-                raise PeerError(f"another rank has ended (rank {rank}, process {peer.pid} is gone): see what it says")
+                raise PeerError(
+                    f"another rank has ended (rank {rank}, process {peer.pid} is gone): see what it says"
+                )
             if now > late:
-                raise PeerError(f"rank {rank} does not answer within {self._patience_s:g} s: see what it says")
+                raise PeerError(
+                    f"rank {rank} does not answer within {self._patience_s:g} s: see what it says"
+                )

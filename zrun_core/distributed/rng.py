@@ -153,27 +153,42 @@ def capture(device: torch.device) -> tuple[dict[str, torch.Tensor], dict[str, An
     if (numpy := sys.modules.get("numpy")) is not None:
         kind, keys, position, has_gauss, cached = numpy.random.get_state()
         tensors["numpy"] = torch.from_numpy(keys.astype("int64"))
-        numbers["numpy"] = {"kind": kind, "position": position, "has_gauss": has_gauss, "cached": cached}
+        numbers["numpy"] = {
+            "kind": kind,
+            "position": position,
+            "has_gauss": has_gauss,
+            "cached": cached,
+        }
     if device.type == "cuda":
         tensors["cuda"] = torch.cuda.get_rng_state(device)
     return tensors, numbers
 
 
-def restore(tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Any], device: torch.device) -> None:
+def restore(
+    tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Any], device: torch.device
+) -> None:
     """Go on with the streams that `capture` saw. Those that it did not see, or that are not here, stay as they are."""
     _set(tensors, numbers, random, torch.default_generator, lambda numpy: numpy.random)
     if "cuda" in tensors and device.type == "cuda":
         torch.cuda.set_rng_state(tensors["cuda"], device)
 
 
-def check(tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Any], device: torch.device) -> None:
+def check(
+    tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Any], device: torch.device
+) -> None:
     """Whether `restore` can go on with them, found out with generators that nobody draws from.
 
     Raises:
         CheckpointError: it cannot.
     """
     try:
-        _set(tensors, numbers, random.Random(), torch.Generator(), lambda numpy: numpy.random.RandomState())
+        _set(
+            tensors,
+            numbers,
+            random.Random(),
+            torch.Generator(),
+            lambda numpy: numpy.random.RandomState(),
+        )
         if "cuda" in tensors and device.type == "cuda":
             torch.Generator(device).set_state(tensors["cuda"])
         for name in ("data", "inside"):
@@ -181,7 +196,9 @@ def check(tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Any], devic
                 _checked_key(numbers[name])
     except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
-        raise CheckpointError(f"no random stream can go on from it: {type(error).__name__}: {reason}") from None
+        raise CheckpointError(
+            f"no random stream can go on from it: {type(error).__name__}: {reason}"
+        ) from None
 
 
 def _set(

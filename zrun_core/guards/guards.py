@@ -30,7 +30,9 @@ class NumericGuard:
         is_close: the next skip may end the run: its step is to be seen before the one after it begins.
     """
 
-    def __init__(self, job: JobConfig, sharded: Inspected, emitter: Emitter, *, is_main: bool) -> None:
+    def __init__(
+        self, job: JobConfig, sharded: Inspected, emitter: Emitter, *, is_main: bool
+    ) -> None:
         self._config = job.guards
         self._sharded, self._emitter, self._is_main = sharded, emitter, is_main
         self._is_scaled = job.precision.compute == "fp16"
@@ -67,11 +69,14 @@ class NumericGuard:
             return None
         if numbers.dropped or not numbers.weight:  # for want of memory, or of samples
             return None
-        can_scale_help = self._is_scaled and math.isfinite(numbers.loss) and numbers.scale > self._least_scale
+        can_scale_help = (
+            self._is_scaled and math.isfinite(numbers.loss) and numbers.scale > self._least_scale
+        )
         progress.skips_in_a_row += 1
         progress.helpless_skips = 0 if can_scale_help else progress.helpless_skips + 1
         must_stop = (
-            progress.skips_in_a_row >= self._config.max_skips or progress.helpless_skips >= self._config.max_nonfinite
+            progress.skips_in_a_row >= self._config.max_skips
+            or progress.helpless_skips >= self._config.max_nonfinite
         )
         if must_stop or progress.helpless_skips or not self._has_told_overflow:
             culprit = self._sharded.find_nonfinite(losses, is_late=is_late)
@@ -83,13 +88,17 @@ class NumericGuard:
                 would_clip = not self._is_clipped and (culprit is None or culprit.size is None)
                 return self._why(progress, step, numbers.scale, what, would_clip)
             if self._is_main:
-                self._emitter.emit("warning", message=f"step {step} was skipped on all ranks: {what}")
+                self._emitter.emit(
+                    "warning", message=f"step {step} was skipped on all ranks: {what}"
+                )
         self._look_closely(progress)
         return None
 
     def _look_closely(self, progress: Progress) -> None:
         """Where the next skip may end the run, each rank looks at its own gradient: whose is it?"""
-        is_near = progress.helpless_skips > 0 or progress.skips_in_a_row + 2 >= self._config.max_skips
+        is_near = (
+            progress.helpless_skips > 0 or progress.skips_in_a_row + 2 >= self._config.max_skips
+        )
         self.is_close = is_near or self._config.max_nonfinite == 1
         self._sharded.inspect_gradients(self.is_close)
 

@@ -47,15 +47,24 @@ class MemoryGuard:
         Raises:
             OutOfMemoryError: the run must stop.
         """
-        self._in_a_row = self._in_a_row + 1 if step - self._last == 1 else max(1, self._in_a_row * (step == self._last))
+        self._in_a_row = (
+            self._in_a_row + 1
+            if step - self._last == 1
+            else max(1, self._in_a_row * (step == self._last))
+        )
         self._last = step
         if self._job.guards.on_oom == "stop":
             raise error
         if (why_not := self._why_not(step)) is not None:
-            raise OutOfMemoryError(f"{error} (guards.on_oom: skip does not drop this batch: {why_not})") from error
-        most = ", ".join(f"{format_size(size)} {name}" for name, size in largest_holders(self._sharded)[:_TOLD])
+            raise OutOfMemoryError(
+                f"{error} (guards.on_oom: skip does not drop this batch: {why_not})"
+            ) from error
+        most = ", ".join(
+            f"{format_size(size)} {name}" for name, size in largest_holders(self._sharded)[:_TOLD]
+        )
         self._emitter.emit(
-            "warning", message=f"step {step}: {error}; all ranks drop its batch. What holds most: {most}"
+            "warning",
+            message=f"step {step}: {error}; all ranks drop its batch. What holds most: {most}",
         )
         # The traceback holds the activations.
         error.__cause__ = error.__context__ = error.__traceback__ = None
@@ -65,7 +74,11 @@ class MemoryGuard:
         if step == 1 or not self._sharded.reducer.order_is_learnt:
             return "the order of reductions is learnt in the first step"
         if self._in_a_row >= self._job.guards.max_nonfinite:
-            many = f"those of the {self._in_a_row - 1} steps before were" if self._in_a_row > 1 else "none may be"
+            many = (
+                f"those of the {self._in_a_row - 1} steps before were"
+                if self._in_a_row > 1
+                else "none may be"
+            )
             return f"{many}, guards.max_nonfinite: {self._job.guards.max_nonfinite}"
         return None
 
@@ -81,13 +94,17 @@ def largest_holders(sharded: ShardedModel) -> list[tuple[str, int]]:
     by_kind = sharded.allocated_memory().by_kind
     found = Counter({_NAMES[kind]: size for kind, size in by_kind.items()})
     largest = max((unit.allocated()[0].num_bytes, unit.name) for unit in sharded.units)
-    found[f"{_NAMES[Kind.PARAM]}, largest unit {largest[1]!r} with {format_size(largest[0])}"] = found.pop(
-        _NAMES[Kind.PARAM]
+    found[f"{_NAMES[Kind.PARAM]}, largest unit {largest[1]!r} with {format_size(largest[0])}"] = (
+        found.pop(_NAMES[Kind.PARAM])
     )
     others = _other_tensors(sharded)
     found.update(others)
     memory = process_memory(sharded.comm.device)
-    held = memory["device_allocated"] if memory["device_allocated"] is not None else memory["rss_bytes"]
+    held = (
+        memory["device_allocated"]
+        if memory["device_allocated"] is not None
+        else memory["rss_bytes"]
+    )
     rest = (held or 0) - sum(found.values())
     if rest > 0:
         found["activations saved for backward, libraries and what else the process holds"] = rest
@@ -99,13 +116,19 @@ def _other_tensors(sharded: ShardedModel) -> Counter[str]:
     known = {tensor.untyped_storage().data_ptr() for tensor in sharded.own_tensors()}
     found: Counter[str] = Counter()
     for thing in gc.get_objects():
-        if type(thing) is not torch.Tensor or thing.device.type != sharded.comm.device.type or thing.is_sparse:
+        if (
+            type(thing) is not torch.Tensor
+            or thing.device.type != sharded.comm.device.type
+            or thing.is_sparse
+        ):
             continue
         storage = thing.untyped_storage()
         if not storage.nbytes() or storage.data_ptr() in known:
             continue
         known.add(storage.data_ptr())
-        found[f"tensors {tuple(thing.shape)} {str(thing.dtype).removeprefix('torch.')}"] += storage.nbytes()
+        found[f"tensors {tuple(thing.shape)} {str(thing.dtype).removeprefix('torch.')}"] += (
+            storage.nbytes()
+        )
     return found
 
 
@@ -117,7 +140,9 @@ def advice(job: JobConfig, batch: BatchPlan) -> list[str]:
     if job.activations.checkpoint == "none":
         found.append("activations.checkpoint: full  # recompute blocks in backward")
     if job.zero.stage < 3 and batch.ranks > 1:
-        found.append(f"zero.stage: {job.zero.stage + 1}  # divide more states over the {batch.ranks} ranks")
+        found.append(
+            f"zero.stage: {job.zero.stage + 1}  # divide more states over the {batch.ranks} ranks"
+        )
     if job.precision.compute == "fp32":
         found.append("precision: bf16  # half the activations")
     return found
@@ -135,7 +160,10 @@ def explain(error: OutOfMemoryError, spec: RunSpec, sharded: ShardedModel) -> st
 
 def describe(what: str, holders: Sequence[tuple[str, int]], lines: Sequence[str]) -> str:
     """The whole message of a run that stops."""
-    text = [f"{what}. What holds most:", *(f"  {format_size(size):>10}  {name}" for name, size in holders)]
+    text = [
+        f"{what}. What holds most:",
+        *(f"  {format_size(size):>10}  {name}" for name, size in holders),
+    ]
     if lines:
         text += ["What would help, in the job file:", *(f"  {line}" for line in lines)]
     return "\n".join(text)

@@ -158,10 +158,16 @@ def _peaks(tensor: float, fp32: float, *, bf16: bool = True) -> dict[str, float]
     return {"fp16": tensor, "fp32": fp32} | ({"bf16": tensor} if bf16 else {})
 
 
-def _gpu(name: str, memory_mib: int, peak: Mapping[str, float], bandwidth: float, sms: int, **rest: Any) -> Device:
+def _gpu(
+    name: str, memory_mib: int, peak: Mapping[str, float], bandwidth: float, sms: int, **rest: Any
+) -> Device:
     """A GPU; the area of a product's result that keeps it busy goes with its processors."""
-    given: dict[str, Any] = {"context_bytes": 450 * MIB, "workspace_bytes": 8 * MIB + 128 * 1024,
-                             "communicator_bytes": 160 * MIB, "gemm_area": 9000.0 * sms}  # fmt: skip
+    given: dict[str, Any] = {
+        "context_bytes": 450 * MIB,
+        "workspace_bytes": 8 * MIB + 128 * 1024,
+        "communicator_bytes": 160 * MIB,
+        "gemm_area": 9000.0 * sms,
+    }
     return Device(name, "cuda", memory_mib * MIB, peak, bandwidth, **(given | rest))
 
 
@@ -172,27 +178,72 @@ _HOPPER = {"gemm": 0.64, "attention": 0.32, "workspace_bytes": 32 * MIB, "contex
 DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
-        _gpu("V100-16G", 16151, _peaks(125e12, 15.7e12, bf16=False), 900e9, 80, gemm=0.72, attention=0.30),
-        _gpu("V100-32G", 32500, _peaks(125e12, 15.7e12, bf16=False), 900e9, 80, gemm=0.72, attention=0.30),
+        _gpu(
+            "V100-16G",
+            16151,
+            _peaks(125e12, 15.7e12, bf16=False),
+            900e9,
+            80,
+            gemm=0.72,
+            attention=0.30,
+        ),
+        _gpu(
+            "V100-32G",
+            32500,
+            _peaks(125e12, 15.7e12, bf16=False),
+            900e9,
+            80,
+            gemm=0.72,
+            attention=0.30,
+        ),
         _gpu("A100-40G", 40338, _peaks(312e12, 19.5e12), 1555e9, 108, **_A100),
         _gpu("A100-80G", 81051, _peaks(312e12, 19.5e12), 2039e9, 108, **_A100),
         _gpu("H100-80G", 81090, _peaks(989e12, 67e12), 3350e9, 132, **_HOPPER),
         _gpu("H200", 143156, _peaks(989e12, 67e12), 4800e9, 132, **_HOPPER),
-        _gpu("B200", 182642, _peaks(2250e12, 75e12), 8000e9, 148, **(_HOPPER | {"gemm": 0.60, "attention": 0.22})),
+        _gpu(
+            "B200",
+            182642,
+            _peaks(2250e12, 75e12),
+            8000e9,
+            148,
+            **(_HOPPER | {"gemm": 0.60, "attention": 0.22}),
+        ),
         _gpu("L40S", 45488, _peaks(362e12, 91.6e12), 864e9, 142, gemm=0.62, attention=0.45),
         _gpu("4090", 24217, _peaks(165e12, 82.6e12), 1008e9, 128, gemm=0.88, attention=0.75),
     )
 }
 # One core of a server with AVX-512, as a part of a host: what a quick measurement replaces.
 _CPU_CORE = Device(
-    "CPU", "cpu", 0, {"fp32": 90e9, "bf16": 180e9}, 12e9, gemm=0.85, gemm_area=4096.0, gemm_depth=48.0, attention=0.35,
-    streaming=0.8, cache_bytes=16 * MIB, cache_speedup=2.0, narrow=0.55, launch_s=5e-6, contention=1.0,
-    optimizer=0.35e9, context_bytes=165 * MIB,
-)  # fmt: skip
+    "CPU",
+    "cpu",
+    0,
+    {"fp32": 90e9, "bf16": 180e9},
+    12e9,
+    gemm=0.85,
+    gemm_area=4096.0,
+    gemm_depth=48.0,
+    attention=0.35,
+    streaming=0.8,
+    cache_bytes=16 * MIB,
+    cache_speedup=2.0,
+    narrow=0.55,
+    launch_s=5e-6,
+    contention=1.0,
+    optimizer=0.35e9,
+    context_bytes=165 * MIB,
+)
 _ALIASES = {
-    "V100": "V100-32G", "A100": "A100-80G", "H100": "H100-80G", "RTX4090": "4090", "RTX-4090": "4090",
-    "H200-141G": "H200", "B200-180G": "B200", "B200-192G": "B200", "L40S-48G": "L40S", "4090-24G": "4090",
-}  # fmt: skip
+    "V100": "V100-32G",
+    "A100": "A100-80G",
+    "H100": "H100-80G",
+    "RTX4090": "4090",
+    "RTX-4090": "4090",
+    "H200-141G": "H200",
+    "B200-180G": "B200",
+    "B200-192G": "B200",
+    "L40S-48G": "L40S",
+    "4090-24G": "4090",
+}
 
 # What large messages reach, per device (NVLink, PCIe: all links of one), per adapter, or per drive.
 LINKS: dict[str, Link] = {
@@ -215,11 +266,25 @@ LINKS: dict[str, Link] = {
         Link("memory", 8 * GB, 30e-6),
     )
 }
-_LINK_ALIASES = {"IB-EDR": "EDR", "IB-HDR": "HDR", "IB-NDR": "NDR", "Ethernet-100G": "100G", "Ethernet-400G": "400G",
-                 "Ethernet-10G": "10G", "Ethernet-25G": "25G", "100GbE": "100G", "400GbE": "400G", "10GbE": "10G",
-                 "25GbE": "25G"}  # fmt: skip
+_LINK_ALIASES = {
+    "IB-EDR": "EDR",
+    "IB-HDR": "HDR",
+    "IB-NDR": "NDR",
+    "Ethernet-100G": "100G",
+    "Ethernet-400G": "400G",
+    "Ethernet-10G": "10G",
+    "Ethernet-25G": "25G",
+    "100GbE": "100G",
+    "400GbE": "400G",
+    "10GbE": "10G",
+    "25GbE": "25G",
+}
 # Bytes per second that one drive reads and writes.
-DRIVES = {"NVMe3": (3.2 * GB, 2.0 * GB), "NVMe4": (6.5 * GB, 4.0 * GB), "NVMe5": (12 * GB, 8.0 * GB)}
+DRIVES = {
+    "NVMe3": (3.2 * GB, 2.0 * GB),
+    "NVMe4": (6.5 * GB, 4.0 * GB),
+    "NVMe5": (12 * GB, 8.0 * GB),
+}
 
 
 @dataclass(frozen=True)
@@ -251,7 +316,9 @@ _NODES = {
 }
 _CPU_NODE = _Node("memory", "memory", "10G", 1, "NVMe4", 1, 64, 40, 8, devices=1)
 
-_SIMULATED = re.compile(r"(?:(?P<first>\d+)x(?:(?P<second>\d+)x)?)?(?P<name>[A-Za-z0-9-]+)(?:@(?P<rest>.+))?")
+_SIMULATED = re.compile(
+    r"(?:(?P<first>\d+)x(?:(?P<second>\d+)x)?)?(?P<name>[A-Za-z0-9-]+)(?:@(?P<rest>.+))?"
+)
 _COUNTED = re.compile(r"(?:(\d+)x)?(.+)")
 
 
@@ -277,7 +344,9 @@ def device_named(name: str) -> Device:
         return known[wanted]
     near = get_close_matches(wanted, known, n=1, cutoff=0.3)
     suggestion = f"did you mean {known[near[0]].name}? " if near else ""
-    raise JobError(f"{name!r} is no device that is known: {suggestion}There are {', '.join([*DEVICES, 'CPU'])}")
+    raise JobError(
+        f"{name!r} is no device that is known: {suggestion}There are {', '.join([*DEVICES, 'CPU'])}"
+    )
 
 
 def parse_simulate(text: str, *, price: float | None = None) -> Hardware:
@@ -291,7 +360,9 @@ def parse_simulate(text: str, *, price: float | None = None) -> Hardware:
     """
     match = _SIMULATED.fullmatch(text.strip())
     if match is None:
-        raise JobError(f"{text!r} describes no cluster: write nodes x GPUs x device, such as 64x8xA100-80G or 4xH100")
+        raise JobError(
+            f"{text!r} describes no cluster: write nodes x GPUs x device, such as 64x8xA100-80G or 4xH100"
+        )
     device = device_named(match["name"])
     usual = _CPU_NODE if device.kind == "cpu" else _NODES[device.name]
     nodes, devices = _counts(text, match["first"], match["second"], usual)
@@ -324,25 +395,43 @@ def _assemble(name: str, device: Device, usual: _Node, nodes: int, devices: int)
     if shares:
         cores = max(cores, devices)
         device = _of_cores(device, cores / devices, host_bytes // devices, 2 * bandwidth / devices)
-    adapters = usual.adapters if devices < usual.devices else usual.adapters * devices // usual.devices
+    adapters = (
+        usual.adapters if devices < usual.devices else usual.adapters * devices // usual.devices
+    )
     return Hardware(
-        name, device, nodes, devices, intra, LINKS[usual.inter].shared(adapters, devices), host, host_bytes, bandwidth,
-        cores, read * usual.drives, write * usual.drives, usual.drives * 3840 * 10**9, shares_memory=shares,
-    )  # fmt: skip
+        name,
+        device,
+        nodes,
+        devices,
+        intra,
+        LINKS[usual.inter].shared(adapters, devices),
+        host,
+        host_bytes,
+        bandwidth,
+        cores,
+        read * usual.drives,
+        write * usual.drives,
+        usual.drives * 3840 * 10**9,
+        shares_memory=shares,
+    )
 
 
 def _of_cores(core: Device, cores: float, memory_bytes: int, bandwidth: float) -> Device:
     """A rank with several cores of a host."""
     peak = {precision: flops * cores for precision, flops in core.peak.items()}
     optimizer = None if core.optimizer is None else core.optimizer * cores
-    return replace(core, memory_bytes=memory_bytes, peak=peak, bandwidth=bandwidth, optimizer=optimizer)
+    return replace(
+        core, memory_bytes=memory_bytes, peak=peak, bandwidth=bandwidth, optimizer=optimizer
+    )
 
 
 def _with_part(hardware: Hardware, part: str) -> Hardware:
     if part.startswith("ram="):
         return _with_ram(hardware, part.removeprefix("ram="))
     count, wanted = _COUNTED.fullmatch(part).groups()  # type: ignore[union-attr]  # it matches whatever is not empty
-    links = {name.upper(): name for name in (*LINKS, *DRIVES)} | {a.upper(): b for a, b in _LINK_ALIASES.items()}
+    links = {name.upper(): name for name in (*LINKS, *DRIVES)} | {
+        a.upper(): b for a, b in _LINK_ALIASES.items()
+    }
     name = links.get(wanted.upper())
     if name is None:
         near = get_close_matches(wanted.upper(), links, n=1, cutoff=0.3)
@@ -355,14 +444,21 @@ def _with_part(hardware: Hardware, part: str) -> Hardware:
     if name in DRIVES:
         read, write = DRIVES[name]
         drives = number or 1
-        return replace(hardware, disk_read=read * drives, disk_write=write * drives, disk_bytes=drives * 3840 * 10**9)
+        return replace(
+            hardware,
+            disk_read=read * drives,
+            disk_write=write * drives,
+            disk_bytes=drives * 3840 * 10**9,
+        )
     link = LINKS[name]
     if name.startswith("NVLink"):
         return replace(hardware, intra=link)
     if name.startswith("PCIe"):
         is_switched = hardware.intra.name.startswith("NVLink")
         return replace(hardware, host=link, intra=hardware.intra if is_switched else link)
-    return replace(hardware, inter=link.shared(number or hardware.devices_per_node, hardware.devices_per_node))
+    return replace(
+        hardware, inter=link.shared(number or hardware.devices_per_node, hardware.devices_per_node)
+    )
 
 
 def _with_ram(hardware: Hardware, size: str) -> Hardware:
@@ -371,7 +467,9 @@ def _with_ram(hardware: Hardware, size: str) -> Hardware:
     except ValueError as error:
         raise JobError(f"{hardware.name!r}: ram: {error}") from None
     if not host_bytes:
-        raise JobError(f"{hardware.name!r}: ram: a host without memory runs nothing: write for example ram=512GiB")
+        raise JobError(
+            f"{hardware.name!r}: ram: a host without memory runs nothing: write for example ram=512GiB"
+        )
     device = hardware.device
     if hardware.shares_memory:
         device = replace(device, memory_bytes=host_bytes // hardware.devices_per_node)
@@ -417,7 +515,13 @@ class Rates:
 
 
 def from_rates(
-    rates: Rates, *, ranks: int, nodes: int = 1, host_bytes: int, cores: int, name: str = "this machine"
+    rates: Rates,
+    *,
+    ranks: int,
+    nodes: int = 1,
+    host_bytes: int,
+    cores: int,
+    name: str = "this machine",
 ) -> Hardware:
     """Hosts as they were measured, with `ranks` each.
 
@@ -427,32 +531,70 @@ def from_rates(
     """
     inter = LINKS["10G"]
     if rates.link is not None:
-        inter = Link("network", rates.link, (rates.round_trip or 2 * inter.latency) / 2).shared(1, ranks)
-    disks: dict[str, Any] = {"disk_read": rates.disk_read or 0.0, "disk_write": rates.disk_write or 0.0}
+        inter = Link("network", rates.link, (rates.round_trip or 2 * inter.latency) / 2).shared(
+            1, ranks
+        )
+    disks: dict[str, Any] = {
+        "disk_read": rates.disk_read or 0.0,
+        "disk_write": rates.disk_write or 0.0,
+    }
     common: dict[str, Any] = {"measured": True, "spread": MEASURED_SPREAD, **disks}
     if not rates.gpu_name:
         device = cpu_device(rates, ranks, host_bytes)
         latency = LINKS["memory"].latency if rates.exchange_s is None else rates.exchange_s
         memory = Link("memory", rates.exchange or rates.copy / ranks / 2, latency)
-        return Hardware(name, device, nodes, ranks, memory, inter, memory, host_bytes, 2 * rates.copy, cores,
-                        shares_memory=True, **common)  # fmt: skip
+        return Hardware(
+            name,
+            device,
+            nodes,
+            ranks,
+            memory,
+            inter,
+            memory,
+            host_bytes,
+            2 * rates.copy,
+            cores,
+            shares_memory=True,
+            **common,
+        )
     preset = like(rates.gpu_name)
     usual = _NODES[preset.name]
     host = Link("PCIe", min(rates.to_device, rates.from_device), LINKS[usual.host].latency)
     device = replace(
-        preset, name=rates.gpu_name, memory_bytes=rates.gpu_memory or preset.memory_bytes,
+        preset,
+        name=rates.gpu_name,
+        memory_bytes=rates.gpu_memory or preset.memory_bytes,
         **_measured_shares(preset, rates.gpu_flops, 8192, rates.gpu_copy),
-    )  # fmt: skip
-    return Hardware(name, device, nodes, ranks, LINKS[usual.intra], inter, host, host_bytes, 2 * rates.copy, cores,
-                    **common)  # fmt: skip
+    )
+    return Hardware(
+        name,
+        device,
+        nodes,
+        ranks,
+        LINKS[usual.intra],
+        inter,
+        host,
+        host_bytes,
+        2 * rates.copy,
+        cores,
+        **common,
+    )
 
 
 def cpu_device(rates: Rates, ranks: int, host_bytes: int) -> Device:
     """One rank's part of a host's cores: a share of what all of them do together."""
     peak = {precision: flops / ranks for precision, flops in rates.cpu_flops.items()}
-    device = replace(_CPU_CORE, memory_bytes=host_bytes // ranks, peak=peak, bandwidth=2 * rates.copy / ranks,
-                     gemm=1.0, streaming=1.0, optimizer=None, operators=rates.operators,
-                     update=rates.update)  # fmt: skip
+    device = replace(
+        _CPU_CORE,
+        memory_bytes=host_bytes // ranks,
+        peak=peak,
+        bandwidth=2 * rates.copy / ranks,
+        gemm=1.0,
+        streaming=1.0,
+        optimizer=None,
+        operators=rates.operators,
+        update=rates.update,
+    )
     return replace(device, **dict(rates.extra))  # type: ignore[arg-type]
 
 
@@ -460,11 +602,17 @@ def like(name: str) -> Device:
     """The preset that a driver's name means, or the one that is most like it."""
     upper = name.upper()
     same = [device for device in DEVICES.values() if device.name.partition("-")[0] in upper]
-    fitting = [device for device in same if device.name.rpartition("-")[2].removesuffix("G") + "GB" in upper]
+    fitting = [
+        device
+        for device in same
+        if device.name.rpartition("-")[2].removesuffix("G") + "GB" in upper
+    ]
     return (fitting or same or [DEVICES["A100-80G"]])[-1]
 
 
-def _measured_shares(preset: Device, flops: Mapping[str, float], side: int, copy: float) -> dict[str, Any]:
+def _measured_shares(
+    preset: Device, flops: Mapping[str, float], side: int, copy: float
+) -> dict[str, Any]:
     """`gemm` and `streaming` such that a square product and a copy take what they took."""
     saturation = side**2 / (side**2 + preset.gemm_area) * side / (side + preset.gemm_depth)
     tensor = next((p for p in ("bf16", "fp16") if p in flops and p in preset.peak), None)

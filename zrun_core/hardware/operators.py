@@ -41,12 +41,18 @@ class Operators:
         """Seconds of an operator that passes over memory; of a usual one where this one was not measured."""
         rows = self._rows(self._streams, name.rstrip("_"), dtype)
         x, seconds = rows if rows is not None else self._streams[f"{USUAL} float32"]
-        return np.where(num_bytes <= x[-1], np.interp(num_bytes, x, seconds), num_bytes * (seconds[-1] / x[-1]))
+        return np.where(
+            num_bytes <= x[-1], np.interp(num_bytes, x, seconds), num_bytes * (seconds[-1] / x[-1])
+        )
 
     def flop_rate(self, name: str, dtype: str, size: Floats) -> Floats | None:
         """FLOP/s of an operator that computes; None if it was not measured."""
         rows = self._rows(self._flops, name, dtype)
-        return None if rows is None else np.interp(np.log(np.maximum(size, 1.0)), np.log(rows[0]), rows[1])
+        return (
+            None
+            if rows is None
+            else np.interp(np.log(np.maximum(size, 1.0)), np.log(rows[0]), rows[1])
+        )
 
     def product_rate(self, name: str, dtype: str, m: Floats, n: Floats, k: Floats) -> Floats | None:
         """FLOP/s of matrix products; None if such were not measured."""
@@ -54,7 +60,9 @@ class Operators:
         return None if grid is None else grid.at(m, n, k)
 
     @staticmethod
-    def _rows(table: Mapping[str, tuple[Floats, Floats]], name: str, dtype: str) -> tuple[Floats, Floats] | None:
+    def _rows(
+        table: Mapping[str, tuple[Floats, Floats]], name: str, dtype: str
+    ) -> tuple[Floats, Floats] | None:
         for each in (dtype, *DTYPES.values(), "int64", "bool"):
             if (rows := table.get(f"{name} {each}")) is not None:
                 return rows
@@ -86,7 +94,9 @@ class _Grid:
         points = np.array(rows, dtype=np.float64)
         self._axes = [np.unique(points[:, axis]) for axis in range(3)]
         self._rates = np.zeros([len(axis) for axis in self._axes])
-        places = tuple(np.searchsorted(axis, points[:, number]) for number, axis in enumerate(self._axes))
+        places = tuple(
+            np.searchsorted(axis, points[:, number]) for number, axis in enumerate(self._axes)
+        )
         self._rates[places] = np.log(points[:, 3])
 
     def at(self, *sizes: Floats) -> Floats:

@@ -29,7 +29,9 @@ def whole(function: str, name: str, value: Any, least: int | None, write: str) -
     return number
 
 
-def number(function: str, name: str, value: Any, write: str, *, above: float | None = None) -> float:
+def number(
+    function: str, name: str, value: Any, write: str, *, above: float | None = None
+) -> float:
     """Argument `name` of `function` as a finite float.
 
     Raises:
@@ -64,7 +66,9 @@ def scalar(function: str, name: str, value: Any, *, is_weight: bool = False) -> 
     """
     if isinstance(value, torch.Tensor):
         if value.numel() != 1 or value.is_complex():
-            raise JobError(f"{function}({name}=...): a tensor of shape {tuple(value.shape)} where one number is needed")
+            raise JobError(
+                f"{function}({name}=...): a tensor of shape {tuple(value.shape)} where one number is needed"
+            )
         return value.detach().view(()).double()
     if not isinstance(value, Real):
         raise JobError(f"{function}({name}={value!r}): write a number")

@@ -41,7 +41,10 @@ class Background:
 
     def votes(self) -> tuple[int, Votes]:
         """Which save is under way, and what this rank adds to a step's message for it."""
-        return self._number, Votes() if self.step is None or self._saves is None else self._saves.votes()
+        return (
+            self._number,
+            Votes() if self.step is None or self._saves is None else self._saves.votes(),
+        )
 
     def advance(self, number: int, votes: Votes) -> None:
         """Move save `number` on, as far as the sums of its votes say that nobody waits. Collective if they say any.
@@ -84,6 +87,8 @@ def _in_turn(action: Callable[[], None]) -> None:
 def in_own_words(error: Exception) -> str:
     """What is said to somebody with a job, to somebody with a loop."""
     text = "\n".join(line for line in str(error).splitlines() if "--resume" not in line)
-    text = text.replace("set checkpoint.dir", "name another folder").replace("give the job", "give load()")
+    text = text.replace("set checkpoint.dir", "name another folder").replace(
+        "give the job", "give load()"
+    )
     text = text.replace(" (limits.save_s)", "")
     return text.replace(", or start from the weights with init_from", "")

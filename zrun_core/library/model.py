@@ -50,7 +50,9 @@ class Handle:
         found = getattr(model, _HANDLE, None)
         if not isinstance(found, cls):
             kind = type(model).__name__
-            raise UserCodeError(f"{what}: this {kind} is not sharded: call model = zrun_core.shard(model) first")
+            raise UserCodeError(
+                f"{what}: this {kind} is not sharded: call model = zrun_core.shard(model) first"
+            )
         return found
 
 
@@ -177,7 +179,9 @@ def _section(section: type[_Section], value: Any, name: str) -> _Section:
             write = f"write {short}a mapping with some of {', '.join(section.model_fields)}"
             raise JobError(f"shard({name}={value!r}): {write}") from None
         place = ".".join(str(part) for part in first["loc"])
-        raise JobError(f"shard({name}={value!r}): {f'{place}: ' if place else ''}{first['msg']}") from None
+        raise JobError(
+            f"shard({name}={value!r}): {f'{place}: ' if place else ''}{first['msg']}"
+        ) from None
 
 
 def _build(model: nn.Module | Callable[[], nn.Module], init: str, run: Run, mesh: Mesh) -> Built:
@@ -192,13 +196,17 @@ def _build(model: nn.Module | Callable[[], nn.Module], init: str, run: Run, mesh
 
 def _factory(function: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     if not callable(function):
-        raise JobError(f"shard(): {type(function).__name__} is neither a module nor a function that returns one")
+        raise JobError(
+            f"shard(): {type(function).__name__} is neither a module nor a function that returns one"
+        )
 
     def build() -> nn.Module:
         with user_code("the model factory failed"):
             module = function()
         if not isinstance(module, nn.Module):
-            raise UserCodeError(f"the model factory returned {type(module).__name__}, not an nn.Module")
+            raise UserCodeError(
+                f"the model factory returned {type(module).__name__}, not an nn.Module"
+            )
         return module
 
     return build
@@ -215,11 +223,20 @@ def _adopt(module: nn.Module, run: Run) -> Built:
     check(module)
     for name, param in module.named_parameters():
         if param.is_meta:
-            raise UserCodeError(f'shard(): {name} has no values: pass the function that builds the model, init="meta"')
-    shapes = repr([(name, tuple(param.shape), param.requires_grad) for name, param in module.named_parameters()])
+            raise UserCodeError(
+                f'shard(): {name} has no values: pass the function that builds the model, init="meta"'
+            )
+    shapes = repr(
+        [
+            (name, tuple(param.shape), param.requires_grad)
+            for name, param in module.named_parameters()
+        ]
+    )
     world = run._mesh(1).world
     if not run._comm.all_equal(zlib.crc32(shapes.encode()), world, name="shapes"):
-        raise UserCodeError("shard(): the ranks have built different models: build the same one everywhere")
+        raise UserCodeError(
+            "shard(): the ranks have built different models: build the same one everywhere"
+        )
 
     def read(name: str, param: nn.Parameter) -> torch.Tensor:
         value = param.detach().to(run.device)

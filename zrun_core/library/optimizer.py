@@ -23,7 +23,14 @@ from zrun_core.library.model import Handle
 from zrun_core.library.run import current
 from zrun_core.library.skips import Skips
 from zrun_core.optim import lightweight
-from zrun_core.optim.choose import MOMENTS, Chosen, arguments_of, choose_with, find, with_bf16_moments
+from zrun_core.optim.choose import (
+    MOMENTS,
+    Chosen,
+    arguments_of,
+    choose_with,
+    find,
+    with_bf16_moments,
+)
 from zrun_core.spine.config import LossScaleConfig
 from zrun_core.zero.precision import LossScaler, Precision
 from zrun_core.zero.sharded import StepResult
@@ -68,7 +75,9 @@ class Optimizer(torch.optim.Optimizer):
         self._num_steps = 0
         self._is_first = handle.run._claim_steps()
         self._told_at = time.monotonic()
-        self._trained = [param for unit in handle.sharded.units if unit.trainable for param in unit.params]
+        self._trained = [
+            param for unit in handle.sharded.units if unit.trainable for param in unit.params
+        ]
         self._skips = Skips(handle.sharded, max_skips, is_main=handle.run.is_main)
         self._unread: _Unread | None = None
         self._heard: tuple[int, Votes] | None = None  # of a save under way
@@ -81,7 +90,12 @@ class Optimizer(torch.optim.Optimizer):
         self._handle.loop.drop_gradients()
         self._handle.sharded.begin_step()
 
-    def step(self, closure: Callable[[], Any] | None = None, *, weight: float | torch.Tensor | None = None) -> Any:
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        weight: float | torch.Tensor | None = None,
+    ) -> Any:
         """Update the model. The gradients are used up: `zero_grad()` is needed only to drop some.
 
         The gradient is that of the sum of all losses that were differentiated since the last step, on all ranks,
@@ -111,7 +125,9 @@ class Optimizer(torch.optim.Optimizer):
         loss = None
         if closure is not None:
             if not callable(closure):
-                raise JobError(f"step({closure!r}): the first argument is a closure; did you mean weight={closure!r}?")
+                raise JobError(
+                    f"step({closure!r}): the first argument is a closure; did you mean weight={closure!r}?"
+                )
             with torch.enable_grad():
                 loss = closure()
         self._step(weight, None)
@@ -121,7 +137,9 @@ class Optimizer(torch.optim.Optimizer):
         handle = self._handle
         sharded, device = handle.sharded, handle.run.device
         if self.__dict__.pop("grad_scale", None) is not None:
-            raise UserCodeError("step(): torch's GradScaler finds no gradients here: use zrun_core.GradScaler")
+            raise UserCodeError(
+                "step(): torch's GradScaler finds no gradients here: use zrun_core.GradScaler"
+            )
         self._warn_unscaled(scaler)
         save, votes = handle.run._background.votes()
         handle.loop.end_gradients()
@@ -134,10 +152,15 @@ class Optimizer(torch.optim.Optimizer):
         self._num_steps += 1
         if self._replica_every is not None and self._num_steps % self._replica_every == 0:
             self._compare(scaler)
-        options = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+        options = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in self.param_groups
+        ]
         sharded.optimizer.set_options(options)
         result = sharded.step(None, sums, lambda totals: totals["weight"], scaler)
-        torch.autograd.graph.increment_version(self._trained)  # a backward of what was called before is refused
+        torch.autograd.graph.increment_version(
+            self._trained
+        )  # a backward of what was called before is refused
         self.grad_norm, self.skipped = result.grad_norm, result.skipped
         try:
             self._look_at(result, save, scaler)
@@ -217,15 +240,21 @@ class Optimizer(torch.optim.Optimizer):
     def _warn_unscaled(self, scaler: LossScaler | None) -> None:
         if scaler is None and not self._has_warned and self._handle.sharded.scaler.enabled:
             self._has_warned = True
-            warnings.warn("fp16 without zrun_core.GradScaler: small gradients become zero", stacklevel=4)
+            warnings.warn(
+                "fp16 without zrun_core.GradScaler: small gradients become zero", stacklevel=4
+            )
 
     def state_dict(self) -> NoReturn:
         """Refused: the state lies in shards."""
-        raise UserCodeError("state_dict(): the state lies in shards, on all ranks: use zrun_core.save(...)")
+        raise UserCodeError(
+            "state_dict(): the state lies in shards, on all ranks: use zrun_core.save(...)"
+        )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> NoReturn:
         """Refused: the state lies in shards."""
-        raise UserCodeError("load_state_dict(): the state lies in shards, on all ranks: use zrun_core.load(...)")
+        raise UserCodeError(
+            "load_state_dict(): the state lies in shards, on all ranks: use zrun_core.load(...)"
+        )
 
 
 def optimizer(
@@ -263,17 +292,31 @@ def optimizer(
     if clip is not None:
         clip = arguments.number("optimizer", "clip", clip, "a number above 0, or None", above=0)
     if max_skips is not None:
-        max_skips = arguments.whole("optimizer", "max_skips", max_skips, 1, "1 or more steps, or None")
+        max_skips = arguments.whole(
+            "optimizer", "max_skips", max_skips, 1, "1 or more steps, or None"
+        )
     if replica_every is not None:
-        replica_every = arguments.whole("optimizer", "replica_every", replica_every, 1, "1 or more steps, or None")
+        replica_every = arguments.whole(
+            "optimizer", "replica_every", replica_every, 1, "1 or more steps, or None"
+        )
     made = _make_groups(model, groups)
     chosen = _choose(name, options, made, moments, handle.run.device)
-    number_of = {id(param): number for number, group in enumerate(made) for param in group["params"]}
-    by_name = {name: number_of[id(param)] for name, param in model.named_parameters() if param.requires_grad}
+    number_of = {
+        id(param): number for number, group in enumerate(made) for param in group["params"]
+    }
+    by_name = {
+        name: number_of[id(param)]
+        for name, param in model.named_parameters()
+        if param.requires_grad
+    }
     settings = [{key: value for key, value in group.items() if key != "params"} for group in made]
     defaults = chosen.make([nn.Parameter(torch.zeros(1))], None).defaults
     build = functools.partial(
-        Optimizer, defaults=defaults, handle=handle, max_skips=max_skips, replica_every=replica_every
+        Optimizer,
+        defaults=defaults,
+        handle=handle,
+        max_skips=max_skips,
+        replica_every=replica_every,
     )
     result = lightweight.build(build, made, {})  # type: ignore[arg-type]
     assert isinstance(result, Optimizer)
@@ -336,7 +379,9 @@ def _own_options(
         own = {key: value for key, value in group.items() if key in accepted}
         if shared := own.keys() - defaults.keys():
             key = sorted(shared)[0]
-            raise JobError(f"groups[{number}] has {key!r}, which holds for all groups: write optimizer(..., {key}=...)")
+            raise JobError(
+                f"groups[{number}] has {key!r}, which holds for all groups: write optimizer(..., {key}=...)"
+            )
         if own:
             yield own
 
@@ -345,13 +390,17 @@ def _no_reference(reference: str) -> NoReturn:
     raise JobError(f"{reference}: pass the class itself")
 
 
-def _make_groups(model: nn.Module, groups: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
+def _make_groups(
+    model: nn.Module, groups: Sequence[Mapping[str, Any]] | None
+) -> list[dict[str, Any]]:
     """`groups` with their parameters as lists, each checked to be one of the model's own, and in one group only."""
     names = {id(param): name for name, param in model.named_parameters() if param.requires_grad}
     if groups is None:
         return [{"params": [param for param in model.parameters() if param.requires_grad]}]
     if not isinstance(groups, Iterable):
-        raise UserCodeError(f"optimizer(groups={groups!r}): write a list of parameter groups, as torch takes them")
+        raise UserCodeError(
+            f"optimizer(groups={groups!r}): write a list of parameter groups, as torch takes them"
+        )
     seen: set[int] = set()
     made = []
     for number, group in enumerate(groups):
@@ -361,13 +410,19 @@ def _make_groups(model: nn.Module, groups: Sequence[Mapping[str, Any]] | None) -
         members = [params] if isinstance(params, torch.Tensor) else list(_iterable(params, number))
         for place, param in enumerate(members):
             if id(param) not in names:
-                what = f"a parameter of shape {tuple(param.shape)}" if isinstance(param, torch.Tensor) else repr(param)
+                what = (
+                    f"a parameter of shape {tuple(param.shape)}"
+                    if isinstance(param, torch.Tensor)
+                    else repr(param)
+                )
                 raise UserCodeError(
                     f"optimizer(): groups[{number}] holds {what} (number {place}) that is none of this model's, or "
                     "requires no gradient: take them from model.named_parameters() after shard()"
                 )
             if id(param) in seen:
-                raise UserCodeError(f"optimizer(): {names[id(param)]} is in two groups: leave it in one")
+                raise UserCodeError(
+                    f"optimizer(): {names[id(param)]} is in two groups: leave it in one"
+                )
             seen.add(id(param))
         made.append({**group, "params": members})
     if missing := [name for key, name in names.items() if key not in seen]:
@@ -380,7 +435,9 @@ def _make_groups(model: nn.Module, groups: Sequence[Mapping[str, Any]] | None) -
 
 def _iterable(params: Any, number: int) -> Iterable[Any]:
     if not isinstance(params, Iterable):
-        raise UserCodeError(f'optimizer(): groups[{number}]["params"] is {type(params).__name__}, not parameters')
+        raise UserCodeError(
+            f'optimizer(): groups[{number}]["params"] is {type(params).__name__}, not parameters'
+        )
     return params
 
 
@@ -412,12 +469,18 @@ class GradScaler:
         Raises:
             JobError: an argument is no such number.
         """
-        number = functools.partial(arguments.number, "GradScaler", write="a number above 0", above=0)
-        steps = functools.partial(arguments.whole, "GradScaler", least=1, write="a number of steps, 1 or more")
+        number = functools.partial(
+            arguments.number, "GradScaler", write="a number above 0", above=0
+        )
+        steps = functools.partial(
+            arguments.whole, "GradScaler", least=1, write="a number of steps, 1 or more"
+        )
         config = LossScaleConfig(
-            init=number("init_scale", init_scale), min=number("min_scale", min_scale),
-            window=steps("growth_interval", growth_interval), hysteresis=steps("hysteresis", hysteresis),
-        )  # fmt: skip
+            init=number("init_scale", init_scale),
+            min=number("min_scale", min_scale),
+            window=steps("growth_interval", growth_interval),
+            hysteresis=steps("hysteresis", hysteresis),
+        )
         compute = torch.float16 if enabled else torch.float32
         self._scaler = LossScaler(Precision(compute, torch.float32, config), current().device)
         self._overflows: dict[int, torch.Tensor] = {}  # by optimizer, since the last update
@@ -442,9 +505,13 @@ class GradScaler:
             UserCodeError: as `Optimizer.step`, or `update` was not called since the optimizer's last step.
         """
         if not isinstance(optimizer, Optimizer):
-            raise UserCodeError(f"GradScaler.step(): {type(optimizer).__name__} was not made by zrun_core.optimizer")
+            raise UserCodeError(
+                f"GradScaler.step(): {type(optimizer).__name__} was not made by zrun_core.optimizer"
+            )
         if id(optimizer) in self._overflows:
-            raise UserCodeError("GradScaler.step(): this optimizer has stepped already: call update() after each round")
+            raise UserCodeError(
+                "GradScaler.step(): this optimizer has stepped already: call update() after each round"
+            )
         self._overflows[id(optimizer)] = optimizer._step(weight, self._scaler).overflow
 
     def update(self) -> None:
@@ -454,7 +521,9 @@ class GradScaler:
             UserCodeError: there was none.
         """
         if not self._overflows:
-            raise UserCodeError("GradScaler.update(): no optimizer has stepped: call step(optimizer) first")
+            raise UserCodeError(
+                "GradScaler.update(): no optimizer has stepped: call step(optimizer) first"
+            )
         self._scaler.update(torch.stack(list(self._overflows.values())).any())
         self._overflows.clear()
 
@@ -479,5 +548,8 @@ class GradScaler:
                 "torch's take the scale: GradScaler(init_scale=...)"
             )
         scale = arguments.number(what, "scale", state_dict["scale"], "a number above 0", above=0)
-        counts = {key: arguments.whole(what, key, state_dict[key], 0, "a number of steps") for key in ("good", "bad")}
+        counts = {
+            key: arguments.whole(what, key, state_dict[key], 0, "a number of steps")
+            for key in ("good", "bad")
+        }
         self._scaler.load_state_dict({"scale": scale, **counts})

@@ -50,15 +50,21 @@ class Record:
         try:
             make_private(folder)
             if any(folder.iterdir()) and not (folder / "events.jsonl").exists():
-                raise JobError(f"init(run_dir={str(folder)!r}): there are other files in it: name a new folder")
+                raise JobError(
+                    f"init(run_dir={str(folder)!r}): there are other files in it: name a new folder"
+                )
             flags = os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             self._lock = os.open(folder / ".lock", os.O_RDWR | flags, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._file = os.open(folder / "events.jsonl", os.O_WRONLY | os.O_APPEND | flags, 0o600)
         except BlockingIOError:
-            raise JobError(f"init(run_dir={str(folder)!r}): another process writes there: name a new folder") from None
+            raise JobError(
+                f"init(run_dir={str(folder)!r}): another process writes there: name a new folder"
+            ) from None
         except OSError as error:
-            raise JobError(f"init(run_dir={str(folder)!r}): {error.strerror}: name another folder") from None
+            raise JobError(
+                f"init(run_dir={str(folder)!r}): {error.strerror}: name another folder"
+            ) from None
         for name in ("failure.json", "exit.json"):  # of an earlier process
             (folder / name).unlink(missing_ok=True)
         self._write_holder()
@@ -73,7 +79,9 @@ class Record:
         if self._folder is None:
             return
         name = self._folder.parent.name
-        places = [{"rank": rank, "host": host, "device": str(device)} for rank, host in enumerate(hosts)]
+        places = [
+            {"rank": rank, "host": host, "device": str(device)} for rank, host in enumerate(hosts)
+        ]
         self._write("job.yaml", f"name: {json.dumps(name)}\ncheckpoint: null\n")
         self._write("plan.json", json.dumps({"ranks": places}, indent=1))
         self.emit(
@@ -101,7 +109,10 @@ class Record:
                 raise OSError(None, "the disk is full")
         except OSError as error:
             self._file = -1
-            print(f"zrun_core: {self._folder}/events.jsonl ends here: {error.strerror}", file=sys.stderr)
+            print(
+                f"zrun_core: {self._folder}/events.jsonl ends here: {error.strerror}",
+                file=sys.stderr,
+            )
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Add numbers of the user's own.
@@ -155,7 +166,10 @@ class Record:
 
     def _write(self, name: str, text: str) -> None:
         assert self._folder is not None
-        with suppress(OSError), open(self._folder / name, "w", encoding="utf-8", opener=_private) as file:
+        with (
+            suppress(OSError),
+            open(self._folder / name, "w", encoding="utf-8", opener=_private) as file,
+        ):
             file.write(text + "\n")
 
 

@@ -20,7 +20,14 @@ import torch.distributed as dist
 from zrun_core.distributed import rng
 from zrun_core.distributed.comm import Comm
 from zrun_core.distributed.mesh import Mesh
-from zrun_core.errors import ExitCode, HangError, JobError, PreflightError, RendezvousError, UserCodeError
+from zrun_core.errors import (
+    ExitCode,
+    HangError,
+    JobError,
+    PreflightError,
+    RendezvousError,
+    UserCodeError,
+)
 from zrun_core.library import arguments
 from zrun_core.library.background import Background
 from zrun_core.library.record import Record
@@ -74,7 +81,10 @@ class Run:
                 Watchdog(board, functools.partial(_stop, self.rank), late=late, late_s=patience_s)
             self._comm = Comm(device, board)
             if (reason := self._comm.use_memory(mesh.host, timeout_s)) is not None:
-                print(f"zrun_core: the ranks of this host talk through sockets: {reason}", file=sys.stderr)
+                print(
+                    f"zrun_core: the ranks of this host talk through sockets: {reason}",
+                    file=sys.stderr,
+                )
             self._comm.barrier(mesh.world)  # all have opened the board
         self.run_dir, self._record = run_dir, self._open_record(run_dir)
         self._step = self._loaded_step = 0  # of the first optimizer; what it goes on from
@@ -102,7 +112,9 @@ class Run:
         """
         number = arguments.scalar("mean", "value", value).to(self.device)
         share = arguments.scalar("mean", "weight", weight, is_weight=True).to(self.device)
-        total = self._comm.sum_small(torch.stack([number * share, share]), self._mesh(1).world, name="mean").tolist()
+        total = self._comm.sum_small(
+            torch.stack([number * share, share]), self._mesh(1).world, name="mean"
+        ).tolist()
         return total[0] / total[1] if total[1] else float("nan")
 
     def metric(self, name: str, value: float | torch.Tensor) -> None:
@@ -146,7 +158,9 @@ class Run:
     def _mesh(self, shard_size: int) -> Mesh:
         """The groups where `shard_size` ranks hold one copy of a model's states. Collective when first asked for."""
         if shard_size not in self._meshes:
-            self._meshes[shard_size] = Mesh.build(self.rank, self._hosts, shard_size, timeout_s=self._timeout_s)
+            self._meshes[shard_size] = Mesh.build(
+                self.rank, self._hosts, shard_size, timeout_s=self._timeout_s
+            )
         return self._meshes[shard_size]
 
     def _meet(self, what: str) -> None:
@@ -213,17 +227,25 @@ def init(
         timeout_s = arguments.number("init", "timeout_s", timeout_s, "seconds above 0", above=0)
         patience_s = arguments.number("init", "patience_s", patience_s, "seconds above 0", above=0)
         if threads is not None:
-            threads = arguments.whole("init", "threads", threads, 1, "a number of threads, 1 or more, or None")
+            threads = arguments.whole(
+                "init", "threads", threads, 1, "a number of threads, 1 or more, or None"
+            )
         folder = arguments.folder("init", run_dir, name="run_dir") if run_dir is not None else None
         seat = _find_seat()
         chosen = _find_device(device, seat[2])
         if threads is None:
-            threads = max(1, len(os.sched_getaffinity(0)) // seat[3]) if hasattr(os, "sched_getaffinity") else 1
+            threads = (
+                max(1, len(os.sched_getaffinity(0)) // seat[3])
+                if hasattr(os, "sched_getaffinity")
+                else 1
+            )
         torch.set_num_threads(threads)
         if chosen.type == "cpu":
             heap.keep_freed_memory()
         _join(seat, chosen, timeout_s)
-        _current = Run(seat, chosen, seed=seed, timeout_s=timeout_s, patience_s=patience_s, run_dir=folder)
+        _current = Run(
+            seat, chosen, seed=seed, timeout_s=timeout_s, patience_s=patience_s, run_dir=folder
+        )
         _current._streams.begin()  # as a job's worker does
     return _current
 
@@ -243,7 +265,9 @@ def _find_seat() -> tuple[int, int, int, int]:
     """(rank, world size, local rank, ranks on this host)."""
     found = {name: os.environ[name] for name in _VARIABLES if os.environ.get(name)}
     if wrong := [name for name, text in found.items() if not text.isascii() or not text.isdigit()]:
-        raise PreflightError(f"init(): {wrong[0]}={found[wrong[0]]!r} is no number: start the script with torchrun")
+        raise PreflightError(
+            f"init(): {wrong[0]}={found[wrong[0]]!r} is no number: start the script with torchrun"
+        )
     if dist.is_initialized():
         rank, size = dist.get_rank(), dist.get_world_size()
         local_size = int(found.get("LOCAL_WORLD_SIZE", size))
@@ -259,7 +283,9 @@ def _find_seat() -> tuple[int, int, int, int]:
         rank, size, local_rank, local_size = (int(found[name]) for name in _VARIABLES)
         seat = (rank, size, local_rank, local_size)
     if seat[1] % seat[3]:
-        raise PreflightError(f"init(): {seat[1]} ranks with {seat[3]} on this host: give every host the same number")
+        raise PreflightError(
+            f"init(): {seat[1]} ranks with {seat[3]} on this host: give every host the same number"
+        )
     return seat
 
 
@@ -286,7 +312,9 @@ def _join(seat: tuple[int, int, int, int], device: torch.device, timeout_s: floa
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         reason = str(error).splitlines()[0]
-        raise RendezvousError(f"init(): not all {seat[1]} ranks arrived within {timeout_s:g} s: {reason}") from None
+        raise RendezvousError(
+            f"init(): not all {seat[1]} ranks arrived within {timeout_s:g} s: {reason}"
+        ) from None
 
 
 def _stop(rank: int, error: HangError) -> None:
@@ -304,7 +332,10 @@ def tell_late(board: Board, seconds: float, late: list[int]) -> None:
     if board.rank in late:
         text = f"rank {board.rank} has kept others waiting for {seconds:g} s: it is at {_place()}"
     elif board.rank == waiting[0]:
-        names = [f"rank {rank}{' (stopped by a signal)' if board.state(rank).is_halted else ''}" for rank in late]
+        names = [
+            f"rank {rank}{' (stopped by a signal)' if board.state(rank).is_halted else ''}"
+            for rank in late
+        ]
         whom = f"{', '.join(names)}, which does something else" if late else "ranks of other hosts"
         text = f"rank {board.rank} has waited {seconds:g} s at {_place()}, for {whom}"
     else:

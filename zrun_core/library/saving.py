@@ -92,11 +92,15 @@ def save(
     for name, handle in states.handles.items():
         if handle.loop.num_backwards:
             who = name or "the model"
-            raise UserCodeError(f"save(): {who} has gradients that no step has used: call step() or zero_grad() first")
+            raise UserCodeError(
+                f"save(): {who} has gradients that no step has used: call step() or zero_grad() first"
+            )
     run._meet("save()")
     if not wait and busy == "skip" and run._background.step is not None:
         if run.is_main:
-            _tell(warning=f"step {step} is not saved: step {run._background.step} is still being written")
+            _tell(
+                warning=f"step {step} is not saved: step {run._background.step} is still being written"
+            )
         return False
     run._background.finish()
     for handle in states.handles.values():
@@ -106,7 +110,9 @@ def save(
     progress = {"extra": json.loads(text), "groups": groups}
     checkpointer = _checkpointer(run, path, states, keep)
     if checkpointer.last_step == step:
-        raise UserCodeError(f"save(step={step}): {path} holds that step already: count on from the one that was loaded")
+        raise UserCodeError(
+            f"save(step={step}): {path} holds that step already: count on from the one that was loaded"
+        )
     run._background.save(checkpointer, step, progress, wait=wait)
     return True
 
@@ -126,7 +132,11 @@ def finish() -> None:
 
 
 def load(
-    folder: str | os.PathLike[str], model: Models, *, step: int | None = None, weights_only: bool = False
+    folder: str | os.PathLike[str],
+    model: Models,
+    *,
+    step: int | None = None,
+    weights_only: bool = False,
 ) -> Loaded | None:
     """Fill models and their optimizers from the newest valid step of a folder, or from `step`. Every rank calls it.
 
@@ -181,7 +191,10 @@ class States:
     def __init__(self, handles: Mapping[str, Handle], *, weights_only: bool = False) -> None:
         self.handles = dict(handles)
         self._weights_only = weights_only
-        self._states = {name: ModelState(handle.sharded, weights_only=weights_only) for name, handle in handles.items()}
+        self._states = {
+            name: ModelState(handle.sharded, weights_only=weights_only)
+            for name, handle in handles.items()
+        }
 
     @property
     def layout(self) -> dict[str, Any]:
@@ -197,7 +210,11 @@ class States:
 
     def tensors(self) -> list[TensorInfo]:
         return [
-            replace(info, name=_join(name, info.name), aliases=tuple(_join(name, other) for other in info.aliases))
+            replace(
+                info,
+                name=_join(name, info.name),
+                aliases=tuple(_join(name, other) for other in info.aliases),
+            )
             for name, state in self._states.items()
             for info in state.tensors()
         ]
@@ -227,7 +244,9 @@ class States:
         found = []
         for name, state in self._states.items():
             own = {_strip(name, key): digest for key, digest in first.items() if _is_of(name, key)}
-            found += [replace(part, tensor=_rejoin(name, part.tensor)) for part in state.own_buffers(own)]
+            found += [
+                replace(part, tensor=_rejoin(name, part.tensor)) for part in state.own_buffers(own)
+            ]
         return found
 
     def before_update(self, call: Callable[[], None]) -> None:
@@ -267,7 +286,11 @@ def _only(manifest: Manifest, name: str) -> Manifest:
         manifest,
         layout=manifest.layout["models"][name],
         tensors=[
-            replace(info, name=_strip(name, info.name), aliases=tuple(_strip(name, other) for other in info.aliases))
+            replace(
+                info,
+                name=_strip(name, info.name),
+                aliases=tuple(_strip(name, other) for other in info.aliases),
+            )
             for info in manifest.tensors
             if _is_of(name, info.name)
         ],
@@ -325,7 +348,9 @@ def _states(model: Models, what: str, *, weights_only: bool = False) -> tuple[Ru
             raise UserCodeError(f"{what}: {twin} and {name} are the same model: name it once")
         handles[name] = handle
         if handle.optimizer is None and not weights_only:
-            raise UserCodeError(f"{what}: {name or 'the model'} has no optimizer: call zrun_core.optimizer first")
+            raise UserCodeError(
+                f"{what}: {name or 'the model'} has no optimizer: call zrun_core.optimizer first"
+            )
     return next(iter(handles.values())).run, States(handles, weights_only=weights_only)
 
 
@@ -352,13 +377,22 @@ def _set_options(handle: Handle, saved: Sequence[Mapping[str, Any]] | None) -> N
     if saved is None:  # by a job
         return
     if len(saved) != len(groups):
-        raise CheckpointError(f"the optimizer had {len(saved)} groups when it was saved, and has {len(groups)} now")
+        raise CheckpointError(
+            f"the optimizer had {len(saved)} groups when it was saved, and has {len(groups)} now"
+        )
     for group, options in zip(groups, saved, strict=True):
         for key, value in options.items():
             if not _is_like(group.get(key), value):
                 was = repr(str(value)[:40])
-                raise CheckpointError(f"the optimizer's {key} is {was} in the checkpoint, {group[key]} here")
-        group.update({key: tuple(value) if isinstance(value, list) else value for key, value in options.items()})
+                raise CheckpointError(
+                    f"the optimizer's {key} is {was} in the checkpoint, {group[key]} here"
+                )
+        group.update(
+            {
+                key: tuple(value) if isinstance(value, list) else value
+                for key, value in options.items()
+            }
+        )
 
 
 def _is_like(now: Any, saved: Any) -> bool:
@@ -367,7 +401,9 @@ def _is_like(now: Any, saved: Any) -> bool:
         return isinstance(saved, list) and len(saved) == len(now) and all(map(_is_like, now, saved))
     if isinstance(now, bool):
         return saved is None or isinstance(saved, bool)
-    return not isinstance(now, int | float) or (isinstance(saved, int | float) and not isinstance(saved, bool))
+    return not isinstance(now, int | float) or (
+        isinstance(saved, int | float) and not isinstance(saved, bool)
+    )
 
 
 def _checkpointer(run: Run, path: Path, states: States, keep: int) -> Checkpointer:
@@ -375,7 +411,9 @@ def _checkpointer(run: Run, path: Path, states: States, keep: int) -> Checkpoint
     try:
         config = CheckpointConfig(keep=keep)
     except ValidationError:
-        raise UserCodeError(f"save(keep={keep}): write 2 or more, so that a valid step is always there") from None
+        raise UserCodeError(
+            f"save(keep={keep}): write 2 or more, so that a valid step is always there"
+        ) from None
     saver, is_new = _savers.get(path), path not in _savers
     if saver is None:
         if problem := _agreed(run, lambda: _try(lambda: hold(path))):
@@ -397,7 +435,9 @@ def _checkpointer(run: Run, path: Path, states: States, keep: int) -> Checkpoint
         own = _try(lambda: saver.open(_resumed.get(path)))
         if problem := _agreed(run, lambda: own):
             raise SaveError(problem) if run.is_main else PeerError("rank 0 cannot save")
-        _resumed.pop(path, None)  # its damaged steps are set aside once: their numbers are used again
+        _resumed.pop(
+            path, None
+        )  # its damaged steps are set aside once: their numbers are used again
     return saver
 
 

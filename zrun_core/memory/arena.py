@@ -37,7 +37,10 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 def _libc() -> ctypes.CDLL:
     libc = ctypes.CDLL(None, use_errno=True)
     address, size, flags = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-    libc.mmap.restype, libc.mmap.argtypes = address, [address, size, flags, flags, flags, ctypes.c_long]
+    libc.mmap.restype, libc.mmap.argtypes = (
+        address,
+        [address, size, flags, flags, flags, ctypes.c_long],
+    )
     libc.mremap.restype, libc.mremap.argtypes = address, [address, size, size, flags, address]
     libc.munmap.argtypes = [address, size]
     libc.mprotect.argtypes = [address, size, flags]
@@ -246,17 +249,23 @@ class WholeWindow(Window):
 class PageWindow(Window):
     """A unit on a Linux CPU. See [Note: constant addresses]."""
 
-    def __init__(self, numel: int, own: tuple[int, int], dtype: torch.dtype, pool: PagePool) -> None:
+    def __init__(
+        self, numel: int, own: tuple[int, int], dtype: torch.dtype, pool: PagePool
+    ) -> None:
         self._region = Region(numel * dtype.itemsize, huge=False)
         self._pool = pool
         self.full = self._region.tensor().view(dtype)
         self.shard = self.full[own[0] : own[1]]
         start, stop = own[0] * dtype.itemsize, own[1] * dtype.itemsize
-        self._foreign = [(a, b - a) for a, b in ((0, start), (stop, self._region.num_bytes)) if b > a]
+        self._foreign = [
+            (a, b - a) for a, b in ((0, start), (stop, self._region.num_bytes)) if b > a
+        ]
         # Huge pages lie between the shards' borders: across one they would be split when pages move.
         first, last = _whole_huge_pages(start, stop)
         self._region.advise_huge(first, last - first)
-        self._huge: list[tuple[int, int]] = []  # of the foreign parts: (offset, bytes) of huge pages,
+        self._huge: list[
+            tuple[int, int]
+        ] = []  # of the foreign parts: (offset, bytes) of huge pages,
         self._single: list[tuple[int, int]] = []  # and of what is left before and behind them
         for offset, num_bytes in self._foreign:
             first, last = _whole_huge_pages(offset, offset + num_bytes)
@@ -294,7 +303,12 @@ class StorageWindow(Window):
     """A unit whose storage is resized: any device, any platform. The shard is a copy of its own."""
 
     def __init__(
-        self, numel: int, own: tuple[int, int], dtype: torch.dtype, device: torch.device, meter: StorageMeter
+        self,
+        numel: int,
+        own: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        meter: StorageMeter,
     ) -> None:
         self._meter = meter
         self.full = torch.empty(numel, dtype=dtype, device=device)
@@ -335,7 +349,9 @@ def flat_buffer(numel: int, dtype: torch.dtype, device: torch.device) -> torch.T
     """
     if device.type == "cpu" and sys.platform.startswith("linux") and numel:
         return Region(numel * dtype.itemsize).tensor().view(dtype)[:numel]
-    return torch.zeros(whole_pages(numel * dtype.itemsize) // dtype.itemsize, dtype=dtype, device=device)[:numel]
+    return torch.zeros(
+        whole_pages(numel * dtype.itemsize) // dtype.itemsize, dtype=dtype, device=device
+    )[:numel]
 
 
 def byte_buffer(num_bytes: int, device: torch.device) -> torch.Tensor:

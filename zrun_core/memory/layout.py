@@ -20,7 +20,9 @@ from zrun_core.memory.buffers import ON_DEVICE, Buffer, Kind, Placement, Tier
 from zrun_core.memory.tensors import TensorPart, contiguous, whole
 
 PAGE_BYTES = 4096  # shards start on pages, so that a gathered unit can be assembled by moving pages
-STAGING_SLOTS = 2  # of what goes up to the device, or down from it: one is filled while the other is on its way
+STAGING_SLOTS = (
+    2  # of what goes up to the device, or down from it: one is filled while the other is on its way
+)
 DISK_SLOTS = 3  # of host memory: one is read into, one is updated, one is written from
 
 
@@ -125,7 +127,9 @@ class UnitLayout:
     num_parts: int  # that it is padded to, and that norms are taken over; a shard has one or more
     persistent: bool = False  # stage 3: stays whole
     lasting: bool = False  # in use while other units come and go: tied to modules of theirs, or of a container itself
-    modules: str = ""  # those that the unit was cut from; units cut from the same ones are in use together
+    modules: str = (
+        ""  # those that the unit was cut from; units cut from the same ones are in use together
+    )
     block: str = ""  # the repeated block that these lie in, or are
     numel: int = field(init=False)
     part_numel: int = field(init=False)
@@ -191,7 +195,9 @@ class UnitLayout:
 
 def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
     """The stride that `tensor` keeps in a flat buffer: its own if it is dense, else the contiguous one."""
-    size_of_stride = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1)
+    size_of_stride = sorted(
+        (s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1
+    )
     expected = 1
     for stride, size in size_of_stride:
         if stride != expected:
@@ -317,13 +323,19 @@ class StatePolicy:
     reduce_dtype: torch.dtype
     moments: int  # values that the optimizer keeps per parameter: 2 for Adam
     moment_dtype: torch.dtype = torch.float32
-    updates_together: bool = False  # all units propose an update before the first is applied: layer-wise optimizers
+    updates_together: bool = (
+        False  # all units propose an update before the first is applied: layer-wise optimizers
+    )
     ownership: Ownership = Ownership()
-    recomputes_blocks: bool = False  # backward runs a repeated block again first: its units are in use together
+    recomputes_blocks: bool = (
+        False  # backward runs a repeated block again first: its units are in use together
+    )
 
     def has_master(self, unit: UnitLayout, placement: Placement = ON_DEVICE) -> bool:
         """Whether the optimizer works on a copy: fp32 parameters are their own master, where they are on its tier."""
-        return unit.trainable and (unit.dtype != torch.float32 or placement.param is not placement.optimizer)
+        return unit.trainable and (
+            unit.dtype != torch.float32 or placement.param is not placement.optimizer
+        )
 
     def frees(self, unit: UnitLayout) -> bool:
         """Whether only a shard of the unit's parameters stays in memory between uses."""
@@ -352,13 +364,20 @@ class StatePolicy:
             return found
         scatters_each = self.zero.reduce_now(boundary=False)
         grad = unit.shard_numel if scatters_each else unit.padded_numel
-        found.append(Buffer(f"{unit.name}/grad", Kind.GRAD, whole_pages(grad * self.reduce_dtype.itemsize)))
+        found.append(
+            Buffer(f"{unit.name}/grad", Kind.GRAD, whole_pages(grad * self.reduce_dtype.itemsize))
+        )
         start, stop = self.ownership.owned_range(unit, peers)
         if self.has_master(unit, placement):
             found.append(Buffer(f"{unit.name}/master", Kind.OPTIM, 4 * (stop - start)))
-        held = sum(piece.stop - piece.start for piece in unit.pieces(start, stop))  # padding has no moments
+        held = sum(
+            piece.stop - piece.start for piece in unit.pieces(start, stop)
+        )  # padding has no moments
         moment_bytes = held * self.moment_dtype.itemsize
-        found += [Buffer(f"{unit.name}/moment{number}", Kind.OPTIM, moment_bytes) for number in range(self.moments)]
+        found += [
+            Buffer(f"{unit.name}/moment{number}", Kind.OPTIM, moment_bytes)
+            for number in range(self.moments)
+        ]
         return found
 
     def gather_ring_bytes(
@@ -388,10 +407,17 @@ class StatePolicy:
             else:
                 passing.append((unit, room * unit.dtype.itemsize))
         sizes = [size for _, size in passing]
-        return min(self._most_together(passing) + prefetch * max(sizes, default=0), sum(sizes)) + lasting
+        return (
+            min(self._most_together(passing) + prefetch * max(sizes, default=0), sum(sizes))
+            + lasting
+        )
 
     def reduce_ring_bytes(
-        self, units: Sequence[UnitLayout], peers: Peers, *, placements: Mapping[str, Placement] = NOWHERE_ELSE
+        self,
+        units: Sequence[UnitLayout],
+        peers: Peers,
+        *,
+        placements: Mapping[str, Placement] = NOWHERE_ELSE,
     ) -> int:
         """Room for reductions, of what is being filled and of one unit on its way: what leaves and what arrives.
 
@@ -410,7 +436,11 @@ class StatePolicy:
             leaving = away or self.zero.reduce_now(boundary=False)
             if self.reduce_dtype != torch.float32 and placement.optimizer is Tier.DEVICE:
                 start, stop = self.ownership.owned_range(unit, peers)
-                cast = 4 * (stop - start) + cast if self.updates_together else max(cast, 4 * (stop - start))
+                cast = (
+                    4 * (stop - start) + cast
+                    if self.updates_together
+                    else max(cast, 4 * (stop - start))
+                )
             arriving = self.ownership.arrivals(unit, peers)
             if unit.num_parts > 1 or away:
                 passing.append((unit, unit.padded_numel * leaving + arriving))
@@ -445,7 +475,9 @@ class StatePolicy:
             placements: by unit name, of the units whose states do not all have their home on the device.
         """
         found = [self.buffers(unit, peers, placements.get(unit.name, ON_DEVICE)) for unit in units]
-        gathered = self.gather_ring_bytes(units, prefetch, moves_pages=moves_pages, placements=placements)
+        gathered = self.gather_ring_bytes(
+            units, prefetch, moves_pages=moves_pages, placements=placements
+        )
         reduced = self.reduce_ring_bytes(units, peers, placements=placements)
         return [
             *(buffer for buffers in found for buffer in buffers),
@@ -455,7 +487,9 @@ class StatePolicy:
             *_disk_slots(found),
         ]
 
-    def _staging(self, units: Sequence[UnitLayout], peers: Peers, placements: Mapping[str, Placement]) -> list[Buffer]:
+    def _staging(
+        self, units: Sequence[UnitLayout], peers: Peers, placements: Mapping[str, Placement]
+    ) -> list[Buffer]:
         """Pinned slots through which gradients come down to an update on the host, and parameters go up from it."""
         down = up = 0
         for unit in units:

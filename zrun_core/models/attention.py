@@ -47,8 +47,12 @@ class Attention(nn.Module):
             [B, T, D].
         """
         batch, length, _ = x.shape
-        qkv = self.qkv(x).view(batch, length, -1, self.group + 2, self.head_dim)  # [B, T, KV, group + 2, H]
-        q, k, v = (part.flatten(2, 3).transpose(1, 2) for part in qkv.split((self.group, 1, 1), dim=3))
+        qkv = self.qkv(x).view(
+            batch, length, -1, self.group + 2, self.head_dim
+        )  # [B, T, KV, group + 2, H]
+        q, k, v = (
+            part.flatten(2, 3).transpose(1, 2) for part in qkv.split((self.group, 1, 1), dim=3)
+        )
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
         attended = F.scaled_dot_product_attention(

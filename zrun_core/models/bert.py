@@ -21,7 +21,9 @@ class EncoderLayer(nn.Module):
 
     def __init__(self, dim: int, heads: int, ffn_dim: int, dropout: float) -> None:
         super().__init__()
-        self.attention = Attention(dim, heads, heads, causal=False, bias=True, dropout=dropout, std=_STD, out_std=_STD)
+        self.attention = Attention(
+            dim, heads, heads, causal=False, bias=True, dropout=dropout, std=_STD, out_std=_STD
+        )
         self.attention_norm = nn.LayerNorm(dim, eps=_EPS)
         self.mlp = GeluMLP(dim, ffn_dim, tanh=False, std=_STD, out_std=_STD)
         self.mlp_norm = nn.LayerNorm(dim, eps=_EPS)
@@ -73,7 +75,9 @@ class Bert(nn.Module):
         self.segments = Embedding(2, dim, std=_STD)
         self.norm = nn.LayerNorm(dim, eps=_EPS)
         self.dropout = nn.Dropout(dropout)
-        self.layers = nn.ModuleList(EncoderLayer(dim, heads, ffn_dim, dropout) for _ in range(depth))
+        self.layers = nn.ModuleList(
+            EncoderLayer(dim, heads, ffn_dim, dropout) for _ in range(depth)
+        )
         self.head = MaskedHead(self.tokens)
 
     def forward(
@@ -98,10 +102,14 @@ class Bert(nn.Module):
         """
         length, seq_len = input_ids.shape[1], self.positions.num_embeddings
         if length > seq_len:
-            raise ValueError(f"a sequence of {length} tokens is longer than the model's seq_len {seq_len}")
+            raise ValueError(
+                f"a sequence of {length} tokens is longer than the model's seq_len {seq_len}"
+            )
         positions = torch.arange(length, device=input_ids.device)
         segments = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
-        x = self.tokens(input_ids) + self.positions(positions) + self.segments(segments)  # [B, T, D]
+        x = (
+            self.tokens(input_ids) + self.positions(positions) + self.segments(segments)
+        )  # [B, T, D]
         x = self.dropout(self.norm(x))
         mask = None if attention_mask is None else attention_mask[:, None, None, :].bool()
         for layer in self.layers:

@@ -58,7 +58,9 @@ def generate(
             if temperature == 0:
                 chosen = logits.argmax(dim=-1, keepdim=True)
             else:
-                chosen = torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)
+                chosen = torch.multinomial(
+                    (logits / temperature).softmax(dim=-1), 1, generator=generator
+                )
             ids = torch.cat((ids, chosen), dim=1)
     return ids
 
@@ -77,12 +79,16 @@ def sample(
         tokenizer: path of the `tokenizers` JSON file that the training data uses; None: bytes.
     """
     if not isinstance(context.model, GPT):
-        raise JobError(f"hooks.on_eval: sample continues text by a GPT, not by a {type(context.model).__name__}")
+        raise JobError(
+            f"hooks.on_eval: sample continues text by a GPT, not by a {type(context.model).__name__}"
+        )
     with context.gathered():
         if not context.is_main:
             return
         encoding = open_tokenizer(tokenizer)
-        prompt_ids = torch.from_numpy(encoding.encode(prompt.encode()).astype("int64")).to(context.device)  # [T]
+        prompt_ids = torch.from_numpy(encoding.encode(prompt.encode()).astype("int64")).to(
+            context.device
+        )  # [T]
         generator = torch.Generator(context.device).manual_seed(seed)
         ids = generate(context.model, prompt_ids[None], num_tokens, temperature, generator)[0]
     context.log(encoding.decode(ids.tolist()))

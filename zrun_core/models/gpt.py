@@ -59,7 +59,9 @@ class GPTConfig:
         if self.heads % self.kv_heads:
             raise JobError(f"gpt: {self.heads} heads do not divide over {self.kv_heads} kv_heads")
         if self.flavour is Flavour.LLAMA and self.head_dim % 2:
-            raise JobError(f"gpt: RoPE rotates pairs, but dim {self.dim} / {self.heads} heads = {self.head_dim} is odd")
+            raise JobError(
+                f"gpt: RoPE rotates pairs, but dim {self.dim} / {self.heads} heads = {self.head_dim} is odd"
+            )
         if self.flavour is Flavour.LLAMA and self.dropout:
             raise JobError("gpt: the llama flavour has no dropout: write dropout: 0")
 
@@ -138,7 +140,9 @@ class GPT(nn.Module):
         """
         length = input_ids.shape[1]
         if length > self.config.seq_len:
-            raise ValueError(f"a sequence of {length} tokens is longer than the model's seq_len {self.config.seq_len}")
+            raise ValueError(
+                f"a sequence of {length} tokens is longer than the model's seq_len {self.config.seq_len}"
+            )
         x = self.tokens(input_ids)  # [B, T, D]
         rope = None
         if self.config.flavour is Flavour.GPT2:

@@ -19,9 +19,13 @@ _NAMES = {
     "head.weight": "lm_head.weight",
 }
 _PARTS = {
-    "attention_norm": "ln_1", "attention.qkv": "attn.c_attn", "attention.out": "attn.c_proj", "mlp_norm": "ln_2",
-    "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj",
-}  # fmt: skip
+    "attention_norm": "ln_1",
+    "attention.qkv": "attn.c_attn",
+    "attention.out": "attn.c_proj",
+    "mlp_norm": "ln_2",
+    "mlp.up": "mlp.c_fc",
+    "mlp.down": "mlp.c_proj",
+}
 _LINEAR = {"attention.qkv", "attention.out", "mlp.up", "mlp.down"}
 _OURS = re.compile(rf"blocks\.(\d+)\.({'|'.join(map(re.escape, _PARTS))})\.(weight|bias)")
 _THEIRS = re.compile(

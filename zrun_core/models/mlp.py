@@ -29,7 +29,11 @@ class MLP(nn.Module):
             x = layer(F.relu(x) if index else x)
         if y is None:
             return x
-        return F.mse_loss(x.float(), y.float()) if y.is_floating_point() else F.cross_entropy(x.float(), y)
+        return (
+            F.mse_loss(x.float(), y.float())
+            if y.is_floating_point()
+            else F.cross_entropy(x.float(), y)
+        )
 
 
 def mlp(in_dim: int = 32, hidden_dim: int = 64, out_dim: int = 10, depth: int = 3) -> MLP:

@@ -23,13 +23,17 @@ class Rope(nn.Module):
         self.head_dim = head_dim
         self.seq_len = seq_len
         self.theta = theta
-        self.register_buffer("table", torch.empty(2, seq_len, head_dim // 2, dtype=torch.float32), persistent=False)
+        self.register_buffer(
+            "table", torch.empty(2, seq_len, head_dim // 2, dtype=torch.float32), persistent=False
+        )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Compute the table on the device where it lies. Angles are taken in fp64: positions times frequencies."""
         device = self.table.device
-        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=device) / self.head_dim  # [H / 2]
+        exponents = (
+            torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=device) / self.head_dim
+        )  # [H / 2]
         positions = torch.arange(self.seq_len, dtype=torch.float64, device=device)
         angles = torch.outer(positions, self.theta**-exponents)  # [seq_len, H / 2]
         self.table = torch.stack((angles.cos(), angles.sin())).float()

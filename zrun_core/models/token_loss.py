@@ -12,7 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from zrun_core.data.batch import IGNORED
 
 
-def token_loss(hidden: Tensor, labels: Tensor, head: Callable[[Tensor], Tensor], chunk: int | None) -> Tensor:
+def token_loss(
+    hidden: Tensor, labels: Tensor, head: Callable[[Tensor], Tensor], chunk: int | None
+) -> Tensor:
     """Mean cross-entropy of the labelled positions: fp32, 0-d; NaN where no position is labelled, as torch's own.
 
     Logits are the largest activation of a small model: 4 bytes * positions * vocabulary, twice with their gradient.
@@ -33,6 +35,8 @@ def token_loss(hidden: Tensor, labels: Tensor, head: Callable[[Tensor], Tensor],
 
     sums = [
         checkpoint(part, hidden_part, labels_part, use_reentrant=False, preserve_rng_state=False)
-        for hidden_part, labels_part in zip(torch.split(hidden, chunk), torch.split(labels, chunk), strict=True)
+        for hidden_part, labels_part in zip(
+            torch.split(hidden, chunk), torch.split(labels, chunk), strict=True
+        )
     ]
     return torch.stack(sums).sum() / (labels != IGNORED).sum()

@@ -16,22 +16,34 @@ from zrun_core.errors import JobError
 from zrun_core.optim import lightweight
 from zrun_core.optim.chunked import Bf16Adam, Bf16AdamW, Chunked, Lion, scratch_bytes
 from zrun_core.optim.layerwise import Lamb, Lars, LayerWise, Trust
-from zrun_core.spine.config import ARGS_OF, NOT_SHARDED, WITH_BF16_MOMENTS, OptimConfig, argument_problem
+from zrun_core.spine.config import (
+    ARGS_OF,
+    NOT_SHARDED,
+    WITH_BF16_MOMENTS,
+    OptimConfig,
+    argument_problem,
+)
 
 OptimizerClass = Callable[..., torch.optim.Optimizer]
 Options = Mapping[str, Any]  # of a parameter group, where they differ from the optimizer's own
 MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
-RESERVED = frozenset({"value", "rank"})  # states in a checkpoint that are no optimizer's: see its manifest
+RESERVED = frozenset(
+    {"value", "rank"}
+)  # states in a checkpoint that are no optimizer's: see its manifest
 _CPU = torch.device("cpu")
 _BY_LOWER_NAME = {
     name.lower(): name
     for name in dir(torch.optim)
-    if inspect.isclass(getattr(torch.optim, name)) and issubclass(getattr(torch.optim, name), torch.optim.Optimizer)
+    if inspect.isclass(getattr(torch.optim, name))
+    and issubclass(getattr(torch.optim, name), torch.optim.Optimizer)
 }
 _OURS: dict[str, type[Chunked]] = {"lamb": Lamb, "lars": Lars, "lion": Lion}
 _IN_BF16: list[tuple[OptimizerClass, type[Chunked]]] = [
-    (torch.optim.Adam, Bf16Adam), (torch.optim.AdamW, Bf16AdamW), (Lamb, Lamb), (Lion, Lion)
-]  # fmt: skip
+    (torch.optim.Adam, Bf16Adam),
+    (torch.optim.AdamW, Bf16AdamW),
+    (Lamb, Lamb),
+    (Lion, Lion),
+]
 
 
 @dataclass(frozen=True)
@@ -58,14 +70,18 @@ class Chosen:
         ours = _as_ours(self.build)
         return scratch_bytes(ours, self.moment_dtype, device) if ours is not None else 0
 
-    def make(self, params: Sequence[torch.Tensor], weight_decay: float | None) -> torch.optim.Optimizer:
+    def make(
+        self, params: Sequence[torch.Tensor], weight_decay: float | None
+    ) -> torch.optim.Optimizer:
         """An optimizer over `params`; `weight_decay` replaces the configured one if given."""
         kwargs = dict(self.kwargs)
         if weight_decay is not None and "weight_decay" in kwargs:
             kwargs["weight_decay"] = weight_decay
         return lightweight.build(self.build, params, kwargs)
 
-    def trust(self, numbers: Sequence[int], groups: Sequence[Options], device: torch.device) -> Trust:
+    def trust(
+        self, numbers: Sequence[int], groups: Sequence[Options], device: torch.device
+    ) -> Trust:
         """What a layer-wise optimizer needs to know of all parameters, given the group of each, and the groups.
 
         A group that is said to be without weight decay is adapted only if the optimizer says so.
@@ -74,7 +90,12 @@ class Chosen:
         assert isinstance(rule, Lamb | Lars)
         decays = [group.get("weight_decay", rule.defaults["weight_decay"]) for group in groups]
         adapts = [group.get("weight_decay") != 0.0 or rule.adapt_no_decay for group in groups]
-        return Trust(rule, [decays[number] for number in numbers], [adapts[number] for number in numbers], device)
+        return Trust(
+            rule,
+            [decays[number] for number in numbers],
+            [adapts[number] for number in numbers],
+            device,
+        )
 
 
 def choose(config: OptimConfig, load: Callable[[str], Any], device: torch.device = _CPU) -> Chosen:
@@ -95,8 +116,15 @@ def choose(config: OptimConfig, load: Callable[[str], Any], device: torch.device
         value = getattr(config, key)
         if key in accepted and value is not None:
             kwargs[key] = value
-        elif key in config.model_fields_set and value is not None and key not in accepted and not takes_all:
-            raise JobError(f"optim.{key}: {config.name} has no such argument; it takes {', '.join(accepted)}")
+        elif (
+            key in config.model_fields_set
+            and value is not None
+            and key not in accepted
+            and not takes_all
+        ):
+            raise JobError(
+                f"optim.{key}: {config.name} has no such argument; it takes {', '.join(accepted)}"
+            )
     for key in config.args:
         if key not in accepted and not takes_all:
             near = difflib.get_close_matches(key, accepted, 1)
@@ -114,14 +142,18 @@ def with_bf16_moments(name: str, build: OptimizerClass) -> OptimizerClass:
     """
     found = next((ours for plain, ours in _IN_BF16 if plain is build), None)
     if found is None:
-        raise JobError(f"optim: {name} keeps its state in fp32; bf16 is for {', '.join(WITH_BF16_MOMENTS)}")
+        raise JobError(
+            f"optim: {name} keeps its state in fp32; bf16 is for {', '.join(WITH_BF16_MOMENTS)}"
+        )
     return found
 
 
 def arguments_of(build: OptimizerClass) -> dict[str, inspect.Parameter]:
     """Keyword arguments that `build` takes from a user, by name."""
     try:
-        accepted = dict(list(inspect.signature(build).parameters.items())[1:])  # without the parameters
+        accepted = dict(
+            list(inspect.signature(build).parameters.items())[1:]
+        )  # without the parameters
     except (TypeError, ValueError):  # some that are written in C have none
         return {"options": inspect.Parameter("options", inspect.Parameter.VAR_KEYWORD)}
     if _as_ours(build) is not None:
@@ -144,9 +176,14 @@ def choose_with(
     if (ours := _as_ours(build)) is not None:
         return _with(name, ours, kwargs, moment_dtype)
     if kwargs.get("differentiable") and getattr(build, "__module__", "").startswith("torch.optim."):
-        raise JobError(f"optim: {name}: differentiable: updates of slices cannot be differentiated; leave it out")
+        raise JobError(
+            f"optim: {name}: differentiable: updates of slices cannot be differentiated; leave it out"
+        )
     _try_arguments(name, build, kwargs, device)
-    if "fused" in arguments_of(build) and not {"fused", "foreach", "capturable", "differentiable"} & kwargs.keys():
+    if (
+        "fused" in arguments_of(build)
+        and not {"fused", "foreach", "capturable", "differentiable"} & kwargs.keys()
+    ):
         # On CPU the default is a loop over tensors, 7 times slower. Some are not right when fused: Adagrad is not on
         # CUDA, and SGD with momentum wants a gradient for every parameter in the first step.
         with suppress(JobError):
@@ -159,25 +196,36 @@ def _as_ours(build: OptimizerClass) -> type[Chunked] | None:
     return build if isinstance(build, type) and issubclass(build, Chunked) else None
 
 
-def _with(name: str, build: type[Chunked], kwargs: dict[str, Any], moment_dtype: torch.dtype) -> Chosen:
+def _with(
+    name: str, build: type[Chunked], kwargs: dict[str, Any], moment_dtype: torch.dtype
+) -> Chosen:
     section = next((ARGS_OF[known] for known, each in _OURS.items() if each is build), None)
     if section is not None:
         own = {key: value for key, value in kwargs.items() if key in section.model_fields}
         try:
             kwargs = kwargs | section.model_validate(own).model_dump(exclude_unset=True)
         except ValidationError as error:
-            problems = "; ".join(argument_problem(name, section, detail) for detail in error.errors())
+            problems = "; ".join(
+                argument_problem(name, section, detail) for detail in error.errors()
+            )
             raise JobError(f"optim: {name}: {problems}") from None
     if "moment_dtype" in inspect.signature(build).parameters:
         kwargs = {**kwargs, "moment_dtype": moment_dtype}
     _try_arguments(name, build, kwargs, _CPU)
     return Chosen(
-        name, build, kwargs, len(build.moment_names), scales_inside=True,
-        moment_dtype=moment_dtype, layer_wise=issubclass(build, LayerWise),
-    )  # fmt: skip
+        name,
+        build,
+        kwargs,
+        len(build.moment_names),
+        scales_inside=True,
+        moment_dtype=moment_dtype,
+        layer_wise=issubclass(build, LayerWise),
+    )
 
 
-def _try_arguments(name: str, build: OptimizerClass, kwargs: dict[str, Any], device: torch.device) -> None:
+def _try_arguments(
+    name: str, build: OptimizerClass, kwargs: dict[str, Any], device: torch.device
+) -> None:
     """Let the class look at its arguments.
 
     Raises:
@@ -186,7 +234,9 @@ def _try_arguments(name: str, build: OptimizerClass, kwargs: dict[str, Any], dev
     try:
         lightweight.build(build, [torch.nn.Parameter(torch.zeros(2, 2, device=device))], kwargs)
     except Exception as error:
-        given = ", ".join(f"{key}={value!r}" for key, value in kwargs.items() if key != "moment_dtype")
+        given = ", ".join(
+            f"{key}={value!r}" for key, value in kwargs.items() if key != "moment_dtype"
+        )
         advice = "; look at the types of these arguments" if isinstance(error, TypeError) else ""
         raise JobError(f"optim: {name}({given}): {error}{advice}") from None
 
@@ -209,12 +259,18 @@ def find(name: str, load: Callable[[str], Any]) -> OptimizerClass:
     if (known := _BY_LOWER_NAME.get(name.lower())) is None or known == "Optimizer":
         known_names = sorted({*_BY_LOWER_NAME, *_OURS} - {"optimizer", *NOT_SHARDED})
         near = difflib.get_close_matches(name.lower(), known_names, 3)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"write one of {', '.join(known_names)}"
+        hint = (
+            f"did you mean {' or '.join(near)}?"
+            if near
+            else f"write one of {', '.join(known_names)}"
+        )
         raise JobError(f"optim.name: no optimizer {name!r}; {hint}")
     return getattr(torch.optim, known)  # type: ignore[no-any-return]
 
 
-def _probe(name: str, build: OptimizerClass, kwargs: dict[str, Any], device: torch.device) -> tuple[int, bool]:
+def _probe(
+    name: str, build: OptimizerClass, kwargs: dict[str, Any], device: torch.device
+) -> tuple[int, bool]:
     """(moments, scales_inside) of an optimizer that updates slices exactly as it updates the whole.
 
     Flat shards ignore the borders and shapes of parameters, so an optimizer that looks at a whole tensor (Muon,
@@ -226,7 +282,9 @@ def _probe(name: str, build: OptimizerClass, kwargs: dict[str, Any], device: tor
     grads = [torch.randn(16, 32, generator=generator).to(device) for _ in range(3)]
     visible = {**kwargs, "lr": 1e-2}  # a small rate would hide the difference
 
-    def train(params: list[torch.Tensor], slices: Sequence[Sequence[torch.Tensor | None]]) -> torch.optim.Optimizer:
+    def train(
+        params: list[torch.Tensor], slices: Sequence[Sequence[torch.Tensor | None]]
+    ) -> torch.optim.Optimizer:
         optimizer = lightweight.build(build, params, visible)
         for step in slices:
             for param, grad in zip(params, step, strict=True):
@@ -238,7 +296,9 @@ def _probe(name: str, build: OptimizerClass, kwargs: dict[str, Any], device: tor
         return list(tensor.detach().flatten().split(tensor.numel() // 2))
 
     whole = torch.nn.Parameter(start.clone())
-    first, second, beside, late = (torch.nn.Parameter(half.clone()) for half in halves_of(start) * 2)
+    first, second, beside, late = (
+        torch.nn.Parameter(half.clone()) for half in halves_of(start) * 2
+    )
     slices = [halves_of(grad) for grad in grads]
     try:
         optimizer = train([whole], [[grad] for grad in grads])
@@ -246,17 +306,23 @@ def _probe(name: str, build: OptimizerClass, kwargs: dict[str, Any], device: tor
         train([second], [[grad] for _, grad in slices])
         train([beside, late], [[slices[0][0], None], *slices])
     except Exception as error:
-        raise JobError(f"optim: {name} cannot update flat slices of parameters ({error}); {_ADVICE}") from None
+        raise JobError(
+            f"optim: {name} cannot update flat slices of parameters ({error}); {_ADVICE}"
+        ) from None
     updated = torch.cat([first.detach(), second.detach()])
     if not torch.allclose(whole.detach().flatten(), updated, rtol=1e-6, atol=1e-7):
-        raise JobError(f"optim: {name} cannot be sharded, because it looks at whole tensors; {_ADVICE}")
+        raise JobError(
+            f"optim: {name} cannot be sharded, because it looks at whole tensors; {_ADVICE}"
+        )
     state: dict[str, Any] = next(iter(optimizer.state.values()), {})
     if taken := sorted(state.keys() & RESERVED):
         raise JobError(
             f"optim: {name} keeps a state called {taken[0]!r}, which is something else in a checkpoint: rename it in "
             "the class"
         )
-    moments = sum(isinstance(value, torch.Tensor) and value.shape == whole.shape for value in state.values())
+    moments = sum(
+        isinstance(value, torch.Tensor) and value.shape == whole.shape for value in state.values()
+    )
     return moments, bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 

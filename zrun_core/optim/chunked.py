@@ -83,7 +83,9 @@ class Chunked(torch.optim.Optimizer, ABC):
     num_scratch: ClassVar[int] = 0  # beside one for each moment that is not fp32
     _step_supports_amp_scaling = True
 
-    def __init__(self, params: Iterable[torch.Tensor], defaults: dict[str, Any], moment_dtype: torch.dtype) -> None:
+    def __init__(
+        self, params: Iterable[torch.Tensor], defaults: dict[str, Any], moment_dtype: torch.dtype
+    ) -> None:
         _check(defaults)
         self.moment_dtype = moment_dtype
         self.grad_scale: torch.Tensor | None = None
@@ -94,7 +96,11 @@ class Chunked(torch.optim.Optimizer, ABC):
 
     def lay(self, param: torch.Tensor, number: int, start: int, every: int) -> None:
         """Say where `param` lies: it begins `start` elements after the first of shards of `every` elements each."""
-        borders = [start, *range((start // every + 1) * every, start + param.numel(), every), start + param.numel()]
+        borders = [
+            start,
+            *range((start // every + 1) * every, start + param.numel(), every),
+            start + param.numel(),
+        ]
         chunk = _CHUNK[param.device.type]
         self._parts[param] = [
             Part(number, low, min(low + chunk, border - start), (first // every))
@@ -109,11 +115,17 @@ class Chunked(torch.optim.Optimizer, ABC):
         if not params:
             return
         torch._foreach_add_([state["step"] for state in states], self._unless_skipped(1.0, 0.0))
-        waiting, room = Cells([], [], [], [[] for _ in self.moment_names], []), _CHUNK[params[0].device.type]
+        waiting, room = (
+            Cells([], [], [], [[] for _ in self.moment_names], []),
+            _CHUNK[params[0].device.type],
+        )
         for param, state in zip(params, states, strict=True):
             parts = self._parts_of(param)
             sizes = [part.stop - part.start for part in parts]
-            columns = [tensor.split(sizes) for tensor in (param, param.grad, *(state[k] for k in self.moment_names))]
+            columns = [
+                tensor.split(sizes)
+                for tensor in (param, param.grad, *(state[k] for k in self.moment_names))
+            ]
             for part, size, cut in zip(parts, sizes, zip(*columns, strict=True), strict=True):
                 if waiting.parts and size > room:
                     yield from self._in_fp32(waiting)
@@ -197,17 +209,35 @@ class Bf16Adam(Elementwise):
         weight_decay: float = 0.0,
         maximize: bool = False,
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+        }
         super().__init__(params, defaults, torch.bfloat16)
 
     def _update(self, cells: Cells, group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]
         exp_avgs, exp_avg_sqs = cells.moments
         self._kernel(
-            cells.params, cells.grads, exp_avgs, exp_avg_sqs, [], cells.steps,
-            lr=group["lr"], beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"], eps=group["eps"],
-            amsgrad=False, maximize=group["maximize"], grad_scale=self.grad_scale, found_inf=self.found_inf,
-        )  # fmt: skip
+            cells.params,
+            cells.grads,
+            exp_avgs,
+            exp_avg_sqs,
+            [],
+            cells.steps,
+            lr=group["lr"],
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=group["maximize"],
+            grad_scale=self.grad_scale,
+            found_inf=self.found_inf,
+        )
 
 
 class Bf16AdamW(Bf16Adam):
@@ -230,7 +260,9 @@ class Lion(Elementwise):
         weight_decay: float = 0.0,
         moment_dtype: torch.dtype = torch.float32,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, moment_dtype)
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, moment_dtype
+        )
 
     def _update(self, cells: Cells, group: dict[str, Any]) -> None:
         self._clean_grads(cells)
@@ -262,7 +294,9 @@ def scratch_bytes(build: type[Chunked], moment_dtype: torch.dtype, device: str) 
 def _check(defaults: dict[str, Any]) -> None:
     """Raise ValueError for a hyper-parameter with which no step can be made. The job's own keys are checked there."""
     for name in ("lr", "eps", "weight_decay"):
-        if name in defaults and not (isinstance(defaults[name], Real) and 0 <= float(defaults[name]) < math.inf):
+        if name in defaults and not (
+            isinstance(defaults[name], Real) and 0 <= float(defaults[name]) < math.inf
+        ):
             raise ValueError(f"{name} must be a number, 0 or more: {defaults[name]!r}")
     betas = defaults.get("betas", (0.0, 0.0))
     is_pair = isinstance(betas, list | tuple) and len(betas) == 2

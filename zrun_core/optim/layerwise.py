@@ -60,20 +60,27 @@ class LayerWise(Chunked):
         """
 
     @abstractmethod
-    def trust_ratios(self, params: torch.Tensor, updates: torch.Tensor, decays: torch.Tensor) -> torch.Tensor:
+    def trust_ratios(
+        self, params: torch.Tensor, updates: torch.Tensor, decays: torch.Tensor
+    ) -> torch.Tensor:
         """Trust ratios [n] of layers with 2-norms `params` and `updates`, and with decays `decays`: all [n] float64."""
 
     @abstractmethod
     def _propose(self, cells: Cells, group: dict[str, Any]) -> None:
         """Update the moments of `cells`, and overwrite its gradients with the update."""
 
-    def _together(self, group: dict[str, Any], *moments: str) -> Iterator[tuple[Part, tuple[torch.Tensor, ...]]]:
+    def _together(
+        self, group: dict[str, Any], *moments: str
+    ) -> Iterator[tuple[Part, tuple[torch.Tensor, ...]]]:
         """Parts of the group's parameters, with those of the proposed updates and of `moments` beside them."""
         for param in group["params"]:
             if param.grad is not None:
                 parts = self._parts_of(param)
                 sizes = [part.stop - part.start for part in parts]
-                columns = [t.split(sizes) for t in (param, param.grad, *(self.state[param][name] for name in moments))]
+                columns = [
+                    t.split(sizes)
+                    for t in (param, param.grad, *(self.state[param][name] for name in moments))
+                ]
                 yield from zip(parts, zip(*columns, strict=True), strict=True)
 
 
@@ -106,9 +113,17 @@ class Lamb(LayerWise):
         adapt_no_decay: bool = False,
         moment_dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.bias_correction, self.norm_clamp, self.ratio_clamp = bias_correction, norm_clamp, ratio_clamp
+        self.bias_correction, self.norm_clamp, self.ratio_clamp = (
+            bias_correction,
+            norm_clamp,
+            ratio_clamp,
+        )
         self.adapt_no_decay = adapt_no_decay
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, moment_dtype)
+        super().__init__(
+            params,
+            {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
+            moment_dtype,
+        )
 
     def _propose(self, cells: Cells, group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]
@@ -120,10 +135,22 @@ class Lamb(LayerWise):
         room = self.scratch.like(cells.params, 2)
         torch._foreach_zero_(room)
         torch._fused_adam_(
-            room, cells.grads, exp_avgs, exp_avg_sqs, [], steps,
-            lr=1.0, beta1=beta1, beta2=beta2, weight_decay=0.0, eps=group["eps"],
-            amsgrad=False, maximize=False, grad_scale=self.grad_scale, found_inf=self.found_inf,
-        )  # fmt: skip
+            room,
+            cells.grads,
+            exp_avgs,
+            exp_avg_sqs,
+            [],
+            steps,
+            lr=1.0,
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=0.0,
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+            grad_scale=self.grad_scale,
+            found_inf=self.found_inf,
+        )
         for minus_r, param, grad in zip(room, cells.params, cells.grads, strict=True):
             torch.sub(minus_r, param, alpha=group["weight_decay"], out=grad)  # -u
 
@@ -131,9 +158,13 @@ class Lamb(LayerWise):
     def apply(self, ratios: Sequence[Any]) -> None:
         for group in self.param_groups:
             for part, (param, minus_u) in self._together(group):
-                _add_times(param, minus_u, ratios[part.number], group["lr"], self._unless_skipped(1.0, 0.0))
+                _add_times(
+                    param, minus_u, ratios[part.number], group["lr"], self._unless_skipped(1.0, 0.0)
+                )
 
-    def trust_ratios(self, params: torch.Tensor, updates: torch.Tensor, decays: torch.Tensor) -> torch.Tensor:
+    def trust_ratios(
+        self, params: torch.Tensor, updates: torch.Tensor, decays: torch.Tensor
+    ) -> torch.Tensor:
         if self.norm_clamp is not None:
             params = params.clamp(*self.norm_clamp)
         return _ratio(params, updates, self.ratio_clamp)
@@ -162,8 +193,14 @@ class Lars(LayerWise):
         ratio_clamp: tuple[float, float] | None = None,
         adapt_no_decay: bool = False,
     ) -> None:
-        self.trust_coefficient, self.ratio_clamp, self.adapt_no_decay = trust_coefficient, ratio_clamp, adapt_no_decay
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}, torch.float32)
+        self.trust_coefficient, self.ratio_clamp, self.adapt_no_decay = (
+            trust_coefficient,
+            ratio_clamp,
+            adapt_no_decay,
+        )
+        super().__init__(
+            params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}, torch.float32
+        )
 
     def _propose(self, cells: Cells, group: dict[str, Any]) -> None:
         self._clean_grads(cells)
@@ -180,14 +217,18 @@ class Lars(LayerWise):
                 _add_times(velocity, grad, ratios[part.number], group["lr"], made)
                 param.sub_(velocity if self.found_inf is None else velocity * made)
 
-    def trust_ratios(self, params: torch.Tensor, updates: torch.Tensor, decays: torch.Tensor) -> torch.Tensor:
+    def trust_ratios(
+        self, params: torch.Tensor, updates: torch.Tensor, decays: torch.Tensor
+    ) -> torch.Tensor:
         return _ratio(self.trust_coefficient * params, updates + decays * params, self.ratio_clamp)
 
 
 class Trust:
     """From norms of parts to the trust ratios of all tensors of a model, which are its layers."""
 
-    def __init__(self, rule: LayerWise, decays: Sequence[float], adapts: Sequence[bool], device: torch.device) -> None:
+    def __init__(
+        self, rule: LayerWise, decays: Sequence[float], adapts: Sequence[bool], device: torch.device
+    ) -> None:
         """`decays` and `adapts` by number of the tensor."""
         self._rule, self._told, self._device = rule, list(decays), device
         self._decays = torch.tensor(decays, dtype=torch.float64, device=device)
@@ -205,7 +246,9 @@ class Trust:
 
         Parts are added in order, then shards: by one rank that has all of them as by ranks that have one each.
         """
-        table = torch.zeros(len(shards), 2, len(self._decays), dtype=torch.float64, device=self._decays.device)
+        table = torch.zeros(
+            len(shards), 2, len(self._decays), dtype=torch.float64, device=self._decays.device
+        )
         row_of = {shard: row for row, shard in enumerate(shards)}
         norms: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         places: list[tuple[int, int]] = []
@@ -219,17 +262,27 @@ class Trust:
                 places.append(key)
                 lengths.append(sum(1 for _ in same))
         if places:
-            stacked = torch.stack([torch.stack(of_one_kind) for of_one_kind in norms], 1).double().square()
+            stacked = (
+                torch.stack([torch.stack(of_one_kind) for of_one_kind in norms], 1)
+                .double()
+                .square()
+            )
             rows, numbers, sizes = self._on_device(tuple(places), tuple(lengths))
-            sums = torch.segment_reduce(stacked, "sum", lengths=sizes, unsafe=True, initial=0.0)  # no look at `sizes`
+            sums = torch.segment_reduce(
+                stacked, "sum", lengths=sizes, unsafe=True, initial=0.0
+            )  # no look at `sizes`
             # A tensor whose parts lie in several units is there more than once.
             table.mT.index_put_((rows, numbers), sums, accumulate=True)
         return table.sum(0).flatten()
 
-    def _on_device(self, places: tuple[tuple[int, int], ...], lengths: tuple[int, ...]) -> torch.Tensor:
+    def _on_device(
+        self, places: tuple[tuple[int, int], ...], lengths: tuple[int, ...]
+    ) -> torch.Tensor:
         """int64 [3, n]: rows, numbers and lengths. Copied once: they change only with what got a gradient."""
         if self._copied is None or self._copied[0] != (places, lengths):
-            together = torch.tensor([*zip(*places, strict=True), lengths], device=self._decays.device)
+            together = torch.tensor(
+                [*zip(*places, strict=True), lengths], device=self._decays.device
+            )
             self._copied = (places, lengths), together
         return self._copied[1]
 
@@ -240,7 +293,9 @@ class Trust:
         return ratios.tolist() if ratios.device.type == "cpu" else ratios.float().unbind()
 
 
-def _ratio(over: torch.Tensor, under: torch.Tensor, clamp: tuple[float, float] | None) -> torch.Tensor:
+def _ratio(
+    over: torch.Tensor, under: torch.Tensor, clamp: tuple[float, float] | None
+) -> torch.Tensor:
     """over / under, and 1 where a norm is 0: a layer at zero could never leave it."""
     ratio = torch.where((over > 0) & (under > 0), over / under, 1.0)
     return ratio if clamp is None else ratio.clamp(*clamp)

@@ -15,12 +15,16 @@ import torch
 
 
 def build(
-    optimizer_class: Callable[..., torch.optim.Optimizer], params: Sequence[torch.Tensor], kwargs: dict[str, Any]
+    optimizer_class: Callable[..., torch.optim.Optimizer],
+    params: Sequence[torch.Tensor],
+    kwargs: dict[str, Any],
 ) -> torch.optim.Optimizer:
     """`optimizer_class(params, **kwargs)`."""
     undecorated = getattr(torch.optim.Optimizer.add_param_group, "__wrapped__", None)
     if undecorated is not None:
-        undecorated.__dict__.setdefault("__dynamo_disable", undecorated)  # what the decorator would import it for
+        undecorated.__dict__.setdefault(
+            "__dynamo_disable", undecorated
+        )  # what the decorator would import it for
     return optimizer_class(list(params), **kwargs)
 
 

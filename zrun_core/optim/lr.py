@@ -14,7 +14,9 @@ from zrun_core.spine.config import LrConfig, ScheduleName
 Schedule = Callable[[int], float]
 
 
-def make_schedule(config: LrConfig, total_steps: int | None, custom: Callable[[int], float] | None = None) -> Schedule:
+def make_schedule(
+    config: LrConfig, total_steps: int | None, custom: Callable[[int], float] | None = None
+) -> Schedule:
     """The factor of `optim.lr` at each optimizer step.
 
     Warm-up rises linearly, (step + 1) / warmup, so that the first update is not wasted on a rate of zero; the schedule
@@ -27,7 +29,11 @@ def make_schedule(config: LrConfig, total_steps: int | None, custom: Callable[[i
         return custom
     assert isinstance(config.schedule, str)
     needs_end = config.schedule in ("linear", "cosine", "polynomial", "wsd")
-    end = total_steps if config.decay_steps == "auto" or config.schedule == "wsd" else config.decay_steps
+    end = (
+        total_steps
+        if config.decay_steps == "auto" or config.schedule == "wsd"
+        else config.decay_steps
+    )
     if needs_end and end is None:
         raise JobError(
             f"lr.schedule: {config.schedule} needs an end, and how many steps this run has is not known: write "
@@ -64,8 +70,12 @@ def _shape(name: ScheduleName, config: LrConfig, end: int, total_steps: int | No
             return lambda step: low + (1 - low) * 0.5 * (1 + math.cos(math.pi * progress(step)))
         case "polynomial":
             return lambda step: low + (1 - low) * (1 - progress(step)) ** config.power
-        case "inverse_sqrt":  # Vaswani et al. 2017, section 5.3, normalised to 1 at the end of warm-up
+        case (
+            "inverse_sqrt"
+        ):  # Vaswani et al. 2017, section 5.3, normalised to 1 at the end of warm-up
             return lambda step: max(low, math.sqrt(max(1, warmup) / max(1, step + 1)))
-        case "wsd":  # warm-up, stable, decay: Hu et al. 2024 (MiniCPM), section 4; linear decay to the end
+        case (
+            "wsd"
+        ):  # warm-up, stable, decay: Hu et al. 2024 (MiniCPM), section 4; linear decay to the end
             length = config.decay_steps if config.decay_steps != "auto" else max(1, end // 5)
             return lambda step: max(low, min(1.0, 1 - (1 - low) * (step - (end - length)) / length))

@@ -119,7 +119,9 @@ def interleaved(stage: int, stages: int, virtual: int, micro_batches: int) -> tu
     for first in range(0, micro_batches, stages):
         group = range(first, first + stages)
         forwards += [Action(ActionKind.FORWARD, chunk, micro) for chunk in own for micro in group]
-        backwards += [Action(ActionKind.BACKWARD, chunk, micro) for chunk in reversed(own) for micro in group]
+        backwards += [
+            Action(ActionKind.BACKWARD, chunk, micro) for chunk in reversed(own) for micro in group
+        ]
     ahead = 2 * (stages - 1 - stage) + (virtual - 1) * stages
     return _alternated(forwards, backwards, ahead)
 

@@ -155,7 +155,9 @@ def process_state(pid: int) -> str | None:
 
 def _state(pages: mmap.mmap | bytes, offset: int) -> RankState:
     step, waiting, num_waits, progress, phase, pid, first = _HEADER.unpack_from(pages, offset)
-    return RankState(step, bool(waiting), num_waits, progress, PHASES[min(phase, len(PHASES) - 1)], pid, first)
+    return RankState(
+        step, bool(waiting), num_waits, progress, PHASES[min(phase, len(PHASES) - 1)], pid, first
+    )
 
 
 def peek(path: Path) -> RankState | None:
@@ -179,7 +181,9 @@ class BoardView:
     def __init__(self, path: Path, ranks: range, advice: str = LEAF_ADVICE) -> None:
         self.ranks, self.advice = ranks, advice
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        os.ftruncate(descriptor, _PAGE * len(ranks))  # the same size from everyone: harmless to repeat
+        os.ftruncate(
+            descriptor, _PAGE * len(ranks)
+        )  # the same size from everyone: harmless to repeat
         self._map = mmap.mmap(descriptor, _PAGE * len(ranks))
         os.close(descriptor)
 
@@ -320,7 +324,9 @@ class _OwnLine:
 class Board(BoardView):
     """This rank's page, and a view of the others'."""
 
-    def __init__(self, path: Path, rank: int, ranks: range, world_size: int, advice: str = LEAF_ADVICE) -> None:
+    def __init__(
+        self, path: Path, rank: int, ranks: range, world_size: int, advice: str = LEAF_ADVICE
+    ) -> None:
         super().__init__(path, ranks, advice)
         self.rank = rank
         self.has_everyone = len(ranks) == world_size
@@ -335,7 +341,15 @@ class Board(BoardView):
 
     def _write_header(self) -> None:
         self._progress += 1
-        fields = (self._step, self._waiting, self._num_waits, self._progress, self._phase, self._pid, self._first)
+        fields = (
+            self._step,
+            self._waiting,
+            self._num_waits,
+            self._progress,
+            self._phase,
+            self._pid,
+            self._first,
+        )
         _HEADER.pack_into(self._map, self._base, *fields)
 
     def disagreement(self) -> str | None:
@@ -456,7 +470,9 @@ class Watchdog:
             elif now - since > self._patience_s:
                 text = board.disagreement()
                 if (
-                    text is None and board.has_everyone and now - stopped_since > 4 * self._patience_s
+                    text is None
+                    and board.has_everyone
+                    and now - stopped_since > 4 * self._patience_s
                 ):  # no message takes that long
                     text = board.stalemate()
                 if text is not None and text == seen:  # twice: the other rank may have been writing
@@ -467,7 +483,11 @@ class Watchdog:
         """Nothing has moved for a while; where nobody waits, everyone computes."""
         ranks = zip(self._board.ranks, states, strict=True)
         late = [rank for rank, state in ranks if not state.waiting or state.is_halted]
-        if self._late is not None and len(late) < len(states) and (late or not self._board.has_everyone):
+        if (
+            self._late is not None
+            and len(late) < len(states)
+            and (late or not self._board.has_everyone)
+        ):
             self._late(late)
 
     def close(self) -> None:

@@ -26,7 +26,9 @@ def keep(place: Path, text: str | bytes, most: int) -> None:
         with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(text.encode() if isinstance(text, str) else text)
         part.replace(place)
-        for old in sorted(place.parent.glob("*.json"), key=lambda path: path.stat().st_mtime)[:-most]:
+        for old in sorted(place.parent.glob("*.json"), key=lambda path: path.stat().st_mtime)[
+            :-most
+        ]:
             old.unlink(missing_ok=True)
 
 

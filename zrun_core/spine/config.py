@@ -41,7 +41,9 @@ def _parse_bytes(value: Any) -> Any:
 
 # Every number has an upper bound, so that a typing error ends in a message, not in all of the host's memory or in an
 # overflow of whatever the number is handed to. Those of 10,000 and more are far beyond what anybody needs.
-Bytes = Annotated[int, BeforeValidator(_parse_bytes), Field(ge=0, le=2**50, json_schema_extra={"unit": "bytes"})]
+Bytes = Annotated[
+    int, BeforeValidator(_parse_bytes), Field(ge=0, le=2**50, json_schema_extra={"unit": "bytes"})
+]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0, le=1e30)]  # what fp32 holds
 Seconds = Annotated[float, Field(gt=0, le=1e6)]  # 11 days: poll(2) counts milliseconds in 32 bits
@@ -58,7 +60,9 @@ def _check_pattern(pattern: str) -> str:
     return pattern
 
 
-Pattern = Annotated[str, AfterValidator(_check_pattern), Field(json_schema_extra={"format": "regex"})]
+Pattern = Annotated[
+    str, AfterValidator(_check_pattern), Field(json_schema_extra={"format": "regex"})
+]
 
 
 class Section(BaseModel):
@@ -117,7 +121,9 @@ class Ref(Section):
     @classmethod
     def _check_call(cls, call: str) -> str:
         if ".ipynb:" in call:
-            raise ValueError(f"{call!r} is in a notebook: save its code as a file, such as train.py")
+            raise ValueError(
+                f"{call!r} is in a notebook: save its code as a file, such as train.py"
+            )
         if not _REF.fullmatch(call):
             raise ValueError(f'{call!r} is not a reference: write "module:attr" or "file.py:attr"')
         return call
@@ -136,10 +142,16 @@ class Ref(Section):
 class DataConfig(Ref):
     """Training data: a reference that returns a map-style or iterable Dataset, and how it is read."""
 
-    shuffle: bool = Field(default=False, description="permute the samples of each epoch by (seed, epoch)")
-    workers: int = Field(default=0, ge=0, le=256, description="loader processes per rank; 0 loads in the rank itself")
+    shuffle: bool = Field(
+        default=False, description="permute the samples of each epoch by (seed, epoch)"
+    )
+    workers: int = Field(
+        default=0, ge=0, le=256, description="loader processes per rank; 0 loads in the rank itself"
+    )
     collate: Ref | None = Field(
-        default=None, description="function (list of samples) -> batch; default: torch's", examples=["train.py:collate"]
+        default=None,
+        description="function (list of samples) -> batch; default: torch's",
+        examples=["train.py:collate"],
     )
     longest: int | None = Field(
         default=None,
@@ -182,7 +194,9 @@ DtypeName = Literal["fp32", "bf16", "fp16"]
 class LossScaleConfig(Section):
     """Dynamic loss scaling of fp16 (Micikevicius et al. 2018, section 3.2)."""
 
-    init: Annotated[float, Field(gt=0, le=2.0**127)] = Field(default=65536.0, description="first scale")
+    init: Annotated[float, Field(gt=0, le=2.0**127)] = Field(
+        default=65536.0, description="first scale"
+    )
     window: Steps = Field(default=2000, description="good steps before the scale doubles")
     hysteresis: Steps = Field(default=1, description="overflows in a row before the scale halves")
     min: Positive = Field(default=1.0, description="the scale never falls below this")
@@ -194,12 +208,17 @@ class PrecisionConfig(Section):
     short = ("compute", str)
 
     compute: DtypeName = Field(
-        default="fp32", description="forward and backward; parameters as the model sees them", examples=["bf16"]
+        default="fp32",
+        description="forward and backward; parameters as the model sees them",
+        examples=["bf16"],
     )
     reduce: Literal["fp32", "compute"] = Field(
-        default="fp32", description="gradient accumulation and reduction; compute halves the bytes under bf16 or fp16"
+        default="fp32",
+        description="gradient accumulation and reduction; compute halves the bytes under bf16 or fp16",
     )
-    master: Literal["fp32"] = Field(default="fp32", description="the optimizer's copy of the parameters")
+    master: Literal["fp32"] = Field(
+        default="fp32", description="the optimizer's copy of the parameters"
+    )
     loss_scale: LossScaleConfig = Field(
         default_factory=LossScaleConfig, description="fp16 only", examples=[{"init": 65536}]
     )
@@ -238,12 +257,16 @@ class ZeroConfig(Section):
         description="stage 3: parameters smaller than this many bytes stay whole on every rank",
         examples=["100kB"],
     )
-    prefetch: int = Field(default=1, ge=0, le=16, description="stage 3: units gathered ahead of their use")
+    prefetch: int = Field(
+        default=1, ge=0, le=16, description="stage 3: units gathered ahead of their use"
+    )
 
 
 def _check_bounds(bounds: tuple[float, float]) -> tuple[float, float]:
     if not 0 <= bounds[0] <= bounds[1] <= 1e30:
-        raise ValueError(f"{list(bounds)} is no range: write [low, high] with 0 <= low <= high <= 1e30")
+        raise ValueError(
+            f"{list(bounds)} is no range: write [low, high] with 0 <= low <= high <= 1e30"
+        )
     return bounds
 
 
@@ -253,19 +276,29 @@ Bounds = Annotated[tuple[float, float], AfterValidator(_check_bounds)]
 class LambArgs(Section):
     """`optim.args` of lamb (You et al. 2020, Algorithm 2)."""
 
-    bias_correction: bool = Field(default=True, description="divide the moments by 1 - beta^step, as the paper does")
-    norm_clamp: Bounds | None = Field(default=None, description="[low, high] of a layer's norm: the paper's phi")
+    bias_correction: bool = Field(
+        default=True, description="divide the moments by 1 - beta^step, as the paper does"
+    )
+    norm_clamp: Bounds | None = Field(
+        default=None, description="[low, high] of a layer's norm: the paper's phi"
+    )
     ratio_clamp: Bounds | None = Field(default=None, description="[low, high] of the trust ratio")
-    adapt_no_decay: bool = Field(default=False, description="also adapt the parameters that optim.no_decay names")
+    adapt_no_decay: bool = Field(
+        default=False, description="also adapt the parameters that optim.no_decay names"
+    )
 
 
 class LarsArgs(Section):
     """`optim.args` of lars (You et al. 2017, Algorithm 1)."""
 
     momentum: Fraction = Field(default=0.9, description="decay of the velocity")
-    trust_coefficient: Positive = Field(default=1e-3, description="the paper's eta: how far a layer trusts itself")
+    trust_coefficient: Positive = Field(
+        default=1e-3, description="the paper's eta: how far a layer trusts itself"
+    )
     ratio_clamp: Bounds | None = Field(default=None, description="[low, high] of the local rate")
-    adapt_no_decay: bool = Field(default=False, description="also adapt the parameters that optim.no_decay names")
+    adapt_no_decay: bool = Field(
+        default=False, description="also adapt the parameters that optim.no_decay names"
+    )
 
 
 class LionArgs(Section):
@@ -311,10 +344,16 @@ class OptimConfig(Section):
         examples=[[0.9, 0.95]],
     )
     eps: Positive | None = Field(
-        default=None, description="epsilon; null: the optimizer's own (adam: 1e-8; lamb: 1e-6)", examples=[1e-8]
+        default=None,
+        description="epsilon; null: the optimizer's own (adam: 1e-8; lamb: 1e-6)",
+        examples=[1e-8],
     )
     weight_decay: float = Field(
-        default=0.0, ge=0, le=1e30, description="decay of every parameter that no_decay does not name", examples=[0.1]
+        default=0.0,
+        ge=0,
+        le=1e30,
+        description="decay of every parameter that no_decay does not name",
+        examples=[0.1],
     )
     no_decay: list[Pattern] = Field(
         default_factory=list,
@@ -322,10 +361,13 @@ class OptimConfig(Section):
         examples=[["bias", "norm"]],
     )
     clip: Positive | None = Field(
-        default=None, description="largest global gradient norm; null: never clipped", examples=[1.0]
+        default=None,
+        description="largest global gradient norm; null: never clipped",
+        examples=[1.0],
     )
     moments: Literal["fp32", "bf16"] = Field(
-        default="fp32", description="format of adam's, adamw's, lamb's and lion's moments; bf16 changes results"
+        default="fp32",
+        description="format of adam's, adamw's, lamb's and lion's moments; bf16 changes results",
     )
     args: dict[str, Any] = Field(
         default_factory=dict,
@@ -346,7 +388,9 @@ class OptimConfig(Section):
     def _has_moments(cls, moments: str, info: ValidationInfo) -> str:
         name = info.data.get("name", "adamw")
         if moments == "bf16" and name.lower() not in WITH_BF16_MOMENTS:
-            raise ValueError(f"{name} keeps its state in fp32; bf16 is for {', '.join(WITH_BF16_MOMENTS)}")
+            raise ValueError(
+                f"{name} keeps its state in fp32; bf16 is for {', '.join(WITH_BF16_MOMENTS)}"
+            )
         return moments
 
     @field_validator("args")
@@ -358,7 +402,9 @@ class OptimConfig(Section):
         try:
             return section.model_validate(args).model_dump(exclude_unset=True)
         except ValidationError as error:
-            raise ValueError("; ".join(argument_problem(name, section, detail) for detail in error.errors())) from None
+            raise ValueError(
+                "; ".join(argument_problem(name, section, detail) for detail in error.errors())
+            ) from None
 
     @model_validator(mode="after")
     def _takes_what_is_given(self) -> Self:
@@ -375,7 +421,9 @@ def argument_problem(name: str, section: type[Section], detail: Any) -> str:
     if detail["type"] != "extra_forbidden":
         return f"{key}: {detail['msg'].removeprefix('Value error, ')}, found {detail['input']!r}"
     near = difflib.get_close_matches(key, section.model_fields, 1)
-    known = f"it takes {', '.join(section.model_fields)}" if section.model_fields else "it takes none"
+    known = (
+        f"it takes {', '.join(section.model_fields)}" if section.model_fields else "it takes none"
+    )
     return f"{name} has no argument {key!r}; {f'did you mean {near[0]}?' if near else known}"
 
 
@@ -466,9 +514,13 @@ class EvalConfig(Section):
         examples=["train.py:metrics"],
     )
     every: Steps | None = Field(
-        default=None, description="optimizer steps between evaluations; null: at the end", examples=[500]
+        default=None,
+        description="optimizer steps between evaluations; null: at the end",
+        examples=[500],
     )
-    samples: Samples | None = Field(default=None, description="samples per evaluation; null: all", examples=[1000])
+    samples: Samples | None = Field(
+        default=None, description="samples per evaluation; null: all", examples=[1000]
+    )
     first: bool = Field(default=False, description="evaluate before the first step too")
     stop: EarlyStopConfig | None = Field(
         default=None,
@@ -562,20 +614,33 @@ class CheckpointConfig(Section):
     model_config = ConfigDict(populate_by_name=True)
     short = ("every", int)
 
-    every: Steps | None = Field(default=None, description="optimizer steps between saves", examples=[500])
-    minutes: Annotated[float, Field(gt=0, le=1e6)] | None = Field(
-        default=None, description="minutes between saves, by the clock of the first rank", examples=[30]
+    every: Steps | None = Field(
+        default=None, description="optimizer steps between saves", examples=[500]
     )
-    keep: int = Field(default=2, ge=2, le=10**6, description="newest valid steps that are kept; older ones are removed")
+    minutes: Annotated[float, Field(gt=0, le=1e6)] | None = Field(
+        default=None,
+        description="minutes between saves, by the clock of the first rank",
+        examples=[30],
+    )
+    keep: int = Field(
+        default=2,
+        ge=2,
+        le=10**6,
+        description="newest valid steps that are kept; older ones are removed",
+    )
     dir: str | None = Field(
-        default=None, description="folder of the checkpoints; null: checkpoints in the run directory",
+        default=None,
+        description="folder of the checkpoints; null: checkpoints in the run directory",
         examples=["/data/gpt"],
-    )  # fmt: skip
+    )
     async_: bool = Field(
-        default=False, alias="async", description="write in the background, from a copy in host memory"
+        default=False,
+        alias="async",
+        description="write in the background, from a copy in host memory",
     )
     busy: Literal["wait", "skip"] = Field(
-        default="wait", description="async: what a save does that is due while the last one is being written"
+        default="wait",
+        description="async: what a save does that is due while the last one is being written",
     )
     final: bool = Field(default=True, description="save at the end of the run too")
     on_save_error: Literal["stop", "warn"] = Field(
@@ -593,8 +658,12 @@ class InitFromConfig(Section):
 
     short = ("path", str)
 
-    path: str = Field(description="file or folder of the weights", examples=["gpt2/model.safetensors"])
-    strict: bool = Field(default=True, description="false: what the file lacks stays as the model's code made it")
+    path: str = Field(
+        description="file or folder of the weights", examples=["gpt2/model.safetensors"]
+    )
+    strict: bool = Field(
+        default=True, description="false: what the file lacks stays as the model's code made it"
+    )
     map: dict[str, str] = Field(
         default_factory=dict,
         description="regex of a name in the file -> name in the model, with groups as \\1; the first match counts",
@@ -607,7 +676,9 @@ class InitFromConfig(Section):
         for pattern, replacement in names.items():
             _check_pattern(pattern)
             try:
-                re.sub(pattern, replacement, "")  # the replacement is read even where nothing matches
+                re.sub(
+                    pattern, replacement, ""
+                )  # the replacement is read even where nothing matches
             except (re.error, IndexError) as error:
                 raise ValueError(f"{replacement!r} cannot replace {pattern!r}: {error}") from None
         return names
@@ -633,16 +704,21 @@ class LimitsConfig(Section):
         examples=["16GiB"],
     )
     start_s: Seconds = Field(default=300.0, description="seconds for all ranks to arrive")
-    collective_s: Seconds = Field(default=600.0, description="seconds one collective may wait for other ranks")
+    collective_s: Seconds = Field(
+        default=600.0, description="seconds one collective may wait for other ranks"
+    )
     first_step_s: Seconds = Field(
-        default=1800.0, description="seconds without progress before the second step: imports, building, compiling"
+        default=1800.0,
+        description="seconds without progress before the second step: imports, building, compiling",
     )
     hang_s: Seconds | None = Field(
         default=None,
         description="seconds without progress in a later step; null: 5 slow steps, at least 60 s",
         examples=[120],
     )
-    eval_s: Seconds = Field(default=600.0, description="seconds without progress in an evaluation or a hook")
+    eval_s: Seconds = Field(
+        default=600.0, description="seconds without progress in an evaluation or a hook"
+    )
     save_s: Seconds = Field(default=1800.0, description="seconds without progress in a save")
     stop_s: Seconds = Field(
         default=30.0,
@@ -661,7 +737,9 @@ class LaunchConfig(Section):
         examples=["ssh"],
     )
     ssh: str = Field(
-        default="ssh", description="the ssh client, with options as a shell reads them", examples=["ssh -F cluster.cfg"]
+        default="ssh",
+        description="the ssh client, with options as a shell reads them",
+        examples=["ssh -F cluster.cfg"],
     )
     python: str | None = Field(
         default=None,
@@ -677,29 +755,42 @@ class LaunchConfig(Section):
         except ValueError as error:
             raise ValueError(f"{ssh!r}: {error}: close the quote") from None
         if not words or words[0].startswith("-") or not ssh.isprintable():
-            raise ValueError(f"{ssh!r} names no command; write ssh, or ssh with its options: ssh -F cluster.cfg")
+            raise ValueError(
+                f"{ssh!r} names no command; write ssh, or ssh with its options: ssh -F cluster.cfg"
+            )
         return ssh
 
     @field_validator("python")
     @classmethod
     def _is_a_path(cls, python: str | None) -> str | None:
-        if python is not None and (not python.strip() or python.startswith("-") or not python.isprintable()):
-            raise ValueError(f"{python!r} is not the path of a Python; write for example /opt/venv/bin/python")
+        if python is not None and (
+            not python.strip() or python.startswith("-") or not python.isprintable()
+        ):
+            raise ValueError(
+                f"{python!r} is not the path of a Python; write for example /opt/venv/bin/python"
+            )
         return python
 
 
 class GuardsConfig(Section):
     """What stops a run whose numbers, replicas or memory go wrong."""
 
-    max_skips: Steps = Field(default=50, description="skipped steps in a row before the run saves and stops (exit 7)")
+    max_skips: Steps = Field(
+        default=50, description="skipped steps in a row before the run saves and stops (exit 7)"
+    )
     max_nonfinite: Steps = Field(
-        default=3, description="the same for skips that no loss scale can help: nan losses, any skip without fp16"
+        default=3,
+        description="the same for skips that no loss scale can help: nan losses, any skip without fp16",
     )
     replica_every: int = Field(
-        default=100, ge=0, le=10**12, description="optimizer steps between comparisons of replicas (exit 10); 0: never"
+        default=100,
+        ge=0,
+        le=10**12,
+        description="optimizer steps between comparisons of replicas (exit 10); 0: never",
     )
     on_oom: Literal["stop", "skip"] = Field(
-        default="stop", description="stop | skip: all ranks drop the batch for which one of them lacks memory"
+        default="stop",
+        description="stop | skip: all ranks drop the batch for which one of them lacks memory",
     )
 
 
@@ -709,8 +800,12 @@ Axis = Literal["tp", "dp", "pp"]
 class ParallelConfig(Section):
     """How the ranks divide the model: tp inside of layers, pp between layers, dp over the batch."""
 
-    tp: Ranks = Field(default=1, description="ranks that share each layer, on one host", examples=[4])
-    pp: Ranks = Field(default=1, description="stages of the pipeline, each with a part of the layers")
+    tp: Ranks = Field(
+        default=1, description="ranks that share each layer, on one host", examples=[4]
+    )
+    pp: Ranks = Field(
+        default=1, description="stages of the pipeline, each with a part of the layers"
+    )
     dp: Ranks | Literal["auto"] = Field(
         default="auto", description="replicas of the whole; auto: ranks / (tp * pp)", examples=[2]
     )
@@ -725,7 +820,9 @@ class ParallelConfig(Section):
     @classmethod
     def _each_axis_once(cls, order: tuple[Axis, Axis, Axis]) -> tuple[Axis, Axis, Axis]:
         if len(set(order)) < len(order):
-            raise ValueError(f"{list(order)} does not have each axis once: write [tp, dp, pp] or another order of them")
+            raise ValueError(
+                f"{list(order)} does not have each axis once: write [tp, dp, pp] or another order of them"
+            )
         return order
 
 
@@ -735,27 +832,39 @@ class JobConfig(Section):
     name: Annotated[str, Field(pattern=f"^{NAME_PATTERN}$")] = Field(
         description="names the run directory", examples=["gpt-1b"]
     )
-    model: Ref = Field(description="returns the nn.Module to train", examples=["train.py:build_model"])
-    data: DataConfig = Field(description="returns the training Dataset", examples=["train.py:build_data"])
+    model: Ref = Field(
+        description="returns the nn.Module to train", examples=["train.py:build_model"]
+    )
+    data: DataConfig = Field(
+        description="returns the training Dataset", examples=["train.py:build_data"]
+    )
     loss: Ref | None = Field(
         default=None,
         description="(model, batch) -> loss or (sum, weight); null: the model's own loss",
         examples=["train.py:loss_fn"],
     )
-    steps: Steps | None = Field(default=None, description="optimizer steps to train", examples=[10000])
+    steps: Steps | None = Field(
+        default=None, description="optimizer steps to train", examples=[10000]
+    )
     tokens: Annotated[int, Field(gt=0, le=10**18)] | None = Field(
-        default=None, description="train until this many tokens were consumed", examples=[1_000_000_000]
+        default=None,
+        description="train until this many tokens were consumed",
+        examples=[1_000_000_000],
     )
     epochs: Samples | None = Field(
         default=None, description="passes over the data; the last step may be short", examples=[3]
     )
-    batch: BatchConfig = Field(description="samples per step: {global, micro}", examples=[{"global": 512, "micro": 4}])
+    batch: BatchConfig = Field(
+        description="samples per step: {global, micro}", examples=[{"global": 512, "micro": 4}]
+    )
     precision: PrecisionConfig = Field(
         default_factory=PrecisionConfig,
         description="fp32 | bf16 | fp16 | {compute, reduce, master, loss_scale}",
         examples=["bf16"],
     )
-    zero: ZeroConfig = Field(default_factory=ZeroConfig, description="0 | 1 | 2 | 3 | {stage, ...}", examples=[2])
+    zero: ZeroConfig = Field(
+        default_factory=ZeroConfig, description="0 | 1 | 2 | 3 | {stage, ...}", examples=[2]
+    )
     sync: Literal["ring", "server"] = Field(
         default="ring",
         description="zero 0: ring | server: one rank sums, updates and sends parameters; a baseline to compare with",
@@ -771,7 +880,9 @@ class JobConfig(Section):
         description="factory: the model's code runs once per host | meta: modules reset themselves, shard by shard",
     )
     optim: OptimConfig = Field(
-        default_factory=OptimConfig, description="optimizer and its hyper-parameters", examples=[{"lr": 3e-4}]
+        default_factory=OptimConfig,
+        description="optimizer and its hyper-parameters",
+        examples=[{"lr": 3e-4}],
     )
     lr: LrConfig = Field(
         default_factory=LrConfig,
@@ -779,10 +890,14 @@ class JobConfig(Section):
         examples=[{"schedule": "cosine", "warmup": 100}],
     )
     eval: EvalConfig | None = Field(
-        default=None, description="evaluation; null: none", examples=[{"data": "train.py:build_val_data", "every": 500}]
+        default=None,
+        description="evaluation; null: none",
+        examples=[{"data": "train.py:build_val_data", "every": 500}],
     )
     activations: ActivationsConfig = Field(
-        default_factory=ActivationsConfig, description="activation checkpointing", examples=[{"checkpoint": "full"}]
+        default_factory=ActivationsConfig,
+        description="activation checkpointing",
+        examples=[{"checkpoint": "full"}],
     )
     checkpoint: CheckpointConfig | None = Field(
         default=None,
@@ -803,10 +918,14 @@ class JobConfig(Section):
         examples=[3],
     )
     min_hosts: Ranks | None = Field(
-        default=None, description="a restart may do with this many hosts; null: with all or none", examples=[2]
+        default=None,
+        description="a restart may do with this many hosts; null: with all or none",
+        examples=[2],
     )
     init_from: InitFromConfig | None = Field(
-        default=None, description="weights to start from; null: the model's own", examples=["weights.safetensors"]
+        default=None,
+        description="weights to start from; null: the model's own",
+        examples=["weights.safetensors"],
     )
     compile: bool = Field(default=False, description="torch.compile each repeated block")
     hooks: HooksConfig = Field(
@@ -814,7 +933,11 @@ class JobConfig(Section):
         description="functions called by the loop",
         examples=[{"on_step": "hooks.py:on_step"}],
     )
-    hosts: str | Annotated[list[Annotated[str, AfterValidator(checked_item)]], Field(min_length=1)] | None = Field(
+    hosts: (
+        str
+        | Annotated[list[Annotated[str, AfterValidator(checked_item)]], Field(min_length=1)]
+        | None
+    ) = Field(
         default=None,
         description="a host file (name slots=N on each line) or a list of name:slots; null: this host, or Slurm's",
         examples=[["node1:8", "node2:8"]],
@@ -825,19 +948,26 @@ class JobConfig(Section):
         examples=[{"ssh": "ssh -F cluster.cfg"}],
     )
     parallel: ParallelConfig = Field(
-        default_factory=ParallelConfig, description="tensor and pipeline parallelism", examples=[{"tp": 4, "pp": 2}]
+        default_factory=ParallelConfig,
+        description="tensor and pipeline parallelism",
+        examples=[{"tp": 4, "pp": 2}],
     )
     slots: Annotated[int, Field(gt=0, le=MAX_SLOTS)] | Literal["auto"] = Field(
         default="auto", description="ranks on a host; auto: its GPUs, else 1", examples=[8]
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda where there is one")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="auto: cuda where there is one"
+    )
     threads: Annotated[int, Field(gt=0, le=1024)] | Literal["auto"] = Field(
         default="auto", description="CPU threads per rank; auto: usable cores / ranks", examples=[4]
     )
     bind: Literal["auto", "off"] = Field(
-        default="auto", description="auto: each rank keeps to cores of its own near its GPU, unless you bind by hand"
+        default="auto",
+        description="auto: each rank keeps to cores of its own near its GPU, unless you bind by hand",
     )
-    log: LogConfig = Field(default_factory=LogConfig, description="printed output", examples=[{"every": 1}])
+    log: LogConfig = Field(
+        default_factory=LogConfig, description="printed output", examples=[{"every": 1}]
+    )
     env: dict[str, str | None] = Field(
         default_factory=dict,
         description="environment of the workers; null: required, taken from the shell",
@@ -849,7 +979,9 @@ class JobConfig(Section):
         examples=[{"max_nonfinite": 10}],
     )
     limits: LimitsConfig = Field(
-        default_factory=LimitsConfig, description="times after which waiting is an error", examples=[{"start_s": 600}]
+        default_factory=LimitsConfig,
+        description="times after which waiting is an error",
+        examples=[{"start_s": 600}],
     )
 
     @model_validator(mode="after")

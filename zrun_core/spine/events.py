@@ -69,7 +69,9 @@ class Emitter:
         """Send one event, or keep it for later if the socket is full. Never blocks, never raises."""
         if self._socket is None:
             return
-        self._backlog.append(encode({"type": kind, "time": time.time(), "rank": self.rank, **fields}))
+        self._backlog.append(
+            encode({"type": kind, "time": time.time(), "rank": self.rank, **fields})
+        )
         self._send()
 
     def _send(self) -> bool:

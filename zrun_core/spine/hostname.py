@@ -14,7 +14,9 @@ LINE_FORM = "[user@]name[:port] slots=N"
 
 _NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?")
 _USER = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,62}[A-Za-z0-9_$])?")
-_NUMERIC_LABEL = re.compile(r"[0-9]+|0[xX][0-9a-fA-F]*")  # what the system's resolver takes for a part of an address
+_NUMERIC_LABEL = re.compile(
+    r"[0-9]+|0[xX][0-9a-fA-F]*"
+)  # what the system's resolver takes for a part of an address
 _BRACKETS = re.compile(r"\[([^\[\]]*)\](?::(.*))?", re.DOTALL)
 _ZONE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,14}")
 _WORD = re.compile(r"[^ \t]+")
@@ -59,8 +61,16 @@ def parse_line(text: str) -> tuple[Host | None, list[Mistake]]:
             mistakes.append(Mistake(word.start(), str(error)))
             if "=" not in word.group().strip("="):
                 break  # "slots = 8" is one mistake
-    if not mistakes and "max_slots" in found and found["max_slots"] < found.get("slots", MAX_SLOTS + 1):
-        mistakes.append(Mistake(words[1].start(), f"max_slots says how far slots=N may go: {_write_slots(found)}"))
+    if (
+        not mistakes
+        and "max_slots" in found
+        and found["max_slots"] < found.get("slots", MAX_SLOTS + 1)
+    ):
+        mistakes.append(
+            Mistake(
+                words[1].start(), f"max_slots says how far slots=N may go: {_write_slots(found)}"
+            )
+        )
     if host is None or mistakes:
         return None, mistakes
     return Host(host.name, host.user, host.port, found.get("slots")), []
@@ -106,19 +116,27 @@ def check_name(name: str) -> str:
     if ":" in name:
         return _check_ipv6(name)
     if not name.isascii():
-        raise ValueError(f"{_quoted(name)} is not ASCII; write the name as the network has it (xn--...)")
+        raise ValueError(
+            f"{_quoted(name)} is not ASCII; write the name as the network has it (xn--...)"
+        )
     if not _NAME.fullmatch(name):
-        raise ValueError(f"{_quoted(name)} is not a host name: letters, digits, dots, - and _, no other character")
+        raise ValueError(
+            f"{_quoted(name)} is not a host name: letters, digits, dots, - and _, no other character"
+        )
     labels = name.split(".")
     if len(name) > _MAX_NAME_CHARS or any(len(label) > _MAX_LABEL_CHARS for label in labels):
-        raise ValueError(f"{_quoted(name)} is too long for a host name: {_MAX_LABEL_CHARS} characters between dots")
+        raise ValueError(
+            f"{_quoted(name)} is too long for a host name: {_MAX_LABEL_CHARS} characters between dots"
+        )
     if not all(labels):
         raise ValueError(f"{_quoted(name)} is not a host name: two dots in a row")
     if all(_NUMERIC_LABEL.fullmatch(label) for label in labels):
         try:
             ip_address(name)
         except ValueError:
-            raise ValueError(f"{_quoted(name)} is not an IPv4 address: write four numbers from 0 to 255") from None
+            raise ValueError(
+                f"{_quoted(name)} is not an IPv4 address: write four numbers from 0 to 255"
+            ) from None
     return name
 
 
@@ -127,7 +145,9 @@ def _check_ipv6(name: str) -> str:
     try:
         shortest = IPv6Address(address).compressed
     except ValueError:
-        raise ValueError(f"{_quoted(name)} is not an IPv6 address, nor [user@]name:number") from None
+        raise ValueError(
+            f"{_quoted(name)} is not an IPv6 address, nor [user@]name:number"
+        ) from None
     if percent and not _ZONE.fullmatch(zone):
         raise ValueError(f"{_quoted(name)}: after % comes the name of an interface, such as eth0")
     return shortest + percent + zone
@@ -159,9 +179,13 @@ def _address(text: str, *, colon: str) -> Host:
 def _port(text: str, name: str) -> int:
     number = _number(text)
     if number is None or number > 65535:
-        raise ValueError(f"port {_quoted(text)} is not a number from 22 to 65535: write {LINE_FORM}")
+        raise ValueError(
+            f"port {_quoted(text)} is not a number from 22 to 65535: write {LINE_FORM}"
+        )
     if number < _LOWEST_PORT:
-        raise ValueError(f"{number} after the colon is a port, and ssh has none so low: write {name} slots={number}")
+        raise ValueError(
+            f"{number} after the colon is a port, and ssh has none so low: write {name} slots={number}"
+        )
     return number
 
 
@@ -175,7 +199,9 @@ def parse_slots(text: str) -> int:
     if number == 0:
         raise ValueError("slots=0 is no place for a rank: leave the host out")
     if number is None or number > MAX_SLOTS:
-        raise ValueError(f"slots {_quoted(text)} is not a whole number from 1 to {MAX_SLOTS}: write slots=8")
+        raise ValueError(
+            f"slots {_quoted(text)} is not a whole number from 1 to {MAX_SLOTS}: write slots=8"
+        )
     return number
 
 

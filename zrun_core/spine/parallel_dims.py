@@ -53,7 +53,9 @@ class ParallelDims:
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} is {value}: it must be at least 1")
         if self.dp % self.shard_size:
-            raise ValueError(f"{self.shard} ranks that share the states do not divide {self.dp} data-parallel ranks")
+            raise ValueError(
+                f"{self.shard} ranks that share the states do not divide {self.dp} data-parallel ranks"
+            )
         if self.virtual > 1 and self.pp == 1:
             raise ValueError("virtual stages need a pipeline: pp is 1")
 
@@ -87,7 +89,9 @@ class ParallelDims:
         return groups_along(axis, places, self.shard_size)
 
 
-def groups_along(axis: GroupAxis, places: Sequence[Coordinates], shard_size: int) -> list[tuple[int, ...]]:
+def groups_along(
+    axis: GroupAxis, places: Sequence[Coordinates], shard_size: int
+) -> list[tuple[int, ...]]:
     """Return the groups of ranks that differ in their place along `axis` only.
 
     `data` divides into groups of `shard_size` neighbours, `shard`, which hold one copy of the

@@ -58,7 +58,9 @@ def group_limit() -> int | None:
     """Bytes of memory that the control group may hold: the tightest limit up to the root."""
     limits = [number(folder / "memory.max") for folder in group_folders("")]
     limits += [number(folder / "memory.limit_in_bytes") for folder in group_folders("memory")]
-    return min((limit for limit in limits if limit is not None and limit < _UNLIMITED), default=None)
+    return min(
+        (limit for limit in limits if limit is not None and limit < _UNLIMITED), default=None
+    )
 
 
 def group_left() -> int | None:
@@ -72,7 +74,9 @@ def group_left() -> int | None:
             limit, used = number(folder / limit_name), number(folder / used_name)
             if limit is not None and used is not None and limit < _UNLIMITED:
                 droppable = sum(
-                    value for name, value in _lines(folder / "memory.stat") if name in ("inactive_file", "active_file")
+                    value
+                    for name, value in _lines(folder / "memory.stat")
+                    if name in ("inactive_file", "active_file")
                 )
                 found.append(max(0, limit - max(0, used - droppable)))
     return min(found, default=None)

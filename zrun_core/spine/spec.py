@@ -118,7 +118,9 @@ class RunSpec(Section):
     run_dir: str
     run_id: str
     resume: ResumeSpec | None = None  # None: from the beginning
-    memory_bytes: int | None = None  # that each rank may have where its model lives; None: it finds out
+    memory_bytes: int | None = (
+        None  # that each rank may have where its model lives; None: it finds out
+    )
     telemetry: str | None = None  # unix datagram socket of this host's agent; None: nobody listens
 
     @classmethod
@@ -163,7 +165,9 @@ def resolve_batch(job: JobConfig, ranks: int) -> BatchPlan:
     asked_global, asked_micro = job.batch.global_, job.batch.micro
     if asked_global == "auto":
         assert asked_micro != "auto"
-        return BatchPlan(global_size=asked_micro * ranks, micro=asked_micro, accumulation=1, ranks=ranks)
+        return BatchPlan(
+            global_size=asked_micro * ranks, micro=asked_micro, accumulation=1, ranks=ranks
+        )
     per_rank, rest = divmod(asked_global, ranks)
     if rest:
         below, above = asked_global - rest, asked_global - rest + ranks

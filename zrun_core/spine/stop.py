@@ -12,9 +12,15 @@ from types import FrameType
 
 from zrun_core.errors import ExitCode
 
-SAVE = signal.SIGRTMIN + 1  # save at the end of this step; the one before it ends a launcher (`zrun stop --now`)
+SAVE = (
+    signal.SIGRTMIN + 1
+)  # save at the end of this step; the one before it ends a launcher (`zrun stop --now`)
 _FIRM = (signal.SIGINT, signal.SIGTERM)
-_WARNINGS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)  # of a scheduler, of the launcher, of a terminal
+_WARNINGS = (
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGHUP,
+)  # of a scheduler, of the launcher, of a terminal
 
 
 class StopSignals:
@@ -49,7 +55,9 @@ class StopSignals:
         """Whether a save was asked for since the last call."""
         if not self._wants_save:
             return False
-        self._wants_save = False  # what comes between these two lines is asked for with the same save
+        self._wants_save = (
+            False  # what comes between these two lines is asked for with the same save
+        )
         return True
 
     @property

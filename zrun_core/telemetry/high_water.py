@@ -81,7 +81,11 @@ def _quiet_allocator() -> Iterator[None]:
 
 def _highest(results: Any) -> int:
     """The highest sum of the sizes, which are negative for what is given back."""
-    events = [(event.start_ns(), event.nbytes()) for event in results.events() if event.name() == "[memory]"]
+    events = [
+        (event.start_ns(), event.nbytes())
+        for event in results.events()
+        if event.name() == "[memory]"
+    ]
     level = highest = 0
     for _, num_bytes in sorted(events, key=lambda event: event[0]):
         level += num_bytes

@@ -106,7 +106,9 @@ class StepClock:
             for phase, seconds in waited.items():
                 split[phase] -= seconds
                 split[Phase.COMM] += seconds
-        return self._between(start, stop), {phase.value: max(0.0, seconds) for phase, seconds in split.items()}
+        return self._between(start, stop), {
+            phase.value: max(0.0, seconds) for phase, seconds in split.items()
+        }
 
 
 def process_memory(device: torch.device) -> dict[str, int | None]:

@@ -63,7 +63,10 @@ class Progress:
 
     def as_json(self) -> dict[str, Any]:
         losses = {"loss": self.loss, "first_loss": self.first_loss}
-        known = {name: loss if loss is not None and math.isfinite(loss) else None for name, loss in losses.items()}
+        known = {
+            name: loss if loss is not None and math.isfinite(loss) else None
+            for name, loss in losses.items()
+        }
         return asdict(self) | known
 
     @classmethod
@@ -170,7 +173,9 @@ class Recorder:
         metrics: what the newest evaluation came to, by name.
     """
 
-    def __init__(self, spec: RunSpec, sharded: ShardedModel, emitter: Emitter, clock: StepClock) -> None:
+    def __init__(
+        self, spec: RunSpec, sharded: ShardedModel, emitter: Emitter, clock: StepClock
+    ) -> None:
         self.spec, self.job = spec, spec.job
         self.progress = Progress()
         self.lr: float | None = None
@@ -190,7 +195,9 @@ class Recorder:
     def is_main(self) -> bool:
         return self._world.index == 0
 
-    def start(self, notes: list[str], resumed_from: Path | None = None, total_steps: int | None = None) -> None:
+    def start(
+        self, notes: list[str], resumed_from: Path | None = None, total_steps: int | None = None
+    ) -> None:
         """Announce what is about to run.
 
         Args:
@@ -223,8 +230,14 @@ class Recorder:
             pauses=_pauses(self.job),
             planned_bytes={kind.value: size for kind, size in planned.items()},
             units=len(layouts),
-            versions={"zrun": metadata.version("zrun"), "torch": torch.__version__, "python": sys.version.split()[0]},
-            device=str(self._device) if self._device.type == "cpu" else torch.cuda.get_device_name(self._device),
+            versions={
+                "zrun": metadata.version("zrun"),
+                "torch": torch.__version__,
+                "python": sys.version.split()[0],
+            },
+            device=str(self._device)
+            if self._device.type == "cpu"
+            else torch.cuda.get_device_name(self._device),
             resumed=resumed if resumed_from is not None else None,
             notes=notes,
         )
@@ -244,7 +257,11 @@ class Recorder:
         """What the memory of the newest step came to."""
         if self.num_steps != 2:  # the data had ended
             return
-        own = 0 if self._device.type == "cuda" else sum(self._sharded.allocated_memory().by_kind.values())
+        own = (
+            0
+            if self._device.type == "cuda"
+            else sum(self._sharded.allocated_memory().by_kind.values())
+        )
         self._emitter.emit(
             "peak",
             step=self.progress.steps,
@@ -309,10 +326,14 @@ class Recorder:
             )
         number = pending.step - self._first.steps
         if number == 1 or pending.step % self.job.log.every == 0:
-            by_kind = {kind.value: size for kind, size in self._sharded.allocated_memory().by_kind.items()}
+            by_kind = {
+                kind.value: size for kind, size in self._sharded.allocated_memory().by_kind.items()
+            }
             mean = {phase: fmean(each[phase] for each in self._splits) for phase in split}
             self._splits = []
-            self._emitter.emit("memory", step=pending.step, **by_kind, **process_memory(self._device), split=mean)
+            self._emitter.emit(
+                "memory", step=pending.step, **by_kind, **process_memory(self._device), split=mean
+            )
         if number == 2:
             self.warn_once()
         if number >= 2:  # the first does not gather ahead yet
@@ -322,7 +343,9 @@ class Recorder:
         """Name the rings that have outgrown their plan, or what was told of them."""
         for purpose, planned, held in self._sharded.grown_rings():
             is_told = held <= self._told_growth.get(purpose, planned)
-            if is_told or (purpose == "gathering" and not self.is_main):  # all ranks gather the same
+            if is_told or (
+                purpose == "gathering" and not self.is_main
+            ):  # all ranks gather the same
                 continue
             self._told_growth[purpose] = held
             self._emitter.emit(
@@ -371,9 +394,14 @@ class Recorder:
         """
         if not self.is_main:
             return
-        allocated, planned = self._sharded.allocated_memory().by_kind, self._sharded.planned_memory().by_kind
+        allocated, planned = (
+            self._sharded.allocated_memory().by_kind,
+            self._sharded.planned_memory().by_kind,
+        )
         done, before = self.progress, self._first
-        expected = self._sharded.expected_traffic(done.steps - before.steps, done.micro_batches - before.micro_batches)
+        expected = self._sharded.expected_traffic(
+            done.steps - before.steps, done.micro_batches - before.micro_batches
+        )
         self._emitter.emit(
             "end",
             step=self.progress.steps,

@@ -37,7 +37,12 @@ def make_settings(job: JobConfig, optimizer: Chosen, device: torch.device) -> Se
 
 
 def shard_settings(
-    zero: ZeroConfig, precision: PrecisionConfig, activations: ActivationsConfig, device: torch.device, *, compile: bool
+    zero: ZeroConfig,
+    precision: PrecisionConfig,
+    activations: ActivationsConfig,
+    device: torch.device,
+    *,
+    compile: bool,
 ) -> Settings:
     """How a model is sharded, before anything is said of its optimizer."""
     return Settings(

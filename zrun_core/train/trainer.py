@@ -174,7 +174,9 @@ class Trainer:
         """
         try:
             self._run()
-        except DivergedError:  # on all ranks; but what is being saved is of a state that was still the same
+        except (
+            DivergedError
+        ):  # on all ranks; but what is being saved is of a state that was still the same
             if self.checkpointer is not None:
                 self.phase = "save"
                 with suppress(SaveError, PeerError):
@@ -234,7 +236,11 @@ class Trainer:
                 if micro_batches is None:
                     return Ending("epochs" if self.job.epochs is not None else "data ended")
                 self.step(micro_batches)
-            if evaluation is not None and evaluation.every is not None and self.progress.steps % evaluation.every == 0:
+            if (
+                evaluation is not None
+                and evaluation.every is not None
+                and self.progress.steps % evaluation.every == 0
+            ):
                 self._resolve()
                 self.evaluate()
                 self._clock.restart()
@@ -333,7 +339,9 @@ class Trainer:
             self.recorder.resume(Progress.from_json(state))
             cursor, before, scaler = state["cursor"], state["dataset_samples"], state["scaler"]
         except KeyError as error:
-            raise CheckpointError(f"{resumed.path} is not of a training run: no {error} in its progress") from None
+            raise CheckpointError(
+                f"{resumed.path} is not of a training run: no {error} in its progress"
+            ) from None
         # Whoever goes on after a numeric stop has changed something: it has as many steps as at first.
         self.progress.skips_in_a_row = self.progress.helpless_skips = 0
         self._last_saved = self.progress.steps, self.progress.updates
@@ -341,7 +349,10 @@ class Trainer:
         self._resume_early_stop(state)
         now = self.loader.num_samples
         if shifts(cursor, before, now, shuffle=self.job.data.shuffle):
-            was, has = (f"{length} samples" if length is not None else "no length" for length in (before, now))
+            was, has = (
+                f"{length} samples" if length is not None else "no length"
+                for length in (before, now)
+            )
             raise CheckpointError(
                 f"{resumed.path} was saved at sample {cursor} of a dataset with {was}, which has {has} now: some would "
                 "be skipped and others read again; go on with the same data, or take only the weights to the new data, "
@@ -371,7 +382,9 @@ class Trainer:
         data, seed = saved.job.get("data", {}), saved.job.get("seed", self.job.seed)
         shuffled = data.get("shuffle", self.job.data.shuffle)
         if shuffled != self.job.data.shuffle:
-            found.append(f"data.shuffle was {str(shuffled).lower()} and is {str(self.job.data.shuffle).lower()}")
+            found.append(
+                f"data.shuffle was {str(shuffled).lower()} and is {str(self.job.data.shuffle).lower()}"
+            )
         elif shuffled and seed != self.job.seed:
             found.append(f"seed, which the order follows, was {seed} and is {self.job.seed}")
         return found
@@ -402,11 +415,16 @@ class Trainer:
         self.sharded.begin_step()
         losses = self._execute(no_pipeline(len(micro_batches)), micro_batches, sums, waited)
         if self._reads_late:
-            self._resolve(between_steps=False)  # whether the last one was skipped decides this one's learning rate
+            self._resolve(
+                between_steps=False
+            )  # whether the last one was skipped decides this one's learning rate
         self.phase = "update"
         lr = self.job.optim.lr * self.schedule(self.progress.updates)
         scale = self.sharded.scaler.scale.clone()
-        if self.job.guards.replica_every and self.progress.steps % self.job.guards.replica_every == 0:
+        if (
+            self.job.guards.replica_every
+            and self.progress.steps % self.job.guards.replica_every == 0
+        ):
             self.check_replicas(lr)
         self._own_losses, self._own_step = losses, self.loader.last_step
         with self._clock.during(Phase.OPTIM):
@@ -414,7 +432,13 @@ class Trainer:
         waited[Phase.OPTIM] += self.comm.take_waited()
         flops = (self._flops_per_sample or 0.0) * sum(micro.num_samples for micro in micro_batches)
         self._pending = Pending(
-            self.progress.steps, lr, to_host(result, scale), self._clock.restart(), waited, self.comm.drain(), flops
+            self.progress.steps,
+            lr,
+            to_host(result, scale),
+            self._clock.restart(),
+            waited,
+            self.comm.drain(),
+            flops,
         )
         if not self._reads_late or self._numeric_problem is not None or self._numeric.is_close:
             self._resolve()
@@ -657,7 +681,9 @@ class Trainer:
         self.stop.ignore()  # from here on the ranks leave together
         self.comm.barrier(self.world)
         code = ExitCode.STOPPED if saved else self.stop.exit_code
-        raise StoppedError(f"stopped after step {self.progress.steps}, {'saved' if saved else 'not saved'}", code)
+        raise StoppedError(
+            f"stopped after step {self.progress.steps}, {'saved' if saved else 'not saved'}", code
+        )
 
     def _stop_numerically(self, problem: str) -> NoReturn:
         """Save and end.
@@ -684,7 +710,11 @@ class Trainer:
         is_saved = step == checkpointer.last_step and updates == self.progress.updates
         broken = self.sharded.find_nonfinite_parameter()
         if broken is not None:
-            what = f"step {step} is saved with it: go on from one before it" if is_saved else "nothing more is saved"
+            what = (
+                f"step {step} is saved with it: go on from one before it"
+                if is_saved
+                else "nothing more is saved"
+            )
             return f"; {broken[0]} is {broken[1]} itself: {what}, see zrun ckpt ls"
         if is_saved:
             return f"; the last good parameters are those of step {step}, which is saved"

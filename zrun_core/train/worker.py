@@ -90,7 +90,9 @@ def main() -> NoReturn:
     worker.emitter.close()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # destroying a gloo group sometimes aborts, and loader processes must not delay the end
+    os._exit(
+        code
+    )  # destroying a gloo group sometimes aborts, and loader processes must not delay the end
 
 
 def _given(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[RunSpec, int]:
@@ -112,9 +114,13 @@ def _given(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[Ru
     try:
         rank, given = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     except (KeyError, ValueError):
-        raise JobError(f"RANK and WORLD_SIZE say which rank this is, and are not set; {usage}") from None
+        raise JobError(
+            f"RANK and WORLD_SIZE say which rank this is, and are not set; {usage}"
+        ) from None
     if given != size or not 0 <= rank < size:
-        raise JobError(f"{arguments[0]} is for {size} ranks, and this is rank {rank} of {given}; {usage}")
+        raise JobError(
+            f"{arguments[0]} is for {size} ranks, and this is rank {rank} of {given}; {usage}"
+        )
     dims = spec.plan.dims
     refuse_untrained(dims.tp, dims.pp)
     return spec, rank
@@ -126,12 +132,16 @@ class Worker:
     def __init__(self, spec: RunSpec, rank: int) -> None:
         self.spec, self.rank = spec, rank
         self.run_dir = Path(spec.run_dir)
-        is_heard = spec.telemetry is not None and Path(spec.telemetry).exists()  # not under torchrun, of an earlier run
+        is_heard = (
+            spec.telemetry is not None and Path(spec.telemetry).exists()
+        )  # not under torchrun, of an earlier run
         self.emitter = Emitter(spec.telemetry if is_heard else None, rank)
         self.stop = StopSignals()
         self.lock: int | None = None  # on the folder of checkpoints
         ranks = spec.plan.ranks_on(spec.plan.ranks[rank].host)
-        self.board = Board(host_file(self.run_dir, "board", ranks.start), rank, ranks, spec.plan.world_size)
+        self.board = Board(
+            host_file(self.run_dir, "board", ranks.start), rank, ranks, spec.plan.world_size
+        )
         self.phase = "start"
         self._trainer: Trainer | None = None
 
@@ -151,7 +161,9 @@ class Worker:
         folder = self.run_dir / "stacks"
         folder.mkdir(mode=0o700, exist_ok=True)
         # For as long as the process lives.
-        stacks = os.open(folder / f"rank-{self.rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        stacks = os.open(
+            folder / f"rank-{self.rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600
+        )
         faulthandler.register(signal.SIGQUIT, stacks)
 
     def run(self) -> None:
@@ -185,7 +197,9 @@ class Worker:
         notes = [*built.notes, *notes]
         self.phase = "load"
         if job.checkpoint is not None and self.rank == 0:
-            self.lock = hold(checkpoint_folder(job, self.run_dir))  # before anything in it is believed
+            self.lock = hold(
+                checkpoint_folder(job, self.run_dir)
+            )  # before anything in it is believed
         state = ModelState(sharded)
         resumed = None
         if self.spec.resume is not None:
@@ -211,13 +225,22 @@ class Worker:
             tp=mesh.tensor.index,
         )
         loader = BatchLoader(
-            dataset, job.data, self.spec.batch, mesh.data.index, job.seed, device,
-            epochs=job.epochs, collate=parts.collate, draws=streams.data,
-        )  # fmt: skip
+            dataset,
+            job.data,
+            self.spec.batch,
+            mesh.data.index,
+            job.seed,
+            device,
+            epochs=job.epochs,
+            collate=parts.collate,
+            draws=streams.data,
+        )
         streams.begin()  # from here on each rank draws from its own
         total_steps = self._total_steps(loader, resumed)
         if job.epochs is not None and total_steps is not None:
-            notes.append(f"epochs {job.epochs}: {total_steps} steps of {self.spec.batch.global_size} samples")
+            notes.append(
+                f"epochs {job.epochs}: {total_steps} steps of {self.spec.batch.global_size} samples"
+            )
         checkpointer = self._checkpointer(state, streams, comm, mesh.world)
         trainer = Trainer(
             self.spec,
@@ -258,7 +281,9 @@ class Worker:
         if config is None:
             return None
         folder = CheckpointFolder(checkpoint_folder(self.spec.job, self.run_dir))
-        run_id = re.sub(r"[^A-Za-z0-9_-]", "-", self.spec.run_id)[:128]  # of a folder that the user named
+        run_id = re.sub(r"[^A-Za-z0-9_-]", "-", self.spec.run_id)[
+            :128
+        ]  # of a folder that the user named
         about = About(run_id, self.spec.job.model_dump(mode="json", by_alias=True), versions())
         return Checkpointer(
             folder,
@@ -289,7 +314,9 @@ class Worker:
             torch.cuda.set_device(device)
         if size == 1:
             return
-        store = _store(os.environ.get("ZRUN_STORE"), self.rank, size, timedelta(seconds=limits.start_s))
+        store = _store(
+            os.environ.get("ZRUN_STORE"), self.rank, size, timedelta(seconds=limits.start_s)
+        )
         backend = "nccl" if device.type == "cuda" else "gloo"
         try:
             dist.init_process_group(
@@ -324,7 +351,11 @@ class Worker:
     def _memory_bytes(self, device: torch.device) -> int | None:
         """What the model may take where it lives; None: nobody looks. On a CPU this process has its part already."""
         given = self.spec.memory_bytes
-        return given if given is None or device.type != "cpu" else given - room.held_bytes([os.getpid()])
+        return (
+            given
+            if given is None or device.type != "cpu"
+            else given - room.held_bytes([os.getpid()])
+        )
 
     def _build(self, settings: Settings, mesh: Mesh, comm: Comm) -> Built:
         job = self.spec.job
@@ -337,10 +368,16 @@ class Worker:
             return build_on_meta(factory, job.seed, values=values)
         path = self.run_dir / f"init-{mesh.host.ranks[0]}"
         return build_once_per_host(
-            factory, job.seed, path, mesh.host, comm, values=values, memory=job.limits.memory,
+            factory,
+            job.seed,
+            path,
+            mesh.host,
+            comm,
+            values=values,
+            memory=job.limits.memory,
             check_states=lambda structure: check_room(structure, settings, mesh, comm),
             refuse=self._give_up if settings.memory_bytes is not None else None,
-        )  # fmt: skip
+        )
 
     def _load_parts(self) -> Parts:
         job, job_dir = self.spec.job, Path(self.spec.job_dir)
@@ -463,7 +500,13 @@ def _store(where: str | None, rank: int, size: int, patience: timedelta) -> Any:
     listener = int(os.environ["ZRUN_STORE_FD"]) if rank == 0 else None
     try:
         return dist.TCPStore(  # type: ignore[attr-defined]
-            host.strip("[]"), int(port), size, rank == 0, patience, wait_for_workers=False, master_listen_fd=listener
+            host.strip("[]"),
+            int(port),
+            size,
+            rank == 0,
+            patience,
+            wait_for_workers=False,
+            master_listen_fd=listener,
         )
     except dist.DistError as error:
         reason = str(error).splitlines()[0]

@@ -66,16 +66,22 @@ def check(module: nn.Module) -> None:
     params = list(module.named_parameters())
     for name, param in params:
         if isinstance(param, UninitializedParameter):
-            raise UserCodeError(f"parameter {name} has no shape yet: run a sample through the model in its factory")
+            raise UserCodeError(
+                f"parameter {name} has no shape yet: run a sample through the model in its factory"
+            )
         if not param.is_floating_point():
-            raise UserCodeError(f"parameter {name} is {param.dtype}: parameters must be floating; make it a buffer")
+            raise UserCodeError(
+                f"parameter {name} is {param.dtype}: parameters must be floating; make it a buffer"
+            )
     if not any(param.requires_grad for _, param in params):
         if not params:
             raise UserCodeError(
                 "the model has no parameters: torch sees no modules in plain lists and dicts; "
                 "write nn.ModuleList or nn.ModuleDict, and nn.Parameter for tensors"
             )
-        raise UserCodeError(f"the model has nothing to train: none of its {len(params)} parameters requires a gradient")
+        raise UserCodeError(
+            f"the model has nothing to train: none of its {len(params)} parameters requires a gradient"
+        )
 
 
 def build_once_per_host(
@@ -137,7 +143,9 @@ def build_once_per_host(
         _forget_values(module)
     else:
         stored.fill_buffers(module)
-    return Built(module, (lambda name, param: stored.tensor(f"param {name}")) if values else _no_value, notes)
+    return Built(
+        module, (lambda name, param: stored.tensor(f"param {name}")) if values else _no_value, notes
+    )
 
 
 def _no_value(name: str, param: nn.Parameter) -> torch.Tensor:
@@ -150,7 +158,9 @@ def _together(host: Group, comm: Comm) -> Iterator[None]:
     error: BaseException | None = None
     try:
         yield
-    except PreflightError:  # the end of this rank is the end of all: the first one must not go on filling the memory
+    except (
+        PreflightError
+    ):  # the end of this rank is the end of all: the first one must not go on filling the memory
         raise
     except BaseException as caught:  # told to the others before it is raised
         error = caught
@@ -169,7 +179,9 @@ def _build_structure(factory: Factory, seed: int) -> tuple[nn.Module, tuple[str,
         with torch.device("meta"):
             module = factory()
         strays = [name for name, inner in module.named_modules() if _holds_meta(vars(inner))]
-        reason = f"module {strays[0] or 'model'} keeps tensors that are no buffers" if strays else ""
+        reason = (
+            f"module {strays[0] or 'model'} keeps tensors that are no buffers" if strays else ""
+        )
     except UserCodeError as error:
         reason = f"it cannot run on the meta device ({str(error).splitlines()[-1].strip()})"
     if reason:
@@ -205,7 +217,9 @@ def _looking_ahead(
     """
     read_fd, write_fd = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # other threads: the copy needs none of them
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # other threads: the copy needs none of them
         child = os.fork()
     if not child:
         _look_and_exit(factory, look, write_fd)
@@ -233,7 +247,9 @@ def _look_and_exit(factory: Factory, look: Callable[[nn.Module], None], answer: 
     """The copy. Whatever fails in it fails in the original too, which says so."""
     try:
         if sys.platform.startswith("linux"):
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: others wait for the end of its connections
+            ctypes.CDLL(None).prctl(
+                1, signal.SIGKILL
+            )  # PR_SET_PDEATHSIG: others wait for the end of its connections
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         room.take_at_most(_LOOK_BYTES)  # where the factory makes values all the same
         sys.stdout = sys.stderr = nothing = open(os.devnull, "w")  # noqa: SIM115  # what it prints is printed once
@@ -257,9 +273,13 @@ def _holds_meta(value: Any, depth: int = 0) -> bool:
         return False
     if isinstance(value, dict):
         known = ("_parameters", "_buffers", "_modules")
-        return any(_holds_meta(item, depth + 1) for key, item in value.items() if depth or key not in known)
+        return any(
+            _holds_meta(item, depth + 1) for key, item in value.items() if depth or key not in known
+        )
     if isinstance(value, list | tuple):
-        return any(_holds_meta(item, depth + 1) for item in value if not isinstance(item, nn.Parameter))
+        return any(
+            _holds_meta(item, depth + 1) for item in value if not isinstance(item, nn.Parameter)
+        )
     return False
 
 
@@ -296,9 +316,13 @@ class _Stored:
     def __init__(self, path: Path) -> None:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
-            self._entries = {name: (dtype, shape, at) for name, dtype, shape, at in json.loads(file.read(size))}
+            self._entries = {
+                name: (dtype, shape, at) for name, dtype, shape, at in json.loads(file.read(size))
+            }
         start = -(-(8 + size) // 4096) * 4096
-        self._bytes = torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)[start:]
+        self._bytes = torch.from_file(
+            str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8
+        )[start:]
 
     def tensor(self, name: str) -> torch.Tensor:
         dtype_name, shape, at = self._entries[name]
@@ -310,7 +334,9 @@ class _Stored:
         found = {name: list(tensor.shape) for name, tensor in _tensors(module)}
         expected = {name: shape for name, (_, shape, _) in self._entries.items()}
         if found != expected:
-            names = [name for name in {**found, **expected} if found.get(name) != expected.get(name)]
+            names = [
+                name for name in {**found, **expected} if found.get(name) != expected.get(name)
+            ]
             raise UserCodeError(
                 f"the model factory builds different models on different ranks: {names[0]} has shape "
                 f"{found.get(names[0], 'none')} here and {expected.get(names[0], 'none')} on the host's first rank"
@@ -357,11 +383,15 @@ def build_on_meta(factory: Factory, seed: int, *, values: bool = True) -> Built:
         with torch.device("meta"), watch:
             module = factory()
     except UserCodeError as error:
-        raise JobError(f"init: meta: the factory cannot run on the meta device; write init: factory\n{error}") from None
+        raise JobError(
+            f"init: meta: the factory cannot run on the meta device; write init: factory\n{error}"
+        ) from None
     check(module)
     for name, param in module.named_parameters():
         if (change := watch.change_of(param)) is not None:
-            raise JobError(f"init: meta: the factory itself changes parameters ({change} on {name}); {_ADVICE}")
+            raise JobError(
+                f"init: meta: the factory itself changes parameters ({change} on {name}); {_ADVICE}"
+            )
     for name, inner in module.named_modules():
         owns = [*inner.named_parameters(recurse=False), *inner.named_buffers(recurse=False)]
         if owns and not callable(getattr(inner, "reset_parameters", None)):
@@ -372,7 +402,9 @@ def build_on_meta(factory: Factory, seed: int, *, values: bool = True) -> Built:
         real = [key for key, tensor in owns if tensor.device.type != "meta"]
         if real:
             owner = f"{name}." if name else ""
-            raise JobError(f"init: meta: {owner}{real[0]} was given values by the factory; {_ADVICE}")
+            raise JobError(
+                f"init: meta: {owner}{real[0]} was given values by the factory; {_ADVICE}"
+            )
     numbers = {id(inner): number for number, inner in enumerate(module.modules())}
     for inner in module.modules():
         if any(True for _ in inner.buffers(recurse=False)):
@@ -398,9 +430,16 @@ class _WatchWrites(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        writes = name in _OPERATORS or (name.endswith("_") and not name.endswith("__") and name not in _HARMLESS)
+        writes = name in _OPERATORS or (
+            name.endswith("_") and not name.endswith("__") and name not in _HARMLESS
+        )
         target = args[0] if args else (kwargs or {}).get("tensor")  # nn.init passes it by name
-        if writes and isinstance(target, torch.Tensor) and target.is_meta and not _in_module_reset():
+        if (
+            writes
+            and isinstance(target, torch.Tensor)
+            and target.is_meta
+            and not _in_module_reset()
+        ):
             self._changes.setdefault(target.untyped_storage()._cdata, (name, target.detach()))
         return func(*args, **(kwargs or {}))
 
@@ -438,7 +477,9 @@ def _reset(module: nn.Module, seed: int) -> dict[str, torch.Tensor]:
         made = {**module._parameters, **module._buffers}
         for key, value in made.items():
             if value is not None and value.isnan().any():
-                raise JobError(f"init: meta: {type(module).__name__}.reset_parameters leaves {key} unset; {_ADVICE}")
+                raise JobError(
+                    f"init: meta: {type(module).__name__}.reset_parameters leaves {key} unset; {_ADVICE}"
+                )
         return {key: value.detach() for key, value in made.items() if value is not None}
     finally:
         module._parameters.update(params)

@@ -34,7 +34,9 @@ class Loss(NamedTuple):
 
     value: Tensor  # 0-d, floating
     kind: LossKind
-    weight: float | Tensor  # a tensor is 0-d, on the loss's device, without gradient: reading it would synchronise
+    weight: (
+        float | Tensor
+    )  # a tensor is 0-d, on the loss's device, without gradient: reading it would synchronise
 
     @property
     def total(self) -> Tensor:
@@ -42,7 +44,9 @@ class Loss(NamedTuple):
         return self.value * self.weight if self.kind is LossKind.MEAN else self.value
 
 
-def compute_loss(model: nn.Module, batch: Any, loss_fn: LossFunction | None, num_samples: int) -> Loss:
+def compute_loss(
+    model: nn.Module, batch: Any, loss_fn: LossFunction | None, num_samples: int
+) -> Loss:
     """Run the forward pass of one micro-batch. A mean weighs `num_samples`, the samples that the loader drew.
 
     Raises:
@@ -127,7 +131,9 @@ def _find_loss(result: Any, source: str) -> Tensor:
 
 
 def _only_scalar(values: tuple[Any, ...], where: str) -> Tensor:
-    scalars = [v for v in values if isinstance(v, Tensor) and v.dim() == 0 and v.is_floating_point()]
+    scalars = [
+        v for v in values if isinstance(v, Tensor) and v.dim() == 0 and v.is_floating_point()
+    ]
     if len(scalars) != 1:
         raise UserCodeError(
             f"no loss: {where} is a tuple with {len(scalars)} scalar floating tensors where exactly one is needed"
@@ -144,18 +150,26 @@ def _sum_and_weight(result: tuple[Any, ...]) -> Loss:
     _checked(value, "the sum")
     if isinstance(weight, Tensor):
         if weight.dim() != 0:
-            raise UserCodeError(f"the loss function's weight has shape {tuple(weight.shape)}: it must be one number")
+            raise UserCodeError(
+                f"the loss function's weight has shape {tuple(weight.shape)}: it must be one number"
+            )
         return Loss(value, LossKind.SUM, weight.detach().to(value.device))
     if isinstance(weight, bool) or not isinstance(weight, int | float):
-        raise UserCodeError(f"the loss function's weight is {type(weight).__name__}: it must be a number or 0-d tensor")
+        raise UserCodeError(
+            f"the loss function's weight is {type(weight).__name__}: it must be a number or 0-d tensor"
+        )
     if not (math.isfinite(weight) and weight >= 0):
-        raise UserCodeError(f"the loss function's weight is {weight}: it must be a finite number, 0 or more")
+        raise UserCodeError(
+            f"the loss function's weight is {weight}: it must be a finite number, 0 or more"
+        )
     return Loss(value, LossKind.SUM, float(weight))
 
 
 def _checked(loss: Tensor, where: str) -> Tensor:
     if loss.dim() != 0:
-        raise UserCodeError(f"the loss is not a scalar: {where} has shape {tuple(loss.shape)}; take its mean()")
+        raise UserCodeError(
+            f"the loss is not a scalar: {where} has shape {tuple(loss.shape)}; take its mean()"
+        )
     if not loss.is_floating_point():
         raise UserCodeError(f"the loss is not floating: {where} has dtype {loss.dtype}")
     return loss

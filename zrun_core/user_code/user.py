@@ -22,16 +22,33 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from zrun_core.errors import PEER_IS_GONE, JobError, OutOfMemoryError, PeerError, UserCodeError, ZrunError
+from zrun_core.errors import (
+    PEER_IS_GONE,
+    JobError,
+    OutOfMemoryError,
+    PeerError,
+    UserCodeError,
+    ZrunError,
+)
 from zrun_core.spine.config import Ref
-from zrun_core.spine.tracebacks import causes, first_line, is_packaged, message_of, raised_at, shown, take_where
+from zrun_core.spine.tracebacks import (
+    causes,
+    first_line,
+    is_packaged,
+    message_of,
+    raised_at,
+    shown,
+    take_where,
+)
 
 if TYPE_CHECKING:
     from torch import nn
 
 # Standard modules that act on the process or the file system. A job file is often somebody else's text, and nothing
 # that a training job needs comes from here, so `model: os:system` is refused before anything is called.
-_PROCESS_MODULES = frozenset({"ctypes", "nt", "os", "posix", "pty", "runpy", "shutil", "signal", "subprocess", "sys"})
+_PROCESS_MODULES = frozenset(
+    {"ctypes", "nt", "os", "posix", "pty", "runpy", "shutil", "signal", "subprocess", "sys"}
+)
 
 # What the functions of a job are called with, by key; those of `model`, `data` and `eval.data` are called with their
 # args alone, once, and what they return counts.
@@ -74,7 +91,9 @@ def load(ref: Ref, job_dir: Path) -> object:
     """
     if ref.where.partition(".")[0] in _PROCESS_MODULES:
         raise _refused(ref)
-    module = _import_file(ref, job_dir) if ref.where.endswith(".py") else _import_module(ref, job_dir)
+    module = (
+        _import_file(ref, job_dir) if ref.where.endswith(".py") else _import_module(ref, job_dir)
+    )
     found: object = module
     for name in ref.attr.split("."):
         parent = found
@@ -225,7 +244,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocator said that there is no memory: Python's, torch's on a CPU, or that of a device."""
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError)
-        and (type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in message_of(error))
+        and (
+            type(error).__name__ == "OutOfMemoryError"
+            or "can't allocate memory" in message_of(error)
+        )
     )
 
 
@@ -285,7 +307,9 @@ def _import_file(ref: Ref, job_dir: Path) -> ModuleType:
     if (loaded := sys.modules.get(name)) is not None:
         origin = getattr(loaded, "__file__", None)
         if origin is None or not os.path.exists(origin) or not path.samefile(origin):
-            raise JobError(f"{ref.call}: the module name {name!r} is taken by {origin or 'Python'}: rename {path}")
+            raise JobError(
+                f"{ref.call}: the module name {name!r} is taken by {origin or 'Python'}: rename {path}"
+            )
         return loaded
     # After everything else: the file's neighbours can be imported, and nothing is shadowed by them.
     if (folder := str(path.parent)) not in sys.path:
@@ -318,7 +342,9 @@ def _check_arguments(ref: Ref, target: Callable[..., Any], arguments: dict[str, 
         raise JobError(f"{ref.call}: {error}{nearest} (it takes {takes})") from None
 
 
-def _check_takes(ref: Ref, target: Callable[..., Any], takes: Sequence[str], args: dict[str, Any]) -> None:
+def _check_takes(
+    ref: Ref, target: Callable[..., Any], takes: Sequence[str], args: dict[str, Any]
+) -> None:
     if not takes:
         return
     try:
@@ -350,7 +376,9 @@ def _below_main(name: str, module: object) -> str:
 
 
 def _refused(ref: Ref) -> JobError:
-    return JobError(f"{ref.call} is refused: it acts on the process, not on a model; name a function of your own code")
+    return JobError(
+        f"{ref.call} is refused: it acts on the process, not on a model; name a function of your own code"
+    )
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

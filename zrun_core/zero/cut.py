@@ -63,7 +63,11 @@ def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     def visit(name: str, module: nn.Module) -> None:
         members = list(module.named_children())
         if isinstance(module, nn.ModuleList | nn.Sequential):
-            composite = [type(m) for _, m in members if any(m.children()) and any(True for _ in m.parameters())]
+            composite = [
+                type(m)
+                for _, m in members
+                if any(m.children()) and any(True for _ in m.parameters())
+            ]
             repeated = {kind for kind in composite if composite.count(kind) > 1}
         else:
             repeated = set()
@@ -87,7 +91,11 @@ def _check_used(key: str, patterns: Sequence[str], model: nn.Module) -> None:
     for pattern in patterns:
         if not any(_matches([pattern], name) for name in names):
             near = next((name for name in names if re.search(pattern, name)), None)
-            hint = f"part of {near!r} does: write .*{pattern}.*" if near else f"names are like {', '.join(names[:3])}"
+            hint = (
+                f"part of {near!r} does: write .*{pattern}.*"
+                if near
+                else f"names are like {', '.join(names[:3])}"
+            )
             raise JobError(f"{key}: {pattern!r} matches no module's whole name; {hint}")
 
 
@@ -118,7 +126,9 @@ class _Cutter:
             id(module)
             for name, module in model.named_modules()
             if any(
-                _matches(forced, f"{name}.{inner}" if name else inner) for inner, _ in module.named_modules() if inner
+                _matches(forced, f"{name}.{inner}" if name else inner)
+                for inner, _ in module.named_modules()
+                if inner
             )
         }
         self.atoms: list[Atom] = []
@@ -145,21 +155,31 @@ class _Cutter:
         is_whole = is_leaf or (self._whole_blocks and is_block)
         if is_whole or not children or (not is_open and size <= self._bucket):
             if any(True for _ in module.parameters()):
-                self.atoms.append(Atom(name, module, names, is_leaf, is_leaf or is_forced, parent, block))
+                self.atoms.append(
+                    Atom(name, module, names, is_leaf, is_leaf or is_forced, parent, block)
+                )
             return
         if any(True for _ in module.parameters(recurse=False)):
             # Parameters of the module itself are in use for as long as it runs: a unit apart from its children's.
             names = self._names(name, module, recurse=False)
-            self.atoms.append(Atom(name, module, names, alone=True, parent=name, block=block, own_only=True))
+            self.atoms.append(
+                Atom(name, module, names, alone=True, parent=name, block=block, own_only=True)
+            )
         for child_name, child in children:
-            self._visit(f"{name}.{child_name}" if name else child_name, child, parent=name, block=block)
+            self._visit(
+                f"{name}.{child_name}" if name else child_name, child, parent=name, block=block
+            )
 
 
-def _merge(atoms: Sequence[Atom], size_of: Callable[[Atom], int], bucket: int) -> Iterator[list[Atom]]:
+def _merge(
+    atoms: Sequence[Atom], size_of: Callable[[Atom], int], bucket: int
+) -> Iterator[list[Atom]]:
     """Runs of neighbouring atoms under one parent that fit the bucket together."""
     run: list[Atom] = []
     for atom in atoms:
-        mergeable = bool(run) and not atom.alone and not run[-1].alone and atom.parent == run[-1].parent
+        mergeable = (
+            bool(run) and not atom.alone and not run[-1].alone and atom.parent == run[-1].parent
+        )
         if run and not (mergeable and sum(map(size_of, run)) + size_of(atom) <= bucket):
             yield run
             run = []
@@ -204,7 +224,9 @@ def cut(
     _check_table(table, params)
     alike_over = {name: table[name].alike_over if name in table else () for name in params}
     in_fp32 = _of_running_norms(model)
-    dtypes = {name: torch.float32 if id(param) in in_fp32 else dtype for name, param in params.items()}
+    dtypes = {
+        name: torch.float32 if id(param) in in_fp32 else dtype for name, param in params.items()
+    }
     owned = {name: param.numel() * dtypes[name].itemsize for name, param in params.items()}
     small = {name for name, num_bytes in owned.items() if num_bytes < persist_below}
     atoms = _Cutter(model, owned, bucket, unit_names, leaf_names, whole_blocks).atoms
@@ -217,7 +239,9 @@ def cut(
         formats = dict.fromkeys((dtype, torch.float32))
         axes = sorted({alike_over[n] for n in names})
         for trainable, of_dtype, over in itertools.product((True, False), formats, axes):
-            chosen = [n for n in names if params[n].requires_grad == trainable and dtypes[n] == of_dtype]
+            chosen = [
+                n for n in names if params[n].requires_grad == trainable and dtypes[n] == of_dtype
+            ]
             chosen = [n for n in chosen if alike_over[n] == over]
             if not chosen:
                 continue
@@ -245,9 +269,19 @@ def cut(
 
     for run in _merge(atoms, size_of, bucket):
         names = [n for atom in run for n in atom.param_names if n not in small]
-        add(_title([atom.name for atom in run]), names, run[0].leaf, persistent=False, block=run[0].block)
-    add("small parameters", [n for n in params if n in small], leaf=False, persistent=True, block="")
-    hooked = [(atom.module, sorted({unit_of[id(p)] for p in atom.used()}), atom.leaf) for atom in atoms]
+        add(
+            _title([atom.name for atom in run]),
+            names,
+            run[0].leaf,
+            persistent=False,
+            block=run[0].block,
+        )
+    add(
+        "small parameters", [n for n in params if n in small], leaf=False, persistent=True, block=""
+    )
+    hooked = [
+        (atom.module, sorted({unit_of[id(p)] for p in atom.used()}), atom.leaf) for atom in atoms
+    ]
     return Cut(units, hooked)
 
 
@@ -263,13 +297,22 @@ def _check_table(table: Mapping[str, TensorPart], params: Mapping[str, nn.Parame
 
 def _of_running_norms(model: nn.Module) -> set[int]:
     """Identities of the parameters that share their module with running statistics, which are fp32 buffers."""
-    norms = (inner for inner in model.modules() if isinstance(inner, _NormBase) and inner.track_running_stats)
+    norms = (
+        inner
+        for inner in model.modules()
+        if isinstance(inner, _NormBase) and inner.track_running_stats
+    )
     return {id(param) for norm in norms for param in norm.parameters(recurse=False)}
 
 
 def _lasting(atoms: Sequence[Atom], name_of: dict[int, str]) -> set[str]:
     """Parameters that are in use while others come and go: of containers themselves, or used by several modules."""
-    tied = {name for atom in atoms for p in atom.used() if (name := name_of[id(p)]) not in atom.param_names}
+    tied = {
+        name
+        for atom in atoms
+        for p in atom.used()
+        if (name := name_of[id(p)]) not in atom.param_names
+    }
     return tied.union(*(atom.param_names for atom in atoms if atom.own_only))
 
 

@@ -31,7 +31,9 @@ class Gatherer:
             between ranks.
     """
 
-    def __init__(self, units: Sequence[FlatUnit], comm: Comm, prefetch: int, *, sees_lookups: bool) -> None:
+    def __init__(
+        self, units: Sequence[FlatUnit], comm: Comm, prefetch: int, *, sees_lookups: bool
+    ) -> None:
         self._units = units
         self._comm = comm
         self._sees_lookups = sees_lookups  # of parameters outside of their modules
@@ -85,7 +87,12 @@ class Gatherer:
         for unit in self._units:
             if not unit.frees and unit.state is UnitState.GATHERING:  # and nobody has used it
                 unit.unshard(self._comm)
-            if unit.frees and unit.state is not UnitState.SHARDED and not unit.num_active and not unit.pins:
+            if (
+                unit.frees
+                and unit.state is not UnitState.SHARDED
+                and not unit.num_active
+                and not unit.pins
+            ):
                 unit.reshard()
         self._idle = []
 
@@ -130,7 +137,9 @@ class Gatherer:
         Once for forward and once for backward, as far as the passes so far have needed it. Backward does not need a
         frozen unit that no gradient flows through, nor one that is held since forward.
         """
-        return sum((kind, unit.index) in self._needed for kind in (PassKind.FORWARD, PassKind.BACKWARD))
+        return sum(
+            (kind, unit.index) in self._needed for kind in (PassKind.FORWARD, PassKind.BACKWARD)
+        )
 
     def _note_need(self, unit: FlatUnit) -> None:
         if not unit.pins:  # those that are held are there

@@ -87,7 +87,14 @@ def _call_reversed(calls: Sequence[Callable[[], None]]) -> None:
 class ModuleHooks:
     """The hooks of one module that brings `units` with it."""
 
-    def __init__(self, module: nn.Module, units: Sequence[FlatUnit], leaf: bool, gatherer: Gatherer, reducer: Reducer):
+    def __init__(
+        self,
+        module: nn.Module,
+        units: Sequence[FlatUnit],
+        leaf: bool,
+        gatherer: Gatherer,
+        reducer: Reducer,
+    ):
         self._units = list(units)
         self._freed = [unit for unit in units if unit.frees]
         self._leaf = leaf
@@ -165,7 +172,9 @@ class ModuleHooks:
 
     def _backward_begins(self, micro: MicroPass) -> None:
         micro.gradient_comes(of_param=False)
-        if not self._gatherer.in_backward:  # backward of this backward is yet to come, and cannot be seen
+        if (
+            not self._gatherer.in_backward
+        ):  # backward of this backward is yet to come, and cannot be seen
             self._gatherer.pin(self._freed)
         for unit in self._freed:
             self._gatherer.demand(unit)
@@ -174,7 +183,9 @@ class ModuleHooks:
 class LookedAtParameters(dict[str, Any]):
     """A module's parameter dictionary: looking one up outside its module makes its unit whole."""
 
-    def __init__(self, original: Mapping[str, Any], unit_of: Mapping[int, FlatUnit], gatherer: Gatherer) -> None:
+    def __init__(
+        self, original: Mapping[str, Any], unit_of: Mapping[int, FlatUnit], gatherer: Gatherer
+    ) -> None:
         super().__init__(original)
         self._unit_of, self._gatherer = unit_of, gatherer
 
@@ -183,7 +194,11 @@ class LookedAtParameters(dict[str, Any]):
         return dict, (dict(super().items()),)
 
     def _look(self, param: Any) -> Any:
-        if self._gatherer.active and param is not None and (unit := self._unit_of.get(id(param))) is not None:
+        if (
+            self._gatherer.active
+            and param is not None
+            and (unit := self._unit_of.get(id(param))) is not None
+        ):
             self._gatherer.demand_outside(unit)
         return param
 

@@ -50,7 +50,11 @@ class Culprit:
     @property
     def layer(self) -> str | None:
         """The module that holds the parameter."""
-        return None if self.parameter is None else self.parameter.rpartition(".")[0] or "the model itself"
+        return (
+            None
+            if self.parameter is None
+            else self.parameter.rpartition(".")[0] or "the model itself"
+        )
 
     def __str__(self) -> str:
         whose = "" if self.rank is None else f" on rank {self.rank}"
@@ -117,7 +121,9 @@ class Inspector:
         self._world, self._pipe = world, pipe
         self._first_number = 1 + pipe.index * _STAGE  # of a unit, in a row; 0 is none
         self._own: tuple[int, int, int] | None = None  # unit, parameter, kind
-        self.norms: list[tuple[list[FlatUnit], torch.Tensor]] = []  # units, and of each the norm, or one of a part
+        self.norms: list[
+            tuple[list[FlatUnit], torch.Tensor]
+        ] = []  # units, and of each the norm, or one of a part
 
     def begin_step(self) -> None:
         self._own = None
@@ -144,9 +150,11 @@ class Inspector:
     def find_unit(self, losses: Sequence[float]) -> Culprit | None:
         """As `find`, from the norms that the step was judged by, after its gradient is gone."""
         bad = [
-            unit.index for units, norms in self.norms
-            for unit, is_finite in zip(units, torch.isfinite(norms).tolist(), strict=True) if not is_finite
-        ]  # fmt: skip
+            unit.index
+            for units, norms in self.norms
+            for unit, is_finite in zip(units, torch.isfinite(norms).tolist(), strict=True)
+            if not is_finite
+        ]
         number = min(bad) + self._first_number if bad else 0
         rows = self._exchange([*_first_loss(losses), number])
         for rank, (kind, micro, _) in enumerate(rows):
@@ -172,7 +180,9 @@ class Inspector:
         """Every rank's row, by rank."""
         table = torch.zeros(self._world.size, len(row), dtype=torch.float64)
         table[self._world.index] = torch.tensor(row, dtype=torch.float64)
-        summed = self._comm.sum_small(table.view(-1).to(self._comm.device), self._world, name="skipped step")
+        summed = self._comm.sum_small(
+            table.view(-1).to(self._comm.device), self._world, name="skipped step"
+        )
         rows: list[list[float]] = summed.view(-1, len(row)).tolist()
         return rows
 

@@ -78,7 +78,11 @@ class UnitUpdate:
             numbers = [group_of(piece.slot) for piece in self.pieces]
             self._group_numbers = sorted(set(numbers))  # of the optimizer's groups
             for group in self._group_numbers:
-                members = [param for param, number in zip(self._params, numbers, strict=True) if number == group]
+                members = [
+                    param
+                    for param, number in zip(self._params, numbers, strict=True)
+                    if number == group
+                ]
                 self.optimizer.add_param_group({"params": members, **groups[group]})
         if isinstance(self.optimizer, Chunked):
             self.optimizer.scratch = scratch
@@ -188,7 +192,10 @@ class UnitUpdate:
                 param.grad = None
             return
         if grad is not self._grad:
-            self._grad, self._grad_parts = grad, [grad[piece.start : piece.stop] for piece in self.pieces]
+            self._grad, self._grad_parts = (
+                grad,
+                [grad[piece.start : piece.stop] for piece in self.pieces],
+            )
         for param, piece, part in zip(self._params, self.pieces, self._grad_parts, strict=True):
             param.grad = part if got[piece.index] else None
 
@@ -306,7 +313,9 @@ class ShardedOptimizer:
     def _apply_together(self, updates: Sequence[UnitUpdate]) -> None:
         """The two halves of a layer-wise update. See [Note: layer-wise optimizers]."""
         assert self._trust is not None
-        optimizers = [update.optimizer for update in updates if isinstance(update.optimizer, LayerWise)]
+        optimizers = [
+            update.optimizer for update in updates if isinstance(update.optimizer, LayerWise)
+        ]
         unit = self._updates[0].unit
         parts, group = unit.counted_once()
         proposed = [optimizer.propose() for optimizer in optimizers]

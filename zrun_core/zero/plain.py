@@ -91,7 +91,12 @@ class PlainLoop:
         self._open.append(passes)
         gatherer = self._gatherer
         is_recomputed = gatherer.in_backward
-        if len(self._open) == 1 and not gatherer.is_all_whole and not gatherer.in_forward and not is_recomputed:
+        if (
+            len(self._open) == 1
+            and not gatherer.is_all_whole
+            and not gatherer.in_forward
+            and not is_recomputed
+        ):
             if torch.is_grad_enabled():
                 self._micro.open_calls.clear()  # what the last forward left open never had a gradient
                 gatherer.begin(self._micro, PassKind.FORWARD)
@@ -140,7 +145,9 @@ class PlainLoop:
             )
         if self._open:  # of what a module differentiates in its own forward
             if of_param:
-                raise UserCodeError("backward() inside of a forward: call it when the model has returned")
+                raise UserCodeError(
+                    "backward() inside of a forward: call it when the model has returned"
+                )
             return
         if not of_param and torch.is_grad_enabled():
             return  # the gradient itself is to be differentiated
@@ -167,9 +174,13 @@ class PlainLoop:
             UserCodeError: there is no gradient, or a backward raised.
         """
         if self._in_backward:
-            raise UserCodeError("step(): the last backward() raised, so its gradients are not whole: call zero_grad()")
+            raise UserCodeError(
+                "step(): the last backward() raised, so its gradients are not whole: call zero_grad()"
+            )
         if not self.num_backwards:
-            raise UserCodeError("step(): no backward() of this model's outputs since the last step() or zero_grad()")
+            raise UserCodeError(
+                "step(): no backward() of this model's outputs since the last step() or zero_grad()"
+            )
         if self._gatherer.active:  # a forward that has raised, or that nobody differentiates
             self._gatherer.end()
         self._reducer.flush()
@@ -205,7 +216,11 @@ def in_fp32(value: Any) -> Any:
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+        fields = {
+            field.name: getattr(value, field.name)
+            for field in dataclasses.fields(value)
+            if field.init
+        }
         changed = {name: new for name, item in fields.items() if (new := in_fp32(item)) is not item}
         return dataclasses.replace(value, **changed) if changed else value
     return value

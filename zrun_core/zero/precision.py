@@ -34,7 +34,9 @@ class Precision:
     @classmethod
     def of(cls, config: PrecisionConfig) -> Precision:
         compute = _DTYPES[config.compute]
-        return cls(compute, torch.float32 if config.reduce == "fp32" else compute, config.loss_scale)
+        return cls(
+            compute, torch.float32 if config.reduce == "fp32" else compute, config.loss_scale
+        )
 
     def autocast(self, device: torch.device) -> AbstractContextManager[object]:
         """Context of forward passes: matrix products in `compute`; norms, softmax and losses in fp32.
@@ -58,7 +60,9 @@ class LossScaler:
         self._config = precision.loss_scale
         first = self._config.init if self.enabled else 1.0
         self.scale = torch.tensor(first, dtype=torch.float32, device=device)
-        self._good = torch.zeros((), dtype=torch.int64, device=device)  # steps since the scale last changed
+        self._good = torch.zeros(
+            (), dtype=torch.int64, device=device
+        )  # steps since the scale last changed
         self._bad = torch.zeros((), dtype=torch.int64, device=device)  # overflows in a row
 
     def update(self, overflow: torch.Tensor) -> None:

@@ -65,7 +65,9 @@ class Reducer:
     ) -> None:
         self._comm, self._mesh, self._policy, self._exchange = comm, mesh, policy, exchange
         # What stays whole belongs to modules of the whole model, so it is complete last.
-        self._order = sorted((u for u in reversed(units) if u.trainable), key=lambda unit: unit.layout.persistent)
+        self._order = sorted(
+            (u for u in reversed(units) if u.trainable), key=lambda unit: unit.layout.persistent
+        )
         self._first_order = self._order
         self._order_is_learnt = False
         self._peers = peers_of(comm, mesh)
@@ -267,7 +269,9 @@ class Reducer:
             return
         by_name = {unit.name: unit for unit in self._order}
         order, late = learnt["order"], learnt["late"]
-        if not by_name.keys() >= set(late) or (order is not None and sorted(order) != sorted(by_name)):
+        if not by_name.keys() >= set(late) or (
+            order is not None and sorted(order) != sorted(by_name)
+        ):
             raise CheckpointError("the order of reductions that it holds is of other units")
         if order is not None:
             self._order, self._order_is_learnt = [by_name[name] for name in order], True

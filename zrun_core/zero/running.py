@@ -21,7 +21,9 @@ class RunningBuffers:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._places = [(inner, key) for inner in module.modules() for key in inner._buffers if key is not None]
+        self._places = [
+            (inner, key) for inner in module.modules() for key in inner._buffers if key is not None
+        ]
         self._written: list[int] | None = None  # places; None: not known before the first step
         self._copied: list[torch.Tensor] = []
         self._versions: dict[int, int] = {}  # by identity, in the first step
@@ -57,11 +59,15 @@ class RunningBuffers:
             parts = self._copies[dtype].split([buffer.numel() for buffer in group])
             for buffer, part in zip(group, parts, strict=True):
                 # The version does not count what is written through `.data`.
-                if buffer._version == self._versions[id(buffer)] and torch.equal(buffer.reshape(-1), part):
+                if buffer._version == self._versions[id(buffer)] and torch.equal(
+                    buffer.reshape(-1), part
+                ):
                     untouched.add(id(buffer))
         found = [self._buffer(place) for place in range(len(self._places))]
         self._written = [
-            place for place, buffer in enumerate(found) if buffer is not None and id(buffer) not in untouched
+            place
+            for place, buffer in enumerate(found)
+            if buffer is not None and id(buffer) not in untouched
         ]
 
     def _buffer(self, place: int) -> torch.Tensor | None:

@@ -55,7 +55,13 @@ from zrun_core.zero.running import RunningBuffers
 from zrun_core.zero.traffic import Steps, expected_traffic
 from zrun_core.zero.unit import FlatUnit, moves_pages, window_pool
 
-_OWN_KINDS = (Kind.PARAM, Kind.GRAD, Kind.OPTIM, Kind.RING, Kind.BUFFER)  # of what a rank keeps from step to step
+_OWN_KINDS = (
+    Kind.PARAM,
+    Kind.GRAD,
+    Kind.OPTIM,
+    Kind.RING,
+    Kind.BUFFER,
+)  # of what a rank keeps from step to step
 _NORM_CHUNK = 1 << 20  # elements that a CPU casts at a time: they stay in cache
 
 
@@ -90,8 +96,11 @@ class Settings:
         if (chosen := self.optimizer) is None:
             return states
         return replace(
-            states, moments=chosen.moments, moment_dtype=chosen.moment_dtype, updates_together=chosen.layer_wise
-        )  # fmt: skip
+            states,
+            moments=chosen.moments,
+            moment_dtype=chosen.moment_dtype,
+            updates_together=chosen.layer_wise,
+        )
 
     def group_of(self, name: str) -> int:
         """Optimizer group of a parameter: 1 is without weight decay."""
@@ -226,7 +235,12 @@ class ShardedModel:
                 device=comm.device,
                 pool=self._pool,
             )
-            unit.load([read(slot.name, param) for slot, param in zip(piece.layout.slots, piece.params, strict=True)])
+            unit.load(
+                [
+                    read(slot.name, param)
+                    for slot, param in zip(piece.layout.slots, piece.params, strict=True)
+                ]
+            )
             _materialise(piece.params, unit)
             unit.show()
             self.units.append(unit)
@@ -251,7 +265,9 @@ class ShardedModel:
         self._running = RunningBuffers(module)
         self._never: set[str] | None = None
 
-    def attach(self, chosen: Chosen, groups: Sequence[Options], group_of: Callable[[ParamSlot], int]) -> None:
+    def attach(
+        self, chosen: Chosen, groups: Sequence[Options], group_of: Callable[[ParamSlot], int]
+    ) -> None:
         """Give the model its optimizer, with `groups`, of which `group_of` gives a parameter's number."""
         self.settings = replace(self.settings, optimizer=chosen)
         self.optimizer = ShardedOptimizer(
@@ -261,9 +277,12 @@ class ShardedModel:
     def run_plainly(self, accumulate: int) -> PlainLoop:
         """From now on plain calls of the module and plain `loss.backward()` begin and end their passes themselves."""
         return PlainLoop(
-            self.module, self._gatherer, self.reducer,
-            lambda: self.settings.precision.autocast(self.comm.device), accumulate,
-        )  # fmt: skip
+            self.module,
+            self._gatherer,
+            self.reducer,
+            lambda: self.settings.precision.autocast(self.comm.device),
+            accumulate,
+        )
 
     # One optimizer step
 
@@ -367,7 +386,9 @@ class ShardedModel:
         """Call `call` once, before the next update, which alone changes the optimizer's state."""
         self._before_update.append(call)
 
-    def _update(self, lr: float | None, divisor: torch.Tensor, skipped: torch.Tensor, got: list[bytes]) -> None:
+    def _update(
+        self, lr: float | None, divisor: torch.Tensor, skipped: torch.Tensor, got: list[bytes]
+    ) -> None:
         self.comm.settle()
         while self._before_update:
             self._before_update.pop()()
@@ -409,9 +430,11 @@ class ShardedModel:
             found.append(got_here[start : start + len(unit.params)])
             start += len(unit.params)
         missing = {
-            slot.name for unit, bits in zip(self._trained, found, strict=True)
-            for slot, bit in zip(unit.layout.slots, bits, strict=True) if not bit
-        }  # fmt: skip
+            slot.name
+            for unit, bits in zip(self._trained, found, strict=True)
+            for slot, bit in zip(unit.layout.slots, bits, strict=True)
+            if not bit
+        }
         self._never = missing if self._never is None else self._never & missing
         return found
 
@@ -457,7 +480,11 @@ class ShardedModel:
         Collective on entry and on exit; in between, ranks may do different things for different lengths of time. Every
         rank must write the same values, or leave writing an element to the rank that owns it.
         """
-        with self._gatherer.all_whole(), torch.no_grad(), self.settings.precision.autocast(self.comm.device):
+        with (
+            self._gatherer.all_whole(),
+            torch.no_grad(),
+            self.settings.precision.autocast(self.comm.device),
+        ):
             yield self.module
         self._pool.shrink()
 
@@ -485,7 +512,10 @@ class ShardedModel:
         peers = peers_of(self.comm, self.mesh)
         account.add(
             states.rank_buffers(
-                self.layouts, peers, prefetch=self.settings.prefetch, moves_pages=moves_pages(self.comm.device.type)
+                self.layouts,
+                peers,
+                prefetch=self.settings.prefetch,
+                moves_pages=moves_pages(self.comm.device.type),
             )
         )
         account.add(module_buffers(self.module))
@@ -535,5 +565,7 @@ def _materialise(params: Sequence[nn.Parameter], unit: FlatUnit) -> None:
     for param, view in zip(params, unit.views or unit._placeholders, strict=True):
         if param.device.type == "meta":
             hooks, late_hooks = param._backward_hooks, param._post_accumulate_grad_hooks
-            torch._C._swap_tensor_impl(param, nn.Parameter(view.data, requires_grad=param.requires_grad))
+            torch._C._swap_tensor_impl(
+                param, nn.Parameter(view.data, requires_grad=param.requires_grad)
+            )
             param._backward_hooks, param._post_accumulate_grad_hooks = hooks, late_hooks

@@ -126,7 +126,9 @@ class FlatUnit:
             self.window = StorageWindow(layout.padded_numel, own, layout.dtype, device, pool)
             self.state = UnitState.SHARDED
         self.full, self.param_shard = self.window.full, self.window.shard
-        self.views = [_view(self.full, slot) for slot in layout.slots] if not _resizes(self.window) else []
+        self.views = (
+            [_view(self.full, slot) for slot in layout.slots] if not _resizes(self.window) else []
+        )
         # Shape of the parameter, no memory, NaN wherever it is read, and torch refuses to write to it.
         nowhere = torch.full((), float("nan"), dtype=layout.dtype, device=device)
         self._placeholders = [nowhere.expand(slot.shape) for slot in layout.slots]
@@ -167,7 +169,11 @@ class FlatUnit:
         """
         with torch.no_grad():
             own = self.layout.shard_range(self.shard.index)
-            targets = [(self.param_shard, own)] if self.frees else [(self.full, (0, self.layout.padded_numel))]
+            targets = (
+                [(self.param_shard, own)]
+                if self.frees
+                else [(self.full, (0, self.layout.padded_numel))]
+            )
             if self.has_master:
                 targets.append((self.master, self.owned))
             for target, (start, stop) in targets:
@@ -177,7 +183,9 @@ class FlatUnit:
                         continue
                     flat = source if source.stride() == slot.stride else _with_stride(source, slot)
                     first = start + piece.start - slot.offset
-                    part = flat.as_strided((piece.stop - piece.start,), (1,), flat.storage_offset() + first)
+                    part = flat.as_strided(
+                        (piece.stop - piece.start,), (1,), flat.storage_offset() + first
+                    )
                     target[piece.start : piece.stop].copy_(part)
         self.param.put()
         if self.has_master:
@@ -186,7 +194,9 @@ class FlatUnit:
     def show(self) -> None:
         """Point the module's parameters at the unit's memory, or at placeholders where it holds none."""
         whole = self.state is UnitState.WHOLE
-        for param, data in zip(self.params, self.views if whole else self._placeholders, strict=True):
+        for param, data in zip(
+            self.params, self.views if whole else self._placeholders, strict=True
+        ):
             param.data = data
 
     def start_unshard(self, comm: Comm) -> None:
@@ -479,4 +489,6 @@ def _view(flat: torch.Tensor, slot: ParamSlot) -> torch.Tensor:
 
 
 def _with_stride(source: torch.Tensor, slot: ParamSlot) -> torch.Tensor:
-    return torch.empty_strided(slot.shape, slot.stride, dtype=source.dtype, device=source.device).copy_(source)
+    return torch.empty_strided(
+        slot.shape, slot.stride, dtype=source.dtype, device=source.device
+    ).copy_(source)

@@ -30,7 +30,7 @@ from zrun_core.plan.memory.states import (
     peers_of_rank,
     rank_buffers,
     settings_of,
-)  # fmt: skip
+)
 from zrun_core.plan.question.candidate import Candidate
 from zrun_core.plan.question.transformer import TransformerShape
 from zrun_core.plan.timing.costs import Costs, Terms
@@ -54,7 +54,10 @@ __all__ = [
     "estimate",
 ]
 
-_PROCESS_BYTES = {"cuda": 1800 * MIB, "cpu": 0}  # of a rank in its host's memory; on a CPU it is the device's context
+_PROCESS_BYTES = {
+    "cuda": 1800 * MIB,
+    "cpu": 0,
+}  # of a rank in its host's memory; on a CPU it is the device's context
 _LOADER_BYTES = 220 * MIB  # of a process that reads data
 _PHASES = tuple(Phase)
 
@@ -82,9 +85,15 @@ def estimate(
 def plain_job(precision: str = "bf16") -> JobConfig:
     """A job that says nothing, for models that are a size only."""
     return JobConfig.model_validate(
-        {"name": "size", "model": "size:size", "data": "size:size", "steps": 1, "batch": {"micro": 1},
-         "precision": precision}
-    )  # fmt: skip
+        {
+            "name": "size",
+            "model": "size:size",
+            "data": "size:size",
+            "steps": 1,
+            "batch": {"micro": 1},
+            "precision": precision,
+        }
+    )
 
 
 def _no_code(name: str) -> Any:
@@ -171,9 +180,11 @@ class Planner:
         if found is None:
             config = PrecisionConfig(compute=candidate.precision, reduce=self.job.precision.reduce)  # type: ignore[arg-type]
             found = self._settings[key] = replace(
-                self.settings, zero=ZeroPolicy(candidate.stage), precision=Precision.of(config),
+                self.settings,
+                zero=ZeroPolicy(candidate.stage),
+                precision=Precision.of(config),
                 recomputes_blocks=candidate.checkpoint != "none",
-            )  # fmt: skip
+            )
         return found
 
     def cut(self, candidate: Candidate) -> PaperCut:
@@ -195,7 +206,9 @@ class Planner:
                 found = cut_on_paper(model, settings, self.subject.buffer_bytes)
             else:
                 if self.costs.formula is None:
-                    raise JobError(f"tp {tp}: how this model is divided is not known: it has no transformer's shape")
+                    raise JobError(
+                        f"tp {tp}: how this model is divided is not known: it has no transformer's shape"
+                    )
                 try:
                     found = cut_of_shape(self.costs.formula, settings, tp)
                 except ValueError as error:
@@ -205,8 +218,14 @@ class Planner:
 
     def states(self, candidate: Candidate, index: int) -> _States:
         """The buffers of a stage's first rank, which are there from step to step."""
-        key = (candidate.stage, candidate.dims, candidate.precision, candidate.checkpoint != "none",
-               candidate.placement, index)  # fmt: skip
+        key = (
+            candidate.stage,
+            candidate.dims,
+            candidate.precision,
+            candidate.checkpoint != "none",
+            candidate.placement,
+            index,
+        )
         found = self._states.get(key)
         if found is None:
             settings, dims = self.settings_for(candidate), candidate.dims
@@ -214,7 +233,12 @@ class Planner:
             rank = Coordinates(pp=index)
             try:
                 buffers = rank_buffers(
-                    cut, settings, dims, rank=rank, placement=candidate.placement, device=self.device_type
+                    cut,
+                    settings,
+                    dims,
+                    rank=rank,
+                    placement=candidate.placement,
+                    device=self.device_type,
                 )
             except ValueError as error:
                 raise JobError(f"pp {dims.pp}: {error}") from None
@@ -247,17 +271,31 @@ class Planner:
         if cuda:
             reserved = -(-reserved // (2 * MIB)) * 2 * MIB
         return RankMemory(
-            _role(candidate.dims, index), (*states.buffers, *others), peak, allocated, reserved,
+            _role(candidate.dims, index),
+            (*states.buffers, *others),
+            peak,
+            allocated,
+            reserved,
             reserved + self.outside(candidate.dims) + (0 if cuda else self._kernels(candidate)),
-            states.pinned, states.pageable + _PROCESS_BYTES[self.device_type], states.disk,
-        )  # fmt: skip
+            states.pinned,
+            states.pageable + _PROCESS_BYTES[self.device_type],
+            states.disk,
+        )
 
     def _others(self, candidate: Candidate) -> list[Buffer]:
         """What else is on the device all the time: the batch, and the library's workspace."""
-        batches = candidate.accumulation if self.device_type == "cpu" else min(2, candidate.accumulation)
-        found = [Buffer("batch", Kind.ACTIVATION, round(batches * self._batch_bytes(candidate.micro)))]
+        batches = (
+            candidate.accumulation if self.device_type == "cpu" else min(2, candidate.accumulation)
+        )
+        found = [
+            Buffer("batch", Kind.ACTIVATION, round(batches * self._batch_bytes(candidate.micro)))
+        ]
         if self.hardware.device.workspace_bytes:
-            found.append(Buffer("workspace of matrix products", Kind.TEMP, self.hardware.device.workspace_bytes))
+            found.append(
+                Buffer(
+                    "workspace of matrix products", Kind.TEMP, self.hardware.device.workspace_bytes
+                )
+            )
         return found
 
     def _batch_bytes(self, micro: int) -> float:
@@ -274,15 +312,26 @@ class Planner:
         least = min(steady.values())
         beyond = {phase: size - least for phase, size in steady.items()}
         dims = candidate.dims
-        key = (candidate.micro, candidate.checkpoint, candidate.precision,
-               memory.adds_gradients(candidate), dims.tp,
-               candidate.sequence_parallel, stage.blocks, stage.held, stage.first, stage.last,
-               tuple(beyond.values()))  # fmt: skip
+        key = (
+            candidate.micro,
+            candidate.checkpoint,
+            candidate.precision,
+            memory.adds_gradients(candidate),
+            dims.tp,
+            candidate.sequence_parallel,
+            stage.blocks,
+            stage.held,
+            stage.first,
+            stage.last,
+            tuple(beyond.values()),
+        )
         found = self._peaks.get(key)
         if found is None:
             if self.costs.uses_formula(candidate.key):
                 assert self.costs.formula is not None
-                found = memory.by_formula(self.costs.formula, candidate, stage, beyond, self.job.activations.n)
+                found = memory.by_formula(
+                    self.costs.formula, candidate, stage, beyond, self.job.activations.n
+                )
             else:
                 assert isinstance(self.subject, Profile)
                 if candidate.checkpoint not in self.subject.traces:
@@ -313,7 +362,14 @@ class Planner:
 
     def outside(self, dims: ParallelDims) -> int:
         """Bytes of a device outside of its allocator: the driver's, and those of each group that a rank belongs to."""
-        groups = {dims.world_size, dims.tp, dims.dp, dims.pp, dims.shard_size, dims.dp // dims.shard_size} - {1}
+        groups = {
+            dims.world_size,
+            dims.tp,
+            dims.dp,
+            dims.pp,
+            dims.shard_size,
+            dims.dp // dims.shard_size,
+        } - {1}
         device = self.hardware.device
         imported = memory.BUILDS_ON_META if self.device_type == "cpu" and dims.world_size > 1 else 0
         return device.context_bytes + imported + len(groups) * device.communicator_bytes
@@ -328,12 +384,18 @@ class Planner:
         """
         self._check(candidate)
         used, capacity = 0, self.hardware.device.memory_bytes
-        beside = sum(buffer.num_bytes for buffer in self._others(candidate)) + self.outside(candidate.dims)
+        beside = sum(buffer.num_bytes for buffer in self._others(candidate)) + self.outside(
+            candidate.dims
+        )
         for index in self._stages(candidate.dims):
             stage = Stage.of(candidate.dims, index, self.num_blocks, candidate.accumulation)
-            in_use = self.peak(candidate, stage, self.states(candidate, index).steady).num_bytes + beside
+            in_use = (
+                self.peak(candidate, stage, self.states(candidate, index).steady).num_bytes + beside
+            )
             # What the allocator takes beyond that is asked only where it may decide.
-            used = max(used, in_use if in_use > capacity else self.rank(candidate, index).device_used)
+            used = max(
+                used, in_use if in_use > capacity else self.rank(candidate, index).device_used
+            )
             if used > capacity:
                 break
         return used - capacity
@@ -361,11 +423,19 @@ class Planner:
         known = tuple(map(self._known, ranks)) if source == "guessed" else ranks
         fits = self._fits(candidate, known, self._host(candidate, known))
         return Estimate(
-            candidate, ranks, self.paper_bytes(candidate), _of_host(host), self.time(candidate),
-            self.hardware.device.memory_bytes, fits, source, tuple(self._notes(candidate, source)),
-            host, self.traffic(candidate) if traffic else {},
+            candidate,
+            ranks,
+            self.paper_bytes(candidate),
+            _of_host(host),
+            self.time(candidate),
+            self.hardware.device.memory_bytes,
+            fits,
+            source,
+            tuple(self._notes(candidate, source)),
+            host,
+            self.traffic(candidate) if traffic else {},
             isinstance(self.subject, Profile) and self.subject.is_ragged,
-        )  # fmt: skip
+        )
 
     def _known(self, rank: RankMemory) -> RankMemory:
         """`rank` without its activations and temporaries."""
@@ -414,7 +484,9 @@ class Planner:
     def _check(self, candidate: Candidate) -> None:
         dims, hardware, traced = candidate.dims, self.hardware, self.job.precision.compute
         if isinstance(self.subject, Profile) and candidate.precision != traced:
-            raise JobError(f"precision {candidate.precision}: the model was traced in {traced}: trace it anew")
+            raise JobError(
+                f"precision {candidate.precision}: the model was traced in {traced}: trace it anew"
+            )
         if dims.world_size > hardware.num_devices:
             raise JobError(
                 f"{candidate}: {dims.world_size} ranks on {hardware.num_devices} devices: name "
@@ -475,7 +547,9 @@ class Planner:
         return found
 
     def _notes(self, candidate: Candidate, source: str) -> list[str]:
-        notes = [f"zrun plans {what} and does not train with it yet" for what in candidate.lacking()]
+        notes = [
+            f"zrun plans {what} and does not train with it yet" for what in candidate.lacking()
+        ]
         if isinstance(self.subject, Profile):
             policy = candidate.checkpoint
             if source == "guessed":
@@ -487,7 +561,9 @@ class Planner:
                 notes.append(f"activations {source}: {self.subject.why}")
             notes += self.subject.notes
         if not self.hardware.measured:
-            notes.append("times from data sheets, not from measurements: zrun doctor --bench measures")
+            notes.append(
+                "times from data sheets, not from measurements: zrun doctor --bench measures"
+            )
         return notes
 
 
@@ -499,7 +575,10 @@ def _of_host(parts: Mapping[str, int]) -> int:
 def _by_phase(buffers: Iterable[Buffer]) -> dict[Phase, int]:
     """Bytes on the device that are in use in each phase."""
     here = [buffer for buffer in buffers if buffer.tier is Tier.DEVICE]
-    return {phase: sum(b.num_bytes for b in here if b.phases is None or phase.value in b.phases) for phase in _PHASES}
+    return {
+        phase: sum(b.num_bytes for b in here if b.phases is None or phase.value in b.phases)
+        for phase in _PHASES
+    }
 
 
 def _role(dims: ParallelDims, index: int) -> str:

@@ -77,16 +77,23 @@ class Constraints:
 
     def __post_init__(self) -> None:
         if self.global_batch < 1:
-            raise JobError(f"a global batch of {self.global_batch} samples trains nothing: it must be at least 1")
+            raise JobError(
+                f"a global batch of {self.global_batch} samples trains nothing: it must be at least 1"
+            )
         for name in ("devices", "stages", "tp", "pp", "micro", "checkpoints", "precisions"):
             if (given := getattr(self, name)) is not None and not given:
                 raise JobError(f"the constraints leave nothing to choose {name} from")
         if self.trainable and not {1} & set(self.tp or (1,)) & set(self.pp or (1,)):
-            raise JobError("the constraints contradict each other: zrun does not train with tp or pp above 1 yet")
+            raise JobError(
+                "the constraints contradict each other: zrun does not train with tp or pp above 1 yet"
+            )
 
 
 def search(
-    subject: Profile | TransformerShape | Planner, hardware: Hardware, constraints: Constraints, goal: Goal
+    subject: Profile | TransformerShape | Planner,
+    hardware: Hardware,
+    constraints: Constraints,
+    goal: Goal,
 ) -> Result:
     """Search for what `goal` asks: "best", the fastest that fits; "fit", the cheapest change that does.
 
@@ -145,8 +152,13 @@ class _Search:
         self._done: dict[Candidate, Estimate | None] = {}
         self._considered = 0
         self._offloads = self._placements()
-        self._places = {place: number for number, place in enumerate([ON_DEVICE, *itertools.chain(*self._offloads)])}
-        self._host_seconds = {tier: host_seconds_per_element(planner.costs, tier) for tier in (Tier.HOST, Tier.DISK)}
+        self._places = {
+            place: number
+            for number, place in enumerate([ON_DEVICE, *itertools.chain(*self._offloads)])
+        }
+        self._host_seconds = {
+            tier: host_seconds_per_element(planner.costs, tier) for tier in (Tier.HOST, Tier.DISK)
+        }
 
     def run(self, goal: Goal) -> Result:
         if goal == "fit":
@@ -170,8 +182,12 @@ class _Search:
         States leave the device only where they do not fit on it: elsewhere that costs time and buys nothing.
         """
         heap: list[_Bound] = []
-        fitting: list[tuple[float, int, int, Estimate]] = []  # by time, headroom, and order of enumeration
-        front: list[tuple[float, int]] = []  # (seconds, headroom) of what nothing beats, fastest first
+        fitting: list[
+            tuple[float, int, int, Estimate]
+        ] = []  # by time, headroom, and order of enumeration
+        front: list[
+            tuple[float, int]
+        ] = []  # (seconds, headroom) of what nothing beats, fastest first
         missed: list[tuple[float, _Bound]] = []  # what does not fit, with the bytes that it lacks
         self._considered = len(bounds)
         for bound in bounds:
@@ -193,8 +209,14 @@ class _Search:
                 self._push_offloads(heap, bound)
                 continue
             bisect.insort(fitting, (found.time.seconds, -found.headroom, bound.number, found))
-            if not any(seconds <= found.time.seconds and room >= found.headroom for seconds, room in front):
-                front = [each for each in front if each[0] < found.time.seconds or each[1] > found.headroom]
+            if not any(
+                seconds <= found.time.seconds and room >= found.headroom for seconds, room in front
+            ):
+                front = [
+                    each
+                    for each in front
+                    if each[0] < found.time.seconds or each[1] > found.headroom
+                ]
                 bisect.insort(front, (found.time.seconds, found.headroom))
         rejected = self._nearest(missed)
         ordered = [found for *_, found in fitting]
@@ -228,7 +250,10 @@ class _Search:
                     break
 
     def _is_beaten(
-        self, bound: _Bound, fitting: Sequence[tuple[float, int, int, Estimate]], front: Sequence[tuple[float, int]]
+        self,
+        bound: _Bound,
+        fitting: Sequence[tuple[float, int, int, Estimate]],
+        front: Sequence[tuple[float, int]],
     ) -> bool:
         """Whether ten are faster for sure, and one of those that fit is about as fast with about as much room."""
         if len(fitting) < SHOWN or fitting[SHOWN - 1][0] > bound.seconds:
@@ -236,7 +261,9 @@ class _Search:
         room = self.capacity - bound.num_bytes - _SAME_ROOM * self.capacity
         return any(
             headroom >= room
-            for _, headroom in itertools.takewhile(lambda each: each[0] <= bound.seconds * _SAME_TIME, front)
+            for _, headroom in itertools.takewhile(
+                lambda each: each[0] <= bound.seconds * _SAME_TIME, front
+            )
         )
 
     # The cheapest change
@@ -244,7 +271,9 @@ class _Search:
     def _fit(self) -> Result:
         base = self.constraints.base
         if base is None:
-            raise JobError("the cheapest change is one of something: give the configuration that the job asks for")
+            raise JobError(
+                "the cheapest change is one of something: give the configuration that the job asks for"
+            )
         groups = self._by_changes(base)
         if not groups:
             raise JobError(self._nothing())
@@ -254,12 +283,17 @@ class _Search:
             for bound in sorted(groups[key]):
                 if bound.num_bytes > self.capacity:
                     missed.append((bound.num_bytes - self.capacity, bound))
-                elif not _is_slower(bound, fitting) and (lacks := self._overshoot(bound.candidate)) is not None:
+                elif (
+                    not _is_slower(bound, fitting)
+                    and (lacks := self._overshoot(bound.candidate)) is not None
+                ):
                     found = self._estimate(bound.candidate) if lacks <= 0 else None
                     if found is not None and found.fits:
                         fitting.append(found)
                     else:
-                        missed.append((lacks if found is None else _overshoot(found, self.hardware), bound))
+                        missed.append(
+                            (lacks if found is None else _overshoot(found, self.hardware), bound)
+                        )
             if len(fitting) >= SHOWN:
                 break
         ordered = sorted(fitting, key=lambda each: self._cost(base, each))
@@ -269,7 +303,9 @@ class _Search:
         """All candidates, by what zrun lacks for them, and by the keys that differ from `base`."""
         groups: dict[tuple[int, int], list[_Bound]] = {}
         for first in self._bounds():
-            others = (self._at(first.number, first.candidate, place) for place in list(self._places)[1:])
+            others = (
+                self._at(first.number, first.candidate, place) for place in list(self._places)[1:]
+            )
             for bound in (first, *others):
                 self._considered += 1
                 key = len(bound.candidate.lacking()), changes(base, bound.candidate)
@@ -279,21 +315,41 @@ class _Search:
     @staticmethod
     def _cost(base: Candidate, found: Estimate) -> tuple[int, int, float, str]:
         candidate = found.candidate
-        return len(candidate.lacking()), changes(base, candidate), found.time.seconds, str(candidate)
+        return (
+            len(candidate.lacking()),
+            changes(base, candidate),
+            found.time.seconds,
+            str(candidate),
+        )
 
     def _result(
-        self, ordered: Sequence[Estimate], fitting: Sequence[Estimate], rejected: Iterable[Estimate], considered: int
+        self,
+        ordered: Sequence[Estimate],
+        fitting: Sequence[Estimate],
+        rejected: Iterable[Estimate],
+        considered: int,
     ) -> Result:
         worst = sorted(
-            rejected, key=lambda each: (_overshoot(each, self.hardware), each.time.seconds, str(each.candidate))
+            rejected,
+            key=lambda each: (
+                _overshoot(each, self.hardware),
+                each.time.seconds,
+                str(each.candidate),
+            ),
         )
         tried = sum(found is not None for found in self._done.values())
 
         def told(found: Iterable[Estimate]) -> tuple[Estimate, ...]:
-            return tuple(replace(each, traffic=self.planner.traffic(each.candidate)) for each in found)
+            return tuple(
+                replace(each, traffic=self.planner.traffic(each.candidate)) for each in found
+            )
 
         return Result(
-            told(ordered[:SHOWN]), told(_pareto(fitting)), told(worst[:SHOWN]), tried, considered - len(self._done)
+            told(ordered[:SHOWN]),
+            told(_pareto(fitting)),
+            told(worst[:SHOWN]),
+            tried,
+            considered - len(self._done),
         )
 
     # Candidates and their bounds
@@ -323,7 +379,9 @@ class _Search:
             number,
             self._places[placement],
             self._least_bytes(number, candidate, placement),
-            candidate if placement is candidate.placement else replace(candidate, placement=placement),
+            candidate
+            if placement is candidate.placement
+            else replace(candidate, placement=placement),
         )
 
     def _sum(self, candidate: Candidate) -> _Sums:
@@ -351,7 +409,11 @@ class _Search:
         Memory: the first stage's states without padding and scratch, and its activations.
         """
         sums, dims, stage = self._sum(candidate), candidate.dims, candidate.stage
-        count, device, terms = candidate.accumulation, self.hardware.device, self.planner.costs.terms
+        count, device, terms = (
+            candidate.accumulation,
+            self.hardware.device,
+            self.planner.costs.terms,
+        )
         forward = sums.forward / dims.pp
         share = dims.shard_size if stage else 1
         shard = Span(self.hardware, share, dims.tp)
@@ -359,10 +421,16 @@ class _Search:
         moved = gathers * shard.gather(sums.params / dims.pp * BYTES[candidate.precision]).seconds
         reduced = sums.trainable / dims.pp * terms.reduce_bytes
         moved += reductions * shard.gather(reduced).seconds
-        moved += Span(self.hardware, dims.dp // share, dims.tp * share).all_reduce(reduced / share).seconds
+        moved += (
+            Span(self.hardware, dims.dp // share, dims.tp * share)
+            .all_reduce(reduced / share)
+            .seconds
+        )
         total, blocks = sums.forward + sums.backward, self.planner.num_blocks // dims.pp
         largest = total if dims.pp == 1 else blocks * sums.of_block + max(sums.before, sums.after)
-        seconds = max(count * largest + (dims.pp - 1) / dims.virtual * blocks * sums.of_block, moved)
+        seconds = max(
+            count * largest + (dims.pp - 1) / dims.virtual * blocks * sums.of_block, moved
+        )
         owned = sums.trainable / dims.pp / share
         num_bytes = update_bytes(terms, candidate.precision)
         if device.optimizer is not None:
@@ -371,7 +439,9 @@ class _Search:
             update = stream_seconds(device, owned * num_bytes)
         first = Stage.of(dims, 0, self.planner.num_blocks, count)
         size, sharded = BYTES[candidate.precision], dims.shard_size
-        part = min(1.0, first.blocks * sums.block / sums.params)  # of the model's parameters: at least its blocks'
+        part = min(
+            1.0, first.blocks * sums.block / sums.params
+        )  # of the model's parameters: at least its blocks'
         if dims.pp == 1:
             part = 1.0
         optim = terms.moments * terms.moment_bytes + (4 if size < 4 else 0)
@@ -396,9 +466,16 @@ class _Search:
         floor = self._floors[number]
         left = max(0.0, 1 - place.fraction - floor.largest)  # whole units leave, the last one too
         total = 0.0
-        for here, tier in zip(floor.states, (place.param, place.grad, place.optimizer), strict=True):
+        for here, tier in zip(
+            floor.states, (place.param, place.grad, place.optimizer), strict=True
+        ):
             total += here * (left if tier is not Tier.DEVICE else 1.0)
-        return total + floor.dynamic + self.hardware.device.workspace_bytes + self.planner.outside(candidate.dims)
+        return (
+            total
+            + floor.dynamic
+            + self.hardware.device.workspace_bytes
+            + self.planner.outside(candidate.dims)
+        )
 
     def _all(self) -> Iterator[Candidate]:
         """Every candidate that the constraints allow, in a fixed order."""
@@ -424,19 +501,32 @@ class _Search:
                 for shard in self._shards(dims, stage):
                     whole = replace(dims, shard=shard)
                     yield Candidate(
-                        stage, whole, micro, count, checkpoint, precision, sequence_parallel=dims.tp > 1, init=init
+                        stage,
+                        whole,
+                        micro,
+                        count,
+                        checkpoint,
+                        precision,
+                        sequence_parallel=dims.tp > 1,
+                        init=init,
                     )
 
     def _worlds(self) -> list[int]:
         if self.constraints.devices is not None:
             return sorted(set(self.constraints.devices))
-        asked = {self.constraints.base.dims.world_size} if self.constraints.base is not None else set()
+        asked = (
+            {self.constraints.base.dims.world_size} if self.constraints.base is not None else set()
+        )
         return sorted(asked | {self.hardware.num_devices})
 
     def _precisions(self) -> Sequence[str]:
         if self.constraints.precisions is not None:
             return self.constraints.precisions
-        asked = self.constraints.base.precision if self.constraints.base else self.planner.job.precision.compute
+        asked = (
+            self.constraints.base.precision
+            if self.constraints.base
+            else self.planner.job.precision.compute
+        )
         return (asked,)
 
     def _checkpoints(self) -> Sequence[str]:
@@ -455,7 +545,9 @@ class _Search:
             if world % tp:
                 continue
             for pp in _divisors(world // tp):
-                if pp > max(1, self.planner.num_blocks) or (limits.pp is not None and pp not in limits.pp):
+                if pp > max(1, self.planner.num_blocks) or (
+                    limits.pp is not None and pp not in limits.pp
+                ):
                     continue
                 if limits.trainable and tp * pp > 1:
                     continue
@@ -471,9 +563,10 @@ class _Search:
             possible = [1]
         else:
             possible = [
-                tp for tp in _divisors(self.hardware.devices_per_node)
+                tp
+                for tp in _divisors(self.hardware.devices_per_node)
                 if shape.heads % tp == 0 and shape.kv_heads % tp == 0 and shape.ffn % tp == 0
-            ]  # fmt: skip
+            ]
         wanted = self.constraints.tp
         return possible if wanted is None else [tp for tp in possible if tp in wanted]
 
@@ -489,17 +582,36 @@ class _Search:
         local = dims.dp_per_host(self.hardware.devices_per_node)
         base = self.constraints.base
         sizes: list[int | None] = [None]
-        if stage and self.constraints.shard_in_node and dims.pp == 1 and 1 < local < dims.dp and dims.dp % local == 0:
+        if (
+            stage
+            and self.constraints.shard_in_node
+            and dims.pp == 1
+            and 1 < local < dims.dp
+            and dims.dp % local == 0
+        ):
             sizes.append(local)
-        if stage and base is not None and base.dims.shard not in (None, *sizes) and dims.dp == base.dims.dp:
+        if (
+            stage
+            and base is not None
+            and base.dims.shard not in (None, *sizes)
+            and dims.dp == base.dims.dp
+        ):
             sizes.append(base.dims.shard)
         return sizes
 
     def _placements(self) -> list[list[Placement]]:
         """Where states may live elsewhere than on the device: for each way, with more and more of them there."""
-        if not self.constraints.offloads or self.constraints.trainable or self.hardware.shares_memory:
+        if (
+            not self.constraints.offloads
+            or self.constraints.trainable
+            or self.hardware.shares_memory
+        ):
             return []
-        ways = [p for p in _OFFLOADS if Tier.DISK not in (p.param, p.grad, p.optimizer) or self.hardware.disk_write]
+        ways = [
+            p
+            for p in _OFFLOADS
+            if Tier.DISK not in (p.param, p.grad, p.optimizer) or self.hardware.disk_write
+        ]
         return [[replace(way, fraction=fraction) for fraction in _FRACTIONS] for way in ways]
 
 
@@ -535,7 +647,10 @@ def _by_time(found: Estimate) -> tuple[float, int, str]:
 
 def _is_slower(bound: _Bound, fitting: Sequence[Estimate]) -> bool:
     """Whether ten that need no more changes are faster for sure."""
-    return len(fitting) >= SHOWN and sorted(each.time.seconds for each in fitting)[SHOWN - 1] <= bound.seconds
+    return (
+        len(fitting) >= SHOWN
+        and sorted(each.time.seconds for each in fitting)[SHOWN - 1] <= bound.seconds
+    )
 
 
 def _pareto(fitting: Iterable[Estimate]) -> list[Estimate]:
@@ -550,5 +665,7 @@ def _pareto(fitting: Iterable[Estimate]) -> list[Estimate]:
 def _overshoot(found: Estimate, hardware: Hardware) -> int:
     """Bytes that a device, a node's memory or its disks lack, by most."""
     host = 0 if hardware.shares_memory else found.host_bytes - hardware.host_bytes
-    disk = max(rank.disk for rank in found.ranks) * min(hardware.devices_per_node, found.candidate.dims.world_size)
+    disk = max(rank.disk for rank in found.ranks) * min(
+        hardware.devices_per_node, found.candidate.dims.world_size
+    )
     return max(-found.headroom, host, disk - hardware.disk_bytes if disk else 0)

@@ -49,8 +49,14 @@ def measure(*, ranks: int, threads: int) -> Rates:
     steps = found[0]["steps"]
     mean = _mean([{name: each[name] for name in each if name != "steps"} for each in found])
     table = Operators(**mean.pop("operators"))
-    flops = {name.removeprefix("peak_"): mean.pop(name) * ranks for name in list(mean) if name.startswith("peak_")}
-    rates = Rates(flops, mean.pop("copy") * ranks, extra=mean, operators=table, update=_updates(steps))
+    flops = {
+        name.removeprefix("peak_"): mean.pop(name) * ranks
+        for name in list(mean)
+        if name.startswith("peak_")
+    }
+    rates = Rates(
+        flops, mean.pop("copy") * ranks, extra=mean, operators=table, update=_updates(steps)
+    )
     if ranks > 1:
         short, long = steps["short"], steps["long"]
         speed = (_LONG - _SHORT) / max(long - short, 1e-9)
@@ -61,15 +67,23 @@ def measure(*, ranks: int, threads: int) -> Rates:
 def _run(ranks: int, threads: int, folder: str) -> list[dict[str, Any]]:
     """What each rank has found."""
     command = [sys.executable, "-P", "-m", "zrun_core.plan.measure.measure", str(threads), folder]
-    shared = {"WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "lo", "ZRUN_STORE": os.path.join(folder, "store"),
-              "OMP_NUM_THREADS": str(threads)}  # fmt: skip
+    shared = {
+        "WORLD_SIZE": str(ranks),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "ZRUN_STORE": os.path.join(folder, "store"),
+        "OMP_NUM_THREADS": str(threads),
+    }
     started = [
         subprocess.Popen(
-            command, env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            command,
+            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for rank in range(ranks)
-    ]  # fmt: skip
+    ]
     try:
         for process in started:  # they begin together, once torch is there
             assert process.stdout is not None
@@ -84,7 +98,9 @@ def _run(ranks: int, threads: int, folder: str) -> list[dict[str, Any]]:
             out, errors = process.communicate(timeout=_PATIENCE_S)
             if process.returncode:
                 lines = errors.strip().splitlines()
-                raise RuntimeError(lines[-1] if lines else f"it ended with status {process.returncode}")
+                raise RuntimeError(
+                    lines[-1] if lines else f"it ended with status {process.returncode}"
+                )
             found.append(json.loads(out.splitlines()[-1]))
     finally:
         for process in started:
@@ -107,7 +123,10 @@ def _mean(values: Sequence[Any]) -> Any:
 def _updates(steps: Mapping[str, float]) -> dict[str, float]:
     """Elements that a rank's update covers in a second, by compute format."""
     more = _numel(_WIDE, _SHALLOW) - _numel(_EMPTY, _SHALLOW)
-    return {name: more / max(steps[f"update_{name}"] - steps["update_empty"], 1e-9) for name in ("fp32", "bf16")}
+    return {
+        name: more / max(steps[f"update_{name}"] - steps["update_empty"], 1e-9)
+        for name in ("fp32", "bf16")
+    }
 
 
 def _numel(width: int, depth: int) -> int:
@@ -119,11 +138,18 @@ def _numel(width: int, depth: int) -> int:
 
 def _with_prices(rates: Rates, steps: Mapping[str, float], ranks: int) -> Rates:
     """What the steps of models without work took beyond their operators, per step and per parameter."""
-    shallow, deep = (steps[name] - _predicted(rates, depth, ranks) for name, depth in
-                     (("shallow", _SHALLOW), ("deep", _DEEP)))  # fmt: skip
+    shallow, deep = (
+        steps[name] - _predicted(rates, depth, ranks)
+        for name, depth in (("shallow", _SHALLOW), ("deep", _DEEP))
+    )
     per_param = max(0.0, (deep - shallow) / (2 * (_DEEP - _SHALLOW)))
     return replace(
-        rates, extra={**rates.extra, "param_s": per_param, "step_s": max(0.0, shallow - 2 * _SHALLOW * per_param)}
+        rates,
+        extra={
+            **rates.extra,
+            "param_s": per_param,
+            "step_s": max(0.0, shallow - 2 * _SHALLOW * per_param),
+        },
     )
 
 
@@ -138,7 +164,9 @@ def _predicted(rates: Rates, depth: int, ranks: int) -> float:
     profile = trace_in_subprocess(job, Path("/"), micros=(1,), checkpoints=("none",))
     hardware = from_rates(rates, ranks=ranks, host_bytes=1 << 34, cores=ranks)
     return (
-        Planner(profile, hardware, job).estimate(Candidate(0, ParallelDims(ranks), 1, 1, "none", "fp32")).time.seconds
+        Planner(profile, hardware, job)
+        .estimate(Candidate(0, ParallelDims(ranks), 1, 1, "none", "fp32"))
+        .time.seconds
     )
 
 
@@ -202,7 +230,9 @@ def _rates() -> dict[str, float]:
             (2, lambda: F.silu(x)),
             (2, lambda: F.layer_norm(x.view(-1, 256), (256,))),
         ]
-        return statistics.harmonic_mean(times * x.nbytes / _seconds(action) for times, action in actions)
+        return statistics.harmonic_mean(
+            times * x.nbytes / _seconds(action) for times, action in actions
+        )
 
     target = torch.empty(_LARGE)
     source = torch.ones(_LARGE)
@@ -214,7 +244,9 @@ def _rates() -> dict[str, float]:
     rates["launch_s"] = _launch_seconds(torch)
     rates["selective_s"] = _selective_seconds(torch)
     q = torch.randn(4, 6, 256, 64).to(dtype).requires_grad_()
-    seconds = _seconds(lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True).backward(q.detach()))
+    seconds = _seconds(
+        lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True).backward(q.detach())
+    )
     rates["attention"] = min(1.0, 3.5 * 4 * 4 * 6 * 256**2 * 64 / seconds / big)
     param = torch.nn.Parameter(torch.randn(1 << 21))
     param.grad = torch.randn(1 << 21)
@@ -257,7 +289,9 @@ def _selective_seconds(torch: Any) -> float:
         torch.utils.checkpoint.checkpoint(block, tiny, use_reentrant=False).backward()
 
     def choosing() -> None:
-        torch.utils.checkpoint.checkpoint(block, tiny, use_reentrant=False, context_fn=selectively).backward()
+        torch.utils.checkpoint.checkpoint(
+            block, tiny, use_reentrant=False, context_fn=selectively
+        ).backward()
 
     plain, chosen = in_turns([plainly, choosing], _ROUNDS)
     return max(0.0, chosen - plain) / _CHAIN

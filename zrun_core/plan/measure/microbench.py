@@ -40,9 +40,13 @@ def operators(rounds: int) -> Operators:
         actions = [make(numel, dtype) for make in _STREAMS]
         ops = [_only(action) for action in actions]
         for op, seconds in zip(ops, in_turns(actions, rounds), strict=True):
-            streams.setdefault(f"{op.name.rstrip('_')} {op.dtype}", []).append((op.bytes_moved, seconds))
+            streams.setdefault(f"{op.name.rstrip('_')} {op.dtype}", []).append(
+                (op.bytes_moved, seconds)
+            )
     _pools.clear()
-    found = Operators({key: _by_size(rows) for key, rows in streams.items()}, _flops(rounds), _products(rounds))
+    found = Operators(
+        {key: _by_size(rows) for key, rows in streams.items()}, _flops(rounds), _products(rounds)
+    )
     _pools.clear()
     return found
 
@@ -83,7 +87,9 @@ def in_turns(actions: Sequence[Action], rounds: int) -> list[float]:
 def _by_size(rows: Sequence[tuple[float, ...]]) -> Rows:
     """One row of each size: several ways of the same operator count alike."""
     sizes = sorted({size for size, _ in rows})
-    return tuple((size, statistics.fmean(value for other, value in rows if other == size)) for size in sizes)
+    return tuple(
+        (size, statistics.fmean(value for other, value in rows if other == size)) for size in sizes
+    )
 
 
 class _Seen(TorchDispatchMode):
@@ -165,11 +171,17 @@ def _layer_norm_backward(numel: int, dtype: torch.dtype) -> Action:
     weight, bias = torch.ones(_WIDTH, dtype=dtype), torch.zeros(_WIDTH, dtype=dtype)
     _, mean, factor = _ATEN.native_layer_norm(x, [_WIDTH], weight, bias, 1e-5)
     mask = [True, True, True]
-    return lambda: _ATEN.native_layer_norm_backward(grad, x, [_WIDTH], mean, factor, weight, bias, mask)
+    return lambda: _ATEN.native_layer_norm_backward(
+        grad, x, [_WIDTH], mean, factor, weight, bias, mask
+    )
 
 
 def _layer_norm(numel: int, dtype: torch.dtype) -> Action:
-    x, weight, bias = _values(numel, dtype), torch.ones(_WIDTH, dtype=dtype), torch.zeros(_WIDTH, dtype=dtype)
+    x, weight, bias = (
+        _values(numel, dtype),
+        torch.ones(_WIDTH, dtype=dtype),
+        torch.zeros(_WIDTH, dtype=dtype),
+    )
     return lambda: _ATEN.native_layer_norm(x, [_WIDTH], weight, bias, 1e-5)
 
 
@@ -192,7 +204,7 @@ def _batch_norm_backward(numel: int, dtype: torch.dtype) -> Action:
     mask = [True, True, True]
     return lambda: _ATEN.native_batch_norm_backward(
         grad, x, weight, running, var, mean, factor, True, 1e-5, mask
-    )  # fmt: skip
+    )
 
 
 def _max_pool(numel: int, dtype: torch.dtype) -> Action:
@@ -203,7 +215,9 @@ def _max_pool(numel: int, dtype: torch.dtype) -> Action:
 def _max_pool_backward(numel: int, dtype: torch.dtype) -> Action:
     x = _image(numel, dtype)
     out, places = _ATEN.max_pool2d_with_indices(x, [2, 2], [2, 2])
-    return lambda: _ATEN.max_pool2d_with_indices_backward(out, x, [2, 2], [2, 2], [0, 0], [1, 1], False, places)
+    return lambda: _ATEN.max_pool2d_with_indices_backward(
+        out, x, [2, 2], [2, 2], [0, 0], [1, 1], False, places
+    )
 
 
 def _spread(numel: int, dtype: torch.dtype) -> Action:
@@ -226,7 +240,10 @@ def _tokens(numel: int, rows: int) -> torch.Tensor:
 
 
 def _embedding(numel: int, dtype: torch.dtype) -> Action:
-    table, tokens = _values(max(numel, 1 << 16), dtype), _tokens(numel, max(numel, 1 << 16) // _WIDTH)
+    table, tokens = (
+        _values(max(numel, 1 << 16), dtype),
+        _tokens(numel, max(numel, 1 << 16) // _WIDTH),
+    )
     return lambda: _ATEN.embedding(table, tokens)
 
 
@@ -242,12 +259,20 @@ def _chosen(numel: int, dtype: torch.dtype) -> Action:
 
 
 def _put_back(numel: int, dtype: torch.dtype) -> Action:
-    x, values, places = _values(numel, dtype), _values(numel, dtype), _tokens(numel, numel // _WIDTH)
+    x, values, places = (
+        _values(numel, dtype),
+        _values(numel, dtype),
+        _tokens(numel, numel // _WIDTH),
+    )
     return lambda: _ATEN.index_put(x, [places], values, True)
 
 
 def _added_to_rows(numel: int, dtype: torch.dtype) -> Action:
-    x, values, places = _values(numel, dtype), _values(numel, dtype), torch.randperm(numel // _WIDTH)
+    x, values, places = (
+        _values(numel, dtype),
+        _values(numel, dtype),
+        torch.randperm(numel // _WIDTH),
+    )
     return lambda: _ATEN.index_add(x, 0, places, values)
 
 
@@ -386,7 +411,8 @@ def _products(rounds: int) -> dict[str, Rows]:
             shapes = list(itertools.product(sides, repeat=3))
             times = in_turns([make(m, n, k, dtype) for m, n, k in shapes], rounds)
             found[f"{make.__name__.lstrip('_')} {str(dtype).removeprefix('torch.')}"] = tuple(
-                (m, n, k, 2 * count * m * n * k / seconds) for (m, n, k), seconds in zip(shapes, times, strict=True)
+                (m, n, k, 2 * count * m * n * k / seconds)
+                for (m, n, k), seconds in zip(shapes, times, strict=True)
             )
         _pools.clear()
     return found
@@ -419,11 +445,14 @@ def _attention(length: int, is_causal: bool, dtype: torch.dtype) -> tuple[Action
         lambda: _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, sums, 0.0, is_causal
         ),
-    )  # fmt: skip
+    )
 
 
 def _convolution(channels: int, dtype: torch.dtype) -> tuple[Action, Action]:
-    x, kernel = torch.randn(4, channels, 24, 24).to(dtype), torch.randn(channels, channels, 3, 3).to(dtype)
+    x, kernel = (
+        torch.randn(4, channels, 24, 24).to(dtype),
+        torch.randn(channels, channels, 3, 3).to(dtype),
+    )
     rest: list[Any] = [[1, 1], [1, 1], [1, 1], False, [0, 0], 1]
     mask = [True, True, False]
     return (

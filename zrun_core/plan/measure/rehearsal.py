@@ -41,10 +41,18 @@ def job_of(width: int, depth: int, ranks: int, precision: str) -> JobConfig:
     """A job that trains a perceptron of `depth` layers, `width` wide inside, on one sample per rank."""
     args = {"in_dim": INPUTS, "hidden_dim": width, "out_dim": OUTPUTS, "depth": depth}
     return JobConfig.model_validate(
-        {"name": "rehearsal", "model": {"call": "zrun_core.models.mlp:mlp", "args": args},
-         "data": "zrun_core.plan.measure.rehearsal:Samples", "steps": _WARM_UP + _COUNTED, "device": "cpu", "zero": 0,
-         "precision": precision, "batch": {"global": ranks, "micro": 1}, "optim": {"lr": 1e-4, "clip": 1.0}}
-    )  # fmt: skip
+        {
+            "name": "rehearsal",
+            "model": {"call": "zrun_core.models.mlp:mlp", "args": args},
+            "data": "zrun_core.plan.measure.rehearsal:Samples",
+            "steps": _WARM_UP + _COUNTED,
+            "device": "cpu",
+            "zero": 0,
+            "precision": precision,
+            "batch": {"global": ranks, "micro": 1},
+            "optim": {"lr": 1e-4, "clip": 1.0},
+        }
+    )
 
 
 class Rehearsal:
@@ -57,7 +65,9 @@ class Rehearsal:
         self._met: tuple[Comm, Mesh] | None = None
         self._count = 0
 
-    def step(self, width: int, depth: int, precision: str = "fp32") -> tuple[float, dict[str, float]]:
+    def step(
+        self, width: int, depth: int, precision: str = "fp32"
+    ) -> tuple[float, dict[str, float]]:
         """Median seconds of a step, and of its parts by name; only rank 0 knows them, the others have zeros."""
         job = job_of(width, depth, self._ranks, precision)
         places = [
@@ -75,16 +85,23 @@ class Rehearsal:
         folder = self._folder / str(self._count)
         folder.mkdir(exist_ok=True)
         spec = RunSpec(
-            job=job, plan=LaunchPlan(ranks=places), batch=resolve_batch(job, self._ranks), job_dir=str(folder),
-            run_dir=str(folder), run_id="rehearsal",
-        )  # fmt: skip
+            job=job,
+            plan=LaunchPlan(ranks=places),
+            batch=resolve_batch(job, self._ranks),
+            job_dir=str(folder),
+            run_dir=str(folder),
+            run_id="rehearsal",
+        )
         worker = _Rank(spec, self._rank, self._met)
         worker.run()
         self._met = worker.met
         steps = worker.ear.steps[_WARM_UP:]
         if not steps:
             return 0.0, {}
-        split = {name: statistics.median(step["split"][name] for step in steps) for name in steps[0]["split"]}
+        split = {
+            name: statistics.median(step["split"][name] for step in steps)
+            for name in steps[0]["split"]
+        }
         return statistics.median(step["step_s"] for step in steps), split
 
     def exchange(self, num_bytes: int) -> float:
@@ -101,7 +118,7 @@ class Rehearsal:
             start = time.perf_counter()
             comm.reduce_scatter(
                 full, arrivals, own, group, accumulate=False, tag=reduce_tag(0), name="rehearsal"
-            ).wait()  # fmt: skip
+            ).wait()
             comm.all_gather(full, own, group, tag=gather_tag(0), name="rehearsal").wait()
             times.append((time.perf_counter() - start) / 2)
             comm.settle()

@@ -91,7 +91,9 @@ class CachingAllocator:
         self._pools = {True: _Pool(), False: _Pool()}
         self._num_segments = 0
         self._next_address = 0
-        self._tails: dict[bool, _Block] = {}  # expandable: the block of addresses without memory at each segment's end
+        self._tails: dict[
+            bool, _Block
+        ] = {}  # expandable: the block of addresses without memory at each segment's end
 
     # Allocating
 
@@ -148,17 +150,23 @@ class CachingAllocator:
             tail = _Block(self._num_segments, self._next_address, 1 << 49, is_small, mapped=False)
             self._num_segments += 1
             self._tails[is_small] = tail
-        before = tail.previous if tail.previous is not None and not tail.previous.allocated else None
+        before = (
+            tail.previous if tail.previous is not None and not tail.previous.allocated else None
+        )
         missing = size - (before.size if before is not None else 0)
         fresh_bytes = -(-missing // page) * page
         self._reserve(fresh_bytes)
-        before = tail.previous if tail.previous is not None and not tail.previous.allocated else None
+        before = (
+            tail.previous if tail.previous is not None and not tail.previous.allocated else None
+        )
         if before is not None:
             self._pools[is_small].remove(before)
             before.size += fresh_bytes
             block = before
         else:
-            block = _Block(tail.segment, tail.address, fresh_bytes, is_small, previous=tail.previous, next=tail)
+            block = _Block(
+                tail.segment, tail.address, fresh_bytes, is_small, previous=tail.previous, next=tail
+            )
             if tail.previous is not None:
                 tail.previous.next = block
             tail.previous = block
@@ -178,7 +186,12 @@ class CachingAllocator:
 
     def _split(self, block: _Block, size: int) -> None:
         rest = _Block(
-            block.segment, block.address + size, block.size - size, block.is_small, previous=block, next=block.next
+            block.segment,
+            block.address + size,
+            block.size - size,
+            block.is_small,
+            previous=block,
+            next=block.next,
         )
         if block.next is not None:
             block.next.previous = rest
@@ -284,7 +297,9 @@ def simulate(
     for num_bytes in steady:
         allocator.allocate(num_bytes)
     passes = _passes(trace, micro)
-    settled: set[object] = set()  # passes that leave the free blocks as they found them: repeated, they do the same
+    settled: set[object] = (
+        set()
+    )  # passes that leave the free blocks as they found them: repeated, they do the same
     for step in range(2):
         for number in range(min(accumulation, 2)):
             adds = bool(number) and len(passes[True]) > len(passes[False])
@@ -307,7 +322,12 @@ def _passes(trace: Trace, micro: int) -> list[list[tuple[int, int, int]]]:
     sizes = np.rint(sizes).astype(np.int64)[table.size]
     is_always = table.accumulates == 0
     return [
-        [*zip(*(column[keep].tolist() for column in (table.tensor, sizes, table.alloc)), strict=True)]
+        [
+            *zip(
+                *(column[keep].tolist() for column in (table.tensor, sizes, table.alloc)),
+                strict=True,
+            )
+        ]
         for keep in (is_always, np.ones_like(is_always))
     ]
 
@@ -384,7 +404,9 @@ class Heap:
         del self._start_of[address + size], self._holes[bisect_left(self._holes, (size, address))]
 
 
-def heap_bytes(trace: Trace, micro: int, built: Sequence[int], late: Sequence[int], accumulation: int = 1) -> int:
+def heap_bytes(
+    trace: Trace, micro: int, built: Sequence[int], late: Sequence[int], accumulation: int = 1
+) -> int:
     """The size to which a CPU's heap grows in two steps.
 
     Args:

@@ -86,23 +86,33 @@ def adds_gradients(candidate: Candidate) -> bool:
     return candidate.accumulation > 1 and not reduces_each
 
 
-def traced(profile: Profile, candidate: Candidate, stage: Stage, steady: Mapping[Phase, int], *, cuda: bool) -> Peak:
+def traced(
+    profile: Profile, candidate: Candidate, stage: Stage, steady: Mapping[Phase, int], *, cuda: bool
+) -> Peak:
     """The peak of a stage of a traced model.
 
     Raises:
         KeyError: it was not traced with this kind of checkpointing.
     """
     return peak_of(
-        profile.traces[candidate.checkpoint], candidate.micro, blocks=stage.range(profile.num_blocks),
-        in_flight=math.ceil(stage.held), steady=steady, accumulating=adds_gradients(candidate),
+        profile.traces[candidate.checkpoint],
+        candidate.micro,
+        blocks=stage.range(profile.num_blocks),
+        in_flight=math.ceil(stage.held),
+        steady=steady,
+        accumulating=adds_gradients(candidate),
         align=ALIGN if cuda else 1,
-    )  # fmt: skip
+    )
 
 
 def reserved_beyond(profile: Profile, candidate: Candidate) -> int:
     """Bytes that the caching allocator takes from the device for a micro-batch beyond those in use at the peak."""
     found = simulate(
-        profile.traces[candidate.checkpoint], candidate.micro, (), accumulation=candidate.accumulation, expandable=True
+        profile.traces[candidate.checkpoint],
+        candidate.micro,
+        (),
+        accumulation=candidate.accumulation,
+        expandable=True,
     )
     return max(0, found.reserved - found.allocated)
 
@@ -114,7 +124,9 @@ def heap_beyond(profile: Profile, candidate: Candidate, peak: Peak, late: Sequen
         late: bytes of what the first update makes.
     """
     built = [4 * param.numel for param in profile.params]
-    found = heap_bytes(profile.traces[candidate.checkpoint], candidate.micro, built, late, candidate.accumulation)
+    found = heap_bytes(
+        profile.traces[candidate.checkpoint], candidate.micro, built, late, candidate.accumulation
+    )
     return max(0, round((1 + _HEAP_SLACK) * found) - peak.dynamic - sum(late))
 
 
@@ -131,7 +143,11 @@ def kernel_bytes(profile: Profile, candidate: Candidate) -> int:
 
 
 def by_formula(
-    shape: TransformerShape, candidate: Candidate, stage: Stage, steady: Mapping[Phase, int], every: int
+    shape: TransformerShape,
+    candidate: Candidate,
+    stage: Stage,
+    steady: Mapping[Phase, int],
+    every: int,
 ) -> Peak:
     """The peak of a stage of a transformer of this shape.
 
@@ -144,13 +160,19 @@ def by_formula(
 
     def of_block(recompute: str) -> float:
         return shape.block_activations(
-            candidate.micro, tp=tp, sequence_parallel=candidate.sequence_parallel,
-            recompute=recompute, every=every, element=element,  # type: ignore[arg-type]
-        )  # fmt: skip
+            candidate.micro,
+            tp=tp,
+            sequence_parallel=candidate.sequence_parallel,
+            recompute=recompute,
+            every=every,
+            element=element,  # type: ignore[arg-type]
+        )
 
     kept = stage.held * stage.blocks * of_block(policy)
     again = (
-        max(0.0, of_block("none") - of_block("full" if policy == "every_n" else policy)) if policy != "none" else 0.0
+        max(0.0, of_block("none") - of_block("full" if policy == "every_n" else policy))
+        if policy != "none"
+        else 0.0
     )
     widest = max(shape.hidden, shape.qkv_width / tp, (shape.num_ffn_matrices - 1) * shape.ffn / tp)
     grads = 2 * element * tokens * widest
@@ -172,9 +194,12 @@ def by_formula(
     phase = max(totals, key=lambda each: totals[each])
     holders = sorted(live.get(phase, {}).items(), key=lambda item: -item[1])
     return Peak(
-        round(totals[phase]), phase, "", tuple((name, round(size)) for name, size in holders if size > 0),
+        round(totals[phase]),
+        phase,
+        "",
+        tuple((name, round(size)) for name, size in holders if size > 0),
         round(sizes.get(phase, 0.0)),
-    )  # fmt: skip
+    )
 
 
 def formula_slack(dynamic: int) -> int:

@@ -10,8 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 PARAM_BYTES = GRAD_BYTES = 2  # half precision
-ADAM_BYTES = LAMB_BYTES = 12  # K: fp32 master, momentum, variance; LAMB keeps what Adam does, and norms of layers
-CPU_ADAM_BYTES = 30  # read: master, moments, gradient (14 of 16); written: master, moments, parameter
+ADAM_BYTES = LAMB_BYTES = (
+    12  # K: fp32 master, momentum, variance; LAMB keeps what Adam does, and norms of layers
+)
+CPU_ADAM_BYTES = (
+    30  # read: master, moments, gradient (14 of 16); written: master, moments, parameter
+)
 
 
 # Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
@@ -19,7 +23,11 @@ CPU_ADAM_BYTES = 30  # read: master, moments, gradient (14 of 16); written: mast
 
 def model_states(params: float, stage: int, dp: int, optimizer_bytes: int = ADAM_BYTES) -> float:
     """Bytes on one device: figure 1 and table 1. Stages 1 to 3 are the paper's Pos, Pos+g and Pos+g+p."""
-    sizes = (optimizer_bytes, GRAD_BYTES, PARAM_BYTES)  # in the order in which the stages divide them
+    sizes = (
+        optimizer_bytes,
+        GRAD_BYTES,
+        PARAM_BYTES,
+    )  # in the order in which the stages divide them
     return sum(params * size / (dp if stage > order else 1) for order, size in enumerate(sizes))
 
 
@@ -93,7 +101,9 @@ def offload(params: float, *, grads: bool, optimizer: bool) -> Offload:
     The update runs where the optimizer is: gradients come down to it and parameters go up.
     """
     host = params * (GRAD_BYTES * grads + ADAM_BYTES * optimizer)
-    moved = params * (GRAD_BYTES * (grads or optimizer) + (PARAM_BYTES if optimizer else GRAD_BYTES * grads))
+    moved = params * (
+        GRAD_BYTES * (grads or optimizer) + (PARAM_BYTES if optimizer else GRAD_BYTES * grads)
+    )
     return Offload(model_states(params, 0, 1) - host, host, moved)
 
 

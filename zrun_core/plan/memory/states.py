@@ -114,9 +114,13 @@ class PaperCut:
         found = []
         for unit in self.units:
             if unit.layout.persistent:
-                foreign = [f"{name}." for number, name in enumerate(self.blocks) if number not in here]
+                foreign = [
+                    f"{name}." for number, name in enumerate(self.blocks) if number not in here
+                ]
                 found += _without(unit.layout, foreign)
-            elif unit.block in here or (unit.block < 0 and ((first and unit.before) or (last and unit.after))):
+            elif unit.block in here or (
+                unit.block < 0 and ((first and unit.before) or (last and unit.after))
+            ):
                 found.append(unit.layout)
         return found
 
@@ -177,7 +181,9 @@ def cut_on_paper(
         else:
             (after if met_blocks else before).update(needed)
     units = tuple(
-        PlannedUnit(unit.layout, numbers.get(unit.layout.block, -1), number in before, number in after)
+        PlannedUnit(
+            unit.layout, numbers.get(unit.layout.block, -1), number in before, number in after
+        )
         for number, unit in enumerate(cut.units)
     )
     buffers = module_buffers(model)
@@ -197,7 +203,9 @@ def cut_of_shape(shape: TransformerShape, settings: Settings, tp: int = 1) -> Pa
         ValueError: the heads do not divide.
     """
     if shape.heads % tp or (shape.kv_heads % tp and tp % shape.kv_heads):
-        raise ValueError(f"{shape.heads} heads and {shape.kv_heads} key heads do not divide over {tp} ranks")
+        raise ValueError(
+            f"{shape.heads} heads and {shape.kv_heads} key heads do not divide over {tp} ranks"
+        )
     tree = _Tree(shape, tp)
     alike = {} if tp == 1 else _alike_over_tensor(tree)
     return cut_on_paper(tree, settings, table=alike)
@@ -239,7 +247,9 @@ class _FeedForward(nn.Module):
         width = -(-shape.ffn // tp)
         names = ("gate", "up") if shape.gated else ("up",)
         for name in names:
-            self.add_module(name, _Vectors(weight=shape.hidden * width, bias=width * shape.ffn_bias))
+            self.add_module(
+                name, _Vectors(weight=shape.hidden * width, bias=width * shape.ffn_bias)
+            )
         down = width * shape.hidden
         self.down = _Vectors(["bias"], weight=down, bias=shape.hidden * shape.ffn_bias)
 
@@ -267,7 +277,9 @@ class _Tree(nn.Module):
             self.positions = _Vectors(["weight"], weight=shape.positions * hidden)
         rest = max(0, shape.params - shape.num_params)
         each, more = divmod(-(-rest // tp), shape.layers)
-        self.blocks = nn.ModuleList(_Block(shape, tp, each + (number < more)) for number in range(shape.layers))
+        self.blocks = nn.ModuleList(
+            _Block(shape, tp, each + (number < more)) for number in range(shape.layers)
+        )
         norm = {"weight": hidden, "bias": hidden * (shape.norm_params == 2)}
         self.norm = _Vectors([*norm], **norm)
         self.head = _Vectors(weight=0 if shape.tied else vocab * hidden, bias=-(-shape.extra // tp))
@@ -295,7 +307,9 @@ def place(units: Sequence[UnitLayout], placement: Placement) -> Mapping[str, Pla
     could not be hidden behind the rest of the backward pass.
     """
     away: dict[str, Placement] = {}
-    if placement == replace(ON_DEVICE, activation=placement.activation, fraction=placement.fraction):
+    if placement == replace(
+        ON_DEVICE, activation=placement.activation, fraction=placement.fraction
+    ):
         return away
     wanted = placement.fraction * sum(unit.numel for unit in units)
     for unit in reversed(units):
@@ -331,7 +345,11 @@ def rank_buffers(
     found = settings.states.rank_buffers(
         layouts, peers, prefetch=settings.prefetch, moves_pages=moves_pages(device), placements=away
     )
-    return [*found, *cut.module_buffers(dims, rank.pp), *_update_scratch(settings, layouts, away, device)]
+    return [
+        *found,
+        *cut.module_buffers(dims, rank.pp),
+        *_update_scratch(settings, layouts, away, device),
+    ]
 
 
 def _update_scratch(
@@ -339,12 +357,18 @@ def _update_scratch(
 ) -> list[Buffer]:
     """What the optimizer keeps from its first update on, wherever it updates."""
     chosen = settings.optimizer
-    on_host = [unit.name in away and away[unit.name].optimizer is not Tier.DEVICE for unit in layouts if unit.trainable]
+    on_host = [
+        unit.name in away and away[unit.name].optimizer is not Tier.DEVICE
+        for unit in layouts
+        if unit.trainable
+    ]
     sizes = {
         Tier.DEVICE: chosen.scratch_bytes(device) if chosen is not None and not all(on_host) else 0,
         Tier.HOST: chosen.scratch_bytes("cpu") if chosen is not None and any(on_host) else 0,
     }
-    return [Buffer("optimizer scratch", Kind.TEMP, size, tier) for tier, size in sizes.items() if size]
+    return [
+        Buffer("optimizer scratch", Kind.TEMP, size, tier) for tier, size in sizes.items() if size
+    ]
 
 
 def checkpoint_buffers(
@@ -369,16 +393,29 @@ def checkpoint_buffers(
     part = whole_pages(-(-input_bytes // ranks))
     found = [
         Buffer(
-            "checkpoint arena", Kind.ACTIVATION, part * num_blocks * in_flight, tier, pinned=tier is Tier.HOST,
+            "checkpoint arena",
+            Kind.ACTIVATION,
+            part * num_blocks * in_flight,
+            tier,
+            pinned=tier is Tier.HOST,
             phases=_UNTIL_BACKWARD,
         )
-    ]  # fmt: skip
+    ]
     if ranks > 1:
         found.append(
-            Buffer("gathered checkpoint", Kind.ACTIVATION, whole_pages(input_bytes), phases=frozenset({"backward"}))
+            Buffer(
+                "gathered checkpoint",
+                Kind.ACTIVATION,
+                whole_pages(input_bytes),
+                phases=frozenset({"backward"}),
+            )
         )
     if tier is not Tier.DEVICE:
         found.append(Buffer("checkpoint staging", Kind.RING, STAGING_SLOTS * part))
     if tier is Tier.DISK:
-        found.append(Buffer("disk slots of checkpoints", Kind.RING, DISK_SLOTS * part, Tier.HOST, pinned=True))
+        found.append(
+            Buffer(
+                "disk slots of checkpoints", Kind.RING, DISK_SLOTS * part, Tier.HOST, pinned=True
+            )
+        )
     return found

@@ -48,13 +48,18 @@ class Candidate:
 
     @property
     def key(self) -> Key:
-        return Key(self.micro, self.dims.tp, self.sequence_parallel, self.checkpoint, self.precision)
+        return Key(
+            self.micro, self.dims.tp, self.sequence_parallel, self.checkpoint, self.precision
+        )
 
     @property
     def offloads(self) -> bool:
         """Whether anything has its home elsewhere than on the device."""
         here = self.placement
-        return any(tier is not Tier.DEVICE for tier in (here.param, here.grad, here.optimizer, here.activation))
+        return any(
+            tier is not Tier.DEVICE
+            for tier in (here.param, here.grad, here.optimizer, here.activation)
+        )
 
     def lacking(self) -> tuple[str, ...]:
         """What it needs that zrun plans, and does not train with yet."""
@@ -71,7 +76,11 @@ class Candidate:
         dims = self.dims
         axes = [f"dp {dims.dp}"]
         axes += [f"tp {dims.tp}" + ("+sp" if self.sequence_parallel else "")] if dims.tp > 1 else []
-        axes += [f"pp {dims.pp}" + (f"x{dims.virtual}" if dims.virtual > 1 else "")] if dims.pp > 1 else []
+        axes += (
+            [f"pp {dims.pp}" + (f"x{dims.virtual}" if dims.virtual > 1 else "")]
+            if dims.pp > 1
+            else []
+        )
         axes += [f"shard {dims.shard_size}"] if self.stage and dims.shard_size < dims.dp else []
         words = [f"zero {self.stage}", *axes, f"micro {self.micro} x {self.accumulation}"]
         words += [f"checkpoint {self.checkpoint}"] if self.checkpoint != "none" else []
@@ -79,8 +88,14 @@ class Candidate:
             place = self.placement
             homes = {"param": place.param, "grad": place.grad, "optimizer": place.optimizer}
             away = [f"{name} on {tier}" for name, tier in homes.items() if tier is not Tier.DEVICE]
-            away += [f"activations on {place.activation}"] if place.activation is not Tier.DEVICE else []
-            words.append(", ".join(away) + (f" ({place.fraction:.0%})" if place.fraction < 1 else ""))
+            away += (
+                [f"activations on {place.activation}"]
+                if place.activation is not Tier.DEVICE
+                else []
+            )
+            words.append(
+                ", ".join(away) + (f" ({place.fraction:.0%})" if place.fraction < 1 else "")
+            )
         return ", ".join([*words, self.precision])
 
 
@@ -95,7 +110,9 @@ def stage_blocks(num_blocks: int, dims: ParallelDims, stage: int) -> tuple[range
     """
     runs = dims.pp * dims.virtual
     if num_blocks < runs and runs > 1:
-        raise ValueError(f"{num_blocks} blocks do not fill {dims.pp} stages of {dims.virtual} parts")
+        raise ValueError(
+            f"{num_blocks} blocks do not fill {dims.pp} stages of {dims.virtual} parts"
+        )
     short, longer = divmod(num_blocks, runs)
 
     def start(run: int) -> int:

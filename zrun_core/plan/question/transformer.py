@@ -85,31 +85,73 @@ class TransformerShape:
                 raise JobError(f"{self.name}: {key} is {value!r}: it must be a whole number from 1")
         if not self.head_dim:
             if self.hidden % self.heads:
-                raise JobError(f"{self.name}: a width of {self.hidden} does not divide into {self.heads} heads")
+                raise JobError(
+                    f"{self.name}: a width of {self.hidden} does not divide into {self.heads} heads"
+                )
             object.__setattr__(self, "head_dim", self.hidden // self.heads)
         if self.heads % self.kv_heads:
-            raise JobError(f"{self.name}: {self.heads} heads do not divide over {self.kv_heads} key heads")
+            raise JobError(
+                f"{self.name}: {self.heads} heads do not divide over {self.kv_heads} key heads"
+            )
 
     # Where shapes come from
 
     @classmethod
-    def gpt(cls, layers: int, hidden: int, heads: int, *, vocab: int = 51200, seq: int = 2048, **more: Any) -> (
-        TransformerShape
-    ):  # fmt: skip
+    def gpt(
+        cls,
+        layers: int,
+        hidden: int,
+        heads: int,
+        *,
+        vocab: int = 51200,
+        seq: int = 2048,
+        **more: Any,
+    ) -> TransformerShape:
         """GPT-2's layers, as Narayanan et al. and Korthikanti et al. count them: vocabulary padded, with dropout."""
         return cls(
-            layers, hidden, heads, vocab, seq, positions=more.pop("positions", seq), qkv_bias=True, out_bias=True,
-            ffn_bias=True, norm_params=2, dropout=more.pop("dropout", True), name=more.pop("name", "GPT"), **more,
-        )  # fmt: skip
+            layers,
+            hidden,
+            heads,
+            vocab,
+            seq,
+            positions=more.pop("positions", seq),
+            qkv_bias=True,
+            out_bias=True,
+            ffn_bias=True,
+            norm_params=2,
+            dropout=more.pop("dropout", True),
+            name=more.pop("name", "GPT"),
+            **more,
+        )
 
     @classmethod
-    def llama(cls, layers: int, hidden: int, heads: int, *, kv_heads: int, ffn: int, vocab: int, seq: int,
-              tied: bool = False, **more: Any) -> TransformerShape:  # fmt: skip
+    def llama(
+        cls,
+        layers: int,
+        hidden: int,
+        heads: int,
+        *,
+        kv_heads: int,
+        ffn: int,
+        vocab: int,
+        seq: int,
+        tied: bool = False,
+        **more: Any,
+    ) -> TransformerShape:
         """Llama's layers: RMSNorm, SwiGLU, grouped queries, no biases."""
         return cls(
-            layers, hidden, heads, vocab, seq, kv_heads, ffn, tied=tied, gated=True, name=more.pop("name", "Llama"),
+            layers,
+            hidden,
+            heads,
+            vocab,
+            seq,
+            kv_heads,
+            ffn,
+            tied=tied,
+            gated=True,
+            name=more.pop("name", "Llama"),
             **more,
-        )  # fmt: skip
+        )
 
     @classmethod
     def from_size(cls, text: str) -> TransformerShape:
@@ -121,7 +163,9 @@ class TransformerShape:
             JobError: the text is no such number.
         """
         params = parse_count(text)
-        vocab, seq = (51200, 2048) if params >= 10**8 else (8192, 1024) if params >= 10**7 else (256, 256)
+        vocab, seq = (
+            (51200, 2048) if params >= 10**8 else (8192, 1024) if params >= 10**7 else (256, 256)
+        )
         wanted = 64 * (params / 1e8) ** 0.124
         best: tuple[float, TransformerShape] | None = None
         for hidden in _widths():
@@ -129,7 +173,11 @@ class TransformerShape:
             if shape is None:
                 continue
             lacks = 1 - shape.num_params / params
-            cost = abs(math.log(hidden / shape.layers / wanted)) + 40 * lacks + 0.05 * (shape.layers % 4)
+            cost = (
+                abs(math.log(hidden / shape.layers / wanted))
+                + 40 * lacks
+                + 0.05 * (shape.layers % 4)
+            )
             if best is None or cost < best[0]:
                 best = cost, shape
         assert best is not None
@@ -148,16 +196,26 @@ class TransformerShape:
         kind = str(config.get("model_type", "model"))
         for key, value in config.items():
             if "expert" in key and isinstance(value, int) and value > 1:
-                raise JobError(f"{kind}: {key} is {value}: experts are not counted by formula; estimate a job of it")
+                raise JobError(
+                    f"{kind}: {key} is {value}: experts are not counted by formula; estimate a job of it"
+                )
         if kind == "gpt2":
             return _gpt2(config, seq)
         names = _keys(
-            config, kind, layers="num_hidden_layers", hidden="hidden_size", heads="num_attention_heads",
-            vocab="vocab_size", ffn="intermediate_size", seq="max_position_embeddings",
-        )  # fmt: skip
+            config,
+            kind,
+            layers="num_hidden_layers",
+            hidden="hidden_size",
+            heads="num_attention_heads",
+            vocab="vocab_size",
+            ffn="intermediate_size",
+            seq="max_position_embeddings",
+        )
         if kind == "bert":
-            return _bert(**{**names, "seq": seq or names["seq"], "positions": names["seq"]},
-                         dropout=bool(config.get("hidden_dropout_prob", 0.1)))  # fmt: skip
+            return _bert(
+                **{**names, "seq": seq or names["seq"], "positions": names["seq"]},
+                dropout=bool(config.get("hidden_dropout_prob", 0.1)),
+            )
         gated = config.get("hidden_act", "silu") in ("silu", "swish", "swiglu")
         has_bias = bool(config.get("attention_bias", False))
         return cls(
@@ -196,14 +254,27 @@ class TransformerShape:
         found = given.arguments
         dim, seq, depth, heads = found["dim"], found["seq_len"], found["depth"], found["heads"]
         if attr == "bert":
-            return _bert(depth, dim, heads, found["vocab_size"], found["ffn_dim"] or 4 * dim, seq, positions=seq,
-                         dropout=bool(found["dropout"]), loss_chunk=found["loss_chunk"])  # fmt: skip
+            return _bert(
+                depth,
+                dim,
+                heads,
+                found["vocab_size"],
+                found["ffn_dim"] or 4 * dim,
+                seq,
+                positions=seq,
+                dropout=bool(found["dropout"]),
+                loss_chunk=found["loss_chunk"],
+            )
         if found["flavour"] not in ("gpt2", "llama"):
             raise JobError(f"{call}: there is no flavour {found['flavour']!r}")
         is_gpt2 = found["flavour"] == "gpt2"
         default_ffn = 4 * dim if is_gpt2 else -(-8 * dim // 3 // 256) * 256
         return cls(
-            depth, dim, heads, found["vocab_size"], seq,
+            depth,
+            dim,
+            heads,
+            found["vocab_size"],
+            seq,
             kv_heads=found["kv_heads"] or heads,
             ffn=found["ffn_dim"] or default_ffn,
             tied=found["tied"],
@@ -216,7 +287,7 @@ class TransformerShape:
             dropout=bool(found["dropout"]),
             loss_chunk=found["loss_chunk"],
             name=f"{found['flavour']} of {depth} x {dim}",
-        )  # fmt: skip
+        )
 
     # Parameters
 
@@ -289,7 +360,9 @@ class TransformerShape:
         tokens = samples * self.seq
         return 3 * (self.layers * self.block_flops(tokens) + self.head_flops(tokens))
 
-    def hardware_flops(self, samples: float, recompute: Recompute = "none", every: int = 2) -> float:
+    def hardware_flops(
+        self, samples: float, recompute: Recompute = "none", every: int = 2
+    ) -> float:
         """Operations that a step really makes.
 
         With "full" it is equation 3 of Narayanan et al. Products and attention are what counts, and "selective" keeps
@@ -327,7 +400,11 @@ class TransformerShape:
         if recompute == "every_n":
             one, others = (
                 self.block_activations(
-                    micro, tp=tp, sequence_parallel=sequence_parallel, recompute=policy, element=element
+                    micro,
+                    tp=tp,
+                    sequence_parallel=sequence_parallel,
+                    recompute=policy,
+                    element=element,
                 )
                 for policy in ("full", "none")
             )
@@ -342,7 +419,9 @@ class TransformerShape:
             return element * hidden, 0.0
         up = (self.num_ffn_matrices - 1) * self.ffn
         if recompute == "selective":  # its input, and what products and attention made
-            return element * 3 * hidden, element * (self.qkv_width + self.attention_width + up) + 4 * self.heads
+            return element * 3 * hidden, element * (
+                self.qkv_width + self.attention_width + up
+            ) + 4 * self.heads
         # Inputs of two norms, of the first and of the second half; masks after each half.
         whole = element * 4 * hidden + self.dropout * 2 * hidden
         # Queries, keys, values; the output of attention; what is before and after the activation function.
@@ -426,28 +505,67 @@ def _keys(config: Mapping[str, Any], kind: str, **wanted: str) -> dict[str, int]
     """
     missing = [key for key in wanted.values() if config.get(key) is None]
     if missing:
-        inner = [key for key, value in config.items() if isinstance(value, dict) and key.endswith("_config")]
+        inner = [
+            key
+            for key, value in config.items()
+            if isinstance(value, dict) and key.endswith("_config")
+        ]
         hint = f"; what {inner[0]} says may be what is meant: give that alone" if inner else ""
         raise JobError(f"the config of this {kind} lacks {', '.join(missing)}{hint}")
     return {name: config[key] for name, key in wanted.items()}
 
 
 def _gpt2(config: Mapping[str, Any], seq: int | None) -> TransformerShape:
-    found = _keys(config, "gpt2", layers="n_layer", hidden="n_embd", heads="n_head", vocab="vocab_size",
-                  seq="n_positions")  # fmt: skip
+    found = _keys(
+        config,
+        "gpt2",
+        layers="n_layer",
+        hidden="n_embd",
+        heads="n_head",
+        vocab="vocab_size",
+        seq="n_positions",
+    )
     return TransformerShape.gpt(
-        found["layers"], found["hidden"], found["heads"], vocab=found["vocab"], seq=seq or found["seq"],
-        positions=found["seq"], ffn=config.get("n_inner") or 0, dropout=bool(config.get("resid_pdrop", 0.1)),
-        tied=bool(config.get("tie_word_embeddings", True)), name="gpt2",
-    )  # fmt: skip
+        found["layers"],
+        found["hidden"],
+        found["heads"],
+        vocab=found["vocab"],
+        seq=seq or found["seq"],
+        positions=found["seq"],
+        ffn=config.get("n_inner") or 0,
+        dropout=bool(config.get("resid_pdrop", 0.1)),
+        tied=bool(config.get("tie_word_embeddings", True)),
+        name="gpt2",
+    )
 
 
 def _bert(
-    layers: int, hidden: int, heads: int, vocab: int, ffn: int, seq: int, *, positions: int, dropout: bool,
+    layers: int,
+    hidden: int,
+    heads: int,
+    vocab: int,
+    ffn: int,
+    seq: int,
+    *,
+    positions: int,
+    dropout: bool,
     loss_chunk: int | None = None,
-) -> TransformerShape:  # fmt: skip
+) -> TransformerShape:
     """BERT with its masked head: two segments; a product with its bias and a norm; a bias of the vocabulary."""
     return TransformerShape(
-        layers, hidden, heads, vocab, seq, ffn=ffn, positions=positions, qkv_bias=True, out_bias=True, ffn_bias=True,
-        norm_params=2, extra=hidden**2 + 5 * hidden + vocab, dropout=dropout, loss_chunk=loss_chunk, name="bert",
-    )  # fmt: skip
+        layers,
+        hidden,
+        heads,
+        vocab,
+        seq,
+        ffn=ffn,
+        positions=positions,
+        qkv_bias=True,
+        out_bias=True,
+        ffn_bias=True,
+        norm_params=2,
+        extra=hidden**2 + 5 * hidden + vocab,
+        dropout=dropout,
+        loss_chunk=loss_chunk,
+        name="bert",
+    )

@@ -18,7 +18,9 @@ class Cost(NamedTuple):
 
     def __add__(self, other: object) -> Cost:
         assert isinstance(other, Cost)
-        return Cost(self.seconds + other.seconds, self.node + other.node, self.network + other.network)
+        return Cost(
+            self.seconds + other.seconds, self.node + other.node, self.network + other.network
+        )
 
     def times(self, count: float) -> Cost:
         """So many of them, one after the other."""
@@ -61,8 +63,12 @@ class Span:
         inside = num_bytes * (local - 1) / local
         across = num_bytes * (1 - 1 / self.ranks) - inside
         intra, inter = self.hardware.intra, self.hardware.inter
-        latency = intra.latency * math.ceil(math.log2(local)) + inter.latency * math.ceil(math.log2(nodes))
-        return Cost(max(inside / intra.bandwidth, across / inter.bandwidth) + latency, inside, across)
+        latency = intra.latency * math.ceil(math.log2(local)) + inter.latency * math.ceil(
+            math.log2(nodes)
+        )
+        return Cost(
+            max(inside / intra.bandwidth, across / inter.bandwidth) + latency, inside, across
+        )
 
     def all_reduce(self, num_bytes: float) -> Cost:
         """A reduce-scatter and an all-gather."""

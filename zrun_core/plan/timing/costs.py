@@ -24,8 +24,12 @@ from zrun_core.plan.timing.collectives import NOTHING, Cost, Span
 from zrun_core.plan.trace.profile import PHASES, Linear, Phase, Profile, Trace
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-_FLASH_BACKWARD = 2.5 / 0.85  # of flash attention, against its forward: five products for two, a little slower
-_SHOWN_BACKWARD = 0.7  # of tensor-parallel traffic in backward: the rest hides under weight gradients
+_FLASH_BACKWARD = (
+    2.5 / 0.85
+)  # of flash attention, against its forward: five products for two, a little slower
+_SHOWN_BACKWARD = (
+    0.7  # of tensor-parallel traffic in backward: the rest hides under weight gradients
+)
 
 _UNFUSED = 2.0  # bytes of operations between products, one by one, against fused ones
 
@@ -97,13 +101,22 @@ class Parts:
 
 
 def product_seconds(
-    device: Device, precision: str, m: float, n: float, k: float, count: float = 1, extra_bytes: float = 0
+    device: Device,
+    precision: str,
+    m: float,
+    n: float,
+    k: float,
+    count: float = 1,
+    extra_bytes: float = 0,
 ) -> float:
     """Seconds of `count` products [m, k] x [k, n] in one launch, and of `extra_bytes` more that they read or write."""
     area = m * n * count
     reached = device.gemm * area / (area + device.gemm_area) * k / (k + device.gemm_depth)
     moved = BYTES[precision] * count * (m * k + k * n + m * n) + extra_bytes
-    return max(2 * area * k / (reached * device.flops(precision)), stream_seconds(device, moved)) + device.launch_s
+    return (
+        max(2 * area * k / (reached * device.flops(precision)), stream_seconds(device, moved))
+        + device.launch_s
+    )
 
 
 def stream_seconds(device: Device, num_bytes: float) -> float:
@@ -144,10 +157,16 @@ def shape_parts(shape: TransformerShape, key: Key, hardware: Hardware, terms: Te
     def part(recomputes: bool) -> Part:
         repeats = recomputes and key.checkpoint in ("full", "every_n")
         return Part(
-            block.forward, block.backward + again * recomputes + accumulate, again * recomputes, per_pass,
-            per_pass._replace(seconds=per_pass.seconds * _SHOWN_BACKWARD) + per_pass.times(repeats), params, params,
-            3 * block.flops, again_flops * recomputes,
-        )  # fmt: skip
+            block.forward,
+            block.backward + again * recomputes + accumulate,
+            again * recomputes,
+            per_pass,
+            per_pass._replace(seconds=per_pass.seconds * _SHOWN_BACKWARD) + per_pass.times(repeats),
+            params,
+            params,
+            3 * block.flops,
+            again_flops * recomputes,
+        )
 
     kept, recomputed = part(False), part(key.checkpoint != "none")
     skips = terms.every_n if key.checkpoint == "every_n" else 1
@@ -163,7 +182,12 @@ def _block_seconds(shape: TransformerShape, key: Key, device: Device, terms: Ter
     tokens = float(key.micro * shape.seq)
     queries, all_heads, inner = shape.attention_width / tp, shape.qkv_width / tp, shape.ffn / tp
     up = (shape.num_ffn_matrices - 1) * inner
-    products = ((tokens, all_heads, hidden), (tokens, hidden, queries), (tokens, up, hidden), (tokens, hidden, inner))
+    products = (
+        (tokens, all_heads, hidden),
+        (tokens, hidden, queries),
+        (tokens, up, hidden),
+        (tokens, hidden, inner),
+    )
     forward = backward = 0.0
     for m, n, k in products:
         forward += product_seconds(device, key.precision, m, n, k)
@@ -174,17 +198,23 @@ def _block_seconds(shape: TransformerShape, key: Key, device: Device, terms: Ter
     outside = tokens * hidden * size / (tp if key.sequence_parallel else 1)
     activation, rotated = tokens * inner * size, tokens * all_heads * size
     between = (10 + shape.dropout) * outside + (3 if shape.gated else 2) * activation + 4 * rotated
-    between_back = (14 + shape.dropout) * outside + (5 if shape.gated else 3) * activation + 5 * rotated
+    between_back = (
+        (14 + shape.dropout) * outside + (5 if shape.gated else 3) * activation + 5 * rotated
+    )
     passes = 1.0 if terms.fused else _UNFUSED
     cheap = passes * stream_seconds(device, between) + 10 * device.launch_s
     backward += passes * stream_seconds(device, between_back) + 16 * device.launch_s
     core, core_back = _attention_seconds(shape, key, device, terms)
     flops = shape.product_flops(tokens) / tp
     core_flops = shape.attention_flops(tokens) / tp
-    return _Block(forward + cheap + core, backward + core_back, core, cheap, flops + core_flops, core_flops)
+    return _Block(
+        forward + cheap + core, backward + core_back, core, cheap, flops + core_flops, core_flops
+    )
 
 
-def _attention_seconds(shape: TransformerShape, key: Key, device: Device, terms: Terms) -> tuple[float, float]:
+def _attention_seconds(
+    shape: TransformerShape, key: Key, device: Device, terms: Terms
+) -> tuple[float, float]:
     """(forward, backward) of the inside of attention. The full square counts, as it does in papers and profilers."""
     size, count = BYTES[key.precision], key.micro * shape.heads / key.tp
     if shape.flash:
@@ -195,18 +225,29 @@ def _attention_seconds(shape: TransformerShape, key: Key, device: Device, terms:
     other = product_seconds(device, key.precision, shape.seq, shape.head_dim, shape.seq, count)
     square = count * float(shape.seq) ** 2
     drops = (2 * size + 1) * shape.dropout  # read, written, and the mask
-    forward = one + other + stream_seconds(device, (2 * size + drops) * square) + 2 * device.launch_s
-    return forward, 2 * (one + other) + stream_seconds(device, (3 * size + drops) * square) + 2 * device.launch_s
+    forward = (
+        one + other + stream_seconds(device, (2 * size + drops) * square) + 2 * device.launch_s
+    )
+    return forward, 2 * (one + other) + stream_seconds(
+        device, (3 * size + drops) * square
+    ) + 2 * device.launch_s
 
 
-def _accumulation_seconds(device: Device, precision: str, params: float, terms: Terms, num_params: int = 0) -> float:
+def _accumulation_seconds(
+    device: Device, precision: str, params: float, terms: Terms, num_params: int = 0
+) -> float:
     """Seconds of moving gradients of this many elements to the flat ones, where they add up."""
     if terms.fused_accumulation:
         return 0.0
     if device.operators is not None and num_params:
-        wide, num_bytes = precision == "fp32", params * (BYTES[precision] + (8 if precision == "fp32" else 4))
+        wide, num_bytes = (
+            precision == "fp32",
+            params * (BYTES[precision] + (8 if precision == "fp32" else 4)),
+        )
         name = "copy" if wide else "_to_copy"
-        return num_params * float(device.operators.stream_seconds(name, "float32", np.array(num_bytes / num_params)))
+        return num_params * float(
+            device.operators.stream_seconds(name, "float32", np.array(num_bytes / num_params))
+        )
     return stream_seconds(device, params * (BYTES[precision] + 2 * terms.reduce_bytes))
 
 
@@ -219,9 +260,12 @@ def _ends(shape: TransformerShape, key: Key, hardware: Hardware, terms: Terms) -
     params = shape.embedding_params * scale
     before = Part(
         stream_seconds(device, 3 * looked_up),
-        stream_seconds(device, 4 * looked_up) + _accumulation_seconds(device, key.precision, params, terms),
-        tp_forward=group.all_reduce(looked_up), params=params, trainable=params,
-    )  # fmt: skip
+        stream_seconds(device, 4 * looked_up)
+        + _accumulation_seconds(device, key.precision, params, terms),
+        tp_forward=group.all_reduce(looked_up),
+        params=params,
+        trainable=params,
+    )
     params = shape.head_params * scale
     logits = tokens * vocab
     adds = 2 * terms.reduce_bytes * vocab * hidden if terms.fused_accumulation else 0.0
@@ -230,13 +274,19 @@ def _ends(shape: TransformerShape, key: Key, hardware: Hardware, terms: Terms) -
     backward += product_seconds(device, key.precision, hidden, vocab, tokens, extra_bytes=adds)
     scored = group.all_reduce(looked_up)
     after = Part(
-        forward + stream_seconds(device, logits * (size + 16)) + stream_seconds(device, 2 * looked_up),
-        backward + stream_seconds(device, logits * (size + 8)) + stream_seconds(device, 3 * looked_up)
+        forward
+        + stream_seconds(device, logits * (size + 16))
+        + stream_seconds(device, 2 * looked_up),
+        backward
+        + stream_seconds(device, logits * (size + 8))
+        + stream_seconds(device, 3 * looked_up)
         + _accumulation_seconds(device, key.precision, params, terms),
         tp_forward=group.all_reduce(12 * tokens),
         tp_backward=scored._replace(seconds=scored.seconds * _SHOWN_BACKWARD),
-        params=params, trainable=params, flops=6 * logits * hidden,
-    )  # fmt: skip
+        params=params,
+        trainable=params,
+        flops=6 * logits * hidden,
+    )
     return before, after
 
 
@@ -250,7 +300,9 @@ class _Columns(NamedTuple):
     moved: NDArray[np.float64]
     family: NDArray[np.int64]
     dims: NDArray[np.float64]  # m, n, k of products for the smallest micro-batch; 0 elsewhere
-    size: NDArray[np.float64]  # elements of a convolution's kernel, length of attention; 0 elsewhere
+    size: NDArray[
+        np.float64
+    ]  # elements of a convolution's kernel, length of attention; 0 elsewhere
     keys: tuple[tuple[str, str], ...]  # names and dtypes that occur
     key: NDArray[np.int64]  # of them, each operation's
     owner: NDArray[np.int64]  # of the part: 0 before, 1 ... blocks, last after
@@ -260,8 +312,28 @@ class _Columns(NamedTuple):
 
 _PRODUCT, _ATTENTION, _STREAM = 0, 1, 2
 # What touches no element: questions about a tensor, and other looks at the same memory.
-_FREE = {"device", "view", "_unsafe_view", "reshape", "alias", "detach", "t", "transpose", "permute", "expand", "slice",
-         "select", "split", "unsqueeze", "squeeze", "as_strided", "unbind", "chunk", "empty", "empty_like"}  # fmt: skip
+_FREE = {
+    "device",
+    "view",
+    "_unsafe_view",
+    "reshape",
+    "alias",
+    "detach",
+    "t",
+    "transpose",
+    "permute",
+    "expand",
+    "slice",
+    "select",
+    "split",
+    "unsqueeze",
+    "squeeze",
+    "as_strided",
+    "unbind",
+    "chunk",
+    "empty",
+    "empty_like",
+}
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 _FAMILIES = {"gemm": _PRODUCT, "conv": _PRODUCT, "attention": _ATTENTION}
 
@@ -273,9 +345,12 @@ def _columns(trace: Trace, num_blocks: int) -> _Columns:
     family, shape = table.family[keep], table.shape[keep]
     families = np.array([_FAMILIES.get(word, _STREAM) for word in words], dtype=np.int64)
     is_gemm, is_conv, is_attention = (
-        np.array([word == name for word in words], dtype=bool)[family] for name in ("gemm", "conv", "attention")
+        np.array([word == name for word in words], dtype=bool)[family]
+        for name in ("gemm", "conv", "attention")
     )
-    shapes = np.array([each if len(each) == 3 else (0, 0, 0) for each in table.shapes], dtype=float).reshape(-1, 3)
+    shapes = np.array(
+        [each if len(each) == 3 else (0, 0, 0) for each in table.shapes], dtype=float
+    ).reshape(-1, 3)
     elements = np.array([math.prod(each) for each in table.shapes], dtype=float)
     positions = np.array([each[-2] if len(each) > 1 else 0 for each in table.shapes], dtype=float)
     keys, key = np.unique(table.name[keep] * len(words) + table.dtype[keep], return_inverse=True)
@@ -295,10 +370,15 @@ def _columns(trace: Trace, num_blocks: int) -> _Columns:
     )
 
 
-def _owners(block: NDArray[np.int64], back: NDArray[np.bool_], num_blocks: int) -> NDArray[np.int64]:
+def _owners(
+    block: NDArray[np.int64], back: NDArray[np.bool_], num_blocks: int
+) -> NDArray[np.int64]:
     """The part of each operation. What runs between blocks belongs to the one that ran last."""
     found = np.zeros(len(block), dtype=np.int64)
-    for where, before, after in ((~back, 0, num_blocks + 1), (back, num_blocks + 1, 0 if num_blocks else 1)):
+    for where, before, after in (
+        (~back, 0, num_blocks + 1),
+        (back, num_blocks + 1, 0 if num_blocks else 1),
+    ):
         blocks = block[where]
         inside = np.where(blocks >= 0, np.arange(len(blocks)), -1)
         last = np.maximum.accumulate(inside) if len(blocks) else inside
@@ -308,7 +388,9 @@ def _owners(block: NDArray[np.int64], back: NDArray[np.bool_], num_blocks: int) 
     return found
 
 
-def trace_seconds(columns: _Columns, micro: int, device: Device, precision: str) -> NDArray[np.float64]:
+def trace_seconds(
+    columns: _Columns, micro: int, device: Device, precision: str
+) -> NDArray[np.float64]:
     """Seconds of each operation for `micro` samples."""
     flops = np.maximum(0.0, columns.flops[:, 0] + columns.flops[:, 1] * micro)
     moved = np.maximum(0.0, columns.moved[:, 0] + columns.moved[:, 1] * micro)
@@ -327,7 +409,10 @@ def trace_seconds(columns: _Columns, micro: int, device: Device, precision: str)
     depth = np.where(shaped, k * np.where(sums_tokens, growth, 1.0), 1e12)
     reached = device.gemm * area / (area + device.gemm_area) * depth / (depth + device.gemm_depth)
     share = np.where(columns.family == _ATTENTION, device.attention, np.maximum(reached, 1e-6))
-    return np.maximum(np.where(columns.family == _STREAM, 0.0, flops / (share * peak)), streaming) + device.launch_s
+    return (
+        np.maximum(np.where(columns.family == _STREAM, 0.0, flops / (share * peak)), streaming)
+        + device.launch_s
+    )
 
 
 def _measured_seconds(
@@ -409,23 +494,38 @@ def profile_parts(
         plain_flops = np.maximum(0.0, plain.flops[:, 0] + plain.flops[:, 1] * key.micro)
         plain_seconds = trace_seconds(plain, key.micro, device, key.precision)
         plain_work = _sums(plain.owner, plain_flops, count)
-        plain_backward = _sums(plain.owner[plain.is_backward], plain_seconds[plain.is_backward], count)
+        plain_backward = _sums(
+            plain.owner[plain.is_backward], plain_seconds[plain.is_backward], count
+        )
     params, trainable, num_params = _params_by_part(profile, trace)
-    choosing = _choosing_seconds(table, count, device) if key.checkpoint == "selective" else np.zeros(count)
+    choosing = (
+        _choosing_seconds(table, count, device)
+        if key.checkpoint == "selective"
+        else np.zeros(count)
+    )
     parts = [
         Part(
             float(forward[number] + choosing[number] / 2),
             float(backward[number] + choosing[number] / 2)
-            + _accumulation_seconds(device, key.precision, trainable[number], terms, num_params[number])
+            + _accumulation_seconds(
+                device, key.precision, trainable[number], terms, num_params[number]
+            )
             + device.param_s * num_params[number],
             max(0.0, float(backward[number] - plain_backward[number] + choosing[number] / 2)),
-            params=params[number], trainable=trainable[number], num_params=num_params[number],
+            params=params[number],
+            trainable=trainable[number],
+            num_params=num_params[number],
             flops=float(min(plain_work[number], work[number])),
             flops_again=max(0.0, float(work[number] - plain_work[number])),
         )
         for number in range(count)
-    ]  # fmt: skip
-    return Parts(parts[0], tuple(parts[1:-1]), parts[-1], _boundary_bytes(trace, profile.num_blocks, key.micro))
+    ]
+    return Parts(
+        parts[0],
+        tuple(parts[1:-1]),
+        parts[-1],
+        _boundary_bytes(trace, profile.num_blocks, key.micro),
+    )
 
 
 def _choosing_seconds(columns: _Columns, count: int, device: Device) -> NDArray[np.float64]:
@@ -436,10 +536,14 @@ def _choosing_seconds(columns: _Columns, count: int, device: Device) -> NDArray[
     return seconds
 
 
-def _columns_of(profile: Profile, policy: str, micro: int, columns: Mapping[str, _Columns]) -> _Columns:
+def _columns_of(
+    profile: Profile, policy: str, micro: int, columns: Mapping[str, _Columns]
+) -> _Columns:
     """The operations of the timeline that holds for `micro` samples."""
     trace = profile.traces[policy].of(micro)
-    return columns[policy] if trace is profile.traces[policy] else _columns(trace, profile.num_blocks)
+    return (
+        columns[policy] if trace is profile.traces[policy] else _columns(trace, profile.num_blocks)
+    )
 
 
 def _sums(owner: NDArray[np.int64], values: NDArray[np.float64], count: int) -> NDArray[np.float64]:
@@ -473,7 +577,12 @@ def _boundary_bytes(trace: Trace, num_blocks: int, micro: int) -> float:
     """Bytes of the last tensor that the middle block makes in forward: what it hands on."""
     table = trace.event_table
     kept = np.array([word == "activation" for word in table.words], dtype=bool)[table.kind]
-    made = kept & (table.alloc == 1) & (table.block == num_blocks // 2) & (table.phase == PHASES.index(Phase.FORWARD))
+    made = (
+        kept
+        & (table.alloc == 1)
+        & (table.block == num_blocks // 2)
+        & (table.phase == PHASES.index(Phase.FORWARD))
+    )
     last = np.flatnonzero(made)[-1:]
     sizes = [Linear(*each).at(micro) for each in table.sizes[table.size[last]].tolist()]
     return sizes[-1] if sizes else 0.0
@@ -498,14 +607,18 @@ class Costs:
         self.formula = subject if isinstance(subject, TransformerShape) else formula
         self._columns: dict[str, _Columns] = {}
         if isinstance(subject, Profile):
-            self._columns = {name: _columns(trace, subject.num_blocks) for name, trace in subject.traces.items()}
+            self._columns = {
+                name: _columns(trace, subject.num_blocks) for name, trace in subject.traces.items()
+            }
         self._parts: dict[Key, Parts] = {}
 
     def uses_formula(self, key: Key) -> bool:
         """Whether a shape's formulas answer for this candidate."""
         if isinstance(self.subject, TransformerShape):
             return True
-        return self.formula is not None and (key.tp > 1 or key.checkpoint not in self.subject.traces)
+        return self.formula is not None and (
+            key.tp > 1 or key.checkpoint not in self.subject.traces
+        )
 
     def parts(self, key: Key) -> Parts:
         """What a micro-batch takes on one rank.

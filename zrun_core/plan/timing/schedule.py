@@ -44,7 +44,11 @@ class Pass:
 
 
 def run_pass(
-    compute: Sequence[float], streams: Sequence[Stream], *, ahead: int, ready: Sequence[float] | None = None
+    compute: Sequence[float],
+    streams: Sequence[Stream],
+    *,
+    ahead: int,
+    ready: Sequence[float] | None = None,
 ) -> Pass:
     """Compute parts in order, with transfers beside them.
 
@@ -87,7 +91,11 @@ def run_pass(
 
 
 def replay(
-    forward: Sequence[float], backward: Sequence[float], stages: int, micro_batches: int, send: float
+    forward: Sequence[float],
+    backward: Sequence[float],
+    stages: int,
+    micro_batches: int,
+    send: float,
 ) -> tuple[float, ...]:
     """When each stage has done its last backward.
 
@@ -104,13 +112,19 @@ _STEADY = 1  # rounds of `stages` micro-batches after which a pipeline only repe
 
 @lru_cache(maxsize=4096)
 def _replay(
-    forward: tuple[float, ...], backward: tuple[float, ...], stages: int, micro_batches: int, send: float
+    forward: tuple[float, ...],
+    backward: tuple[float, ...],
+    stages: int,
+    micro_batches: int,
+    send: float,
 ) -> tuple[float, ...]:
     enough = (_STEADY + 1) * stages
     if micro_batches <= enough + stages:
         return _play(forward, backward, stages, micro_batches, send)
     short = enough + micro_batches % stages
-    some, more = (_play(forward, backward, stages, count, send) for count in (short, short + stages))
+    some, more = (
+        _play(forward, backward, stages, count, send) for count in (short, short + stages)
+    )
     rounds = (micro_batches - short) // stages
     return tuple(low + (high - low) * rounds for low, high in zip(some, more, strict=True))
 
@@ -121,11 +135,17 @@ def _orders(stages: int, virtual: int, micro_batches: int) -> list[tuple[Action,
 
 
 def _play(
-    forward: tuple[float, ...], backward: tuple[float, ...], stages: int, micro_batches: int, send: float
+    forward: tuple[float, ...],
+    backward: tuple[float, ...],
+    stages: int,
+    micro_batches: int,
+    send: float,
 ) -> tuple[float, ...]:
     chunks = len(forward)
     orders = _orders(stages, chunks // stages, micro_batches)
-    there: list[list[float | None]] = [[None] * micro_batches for _ in range(chunks)]  # when a forward is done
+    there: list[list[float | None]] = [
+        [None] * micro_batches for _ in range(chunks)
+    ]  # when a forward is done
     back: list[list[float | None]] = [[None] * micro_batches for _ in range(chunks)]
     clock, cursor = [0.0] * stages, [0] * stages
     waiting = list(range(stages))

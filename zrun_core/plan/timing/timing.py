@@ -107,7 +107,12 @@ class _Step:
     """One candidate's step, taken apart."""
 
     def __init__(self, costs: Costs, candidate: Candidate) -> None:
-        self.candidate, self.costs, self.terms, self.hardware = candidate, costs, costs.terms, costs.hardware
+        self.candidate, self.costs, self.terms, self.hardware = (
+            candidate,
+            costs,
+            costs.terms,
+            costs.hardware,
+        )
         self.device, self.dims = costs.hardware.device, candidate.dims
         self.parts = costs.parts(candidate.key)
         dims = self.dims
@@ -118,7 +123,9 @@ class _Step:
         self._gathers: dict[int, Cost] = {}
         self._reductions: dict[tuple[int, bool], Cost] = {}
         place = candidate.placement
-        self.away = place.fraction if place.optimizer is not Tier.DEVICE else 0.0  # share of the update on the host
+        self.away = (
+            place.fraction if place.optimizer is not Tier.DEVICE else 0.0
+        )  # share of the update on the host
 
     # The model on the stages
 
@@ -147,7 +154,9 @@ class _Step:
         """What it costs to make a part whole."""
         found = self._gathers.get(id(part))
         if found is None:
-            found = self._gathers[id(part)] = self.shard.gather(part.params * BYTES[self.candidate.precision])
+            found = self._gathers[id(part)] = self.shard.gather(
+                part.params * BYTES[self.candidate.precision]
+            )
         return found
 
     def reduce(self, part: Part, *, boundary: bool) -> Cost:
@@ -179,17 +188,23 @@ class _Step:
         stage = self.candidate.stage
         gathers = stage == 3 or (first and stage > 0)
         comm = Stream(
-            before=[self.gather(part).seconds for part in parts] if gathers else (), contention=self.device.contention
+            before=[self.gather(part).seconds for part in parts] if gathers else (),
+            contention=self.device.contention,
         )
         streams = [comm, Stream(before=self._fetches(parts), contention=_COPY_CONTENTION)]
         if self.candidate.placement.activation is not Tier.DEVICE:
             down = self.parts.boundary_bytes / self._activation_rate
             streams.append(
-                Stream(after=[down if self._is_block(p) else 0.0 for p in parts], contention=_COPY_CONTENTION)
+                Stream(
+                    after=[down if self._is_block(p) else 0.0 for p in parts],
+                    contention=_COPY_CONTENTION,
+                )
             )
         ready = self._ready(parts) if first else None
         ahead = self.terms.prefetch if stage == 3 else len(parts)
-        return run_pass([p.forward + p.tp_forward.seconds for p in parts], streams, ahead=ahead, ready=ready)
+        return run_pass(
+            [p.forward + p.tp_forward.seconds for p in parts], streams, ahead=ahead, ready=ready
+        )
 
     def backward(self, parts: Sequence[Part], *, boundary: bool) -> Pass:
         key = ("backward", boundary, *map(id, parts))
@@ -207,11 +222,21 @@ class _Step:
         fetches = list(self._fetches(parts)) or [0.0] * len(parts)
         if place.activation is not Tier.DEVICE:
             up = self.parts.boundary_bytes / self._activation_rate
-            fetches = [seconds + up * self._is_block(part) for seconds, part in zip(fetches, parts, strict=True)]
+            fetches = [
+                seconds + up * self._is_block(part)
+                for seconds, part in zip(fetches, parts, strict=True)
+            ]
         leaves: list[float] = []
         if self.away and (boundary or (place.grad is not Tier.DEVICE and stage >= 2)):
-            size = BYTES[self.candidate.precision] if place.grad is not Tier.DEVICE else self.terms.reduce_bytes
-            leaves = [self.away * self.owned([part]) * size / self.hardware.host.bandwidth for part in parts]
+            size = (
+                BYTES[self.candidate.precision]
+                if place.grad is not Tier.DEVICE
+                else self.terms.reduce_bytes
+            )
+            leaves = [
+                self.away * self.owned([part]) * size / self.hardware.host.bandwidth
+                for part in parts
+            ]
         copies = Stream(before=fetches, contention=_COPY_CONTENTION)
         streams = [comm, copies, Stream(after=leaves, contention=_COPY_CONTENTION)]
         ahead = self.terms.prefetch if stage == 3 else len(parts)
@@ -247,12 +272,16 @@ class _Step:
 
     def owned(self, parts: Sequence[Part]) -> float:
         """Elements that one rank updates."""
-        return sum(part.trainable for part in parts) / (self.shard.ranks if self.candidate.stage else 1)
+        return sum(part.trainable for part in parts) / (
+            self.shard.ranks if self.candidate.stage else 1
+        )
 
     def device_update(self, parts: Sequence[Part]) -> float:
         """Seconds of the norm, and of what is updated on the device."""
         owned = self.owned(parts)
-        world = Span(self.hardware, self.dims.world_size).all_reduce(64.0).seconds + self.device.step_s
+        world = (
+            Span(self.hardware, self.dims.world_size).all_reduce(64.0).seconds + self.device.step_s
+        )
         norm = stream_seconds(self.device, owned * self.terms.reduce_bytes)
         here = owned * (1 - self.away)
         if (measured := self.device.update.get(self.candidate.precision)) is not None:
@@ -267,7 +296,9 @@ class _Step:
         """When the update on the host has made each part's parameters, in forward order, and sent them up."""
         if not self.away:
             return None
-        per_element = host_seconds_per_element(self.costs, self.candidate.placement.optimizer, self.candidate.precision)
+        per_element = host_seconds_per_element(
+            self.costs, self.candidate.placement.optimizer, self.candidate.precision
+        )
         done, moments = 0.0, []
         for part in parts:
             done += self.away * self.owned([part]) * per_element
@@ -287,7 +318,8 @@ class _Step:
         found = {
             "compute": count * sum(part.forward + part.backward for part in parts) - again,
             "recompute": again,
-            "tensor parallel": count * sum(p.tp_forward.seconds + p.tp_backward.seconds for p in parts),
+            "tensor parallel": count
+            * sum(p.tp_forward.seconds + p.tp_backward.seconds for p in parts),
             "bubble": bubble,
             "update": max(updates),
         }
@@ -303,11 +335,18 @@ class _Step:
         is_known = known or self.hardware.measured
         unknown = 0.0 if is_known else _BETWEEN_S
         return StepTime(
-            seconds, seconds * (1 - spread), seconds * (1 + spread) + unknown,
-            {name: value for name, value in found.items() if value > 0}, flops, executed,
-            flops / peak if known else None, executed / peak if known else None,
-            None if tokens_per_sample is None else samples * tokens_per_sample, samples, self.link_bytes(busiest),
-        )  # fmt: skip
+            seconds,
+            seconds * (1 - spread),
+            seconds * (1 + spread) + unknown,
+            {name: value for name, value in found.items() if value > 0},
+            flops,
+            executed,
+            flops / peak if known else None,
+            executed / peak if known else None,
+            None if tokens_per_sample is None else samples * tokens_per_sample,
+            samples,
+            self.link_bytes(busiest),
+        )
 
     @cached_property
     def _distinct_stages(self) -> list[int]:
@@ -315,28 +354,46 @@ class _Step:
 
     def _passes_seconds(self, count: int) -> tuple[float, float, int]:
         """(seconds of all passes, of them the pipeline's bubble, the stage that has most to do)."""
-        plain = [(self.forward(c, first=False), self.backward(c, boundary=False)) for c in self.chunks]
+        plain = [
+            (self.forward(c, first=False), self.backward(c, boundary=False)) for c in self.chunks
+        ]
         forward = [ahead.seconds for ahead, _ in plain]
         backward = [back.seconds + back.tail for _, back in plain]
         extra = [
-            self.forward(chunk, first=True).seconds - forward[number]
-            + self.backward(chunk, boundary=True).seconds + self.backward(chunk, boundary=True).tail - backward[number]
+            self.forward(chunk, first=True).seconds
+            - forward[number]
+            + self.backward(chunk, boundary=True).seconds
+            + self.backward(chunk, boundary=True).tail
+            - backward[number]
             for number, chunk in enumerate(self.chunks)
-        ]  # fmt: skip
+        ]
         stages = self.dims.pp
         if stages == 1:
             return count * (forward[0] + backward[0]) + extra[0], 0.0, 0
-        send = Span(self.hardware, 2, self.dims.tp * self.dims.dp).send(self.parts.boundary_bytes).seconds
+        send = (
+            Span(self.hardware, 2, self.dims.tp * self.dims.dp)
+            .send(self.parts.boundary_bytes)
+            .seconds
+        )
         ends = replay(forward, backward, stages, count, send)
-        busy = [count * sum((forward[c] + backward[c]) for c in range(s, len(forward), stages)) for s in range(stages)]
-        last = max(range(stages), key=lambda stage: (ends[stage] + sum(extra[stage::stages]), -stage))
+        busy = [
+            count * sum((forward[c] + backward[c]) for c in range(s, len(forward), stages))
+            for s in range(stages)
+        ]
+        last = max(
+            range(stages), key=lambda stage: (ends[stage] + sum(extra[stage::stages]), -stage)
+        )
         busiest = max(range(stages), key=lambda stage: (busy[stage], -stage))
         seconds = ends[last] + sum(extra[last::stages])
         return seconds, max(0.0, max(ends) - busy[busiest]), busiest
 
     def link_bytes(self, stage: int) -> dict[str, int]:
         """Bytes that a rank of a stage sends in a step, by class of link."""
-        candidate, count, parts = self.candidate, self.candidate.accumulation, self.stage_parts(stage)
+        candidate, count, parts = (
+            self.candidate,
+            self.candidate.accumulation,
+            self.stage_parts(stage),
+        )
         node = network = 0.0
         gathers = {0: 0, 1: 1, 2: 1, 3: 2 * count}[candidate.stage]
         for part, number in Counter(parts).items():
@@ -347,14 +404,22 @@ class _Step:
             node, network = node + number * total.node, network + number * total.network
         if self.dims.pp > 1:
             sends = 2 * count * self.dims.virtual - (count if stage in (0, self.dims.pp - 1) else 0)
-            cost = Span(self.hardware, 2, self.dims.tp * self.dims.dp).send(self.parts.boundary_bytes).times(sends)
+            cost = (
+                Span(self.hardware, 2, self.dims.tp * self.dims.dp)
+                .send(self.parts.boundary_bytes)
+                .times(sends)
+            )
             node, network = node + cost.node, network + cost.network
         found = {"node": node, "network": network, **self._tier_bytes(parts)}
         return {name: math.ceil(value) for name, value in found.items() if value}
 
     def _tier_bytes(self, parts: Sequence[Part]) -> dict[str, float]:
         """What goes between the device and its host, and between the host and its disks, both ways together."""
-        candidate, place, count = self.candidate, self.candidate.placement, self.candidate.accumulation
+        candidate, place, count = (
+            self.candidate,
+            self.candidate.placement,
+            self.candidate.accumulation,
+        )
         size = BYTES[candidate.precision]
         owned = self.away * self.owned(parts)
         down = size if place.grad is not Tier.DEVICE else self.terms.reduce_bytes
@@ -363,11 +428,15 @@ class _Step:
         disk = owned * 2 * _state_bytes(self.terms) if place.optimizer is Tier.DISK else 0.0
         if place.param is not Tier.DEVICE:
             divided = self.shard.ranks if candidate.stage == 3 else 1
-            fetched = 2 * count * sum(part.params for part in parts) * size * place.fraction / divided
+            fetched = (
+                2 * count * sum(part.params for part in parts) * size * place.fraction / divided
+            )
             host += fetched
             disk += fetched if place.param is Tier.DISK else 0.0
         if place.activation is not Tier.DEVICE:
-            kept = 2 * count * self.parts.boundary_bytes * sum(self._is_block(part) for part in parts)
+            kept = (
+                2 * count * self.parts.boundary_bytes * sum(self._is_block(part) for part in parts)
+            )
             host += kept
             disk += kept if place.activation is Tier.DISK else 0.0
         return {"host": host, "disk": disk}

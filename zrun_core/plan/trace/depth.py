@@ -57,7 +57,9 @@ class Series:
         return [*range(units * self.period), *range(len(self.names) - self.tail, len(self.names))]
 
 
-def find_series(blocks: Sequence[tuple[str, nn.Module]], model: nn.Module, multiple: int) -> list[Series]:
+def find_series(
+    blocks: Sequence[tuple[str, nn.Module]], model: nn.Module, multiple: int
+) -> list[Series]:
     """The lists of blocks that are longer than what has to run, with alike blocks.
 
     Args:
@@ -103,9 +105,13 @@ def _traits(members: Sequence[nn.Module]) -> list[Any]:
             column[f"{name} class"] = type(module)
             column[f"{name} training"] = module.training
             for key, param in module._parameters.items():
-                column[f"{name}.{key}"] = None if param is None else (tuple(param.shape), param.requires_grad)
+                column[f"{name}.{key}"] = (
+                    None if param is None else (tuple(param.shape), param.requires_grad)
+                )
             for key, buffer in module._buffers.items():
-                column[f"{name}.{key}"] = None if buffer is None else (tuple(buffer.shape), buffer.dtype)
+                column[f"{name}.{key}"] = (
+                    None if buffer is None else (tuple(buffer.shape), buffer.dtype)
+                )
             for key, value in vars(module).items():
                 if isinstance(value, bool | int | float | str) and not key.startswith("_"):
                     column[f"{name}.{key}"] = bool(value) if isinstance(value, float) else value
@@ -113,9 +119,12 @@ def _traits(members: Sequence[nn.Module]) -> list[Any]:
     counters = {
         key
         for key, value in columns[0].items()
-        if type(value) is int and [column.get(key) for column in columns] == [value + n for n in range(len(columns))]
+        if type(value) is int
+        and [column.get(key) for column in columns] == [value + n for n in range(len(columns))]
     }
-    return [{key: value for key, value in column.items() if key not in counters} for column in columns]
+    return [
+        {key: value for key, value in column.items() if key not in counters} for column in columns
+    ]
 
 
 @contextmanager
@@ -127,7 +136,9 @@ def shortened(series: Sequence[Series], units: int) -> Iterator[None]:
             values = list(members.values())
             stack.callback(_put_back, each.container, members)
             each.container._modules.clear()
-            each.container._modules.update({str(at): values[place] for at, place in enumerate(each.kept(units))})
+            each.container._modules.update(
+                {str(at): values[place] for at, place in enumerate(each.kept(units))}
+            )
         yield
 
 
@@ -154,7 +165,9 @@ class _Expansion:
     def __init__(self, timeline: Timeline, series: Series, copies: int) -> None:
         self._rows, self._series, self._copies = timeline, series, copies
         period, first = series.period, series.first
-        last = [first + place for place in range(len(series.names) - series.tail, len(series.names))]
+        last = [
+            first + place for place in range(len(series.names) - series.tail, len(series.names))
+        ]
         units = [range(first + n * period, first + (n + 1) * period) for n in range(UNITS)]
 
         def begin(blocks: Sequence[int], *, backward: bool) -> int:
@@ -248,7 +261,9 @@ class _Expansion:
         if isinstance(row, Op):
             return row
         tensor = self._copy(row.tensor, number) if row.alloc else self._freed(place, number)
-        return Event(tensor, row.size, row.alloc, row.phase, row.module, row.block, row.kind, row.accumulates)
+        return Event(
+            tensor, row.size, row.alloc, row.phase, row.module, row.block, row.kind, row.accumulates
+        )
 
     def _freed(self, place: int, number: int) -> int:
         """What copy `number` frees where unit 2 frees something."""
@@ -260,7 +275,9 @@ class _Expansion:
             return self._copy(tensor, number)
         if self.f1 <= came < self.f2:  # of the unit before
             return tensor if number == 0 else self._copy(self._of_unit_2(tensor), number - 1)
-        if self.f3 <= came < self.b2 and place >= self.b2:  # of the unit after, whose backward was before this one's
+        if (
+            self.f3 <= came < self.b2 and place >= self.b2
+        ):  # of the unit after, whose backward was before this one's
             if number == self._copies:
                 return tensor
             same = self._rows[place + self._backward]
@@ -279,16 +296,33 @@ class _Expansion:
         # Each unit frees that of the one before: here it is the last copy's.
         if went is not None and (self.f2 <= went < self.f3 or self.b2 <= went < self.b1):
             return [replace(row, tensor=self._copy(row.tensor, self._copies))]
-        if went is not None and (went < self.b2) == (place < self.b2):  # collected, and given up together
-            return [replace(row, tensor=self._copy(row.tensor, number)) for number in range(self._copies + 1)]
+        if went is not None and (went < self.b2) == (
+            place < self.b2
+        ):  # collected, and given up together
+            return [
+                replace(row, tensor=self._copy(row.tensor, number))
+                for number in range(self._copies + 1)
+            ]
         raise _NotAlikeError
 
 
 def _in_module(row: Event | Op, module: str, block: int) -> Event | Op:
     """`row`, of another module. There are a hundred thousand: `dataclasses.replace` takes thrice the time."""
     if isinstance(row, Op):
-        return Op(row.name, row.family, row.flops, row.bytes_moved, row.phase, module, block, row.dtype, row.shape)
-    return Event(row.tensor, row.size, row.alloc, row.phase, module, block, row.kind, row.accumulates)
+        return Op(
+            row.name,
+            row.family,
+            row.flops,
+            row.bytes_moved,
+            row.phase,
+            module,
+            block,
+            row.dtype,
+            row.shape,
+        )
+    return Event(
+        row.tensor, row.size, row.alloc, row.phase, module, block, row.kind, row.accumulates
+    )
 
 
 def alike(one: Timeline, other: Timeline) -> bool:

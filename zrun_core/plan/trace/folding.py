@@ -69,7 +69,11 @@ def _repeats(table: Table, marks: Sequence[int]) -> Iterator[tuple[int, int, int
         if start < done:
             continue
         periods = [after - start for after in marks[number + 1 : number + 1 + _LOOKS]]
-        runs = [(period * times, -period) for period in periods if (times := _times(table, start, period)) > 1]
+        runs = [
+            (period * times, -period)
+            for period in periods
+            if (times := _times(table, start, period)) > 1
+        ]
         if runs:  # the longest, and of these the one with the shortest period
             length, period = max(runs)
             yield start, -period, length // -period

@@ -19,13 +19,72 @@ _ATEN = torch.ops.aten
 _LOW = (torch.float16, torch.bfloat16)
 # What autocast computes in fp32 on CUDA, as torch's documentation lists it ("CUDA Ops that can autocast to float32").
 _IN_FP32 = (
-    *("acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt"),
-    *("sinh", "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm", "rms_norm"),
-    *("native_layer_norm", "group_norm", "cosine_similarity", "poisson_nll_loss", "cosine_embedding_loss", "nll_loss"),
-    *("nll_loss2d", "hinge_embedding_loss", "kl_div", "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss"),
-    *("margin_ranking_loss", "multilabel_margin_loss", "soft_margin_loss", "triplet_margin_loss", "multi_margin_loss"),
-    *("binary_cross_entropy_with_logits", "dist", "cdist", "renorm", "logsumexp", "prod", "prod.dim_int"),
-    *("softmax.int", "log_softmax.int", "cumprod", "cumsum", "sum", "sum.dim_IntList", "norm.Scalar"),
+    *(
+        "acos",
+        "asin",
+        "cosh",
+        "erfinv",
+        "exp",
+        "expm1",
+        "log",
+        "log10",
+        "log2",
+        "log1p",
+        "reciprocal",
+        "rsqrt",
+    ),
+    *(
+        "sinh",
+        "tan",
+        "pow.Tensor_Scalar",
+        "pow.Tensor_Tensor",
+        "pow.Scalar",
+        "softplus",
+        "layer_norm",
+        "rms_norm",
+    ),
+    *(
+        "native_layer_norm",
+        "group_norm",
+        "cosine_similarity",
+        "poisson_nll_loss",
+        "cosine_embedding_loss",
+        "nll_loss",
+    ),
+    *(
+        "nll_loss2d",
+        "hinge_embedding_loss",
+        "kl_div",
+        "l1_loss",
+        "smooth_l1_loss",
+        "huber_loss",
+        "mse_loss",
+    ),
+    *(
+        "margin_ranking_loss",
+        "multilabel_margin_loss",
+        "soft_margin_loss",
+        "triplet_margin_loss",
+        "multi_margin_loss",
+    ),
+    *(
+        "binary_cross_entropy_with_logits",
+        "dist",
+        "cdist",
+        "renorm",
+        "logsumexp",
+        "prod",
+        "prod.dim_int",
+    ),
+    *(
+        "softmax.int",
+        "log_softmax.int",
+        "cumprod",
+        "cumsum",
+        "sum",
+        "sum.dim_IntList",
+        "norm.Scalar",
+    ),
 )
 _libraries: list[torch.library.Library] = []  # what they register ends with them
 
@@ -51,7 +110,9 @@ def follow_cuda() -> None:
 def _in_fp32(op: Any, *args: Any, **kwargs: Any) -> Any:
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
     with torch._C._ExcludeDispatchKeyGuard(keys):
-        return op(*(_wide(arg) for arg in args), **{key: _wide(value) for key, value in kwargs.items()})
+        return op(
+            *(_wide(arg) for arg in args), **{key: _wide(value) for key, value in kwargs.items()}
+        )
 
 
 def _wide(value: Any) -> Any:
@@ -78,15 +139,21 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight, _ = ctx.saved_tensors
-        of_weight = torch.empty_like(weight) if weight is not None and ctx.needs_input_grad[1] else None
+        of_weight = (
+            torch.empty_like(weight) if weight is not None and ctx.needs_input_grad[1] else None
+        )
         return torch.empty_like(x), of_weight, None
 
 
-def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+def _rms_norm(
+    x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
     return _RmsNorm.apply(x, weight, len(shape))  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _fused_rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
+def _fused_rms_norm(
+    x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None
+) -> tuple[Tensor, Tensor]:
     dims = len(shape)
     factor = x.new_empty((*x.shape[: x.dim() - dims], *[1] * dims), dtype=torch.float32)
     return _rms_norm(x, shape, weight, eps), factor
@@ -110,10 +177,18 @@ def _attention(
     if four and low and attn_mask is None and size == value.shape[-1] <= 256:
         padding = -size % 8
         if padding:
-            query, key, value = (torch.nn.functional.pad(each, (0, padding)) for each in (query, key, value))
-        out = _ATEN._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+            query, key, value = (
+                torch.nn.functional.pad(each, (0, padding)) for each in (query, key, value)
+            )
+        out = _ATEN._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, False, scale=scale
+        )[0]
         return out[..., :size] if padding else out  # type: ignore[no-any-return]
-    if four and query.dtype in (*_LOW, torch.float32) and not (attn_mask is not None and attn_mask.requires_grad):
+    if (
+        four
+        and query.dtype in (*_LOW, torch.float32)
+        and not (attn_mask is not None and attn_mask.requires_grad)
+    ):
         if enable_gqa and key.shape[1] != query.shape[1]:
             repeats = query.shape[1] // key.shape[1]
             key, value = (each.repeat_interleave(repeats, 1) for each in (key, value))
@@ -121,7 +196,9 @@ def _attention(
         if attn_mask is not None:
             bias = attn_mask
             if bias.dtype == torch.bool:
-                bias = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -torch.inf)
+                bias = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(
+                    attn_mask.logical_not(), -torch.inf
+                )
             bias = bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
         out = _ATEN._scaled_dot_product_efficient_attention(
             query, key, value, bias, query.requires_grad, dropout_p, is_causal, scale=scale

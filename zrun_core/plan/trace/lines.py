@@ -51,7 +51,9 @@ def fit_loops(rows: Sequence[Row], low: int, more: Sequence[Row], high: int) -> 
     after = next((n for n in range(rest) if one[-1 - n] != other[-1 - n]), rest)
     if len(more) <= len(rows) or len(other) - before - after > _MOST_ROWS:
         return None
-    matcher = SequenceMatcher(None, one[before : len(one) - after], other[before : len(other) - after], autojunk=False)
+    matcher = SequenceMatcher(
+        None, one[before : len(one) - after], other[before : len(other) - after], autojunk=False
+    )
     same = [(place, place) for place in range(before)]
     for block in matcher.get_matching_blocks():
         same += [(before + block.a + n, before + block.b + n) for n in range(block.size)]
@@ -79,13 +81,22 @@ class _Merge:
     """Two passes as one. Places are those in the rows of the smaller or of the larger one."""
 
     def __init__(
-        self, rows: Sequence[Row], low: int, more: Sequence[Row], high: int, same: Sequence[tuple[int, int]]
+        self,
+        rows: Sequence[Row],
+        low: int,
+        more: Sequence[Row],
+        high: int,
+        same: Sequence[tuple[int, int]],
     ) -> None:
         self._rows, self._low, self._more, self._high, self._same = rows, low, more, high, same
         self._in_small = {large: small for small, large in same}
-        self._went = {row.tensor: place for place, row in enumerate(more) if row.tensor >= 0 and not row.alloc}
+        self._went = {
+            row.tensor: place for place, row in enumerate(more) if row.tensor >= 0 and not row.alloc
+        }
         # Which tensor of the larger pass came where one of the smaller pass did.
-        self._partner = {rows[small].tensor: more[large].tensor for small, large in same if rows[small].alloc}
+        self._partner = {
+            rows[small].tensor: more[large].tensor for small, large in same if rows[small].alloc
+        }
         self._run: dict[int, int] = {}  # of the larger pass alone: after how many common rows
         common = 0
         for place in range(len(more)):
@@ -165,7 +176,9 @@ def _does(row: Row) -> tuple[Any, ...]:
 
 
 def _event(row: Row, tensor: int, size: Linear) -> Event:
-    return Event(tensor, size, row.alloc, row.phase, row.module, row.block, row.kind, row.accumulates)
+    return Event(
+        tensor, size, row.alloc, row.phase, row.module, row.block, row.kind, row.accumulates
+    )
 
 
 def _work(row: Row, at_low: RawOp | None, low: int, at_high: RawOp | None, high: int) -> Op:
@@ -173,5 +186,9 @@ def _work(row: Row, at_low: RawOp | None, low: int, at_high: RawOp | None, high:
     op = at_low or at_high
     assert op is not None
     flops = line(low, at_low.flops if at_low else 0.0, high, at_high.flops if at_high else 0.0)
-    moved = line(low, at_low.bytes_moved if at_low else 0.0, high, at_high.bytes_moved if at_high else 0.0)
-    return Op(op.name, op.family, flops, moved, row.phase, row.module, row.block, op.dtype, op.shape)
+    moved = line(
+        low, at_low.bytes_moved if at_low else 0.0, high, at_high.bytes_moved if at_high else 0.0
+    )
+    return Op(
+        op.name, op.family, flops, moved, row.phase, row.module, row.block, op.dtype, op.shape
+    )

@@ -57,7 +57,11 @@ def allocations(
     most = _MOST_OF_PRODUCT if is_product else _MOST_FLOPS
     if _flops(func, args, kwargs, out) > most:
         return ()
-    key = (func, *(_key(arg) for arg in args), *((name, _key(value)) for name, value in sorted(kwargs.items())))
+    key = (
+        func,
+        *(_key(arg) for arg in args),
+        *((name, _key(value)) for name, value in sorted(kwargs.items())),
+    )
     found = _found.get(key)
     if found is None:
         found = _found[key] = _run(func, args, kwargs)
@@ -77,7 +81,10 @@ def completed(func: Any, args: Sequence[Any], out: Any) -> Any:
 
 
 def _flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> float:
-    if func in (_RNN, _RNN_BACKWARD):  # each position passes two matrices, and backward needs twice that
+    if func in (
+        _RNN,
+        _RNN_BACKWARD,
+    ):  # each position passes two matrices, and backward needs twice that
         positions = args[0].numel() // args[0].shape[-1]
         once = 2.0 * positions * (args[1].numel() + args[2].numel())
         return float(once if func is _RNN else 2 * once)
@@ -102,7 +109,11 @@ def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, .
     assert profiler.profiler is not None
     results = profiler.profiler.kineto_results
     assert results is not None
-    events = sorted((event.start_ns(), event.nbytes()) for event in results.events() if event.name() == "[memory]")
+    events = sorted(
+        (event.start_ns(), event.nbytes())
+        for event in results.events()
+        if event.name() == "[memory]"
+    )
     return tuple(num_bytes for _, num_bytes in events)
 
 

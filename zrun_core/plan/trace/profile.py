@@ -250,13 +250,18 @@ class Profile:
                 "format": FORMAT,
                 "source": self.source,
                 "why": self.why,
-                "params": [[p.name, p.shape, p.dtype, p.trainable, p.block, p.stride] for p in self.params],
+                "params": [
+                    [p.name, p.shape, p.dtype, p.trainable, p.block, p.stride] for p in self.params
+                ],
                 "buffer_bytes": self.buffer_bytes,
                 "num_blocks": self.num_blocks,
                 "batch_bytes": [self.batch_bytes.base, self.batch_bytes.per_sample],
                 "tokens_per_sample": self.tokens_per_sample,
                 "traces": {name: _trace_to_json(trace) for name, trace in self.traces.items()},
-                "modules": [[m.name, m.kind, m.container, m.running, m.params, m.same_as] for m in self.modules],
+                "modules": [
+                    [m.name, m.kind, m.container, m.running, m.params, m.same_as]
+                    for m in self.modules
+                ],
                 "device": self.device,
                 "notes": self.notes,
                 "follows_values": self.follows_values,
@@ -292,7 +297,9 @@ class Profile:
                 tokens_per_sample=found["tokens_per_sample"],
                 traces={name: _trace_from_json(trace) for name, trace in found["traces"].items()},
                 modules=tuple(
-                    ModuleInfo(name, kind, container, running, tuple((a, p) for a, p in params), same_as)
+                    ModuleInfo(
+                        name, kind, container, running, tuple((a, p) for a, p in params), same_as
+                    )
                     for name, kind, container, running, params, same_as in found["modules"]
                 ),
                 device=found["device"],
@@ -347,7 +354,9 @@ class _Numbers(Generic[_Value]):
     def __init__(self) -> None:
         self.values: list[_Value] = []
         self._numbers: dict[_Value, int] = {}
-        self._met: dict[int, tuple[int, _Value]] = {}  # by identity, which holds as long as the value is kept
+        self._met: dict[
+            int, tuple[int, _Value]
+        ] = {}  # by identity, which holds as long as the value is kept
 
     def of(self, value: _Value) -> int:
         met = self._met.get(id(value))
@@ -363,10 +372,18 @@ class _Numbers(Generic[_Value]):
 def _event_table(events: Sequence[Event]) -> EventTable:
     words, sizes = _Numbers[str](), _Numbers[Linear]()
     rows = [
-        (e.tensor, sizes.of(e.size), e.alloc, _PLACES[e.phase], words.of(e.module),
-         e.block, words.of(e.kind), e.accumulates)
+        (
+            e.tensor,
+            sizes.of(e.size),
+            e.alloc,
+            _PLACES[e.phase],
+            words.of(e.module),
+            e.block,
+            words.of(e.kind),
+            e.accumulates,
+        )
         for e in events
-    ]  # fmt: skip
+    ]
     columns = np.array(rows, dtype=np.int64).reshape(len(rows), 8)
     return EventTable(words.values, _lines(sizes.values), *np.ascontiguousarray(columns.T))
 
@@ -374,10 +391,19 @@ def _event_table(events: Sequence[Event]) -> EventTable:
 def _op_table(ops: Sequence[Op]) -> OpTable:
     words, sizes, shapes = _Numbers[str](), _Numbers[Linear](), _Numbers[tuple[int, ...]]()
     rows = [
-        (words.of(o.name), words.of(o.family), sizes.of(o.flops), sizes.of(o.bytes_moved), _PLACES[o.phase],
-         words.of(o.module), o.block, words.of(o.dtype), shapes.of(o.shape))
+        (
+            words.of(o.name),
+            words.of(o.family),
+            sizes.of(o.flops),
+            sizes.of(o.bytes_moved),
+            _PLACES[o.phase],
+            words.of(o.module),
+            o.block,
+            words.of(o.dtype),
+            shapes.of(o.shape),
+        )
         for o in ops
-    ]  # fmt: skip
+    ]
     columns = np.array(rows, dtype=np.int64).reshape(len(rows), 9)
     return OpTable(
         words.values,
@@ -400,8 +426,19 @@ def _events_of(table: EventTable) -> list[Event]:
     sizes = [Linear(base, per_sample) for base, per_sample in table.sizes.tolist()]
     columns = (column.tolist() for column in table[2:])
     return [
-        Event(tensor, sizes[size], bool(alloc), PHASES[phase], words[module], block, words[kind], bool(accumulates))
-        for tensor, size, alloc, phase, module, block, kind, accumulates in zip(*columns, strict=True)
+        Event(
+            tensor,
+            sizes[size],
+            bool(alloc),
+            PHASES[phase],
+            words[module],
+            block,
+            words[kind],
+            bool(accumulates),
+        )
+        for tensor, size, alloc, phase, module, block, kind, accumulates in zip(
+            *columns, strict=True
+        )
     ]
 
 
@@ -410,21 +447,40 @@ def _ops_of(table: OpTable) -> list[Op]:
     sizes = [Linear(base, per_sample) for base, per_sample in table.sizes.tolist()]
     columns = (column.tolist() for column in table[3:])
     return [
-        Op(words[name], words[family], sizes[flops], sizes[moved], PHASES[phase], words[module], block, words[dtype],
-           table.shapes[shape])
-        for name, family, flops, moved, phase, module, block, dtype, shape in zip(*columns, strict=True)
-    ]  # fmt: skip
+        Op(
+            words[name],
+            words[family],
+            sizes[flops],
+            sizes[moved],
+            PHASES[phase],
+            words[module],
+            block,
+            words[dtype],
+            table.shapes[shape],
+        )
+        for name, family, flops, moved, phase, module, block, dtype, shape in zip(
+            *columns, strict=True
+        )
+    ]
 
 
 def _trace_to_json(trace: Trace) -> dict[str, Any]:
     events, ops = trace.event_table, trace.op_table
     return {
         "checkpoint": trace.checkpoint,
-        "events": {"words": events.words, "sizes": events.sizes.tolist(), "rows": _folded(events[2:], events.block)},
-        "ops": {"words": ops.words, "sizes": ops.sizes.tolist(), "shapes": ops.shapes,
-                "rows": _folded(ops[3:], ops.block)},
+        "events": {
+            "words": events.words,
+            "sizes": events.sizes.tolist(),
+            "rows": _folded(events[2:], events.block),
+        },
+        "ops": {
+            "words": ops.words,
+            "sizes": ops.sizes.tolist(),
+            "shapes": ops.shapes,
+            "rows": _folded(ops[3:], ops.block),
+        },
         "exact": {str(micro): _trace_to_json(exact) for micro, exact in trace.exact.items()},
-    }  # fmt: skip
+    }
 
 
 def _folded(columns: Sequence[Any], block: NDArray[np.int64]) -> list[list[Any]]:
@@ -435,11 +491,15 @@ def _folded(columns: Sequence[Any], block: NDArray[np.int64]) -> list[list[Any]]
 
 def _trace_from_json(found: Mapping[str, Any]) -> Trace:
     events, ops = found["events"], found["ops"]
-    event_table = EventTable(events["words"], _pairs(events["sizes"]), *_unfolded(events["rows"], 8))
+    event_table = EventTable(
+        events["words"], _pairs(events["sizes"]), *_unfolded(events["rows"], 8)
+    )
     shapes = [tuple(shape) for shape in ops["shapes"]]
     op_table = OpTable(ops["words"], _pairs(ops["sizes"]), shapes, *_unfolded(ops["rows"], 9))
     exact = {int(micro): _trace_from_json(trace) for micro, trace in found["exact"].items()}
-    return Trace(found["checkpoint"], _Rows(event_table, _events_of), _Rows(op_table, _ops_of), exact)
+    return Trace(
+        found["checkpoint"], _Rows(event_table, _events_of), _Rows(op_table, _ops_of), exact
+    )
 
 
 def _unfolded(rows: Sequence[Sequence[Any]], columns: int) -> Table:
@@ -519,7 +579,9 @@ class _Columns:
         parts = np.stack([table.module, table.kind, table.phase, table.block >= 0], axis=1)[alloc]
         different, where = np.unique(parts, axis=0, return_inverse=True)
         names = [
-            self.groups.of(_group_name(table.words[module], table.words[kind], PHASES[phase], bool(inside)))
+            self.groups.of(
+                _group_name(table.words[module], table.words[kind], PHASES[phase], bool(inside))
+            )
             for module, kind, phase, inside in different.tolist()
         ]
         return np.array(names, dtype=np.int64)[where.reshape(-1)]
@@ -568,7 +630,11 @@ class _Columns:
         comes, goes = mine[alloc], mine[np.minimum(free, num_events)] & (free < num_events)
         keep &= comes | goes
         # What arrives from a neighbour is there when the pass begins here; what leaves goes when the pass ends here.
-        ends = [(part[0], part[-1]) for part in (inside[inside < split], inside[inside >= split]) if len(part)]
+        ends = [
+            (part[0], part[-1])
+            for part in (inside[inside < split], inside[inside >= split])
+            if len(part)
+        ]
         first = {False: ends[0][0], True: ends[-1][0]}
         last = {False: ends[0][1], True: ends[-1][1]}
         in_backward = alloc >= split
@@ -636,14 +702,22 @@ def peak_of(
         total = in_use + held + base[live.phase]
         place = int(np.argmax(total))
         alive = (live.alloc <= place) & (live.free > place)
-        sums = np.bincount(live.group[alive], weights=sizes[alive], minlength=len(columns.groups.values))
+        sums = np.bincount(
+            live.group[alive], weights=sizes[alive], minlength=len(columns.groups.values)
+        )
         if in_flight > 1:
             kept = (live.alloc < live.forward_end) & (live.free >= live.forward_end)
             weights = sizes[kept] * (in_flight - 1)
-            sums += np.bincount(live.group[kept], weights=weights, minlength=len(columns.groups.values))
-        order = sorted(range(len(sums)), key=lambda number: (-sums[number], columns.groups.values[number]))
+            sums += np.bincount(
+                live.group[kept], weights=weights, minlength=len(columns.groups.values)
+            )
+        order = sorted(
+            range(len(sums)), key=lambda number: (-sums[number], columns.groups.values[number])
+        )
         holders = tuple(
-            (columns.groups.values[number], round(sums[number])) for number in order[:_NUM_HOLDERS] if sums[number] > 0
+            (columns.groups.values[number], round(sums[number]))
+            for number in order[:_NUM_HOLDERS]
+            if sums[number] > 0
         )
         best = Peak(
             round(total[place]),

@@ -25,8 +25,28 @@ from zrun_core.plan.trace.profile import EventKind, Family, Phase
 
 _GEMMS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "mv", "addmv", "dot"}
 _COPIES = {
-    *("clone", "copy_", "_to_copy", "cat", "stack", "contiguous", "index_select", "gather", "index", "fill_", "zero_"),
-    *("constant_pad_nd", "embedding", "slice_backward", "select_backward", "repeat", "roll", "flip"),
+    *(
+        "clone",
+        "copy_",
+        "_to_copy",
+        "cat",
+        "stack",
+        "contiguous",
+        "index_select",
+        "gather",
+        "index",
+        "fill_",
+        "zero_",
+    ),
+    *(
+        "constant_pad_nd",
+        "embedding",
+        "slice_backward",
+        "select_backward",
+        "repeat",
+        "roll",
+        "flip",
+    ),
 }
 _INDEX = torch.ops.aten.index.Tensor
 _MAKERS = ("empty", "new_empty")  # memory without work
@@ -104,10 +124,17 @@ class Recorder(TorchDispatchMode):
         self.phase = Phase.FORWARD
         self.entered: list[int] = []
         self.follows_values = False
-        self._model, self._names, self._block_of, self._reduce_dtype = model, names, block_of, reduce_dtype
+        self._model, self._names, self._block_of, self._reduce_dtype = (
+            model,
+            names,
+            block_of,
+            reduce_dtype,
+        )
         self._probes, self._products = probes, products
         self._rows: list[Row] = []
-        self._known: dict[int, Any] = {}  # by storage: what keeps the weak reference, or the storage, alive
+        self._known: dict[
+            int, Any
+        ] = {}  # by storage: what keeps the weak reference, or the storage, alive
         self._numbers: dict[int, int] = {}  # of storages that came while this was recording
         self._num_tensors = 0
         self._grads: set[int] = set()  # numbers of memory that became a parameter's gradient
@@ -181,7 +208,9 @@ class Recorder(TorchDispatchMode):
         node = torch._C._current_autograd_node()
         if node is None:
             return ""
-        if (param := getattr(node, "variable", None)) is not None:  # it accumulates a parameter's gradient
+        if (
+            param := getattr(node, "variable", None)
+        ) is not None:  # it accumulates a parameter's gradient
             return self._owner_of_param.get(id(param), "")
         place = bisect_right(self._mark_numbers, node._sequence_nr()) - 1
         return self._mark_modules[place] if place >= 0 else ""
@@ -201,7 +230,10 @@ class Recorder(TorchDispatchMode):
             inside = allocations(func, args, kwargs, out, products=self._products)
         fresh = self._see_inside(inside, tensors, module, block)
         fresh += [tensor for tensor in tensors if self._see(tensor, module, block)]
-        if not func.is_view and (op := describe(func, args, kwargs, out, is_fresh=bool(fresh))) is not None:
+        if (
+            not func.is_view
+            and (op := describe(func, args, kwargs, out, is_fresh=bool(fresh))) is not None
+        ):
             self._rows.append(Row(-1, 0, False, self.phase, module, block, op))
         return out
 
@@ -213,7 +245,11 @@ class Recorder(TorchDispatchMode):
         for tensor in outputs:
             waiting.setdefault(tensor.untyped_storage().nbytes(), []).append(tensor)
         last = {size: [n for n, other in enumerate(inside) if other == size] for size in waiting}
-        is_output = {n: waiting[size].pop() for size, places in last.items() for n in places[-len(waiting[size]) :]}
+        is_output = {
+            n: waiting[size].pop()
+            for size, places in last.items()
+            for n in places[-len(waiting[size]) :]
+        }
         temporary: dict[int, list[int]] = {}
         for number, size in enumerate(inside):
             if number in is_output:
@@ -226,7 +262,9 @@ class Recorder(TorchDispatchMode):
                 tensor_number = temporary[-size].pop()
                 self._rows.append(Row(tensor_number, -size, False, self.phase, module, block))
         for size, numbers in temporary.items():  # the profiler missed its end
-            self._rows += [Row(number, size, False, self.phase, module, block) for number in numbers]
+            self._rows += [
+                Row(number, size, False, self.phase, module, block) for number in numbers
+            ]
         return [*is_output.values()]
 
     def _see(self, tensor: torch.Tensor, module: str, block: int) -> bool:
@@ -249,7 +287,9 @@ class Recorder(TorchDispatchMode):
             return
         del self._known[key], self._numbers[key]
         module = self._module()
-        self._rows.append(Row(number, size, False, self.phase, module, self._block_of.get(module, -1)))
+        self._rows.append(
+            Row(number, size, False, self.phase, module, self._block_of.get(module, -1))
+        )
 
     def _take(self, param: torch.Tensor) -> None:
         """A parameter's gradient is complete: it moves into the unit's flat one."""
@@ -281,10 +321,16 @@ class Recorder(TorchDispatchMode):
                 continue
             if row.alloc:
                 came[row.tensor] = number
-                kinds[row.tensor] = "grad" if row.tensor in self._grads or row.kind == "grad" else "temp"
-            elif kinds[row.tensor] == "temp" and self._rows[came[row.tensor]].phase is not row.phase:
+                kinds[row.tensor] = (
+                    "grad" if row.tensor in self._grads or row.kind == "grad" else "temp"
+                )
+            elif (
+                kinds[row.tensor] == "temp" and self._rows[came[row.tensor]].phase is not row.phase
+            ):
                 kinds[row.tensor] = "activation"
-        return [row if row.tensor < 0 else replace(row, kind=kinds[row.tensor]) for row in self._rows]
+        return [
+            row if row.tensor < 0 else replace(row, kind=kinds[row.tensor]) for row in self._rows
+        ]
 
 
 def _follows_values(func: Any, args: Sequence[Any]) -> bool:
@@ -345,7 +391,13 @@ def _family(name: str) -> Family:
         return "norm"
     if name in _COPIES:
         return "copy"
-    if "softmax" in name or "nll_loss" in name or "embedding" in name or "sort" in name or "index" in name:
+    if (
+        "softmax" in name
+        or "nll_loss" in name
+        or "embedding" in name
+        or "sort" in name
+        or "index" in name
+    ):
         return "other"
     return "elementwise"
 
@@ -354,13 +406,20 @@ def _named(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) ->
     """The operator's name; that of attention with what decides its work."""
     if "scaled_dot_product" not in name:
         return name
-    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    given = (
+        dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
+        | kwargs
+    )
     is_causal = given.get("is_causal", False)
     return f"{name}[causal]" if is_causal else name
 
 
 def _shape(
-    name: str, family: Family, args: Sequence[Any], inputs: Sequence[torch.Tensor], out: torch.Tensor
+    name: str,
+    family: Family,
+    args: Sequence[Any],
+    inputs: Sequence[torch.Tensor],
+    out: torch.Tensor,
 ) -> tuple[int, ...]:
     """(m, n, k) of a matrix product, or of each in a batch; the kernel's for a convolution; else that of the output."""
     if family == "conv":

@@ -33,22 +33,33 @@ def _from_shapes(profile: Profile) -> Trace:
     positions = profile.tokens_per_sample or 1
     events: list[Event] = []
     ops: list[Op] = []
-    matrices = [(number, param) for number, param in enumerate(profile.params) if len(param.shape) > 1]
+    matrices = [
+        (number, param) for number, param in enumerate(profile.params) if len(param.shape) > 1
+    ]
 
-    def change(tensor: int, size: Linear, *, alloc: bool, phase: Phase, kind: Literal["activation", "grad"]) -> None:
+    def change(
+        tensor: int, size: Linear, *, alloc: bool, phase: Phase, kind: Literal["activation", "grad"]
+    ) -> None:
         param = profile.params[tensor % len(profile.params)]
-        events.append(Event(tensor, size, alloc, phase, param.name.rpartition(".")[0], param.block, kind))
+        events.append(
+            Event(tensor, size, alloc, phase, param.name.rpartition(".")[0], param.block, kind)
+        )
 
     def computes(number: int, phase: Phase, times: int) -> None:
         param = profile.params[number]
         shape = (positions, param.shape[0], param.numel // max(1, param.shape[0]))
         moved = _BYTES.get(param.dtype, 4) * times
-        work, traffic = Linear(0.0, 2.0 * times * positions * param.numel), Linear(float(moved * param.numel), 0.0)
+        work, traffic = (
+            Linear(0.0, 2.0 * times * positions * param.numel),
+            Linear(float(moved * param.numel), 0.0),
+        )
         module = param.name.rpartition(".")[0]
         ops.append(Op("mm", "gemm", work, traffic, phase, module, param.block, param.dtype, shape))
 
     outputs = {
-        number: Linear(0.0, float(_OUTPUTS * positions * param.shape[0] * _BYTES.get(param.dtype, 4)))
+        number: Linear(
+            0.0, float(_OUTPUTS * positions * param.shape[0] * _BYTES.get(param.dtype, 4))
+        )
         for number, param in matrices
     }
     for number, size in outputs.items():
@@ -58,7 +69,10 @@ def _from_shapes(profile: Profile) -> Trace:
         if number in outputs:
             computes(number, Phase.BACKWARD, 2)
         if param.trainable:
-            size, tensor = Linear(float(param.numel * _BYTES.get(param.dtype, 4)), 0.0), number + len(profile.params)
+            size, tensor = (
+                Linear(float(param.numel * _BYTES.get(param.dtype, 4)), 0.0),
+                number + len(profile.params),
+            )
             change(tensor, size, alloc=True, phase=Phase.BACKWARD, kind="grad")
             change(tensor, size, alloc=False, phase=Phase.BACKWARD, kind="grad")
         if number in outputs:

@@ -23,7 +23,9 @@ def skeleton_of(profile: Profile) -> nn.Module:
         raise ValueError("the profile has no module tree")
     params = {
         info.name: nn.Parameter(
-            torch.empty_strided(info.shape, info.stride, device="meta", dtype=getattr(torch, info.dtype)),
+            torch.empty_strided(
+                info.shape, info.stride, device="meta", dtype=getattr(torch, info.dtype)
+            ),
             requires_grad=info.trainable,
         )
         for info in profile.params

@@ -35,14 +35,27 @@ from zrun_core.spine import room, tracebacks
 from zrun_core.spine.cache import are_unchanged, digest_of_file, folder, keep
 from zrun_core.spine.config import JobConfig
 
-_KEYS = ("model", "data", "loss", "precision", "activations", "compile", "seed")  # of a job that decide
+_KEYS = (
+    "model",
+    "data",
+    "loss",
+    "precision",
+    "activations",
+    "compile",
+    "seed",
+)  # of a job that decide
 _KEPT = 100  # profiles in the cache
 _MODES = ("fake", "values")
 _LAST_WORDS_S = 10.0
 
 
 def trace_job(
-    job: JobConfig, job_dir: Path, *, micros: Sequence[int] = (), checkpoints: Sequence[str] = ("none",), **more: Any
+    job: JobConfig,
+    job_dir: Path,
+    *,
+    micros: Sequence[int] = (),
+    checkpoints: Sequence[str] = ("none",),
+    **more: Any,
 ) -> Profile:
     """Trace in this process. See `tracing.trace_job`."""
     from zrun_core.plan.trace import tracing
@@ -209,7 +222,11 @@ def _ask(request: dict[str, Any], environment: Mapping[str, str], timeout_s: flo
         try:
             with suppress(BrokenPipeError):
                 process.communicate(json.dumps(request).encode(), max(0.0, timeout_s))
-            how = f"signal {-process.returncode}" if process.returncode < 0 else f"exit code {process.returncode}"
+            how = (
+                f"signal {-process.returncode}"
+                if process.returncode < 0
+                else f"exit code {process.returncode}"
+            )
         except subprocess.TimeoutExpired:
             heard.is_late = True
         finally:
@@ -261,7 +278,9 @@ def _user_files(job_dir: Path) -> dict[str, str]:
     """The digests of the Python files that were imported, but for those of Python, torch and zrun."""
     own = [str(Path(__file__).parents[2]), str(Path(os.__file__).parent)]
     apart = [f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages")]
-    found = {str(path) for path in job_dir.glob("*.json")}  # sizes of a model often lie beside its code
+    found = {
+        str(path) for path in job_dir.glob("*.json")
+    }  # sizes of a model often lie beside its code
     for module in list(sys.modules.values()):
         path = getattr(module, "__file__", None)
         if not isinstance(path, str) or not path.endswith(".py"):
@@ -275,12 +294,16 @@ def _user_files(job_dir: Path) -> dict[str, str]:
 def _main() -> None:
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with who asked
-    with suppress(OSError):  # niceness orders processes inside one session only: tell the session too
+    with suppress(
+        OSError
+    ):  # niceness orders processes inside one session only: tell the session too
         Path("/proc/self/autogroup").write_text(str(os.getpriority(os.PRIO_PROCESS, 0)))
     request = json.load(sys.stdin)
     answer_fd = int(sys.argv[1])
     os.set_inheritable(answer_fd, False)
-    room.take_at_most(room.host_left() * 4 // 5)  # what does not bear the meta device is built for real, however large
+    room.take_at_most(
+        room.host_left() * 4 // 5
+    )  # what does not bear the meta device is built for real, however large
     with open(answer_fd, "w", encoding="utf-8") as file:
         _answer(request, file)
     sys.stdout.flush()

@@ -28,7 +28,15 @@ from zrun_core.data.batch import _map_tensors, count_tokens
 from zrun_core.errors import UserCodeError, ZrunError
 from zrun_core.memory.layout import dense_stride
 from zrun_core.plan.trace import kernels
-from zrun_core.plan.trace.depth import UNITS, Series, Timeline, alike, expand, find_series, shortened
+from zrun_core.plan.trace.depth import (
+    UNITS,
+    Series,
+    Timeline,
+    alike,
+    expand,
+    find_series,
+    shortened,
+)
 from zrun_core.plan.trace.lines import fit, fit_loops, line
 from zrun_core.plan.trace.profile import (
     Event,
@@ -55,7 +63,12 @@ from zrun_core.zero.cut import _of_running_norms, repeated_blocks
 from zrun_core.zero.precision import Precision
 
 _CPU = torch.device("cpu")
-_PAIRS = ((1, 2), (2, 3), (2, 4), (4, 8))  # micro-batches from which sizes are known as a function of it
+_PAIRS = (
+    (1, 2),
+    (2, 3),
+    (2, 4),
+    (4, 8),
+)  # micro-batches from which sizes are known as a function of it
 _LOOP_ERROR = 0.01  # between what loops are taken to need and what they do
 _REAL_S = 60.0  # that a pass may take on values
 _REAL_BYTES = 256 << 20  # parameters of a model that runs for real with all of its blocks
@@ -172,7 +185,13 @@ class _Subject:
         tell: Callable[[str | Profile], None],
     ) -> None:
         self._tell = tell
-        self._job, self._job_dir, self._model, self._loss, self._samples = job, job_dir, model, loss, samples
+        self._job, self._job_dir, self._model, self._loss, self._samples = (
+            job,
+            job_dir,
+            model,
+            loss,
+            samples,
+        )
         self._precision = Precision.of(job.precision)
         self._blocks = repeated_blocks(model)
         self._mode: AbstractContextManager[Any] = nullcontext()
@@ -199,7 +218,9 @@ class _Subject:
         no_blocks = "the model has no repeated blocks that could be recomputed"
         impossible = {each: no_blocks for each in checkpoints if each not in policies}
         if self._job.compile:
-            self.notes.append("traced without torch.compile, which fuses operators and then keeps less")
+            self.notes.append(
+                "traced without torch.compile, which fuses operators and then keeps less"
+            )
         batches = {micro: bytes_of(self._samples.batch(micro)) for micro in (1, 2)}
         found = replace(
             described,
@@ -238,9 +259,13 @@ class _Subject:
             else:
                 notes = tuple(dict.fromkeys(self.notes))
                 found = replace(
-                    found, source=label, why=why, traces=traces, notes=notes,
+                    found,
+                    source=label,
+                    why=why,
+                    traces=traces,
+                    notes=notes,
                     follows_values=self._follows_values,
-                )  # fmt: skip
+                )
                 self._tell(found)
                 return found
         return replace(found, untraced={**found.untraced, policy: found.why or at_last})
@@ -316,7 +341,10 @@ class _Subject:
                 if isinstance(old, nn.Parameter):
                     new[id(old)] = nn.Parameter(new[id(old)], requires_grad=old.requires_grad)
                     new[id(old)].__dict__.update(vars(old))
-                self._known += [old, new[id(old)]]  # the old one keeps its identity from being used again
+                self._known += [
+                    old,
+                    new[id(old)],
+                ]  # the old one keeps its identity from being used again
             return new[id(old)]
 
         for module in self._model.modules():
@@ -337,7 +365,9 @@ class _Subject:
         Raises:
             _CannotTraceError: the model does not run on what it is made of now.
         """
-        self._first_policy = self._first_policy or policy  # which is looked at more closely than the others
+        self._first_policy = (
+            self._first_policy or policy
+        )  # which is looked at more closely than the others
         with self._checkpointed(policy):
             is_small = 4 * sum(param.numel() for param in self._model.parameters()) <= _REAL_BYTES
             if self._is_fake or not is_small:
@@ -377,9 +407,13 @@ class _Subject:
         if timeline is None and series:
             raise _NotAlikeError
         if timeline is None:  # what runs depends on the values, or on their number
-            self.notes.append("what runs depends on the micro-batch: its memory is taken to be proportional to it")
+            self.notes.append(
+                "what runs depends on the micro-batch: its memory is taken to be proportional to it"
+            )
             largest = max(micros, default=high) if self._is_fake or self._is_quick(micros) else high
-            proportional = _as_trace(policy, _expanded(_proportional(rows(largest), largest), series))
+            proportional = _as_trace(
+                policy, _expanded(_proportional(rows(largest), largest), series)
+            )
             return replace(proportional, exact={largest: exactly(largest)})
         if series and policy == self._first_policy:
             once = fit(rows(low), low, rows(low), low)
@@ -392,7 +426,9 @@ class _Subject:
             again = fit(rows(low), low, rows(2 * high), 2 * high)
             self._is_linear = again == timeline
         if not self._is_linear:
-            self.notes.append(f"memory is not linear in the micro-batch: exact for {_listed(micros)}")
+            self.notes.append(
+                f"memory is not linear in the micro-batch: exact for {_listed(micros)}"
+            )
             beside |= set(micros)
         found = _as_trace(policy, _expanded(timeline, series))
         return replace(found, exact={micro: exactly(micro) for micro in sorted(beside)})
@@ -410,7 +446,11 @@ class _Subject:
         for low, high in pairs:
             try:
                 timeline = fit(rows(low), low, rows(high), high)
-                looped = self._looped(policy, rows, low, high) if timeline is None and self._is_fake else None
+                looped = (
+                    self._looped(policy, rows, low, high)
+                    if timeline is None and self._is_fake
+                    else None
+                )
             except _CannotTraceError as error:  # such as a loss that needs pairs
                 problem = problem or error
                 continue
@@ -424,7 +464,9 @@ class _Subject:
             raise problem
         return *tried, None, False
 
-    def _looped(self, policy: str, rows: Callable[[int], list[Row]], low: int, high: int) -> Timeline | None:
+    def _looped(
+        self, policy: str, rows: Callable[[int], list[Row]], low: int, high: int
+    ) -> Timeline | None:
         """The timeline of a model whose loops run more often for a larger micro-batch, if a third one confirms it."""
         timeline = fit_loops(rows(low), low, rows(high), high)
         if timeline is None or policy != self._first_policy:
@@ -467,7 +509,9 @@ class _Subject:
         """
         names = {id(module): name for name, module in self._model.named_modules()}
         block_of = {
-            names[id(inner)]: number for number, (_, block) in enumerate(self._blocks) for inner in block.modules()
+            names[id(inner)]: number
+            for number, (_, block) in enumerate(self._blocks)
+            for inner in block.modules()
         }
         recorder = Recorder(
             self._model,
@@ -510,7 +554,10 @@ class _Subject:
             return self._samples.real_batch(micro)
         batch = self._samples.batch(micro)
         with self._mode:
-            return _map_tensors(lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=_CPU), batch)
+            return _map_tensors(
+                lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=_CPU),
+                batch,
+            )
 
     def _forward(self, batch: Any, micro: int) -> torch.Tensor:
         """What `Trainer` differentiates."""
@@ -520,7 +567,9 @@ class _Subject:
         return loss.value * (weight / micro)
 
 
-def _with_tensors(value: Any, replaced: Callable[[torch.Tensor], torch.Tensor], depth: int = 0) -> Any:
+def _with_tensors(
+    value: Any, replaced: Callable[[torch.Tensor], torch.Tensor], depth: int = 0
+) -> Any:
     """`value` with every tensor in it replaced; itself where there is none."""
     if isinstance(value, torch.Tensor):
         return replaced(value)
@@ -548,14 +597,20 @@ def _proportional(rows: Sequence[Row], micro: int) -> Timeline:
     out: Timeline = []
     for row in timeline:
         if isinstance(row, Op):
-            flops, moved = (Linear(0.0, value.base / micro) for value in (row.flops, row.bytes_moved))
+            flops, moved = (
+                Linear(0.0, value.base / micro) for value in (row.flops, row.bytes_moved)
+            )
             out.append(replace(row, flops=flops, bytes_moved=moved))
         else:
-            out.append(row if row.kind == "grad" else replace(row, size=Linear(0.0, row.size.base / micro)))
+            out.append(
+                row if row.kind == "grad" else replace(row, size=Linear(0.0, row.size.base / micro))
+            )
     return out
 
 
-def _expanded(timeline: Timeline | None, series: Sequence[Series], copies: int | None = None) -> Timeline:
+def _expanded(
+    timeline: Timeline | None, series: Sequence[Series], copies: int | None = None
+) -> Timeline:
     """`timeline` with all units of each series, or with so many more than ran.
 
     Raises:
@@ -576,7 +631,9 @@ def _as_trace(policy: str, timeline: Timeline) -> Trace:
     in_modules = [place for place in forward if timeline[place].module]
     last = max(in_blocks or in_modules, default=-1)
     rows = [
-        replace(row, phase=Phase.LOSS) if place > last and row.phase is Phase.FORWARD and not row.module else row
+        replace(row, phase=Phase.LOSS)
+        if place > last and row.phase is Phase.FORWARD and not row.module
+        else row
         for place, row in enumerate(timeline)
     ]
     events = tuple(row for row in rows if isinstance(row, Event))
@@ -627,7 +684,11 @@ def describe_modules(model: nn.Module) -> tuple[ModuleInfo, ...]:
                 kinds.setdefault(type(module), len(kinds)),
                 container,
                 isinstance(module, _NormBase) and bool(module.track_running_stats),
-                tuple((key, names[id(param)]) for key, param in module._parameters.items() if param is not None),
+                tuple(
+                    (key, names[id(param)])
+                    for key, param in module._parameters.items()
+                    if param is not None
+                ),
             )
         )
     return tuple(found)

@@ -13,7 +13,12 @@ from types import CellType, FunctionType
 _COMPILER = "torch._dynamo"
 _MARK = "__dynamo_disable"  # where a marked function is looked up once the compiler has seen it
 _MARKED = (
-    *("torch._refs", "torch._refs.nn.functional", "torch._refs.special", "torch._decomp.decompositions"),
+    *(
+        "torch._refs",
+        "torch._refs.nn.functional",
+        "torch._refs.special",
+        "torch._decomp.decompositions",
+    ),
     *("torch._meta_registrations", "torch.utils.checkpoint", "torch._subclasses.fake_tensor"),
 )
 
@@ -24,7 +29,9 @@ def pass_by_compiler() -> None:
         return
     modules = [sys.modules[name] for name in _MARKED if name in sys.modules]
     named = [value for module in modules for value in vars(module).values()]
-    waiting = [vars(each).get("__torch_dispatch__") if isinstance(each, type) else each for each in named]
+    waiting = [
+        vars(each).get("__torch_dispatch__") if isinstance(each, type) else each for each in named
+    ]
     seen: set[int] = set()
     while waiting:
         function = waiting.pop()

@@ -47,9 +47,9 @@ import zrun_core
 from zrun_core.checkpoint.checkpointer import About, Checkpointer, versions
 from zrun_core.checkpoint.digest import digest
 from zrun_core.checkpoint.folder import CheckpointFolder
+from zrun_core.checkpoint.model_state import ModelState
 from zrun_core.checkpoint.resume import load_newest
 from zrun_core.checkpoint.shard_file import as_bytes
-from zrun_core.checkpoint.state import ModelState
 from zrun_core.distributed.rng import Streams
 from zrun_core.library.model import Handle
 from zrun_core.models.gpt import gpt

@@ -141,7 +141,7 @@ def zrun_loop(model: nn.Module, device: torch.device, compiled: bool) -> Loop:
     from zrun_core.distributed.comm import Comm
     from zrun_core.distributed.mesh import Mesh
     from zrun_core.distributed.named_vector import NamedVector
-    from zrun_core.optim.choose import choose
+    from zrun_core.optim.resolve import resolve_optimizer
     from zrun_core.spine.config import JobConfig
     from zrun_core.train.parallelize import make_settings, parallelize
     from zrun_core.user_code.build import Built
@@ -165,7 +165,7 @@ def zrun_loop(model: nn.Module, device: torch.device, compiled: bool) -> Loop:
             },
         }
     )
-    settings = make_settings(job, choose(job.optim, lambda name: None), device)
+    settings = make_settings(job, resolve_optimizer(job.optim, lambda name: None), device)
     built = Built(model, lambda name, param: param.detach())
     sharded, _ = parallelize(built, job, settings, Mesh.build(0, ["localhost"], 1), Comm(device))
     sharded.module.to(device)

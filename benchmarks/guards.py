@@ -23,7 +23,7 @@ from zrun_core.distributed.comm import Comm
 from zrun_core.distributed.mesh import Mesh
 from zrun_core.distributed.named_vector import NamedVector
 from zrun_core.guards.replicas import ReplicaGuard
-from zrun_core.optim.choose import choose
+from zrun_core.optim.resolve import resolve_optimizer
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.parallel_dims import resolve_shard_size
 from zrun_core.train.parallelize import make_settings, parallelize
@@ -65,7 +65,7 @@ def measure(size: str, stage: int, bf16: bool, steps: int) -> tuple[float, float
         zrun_job(stage, bf16) | {"steps": 1, "batch": {"micro": shape.batch}}
     )
     comm = Comm(torch.device("cpu"))
-    settings = make_settings(job, choose(job.optim, lambda name: None), comm.device)
+    settings = make_settings(job, resolve_optimizer(job.optim, lambda name: None), comm.device)
     mesh = Mesh.build(rank, ["localhost"] * world, resolve_shard_size(job.zero, world, world))
     sharded, _ = parallelize(
         Built(model.build(shape), lambda name, param: param.detach()), job, settings, mesh, comm

@@ -18,10 +18,10 @@ from zrun_core.distributed.comm import Comm
 from zrun_core.distributed.mesh import Mesh
 from zrun_core.memory.layout import Kind, ZeroPolicy
 from zrun_core.models.gpt import gpt
-from zrun_core.optim.choose import choose
+from zrun_core.optim.resolve import resolve_optimizer
 from zrun_core.spine.config import OptimConfig, PrecisionConfig
 from zrun_core.zero.precision import Precision
-from zrun_core.zero.sharded import Settings, ShardedModel
+from zrun_core.zero.sharded_model import ShardedModel, ShardingConfig
 
 CASES: dict[str, dict[str, Any]] = {
     "adamw": {"name": "adamw"},
@@ -39,10 +39,10 @@ CASES: dict[str, dict[str, Any]] = {
 def make(optim: dict[str, Any]) -> ShardedModel:
     """The main job's model at stage 0 on one rank, with a gradient everywhere."""
     config = OptimConfig.model_validate({"weight_decay": 0.1, "no_decay": ["norm"], **optim})
-    settings = Settings(
+    settings = ShardingConfig(
         zero=ZeroPolicy(0),
         precision=Precision.of(PrecisionConfig()),
-        optimizer=choose(config, lambda name: None),
+        optimizer=resolve_optimizer(config, lambda name: None),
         bucket=12 << 20,
         no_decay=config.no_decay,
     )

@@ -31,9 +31,9 @@ from planner_table import is_good, peer_table, summary
 
 from zrun_core.memory.layout import Kind
 from zrun_core.plan.memory.states import cut_on_paper, rank_buffers, settings_of
+from zrun_core.plan.trace.module_tree import skeleton_of
 from zrun_core.plan.trace.profile import Phase, Profile, peak_of
-from zrun_core.plan.trace.skeleton import skeleton_of
-from zrun_core.plan.trace.trace import trace_in_subprocess
+from zrun_core.plan.trace.trace_process import trace_in_subprocess
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.parallel_dims import ParallelDims
 from zrun_core.spine.spec import LaunchPlan, RankPlace, RunSpec, resolve_batch
@@ -261,7 +261,7 @@ def run(case: Case, folder: str) -> None:
     )
     profiler.start()
     from zrun_core.train.worker import Worker
-    from zrun_core.zero.sharded import ShardedModel
+    from zrun_core.zero.sharded_model import ShardedModel
 
     job = JobConfig.model_validate(case.job())
     places = [

@@ -42,8 +42,8 @@ PARTS = {
         "zrun_core.memory.arena:PageWindow.acquire",
         "zrun_core.memory.arena:PageWindow.release",
     ],
-    "norm": ["zrun_core.zero.sharded:ShardedModel._square_norm"],
-    "update": ["torch.optim:AdamW.step", "zrun_core.zero.optimizer:ShardedOptimizer.step"],
+    "norm": ["zrun_core.zero.sharded_model:ShardedModel._square_norm"],
+    "update": ["torch.optim:AdamW.step", "zrun_core.zero.sharded_optimizer:ShardedOptimizer.step"],
     "waiting for other ranks": ["zrun_core.distributed.comm:Comm.wait_for"],
 }
 REST, THREADS, WHOLE = "everything else", "other threads", "whole step"

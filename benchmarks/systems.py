@@ -152,7 +152,7 @@ def zrun(stage: int, *, sockets: bool = False) -> Make:
     from zrun_core.distributed.comm import Comm
     from zrun_core.distributed.mesh import Mesh
     from zrun_core.distributed.named_vector import NamedVector
-    from zrun_core.optim.choose import choose
+    from zrun_core.optim.resolve import resolve_optimizer
     from zrun_core.spine import heap
     from zrun_core.spine.config import JobConfig
     from zrun_core.spine.parallel_dims import resolve_shard_size
@@ -165,7 +165,7 @@ def zrun(stage: int, *, sockets: bool = False) -> Make:
         job = JobConfig.model_validate(
             zrun_job(stage, seat.bf16) | {"steps": 1, "batch": {"micro": seat.shape.batch}}
         )
-        settings = make_settings(job, choose(job.optim, lambda name: None), device)
+        settings = make_settings(job, resolve_optimizer(job.optim, lambda name: None), device)
         comm = Comm(device)
         mesh = Mesh.build(seat.rank, hosts, resolve_shard_size(job.zero, seat.world, seat.world))
         if not sockets:

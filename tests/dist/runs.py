@@ -19,15 +19,15 @@ import torch
 from torch import nn
 from toys import Block, world
 
-from zrun_core.checkpoint.lock import release
-from zrun_core.checkpoint.state import ModelState
+from zrun_core.checkpoint.folder_lock import release
+from zrun_core.checkpoint.model_state import ModelState
 from zrun_core.data.batch import MicroBatch
 from zrun_core.errors import UserCodeError, ZrunError
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.parallel_dims import ParallelDims
 from zrun_core.spine.spec import LaunchPlan, RankPlace, ResumeSpec, RunSpec, resolve_batch
-from zrun_core.train.hooks import HookContext
 from zrun_core.train.trainer import Trainer
+from zrun_core.train.user_hooks import HookContext
 from zrun_core.train.worker import Worker
 
 VOCAB = 13

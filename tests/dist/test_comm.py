@@ -26,7 +26,7 @@ from zrun_core.distributed.comm import (
 )
 from zrun_core.distributed.host_memory import NUM_TAGS
 from zrun_core.distributed.mesh import Mesh
-from zrun_core.spine.board import Board
+from zrun_core.spine.flight_recorder import FlightRecorder
 
 CPU = torch.device("cpu")
 
@@ -330,7 +330,7 @@ def test_what_follows_nothing_starts_at_once():
 def pass_on(folder: str, in_memory: bool, laps: int) -> dict[str, Any]:
     """Ranks in a ring send to the next one, more messages under one number than there are tags."""
     rank, size = world()
-    board = Board(Path(folder) / "board", rank, range(size), size)
+    board = FlightRecorder(Path(folder) / "board", rank, range(size), size)
     comm, group = Comm(CPU, board), Mesh.build(rank, ["host"] * size, size).world
     group = replace(group, axis="pipe")
     if in_memory:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from runs import job, losses, run
 
-from zrun.runs.resume import begin
+from zrun.runs.start_point import begin
 from zrun_core.checkpoint.folder import read_step
 from zrun_core.spine.config import JobConfig
 

@@ -15,7 +15,7 @@ from torch import nn
 from toys import make_sharded
 
 from zrun_core.checkpoint.initial import load_weights, open_weights
-from zrun_core.checkpoint.state import ModelState
+from zrun_core.checkpoint.model_state import ModelState
 from zrun_core.spine.config import InitFromConfig
 
 

@@ -20,7 +20,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits as bce
 import zrun_core
 from zrun_core.checkpoint import shard_file
 from zrun_core.checkpoint.folder import CheckpointFolder, read_step
-from zrun_core.checkpoint.state import ModelState
+from zrun_core.checkpoint.model_state import ModelState
 from zrun_core.checkpoint.verify import verify
 from zrun_core.errors import SaveError, ZrunError
 from zrun_core.library.model import Handle

@@ -24,7 +24,7 @@ from toys import (
 )
 
 from zrun_core.distributed.named_vector import NamedVector
-from zrun_core.optim.choose import choose
+from zrun_core.optim.resolve import resolve_optimizer
 from zrun_core.spine.config import NOT_SHARDED
 
 NO_DECAY = ["norm", "bias"]
@@ -274,7 +274,7 @@ def test_no_class_of_torch_is_forgotten():
 
 @pytest.mark.parametrize("optim", TORCHS, ids=lambda optim: " ".join(map(str, optim.values())))
 def test_torchs_own_are_bit_equal_to_the_plain_model_at_every_stage(ranks, optim):
-    found = choose(optim_config(**optim), lambda name: None)
+    found = resolve_optimizer(optim_config(**optim), lambda name: None)
     plain = ranks(2).run(
         train_ddp, type(found.make([*build().parameters()], None)).__name__, dict(found.kwargs)
     )[0]

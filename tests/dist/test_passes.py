@@ -29,8 +29,8 @@ from zrun_core.pipeline.schedule import (
     one_forward_one_backward,
 )
 from zrun_core.spine.config import ActivationsConfig
-from zrun_core.train.hooks import HookContext
-from zrun_core.zero.sharded import ShardedModel
+from zrun_core.train.user_hooks import HookContext
+from zrun_core.zero.sharded_model import ShardedModel
 from zrun_core.zero.traffic import KINDS
 
 DIM, MICRO_BATCHES = 16, 3

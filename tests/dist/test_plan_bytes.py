@@ -19,7 +19,7 @@ from zrun_core.plan.memory.states import cut_on_paper, rank_buffers, settings_of
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.parallel_dims import Coordinates, ParallelDims, resolve_shard_size
 from zrun_core.spine.sizes import format_size
-from zrun_core.zero.sharded import ShardedModel
+from zrun_core.zero.sharded_model import ShardedModel
 
 # Tied and frozen parameters, batch norms and their statistics; of odd sizes, so that nothing divides.
 ODD = {"model": {"call": "runs.py:Speaker", "args": {"dim": 37, "depth": 3, "dropout": 0.0}}}

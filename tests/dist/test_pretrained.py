@@ -17,7 +17,7 @@ from zrun_core.checkpoint.folder import read_step
 from zrun_core.checkpoint.model_files import describe, tokenizer_files
 from zrun_core.checkpoint.verify import verify
 from zrun_core.errors import CheckpointError
-from zrun_core.plan.trace.tracing import trace_job
+from zrun_core.plan.trace.tracer import trace_job
 from zrun_core.spine.config import JobConfig
 
 transformers = pytest.importorskip("transformers")

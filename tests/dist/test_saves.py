@@ -20,11 +20,11 @@ from zrun_core.checkpoint.folder import CheckpointFolder, read_step
 from zrun_core.checkpoint.verify import verify
 from zrun_core.distributed.named_vector import NamedVector
 from zrun_core.errors import DivergedError, HangError, SaveError
-from zrun_core.guards.guards import NumericGuard
+from zrun_core.guards.numeric import NumericGuard
 from zrun_core.guards.replicas import ReplicaGuard
-from zrun_core.spine.stop import SAVE, StopSignals
+from zrun_core.spine.stop_signals import SAVE, StopSignals
 from zrun_core.train.trainer import Trainer
-from zrun_core.zero.sharded import ShardedModel
+from zrun_core.zero.sharded_model import ShardedModel
 
 
 def steps_of(run_dir: Path) -> list[int]:

@@ -26,8 +26,8 @@ from zrun_core.checkpoint.checkpointer import About, Checkpointer
 from zrun_core.checkpoint.export import export
 from zrun_core.checkpoint.folder import CheckpointFolder, read_step
 from zrun_core.checkpoint.initial import load_weights
+from zrun_core.checkpoint.model_state import ModelState
 from zrun_core.checkpoint.resume import load_newest
-from zrun_core.checkpoint.state import ModelState
 from zrun_core.distributed import rng
 from zrun_core.distributed.comm import Comm
 from zrun_core.distributed.mesh import Mesh
@@ -37,13 +37,13 @@ from zrun_core.guards.replicas import ReplicaGuard
 from zrun_core.memory.buffers import Kind
 from zrun_core.memory.layout import ZeroPolicy
 from zrun_core.memory.tensors import TensorPart, contiguous, sliced, whole
-from zrun_core.optim.choose import choose
+from zrun_core.optim.resolve import resolve_optimizer
 from zrun_core.plan.memory.states import cut_on_paper, rank_buffers
 from zrun_core.spine.config import CheckpointConfig, InitFromConfig, PrecisionConfig
 from zrun_core.spine.parallel_dims import Coordinates, ParallelDims
 from zrun_core.spine.spec import ResumeSpec
 from zrun_core.zero.precision import Precision
-from zrun_core.zero.sharded import MemoryAccount, Settings, ShardedModel
+from zrun_core.zero.sharded_model import MemoryAccount, ShardedModel, ShardingConfig
 
 TP = 2
 VOCAB, DIM, WIDE = 131, 64, 96
@@ -216,10 +216,10 @@ def make(
     places = [dims.coordinates(number) for number in range(size)]
     policy, config = ZeroPolicy(stage), optim_config(clip=1.0, no_decay=["bias"], **optim)
     shard_size = 1 if stage == 0 else group or dims.dp
-    settings = Settings(
+    settings = ShardingConfig(
         zero=policy,
         precision=Precision.of(PrecisionConfig.model_validate("fp32")),
-        optimizer=choose(config, lambda name: None),
+        optimizer=resolve_optimizer(config, lambda name: None),
         bucket=1 << 14,
         clip=config.clip,
         no_decay=config.no_decay,

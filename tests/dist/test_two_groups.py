@@ -21,19 +21,19 @@ from toys import Net, full_state, make_sharded, world
 from zrun_core.checkpoint.checkpointer import About, Checkpointer
 from zrun_core.checkpoint.export import export
 from zrun_core.checkpoint.folder import CheckpointFolder, read_step
+from zrun_core.checkpoint.model_state import ModelState
 from zrun_core.checkpoint.resume import load_newest
-from zrun_core.checkpoint.state import ModelState
 from zrun_core.distributed import rng
 from zrun_core.distributed.comm import Comm
 from zrun_core.distributed.mesh import Mesh
 from zrun_core.distributed.named_vector import NamedVector
 from zrun_core.errors import DivergedError, HangError
 from zrun_core.guards.replicas import ReplicaGuard
-from zrun_core.spine.board import Board, Watchdog
 from zrun_core.spine.config import CheckpointConfig
+from zrun_core.spine.flight_recorder import FlightRecorder, Watchdog
 from zrun_core.spine.parallel_dims import Coordinates
 from zrun_core.spine.spec import ResumeSpec
-from zrun_core.zero.sharded import ShardedModel
+from zrun_core.zero.sharded_model import ShardedModel
 
 DP = 2
 NAMES = ("front", "back")
@@ -92,7 +92,7 @@ class Rank:
         shard_size = DP if stage else 1
         mesh = Mesh.build(rank, ["host"] * size, shard_size, places=places)
         self.found: list[str] = []
-        self.board = Board(Path(folder) / board, rank, range(size), size)
+        self.board = FlightRecorder(Path(folder) / board, rank, range(size), size)
         self.watchdog = Watchdog(self.board, self._accuse, PATIENCE_S)
         comm = Comm(torch.device("cpu"), self.board)
         comm.use_memory(mesh.host, 60.0)

@@ -13,10 +13,10 @@ from zrun_core.distributed.comm import Comm
 from zrun_core.distributed.mesh import Mesh
 from zrun_core.distributed.named_vector import NamedVector
 from zrun_core.memory.layout import ZeroPolicy
-from zrun_core.optim.choose import choose
+from zrun_core.optim.resolve import resolve_optimizer
 from zrun_core.spine.config import OptimConfig, PrecisionConfig
 from zrun_core.zero.precision import Precision
-from zrun_core.zero.sharded import Settings, ShardedModel
+from zrun_core.zero.sharded_model import ShardedModel, ShardingConfig
 
 Batches = Sequence[Any]  # one global batch per step; each is indexable by sample
 
@@ -74,10 +74,10 @@ def make_sharded(
     policy = ZeroPolicy(stage)
     shard_size = 1 if stage == 0 else shard_group or world_size
     config = optim_config(**(optim or {}))
-    full = Settings(
+    full = ShardingConfig(
         zero=policy,
         precision=Precision.of(PrecisionConfig.model_validate(precision)),
-        optimizer=choose(config, lambda name: None),
+        optimizer=resolve_optimizer(config, lambda name: None),
         bucket=bucket,
         clip=config.clip,
         no_decay=config.no_decay,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zrun_core.train.hooks import HookContext
+from zrun_core.train.user_hooks import HookContext
 
 
 def note(context: HookContext, hook: str, stop: list[int] | None = None) -> None:

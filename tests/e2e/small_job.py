@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zrun_core.spine.stop import SAVE
+from zrun_core.spine.stop_signals import SAVE
 
 
 def _parent(pid: int) -> int:

@@ -13,7 +13,7 @@ import pytest
 from waiting import PATIENCE_S, lines_of, wait_for
 
 from zrun.system.processes import Process
-from zrun_core.spine.stop import SAVE
+from zrun_core.spine.stop_signals import SAVE
 
 HERE = Path(__file__).parent
 JOB = "name: fake\nmodel: {call: 'fake:model'}\ndata: fake:data\nsteps: 3\nbatch: 4\nslots: 2\n"

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from waiting import PATIENCE_S, wait_for
 
-from zrun.runs import lock
+from zrun.runs import run_lock
 
 HERE = Path(__file__).parent
 ZRUN = [sys.executable, "-m", "zrun"]
@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     )
     yield tmp_path
     for path in (tmp_path / "runs").glob("*/*"):
-        holder = lock.last_holder(path)
+        holder = run_lock.last_holder(path)
         if holder is not None and holder.process is not None:
             os.kill(holder.pid, signal.SIGKILL)
 
@@ -70,7 +70,7 @@ def detached(folder: Path, behaviour: dict[str, str], inherited: tuple[int, ...]
         f"stop {path.name}",
         "ps",
     ]
-    holder = lock.last_holder(path)
+    holder = run_lock.last_holder(path)
     assert holder is not None
     assert holder.pid == pid
     assert os.getsid(pid) == pid
@@ -85,7 +85,7 @@ def of(folder: Path, *options: str) -> dict[str, dict[str, Any]]:
 
 def opened_by(path: Path) -> set[str]:
     """The files that the launcher of a run has open."""
-    holder = lock.last_holder(path)
+    holder = run_lock.last_holder(path)
     assert holder is not None
     names = set()
     for descriptor in Path(f"/proc/{holder.pid}/fd").iterdir():
@@ -232,7 +232,7 @@ def test_an_interrupt_reaches_the_launcher_until_it_is_on_its_own(folder: Path) 
     ) as command:
         wait_for(lambda: list(folder.glob("runs/fake/*/logs/rank-1.log")))
         (path,) = (folder / "runs" / "fake").iterdir()
-        launcher = lock.last_holder(path)
+        launcher = run_lock.last_holder(path)
         wait_for(lambda: (path / "logs" / "rank-1.log").read_text() == "silent\n")
         os.killpg(command.pid, signal.SIGINT)
         _, told = command.communicate(timeout=PATIENCE_S)

@@ -24,11 +24,11 @@ from zrun_core.distributed.named_vector import NamedVector
 from zrun_core.distributed.rng import Streams, torch_put_back
 from zrun_core.memory.arena import Ring, StorageMeter, StorageWindow
 from zrun_core.memory.layout import Kind, ZeroPolicy
-from zrun_core.optim.choose import choose
+from zrun_core.optim.resolve import resolve_optimizer
 from zrun_core.spine.config import ActivationsConfig, OptimConfig, PrecisionConfig
-from zrun_core.zero.cut import repeated_blocks
+from zrun_core.zero.auto_wrap import repeated_blocks
 from zrun_core.zero.precision import LossScaler, Precision
-from zrun_core.zero.sharded import Settings, ShardedModel, StepResult
+from zrun_core.zero.sharded_model import ShardedModel, ShardingConfig, StepResult
 
 pytestmark = [
     pytest.mark.gpu,
@@ -87,10 +87,10 @@ def make_sharded(
     **options: Any,
 ) -> ShardedModel:
     config = OptimConfig.model_validate({"lr": 1e-3, "weight_decay": 0.1, **(optim or {})})
-    settings = Settings(
+    settings = ShardingConfig(
         zero=ZeroPolicy(stage),
         precision=Precision.of(PrecisionConfig.model_validate(precision)),
-        optimizer=choose(config, lambda name: None, CUDA),
+        optimizer=resolve_optimizer(config, lambda name: None, CUDA),
         bucket=1 << 16,
         clip=config.clip,
         **options,
@@ -198,7 +198,7 @@ def test_our_own_are_those_of_a_cpu(optim):
     for device in (torch.device("cpu"), CUDA):
         param = torch.nn.Parameter(start.to(device))
         config = OptimConfig.model_validate({"lr": 1e-2, "weight_decay": 0.1, **optim})
-        optimizer = choose(config, lambda name: None, device).make([param], None)
+        optimizer = resolve_optimizer(config, lambda name: None, device).make([param], None)
         for grad in grads:
             param.grad = grad.to(device)
             optimizer.step()

@@ -12,7 +12,7 @@ from pathlib import Path
 import faults
 from rig import Rig
 
-from zrun.runs import lock
+from zrun.runs import run_lock
 
 
 def zrun(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
@@ -66,7 +66,7 @@ def test_a_run_on_two_hosts_goes_on_by_itself_until_it_is_stopped(
         ):  # the second one printed to its own disk
             assert f"rank {rank}: rank {rank} behaves: {behaves}\nrank {rank}: on stderr\n" in log
     finally:
-        holder = lock.last_holder(run)
+        holder = run_lock.last_holder(run)
         if holder is not None and holder.process is not None:
             os.kill(holder.pid, signal.SIGKILL)
         node2.run("umount", str(run))

@@ -17,9 +17,9 @@ from rig import Host, Rig
 from zrun.hosts.backend import Backend, HostEntry
 from zrun.hosts.conventions import NONE
 from zrun.hosts.probe import software
-from zrun.launch.assemble import assemble, open_agents
+from zrun.launch.bring_up import assemble, open_agents
 from zrun.preflight.inspection import HostReport, Needs, inspect, preflight
-from zrun.preflight.questions import ask
+from zrun.preflight.rpc_client import ask
 from zrun.transport.agent_process import AgentLink, close_all
 from zrun.transport.local import LocalAgent
 from zrun.transport.ssh import SshAgent

@@ -12,7 +12,7 @@ import faults
 import pytest
 from rig import Rig
 
-from zrun_core.spine.stop import SAVE
+from zrun_core.spine.stop_signals import SAVE
 
 
 def end(launch: faults.Launch) -> tuple[int, str]:

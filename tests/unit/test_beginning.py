@@ -11,11 +11,11 @@ import pytest
 from checkpoint_toys import rank_states
 
 from zrun.runs import rundir
-from zrun.runs.resume import Beginning, begin, begin_again, under_lock
 from zrun.runs.rundir import Earlier, RunDir, set_checkpoints_aside
+from zrun.runs.start_point import StartPoint, begin, begin_again, under_lock
 from zrun_core.checkpoint.best import Best
 from zrun_core.checkpoint.folder import CheckpointFolder
-from zrun_core.checkpoint.lock import held
+from zrun_core.checkpoint.folder_lock import held
 from zrun_core.checkpoint.manifest import Manifest
 from zrun_core.errors import CheckpointError, JobError
 from zrun_core.spine.config import JobConfig
@@ -239,9 +239,9 @@ def test_a_folder_that_cannot_be_listed_is_not_started_over(
 def test_what_is_started_over_is_decided_while_nobody_else_can_save(root: Path) -> None:
     """A run saves its first step, and ends, after another launcher has looked."""
     run = root / "gpt" / "20260103-000000-cc"
-    seen: list[Beginning] = []
+    seen: list[StartPoint] = []
 
-    def decide() -> Beginning:
+    def decide() -> StartPoint:
         seen.append(begin(job(resume="auto"), run, False, root))
         if len(seen) == 1:
             save(run / "checkpoints", 10)

@@ -16,7 +16,7 @@ import pytest
 from zrun_core.distributed import comm
 from zrun_core.distributed.comm import Group
 from zrun_core.errors import HangError
-from zrun_core.spine.board import Board, BoardView, Issue, Watchdog
+from zrun_core.spine.flight_recorder import FlightRecorder, FlightRecorderView, Issue, Watchdog
 
 
 def over(*ranks: int, axis: str = "world") -> Group:
@@ -26,14 +26,14 @@ def over(*ranks: int, axis: str = "world") -> Group:
 WORLD = over(0, 1, 2)
 
 
-def history(board: Board, rank: int, kind: str) -> dict[int, Issue]:
+def history(board: FlightRecorder, rank: int, kind: str) -> dict[int, Issue]:
     (found,) = [line.issues for line in board.lines(rank).values() if line.kind == kind]
     return found
 
 
 @pytest.fixture
-def boards(tmp_path: Path) -> list[Board]:
-    return [Board(tmp_path / "board", rank, range(3), 3) for rank in range(3)]
+def boards(tmp_path: Path) -> list[FlightRecorder]:
+    return [FlightRecorder(tmp_path / "board", rank, range(3), 3) for rank in range(3)]
 
 
 def test_ranks_that_agree_have_nothing_to_say(boards):
@@ -124,8 +124,8 @@ def test_the_last_collective_is_told_with_its_size(boards):
 
 
 def test_a_new_run_forgets_an_earlier_one_in_the_same_file(tmp_path):
-    Board(tmp_path / "board", 0, range(2), 2).issue("small", WORLD, "old")
-    assert Board(tmp_path / "board", 0, range(2), 2).lines(0) == {}
+    FlightRecorder(tmp_path / "board", 0, range(2), 2).issue("small", WORLD, "old")
+    assert FlightRecorder(tmp_path / "board", 0, range(2), 2).lines(0) == {}
 
 
 class Stopped:
@@ -196,7 +196,7 @@ def test_the_watchdog_stops_ranks_that_all_wait_for_different_things(boards):
 def test_a_halted_process_is_late_and_no_stalemate(boards, tmp_path):
     """A rank that was sent SIGSTOP while it waits may still come: its peers must not be told that it disagrees."""
     code = (
-        "import sys, os, signal\nfrom pathlib import Path\nfrom zrun_core.spine.board import Board\n"
+        "import sys, os, signal\nfrom pathlib import Path\nfrom zrun_core.spine.flight_recorder import Board\n"
         "board = Board(Path(sys.argv[1]), 0, range(3), 3)\nboard.waiting(True)\nos.kill(os.getpid(), signal.SIGSTOP)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "board")])
@@ -212,7 +212,7 @@ def test_a_halted_process_is_late_and_no_stalemate(boards, tmp_path):
 
 
 def test_a_loop_that_tells_no_steps_has_its_own_advice(tmp_path):
-    boards = [Board(tmp_path / "board", rank, range(2), 2, "Do this") for rank in range(2)]
+    boards = [FlightRecorder(tmp_path / "board", rank, range(2), 2, "Do this") for rank in range(2)]
     boards[0].issue("all_gather", over(0, 1), "extra")
     assert boards[0].stalemate() == (
         "all ranks wait: rank 0 for all_gather 1, 'extra', to which rank 1 does not come. Do this"
@@ -227,7 +227,7 @@ def test_a_loop_that_tells_no_steps_has_its_own_advice(tmp_path):
     ("world_size", "waits", "late"), [(3, [0, 2], [1]), (3, [0], [1, 2]), (6, [0, 1, 2], [])]
 )
 def test_who_is_waited_for_is_told_once_each_time(tmp_path, world_size, waits, late):
-    boards = [Board(tmp_path / "board", rank, range(3), world_size) for rank in range(3)]
+    boards = [FlightRecorder(tmp_path / "board", rank, range(3), world_size) for rank in range(3)]
     told: queue.Queue[list[int]] = queue.Queue()
     for rank in waits:
         boards[rank].waiting(True)
@@ -252,7 +252,7 @@ def test_nobody_is_late_where_all_compute_or_all_wait(boards, waits):
 
 def test_groups_of_one_host_are_not_compared_with_each_other(tmp_path):
     """Two stages of two ranks each: other units, at other numbers, and messages between them."""
-    boards = [Board(tmp_path / "board", rank, range(4), 4) for rank in range(4)]
+    boards = [FlightRecorder(tmp_path / "board", rank, range(4), 4) for rank in range(4)]
     for rank, board in enumerate(boards):
         pair = over(0, 1, axis="shard") if rank < 2 else over(2, 3, axis="shard")
         for number in range(3 if rank < 2 else 5):
@@ -266,9 +266,9 @@ def test_groups_of_one_host_are_not_compared_with_each_other(tmp_path):
 
 
 @pytest.fixture
-def pairs(tmp_path: Path) -> list[Board]:
+def pairs(tmp_path: Path) -> list[FlightRecorder]:
     """Ranks 0 and 1 gather, and so do 2 and 3, all the same number of times."""
-    boards = [Board(tmp_path / "board", rank, range(4), 4) for rank in range(4)]
+    boards = [FlightRecorder(tmp_path / "board", rank, range(4), 4) for rank in range(4)]
     for rank, board in enumerate(boards):
         board.step(5)
         board.issue("all_gather", over(0, 1) if rank < 2 else over(2, 3, axis="shard"), "embed")
@@ -285,7 +285,7 @@ def test_a_disagreement_within_one_group_names_it(pairs, tmp_path):
         "rank 2 is at 'experts.2' (0 B), rank 3 at 'experts.3' (0 B). Some modules"
     )
     assert str(pairs[0].last(3)) == "all_gather 2 over shard (ranks 2, 3), 'experts.3' (0 B)"
-    assert BoardView(tmp_path / "board", range(4)).disagreement() == told, (
+    assert FlightRecorderView(tmp_path / "board", range(4)).disagreement() == told, (
         "the agent sees all groups"
     )
 
@@ -346,7 +346,7 @@ def test_more_groups_than_a_page_has_lines_are_not_compared_but_counted_as_progr
 def test_ranks_of_other_hosts_are_members_that_nobody_here_can_see(tmp_path):
     """The second host of three, with more ranks than a line has room for."""
     here = range(300, 600)
-    boards = {rank: Board(tmp_path / "board", rank, here, 900) for rank in (300, 301, 599)}
+    boards = {rank: FlightRecorder(tmp_path / "board", rank, here, 900) for rank in (300, 301, 599)}
     everyone = over(*range(900))
     for rank, board in boards.items():
         board.issue("small", everyone, f"of {rank}")

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from zrun_core.checkpoint import folder as store
 from zrun_core.checkpoint.best import Best
 from zrun_core.checkpoint.folder import CheckpointFolder, read_step
-from zrun_core.checkpoint.lock import hold, release
+from zrun_core.checkpoint.folder_lock import hold, release
 from zrun_core.checkpoint.manifest import ITEM_BYTES, Manifest
 from zrun_core.checkpoint.shard_file import DTYPES, Part, check_header, read_fragment, write_shard
 from zrun_core.checkpoint.verify import verify

@@ -10,12 +10,14 @@ import torch
 
 from zrun_core.checkpoint.manifest import RANK, VALUE
 from zrun_core.errors import JobError
-from zrun_core.optim.choose import RESERVED, Chosen, choose
+from zrun_core.optim.resolve import RESERVED, OptimizerSpec, resolve_optimizer
 from zrun_core.spine.config import NOT_SHARDED, OWN_DEFAULTS, OptimConfig
 
 
-def chosen(name: str = "adamw", load: Any = None, **keys: Any) -> Chosen:
-    return choose(OptimConfig.model_validate({"name": name, **keys}), lambda reference: load)
+def chosen(name: str = "adamw", load: Any = None, **keys: Any) -> OptimizerSpec:
+    return resolve_optimizer(
+        OptimConfig.model_validate({"name": name, **keys}), lambda reference: load
+    )
 
 
 @pytest.mark.parametrize(

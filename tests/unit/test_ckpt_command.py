@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from zrun import cli
 from zrun_core.checkpoint.best import Best
 from zrun_core.checkpoint.folder import CheckpointFolder, read_step
-from zrun_core.checkpoint.lock import held
+from zrun_core.checkpoint.folder_lock import held
 from zrun_core.checkpoint.manifest import ModelInfo
 from zrun_core.checkpoint.names import before_name
 

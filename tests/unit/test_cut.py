@@ -14,7 +14,7 @@ from torch import nn
 
 from zrun_core.errors import JobError
 from zrun_core.memory.tensors import TensorPart, contiguous, sliced, whole
-from zrun_core.zero.cut import Cut, cut, repeated_blocks
+from zrun_core.zero.auto_wrap import Cut, cut, repeated_blocks
 
 KIB = 1 << 10
 

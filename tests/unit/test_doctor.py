@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from zrun.agent.bench import disk_rates
-from zrun.agent.reach import Door, link_rates
+from zrun.agent.connectivity import Listener, link_rates
 from zrun.preflight.calibration import Calibration
-from zrun.preflight.findings import rates_tables
-from zrun.preflight.measure import rounds
+from zrun.preflight.host_bench import rounds
+from zrun.preflight.host_report import rates_tables
 from zrun_core.errors import JobError, ZrunError
 
 RATES = Calibration.model_validate(
@@ -111,7 +111,7 @@ def test_a_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
 
 
 def test_a_link_is_measured() -> None:
-    door = Door("127.0.0.1", "mark")
+    door = Listener("127.0.0.1", "mark")
     rates = link_rates("127.0.0.1", door.port, "mark", stream_s=0.05)
     assert rates["bytes_per_s"] > 1e6
     assert 0 < rates["round_trip_s"] < 1

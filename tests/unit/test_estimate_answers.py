@@ -18,13 +18,13 @@ from rich.table import Table
 from warm import WarmPopen
 
 from zrun import cli
-from zrun.estimate import kept, tables
+from zrun.estimate import kept, plan_tables
 from zrun.estimate.answer import Answer, answer, as_data, forecast_of
 from zrun.estimate.bars import bars, parts_of
 from zrun.estimate.html import page
-from zrun.estimate.request import Question, of_shape
+from zrun.estimate.question import Question, of_shape
 from zrun_core.hardware.hardware import parse_simulate
-from zrun_core.plan.answer.estimate import Planner
+from zrun_core.plan.answer.planner import Planner
 from zrun_core.spine.cache import digest_of_file, folder
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.spec import BatchPlan
@@ -69,11 +69,11 @@ def rendered(table: Table, width: int) -> list[str]:
 
 
 def test_states_are_counted_in_both_ways(small: Answer) -> None:
-    paper = [tables.paper_bytes(each) / 1e9 for each in small.stages]
+    paper = [plan_tables.paper_bytes(each) / 1e9 for each in small.stages]
     assert paper == pytest.approx(
         [120, 31.4, 16.6, 1.9], abs=0.05
     )  # Rajbhandari et al. 2020, figure 1
-    ours = [tables.state_bytes(tables.fullest(each)) for each in small.stages]
+    ours = [plan_tables.state_bytes(plan_tables.fullest(each)) for each in small.stages]
     assert ours == sorted(ours, reverse=True)
     assert ours[0] > 18 * 7.5e9  # gradients are summed in fp32, and updated from scratch
 
@@ -82,9 +82,9 @@ def test_states_are_counted_in_both_ways(small: Answer) -> None:
 def test_no_line_is_wider_than_the_screen(small: Answer, searched: Answer, width: int) -> None:
     found = searched
     assert found.found is not None
-    lines = rendered(tables.stage_table(small.stages, small.chosen.candidate, width), width)
+    lines = rendered(plan_tables.stage_table(small.stages, small.chosen.candidate, width), width)
     assert any(line.startswith(">") for line in lines)
-    lines += rendered(tables.choice_table(found.found.best, width), width)
+    lines += rendered(plan_tables.choice_table(found.found.best, width), width)
     assert not any("…" in line for line in lines), "columns go, values are not cut"
     assert {"states", "fits", "offloaded", "free"} <= {
         word for line in lines for word in line.split()
@@ -95,7 +95,7 @@ def test_no_line_is_wider_than_the_screen(small: Answer, searched: Answer, width
 
 def test_stage_table_marks_the_job_and_says_what_is_free(small: Answer) -> None:
     head, units, *rows = rendered(
-        tables.stage_table(small.stages, small.chosen.candidate, 120), 120
+        plan_tables.stage_table(small.stages, small.chosen.candidate, 120), 120
     )
     assert head.split() == [
         "stage",
@@ -119,7 +119,7 @@ def test_stage_table_marks_the_job_and_says_what_is_free(small: Answer) -> None:
 
 def test_a_bar_is_the_memory_to_scale(small: Answer, too_big: Answer) -> None:
     for found in (small, too_big):
-        rank = tables.fullest(found.chosen)
+        rank = plan_tables.fullest(found.chosen)
         assert sum(parts_of(rank).values()) == rank.device_used
         line = bars(found.chosen, 100, ascii_only=True)[0].plain
         bar, _, rest = line.rpartition("| ") if found is small else (line, "", line)
@@ -131,7 +131,7 @@ def test_a_bar_is_the_memory_to_scale(small: Answer, too_big: Answer) -> None:
 
 
 def test_why_it_does_not_fit_is_one_sentence_with_a_way_out(too_big: Answer) -> None:
-    rank = tables.fullest(too_big.chosen)
+    rank = plan_tables.fullest(too_big.chosen)
     over = rank.device_used - too_big.chosen.capacity
     assert re.fullmatch(
         rf"each A100-40G would hold {rank.device_used / GIB:.1f} GiB in \w+( of \S+)?, {over / GIB:.1f} GiB more than "
@@ -152,7 +152,7 @@ def test_the_best_is_told_with_what_is_planned_only(searched: Answer) -> None:
     found = searched.found
     assert found is not None
     assert found.best[0].time.seconds == min(each.time.seconds for each in found.best)
-    text = "\n".join(rendered(tables.choice_table(found.best, 120), 120))
+    text = "\n".join(rendered(plan_tables.choice_table(found.best, 120), 120))
     assert " *" in text
     headroom = [each.headroom for each in found.pareto]
     assert headroom == sorted(headroom)
@@ -162,7 +162,7 @@ def test_a_budget_in_days_and_money(small: Answer) -> None:
     time = small.chosen.time
     assert time.tokens_per_s is not None
     days = 300e9 / time.tokens_per_s / 86400
-    line = tables.budget(time, 300_000_000_000, 64, 2.0)
+    line = plan_tables.budget(time, 300_000_000_000, 64, 2.0)
     assert line.startswith(f"300.0B tokens: {days:.1f} days (")
     assert f"; {64 * 24 * 2.0 * days:,.0f} (" in line
 
@@ -170,7 +170,7 @@ def test_a_budget_in_days_and_money(small: Answer) -> None:
 def test_a_forecast_is_the_answer_in_plain_numbers(too_big: Answer) -> None:
     forecast = forecast_of(too_big)
     assert not forecast.fits
-    assert forecast.device_bytes == tables.fullest(too_big.chosen).device_used
+    assert forecast.device_bytes == plan_tables.fullest(too_big.chosen).device_used
     assert type(forecast).from_json(json.dumps(forecast.as_json())) == forecast
     assert type(forecast).from_json("{}") is None
 
@@ -287,7 +287,7 @@ def test_the_steps_of_a_job_are_counted(
     unknown = replace(found, tokens_per_sample=None, num_samples=None)
     assert unknown.num_steps == (num_steps if "steps" in length else None)
     assert small.num_steps is None
-    line = tables.whole_run(small.chosen.time, num_steps)
+    line = plan_tables.whole_run(small.chosen.time, num_steps)
     assert line.startswith(f"run: {num_steps} steps in ")
 
 

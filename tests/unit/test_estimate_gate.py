@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from zrun.estimate import background, gate
-from zrun.estimate.check import Line, check_run
+from zrun.estimate.compare_run import Line, check_run
 from zrun.estimate.forecast import (
     PATIENCE_S,
     Forecast,
@@ -28,7 +28,7 @@ from zrun.job.load import LoadedJob, load_job
 from zrun.placement.plan import make_plan
 from zrun.watch.plain import message_line
 from zrun.watch.report import report
-from zrun.watch.state import RunState, fold
+from zrun.watch.run_state import RunState, fold
 from zrun_core.errors import JobError, PreflightError
 from zrun_core.spine.events import Event
 
@@ -97,7 +97,7 @@ def test_a_model_is_given_more_time_where_nobody_waits(
         asked.append(patience_s)
         raise JobError("enough")
 
-    monkeypatch.setattr("zrun.estimate.request.of_job", of_job)
+    monkeypatch.setattr("zrun.estimate.question.of_job", of_job)
     request = {
         "job": loaded.config.model_dump(mode="json", by_alias=True, exclude_unset=True),
         "path": str(loaded.path),

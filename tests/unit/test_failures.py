@@ -20,7 +20,7 @@ from zrun.launch.failures import (
     first_failure,
     is_cause,
 )
-from zrun.system.tail import last_lines
+from zrun.system.log_tail import last_lines
 from zrun_core.errors import ExitCode
 from zrun_core.spine.spec import LaunchPlan, RankPlace
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from zrun_core.guards.guards import NumericGuard
+from zrun_core.guards.numeric import NumericGuard
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.events import Emitter
-from zrun_core.telemetry.record import Numbers, Progress
+from zrun_core.telemetry.recorder import Numbers, Progress
 from zrun_core.zero.nonfinite import Culprit
 
 NAN, INF = math.nan, math.inf

@@ -14,8 +14,8 @@ from zrun.agent.unanswered import own_addresses, unanswered
 from zrun.launch.failures import Hang
 from zrun.launch.hangs import HangWatch, Inquiry, StepTimes, Verdict
 from zrun_core.errors import ExitCode
-from zrun_core.spine.board import Board, BoardView, RankState
 from zrun_core.spine.config import LimitsConfig
+from zrun_core.spine.flight_recorder import FlightRecorder, FlightRecorderView, RankState
 from zrun_core.spine.spec import LaunchPlan, RankPlace
 
 
@@ -318,8 +318,8 @@ def test_data_that_was_sent_again_and_again_shows_in_the_tables_of_the_kernel(
 
 
 def test_after_two_steps_ranks_hold_what_they_need(tmp_path: Path) -> None:
-    board = Board(tmp_path / "board", 0, range(1), 1)
-    observer = Observer(BoardView(tmp_path / "board", range(1)), tmp_path)
+    board = FlightRecorder(tmp_path / "board", 0, range(1), 1)
+    observer = Observer(FlightRecorderView(tmp_path / "board", range(1)), tmp_path)
     assert not observer.hold_all_they_need([0])
     for step, holds in ((7, False), (8, False), (9, True)):  # it resumes with step 7
         board.step(step)

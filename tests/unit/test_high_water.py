@@ -9,13 +9,13 @@ import sys
 import torch
 
 from zrun.job.environment import WORKER_DEFAULTS
-from zrun_core.telemetry.high_water import HighWater
+from zrun_core.telemetry.peak_memory import PeakMemory
 
 BYTES = 777_767
 
 
 def test_the_highest_moment_counts():
-    with HighWater(torch.device("cpu")) as water:
+    with PeakMemory(torch.device("cpu")) as water:
         first = torch.empty(BYTES, dtype=torch.uint8)
         second = torch.empty(BYTES, dtype=torch.uint8)
         del first, second
@@ -25,9 +25,9 @@ def test_the_highest_moment_counts():
 
 _GIVES_BACK = """
 import torch
-from zrun_core.telemetry.high_water import HighWater
+from zrun_core.telemetry.peak_memory import PeakMemory
 before = [torch.ones(1000)]
-with HighWater(torch.device("cpu")) as water:
+with PeakMemory(torch.device("cpu")) as water:
     before.clear()
     torch.ones(3)
 print(water.num_bytes)
@@ -51,7 +51,7 @@ def test_a_workers_log_hears_nothing_of_it():
 def test_a_profiler_of_the_users_goes_on():
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, profile_memory=True) as profiler:
-        with HighWater(torch.device("cpu")) as water:
+        with PeakMemory(torch.device("cpu")) as water:
             torch.ones(3) + torch.ones(3)
         torch.ones(3) * torch.ones(3)
     assert water.num_bytes is None

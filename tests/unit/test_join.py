@@ -16,7 +16,7 @@ from zrun.agent.workers import seen_alone
 from zrun.hosts.cluster import Cluster, Gpu, HostFacts
 from zrun.hosts.conventions import detect
 from zrun.hosts.probe import route_to
-from zrun.launch.seating import check_slots, hosts_of, merged
+from zrun.launch.rank_assignment import check_slots, hosts_of, merged
 from zrun.placement.plan import make_plan
 from zrun.topology.cpus import NumaNode
 from zrun.transport.frames import Unpacker

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from zrun.agent import keeper as keeper_module
+from zrun.agent import reaper as reaper_module
 from zrun.system.processes import Process
 
 AGENT = """
 import os, signal, subprocess, sys, time
-from zrun.agent import keeper
-folder = keeper.keep()
+from zrun.agent import reaper
+folder = reaper.keep()
 folder.mkdir()
 helpers = [subprocess.Popen(["sleep", "600"], start_new_session=new) for new in (False, True)]
 print(os.getpid(), *(helper.pid for helper in helpers), folder, flush=True)
@@ -50,28 +50,28 @@ def agent() -> Iterator[tuple[subprocess.Popen[str], list[Process], Path]]:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGABRT])
 def test_what_a_killed_agent_started_ends_with_it(number: signal.Signals) -> None:
-    with agent() as (keeper, alive, folder):
+    with agent() as (reaper, alive, folder):
         os.kill(alive[0].pid, number)
-        assert keeper.wait(30) == -number, "it ends as the agent did"
+        assert reaper.wait(30) == -number, "it ends as the agent did"
         assert [each for each in alive if each.alive()] == []
         assert not folder.exists()
 
 
 def test_an_agent_that_ends_by_itself_leaves_nothing_either() -> None:
-    with agent() as (keeper, alive, folder):
-        assert keeper.stdin is not None
-        keeper.stdin.close()
-        assert keeper.wait(30) == 7
+    with agent() as (reaper, alive, folder):
+        assert reaper.stdin is not None
+        reaper.stdin.close()
+        assert reaper.wait(30) == 7
         assert [each for each in alive if each.alive()] == []
         assert not folder.exists()
 
 
 def test_the_streams_are_the_agents_and_signals_reach_it() -> None:
-    with agent() as (keeper, alive, _):
-        assert keeper.stdout is not None
-        keeper.send_signal(signal.SIGTERM)
-        assert keeper.stdout.read() == "", "the keeper holds no end of it"
-        assert keeper.wait(30) == -signal.SIGTERM
+    with agent() as (reaper, alive, _):
+        assert reaper.stdout is not None
+        reaper.send_signal(signal.SIGTERM)
+        assert reaper.stdout.read() == "", "the keeper holds no end of it"
+        assert reaper.wait(30) == -signal.SIGTERM
         assert not alive[0].alive()
 
 
@@ -88,15 +88,15 @@ def reap(*given):
 os.waitpid = reap
 """
     monkeypatch.setitem(globals(), "AGENT", late + AGENT)
-    with agent() as (keeper, _, _folder):
-        assert keeper.stdin is not None
-        keeper.stdin.close()
-        assert keeper.wait(30) == 7
+    with agent() as (reaper, _, _folder):
+        assert reaper.stdin is not None
+        reaper.stdin.close()
+        assert reaper.wait(30) == 7
 
 
 def test_an_agent_hears_of_its_keepers_death() -> None:
-    with agent() as (keeper, alive, _):
-        keeper.kill()
+    with agent() as (reaper, alive, _):
+        reaper.kill()
         deadline = time.monotonic() + 30
         while alive[0].alive() and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -109,7 +109,7 @@ def folder_of(parent: Path, number: int, *, has_socket: bool) -> Path:
     folder.mkdir()
     if has_socket:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as telemetry:
-            telemetry.bind(str(folder / keeper_module.SOCKET))
+            telemetry.bind(str(folder / reaper_module.SOCKET))
     return folder
 
 
@@ -140,9 +140,9 @@ def test_what_a_keeper_killed_with_its_agent_left_goes_later(
     link = short_path / f"zrun-{6:016x}"
     link.symlink_to(folder_of(others, 7, has_socket=True))
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as telemetry:
-        telemetry.bind(str(living / keeper_module.SOCKET))
-        keeper_module.sweep()
+        telemetry.bind(str(living / reaper_module.SOCKET))
+        reaper_module.sweep()
     assert not dead.exists()
     assert not old.exists()
     assert sorted(short_path.iterdir()) == sorted([new, living, fuller, others, link])
-    assert (link / keeper_module.SOCKET).exists()
+    assert (link / reaper_module.SOCKET).exists()

@@ -16,10 +16,10 @@ from zrun.job.environment import forwarded_environment, without_secrets, worker_
 from zrun.runs.rundir import Earlier, RunDir
 from zrun.system import cgroup, processes
 from zrun.system.processes import Process
+from zrun.transport.frame_reader import FrameReader
 from zrun.transport.frames import EVENT, Start, Unpacker, pack
-from zrun.transport.lines import Lines
 from zrun_core.errors import ExitCode, JobError
-from zrun_core.spine import room
+from zrun_core.spine import memory_limits
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.spec import LaunchPlan, RankPlace, RunSpec, resolve_batch
 
@@ -64,7 +64,7 @@ def test_a_stream_of_something_else_is_refused(data: bytes) -> None:
 
 
 def test_lines_that_are_no_frames_are_skipped() -> None:
-    lines = Lines()
+    lines = FrameReader()
     assert lines.feed(b'{"frame":"done"}\nWelcome to node7!\n[1]\n{"fra') == [{"frame": "done"}]
     assert lines.feed(b'me":"exit"}\n') == [{"frame": "exit"}]
 
@@ -81,7 +81,7 @@ def test_lines_that_are_no_frames_are_skipped() -> None:
     ],
 )
 def test_an_event_is_recorded_as_it_came_only_if_it_is_plain(told: bytes, is_kept: bool) -> None:
-    (frame,) = Lines().feed(EVENT + told + b"}\n")
+    (frame,) = FrameReader().feed(EVENT + told + b"}\n")
     assert frame.get("line") == (told if is_kept else None)
     assert isinstance(frame["event"], dict)
 
@@ -114,7 +114,7 @@ def test_a_session_is_told_apart_and_ended() -> None:
 
 
 def test_counters_of_the_group_are_numbers_or_none() -> None:
-    for value in (cgroup.cpu_quota(), room.group_limit(), room.oom_kills()):
+    for value in (cgroup.cpu_quota(), memory_limits.group_limit(), memory_limits.oom_kills()):
         assert value is None or value >= 0
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from zrun.runs.listing import State, read
 from zrun_core.errors import JobError
-from zrun_core.library.record import Record
+from zrun_core.library.run_record import Record
 
 SCRIPT = """
 import sys

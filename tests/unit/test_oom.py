@@ -13,12 +13,12 @@ from zrun_core.distributed.comm import Comm
 from zrun_core.distributed.mesh import Mesh
 from zrun_core.errors import OutOfMemoryError, PreflightError, UserCodeError
 from zrun_core.guards import oom
-from zrun_core.optim.choose import choose
+from zrun_core.optim.resolve import resolve_optimizer
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.spec import BatchPlan
 from zrun_core.train.parallelize import make_settings
 from zrun_core.user_code.user import is_out_of_memory, user_code
-from zrun_core.zero.sharded import check_room
+from zrun_core.zero.sharded_model import check_room
 
 BASE = {"name": "j", "model": "m:f", "data": "m:f", "steps": 9, "batch": 4}
 
@@ -92,7 +92,7 @@ def test_the_message_has_a_line_per_holder():
 def test_a_rank_whose_process_has_taken_all_is_told_so() -> None:
     """Not that it has less than nothing."""
     job = JobConfig.model_validate(BASE)
-    chosen = choose(job.optim, lambda name: None, torch.device("cpu"))
+    chosen = resolve_optimizer(job.optim, lambda name: None, torch.device("cpu"))
     settings = replace(make_settings(job, chosen, torch.device("cpu")), memory_bytes=-107 << 20)
     alone = Mesh.build(0, ["host"], 1)
     with pytest.raises(

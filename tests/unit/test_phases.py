@@ -9,8 +9,8 @@ import pytest
 
 from zrun.watch.phases import PhaseWatch
 from zrun.watch.plain import Plain
-from zrun.watch.state import RunState
-from zrun_core.spine.board import PHASES, RankState
+from zrun.watch.run_state import RunState
+from zrun_core.spine.flight_recorder import PHASES, RankState
 
 
 def state(phase: str, step: int = 0, *, waiting: bool = False, first: int = 1) -> RankState:

@@ -10,7 +10,7 @@ sys.path.append(str(BENCHMARKS))  # as Python does for its scripts
 
 import planner  # noqa: E402
 
-from zrun_core.plan.trace.trace import trace_job  # noqa: E402
+from zrun_core.plan.trace.trace_process import trace_job  # noqa: E402
 from zrun_core.spine.config import JobConfig  # noqa: E402
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from zrun_core.errors import JobError
-from zrun_core.plan.trace import samples
+from zrun_core.plan.trace import sample_batches
 from zrun_core.spine.config import JobConfig
 
 HERE = Path(plan_models.__file__).parent
@@ -30,13 +30,13 @@ def job(data: Any, **more: Any) -> JobConfig:
     )
 
 
-def ragged(number: int = 8, **more: Any) -> samples.Samples:
+def ragged(number: int = 8, **more: Any) -> sample_batches.Samples:
     asked = job(
         ("plan_models.py:Ragged", {"count": number}),
         collate="plan_models.py:padded",
         **more,
     )
-    return samples.samples_of(asked, HERE)
+    return sample_batches.samples_of(asked, HERE)
 
 
 def test_lists_of_numbers_are_as_large_as_their_batch() -> None:
@@ -62,21 +62,21 @@ def test_a_job_says_how_long_its_longest_sample_is() -> None:
         assert set(batch["input_ids"].flatten().tolist()) == {1} or batch["input_ids"][1].min() == 0
     assert found.note == "planned with samples of 50 tokens (data.longest)"
     text = ("zrun_core.data.text:text", {"paths": "nothing-*", "seq_len": 32})
-    fixed = samples.samples_of(job(text, longest=48), HERE)
+    fixed = sample_batches.samples_of(job(text, longest=48), HERE)
     assert fixed.batch(2)["input_ids"].shape == (2, 48)
     with pytest.raises(JobError, match=r"data\.longest: 50: all samples .* have the same size"):
-        samples.samples_of(job("plan_models.py:Vectors", longest=50), HERE)
+        sample_batches.samples_of(job("plan_models.py:Vectors", longest=50), HERE)
 
 
 def test_samples_of_one_size_need_no_note() -> None:
-    found = samples.samples_of(job("plan_models.py:Vectors"), HERE)
+    found = sample_batches.samples_of(job("plan_models.py:Vectors"), HERE)
     assert (found.note, found.is_ragged, found.stretch) == ("", False, 1.0)
 
 
 def test_what_has_no_end_is_looked_at_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     endless = (torch.ones(number) for number in count(1))
-    found, which = samples._look(endless)
+    found, which = sample_batches._look(endless)
     assert (len(found), which) == (64, "the first 64 samples")
-    monkeypatch.setattr(samples, "_LOOK_FOR_S", 0.0)
-    found, which = samples._look(endless)
+    monkeypatch.setattr(sample_batches, "_LOOK_FOR_S", 0.0)
+    found, which = sample_batches._look(endless)
     assert (len(found), which) == (1, "the first 1 samples, which took 0 s")

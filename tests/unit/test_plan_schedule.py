@@ -6,7 +6,7 @@ import pytest
 
 from zrun_core.hardware.hardware import parse_simulate
 from zrun_core.plan.timing.collectives import Cost, Span
-from zrun_core.plan.timing.schedule import Stream, _play, replay, run_pass
+from zrun_core.plan.timing.stream_replay import Stream, _play, replay, run_pass
 
 
 def test_transfers_hide_behind_computation() -> None:

@@ -12,7 +12,7 @@ from zrun.estimate.patch import job_changes
 from zrun.estimate.why import sentence
 from zrun_core.errors import JobError
 from zrun_core.hardware.hardware import Hardware, parse_simulate
-from zrun_core.plan.answer.estimate import Estimate, Planner
+from zrun_core.plan.answer.planner import Estimate, Planner
 from zrun_core.plan.answer.search import Constraints, Result, _Search, changes, search
 from zrun_core.plan.question.candidate import Candidate
 from zrun_core.plan.question.transformer import TransformerShape
@@ -226,7 +226,7 @@ def test_earlier_stages_hold_more_micro_batches() -> None:
 
 
 def test_states_elsewhere_are_counted_where_they_are() -> None:
-    from zrun_core.plan.answer.estimate import Placement, Tier
+    from zrun_core.plan.answer.planner import Placement, Tier
 
     planner = Planner(BIG, parse_simulate("2xA100-80G"))
     here, there, disk = (

@@ -28,14 +28,14 @@ from zrun_core.plan.memory.states import (
 from zrun_core.plan.question.transformer import TransformerShape
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.parallel_dims import Coordinates, ParallelDims
-from zrun_core.zero.sharded import Settings
+from zrun_core.zero.sharded_model import ShardingConfig
 
 HOST, DISK = Tier.HOST, Tier.DISK
 OWN = {Kind.PARAM, Kind.GRAD, Kind.OPTIM}
 PAPER = {"compute": "bf16", "reduce": "compute"}  # gradients of 2 bytes
 
 
-def settings(device: str = "cuda", **keys: Any) -> Settings:
+def settings(device: str = "cuda", **keys: Any) -> ShardingConfig:
     job = {
         "name": "plan",
         "model": "m:m",
@@ -72,7 +72,7 @@ class Net(nn.Module):
 P = 1024 * 256 + 4 * 2 * 256 * 512 + 2 * 16 * 256
 
 
-def cut(chosen: Settings, **options: Any) -> PaperCut:
+def cut(chosen: ShardingConfig, **options: Any) -> PaperCut:
     with torch.device("meta"):
         return cut_on_paper(Net(**options), chosen)
 

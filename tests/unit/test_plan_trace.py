@@ -18,17 +18,17 @@ from warm import WarmPopen
 from zrun_core.errors import JobError, UserCodeError
 from zrun_core.models.bert import bert
 from zrun_core.models.gpt import gpt
-from zrun_core.plan.trace import probe, trace
-from zrun_core.plan.trace.depth import alike
-from zrun_core.plan.trace.lines import fit_loops
+from zrun_core.plan.trace import allocation_probe, trace_process
+from zrun_core.plan.trace.affine import fit_loops
+from zrun_core.plan.trace.block_extrapolation import alike
+from zrun_core.plan.trace.module_tree import skeleton_of
+from zrun_core.plan.trace.op_recorder import Row
+from zrun_core.plan.trace.parameters_only import with_guesses
 from zrun_core.plan.trace.profile import Event, Linear, Phase, Profile, Trace, peak_of
-from zrun_core.plan.trace.record import Row
-from zrun_core.plan.trace.rough import with_guesses
-from zrun_core.plan.trace.skeleton import skeleton_of
-from zrun_core.plan.trace.trace import trace_in_subprocess, trace_job
-from zrun_core.plan.trace.tracing import describe_modules, describe_params
+from zrun_core.plan.trace.trace_process import trace_in_subprocess, trace_job
+from zrun_core.plan.trace.tracer import describe_modules, describe_params
 from zrun_core.spine.config import JobConfig
-from zrun_core.zero.cut import cut
+from zrun_core.zero.auto_wrap import cut
 
 HERE = Path(plan_models.__file__).parent
 GPT = "zrun_core.models.gpt:gpt"
@@ -74,7 +74,7 @@ def test_blocks_that_did_not_run_are_written_out(
 ) -> None:
     model = ("plan_models.py:Deep", {"depth": 12, "style": style})
     few = traced(model, *policies)
-    monkeypatch.setattr("zrun_core.plan.trace.tracing.find_series", lambda *_: [])
+    monkeypatch.setattr("zrun_core.plan.trace.tracer.find_series", lambda *_: [])
     full = traced(model, *policies)
     for policy in policies:
         assert alike([*few.traces[policy].events], [*full.traces[policy].events])
@@ -102,9 +102,13 @@ def test_recomputing_costs_flops_and_saves_memory() -> None:
         (),
     )  # there is no text: its seq_len says its shape
     none, selective, full = (profile.traces[name] for name in ("none", "selective", "full"))
-    peaks = [peak_of(trace, 4, steady={}).num_bytes for trace in (full, selective, none)]
+    peaks = [
+        peak_of(trace_process, 4, steady={}).num_bytes for trace_process in (full, selective, none)
+    ]
     assert peaks == sorted(set(peaks))
-    flops = [sum(op.flops.at(4) for op in trace.ops) for trace in (none, selective, full)]
+    flops = [
+        sum(op.flops.at(4) for op in trace_process.ops) for trace_process in (none, selective, full)
+    ]
     assert flops[0] == flops[1] < flops[2]
     assert profile.tokens_per_sample == 32
     assert {event.kind for event in none.events} == {"activation", "temp", "grad"}
@@ -130,10 +134,10 @@ def test_what_is_foretold_is_what_runs(model: str, precision: str) -> None:
 
 def test_not_linear_in_the_batch() -> None:
     profile = traced("plan_models.py:Square")
-    trace = profile.traces["none"]
+    trace_process = profile.traces["none"]
     assert profile.source == "traced"
-    assert set(trace.exact) == {4}
-    largest = max(event.size.at(4) for event in trace.of(4).events)
+    assert set(trace_process.exact) == {4}
+    largest = max(event.size.at(4) for event in trace_process.of(4).events)
     assert largest == 4 * max(4 * 16, 16 * 16)
     assert any("not linear" in note for note in profile.notes)
 
@@ -143,12 +147,12 @@ def test_a_loss_in_chunks_runs_more_often(monkeypatch: pytest.MonkeyPatch) -> No
     profile = traced((GPT, args), data=TEXT)
     lines = profile.traces["none"]
     assert (dict(lines.exact), len(profile.notes)) == ({}, 0)
-    monkeypatch.setattr("zrun_core.plan.trace.tracing.fit_loops", lambda *_: None)
+    monkeypatch.setattr("zrun_core.plan.trace.tracer.fit_loops", lambda *_: None)
     followed = traced((GPT, args), data=TEXT)
     assert any("what runs depends on the micro-batch" in note for note in followed.notes)
     exact = followed.traces["none"].exact[4]
-    flops = [sum(op.flops.at(4) for op in trace.ops) for trace in (lines, exact)]
-    peaks = [peak_of(trace, 4, steady={}).num_bytes for trace in (lines, exact)]
+    flops = [sum(op.flops.at(4) for op in trace_process.ops) for trace_process in (lines, exact)]
+    peaks = [peak_of(trace_process, 4, steady={}).num_bytes for trace_process in (lines, exact)]
     assert flops[0] == pytest.approx(flops[1], rel=1e-3)
     assert peaks[0] == pytest.approx(peaks[1], rel=0.01)
 
@@ -185,10 +189,10 @@ def test_what_a_convolution_allocates_inside() -> None:
     x, weight = torch.zeros(2, 16, 8, 8), torch.zeros(16, 16, 3, 3)
     args = (x, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
     out = torch.ops.aten.convolution(*args)
-    inside = probe.allocations(torch.ops.aten.convolution.default, args, {}, out)
+    inside = allocation_probe.allocations(torch.ops.aten.convolution.default, args, {}, out)
     assert sum(inside) == out.nbytes  # the rest was given up
     assert inside.count(out.nbytes) >= 1
-    assert probe.allocations(torch.ops.aten.mm.default, args, {}, out) == ()
+    assert allocation_probe.allocations(torch.ops.aten.mm.default, args, {}, out) == ()
 
 
 def test_what_a_product_of_16_bits_allocates_inside() -> None:
@@ -198,14 +202,19 @@ def test_what_a_product_of_16_bits_allocates_inside() -> None:
     ]
     product = torch.ops.aten.mm.default
     out = product(*operands)
-    assert probe.allocations(product, operands, {}, out) == ()
-    inside = probe.allocations(product, operands, {}, out, products=True)
+    assert allocation_probe.allocations(product, operands, {}, out) == ()
+    inside = allocation_probe.allocations(product, operands, {}, out, products=True)
     assert sum(inside) == out.nbytes  # the rest, if there is any on this processor, was given up
     profile = traced("plan_models.py:Deep", "none", "full", precision="bf16")
     assert [set(profile.traces[policy].exact) for policy in ("none", "full")] == [{4}, set()]
     plain = replace(profile.traces["none"], exact={})
-    peaks = [peak_of(trace, 4, steady={}).num_bytes for trace in (plain, profile.traces["none"])]
-    scratch = max(sum(size for size in found if size > 0) for found in probe._found.values())
+    peaks = [
+        peak_of(trace_process, 4, steady={}).num_bytes
+        for trace_process in (plain, profile.traces["none"])
+    ]
+    scratch = max(
+        sum(size for size in found if size > 0) for found in allocation_probe._found.values()
+    )
     assert 0 <= peaks[1] - peaks[0] <= scratch
 
 
@@ -277,11 +286,11 @@ def test_cuda_keeps_other_things_and_what_was_found_holds_until_the_code_changes
     kept.write_text(json.dumps(json.loads(text) | {"why": "kept"}))
     assert found() == replace(first, why="kept")
     kept.write_text(text[:100])
-    assert trace._stored(kept) is None
+    assert trace_process._stored(kept) is None
     kept.write_text(text)
-    assert trace._stored(kept) == first
+    assert trace_process._stored(kept) == first
     code.write_text(code.read_text().replace("depth=1", "depth=2"))
-    assert trace._stored(kept) is None
+    assert trace_process._stored(kept) is None
 
 
 @pytest.fixture
@@ -307,7 +316,7 @@ def test_a_model_that_does_not_run_is_described(how: str, said: str) -> None:
 
 @pytest.mark.usefixtures("warm")
 def test_so_is_one_that_ends_its_process(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace, "_MODES", ("fake",))  # a process less
+    monkeypatch.setattr(trace_process, "_MODES", ("fake",))  # a process less
     profile = ask(("plan_models.py:Ends", {"how": "abort"}))
     assert (profile.source, profile.num_params) == ("formula", 16 * 16 + 16 + 17)
     assert "signal 6" in profile.why

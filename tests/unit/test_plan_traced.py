@@ -10,13 +10,13 @@ from torch import nn
 
 from zrun_core.errors import JobError
 from zrun_core.hardware.hardware import parse_simulate
-from zrun_core.plan.answer.estimate import Planner
-from zrun_core.plan.memory.memory import adds_gradients
+from zrun_core.plan.answer.planner import Planner
+from zrun_core.plan.memory.rank_memory import adds_gradients
 from zrun_core.plan.question.candidate import Candidate
 from zrun_core.plan.question.transformer import TransformerShape
 from zrun_core.plan.timing.costs import Costs, Terms
 from zrun_core.plan.trace.profile import Event, Linear, Op, Phase, Profile, Trace
-from zrun_core.plan.trace.tracing import describe_modules, describe_params
+from zrun_core.plan.trace.tracer import describe_modules, describe_params
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.parallel_dims import ParallelDims
 

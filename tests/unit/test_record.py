@@ -12,7 +12,7 @@ from torch import nn
 import zrun_core
 from zrun_core.library import run as library
 from zrun_core.library.model import Handle
-from zrun_core.zero.record import RecordLayout
+from zrun_core.zero.record_layout import RecordLayout
 from zrun_core.zero.unit import FlatUnit
 
 

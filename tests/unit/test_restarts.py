@@ -13,7 +13,7 @@ from zrun.hosts.conventions import NONE
 from zrun.job.load import LoadedJob
 from zrun.launch import session
 from zrun.launch.failures import Exit, Failure, Hang, LostHost, Note
-from zrun.launch.request import AttemptResult, LaunchRequest
+from zrun.launch.launch_request import AttemptResult, LaunchRequest
 from zrun.launch.restarts import Restarts
 from zrun.watch.ui import Ui
 from zrun_core.spine.config import JobConfig

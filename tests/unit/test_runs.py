@@ -17,21 +17,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from zrun.agent.last_words import speak_for_launcher
-from zrun.commands.logs import logs as logs_command
-from zrun.launch import stopping
-from zrun.runs import listing, lock
+from zrun.agent.post_mortem import speak_for_launcher
+from zrun.commands.logs import log_view as logs_command
+from zrun.launch import stop_request
+from zrun.runs import listing, run_lock
 from zrun.runs.listing import Run, State, find, job_name, listed, read, reference
-from zrun.runs.lock import Holder, Lock, is_held, last_holder
+from zrun.runs.run_lock import Holder, Lock, is_held, last_holder
 from zrun.runs.rundir import Earlier, RunDir
-from zrun.system.growing import as_text
 from zrun.system.processes import Process
-from zrun.watch import logs
-from zrun.watch.logs import Source, Tail, shown, sources
+from zrun.system.tail_file import as_text
+from zrun.watch import log_view
+from zrun.watch.log_view import Source, Tail, shown, sources
 from zrun.watch.runs_table import remarks, runs_table
 from zrun_core.errors import HangError, JobError, PreflightError, SaveError
-from zrun_core.spine.board import Board, peek
 from zrun_core.spine.events import encode
+from zrun_core.spine.flight_recorder import FlightRecorder, peek
 
 PLACES = [{"rank": rank, "host": f"n{rank // 2}"} for rank in range(4)]
 
@@ -63,8 +63,8 @@ def make(
 
 def started_at(path: Path, time: float) -> None:
     """Its launcher took the lock at that time."""
-    record = json.loads((path / lock.LOCK).read_text())
-    (path / lock.LOCK).write_text(json.dumps(record | {"time": time}))
+    record = json.loads((path / run_lock.LOCK).read_text())
+    (path / run_lock.LOCK).write_text(json.dumps(record | {"time": time}))
 
 
 def test_a_run_that_finished() -> None:
@@ -142,7 +142,7 @@ def test_between_two_attempts_a_run_still_runs() -> None:
     assert read(path).state is State.RUNNING
     with pytest.raises(JobError, match="in use"):
         RunDir.claim("gpt", path, earlier=Earlier.CONTINUE)
-    with RunDir.claim("gpt", path, earlier=Earlier.CONTINUE, lock=held) as rundir:
+    with RunDir.claim("gpt", path, earlier=Earlier.CONTINUE, run_lock=held) as rundir:
         rundir.exit_code = 0
         assert (path / "attempts" / "1" / "exit.json").exists()
     assert read(path).state is State.FINISHED
@@ -266,7 +266,7 @@ def test_damage_does_no_harm() -> None:
         file.write(b'\x00\xff[1]\n{"type": "step", "ti')
     for name in ("exit.json", "plan.json", "job.yaml"):
         (path / name).write_bytes(b"\x00\xff{")
-    (path / lock.LOCK).write_text('{"host": 1')
+    (path / run_lock.LOCK).write_text('{"host": 1')
     run = read(path)
     assert (run.step, run.state, run.job, run.ranks, run.holder) == (
         3,
@@ -294,7 +294,7 @@ def test_what_is_listed() -> None:
 def test_what_runs_elsewhere_on_this_machine_is_listed_too(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listing, "held_here", lock.held_here)
+    monkeypatch.setattr(listing, "held_here", run_lock.held_here)
     path = tmp_path_factory.mktemp("elsewhere") / "a run"
     with RunDir.claim("gpt", path):
         assert path in [run.path for run in listed(None)[0]]
@@ -387,16 +387,16 @@ def test_who_holds_the_lock(tmp_path: Path) -> None:
     assert last_holder(tmp_path) == held.holder
     held.close()
     assert not is_held(tmp_path)
-    assert tmp_path not in lock.held_here()
+    assert tmp_path not in run_lock.held_here()
 
 
 def test_whoever_only_looks_is_in_nobodys_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Lock(tmp_path).close()
-    with (tmp_path / lock.LOCK).open("rb") as looking:
+    with (tmp_path / run_lock.LOCK).open("rb") as looking:
         fcntl.flock(looking, fcntl.LOCK_SH)
-        monkeypatch.setattr(lock.time, "sleep", lambda _: fcntl.flock(looking, fcntl.LOCK_UN))
+        monkeypatch.setattr(run_lock.time, "sleep", lambda _: fcntl.flock(looking, fcntl.LOCK_UN))
         Lock(tmp_path).close()
 
 
@@ -430,7 +430,7 @@ def run_held_by(holder: Holder | None) -> Run:
 )
 def test_a_launcher_that_cannot_be_reached(holder: Holder | None, said: str) -> None:
     with pytest.raises(PreflightError, match=said):
-        stopping.stop(run_held_by(holder), now=False, timeout_s=0)
+        stop_request.stop(run_held_by(holder), now=False, timeout_s=0)
 
 
 def test_a_launcher_that_stands_still_is_named() -> None:
@@ -447,41 +447,41 @@ def test_a_launcher_that_stands_still_is_named() -> None:
         process.send_signal(19)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED)
         with pytest.raises(HangError, match=f"kill -CONT {process.pid}"):
-            stopping.stop(run, now=False, timeout_s=0)
+            stop_request.stop(run, now=False, timeout_s=0)
         process.send_signal(18)
         assert process.wait() == -15  # what had been sent
         stopping_again = run_held_by(Holder(me.host, process.pid, me.boot, found.started))
         with pytest.raises(PreflightError):
-            stopping.stop(stopping_again, now=False, timeout_s=0)
+            stop_request.stop(stopping_again, now=False, timeout_s=0)
 
 
 def test_patience_is_that_of_the_job(tmp_path: Path) -> None:
-    assert stopping.limits_of(tmp_path).stop_s == 30
+    assert stop_request.limits_of(tmp_path).stop_s == 30
     (tmp_path / "spec.json").write_text('{"job": {"limits": {"stop_s": 100}}}')
-    assert stopping.limits_of(tmp_path).stop_s == 100
+    assert stop_request.limits_of(tmp_path).stop_s == 100
     (tmp_path / "spec.json").write_text("[]")
-    assert stopping.limits_of(tmp_path).stop_s == 30
+    assert stop_request.limits_of(tmp_path).stop_s == 30
 
 
 def test_whoever_waits_for_a_launcher_waits_for_its_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It ends after 500 s of saving; the limits are 30 and 1800 s, and 30 more."""
-    board, now = Board(tmp_path / "board", 0, range(2), 2), [0.0]
+    board, now = FlightRecorder(tmp_path / "board", 0, range(2), 2), [0.0]
 
     def look(descriptor: int, patience_s: float) -> bool:
         now[0] += patience_s
         return now[0] > 500
 
-    monkeypatch.setattr(stopping, "_is_gone", look)
-    monkeypatch.setattr(stopping.time, "monotonic", lambda: now[0])
-    assert not stopping._ends(0, tmp_path, None)
+    monkeypatch.setattr(stop_request, "_is_gone", look)
+    monkeypatch.setattr(stop_request.time, "monotonic", lambda: now[0])
+    assert not stop_request._ends(0, tmp_path, None)
     assert 60 <= now[0] < 65
     now[0] = 0.0
     board.phase("save")
-    assert stopping._ends(0, tmp_path, None)
+    assert stop_request._ends(0, tmp_path, None)
     now[0] = 0.0
-    assert not stopping._ends(0, tmp_path, 100.0), "somebody has said how long to wait"
+    assert not stop_request._ends(0, tmp_path, 100.0), "somebody has said how long to wait"
 
 
 def test_a_board_is_looked_at_from_outside(tmp_path: Path) -> None:
@@ -489,7 +489,7 @@ def test_a_board_is_looked_at_from_outside(tmp_path: Path) -> None:
     (tmp_path / "board").write_bytes(b"half")
     assert peek(tmp_path / "board") is None
     (tmp_path / "board").unlink()
-    board = Board(tmp_path / "board", 0, range(2), 2)
+    board = FlightRecorder(tmp_path / "board", 0, range(2), 2)
     board.step(7)
     board.phase("hook")
     before = (tmp_path / "board").stat().st_size
@@ -538,7 +538,7 @@ def test_the_last_lines_of_a_long_log(tmp_path: Path, monkeypatch: pytest.Monkey
     path = tmp_path / "log"
     path.write_text("".join(f"line {number}\n" for number in range(1000)) + "unfinished")
     for size in (7, 64, 1 << 16):
-        monkeypatch.setattr(logs, "_READ_BYTES", size)
+        monkeypatch.setattr(log_view, "_READ_BYTES", size)
         for count in (1, 2, 500, 1001, 5000):
             tail = Tail(Source("log", path), count)
             expected = [*(f"line {number}" for number in range(1000)), "unfinished"][-count:]

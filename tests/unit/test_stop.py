@@ -22,7 +22,7 @@ from zrun.transport.frames import Frame, Stop
 from zrun_core.errors import RendezvousError
 from zrun_core.spine.config import LimitsConfig
 from zrun_core.spine.spec import LaunchPlan, RankPlace
-from zrun_core.spine.stop import SAVE, StopSignals
+from zrun_core.spine.stop_signals import SAVE, StopSignals
 
 INT, TERM, HUP, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1
 
@@ -89,7 +89,7 @@ def test_a_request_to_save_asks_for_no_end():
 
 def test_a_forked_helper_ends_as_if_there_were_no_handler():
     code = (
-        "import os, signal, time\nfrom zrun_core.spine.stop import StopSignals\n"
+        "import os, signal, time\nfrom zrun_core.spine.stop_signals import StopSignals\n"
         "stop = StopSignals()\nstop.can_finish = True\n"
         "stop.listen()\nread, write = os.pipe()\npid = os.fork()\n"
         "if pid == 0:\n    os.write(write, b'x')\n    while True:\n        time.sleep(0.01)\n"

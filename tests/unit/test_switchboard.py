@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
+from zrun.agent import agent_loop as module
 from zrun.agent import memory_watch
-from zrun.agent import switchboard as module
+from zrun.agent.agent_loop import AgentLoop
 from zrun.agent.observer import Observer
-from zrun.agent.switchboard import Switchboard
 from zrun.agent.workers import Worker
+from zrun.transport.frame_reader import FrameReader
 from zrun.transport.frames import Start, Stop, pack
-from zrun.transport.lines import Lines
-from zrun_core.spine.board import Board, BoardView
-from zrun_core.spine.stop import SAVE
+from zrun_core.spine.flight_recorder import FlightRecorder, FlightRecorderView
+from zrun_core.spine.stop_signals import SAVE
 
 PATIENCE_S = 30.0
 
@@ -35,14 +35,14 @@ class Setting:
     ) -> None:
         control, self.control = os.pipe()
         self.output, output = os.pipe()
-        self.switchboard = Switchboard(control, output)
+        self.switchboard = AgentLoop(control, output)
         os.write(self.control, Start({}, "here", {}, "module").pack())
         self.switchboard.orders.get(timeout=PATIENCE_S)
         heard, self.telemetry = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.switchboard.listen(heard)
         pid = os.posix_spawnp("sleep", ["sleep", "600"], os.environ, setsid=True, setsigdef=[SAVE])
         self.worker = Worker(pid, os.pidfd_open(pid))
-        observer = Observer(BoardView(folder / "board", range(rank, rank + 1)), folder)
+        observer = Observer(FlightRecorderView(folder / "board", range(rank, rank + 1)), folder)
         self.switchboard.watch(
             [rank], pid, folder, observer, {}, is_remote=is_remote, memory=memory
         )
@@ -68,7 +68,7 @@ class Setting:
 
     def hear(self) -> list[dict[str, Any]]:
         """Every frame up to `done`."""
-        lines, frames = Lines(), []
+        lines, frames = FrameReader(), []
         while not frames or frames[-1]["frame"] != "done":
             assert select.select([self.output], [], [], PATIENCE_S)[0], frames[-3:]
             frames += lines.feed(os.read(self.output, 1 << 16))
@@ -117,7 +117,7 @@ def test_ranks_that_go_on_get_time_to_save_when_nobody_is_heard(
     monkeypatch.setattr(module, "SILENCE_S", 1.0)
     monkeypatch.setattr(module, "ORPHAN_S", 1.2)
     setting = Setting(folder, is_remote=True)
-    board = Board(folder / "board", 0, range(1), 1)
+    board = FlightRecorder(folder / "board", 0, range(1), 1)
     try:
         while not select.select([setting.worker.pidfd], [], [], 0.02)[0]:
             board.step(1)  # it moves

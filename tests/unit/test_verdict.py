@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from zrun.agent.reach import Door, knock
+from zrun.agent.connectivity import Listener, knock
 from zrun.hosts.cluster import Gpu, HostFacts
 from zrun.hosts.probe import (
     Driver,
@@ -21,9 +21,9 @@ from zrun.hosts.probe import (
     facts,
     job_code,
 )
-from zrun.preflight.findings import Finding, describe
-from zrun.preflight.meeting import peers
-from zrun.preflight.verdict import Needs, judge, needs_of, remarks
+from zrun.preflight.host_checks import Needs, judge, needs_of, remarks
+from zrun.preflight.host_report import Finding, describe
+from zrun.preflight.reachability import peers
 from zrun.topology.nvml import Device, Reading
 from zrun_core.spine.config import JobConfig
 
@@ -254,7 +254,7 @@ def test_between_any_two_hosts_that_knock_it_is_both_ways() -> None:
 
 
 def test_a_door_is_at_one_address_and_knows_its_mark() -> None:
-    door, other = Door("127.0.0.1", "mark"), Door("127.0.0.1", "another")
+    door, other = Listener("127.0.0.1", "mark"), Listener("127.0.0.1", "another")
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         closed = socket.create_server(("127.0.0.1", 0))
         closed_port = closed.getsockname()[1]

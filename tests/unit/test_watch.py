@@ -15,16 +15,16 @@ from typing import Any
 import pytest
 from rich.console import Console, ConsoleDimensions
 
-from zrun.watch import text
+from zrun.watch import formatting
 from zrun.watch.follow import Follower
 from zrun.watch.live import Live
+from zrun.watch.panel_layout import Facts
 from zrun.watch.phases import Doing
 from zrun.watch.plain import Plain, message_line, step_line
 from zrun.watch.remaining import Remaining, remaining
 from zrun.watch.report import report
-from zrun.watch.room import Facts
+from zrun.watch.run_state import Curve, RunState, fold
 from zrun.watch.screen import Json, Nothing, open_screen
-from zrun.watch.state import Curve, RunState, fold
 from zrun.watch.stragglers import Stragglers
 from zrun.watch.ui import Ui, choose
 from zrun.watch.view import panel
@@ -260,7 +260,7 @@ def test_the_panel_says_what_is_being_done() -> None:
 
 
 def test_the_split_bar_is_filled() -> None:
-    bar = text.share_bar([0.03, 0.24, 0.47, 0.17, 0.09], "dFBCO", 40)
+    bar = formatting.share_bar([0.03, 0.24, 0.47, 0.17, 0.09], "dFBCO", 40)
     assert sum(size for _, size in bar) == 40
     assert bar[2] == ("B", 19)
 
@@ -364,11 +364,11 @@ def test_what_is_missed_least_goes_first() -> None:
 
 
 def test_a_table_has_one_unit_for_all_its_sizes() -> None:
-    assert text.Unit.of([]).name == "KiB"
-    assert text.Unit.of([3 * MIB, 10 * MIB]).text(3 * MIB) == "3.0"
-    assert text.Unit.of([3 * MIB]).name == "KiB"
-    assert text.Unit.of([9 << 30, MIB]).name == "MiB"
-    assert text.Unit.of([61 << 30, MIB]).text(100 * MIB) == "0.10"
+    assert formatting.Unit.of([]).name == "KiB"
+    assert formatting.Unit.of([3 * MIB, 10 * MIB]).text(3 * MIB) == "3.0"
+    assert formatting.Unit.of([3 * MIB]).name == "KiB"
+    assert formatting.Unit.of([9 << 30, MIB]).name == "MiB"
+    assert formatting.Unit.of([61 << 30, MIB]).text(100 * MIB) == "0.10"
 
 
 def test_a_plain_line_says_all() -> None:
@@ -568,7 +568,9 @@ class Terminal(io.StringIO):
                 rows = self.rows
                 place = max(len(rows) - 1 - int(up[1]), len(rows) - self.size[1], 0)
                 line = rows[place][0]
-                offset = sum(len(text) for number, text in rows[:place] if number == line)
+                offset = sum(
+                    len(formatting) for number, formatting in rows[:place] if number == line
+                )
                 self.lines[line:] = [self.lines[line][:offset]]
             elif not part.startswith(("\x1b", "\r")):
                 self.lines[-1] += part
@@ -592,14 +594,14 @@ def test_a_change_of_size_leaves_nothing_behind(
     for number, size in enumerate(sizes):
         terminal.size = console.size = ConsoleDimensions(*size)
         live.show(RUNNING, event("log", message=f"message {number}"))
-        visible = [text for _, text in terminal.rows][-size[1] :]
-        assert sum("╭" in text for text in visible) == 1
+        visible = [formatting for _, formatting in terminal.rows][-size[1] :]
+        assert sum("╭" in formatting for formatting in visible) == 1
         assert len(visible[-2]) == min(size[0], 140), "the lower border, above the cursor"
         print(f"line {number}")
         print(f"error {number}", file=sys.stderr)
         shown += [f"rank 0: message {number}", f"line {number}"]
     live.close(RUNNING)
-    assert [text for text in terminal.lines if text in shown] == shown
+    assert [formatting for formatting in terminal.lines if formatting in shown] == shown
     assert errors.getvalue().splitlines() == [f"error {number}" for number in range(len(sizes))], (
         "no terminal"
     )
@@ -607,7 +609,7 @@ def test_a_change_of_size_leaves_nothing_behind(
     if (
         min(width for width, _ in sizes) > 40
     ):  # else rows of a panel were pushed into the scrollback
-        assert sum("╭" in text for text in terminal.lines) == 1
+        assert sum("╭" in formatting for formatting in terminal.lines) == 1
 
 
 def test_after_a_stop_the_panel_leaves_alone_what_was_written_meanwhile(
@@ -695,17 +697,17 @@ def test_a_report_says_what_is_of_this_attempt() -> None:
     [(0.04, "0.0s"), (9.94, "9.9s"), (59.6, "1m00s"), (3600, "1h00m"), (200_000, "2d07h")],
 )
 def test_durations(seconds: float, shown: str) -> None:
-    assert text.duration(seconds) == shown
+    assert formatting.duration(seconds) == shown
 
 
 def test_small_texts() -> None:
-    assert [text.count(value) for value in (0, 0.5, 999, 1000, 18_300, 2e6, 3e9, 4e12)] == [
+    assert [formatting.count(value) for value in (0, 0.5, 999, 1000, 18_300, 2e6, 3e9, 4e12)] == [
         *("0", "0.5", "999", "1.0k", "18.3k", "2.0M", "3.0B", "4.0T"),
     ]
-    assert text.seconds(0.0123) == "12ms"
-    assert text.sparkline([], 10, False) == ""
-    assert text.sparkline([1.0, 1.0], 10, True) == "__"
-    assert text.sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8, False) == "▁▂▃▄▅▆▇█"
+    assert formatting.seconds(0.0123) == "12ms"
+    assert formatting.sparkline([], 10, False) == ""
+    assert formatting.sparkline([1.0, 1.0], 10, True) == "__"
+    assert formatting.sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8, False) == "▁▂▃▄▅▆▇█"
     assert message_line(event("memory")) is None
 
 

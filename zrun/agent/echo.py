@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from zrun.system.growing import LineCutter, as_text
+from zrun.system.tail_file import LineCutter, as_text
 from zrun_core.spine.events import Event
 
 _BURST = 100  # lines of all ranks together

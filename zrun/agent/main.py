@@ -3,7 +3,7 @@
 The launcher starts it before it knows what to run. It may ask what the host is like, and then sends the `Start` frame.
 With the argument `joined` it is a process that another launcher started, see `zrun.transport.join`: that one
 looks at its exit code, which is the run's.
-Otherwise it is two processes: see `zrun.agent.keeper`.
+Otherwise it is two processes: see `zrun.agent.reaper`.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from zrun.agent import keeper
+from zrun.agent import reaper
+from zrun.agent.agent_loop import AgentLoop
 from zrun.agent.echo import Echo
 from zrun.agent.observer import Observer
-from zrun.agent.switchboard import Switchboard
-from zrun.agent.witness import Witness
+from zrun.agent.rpc_server import RpcServer
 from zrun.agent.workers import Command, seen_alone
 from zrun.job.environment import WORKER_DEFAULTS
 from zrun.system import processes
 from zrun.transport.frames import Start, Stop
 from zrun_core.errors import ExitCode
-from zrun_core.spine.board import BoardView, host_file
+from zrun_core.spine.flight_recorder import FlightRecorderView, host_file
 from zrun_core.spine.folders import make_private
 
 _STORE = "store"  # the file through which the workers find each other
@@ -40,7 +40,7 @@ _STORE = "store"  # the file through which the workers find each other
 def main() -> None:
     is_joined = sys.argv[1:] == ["joined"]
     # The other launcher looks at this very process; else it is from here on the child of what was started.
-    private = keeper.private_folder() if is_joined else keeper.keep()
+    private = reaper.private_folder() if is_joined else reaper.keep()
     processes.adopt_orphans()
     control, output = _take_streams()
     terminal = os.dup(2) if is_joined else None  # whoever detaches gives up all of it
@@ -48,7 +48,7 @@ def main() -> None:
         os.write(output, _hello())
     except OSError:  # whoever started this process has let it go
         os._exit(ExitCode.HANG if is_joined else ExitCode.OK)
-    switchboard = Switchboard(control, output, is_joined=is_joined)
+    switchboard = AgentLoop(control, output, is_joined=is_joined)
     start, store = _answer_questions(switchboard)
     run_dir = Path(start.spec["run_dir"])
     for folder in (
@@ -58,7 +58,7 @@ def main() -> None:
     ):  # the launcher's disk may not be this one
         make_private(folder)
     _log_to(run_dir / "logs" / f"agent-{start.host}.log")
-    signal.signal(keeper.ABANDONED, lambda *_: _abandon(switchboard, private))
+    signal.signal(reaper.ABANDONED, lambda *_: _abandon(switchboard, private))
     with _telemetry(private) as telemetry:
         switchboard.listen(telemetry)
         try:
@@ -81,9 +81,9 @@ def main() -> None:
         sys.exit(ExitCode.HANG if switchboard.verdict is None else switchboard.verdict)
 
 
-def _answer_questions(switchboard: Switchboard) -> tuple[Start, socket.socket | None]:
+def _answer_questions(switchboard: AgentLoop) -> tuple[Start, socket.socket | None]:
     """Say what the launcher asks before it says what to run; the door of the workers' store, if that was asked for."""
-    witness = Witness()
+    witness = RpcServer()
     while not isinstance(order := switchboard.orders.get(), Start):
         switchboard.answer(witness.answer(order))
     witness.close()
@@ -95,7 +95,7 @@ def _run(
     store: socket.socket | None,
     run_dir: Path,
     telemetry: str,
-    switchboard: Switchboard,
+    switchboard: AgentLoop,
 ) -> None:
     plan = start.spec["plan"]
     here = [place for place in plan["ranks"] if place["host"] == start.host]
@@ -125,7 +125,9 @@ def _run(
     server = command.start()
     if store is not None:
         store.close()  # rank 0 has it, or will
-    observer = Observer(BoardView(host_file(run_dir, "board", all_here.start), all_here), run_dir)
+    observer = Observer(
+        FlightRecorderView(host_file(run_dir, "board", all_here.start), all_here), run_dir
+    )
     memory = start.spec["job"].get("limits", {}).get("memory")
     switchboard.watch(
         ranks, server.pid, run_dir, observer, echoes, is_remote=start.is_remote, memory=memory
@@ -155,7 +157,7 @@ def _echoes(start: Start, run_dir: Path, ranks: range) -> dict[int, Echo]:
 
 
 def _speak_for_launcher(run_dir: Path) -> None:
-    from zrun.agent.last_words import (
+    from zrun.agent.post_mortem import (
         speak_for_launcher,
     )  # with pydantic, for which no agent has to wait otherwise
 
@@ -165,14 +167,14 @@ def _speak_for_launcher(run_dir: Path) -> None:
         print(f"the launcher is gone, and that could not be written down: {error}", flush=True)
 
 
-def _abandon(switchboard: Switchboard, folder: Path) -> None:
+def _abandon(switchboard: AgentLoop, folder: Path) -> None:
     """The keeper of this process was killed. Nobody would clean up after it from now on, so it ends while it can."""
     switchboard.abandon()
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 
-def _pass_on_signals(switchboard: Switchboard) -> None:
+def _pass_on_signals(switchboard: AgentLoop) -> None:
     """A scheduler signals every process of a job: what means "finish" to the launcher must not end this one.
 
     Where SIGTERM tells of the launcher's death, the end of its stream does too.
@@ -226,7 +228,7 @@ def _log_to(path: Path) -> None:
 def _telemetry(folder: Path) -> Iterator[socket.socket]:
     """A datagram socket in a folder of its own: the run directory may be long, and on a file system without sockets."""
     folder.mkdir(mode=0o700)
-    path = folder / keeper.SOCKET
+    path = folder / reaper.SOCKET
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as telemetry:
         telemetry.bind(str(path))
         try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-from zrun_core.spine import room
+from zrun_core.spine import memory_limits
 from zrun_core.spine.sizes import format_size
 
 _MOST_KEPT = 256 << 20  # bytes that are left when it is over; less where there is little
@@ -30,7 +30,7 @@ class MemoryWatch:
 
     def __init__(self, most: int | None) -> None:
         self._most = most
-        self._kept = min(_MOST_KEPT, room.host_total() // 100)
+        self._kept = min(_MOST_KEPT, memory_limits.host_total() // 100)
         self._filled_per_s = _FILLED_PER_CORE * min(16, len(os.sched_getaffinity(0)))
         self._look_at = 0.0
         self._has_settled = False
@@ -52,14 +52,14 @@ class MemoryWatch:
         """
         if now < self._look_at:
             return ""
-        left = room.host_left(swap=True)
+        left = memory_limits.host_left(swap=True)
         if left < self._kept and not self._has_settled:
             return f"{format_size(left)} were left on this host"
         left -= self._kept
         if self._most is not None:
             ranks = [*pids]
             held, bound = (
-                room.held_bytes(ranks),
+                memory_limits.held_bytes(ranks),
                 round(_TOLERATED * self._most) + _BESIDE * len(ranks),
             )
             if held > bound:

@@ -10,9 +10,9 @@ from typing import Any
 
 from zrun.agent.unanswered import own_addresses, unanswered
 from zrun.system import processes
+from zrun.system.log_tail import last_lines
 from zrun.system.processes import Process
-from zrun.system.tail import last_lines
-from zrun_core.spine.board import BoardView
+from zrun_core.spine.flight_recorder import FlightRecorderView
 
 _STACKS_S = 1.0  # that ranks get for writing their stacks
 
@@ -20,7 +20,7 @@ _STACKS_S = 1.0  # that ranks get for writing their stacks
 class Observer:
     """What an agent sees of its host's ranks."""
 
-    def __init__(self, view: BoardView, run_dir: Path) -> None:
+    def __init__(self, view: FlightRecorderView, run_dir: Path) -> None:
         self._view, self._run_dir = view, run_dir
 
     def look(self, ranks: Iterable[int]) -> dict[str, Any]:

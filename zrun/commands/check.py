@@ -96,8 +96,8 @@ def _look(
 ) -> tuple[Cluster | None, str | PreflightError]:
     """The hosts; or why they are not looked at, or cannot be used."""
     from zrun.hosts.cluster import Cluster, probe_host
-    from zrun.launch.assemble import cluster_of, open_agents, survey
-    from zrun.preflight.findings import describe
+    from zrun.launch.bring_up import cluster_of, open_agents, survey
+    from zrun.preflight.host_report import describe
     from zrun.transport.agent_process import close_all
 
     if backend.kind == "local":

@@ -61,7 +61,7 @@ def ls(where: _Where, as_json: _Json = False) -> None:
     latest, problem = place.folder.latest()
     best, best_problem = place.folder.best()
     if as_json:
-        from zrun.checkpoints.tables import step_facts
+        from zrun.checkpoints.step_tables import step_facts
 
         steps = [step_facts(found) for found in place.steps]
         attempts = {
@@ -72,7 +72,7 @@ def ls(where: _Where, as_json: _Json = False) -> None:
         known = {"latest": latest, "best": best, "steps": steps}
         _print_json({**known, "aside": names, "attempts": attempts})
     else:
-        from zrun.checkpoints.tables import steps_table
+        from zrun.checkpoints.step_tables import steps_table
 
         print(place.folder.path)
         _print(steps_table(place.steps, [_saved(found) for found in place.steps], latest, best))
@@ -105,19 +105,19 @@ def inspect(
 
     Example: zrun ckpt inspect gpt --tensors
     """
-    from zrun.checkpoints import tables
+    from zrun.checkpoints import step_tables
     from zrun.checkpoints.locate import locate
 
     found = locate(where).step(step)
     manifest = found.manifest
     assert manifest is not None
     if as_json:
-        _print_json(tables.inspect_facts(found, manifest))
+        _print_json(step_tables.inspect_facts(found, manifest))
         return
-    _print(tables.summary(found, manifest))
-    _print(tables.states_table(manifest))
+    _print(step_tables.summary(found, manifest))
+    _print(step_tables.states_table(manifest))
     if tensors:
-        _print(tables.tensors_table(manifest))
+        _print(step_tables.tensors_table(manifest))
 
 
 @ckpt.command()
@@ -156,7 +156,7 @@ def verify(
     if as_json:
         _print_json({str(found.step): wrong for found, wrong in zip(steps, problems, strict=True)})
     else:
-        from zrun.checkpoints.tables import verify_table
+        from zrun.checkpoints.step_tables import verify_table
 
         print(place.folder.path)
         _print(verify_table(steps, problems, seconds))
@@ -243,7 +243,7 @@ def prune(
     """
     from zrun.checkpoints.locate import locate
     from zrun_core.checkpoint.folder import LEAST_KEPT
-    from zrun_core.checkpoint.lock import InUseError, held
+    from zrun_core.checkpoint.folder_lock import InUseError, held
     from zrun_core.errors import JobError
 
     if keep < LEAST_KEPT:

@@ -64,8 +64,8 @@ def doctor(
     Example: zrun doctor --hosts hostfile --bench
     """
     from zrun.preflight.calibration import Calibration
+    from zrun.preflight.host_bench import measure
     from zrun.preflight.inspection import Needs, inspect
-    from zrun.preflight.measure import measure
     from zrun.transport.agent_process import close_all
 
     agents = _agents(hosts, ssh, python or sys.executable)
@@ -123,7 +123,7 @@ def _facts(finding: Finding) -> dict[str, object]:
 
 
 def _print(findings: Sequence[Finding], rates: Calibration | None) -> None:
-    from zrun.preflight.findings import rates_tables, sentences, table
+    from zrun.preflight.host_report import rates_tables, sentences, table
 
     lines = [*table(findings), *sentences(findings, lambda finding: finding.problems)]
     lines += [f"note: {line}" for line in sentences(findings, lambda finding: finding.notes)]

@@ -19,12 +19,12 @@ from zrun_core.errors import ExitCode, JobError
 
 if TYPE_CHECKING:
     from zrun.estimate.answer import Answer
-    from zrun.estimate.request import Question
+    from zrun.estimate.question import Question
     from zrun.hosts.backend import HostOptions
     from zrun.hosts.cluster import Cluster
     from zrun.job.load import LoadedJob
     from zrun_core.hardware.hardware import Hardware
-    from zrun_core.plan.answer.estimate import Estimate
+    from zrun_core.plan.answer.planner import Estimate
 
 _WIDE = 120  # columns where there is no terminal
 _USUAL_GPU = "A100-80G"  # of --world and a size alone
@@ -234,7 +234,7 @@ class _Asking:
         price: float | None,
         patience_s: float,
     ) -> None:
-        from zrun.estimate.request import is_shape
+        from zrun.estimate.question import is_shape
 
         if gpu is not None and simulate is not None:
             raise JobError("--gpu and --simulate both name the hardware: leave one out")
@@ -254,7 +254,7 @@ class _Asking:
 
     def ask(self, *more: str) -> tuple[Question, LoadedJob | None]:
         from zrun.estimate.machine import hardware_of
-        from zrun.estimate.request import of_job, of_job_on, of_shape
+        from zrun.estimate.question import of_job, of_job_on, of_shape
 
         given = [*self.given, *more]
         if self.is_shape:
@@ -316,7 +316,13 @@ def _found(loaded: LoadedJob | None, options: HostOptions) -> Cluster:
 
 def _show(found: Answer, explain: str | None, tokens: str | None, price: float | None) -> None:
     from zrun.estimate.bars import bars
-    from zrun.estimate.tables import buffer_table, choice_table, in_words, stage_table, whole_run
+    from zrun.estimate.plan_tables import (
+        buffer_table,
+        choice_table,
+        in_words,
+        stage_table,
+        whole_run,
+    )
     from zrun.watch.console import open_console
 
     console = open_console(sys.stdout, wide=_WIDE)
@@ -360,7 +366,7 @@ def _show_search(
 ) -> None:
     from textwrap import fill
 
-    from zrun.estimate.tables import CHOICES
+    from zrun.estimate.plan_tables import CHOICES
 
     result = found.found
     assert result is not None
@@ -404,7 +410,7 @@ def _show_patch(console: Any, found: Answer) -> None:
 
 
 def _head(found: Answer) -> list[str]:
-    from zrun.watch.text import count
+    from zrun.watch.formatting import count
     from zrun_core.spine.sizes import format_size
 
     question, hardware = found.question, found.question.hardware
@@ -423,7 +429,7 @@ def _head(found: Answer) -> list[str]:
 
 
 def _budget(found: Answer, chosen: Estimate, tokens: str, price: float | None) -> str:
-    from zrun.estimate.tables import budget
+    from zrun.estimate.plan_tables import budget
     from zrun_core.plan.question.transformer import parse_count
 
     return budget(chosen.time, parse_count(tokens), chosen.candidate.dims.world_size, price)
@@ -433,8 +439,8 @@ def _sweep(
     asking: _Asking, question: Question, loaded: LoadedJob | None, sweep: str, as_json: bool
 ) -> None:
     from zrun.estimate.answer import as_data
-    from zrun.estimate.request import at
-    from zrun.estimate.tables import sweep_table
+    from zrun.estimate.plan_tables import sweep_table
+    from zrun.estimate.question import at
     from zrun.job.load import load_job
     from zrun.watch.console import open_console
     from zrun_core.errors import ZrunError
@@ -542,7 +548,7 @@ def _checked(what: str | None, emit: str | None, is_torn: bool) -> str:
 
 
 def _check(run: str, what: str | None, as_json: bool, patience_s: float) -> int:
-    from zrun.estimate.check import check_run
+    from zrun.estimate.compare_run import check_run
     from zrun.runs.listing import find
 
     if what is not None:

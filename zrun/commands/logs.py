@@ -61,8 +61,8 @@ def logs(
     import socket
 
     from zrun.runs.listing import find
-    from zrun.runs.lock import is_held
-    from zrun.watch.logs import shown, sources
+    from zrun.runs.run_lock import is_held
+    from zrun.watch.log_view import shown, sources
     from zrun_core.errors import JobError
 
     try:

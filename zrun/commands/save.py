@@ -47,15 +47,15 @@ def save(
     """
     import json
 
-    from zrun.launch import saving, stopping
+    from zrun.launch import save_request, stop_request
     from zrun.runs.listing import find, read
-    from zrun.watch import text
+    from zrun.watch import formatting
     from zrun_core.spine.sizes import format_size
 
     found = read(find(run, running=True))
-    saving.check(found)  # before anything is said
+    save_request.check(found)  # before anything is said
     if dry_run:
-        process = stopping.launcher_of(found, "save")
+        process = stop_request.launcher_of(found, "save")
         print(
             f"would ask process {process.pid} of run {found.run_id} to save at the end of the step"
         )
@@ -66,15 +66,15 @@ def save(
             file=sys.stderr,
         )
     try:
-        saved = saving.save(
-            found, stopping.limits_of(found.path).save_s if timeout is None else timeout
+        saved = save_request.save(
+            found, stop_request.limits_of(found.path).save_s if timeout is None else timeout
         )
-    except saving.RunEndedError as error:
+    except save_request.RunEndedError as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         raise typer.Exit(error.run.exit_code or error.exit_code) from None
     if as_json:
         print(json.dumps(read(found.path).facts() | {"saved": saved.facts()}, indent=2))
     else:
         print(
-            f"saved step {saved.step} ({format_size(saved.bytes)}, {text.seconds(saved.seconds)}): {saved.path}"
+            f"saved step {saved.step} ({format_size(saved.bytes)}, {formatting.seconds(saved.seconds)}): {saved.path}"
         )

@@ -51,13 +51,13 @@ def stop(
     """
     import json
 
-    from zrun.launch import stopping
+    from zrun.launch import stop_request
     from zrun.runs.listing import State, find, read
 
     found = read(find(run, running=True))
     was_running = found.state is State.RUNNING
     if was_running and dry_run:
-        process = stopping.launcher_of(found)
+        process = stop_request.launcher_of(found)
         print(
             f"would send {'the second' if now else 'a first'} signal to process {process.pid} of run {found.run_id}"
         )
@@ -66,7 +66,7 @@ def stop(
         if found.holder is not None and not as_json:
             how = "ending the workers" if now else "finishing the step"
             print(f"run {found.run_id} of {found.job}, {found.holder}: {how}", file=sys.stderr)
-        stopping.stop(found, now, timeout)
+        stop_request.stop(found, now, timeout)
         found = read(found.path)
     if as_json:
         print(json.dumps(found.facts() | {"was_running": was_running}, indent=2))

@@ -82,7 +82,7 @@ def _look(hosts: Path | None, host_list: str | None, ssh: str, python: str) -> C
     """
     from zrun.hosts.cluster import Cluster
     from zrun.hosts.hostfile import parse_option, read_hostfile
-    from zrun.preflight.findings import describe
+    from zrun.preflight.host_report import describe
     from zrun.preflight.inspection import Needs, inspect
     from zrun.transport.agent_process import close_all
     from zrun.transport.ssh import SshAgent

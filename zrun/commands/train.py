@@ -125,7 +125,7 @@ def train(
         command = shlex.join(
             ["zrun", "train", str(job), *(overrides or ()), *again, "--resume", "auto"]
         )
-        from zrun.launch.request import LaunchRequest
+        from zrun.launch.launch_request import LaunchRequest
         from zrun.launch.session import launch
 
         request = LaunchRequest(

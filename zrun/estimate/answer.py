@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from zrun.estimate import kept
 from zrun.estimate.forecast import Forecast
 from zrun.estimate.patch import Changes, as_overrides, as_yaml, job_changes
-from zrun.estimate.request import Question
-from zrun.estimate.tables import fullest
+from zrun.estimate.plan_tables import fullest
+from zrun.estimate.question import Question
 from zrun.estimate.why import doubt, overshoot, sentence, time_of
 
 if TYPE_CHECKING:

@@ -62,7 +62,7 @@ def _step_back(pace: str) -> None:
 def _make(request: dict[str, Any], pace: str) -> dict[str, Any]:
     from zrun.estimate.answer import answer, forecast_of
     from zrun.estimate.forecast import PATIENCE_S, Pace, store
-    from zrun.estimate.request import of_job
+    from zrun.estimate.question import of_job
     from zrun.hosts.cluster import Cluster, HostFacts
     from zrun.job.load import LoadedJob
     from zrun_core.spine.config import JobConfig

@@ -8,12 +8,12 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from zrun.estimate.bars import MEANINGS, PARTS, parts_of
-from zrun.estimate.tables import fits, fullest, paper_bytes, state_bytes, step_range
-from zrun.watch import text
+from zrun.estimate.plan_tables import fits, fullest, paper_bytes, state_bytes, step_range
+from zrun.watch import formatting
 from zrun_core.spine.sizes import format_size
 
 if TYPE_CHECKING:
-    from zrun_core.plan.answer.estimate import Estimate
+    from zrun_core.plan.answer.planner import Estimate
 
 _WIDTH, _ROW, _MARGIN = 760, 34, 90  # pixels
 _STYLE = """
@@ -121,7 +121,7 @@ def _table(stages: Sequence[Estimate], chosen: Estimate) -> str:
     rows = [_row("th", names)]
     for each in stages:
         rank = fullest(each)
-        tokens = text.count(each.time.tokens_per_s) if each.time.tokens_per_s else "-"
+        tokens = formatting.count(each.time.tokens_per_s) if each.time.tokens_per_s else "-"
         cells = (
             str(each.candidate.stage),
             *map(

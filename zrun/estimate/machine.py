@@ -10,7 +10,7 @@ from socket import gethostname
 from typing import TYPE_CHECKING, Any
 
 from zrun.preflight.calibration import Calibration, CoreRates, HostRates, MatmulRates
-from zrun_core.spine import room
+from zrun_core.spine import memory_limits
 
 if TYPE_CHECKING:
     from zrun.hosts.cluster import Cluster, HostFacts
@@ -63,7 +63,7 @@ def _host_memory(host: HostFacts, most: int | None) -> int:
     has = host.memory_bytes if most is None else min(host.memory_bytes, most)
     if host.hostname not in (gethostname(), "localhost"):
         return has
-    free, part = room.host_left(), max(1, host.memory_bytes // 100)
+    free, part = memory_limits.host_left(), max(1, host.memory_bytes // 100)
     return min(has, free // part * part or free)
 
 

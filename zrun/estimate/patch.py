@@ -24,7 +24,7 @@ from zrun_core.spine.config import DataConfig, JobConfig, Ref, Section
 from zrun_core.spine.spec import BatchPlan, resolve_batch
 
 if TYPE_CHECKING:
-    from zrun_core.plan.answer.estimate import Candidate
+    from zrun_core.plan.answer.planner import Candidate
 
 Changes = dict[str, Any]  # dotted key -> value
 

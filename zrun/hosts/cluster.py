@@ -18,7 +18,7 @@ from zrun.topology.cpus import USER_BINDING, NumaNode, read_nodes
 from zrun.topology.links import LinkMatrix, link_matrix, usable
 from zrun.topology.nvml import Device, Reading, Slice, read, read_machine
 from zrun.topology.scenario import Scenario
-from zrun_core.spine import room
+from zrun_core.spine import memory_limits
 from zrun_core.spine.sizes import format_size
 
 _NAMED = 3  # hosts that a message lists before it counts
@@ -155,7 +155,7 @@ def probe_host() -> HostFacts:
     host = HostFacts(
         socket.gethostname(),
         cores,
-        room.host_total(),
+        memory_limits.host_total(),
         nodes=read_nodes(cpus),
         unbound=_unbound(cpus, cores),
     )

@@ -109,7 +109,7 @@ def _references(job: JobConfig) -> dict[str, Ref]:
 
 
 def _inspect(job: JobConfig, job_dir: Path) -> Structure:
-    from zrun_core.optim.choose import choose
+    from zrun_core.optim.resolve import resolve_optimizer
     from zrun_core.train import parallelize
     from zrun_core.user_code import build, user
 
@@ -125,7 +125,7 @@ def _inspect(job: JobConfig, job_dir: Path) -> Structure:
         except JobError as error:
             mistakes.append(f"{key}: {error}")
     try:
-        choose(job.optim, lambda name: user.load(Ref(call=name), job_dir))
+        resolve_optimizer(job.optim, lambda name: user.load(Ref(call=name), job_dir))
     except JobError as error:
         mistakes.append(str(error))
     if mistakes:

@@ -19,13 +19,13 @@ from zrun.job.environment import without_secrets
 from zrun.job.load import LoadedJob
 from zrun.job.problems import Origin
 from zrun.job.render import with_origins
-from zrun.launch.assemble import assemble
+from zrun.launch.bring_up import assemble
 from zrun.launch.failures import Failure, Hang, LostHost, Stopped
-from zrun.launch.request import AttemptResult, LaunchRequest
+from zrun.launch.launch_request import AttemptResult, LaunchRequest
 from zrun.launch.supervise import Interrupts, Run, Supervisor, judge
 from zrun.placement.plan import Resolved, check_gpus, make_plan
-from zrun.runs.resume import begin, begin_again, under_lock
 from zrun.runs.rundir import RunDir, set_checkpoints_aside
+from zrun.runs.start_point import begin, begin_again, under_lock
 from zrun.system.output import say
 from zrun.system.signals import ends_with_parent, ignore, name_of, stoppable
 from zrun.transport.agent_process import AgentLink
@@ -33,10 +33,10 @@ from zrun.transport.agents import Agents
 from zrun.transport.frames import Start
 from zrun.transport.join import JoinedAgent
 from zrun.watch.follow import Follower
+from zrun.watch.panel_layout import Facts
 from zrun.watch.phases import PhaseWatch
 from zrun.watch.preface import brief, places, preface, width_of
 from zrun.watch.report import report
-from zrun.watch.room import Facts
 from zrun.watch.screen import open_screen
 from zrun.watch.stragglers import Stragglers
 from zrun.watch.topology import show_seats

@@ -23,7 +23,7 @@ from typing import NoReturn, Self
 
 from zrun.runs.listing import reference
 from zrun.runs.rundir import LOG, RunDir
-from zrun.system.growing import Growing
+from zrun.system.tail_file import Growing
 from zrun.watch.ui import Ui
 from zrun_core.errors import JobError, ZrunError
 

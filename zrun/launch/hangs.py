@@ -1,6 +1,6 @@
 """Ranks that no longer move: found by the launcher, from what the agents of all hosts see on their boards.
 
-Each rank counts its progress on the board of its host (`zrun_core.spine.board`), which the agent
+Each rank counts its progress on the board of its host (`zrun_core.spine.flight_recorder`), which the agent
 passes on. The launcher times how long a count stands still, by its own monotonic clock: clocks of
 hosts are never compared. A rank that works
 is given the limit of its phase; a rank that waits for others is not to blame while one of them works, so waiting counts
@@ -17,7 +17,7 @@ from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
 
 from zrun.transport.frames import SILENCE_S
-from zrun_core.spine.board import RankState
+from zrun_core.spine.flight_recorder import RankState
 
 if TYPE_CHECKING:  # an agent is there sooner without pydantic
     from zrun_core.spine.config import LimitsConfig

@@ -13,8 +13,8 @@ import time
 from dataclasses import replace
 
 from zrun.job.environment import forwarded_environment
-from zrun.launch.assemble import open_agents
-from zrun.launch.request import AttemptResult, LaunchRequest
+from zrun.launch.bring_up import open_agents
+from zrun.launch.launch_request import AttemptResult, LaunchRequest
 from zrun.launch.restarts import Restarts
 from zrun.system.output import say
 from zrun.system.signals import ignore, stoppable

@@ -14,17 +14,17 @@ from typing import Any, Protocol
 
 from zrun.launch.failures import Exit, Failure, Hang, LostHost, Note, first_failure, is_cause
 from zrun.launch.hangs import HangWatch, Inquiry
-from zrun.launch.patience import Patience
+from zrun.launch.stop_deadline import StopDeadline
 from zrun.runs.rundir import RunDir
 from zrun.system import signals
 from zrun.system.awake import AwakeClock
 from zrun.transport.frames import BEAT_S, BOARD_S, GRACE_S, SILENCE_S, Frame, Stop
 from zrun_core.errors import ExitCode, RendezvousError
-from zrun_core.spine.board import RankState
 from zrun_core.spine.config import LimitsConfig
 from zrun_core.spine.events import Event
+from zrun_core.spine.flight_recorder import RankState
 from zrun_core.spine.spec import LaunchPlan
-from zrun_core.spine.stop import SAVE
+from zrun_core.spine.stop_signals import SAVE
 
 _TURN_S = 0.1  # how late an interrupt may be noticed
 _ALONE_S = 5.0  # how long the others may run on after a rank left early; most notice by themselves
@@ -232,7 +232,9 @@ class Supervisor:
         self._late = clock() + limits.start_s
         self._beat_at = self._judge_at = float("-inf")
         self._alone_until: float | None = None
-        self._patience: Patience | None = None  # with workers that were asked to end by themselves
+        self._patience: StopDeadline | None = (
+            None  # with workers that were asked to end by themselves
+        )
         self._stop_at: float | None = None  # the other hosts, after a failure
         self._heard: dict[str, float] = {}  # host -> when it said something last
         self._told_at = float("inf")  # to stop, after a failure or a hang
@@ -346,7 +348,7 @@ class Supervisor:
     def _stop_when_asked(self, now: float) -> None:
         interrupts = self._interrupts
         if self._patience is None and (interrupts.level or self._run.stopping):
-            self._patience = Patience(now, self._limits)
+            self._patience = StopDeadline(now, self._limits)
             if not interrupts.level:
                 _say(f"{self._run.stopping}: finishing the step")
         if self._patience is not None and interrupts.level < 2:
@@ -358,7 +360,7 @@ class Supervisor:
             ):  # else all are being stopped already
                 _obey(self._agents, interrupts)
 
-    def _wait_to_finish(self, now: float, patience: Patience) -> None:
+    def _wait_to_finish(self, now: float, patience: StopDeadline) -> None:
         """Look whether the workers have had their time. A save is what it is there for: it is not cut off."""
         limits, was_due = self._limits, patience.was_due
         saves = any(state.phase == "save" for state in self._run.states.values())

@@ -15,10 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from zrun.hosts.probe import TOKEN_PREFIX, HostReport, job_code, software
-from zrun.preflight.findings import Finding, describe
-from zrun.preflight.meeting import meet
-from zrun.preflight.questions import OTHER_ZRUN, Answers, ask
-from zrun.preflight.verdict import Needs, judge, needs_of, remarks
+from zrun.preflight.host_checks import Needs, judge, needs_of, remarks
+from zrun.preflight.host_report import Finding, describe
+from zrun.preflight.reachability import meet
+from zrun.preflight.rpc_client import OTHER_ZRUN, Answers, ask
 from zrun.transport.agent_process import AgentLink
 from zrun_core.errors import PreflightError
 

@@ -21,7 +21,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from zrun.runs.lock import Holder, held_here, is_held, last_holder
+from zrun.runs.run_lock import Holder, held_here, is_held, last_holder
 from zrun.runs.rundir import is_run
 from zrun_core.errors import ExitCode, JobError
 from zrun_core.spine.events import Event

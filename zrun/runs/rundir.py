@@ -20,8 +20,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from zrun.runs.lock import LOCK, Lock, last_holder
-from zrun_core.checkpoint.lock import PATIENCE_S, InUseError, held
+from zrun.runs.run_lock import LOCK, Lock, last_holder
+from zrun_core.checkpoint.folder_lock import PATIENCE_S, InUseError, held
 from zrun_core.checkpoint.names import before_name, belongs_to_steps
 from zrun_core.errors import ExitCode, JobError, SaveError, StoppedError, ZrunError
 from zrun_core.spine.folders import make_private

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from zrun.topology.cpus import parse_cpus
-from zrun_core.spine.room import group_folders, number, text
+from zrun_core.spine.memory_limits import group_folders, number, text
 
 
 def cpu_quota() -> float | None:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from zrun_core.errors import ExitCode, StoppedError
-from zrun_core.spine.stop import SAVE
+from zrun_core.spine.stop_signals import SAVE
 
 STOP_NOW = signal.SIGRTMIN  # from `zrun stop --now`
 

@@ -23,9 +23,9 @@ from contextlib import suppress
 from types import TracebackType
 from typing import IO, Self
 
+from zrun.transport.frame_reader import FrameReader
 from zrun.transport.frames import Frame, Start, Stop, pack
-from zrun.transport.lines import Lines
-from zrun.transport.outbox import Outbox
+from zrun.transport.nonblocking_writer import NonblockingWriter
 
 _READ_BYTES = 1 << 16  # larger ones would be mapped anew for each read
 PATIENCE_S = 10.0  # for an agent that was told to end; it gives its workers half of that
@@ -53,9 +53,9 @@ class AgentLink(ABC):
         self.hello: Frame | None = None
         self.known_at: str | None = None
         self._input, self._output = down, up
-        self._outbox = Outbox(down.fileno())
+        self._outbox = NonblockingWriter(down.fileno())
         os.set_blocking(up.fileno(), False)
-        self._lines = Lines()
+        self._lines = FrameReader()
         self._started = False
         self._broken: OSError | None = None
         self._sending = threading.Condition()

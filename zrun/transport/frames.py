@@ -2,7 +2,7 @@
 
 Down the agent's stdin go length-prefixed JSON objects; its end is the end of the launcher, and of the workers:
 
-    {"ask": "facts"}        what is the host like? See `zrun.agent.witness`
+    {"ask": "facts"}        what is the host like? See `zrun.agent.rpc_server`
     {"spec": ...}           what all hosts are to run; compressed, since it tells of every rank
     Start                   run the workers of this one
     {"stop": "finish"}      ask them to end: see `Stop`
@@ -12,7 +12,7 @@ Down the agent's stdin go length-prefixed JSON objects; its end is the end of th
     {"hold": true}          it is about to stand still (ctrl-Z): its silence means nothing until its next word
     {"exit": 5}             to an agent that another launcher started: how its process is to end
 
-Up its stdout come JSON lines (`zrun.transport.lines`): `hello`, an `answer` to each question, `started`,
+Up its stdout come JSON lines (`zrun.transport.frame_reader`): `hello`, an `answer` to each question, `started`,
 `event`, `board`, `testimony`, `deaf` (it ends its workers, since it heard nothing for too long), `exit` and `done`.
 """
 

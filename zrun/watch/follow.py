@@ -9,8 +9,8 @@ from dataclasses import replace
 from itertools import groupby
 
 from zrun.watch.phases import Doing
+from zrun.watch.run_state import RunState, fold, fold_memory
 from zrun.watch.screen import Nothing, Screen
-from zrun.watch.state import RunState, fold, fold_memory
 from zrun_core.spine.events import Event, encode
 
 

@@ -14,8 +14,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from zrun_core.spine.board import PHASES, RankState
 from zrun_core.spine.events import Event
+from zrun_core.spine.flight_recorder import PHASES, RankState
 
 _LOOK_S = 0.25
 _LONG_S = 2.0  # that are worth a place in the panel

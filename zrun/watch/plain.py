@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from typing import TextIO
 
-from zrun.watch import text
+from zrun.watch import formatting
 from zrun.watch.remaining import remaining
-from zrun.watch.state import RunState
+from zrun.watch.run_state import RunState
 from zrun_core.spine.events import Event
 from zrun_core.spine.printable import printable
 from zrun_core.spine.sizes import format_size
@@ -39,14 +39,14 @@ class Plain:
                 due = step % self._every == 0 or step in (1, state.total_steps)
                 return step_line(state) if due else None
             case "phase":
-                return f"{printable(str(event.get('what')))}: {text.duration(float(event['seconds']))} so far"
+                return f"{printable(str(event.get('what')))}: {formatting.duration(float(event['seconds']))} so far"
             case "metrics" if event.get("hook") == "on_step":
                 return metrics_line(event) if event["step"] % self._every == 0 else None
         return message_line(event)
 
 
 def start_line(event: Event) -> str:
-    params = f"{text.count(event.get('params') or 0)} parameters"
+    params = f"{formatting.count(event.get('params') or 0)} parameters"
     lines = [
         f"start: {params}, zero {event.get('stage')}, {event.get('precision')}, {event.get('device')}"
     ]
@@ -63,19 +63,20 @@ def message_line(event: Event) -> str | None:
         case "start":
             return "\n".join(_notes(event)) or None
         case "eval":
-            numbers = text.metrics(event.get("metrics") or {"loss": event["loss"]})
+            numbers = formatting.metrics(event.get("metrics") or {"loss": event["loss"]})
             return f"eval at step {event['step']}: {numbers} over {event.get('samples')} samples"
         case "metrics" if event.get("hook") != "on_step":
             return metrics_line(event)
         case "save":
-            cost = f"{format_size(int(event.get('bytes') or 0))}, {text.seconds(float(event.get('seconds') or 0))}"
+            size = format_size(int(event.get("bytes") or 0))
+            cost = f"{size}, {formatting.seconds(float(event.get('seconds') or 0))}"
             best = event.get("best")
             mark = ""
             if best:
-                mark = f", the best so far: {text.metrics({best['metric']: best['value']})}"
+                mark = f", the best so far: {formatting.metrics({best['metric']: best['value']})}"
             return f"saved step {event['step']} ({cost}){mark}"
         case "estimate":
-            return f"estimate: {text.foretold(event)}"
+            return f"estimate: {formatting.foretold(event)}"
         case "warning":
             return f"warning (rank {event['rank']}): {printable(str(event.get('message')))}"
         case "stop" if event.get("signal") != "SIGUSR1":  # the launcher's own way to ask
@@ -99,7 +100,7 @@ def output_lines(event: Event) -> str:
 
 
 def metrics_line(event: Event) -> str:
-    return f"metrics at step {event['step']}: {text.metrics(event.get('values') or {})}"
+    return f"metrics at step {event['step']}: {formatting.metrics(event.get('values') or {})}"
 
 
 def step_line(state: RunState) -> str:
@@ -113,7 +114,7 @@ def step_line(state: RunState) -> str:
     if step.loss_scale is not None:
         parts.append(f"scale {step.loss_scale:g} skip {step.skips}")
     if state.speed is not None:
-        parts.append(f"{state.speed[1]} {text.count(state.speed[0])}")
+        parts.append(f"{state.speed[1]} {formatting.count(state.speed[0])}")
     if state.tflops is not None:
         parts.append(f"tflops {state.tflops:.3g}")
     if state.mfu is not None:
@@ -125,11 +126,11 @@ def step_line(state: RunState) -> str:
         )
         parts.append(f"mem {format_size(held)}")
     if state.step_s is not None:
-        parts.append(f"step {text.seconds(state.step_s)}")
+        parts.append(f"step {formatting.seconds(state.step_s)}")
     if step.epoch is not None:
         parts.append(f"epoch {step.epoch:.2f}")
     if state.elapsed_s is not None:
-        parts.append(f"elapsed {text.duration(state.elapsed_s)}")
+        parts.append(f"elapsed {formatting.duration(state.elapsed_s)}")
     if (left := remaining(state)) is not None:
         parts.append(f"eta {left}")
     return " ".join(parts)

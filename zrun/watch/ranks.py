@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 from rich.text import Text
 
-from zrun.watch import text
-from zrun.watch.room import GAP, LABEL, QUIET, Facts, Room
-from zrun.watch.state import MEMORY_KINDS, RunState
+from zrun.watch import formatting
+from zrun.watch.panel_layout import GAP, LABEL, QUIET, Facts, Room
+from zrun.watch.run_state import MEMORY_KINDS, RunState
 from zrun.watch.stragglers import own_times
 from zrun_core.spine.events import Event
 
@@ -32,7 +32,9 @@ def ranks_table(state: RunState, facts: Facts, room: Room) -> list[Text]:
     rows = _rows(of_ranks, room.height - 2, name)
     if any(state.planned_bytes.values()):
         rows["planned"] = {kind: float(size) for kind, size in state.planned_bytes.items()}
-    unit = text.Unit.of(row[kind] for row in rows.values() for kind in row if kind not in _OWN)
+    unit = formatting.Unit.of(
+        row[kind] for row in rows.values() for kind in row if kind not in _OWN
+    )
     labels = [unit.name, *rows]
     margin = max(LABEL, max(map(len, labels)) + len(GAP))
     columns = _columns(list(rows.values()), unit, room.width - margin)
@@ -44,11 +46,11 @@ def ranks_table(state: RunState, facts: Facts, room: Room) -> list[Text]:
     return lines
 
 
-def _columns(rows: list[dict[str, float]], unit: text.Unit, width: int) -> list[list[str]]:
+def _columns(rows: list[dict[str, float]], unit: formatting.Unit, width: int) -> list[list[str]]:
     """The columns that fit, each a head and a cell for each row, all of the same width."""
     columns: dict[str, list[str]] = {}
     for name in rows[0]:
-        shown = text.seconds if name in _OWN else unit.text
+        shown = formatting.seconds if name in _OWN else unit.text
         cells = [name, *(shown(row[name]) if name in row else "" for row in rows)]
         widest = max(map(len, cells))
         columns[name] = [cell.rjust(widest) for cell in cells]

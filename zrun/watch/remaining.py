@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from zrun.watch.state import RunState
-from zrun.watch.text import duration
+from zrun.watch.formatting import duration
+from zrun.watch.run_state import RunState
 
 
 @dataclass(frozen=True)

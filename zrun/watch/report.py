@@ -6,8 +6,8 @@ import textwrap
 from pathlib import Path
 
 from zrun.hosts.cluster import several
-from zrun.watch import text
-from zrun.watch.state import RunState, number
+from zrun.watch import formatting
+from zrun.watch.run_state import RunState, number
 from zrun_core.spine.sizes import format_size
 
 
@@ -22,7 +22,7 @@ def report(state: RunState, run_dir: Path, width: int | None = None) -> str:
     rows.append(("loss", _losses(state)))
     if state.evals:
         rows += _evaluations(state)
-    rows.append(("metrics", text.metrics(state.metrics)))
+    rows.append(("metrics", formatting.metrics(state.metrics)))
     rows.append(("speed", _speed(state)))
     sent = "sent by rank 0" + (" in this attempt" if state.resumed else "")
     for kind, traffic in (end.get("traffic") or {}).items():
@@ -32,7 +32,7 @@ def report(state: RunState, run_dir: Path, width: int | None = None) -> str:
     sizes = memory.get("measured_bytes"), memory.get("planned_bytes")
     rows.append(("memory", _compared(*sizes, "in buffers of rank 0", "plan")))
     if state.estimate is not None:
-        rows.append(("estimate", text.foretold(state.estimate)))
+        rows.append(("estimate", formatting.foretold(state.estimate)))
     rows.append(("run", str(run_dir)))
     rows = [(name, value) for name, value in rows if value]
     margin = max(len(name) for name, _ in rows) + 2
@@ -51,13 +51,16 @@ def _extent(state: RunState) -> list[tuple[str, str]]:
     seconds = end.get("total_s") or 0.0
     reason = f"{end.get('reason')}: {end['why']}" if end.get("why") else end.get("reason")
     if not state.resumed:
-        return [("done", f"{several(step, 'step')} in {text.duration(seconds)} ({reason})")]
+        return [("done", f"{several(step, 'step')} in {formatting.duration(seconds)} ({reason})")]
     before = state.resumed.get("seconds")
-    in_all = f" in {text.duration(before + seconds)}" if before is not None else ""
+    in_all = f" in {formatting.duration(before + seconds)}" if before is not None else ""
     made = several(step - state.resumed["step"], "step")
     return [
         ("done", f"{several(step, 'step')}{in_all} ({reason})"),
-        ("this attempt", f"{made} after step {state.resumed['step']}, in {text.duration(seconds)}"),
+        (
+            "this attempt",
+            f"{made} after step {state.resumed['step']}, in {formatting.duration(seconds)}",
+        ),
     ]
 
 
@@ -93,12 +96,14 @@ def _speed(state: RunState) -> str:
         made = total - first + getattr(state.first, unit)
         if made and seconds:
             of = "this attempt" if state.resumed else "the run"
-            rate = f"{text.count(made / seconds)} {name}"
+            rate = f"{formatting.count(made / seconds)} {name}"
             parts.append(f"{rate} over {of}, evaluations and saves included")
             break
-    lately = [f"{text.count(state.speed[0])} {state.speed[1]}"] if state.speed is not None else []
+    lately = (
+        [f"{formatting.count(state.speed[0])} {state.speed[1]}"] if state.speed is not None else []
+    )
     if state.step_s is not None:
-        lately.append(f"{text.seconds(state.step_s)}/step")
+        lately.append(f"{formatting.seconds(state.step_s)}/step")
     if state.mfu is not None:
         lately.append(f"MFU {state.mfu:.1%}")
     if lately:

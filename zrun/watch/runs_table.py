@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zrun.runs.listing import Run, State, reference
-from zrun.watch.text import duration
+from zrun.watch.formatting import duration
 from zrun_core.spine.printable import printable
 
 _STYLES = {

@@ -8,9 +8,9 @@ from typing import Protocol, TextIO
 
 from zrun.watch.console import open_console
 from zrun.watch.live import Live
+from zrun.watch.panel_layout import Facts
 from zrun.watch.plain import Plain
-from zrun.watch.room import Facts
-from zrun.watch.state import RunState
+from zrun.watch.run_state import RunState
 from zrun.watch.ui import Ui, choose
 from zrun_core.spine.events import Event, encode
 

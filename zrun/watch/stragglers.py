@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from statistics import median_low
 
-from zrun.watch import text
-from zrun.watch.room import Facts
+from zrun.watch import formatting
+from zrun.watch.panel_layout import Facts
 from zrun_core.spine.events import Event
 
 _TIMES = 3  # that a rank is told of as slow, one after the other, before it counts
@@ -69,7 +69,7 @@ class Stragglers:
             part = max(lost, key=lambda part: lost[part])
             message = (
                 f"{self._facts.rank(rank)} is slow, and the others wait: it works for "
-                f"{text.seconds(own[rank])} of each step, the median rank for {text.seconds(usual)}, "
+                f"{formatting.seconds(own[rank])} of each step, the median rank for {formatting.seconds(usual)}, "
                 f"most of the difference is in {part}; so for {self._step - self._since[rank]} steps"
             )
             emit({"type": "warning", "time": time.time(), "rank": rank, "message": message})

@@ -18,11 +18,11 @@ from rich.panel import Panel
 from rich.text import Text
 
 from zrun.hosts.cluster import several
-from zrun.watch import text
+from zrun.watch import formatting
+from zrun.watch.panel_layout import ALERT, GAP, GOOD, LABEL, QUIET, Facts, Room, packed
 from zrun.watch.ranks import ranks_table
 from zrun.watch.remaining import remaining
-from zrun.watch.room import ALERT, GAP, GOOD, LABEL, QUIET, Facts, Room, packed
-from zrun.watch.state import SPLIT, RunState
+from zrun.watch.run_state import SPLIT, RunState
 
 WIDEST = 140  # columns: beyond, the eye has too far to go
 _LEAST_LINES = 3  # of a panel, however low the terminal
@@ -123,7 +123,7 @@ def _beginning(state: RunState, facts: Facts) -> list[Text | str]:
     """What there is before the first step is done, and what is being done about it."""
     fields: list[Text | str] = [f"starting {several(facts.num_ranks, 'worker')}"]
     if state.start is not None:
-        fields = [f"{text.count(state.start.get('params') or 0)} parameters ready"]
+        fields = [f"{formatting.count(state.start.get('params') or 0)} parameters ready"]
     return fields + _waited_for(state)
 
 
@@ -132,7 +132,7 @@ def _waited_for(state: RunState) -> list[Text | str]:
     doing = state.doing
     if doing is None or doing.step < state.step.step or (state.step.step and not doing.is_long):
         return []
-    return [Text(f"{doing.what} {text.duration(doing.seconds)}", GOOD)]
+    return [Text(f"{doing.what} {formatting.duration(doing.seconds)}", GOOD)]
 
 
 def _so_far(state: RunState, facts: Facts, room: Room) -> list[Text]:
@@ -140,13 +140,13 @@ def _so_far(state: RunState, facts: Facts, room: Room) -> list[Text]:
     step = state.step
     fields = _waited_for(state) if step.step else []
     if state.elapsed_s is not None:
-        fields.append(f"elapsed {text.duration(state.elapsed_s)}")
+        fields.append(f"elapsed {formatting.duration(state.elapsed_s)}")
     if step.epoch is not None:
         fields.append(f"epoch {step.epoch:.2f}")
     if step.total_tokens:
-        fields.append(f"{text.count(step.total_tokens)} tokens")
+        fields.append(f"{formatting.count(step.total_tokens)} tokens")
     elif step.total_samples:
-        fields.append(f"{text.count(step.total_samples)} samples")
+        fields.append(f"{formatting.count(step.total_samples)} samples")
     if state.saved is not None:
         fields.append(f"saved at step {state.saved}")
     if state.num_warnings:
@@ -162,7 +162,7 @@ def _loss(state: RunState, facts: Facts, room: Room) -> list[Text]:
     left = room.width - len(GAP.join([loss, *evals])) - len(GAP)
     is_short = left < _LEAST_CURVE  # then the evaluation goes on a line of its own
     left = room.width - len(loss) - len(GAP) if is_short else left
-    curve = text.sparkline(state.losses.points, min(_MOST_CURVE, left), room.ascii_only)
+    curve = formatting.sparkline(state.losses.points, min(_MOST_CURVE, left), room.ascii_only)
     line = Text.assemble(loss, GAP if curve else "", (curve, GOOD))
     return packed([line, *evals], room.width)
 
@@ -187,9 +187,9 @@ def _update(state: RunState, facts: Facts, room: Room) -> list[Text]:
 def _speed(state: RunState, facts: Facts, room: Room) -> list[Text]:
     fields: list[Text | str] = []
     if state.speed is not None:
-        fields.append(f"{text.count(state.speed[0])} {state.speed[1]}")
+        fields.append(f"{formatting.count(state.speed[0])} {state.speed[1]}")
     if state.step_s is not None:
-        fields.append(f"{text.seconds(state.step_s)}/step")
+        fields.append(f"{formatting.seconds(state.step_s)}/step")
     if state.tflops is not None:
         fields.append(f"{state.tflops:.3g} TFLOP/s per rank")
     if state.mfu is not None:
@@ -207,7 +207,7 @@ def _time(state: RunState, facts: Facts, room: Room) -> list[Text]:
     width_of_bar = min(40, room.width - len(GAP.join([*legend, ""])))
     if width_of_bar < _LEAST_BAR:
         return packed(legend, room.width)
-    bar = text.share_bar(shares, _SPLIT_LETTERS, width_of_bar)
+    bar = formatting.share_bar(shares, _SPLIT_LETTERS, width_of_bar)
     styled = zip(bar, _SPLIT_STYLES, strict=True)
     parts = [(letter * size, style) for (letter, size), style in styled]
     return packed([Text.assemble(*parts), *legend], room.width)
@@ -216,13 +216,13 @@ def _time(state: RunState, facts: Facts, room: Room) -> list[Text]:
 def _metrics(state: RunState, facts: Facts, room: Room) -> list[Text]:
     """What the newest evaluation and the user's hooks have come to, but for the loss."""
     metrics = state.newest_metrics
-    return packed(text.metrics(metrics).split(GAP), room.width) if metrics else []
+    return packed(formatting.metrics(metrics).split(GAP), room.width) if metrics else []
 
 
 def _estimate(state: RunState, facts: Facts, room: Room) -> list[Text]:
     if state.estimate is None:
         return []
-    parts = re.split("(?<=[,;]) ", text.foretold(state.estimate))
+    parts = re.split("(?<=[,;]) ", formatting.foretold(state.estimate))
     return packed([Text(part, QUIET) for part in parts], room.width, " ")
 
 

@@ -46,9 +46,9 @@ from zrun_core.checkpoint.manifest import (
     together,
 )
 from zrun_core.checkpoint.model_files import ModelFiles
+from zrun_core.checkpoint.model_state import State
 from zrun_core.checkpoint.resume import Resumed
 from zrun_core.checkpoint.shard_file import Part, write_plain, write_shard
-from zrun_core.checkpoint.state import State
 from zrun_core.distributed import rng
 from zrun_core.distributed.comm import Comm, Group
 from zrun_core.errors import CheckpointError, HangError, PeerError, SaveError

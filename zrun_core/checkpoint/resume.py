@@ -12,8 +12,8 @@ import torch
 
 from zrun_core.checkpoint.folder import CheckpointFolder, read_step
 from zrun_core.checkpoint.manifest import Manifest
+from zrun_core.checkpoint.model_state import State
 from zrun_core.checkpoint.reader import Reader
-from zrun_core.checkpoint.state import State
 from zrun_core.distributed import rng
 from zrun_core.distributed.comm import Comm, Group
 from zrun_core.errors import CheckpointError

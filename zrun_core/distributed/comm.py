@@ -46,7 +46,7 @@ import torch.distributed as dist
 
 from zrun_core.distributed.host_memory import NUM_TAGS, HostMemory, Message, Work
 from zrun_core.errors import PEER_IS_GONE, HangError, PeerError
-from zrun_core.spine.board import Board, listed
+from zrun_core.spine.flight_recorder import FlightRecorder, listed
 
 DIRECT_MAX_RANKS = 8
 
@@ -174,7 +174,7 @@ class Comm:
         waited_s: seconds that the host spent waiting for other ranks.
     """
 
-    def __init__(self, device: torch.device, board: Board | None = None) -> None:
+    def __init__(self, device: torch.device, board: FlightRecorder | None = None) -> None:
         self.device = device
         self.phase = Phase.SETUP
         self.sent_bytes: Counter[TrafficKey] = Counter()

@@ -40,7 +40,7 @@ from typing import Any, Protocol
 import torch
 
 from zrun_core.errors import HangError, PeerError
-from zrun_core.spine.board import process_state
+from zrun_core.spine.flight_recorder import process_state
 
 SWITCH = "ZRUN_HOST_MEMORY"  # environment variable: "off" makes ranks of a host use sockets
 

@@ -16,7 +16,7 @@ from zrun_core.spine.sizes import format_size
 from zrun_core.spine.spec import BatchPlan, RunSpec
 from zrun_core.telemetry.metrics import process_memory
 from zrun_core.user_code.user import is_out_of_memory
-from zrun_core.zero.sharded import ShardedModel
+from zrun_core.zero.sharded_model import ShardedModel
 
 _SHOWN = 5
 _TOLD = 3  # holders in a warning

@@ -22,7 +22,7 @@ import xxhash
 
 from zrun_core.distributed.comm import Group
 from zrun_core.errors import DivergedError
-from zrun_core.zero.sharded import ShardedModel
+from zrun_core.zero.sharded_model import ShardedModel
 from zrun_core.zero.unit import FlatUnit
 
 _CHUNK_WORDS = 1 << 24  # that a device digests at a time: 128 MiB of scratch

@@ -21,8 +21,8 @@ from zrun_core.spine.parallel_dims import resolve_shard_size
 from zrun_core.train import parallelize
 from zrun_core.user_code.build import Built, build_on_meta, build_once_per_host, check
 from zrun_core.user_code.user import user_code
-from zrun_core.zero.plain import PlainLoop
-from zrun_core.zero.sharded import ShardedModel
+from zrun_core.zero.autograd_driver import ImplicitPasses
+from zrun_core.zero.sharded_model import ShardedModel
 
 Model = TypeVar("Model", bound=nn.Module)
 _Section = TypeVar("_Section", bound=Section)
@@ -33,7 +33,7 @@ _HANDLE = "_zrun"  # attribute of a sharded module
 class Handle:
     """What a sharded module knows of itself; it hangs on the module and goes with it."""
 
-    def __init__(self, run: Run, sharded: ShardedModel, loop: PlainLoop) -> None:
+    def __init__(self, run: Run, sharded: ShardedModel, loop: ImplicitPasses) -> None:
         self.run, self.sharded, self.loop = run, sharded, loop
         self.optimizer: torch.optim.Optimizer | None = None
 

@@ -23,9 +23,9 @@ from zrun_core.library.model import Handle
 from zrun_core.library.run import current
 from zrun_core.library.skips import Skips
 from zrun_core.optim import lightweight
-from zrun_core.optim.choose import (
+from zrun_core.optim.resolve import (
     MOMENTS,
-    Chosen,
+    OptimizerSpec,
     arguments_of,
     choose_with,
     find,
@@ -33,7 +33,7 @@ from zrun_core.optim.choose import (
 )
 from zrun_core.spine.config import LossScaleConfig
 from zrun_core.zero.precision import LossScaler, Precision
-from zrun_core.zero.sharded import StepResult
+from zrun_core.zero.sharded_model import StepResult
 
 
 class _Unread(NamedTuple):
@@ -332,7 +332,7 @@ def _choose(
     groups: Sequence[Mapping[str, Any]],
     moments: str,
     device: torch.device,
-) -> Chosen:
+) -> OptimizerSpec:
     """What `name` and `options` ask for; the options of each group are looked at too.
 
     Raises:
@@ -367,7 +367,7 @@ def _choose(
 
 
 def _own_options(
-    chosen: Chosen, groups: Sequence[Mapping[str, Any]], accepted: Mapping[str, Any]
+    chosen: OptimizerSpec, groups: Sequence[Mapping[str, Any]], accepted: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
     """What each group sets of the optimizer's arguments, where it sets any.
 

@@ -29,10 +29,10 @@ from zrun_core.errors import (
     UserCodeError,
 )
 from zrun_core.library import arguments
-from zrun_core.library.background import Background
-from zrun_core.library.record import Record
+from zrun_core.library.background_save import Background
+from zrun_core.library.run_record import Record
 from zrun_core.spine import heap
-from zrun_core.spine.board import Board, Watchdog
+from zrun_core.spine.flight_recorder import FlightRecorder, Watchdog
 from zrun_core.spine.tracebacks import users_place
 
 _ADVICE = (
@@ -76,7 +76,7 @@ class Run:
             board = None
             if self.world_size > 1:
                 ranks = range(mesh.host.ranks[0], mesh.host.ranks[-1] + 1)
-                board = Board(folder / "board", self.rank, ranks, self.world_size, _ADVICE)
+                board = FlightRecorder(folder / "board", self.rank, ranks, self.world_size, _ADVICE)
                 late = functools.partial(tell_late, board, patience_s)
                 Watchdog(board, functools.partial(_stop, self.rank), late=late, late_s=patience_s)
             self._comm = Comm(device, board)
@@ -323,7 +323,7 @@ def _stop(rank: int, error: HangError) -> None:
     os._exit(ExitCode.HANG)
 
 
-def tell_late(board: Board, seconds: float, late: list[int]) -> None:
+def tell_late(board: FlightRecorder, seconds: float, late: list[int]) -> None:
     """Say which ranks of this host keep the others waiting, and where this rank is if it is one of them.
 
     Called by the watchdog's thread. The wait goes on: what the others do may well take that long.

@@ -16,15 +16,15 @@ from torch import nn
 
 from zrun_core.checkpoint.checkpointer import About, Checkpointer, versions
 from zrun_core.checkpoint.folder import CheckpointFolder
-from zrun_core.checkpoint.lock import hold
+from zrun_core.checkpoint.folder_lock import hold
 from zrun_core.checkpoint.manifest import RANK, Manifest, TensorInfo
 from zrun_core.checkpoint.model_files import ModelFiles
+from zrun_core.checkpoint.model_state import ModelState
 from zrun_core.checkpoint.resume import Resumed, load_newest, restore_streams
 from zrun_core.checkpoint.shard_file import Part
-from zrun_core.checkpoint.state import ModelState
 from zrun_core.errors import CheckpointError, PeerError, SaveError, UserCodeError
 from zrun_core.library import arguments
-from zrun_core.library.background import in_own_words
+from zrun_core.library.background_save import in_own_words
 from zrun_core.library.model import Handle
 from zrun_core.library.optimizer import Optimizer
 from zrun_core.library.run import Run, current

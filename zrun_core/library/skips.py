@@ -6,7 +6,7 @@ import math
 import warnings
 
 from zrun_core.errors import NumericError
-from zrun_core.zero.sharded import ShardedModel
+from zrun_core.zero.sharded_model import ShardedModel
 
 _NAMED = 2  # skips in a row that are told: the sums name the parameter at once, each rank's own gradient only then
 

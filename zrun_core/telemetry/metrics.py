@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from zrun_core.hardware import hardware
-from zrun_core.spine import room
+from zrun_core.spine import memory_limits
 
 _FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -125,7 +125,7 @@ def process_memory(device: torch.device) -> dict[str, int | None]:
     return {
         "rss_bytes": resident,
         "peak_rss_bytes": highest,
-        "process_bytes": None if cuda else room.own_highest(),
+        "process_bytes": None if cuda else memory_limits.own_highest(),
         "device_allocated": torch.cuda.max_memory_allocated(device) if cuda else None,
         "device_reserved": torch.cuda.max_memory_reserved(device) if cuda else None,
     }

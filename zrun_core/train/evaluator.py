@@ -22,12 +22,12 @@ from zrun_core.data.loader import eval_batches
 from zrun_core.distributed import rng
 from zrun_core.distributed.named_vector import Arriving, NamedVector
 from zrun_core.errors import UserCodeError
-from zrun_core.spine.board import Board
+from zrun_core.spine.flight_recorder import FlightRecorder
 from zrun_core.spine.spec import RunSpec
-from zrun_core.telemetry.record import Evaluated, checked_name
+from zrun_core.telemetry.recorder import Evaluated, checked_name
 from zrun_core.user_code.loss import LossFunction, compute_loss
 from zrun_core.user_code.user import user_code
-from zrun_core.zero.sharded import ShardedModel
+from zrun_core.zero.sharded_model import ShardedModel
 
 Metrics = Callable[[nn.Module, Any], Any]
 _SAME_NAMES = "return the same names on every rank for every batch, with weight 0 where none counts"
@@ -63,7 +63,7 @@ class Evaluator:
         spec: RunSpec,
         sharded: ShardedModel,
         held_out: HeldOut,
-        board: Board | None,
+        board: FlightRecorder | None,
         asked_to_stop: Callable[[], bool],
     ) -> None:
         """

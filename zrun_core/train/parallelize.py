@@ -13,18 +13,18 @@ from zrun_core.distributed.comm import Comm
 from zrun_core.distributed.mesh import Mesh
 from zrun_core.errors import JobError
 from zrun_core.memory.layout import ZeroPolicy
-from zrun_core.optim.choose import Chosen
+from zrun_core.optim.resolve import OptimizerSpec
 from zrun_core.spine.config import ActivationsConfig, JobConfig, PrecisionConfig, ZeroConfig
 from zrun_core.spine.spec import resolve_bucket
 from zrun_core.user_code.build import Built
-from zrun_core.zero.cut import repeated_blocks
+from zrun_core.zero.auto_wrap import repeated_blocks
 from zrun_core.zero.exchange import Exchange
 from zrun_core.zero.precision import Precision
 from zrun_core.zero.server import Server
-from zrun_core.zero.sharded import Settings, ShardedModel
+from zrun_core.zero.sharded_model import ShardedModel, ShardingConfig
 
 
-def make_settings(job: JobConfig, optimizer: Chosen, device: torch.device) -> Settings:
+def make_settings(job: JobConfig, optimizer: OptimizerSpec, device: torch.device) -> ShardingConfig:
     """How `job` wants its model sharded and updated."""
     settings = shard_settings(job.zero, job.precision, job.activations, device, compile=job.compile)
     return replace(
@@ -43,9 +43,9 @@ def shard_settings(
     device: torch.device,
     *,
     compile: bool,
-) -> Settings:
+) -> ShardingConfig:
     """How a model is sharded, before anything is said of its optimizer."""
-    return Settings(
+    return ShardingConfig(
         zero=ZeroPolicy(zero.stage),
         precision=Precision.of(precision),
         optimizer=None,
@@ -60,7 +60,7 @@ def shard_settings(
 
 
 def parallelize(
-    built: Built, job: JobConfig, settings: Settings, mesh: Mesh, comm: Comm
+    built: Built, job: JobConfig, settings: ShardingConfig, mesh: Mesh, comm: Comm
 ) -> tuple[ShardedModel, list[str]]:
     """Transform a built model in place and shard it.
 

@@ -32,25 +32,25 @@ from zrun_core.errors import (
     StoppedError,
     ZrunError,
 )
-from zrun_core.guards.guards import NumericGuard
+from zrun_core.guards.numeric import NumericGuard
 from zrun_core.guards.oom import MemoryGuard
 from zrun_core.guards.replicas import ReplicaGuard
 from zrun_core.optim.lr import Schedule
 from zrun_core.pipeline.schedule import Action, ActionKind, no_pipeline
-from zrun_core.spine.board import Board
 from zrun_core.spine.events import Emitter
+from zrun_core.spine.flight_recorder import FlightRecorder
 from zrun_core.spine.spec import RunSpec
-from zrun_core.spine.stop import StopSignals
+from zrun_core.spine.stop_signals import StopSignals
 from zrun_core.spine.tracebacks import add_where, raised_at
-from zrun_core.telemetry.high_water import HighWater
 from zrun_core.telemetry.metrics import FlopCount, Phase, StepClock
-from zrun_core.telemetry.record import Pending, Progress, Recorder, to_host
+from zrun_core.telemetry.peak_memory import PeakMemory
+from zrun_core.telemetry.recorder import Pending, Progress, Recorder, to_host
 from zrun_core.train.evaluator import Evaluator, HeldOut
-from zrun_core.train.hooks import Hook, Hooks
+from zrun_core.train.user_hooks import Hook, Hooks
 from zrun_core.user_code.loss import LossFunction, LossKind, compute_loss
 from zrun_core.user_code.user import user_code
 from zrun_core.zero.micro_pass import MicroPass
-from zrun_core.zero.sharded import ShardedModel
+from zrun_core.zero.sharded_model import ShardedModel
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Trainer:
         parts: Parts,
         schedule: Schedule,
         emitter: Emitter,
-        board: Board | None,
+        board: FlightRecorder | None,
         stop: StopSignals,
         checkpointer: Checkpointer | None = None,
     ) -> None:
@@ -262,7 +262,7 @@ class Trainer:
         if self.recorder.num_steps != 1:
             yield
             return
-        with HighWater(self.device) as water:
+        with PeakMemory(self.device) as water:
             yield
         self.recorder.peak(water)
 

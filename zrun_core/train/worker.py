@@ -29,10 +29,10 @@ import torch.distributed as dist
 
 from zrun_core.checkpoint.checkpointer import About, Checkpointer, versions
 from zrun_core.checkpoint.folder import CheckpointFolder
+from zrun_core.checkpoint.folder_lock import hold
 from zrun_core.checkpoint.initial import load_weights
-from zrun_core.checkpoint.lock import hold
+from zrun_core.checkpoint.model_state import ModelState
 from zrun_core.checkpoint.resume import Resumed, load_newest, restore_streams
-from zrun_core.checkpoint.state import ModelState
 from zrun_core.data.loader import BatchLoader
 from zrun_core.distributed import rng
 from zrun_core.distributed.comm import Comm, Group
@@ -49,21 +49,21 @@ from zrun_core.errors import (
     lack_of_threads,
 )
 from zrun_core.guards import oom
-from zrun_core.optim.choose import choose
 from zrun_core.optim.lr import make_schedule
-from zrun_core.spine import heap, room, tracebacks
-from zrun_core.spine.board import Board, Watchdog, host_file
+from zrun_core.optim.resolve import resolve_optimizer
+from zrun_core.spine import heap, memory_limits, tracebacks
 from zrun_core.spine.config import Ref
 from zrun_core.spine.events import Emitter
+from zrun_core.spine.flight_recorder import FlightRecorder, Watchdog, host_file
 from zrun_core.spine.parallel_dims import refuse_untrained
 from zrun_core.spine.spec import RunSpec, checkpoint_folder
-from zrun_core.spine.stop import StopSignals
+from zrun_core.spine.stop_signals import StopSignals
 from zrun_core.train import parallelize
 from zrun_core.train.evaluator import HeldOut
 from zrun_core.train.trainer import Parts, Trainer
 from zrun_core.user_code import user
 from zrun_core.user_code.build import Built, build_on_meta, build_once_per_host
-from zrun_core.zero.sharded import Settings, check_room
+from zrun_core.zero.sharded_model import ShardingConfig, check_room
 
 _KINDS: dict[type[BaseException], str] = {UserCodeError: "user", PeerError: "peer"}
 # Of a whole traceback, to the launcher, which reads notes up to a size; the log has all of it.
@@ -139,7 +139,7 @@ class Worker:
         self.stop = StopSignals()
         self.lock: int | None = None  # on the folder of checkpoints
         ranks = spec.plan.ranks_on(spec.plan.ranks[rank].host)
-        self.board = Board(
+        self.board = FlightRecorder(
             host_file(self.run_dir, "board", ranks.start), rank, ranks, spec.plan.world_size
         )
         self.phase = "start"
@@ -187,7 +187,9 @@ class Worker:
         user.add_to_path(job_dir)
         user.load(job.model, job_dir)
         self.phase = "build"
-        chosen = choose(job.optim, lambda name: user.load(Ref(call=name), job_dir), device)
+        chosen = resolve_optimizer(
+            job.optim, lambda name: user.load(Ref(call=name), job_dir), device
+        )
         settings = parallelize.make_settings(job, chosen, device)
         settings = replace(settings, memory_bytes=self._memory_bytes(device))
         built = self._build(settings, mesh, comm)
@@ -354,10 +356,10 @@ class Worker:
         return (
             given
             if given is None or device.type != "cpu"
-            else given - room.held_bytes([os.getpid()])
+            else given - memory_limits.held_bytes([os.getpid()])
         )
 
-    def _build(self, settings: Settings, mesh: Mesh, comm: Comm) -> Built:
+    def _build(self, settings: ShardingConfig, mesh: Mesh, comm: Comm) -> Built:
         job = self.spec.job
         values = self.spec.resume is None and (job.init_from is None or not job.init_from.strict)
 

@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 from zrun_core.distributed.comm import Comm, Group
 from zrun_core.distributed.rng import mix
 from zrun_core.errors import JobError, PeerError, PreflightError, UserCodeError
-from zrun_core.spine import room
+from zrun_core.spine import memory_limits
 from zrun_core.spine.sizes import format_size
 
 Factory = Callable[[], nn.Module]
@@ -112,7 +112,7 @@ def build_once_per_host(
     """
 
     def look(structure: nn.Module) -> None:
-        check_room(structure, min(room.host_total(), memory or room.host_total()))
+        check_room(structure, min(memory_limits.host_total(), memory or memory_limits.host_total()))
         if check_states is not None:
             check_states(structure)
 
@@ -251,7 +251,7 @@ def _look_and_exit(factory: Factory, look: Callable[[nn.Module], None], answer: 
                 1, signal.SIGKILL
             )  # PR_SET_PDEATHSIG: others wait for the end of its connections
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        room.take_at_most(_LOOK_BYTES)  # where the factory makes values all the same
+        memory_limits.take_at_most(_LOOK_BYTES)  # where the factory makes values all the same
         sys.stdout = sys.stderr = nothing = open(os.devnull, "w")  # noqa: SIM115  # what it prints is printed once
         for stream in (1, 2):
             os.dup2(nothing.fileno(), stream)

@@ -31,7 +31,7 @@ from zrun_core.memory.buffers import Buffer, Kind
 from zrun_core.memory.layout import ParamSlot, Peers, StatePolicy, UnitLayout
 from zrun_core.zero.exchange import Exchange
 from zrun_core.zero.home import Here, Home, arrive
-from zrun_core.zero.record import RecordLayout
+from zrun_core.zero.record_layout import RecordLayout
 
 
 class UnitState(Enum):

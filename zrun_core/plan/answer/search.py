@@ -18,9 +18,9 @@ from typing import Literal, NamedTuple
 from zrun_core.errors import JobError
 from zrun_core.hardware.hardware import Hardware
 from zrun_core.memory.buffers import ON_DEVICE, Placement, Tier
-from zrun_core.plan.answer.estimate import Planner
 from zrun_core.plan.answer.outcome import Estimate, Result
-from zrun_core.plan.memory.memory import Stage, formula_slack
+from zrun_core.plan.answer.planner import Planner
+from zrun_core.plan.memory.rank_memory import Stage, formula_slack
 from zrun_core.plan.question.candidate import Candidate
 from zrun_core.plan.question.transformer import TransformerShape
 from zrun_core.plan.timing.collectives import Span

@@ -155,9 +155,9 @@ def _with_prices(rates: Rates, steps: Mapping[str, float], ranks: int) -> Rates:
 
 def _predicted(rates: Rates, depth: int, ranks: int) -> float:
     """Seconds of a step of a model without work, as a plan has it so far."""
-    from zrun_core.plan.answer.estimate import Candidate, Planner
+    from zrun_core.plan.answer.planner import Candidate, Planner
     from zrun_core.plan.measure.rehearsal import job_of
-    from zrun_core.plan.trace.trace import trace_in_subprocess
+    from zrun_core.plan.trace.trace_process import trace_in_subprocess
     from zrun_core.spine.parallel_dims import ParallelDims
 
     job = job_of(_EMPTY, depth, ranks, "fp32")

@@ -20,7 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zrun_core.hardware.operators import Operators, Rows
-from zrun_core.plan.trace.record import RawOp, describe
+from zrun_core.plan.trace.op_recorder import RawOp, describe
 
 _ATEN: Any = torch.ops.aten
 _WIDTH = 256  # of the last dimension

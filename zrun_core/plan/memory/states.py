@@ -31,14 +31,14 @@ from zrun_core.memory.layout import (
     whole_pages,
 )
 from zrun_core.memory.tensors import TensorPart, contiguous, whole
-from zrun_core.optim.choose import choose
+from zrun_core.optim.resolve import resolve_optimizer
 from zrun_core.plan.question.candidate import stage_blocks
 from zrun_core.plan.question.transformer import TransformerShape
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.parallel_dims import Coordinates, ParallelDims
 from zrun_core.train.parallelize import make_settings
-from zrun_core.zero.cut import repeated_blocks
-from zrun_core.zero.sharded import Settings, plan_cut
+from zrun_core.zero.auto_wrap import repeated_blocks
+from zrun_core.zero.sharded_model import ShardingConfig, plan_cut
 from zrun_core.zero.unit import moves_pages
 
 _UNTIL_BACKWARD = frozenset({"forward", "loss", "backward"})
@@ -141,7 +141,7 @@ def _without(unit: UnitLayout, prefixes: Sequence[str]) -> list[UnitLayout]:
     return [replace(unit, slots=tuple(slots))] if slots else []
 
 
-def settings_of(job: JobConfig, load: Callable[[str], Any], device: str) -> Settings:
+def settings_of(job: JobConfig, load: Callable[[str], Any], device: str) -> ShardingConfig:
     """How `job` wants its model sharded and updated on devices of this type, "cpu" or "cuda".
 
     Args:
@@ -150,12 +150,12 @@ def settings_of(job: JobConfig, load: Callable[[str], Any], device: str) -> Sett
     Raises:
         JobError: there is no such optimizer, or it cannot be sharded.
     """
-    return make_settings(job, choose(job.optim, load), torch.device(device))
+    return make_settings(job, resolve_optimizer(job.optim, load), torch.device(device))
 
 
 def cut_on_paper(
     model: nn.Module,
-    settings: Settings,
+    settings: ShardingConfig,
     buffer_bytes: int | None = None,
     table: Mapping[str, TensorPart] = WHOLE,
 ) -> PaperCut:
@@ -192,7 +192,7 @@ def cut_on_paper(
     return PaperCut(units, tuple(blocks), tuple(buffers))
 
 
-def cut_of_shape(shape: TransformerShape, settings: Settings, tp: int = 1) -> PaperCut:
+def cut_of_shape(shape: TransformerShape, settings: ShardingConfig, tp: int = 1) -> PaperCut:
     """Cut a transformer as zrun cuts the same model of `zrun_core.models`: what one of `tp` ranks has of it.
 
     Column-parallel matrices and vocabularies are divided, and so are heads; what is added to the residual stream is
@@ -287,14 +287,16 @@ class _Tree(nn.Module):
             self.head.weight = self.tokens.weight
 
 
-def peers_of_rank(settings: Settings, dims: ParallelDims, rank: Coordinates, device: str) -> Peers:
+def peers_of_rank(
+    settings: ShardingConfig, dims: ParallelDims, rank: Coordinates, device: str
+) -> Peers:
     """A rank's place among those that share its part of the model."""
     shard = dims.shard_size if settings.zero.divides else 1
     return Peers(shard, rank.dp % shard, dims.dp // shard, rank.dp // shard, direct_up_to(device))
 
 
 def layouts_of_rank(
-    cut: PaperCut, settings: Settings, dims: ParallelDims, rank: Coordinates, peers: Peers
+    cut: PaperCut, settings: ShardingConfig, dims: ParallelDims, rank: Coordinates, peers: Peers
 ) -> tuple[UnitLayout, ...]:
     """The units of a rank, divided as at run time."""
     return cut.layouts(dims, rank.pp, peers.shard_size, settings.zero.num_parts(peers))
@@ -322,7 +324,7 @@ def place(units: Sequence[UnitLayout], placement: Placement) -> Mapping[str, Pla
 
 def rank_buffers(
     cut: PaperCut,
-    settings: Settings,
+    settings: ShardingConfig,
     dims: ParallelDims,
     *,
     rank: Coordinates = FIRST,
@@ -353,7 +355,10 @@ def rank_buffers(
 
 
 def _update_scratch(
-    settings: Settings, layouts: Sequence[UnitLayout], away: Mapping[str, Placement], device: str
+    settings: ShardingConfig,
+    layouts: Sequence[UnitLayout],
+    away: Mapping[str, Placement],
+    device: str,
 ) -> list[Buffer]:
     """What the optimizer keeps from its first update on, wherever it updates."""
     chosen = settings.optimizer

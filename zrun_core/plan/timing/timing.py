@@ -19,7 +19,7 @@ from zrun_core.memory.buffers import Tier
 from zrun_core.plan.question.candidate import Candidate, stage_blocks
 from zrun_core.plan.timing.collectives import Cost, Span
 from zrun_core.plan.timing.costs import BYTES, Costs, Part, Terms, stream_seconds
-from zrun_core.plan.timing.schedule import Pass, Stream, replay, run_pass
+from zrun_core.plan.timing.stream_replay import Pass, Stream, replay, run_pass
 
 _HOST_UPDATE_SHARE = 0.75  # of the memory bandwidth of a host that a fused update reaches
 _COPY_CONTENTION = 0.03  # of a copy engine, which takes nothing from computation but its bandwidth

@@ -1,0 +1,161 @@
+"""Checkpoints as tables for a terminal and as JSON. Pure: nothing is read here."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from zrun.watch.formatting import count
+from zrun_core.spine.printable import printable
+from zrun_core.spine.sizes import format_size
+
+if TYPE_CHECKING:
+    from zrun_core.checkpoint.folder import Found
+    from zrun_core.checkpoint.manifest import Manifest
+
+
+def _table(*columns: str, right: Sequence[str] = ()) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return table
+
+
+def _problem(found: Found, text: str) -> Text:
+    return Text(
+        printable(text.replace(f"{found.path}/", "").replace(f"{found.path}: ", "")), style="red"
+    )
+
+
+def steps_table(
+    steps: Sequence[Found], saved: Sequence[str], latest: int | None, best: int | None = None
+) -> Table:
+    """A row per step, newest first. `saved` are the times; `latest` and `best` are told so."""
+    table = _table(
+        "step", "saved", "size", "ranks", "run", "state", right=("step", "size", "ranks")
+    )
+    for found, time in zip(steps, saved, strict=True):
+        if found.manifest is None:
+            table.add_row(str(found.step), time, "", "", "", _problem(found, found.problem or ""))
+        else:
+            words = {"latest": latest, "best": best}
+            marks = [word for word, step in words.items() if step == found.step]
+            state = Text(", ".join(["complete", *marks]), style="green")
+            size, ranks = format_size(found.manifest.num_bytes), str(found.manifest.world_size)
+            table.add_row(str(found.step), time, size, ranks, found.manifest.run_id, state)
+    return table
+
+
+def step_facts(found: Found) -> dict[str, Any]:
+    """A step for JSON, without what it holds."""
+    manifest = found.manifest
+    facts: dict[str, Any] = {"step": found.step, "path": str(found.path), "problem": found.problem}
+    if manifest is not None:
+        facts |= {
+            "bytes": manifest.num_bytes,
+            "world_size": manifest.world_size,
+            "run_id": manifest.run_id,
+        }
+    return facts
+
+
+def summary(found: Found, manifest: Manifest) -> Table:
+    """What a checkpoint is of, in two columns."""
+    layout, *others = manifest.layouts
+    differing = [{k: v for k, v in each.items() if v != layout.get(k)} for each in others]
+    kinds = Counter(tensor.kind for tensor in manifest.tensors)
+    elements = sum(tensor.numel for tensor in manifest.tensors)
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    rows = {
+        "checkpoint": str(found.path),
+        "step": str(manifest.step),
+        "run": manifest.run_id,
+        "job": str(manifest.job.get("name", "")),
+        "model": manifest.model.class_name if manifest.model is not None else "",
+        "written by": ", ".join(f"{name} {version}" for name, version in manifest.versions.items()),
+        "ranks": str(manifest.world_size),
+        "layout": _pairs(layout),
+        **({"other parts": "; ".join(map(_pairs, differing))} if others else {}),
+        "progress": _pairs(manifest.progress),
+        "tensors": f"{len(manifest.tensors)} with {count(elements)} elements: "
+        + ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items())),
+        "files": f"{len(manifest.files)} with {format_size(manifest.num_bytes)}",
+    }
+    for name, value in rows.items():
+        table.add_row(name, Text(printable(value)))
+    return table
+
+
+def _pairs(facts: dict[str, Any]) -> str:
+    """Nested facts on one line: `samples 6400, cursor.epoch 1`."""
+    flat: list[str] = []
+
+    def walk(prefix: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key, item in value.items():
+                walk(f"{prefix}.{key}" if prefix else str(key), item)
+        else:
+            flat.append(f"{prefix} {value}")
+
+    walk("", facts)
+    return ", ".join(flat)
+
+
+def states_table(manifest: Manifest) -> Table:
+    """How many bytes each kind of state takes."""
+    num_bytes: Counter[tuple[str, str]] = Counter()
+    tensors: dict[tuple[str, str], set[str]] = {}
+    for fragment in manifest.fragments:
+        key = (fragment.state, fragment.dtype)
+        num_bytes[key] += fragment.num_bytes
+        tensors.setdefault(key, set()).add(fragment.tensor)
+    table = _table("state", "format", "tensors", "size", right=("tensors", "size"))
+    for key, total in num_bytes.most_common():
+        table.add_row(Text(printable(key[0])), key[1], str(len(tensors[key])), format_size(total))
+    return table
+
+
+def tensors_table(manifest: Manifest) -> Table:
+    """A row per tensor of the model, with the states that are kept of it."""
+    states: dict[str, dict[str, None]] = {}
+    for fragment in manifest.fragments:
+        states.setdefault(fragment.tensor, {})[fragment.state] = None
+    table = _table("tensor", "shape", "format", "kind", "states")
+    for tensor in manifest.tensors:
+        names = "\n".join((tensor.name, *(f"= {alias}" for alias in tensor.aliases)))
+        shape = " x ".join(map(str, tensor.shape)) or "scalar"
+        kept = Text(printable(" ".join(states.get(tensor.name, ()))))
+        table.add_row(Text(printable(names)), shape, tensor.dtype, tensor.kind, kept)
+    return table
+
+
+def inspect_facts(found: Found, manifest: Manifest) -> dict[str, Any]:
+    """Everything in a manifest but its fragments, for JSON."""
+    facts = asdict(manifest)
+    del facts["fragments"]
+    return {"path": str(found.path), **facts}
+
+
+def verify_table(
+    steps: Sequence[Found], problems: Sequence[Sequence[str]], seconds: Sequence[float]
+) -> Table:
+    """A row per step that was read whole."""
+    table = _table("step", "size", "read at", "result", right=("step", "size", "read at"))
+    for found, wrong, time in zip(steps, problems, seconds, strict=True):
+        num_bytes = found.manifest.num_bytes if found.manifest is not None else 0
+        rate = f"{format_size(num_bytes / time)}/s" if num_bytes and time > 0 else ""
+        result = (
+            _problem(found, "\n".join(wrong))
+            if wrong
+            else Text("every byte as saved", style="green")
+        )
+        table.add_row(str(found.step), format_size(num_bytes) if num_bytes else "", rate, result)
+    return table

@@ -1,0 +1,239 @@
+"""Was the estimate of a run right? What is predicted of its job now, beside what the run has measured."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from socket import gethostname
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from zrun.estimate.forecast import PATIENCE_S
+from zrun.hosts.cluster import Cluster, probe_host
+from zrun.job.load import LoadedJob
+from zrun.watch import formatting
+from zrun_core.errors import JobError
+from zrun_core.spine.events import Event
+from zrun_core.spine.sizes import format_size
+from zrun_core.spine.spec import RunSpec
+
+if TYPE_CHECKING:
+    from zrun_core.hardware.hardware import Hardware
+    from zrun_core.plan.answer.outcome import Estimate
+
+_WARM_STEPS = 2  # whose times do not count: the first warms up, the second one's memory is measured
+_ON_CPU_ALONE, _ON_CPU, _ON_GPU, _RESERVED = 0.01, 0.02, 0.03, 0.07
+_TIME_CPU, _TIME_GPU = 0.15, 0.10
+_SHORT_S = 0.05
+_SMALL_BYTES = 1 << 20  # that do not matter, whatever their share
+
+
+@dataclass(frozen=True)
+class Line:
+    """One comparison.
+
+    Attributes:
+        tolerance: share of the measured value that the predicted one may be off; None: it is not judged.
+        is_bound: more may be predicted than was measured.
+    """
+
+    what: str
+    predicted: float
+    measured: float
+    tolerance: float | None
+    is_bound: bool = False
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, as a share of what was measured."""
+        return self.predicted / self.measured - 1
+
+    @property
+    def is_right(self) -> bool:
+        if self.tolerance is None:
+            return True
+        if self.what != "step" and abs(self.predicted - self.measured) <= _SMALL_BYTES:
+            return True
+        is_too_low = self.error < -self.tolerance
+        is_too_high = self.error > self.tolerance and not self.is_bound
+        return not (is_too_low or is_too_high)
+
+    def __str__(self) -> str:
+        in_words = formatting.seconds if self.what == "step" else format_size
+        limit = "not judged"
+        if self.tolerance is not None:
+            small = "" if self.what == "step" else f", or {format_size(_SMALL_BYTES)}"
+            limit = f"at most {self.tolerance:.0%}{' below' if self.is_bound else ''}{small}"
+        verdict = "" if self.tolerance is None else "  ok" if self.is_right else "  WRONG"
+        return (
+            f"{self.what:9} {in_words(self.predicted):>12} predicted {in_words(self.measured):>12} measured "
+            f"{self.error:+8.2%}  ({limit}){verdict}"
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "what": self.what,
+            "predicted": self.predicted,
+            "measured": self.measured,
+            "error": self.error,
+            "tolerance": self.tolerance,
+            "is_right": self.is_right,
+        }
+
+
+@dataclass(frozen=True)
+class Check:
+    """A run beside its estimate."""
+
+    run: Path
+    source: str
+    lines: tuple[Line, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def is_right(self) -> bool:
+        return all(line.is_right for line in self.lines)
+
+
+def check_run(run: Path, patience_s: float = PATIENCE_S) -> Check:
+    """Estimate the job of a run again, and compare.
+
+    Args:
+        patience_s: seconds that the job's model and data may take.
+
+    Raises:
+        JobError: the run has no record, or none of what is to be compared.
+        UserCodeError: the job's own code fails.
+    """
+    spec, events = _spec(run), list(_events(run / "events.jsonl"))
+    starts = [number for number, event in enumerate(events) if event.get("type") == "start"]
+    if not starts:
+        raise JobError(f"{run} has no event of a start: there is nothing to compare")
+    events = events[starts[-1] :]
+    start = events[0]
+    peaks = [event for event in events if event.get("type") in ("peak", "memory")]
+    times = [float(event["step_s"]) for event in events if event.get("type") == "step"][
+        _WARM_STEPS:
+    ]
+    if not times and not any(event.get("peak_bytes") for event in peaks):
+        raise JobError(
+            f"{run} has made too few steps: the memory of the second and the time of the third are compared"
+        )
+    hardware, notes = _hardware(spec, start)
+    return _compared(run, spec, hardware, patience_s, peaks, times, notes)
+
+
+def _compared(
+    run: Path,
+    spec: RunSpec,
+    hardware: Hardware,
+    patience_s: float,
+    peaks: list[Event],
+    times: list[float],
+    notes: list[str],
+) -> Check:
+    from zrun.estimate.plan_tables import fullest
+    from zrun.estimate.question import of_job_on
+
+    is_alike = not notes  # the run and this estimate are of one zrun and one machine
+    loaded = LoadedJob(spec.job, Path(spec.job_dir) / "job.yaml", {})
+    question = of_job_on(loaded, hardware, patience_s)
+    chosen = question.planner.estimate(question.base)
+    rank, on_cpu = fullest(chosen), spec.job.device == "cpu"
+    is_bound = chosen.is_bound
+    if chosen.is_guess:
+        notes += [note for note in chosen.notes if "are not known" in note]
+    if is_bound:
+        notes.append("samples differ in size: predicted for the longest, and most steps take less")
+    lines = []
+    if peak := max((event.get("peak_bytes") or 0 for event in peaks), default=0):
+        limit = _ON_GPU if not on_cpu else _ON_CPU_ALONE if spec.plan.world_size == 1 else _ON_CPU
+        judged = None if chosen.is_guess else limit
+        lines.append(Line("peak", rank.allocated, peak, judged, is_bound))
+    else:
+        notes.append(
+            "the run did not measure its memory: another version, or a profiler of its own in the second step"
+        )
+    if reserved := max((event.get("reserved_bytes") or 0 for event in peaks), default=0):
+        judged = None if chosen.is_guess else _RESERVED
+        lines.append(Line("reserved", rank.reserved, reserved, judged, is_bound))
+    if process := max((event.get("process_bytes") or 0 for event in peaks), default=0):
+        lines.append(Line("process", rank.device_used, process, None))
+    if times:
+        limit_s, why = _limit_of_time(chosen, hardware, is_alike=is_alike)
+        lines.append(Line("step", chosen.time.seconds, statistics.median(times), limit_s))
+        notes += [f"the time is not judged: {why}"] if why else []
+    return Check(run, chosen.source, tuple(lines), tuple(notes))
+
+
+def _limit_of_time(
+    chosen: Estimate,
+    hardware: Hardware,
+    *,
+    is_alike: bool,
+) -> tuple[float | None, str]:
+    """How far off a time may be; None, and why, where it says too little to be judged."""
+    if not hardware.measured:
+        return None, "nobody has measured this machine (zrun doctor --bench)"
+    if chosen.is_guess or chosen.is_bound or not is_alike:
+        return None, ""
+    if chosen.time.seconds < _SHORT_S:
+        return None, f"below {_SHORT_S * 1e3:.0f} ms a step is mostly what lies between operators"
+    return _TIME_CPU if hardware.device.kind == "cpu" else _TIME_GPU, ""
+
+
+def _hardware(spec: RunSpec, start: Event) -> tuple[Hardware, list[str]]:
+    """What the run ran on, as far as it is known here, and what is not."""
+    from zrun.estimate.machine import hardware_of
+
+    notes = []
+    made_by = (start.get("versions") or {}).get("zrun")
+    if made_by != version("zrun"):
+        notes.append(
+            f"the run was made by zrun {made_by or 'of an earlier version'}, this is {version('zrun')}"
+        )
+    hosts = spec.plan.hosts
+    per_host = max(len(spec.plan.ranks_on(host)) for host in hosts)
+    here = probe_host()
+    device = "cpu" if spec.job.device == "cpu" else "cuda"
+    if hosts[0] not in (here.hostname, gethostname(), "localhost"):
+        notes.append(
+            f"the run was on {hosts[0]}, this is {here.hostname}: times of another machine are not judged"
+        )
+    if device == "cuda" and not here.gpus:
+        from zrun_core.hardware.hardware import like, parse_simulate
+
+        return parse_simulate(
+            f"{len(hosts)}x{per_host}x{like(str(start.get('device'))).name}"
+        ), notes
+    cluster = Cluster(tuple(replace(here, hostname=host) for host in hosts))
+    return hardware_of(cluster, device, per_host, memory=spec.job.limits.memory), notes
+
+
+def _spec(run: Path) -> RunSpec:
+    try:
+        return RunSpec.read(run / "spec.json")
+    except OSError:
+        raise JobError(f"{run} has no spec.json: it is no run, or one that never began") from None
+    except ValidationError:
+        raise JobError(
+            f"{run}/spec.json is of another version of zrun: its job cannot be estimated here"
+        ) from None
+
+
+def _events(path: Path) -> Iterator[Event]:
+    try:
+        with path.open("rb") as file:
+            for line in file:
+                with suppress(ValueError):
+                    event = json.loads(line)
+                    if isinstance(event, dict):
+                        yield event
+    except OSError as error:
+        raise JobError(f"{path}: {error.strerror}: there is nothing to compare") from None

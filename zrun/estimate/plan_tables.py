@@ -1,0 +1,296 @@
+"""Estimates as tables for a terminal, and as lines of text. Pure: nothing is read or computed here but sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+from rich.text import Text
+
+from zrun.estimate.bars import MEANINGS, parts_of
+from zrun.watch import formatting
+from zrun_core.spine.sizes import format_size
+
+if TYPE_CHECKING:
+    from zrun_core.plan.answer.planner import Candidate, Estimate, RankMemory, StepTime
+
+_GOOD, _BAD, _DOUBTFUL = "green", "red", "yellow"
+_DAY_S = 86400.0
+_WRAPPED = {"buffer": 24, "offloaded": 16}  # the least width where a value may take several lines
+_SIZES = ("paper K=12", "states", "activations", "peak", "reserved", "device")
+
+
+def fullest(estimate: Estimate) -> RankMemory:
+    """The rank whose device is used most."""
+    return max(estimate.ranks, key=lambda rank: rank.device_used)
+
+
+def stage_table(estimates: Sequence[Estimate], chosen: Candidate, width: int) -> Table:
+    """A row for each estimate, which differ in their ZeRO stage; that of `chosen` is marked.
+
+    What a CPU has no allocator to tell is left out, and what is missed least in a small `width`.
+    """
+    unit = _unit(estimates)
+    cells: dict[str, Callable[[Estimate], str | Text]] = {
+        "": lambda each: ">" if each.candidate.stage == chosen.stage else "",
+        "stage": lambda each: str(each.candidate.stage),
+        "paper K=12": lambda each: unit.text(paper_bytes(each)),
+        "states": lambda each: unit.text(state_bytes(fullest(each))),
+        "activations": lambda each: _mark(each) + unit.text(parts_of(fullest(each))["activations"]),
+        "peak": lambda each: _mark(each) + unit.text(fullest(each).allocated),
+        "reserved": lambda each: _mark(each) + unit.text(fullest(each).reserved),
+        "device": lambda each: _mark(each) + unit.text(each.device_used),
+        "fits": fits,
+        "step": lambda each: _mark(each) + _seconds(each.time.seconds),
+        "tok/s": lambda each: formatting.count(each.time.tokens_per_s or 0),
+        "MFU": lambda each: _share(each.time.mfu),
+    }
+    if not any(each.device_used > fullest(each).allocated for each in estimates):
+        del cells["reserved"], cells["device"]
+    if not any(each.time.tokens_per_s for each in estimates):
+        del cells["tok/s"]
+    if not any(each.time.mfu for each in estimates):
+        del cells["MFU"]
+    columns = {name: [cell(each) for each in estimates] for name, cell in cells.items()}
+    missed_least = "MFU", "reserved", "paper K=12", "peak", "tok/s", "step"
+    styles = ["" if each.candidate.stage == chosen.stage else "dim" for each in estimates]
+    return _table(_fitting(columns, missed_least, width), unit, styles)
+
+
+CHOICES = (
+    "dp x tp x pp: replicas x tensor-parallel ranks x pipeline stages; micro: samples of a pass x "
+    "passes of a step; offloaded: what lies in the memory of the host or on its disks instead, and "
+    "how much of it; free: of the memory of the fullest device"
+)
+
+
+def choice_table(estimates: Sequence[Estimate], width: int) -> Table:
+    """A row for each configuration of a search, in the order given."""
+    unit = _unit(estimates)
+    rows: list[dict[str, str | Text]] = []
+    for number, each in enumerate(estimates, start=1):
+        candidate = each.candidate
+        dims = candidate.dims
+        sharded = f"/{dims.shard_size}" if candidate.stage and dims.shard_size != dims.dp else ""
+        virtual = f" ({dims.virtual} parts)" if dims.virtual > 1 else ""
+        rows.append(
+            {
+                "": str(number),
+                "zero": f"{candidate.stage}{sharded}",
+                "dp x tp x pp": f"{dims.dp} x {dims.tp} x {dims.pp}{virtual}",
+                "micro": f"{candidate.micro} x {candidate.accumulation}",
+                "checkpoint": candidate.checkpoint,
+                "offloaded": offloaded(candidate) or "-",
+                "device": unit.text(fullest(each).device_used),
+                "free": _free(each),
+                "step": _seconds(each.time.seconds),
+                "tok/s": formatting.count(each.time.tokens_per_s or 0),
+                "MFU": _share(each.time.mfu),
+                "*": "*" if candidate.lacking() else "",
+            }
+        )
+    columns = {name: [row[name] for row in rows] for name in rows[0]} if rows else {"": []}
+    if not any(each.time.tokens_per_s for each in estimates):
+        columns.pop("tok/s", None)
+    return _table(_fitting(columns, ("tok/s", "MFU", "device", "checkpoint"), width), unit)
+
+
+def sweep_table(key: str, rows: Sequence[tuple[str, Estimate | str]], width: int) -> Table:
+    """A row for each value of a key: its estimate, or why there is none."""
+    unit = _unit([found for _, found in rows if not isinstance(found, str)])
+    cells: dict[str, Callable[[Estimate], str | Text]] = {
+        "states": lambda each: unit.text(state_bytes(fullest(each))),
+        "activations": lambda each: unit.text(parts_of(fullest(each))["activations"]),
+        "peak": lambda each: unit.text(fullest(each).allocated),
+        "device": lambda each: unit.text(fullest(each).device_used),
+        "fits": fits,
+        "step": lambda each: step_range(each.time),
+        "tok/s": lambda each: (
+            formatting.count(each.time.tokens_per_s) if each.time.tokens_per_s else "-"
+        ),
+    }
+    columns: dict[str, list[str | Text]] = {key: [value for value, _ in rows]}
+    for name, cell in cells.items():  # the reason for there being none is told below
+        columns[name] = ["-" if isinstance(found, str) else cell(found) for _, found in rows]
+    missed_least = "tok/s", "activations", "states", "peak", "step"
+    return _table(_fitting(columns, missed_least, width), unit)
+
+
+def buffer_table(estimate: Estimate, pattern: str) -> Table:
+    """Every buffer whose name contains `pattern`, largest first, of each class of ranks."""
+    names = "rank", "buffer", "kind", "where", "bytes", "alive"
+    columns: dict[str, list[str | Text]] = {name: [] for name in names}
+    for rank in estimate.ranks:
+        chosen = [
+            buffer
+            for buffer in rank.buffers
+            if pattern in buffer.name or pattern == buffer.kind.value
+        ]
+        for buffer in sorted(chosen, key=lambda each: (-each.num_bytes, each.name)):
+            where = "pinned host" if buffer.pinned else buffer.tier.value
+            alive = "always" if buffer.phases is None else ", ".join(sorted(buffer.phases))
+            kind = MEANINGS.get(buffer.kind.value, buffer.kind.value)
+            row = (rank.role, buffer.name, kind, where, f"{buffer.num_bytes:,}", alive)
+            for name, value in zip(names, row, strict=True):
+                columns[name].append(value)
+    return _table(columns)
+
+
+def offloaded(candidate: Candidate) -> str:
+    """What of the states and activations does not lie on the device: `host: grad, optim 50%`."""
+    placement = candidate.placement
+    kinds = {
+        "param": placement.param,
+        "grad": placement.grad,
+        "optim": placement.optimizer,
+        "act": placement.activation,
+    }
+    away: dict[str, list[str]] = {}
+    for kind, tier in kinds.items():
+        if tier.value != "device":
+            away.setdefault(tier.value, []).append(kind)
+    share = f" {placement.fraction:.0%}" if away and placement.fraction < 1 else ""
+    return "; ".join(f"{tier}: {', '.join(kinds)}" for tier, kinds in away.items()) + share
+
+
+def in_words(estimate: Estimate) -> list[str]:
+    """Lines about time and traffic."""
+    time = estimate.time
+    parts = ", ".join(
+        f"{name} {_seconds(value)}" for name, value in time.parts.items() if value >= 5e-5
+    )
+    lines = [f"step: {step_range(time)}" + (f": {parts}" if parts else "")]
+    rates = [f"{formatting.count(time.tokens_per_s)} tok/s"] if time.tokens_per_s else []
+    rates += [f"MFU {time.mfu:.1%}"] if time.mfu else []
+    rates += [f"HFU {time.hfu:.1%}"] if time.hfu and time.hfu != time.mfu else []
+    lines += [f"speed: {', '.join(rates)}"] if rates else []
+    sent = [f"{format_size(size)} over {link}" for link, size in time.link_bytes.items() if size]
+    return [*lines, *([f"sent per step and rank: {', '.join(sent)}"] if sent else [])]
+
+
+def whole_run(time: StepTime, num_steps: int) -> str:
+    """Return how long all steps of a job take: `run: 192 steps in 32s (25s to 41s)`."""
+    total, low, high = (
+        _days(num_steps * each / _DAY_S) for each in (time.seconds, time.low, time.high)
+    )
+    return f"run: {num_steps:,} steps in {total} ({low} to {high}), without evaluations and saves"
+
+
+def budget(time: StepTime, tokens: int, devices: int, price: float | None) -> str:
+    """How long so many tokens take, and what they cost."""
+    if not time.tokens_per_s:
+        return f"{formatting.count(tokens)} tokens: this model's samples are no tokens"
+    days = tokens / time.tokens_per_s / _DAY_S
+    low, high = (days * each / time.seconds for each in (time.low, time.high))
+    line = f"{formatting.count(tokens)} tokens: {_days(days)} ({_days(low)} to {_days(high)})"
+    if price is not None:
+        cost, least, most = (price * devices * 24 * each for each in (days, low, high))
+        line += f"; {cost:,.0f} ({least:,.0f} to {most:,.0f}) at {price:g} for a device and hour"
+    return line
+
+
+def step_range(time: StepTime) -> str:
+    """`1.94s (1.7-2.1)`."""
+    if not time.seconds:
+        return "-"
+    unit, factor, digits = (
+        ("ms", 1e3, 0)
+        if time.seconds < 0.1
+        else ("s", 1.0, 2 if time.seconds < 10 else 1 if time.seconds < 100 else 0)
+    )
+    low, high = (f"{value * factor:.{digits}f}" for value in (time.low, time.high))
+    return f"{time.seconds * factor:.{digits}f}{unit} ({low}-{high})"
+
+
+def fits(estimate: Estimate) -> Text:
+    """Whether it fits, and by how much."""
+    if estimate.fits and estimate.is_guess:
+        return Text("cannot say", _DOUBTFUL)
+    free = estimate.capacity - fullest(estimate).device_used
+    if estimate.fits:
+        share = free / estimate.capacity if estimate.capacity else 0.0
+        return Text(f"yes, {share:.0%} free", _GOOD)
+    return Text(f"no, +{format_size(-free)}" if free < 0 else "no: host memory", _BAD)
+
+
+def state_bytes(rank: RankMemory) -> int:
+    """Everything on the device that is there in every phase of a step."""
+    sizes = parts_of(rank)
+    return sum(sizes[name] for name in ("params", "grads", "optim", "rings", "buffers"))
+
+
+def paper_bytes(estimate: Estimate) -> int:
+    """Model states of a rank by the accounting of the papers."""
+    return round(sum(estimate.paper.values()))
+
+
+def _mark(estimate: Estimate) -> str:
+    """The mark of numbers that are guessed."""
+    return "~" if estimate.is_guess else ""
+
+
+def _free(estimate: Estimate) -> Text:
+    free = estimate.capacity - fullest(estimate).device_used
+    share = f"{free / estimate.capacity:.0%}" if estimate.capacity else "-"
+    return Text(
+        share if estimate.fits else f"-{format_size(-free)}" if free < 0 else "host",
+        _GOOD if estimate.fits else _BAD,
+    )
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.0f}s" if value >= 100 else formatting.seconds(value)
+
+
+def _days(days: float) -> str:
+    if days < 1:
+        return formatting.duration(days * _DAY_S)
+    return f"{days:.1f} days" if days < 100 else f"{days:,.0f} days"
+
+
+def _share(value: float | None) -> str:
+    return f"{value:.1%}" if value else "-"
+
+
+def _unit(estimates: Sequence[Estimate]) -> formatting.Unit:
+    """Choose one for all sizes of a table."""
+    return formatting.Unit.of(max(each.device_used, paper_bytes(each)) for each in estimates)
+
+
+def _fitting(
+    columns: dict[str, list[str | Text]], missed_least: Sequence[str], width: int
+) -> dict[str, list[str | Text]]:
+    """Leave columns out, those that are missed least first, until the others fit."""
+    shown = dict(columns)
+    for name in missed_least:
+        if sum(_least_width(*each) + 2 for each in shown.items()) - 2 > width:
+            shown.pop(name, None)
+    return shown
+
+
+def _least_width(name: str, cells: Sequence[str | Text]) -> int:
+    widest = max(len(str(each)) for each in (name, *cells))
+    return min(widest, _WRAPPED.get(name, widest))
+
+
+def _table(
+    columns: dict[str, list[str | Text]],
+    unit: formatting.Unit | None = None,
+    styles: Sequence[str] = (),
+) -> Table:
+    """Make a table; the head of a column of sizes names their unit on a second line."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
+    left = {"", "fits", "checkpoint", "offloaded", "buffer", "kind", "where", "alive", "*"}
+    has_sizes = unit is not None and not columns.keys().isdisjoint(_SIZES)
+    for name, cells in columns.items():
+        head = "" if name == "*" else name
+        table.add_column(
+            f"{head}\n{unit.name if name in _SIZES else ''}" if unit and has_sizes else head,
+            justify="left" if name in left else "right",
+            no_wrap=name not in _WRAPPED,
+            min_width=_least_width(name, cells),
+        )
+    for number, row in enumerate(zip(*columns.values(), strict=True)):
+        table.add_row(*row, style=styles[number] if styles else "")
+    return table

@@ -1,0 +1,368 @@
+"""What is to be estimated: a job, a size or a transformers `config.json`, on hosts that are there or not.
+
+question = of_job(load_job(path), cluster)           # on hosts as they were found
+question = of_job_on(load_job(path), hardware)       # on hardware by name
+question = of_shape("7.5B", hardware)                # a model of that size, in a job that says nothing else
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zrun.estimate import kept
+from zrun.estimate.forecast import PATIENCE_S, UNRELATED
+from zrun.hosts.cluster import Cluster
+from zrun.job import overrides as command_line
+from zrun.job.document import Document
+from zrun.job.load import LoadedJob
+from zrun.job.scalars import write
+from zrun.job.validate import validate
+from zrun.placement.place import resolve_dims
+from zrun.placement.plan import make_plan
+from zrun_core.errors import JobError
+from zrun_core.spine.config import JobConfig
+from zrun_core.spine.parallel_dims import ParallelDims, resolve_shard_size
+from zrun_core.spine.spec import BatchPlan, resolve_batch, resolve_bucket
+
+if TYPE_CHECKING:
+    from zrun_core.hardware.hardware import Hardware
+    from zrun_core.plan.answer.planner import Planner
+    from zrun_core.plan.question.candidate import Candidate
+    from zrun_core.plan.question.transformer import TransformerShape
+    from zrun_core.plan.trace.profile import Profile
+
+POLICIES = ("none", "selective", "every_n", "full")
+_ALONE = ("zero.", "activations.checkpoint", "parallel.", "batch.")  # keys that change no trace
+
+
+@dataclass(frozen=True)
+class Question:
+    """A model, what runs it, and how the job asks for it. The model is looked at once somebody wants to know.
+
+    Attributes:
+        title: the name of the job, or what was given in its place.
+        job: without any auto, on this hardware.
+        asked: what the job asks for.
+        plan: makes `planner`.
+        config: as it is written; None where there is no job.
+        names_stage: whether a ZeRO stage was asked for; else it is the lowest that fits.
+        key: of its answers; None: they cannot be kept.
+        patience_s: seconds that the model and its data may take.
+    """
+
+    title: str
+    hardware: Hardware
+    job: JobConfig
+    batch: BatchPlan
+    asked: Candidate
+    plan: Callable[[], Planner]
+    config: JobConfig | None = None
+    names_stage: bool = True
+    key: str | None = None
+    patience_s: float = PATIENCE_S
+
+    @cached_property
+    def planner(self) -> Planner:
+        """The estimates of its model on its hardware.
+
+        Raises:
+            JobError: the job names what does not exist.
+            UserCodeError: the job's own code fails.
+        """
+        return self.plan()
+
+    @cached_property
+    def base(self) -> Candidate:
+        """What is to be estimated."""
+        return self.asked if self.names_stage else _least_stage(self.planner, self.asked)
+
+
+def of_job(
+    loaded: LoadedJob,
+    cluster: Cluster,
+    environ: Mapping[str, str] = os.environ,
+    patience_s: float = PATIENCE_S,
+) -> Question:
+    """A job on hosts as they were found.
+
+    Args:
+        patience_s: seconds that the model and its data may take; what is known by then counts.
+
+    Raises:
+        JobError: the job cannot run there, or names what does not exist.
+        PreflightError: a host lacks what it asks for.
+        UserCodeError: the job's own code fails.
+    """
+    from zrun.estimate.machine import hardware_of
+
+    resolved = make_plan(loaded.config, cluster)
+    device = "cpu" if resolved.job.device == "cpu" else "cuda"
+    per_host = max(len(resolved.plan.ranks_on(host)) for host in resolved.plan.hosts)
+    hardware = hardware_of(cluster, device, per_host, environ, resolved.job.limits.memory)
+    return _question(loaded, resolved.job, resolved.batch, hardware, patience_s)
+
+
+def of_job_on(loaded: LoadedJob, hardware: Hardware, patience_s: float = PATIENCE_S) -> Question:
+    """A job on hardware by name: as many ranks as it has devices, whatever the job says of hosts and slots.
+
+    Raises:
+        JobError: the batch or `parallel` do not divide over it, or the job names what does not exist.
+        UserCodeError: the job's own code fails.
+    """
+    job, batch = _resolved_on(loaded.config, hardware)
+    return _question(loaded, job, batch, hardware, patience_s)
+
+
+def of_shape(
+    text: str,
+    hardware: Hardware,
+    overrides: Sequence[str] = (),
+    seq: int | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> Question:
+    """A model of a size, or of a `config.json`, in a job with the keys of `overrides`.
+
+    Raises:
+        JobError: `text` is neither, or an override is wrong.
+    """
+    shape = _shape(text, seq)
+    job, batch = _resolved_on(_job_of_shape(text, hardware, overrides, environ), hardware)
+    asked = _candidate(job, batch, hardware)
+    names_stage = any(each.partition("=")[0] in ("zero", "zero.stage") for each in overrides)
+
+    def plan() -> Planner:
+        from zrun_core.plan.answer.planner import Planner
+
+        return Planner(shape, hardware, job)
+
+    key = kept.key_of(
+        {"shape": repr(shape), "names stage": names_stage, **_facts(job, batch, hardware)}
+    )
+    return Question(shape.name, hardware, job, batch, asked, plan, names_stage=names_stage, key=key)
+
+
+def is_shape(text: str) -> bool:
+    """Whether `text` names a model by its size, or a `config.json`; else a job file."""
+    path = Path(text)
+    return path.suffix == ".json" or not (path.exists() or path.suffix in (".yaml", ".yml"))
+
+
+def at(question: Question, loaded: LoadedJob, key: str) -> Question:
+    """The same question of a job with other keys, which `loaded` has; without a new trace where they change none."""
+    if not key.startswith(_ALONE):  # another model, or another format
+        return of_job_on(loaded, question.hardware, question.patience_s)
+    job, batch = _resolved_on(loaded.config, question.hardware)
+    asked = _candidate(job, batch, question.hardware)
+    return replace(
+        question, job=job, batch=batch, asked=asked, plan=lambda: question.planner, key=None
+    )
+
+
+def _question(
+    loaded: LoadedJob,
+    job: JobConfig,
+    batch: BatchPlan,
+    hardware: Hardware,
+    patience_s: float,
+) -> Question:
+    from zrun_core.plan.trace.trace_process import key_of_trace
+
+    job_dir = loaded.path.absolute().parent
+    asked = _candidate(job, batch, hardware)
+
+    def plan() -> Planner:
+        from zrun_core.spine.config import Ref
+        from zrun_core.user_code import user
+
+        profile = _profile(job, job_dir, hardware, asked, patience_s)
+        from zrun_core.plan.answer.planner import Planner
+        from zrun_core.plan.trace.parameters_only import with_guesses
+
+        formula = _formula(job)
+        if formula is None:
+            profile = with_guesses(profile, (asked.checkpoint,))
+        return Planner(
+            profile,
+            hardware,
+            job,
+            formula=formula,
+            load=lambda name: user.load(Ref(call=name), job_dir),
+        )
+
+    key = None
+    if ":" not in job.optim.name:  # of an optimizer of the job's own nobody notes the files
+        traced = key_of_trace(job, job_dir, **_of_trace(hardware, asked))
+        written = loaded.config.model_dump(mode="json", by_alias=True, exclude=set(UNRELATED))
+        key = kept.key_of({"trace": traced, "written": written, **_facts(job, batch, hardware)})
+    return Question(
+        job.name,
+        hardware,
+        job,
+        batch,
+        asked,
+        plan,
+        loaded.config,
+        key=key,
+        patience_s=patience_s,
+    )
+
+
+def _facts(job: JobConfig, batch: BatchPlan, hardware: Hardware) -> dict[str, Any]:
+    return {
+        "job": job.model_dump(mode="json", by_alias=True, exclude=set(UNRELATED)),
+        "batch": batch.model_dump(),
+        "hardware": repr(hardware),
+    }
+
+
+def _of_trace(hardware: Hardware, asked: Candidate) -> dict[str, Any]:
+    device = "cpu" if hardware.device.kind == "cpu" else "cuda"
+    policies = tuple(dict.fromkeys((asked.checkpoint, *POLICIES)))  # what is asked for comes first
+    ranks = min(hardware.devices_per_node, asked.dims.world_size)
+    return {
+        "micros": (asked.micro,),
+        "checkpoints": policies,
+        "device": device,
+        "threads": max(1, hardware.cores // ranks) if device == "cpu" else 1,
+    }
+
+
+def _profile(
+    job: JobConfig,
+    job_dir: Path,
+    hardware: Hardware,
+    asked: Candidate,
+    patience_s: float,
+) -> Profile:
+    from zrun.job.environment import worker_environment
+    from zrun_core.plan.trace.trace_process import trace_in_subprocess
+
+    # What comes next needs torch: it is imported while the other process traces.
+    ahead = threading.Thread(target=_import_planner, daemon=True)
+    ahead.start()
+    profile = trace_in_subprocess(
+        job,
+        job_dir,
+        **_of_trace(hardware, asked),
+        environment=worker_environment(job, os.environ),
+        timeout_s=patience_s,
+    )
+    ahead.join()
+    return profile
+
+
+def _import_planner() -> None:
+    import zrun_core.plan.answer.search  # noqa: F401
+
+
+def _formula(job: JobConfig) -> TransformerShape | None:
+    from zrun_core.plan.question.transformer import TransformerShape
+
+    with suppress(JobError):
+        return TransformerShape.from_model_args(job.model.call, job.model.args)
+    return None
+
+
+def _resolved_on(config: JobConfig, hardware: Hardware) -> tuple[JobConfig, BatchPlan]:
+    axes = resolve_dims(config.parallel, hardware.num_devices)
+    batch = resolve_batch(config, axes.dp)
+    device = "cpu" if hardware.device.kind == "cpu" else "cuda"
+    group = config.zero.shard_group
+    if isinstance(group, int) and config.zero.stage and axes.dp % group:
+        raise JobError(
+            f"zero.shard_group: groups of {group} do not divide {axes.dp} data-parallel ranks"
+        )
+    job = config.model_copy(
+        update={
+            "device": device,
+            "slots": hardware.devices_per_node,
+            "parallel": config.parallel.model_copy(update={"dp": axes.dp}),
+            "batch": config.batch.model_copy(
+                update={"global_": batch.global_size, "micro": batch.micro}
+            ),
+            "zero": config.zero.model_copy(update={"bucket": resolve_bucket(config.zero, device)}),
+        }
+    )
+    return job, batch
+
+
+def _candidate(job: JobConfig, batch: BatchPlan, hardware: Hardware) -> Candidate:
+    from zrun_core.plan.question.candidate import Candidate
+
+    parallel = job.parallel
+    dims = ParallelDims(batch.ranks, parallel.tp, parallel.pp, order=parallel.order)
+    shard = resolve_shard_size(job.zero, dims.dp, dims.dp_per_host(hardware.devices_per_node))
+    if job.zero.stage and shard != dims.dp:
+        dims = replace(dims, shard=shard)
+    return Candidate(
+        job.zero.stage,
+        dims,
+        batch.micro,
+        batch.accumulation,
+        job.activations.checkpoint,
+        job.precision.compute,
+        sequence_parallel=dims.tp > 1,
+        init=job.init,
+    )
+
+
+def _shape(text: str, seq: int | None) -> TransformerShape:
+    from zrun_core.plan.question.transformer import TransformerShape
+
+    path = Path(text)
+    if path.suffix != ".json":
+        try:
+            shape = TransformerShape.from_size(text)
+        except JobError as error:
+            raise JobError(f"{text!r} is no file, and no size of a model: {error}") from None
+        return (
+            shape if seq is None else replace(shape, seq=seq, positions=max(seq, shape.positions))
+        )
+    try:
+        config = json.loads(path.read_bytes())
+    except OSError as error:
+        raise JobError(f"{path}: {error.strerror}") from None
+    except ValueError:
+        raise JobError(f"{path} is no JSON: name the config.json of a transformers model") from None
+    if not isinstance(config, dict):
+        raise JobError(f"{path} holds no object: name the config.json of a transformers model")
+    try:
+        return TransformerShape.from_config(config, seq)
+    except JobError as error:
+        raise JobError(f"{path}: {error}") from None
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        raise JobError(f"{path}: its values make no transformer: {error}") from None
+
+
+def _job_of_shape(
+    text: str, hardware: Hardware, overrides: Sequence[str], environ: Mapping[str, str]
+) -> JobConfig:
+    """The job of a model that has none: bf16 where the device computes in it, one sample per micro-batch."""
+    precision = next((name for name in ("bf16", "fp16") if name in hardware.device.peak), "fp32")
+    given: dict[str, Any] = {
+        "name": "size",
+        "model": "size:size",
+        "data": "size:size",
+        "steps": 1,
+        "batch": {"micro": 1},
+        "precision": precision,
+    }
+    document = Document.parse(
+        "".join(f"{key}: {write(value)}\n" for key, value in given.items()), text, environ
+    )
+    command_line.apply(document, overrides, environ)
+    return validate(document)
+
+
+def _least_stage(planner: Planner, base: Candidate) -> Candidate:
+    """The lowest stage that fits; the highest if none does."""
+    stages = [replace(base, stage=stage) for stage in range(4)]
+    return next((each for each in stages if planner.estimate(each).fits), stages[-1])

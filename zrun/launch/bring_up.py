@@ -1,0 +1,241 @@
+"""The hosts of a run: from their names to agents that are there, and to what they offer."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from socket import gethostname
+
+from zrun.agent.store import url
+from zrun.hosts.backend import Backend
+from zrun.hosts.cluster import Cluster, HostFacts, probe_host
+from zrun.launch.rank_assignment import check_slots, hosts_of, merged
+from zrun.preflight.host_checks import needs_of
+from zrun.preflight.host_report import Finding, describe
+from zrun.preflight.inspection import HELLO_S, HostReport, inspect
+from zrun.preflight.rpc_client import ask
+from zrun.system import processes
+from zrun.transport.agent_process import AgentLink
+from zrun.transport.frames import Frame
+from zrun.transport.join import Caller, JoinedAgent
+from zrun.transport.local import LocalAgent
+from zrun.transport.slurm import SrunAgent
+from zrun.transport.ssh import SshAgent
+from zrun_core.errors import PreflightError
+from zrun_core.spine.config import JobConfig
+from zrun_core.spine.spec import checkpoint_folder
+
+_STORE_S = 10.0
+
+
+@dataclass(frozen=True)
+class HostAgent:
+    """An agent that is there, and what it is to run.
+
+    Attributes:
+        host: as the plan calls it.
+        interface: of that host, which leads to the others; None: there are no others.
+        seat: the one rank of that host that it runs; None: all of them.
+        is_remote: it may be cut off from this process, whose silence then tells it so.
+    """
+
+    agent: AgentLink
+    host: str
+    interface: str | None = None
+    seat: int | None = None
+    is_remote: bool = True
+
+
+@dataclass(frozen=True)
+class ClusterSession:
+    """The agents in the order of their ranks, and what their hosts offer.
+
+    Attributes:
+        store: where the ranks of several hosts meet.
+        dropped: what is wrong with hosts that are done without.
+    """
+
+    posts: tuple[HostAgent, ...]  # none on this host alone, if nothing is to run
+    cluster: Cluster
+    store: str | None = None
+    dropped: str = ""
+
+
+def open_agents(backend: Backend, job: JobConfig) -> list[AgentLink]:
+    """Begin to start the agents of all hosts.
+
+    Raises:
+        PreflightError: the command that would reach them is not there.
+    """
+    if backend.kind == "local":
+        return [LocalAgent()]
+    python = job.launch.python or sys.executable
+    processes.allow_files()  # 3 for each host
+    agents: list[AgentLink] = []
+    for entry in backend.hosts or ():
+        if backend.kind == "slurm":
+            agents.append(SrunAgent(entry.name, python))
+        else:
+            agents.append(SshAgent(entry, job.launch.ssh, python))
+    return agents
+
+
+def assemble(
+    agents: Sequence[AgentLink],
+    backend: Backend,
+    job: JobConfig,
+    job_dir: Path,
+    run_dir: Path,
+    least: int,
+) -> ClusterSession:
+    """Look at all hosts at once.
+
+    Args:
+        run_dir: of the run, or the folder in which it will be made.
+        least: hosts that are enough if others cannot be used.
+
+    Raises:
+        PreflightError: too many cannot be used; all of them are named.
+    """
+    if backend.kind == "local":
+        here = backend.on_this_host(probe_host())
+        return ClusterSession(
+            tuple(HostAgent(agent, here.hostname, is_remote=False) for agent in agents),
+            Cluster((here,)),
+        )
+    if backend.kind == "env":
+        return _assemble_joined(agents, backend, job, job_dir, run_dir)
+    findings = survey(agents, backend, job, job_dir, _shared(job, run_dir))
+    used = [
+        (agent, finding.report)
+        for agent, finding in zip(agents, findings, strict=True)
+        if finding.report is not None and not finding.problems
+    ]
+    dropped = describe(findings) if len(used) < len(findings) else ""
+    if len(used) < min(least, len(findings)) or not used:
+        raise PreflightError(dropped)
+    store = _open_store(*used[0]) if len(used) > 1 else None
+    posts = tuple(HostAgent(agent, agent.host, report.interface) for agent, report in used)
+    return ClusterSession(posts, cluster_of(findings, backend), store, dropped)
+
+
+def survey(
+    agents: Sequence[AgentLink],
+    backend: Backend,
+    job: JobConfig,
+    job_dir: Path,
+    shared: Sequence[Path],
+) -> list[Finding]:
+    """What is known of each host, and why it cannot be used for `job`.
+
+    Args:
+        shared: folders that must be the same on all hosts: a file lies there meanwhile. Else nothing is changed.
+    """
+    entries = {str(entry): entry for entry in backend.hosts or ()}
+    per_host = max(
+        entry.slots or (job.slots if isinstance(job.slots, int) else 1)
+        for entry in entries.values()
+    )
+    needs = needs_of(job, job_dir, shared, per_host * len(entries), per_host)
+    chosen = {name: entry.chosen for name, entry in entries.items() if entry.chosen is not None}
+    return inspect(agents, replace(needs, chosen=chosen))
+
+
+def cluster_of(findings: Sequence[Finding], backend: Backend) -> Cluster:
+    """The hosts that can be used, as the user names them and with the slots that the user gives them."""
+    entries = {str(entry): entry for entry in backend.hosts or ()}
+    return Cluster(
+        tuple(
+            each.report.facts.called(each.host, entries[each.host].slots, entries[each.host].chosen)
+            for each in findings
+            if each.report is not None and not each.problems
+        )
+    )
+
+
+def _assemble_joined(
+    agents: Sequence[AgentLink], backend: Backend, job: JobConfig, job_dir: Path, run_dir: Path
+) -> ClusterSession:
+    """Look at the hosts of processes that another launcher started; the first of `agents` is that of this process.
+
+    Raises:
+        PreflightError: one cannot be used, or its processes see it differently.
+        JobError: the job asks for other ranks.
+    """
+    is_rank = backend.convention.seat is not None
+    callers = [Caller(0, len(agents), 0, gethostname(), os.getpid())]
+    callers += [agent.caller for agent in agents if isinstance(agent, JoinedAgent)]
+    hosts = hosts_of(callers, is_rank)
+    if is_rank:
+        check_slots(job.slots, hosts)
+    leaders = {agents[host.members[0]]: host for host in hosts}
+    facts: dict[AgentLink, HostFacts] = {}
+    reports: dict[AgentLink, HostReport] = {}
+    if len(hosts) > 1:
+        per_host = (
+            max(len(host.members) for host in hosts) if is_rank else _given_slots(backend) or 1
+        )
+        needs = needs_of(job, job_dir, _shared(job, run_dir), per_host * len(hosts), per_host)
+        findings = inspect(list(leaders), needs)
+        if any(finding.problems for finding in findings):
+            raise PreflightError(describe(findings))
+        reports = {
+            agent: each.report
+            for agent, each in zip(leaders, findings, strict=True)
+            if each.report is not None
+        }
+        facts = {agent: report.facts for agent, report in reports.items()}
+    question: Frame = {"ask": "facts", "job_dir": None, "folders": {}}
+    for agent, answer in ask(
+        {each: question for each in agents if each not in facts}, HELLO_S
+    ).items():
+        if isinstance(answer, str) or "error" in answer:
+            why = answer if isinstance(answer, str) else answer["error"]
+            raise PreflightError(f"{agent.host}: its agent could not look at it ({why})")
+        facts[agent] = HostReport.from_json(answer["report"]).facts
+    cluster, posts = [], []
+    for host in hosts:
+        members = [agents[place] for place in host.members]
+        if is_rank:
+            cluster.append(merged(host.name, [facts[member] for member in members]))
+        else:
+            cluster.append(facts[members[0]].called(host.name, _given_slots(backend)))
+        interface = reports[members[0]].interface if reports else None
+        posts += [
+            HostAgent(
+                member,
+                host.name,
+                interface,
+                place if is_rank else None,
+                is_remote=len(hosts) > 1 and place > 0,
+            )
+            for place, member in zip(host.members, members, strict=True)
+        ]
+    store = _open_store(agents[0], reports[agents[0]]) if reports else None
+    return ClusterSession(tuple(posts), Cluster(tuple(cluster)), store)
+
+
+def _given_slots(backend: Backend) -> int | None:
+    """Ranks of each host, as its process was told."""
+    return backend.convention.host_seat.slots if backend.convention.host_seat is not None else None
+
+
+def _shared(job: JobConfig, run_dir: Path) -> list[Path]:
+    """Folders that all hosts must see."""
+    return [checkpoint_folder(job, run_dir)] if job.checkpoint is not None else []
+
+
+def _open_store(agent: AgentLink, report: HostReport) -> str:
+    """Let the first host open the door at which all ranks meet.
+
+    Raises:
+        PreflightError: it could not.
+    """
+    answer = ask({agent: {"ask": "store", "address": report.address}}, _STORE_S)[agent]
+    if isinstance(answer, str) or "error" in answer:
+        why = answer if isinstance(answer, str) else answer["error"]
+        raise PreflightError(f"{agent.host}: it cannot listen at {report.address} ({why})")
+    return url(str(report.address), answer["port"])

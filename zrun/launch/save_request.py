@@ -1,0 +1,113 @@
+"""Ask the launcher of a run for a save, and wait until the step is committed. The run trains on.
+
+The request goes from the launcher to rank 0, which tells the other ranks in its step's message. The answer is in the
+run's record: the `save` event of a step that came after the request.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from zrun.launch.stop_request import launcher_of, refuse_stopped, signalled
+from zrun.runs.listing import Run, State, may_save, parsed, read
+from zrun.runs.run_lock import is_held
+from zrun.system.tail_file import Growing
+from zrun_core.errors import HangError, JobError, PreflightError, SaveError
+from zrun_core.spine.stop_signals import SAVE
+
+_TURN_S = 0.05
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A step that is committed."""
+
+    step: int
+    path: str  # its folder, on the host of rank 0
+    bytes: int
+    seconds: float  # from the beginning of the save until it counted
+
+    def facts(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+class RunEndedError(SaveError):
+    """The run ended before it had saved."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        after = f" after step {run.step}" if run.step else ""
+        why = f" (exit code {run.exit_code}): {run.headline}" if run.state is State.FAILED else ""
+        super().__init__(
+            f"not saved: run {run.run_id} {run.state}{after} before it came to that{why}"
+        )
+
+
+def check(run: Run) -> None:
+    """Whether the run can be asked.
+
+    Raises:
+        JobError: it does not run, or saves nothing.
+        PreflightError: its launcher cannot be reached from here, or no rank trains yet.
+    """
+    if run.state is not State.RUNNING:
+        raise JobError(
+            f"run {run.run_id} does not run: it {run.state}; what it has saved: zrun ckpt ls {run.path}"
+        )
+    if not may_save(run.path):
+        raise JobError(
+            f"run {run.run_id} saves nothing: its job has no checkpoint; write one for the next run, such as "
+            "checkpoint: {every: 500}"
+        )
+    if run.seconds is None or not launcher_of(run, "save").catches(SAVE):
+        raise PreflightError(
+            f"run {run.run_id} does not train yet, and so has nothing to save: try again once it does"
+        )
+
+
+def save(run: Run, timeout_s: float) -> Saved:
+    """Ask a running run for a save, and wait for it.
+
+    Raises:
+        JobError: as `check`; it belongs to another user.
+        PreflightError: as `check`.
+        SaveError: the step could not be saved, and the run trains on.
+        RunEndedError: the run ended before.
+        HangError: it has not saved after `timeout_s` seconds.
+    """
+    check(run)
+    record = Growing.from_now_on(run.path / "events.jsonl")
+    newest = read(run.path).step or 0  # what is saved must be newer
+    _ask(run)
+    deadline = time.monotonic() + timeout_s
+    while True:
+        runs_on = is_held(run.path)  # asked first: nothing comes after
+        for event in parsed(record.lines()):
+            match event.get("type"):
+                case "save" if event["step"] > newest:
+                    return Saved(event["step"], event["path"], event["bytes"], event["seconds"])
+                case "warning" if (event.get("unsaved") or 0) > newest:
+                    raise SaveError(str(event["message"]))
+                case "start":  # a restart: the attempt before took the request with it
+                    newest = (event.get("resumed") or {}).get("step") or 0
+                    _ask(run)
+        if not runs_on:
+            raise RunEndedError(read(run.path))
+        if time.monotonic() > deadline:
+            refuse_stopped(run, launcher_of(run, "save"))
+            raise HangError(
+                f"run {run.run_id} was asked to save and has not after {timeout_s:g} s; it still may: wait with a "
+                f"longer --timeout, or look at {run.path}/logs"
+            )
+        time.sleep(_TURN_S)
+
+
+def _ask(run: Run) -> None:
+    """Signal the launcher, unless the signal would end it, as it would one of an earlier version of zrun."""
+    process = launcher_of(run, "save")
+    if process.catches(SAVE):
+        with signalled(run, process, SAVE):
+            pass

@@ -1,0 +1,507 @@
+"""What a rank holds of a sharded model, as flat ranges of named tensors: to be saved by it, and to be found again.
+
+Each element is written by one rank: the owned range of a unit is cut once more over the ranks that hold equal copies of
+it, so that every rank writes about 1/N of everything. Loading is the intersection of what files have with what a rank
+owns now: stage, number of ranks, shard group, bucket and precision may all be others. Values travel as fp32 masters
+where there are any, and the parameters follow from them by the cast that every update ends with, so they have the same
+bits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from zrun_core.checkpoint.digest import digest
+from zrun_core.checkpoint.manifest import (
+    RANK,
+    VALUE,
+    Manifest,
+    TensorInfo,
+    number_class,
+    tensors_of,
+    together,
+)
+from zrun_core.checkpoint.model_files import ModelFiles, describe, tokenizer_files
+from zrun_core.checkpoint.reader import Reader, Target, by_name
+from zrun_core.checkpoint.shard_file import DTYPES, Part, as_bytes
+from zrun_core.distributed.comm import slice_start
+from zrun_core.errors import CheckpointError, SaveError
+from zrun_core.memory.layout import ParamSlot, Piece, TensorRange, dense_stride
+from zrun_core.optim import lightweight
+from zrun_core.zero.sharded_model import ShardedModel
+from zrun_core.zero.sharded_optimizer import UnitUpdate
+from zrun_core.zero.unit import FlatUnit
+
+
+class State(Protocol):
+    """What is saved and loaded: a `ModelState`, or several as one. Its methods say what they do."""
+
+    @property
+    def layout(self) -> dict[str, Any]: ...
+    @property
+    def describes_part(self) -> bool: ...
+    def tensors(self) -> list[TensorInfo]: ...
+    def parts(self) -> list[Part]: ...
+    def scalars(self) -> dict[str, dict[str, float]]: ...
+    def learnt(self) -> dict[str, Any]: ...
+    def model_files(self) -> ModelFiles: ...
+    def buffer_digests(self) -> dict[str, str]: ...
+    def own_buffers(self, first: Mapping[str, str]) -> list[Part]: ...
+    def before_update(self, call: Callable[[], None]) -> None: ...
+    def check(self, manifest: Manifest) -> None: ...
+    def load(self, folder: Path, manifest: Manifest) -> None: ...
+
+
+class ModelState:
+    """Parameters, masters, optimizer state and persistent buffers of one sharded model, on this rank."""
+
+    def __init__(self, sharded: ShardedModel, *, weights_only: bool = False) -> None:
+        """
+        Args:
+            weights_only: `check` and `load` leave the optimizer alone.
+        """
+        self._sharded, self._weights_only = sharded, weights_only
+        self.holders: Sequence[object] = ()  # of what may be a tokenizer, beside the module
+        self._tokenizer: dict[str, bytes] | None = None  # its files, once asked for
+        self._aliases = _names(sharded.module.named_parameters(remove_duplicate=False))
+        self._buffer_aliases = _names(_all_persistent_buffers(sharded.module))
+
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The persistent buffers as they are now, each under the first of its names."""
+        found = _all_persistent_buffers(self._sharded.module)
+        known = {name: buffer for name, buffer in found if name in self._buffer_aliases}
+        return {name: buffer for name, buffer in known.items() if not buffer.is_meta}
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """How the model is cut here: for people to read, and to tell whether two layouts are the same."""
+        settings, mesh = self._sharded.settings, self._sharded.mesh
+        layout = {
+            "stage": settings.zero.stage,
+            "shard_group": mesh.shard.size,
+            "precision": DTYPES[settings.precision.compute],
+            "reduce": DTYPES[settings.precision.reduce],
+            "bucket": settings.bucket,
+            "optimizer": settings.optimizer.name.lower()
+            if settings.optimizer is not None
+            else None,
+            "units": [unit.name for unit in self._sharded.units],
+        }
+        if mesh.data.size < mesh.world.size:
+            ranks = list(mesh.data.ranks)  # that have this part of the model
+            layout |= {"tensor": mesh.tensor.size, "pipe": mesh.pipe.size, "ranks": ranks}
+        return layout
+
+    @property
+    def describes_part(self) -> bool:
+        """Whether this rank describes its part of the model, for all that have the same."""
+        return self._sharded.mesh.data.index == 0
+
+    # Saving
+
+    def model_files(self) -> ModelFiles:
+        """What others need beside the tensors to build the model."""
+        if self._tokenizer is None:
+            self._tokenizer = tokenizer_files([self._sharded.module, *self.holders])
+        return describe(self._sharded.module, self._tokenizer)
+
+    def tensors(self) -> list[TensorInfo]:
+        """Return all tensors and persistent buffers of which this rank has a part; no scalars."""
+        found = {}  # by name of a parameter
+        for unit in self._sharded.units:
+            kind, dtype = "param" if unit.trainable else "frozen", DTYPES[unit.layout.dtype]
+            for slot in unit.layout.slots:
+                name, *aliases = self._names_of(slot)
+                shape, stride = slot.part.shape, slot.part.stride
+                found[slot.name] = TensorInfo(name, shape, stride, dtype, kind, tuple(aliases), {})
+        in_order = [found[name] for name, _ in self._sharded.module.named_parameters()]
+        params = {info.name: info for info in in_order}  # several may be parts of one
+        buffers = [
+            TensorInfo(
+                name,
+                tuple(buffer.shape),
+                dense_stride(buffer),
+                DTYPES[buffer.dtype],
+                "buffer",
+                self._buffer_aliases[name],
+                {},
+            )
+            for name, buffer in self.buffers.items()
+        ]
+        return [*params.values(), *buffers]
+
+    def all_tensors(self) -> list[TensorInfo]:
+        """Return those of all ranks. Collective."""
+        mesh = self._sharded.mesh
+        if mesh.data.size == mesh.world.size:
+            return self.tensors()
+        own = [asdict(info) for info in self.tensors()] if self.describes_part else []
+        payload = json.dumps(own).encode()
+        told = self._sharded.comm.exchange_bytes(payload, mesh.world, name="tensors")
+        return together(tensors_of(json.loads(each)) for each in told)
+
+    def _names_of(self, slot: ParamSlot) -> tuple[str, ...]:
+        """Return all names of the tensor that a parameter is a part of."""
+        tensor = slot.part.tensor
+        return (tensor, *self._aliases[slot.name]) if tensor == slot.name else (tensor,)
+
+    def parts(self) -> list[Part]:
+        """What this rank writes. Views of live memory, on its device, where that is flat already."""
+        found: list[Part] = []
+        for unit in self._sharded.units:
+            low, high = self._written(unit)
+            values = unit.values()
+            for each in unit.layout.tensor_ranges(low, high):
+                first, last = low + each.start - values.start, low + each.stop - values.start
+                found.append(_part(each, VALUE, values.flat[first:last].detach()))
+        for unit, piece, state in self._optimizer_states():
+            # What this rank writes of what it holds.
+            low, high = self._written(unit)
+            held = unit.owned[0] + piece.start
+            low, high = max(low, held), min(high, unit.owned[0] + piece.stop)
+            for key, tensor in _per_element(piece, state).items():
+                for each in unit.layout.tensor_ranges(low, high):
+                    data = tensor[low + each.start - held : low + each.stop - held].detach()
+                    found.append(_part(each, key, data))
+        if self.describes_part and self._sharded.mesh.tensor.index == 0:
+            for name, buffer in self.buffers.items():
+                if buffer.numel():
+                    found.append(Part(name, VALUE, 0, buffer.numel(), flat(buffer)))
+        return found
+
+    def before_update(self, call: Callable[[], None]) -> None:
+        """Call `call` once, before the parts that are the optimizer's state are changed."""
+        self._sharded.before_update(call)
+
+    def scalars(self) -> dict[str, dict[str, float]]:
+        """Return optimizer state that is one number, of tensors that this rank has a part of."""
+        found = {}
+        for _, piece, state in self._optimizer_states():
+            numbers = {key: float(value) for key, value in state.items() if _is_scalar(value)}
+            found[piece.slot.part.tensor] = numbers
+        return found
+
+    def _written(self, unit: FlatUnit) -> tuple[int, int]:
+        """The elements of the unit that this rank writes: its shard, divided among the ranks that hold the same."""
+        start, stop = unit.owned
+        copies, index = self._sharded.mesh.along(
+            [*unit.layout.alike_over, *unit.exchange.owned_alike_over(unit.layout)]
+        )
+        low, high = (slice_start(stop - start, copies, index + end) for end in (0, 1))
+        return start + low, start + high
+
+    def _optimizer_states(self) -> Iterator[tuple[FlatUnit, Piece, dict[str, Any]]]:
+        """Yield (unit, part of a parameter in its owned range, state) of what has been updated."""
+        for unit, piece, param, update in self._held():
+            state = update.state_of(param)
+            if state:
+                yield unit, piece, state
+
+    def _held(self) -> Iterator[tuple[FlatUnit, Piece, nn.Parameter, UnitUpdate]]:
+        return (
+            self._sharded.optimizer.held()
+            if self._sharded.settings.optimizer is not None
+            else iter(())
+        )
+
+    # Loading
+
+    def check(self, manifest: Manifest) -> None:
+        """Whether the checkpoint is of this model and this optimizer. The same on every rank.
+
+        Raises:
+            CheckpointError: it is not; the message names the first difference.
+        """
+        known = by_name(manifest.tensors)
+        tensors = self.all_tensors()
+        for info in tensors:
+            saved = known.get(info.name) or next(
+                (known[name] for name in info.aliases if name in known), None
+            )
+            if saved is None:
+                raise CheckpointError(
+                    f"the checkpoint has no tensor {info.name} {list(info.shape)}; {_ADVICE}"
+                )
+            if saved.shape != info.shape:
+                raise CheckpointError(
+                    f"{info.name} is {list(saved.shape)} in the checkpoint and {list(info.shape)} in the model; "
+                    f"{_ADVICE}"
+                )
+            if number_class(saved.dtype) != number_class(info.dtype):
+                raise CheckpointError(
+                    f"{info.name} is {saved.dtype} in the checkpoint and {info.dtype} in the model; {_ADVICE}"
+                )
+        own = by_name(tensors)
+        for saved in manifest.tensors:
+            if not any(name in own for name in (saved.name, *saved.aliases)):
+                raise CheckpointError(
+                    f"the checkpoint has a tensor {saved.name} {list(saved.shape)}, which the model has not; {_ADVICE}"
+                )
+        if not self._weights_only:
+            self._check_optimizer(manifest, known)
+
+    def _check_optimizer(self, manifest: Manifest, known: Mapping[str, TensorInfo]) -> None:
+        asked, used = self.layout["optimizer"], manifest.layout.get("optimizer")
+        if used != asked:
+            raise CheckpointError(
+                f"the checkpoint was made with the optimizer {used}, and optim.name is {asked}: write optim.name: "
+                f"{used}, or start from its weights alone with init_from"
+            )
+        expected = {
+            key: _kind(value) for key, value in self._prototype().items() if value is not None
+        }
+        states: dict[str, dict[str, str]] = defaultdict(dict)
+        for fragment in manifest.fragments:
+            if fragment.state not in (VALUE, RANK):
+                states[fragment.tensor][fragment.state] = number_class(fragment.dtype)
+        for name, info in known.items():
+            kept = states[info.name] | dict.fromkeys(info.scalars, _SCALAR)
+            if kept and kept != expected:
+                keeps = ", ".join(sorted(expected)) or "nothing"
+                raise CheckpointError(
+                    f"the optimizer kept {_kinds(kept, expected)} of {name} in the checkpoint, and keeps {keeps} with "
+                    "the options of this job: give optim the same options"
+                )
+
+    def _prototype(self) -> dict[str, Any]:
+        """The state that the optimizer has of a parameter once it was updated."""
+        chosen = self._sharded.settings.optimizer
+        if chosen is None:
+            return {}
+        param = nn.Parameter(torch.zeros(2, device=self._sharded.comm.device))
+        optimizer = chosen.make([param], None)
+        param.grad = torch.zeros_like(param)
+        lightweight.step(optimizer)
+        return dict(optimizer.state.get(param, {}))
+
+    def load(self, folder: Path, manifest: Manifest) -> None:
+        """Fill this rank's part of the model and of the optimizer from a checkpoint that `check` has passed.
+
+        The foreign parts of units are stale afterwards, as after an update. Where the model is cut as it was then, its
+        reductions go on in the order that was learnt. Beside the model, memory is taken for one fragment per thread.
+
+        Raises:
+            CheckpointError: a file is missing or damaged, or what it says of this rank cannot be. The model may hold
+                anything then.
+        """
+        world = self._sharded.mesh.world
+        with torch.no_grad():
+            reader = Reader(folder, manifest, world)
+            if not self._weights_only:
+                is_cut_alike = self.layout in manifest.layouts and manifest.world_size == world.size
+                own = manifest.of_rank(world.index) if is_cut_alike else None
+                self._sharded.reducer.adopt(None if own is None else own.learnt)
+                reader.fill(self._optimizer_targets(manifest))
+            self.fill(reader.fill)
+            if self._had_these_ranks(manifest):
+                self._load_own_buffers(reader)
+            else:
+                reader.check_of_ranks("buffer/")
+
+    def _had_these_ranks(self, manifest: Manifest) -> bool:
+        """Whether each rank had then what it has now of the batch and of the model."""
+        mesh, was = self._sharded.mesh, manifest.layout
+        sizes = (manifest.world_size, was.get("tensor", 1), was.get("pipe", 1))
+        return sizes == (mesh.world.size, mesh.tensor.size, mesh.pipe.size)
+
+    def fill(self, fill: Callable[[Sequence[Target]], None]) -> None:
+        """Have `fill` write the values that this rank keeps; what follows from them is brought up to date."""
+        self._sharded.comm.settle()
+        with torch.no_grad():
+            flat_buffers = {
+                name: flat(buffer) for name, buffer in self.buffers.items() if buffer.numel()
+            }
+            buffer_targets = [
+                self._buffer_target(name, memory) for name, memory in flat_buffers.items()
+            ]
+            fill([*self._value_targets(), *buffer_targets])
+            for name, memory in flat_buffers.items():
+                _put_back(memory, self.buffers[name])
+            for unit in self._sharded.units:
+                unit.values_changed()
+
+    def _value_targets(self) -> Iterator[Target]:
+        for unit in self._sharded.units:
+            yield from self._targets(unit, VALUE, *unit.values())
+
+    def _targets(
+        self,
+        unit: FlatUnit,
+        state: str,
+        memory: torch.Tensor,
+        low: int,
+    ) -> Iterator[Target]:
+        """Yield where a state of a unit goes: into `memory`, from element `low` on.
+
+        Padding becomes 0.
+        """
+        high = low + memory.numel()
+        for start, stop in unit.layout.padding(low, high):
+            memory[start:stop].zero_()
+        for each in unit.layout.tensor_ranges(low, high):
+            part, names = each.part, self._names_of(each.slot)
+            room = memory[each.start : each.stop]
+            yield Target(names, state, part.shape, part.stride, each.first, room)
+
+    def _buffer_target(self, name: str, memory: torch.Tensor) -> Target:
+        buffer = self.buffers[name]
+        names = (name, *self._buffer_aliases[name])
+        return Target(names, VALUE, tuple(buffer.shape), dense_stride(buffer), 0, memory)
+
+    def _optimizer_targets(self, manifest: Manifest) -> list[Target]:
+        """Give the optimizer the state that the checkpoint has, without values yet. Scalars are complete."""
+        known, prototype = by_name(manifest.tensors), self._prototype()
+        targets: list[Target] = []
+        states: dict[str, set[str]] = defaultdict(set)
+        for fragment in manifest.fragments:
+            if fragment.state not in (VALUE, RANK):
+                states[fragment.tensor].add(fragment.state)
+        for unit, piece, param, update in self._held():
+            info = next(known[name] for name in self._names_of(piece.slot) if name in known)
+            if not states[info.name] and not info.scalars:
+                update.set_state(param, piece, None)  # it had not been updated then
+                continue
+            state = dict(prototype)
+            for key in filter(lambda key: _is_scalar(prototype[key]), prototype):
+                state[key] = _like(prototype[key], info.scalars[key])
+            for key, value in update.set_state(param, piece, state).items():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    targets += self._targets(unit, key, value, unit.owned[0] + piece.start)
+        return targets
+
+    # What differs between ranks
+
+    def learnt(self) -> dict[str, Any]:
+        """What this rank knows of the order of its reductions, as small JSON."""
+        return self._sharded.reducer.learnt()
+
+    def buffer_digests(self) -> dict[str, str]:
+        """A digest of each persistent buffer as this rank has it."""
+        return {
+            name: digest(as_bytes(flat(buffer).cpu()).data) for name, buffer in self.buffers.items()
+        }
+
+    def own_buffers(self, first: Mapping[str, str]) -> list[Part]:
+        """Return the buffers that this rank has otherwise than they are saved for all.
+
+        Args:
+            first: digests of those.
+        """
+        rank = self._sharded.mesh.world.index
+        found = []
+        for name, own in self.buffer_digests().items():
+            if own != first.get(name) and self.buffers[name].numel():
+                data = flat(self.buffers[name])
+                found.append(Part(f"buffer/{rank}/{name}", RANK, 0, data.numel(), data))
+        return found
+
+    def _load_own_buffers(self, reader: Reader) -> None:
+        prefix = f"buffer/{self._sharded.mesh.world.index}/"
+        for tensor, data in reader.rank_tensors(prefix).items():
+            buffer = self.buffers.get(tensor.removeprefix(prefix))
+            if buffer is not None:
+                memory = flat(buffer)
+                _put_back(memory.copy_(data), buffer)
+
+
+_ADVICE = "it is another model: give the job the model that was saved, or start from the weights with init_from"
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements in memory order, [numel]: a view if they are dense, else a copy in the order of `dense_stride`."""
+    dense, stride = tensor.detach(), dense_stride(tensor)
+    if tensor.stride() != stride:
+        dense = torch.empty_strided(
+            tensor.shape, stride, dtype=tensor.dtype, device=tensor.device
+        ).copy_(dense)
+    return dense.as_strided((tensor.numel(),), (1,), dense.storage_offset())
+
+
+def _put_back(memory: torch.Tensor, buffer: torch.Tensor) -> None:
+    """What `flat` of a buffer has been filled with."""
+    if memory.data_ptr() != buffer.data_ptr():
+        once = tuple(
+            slice(1) if stride == 0 else slice(None) for stride in buffer.stride()
+        )  # an expanded tensor
+        whole = memory.as_strided(buffer.shape, dense_stride(buffer))
+        buffer[once].copy_(whole[once])
+
+
+_SCALAR = "a number"
+
+
+def _kind(value: Any) -> str:
+    """What the optimizer keeps: one number, or numbers of a class for every element."""
+    return (
+        number_class(DTYPES[value.dtype])
+        if isinstance(value, torch.Tensor) and value.dim()
+        else _SCALAR
+    )
+
+
+def _kinds(kept: Mapping[str, str], usual: Mapping[str, str]) -> str:
+    """By name, and how, where that is not as usual."""
+    return ", ".join(
+        key if usual.get(key, how) == how else f"{key} ({how})" for key, how in sorted(kept.items())
+    )
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.dim() == 0)
+
+
+def _like(value: Any, number: float) -> Any:
+    """`number` as a tensor or as what `value` is."""
+    return (
+        torch.full_like(value, number) if isinstance(value, torch.Tensor) else type(value)(number)
+    )
+
+
+def _part(each: TensorRange, state: str, data: torch.Tensor) -> Part:
+    return Part(each.part.tensor, state, each.first, each.first + data.numel(), data)
+
+
+def _per_element(piece: Piece, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The states that have a number for every element of the part of a parameter.
+
+    Raises:
+        SaveError: the optimizer keeps something else of the parameter.
+    """
+    found = {}
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and value.shape == (piece.stop - piece.start,):
+            found[key] = value
+        elif value is not None and not _is_scalar(value):
+            shape = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            what = f"the optimizer's {key} of {piece.slot.name} ({shape})"
+            raise SaveError(f"cannot save {what}: write checkpoint: null")
+    return found
+
+
+def _names(found: Iterator[tuple[str, Any]]) -> dict[str, tuple[str, ...]]:
+    """First name of an object -> its other names."""
+    first: dict[int, str] = {}
+    names: dict[str, list[str]] = {}
+    for name, each in found:
+        if id(each) in first:
+            names[first[id(each)]].append(name)
+        else:
+            first[id(each)] = name
+            names[name] = []
+    return {name: tuple(others) for name, others in names.items()}
+
+
+def _all_persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, inner in module.named_modules(remove_duplicate=False):
+        for key, buffer in inner._buffers.items():
+            if buffer is not None and key not in inner._non_persistent_buffers_set:
+                yield f"{prefix}.{key}" if prefix else key, buffer

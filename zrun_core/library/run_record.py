@@ -1,0 +1,177 @@
+"""The run directory of a user's own loop, as `zrun ps` and `zrun logs` read it; rank 0 writes it.
+
+.lock           held for as long as the process lives; says which one it is
+job.yaml        the name
+plan.json       which rank is where
+events.jsonl    start, a step for each update, metrics, save, warning, end: docs/events.md
+failure.json    the exception that ended the script, if one did
+exit.json       the exit code
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import json
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zrun_core.errors import JobError
+from zrun_core.spine.events import EventType, encode
+from zrun_core.spine.folders import make_private
+from zrun_core.telemetry.recorder import checked_name
+
+_UNCAUGHT = 1  # Python's exit code of an exception
+
+
+class Record:
+    """Writes events to a run directory; without one, nothing."""
+
+    def __init__(self, folder: Path | None) -> None:
+        """Make the directory, or go on in it.
+
+        Raises:
+            JobError: another process writes there, it holds other files, or it cannot be made.
+        """
+        self._file = -1
+        self._folder = folder
+        if folder is None:
+            return
+        try:
+            make_private(folder)
+            if any(folder.iterdir()) and not (folder / "events.jsonl").exists():
+                raise JobError(
+                    f"init(run_dir={str(folder)!r}): there are other files in it: name a new folder"
+                )
+            flags = os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            self._lock = os.open(folder / ".lock", os.O_RDWR | flags, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._file = os.open(folder / "events.jsonl", os.O_WRONLY | os.O_APPEND | flags, 0o600)
+        except BlockingIOError:
+            raise JobError(
+                f"init(run_dir={str(folder)!r}): another process writes there: name a new folder"
+            ) from None
+        except OSError as error:
+            raise JobError(
+                f"init(run_dir={str(folder)!r}): {error.strerror}: name another folder"
+            ) from None
+        for name in ("failure.json", "exit.json"):  # of an earlier process
+            (folder / name).unlink(missing_ok=True)
+        self._write_holder()
+        self._pid = os.getpid()
+        atexit.register(self._end)
+
+    def __bool__(self) -> bool:
+        return self._folder is not None
+
+    def start(self, hosts: Sequence[str], device: torch.device) -> None:
+        """Say what runs, and where."""
+        if self._folder is None:
+            return
+        name = self._folder.parent.name
+        places = [
+            {"rank": rank, "host": host, "device": str(device)} for rank, host in enumerate(hosts)
+        ]
+        self._write("job.yaml", f"name: {json.dumps(name)}\ncheckpoint: null\n")
+        self._write("plan.json", json.dumps({"ranks": places}, indent=1))
+        self.emit(
+            "start",
+            job=name,
+            world_size=len(hosts),
+            device=str(device),
+            total_steps=None,
+            versions={
+                "zrun": metadata.version("zrun"),
+                "torch": torch.__version__,
+                "python": sys.version.split()[0],
+            },
+            notes=[],
+            resumed=None,
+        )
+
+    def emit(self, kind: EventType, **fields: Any) -> None:
+        """Add one event, at once. A disk that takes no more ends the record, and not the training."""
+        if self._file < 0:
+            return
+        line = encode({"type": kind, "time": time.time(), "rank": 0, **fields}) + b"\n"
+        try:
+            if os.write(self._file, line) != len(line):
+                raise OSError(None, "the disk is full")
+        except OSError as error:
+            self._file = -1
+            print(
+                f"zrun_core: {self._folder}/events.jsonl ends here: {error.strerror}",
+                file=sys.stderr,
+            )
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Add numbers of the user's own.
+
+        Raises:
+            JobError: a name is not one.
+        """
+        try:
+            for name in values:
+                checked_name(name)
+        except ValueError as error:
+            raise JobError(f"metric(): {error}") from None
+        self.emit("metrics", step=step, hook="script", values=dict(values))
+
+    def _write_holder(self) -> None:
+        assert self._folder is not None
+        boot = ""
+        with suppress(OSError):
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        holder = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "boot": boot,
+            "started": 0,
+            "time": time.time(),
+            "events": os.fstat(self._file).st_size,
+        }
+        record = json.dumps(holder).encode()
+        os.pwrite(self._lock, record, 0)
+        os.ftruncate(self._lock, len(record))
+
+    def _end(self) -> None:
+        """Say how the script ended. Python calls it last, after the user's own code."""
+        if self._file < 0 or os.getpid() != self._pid:
+            return
+        error: BaseException | None = getattr(sys, "last_value", None)
+        if error is None:
+            self.emit("end", reason="the script ended")
+        else:
+            failure = {
+                "rank": 0,
+                "kind": "user",
+                "message": f"{type(error).__name__}: {error}",
+                "traceback": "".join(traceback.format_exception(error)),
+                "exit_code": _UNCAUGHT,
+                "time": time.time(),
+            }
+            self._write("failure.json", json.dumps(failure, indent=1))
+        code = _UNCAUGHT if error is not None else 0
+        self._write("exit.json", json.dumps({"exit_code": code, "time": time.time()}))
+
+    def _write(self, name: str, text: str) -> None:
+        assert self._folder is not None
+        with (
+            suppress(OSError),
+            open(self._folder / name, "w", encoding="utf-8", opener=_private) as file,
+        ):
+            file.write(text + "\n")
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)

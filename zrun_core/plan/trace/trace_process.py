@@ -1,0 +1,351 @@
+"""Trace a job's model in a process of its own: `trace_in_subprocess(job, job_dir, micros=(4,), checkpoints=("none",))`.
+
+The user's code may print, hang, call `sys.exit` or take the process with it: none of that reaches
+who asks. The process says what it knows as soon as it knows it: first the parameters, then the
+policy of checkpointing that matters most, then the others. What fails on fake tensors is run for
+real. What was found is kept as JSON in the user's cache folder, and holds for as long as the job
+and every file of code do not change.
+
+    python -m zrun_core.plan.trace.trace_process FD < request.json        the other side: answers on that file descriptor
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TextIO
+
+from zrun_core.errors import ExitCode, JobError, UserCodeError
+from zrun_core.plan.trace.profile import Profile
+from zrun_core.spine import memory_limits, tracebacks
+from zrun_core.spine.cache import are_unchanged, digest_of_file, folder, keep
+from zrun_core.spine.config import JobConfig
+
+_KEYS = (
+    "model",
+    "data",
+    "loss",
+    "precision",
+    "activations",
+    "compile",
+    "seed",
+)  # of a job that decide
+_KEPT = 100  # profiles in the cache
+_MODES = ("fake", "values")
+_LAST_WORDS_S = 10.0
+
+
+def trace_job(
+    job: JobConfig,
+    job_dir: Path,
+    *,
+    micros: Sequence[int] = (),
+    checkpoints: Sequence[str] = ("none",),
+    **more: Any,
+) -> Profile:
+    """Trace in this process. See `tracer.trace_job`."""
+    from zrun_core.plan.trace import tracer
+
+    return tracer.trace_job(job, job_dir, micros=micros, checkpoints=checkpoints, **more)
+
+
+def trace_in_subprocess(
+    job: JobConfig,
+    job_dir: Path,
+    *,
+    micros: Sequence[int] = (),
+    checkpoints: Sequence[str] = ("none",),
+    device: str = "cpu",
+    threads: int = 1,
+    environment: Mapping[str, str] | None = None,
+    timeout_s: float = 120.0,
+    use_cache: bool = True,
+) -> Profile:
+    """What the job's model and its micro-batches take.
+
+    Args:
+        micros: micro-batches that will be asked for; they matter to models that are not linear in it.
+        checkpoints: policies of activation checkpointing, the one that matters most first.
+        device: whose kernels count: "cpu" or "cuda".
+        threads: that compute for a rank on a CPU.
+        environment: variables of the process beside those of this one.
+        timeout_s: seconds for all of it. What is known by then is the answer.
+        use_cache: whether an earlier answer will do.
+
+    Raises:
+        JobError: the job names what does not exist, or what the model cannot do.
+        UserCodeError: the model cannot even be built, or not in this time.
+    """
+    request = _request(job, job_dir, micros, checkpoints, device, threads)
+    place = folder("profiles") / f"{_digest(request)}.json"
+    if use_cache and (stored := _stored(place)) is not None:
+        return stored
+    end = time.monotonic() + timeout_s
+    found: Profile | None = None
+    why = ""
+    for mode in _MODES:
+        asked = {**request, "mode": mode, "why": why}
+        heard = _ask(asked, dict(environment or {}), end - time.monotonic())
+        if heard.is_late:
+            heard.error = (
+                f"{heard.doing} did not end within {timeout_s:g} s: see whether it does by itself, "
+                "or let zrun estimate wait longer, with --patience S"
+            )
+        if heard.exit_code == ExitCode.USAGE:
+            raise JobError(heard.error)
+        found = Profile.from_json(heard.known) if heard.known else found
+        why = why or heard.error
+        if heard.is_done or heard.is_late or (found is not None and found.traces):
+            break
+    if found is None:
+        raise UserCodeError(why)
+    if not heard.is_done:
+        reason = why.strip().splitlines()[-1]
+        untraced = dict.fromkeys([each for each in checkpoints if each not in found.traces], reason)
+        found = replace(
+            found,
+            why=found.why if found.traces else reason,
+            untraced=untraced | dict(found.untraced),
+            is_partial=heard.is_late,
+        )
+    if use_cache and not found.is_partial:
+        keep(place, found.to_json(), _KEPT)
+    return found
+
+
+def key_of_trace(
+    job: JobConfig,
+    job_dir: Path,
+    *,
+    micros: Sequence[int],
+    checkpoints: Sequence[str],
+    device: str,
+    threads: int,
+) -> str:
+    """What is equal for questions with one answer, as long as `Profile.files` are what they were."""
+    return _digest(_request(job, job_dir, micros, checkpoints, device, threads))
+
+
+def _request(
+    job: JobConfig,
+    job_dir: Path,
+    micros: Sequence[int],
+    checkpoints: Sequence[str],
+    device: str,
+    threads: int,
+) -> dict[str, Any]:
+    return {
+        "job": job.model_dump(mode="json", by_alias=True, exclude_unset=True),
+        "job_dir": str(job_dir.absolute()),
+        "micros": sorted(set(micros)),
+        "checkpoints": list(dict.fromkeys(checkpoints)),
+        "device": device,
+        "threads": threads,
+    }
+
+
+# The other process
+
+
+@dataclass
+class _Heard:
+    """What a process has said so far.
+
+    Attributes:
+        known: a profile as JSON, of what it knew; b"" if it knew nothing yet.
+        doing: what was under way.
+        is_done: `known` is all that it was asked.
+        error: why it is not.
+        is_late: it was ended, because its time was over.
+    """
+
+    known: bytes = b""
+    doing: str = ""
+    is_done: bool = False
+    error: str = ""
+    exit_code: int | None = None
+    is_late: bool = False
+
+    def hear(self, line: bytes) -> None:
+        """Take in one line of what the process writes."""
+        kind, _, rest = line.partition(b" ")
+        if not rest.endswith(b"\n"):
+            return  # it ended in the middle of it
+        if kind in (b"known", b"done"):
+            self.known, self.is_done = rest, kind == b"done"
+        elif kind == b"doing":
+            self.doing = json.loads(rest)
+        elif kind == b"failed":
+            self.error, self.exit_code = json.loads(rest)
+
+
+def _ask(request: dict[str, Any], environment: Mapping[str, str], timeout_s: float) -> _Heard:
+    """What another process finds out in this time."""
+    heard = _Heard(doing="starting Python")
+    read_fd, write_fd = os.pipe()
+    with tempfile.TemporaryFile() as said, open(read_fd, "rb") as answers:
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "zrun_core.plan.trace.trace_process", str(write_fd)],
+                stdin=subprocess.PIPE,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                pass_fds=(write_fd,),
+                env=os.environ | dict(environment) | {"CUDA_VISIBLE_DEVICES": ""},
+                start_new_session=True,  # so that what the user's code starts can be ended with it
+            )
+        finally:
+            os.close(write_fd)
+
+        def listen() -> None:
+            for line in answers:
+                heard.hear(line)
+
+        # A child of the child may hold the pipe open for ever: the thread must not.
+        reader = threading.Thread(target=listen, daemon=True)
+        reader.start()
+        how = ""
+        try:
+            with suppress(BrokenPipeError):
+                process.communicate(json.dumps(request).encode(), max(0.0, timeout_s))
+            how = (
+                f"signal {-process.returncode}"
+                if process.returncode < 0
+                else f"exit code {process.returncode}"
+            )
+        except subprocess.TimeoutExpired:
+            heard.is_late = True
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        reader.join(timeout=_LAST_WORDS_S)
+        if how and not heard.is_done and not heard.error:
+            heard.error = f"{heard.doing}: the process ended with {how}{_last_words(said)}"
+        return heard
+
+
+def _last_words(said: Any) -> str:
+    said.seek(0, os.SEEK_END)
+    said.seek(max(0, said.tell() - 2000))
+    lines = said.read().decode(errors="replace").strip().splitlines()
+    return f": {lines[-1].strip()[:200]}" if lines else ""
+
+
+# The cache
+
+
+def _digest(request: Mapping[str, Any]) -> str:
+    """What is equal for requests with one answer, but for the user's code."""
+    job = {key: value for key, value in request["job"].items() if key in _KEYS}
+    own = [metadata.version("torch"), sys.version, _own_code()]
+    facts = json.dumps([own, {**request, "job": job}], sort_keys=True)
+    return hashlib.sha256(facts.encode()).hexdigest()[:32]
+
+
+@cache
+def _own_code() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parents[2].rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _stored(place: Path) -> Profile | None:
+    """The profile at `place`, if the files that it came from are what they were."""
+    try:
+        found = Profile.from_json(place.read_bytes())
+    except (OSError, ValueError):
+        return None  # not there, damaged, or of another version
+    return found if are_unchanged(found.files) else None
+
+
+def _user_files(job_dir: Path) -> dict[str, str]:
+    """The digests of the Python files that were imported, but for those of Python, torch and zrun."""
+    own = [str(Path(__file__).parents[2]), str(Path(os.__file__).parent)]
+    apart = [f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages")]
+    found = {
+        str(path) for path in job_dir.glob("*.json")
+    }  # sizes of a model often lie beside its code
+    for module in list(sys.modules.values()):
+        path = getattr(module, "__file__", None)
+        if not isinstance(path, str) or not path.endswith(".py"):
+            continue
+        inside = any(part in path for part in apart)
+        if path.startswith(str(job_dir)) or not (inside or path.startswith(tuple(own))):
+            found.add(path)
+    return {path: digest_of_file(path) for path in sorted(found)}
+
+
+def _main() -> None:
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with who asked
+    with suppress(
+        OSError
+    ):  # niceness orders processes inside one session only: tell the session too
+        Path("/proc/self/autogroup").write_text(str(os.getpriority(os.PRIO_PROCESS, 0)))
+    request = json.load(sys.stdin)
+    answer_fd = int(sys.argv[1])
+    os.set_inheritable(answer_fd, False)
+    memory_limits.take_at_most(
+        memory_limits.host_left() * 4 // 5
+    )  # what does not bear the meta device is built for real, however large
+    with open(answer_fd, "w", encoding="utf-8") as file:
+        _answer(request, file)
+    sys.stdout.flush()
+    os._exit(0)  # threads of the user's code must not delay the end
+
+
+def _answer(request: Mapping[str, Any], file: TextIO) -> None:
+    """Write what is known, as it gets known: see `_Heard`."""
+    from zrun_core.errors import ZrunError
+    from zrun_core.plan.trace import tracer
+
+    job_dir = Path(request["job_dir"])
+
+    def say(kind: str, text: str) -> None:
+        file.write(f"{kind} {text}\n")
+        file.flush()
+
+    def tell(news: str | Profile) -> None:
+        if isinstance(news, str):
+            say("doing", json.dumps(news))
+        else:
+            say("known", replace(news, files=_user_files(job_dir)).to_json())
+
+    try:
+        profile = tracer.trace_job(
+            JobConfig.model_validate(request["job"]),
+            job_dir,
+            micros=request["micros"],
+            checkpoints=request["checkpoints"],
+            device=request["device"],
+            mode=request["mode"],
+            why=request["why"],
+            threads=request["threads"],
+            tell=tell,
+        )
+    except ZrunError as error:
+        say("failed", json.dumps([str(error), error.exit_code]))
+    except Exception as error:
+        say("failed", json.dumps([tracebacks.shown(error), None]))
+    else:
+        say("done", replace(profile, files=_user_files(job_dir)).to_json())
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,93 @@
+"""The most memory that tensors took at any moment of one step, measured: what the planner's peak is compared with."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+
+class PeakMemory:
+    """Watches what torch's allocator gives out and gets back, while it is entered.
+
+    On CUDA the allocator counts by itself. On a CPU torch's profiler notes each allocation, also those inside of
+    operators; it costs some microseconds each, so that one step is watched and not all of them.
+
+    Attributes:
+        num_bytes: on CUDA, of all tensors; on a CPU, above what there was at the beginning. None: not measured, because
+            somebody else profiles this step.
+        reserved: held by the allocator at most; None on a CPU, which has none that would tell.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.num_bytes: int | None = None
+        self.reserved: int | None = None
+        self._device = device
+        self._profiler: Any = None
+        self._quiet = ExitStack()
+
+    def __enter__(self) -> Self:
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            return self
+        if torch._C._autograd._profiler_enabled():  # a second one would end the first, the user's
+            return self
+        self._quiet.enter_context(_quiet_allocator())
+        profiler = torch.autograd.profiler.profile(profile_memory=True)
+        with suppress(RuntimeError):
+            profiler.__enter__()
+            self._profiler = profiler
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._device.type == "cuda":
+            self.num_bytes = torch.cuda.max_memory_allocated(self._device)
+            self.reserved = torch.cuda.max_memory_reserved(self._device)
+        elif self._profiler is not None:
+            with suppress(RuntimeError):
+                self._profiler.__exit__(*error)
+                self.num_bytes = _highest(self._profiler.kineto_results)
+        self._quiet.close()
+
+
+_ERRORS = 2  # glog's number for what is worse than a warning
+
+
+@contextmanager
+def _quiet_allocator() -> Iterator[None]:
+    """Torch warns of each block that was there before its profiler and is given back under it: that is as it should be.
+
+    Only torch's own C++ says less inside. Nothing happens where the environment says how much it is to say.
+    """
+    library = Path(torch.__file__).parent / "lib" / "libc10.so"
+    try:
+        level = ctypes.c_int.in_dll(ctypes.CDLL(str(library)), "FLAGS_caffe2_log_level")
+    except (OSError, ValueError):  # another system, or another torch
+        yield
+        return
+    before = level.value
+    if "TORCH_CPP_LOG_LEVEL" not in os.environ:
+        level.value = max(before, _ERRORS)
+    try:
+        yield
+    finally:
+        level.value = before
+
+
+def _highest(results: Any) -> int:
+    """The highest sum of the sizes, which are negative for what is given back."""
+    events = [
+        (event.start_ns(), event.nbytes())
+        for event in results.events()
+        if event.name() == "[memory]"
+    ]
+    level = highest = 0
+    for _, num_bytes in sorted(events, key=lambda event: event[0]):
+        level += num_bytes
+        highest = max(highest, level)
+    return highest

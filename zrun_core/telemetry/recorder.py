@@ -1,0 +1,420 @@
+"""What a step came to: read from the device late, counted, and told as events."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from importlib import metadata
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple, Self
+
+import torch
+
+from zrun_core.distributed.comm import TrafficKey
+from zrun_core.distributed.named_vector import Arriving
+from zrun_core.errors import HangError
+from zrun_core.spine.config import JobConfig
+from zrun_core.spine.events import Emitter
+from zrun_core.spine.sizes import format_size
+from zrun_core.spine.spec import RunSpec
+from zrun_core.telemetry.metrics import Phase, StepClock, peak_flops, process_memory
+from zrun_core.telemetry.peak_memory import PeakMemory
+from zrun_core.zero.sharded_model import ShardedModel, StepResult
+
+_METRIC = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./@%-]{0,63}")
+_GROWS = {
+    "gathering": "parameters that are looked at outside of their modules stay whole until backward is over",
+    "reducing": "more gradients than expected are incomplete at a time, as those of modules that run several times are",
+}
+
+
+@dataclass
+class Progress:
+    """How far a run is, the same on every rank.
+
+    Attributes:
+        steps: optimizer steps issued, skipped ones included.
+        updates: those that changed the parameters: what the learning rate follows.
+        micro_batches: of this rank.
+        skips_in_a_row: because of numbers that were not finite.
+        helpless_skips: the last of these, since one that a smaller loss scale could have helped.
+        loss: of the last step whose numbers were read, over all ranks.
+        first_loss: of the run's first step; None: before it, or of a run that did not write it down.
+        seconds: of training by this rank's clock, those of earlier attempts included; None: not known.
+    """
+
+    steps: int = 0
+    updates: int = 0
+    micro_batches: int = 0
+    skips: int = 0
+    skips_in_a_row: int = 0
+    helpless_skips: int = 0
+    samples: int = 0
+    tokens: int = 0
+    loss: float = float("nan")
+    first_loss: float | None = None
+    seconds: float | None = 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        losses = {"loss": self.loss, "first_loss": self.first_loss}
+        known = {
+            name: loss if loss is not None and math.isfinite(loss) else None
+            for name, loss in losses.items()
+        }
+        return asdict(self) | known
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Self:
+        """What `as_json` returned, among other keys.
+
+        Raises:
+            KeyError: something is missing.
+        """
+        younger = {"first_loss": None, "seconds": None}  # than some checkpoints
+        found = {**younger, **found}
+        loss = float("nan") if found["loss"] is None else found["loss"]
+        return cls(**{each.name: found[each.name] for each in fields(cls)} | {"loss": loss})
+
+
+class Numbers(NamedTuple):
+    """What a step came to, over all ranks. Of those before `grad_norm` each rank told its own."""
+
+    weight: float
+    loss: float  # summed
+    samples: float
+    tokens: float
+    stop: float  # ranks that a signal asked to stop
+    end: float  # ranks of which a hook asked for the end
+    dropped: float  # micro-batches for which a rank had no memory
+    written: float  # these four: see zrun_core/checkpoint/checkpointer.py
+    settled: float
+    due: float
+    asked: float
+    grad_norm: float
+    skipped: float
+    agreed: float
+    scale: float
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A step that was issued. On a GPU its numbers are read when the next one is, so that the device never idles."""
+
+    step: int
+    lr: float
+    numbers: Arriving
+    clock: Any
+    waited: Mapping[Phase, float]
+    sent: Mapping[TrafficKey, int]
+    flops: float
+
+    def read(self) -> Numbers:
+        return Numbers(**self.numbers.read())
+
+
+def to_host(result: StepResult, scale: torch.Tensor) -> Arriving:
+    """Send what `Numbers` holds to the host."""
+    told = {"grad_norm": result.grad_norm, "skipped": result.skipped, "agreed": result.agreed}
+    return Arriving.of(result.sums.extended(**told, scale=scale))
+
+
+def checked_name(name: object) -> str:
+    """Return `name` if a number can be recorded under it.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if not isinstance(name, str) or not _METRIC.fullmatch(name):
+        what = "write 1 to 64 letters, digits or ._/@%-, such as accuracy"
+        raise ValueError(f"{name!r} cannot name a metric: {what}")
+    return name
+
+
+class Evaluated(NamedTuple):
+    """What an evaluation came to.
+
+    Attributes:
+        values: over all ranks, by name; of several sets as `set/name`. A set begins with its loss.
+    """
+
+    values: dict[str, float]
+    samples: int
+    tokens: int
+    seconds: float
+
+    @property
+    def loss(self) -> float:
+        """That of the first set."""
+        return next(iter(self.values.values()))
+
+
+def _pauses(job: JobConfig) -> dict[str, dict[str, Any]]:
+    """Return when the job evaluates and saves: what there is between its steps."""
+    found: dict[str, dict[str, Any]] = {}
+    if job.eval is not None:
+        found["eval"] = {"every": job.eval.every, "minutes": None, "at_end": True}
+    if (saves := job.checkpoint) is not None:
+        found["save"] = {"every": saves.every, "minutes": saves.minutes, "at_end": saves.final}
+    return found
+
+
+class Recorder:
+    """Counts what steps came to, and tells it: most of it on the main rank, memory on every rank.
+
+    Attributes:
+        lr: of the newest step whose numbers were read; None before.
+        grad_norm: as `lr`.
+        metrics: what the newest evaluation came to, by name.
+    """
+
+    def __init__(
+        self, spec: RunSpec, sharded: ShardedModel, emitter: Emitter, clock: StepClock
+    ) -> None:
+        self.spec, self.job = spec, spec.job
+        self.progress = Progress()
+        self.lr: float | None = None
+        self.grad_norm: float | None = None
+        self.metrics: dict[str, float] = {}
+        self._first = Progress()  # what of it was done before this process
+        self._sharded, self._emitter, self._clock = sharded, emitter, clock
+        self._world, self._device = sharded.mesh.world, sharded.comm.device
+        self._peak_flops = peak_flops(self._device, sharded.settings.precision.compute)
+        self._has_warned = False
+        self._told_growth: dict[str, int] = {}  # bytes held, by what the ring is for
+        self._traffic_bytes: Counter[str] = Counter()
+        self._splits: list[Mapping[str, float]] = []  # of the steps that `memory` has not told yet
+        self._start_time = time.monotonic()
+
+    @property
+    def is_main(self) -> bool:
+        return self._world.index == 0
+
+    def start(
+        self, notes: list[str], resumed_from: Path | None = None, total_steps: int | None = None
+    ) -> None:
+        """Announce what is about to run.
+
+        Args:
+            notes: lines for the user.
+            resumed_from: the checkpoint that it goes on from.
+            total_steps: optimizer steps of the whole run, where they are known.
+        """
+        self._start_time = time.monotonic()
+        if not self.is_main:
+            return
+        before = self._first
+        resumed = {
+            "step": before.steps,
+            "path": str(resumed_from),
+            "first_loss": before.first_loss,
+            "seconds": before.seconds,
+        }
+        layouts = self._sharded.layouts
+        planned = self._sharded.planned_memory().by_kind
+        self._emitter.emit(
+            "start",
+            job=self.job.name,
+            world_size=self._world.size,
+            params=sum(layout.numel for layout in layouts),
+            trainable=sum(layout.numel for layout in layouts if layout.trainable),
+            stage=self.job.zero.stage,
+            precision=self.job.precision.compute,
+            batch=self.spec.batch.model_dump(),
+            total_steps=total_steps,
+            pauses=_pauses(self.job),
+            planned_bytes={kind.value: size for kind, size in planned.items()},
+            units=len(layouts),
+            versions={
+                "zrun": metadata.version("zrun"),
+                "torch": torch.__version__,
+                "python": sys.version.split()[0],
+            },
+            device=str(self._device)
+            if self._device.type == "cpu"
+            else torch.cuda.get_device_name(self._device),
+            resumed=resumed if resumed_from is not None else None,
+            notes=notes,
+        )
+
+    def resume(self, progress: Progress) -> None:
+        """Count on from `progress`."""
+        for each in fields(progress):  # others hold on to the object
+            setattr(self.progress, each.name, getattr(progress, each.name))
+        self._first = replace(progress)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that this process has issued."""
+        return self.progress.steps - self._first.steps
+
+    def peak(self, water: PeakMemory) -> None:
+        """What the memory of the newest step came to."""
+        if self.num_steps != 2:  # the data had ended
+            return
+        own = (
+            0
+            if self._device.type == "cuda"
+            else sum(self._sharded.allocated_memory().by_kind.values())
+        )
+        self._emitter.emit(
+            "peak",
+            step=self.progress.steps,
+            peak_bytes=None if water.num_bytes is None else own + water.num_bytes,
+            reserved_bytes=water.reserved,
+            process_bytes=process_memory(self._device)["process_bytes"],
+        )
+
+    def step(self, pending: Pending, numbers: Numbers, epoch: float | None) -> None:
+        """Count a step and tell it.
+
+        Raises:
+            HangError: the ranks went different ways.
+        """
+        if not numbers.agreed:
+            raise HangError(
+                f"step {pending.step}: ranks gathered different modules; name the module that chooses between them in "
+                "zero.leaf, so that it is handled as a whole"
+            )
+        progress, skipped = self.progress, bool(numbers.skipped)
+        self.lr, self.grad_norm = pending.lr, numbers.grad_norm
+        progress.loss = numbers.loss / numbers.weight if numbers.weight else float("nan")
+        if pending.step == 1:
+            progress.first_loss = progress.loss
+        if self._first.seconds is not None:
+            progress.seconds = self._first.seconds + time.monotonic() - self._start_time
+        progress.samples += int(numbers.samples)
+        progress.tokens += int(numbers.tokens)
+        progress.skips += skipped
+        progress.updates += not skipped
+        for key, sent in pending.sent.items():
+            self._traffic_bytes[key.kind] += sent
+        self._tell_step(pending, numbers, epoch)
+
+    def _tell_step(self, pending: Pending, numbers: Numbers, epoch: float | None) -> None:
+        progress = self.progress
+        step_s, split = self._clock.read(pending.clock, dict(pending.waited))
+        self._splits.append(split)
+        tflops = pending.flops / step_s / 1e12 if pending.flops else None
+        if self.is_main:
+            self._emitter.emit(
+                "step",
+                step=pending.step,
+                loss=progress.loss,
+                lr=pending.lr,
+                grad_norm=numbers.grad_norm,
+                loss_scale=numbers.scale if self._sharded.scaler.enabled else None,
+                skipped=bool(numbers.skipped),
+                skips=progress.skips,
+                samples=int(numbers.samples),
+                tokens=int(numbers.tokens),
+                total_samples=progress.samples,
+                total_tokens=progress.tokens,
+                epoch=epoch,
+                step_s=step_s,
+                samples_per_s=numbers.samples / step_s,
+                tokens_per_s=numbers.tokens / step_s,
+                tflops=tflops,
+                mfu=tflops * 1e12 / self._peak_flops if tflops and self._peak_flops else None,
+                split=split,
+                traffic={"sent_bytes": sum(pending.sent.values())},
+            )
+        number = pending.step - self._first.steps
+        if number == 1 or pending.step % self.job.log.every == 0:
+            by_kind = {
+                kind.value: size for kind, size in self._sharded.allocated_memory().by_kind.items()
+            }
+            mean = {phase: fmean(each[phase] for each in self._splits) for phase in split}
+            self._splits = []
+            self._emitter.emit(
+                "memory", step=pending.step, **by_kind, **process_memory(self._device), split=mean
+            )
+        if number == 2:
+            self.warn_once()
+        if number >= 2:  # the first does not gather ahead yet
+            self.warn_of_growth()
+
+    def warn_of_growth(self) -> None:
+        """Name the rings that have outgrown their plan, or what was told of them."""
+        for purpose, planned, held in self._sharded.grown_rings():
+            is_told = held <= self._told_growth.get(purpose, planned)
+            if is_told or (
+                purpose == "gathering" and not self.is_main
+            ):  # all ranks gather the same
+                continue
+            self._told_growth[purpose] = held
+            self._emitter.emit(
+                "warning",
+                message=f"the ring of {purpose} holds {format_size(held)}, {format_size(held - planned)} more than the "
+                f"{format_size(planned)} that were planned: {_GROWS[purpose]}; zrun estimate does not count that",
+            )
+
+    def warn_once(self) -> None:
+        """Name the parameters that have got no gradient so far."""
+        names = self._sharded.without_gradient
+        if names and not self._has_warned and self.is_main:
+            self._has_warned = True
+            shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            self._emitter.emit("warning", message=f"no gradient so far, and so left alone: {shown}")
+
+    def evaluation(self, found: Evaluated) -> None:
+        """What an evaluation came to."""
+        self.metrics = found.values
+        if self.is_main:
+            self._emitter.emit(
+                "eval",
+                step=self.progress.steps,
+                loss=found.loss,
+                metrics=found.values,
+                samples=found.samples,
+                tokens=found.tokens,
+                seconds=found.seconds,
+            )
+
+    def hook_metrics(self, hook: str, step: int, values: Mapping[str, float]) -> None:
+        """What a hook has recorded."""
+        if values and self.is_main:
+            self._emitter.emit("metrics", step=step, hook=hook, values=dict(values))
+
+    def log(self, text: str) -> None:
+        """A line of the user's, above the progress display."""
+        if self.is_main:
+            self._emitter.emit("log", message=text)
+
+    def end(self, reason: str, why: str | None = None) -> None:
+        """What the run came to, and what of it was planned.
+
+        Args:
+            why: what made it end early, if something did.
+        """
+        if not self.is_main:
+            return
+        allocated, planned = (
+            self._sharded.allocated_memory().by_kind,
+            self._sharded.planned_memory().by_kind,
+        )
+        done, before = self.progress, self._first
+        expected = self._sharded.expected_traffic(
+            done.steps - before.steps, done.micro_batches - before.micro_batches
+        )
+        self._emitter.emit(
+            "end",
+            step=self.progress.steps,
+            reason=reason,
+            why=why,
+            total_s=time.monotonic() - self._start_time,
+            loss=self.progress.loss,
+            traffic={
+                kind: {"measured_bytes": self._traffic_bytes[kind], "expected_bytes": num_bytes}
+                for kind, num_bytes in expected.items()
+            },
+            memory={
+                "planned_bytes": sum(planned.values()),
+                "measured_bytes": sum(allocated.values()),
+            },
+        )

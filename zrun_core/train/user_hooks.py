@@ -1,0 +1,157 @@
+"""The user's functions beside the loop: `hooks.on_start`, on_step, on_eval, on_save and on_end.
+
+Every one of them is called on every rank, with a `HookContext`. What it asks of the loop there is
+taken in by `Hooks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zrun_core.spine.flight_recorder import MEAN_NAME
+from zrun_core.telemetry.recorder import Recorder, checked_name
+from zrun_core.user_code.user import user_code
+from zrun_core.zero.sharded_model import ShardedModel
+
+_REASON_CHARS = 300
+
+
+@dataclass(frozen=True)
+class HookContext:
+    """What a user's hook is called with.
+
+    Attributes:
+        model: the user's module; parameters are whole only inside `gathered()`.
+        step: optimizer steps done; in `on_save`, the step that was saved.
+        loss: of the newest step, in `on_eval` of the evaluation; over all ranks.
+        lr: learning rate of the newest step; None before this process has made one.
+        grad_norm: global norm of the newest step's gradient, before clipping; None as `lr`.
+        metrics: every number of the newest evaluation by name, `loss` among them; empty before.
+        saved: in `on_save`, the folder of the step; else None.
+        reason: in `on_end`, why the run ends, as in the `end` event, or "stopped"; else "".
+        is_main: true on rank 0 only.
+        run_dir: where the run writes; on other hosts a folder of the same name.
+    """
+
+    model: nn.Module
+    step: int
+    loss: float
+    lr: float | None
+    grad_norm: float | None
+    metrics: Mapping[str, float]
+    saved: Path | None
+    reason: str
+    rank: int
+    world_size: int
+    is_main: bool
+    device: torch.device
+    run_dir: Path
+    _hooks: Hooks
+    _name: str
+    _values: dict[str, float] = field(default_factory=dict)
+
+    def log(self, text: str) -> None:
+        """Print a line above the progress display; only the main rank's lines are shown."""
+        self._hooks.recorder.log(text)
+
+    def gathered(self) -> AbstractContextManager[nn.Module]:
+        """Make every parameter whole, to read or to write; enter it on all ranks."""
+        return self._hooks.sharded.gathered()
+
+    def mean(self, value: float | torch.Tensor) -> float:
+        """Return the mean of `value` over all ranks, the same on each. Call it on all ranks."""
+        return self._hooks.mean(float(value), self._name)
+
+    def metric(self, name: str, value: float | torch.Tensor) -> None:
+        """Record a number under a name, for the screen and `events.jsonl`. The main rank's counts.
+
+        Where ranks have different ones: `context.metric(name, context.mean(value))`, on all ranks.
+
+        Raises:
+            ValueError: the name is not one.
+        """
+        self._values[checked_name(name)] = float(value)
+
+    def stop(self, reason: str = "") -> None:
+        """Have the run end well, on all ranks, although only one may call this.
+
+        From `on_eval` it ends there, else after the step that comes next: it is saved and
+        evaluated as at any end, the exit code is 0, and the record has `reason`.
+        """
+        told = "".join(char if char.isprintable() else " " for char in str(reason))[:_REASON_CHARS]
+        self._hooks.wish = f"hooks.{self._name}: {told.strip() or 'no reason given'}"
+
+
+Hook = Callable[[HookContext], object]
+
+
+class Hooks:
+    """Calls the hooks that a job has.
+
+    Attributes:
+        wish: why a hook of this rank wants the run to end; "": none does.
+    """
+
+    def __init__(
+        self,
+        functions: Mapping[str, Hook],
+        sharded: ShardedModel,
+        recorder: Recorder,
+        run_dir: Path,
+    ) -> None:
+        """Take over `functions`, by their keys: on_start, on_step, on_eval, on_save, on_end."""
+        self._functions = functions
+        self.sharded, self.recorder = sharded, recorder
+        self._run_dir = run_dir
+        self.wish = ""
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._functions
+
+    def call(self, name: str, **facts: Any) -> None:
+        """Call the hook `name`, and tell the metrics that it has recorded.
+
+        Args:
+            facts: fields of the context that differ from what the recorder knows.
+
+        Raises:
+            UserCodeError: it raised.
+        """
+        recorder, world = self.recorder, self.sharded.mesh.world
+        known: dict[str, Any] = {
+            "step": recorder.progress.steps,
+            "loss": recorder.progress.loss,
+            "saved": None,
+            "reason": "",
+        }
+        context = HookContext(
+            model=self.sharded.module,
+            lr=recorder.lr,
+            grad_norm=recorder.grad_norm,
+            metrics=dict(recorder.metrics),
+            rank=world.index,
+            world_size=world.size,
+            is_main=recorder.is_main,
+            device=self.sharded.comm.device,
+            run_dir=self._run_dir,
+            _hooks=self,
+            _name=name,
+            **known | facts,
+        )
+        with user_code(f"hooks.{name} failed"):
+            self._functions[name](context)
+        recorder.hook_metrics(name, context.step, context._values)
+
+    def mean(self, value: float, name: str) -> float:
+        """Return the mean of `value` over all ranks. Collective; `name` is that of the hook."""
+        comm, world = self.sharded.comm, self.sharded.mesh.world
+        own = torch.tensor([value], dtype=torch.float64, device=comm.device)
+        total: float = comm.sum_small(own, world, name=f"{MEAN_NAME}{name}").item()
+        return total / world.size

@@ -51,7 +51,7 @@ from zrun_core.checkpoint.model_state import ModelState
 from zrun_core.checkpoint.resume import load_newest
 from zrun_core.checkpoint.shard_file import as_bytes
 from zrun_core.distributed.rng import Streams
-from zrun_core.library.model import Handle
+from zrun_core.library.model import ModelHandle
 from zrun_core.models.gpt import gpt
 from zrun_core.spine.config import CheckpointConfig
 from zrun_core.spine.spec import ResumeSpec
@@ -76,7 +76,7 @@ class Training:
         self._ids = torch.randint(shape["vocab_size"], (1, 33))
         self._model = zrun_core.shard(lambda: gpt(heads=8, seq_len=32, **shape))  # type: ignore[arg-type]
         self._optimizer = zrun_core.optimizer(self._model, "adamw", lr=1e-4)
-        handle = Handle.of(self._model, "Training")
+        handle = ModelHandle.of(self._model, "Training")
         self.comm, self.world = handle.run._comm, handle.sharded.mesh.world
         self.model_state = TimedState(handle.sharded)
         self.step()  # so that the optimizer has its state

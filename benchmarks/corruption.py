@@ -42,7 +42,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 
 from zrun_core.checkpoint.folder import CheckpointFolder
-from zrun_core.checkpoint.manifest import Manifest, RankState, TensorInfo
+from zrun_core.checkpoint.manifest import Manifest, SavedRank, TensorInfo
 from zrun_core.checkpoint.shard_file import Part, check_header, read_fragment, write_shard
 
 State = dict[str, torch.Tensor]
@@ -136,7 +136,7 @@ class Zrun(System):
                     tensors=infos,
                     fragments=[each for _, fragments in shards for each in fragments],
                     rank_states=[
-                        RankState(rank, {}, {"order": None, "late": []}) for rank in range(2)
+                        SavedRank(rank, {}, {"order": None, "late": []}) for rank in range(2)
                     ],
                 ),
             )

@@ -32,7 +32,7 @@ from planner_table import is_good, peer_table, summary
 from zrun_core.memory.layout import Kind
 from zrun_core.plan.memory.states import cut_on_paper, rank_buffers, settings_of
 from zrun_core.plan.trace.module_tree import skeleton_of
-from zrun_core.plan.trace.profile import Phase, Profile, peak_of
+from zrun_core.plan.trace.profile import Profile, TracePhase, peak_of
 from zrun_core.plan.trace.trace_process import trace_in_subprocess
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.parallel_dims import ParallelDims
@@ -204,7 +204,7 @@ def predicted_peak(case: Case, profile: Profile) -> int:
     batches = round(case.accumulation * profile.batch_bytes.at(case.micro))
     steps = {
         phase: batches + sum(b.num_bytes for b in buffers if b.phases is None or phase in b.phases)
-        for phase in Phase
+        for phase in TracePhase
     }
     found = peak_of(
         profile.traces[case.checkpoint],

@@ -15,9 +15,9 @@ import zrun_core.distributed.comm
 from zrun_core.distributed.comm import (
     MESSAGE_TAGS,
     Comm,
+    CommPhase,
     Group,
     Handle,
-    Phase,
     TrafficKey,
     gather_tag,
     message_tag,
@@ -173,9 +173,9 @@ def test_broadcast_of_any_dtype_and_layout(ranks):
 
 def count() -> tuple[dict[TrafficKey, int], dict[TrafficKey, int], int]:
     comm, group = join()
-    comm.phase = Phase.FORWARD
+    comm.phase = CommPhase.FORWARD
     collectives(comm, group, 10, torch.float32)
-    comm.phase = Phase.STEP
+    comm.phase = CommPhase.STEP
     comm.sum_small(torch.zeros(3), group, name="d")
     calls, sent = dict(comm.calls), dict(comm.drain())
     assert not comm.drain(), "a second look finds nothing"
@@ -190,18 +190,18 @@ def test_what_is_sent_is_counted_by_kind_and_phase(ranks, world_size):
             assert not sent
             continue
         assert calls == {
-            TrafficKey("all_gather", "world", Phase.FORWARD): 1,
-            TrafficKey("reduce_scatter", "world", Phase.FORWARD): 3,
-            TrafficKey("all_reduce", "world", Phase.FORWARD): 1,
-            TrafficKey("small", "world", Phase.FORWARD): 1,
-            TrafficKey("small", "world", Phase.STEP): 1,
+            TrafficKey("all_gather", "world", CommPhase.FORWARD): 1,
+            TrafficKey("reduce_scatter", "world", CommPhase.FORWARD): 3,
+            TrafficKey("all_reduce", "world", CommPhase.FORWARD): 1,
+            TrafficKey("small", "world", CommPhase.FORWARD): 1,
+            TrafficKey("small", "world", CommPhase.STEP): 1,
         }
         assert sent == {
-            TrafficKey("all_gather", "world", Phase.FORWARD): (n - 1) * 40,
-            TrafficKey("reduce_scatter", "world", Phase.FORWARD): 3 * (n - 1) * 40,
-            TrafficKey("all_reduce", "world", Phase.FORWARD): 2 * (n - 1) * 40,
-            TrafficKey("small", "world", Phase.FORWARD): (n - 1) * 40,
-            TrafficKey("small", "world", Phase.STEP): (n - 1) * 12,
+            TrafficKey("all_gather", "world", CommPhase.FORWARD): (n - 1) * 40,
+            TrafficKey("reduce_scatter", "world", CommPhase.FORWARD): 3 * (n - 1) * 40,
+            TrafficKey("all_reduce", "world", CommPhase.FORWARD): 2 * (n - 1) * 40,
+            TrafficKey("small", "world", CommPhase.FORWARD): (n - 1) * 40,
+            TrafficKey("small", "world", CommPhase.STEP): (n - 1) * 12,
         }
 
 
@@ -335,7 +335,7 @@ def pass_on(folder: str, in_memory: bool, laps: int) -> dict[str, Any]:
     group = replace(group, axis="pipe")
     if in_memory:
         assert comm.use_memory(group, 60.0) is None
-    comm.phase = Phase.FORWARD
+    comm.phase = CommPhase.FORWARD
     step = len(MESSAGE_TAGS)  # so that all have one tag
     received = []
     for lap in range(laps):
@@ -367,7 +367,7 @@ def test_messages_go_from_one_rank_to_another_and_are_counted(ranks, tmp_path, s
     for rank, found in enumerate(ranks(size).run(pass_on, str(tmp_path), in_memory, laps)):
         before = (rank - 1) % size
         assert found["values"] == [[10 * lap + before] * 3 for lap in range(laps)]
-        kinds = {kind: TrafficKey(kind, "pipe", Phase.FORWARD) for kind in ("send", "receive")}
+        kinds = {kind: TrafficKey(kind, "pipe", CommPhase.FORWARD) for kind in ("send", "receive")}
         counts = {key: n for key, n in found["calls"].items() if key.kind != "small"}
         assert counts == dict.fromkeys(kinds.values(), laps)
         assert found["sent"][kinds["send"]] == laps * 3 * 2

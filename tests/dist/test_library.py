@@ -17,7 +17,7 @@ from toys import Net, build, data, same_bits, split, train_ddp, train_plain
 import zrun_core
 from zrun_core.errors import UserCodeError
 from zrun_core.library import run as library
-from zrun_core.library.model import Handle
+from zrun_core.library.model import ModelHandle
 
 
 def start() -> zrun_core.Run:
@@ -129,7 +129,7 @@ def test_copies_count_once_where_more_gradients_come_than_declared(ranks, stage)
 def traffic(stage: int, accumulate: int) -> int:
     model = sharded(stage, accumulate=accumulate)
     optimizer = zrun_core.optimizer(model, "sgd", lr=1e-2)
-    comm = Handle.of(model, "").sharded.comm
+    comm = ModelHandle.of(model, "").sharded.comm
     comm.drain()
     for k in range(4):
         model(*split(data(1)[0], k, 4)).backward()

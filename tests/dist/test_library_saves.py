@@ -23,7 +23,7 @@ from zrun_core.checkpoint.folder import CheckpointFolder, read_step
 from zrun_core.checkpoint.model_state import ModelState
 from zrun_core.checkpoint.verify import verify
 from zrun_core.errors import SaveError, ZrunError
-from zrun_core.library.model import Handle
+from zrun_core.library.model import ModelHandle
 
 
 class Duel:
@@ -438,7 +438,7 @@ def load_weights(folder: str) -> dict[str, Any]:
 
 
 def state_of(model: torch.nn.Module) -> ModelState:
-    return ModelState(Handle.of(model, "test").sharded)
+    return ModelState(ModelHandle.of(model, "test").sharded)
 
 
 def test_weights_alone_need_no_optimizer(ranks, tmp_path):

@@ -10,7 +10,7 @@ from test_comm import CPU, join
 from toys import world
 
 import zrun_core.distributed.comm
-from zrun_core.distributed.comm import Comm, Group, Phase, TrafficKey, agreement, have_agreed
+from zrun_core.distributed.comm import Comm, CommPhase, Group, TrafficKey, agreement, have_agreed
 from zrun_core.distributed.named_vector import NamedVector
 from zrun_core.distributed.step_message import Said, exchange
 
@@ -27,7 +27,7 @@ def heard(said: list[dict[str, Any]], data: list[tuple[int, ...]]) -> dict[str, 
     mine = next(ranks for ranks in data if rank in ranks)
     handles = [torch.distributed.new_group(list(ranks)) for ranks in data]
     group = Group("data", mine, mine.index(rank), handles[data.index(mine)])
-    comm.phase = Phase.STEP
+    comm.phase = CommPhase.STEP
     found = exchange(say(said[rank]), group if len(data) > 1 else everyone, everyone, comm)
     return {
         "sums": dict(zip(found.sums.names, found.sums.values.tolist(), strict=True)),
@@ -51,7 +51,7 @@ def test_one_message_says_everything_where_all_train_the_same(ranks):
         assert found["agreed"]
         assert found["num_got"] == [2, 0, 1]
         numbers = 2 + 1 + 2 + 3  # sums, square, agreement, parameters
-        assert found["sent"] == {TrafficKey("small", "world", Phase.STEP): 8 * numbers}
+        assert found["sent"] == {TrafficKey("small", "world", CommPhase.STEP): 8 * numbers}
 
 
 @pytest.mark.parametrize("direct", [True, False])

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from zrun_core.checkpoint.folder import CheckpointFolder
-from zrun_core.checkpoint.manifest import Manifest, RankState, TensorInfo
+from zrun_core.checkpoint.manifest import Manifest, SavedRank, TensorInfo
 from zrun_core.checkpoint.shard_file import DTYPES, Part, write_shard
 
 STATES = ("value", "exp_avg", "exp_avg_sq")
@@ -61,9 +61,9 @@ def toy_infos(state: dict[str, torch.Tensor]) -> list[TensorInfo]:
     ]
 
 
-def rank_states(ranks: int) -> list[RankState]:
+def rank_states(ranks: int) -> list[SavedRank]:
     """Of ranks that have drawn nothing and learnt nothing."""
-    return [RankState(rank, {}, {"order": None, "late": []}) for rank in range(ranks)]
+    return [SavedRank(rank, {}, {"order": None, "late": []}) for rank in range(ranks)]
 
 
 def write_step(

@@ -196,8 +196,9 @@ def test_the_watchdog_stops_ranks_that_all_wait_for_different_things(boards):
 def test_a_halted_process_is_late_and_no_stalemate(boards, tmp_path):
     """A rank that was sent SIGSTOP while it waits may still come: its peers must not be told that it disagrees."""
     code = (
-        "import sys, os, signal\nfrom pathlib import Path\nfrom zrun_core.spine.flight_recorder import Board\n"
-        "board = Board(Path(sys.argv[1]), 0, range(3), 3)\nboard.waiting(True)\nos.kill(os.getpid(), signal.SIGSTOP)\n"
+        "import sys, os, signal\nfrom pathlib import Path\nfrom zrun_core.spine.flight_recorder import FlightRecorder\n"
+        "board = FlightRecorder(Path(sys.argv[1]), 0, range(3), 3)\n"
+        "board.waiting(True)\nos.kill(os.getpid(), signal.SIGSTOP)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "board")])
     try:

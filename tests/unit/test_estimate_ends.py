@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from zrun.estimate.forecast import Request
+from zrun.estimate.forecast import ForecastRequest
 from zrun.hosts.cluster import HostFacts
 from zrun.system.processes import Process
 
@@ -43,8 +43,8 @@ def data():
 """
 LAUNCHER = """
 import json, sys, time
-from zrun.estimate.forecast import Making, Pace, Request
-making = Making(Request(**json.loads(sys.argv[1])), {}, Pace.NOW)
+from zrun.estimate.forecast import ForecastRequest, Making, Pace
+making = Making(ForecastRequest(**json.loads(sys.argv[1])), {}, Pace.NOW)
 print(making._process.pid, flush=True)
 time.sleep(600)
 """
@@ -81,7 +81,7 @@ def test_an_estimate_beside_a_run_ends_with_a_launcher_that_was_killed(
 ) -> None:
     monkeypatch.setenv("APART", "in a session of its own")
     host = HostFacts("here", 2, 8 << 30).as_json()
-    request = Request(JOB, str(folder / "job.yaml"), (), [host], "key")
+    request = ForecastRequest(JOB, str(folder / "job.yaml"), (), [host], "key")
     launcher = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, json.dumps(asdict(request))],
         stdout=subprocess.PIPE,

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from zrun.estimate import background, gate
-from zrun.estimate.compare_run import Line, check_run
+from zrun.estimate.compare_run import ComparedLine, check_run
 from zrun.estimate.forecast import (
     PATIENCE_S,
     Forecast,
+    ForecastRequest,
     Pace,
-    Request,
     folder,
     key_of,
     store,
@@ -53,7 +53,7 @@ class FakeMaking:
     waits: list[float] = []  # noqa: RUF012
     ready: Forecast | None = None
 
-    def __init__(self, request: Request, environment: Any, pace: Pace) -> None:
+    def __init__(self, request: ForecastRequest, environment: Any, pace: Pace) -> None:
         self.made.append(pace)
         self.forecast: Forecast | None = None
 
@@ -253,13 +253,13 @@ def test_a_job_may_take_less_than_there_is(loaded: LoadedJob) -> None:
 
 def test_a_comparison_is_judged_by_its_tolerance() -> None:
     gib = 1 << 30
-    assert Line("peak", 1.01 * gib, gib, 0.02).is_right
-    assert not Line("peak", 0.98 * gib, gib, 0.01).is_right
-    assert Line("peak", 98, 100, 0.01).is_right  # two bytes
-    assert Line("peak", 2 * gib, gib, 0.01, is_bound=True).is_right
-    assert not Line("peak", 0.98 * gib, gib, 0.01, is_bound=True).is_right
-    assert Line("step", 3.0, 1.0, None).is_right
-    assert "WRONG" in str(Line("step", 3.0, 1.0, 0.15))
+    assert ComparedLine("peak", 1.01 * gib, gib, 0.02).is_right
+    assert not ComparedLine("peak", 0.98 * gib, gib, 0.01).is_right
+    assert ComparedLine("peak", 98, 100, 0.01).is_right  # two bytes
+    assert ComparedLine("peak", 2 * gib, gib, 0.01, is_bound=True).is_right
+    assert not ComparedLine("peak", 0.98 * gib, gib, 0.01, is_bound=True).is_right
+    assert ComparedLine("step", 3.0, 1.0, None).is_right
+    assert "WRONG" in str(ComparedLine("step", 3.0, 1.0, 0.15))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from zrun.launch.failures import Hang
 from zrun.launch.hangs import HangWatch, Inquiry, StepTimes, Verdict
 from zrun_core.errors import ExitCode
 from zrun_core.spine.config import LimitsConfig
-from zrun_core.spine.flight_recorder import FlightRecorder, FlightRecorderView, RankState
+from zrun_core.spine.flight_recorder import FlightRecorder, FlightRecorderView, RankProgress
 from zrun_core.spine.spec import LaunchPlan, RankPlace
 
 
@@ -26,15 +26,15 @@ def state(
     waiting: bool = False,
     progress: int = 1,
     first: int = 1,
-) -> RankState:
-    return RankState(step, waiting, 0, progress, phase, 0, first)
+) -> RankProgress:
+    return RankProgress(step, waiting, 0, progress, phase, 0, first)
 
 
 def watch(**limits: Any) -> HangWatch:
     return HangWatch(LimitsConfig.model_validate(limits))
 
 
-def look(hangs: HangWatch, now: float, states: dict[int, RankState]) -> Verdict | None:
+def look(hangs: HangWatch, now: float, states: dict[int, RankProgress]) -> Verdict | None:
     hangs.see(now, states)
     return hangs.judge(now, states)
 

@@ -17,7 +17,7 @@ import zrun_core
 from zrun_core.distributed import rng
 from zrun_core.errors import NumericError, ZrunError
 from zrun_core.library import run as library
-from zrun_core.library.model import Handle
+from zrun_core.library.model import ModelHandle
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -87,14 +87,18 @@ def test_moments_in_bf16(tmp_path: Path, name: Any, moments: int) -> None:
     optimizer = zrun_core.optimizer(model, name, lr=1e-3, moments="bf16")
     backward(model)
     optimizer.step()
-    kept = [tensor for tensor in Handle.of(model, "").sharded.optimizer.tensors() if tensor.dim()]
+    kept = [
+        tensor for tensor in ModelHandle.of(model, "").sharded.optimizer.tensors() if tensor.dim()
+    ]
     assert len(kept) == moments * 4
     assert {tensor.dtype for tensor in kept} == {torch.bfloat16}
     zrun_core.save(tmp_path, model, step=1)
     other = zrun_core.shard(build)
     zrun_core.optimizer(other, name, lr=1e-3, moments="bf16")
     assert zrun_core.load(tmp_path, other) is not None
-    loaded = [tensor for tensor in Handle.of(other, "").sharded.optimizer.tensors() if tensor.dim()]
+    loaded = [
+        tensor for tensor in ModelHandle.of(other, "").sharded.optimizer.tensors() if tensor.dim()
+    ]
     assert all((a == b).all() for a, b in zip(kept, loaded, strict=True))
 
 

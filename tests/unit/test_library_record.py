@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from zrun.runs.listing import State, read
+from zrun.runs.listing import RunStatus, read
 from zrun_core.errors import JobError
 from zrun_core.library.run_record import Record
 
@@ -61,7 +61,7 @@ def test_a_script_leaves_a_record_that_another_start_goes_on_with(folder: Path) 
     assert set(told[2]["values"]) == {"loss"}
     run = read(folder / "runs/loop/1")
     assert (run.state, run.job, run.step, run.ranks, run.exit_code) == (
-        State.FINISHED,
+        RunStatus.FINISHED,
         "loop",
         3,
         1,
@@ -74,14 +74,14 @@ def test_a_script_leaves_a_record_that_another_start_goes_on_with(folder: Path) 
     script = subprocess.Popen(command, cwd=folder, text=True, **pipes)
     assert script.stdout.readline() == "ready\n"
     run = read(folder / "runs/loop/1")
-    assert (run.state, run.step) == (State.RUNNING, 5)
+    assert (run.state, run.step) == (RunStatus.RUNNING, 5)
     assert run.holder is not None
     assert run.holder.process is not None
     assert run.holder.process.pid == script.pid
     script.communicate("\n", timeout=120)
     run = read(folder / "runs/loop/1")
     assert (run.state, run.exit_code, run.headline) == (
-        State.FAILED,
+        RunStatus.FAILED,
         1,
         "rank 0: ValueError: no more data",
     )

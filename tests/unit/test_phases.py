@@ -10,14 +10,14 @@ import pytest
 from zrun.watch.phases import PhaseWatch
 from zrun.watch.plain import Plain
 from zrun.watch.run_state import RunState
-from zrun_core.spine.flight_recorder import PHASES, RankState
+from zrun_core.spine.flight_recorder import PHASES, RankProgress
 
 
-def state(phase: str, step: int = 0, *, waiting: bool = False, first: int = 1) -> RankState:
-    return RankState(step, waiting, 0, 1, phase, 1, first if step else 0)
+def state(phase: str, step: int = 0, *, waiting: bool = False, first: int = 1) -> RankProgress:
+    return RankProgress(step, waiting, 0, 1, phase, 1, first if step else 0)
 
 
-def told(watch: PhaseWatch, start: float, seconds: float, *ranks: RankState) -> list[str]:
+def told(watch: PhaseWatch, start: float, seconds: float, *ranks: RankProgress) -> list[str]:
     """What is told while the ranks are in these states."""
     lines = []
     turns = int(seconds * 2)
@@ -28,7 +28,7 @@ def told(watch: PhaseWatch, start: float, seconds: float, *ranks: RankState) -> 
     return lines
 
 
-def what(*ranks: RankState, compiles: bool = False) -> str:
+def what(*ranks: RankProgress, compiles: bool = False) -> str:
     watch = PhaseWatch(compiles=compiles)
     watch.see(0.0, dict(enumerate(ranks)))
     assert watch.doing is not None

@@ -15,7 +15,7 @@ import pytest
 from zrun.job.environment import WORKER_DEFAULTS
 from zrun_core.plan.memory import allocator as allocator_module
 from zrun_core.plan.memory.allocator import MIB, CachingAllocator, Heap, pinned_bytes, simulate
-from zrun_core.plan.trace.profile import Event, Linear, Phase, Trace
+from zrun_core.plan.trace.profile import Event, Linear, Trace, TracePhase
 
 KIB = 1024
 
@@ -143,16 +143,16 @@ def test_everything_comes_back(expandable: bool) -> None:
 
 
 def test_replay_of_steps() -> None:
-    def at(tensor: int, mib: float, come: bool, phase: Phase) -> Event:
+    def at(tensor: int, mib: float, come: bool, phase: TracePhase) -> Event:
         return Event(tensor, Linear(0, mib * MIB), come, phase, "", -1, "activation")
 
     events = [
-        at(0, 8, True, Phase.FORWARD),
-        at(1, 4, True, Phase.FORWARD),
-        at(1, 4, False, Phase.FORWARD),
-        at(2, 16, True, Phase.BACKWARD),
-        at(0, 8, False, Phase.BACKWARD),
-        at(2, 16, False, Phase.BACKWARD),
+        at(0, 8, True, TracePhase.FORWARD),
+        at(1, 4, True, TracePhase.FORWARD),
+        at(1, 4, False, TracePhase.FORWARD),
+        at(2, 16, True, TracePhase.BACKWARD),
+        at(0, 8, False, TracePhase.BACKWARD),
+        at(2, 16, False, TracePhase.BACKWARD),
     ]
     found = simulate(
         Trace("none", tuple(events), ()), 1, [30 * MIB], late=[12 * MIB, 12 * MIB], expandable=False
@@ -178,7 +178,9 @@ class Counting(CachingAllocator):
 
 def test_a_pass_that_changes_nothing_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     def at(tensor: int, come: bool, accumulates: bool = False) -> Event:
-        return Event(tensor, Linear(0, 3 * MIB), come, Phase.BACKWARD, "", -1, "grad", accumulates)
+        return Event(
+            tensor, Linear(0, 3 * MIB), come, TracePhase.BACKWARD, "", -1, "grad", accumulates
+        )
 
     plain = [at(0, True), at(1, True), at(0, False), at(2, True)]
     both = [*plain, at(3, True, True), at(3, False, True)]

@@ -13,17 +13,17 @@ from zrun_core.plan.trace.profile import (
     Op,
     ParamInfo,
     Peak,
-    Phase,
     Profile,
     Trace,
+    TracePhase,
     peak_of,
 )
 
-F, B = Phase.FORWARD, Phase.BACKWARD
+F, B = TracePhase.FORWARD, TracePhase.BACKWARD
 
 
 def event(
-    tensor: int, per_sample: float, come: bool, phase: Phase, block: int, base: float = 0.0
+    tensor: int, per_sample: float, come: bool, phase: TracePhase, block: int, base: float = 0.0
 ) -> Event:
     module = f"blocks.{block}" if block >= 0 else ""
     return Event(tensor, Linear(base, per_sample), come, phase, module, block, "activation")
@@ -37,8 +37,8 @@ def trace() -> Trace:
         event(2, 4, True, F, 0),  # output of block 0, kept by block 1
         event(3, 10, True, F, 1),
         event(4, 4, True, F, 1),  # output of block 1
-        event(5, 30, True, Phase.LOSS, -1),
-        event(5, 30, False, Phase.LOSS, -1),
+        event(5, 30, True, TracePhase.LOSS, -1),
+        event(5, 30, False, TracePhase.LOSS, -1),
         event(6, 4, True, B, -1),  # gradient of block 1's output
         event(4, 4, False, B, -1),
         event(7, 4, True, B, 1, base=100),  # gradient of its input
@@ -63,16 +63,16 @@ def test_peak_is_the_largest_moment() -> None:
     )
     assert peak.holders[0] == ("activations of blocks.*", 2 * (10 + 4 + 10 + 4) + 100)
     assert (
-        peak_of(trace(), 100, steady={}).phase is Phase.LOSS
+        peak_of(trace(), 100, steady={}).phase is TracePhase.LOSS
     )  # there the logits are larger than what is fixed
 
 
 def test_states_move_the_peak() -> None:
-    steady = {F: 1000, Phase.LOSS: 1000, B: 10, Phase.UPDATE: 5}
+    steady = {F: 1000, TracePhase.LOSS: 1000, B: 10, TracePhase.UPDATE: 5}
     peak = peak_of(trace(), 2, steady=steady)
-    assert (peak.num_bytes, peak.phase, peak.dynamic) == (1000 + 2 * 63, Phase.LOSS, 2 * 63)
-    update = peak_of(trace(), 2, steady={Phase.UPDATE: 10_000})
-    assert update == Peak(10_000, Phase.UPDATE, "", ())
+    assert (peak.num_bytes, peak.phase, peak.dynamic) == (1000 + 2 * 63, TracePhase.LOSS, 2 * 63)
+    update = peak_of(trace(), 2, steady={TracePhase.UPDATE: 10_000})
+    assert update == Peak(10_000, TracePhase.UPDATE, "", ())
 
 
 def test_each_allocation_is_rounded_up() -> None:
@@ -89,8 +89,8 @@ def test_stages_of_a_pipeline() -> None:
         last.num_bytes == 4 + 10 + 4 + 104
     )  # its input has arrived; its output went when the loss was over
     assert (
-        peak_of(trace(), 1, blocks=range(1, 2), steady={F: 500, Phase.LOSS: 500}).phase
-        is Phase.LOSS
+        peak_of(trace(), 1, blocks=range(1, 2), steady={F: 500, TracePhase.LOSS: 500}).phase
+        is TracePhase.LOSS
     )
 
 

@@ -30,7 +30,7 @@ def job(data: Any, **more: Any) -> JobConfig:
     )
 
 
-def ragged(number: int = 8, **more: Any) -> sample_batches.Samples:
+def ragged(number: int = 8, **more: Any) -> sample_batches.SampleBatches:
     asked = job(
         ("plan_models.py:Ragged", {"count": number}),
         collate="plan_models.py:padded",

@@ -22,9 +22,9 @@ from zrun_core.plan.trace import allocation_probe, trace_process
 from zrun_core.plan.trace.affine import fit_loops
 from zrun_core.plan.trace.block_extrapolation import alike
 from zrun_core.plan.trace.module_tree import skeleton_of
-from zrun_core.plan.trace.op_recorder import Row
+from zrun_core.plan.trace.op_recorder import OpRow
 from zrun_core.plan.trace.parameters_only import with_guesses
-from zrun_core.plan.trace.profile import Event, Linear, Phase, Profile, Trace, peak_of
+from zrun_core.plan.trace.profile import Event, Linear, Profile, Trace, TracePhase, peak_of
 from zrun_core.plan.trace.trace_process import trace_in_subprocess, trace_job
 from zrun_core.plan.trace.tracer import describe_modules, describe_params
 from zrun_core.spine.config import JobConfig
@@ -158,13 +158,13 @@ def test_a_loss_in_chunks_runs_more_often(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_what_is_more_in_the_larger_pass_has_no_size_in_the_smaller_one() -> None:
-    def came(tensor: int, size: int, module: str) -> Row:
-        return Row(tensor, size, True, Phase.FORWARD, module, -1)
+    def came(tensor: int, size: int, module: str) -> OpRow:
+        return OpRow(tensor, size, True, TracePhase.FORWARD, module, -1)
 
-    def went(tensor: int, size: int, module: str) -> Row:
-        return Row(tensor, size, False, Phase.FORWARD, module, -1)
+    def went(tensor: int, size: int, module: str) -> OpRow:
+        return OpRow(tensor, size, False, TracePhase.FORWARD, module, -1)
 
-    def loop(count: int) -> list[Row]:  # each time around: 8 bytes stay, 100 go again
+    def loop(count: int) -> list[OpRow]:  # each time around: 8 bytes stay, 100 go again
         rows = [came(0, 10 * count, "in")]
         for number in range(count):
             kept, scratch = 1 + 2 * number, 2 + 2 * number

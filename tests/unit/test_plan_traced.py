@@ -15,7 +15,7 @@ from zrun_core.plan.memory.rank_memory import adds_gradients
 from zrun_core.plan.question.candidate import Candidate
 from zrun_core.plan.question.transformer import TransformerShape
 from zrun_core.plan.timing.costs import Costs, Terms
-from zrun_core.plan.trace.profile import Event, Linear, Op, Phase, Profile, Trace
+from zrun_core.plan.trace.profile import Event, Linear, Op, Profile, Trace, TracePhase
 from zrun_core.plan.trace.tracer import describe_modules, describe_params
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.parallel_dims import ParallelDims
@@ -38,7 +38,7 @@ class Model(nn.Module):
         self.head = nn.Linear(WIDTH, 1000, bias=False)
 
 
-def product(phase: Phase, module: str, block: int, flops: float) -> Op:
+def product(phase: TracePhase, module: str, block: int, flops: float) -> Op:
     return Op(
         "mm",
         "gemm",
@@ -63,7 +63,7 @@ def timeline(checkpoint: str) -> Trace:
                 "copy",
                 Linear(0, 0),
                 Linear(0, KEPT),
-                Phase.FORWARD,
+                TracePhase.FORWARD,
                 "embed",
                 -1,
                 "bfloat16",
@@ -73,15 +73,19 @@ def timeline(checkpoint: str) -> Trace:
     )
     for block in range(BLOCKS):
         name = f"blocks.{block}.linear"
-        events.append(Event(block, Linear(0, KEPT), True, Phase.FORWARD, name, block, "activation"))
-        ops.append(product(Phase.FORWARD, name, block, once))
-    ops.append(product(Phase.FORWARD, "head", -1, once))
-    ops.append(product(Phase.BACKWARD, "head", -1, 2 * once))
+        events.append(
+            Event(block, Linear(0, KEPT), True, TracePhase.FORWARD, name, block, "activation")
+        )
+        ops.append(product(TracePhase.FORWARD, name, block, once))
+    ops.append(product(TracePhase.FORWARD, "head", -1, once))
+    ops.append(product(TracePhase.BACKWARD, "head", -1, 2 * once))
     for block in reversed(range(BLOCKS)):
         name = f"blocks.{block}.linear"
-        ops += [product(Phase.BACKWARD, name, block, once)] * (3 if checkpoint == "full" else 2)
+        ops += [product(TracePhase.BACKWARD, name, block, once)] * (
+            3 if checkpoint == "full" else 2
+        )
         events.append(
-            Event(block, Linear(0, KEPT), False, Phase.BACKWARD, name, block, "activation")
+            Event(block, Linear(0, KEPT), False, TracePhase.BACKWARD, name, block, "activation")
         )
     ops.append(
         Op(
@@ -89,7 +93,7 @@ def timeline(checkpoint: str) -> Trace:
             "copy",
             Linear(0, 0),
             Linear(0, KEPT),
-            Phase.BACKWARD,
+            TracePhase.BACKWARD,
             "embed",
             -1,
             "bfloat16",

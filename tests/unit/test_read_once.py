@@ -14,7 +14,7 @@ from checkpoint_toys import toy_infos, toy_parts
 
 from zrun_core.checkpoint.folder import CheckpointFolder
 from zrun_core.checkpoint.initial import open_weights
-from zrun_core.checkpoint.manifest import Manifest, RankState
+from zrun_core.checkpoint.manifest import Manifest, SavedRank
 from zrun_core.checkpoint.reader import Reader, Target
 from zrun_core.checkpoint.shard_file import write_shard
 from zrun_core.distributed.comm import Group
@@ -79,7 +79,7 @@ def save(path: Path, ranks: int) -> tuple[Path, Manifest]:
         files=[info for info, _ in files],
         tensors=toy_infos(tensors),
         fragments=[each for _, fragments in files for each in fragments],
-        rank_states=[RankState(rank, {}, {"order": None, "late": []}) for rank in range(ranks)],
+        rank_states=[SavedRank(rank, {}, {"order": None, "late": []}) for rank in range(ranks)],
     )
     folder.commit(tmp, manifest)
     return folder.step_path(1), manifest

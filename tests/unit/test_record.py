@@ -11,7 +11,7 @@ from torch import nn
 
 import zrun_core
 from zrun_core.library import run as library
-from zrun_core.library.model import Handle
+from zrun_core.library.model import ModelHandle
 from zrun_core.zero.record_layout import RecordLayout
 from zrun_core.zero.unit import FlatUnit
 
@@ -80,12 +80,12 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, *, lat
 
 
 def units(model: nn.Module) -> list[FlatUnit]:
-    return Handle.of(model, "").sharded.units
+    return ModelHandle.of(model, "").sharded.units
 
 
 def states(model: nn.Module) -> Iterator[tuple[FlatUnit, str, torch.Tensor]]:
     """(unit, name of the parameter, state for each of its elements)."""
-    for unit, piece, param, update in Handle.of(model, "").sharded.optimizer.held():
+    for unit, piece, param, update in ModelHandle.of(model, "").sharded.optimizer.held():
         for value in update.state_of(param).values():
             if isinstance(value, torch.Tensor) and value.dim():
                 yield unit, piece.slot.name, value

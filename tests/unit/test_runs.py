@@ -18,16 +18,16 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from zrun.agent.post_mortem import speak_for_launcher
-from zrun.commands.logs import log_view as logs_command
+from zrun.commands.logs import logs as logs_command
 from zrun.launch import stop_request
 from zrun.runs import listing, run_lock
-from zrun.runs.listing import Run, State, find, job_name, listed, read, reference
+from zrun.runs.listing import KnownRun, RunStatus, find, job_name, listed, read, reference
 from zrun.runs.run_lock import Holder, Lock, is_held, last_holder
 from zrun.runs.rundir import Earlier, RunDir
 from zrun.system.processes import Process
 from zrun.system.tail_file import as_text
 from zrun.watch import log_view
-from zrun.watch.log_view import Source, Tail, shown, sources
+from zrun.watch.log_view import LogSource, Tail, shown, sources
 from zrun.watch.runs_table import remarks, runs_table
 from zrun_core.errors import HangError, JobError, PreflightError, SaveError
 from zrun_core.spine.events import encode
@@ -83,7 +83,7 @@ def test_a_run_that_finished() -> None:
     )
     run = read(path)
     assert (run.state, run.exit_code, run.job, run.step, run.total_steps) == (
-        State.FINISHED,
+        RunStatus.FINISHED,
         0,
         "gpt",
         9,
@@ -106,16 +106,16 @@ def test_the_time_of_a_run_that_goes_on_is_that_of_all_its_steps() -> None:
 @pytest.mark.parametrize(
     ("code", "state"),
     [
-        (0, State.FINISHED),
-        (5, State.FAILED),
-        (75, State.STOPPED),
-        (130, State.STOPPED),
-        (143, State.STOPPED),
-        (None, State.VANISHED),
-        (1, State.FAILED),
+        (0, RunStatus.FINISHED),
+        (5, RunStatus.FAILED),
+        (75, RunStatus.STOPPED),
+        (130, RunStatus.STOPPED),
+        (143, RunStatus.STOPPED),
+        (None, RunStatus.VANISHED),
+        (1, RunStatus.FAILED),
     ],
 )
-def test_states(code: int | None, state: State) -> None:
+def test_states(code: int | None, state: RunStatus) -> None:
     run = read(make("gpt", "a", code))
     assert (run.state, run.exit_code) == (state, code)
 
@@ -123,12 +123,12 @@ def test_states(code: int | None, state: State) -> None:
 def test_the_lock_says_that_it_runs() -> None:
     path = make("gpt", "a", 5)
     with RunDir.claim("gpt", path, earlier=Earlier.CONTINUE):
-        assert read(path).state is State.RUNNING
+        assert read(path).state is RunStatus.RUNNING
         assert read(path).exit_code is None
-    assert read(path).state is State.VANISHED  # the new one did not say how it ended
+    assert read(path).state is RunStatus.VANISHED  # the new one did not say how it ended
     (path / "failure.json").write_text('{"message": "no rest", "exit_code": 4}')
     assert (read(path).state, read(path).exit_code, read(path).headline) == (
-        State.FAILED,
+        RunStatus.FAILED,
         4,
         "no rest",
     )
@@ -139,13 +139,13 @@ def test_between_two_attempts_a_run_still_runs() -> None:
     with RunDir.claim("gpt", path) as rundir:
         rundir.exit_code = 5
         held = rundir.keep_lock()
-    assert read(path).state is State.RUNNING
+    assert read(path).state is RunStatus.RUNNING
     with pytest.raises(JobError, match="in use"):
         RunDir.claim("gpt", path, earlier=Earlier.CONTINUE)
-    with RunDir.claim("gpt", path, earlier=Earlier.CONTINUE, run_lock=held) as rundir:
+    with RunDir.claim("gpt", path, earlier=Earlier.CONTINUE, lock=held) as rundir:
         rundir.exit_code = 0
         assert (path / "attempts" / "1" / "exit.json").exists()
-    assert read(path).state is State.FINISHED
+    assert read(path).state is RunStatus.FINISHED
     assert not is_held(path)
 
 
@@ -179,7 +179,7 @@ def test_for_a_launcher_that_was_killed_the_agent_speaks() -> None:
     path = make("gpt", "a", None, [event("start", 1.0), event("step", 2.0, step=4)])
     speak_for_launcher(path)
     run, told = read(path), json.loads((path / "failure.json").read_text())
-    assert (run.state, run.exit_code, run.step) == (State.VANISHED, None, 4)
+    assert (run.state, run.exit_code, run.step) == (RunStatus.VANISHED, None, 4)
     assert (
         run.headline
         == f"the launcher, process {os.getpid()} on {os.uname().nodename}, was killed after step 4"
@@ -215,7 +215,7 @@ def test_what_a_killed_launcher_had_told_stays() -> None:
     (path / "failure.json").write_text('{"message": "no rest", "exit_code": 4}')
     speak_for_launcher(path)
     assert (read(path).state, read(path).exit_code, read(path).headline) == (
-        State.FAILED,
+        RunStatus.FAILED,
         4,
         "no rest",
     )
@@ -249,7 +249,7 @@ def test_a_run_that_goes_on_counts_from_its_own_start() -> None:
         assert (read(path).step, read(path).total_steps) == (5, 20)
         rundir.append([encode(event("step", 57.0, step=6))])
         assert (read(path).step, read(path).seconds) == (6, 7.0)
-    assert read(path).state is State.VANISHED
+    assert read(path).state is RunStatus.VANISHED
 
 
 def test_the_newest_step_is_found_behind_much_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,7 +270,7 @@ def test_damage_does_no_harm() -> None:
     run = read(path)
     assert (run.step, run.state, run.job, run.ranks, run.holder) == (
         3,
-        State.VANISHED,
+        RunStatus.VANISHED,
         "gpt",
         None,
         None,
@@ -408,9 +408,20 @@ def test_a_holder_is_told_from_later_and_distant_processes() -> None:
     assert str(Holder("n7", 12, "another boot", 1)) == "process 12 on n7"
 
 
-def run_held_by(holder: Holder | None) -> Run:
-    return Run(
-        Path("/runs/gpt/a"), "gpt", State.RUNNING, holder, None, "", 0.0, None, None, None, (), None
+def run_held_by(holder: Holder | None) -> KnownRun:
+    return KnownRun(
+        Path("/runs/gpt/a"),
+        "gpt",
+        RunStatus.RUNNING,
+        holder,
+        None,
+        "",
+        0.0,
+        None,
+        None,
+        None,
+        (),
+        None,
     )
 
 
@@ -525,13 +536,13 @@ def test_lines_come_whole_however_the_file_grows(
     path = tmp_path_factory.mktemp("log") / "log"
     data = b"".join(part.replace(b"\r", b"") + b"\n" for part in parts)
     path.write_bytes(b"")
-    tail, found = Tail(Source("log", path)), []
+    tail, found = Tail(LogSource("log", path)), []
     with path.open("ab", buffering=0) as file:
         for start in range(0, len(data), size):
             file.write(data[start : start + size])
             found += list(tail.lines())
     assert found == [as_text(line) for line in data.split(b"\n")[:-1]]
-    assert list(Tail(Source("log", path), last).lines()) == found[max(0, len(found) - last) :]
+    assert list(Tail(LogSource("log", path), last).lines()) == found[max(0, len(found) - last) :]
 
 
 def test_the_last_lines_of_a_long_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -540,7 +551,7 @@ def test_the_last_lines_of_a_long_log(tmp_path: Path, monkeypatch: pytest.Monkey
     for size in (7, 64, 1 << 16):
         monkeypatch.setattr(log_view, "_READ_BYTES", size)
         for count in (1, 2, 500, 1001, 5000):
-            tail = Tail(Source("log", path), count)
+            tail = Tail(LogSource("log", path), count)
             expected = [*(f"line {number}" for number in range(1000)), "unfinished"][-count:]
             assert [*tail.lines(), *tail.rest()] == expected
 
@@ -550,14 +561,14 @@ def test_long_lines_are_cut(tmp_path: Path) -> None:
     path.write_bytes(
         b"x" * 1_000_000 + b"\nshort\n" + b"".join(b"%d%%\r" % i for i in range(20_000)) + b"done\n"
     )
-    first, *others = Tail(Source("log", path)).lines()
+    first, *others = Tail(LogSource("log", path)).lines()
     assert first == "x" * (1 << 14) + " ... (line cut here)"
     assert others == ["short", "done"]
 
 
 def test_a_log_that_is_replaced_is_followed(tmp_path: Path) -> None:
     path = tmp_path / "logs" / "rank-0.log"
-    tail = Tail(Source("rank 0", path))
+    tail = Tail(LogSource("rank 0", path))
     assert not tail.exists
     assert list(tail.lines()) == []
     path.parent.mkdir()
@@ -649,7 +660,7 @@ def test_silence_is_told(capfd: pytest.CaptureFixture[str]) -> None:
 def test_lines_of_several_logs(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).write_text(f"{name}1\nno\n{name}2\n{name}3\nend of {name}")
-    found = [Source(name, tmp_path / name) for name in ("a", "b")]
+    found = [LogSource(name, tmp_path / name) for name in ("a", "b")]
     pattern = re.compile(r"\d")
     told = shown([Tail(source) for source in found], pattern, 2, None)
     assert list(told) == [("a", "a2"), ("a", "a3"), ("b", "b2"), ("b", "b3")]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from zrun.launch.failures import Exit, Note
-from zrun.launch.supervise import Interrupts, Run, Supervisor, judge
+from zrun.launch.supervise import Interrupts, SupervisedRun, Supervisor, judge
 from zrun.runs.rundir import RunDir
 from zrun.system.awake import AwakeClock
 from zrun.system.signals import STOP_NOW, stoppable
@@ -169,8 +169,10 @@ def exit_frame(rank: int, status: int, note: Note | None = None) -> Frame:
     return {"frame": "exit", "rank": rank, "status": status, "oom": False, "note": told, "log": []}
 
 
-def follow(script: list[Any], interrupts: Interrupts, **limits: Any) -> tuple[Run, list[Stop]]:
-    run, agents = Run(2), ScriptedAgents([STARTED, *script, DONE], ["node"])
+def follow(
+    script: list[Any], interrupts: Interrupts, **limits: Any
+) -> tuple[SupervisedRun, list[Stop]]:
+    run, agents = SupervisedRun(2), ScriptedAgents([STARTED, *script, DONE], ["node"])
     supervisor = Supervisor(agents, run, interrupts, LimitsConfig.model_validate(limits))
     supervisor.watch(lambda event, line: None, lambda: None)
     return run, agents.asked
@@ -180,7 +182,7 @@ class Hosts:
     """Two hosts, a and b, with a rank each, and a clock of their own."""
 
     def __init__(self, *script: Any, starts: tuple[str, ...] = ("a", "b"), **limits: Any) -> None:
-        self.run, self.now, self.interrupts = Run(2), 0.0, Interrupts()
+        self.run, self.now, self.interrupts = SupervisedRun(2), 0.0, Interrupts()
         self.agents = ScriptedAgents([*((host, STARTED) for host in starts), *script], ["a", "b"])
         self._limits = LimitsConfig.model_validate(limits)
 
@@ -358,7 +360,7 @@ def test_the_launcher_asks_once_per_level():
 def told_to(script: list[Any], interrupts: Interrupts) -> list[Frame]:
     """What the launcher says to the agents, but for its heartbeat."""
     agents = ScriptedAgents([STARTED, *script, DONE], ["node"])
-    Supervisor(agents, Run(2), interrupts, LimitsConfig()).watch(
+    Supervisor(agents, SupervisedRun(2), interrupts, LimitsConfig()).watch(
         lambda event, line: None, lambda: None
     )
     return [frame for frame in agents.told if "beat" not in frame]
@@ -508,7 +510,7 @@ def plan() -> LaunchPlan:
     ],
 )
 def test_the_exit_code_of_a_stopped_run(rundir, first, statuses, code):
-    interrupts, run = Interrupts(), Run(2)
+    interrupts, run = Interrupts(), SupervisedRun(2)
     run.ended = statuses == (0, 0)
     if first is not None:
         interrupts._note(first, None)
@@ -525,7 +527,7 @@ def test_the_exit_code_of_a_stopped_run(rundir, first, statuses, code):
 
 
 def test_what_is_killed_after_now_is_no_failure(rundir):
-    interrupts, run = Interrupts(), Run(2)
+    interrupts, run = Interrupts(), SupervisedRun(2)
     interrupts._note(INT, None)
     interrupts._note(INT, None)
     assert interrupts.forced_at is not None
@@ -535,7 +537,7 @@ def test_what_is_killed_after_now_is_no_failure(rundir):
 
 @pytest.mark.parametrize(("committed", "code"), [(7, 75), (6, 130), (0, 130)])
 def test_what_is_cut_off_after_the_newest_step_was_saved_loses_nothing(rundir, committed, code):
-    interrupts, run = Interrupts(), Run(2)
+    interrupts, run = Interrupts(), SupervisedRun(2)
     run.last_step = 7
     interrupts._note(INT, None)
     interrupts.force()
@@ -545,7 +547,7 @@ def test_what_is_cut_off_after_the_newest_step_was_saved_loses_nothing(rundir, c
 
 
 def test_a_peer_that_felt_the_others_stop_is_no_failure(rundir):
-    interrupts, run = Interrupts(), Run(2)
+    interrupts, run = Interrupts(), SupervisedRun(2)
     interrupts._note(TERM, None)
     note = Note(rank=1, kind="peer", type="E", message="Connection closed by peer", exit_code=5)
     run.exits += [Exit(0, -signal.SIGUSR1, 1.0), Exit(1, 5, 1.1, note=note)]

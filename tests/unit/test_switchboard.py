@@ -18,7 +18,7 @@ from zrun.agent import agent_loop as module
 from zrun.agent import memory_watch
 from zrun.agent.agent_loop import AgentLoop
 from zrun.agent.observer import Observer
-from zrun.agent.workers import Worker
+from zrun.agent.workers import WorkerProcess
 from zrun.transport.frame_reader import FrameReader
 from zrun.transport.frames import Start, Stop, pack
 from zrun_core.spine.flight_recorder import FlightRecorder, FlightRecorderView
@@ -41,7 +41,7 @@ class Setting:
         heard, self.telemetry = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.switchboard.listen(heard)
         pid = os.posix_spawnp("sleep", ["sleep", "600"], os.environ, setsid=True, setsigdef=[SAVE])
-        self.worker = Worker(pid, os.pidfd_open(pid))
+        self.worker = WorkerProcess(pid, os.pidfd_open(pid))
         observer = Observer(FlightRecorderView(folder / "board", range(rank, rank + 1)), folder)
         self.switchboard.watch(
             [rank], pid, folder, observer, {}, is_remote=is_remote, memory=memory

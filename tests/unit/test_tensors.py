@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from zrun_core.memory.layout import lay_out
 from zrun_core.memory.tensors import (
+    ElementRun,
     Extent,
-    Run,
     TensorPart,
     contiguous,
     memory_order,
@@ -104,14 +104,14 @@ def test_runs_of_a_range_are_those_of_its_elements(case, data):
 
 def test_slices_of_the_first_dimension_lie_as_they_did_and_of_the_second_turned():
     rows = sliced("w", (4, 6), 0, [(2, 4)])
-    assert (rows.stride, rows.local_stride, rows.runs) == ((6, 1), (6, 1), (Run(0, 12, 12),))
+    assert (rows.stride, rows.local_stride, rows.runs) == ((6, 1), (6, 1), (ElementRun(0, 12, 12),))
     columns = sliced("w", (4, 6), 1, [(3, 6)])
     assert (columns.stride, columns.local_stride) == ((1, 4), (1, 4))
-    assert columns.runs == (Run(0, 12, 12),)
+    assert columns.runs == (ElementRun(0, 12, 12),)
     thirds = sliced("qkv", (6, 2), 0, [(1, 2), (3, 4), (5, 6)])
-    assert thirds.runs == (Run(0, 2, 2), Run(2, 6, 2), Run(4, 10, 2))
+    assert thirds.runs == (ElementRun(0, 2, 2), ElementRun(2, 6, 2), ElementRun(4, 10, 2))
     vocabulary = sliced("embed", (5, 2), 0, [(3, 5)], size=3)
-    assert (vocabulary.local_shape, vocabulary.runs) == ((3, 2), (Run(0, 6, 4),))
+    assert (vocabulary.local_shape, vocabulary.runs) == ((3, 2), (ElementRun(0, 6, 4),))
     nhwc = sliced("conv", (8, 4, 3, 3), 0, [(0, 4)], stride=(36, 1, 12, 4))
     assert (nhwc.stride, nhwc.local_stride) == ((36, 1, 12, 4), (36, 1, 12, 4))
 

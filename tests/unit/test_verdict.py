@@ -24,7 +24,7 @@ from zrun.hosts.probe import (
 from zrun.preflight.host_checks import Needs, judge, needs_of, remarks
 from zrun.preflight.host_report import Finding, describe
 from zrun.preflight.reachability import peers
-from zrun.topology.nvml import Device, Reading
+from zrun.topology.nvml import NvmlDevice, Reading
 from zrun_core.spine.config import JobConfig
 
 HERE = Software("3.11.7", "/venv/bin/python", "0.1.0", "c0de", "2.13.0+cu128")
@@ -172,10 +172,10 @@ def test_a_gpu_that_is_lost_is_worth_a_remark() -> None:
 
 def test_who_computes_on_a_gpu_is_read_of_those_that_are_visible() -> None:
     devices = (
-        Device(0, uuid="GPU-a", memory_bytes=80 * GB, free_bytes=20 * GB, processes=(7,)),
-        Device(1, uuid="GPU-hidden", memory_bytes=80 * GB, free_bytes=80 * GB),
-        Device(2, "is lost"),
-        Device(3, uuid="GPU-d", memory_bytes=80 * GB, free_bytes=80 * GB, processes=None),
+        NvmlDevice(0, uuid="GPU-a", memory_bytes=80 * GB, free_bytes=20 * GB, processes=(7,)),
+        NvmlDevice(1, uuid="GPU-hidden", memory_bytes=80 * GB, free_bytes=80 * GB),
+        NvmlDevice(2, "is lost"),
+        NvmlDevice(3, uuid="GPU-d", memory_bytes=80 * GB, free_bytes=80 * GB, processes=None),
     )
     driver, states = _gpu_states(Reading(devices, driver="570.1", cuda=12080), {"GPU-a", "GPU-d"})
     assert driver == Driver("570.1", (12, 8))

@@ -4,7 +4,7 @@ Torch takes two seconds of a core to import, and thousands of small reads of wha
 process does so for all ranks of the host, forks each of them, and ends. The agent adopts them, as it does all orphans.
 What the import has made they share until they write to it.
 
-    in   a request on stdin: see `Request`
+    in   a request on stdin: see `ForkRequest`
     out  the ranks' numbers, and the threads that there were; its end says that all ranks are what they shall be
     in   one byte for each rank: it may begin. None comes if the agent is gone, or this process ended too early.
 
@@ -31,7 +31,7 @@ BEGIN, BEGIN_ANEW = b"b", b"a"
 _SELF = "zrun.agent.fork_server"
 
 
-class Seat(TypedDict):
+class RankSlot(TypedDict):
     """A rank of this host."""
 
     rank: int
@@ -41,17 +41,17 @@ class Seat(TypedDict):
     has_store: bool
 
 
-class Request(TypedDict):
+class ForkRequest(TypedDict):
     """What is to be forked, and for whom."""
 
     agent: int
     told: int  # descriptor of the pipe up
     begin: int  # of the one down
     store: int | None  # the socket that listens for the ranks of several hosts
-    seats: list[Seat]
+    seats: list[RankSlot]
 
 
-class Answer(TypedDict):
+class ForkReply(TypedDict):
     """What became of it."""
 
     pids: dict[str, int]  # by rank
@@ -72,8 +72,8 @@ def main() -> None:
     entry()
 
 
-def _request() -> Request:
-    request: Request = json.load(sys.stdin)
+def _request() -> ForkRequest:
+    request: ForkRequest = json.load(sys.stdin)
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     for pipe in (
@@ -85,7 +85,7 @@ def _request() -> Request:
     return request
 
 
-def _fork_ranks(request: Request, module: str, argument: str) -> None:
+def _fork_ranks(request: ForkRequest, module: str, argument: str) -> None:
     """Returns in the ranks."""
     pids: dict[str, int] = {}
     for seat in request["seats"]:
@@ -97,13 +97,13 @@ def _fork_ranks(request: Request, module: str, argument: str) -> None:
     _answer(request, {"pids": pids, "threads": _other_threads()})
 
 
-def _answer(request: Request, answer: Answer) -> NoReturn:
+def _answer(request: ForkRequest, answer: ForkReply) -> NoReturn:
     with suppress(OSError):  # the agent is gone
         os.write(request["told"], json.dumps(answer).encode())
     os._exit(0)
 
 
-def _become(seat: Seat, request: Request, module: str, argument: str) -> None:
+def _become(seat: RankSlot, request: ForkRequest, module: str, argument: str) -> None:
     """Be a rank that was just forked: what is not its own goes before it says so."""
     os.setsid()
     log = os.open(seat["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

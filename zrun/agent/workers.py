@@ -20,11 +20,11 @@ from subprocess import PIPE, STDOUT, Popen
 from typing import Any
 
 from zrun.agent import fork_server
-from zrun.agent.fork_server import BEGIN, BEGIN_ANEW, Answer, Request, Seat
+from zrun.agent.fork_server import BEGIN, BEGIN_ANEW, ForkReply, ForkRequest, RankSlot
 from zrun.topology.cpus import USER_BINDING
 
 
-class Worker:
+class WorkerProcess:
     """A rank's process, a child of this one. Two threads may wait for it.
 
     Attributes:
@@ -52,7 +52,7 @@ class Worker:
         return status
 
 
-Workers = dict[int, Worker]  # by rank
+Workers = dict[int, WorkerProcess]  # by rank
 
 
 class ForkServer:
@@ -85,10 +85,13 @@ class ForkServer:
             self._begin, "wb", buffering=0
         ) as begin:  # who waits at its end and gets no word ends too
             if not text:
-                return {rank: Worker(self.pid, os.dup(pidfd), status) for rank in self._ranks}
-            answer: Answer = json.loads(text)
+                return {
+                    rank: WorkerProcess(self.pid, os.dup(pidfd), status) for rank in self._ranks
+                }
+            answer: ForkReply = json.loads(text)
             workers = {
-                int(rank): Worker(pid, os.pidfd_open(pid)) for rank, pid in answer["pids"].items()
+                int(rank): WorkerProcess(pid, os.pidfd_open(pid))
+                for rank, pid in answer["pids"].items()
             }
             if threads := ", ".join(sorted(answer["threads"])):
                 print(
@@ -163,10 +166,10 @@ class Command:
             request.write(json.dumps(self._request(told_end, begin_end)).encode())
         return ForkServer(process, told, begin, sorted(self.logs))
 
-    def _request(self, told: int, begin: int) -> Request:
+    def _request(self, told: int, begin: int) -> ForkRequest:
         by_hand = not self.env.keys().isdisjoint(USER_BINDING)
         seats = [
-            Seat(
+            RankSlot(
                 rank=rank,
                 env=self._own_variables(rank),
                 log=str(self.logs[rank]),
@@ -176,7 +179,7 @@ class Command:
             for rank in sorted(self.logs)
         ]
         store = None if self.store is None else self.store.fileno()
-        return Request(agent=os.getpid(), told=told, begin=begin, store=store, seats=seats)
+        return ForkRequest(agent=os.getpid(), told=told, begin=begin, store=store, seats=seats)
 
     def _variables(self) -> dict[str, str]:
         """What a script of torchrun's finds in its environment, on every rank of this host."""

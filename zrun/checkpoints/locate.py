@@ -19,13 +19,13 @@ _SHOWN = 3
 
 
 @dataclass(frozen=True)
-class Place:
+class StepLocation:
     """Steps, newest first, and the folder that they are in."""
 
     folder: CheckpointFolder
     steps: Sequence[Found]
     is_single: bool  # the path was that of one step
-    attempts: Mapping[int, Place] = field(
+    attempts: Mapping[int, StepLocation] = field(
         default_factory=dict
     )  # earlier ones of the run, newest first
 
@@ -84,7 +84,7 @@ class Place:
         return "" if newest is None else f"\n  an earlier attempt has some: {newest.folder.path}"
 
 
-def locate(text: str) -> Place:
+def locate(text: str) -> StepLocation:
     """Return the steps that `text` leads to: at least one, or one that was set aside, or of an earlier attempt.
 
     Args:
@@ -101,14 +101,16 @@ def locate(text: str) -> Place:
         folder = CheckpointFolder(path.parent)
         steps = [found for found in folder.scan() if found.path == path]
         if steps:
-            return Place(folder, steps, is_single=True)
+            return StepLocation(folder, steps, is_single=True)
     attempts = _attempts(path)
     for candidate in (path / "checkpoints", path, checkpoints_of(path)):
         folder = CheckpointFolder(candidate)
         if candidate.is_dir() and ((steps := folder.scan()) or folder.aside()):
-            return Place(folder, steps, is_single=False, attempts=attempts)
+            return StepLocation(folder, steps, is_single=False, attempts=attempts)
     if attempts:
-        return Place(CheckpointFolder(path / "checkpoints"), [], is_single=False, attempts=attempts)
+        return StepLocation(
+            CheckpointFolder(path / "checkpoints"), [], is_single=False, attempts=attempts
+        )
     raise CheckpointError(f"{path} holds no checkpoints{_runs_below(path)}")
 
 
@@ -125,7 +127,7 @@ def _path_of(text: str) -> Path:
     return find(text)
 
 
-def _attempts(run: Path) -> dict[int, Place]:
+def _attempts(run: Path) -> dict[int, StepLocation]:
     """The steps of the attempts that a run started over from, as far as they have any, newest first."""
     from zrun_core.checkpoint.folder import CheckpointFolder
 
@@ -138,7 +140,8 @@ def _attempts(run: Path) -> dict[int, Place]:
         for number in numbers
     }
     places = {
-        number: Place(folder, folder.scan(), is_single=False) for number, folder in folders.items()
+        number: StepLocation(folder, folder.scan(), is_single=False)
+        for number, folder in folders.items()
     }
     return {number: place for number, place in places.items() if place.steps}
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 if TYPE_CHECKING:
-    from zrun.job.schema import Key
+    from zrun.job.schema import JobKey
 
 
 def explain(
@@ -34,7 +34,7 @@ def explain(
             print(f"{known!s:{width}}  {known.description}")
 
 
-def _facts(key: Key) -> dict[str, Any]:
+def _facts(key: JobKey) -> dict[str, Any]:
     from zrun.job.render import default_of
 
     return {
@@ -48,7 +48,7 @@ def _facts(key: Key) -> dict[str, Any]:
     }
 
 
-def _print(key: Key) -> None:
+def _print(key: JobKey) -> None:
     from zrun.job.render import default_of
     from zrun.job.scalars import write
 
@@ -62,7 +62,7 @@ def _print(key: Key) -> None:
         print(f"  keys     {', '.join(name for name in _names_below(key))}")
 
 
-def _names_below(key: Key) -> list[str]:
+def _names_below(key: JobKey) -> list[str]:
     from zrun.job.schema import keys
 
     assert key.section is not None

@@ -10,7 +10,7 @@ import typer
 from zrun.flags import MOST_SECONDS, is_finite
 
 if TYPE_CHECKING:
-    from zrun.runs.listing import Run
+    from zrun.runs.listing import KnownRun
 
 
 def stop(
@@ -52,10 +52,10 @@ def stop(
     import json
 
     from zrun.launch import stop_request
-    from zrun.runs.listing import State, find, read
+    from zrun.runs.listing import RunStatus, find, read
 
     found = read(find(run, running=True))
-    was_running = found.state is State.RUNNING
+    was_running = found.state is RunStatus.RUNNING
     if was_running and dry_run:
         process = stop_request.launcher_of(found)
         print(
@@ -72,26 +72,26 @@ def stop(
         print(json.dumps(found.facts() | {"was_running": was_running}, indent=2))
     else:
         print(_end(found) if was_running else f"run {found.run_id} was not running: {_end(found)}")
-    if was_running and found.state is State.FAILED:
+    if was_running and found.state is RunStatus.FAILED:
         raise typer.Exit(found.exit_code or 1)
 
 
-def _end(run: Run) -> str:
+def _end(run: KnownRun) -> str:
     """How it ended, in one line."""
-    from zrun.runs.listing import State
+    from zrun.runs.listing import RunStatus
     from zrun_core.errors import ExitCode
 
     after = f" after step {run.step}" if run.step else " before the first step ended"
     match run.state:
-        case State.STOPPED:
+        case RunStatus.STOPPED:
             saved = (
                 "saved: --resume auto goes on" if run.exit_code == ExitCode.STOPPED else "not saved"
             )
             return f"stopped{after}, exit code {run.exit_code}, {saved}"
-        case State.FAILED:
+        case RunStatus.FAILED:
             return f"failed{after} (exit code {run.exit_code}): {run.headline}"
-        case State.VANISHED:
+        case RunStatus.VANISHED:
             return f"ended{after}; its launcher was killed and could not say more"
-        case State.RUNNING:
+        case RunStatus.RUNNING:
             return "another launcher has just taken it over"
     return f"finished{after}"

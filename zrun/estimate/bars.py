@@ -18,7 +18,7 @@ _NARROWEST = 24  # of a bar
 
 
 @dataclass(frozen=True)
-class Part:
+class BarSegment:
     """What a part of a bar stands for. Letters carry the meaning where there is no colour."""
 
     name: str
@@ -27,14 +27,14 @@ class Part:
 
 
 PARTS = (
-    Part("params", "P", "#0072B2"),
-    Part("grads", "G", "#56B4E9"),
-    Part("optim", "O", "#009E73"),
-    Part("rings", "R", "#F0E442"),
-    Part("buffers", "B", "#CC79A7"),
-    Part("activations", "A", "#E69F00"),
-    Part("allocator", "s", "#999999"),
-    Part("context", "c", "#D55E00"),
+    BarSegment("params", "P", "#0072B2"),
+    BarSegment("grads", "G", "#56B4E9"),
+    BarSegment("optim", "O", "#009E73"),
+    BarSegment("rings", "R", "#F0E442"),
+    BarSegment("buffers", "B", "#CC79A7"),
+    BarSegment("activations", "A", "#E69F00"),
+    BarSegment("allocator", "s", "#999999"),
+    BarSegment("context", "c", "#D55E00"),
 )
 MEANINGS = {
     "params": "parameters",

@@ -35,7 +35,7 @@ _SMALL_BYTES = 1 << 20  # that do not matter, whatever their share
 
 
 @dataclass(frozen=True)
-class Line:
+class ComparedLine:
     """One comparison.
 
     Attributes:
@@ -93,7 +93,7 @@ class Check:
 
     run: Path
     source: str
-    lines: tuple[Line, ...]
+    lines: tuple[ComparedLine, ...]
     notes: tuple[str, ...]
 
     @property
@@ -155,19 +155,19 @@ def _compared(
     if peak := max((event.get("peak_bytes") or 0 for event in peaks), default=0):
         limit = _ON_GPU if not on_cpu else _ON_CPU_ALONE if spec.plan.world_size == 1 else _ON_CPU
         judged = None if chosen.is_guess else limit
-        lines.append(Line("peak", rank.allocated, peak, judged, is_bound))
+        lines.append(ComparedLine("peak", rank.allocated, peak, judged, is_bound))
     else:
         notes.append(
             "the run did not measure its memory: another version, or a profiler of its own in the second step"
         )
     if reserved := max((event.get("reserved_bytes") or 0 for event in peaks), default=0):
         judged = None if chosen.is_guess else _RESERVED
-        lines.append(Line("reserved", rank.reserved, reserved, judged, is_bound))
+        lines.append(ComparedLine("reserved", rank.reserved, reserved, judged, is_bound))
     if process := max((event.get("process_bytes") or 0 for event in peaks), default=0):
-        lines.append(Line("process", rank.device_used, process, None))
+        lines.append(ComparedLine("process", rank.device_used, process, None))
     if times:
         limit_s, why = _limit_of_time(chosen, hardware, is_alike=is_alike)
-        lines.append(Line("step", chosen.time.seconds, statistics.median(times), limit_s))
+        lines.append(ComparedLine("step", chosen.time.seconds, statistics.median(times), limit_s))
         notes += [f"the time is not judged: {why}"] if why else []
     return Check(run, chosen.source, tuple(lines), tuple(notes))
 

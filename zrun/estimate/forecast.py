@@ -144,7 +144,7 @@ def store(key: str, forecast: Forecast) -> None:
 
 
 @dataclass(frozen=True)
-class Request:
+class ForecastRequest:
     """All that a process needs to make a forecast."""
 
     job: dict[str, Any]  # a JobConfig without defaults
@@ -165,7 +165,9 @@ class Pace(StrEnum):
 class Making:
     """A process that makes a forecast while other things go on."""
 
-    def __init__(self, request: Request, environment: Mapping[str, str], pace: Pace) -> None:
+    def __init__(
+        self, request: ForecastRequest, environment: Mapping[str, str], pace: Pace
+    ) -> None:
         """Start it."""
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "zrun.estimate.background", pace.value, str(os.getpid())],

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Self
 
-from zrun.estimate.forecast import Forecast, Making, Pace, Request, key_of, stored
+from zrun.estimate.forecast import Forecast, ForecastRequest, Making, Pace, key_of, stored
 from zrun.estimate.machine import capacity_of
 from zrun_core.errors import PreflightError
 from zrun_core.spine.events import Event
@@ -87,7 +87,7 @@ class Gate:
             device = "cpu" if resolved.job.device == "cpu" else "cuda"
             self.memory_bytes = capacity_of(cluster, device, per_host, resolved.job.limits.memory)
         job_dir = loaded.path.absolute().parent
-        self._request = Request(
+        self._request = ForecastRequest(
             job=loaded.config.model_dump(mode="json", by_alias=True, exclude_unset=True),
             path=str(loaded.path.absolute()),
             overrides=tuple(

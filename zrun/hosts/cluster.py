@@ -16,7 +16,7 @@ from typing import Any, Self
 from zrun.system import cgroup
 from zrun.topology.cpus import USER_BINDING, NumaNode, read_nodes
 from zrun.topology.links import LinkMatrix, link_matrix, usable
-from zrun.topology.nvml import Device, Reading, Slice, read, read_machine
+from zrun.topology.nvml import NvmlDevice, Reading, Slice, read, read_machine
 from zrun.topology.scenario import Scenario
 from zrun_core.spine import memory_limits
 from zrun_core.spine.sizes import format_size
@@ -207,7 +207,7 @@ def _with_gpus(host: HostFacts, reading: Reading, visible: str | None) -> HostFa
     )
 
 
-def _gpu(device: Device, part: Slice | None, nodes: Sequence[NumaNode]) -> Gpu:
+def _gpu(device: NvmlDevice, part: Slice | None, nodes: Sequence[NumaNode]) -> Gpu:
     near = device.numa
     if near is None and device.cpus:
         here = [node.id for node in nodes if set(node.cpus) <= set(device.cpus)]

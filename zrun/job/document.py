@@ -36,7 +36,7 @@ _HINTS = (
 )
 
 
-class _Events(yaml.reader.Reader, yaml.scanner.Scanner, yaml.parser.Parser):
+class _YamlEvents(yaml.reader.Reader, yaml.scanner.Scanner, yaml.parser.Parser):
     """PyYAML without its composer, resolver and constructor."""
 
     def __init__(self, text: str) -> None:
@@ -72,13 +72,13 @@ class Document:
         """
         document = cls(name)
         try:
-            events = _Events(text)
+            events = _YamlEvents(text)
         except yaml.reader.ReaderError as error:
             before = text[: error.position].split("\n")
             message = f"character U+{ord(text[error.position]):04X} is not allowed in YAML"
             raise document._fatal(len(before), len(before[-1]) + 1, message) from None
         try:
-            _Reader(document, events, environ).read()
+            _YamlReader(document, events, environ).read()
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
             assert mark is not None
@@ -129,10 +129,10 @@ def _nearest(origins: Mapping[KeyPath, Origin], path: KeyPath) -> Origin:
     return origins[path]
 
 
-class _Reader:
+class _YamlReader:
     """Turns events into the document's value, one recursive step per node."""
 
-    def __init__(self, document: Document, events: _Events, environ: Mapping[str, str]) -> None:
+    def __init__(self, document: Document, events: _YamlEvents, environ: Mapping[str, str]) -> None:
         self._document = document
         self._events = events
         self._environ = environ

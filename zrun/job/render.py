@@ -8,14 +8,14 @@ from typing import Any
 
 from zrun.job.load import LoadedJob
 from zrun.job.scalars import write
-from zrun.job.schema import Key, find_key
+from zrun.job.schema import JobKey, find_key
 from zrun_core.spine.config import JobConfig, Ref, Section
 
 _COMMENT_COLUMN = 32
 
 
 @dataclass(frozen=True)
-class _Line:
+class _YamlLine:
     """A key with its value, or the key of a section, whose own lines follow."""
 
     path: tuple[str, ...]
@@ -50,7 +50,7 @@ def as_form(config: JobConfig) -> str:
 
 def _lines(
     config: Section, path: tuple[str, ...], margin: str, given: bool, *, as_form: bool
-) -> Iterator[_Line]:
+) -> Iterator[_YamlLine]:
     for name, field in type(config).model_fields.items():
         here = (*path, field.alias or name)
         value = getattr(config, name)
@@ -69,7 +69,7 @@ def _lines(
             value = {name: _short(item) for name, item in value.items()}
         if type(value) is Ref and not value.args:
             value = value.call
-        yield _Line(here, value, is_given, here_margin)
+        yield _YamlLine(here, value, is_given, here_margin)
         if isinstance(value, Section):
             yield from _lines(value, here, f"{here_margin}  ", is_given, as_form=as_form)
 
@@ -81,7 +81,7 @@ def _short(value: Any) -> Any:
     return value.model_dump(mode="json") if value.args else value.call
 
 
-def _origin(job: LoadedJob, line: _Line) -> str:
+def _origin(job: LoadedJob, line: _YamlLine) -> str:
     """Nothing beside a section, whose values have origins of their own."""
     if isinstance(line.value, Section):
         return ""
@@ -94,7 +94,7 @@ def _origin(job: LoadedJob, line: _Line) -> str:
     return ", ".join(dict.fromkeys(map(str, inside)))
 
 
-def _meaning(line: _Line) -> str:
+def _meaning(line: _YamlLine) -> str:
     key = find_key(line.path)
     assert key is not None
     if isinstance(line.value, Section):
@@ -109,7 +109,7 @@ def _meaning(line: _Line) -> str:
     return "; ".join(notes)
 
 
-def default_of(key: Key) -> Any:
+def default_of(key: JobKey) -> Any:
     """The default of `key` as plain values; None where it is required."""
     return (
         key.default.model_dump(mode="json", by_alias=True)

@@ -25,7 +25,7 @@ _JSON_NAMES = {int: "integer", str: "string"}
 
 
 @dataclass(frozen=True)
-class Key:
+class JobKey:
     """One key of the job file."""
 
     path: tuple[str, ...]
@@ -51,7 +51,7 @@ class Key:
         return self.path[-1]
 
 
-def keys(section: type[Section] = JobConfig, path: tuple[str, ...] = ()) -> Iterator[Key]:
+def keys(section: type[Section] = JobConfig, path: tuple[str, ...] = ()) -> Iterator[JobKey]:
     """Every key below `path` in the order of the file, a section before its own keys."""
     for name in fields(section):
         key = _key(section, (*path, name))
@@ -66,7 +66,7 @@ def fields(section: type[Section]) -> dict[str, FieldInfo]:
     return {field.alias or name: field for name, field in section.model_fields.items()}
 
 
-def find_key(path: KeyPath) -> Key | None:
+def find_key(path: KeyPath) -> JobKey | None:
     """The key at `path`; inside a list or a mapping with free keys, the key that holds it. None: no such key."""
     section: type[Section] | None = JobConfig
     key = None
@@ -123,11 +123,11 @@ def _properties(section: type[Section]) -> dict[str, Any]:
 
 
 @cache
-def _key(section: type[Section], path: tuple[str, ...]) -> Key:
+def _key(section: type[Section], path: tuple[str, ...]) -> JobKey:
     field = fields(section)[path[-1]]
     fragment = _properties(section)[path[-1]]
     default = None if field.is_required() else field.get_default(call_default_factory=True)
-    return Key(
+    return JobKey(
         path=path,
         takes=_describe(fragment),
         most=_most(fragment),

@@ -14,7 +14,7 @@ from zrun.job.document import Document
 from zrun.job.nearest import nearest, nearest_key, siblings
 from zrun.job.problems import MAX_SHOWN, KeyPath, Origin, Problem, dotted, job_error, shown_value
 from zrun.job.scalars import write
-from zrun.job.schema import Key, fields, find_key
+from zrun.job.schema import JobKey, fields, find_key
 from zrun_core.spine.config import JobConfig
 
 
@@ -192,7 +192,7 @@ def _exceeds(value: Any, most: float) -> bool:
     return type(value) in (int, float) and value > most
 
 
-def _what_to_write(path: KeyPath, key: Key, mistake: _Mistake) -> str:
+def _what_to_write(path: KeyPath, key: JobKey, mistake: _Mistake) -> str:
     name = str(path[-1]) if not isinstance(path[-1], int) else key.name
     if (
         isinstance(mistake.value, str)

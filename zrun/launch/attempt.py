@@ -22,7 +22,7 @@ from zrun.job.render import with_origins
 from zrun.launch.bring_up import assemble
 from zrun.launch.failures import Failure, Hang, LostHost, Stopped
 from zrun.launch.launch_request import AttemptResult, LaunchRequest
-from zrun.launch.supervise import Interrupts, Run, Supervisor, judge
+from zrun.launch.supervise import Interrupts, SupervisedRun, Supervisor, judge
 from zrun.placement.plan import Resolved, check_gpus, make_plan
 from zrun.runs.rundir import RunDir, set_checkpoints_aside
 from zrun.runs.start_point import begin, begin_again, under_lock
@@ -187,7 +187,7 @@ def _follow(
     follower = Follower(
         open_screen(ui, facts, job.log.every, sys.stdout, os.environ), rundir.append
     )
-    run, interrupts = Run(plan.world_size), Interrupts()
+    run, interrupts = SupervisedRun(plan.world_size), Interrupts()
     phases = PhaseWatch(compiles=job.compile)
     stragglers = Stragglers(facts)
 
@@ -241,7 +241,9 @@ def _is_of_its_own(failure: Failure | Hang | LostHost | None) -> bool:
     return isinstance(failure, Failure) and failure.note is not None and not failure.note.is_echo
 
 
-def _unfit(code: int, failure: Failure | Hang | LostHost, run: Run, gate: Gate) -> Forecast | None:
+def _unfit(
+    code: int, failure: Failure | Hang | LostHost, run: SupervisedRun, gate: Gate
+) -> Forecast | None:
     """What an estimate says of a job for which a rank had no room; None: it would fit, or nobody waited for it."""
     if not isinstance(failure, Failure) or not gate.may_refuse:
         return None

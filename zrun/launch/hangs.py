@@ -17,7 +17,7 @@ from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
 
 from zrun.transport.frames import SILENCE_S
-from zrun_core.spine.flight_recorder import RankState
+from zrun_core.spine.flight_recorder import RankProgress
 
 if TYPE_CHECKING:  # an agent is there sooner without pydantic
     from zrun_core.spine.config import LimitsConfig
@@ -41,7 +41,7 @@ class StepTimes:
         self._is_clean = False
         self.p99 = 0.0  # seconds; 0 before the second step ended
 
-    def see(self, now: float, state: RankState) -> None:
+    def see(self, now: float, state: RankProgress) -> None:
         if state.step != self._step:
             if self._is_clean and self._step > state.first:  # which warms up
                 self._times.append((now - self._since) / (state.step - self._step))
@@ -69,7 +69,7 @@ class HangWatch:
         self._seen: dict[int, tuple[int, float]] = {}  # rank -> its progress, and when that was new
         self._heard: dict[int, float] = {}  # rank -> when it was seen last
 
-    def limit(self, state: RankState) -> tuple[float, str]:
+    def limit(self, state: RankProgress) -> tuple[float, str]:
         """Seconds that a rank in this state may stand still, and the key that says so."""
         limits = self._limits
         if state.phase == "save":
@@ -87,14 +87,14 @@ class HangWatch:
             return max(_LEAST_AUTO_S, _STEPS_AUTO * self._times.p99)
         return self._limits.hang_s
 
-    def see(self, now: float, states: Mapping[int, RankState]) -> None:
+    def see(self, now: float, states: Mapping[int, RankProgress]) -> None:
         """Take in what some ranks say at `now`, in seconds of one monotonic clock."""
         for rank, state in states.items():
             self._heard[rank] = now
             if self._seen.get(rank, _NEVER)[0] != state.progress:
                 self._seen[rank] = state.progress, now
 
-    def judge(self, now: float, states: Mapping[int, RankState]) -> Verdict | None:
+    def judge(self, now: float, states: Mapping[int, RankProgress]) -> Verdict | None:
         """Which of the running ranks, all of which were seen, stand still at `now`."""
         if not states:
             return None
@@ -119,7 +119,7 @@ class HangWatch:
 class Inquiry:
     """What the agents testify once the launcher has found a hang, until all have, or have had their time."""
 
-    def __init__(self, verdict: Verdict, states: Mapping[int, RankState], now: float) -> None:
+    def __init__(self, verdict: Verdict, states: Mapping[int, RankProgress], now: float) -> None:
         self.verdict = verdict
         self._states = dict(states)
         self._late = now + _TESTIMONY_S

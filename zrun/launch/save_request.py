@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from zrun.launch.stop_request import launcher_of, refuse_stopped, signalled
-from zrun.runs.listing import Run, State, may_save, parsed, read
+from zrun.runs.listing import KnownRun, RunStatus, may_save, parsed, read
 from zrun.runs.run_lock import is_held
 from zrun.system.tail_file import Growing
 from zrun_core.errors import HangError, JobError, PreflightError, SaveError
@@ -37,23 +37,25 @@ class Saved:
 class RunEndedError(SaveError):
     """The run ended before it had saved."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: KnownRun) -> None:
         self.run = run
         after = f" after step {run.step}" if run.step else ""
-        why = f" (exit code {run.exit_code}): {run.headline}" if run.state is State.FAILED else ""
+        why = (
+            f" (exit code {run.exit_code}): {run.headline}" if run.state is RunStatus.FAILED else ""
+        )
         super().__init__(
             f"not saved: run {run.run_id} {run.state}{after} before it came to that{why}"
         )
 
 
-def check(run: Run) -> None:
+def check(run: KnownRun) -> None:
     """Whether the run can be asked.
 
     Raises:
         JobError: it does not run, or saves nothing.
         PreflightError: its launcher cannot be reached from here, or no rank trains yet.
     """
-    if run.state is not State.RUNNING:
+    if run.state is not RunStatus.RUNNING:
         raise JobError(
             f"run {run.run_id} does not run: it {run.state}; what it has saved: zrun ckpt ls {run.path}"
         )
@@ -68,7 +70,7 @@ def check(run: Run) -> None:
         )
 
 
-def save(run: Run, timeout_s: float) -> Saved:
+def save(run: KnownRun, timeout_s: float) -> Saved:
     """Ask a running run for a save, and wait for it.
 
     Raises:
@@ -105,7 +107,7 @@ def save(run: Run, timeout_s: float) -> Saved:
         time.sleep(_TURN_S)
 
 
-def _ask(run: Run) -> None:
+def _ask(run: KnownRun) -> None:
     """Signal the launcher, unless the signal would end it, as it would one of an earlier version of zrun."""
     process = launcher_of(run, "save")
     if process.catches(SAVE):

@@ -22,7 +22,7 @@ from zrun.transport.frames import BEAT_S, BOARD_S, GRACE_S, SILENCE_S, Frame, St
 from zrun_core.errors import ExitCode, RendezvousError
 from zrun_core.spine.config import LimitsConfig
 from zrun_core.spine.events import Event
-from zrun_core.spine.flight_recorder import RankState
+from zrun_core.spine.flight_recorder import RankProgress
 from zrun_core.spine.spec import LaunchPlan
 from zrun_core.spine.stop_signals import SAVE
 
@@ -61,7 +61,7 @@ class Talking(Protocol):
 
 
 @dataclass
-class Run:
+class SupervisedRun:
     """What the agents have told so far."""
 
     num_ranks: int
@@ -70,10 +70,10 @@ class Run:
     started: set[str] = field(default_factory=set)  # hosts that have begun to start their workers
     trains: bool = False  # rank 0 said that the first step begins: the ranks obey signals
     stopping: str = ""  # the signal that a rank got, which did not come through the launcher
-    states: dict[int, RankState] = field(
+    states: dict[int, RankProgress] = field(
         default_factory=dict
     )  # of the ranks that run, as their boards said last
-    news: dict[int, RankState] = field(default_factory=dict)  # what of it nobody has looked at
+    news: dict[int, RankProgress] = field(default_factory=dict)  # what of it nobody has looked at
     ended_ranks: set[int] = field(default_factory=set)
     first_well: Exit | None = None  # the first exit with status 0
     is_failing: bool = False  # an exit with another one, or a lost host
@@ -91,7 +91,7 @@ class Run:
             case "board":
                 for text, state in frame["states"].items():
                     if (rank := int(text)) not in self.ended_ranks:
-                        self.states[rank] = self.news[rank] = RankState(*state)
+                        self.states[rank] = self.news[rank] = RankProgress(*state)
             case "started":
                 self.started.add(host)
             case "done":
@@ -220,7 +220,7 @@ class Supervisor:
     def __init__(
         self,
         agents: Talking,
-        run: Run,
+        run: SupervisedRun,
         interrupts: Interrupts,
         limits: LimitsConfig,
         clock: Callable[[], float] | None = None,
@@ -433,7 +433,7 @@ def _say(text: str) -> None:
 
 
 def judge(
-    run: Run, plan: LaunchPlan, rundir: RunDir, interrupts: Interrupts, committed: int = 0
+    run: SupervisedRun, plan: LaunchPlan, rundir: RunDir, interrupts: Interrupts, committed: int = 0
 ) -> tuple[int, Failure | Hang | LostHost | None]:
     """The run's exit code, and the failure behind it.
 

@@ -34,7 +34,7 @@ def ask(
     Returns:
         The answers, with the times at which this host `asked` and `got` them; or why there is none.
     """
-    asking = _Asking(questions)
+    asking = _Call(questions)
     start = news = time.monotonic()
     with selectors.DefaultSelector() as selector:
         for agent in questions:
@@ -58,7 +58,7 @@ def ask(
     return asking.answers
 
 
-class _Asking:
+class _Call:
     def __init__(self, questions: Mapping[AgentLink, Frame]) -> None:
         self.answers: Answers = {}
         self._questions = questions

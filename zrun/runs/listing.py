@@ -36,7 +36,7 @@ _BLOCK_BYTES, _TAIL_BYTES = (
 _SHOWN = 5
 
 
-class State(StrEnum):
+class RunStatus(StrEnum):
     RUNNING = "running"
     FINISHED = "finished"
     FAILED = "failed"
@@ -45,7 +45,7 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True)
-class Run:
+class KnownRun:
     """What the files of a run say.
 
     Attributes:
@@ -60,7 +60,7 @@ class Run:
 
     path: Path
     job: str
-    state: State
+    state: RunStatus
     holder: Holder | None
     exit_code: int | None
     headline: str
@@ -104,7 +104,7 @@ def known(root: Path = ROOT) -> list[Path]:
     )
 
 
-def listed(since: float | None, root: Path = ROOT) -> tuple[list[Run], int]:
+def listed(since: float | None, root: Path = ROOT) -> tuple[list[KnownRun], int]:
     """Those that run, and those that started at `since` (unix seconds) or later; None: all. Newest first.
 
     Returns:
@@ -217,20 +217,20 @@ def job_name(path: Path) -> str:
     return path.parent.name
 
 
-def read(path: Path) -> Run:
+def read(path: Path) -> KnownRun:
     """What the files of a run say now."""
     path = path.absolute()
     running = is_held(path)  # first: whoever ends meanwhile has written the rest
     holder = last_holder(path)
-    events = _Events(path / "events.jsonl", holder.events if holder is not None else 0)
+    events = _EventLog(path / "events.jsonl", holder.events if holder is not None else 0)
     start, step, last = events.start, events.newest("step"), events.newest(None)
     report = _json(path / "failure.json")
     code = None if running else _exit_code(path, events, report)
     ranks = _json(path / "plan.json").get("ranks") or []
-    return Run(
+    return KnownRun(
         path=path,
         job=job_name(path),
-        state=State.RUNNING if running else _state(code),
+        state=RunStatus.RUNNING if running else _state(code),
         holder=holder,
         exit_code=code,
         headline="" if running else _headline(report),
@@ -250,15 +250,15 @@ def _seconds(start: Event, last: Event) -> float | None:
     return float(before + max(0.0, last["time"] - start["time"]))
 
 
-def _state(code: int | None) -> State:
+def _state(code: int | None) -> RunStatus:
     if code is None:
-        return State.VANISHED
+        return RunStatus.VANISHED
     if code in _STOPPED:
-        return State.STOPPED
-    return State.FAILED if code else State.FINISHED
+        return RunStatus.STOPPED
+    return RunStatus.FAILED if code else RunStatus.FINISHED
 
 
-def _exit_code(path: Path, events: _Events, report: dict[str, Any]) -> int | None:
+def _exit_code(path: Path, events: _EventLog, report: dict[str, Any]) -> int | None:
     """What the launcher said last. A run that could not say it may still have reached its end, or told of a failure."""
     code = _json(path / "exit.json").get(
         "exit_code", report.get("exit_code", 1 if report else None)
@@ -291,7 +291,7 @@ def _json(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-class _Events:
+class _EventLog:
     """The record of one launcher: its beginning and its end, however long it is."""
 
     def __init__(self, path: Path, offset: int) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from zrun.topology.nvml import TO_GPU, TO_SWITCH, Device, Reading
+from zrun.topology.nvml import TO_GPU, TO_SWITCH, NvmlDevice, Reading
 
 SELF, UNKNOWN, MIG = "X", "?", "MIG"
 
@@ -123,12 +123,12 @@ def link_matrix(reading: Reading) -> LinkMatrix:
     )
 
 
-def usable(reading: Reading) -> list[Device]:
+def usable(reading: Reading) -> list[NvmlDevice]:
     """The GPUs that answer; a GPU in MIG mode without slices can run nothing."""
     return [device for device in reading.devices if device.problem is None and device.slices != ()]
 
 
-def _path(reading: Reading, a: Device, b: Device) -> tuple[str, float]:
+def _path(reading: Reading, a: NvmlDevice, b: NvmlDevice) -> tuple[str, float]:
     count = _bonded(a, b)
     if count:
         return f"NV{count}", round(count * min(_per_link(a), _per_link(b)), 1)
@@ -142,7 +142,7 @@ def _path(reading: Reading, a: Device, b: Device) -> tuple[str, float]:
     return (UNKNOWN, 0.0) if level is None else _PATHS.get(level, (UNKNOWN, 0.0))
 
 
-def _bonded(a: Device, b: Device) -> int:
+def _bonded(a: NvmlDevice, b: NvmlDevice) -> int:
     """NVLinks that carry what one sends the other: between them, or to switches from either."""
     seen = [
         sum(link.remote in (TO_GPU, None) and link.bus_id == there.bus_id for link in here.links)
@@ -152,10 +152,10 @@ def _bonded(a: Device, b: Device) -> int:
     return max(min(seen, default=0), min(_to_switch(a), _to_switch(b)))
 
 
-def _to_switch(device: Device) -> int:
+def _to_switch(device: NvmlDevice) -> int:
     return sum(link.remote == TO_SWITCH for link in device.links or ())
 
 
-def _per_link(device: Device) -> float:
+def _per_link(device: NvmlDevice) -> float:
     capability = device.capability or (7, 0)
     return next((rate for since, rate in reversed(_NVLINK) if capability >= since), _NVLINK[0][1])

@@ -32,7 +32,7 @@ class NotKnown(Exception):  # noqa: N818
         self.code = code
 
 
-class Source(Protocol):
+class MachineSource(Protocol):
     """Who answers: the library, or a scenario."""
 
     def call(self, name: str, *arguments: Any) -> Any:
@@ -61,7 +61,7 @@ class Slice:
 
 
 @dataclass(frozen=True)
-class Device:
+class NvmlDevice:
     """What is known of one GPU. None: not known."""
 
     index: int
@@ -89,7 +89,7 @@ class Reading:
         cuda: the newest that the driver serves: 12040 is 12.4.
     """
 
-    devices: tuple[Device, ...] = ()
+    devices: tuple[NvmlDevice, ...] = ()
     ancestors: tuple[tuple[int | None, ...], ...] = ()
     driver: str | None = None
     cuda: int | None = None
@@ -117,7 +117,7 @@ class _Library:
 
 
 @contextmanager
-def library() -> Iterator[Source | None]:
+def library() -> Iterator[MachineSource | None]:
     """NVML, initialised; None where there is no library or no driver that it fits."""
     source = _Library()
     try:
@@ -131,7 +131,7 @@ def library() -> Iterator[Source | None]:
         ask(source, "nvmlShutdown")
 
 
-def ask(source: Source, name: str, *arguments: Any) -> Any | None:
+def ask(source: MachineSource, name: str, *arguments: Any) -> Any | None:
     """The answer, or None where it is not known."""
     try:
         return source.call(name, *arguments)
@@ -145,11 +145,11 @@ def read_machine() -> Reading:
         return Reading() if source is None else read(source)
 
 
-def read(source: Source) -> Reading:
+def read(source: MachineSource) -> Reading:
     """The GPUs that `source` tells of."""
     count = ask(source, "nvmlDeviceGetCount") or 0
     handles: list[Any | None] = []
-    devices: list[Device] = []
+    devices: list[NvmlDevice] = []
     for index in range(count):
         handle, device = _read_device(source, index)
         handles.append(handle)
@@ -163,7 +163,7 @@ def read(source: Source) -> Reading:
     )
 
 
-def _read_device(source: Source, index: int) -> tuple[Any | None, Device]:
+def _read_device(source: MachineSource, index: int) -> tuple[Any | None, NvmlDevice]:
     try:
         handle = source.call("nvmlDeviceGetHandleByIndex", index)
         uuid = _text(
@@ -175,7 +175,7 @@ def _read_device(source: Source, index: int) -> tuple[Any | None, Device]:
             if error.code == GPU_IS_LOST
             else f"does not answer (NVML {error.code})"
         )
-        return None, Device(index, why)
+        return None, NvmlDevice(index, why)
     memory = ask(source, "nvmlDeviceGetMemoryInfo", handle, _MEMORY_V2) or ask(
         source, "nvmlDeviceGetMemoryInfo", handle
     )
@@ -183,7 +183,7 @@ def _read_device(source: Source, index: int) -> tuple[Any | None, Device]:
     pci = ask(source, "nvmlDeviceGetPciInfo", handle)
     capability = ask(source, "nvmlDeviceGetCudaComputeCapability", handle)
     nodes = _bits(ask(source, "nvmlDeviceGetMemoryAffinity", handle, _CPU_WORDS, _NODE_SCOPE))
-    return handle, Device(
+    return handle, NvmlDevice(
         index,
         uuid=uuid,
         name=_text(ask(source, "nvmlDeviceGetName", handle)),
@@ -201,7 +201,7 @@ def _read_device(source: Source, index: int) -> tuple[Any | None, Device]:
     )
 
 
-def _links(source: Source, handle: Any) -> tuple[NvLink, ...] | None:
+def _links(source: MachineSource, handle: Any) -> tuple[NvLink, ...] | None:
     """The active NVLinks; none where the board has none, None where nobody can tell."""
     links: list[NvLink] = []
     for number in range(_MOST_LINKS):
@@ -222,7 +222,7 @@ def _links(source: Source, handle: Any) -> tuple[NvLink, ...] | None:
     return tuple(links)
 
 
-def _slices(source: Source, handle: Any) -> tuple[Slice, ...] | None:
+def _slices(source: MachineSource, handle: Any) -> tuple[Slice, ...] | None:
     mode = ask(source, "nvmlDeviceGetMigMode", handle)  # current and pending
     if not mode or not mode[0]:
         return None
@@ -237,7 +237,7 @@ def _slices(source: Source, handle: Any) -> tuple[Slice, ...] | None:
     return tuple(slices)
 
 
-def _ancestor(source: Source, handles: list[Any | None], a: int, b: int) -> int | None:
+def _ancestor(source: MachineSource, handles: list[Any | None], a: int, b: int) -> int | None:
     if a == b or handles[a] is None or handles[b] is None:
         return None
     level = ask(source, "nvmlDeviceGetTopologyCommonAncestor", handles[a], handles[b])

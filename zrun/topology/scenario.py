@@ -43,7 +43,7 @@ _GPU, _SWITCH = 0, 2  # ends of an NVLink
 
 @dataclass
 class Scenario:
-    """A machine as a file describes it; a `zrun.topology.nvml.Source`.
+    """A machine as a file describes it; a `zrun.topology.nvml.MachineSource`.
 
     Attributes:
         links: NVLinks of each GPU, as the other GPU's index or None for a switch.

@@ -31,7 +31,7 @@ _TURN_S = 0.1
 
 
 @dataclass(frozen=True)
-class Source:
+class LogSource:
     """A log, or the run's record.
 
     Attributes:
@@ -50,7 +50,7 @@ class Source:
         return Messages(self) if self.is_record else Tail(self, last)
 
 
-def sources(run_dir: Path, asked: str) -> list[Source]:
+def sources(run_dir: Path, asked: str) -> list[LogSource]:
     """Return the logs that `asked` names.
 
     Args:
@@ -60,7 +60,7 @@ def sources(run_dir: Path, asked: str) -> list[Source]:
     Raises:
         JobError: it names none.
     """
-    found: dict[Source, None] = {}
+    found: dict[LogSource, None] = {}
     for part in asked.split(","):
         match part.strip():
             case "all":
@@ -69,7 +69,7 @@ def sources(run_dir: Path, asked: str) -> list[Source]:
                 found[_record(run_dir)] = None
             case "launcher":
                 log = run_dir / LOG
-                found[Source("launcher", log) if log.exists() else _record(run_dir)] = None
+                found[LogSource("launcher", log) if log.exists() else _record(run_dir)] = None
             case "agent" | "agents":
                 found |= dict.fromkeys(_agents(run_dir))
             case ranks:
@@ -77,11 +77,11 @@ def sources(run_dir: Path, asked: str) -> list[Source]:
     return list(found)
 
 
-def _record(run_dir: Path) -> Source:
-    return Source("launcher", run_dir / "events.jsonl", is_record=True)
+def _record(run_dir: Path) -> LogSource:
+    return LogSource("launcher", run_dir / "events.jsonl", is_record=True)
 
 
-def _numbered(asked: str, ranks: dict[int, Source]) -> list[Source]:
+def _numbered(asked: str, ranks: dict[int, LogSource]) -> list[LogSource]:
     match = re.fullmatch(r"(\d{1,7})(?:-(\d{1,7}))?", asked)
     if match is None:
         raise JobError(
@@ -101,7 +101,7 @@ def _numbered(asked: str, ranks: dict[int, Source]) -> list[Source]:
     return [ranks[rank] for rank in range(first, last + 1)]
 
 
-def _ranks(run_dir: Path) -> dict[int, Source]:
+def _ranks(run_dir: Path) -> dict[int, LogSource]:
     """By the plan, or by the files where there is no plan."""
     hosts: dict[int, str] = {}
     with suppress(OSError, ValueError, TypeError, KeyError):
@@ -114,20 +114,20 @@ def _ranks(run_dir: Path) -> dict[int, Source]:
         hosts = dict.fromkeys(sorted(int(name) for name in names if name.isdigit()), "")
     logs = run_dir / "logs"
     return {
-        rank: Source(f"rank {rank}", logs / f"rank-{rank}.log", host)
+        rank: LogSource(f"rank {rank}", logs / f"rank-{rank}.log", host)
         for rank, host in hosts.items()
     }
 
 
-def _agents(run_dir: Path) -> list[Source]:
+def _agents(run_dir: Path) -> list[LogSource]:
     paths = sorted((run_dir / "logs").glob("agent-*.log"))
-    return [Source(f"agent {path.stem.removeprefix('agent-')}", path) for path in paths]
+    return [LogSource(f"agent {path.stem.removeprefix('agent-')}", path) for path in paths]
 
 
 class Tail:
     """The lines of a log, as they come."""
 
-    def __init__(self, source: Source, last: int | None = None) -> None:
+    def __init__(self, source: LogSource, last: int | None = None) -> None:
         """Begin at its beginning, or `last` lines before its end; it need not exist yet."""
         self.source = source
         self._file: IO[bytes] | None = None

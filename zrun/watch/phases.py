@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from zrun_core.spine.events import Event
-from zrun_core.spine.flight_recorder import PHASES, RankState
+from zrun_core.spine.flight_recorder import PHASES, RankProgress
 
 _LOOK_S = 0.25
 _LONG_S = 2.0  # that are worth a place in the panel
@@ -72,7 +72,7 @@ class PhaseWatch:
         self._longest: dict[str, float] = {}  # seconds by kind
         self._told_s = 0.0  # the seconds that were told of what is being done
 
-    def see(self, now: float, states: Mapping[int, RankState]) -> None:
+    def see(self, now: float, states: Mapping[int, RankProgress]) -> None:
         """Take in what the running ranks say of themselves.
 
         Args:
@@ -120,7 +120,7 @@ class PhaseWatch:
             "seconds": doing.seconds,
         }
 
-    def _in_words(self, kind: str, rank: int, states: Mapping[int, RankState]) -> str:
+    def _in_words(self, kind: str, rank: int, states: Mapping[int, RankProgress]) -> str:
         state = states[rank]
         if kind == "first step":
             words = "first step, which compiles the model" if self._compiles else kind
@@ -134,7 +134,7 @@ class PhaseWatch:
         )
 
 
-def _slowest(states: Mapping[int, RankState]) -> int:
+def _slowest(states: Mapping[int, RankProgress]) -> int:
     """Return the rank that is behind all others, of those that do not wait themselves."""
     at_work = [rank for rank, state in states.items() if not state.waiting] or list(states)
     return min(
@@ -142,7 +142,7 @@ def _slowest(states: Mapping[int, RankState]) -> int:
     )
 
 
-def _kind(state: RankState) -> str:
+def _kind(state: RankProgress) -> str:
     """Return what is timed as one: the parts of a step follow each other too fast to be told apart."""
     if state.phase not in ("forward", "backward", "update"):
         return state.phase

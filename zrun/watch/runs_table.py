@@ -8,20 +8,20 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
-from zrun.runs.listing import Run, State, reference
+from zrun.runs.listing import KnownRun, RunStatus, reference
 from zrun.watch.formatting import duration
 from zrun_core.spine.printable import printable
 
 _STYLES = {
-    State.RUNNING: "green",
-    State.FAILED: "red",
-    State.VANISHED: "red",
-    State.STOPPED: "yellow",
+    RunStatus.RUNNING: "green",
+    RunStatus.FAILED: "red",
+    RunStatus.VANISHED: "red",
+    RunStatus.STOPPED: "yellow",
 }
 _SHOWN_HOSTS = 2
 
 
-def runs_table(runs: Sequence[Run]) -> Table:
+def runs_table(runs: Sequence[KnownRun]) -> Table:
     """A row per run, in the order given."""
     table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
     for column in ("run", "job", "state", "step", "started", "time", "ranks"):
@@ -48,7 +48,7 @@ def runs_table(runs: Sequence[Run]) -> Table:
     return table
 
 
-def remarks(runs: Sequence[Run]) -> list[str]:
+def remarks(runs: Sequence[KnownRun]) -> list[str]:
     """A line for each run of which there is more to say."""
     lines = []
     for run in runs:
@@ -58,26 +58,26 @@ def remarks(runs: Sequence[Run]) -> list[str]:
     return lines
 
 
-def _steps(run: Run) -> str:
+def _steps(run: KnownRun) -> str:
     if run.step is None and run.total_steps is None:
         return ""
     return f"{run.step or 0}" + (f"/{run.total_steps}" if run.total_steps is not None else "")
 
 
-def _ranks(run: Run) -> str:
+def _ranks(run: KnownRun) -> str:
     more = f" +{len(run.hosts) - _SHOWN_HOSTS}" if len(run.hosts) > _SHOWN_HOSTS else ""
     return f"{run.ranks or ''}" + (
         f" on {', '.join(run.hosts[:_SHOWN_HOSTS])}{more}" if run.hosts else ""
     )
 
 
-def _more(run: Run) -> str:
+def _more(run: KnownRun) -> str:
     match run.state:
-        case State.RUNNING if run.holder is not None and not run.holder.is_here:
+        case RunStatus.RUNNING if run.holder is not None and not run.holder.is_here:
             return f"its launcher is {run.holder}"
-        case State.FAILED:
+        case RunStatus.FAILED:
             return run.headline
-        case State.VANISHED:
+        case RunStatus.VANISHED:
             return (
                 f"its launcher, {run.holder}, was killed"
                 if run.holder is not None

@@ -32,7 +32,7 @@ _SPLIT_STYLES = ("#999999", "#56B4E9", "#0072B2", "#E69F00", "#009E73")
 
 
 @dataclass(frozen=True)
-class Row:
+class PanelRow:
     """A row of the panel.
 
     Attributes:
@@ -73,7 +73,7 @@ def panel(
 
 def _body(state: RunState, facts: Facts, room: Room) -> list[Text]:
     """The lines of all rows that fit; a row's first one stands behind its label."""
-    drawn: dict[Row, list[Text]] = {}
+    drawn: dict[PanelRow, list[Text]] = {}
     left = room.height
     for row in sorted(ROWS, key=lambda row: row.importance):
         width = room.width - (LABEL if row.label else 0)
@@ -227,13 +227,13 @@ def _estimate(state: RunState, facts: Facts, room: Room) -> list[Text]:
 
 
 ROWS = (
-    Row("step", _progress, 0),
-    Row("run", _so_far, 4),
-    Row("loss", _loss, 1),
-    Row("update", _update, 5),
-    Row("metrics", _metrics, 3),
-    Row("speed", _speed, 2),
-    Row("time", _time, 6),
-    Row("estimate", _estimate, 8),
-    Row("", ranks_table, 7),
+    PanelRow("step", _progress, 0),
+    PanelRow("run", _so_far, 4),
+    PanelRow("loss", _loss, 1),
+    PanelRow("update", _update, 5),
+    PanelRow("metrics", _metrics, 3),
+    PanelRow("speed", _speed, 2),
+    PanelRow("time", _time, 6),
+    PanelRow("estimate", _estimate, 8),
+    PanelRow("", ranks_table, 7),
 )

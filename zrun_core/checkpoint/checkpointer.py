@@ -40,7 +40,7 @@ from zrun_core.checkpoint.manifest import (
     FileInfo,
     Fragment,
     Manifest,
-    RankState,
+    SavedRank,
     TensorInfo,
     tensors_of,
     together,
@@ -397,7 +397,7 @@ class Checkpointer:
                 Part(f"rng/{rank}/{key}", RANK, 0, data.numel(), data)
                 for key, data in streams.items()
             ]
-            own = RankState(rank, numbers, self.state.learnt())
+            own = SavedRank(rank, numbers, self.state.learnt())
             said: dict[str, Any] = {"scalars": self.state.scalars(), "own": asdict(own)}
             if self.state.describes_part and rank:  # the first rank writes the manifest itself
                 said |= {"layout": layout, "tensors": [asdict(info) for info in tensors]}
@@ -624,7 +624,7 @@ class Checkpointer:
             files=[*(FileInfo(**report["file"]) for report in reports), *beside],
             tensors=[replace(info, scalars=scalars.get(info.name, {})) for info in together(told)],
             fragments=[Fragment(**each) for report in reports for each in report["fragments"]],
-            rank_states=[RankState(**report["own"]) for report in reports],
+            rank_states=[SavedRank(**report["own"]) for report in reports],
             model=current.beside.model,
         )
 

@@ -126,7 +126,7 @@ class FileInfo:
 
 
 @dataclass(frozen=True)
-class RankState:
+class SavedRank:
     """What belongs to a rank, beside the fragments of state RANK."""
 
     rank: int
@@ -163,7 +163,7 @@ class Manifest:
     files: list[FileInfo]
     tensors: list[TensorInfo]
     fragments: list[Fragment]
-    rank_states: list[RankState]  # of every rank
+    rank_states: list[SavedRank]  # of every rank
     model: ModelInfo | None = None  # None: several models, or nothing was said
     format: int = FORMAT
 
@@ -183,7 +183,7 @@ class Manifest:
         """Those without tensors: what transformers needs beside them."""
         return [file for file in self.files if not file.name.endswith(".safetensors")]
 
-    def of_rank(self, rank: int) -> RankState | None:
+    def of_rank(self, rank: int) -> SavedRank | None:
         """What belongs to a rank, if there was such a rank."""
         return next((each for each in self.rank_states if each.rank == rank), None)
 
@@ -524,7 +524,7 @@ _READERS: dict[type, dict[str, Callable[[Any, str], Any]]] = {
         "header_digest": _digest,
         "digest": _digest,
     },
-    RankState: {"rank": _integer, "rng": _tree, "learnt": _tree},
+    SavedRank: {"rank": _integer, "rng": _tree, "learnt": _tree},
     ModelInfo: {"class_name": _text, "prefix": _or_null(_text), "obstacle": _or_null(_text)},
     Manifest: {
         "step": _integer,
@@ -537,7 +537,7 @@ _READERS: dict[type, dict[str, Callable[[Any, str], Any]]] = {
         "files": _list_of(FileInfo),
         "tensors": _list_of(TensorInfo),
         "fragments": _list_of(Fragment),
-        "rank_states": _list_of(RankState),
+        "rank_states": _list_of(SavedRank),
         "model": _or_null(_model),
         "format": _integer,
     },

@@ -51,7 +51,7 @@ def marks_of(dataset: Any, workers: int = 0, also: Iterable[int] = ()) -> Marks:
         return _read(dataset, numbers)
     generator = torch.Generator()  # else the loader draws a seed from the rank's own stream
     loader: DataLoader[Marks] = DataLoader(
-        _Reader(dataset, numbers), batch_size=None, num_workers=1, generator=generator
+        _SampleReader(dataset, numbers), batch_size=None, num_workers=1, generator=generator
     )
     return next(iter(loader))
 
@@ -69,7 +69,7 @@ def differences(before: Mapping[int, str], now: Marks) -> str:
     return f"sample{'s' * (len(numbers) > 1)} {listed} {'are' if len(numbers) > 1 else 'is'} not what was there"
 
 
-class _Reader(Dataset[Marks]):
+class _SampleReader(Dataset[Marks]):
     """Reads the marks of a dataset in a loader process."""
 
     def __init__(self, dataset: Any, numbers: list[int]) -> None:

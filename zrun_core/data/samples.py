@@ -18,7 +18,7 @@ _FORGOTTEN = ": does __getitem__ return it on every path?"
 _LISTED = 32  # samples, or runs of them, that are named
 
 
-class Place(NamedTuple):
+class SamplePosition(NamedTuple):
     """A sample: its number in the dataset, and its position in the stream."""
 
     number: int
@@ -36,11 +36,11 @@ class Batches(Dataset[Any]):
     def __init__(self, dataset: Any, collate: Collate | None, seed: int) -> None:
         self._dataset, self._collate, self._seed = dataset, collate, seed
 
-    def __getitems__(self, places: list[Place]) -> Any:
+    def __getitems__(self, places: list[SamplePosition]) -> Any:
         samples = self._read(places)
         return collated(samples, [place.number for place in places], "index", self._collate)
 
-    def _read(self, places: list[Place]) -> Any:
+    def _read(self, places: list[SamplePosition]) -> Any:
         if _reads_several(self._dataset):  # at once, by its own means
             self._place(places[0])
             numbers = [place.number for place in places]
@@ -53,7 +53,7 @@ class Batches(Dataset[Any]):
                 samples.append(self._dataset[place.number])
         return samples
 
-    def _place(self, place: Place) -> None:
+    def _place(self, place: SamplePosition) -> None:
         rng.seed(rng.mix(self._seed, place.position))
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from zrun_core.data.batch import MicroBatch
 from zrun_core.data.order import EpochOrder, micro_batches, split, steps
-from zrun_core.data.samples import Batches, Collate, Place, collated
+from zrun_core.data.samples import Batches, Collate, SamplePosition, collated
 from zrun_core.distributed import rng
 from zrun_core.errors import JobError, UserCodeError
 from zrun_core.spine.spec import BatchPlan
@@ -107,13 +107,13 @@ class MapSource:
         """Which samples of the dataset come at these positions of the stream."""
         return [self._order.index(position) for position in positions]
 
-    def micro_batch_places(self, start: int) -> Iterator[list[Place]]:
+    def micro_batch_places(self, start: int) -> Iterator[list[SamplePosition]]:
         """The samples of every micro-batch of this rank from stream position `start` on."""
         for positions in steps(start, self._batch.global_size, self._total):
             for part in micro_batches(len(positions), self._batch, self._rank):
                 # Nothing left for this rank: the step's first sample stands in.
                 places = [positions[offset] for offset in part or (0,)]
-                yield [Place(self._order.index(position), position) for position in places]
+                yield [SamplePosition(self._order.index(position), position) for position in places]
 
 
 class _Indices:
@@ -123,7 +123,7 @@ class _Indices:
         self._source = source
         self._start = start
 
-    def __iter__(self) -> Iterator[list[Place]]:
+    def __iter__(self) -> Iterator[list[SamplePosition]]:
         yield from self._source.micro_batch_places(self._start)
 
 

@@ -56,7 +56,7 @@ def direct_up_to(device: str) -> int:
     return DIRECT_MAX_RANKS if device == "cpu" else 0
 
 
-class Phase(Enum):
+class CommPhase(Enum):
     """When traffic was issued."""
 
     SETUP = "setup"
@@ -71,7 +71,7 @@ class TrafficKey(NamedTuple):
     # all_gather | reduce_scatter | all_reduce | push | pull | broadcast | small | send | receive
     kind: str
     axis: str
-    phase: Phase
+    phase: CommPhase
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class Comm:
 
     def __init__(self, device: torch.device, board: FlightRecorder | None = None) -> None:
         self.device = device
-        self.phase = Phase.SETUP
+        self.phase = CommPhase.SETUP
         self.sent_bytes: Counter[TrafficKey] = Counter()
         self.received_bytes: Counter[TrafficKey] = Counter()
         self.calls: Counter[TrafficKey] = Counter()

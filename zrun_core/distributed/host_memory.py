@@ -111,7 +111,7 @@ class _Peer:
         return process_state(self.pid) not in (None, "Z", "X")
 
 
-class _Line:
+class _Channel:
     """The messages of one peer and tag in one direction, in order."""
 
     def __init__(self, owner: HostMemory, rank: int, tag: int) -> None:
@@ -123,7 +123,7 @@ class _Line:
         self.count = 0  # that were posted, or taken
 
 
-class _Sending(_Line):
+class _Sending(_Channel):
     """The first message is posted; the next one follows when it was taken."""
 
     def add(self, message: Message) -> None:
@@ -146,7 +146,7 @@ class _Sending(_Line):
         self.table[self.at + _SENT] = self.count  # last: now the peer looks at the others
 
 
-class _Receiving(_Line):
+class _Receiving(_Channel):
     back: _Sending | None = None  # the same peer and tag in the other direction
 
     def add(self, message: Message) -> None:
@@ -220,7 +220,7 @@ class HostMemory:
         self.ranks, self.index = ranks, index
         self.peers: dict[int, _Peer] = {}
         self._patience_s = patience_s
-        self._lines: dict[tuple[type[_Line], int, int], _Sending | _Receiving] = {}
+        self._lines: dict[tuple[type[_Channel], int, int], _Sending | _Receiving] = {}
         problem = self._meet(exchange)
         if found := next(filter(None, exchange(problem.encode())), b""):
             raise OSError(found.decode())

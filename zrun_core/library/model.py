@@ -30,7 +30,7 @@ _Section = TypeVar("_Section", bound=Section)
 _HANDLE = "_zrun"  # attribute of a sharded module
 
 
-class Handle:
+class ModelHandle:
     """What a sharded module knows of itself; it hangs on the module and goes with it."""
 
     def __init__(self, run: Run, sharded: ShardedModel, loop: ImplicitPasses) -> None:
@@ -41,7 +41,7 @@ class Handle:
         """A copy of the module is a plain module."""
 
     @classmethod
-    def of(cls, model: nn.Module, what: str) -> Handle:
+    def of(cls, model: nn.Module, what: str) -> ModelHandle:
         """That of `model`, for the function `what`.
 
         Raises:
@@ -115,7 +115,7 @@ def shard(
     built.module.to(run.device)  # buffers: the parameters are there
     _broadcast_buffers(built.module, run)
     run._num_units += len(sharded.units)
-    built.module.__dict__[_HANDLE] = Handle(run, sharded, sharded.run_plainly(accumulate))
+    built.module.__dict__[_HANDLE] = ModelHandle(run, sharded, sharded.run_plainly(accumulate))
     foreign.own(built.module)
     return cast(Model, built.module)
 
@@ -125,7 +125,7 @@ def forward(model: nn.Module) -> AbstractContextManager[None]:
 
     Calling the model itself needs no context. What is computed inside is in the model's precision, as in its forward.
     """
-    return Handle.of(model, "forward()").loop.forward()
+    return ModelHandle.of(model, "forward()").loop.forward()
 
 
 @contextmanager
@@ -139,7 +139,7 @@ def gathered(model: Model) -> Iterator[Model]:
         HangError: not every rank entered it.
         UserCodeError: a forward has no backward yet.
     """
-    handle = Handle.of(model, "gathered()")
+    handle = ModelHandle.of(model, "gathered()")
     handle.run._meet("gathered()")
     with handle.sharded.gathered():
         yield model
@@ -152,7 +152,7 @@ def evaluation(model: Model) -> Iterator[Model]:
     The modules get their modes back. Inside, every rank must call the model equally often; where that cannot be,
     enter `gathered()` too.
     """
-    handle = Handle.of(model, "evaluation()")
+    handle = ModelHandle.of(model, "evaluation()")
     _broadcast_buffers(model, handle.run)
     modes = [(inner, inner.training) for inner in model.modules()]
     model.eval()

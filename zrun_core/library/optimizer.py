@@ -19,7 +19,7 @@ from zrun_core.distributed.named_vector import Arriving, NamedVector
 from zrun_core.errors import HangError, JobError, UserCodeError
 from zrun_core.guards.replicas import ReplicaGuard
 from zrun_core.library import arguments
-from zrun_core.library.model import Handle
+from zrun_core.library.model import ModelHandle
 from zrun_core.library.run import current
 from zrun_core.library.skips import Skips
 from zrun_core.optim import lightweight
@@ -65,7 +65,7 @@ class Optimizer(torch.optim.Optimizer):
         groups: list[dict[str, Any]],
         *,
         defaults: dict[str, Any],
-        handle: Handle,
+        handle: ModelHandle,
         max_skips: int | None,
         replica_every: int | None,
     ) -> None:
@@ -286,7 +286,7 @@ def optimizer(
         UserCodeError: the model is not sharded or has an optimizer already, or the groups are not of its parameters.
         JobError: no such optimizer, arguments that it does not take, or one that cannot work on shards.
     """
-    handle = Handle.of(model, "optimizer()")
+    handle = ModelHandle.of(model, "optimizer()")
     if handle.optimizer is not None:
         raise UserCodeError("optimizer(): this model has one already")
     if clip is not None:

@@ -25,7 +25,7 @@ from zrun_core.checkpoint.shard_file import Part
 from zrun_core.errors import CheckpointError, PeerError, SaveError, UserCodeError
 from zrun_core.library import arguments
 from zrun_core.library.background_save import in_own_words
-from zrun_core.library.model import Handle
+from zrun_core.library.model import ModelHandle
 from zrun_core.library.optimizer import Optimizer
 from zrun_core.library.run import Run, current
 from zrun_core.spine.config import CheckpointConfig
@@ -188,7 +188,7 @@ def load(
 class States:
     """The states of several models as those of one: each model's tensors are named `<model>.<tensor>`."""
 
-    def __init__(self, handles: Mapping[str, Handle], *, weights_only: bool = False) -> None:
+    def __init__(self, handles: Mapping[str, ModelHandle], *, weights_only: bool = False) -> None:
         self.handles = dict(handles)
         self._weights_only = weights_only
         self._states = {
@@ -339,9 +339,9 @@ def _states(model: Models, what: str, *, weights_only: bool = False) -> tuple[Ru
     models = {"": model} if isinstance(model, nn.Module) else model
     if not isinstance(models, Mapping) or not models:
         raise UserCodeError(f"{what}: give a sharded model, or a dict of several by name")
-    handles: dict[str, Handle] = {}
+    handles: dict[str, ModelHandle] = {}
     for name, each in models.items():
-        handle = Handle.of(each, what)
+        handle = ModelHandle.of(each, what)
         if isinstance(model, Mapping) and not (isinstance(name, str) and name.isidentifier()):
             raise UserCodeError(f"{what}: {name!r} cannot name a model: use letters, digits and _")
         if twin := next((other for other, known in handles.items() if known is handle), None):
@@ -361,7 +361,7 @@ def _as_json(extra: Mapping[str, Any] | None) -> str:
         raise UserCodeError(f"save(extra=...): it must be JSON: {error}") from None
 
 
-def _options(handle: Handle) -> list[dict[str, Any]]:
+def _options(handle: ModelHandle) -> list[dict[str, Any]]:
     """What JSON can say of the optimizer's groups."""
     assert handle.optimizer is not None
     kinds = (bool, int, float, str, list, tuple, type(None))
@@ -371,7 +371,7 @@ def _options(handle: Handle) -> list[dict[str, Any]]:
     ]
 
 
-def _set_options(handle: Handle, saved: Sequence[Mapping[str, Any]] | None) -> None:
+def _set_options(handle: ModelHandle, saved: Sequence[Mapping[str, Any]] | None) -> None:
     assert handle.optimizer is not None
     groups = handle.optimizer.param_groups
     if saved is None:  # by a job

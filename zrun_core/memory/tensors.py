@@ -25,7 +25,7 @@ Shape = tuple[int, ...]
 Box = tuple[tuple[int, int], ...]  # first and last + 1 index along each dimension
 
 
-class Run(NamedTuple):
+class ElementRun(NamedTuple):
     """Elements that lie together in a parameter, and in its tensor too."""
 
     local: int  # the first one's place in the parameter, in memory order
@@ -50,10 +50,10 @@ class TensorPart:
     stride: Shape
     local_shape: Shape
     local_stride: Shape
-    runs: tuple[Run, ...]
+    runs: tuple[ElementRun, ...]
     alike_over: tuple[str, ...] = ()
 
-    def runs_in(self, start: int, stop: int) -> Iterator[Run]:
+    def runs_in(self, start: int, stop: int) -> Iterator[ElementRun]:
         """Yield the runs, or parts of runs, in elements [start, stop) of the parameter, in order."""
         first = max(0, bisect_right(self.runs, start, key=lambda run: run.local) - 1)
         for run in self.runs[first:]:
@@ -61,13 +61,13 @@ class TensorPart:
                 return
             low, high = max(start, run.local), min(stop, run.local + run.length)
             if low < high:
-                yield Run(low, run.start + low - run.local, high - low)
+                yield ElementRun(low, run.start + low - run.local, high - low)
 
 
 def whole(tensor: str, shape: Shape, stride: Shape, alike_over: tuple[str, ...] = ()) -> TensorPart:
     """Return all of a tensor, in whatever order it lies."""
     numel = math.prod(shape)
-    runs = (Run(0, 0, numel),) if numel else ()
+    runs = (ElementRun(0, 0, numel),) if numel else ()
     return TensorPart(tensor, shape, stride, shape, stride, runs, alike_over)
 
 
@@ -104,11 +104,11 @@ def sliced(
     others = memory_order(shape, stride or contiguous(shape))
     order = (dim, *(other for other in others if other != dim))
     each = math.prod(length for other, length in enumerate(shape) if other != dim)
-    runs: list[Run] = []
+    runs: list[ElementRun] = []
     local = 0
     for start, stop in ranges:
         if start < stop and each:
-            runs.append(Run(local * each, start * each, (stop - start) * each))
+            runs.append(ElementRun(local * each, start * each, (stop - start) * each))
         local += stop - start
     local_shape = (*shape[:dim], size, *shape[dim + 1 :])
     return TensorPart(

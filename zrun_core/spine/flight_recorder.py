@@ -41,7 +41,7 @@ _HISTORY = 32  # last issues of a line that are remembered
 _NAME_BYTES = 72
 _MEMBERS_BYTES = 32  # a bit for each rank of the host
 _OVER_BYTES = 96
-_HEADER = struct.Struct("<7Q")  # the fields of `RankState`
+_HEADER = struct.Struct("<7Q")  # the fields of `RankProgress`
 _KIND = struct.Struct("<Q")  # of a line: place among the kinds, from 1; 0: there is no such line
 _GROUP = struct.Struct(f"<Q{_MEMBERS_BYTES}s{_OVER_BYTES}s")  # of a line: key, members here, words
 _ENTRY = struct.Struct(f"<QQQ{_NAME_BYTES}s")  # number in the line, number over all, bytes, name
@@ -65,7 +65,7 @@ def host_file(run_dir: Path, name: str, first_rank: int) -> Path:
     return path.with_stem(f"{path.stem}-{first_rank}") if first_rank else path
 
 
-class RankState(NamedTuple):
+class RankProgress(NamedTuple):
     """What a rank says of itself.
 
     Attributes:
@@ -120,7 +120,7 @@ class Issue(NamedTuple):
         return f"{self.kind} {self.number}{self.over}"
 
 
-class Line(NamedTuple):
+class FlightRecord(NamedTuple):
     """What a rank issued of one kind over one group.
 
     Attributes:
@@ -135,7 +135,7 @@ class Line(NamedTuple):
     issues: dict[int, Issue]
 
 
-_Lines = dict[int, dict[tuple[str, int], Line]]  # of each rank, by kind and group
+_Lines = dict[int, dict[tuple[str, int], FlightRecord]]  # of each rank, by kind and group
 
 
 def listed(ranks: Sequence[int]) -> str:
@@ -153,14 +153,14 @@ def process_state(pid: int) -> str | None:
         return None
 
 
-def _state(pages: mmap.mmap | bytes, offset: int) -> RankState:
+def _state(pages: mmap.mmap | bytes, offset: int) -> RankProgress:
     step, waiting, num_waits, progress, phase, pid, first = _HEADER.unpack_from(pages, offset)
-    return RankState(
+    return RankProgress(
         step, bool(waiting), num_waits, progress, PHASES[min(phase, len(PHASES) - 1)], pid, first
     )
 
 
-def peek(path: Path) -> RankState | None:
+def peek(path: Path) -> RankProgress | None:
     """What the first rank of a board says of itself, for whoever knows no more of the run; None: there is no board."""
     try:
         with path.open("rb") as board:
@@ -190,15 +190,15 @@ class FlightRecorderView:
     def _page(self, rank: int) -> int:
         return _PAGE * self.ranks.index(rank)
 
-    def state(self, rank: int) -> RankState:
+    def state(self, rank: int) -> RankProgress:
         return _state(self._map, self._page(rank))
 
-    def lines(self, rank: int) -> dict[tuple[str, int], Line]:
+    def lines(self, rank: int) -> dict[tuple[str, int], FlightRecord]:
         """What `rank` has issued, by kind and key of the group: in the order of kinds."""
         found = sorted(self._read_lines(rank), key=lambda line: _KINDS.index(line.kind))
         return {(line.kind, line.key): line for line in found}
 
-    def _read_lines(self, rank: int) -> Iterator[Line]:
+    def _read_lines(self, rank: int) -> Iterator[FlightRecord]:
         for place in range(_NUM_LINES):
             at = self._page(rank) + _HEADER.size + place * _LINE_BYTES
             (number,) = _KIND.unpack_from(self._map, at)
@@ -208,7 +208,9 @@ class FlightRecorderView:
             key, bits, words = _GROUP.unpack_from(self._map, at + _KIND.size)
             here = int.from_bytes(bits, "little")
             members = tuple(r for place, r in enumerate(self.ranks) if here >> place & 1)
-            yield Line(kind, key, members, self._read_issues(at + _ENTRIES_AT, kind, _text(words)))
+            yield FlightRecord(
+                kind, key, members, self._read_issues(at + _ENTRIES_AT, kind, _text(words))
+            )
 
     def _read_issues(self, at: int, kind: str, over: str) -> dict[int, Issue]:
         found = {}
@@ -285,7 +287,7 @@ def _text(raw: bytes) -> str:
     return raw.rstrip(b"\0").decode(errors="replace")
 
 
-def _last(line: Line | None) -> int:
+def _last(line: FlightRecord | None) -> int:
     """Return the number of what was issued last."""
     return 0 if line is None else max(line.issues, default=0)
 
@@ -453,7 +455,7 @@ class Watchdog:
         board = self._board
         since = still_since = stopped_since = time.monotonic()
         last, seen, is_told = -1, None, False
-        everyone: list[RankState] = []
+        everyone: list[RankProgress] = []
         while not self._closed.wait(self._patience_s / 4):
             now = time.monotonic()
             states = [board.state(rank) for rank in board.ranks]
@@ -479,7 +481,7 @@ class Watchdog:
                     self._stop(HangError(text))
                 seen = text
 
-    def _tell_late(self, states: list[RankState]) -> None:
+    def _tell_late(self, states: list[RankProgress]) -> None:
         """Nothing has moved for a while; where nobody waits, everyone computes."""
         ranks = zip(self._board.ranks, states, strict=True)
         late = [rank for rank, state in ranks if not state.waiting or state.is_halted]

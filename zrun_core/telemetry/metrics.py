@@ -48,7 +48,7 @@ class FlopCount(TorchDispatchMode):
         return out
 
 
-class Phase(StrEnum):
+class StepPhase(StrEnum):
     """The parts of a step, as the host sees them."""
 
     DATA = "data"
@@ -67,7 +67,7 @@ class StepClock:
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._spans: list[tuple[Phase, Any, Any]] = []
+        self._spans: list[tuple[StepPhase, Any, Any]] = []
         self._start = self._mark()
 
     def _mark(self) -> Any:
@@ -84,7 +84,7 @@ class StepClock:
         return float(start.elapsed_time(stop)) / 1e3
 
     @contextmanager
-    def during(self, phase: Phase) -> Iterator[None]:
+    def during(self, phase: StepPhase) -> Iterator[None]:
         """Count the time inside towards `phase`."""
         start = self._mark()
         yield
@@ -96,16 +96,16 @@ class StepClock:
         self._spans, self._start = [], ended[2]
         return ended
 
-    def read(self, ended: Any, waited: dict[Phase, float]) -> tuple[float, dict[str, float]]:
+    def read(self, ended: Any, waited: dict[StepPhase, float]) -> tuple[float, dict[str, float]]:
         """(seconds of the step, seconds by phase). `waited` by phase is counted as communication instead."""
         start, spans, stop = ended
-        split = dict.fromkeys(Phase, 0.0)
+        split = dict.fromkeys(StepPhase, 0.0)
         for phase, first, last in spans:
             split[phase] += self._between(first, last)
         if not self._cuda:
             for phase, seconds in waited.items():
                 split[phase] -= seconds
-                split[Phase.COMM] += seconds
+                split[StepPhase.COMM] += seconds
         return self._between(start, stop), {
             phase.value: max(0.0, seconds) for phase, seconds in split.items()
         }

@@ -23,7 +23,7 @@ from zrun_core.spine.config import JobConfig
 from zrun_core.spine.events import Emitter
 from zrun_core.spine.sizes import format_size
 from zrun_core.spine.spec import RunSpec
-from zrun_core.telemetry.metrics import Phase, StepClock, peak_flops, process_memory
+from zrun_core.telemetry.metrics import StepClock, StepPhase, peak_flops, process_memory
 from zrun_core.telemetry.peak_memory import PeakMemory
 from zrun_core.zero.sharded_model import ShardedModel, StepResult
 
@@ -110,7 +110,7 @@ class Pending:
     lr: float
     numbers: Arriving
     clock: Any
-    waited: Mapping[Phase, float]
+    waited: Mapping[StepPhase, float]
     sent: Mapping[TrafficKey, int]
     flops: float
 

@@ -42,7 +42,7 @@ from zrun_core.spine.flight_recorder import FlightRecorder
 from zrun_core.spine.spec import RunSpec
 from zrun_core.spine.stop_signals import StopSignals
 from zrun_core.spine.tracebacks import add_where, raised_at
-from zrun_core.telemetry.metrics import FlopCount, Phase, StepClock
+from zrun_core.telemetry.metrics import FlopCount, StepClock, StepPhase
 from zrun_core.telemetry.peak_memory import PeakMemory
 from zrun_core.telemetry.recorder import Pending, Progress, Recorder, to_host
 from zrun_core.train.evaluator import Evaluator, HeldOut
@@ -54,7 +54,7 @@ from zrun_core.zero.sharded_model import ShardedModel
 
 
 @dataclass(frozen=True)
-class Parts:
+class TrainerParts:
     """The user's functions, loaded. Hooks are named by their keys."""
 
     loss: LossFunction | None
@@ -100,7 +100,7 @@ class Trainer:
         spec: RunSpec,
         sharded: ShardedModel,
         loader: BatchLoader,
-        parts: Parts,
+        parts: TrainerParts,
         schedule: Schedule,
         emitter: Emitter,
         board: FlightRecorder | None,
@@ -231,7 +231,7 @@ class Trainer:
                 return self._early
             with self._watched():
                 self.phase = "data"
-                with self._clock.during(Phase.DATA):
+                with self._clock.during(StepPhase.DATA):
                     micro_batches = self.loader.next_step()
                 if micro_batches is None:
                     return Ending("epochs" if self.job.epochs is not None else "data ended")
@@ -410,7 +410,7 @@ class Trainer:
             self.board.step(self.progress.steps)
         self.comm.drain()
         self.comm.take_waited()  # what came before the step is not its own
-        waited = dict.fromkeys(Phase, 0.0)
+        waited = dict.fromkeys(StepPhase, 0.0)
         sums = self._first_sums()
         self.sharded.begin_step()
         losses = self._execute(no_pipeline(len(micro_batches)), micro_batches, sums, waited)
@@ -427,9 +427,9 @@ class Trainer:
         ):
             self.check_replicas(lr)
         self._own_losses, self._own_step = losses, self.loader.last_step
-        with self._clock.during(Phase.OPTIM):
+        with self._clock.during(StepPhase.OPTIM):
             result = self.sharded.step(lr, sums, self._divisor)
-        waited[Phase.OPTIM] += self.comm.take_waited()
+        waited[StepPhase.OPTIM] += self.comm.take_waited()
         flops = (self._flops_per_sample or 0.0) * sum(micro.num_samples for micro in micro_batches)
         self._pending = Pending(
             self.progress.steps,
@@ -465,7 +465,7 @@ class Trainer:
         actions: Sequence[Action],
         micro_batches: Sequence[MicroBatch],
         sums: NamedVector,
-        waited: dict[Phase, float],
+        waited: dict[StepPhase, float],
     ) -> list[torch.Tensor]:
         """Run the forwards and backwards of one step.
 
@@ -508,14 +508,14 @@ class Trainer:
         self,
         batch: MicroBatch,
         sums: NamedVector,
-        waited: dict[Phase, float],
+        waited: dict[StepPhase, float],
     ) -> _UnderWay:
         """Run the forward of one micro-batch, and add its numbers to `sums`.
 
         Contributions are shares of the nominal global batch: full batches of means need no division afterwards.
         """
         self.phase = "forward"
-        with self._clock.during(Phase.FORWARD):
+        with self._clock.during(StepPhase.FORWARD):
             batch = batch.to(self.device)
             counted = self._counting_flops(batch)
             with self.sharded.forward() as micro, user_code("forward failed"), counted:
@@ -534,21 +534,21 @@ class Trainer:
                 share = loss.value * (float(loss.weight) / nominal)
             else:
                 share = loss.value / nominal
-        waited[Phase.FORWARD] += self.comm.take_waited()
+        waited[StepPhase.FORWARD] += self.comm.take_waited()
         return _UnderWay(micro, share)
 
     def _backward(
         self,
         under_way: _UnderWay,
-        waited: dict[Phase, float],
+        waited: dict[StepPhase, float],
         boundary: bool,
     ) -> torch.Tensor:
         """Run the backward of one micro-batch; return its share of the loss, without its graph."""
         self.phase = "backward"
-        timed = self._clock.during(Phase.BACKWARD)
+        timed = self._clock.during(StepPhase.BACKWARD)
         with timed, user_code("backward failed"), _pointing_at_forward():
             self.sharded.backward(under_way.share, under_way.micro, boundary=boundary)
-        waited[Phase.BACKWARD] += self.comm.take_waited()
+        waited[StepPhase.BACKWARD] += self.comm.take_waited()
         return under_way.share.detach()
 
     def _divisor(self, sums: NamedVector) -> torch.Tensor:

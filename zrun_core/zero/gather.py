@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from zrun_core.distributed.comm import Comm, Phase
+from zrun_core.distributed.comm import Comm, CommPhase
 from zrun_core.errors import UserCodeError
 from zrun_core.zero.micro_pass import MicroPass, PassKind
 from zrun_core.zero.unit import FlatUnit, UnitState
@@ -68,7 +68,7 @@ class Gatherer:
         """Begin the forward or backward of `micro`; what lingered from what ran before is given up."""
         self.end()
         self.micro, self._kind = micro, kind
-        self._comm.phase = Phase.BACKWARD if kind is PassKind.BACKWARD else Phase.FORWARD
+        self._comm.phase = CommPhase.BACKWARD if kind is PassKind.BACKWARD else CommPhase.FORWARD
         self.active = True
         stale = [unit for unit in self._fixed_order if unit.state is UnitState.SHARDED]
         self.num_refreshes += bool(stale) and kind is PassKind.FORWARD

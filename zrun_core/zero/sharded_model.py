@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from zrun_core.distributed.comm import Comm, Phase
+from zrun_core.distributed.comm import Comm, CommPhase
 from zrun_core.distributed.mesh import Mesh
 from zrun_core.distributed.named_vector import NamedVector
 from zrun_core.distributed.step_message import Said, exchange
@@ -366,7 +366,7 @@ class ShardedModel:
             scaler: what the loss was scaled by, if not by `backward`; its owner updates it.
         """
         scale = self.scaler if scaler is None else scaler
-        self.comm.phase = Phase.STEP
+        self.comm.phase = CommPhase.STEP
         got = b"".join(unit.got for unit in self._trained)
         said = Said(sums, self._square_norm(), self._gatherer.schedule_hash, got)
         heard = exchange(said, self.mesh.data, self.mesh.world, self.comm)

@@ -36,7 +36,7 @@ from zrun_core.plan.question.transformer import TransformerShape
 from zrun_core.plan.timing.costs import Costs, Terms
 from zrun_core.plan.timing.timing import StepTime, step_time
 from zrun_core.plan.trace.module_tree import skeleton_of
-from zrun_core.plan.trace.profile import Peak, Phase, Profile
+from zrun_core.plan.trace.profile import Peak, Profile, TracePhase
 from zrun_core.spine.config import JobConfig, PrecisionConfig
 from zrun_core.spine.parallel_dims import Coordinates, ParallelDims
 from zrun_core.zero.precision import Precision
@@ -59,7 +59,7 @@ _PROCESS_BYTES = {
     "cpu": 0,
 }  # of a rank in its host's memory; on a CPU it is the device's context
 _LOADER_BYTES = 220 * MIB  # of a process that reads data
-_PHASES = tuple(Phase)
+_PHASES = tuple(TracePhase)
 
 
 def estimate(
@@ -105,7 +105,7 @@ class _States(NamedTuple):
 
     buffers: tuple[Buffer, ...]
     layouts: tuple[UnitLayout, ...]
-    steady: Mapping[Phase, int]  # on the device
+    steady: Mapping[TracePhase, int]  # on the device
     moments: tuple[int, ...]  # bytes of each one that the optimizer keeps there
     pinned: int
     pageable: int
@@ -303,7 +303,7 @@ class Planner:
             return self.subject.batch_bytes.at(micro)
         return 2.0 * 8 * micro * self.subject.seq  # tokens and labels, int64
 
-    def peak(self, candidate: Candidate, stage: Stage, steady: Mapping[Phase, int]) -> Peak:
+    def peak(self, candidate: Candidate, stage: Stage, steady: Mapping[TracePhase, int]) -> Peak:
         """The largest live set of a stage.
 
         Raises:
@@ -574,7 +574,7 @@ def _of_host(parts: Mapping[str, int]) -> int:
     return max(sum(parts.values()) - parts["build"], parts["build"] + parts["processes"])
 
 
-def _by_phase(buffers: Iterable[Buffer]) -> dict[Phase, int]:
+def _by_phase(buffers: Iterable[Buffer]) -> dict[TracePhase, int]:
     """Bytes on the device that are in use in each phase."""
     here = [buffer for buffer in buffers if buffer.tier is Tier.DEVICE]
     return {

@@ -24,9 +24,9 @@ from zrun_core.plan.memory.rank_memory import Stage, formula_slack
 from zrun_core.plan.question.candidate import Candidate
 from zrun_core.plan.question.transformer import TransformerShape
 from zrun_core.plan.timing.collectives import Span
-from zrun_core.plan.timing.costs import BYTES, Part, stream_seconds
+from zrun_core.plan.timing.costs import BYTES, PassPart, stream_seconds
 from zrun_core.plan.timing.timing import host_seconds_per_element, update_bytes
-from zrun_core.plan.trace.profile import Phase, Profile
+from zrun_core.plan.trace.profile import Profile, TracePhase
 from zrun_core.spine.parallel_dims import ParallelDims
 
 Goal = Literal["fit", "best"]
@@ -42,7 +42,7 @@ _OFFLOADS = (
 _FRACTIONS = (0.25, 0.5, 0.75, 1.0)
 _SAME_ROOM = 0.01  # of the capacity: headroom that differs by less is the same
 _SAME_TIME = 1.01  # and so are seconds, where both matter
-_NO_STATES = dict.fromkeys(Phase, 0)
+_NO_STATES = dict.fromkeys(TracePhase, 0)
 
 
 @dataclass(frozen=True)
@@ -632,7 +632,7 @@ def changes(base: Candidate, other: Candidate) -> int:
     return sum(read(base) != read(other) for read in pairs)
 
 
-def _seconds(part: Part) -> float:
+def _seconds(part: PassPart) -> float:
     return part.forward + part.backward + part.tp_forward.seconds + part.tp_backward.seconds
 
 

@@ -14,7 +14,7 @@ from zrun_core.plan.memory.allocator import heap_bytes, simulate
 from zrun_core.plan.question.candidate import Candidate, stage_blocks
 from zrun_core.plan.question.transformer import TransformerShape
 from zrun_core.plan.timing.costs import BYTES
-from zrun_core.plan.trace.profile import Peak, Phase, Profile, peak_of
+from zrun_core.plan.trace.profile import Peak, Profile, TracePhase, peak_of
 from zrun_core.spine.parallel_dims import ParallelDims
 
 ALIGN = 512  # bytes to which CUDA's allocator rounds
@@ -87,7 +87,12 @@ def adds_gradients(candidate: Candidate) -> bool:
 
 
 def traced(
-    profile: Profile, candidate: Candidate, stage: Stage, steady: Mapping[Phase, int], *, cuda: bool
+    profile: Profile,
+    candidate: Candidate,
+    stage: Stage,
+    steady: Mapping[TracePhase, int],
+    *,
+    cuda: bool,
 ) -> Peak:
     """The peak of a stage of a traced model.
 
@@ -146,7 +151,7 @@ def by_formula(
     shape: TransformerShape,
     candidate: Candidate,
     stage: Stage,
-    steady: Mapping[Phase, int],
+    steady: Mapping[TracePhase, int],
     every: int,
 ) -> Peak:
     """The peak of a stage of a transformer of this shape.
@@ -180,10 +185,10 @@ def by_formula(
     logits = shape.logit_bytes(candidate.micro, tp=tp, element=element) if stage.last else 0.0
     loss = kept + logits + element * tokens * shape.hidden
     back = kept + again + grads + matrix
-    sizes = {Phase.LOSS: loss if stage.last else kept, Phase.BACKWARD: back}
+    sizes = {TracePhase.LOSS: loss if stage.last else kept, TracePhase.BACKWARD: back}
     live = {
-        Phase.LOSS: {"activations of blocks": kept, "logits": logits},
-        Phase.BACKWARD: {
+        TracePhase.LOSS: {"activations of blocks": kept, "logits": logits},
+        TracePhase.BACKWARD: {
             "activations of blocks": kept,
             "a recomputed block": again,
             "gradients of a block": grads + matrix,

@@ -9,7 +9,7 @@ from zrun_core.memory.buffers import ON_DEVICE, Placement, Tier
 from zrun_core.spine.parallel_dims import ParallelDims
 
 
-class Key(NamedTuple):
+class CandidateKey(NamedTuple):
     """What decides what one rank computes in a micro-batch."""
 
     micro: int
@@ -47,8 +47,8 @@ class Candidate:
         return self.micro * self.accumulation * self.dims.dp
 
     @property
-    def key(self) -> Key:
-        return Key(
+    def key(self) -> CandidateKey:
+        return CandidateKey(
             self.micro, self.dims.tp, self.sequence_parallel, self.checkpoint, self.precision
         )
 

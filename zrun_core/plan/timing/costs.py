@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from zrun_core.hardware.hardware import Device, Hardware
 from zrun_core.hardware.operators import Operators
-from zrun_core.plan.question.candidate import Key
+from zrun_core.plan.question.candidate import CandidateKey
 from zrun_core.plan.question.transformer import TransformerShape
 from zrun_core.plan.timing.collectives import NOTHING, Cost, Span
-from zrun_core.plan.trace.profile import PHASES, Linear, Phase, Profile, Trace
+from zrun_core.plan.trace.profile import PHASES, Linear, Profile, Trace, TracePhase
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _FLASH_BACKWARD = (
@@ -59,7 +59,7 @@ class Terms:
 
 
 @dataclass(frozen=True)
-class Part:
+class PassPart:
     """A block, or what comes before or after all of them, on one rank.
 
     Attributes:
@@ -85,15 +85,15 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Parts:
+class PassParts:
     """All of a model. `boundary_bytes` is what one block hands to the next: a micro-batch's, of one rank."""
 
-    before: Part
-    blocks: tuple[Part, ...]
-    after: Part
+    before: PassPart
+    blocks: tuple[PassPart, ...]
+    after: PassPart
     boundary_bytes: float
 
-    def __iter__(self) -> Iterator[Part]:
+    def __iter__(self) -> Iterator[PassPart]:
         yield from (self.before, *self.blocks, self.after)
 
 
@@ -137,7 +137,9 @@ class _Block(NamedTuple):
     core_flops: float
 
 
-def shape_parts(shape: TransformerShape, key: Key, hardware: Hardware, terms: Terms) -> Parts:
+def shape_parts(
+    shape: TransformerShape, key: CandidateKey, hardware: Hardware, terms: Terms
+) -> PassParts:
     """The parts of one tensor-parallel rank of a transformer."""
     device, tp, size = hardware.device, key.tp, BYTES[key.precision]
     tokens = float(key.micro * shape.seq)
@@ -154,9 +156,9 @@ def shape_parts(shape: TransformerShape, key: Key, hardware: Hardware, terms: Te
     params = shape.layer_params * shape.params / shape.num_params / tp
     accumulate = _accumulation_seconds(device, key.precision, params, terms)
 
-    def part(recomputes: bool) -> Part:
+    def part(recomputes: bool) -> PassPart:
         repeats = recomputes and key.checkpoint in ("full", "every_n")
-        return Part(
+        return PassPart(
             block.forward,
             block.backward + again * recomputes + accumulate,
             again * recomputes,
@@ -173,10 +175,12 @@ def shape_parts(shape: TransformerShape, key: Key, hardware: Hardware, terms: Te
     blocks = tuple(recomputed if number % skips == 0 else kept for number in range(shape.layers))
     before, after = _ends(shape, key, hardware, terms)
     divided = tp if key.sequence_parallel else 1
-    return Parts(before, blocks, after, size * tokens * shape.hidden / divided)
+    return PassParts(before, blocks, after, size * tokens * shape.hidden / divided)
 
 
-def _block_seconds(shape: TransformerShape, key: Key, device: Device, terms: Terms) -> _Block:
+def _block_seconds(
+    shape: TransformerShape, key: CandidateKey, device: Device, terms: Terms
+) -> _Block:
     """One block of one rank, without communication."""
     tp, size, hidden = key.tp, BYTES[key.precision], float(shape.hidden)
     tokens = float(key.micro * shape.seq)
@@ -213,7 +217,7 @@ def _block_seconds(shape: TransformerShape, key: Key, device: Device, terms: Ter
 
 
 def _attention_seconds(
-    shape: TransformerShape, key: Key, device: Device, terms: Terms
+    shape: TransformerShape, key: CandidateKey, device: Device, terms: Terms
 ) -> tuple[float, float]:
     """(forward, backward) of the inside of attention. The full square counts, as it does in papers and profilers."""
     size, count = BYTES[key.precision], key.micro * shape.heads / key.tp
@@ -251,14 +255,16 @@ def _accumulation_seconds(
     return stream_seconds(device, params * (BYTES[precision] + 2 * terms.reduce_bytes))
 
 
-def _ends(shape: TransformerShape, key: Key, hardware: Hardware, terms: Terms) -> tuple[Part, Part]:
+def _ends(
+    shape: TransformerShape, key: CandidateKey, hardware: Hardware, terms: Terms
+) -> tuple[PassPart, PassPart]:
     """The embedding; the last norm, the head and the loss."""
     device, size, tokens = hardware.device, BYTES[key.precision], float(key.micro * shape.seq)
     hidden, vocab = float(shape.hidden), shape.vocab / key.tp
     group, scale = Span(hardware, key.tp), shape.params / shape.num_params / key.tp
     looked_up = tokens * hidden * size
     params = shape.embedding_params * scale
-    before = Part(
+    before = PassPart(
         stream_seconds(device, 3 * looked_up),
         stream_seconds(device, 4 * looked_up)
         + _accumulation_seconds(device, key.precision, params, terms),
@@ -273,7 +279,7 @@ def _ends(shape: TransformerShape, key: Key, hardware: Hardware, terms: Terms) -
     backward = product_seconds(device, key.precision, tokens, hidden, vocab)
     backward += product_seconds(device, key.precision, hidden, vocab, tokens, extra_bytes=adds)
     scored = group.all_reduce(looked_up)
-    after = Part(
+    after = PassPart(
         forward
         + stream_seconds(device, logits * (size + 16))
         + stream_seconds(device, 2 * looked_up),
@@ -355,7 +361,7 @@ def _columns(trace: Trace, num_blocks: int) -> _Columns:
     positions = np.array([each[-2] if len(each) > 1 else 0 for each in table.shapes], dtype=float)
     keys, key = np.unique(table.name[keep] * len(words) + table.dtype[keep], return_inverse=True)
     wide = np.array([word in ("float32", "fp32", "torch.float32") for word in words], dtype=bool)
-    back = table.phase[keep] == PHASES.index(Phase.BACKWARD)
+    back = table.phase[keep] == PHASES.index(TracePhase.BACKWARD)
     return _Columns(
         table.sizes[table.flops[keep]],
         table.sizes[table.bytes_moved[keep]],
@@ -466,8 +472,12 @@ def _ways(columns: _Columns) -> NDArray[np.int64]:
 
 
 def profile_parts(
-    profile: Profile, key: Key, hardware: Hardware, terms: Terms, columns: Mapping[str, _Columns]
-) -> Parts:
+    profile: Profile,
+    key: CandidateKey,
+    hardware: Hardware,
+    terms: Terms,
+    columns: Mapping[str, _Columns],
+) -> PassParts:
     """The parts of a traced model.
 
     Args:
@@ -504,7 +514,7 @@ def profile_parts(
         else np.zeros(count)
     )
     parts = [
-        Part(
+        PassPart(
             float(forward[number] + choosing[number] / 2),
             float(backward[number] + choosing[number] / 2)
             + _accumulation_seconds(
@@ -520,7 +530,7 @@ def profile_parts(
         )
         for number in range(count)
     ]
-    return Parts(
+    return PassParts(
         parts[0],
         tuple(parts[1:-1]),
         parts[-1],
@@ -581,7 +591,7 @@ def _boundary_bytes(trace: Trace, num_blocks: int, micro: int) -> float:
         kept
         & (table.alloc == 1)
         & (table.block == num_blocks // 2)
-        & (table.phase == PHASES.index(Phase.FORWARD))
+        & (table.phase == PHASES.index(TracePhase.FORWARD))
     )
     last = np.flatnonzero(made)[-1:]
     sizes = [Linear(*each).at(micro) for each in table.sizes[table.size[last]].tolist()]
@@ -610,9 +620,9 @@ class Costs:
             self._columns = {
                 name: _columns(trace, subject.num_blocks) for name, trace in subject.traces.items()
             }
-        self._parts: dict[Key, Parts] = {}
+        self._parts: dict[CandidateKey, PassParts] = {}
 
-    def uses_formula(self, key: Key) -> bool:
+    def uses_formula(self, key: CandidateKey) -> bool:
         """Whether a shape's formulas answer for this candidate."""
         if isinstance(self.subject, TransformerShape):
             return True
@@ -620,7 +630,7 @@ class Costs:
             key.tp > 1 or key.checkpoint not in self.subject.traces
         )
 
-    def parts(self, key: Key) -> Parts:
+    def parts(self, key: CandidateKey) -> PassParts:
         """What a micro-batch takes on one rank.
 
         Raises:

@@ -18,7 +18,7 @@ from zrun_core.hardware.hardware import Hardware
 from zrun_core.memory.buffers import Tier
 from zrun_core.plan.question.candidate import Candidate, stage_blocks
 from zrun_core.plan.timing.collectives import Cost, Span
-from zrun_core.plan.timing.costs import BYTES, Costs, Part, Terms, stream_seconds
+from zrun_core.plan.timing.costs import BYTES, Costs, PassPart, Terms, stream_seconds
 from zrun_core.plan.timing.stream_replay import Pass, Stream, replay, run_pass
 
 _HOST_UPDATE_SHARE = 0.75  # of the memory bandwidth of a host that a fused update reaches
@@ -130,7 +130,7 @@ class _Step:
     # The model on the stages
 
     @cached_property
-    def chunks(self) -> list[list[Part]]:
+    def chunks(self) -> list[list[PassPart]]:
         """The parts of each chunk of the model, in the model's order; stage s has every pp-th chunk from s."""
         dims, parts = self.dims, self.parts
         if dims.pp == 1:
@@ -144,13 +144,13 @@ class _Step:
         chunks[-1].append(parts.after)
         return chunks
 
-    def stage_parts(self, stage: int) -> list[Part]:
+    def stage_parts(self, stage: int) -> list[PassPart]:
         """All parts of a stage."""
         return [part for chunk in self.chunks[stage :: self.dims.pp] for part in chunk]
 
     # Communication between data-parallel ranks
 
-    def gather(self, part: Part) -> Cost:
+    def gather(self, part: PassPart) -> Cost:
         """What it costs to make a part whole."""
         found = self._gathers.get(id(part))
         if found is None:
@@ -159,14 +159,14 @@ class _Step:
             )
         return found
 
-    def reduce(self, part: Part, *, boundary: bool) -> Cost:
+    def reduce(self, part: PassPart, *, boundary: bool) -> Cost:
         """What a micro-batch's gradients of a part cost."""
         key = (id(part), boundary)
         if key not in self._reductions:
             self._reductions[key] = self._reduce(part, boundary=boundary)
         return self._reductions[key]
 
-    def _reduce(self, part: Part, *, boundary: bool) -> Cost:
+    def _reduce(self, part: PassPart, *, boundary: bool) -> Cost:
         num_bytes = part.trainable * self.terms.reduce_bytes
         stage = self.candidate.stage
         cost = Cost()
@@ -178,13 +178,13 @@ class _Step:
 
     # Passes
 
-    def forward(self, parts: Sequence[Part], *, first: bool) -> Pass:
+    def forward(self, parts: Sequence[PassPart], *, first: bool) -> Pass:
         key = ("forward", first, *map(id, parts))
         if key not in self._passes:
             self._passes[key] = self._forward(parts, first=first)
         return self._passes[key]
 
-    def _forward(self, parts: Sequence[Part], *, first: bool) -> Pass:
+    def _forward(self, parts: Sequence[PassPart], *, first: bool) -> Pass:
         stage = self.candidate.stage
         gathers = stage == 3 or (first and stage > 0)
         comm = Stream(
@@ -206,13 +206,13 @@ class _Step:
             [p.forward + p.tp_forward.seconds for p in parts], streams, ahead=ahead, ready=ready
         )
 
-    def backward(self, parts: Sequence[Part], *, boundary: bool) -> Pass:
+    def backward(self, parts: Sequence[PassPart], *, boundary: bool) -> Pass:
         key = ("backward", boundary, *map(id, parts))
         if key not in self._passes:
             self._passes[key] = self._backward(parts[::-1], boundary=boundary)
         return self._passes[key]
 
-    def _backward(self, parts: Sequence[Part], *, boundary: bool) -> Pass:
+    def _backward(self, parts: Sequence[PassPart], *, boundary: bool) -> Pass:
         stage, place = self.candidate.stage, self.candidate.placement
         comm = Stream(
             before=[self.gather(part).seconds for part in parts] if stage == 3 else (),
@@ -242,7 +242,7 @@ class _Step:
         ahead = self.terms.prefetch if stage == 3 else len(parts)
         return run_pass([p.backward + p.tp_backward.seconds for p in parts], streams, ahead=ahead)
 
-    def _is_block(self, part: Part) -> bool:
+    def _is_block(self, part: PassPart) -> bool:
         return part is not self.parts.before and part is not self.parts.after
 
     @property
@@ -256,7 +256,7 @@ class _Step:
         rate = self.hardware.disk_write if write else self.hardware.disk_read
         return max(rate, 1.0) / self.hardware.devices_per_node
 
-    def _fetches(self, parts: Sequence[Part]) -> Sequence[float]:
+    def _fetches(self, parts: Sequence[PassPart]) -> Sequence[float]:
         """Seconds in which the parameters of each part come up from another tier, if they live there."""
         place = self.candidate.placement
         if place.param is Tier.DEVICE:
@@ -270,13 +270,13 @@ class _Step:
 
     # The update
 
-    def owned(self, parts: Sequence[Part]) -> float:
+    def owned(self, parts: Sequence[PassPart]) -> float:
         """Elements that one rank updates."""
         return sum(part.trainable for part in parts) / (
             self.shard.ranks if self.candidate.stage else 1
         )
 
-    def device_update(self, parts: Sequence[Part]) -> float:
+    def device_update(self, parts: Sequence[PassPart]) -> float:
         """Seconds of the norm, and of what is updated on the device."""
         owned = self.owned(parts)
         world = (
@@ -292,7 +292,7 @@ class _Step:
             return world + norm + here / rate
         return world + norm + stream_seconds(self.device, here * num_bytes)
 
-    def _ready(self, parts: Sequence[Part]) -> list[float] | None:
+    def _ready(self, parts: Sequence[PassPart]) -> list[float] | None:
         """When the update on the host has made each part's parameters, in forward order, and sent them up."""
         if not self.away:
             return None
@@ -413,7 +413,7 @@ class _Step:
         found = {"node": node, "network": network, **self._tier_bytes(parts)}
         return {name: math.ceil(value) for name, value in found.items() if value}
 
-    def _tier_bytes(self, parts: Sequence[Part]) -> dict[str, float]:
+    def _tier_bytes(self, parts: Sequence[PassPart]) -> dict[str, float]:
         """What goes between the device and its host, and between the host and its disks, both ways together."""
         candidate, place, count = (
             self.candidate,

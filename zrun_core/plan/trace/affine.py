@@ -12,7 +12,7 @@ from difflib import SequenceMatcher
 from typing import Any
 
 from zrun_core.plan.trace.block_extrapolation import Timeline
-from zrun_core.plan.trace.op_recorder import RawOp, Row
+from zrun_core.plan.trace.op_recorder import OpRow, RawOp
 from zrun_core.plan.trace.profile import Event, Linear, Op
 
 _MOST_ROWS = 6000  # between what both passes begin and end with: finding what is common takes long
@@ -24,7 +24,7 @@ def line(low: int, at_low: float, high: int, at_high: float) -> Linear:
     return Linear(at_low - per_sample * low, per_sample)
 
 
-def fit(rows: Sequence[Row], low: int, more: Sequence[Row], high: int) -> Timeline | None:
+def fit(rows: Sequence[OpRow], low: int, more: Sequence[OpRow], high: int) -> Timeline | None:
     """Sizes as lines through those of two micro-batches; None if something else happened in the other one."""
     if len(rows) != len(more):
         return None
@@ -39,7 +39,7 @@ def fit(rows: Sequence[Row], low: int, more: Sequence[Row], high: int) -> Timeli
     return out
 
 
-def fit_loops(rows: Sequence[Row], low: int, more: Sequence[Row], high: int) -> Timeline | None:
+def fit_loops(rows: Sequence[OpRow], low: int, more: Sequence[OpRow], high: int) -> Timeline | None:
     """As `fit`, where `more` repeats what `rows` has; None if they have too little in common.
 
     Whoever uses it compares it with a third micro-batch.
@@ -82,9 +82,9 @@ class _Merge:
 
     def __init__(
         self,
-        rows: Sequence[Row],
+        rows: Sequence[OpRow],
         low: int,
-        more: Sequence[Row],
+        more: Sequence[OpRow],
         high: int,
         same: Sequence[tuple[int, int]],
     ) -> None:
@@ -136,7 +136,7 @@ class _Merge:
             start -= 1
         return start
 
-    def _own(self, row: Row, lines: dict[int, Linear], other: RawOp | None) -> Event | Op:
+    def _own(self, row: OpRow, lines: dict[int, Linear], other: RawOp | None) -> Event | Op:
         if row.op is not None:
             return _work(row, row.op, self._low, other, self._high)
         return _event(row, row.tensor, lines[row.tensor])
@@ -170,18 +170,18 @@ class _Merge:
         return end
 
 
-def _does(row: Row) -> tuple[Any, ...]:
+def _does(row: OpRow) -> tuple[Any, ...]:
     """What is equal for rows that do the same, whatever their sizes."""
     return row.alloc, row.phase, row.module, row.kind, None if row.op is None else row.op.name
 
 
-def _event(row: Row, tensor: int, size: Linear) -> Event:
+def _event(row: OpRow, tensor: int, size: Linear) -> Event:
     return Event(
         tensor, size, row.alloc, row.phase, row.module, row.block, row.kind, row.accumulates
     )
 
 
-def _work(row: Row, at_low: RawOp | None, low: int, at_high: RawOp | None, high: int) -> Op:
+def _work(row: OpRow, at_low: RawOp | None, low: int, at_high: RawOp | None, high: int) -> Op:
     """An operator's work from that at two micro-batches, of which one may do without it."""
     op = at_low or at_high
     assert op is not None

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
-from zrun_core.plan.trace.profile import Event, Op, Phase
+from zrun_core.plan.trace.profile import Event, Op, TracePhase
 
 Timeline: TypeAlias = list[Event | Op]
 _MAX_PERIOD = 8
@@ -172,7 +172,7 @@ class _Expansion:
 
         def begin(blocks: Sequence[int], *, backward: bool) -> int:
             for place, row in enumerate(timeline):
-                if row.block in blocks and (row.phase is Phase.BACKWARD) == backward:
+                if row.block in blocks and (row.phase is TracePhase.BACKWARD) == backward:
                     return place
             raise _NotAlikeError
 

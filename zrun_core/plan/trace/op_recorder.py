@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from zrun_core.plan.trace.allocation_probe import allocations, completed
-from zrun_core.plan.trace.profile import EventKind, Family, Phase
+from zrun_core.plan.trace.profile import EventKind, Family, TracePhase
 
 _GEMMS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "mv", "addmv", "dot"}
 _COPIES = {
@@ -64,7 +64,7 @@ class RawOp(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class OpRow:
     """One thing that happened, in order.
 
     Attributes:
@@ -77,7 +77,7 @@ class Row:
     tensor: int
     size: int
     alloc: bool
-    phase: Phase
+    phase: TracePhase
     module: str
     block: int
     op: RawOp | None = None
@@ -121,7 +121,7 @@ class OpRecorder(TorchDispatchMode):
             block_of: number of the repeated block, by the name of any module in it.
         """
         super().__init__()  # type: ignore[no-untyped-call]
-        self.phase = Phase.FORWARD
+        self.phase = TracePhase.FORWARD
         self.entered: list[int] = []
         self.follows_values = False
         self._model, self._names, self._block_of, self._reduce_dtype = (
@@ -131,7 +131,7 @@ class OpRecorder(TorchDispatchMode):
             reduce_dtype,
         )
         self._probes, self._products = probes, products
-        self._rows: list[Row] = []
+        self._rows: list[OpRow] = []
         self._known: dict[
             int, Any
         ] = {}  # by storage: what keeps the weak reference, or the storage, alive
@@ -184,7 +184,7 @@ class OpRecorder(TorchDispatchMode):
         if name is None:
             name = self._stack[-1] if self._stack else ""
         block = self._block_of.get(name, -1)
-        if self.phase is not Phase.BACKWARD and block >= 0 and block != self._current_block():
+        if self.phase is not TracePhase.BACKWARD and block >= 0 and block != self._current_block():
             self.entered.append(block)
         self._stack.append(name)
         self._mark(name)
@@ -203,7 +203,7 @@ class OpRecorder(TorchDispatchMode):
 
     def _module(self) -> str:
         """The module whose work is being done."""
-        if self._stack or self.phase is not Phase.BACKWARD:
+        if self._stack or self.phase is not TracePhase.BACKWARD:
             return self._stack[-1] if self._stack else ""
         node = torch._C._current_autograd_node()
         if node is None:
@@ -234,7 +234,7 @@ class OpRecorder(TorchDispatchMode):
             not func.is_view
             and (op := describe(func, args, kwargs, out, is_fresh=bool(fresh))) is not None
         ):
-            self._rows.append(Row(-1, 0, False, self.phase, module, block, op))
+            self._rows.append(OpRow(-1, 0, False, self.phase, module, block, op))
         return out
 
     def _see_inside(
@@ -256,14 +256,14 @@ class OpRecorder(TorchDispatchMode):
                 self._see(is_output[number], module, block)
             elif size > 0:
                 temporary.setdefault(size, []).append(self._num_tensors)
-                self._rows.append(Row(self._num_tensors, size, True, self.phase, module, block))
+                self._rows.append(OpRow(self._num_tensors, size, True, self.phase, module, block))
                 self._num_tensors += 1
             elif temporary.get(-size):
                 tensor_number = temporary[-size].pop()
-                self._rows.append(Row(tensor_number, -size, False, self.phase, module, block))
+                self._rows.append(OpRow(tensor_number, -size, False, self.phase, module, block))
         for size, numbers in temporary.items():  # the profiler missed its end
             self._rows += [
-                Row(number, size, False, self.phase, module, block) for number in numbers
+                OpRow(number, size, False, self.phase, module, block) for number in numbers
             ]
         return [*is_output.values()]
 
@@ -279,7 +279,7 @@ class OpRecorder(TorchDispatchMode):
         self._num_tensors += 1
         self._numbers[key] = number
         self._known[key] = weakref.ref(storage, lambda _: self._end(key, number, size))
-        self._rows.append(Row(number, size, True, self.phase, module, block))
+        self._rows.append(OpRow(number, size, True, self.phase, module, block))
         return True
 
     def _end(self, key: int, number: int, size: int) -> None:
@@ -288,7 +288,7 @@ class OpRecorder(TorchDispatchMode):
         del self._known[key], self._numbers[key]
         module = self._module()
         self._rows.append(
-            Row(number, size, False, self.phase, module, self._block_of.get(module, -1))
+            OpRow(number, size, False, self.phase, module, self._block_of.get(module, -1))
         )
 
     def _take(self, param: torch.Tensor) -> None:
@@ -307,12 +307,14 @@ class OpRecorder(TorchDispatchMode):
             block, size = self._block_of.get(module, -1), grad.numel() * self._reduce_dtype.itemsize
             number = self._num_tensors
             self._num_tensors += 1
-            come = Row(number, size, True, self.phase, module, block, kind="grad", accumulates=True)
+            come = OpRow(
+                number, size, True, self.phase, module, block, kind="grad", accumulates=True
+            )
             self._rows += [come, replace(come, alloc=False)]
 
     # Afterwards
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[OpRow]:
         """What happened, with the kind of each tensor. Memory that is still there at the end goes with the last row."""
         came: dict[int, int] = {}
         kinds: dict[int, EventKind] = {}

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from zrun_core.plan.trace.profile import Event, Linear, Op, Phase, Profile, Trace
+from zrun_core.plan.trace.profile import Event, Linear, Op, Profile, Trace, TracePhase
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _OUTPUTS = 2  # that are kept of each matrix: its own, and what a function makes of it
@@ -38,14 +38,19 @@ def _from_shapes(profile: Profile) -> Trace:
     ]
 
     def change(
-        tensor: int, size: Linear, *, alloc: bool, phase: Phase, kind: Literal["activation", "grad"]
+        tensor: int,
+        size: Linear,
+        *,
+        alloc: bool,
+        phase: TracePhase,
+        kind: Literal["activation", "grad"],
     ) -> None:
         param = profile.params[tensor % len(profile.params)]
         events.append(
             Event(tensor, size, alloc, phase, param.name.rpartition(".")[0], param.block, kind)
         )
 
-    def computes(number: int, phase: Phase, times: int) -> None:
+    def computes(number: int, phase: TracePhase, times: int) -> None:
         param = profile.params[number]
         shape = (positions, param.shape[0], param.numel // max(1, param.shape[0]))
         moved = _BYTES.get(param.dtype, 4) * times
@@ -63,18 +68,20 @@ def _from_shapes(profile: Profile) -> Trace:
         for number, param in matrices
     }
     for number, size in outputs.items():
-        change(number, size, alloc=True, phase=Phase.FORWARD, kind="activation")
-        computes(number, Phase.FORWARD, 1)
+        change(number, size, alloc=True, phase=TracePhase.FORWARD, kind="activation")
+        computes(number, TracePhase.FORWARD, 1)
     for number, param in reversed([*enumerate(profile.params)]):
         if number in outputs:
-            computes(number, Phase.BACKWARD, 2)
+            computes(number, TracePhase.BACKWARD, 2)
         if param.trainable:
             size, tensor = (
                 Linear(float(param.numel * _BYTES.get(param.dtype, 4)), 0.0),
                 number + len(profile.params),
             )
-            change(tensor, size, alloc=True, phase=Phase.BACKWARD, kind="grad")
-            change(tensor, size, alloc=False, phase=Phase.BACKWARD, kind="grad")
+            change(tensor, size, alloc=True, phase=TracePhase.BACKWARD, kind="grad")
+            change(tensor, size, alloc=False, phase=TracePhase.BACKWARD, kind="grad")
         if number in outputs:
-            change(number, outputs[number], alloc=False, phase=Phase.BACKWARD, kind="activation")
+            change(
+                number, outputs[number], alloc=False, phase=TracePhase.BACKWARD, kind="activation"
+            )
     return Trace("none", tuple(events), tuple(ops))

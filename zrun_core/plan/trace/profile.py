@@ -27,7 +27,7 @@ Source = Literal["traced", "measured on the CPU", "formula", "guessed"]
 _NUM_HOLDERS = 3
 
 
-class Phase(StrEnum):
+class TracePhase(StrEnum):
     """The parts of a step by which memory is told apart."""
 
     FORWARD = "forward"
@@ -38,7 +38,7 @@ class Phase(StrEnum):
     GATHER = "gather"
 
 
-PHASES = tuple(Phase)
+PHASES = tuple(TracePhase)
 _PLACES = {phase: place for place, phase in enumerate(PHASES)}
 
 
@@ -69,7 +69,7 @@ class Event:
     tensor: int
     size: Linear
     alloc: bool
-    phase: Phase
+    phase: TracePhase
     module: str
     block: int
     kind: EventKind
@@ -89,7 +89,7 @@ class Op:
     family: Family
     flops: Linear
     bytes_moved: Linear
-    phase: Phase
+    phase: TracePhase
     module: str
     block: int
     dtype: str
@@ -521,7 +521,7 @@ class Peak:
     """
 
     num_bytes: int
-    phase: Phase
+    phase: TracePhase
     module: str
     holders: tuple[tuple[str, int], ...]
     dynamic: int = 0
@@ -555,7 +555,7 @@ class _Columns:
         free[rows[goes]] = goes
         sizes = table.sizes[table.size[alloc]]
         self.modules, self.groups = table.words, _Numbers[str]()
-        backward = np.flatnonzero(table.phase == PHASES.index(Phase.BACKWARD))
+        backward = np.flatnonzero(table.phase == PHASES.index(TracePhase.BACKWARD))
         self._block = table.block
         self._whole = _Live(
             alloc,
@@ -673,7 +673,7 @@ def peak_of(
     *,
     blocks: range | None = None,
     in_flight: int = 1,
-    steady: Mapping[Phase, int],
+    steady: Mapping[TracePhase, int],
     accumulating: bool = False,
     align: int = 1,
 ) -> Peak:
@@ -693,7 +693,7 @@ def peak_of(
     sizes = np.maximum(0.0, live.base + live.per_sample * micro)
     if align > 1:
         sizes = np.ceil(sizes / align) * align
-    best = Peak(-1, Phase.FORWARD, "", ())
+    best = Peak(-1, TracePhase.FORWARD, "", ())
     if len(live.rows):
         steps = sizes[live.rows] * live.signs
         in_use = np.cumsum(steps)
@@ -736,9 +736,9 @@ _NUMBERED = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _WORDS = {"activation": "activations", "temp": "temporaries", "grad": "gradients"}
 
 
-def _group_name(module: str, kind: str, phase: Phase, is_in_block: bool) -> str:
+def _group_name(module: str, kind: str, phase: TracePhase, is_in_block: bool) -> str:
     """What a tensor is counted under: "activations of blocks.*.mlp"."""
     place = _NUMBERED.sub("*", module) if is_in_block else module
-    if phase is Phase.LOSS and not place:
+    if phase is TracePhase.LOSS and not place:
         place = "the loss"
     return f"{_WORDS[kind]} of {place or 'the model itself'}"

@@ -34,7 +34,7 @@ Growing = tuple[tuple[int, ...], ...]  # dimensions of each tensor of a batch
 
 
 @dataclass(frozen=True)
-class Samples:
+class SampleBatches:
     """The samples that were looked at, and batches of the longest of them.
 
     Attributes:
@@ -77,7 +77,7 @@ class Samples:
         return _map_tensors(longer, batch)
 
 
-def samples_of(job: JobConfig, job_dir: Path, *, values: bool = False) -> Samples:
+def samples_of(job: JobConfig, job_dir: Path, *, values: bool = False) -> SampleBatches:
     """Read a few samples of the job's data, or none where their shape is known without that.
 
     Args:
@@ -107,18 +107,20 @@ def samples_of(job: JobConfig, job_dir: Path, *, values: bool = False) -> Sample
     sizes = [_size(sample, collate) for sample in samples]
     largest, smallest = (samples[sizes.index(find(sizes))] for find in (max, min))
     is_ragged = min(sizes) < max(sizes)
-    found = Samples(samples, largest, collate, is_ragged=is_ragged, num_samples=length_of(dataset))
+    found = SampleBatches(
+        samples, largest, collate, is_ragged=is_ragged, num_samples=length_of(dataset)
+    )
     if found.is_ragged:
         found = replace(found, growing=_growing(collate, smallest, largest))
     return _stretched(found, job.data.longest, which)
 
 
-def _blank_text(job: JobConfig, collate: Collate) -> Samples:
+def _blank_text(job: JobConfig, collate: Collate) -> SampleBatches:
     """What a sample of text looks like."""
     seq_len = int(job.data.args.get("seq_len", _TEXT[job.data.call]))
     tokens = torch.zeros(seq_len, dtype=torch.int64)
     sample = {"input_ids": tokens, "labels": tokens}
-    return Samples([sample], sample, collate)
+    return SampleBatches([sample], sample, collate)
 
 
 def _look(dataset: Any) -> tuple[list[Any], str]:
@@ -168,7 +170,7 @@ def _growing(collate: Collate, smallest: Any, largest: Any) -> Growing:
     )
 
 
-def _stretched(samples: Samples, longest: int | None, which: str) -> Samples:
+def _stretched(samples: SampleBatches, longest: int | None, which: str) -> SampleBatches:
     """`samples` with one as long as the job says the longest is, and with a note.
 
     Args:

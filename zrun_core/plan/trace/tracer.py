@@ -38,20 +38,20 @@ from zrun_core.plan.trace.block_extrapolation import (
     find_series,
     shortened,
 )
-from zrun_core.plan.trace.op_recorder import OpRecorder, Row
+from zrun_core.plan.trace.op_recorder import OpRecorder, OpRow
 from zrun_core.plan.trace.profile import (
     Event,
     Linear,
     ModuleInfo,
     Op,
     ParamInfo,
-    Phase,
     Profile,
     Source,
     Trace,
+    TracePhase,
     peak_of,
 )
-from zrun_core.plan.trace.sample_batches import Samples, bytes_of, samples_of, tensors_of
+from zrun_core.plan.trace.sample_batches import SampleBatches, bytes_of, samples_of, tensors_of
 from zrun_core.plan.trace.uncompiled import pass_by_compiler
 from zrun_core.plan.trace.unpacked import as_unpacked
 from zrun_core.spine import memory_limits
@@ -180,7 +180,7 @@ class _Subject:
         job_dir: Path,
         model: nn.Module,
         loss: LossFunction | None,
-        samples: Samples,
+        samples: SampleBatches,
         device: str,
         tell: Callable[[str | Profile], None],
     ) -> None:
@@ -392,7 +392,7 @@ class _Subject:
         """Sizes as functions of the micro-batch, from passes of a few of them; all blocks written out."""
 
         @functools.cache
-        def rows(micro: int, units: int = UNITS) -> list[Row]:
+        def rows(micro: int, units: int = UNITS) -> list[OpRow]:
             return self._pass(micro, series, units)
 
         has_scratch = policy == self._first_policy and self._has_scratch
@@ -434,7 +434,7 @@ class _Subject:
         return replace(found, exact={micro: exactly(micro) for micro in sorted(beside)})
 
     def _line(
-        self, policy: str, rows: Callable[[int], list[Row]], pairs: Sequence[tuple[int, int]]
+        self, policy: str, rows: Callable[[int], list[OpRow]], pairs: Sequence[tuple[int, int]]
     ) -> tuple[int, int, Timeline | None, bool]:
         """Two micro-batches between which only sizes differ, or how often a loop runs, and the timeline of them.
 
@@ -465,7 +465,7 @@ class _Subject:
         return *tried, None, False
 
     def _looped(
-        self, policy: str, rows: Callable[[int], list[Row]], low: int, high: int
+        self, policy: str, rows: Callable[[int], list[OpRow]], low: int, high: int
     ) -> Timeline | None:
         """The timeline of a model whose loops run more often for a larger micro-batch, if a third one confirms it."""
         timeline = fit_loops(rows(low), low, rows(high), high)
@@ -497,7 +497,7 @@ class _Subject:
         units: int,
         *,
         products: bool = False,
-    ) -> list[Row]:
+    ) -> list[OpRow]:
         """Forward, loss and backward of one micro-batch.
 
         Args:
@@ -532,7 +532,7 @@ class _Subject:
                 recorder.know(tensors_of(batch))
                 with recorder.following():
                     value = self._forward(batch, micro)
-                    recorder.phase = Phase.BACKWARD
+                    recorder.phase = TracePhase.BACKWARD
                     value.backward()
                     del value
         except ZrunError as error:
@@ -590,7 +590,7 @@ def _with_tensors(
 # From passes to timelines
 
 
-def _proportional(rows: Sequence[Row], micro: int) -> Timeline:
+def _proportional(rows: Sequence[OpRow], micro: int) -> Timeline:
     """All that one micro-batch took, in proportion to it, but for what is of the size of parameters."""
     timeline = fit(rows, micro, rows, micro)
     assert timeline is not None
@@ -626,13 +626,13 @@ def _expanded(
 
 def _as_trace(policy: str, timeline: Timeline) -> Trace:
     """The finished timeline: the loss is what comes after the last block, outside of modules."""
-    forward = [place for place, row in enumerate(timeline) if row.phase is Phase.FORWARD]
+    forward = [place for place, row in enumerate(timeline) if row.phase is TracePhase.FORWARD]
     in_blocks = [place for place in forward if timeline[place].block >= 0]
     in_modules = [place for place in forward if timeline[place].module]
     last = max(in_blocks or in_modules, default=-1)
     rows = [
-        replace(row, phase=Phase.LOSS)
-        if place > last and row.phase is Phase.FORWARD and not row.module
+        replace(row, phase=TracePhase.LOSS)
+        if place > last and row.phase is TracePhase.FORWARD and not row.module
         else row
         for place, row in enumerate(timeline)
     ]

@@ -11,7 +11,7 @@ import pytest
 from zrun_core.guards.numeric import NumericGuard
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.events import Emitter
-from zrun_core.telemetry.recorder import Numbers, Progress
+from zrun_core.telemetry.recorder import Progress, StepTotals
 from zrun_core.zero.nonfinite import Culprit
 
 NAN, INF = math.nan, math.inf
@@ -50,8 +50,8 @@ def numbers(
     norm: float = INF,
     scale: float = 8.0,
     weight: float = 4.0,
-) -> Numbers:
-    nothing = dict.fromkeys(Numbers._fields, 0.0)
+) -> StepTotals:
+    nothing = dict.fromkeys(StepTotals._fields, 0.0)
     told = {
         "weight": weight,
         "loss": loss,
@@ -59,7 +59,7 @@ def numbers(
         "grad_norm": norm,
         "skipped": float(skipped),
     }
-    return Numbers(**nothing | told | {"agreed": 1.0, "scale": scale})
+    return StepTotals(**nothing | told | {"agreed": 1.0, "scale": scale})
 
 
 def guard(**keys: Any) -> tuple[NumericGuard, Progress, Sharded, Ear]:
@@ -146,7 +146,7 @@ def test_an_overflow_of_fp16_is_told_once_and_the_scale_has_time():
     assert why is not None
     assert "20 steps in a row were skipped" in why
     assert "down to a loss scale of 4096; write precision: bf16" in why
-    assert progress.helpless_skips == 0
+    assert progress.unrecoverable_skips == 0
 
 
 @pytest.mark.parametrize(

@@ -49,8 +49,8 @@ class NamedVector:
 
 
 @dataclass(frozen=True)
-class Arriving:
-    """Numbers on their way to the host.
+class HostCopy:
+    """Copy of a vector of numbers on the host, which may still be on its way.
 
     Attributes:
         vector: on the host; its values are there once `arrived` has happened.

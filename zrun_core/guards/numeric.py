@@ -8,7 +8,7 @@ from typing import Protocol
 
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.events import Emitter
-from zrun_core.telemetry.recorder import Numbers, Progress
+from zrun_core.telemetry.recorder import Progress, StepTotals
 from zrun_core.zero.nonfinite import Culprit
 
 
@@ -46,7 +46,7 @@ class NumericGuard:
         self,
         progress: Progress,
         step: int,
-        numbers: Numbers,
+        numbers: StepTotals,
         losses: Sequence[float],
         samples_of: SamplesOf,
         *,
@@ -64,7 +64,7 @@ class NumericGuard:
             Why the run must stop, or None.
         """
         if not numbers.skipped:
-            progress.skips_in_a_row = progress.helpless_skips = 0
+            progress.skips_in_a_row = progress.unrecoverable_skips = 0
             self._look_closely(progress)
             return None
         if numbers.dropped or not numbers.weight:  # for want of memory, or of samples
@@ -73,12 +73,12 @@ class NumericGuard:
             self._is_scaled and math.isfinite(numbers.loss) and numbers.scale > self._least_scale
         )
         progress.skips_in_a_row += 1
-        progress.helpless_skips = 0 if can_scale_help else progress.helpless_skips + 1
+        progress.unrecoverable_skips = 0 if can_scale_help else progress.unrecoverable_skips + 1
         must_stop = (
             progress.skips_in_a_row >= self._config.max_skips
-            or progress.helpless_skips >= self._config.max_nonfinite
+            or progress.unrecoverable_skips >= self._config.max_nonfinite
         )
-        if must_stop or progress.helpless_skips or not self._has_told_overflow:
+        if must_stop or progress.unrecoverable_skips or not self._has_told_overflow:
             culprit = self._sharded.find_nonfinite(losses, is_late=is_late)
             what = str(culprit or "the gradient was not finite")
             if culprit is not None and culprit.rank is not None:
@@ -97,7 +97,8 @@ class NumericGuard:
     def _look_closely(self, progress: Progress) -> None:
         """Where the next skip may end the run, each rank looks at its own gradient: whose is it?"""
         is_near = (
-            progress.helpless_skips > 0 or progress.skips_in_a_row + 2 >= self._config.max_skips
+            progress.unrecoverable_skips > 0
+            or progress.skips_in_a_row + 2 >= self._config.max_skips
         )
         self.is_close = is_near or self._config.max_nonfinite == 1
         self._sharded.inspect_gradients(self.is_close)
@@ -105,6 +106,6 @@ class NumericGuard:
     def _why(self, progress: Progress, step: int, scale: float, what: str, would_clip: bool) -> str:
         many = f"{progress.skips_in_a_row} steps in a row were skipped"
         text = f"step {step}: {many if progress.skips_in_a_row > 1 else 'it was skipped'}: {what}"
-        if not progress.helpless_skips:
+        if not progress.unrecoverable_skips:
             return f"{text}, down to a loss scale of {scale:g}; write precision: bf16, or lower optim.lr"
         return f"{text}; lower optim.lr, {'set optim.clip, ' * would_clip}or look at the samples of this step"

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from zrun_core.checkpoint.checkpointer import Votes
-from zrun_core.distributed.named_vector import Arriving, NamedVector
+from zrun_core.distributed.named_vector import HostCopy, NamedVector
 from zrun_core.errors import HangError, JobError, UserCodeError
 from zrun_core.guards.replicas import ReplicaGuard
 from zrun_core.library import arguments
@@ -39,7 +39,7 @@ from zrun_core.zero.sharded_model import StepResult
 class _Unread(NamedTuple):
     """What a step came to, on its way to the host."""
 
-    numbers: Arriving
+    numbers: HostCopy
     save: int
     scaler: LossScaler | None
     step: int
@@ -198,7 +198,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         lr = float(self.param_groups[0].get("lr", 0.0))
         told = {"agreed": result.agreed, "skipped": result.skipped, "grad_norm": result.grad_norm}
-        numbers = Arriving.of(result.sums.extended(**told))
+        numbers = HostCopy.of(result.sums.extended(**told))
         self._unread = _Unread(numbers, save, scaler, self._num_steps, lr)
         if numbers.arrived is None:
             self._read_last()

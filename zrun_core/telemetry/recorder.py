@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from zrun_core.distributed.comm import TrafficKey
-from zrun_core.distributed.named_vector import Arriving
+from zrun_core.distributed.named_vector import HostCopy
 from zrun_core.errors import HangError
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.events import Emitter
@@ -32,6 +32,10 @@ _GROWS = {
     "gathering": "parameters that are looked at outside of their modules stay whole until backward is over",
     "reducing": "more gradients than expected are incomplete at a time, as those of modules that run several times are",
 }
+
+
+# Keys of a manifest that are not the names of fields: old checkpoints have them.
+_KEYS = {"unrecoverable_skips": "helpless_skips"}
 
 
 @dataclass
@@ -54,36 +58,38 @@ class Progress:
     micro_batches: int = 0
     skips: int = 0
     skips_in_a_row: int = 0
-    helpless_skips: int = 0
+    unrecoverable_skips: int = 0
     samples: int = 0
     tokens: int = 0
     loss: float = float("nan")
     first_loss: float | None = None
     seconds: float | None = 0.0
 
-    def as_json(self) -> dict[str, Any]:
-        losses = {"loss": self.loss, "first_loss": self.first_loss}
-        known = {
-            name: loss if loss is not None and math.isfinite(loss) else None
-            for name, loss in losses.items()
-        }
-        return asdict(self) | known
+    def to_json(self) -> dict[str, Any]:
+        """Return the counters under the keys that a manifest's `progress` has for them."""
+        found = {_KEYS.get(name, name): value for name, value in asdict(self).items()}
+        for key in ("loss", "first_loss"):
+            if found[key] is not None and not math.isfinite(found[key]):
+                found[key] = None
+        return found
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Self:
-        """What `as_json` returned, among other keys.
+        """Restore the result of `to_json`, among other keys.
 
         Raises:
             KeyError: something is missing.
         """
         younger = {"first_loss": None, "seconds": None}  # than some checkpoints
         found = {**younger, **found}
-        loss = float("nan") if found["loss"] is None else found["loss"]
-        return cls(**{each.name: found[each.name] for each in fields(cls)} | {"loss": loss})
+        values = {each.name: found[_KEYS.get(each.name, each.name)] for each in fields(cls)}
+        if values["loss"] is None:
+            values["loss"] = float("nan")
+        return cls(**values)
 
 
-class Numbers(NamedTuple):
-    """What a step came to, over all ranks. Of those before `grad_norm` each rank told its own."""
+class StepTotals(NamedTuple):
+    """Totals of a step over all ranks; up to `asked` they are sums of what each rank sent."""
 
     weight: float
     loss: float  # summed
@@ -103,25 +109,25 @@ class Numbers(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Pending:
-    """A step that was issued. On a GPU its numbers are read when the next one is, so that the device never idles."""
+class IssuedStep:
+    """A step that was issued; its totals may still be on their way to the host."""
 
     step: int
     lr: float
-    numbers: Arriving
+    numbers: HostCopy
     clock: Any
     waited: Mapping[StepPhase, float]
     sent: Mapping[TrafficKey, int]
     flops: float
 
-    def read(self) -> Numbers:
-        return Numbers(**self.numbers.read())
+    def read(self) -> StepTotals:
+        return StepTotals(**self.numbers.read())
 
 
-def to_host(result: StepResult, scale: torch.Tensor) -> Arriving:
-    """Send what `Numbers` holds to the host."""
+def copy_to_host(result: StepResult, scale: torch.Tensor) -> HostCopy:
+    """Begin to copy the fields of `StepTotals` to the host."""
     told = {"grad_norm": result.grad_norm, "skipped": result.skipped, "agreed": result.agreed}
-    return Arriving.of(result.sums.extended(**told, scale=scale))
+    return HostCopy.of(result.sums.extended(**told, scale=scale))
 
 
 def checked_name(name: object) -> str:
@@ -270,7 +276,7 @@ class Recorder:
             process_bytes=process_memory(self._device)["process_bytes"],
         )
 
-    def step(self, pending: Pending, numbers: Numbers, epoch: float | None) -> None:
+    def step(self, pending: IssuedStep, numbers: StepTotals, epoch: float | None) -> None:
         """Count a step and tell it.
 
         Raises:
@@ -296,7 +302,7 @@ class Recorder:
             self._traffic_bytes[key.kind] += sent
         self._tell_step(pending, numbers, epoch)
 
-    def _tell_step(self, pending: Pending, numbers: Numbers, epoch: float | None) -> None:
+    def _tell_step(self, pending: IssuedStep, numbers: StepTotals, epoch: float | None) -> None:
         progress = self.progress
         step_s, split = self._clock.read(pending.clock, dict(pending.waited))
         self._splits.append(split)

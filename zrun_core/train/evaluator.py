@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from zrun_core.data.batch import MicroBatch
 from zrun_core.data.loader import eval_batches
 from zrun_core.distributed import rng
-from zrun_core.distributed.named_vector import Arriving, NamedVector
+from zrun_core.distributed.named_vector import HostCopy, NamedVector
 from zrun_core.errors import UserCodeError
 from zrun_core.spine.flight_recorder import FlightRecorder
 from zrun_core.spine.spec import RunSpec
@@ -141,11 +141,11 @@ class Evaluator:
             found["loss"] = Number(loss.total.double(), loss.weight)
         return found
 
-    def _vote_on_stop(self) -> Arriving:
+    def _vote_on_stop(self) -> HostCopy:
         """How many ranks were asked to stop; read after the batch, so that the device goes on."""
         own = torch.tensor([self._asked_to_stop()], dtype=torch.float64, device=self._device)
         asked = self._comm.sum_small(own, self._world, name="evaluation")
-        return Arriving.of(NamedVector(["asked"], asked))
+        return HostCopy.of(NamedVector(["asked"], asked))
 
     def _over_ranks(self, sums: _Sums) -> tuple[dict[str, float], list[float]]:
         """Return every number over all ranks, and how many samples and tokens there were.

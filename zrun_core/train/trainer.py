@@ -44,7 +44,7 @@ from zrun_core.spine.stop_signals import StopSignals
 from zrun_core.spine.tracebacks import add_where, raised_at
 from zrun_core.telemetry.metrics import FlopCount, StepClock, StepPhase
 from zrun_core.telemetry.peak_memory import PeakMemory
-from zrun_core.telemetry.recorder import Pending, Progress, Recorder, to_host
+from zrun_core.telemetry.recorder import IssuedStep, Progress, Recorder, copy_to_host
 from zrun_core.train.evaluator import Evaluator, HeldOut
 from zrun_core.train.user_hooks import Hook, Hooks
 from zrun_core.user_code.loss import LossFunction, LossKind, compute_loss
@@ -54,7 +54,7 @@ from zrun_core.zero.sharded_model import ShardedModel
 
 
 @dataclass(frozen=True)
-class TrainerParts:
+class UserFunctions:
     """The user's functions, loaded. Hooks are named by their keys."""
 
     loss: LossFunction | None
@@ -100,7 +100,7 @@ class Trainer:
         spec: RunSpec,
         sharded: ShardedModel,
         loader: BatchLoader,
-        parts: TrainerParts,
+        parts: UserFunctions,
         schedule: Schedule,
         emitter: Emitter,
         board: FlightRecorder | None,
@@ -113,7 +113,7 @@ class Trainer:
         self.module, self.comm, self.world = sharded.module, sharded.comm, sharded.mesh.world
         self.device = self.comm.device
         self.phase = "start"
-        self._pending: Pending | None = None
+        self._pending: IssuedStep | None = None
         self._clock = StepClock(self.device)
         self._flops_per_sample: float | None = None
         self.checkpointer = checkpointer  # None: nothing is saved
@@ -318,7 +318,7 @@ class Trainer:
             self.check_replicas(self.job.optim.lr * self.schedule(self.progress.updates))
         self._last_saved = self.progress.steps, self.progress.updates
         return {
-            **self.progress.as_json(),
+            **self.progress.to_json(),
             "cursor": self.loader.cursor,
             "dataset_samples": self.loader.num_samples,
             "marks": {str(number): mark for number, mark in self.loader.marks.items()},
@@ -343,7 +343,7 @@ class Trainer:
                 f"{resumed.path} is not of a training run: no {error} in its progress"
             ) from None
         # Whoever goes on after a numeric stop has changed something: it has as many steps as at first.
-        self.progress.skips_in_a_row = self.progress.helpless_skips = 0
+        self.progress.skips_in_a_row = self.progress.unrecoverable_skips = 0
         self._last_saved = self.progress.steps, self.progress.updates
         self._owes_evaluation = bool(state.get("owes_evaluation"))  # older checkpoints do not say
         self._resume_early_stop(state)
@@ -431,10 +431,10 @@ class Trainer:
             result = self.sharded.step(lr, sums, self._divisor)
         waited[StepPhase.OPTIM] += self.comm.take_waited()
         flops = (self._flops_per_sample or 0.0) * sum(micro.num_samples for micro in micro_batches)
-        self._pending = Pending(
+        self._pending = IssuedStep(
             self.progress.steps,
             lr,
-            to_host(result, scale),
+            copy_to_host(result, scale),
             self._clock.restart(),
             waited,
             self.comm.drain(),
@@ -594,7 +594,7 @@ class Trainer:
             is_late=not between_steps,
         )
         if self.checkpointer is not None:  # while numbers go wrong, no step before that goes
-            self.checkpointer.prunes = not self.progress.helpless_skips
+            self.checkpointer.prunes = not self.progress.unrecoverable_skips
         self._numeric_problem = self._numeric_problem or problem
         if self._numeric_problem is not None and between_steps:
             self._stop_numerically(self._numeric_problem)

@@ -60,7 +60,7 @@ from zrun_core.spine.spec import RunSpec, checkpoint_folder
 from zrun_core.spine.stop_signals import StopSignals
 from zrun_core.train import parallelize
 from zrun_core.train.evaluator import HeldOut
-from zrun_core.train.trainer import Trainer, TrainerParts
+from zrun_core.train.trainer import Trainer, UserFunctions
 from zrun_core.user_code import user
 from zrun_core.user_code.build import Built, build_on_meta, build_once_per_host
 from zrun_core.zero.sharded_model import ShardingConfig, check_room
@@ -381,14 +381,14 @@ class Worker:
             refuse=self._give_up if settings.memory_bytes is not None else None,
         )
 
-    def _load_parts(self) -> TrainerParts:
+    def _load_parts(self) -> UserFunctions:
         job, job_dir = self.spec.job, Path(self.spec.job_dir)
 
         def load(ref: Ref | None, key: str) -> Any:
             return None if ref is None else user.function(ref, job_dir, user.TAKES[key])
 
         loss, collate = load(job.loss, "loss"), load(job.data.collate, "data.collate")
-        return TrainerParts(
+        return UserFunctions(
             loss=loss,
             hooks={name: load(ref, "hooks") for name, ref in job.hooks if ref is not None},
             held_out=None

@@ -44,7 +44,7 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 
 import zrun_core
-from zrun_core.checkpoint.checkpointer import About, Checkpointer, versions
+from zrun_core.checkpoint.checkpointer import Checkpointer, RunInfo, versions
 from zrun_core.checkpoint.digest import digest
 from zrun_core.checkpoint.folder import CheckpointFolder
 from zrun_core.checkpoint.model_state import ModelState
@@ -87,7 +87,7 @@ class Training:
         self._optimizer.step()
 
     def state(self) -> State:
-        return {f"{part.state}/{part.tensor}": part.data for part in self.model_state.parts()}
+        return {f"{part.state}/{part.tensor}": part.data for part in self.model_state.write_items()}
 
     def digests(self) -> dict[str, str]:
         return {key: digest(as_bytes(tensor).data) for key, tensor in self.state().items()}
@@ -161,7 +161,7 @@ class Zrun(Way):
         config = CheckpointConfig.model_validate(
             {"every": STEPS, "keep": 2, "async": self.in_background}
         )
-        folder, about = CheckpointFolder(self.folder), About("benchmark", {}, versions())
+        folder, about = CheckpointFolder(self.folder), RunInfo("benchmark", {}, versions())
         streams = Streams(0, training.comm.device, dp=training.world.index)
         self._saves = Checkpointer(
             folder,
@@ -180,7 +180,7 @@ class Zrun(Way):
             self._step = (self._step // STEPS + 1) * STEPS  # a multiple is due
         else:
             self._step += 1
-        self._saves.heed(self._saves.votes())
+        self._saves.update(self._saves.contribution())
         self._saves.after_step(self._step, dict)
 
     def finish(self) -> float:
@@ -189,7 +189,7 @@ class Zrun(Way):
         self._told.clear()
         if "seconds" not in fields:
             sys.exit(f"{self.name}: {fields}")
-        self._saves.tidy_up()  # the next measurement has the disk for itself
+        self._saves.finish_pruning()  # the next measurement has the disk for itself
         return float(fields["seconds"])
 
     def load(self) -> None:

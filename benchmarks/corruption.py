@@ -43,7 +43,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 
 from zrun_core.checkpoint.folder import CheckpointFolder
 from zrun_core.checkpoint.manifest import Manifest, SavedRank, TensorInfo
-from zrun_core.checkpoint.shard_file import Part, check_header, read_fragment, write_shard
+from zrun_core.checkpoint.shard_file import WriteItem, check_header, read_fragment, write_shard
 
 State = dict[str, torch.Tensor]
 RAISED = (Exception, CheckpointException)  # which is no Exception
@@ -145,10 +145,10 @@ class Zrun(System):
             raise
 
     @staticmethod
-    def _half(name: str, flat: torch.Tensor, rank: int) -> Part:
+    def _half(name: str, flat: torch.Tensor, rank: int) -> WriteItem:
         middle = flat.numel() // 2
         start, stop = ((0, middle), (middle, flat.numel()))[rank]
-        return Part(name, "value", start, stop, flat[start:stop])
+        return WriteItem(name, "value", start, stop, flat[start:stop])
 
     def load(self, folder: Path, step: int) -> State:
         (found,) = (found for found in CheckpointFolder(folder).scan() if found.step == step)

@@ -275,7 +275,7 @@ def follow(num_hosts: int, ranks_per_host: int, seconds: float, events: bool) ->
         agents = Agents(members)
         agents.start(
             Start(spec_json, f"node{n}", {}, "zrun_core.train.worker")
-            for spec_json in [spec.as_json()]
+            for spec_json in [spec.to_json()]
             for n in range(num_hosts)
         )
         start_s = time.process_time() - before

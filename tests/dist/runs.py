@@ -388,9 +388,11 @@ def look(keys: dict[str, Any], run_dir: str, resume: dict[str, Any] | None) -> d
 def contents(trainer: Trainer) -> dict[str, Any]:
     """What this rank would save, and a digest of it."""
     state = ModelState(trainer.sharded)
-    parts = {(p.tensor, p.state, p.start): p.data.float().numpy().copy() for p in state.parts()}
+    parts = {
+        (p.tensor, p.state, p.start): p.data.float().numpy().copy() for p in state.write_items()
+    }
     digest = hashlib.sha256()
-    for part in state.parts():
+    for part in state.write_items():
         digest.update(
             f"{part.key} {part.stop}".encode()
             + part.data.contiguous().view(torch.uint8).numpy().tobytes()

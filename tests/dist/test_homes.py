@@ -122,7 +122,7 @@ def run(stage: int, away: bool, accumulation: int, settings: dict[str, Any]) -> 
         if number == 1:
             write(sharded)
     losses += train_sharded(sharded, data(1))
-    saved = ModelState(sharded).parts()
+    saved = ModelState(sharded).write_items()
     parts = {(each.tensor, each.state, each.start): each.data.clone() for each in saved}
     with sharded.gathered() as module:
         state = {name: value.clone() for name, value in module.state_dict().items()}

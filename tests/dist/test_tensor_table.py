@@ -22,7 +22,7 @@ from safetensors.numpy import load_file
 from torch import nn
 from toys import optim_config, world
 
-from zrun_core.checkpoint.checkpointer import About, Checkpointer
+from zrun_core.checkpoint.checkpointer import Checkpointer, RunInfo
 from zrun_core.checkpoint.export import export
 from zrun_core.checkpoint.folder import CheckpointFolder, read_step
 from zrun_core.checkpoint.initial import load_weights
@@ -247,7 +247,7 @@ def train(sharded: ShardedModel, steps: int) -> list[float]:
 
 
 def saver(sharded: ShardedModel, folder: str) -> Checkpointer:
-    about = About("run", {}, {})
+    about = RunInfo("run", {}, {})
     mesh, device = sharded.mesh, sharded.comm.device
     streams = rng.Streams(3, device, dp=mesh.data.index, tp=mesh.tensor.index)
     config = CheckpointConfig(every=1)

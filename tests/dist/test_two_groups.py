@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import nn
 from toys import Net, full_state, make_sharded, world
 
-from zrun_core.checkpoint.checkpointer import About, Checkpointer
+from zrun_core.checkpoint.checkpointer import Checkpointer, RunInfo
 from zrun_core.checkpoint.export import export
 from zrun_core.checkpoint.folder import CheckpointFolder, read_step
 from zrun_core.checkpoint.model_state import ModelState
@@ -131,7 +131,7 @@ class Rank:
 
     def state(self) -> State:
         """Parameters and buffers, and the own pieces of the optimizer's state."""
-        pieces = {part.key: part.data.clone() for part in ModelState(self.sharded).parts()}
+        pieces = {part.key: part.data.clone() for part in ModelState(self.sharded).write_items()}
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         return (
             {str(key): piece for key, piece in pieces.items()} | full_state(self.sharded) | buffers
@@ -187,7 +187,7 @@ def save(sharded: ShardedModel, folder: str, step: int) -> None:
     streams = rng.Streams(3, comm.device, dp=mesh.data.index, pp=mesh.pipe.index)
     steps, state = CheckpointFolder(Path(folder) / "steps"), ModelState(sharded)
     config = CheckpointConfig(every=1)
-    about = About("run", {}, {})
+    about = RunInfo("run", {}, {})
     saver = Checkpointer(
         steps, state, streams, config, comm, mesh.world, about, lambda **fields: None
     )

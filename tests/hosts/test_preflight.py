@@ -58,7 +58,7 @@ def test_good_hosts_are_told_apart(rig: Rig, tmp_path: Path) -> None:
     assert all(report.software == software() for report in reports)
     assert all(abs(report.skew_s) <= report.skew_error_s + 0.01 for report in reports)
     assert list(tmp_path.iterdir()) == []  # no token is left
-    assert HostReport.from_json(reports[0].as_json()) == reports[0]
+    assert HostReport.from_json(reports[0].to_json()) == reports[0]
 
 
 def test_nothing_listens_at_every_address(isolated_rig: Rig) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from zrun_core.checkpoint.folder import CheckpointFolder
 from zrun_core.checkpoint.manifest import Manifest, SavedRank, TensorInfo
-from zrun_core.checkpoint.shard_file import DTYPES, Part, write_shard
+from zrun_core.checkpoint.shard_file import DTYPES, WriteItem, write_shard
 
 STATES = ("value", "exp_avg", "exp_avg_sq")
 
@@ -27,7 +27,7 @@ def toy_state(step: int, scale: int = 1) -> dict[str, torch.Tensor]:
     }
 
 
-def toy_parts(state: dict[str, torch.Tensor], rank: int, ranks: int) -> list[Part]:
+def toy_parts(state: dict[str, torch.Tensor], rank: int, ranks: int) -> list[WriteItem]:
     """The share of `rank`: an equal slice of every state of every tensor, and some RNG state."""
     parts = []
     for name, tensor in state.items():
@@ -38,12 +38,12 @@ def toy_parts(state: dict[str, torch.Tensor], rank: int, ranks: int) -> list[Par
         states: Sequence[str] = STATES if name.startswith("layer.") else ("value",)
         for index, key in enumerate(states):
             parts.append(
-                Part(
+                WriteItem(
                     name, key, start, stop, flat[start:stop] + index if index else flat[start:stop]
                 )
             )
     rng = torch.arange(100 + rank, dtype=torch.uint8)
-    return [*parts, Part(f"rng/{rank}/torch", "rank", 0, len(rng), rng)]
+    return [*parts, WriteItem(f"rng/{rank}/torch", "rank", 0, len(rng), rng)]
 
 
 def toy_infos(state: dict[str, torch.Tensor]) -> list[TensorInfo]:

@@ -61,7 +61,7 @@ def test_patience_goes_on_where_it_was(cut: int) -> None:
     whole = seen(EarlyStop(config), *losses)
     begun, rest = EarlyStop(config), EarlyStop(config)
     told = seen(begun, *losses[:cut])
-    assert rest.resume(json.loads(json.dumps(begun.as_json())), had_ended=False)
+    assert rest.resume(json.loads(json.dumps(begun.to_json())), had_ended=False)
     assert told + seen(rest, *losses[cut:], first=cut + 1) == whole
     assert whole[-1] is not None
 
@@ -70,10 +70,10 @@ def test_after_an_early_end_patience_is_new_and_the_best_is_not() -> None:
     stop = EarlyStop(EarlyStopConfig(patience=2))
     seen(stop, 1.0, 2.0, 2.0)
     rest = EarlyStop(EarlyStopConfig(patience=2))
-    assert rest.resume(stop.as_json(), had_ended=True)
+    assert rest.resume(stop.to_json(), had_ended=True)
     assert [bool(why) for why in seen(rest, 1.5, 1.5)] == [False, True]
     other = EarlyStop(EarlyStopConfig(metric="accuracy"))
-    assert not other.resume(stop.as_json(), had_ended=False)
+    assert not other.resume(stop.to_json(), had_ended=False)
 
 
 def test_a_metric_that_was_not_evaluated_is_named_with_those_that_were() -> None:

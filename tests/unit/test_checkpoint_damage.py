@@ -174,7 +174,7 @@ def test_what_is_read_back_is_what_is_verified(
         content = bytearray((path / info.name).read_bytes())
         for place in (
             0,
-            *(each.offset + each.num_bytes - 1 for each in manifest.of_file(info.name)),
+            *(each.offset + each.num_bytes - 1 for each in manifest.fragments_of(info.name)),
         ):
             content[place] ^= 1
             (path / info.name).write_bytes(content)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from zrun_core.checkpoint.export import export
 from zrun_core.checkpoint.folder import CheckpointFolder
 from zrun_core.checkpoint.manifest import Manifest, TensorInfo
-from zrun_core.checkpoint.shard_file import DTYPES, Part, write_shard
+from zrun_core.checkpoint.shard_file import DTYPES, WriteItem, write_shard
 from zrun_core.errors import CheckpointError, JobError, SaveError
 
 
@@ -62,7 +62,7 @@ def save_model(
         for rank in range(ranks):
             start, stop = (tensor.numel() * each // ranks for each in (rank, rank + 1))
             if start < stop:
-                parts[rank].append(Part(name, "value", start, stop, memory[start:stop]))
+                parts[rank].append(WriteItem(name, "value", start, stop, memory[start:stop]))
     tmp = folder.begin(7)
     shards = [
         write_shard(tmp / f"rank-{rank:05d}.safetensors", part) for rank, part in enumerate(parts)

@@ -24,7 +24,7 @@ from recorded_disk import Disk, recording
 from zrun_core.checkpoint import folder as store
 from zrun_core.checkpoint.folder import CheckpointFolder
 from zrun_core.checkpoint.manifest import Manifest
-from zrun_core.checkpoint.shard_file import Part, read_fragment, write_shard
+from zrun_core.checkpoint.shard_file import WriteItem, read_fragment, write_shard
 from zrun_core.checkpoint.verify import verify
 from zrun_core.errors import CheckpointError, SaveError
 
@@ -133,7 +133,7 @@ def test_only_the_last_of_many_blocks_fails(
     data = torch.ones(11 * 2**20)
     failing_after(monkeypatch, data.nbytes - 1, errno.EIO, in_thread=True)
     with pytest.raises(SaveError, match="Input/output error"):
-        write_shard(tmp_path / "a", [Part("a", "value", 0, data.numel(), data)])
+        write_shard(tmp_path / "a", [WriteItem("a", "value", 0, data.numel(), data)])
     assert not (tmp_path / "a").exists()
 
 
@@ -145,7 +145,7 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(os, "pwrite", half)
     data = torch.randn(3 * 2**20)
-    _, (fragment,) = write_shard(tmp_path / "a", [Part("a", "value", 0, data.numel(), data)])
+    _, (fragment,) = write_shard(tmp_path / "a", [WriteItem("a", "value", 0, data.numel(), data)])
     read = torch.empty_like(data)
     read_fragment(tmp_path, fragment, read)
     assert torch.equal(read, data)
@@ -178,7 +178,7 @@ def test_a_write_of_nothing_is_an_error(
 
 def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = torch.randn(2**20)
-    _, (fragment,) = write_shard(tmp_path / "a", [Part("a", "value", 0, data.numel(), data)])
+    _, (fragment,) = write_shard(tmp_path / "a", [WriteItem("a", "value", 0, data.numel(), data)])
     real = os.preadv
     monkeypatch.setattr(
         os, "preadv", lambda file, views, offset: real(file, [views[0][:100_001]], offset)

@@ -16,7 +16,13 @@ from zrun_core.checkpoint.best import Best
 from zrun_core.checkpoint.folder import CheckpointFolder, read_step
 from zrun_core.checkpoint.folder_lock import hold, release
 from zrun_core.checkpoint.manifest import ITEM_BYTES, Manifest
-from zrun_core.checkpoint.shard_file import DTYPES, Part, check_header, read_fragment, write_shard
+from zrun_core.checkpoint.shard_file import (
+    DTYPES,
+    WriteItem,
+    check_header,
+    read_fragment,
+    write_shard,
+)
 from zrun_core.checkpoint.verify import verify
 from zrun_core.errors import CheckpointError, ExitCode, SaveError
 
@@ -47,7 +53,7 @@ def test_safetensors_opens_our_files(folder: CheckpointFolder) -> None:
     manifest = write_step(folder, 50, ranks=2)
     for info in manifest.files:
         with safe_open(folder.step_path(50) / info.name, framework="pt") as file:
-            fragments = manifest.of_file(info.name)
+            fragments = manifest.fragments_of(info.name)
             assert set(file.keys()) == {fragment.key for fragment in fragments}
             for fragment in fragments:
                 tensor = torch.empty(
@@ -65,7 +71,7 @@ def test_every_dtype(tmp_path: Path, name: str) -> None:
         torch.arange(64, dtype=torch.uint8).remainder(2).view(dtype)
     )  # 0 and 1 are what a bool can be
     info, (fragment,) = write_shard(
-        tmp_path / "a.safetensors", [Part("a", "value", 0, data.numel(), data)]
+        tmp_path / "a.safetensors", [WriteItem("a", "value", 0, data.numel(), data)]
     )
     assert fragment.dtype == DTYPES[dtype] == name
     with safe_open(tmp_path / "a.safetensors", framework="pt") as file:
@@ -82,8 +88,8 @@ def test_every_dtype(tmp_path: Path, name: str) -> None:
 def test_sizes_around_blocks(tmp_path: Path, num_bytes: int) -> None:
     data = torch.arange(num_bytes, dtype=torch.int32).to(torch.uint8)
     parts = [
-        Part("a", "value", 0, num_bytes, data),
-        Part("b", "value", 3, 6, torch.tensor([1, 2, 3])),
+        WriteItem("a", "value", 0, num_bytes, data),
+        WriteItem("b", "value", 3, 6, torch.tensor([1, 2, 3])),
     ]
     info, fragments = write_shard(tmp_path / "a.safetensors", parts)
     assert info.num_bytes == os.stat(tmp_path / "a.safetensors").st_size

@@ -171,7 +171,7 @@ def test_a_forecast_is_the_answer_in_plain_numbers(too_big: Answer) -> None:
     forecast = forecast_of(too_big)
     assert not forecast.fits
     assert forecast.device_bytes == plan_tables.fullest(too_big.chosen).device_used
-    assert type(forecast).from_json(json.dumps(forecast.as_json())) == forecast
+    assert type(forecast).from_json(json.dumps(forecast.to_json())) == forecast
     assert type(forecast).from_json("{}") is None
 
 

@@ -101,7 +101,7 @@ def test_a_model_is_given_more_time_where_nobody_waits(
     request = {
         "job": loaded.config.model_dump(mode="json", by_alias=True, exclude_unset=True),
         "path": str(loaded.path),
-        "hosts": [host.as_json() for host in CLUSTER.hosts],
+        "hosts": [host.to_json() for host in CLUSTER.hosts],
     }
     with pytest.raises(JobError, match="enough"):
         background._make(request, pace)

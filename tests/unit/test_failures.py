@@ -120,7 +120,7 @@ def test_headlines_and_codes(end: Exit, found: Note | None, headline: str, code:
     assert told.headline == f"rank 1 of 4 (node, cuda:1) {headline}"
     assert told.exit_code is code
     assert told.advice
-    assert json.loads(json.dumps(told.as_json()))["last_lines"] == [
+    assert json.loads(json.dumps(told.to_json()))["last_lines"] == [
         f"line {number}" for number in range(50, 100)
     ]
 

@@ -188,7 +188,7 @@ def test_a_stopped_rank_and_ranks_that_wait_for_each_other_are_told_apart():
 
 
 def test_failure_json_has_the_fields_of_any_failure():
-    report = hang().as_json()
+    report = hang().to_json()
     assert (report["rank"], report["host"], report["step"], report["phase"]) == (
         1,
         "node",

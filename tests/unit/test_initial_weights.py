@@ -95,7 +95,7 @@ def test_a_damaged_newest_step_is_no_reason_to_begin_with_older_weights(tmp_path
     fill(open_weights(tmp_path / "run", ALONE))
     shard = folder.step_path(30) / "rank-00001.safetensors"
     content = bytearray(shard.read_bytes())
-    held = read_step(folder.step_path(30)).of_file(shard.name)
+    held = read_step(folder.step_path(30)).fragments_of(shard.name)
     content[
         next(each.offset for each in held if (each.tensor, each.state) == ("layer.weight", "value"))
     ] ^= 1

@@ -301,7 +301,7 @@ def test_a_cluster_names_each_host_once() -> None:
 
 def test_facts_travel_as_json() -> None:
     facts = GPU_HOST.called("n", 4, (1, 3))
-    assert HostFacts.from_json(json.loads(json.dumps(facts.as_json()))) == facts
+    assert HostFacts.from_json(json.loads(json.dumps(facts.to_json()))) == facts
 
 
 def test_probe_finds_this_machine() -> None:

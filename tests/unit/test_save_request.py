@@ -18,11 +18,11 @@ from zrun.launch import save_request
 from zrun.runs.listing import read
 from zrun.runs.rundir import RunDir
 from zrun_core.checkpoint import checkpointer as module
-from zrun_core.checkpoint.checkpointer import About, Checkpointer, Votes
+from zrun_core.checkpoint.checkpointer import Checkpointer, RunInfo, SaveConsensus
 from zrun_core.checkpoint.folder import CheckpointFolder
 from zrun_core.checkpoint.manifest import TensorInfo
 from zrun_core.checkpoint.model_files import ModelFiles
-from zrun_core.checkpoint.shard_file import Part
+from zrun_core.checkpoint.shard_file import WriteItem
 from zrun_core.distributed import rng
 from zrun_core.errors import HangError, JobError, PreflightError, SaveError
 from zrun_core.spine.config import CheckpointConfig
@@ -162,8 +162,8 @@ class OneTensor:
     def tensors(self) -> list[TensorInfo]:
         return [TensorInfo("w", (4,), (1,), "float32", "param", (), {})]
 
-    def parts(self) -> list[Part]:
-        return [Part("w", "value", 0, 4, torch.zeros(4))]
+    def write_items(self) -> list[WriteItem]:
+        return [WriteItem("w", "value", 0, 4, torch.zeros(4))]
 
     def scalars(self) -> dict[str, Any]:
         return {}
@@ -171,10 +171,10 @@ class OneTensor:
     def buffer_digests(self) -> dict[str, str]:
         return {}
 
-    def own_buffers(self, first: Any) -> list[Part]:
+    def own_buffers(self, first: Any) -> list[WriteItem]:
         return []
 
-    def learnt(self) -> dict[str, Any]:
+    def reducer_state(self) -> dict[str, Any]:
         return {"order": [], "late": []}
 
     def model_files(self) -> ModelFiles:
@@ -201,7 +201,7 @@ class Rank:
         world: Any = SimpleNamespace(index=0, size=1)
         state: Any = OneTensor()
         settings = CheckpointConfig.model_validate({"async": True, **config})
-        about = About("run", {}, {})
+        about = RunInfo("run", {}, {})
         self.saves = Checkpointer(
             CheckpointFolder(folder),
             state,
@@ -216,8 +216,8 @@ class Rank:
 
     def end_step(self, *, asked: bool = False) -> None:
         self.step += 1
-        self.saves.heed(self.saves.votes(asked))
-        if self.saves.is_concerned(self.step):
+        self.saves.update(self.saves.contribution(asked))
+        if self.saves.needs_turn(self.step):
             self.saves.after_step(self.step, dict)
 
     def let_write(self) -> None:
@@ -225,7 +225,7 @@ class Rank:
         assert self.saves._current is not None
         self.go_on.set()
         self.saves._current.writing.result()
-        self.saves.advance(Votes(written=1.0))
+        self.saves.advance(SaveConsensus(written=1.0))
         assert self.saves._current.committing is not None
         self.saves._current.committing.result()
         self.go_on.clear()

@@ -360,7 +360,7 @@ def test_damaged_descriptions_are_refused_or_shown(
 def test_facts_of_a_real_box_travel_as_json() -> None:
     for name in fake_nvml.NAMES:
         facts = host(name)
-        assert HostFacts.from_json(json.loads(json.dumps(facts.as_json()))) == facts
+        assert HostFacts.from_json(json.loads(json.dumps(facts.to_json()))) == facts
 
 
 @pytest.mark.parametrize(

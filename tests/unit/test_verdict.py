@@ -57,7 +57,7 @@ def test_a_good_host_has_nothing_said_of_it() -> None:
 
 
 def test_it_crosses_as_json() -> None:
-    assert HostReport.from_json(REPORT.as_json()) == REPORT
+    assert HostReport.from_json(REPORT.to_json()) == REPORT
 
 
 def test_an_agent_looks_at_this_machine(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from zrun_core.checkpoint.names import step_of
 from zrun_core.errors import CheckpointError, JobError
 
 if TYPE_CHECKING:
-    from zrun_core.checkpoint.folder import CheckpointFolder, Found
+    from zrun_core.checkpoint.folder import CheckpointFolder, SavedStep
 
 _SHOWN = 3
 
@@ -23,13 +23,13 @@ class StepLocation:
     """Steps, newest first, and the folder that they are in."""
 
     folder: CheckpointFolder
-    steps: Sequence[Found]
+    steps: Sequence[SavedStep]
     is_single: bool  # the path was that of one step
     attempts: Mapping[int, StepLocation] = field(
         default_factory=dict
     )  # earlier ones of the run, newest first
 
-    def newest_valid(self) -> Found:
+    def newest_valid(self) -> SavedStep:
         """The newest step that counts.
 
         Raises:
@@ -43,7 +43,7 @@ class StepLocation:
             f"no valid checkpoint in {self.folder.path}{problems}{self._elsewhere()}"
         )
 
-    def step(self, which: str | int | None) -> Found:
+    def step(self, which: str | int | None) -> SavedStep:
         """Return the step `which`, a number or "best"; of None, the newest that counts.
 
         Raises:

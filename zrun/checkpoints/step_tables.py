@@ -16,7 +16,7 @@ from zrun_core.spine.printable import printable
 from zrun_core.spine.sizes import format_size
 
 if TYPE_CHECKING:
-    from zrun_core.checkpoint.folder import Found
+    from zrun_core.checkpoint.folder import SavedStep
     from zrun_core.checkpoint.manifest import Manifest
 
 
@@ -27,14 +27,14 @@ def _table(*columns: str, right: Sequence[str] = ()) -> Table:
     return table
 
 
-def _problem(found: Found, text: str) -> Text:
+def _problem(found: SavedStep, text: str) -> Text:
     return Text(
         printable(text.replace(f"{found.path}/", "").replace(f"{found.path}: ", "")), style="red"
     )
 
 
 def steps_table(
-    steps: Sequence[Found], saved: Sequence[str], latest: int | None, best: int | None = None
+    steps: Sequence[SavedStep], saved: Sequence[str], latest: int | None, best: int | None = None
 ) -> Table:
     """A row per step, newest first. `saved` are the times; `latest` and `best` are told so."""
     table = _table(
@@ -52,7 +52,7 @@ def steps_table(
     return table
 
 
-def step_facts(found: Found) -> dict[str, Any]:
+def step_facts(found: SavedStep) -> dict[str, Any]:
     """A step for JSON, without what it holds."""
     manifest = found.manifest
     facts: dict[str, Any] = {"step": found.step, "path": str(found.path), "problem": found.problem}
@@ -65,7 +65,7 @@ def step_facts(found: Found) -> dict[str, Any]:
     return facts
 
 
-def summary(found: Found, manifest: Manifest) -> Table:
+def summary(found: SavedStep, manifest: Manifest) -> Table:
     """What a checkpoint is of, in two columns."""
     layout, *others = manifest.layouts
     differing = [{k: v for k, v in each.items() if v != layout.get(k)} for each in others]
@@ -137,7 +137,7 @@ def tensors_table(manifest: Manifest) -> Table:
     return table
 
 
-def inspect_facts(found: Found, manifest: Manifest) -> dict[str, Any]:
+def inspect_facts(found: SavedStep, manifest: Manifest) -> dict[str, Any]:
     """Everything in a manifest but its fragments, for JSON."""
     facts = asdict(manifest)
     del facts["fragments"]
@@ -145,7 +145,7 @@ def inspect_facts(found: Found, manifest: Manifest) -> dict[str, Any]:
 
 
 def verify_table(
-    steps: Sequence[Found], problems: Sequence[Sequence[str]], seconds: Sequence[float]
+    steps: Sequence[SavedStep], problems: Sequence[Sequence[str]], seconds: Sequence[float]
 ) -> Table:
     """A row per step that was read whole."""
     table = _table("step", "size", "read at", "result", right=("step", "size", "read at"))

@@ -13,7 +13,7 @@ import typer
 from zrun_core.errors import ExitCode
 
 if TYPE_CHECKING:
-    from zrun_core.checkpoint.folder import Found
+    from zrun_core.checkpoint.folder import SavedStep
     from zrun_core.checkpoint.manifest import Manifest
 
 ckpt = typer.Typer(
@@ -279,7 +279,7 @@ def prune(
         print(f"{verb} {', '.join(names)}" if names else "nothing to remove")
 
 
-def _saved(found: Found) -> str:
+def _saved(found: SavedStep) -> str:
     """When the step was written, in local time."""
     import time
 

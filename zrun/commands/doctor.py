@@ -113,7 +113,7 @@ def _agents(hosts: Path | None, ssh: str, python: str) -> Sequence[AgentLink]:
 
 
 def _facts(finding: Finding) -> dict[str, object]:
-    report = finding.report.as_json() if finding.report is not None else None
+    report = finding.report.to_json() if finding.report is not None else None
     return {
         "host": finding.host,
         "problems": finding.problems,

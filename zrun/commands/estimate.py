@@ -556,7 +556,7 @@ def _check(run: str, what: str | None, as_json: bool, patience_s: float) -> int:
     path = find(run)
     result = check_run(path, patience_s)
     if as_json:
-        lines = [line.as_json() for line in result.lines]
+        lines = [line.to_json() for line in result.lines]
         print(
             json.dumps(
                 {

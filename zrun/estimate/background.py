@@ -72,7 +72,7 @@ def _make(request: dict[str, Any], pace: str) -> dict[str, Any]:
     patience_s = PATIENCE_S if pace == Pace.NOW else _PATIENCE_S
     forecast = forecast_of(answer(of_job(loaded, cluster, patience_s=patience_s)))
     store(request["key"], forecast)
-    return forecast.as_json()
+    return forecast.to_json()
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ class ComparedLine:
             f"{self.error:+8.2%}  ({limit}){verdict}"
         )
 
-    def as_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         return {
             "what": self.what,
             "predicted": self.predicted,

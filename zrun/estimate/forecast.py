@@ -89,12 +89,12 @@ class Forecast:
     def fits(self) -> bool:
         return not self.sentence
 
-    def as_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self | None:
-        """What `as_json` gave as text; None if it is something else."""
+        """What `to_json` gave as text; None if it is something else."""
         try:
             return TypeAdapter(cls).validate_json(text)
         except ValidationError:
@@ -140,7 +140,7 @@ def stored(key: str) -> Forecast | None:
 
 def store(key: str, forecast: Forecast) -> None:
     """Keep a forecast for the next launch. Where nothing can be written, nothing is kept."""
-    keep(folder("forecasts") / f"{key}.json", json.dumps(forecast.as_json()) + "\n", _KEPT)
+    keep(folder("forecasts") / f"{key}.json", json.dumps(forecast.to_json()) + "\n", _KEPT)
 
 
 @dataclass(frozen=True)

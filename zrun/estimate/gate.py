@@ -93,7 +93,7 @@ class Gate:
             overrides=tuple(
                 origin.text for origin in loaded.origins.values() if origin.kind == "override"
             ),
-            hosts=[host.as_json() for host in cluster.hosts],
+            hosts=[host.to_json() for host in cluster.hosts],
             key=key_of(loaded.config, job_dir, cluster),
         )
         self.forecast = stored(self._request.key)

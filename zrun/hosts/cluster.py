@@ -92,12 +92,12 @@ class HostFacts:
         """The same machine as the user names it, with the slots that the user gives it."""
         return replace(self, hostname=name, slots=slots, chosen=chosen)
 
-    def as_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, facts: dict[str, Any]) -> Self:
-        """What `as_json` gave.
+        """What `to_json` gave.
 
         Raises:
             pydantic.ValidationError: it is something else.

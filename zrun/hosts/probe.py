@@ -89,12 +89,12 @@ class HostReport:
     address: str | None = None
     interface: str | None = None
 
-    def as_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, report: Mapping[str, Any]) -> HostReport:
-        """What `as_json` gave.
+        """What `to_json` gave.
 
         Raises:
             pydantic.ValidationError: it is something else.
@@ -124,7 +124,7 @@ def facts(question: Mapping[str, Any]) -> dict[str, Any]:
         reached_at=_reached_at(os.environ),
         user=_user(),
     )
-    return {"report": report.as_json(), "heard": heard, "said": time.time()}
+    return {"report": report.to_json(), "heard": heard, "said": time.time()}
 
 
 def software() -> Software:

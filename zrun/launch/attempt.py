@@ -163,7 +163,7 @@ def _spec(
         resume=resume,
         memory_bytes=memory_bytes,
     )
-    return spec.as_json()
+    return spec.to_json()
 
 
 def _record(loaded: LoadedJob, resolved: Resolved) -> str:
@@ -216,12 +216,12 @@ def _follow(
     is_vain = goes_on and not run.trains and _is_of_its_own(failure)
     again = request.again if committed and not is_vain else None
     if failure is not None:
-        record = failure.as_json() | {"resume": again}
+        record = failure.to_json() | {"resume": again}
         rundir.write_failure(record)
         unfit = _unfit(code, failure, run, gate)
         if unfit is not None:
             code = ExitCode.PREFLIGHT
-            rundir.write_failure(record | {"exit_code": int(code), "unfit": unfit.as_json()})
+            rundir.write_failure(record | {"exit_code": int(code), "unfit": unfit.to_json()})
         told = refusal(unfit) if unfit is not None else failure.describe()
         say(told + (f"\n  resume: {again}" if again else ""), sys.stderr)
     elif code == ExitCode.OK and ui is not Ui.none:
@@ -231,7 +231,7 @@ def _follow(
     elif code != ExitCode.OK:
         by = name_of(interrupts.first) if interrupts.first is not None else run.stopping
         stopped = Stopped(code, by, run.last_step, committed, tuple(run.lost.values()))
-        rundir.write_failure(stopped.as_json() | {"resume": again})
+        rundir.write_failure(stopped.to_json() | {"resume": again})
         say(stopped.describe(again), sys.stderr)
     return code, failure, interrupts.first is not None or bool(run.stopping)
 

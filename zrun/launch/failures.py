@@ -191,7 +191,7 @@ class Failure:
             body = "\n".join(lines) or "(its log is empty)"
         return f"{body}\n\n{self.headline}\n  log: {self.log}\n  next: {self.advice}"
 
-    def as_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """The content of failure.json."""
         note = self.note
         return {
@@ -310,7 +310,7 @@ class Hang:
             ]
         ).lstrip("\n")
 
-    def as_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """The content of failure.json."""
         place = self.plan.ranks[self.first["rank"]]
         return {
@@ -362,7 +362,7 @@ class LostHost:
         """What a person reads last."""
         return f"{self.headline}\n  next: {self.advice}"
 
-    def as_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """The content of failure.json."""
         return {
             "host": self.host,
@@ -413,7 +413,7 @@ class Stopped:
         lost = "".join(f"; lost {why}" for why in self.lost)
         return self.headline + (f"; resume: {resume}" if resume is not None else "") + lost
 
-    def as_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """The content of failure.json."""
         return {
             "step": self.last_step or None,

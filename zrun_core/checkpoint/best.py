@@ -93,13 +93,13 @@ class EarlyStop:
         times = "evaluation" if self._num_worse == 1 else f"{self._num_worse} evaluations"
         return f"{config.metric} did not improve in the last {times}; {known}"
 
-    def as_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Return what `resume` takes."""
         best = None if self._best is None else asdict(self._best)
         return {"best": best, "num_worse": self._num_worse}
 
     def resume(self, found: Mapping[str, Any], *, had_ended: bool) -> bool:
-        """Go on from what `as_json` returned; return whether it was of the same metric.
+        """Go on from what `to_json` returned; return whether it was of the same metric.
 
         Args:
             had_ended: the run had ended early: whoever trains on has its patience anew.

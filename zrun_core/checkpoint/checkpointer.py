@@ -6,7 +6,7 @@
               (Mohan et al. 2021, CheckFreq, section 4.2); the next update waits for that
     report    when every rank has written, each tells all others the digests of its file, or why there is none
     commit    rank 0 writes the manifest and renames the folder, in its thread
-    tidy      rank 0 removes older steps, in another thread, once it has read one that is to stay; nobody waits for it
+    prune     rank 0 removes older steps, in another thread, once it has read one that is to stay; nobody waits for it
 
 Ranks agree on each turn through numbers that they add to the step's one message, so no rank ever waits for another's
 disk unless it was asked to. Where it was, they ask each other again and again whether all are ready: how long one may
@@ -42,13 +42,13 @@ from zrun_core.checkpoint.manifest import (
     Manifest,
     SavedRank,
     TensorInfo,
-    tensors_of,
-    together,
+    merge_tensors,
+    tensors_from_json,
 )
 from zrun_core.checkpoint.model_files import ModelFiles
-from zrun_core.checkpoint.model_state import State
+from zrun_core.checkpoint.model_state import CheckpointState
 from zrun_core.checkpoint.resume import Resumed
-from zrun_core.checkpoint.shard_file import Part, write_plain, write_shard
+from zrun_core.checkpoint.shard_file import WriteItem, write_plain, write_shard
 from zrun_core.distributed import rng
 from zrun_core.distributed.comm import Comm, Group
 from zrun_core.errors import CheckpointError, HangError, PeerError, SaveError
@@ -62,7 +62,7 @@ _FAILURES = 2  # saves in a row that may fail where the job says to go on
 _LAST = ("stopped", "numeric", "end")  # reasons of saves after which nothing goes on
 
 
-class Votes(NamedTuple):
+class SaveConsensus(NamedTuple):
     """What ranks tell each other with every step; each number is summed over all ranks."""
 
     written: float = 0.0  # ranks that have written their file
@@ -72,7 +72,7 @@ class Votes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class About:
+class RunInfo:
     """What a manifest says of the run."""
 
     run_id: str
@@ -88,7 +88,7 @@ class _Commit(NamedTuple):
     num_bytes: int = 0
 
 
-class _Tidied(NamedTuple):
+class _Pruned(NamedTuple):
     """What became of older steps."""
 
     removed: list[int]
@@ -142,12 +142,12 @@ class Checkpointer:
     def __init__(
         self,
         folder: CheckpointFolder,
-        state: State,
+        state: CheckpointState,
         streams: rng.Streams,
         config: CheckpointConfig,
         comm: Comm,
         world: Group,
-        about: About,
+        about: RunInfo,
         tell: Tell,
         patience_s: float = LimitsConfig().save_s,
     ) -> None:
@@ -165,15 +165,15 @@ class Checkpointer:
         self._better: Best | None = None  # that of a step which is yet to be saved
         self.on_commit: Callable[[int], object] = lambda step: None
         self._comm, self._world, self._tell, self._patience_s = comm, world, tell, patience_s
-        self._votes = Votes()
+        self._consensus = SaveConsensus()
         self._is_asked = False  # a signal has asked for a save that has not begun
         self._current: _Save | None = None
         self._failures = 0
         self._last_save = time.monotonic()
         self._room: torch.Tensor | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="zrun-save")
-        self._tidier = ThreadPoolExecutor(1, thread_name_prefix="zrun-tidy")
-        self._tidying: deque[Future[_Tidied]] = deque()  # on rank 0
+        self._prune_pool = ThreadPoolExecutor(1, thread_name_prefix="zrun-prune")
+        self._pruning: deque[Future[_Pruned]] = deque()  # on rank 0
 
     @property
     def under_way(self) -> int | None:
@@ -182,7 +182,7 @@ class Checkpointer:
 
     # Between steps
 
-    def votes(self, asked: bool = False) -> Votes:
+    def contribution(self, asked: bool = False) -> SaveConsensus:
         """What this rank adds to the step's message.
 
         Args:
@@ -197,23 +197,23 @@ class Checkpointer:
             and self.config.minutes is not None
             and self._minutes_passed() >= self.config.minutes
         )
-        return Votes(
+        return SaveConsensus(
             float(current is not None and current.writing.done()), settled, float(due), float(asked)
         )
 
-    def heed(self, votes: Votes) -> None:
+    def update(self, consensus: SaveConsensus) -> None:
         """The sums that a step's message came to."""
-        self._votes = votes
-        self._is_asked |= votes.asked > 0
+        self._consensus = consensus
+        self._is_asked |= consensus.asked > 0
 
     def _minutes_passed(self) -> float:
         return (time.monotonic() - self._last_save) / 60
 
-    def is_concerned(self, step: int) -> bool:
+    def needs_turn(self, step: int) -> bool:
         """Whether `after_step` has anything to do after this step; the same on every rank."""
         may_begin = self._current is None or self.config.busy == "wait"
         is_asked = self._is_asked and may_begin
-        is_under_way = self._current is not None and any(self._votes)
+        is_under_way = self._current is not None and any(self._consensus)
         return self._is_due(step) or self.has_better or is_asked or is_under_way
 
     @property
@@ -236,7 +236,7 @@ class Checkpointer:
 
     def _is_due(self, step: int) -> bool:
         every = self.config.every
-        return (every is not None and step % every == 0) or self._votes.due > 0
+        return (every is not None and step % every == 0) or self._consensus.due > 0
 
     def after_step(self, step: int, progress: Callable[[], dict[str, Any]]) -> None:
         """Move the save under way on, and begin one if it is due, or if a signal has asked for it.
@@ -251,7 +251,7 @@ class Checkpointer:
             PeerError: another rank could not.
         """
         is_due = self._is_due(step)
-        self.advance(self._votes)
+        self.advance(self._consensus)
         if self._current is not None and self.config.busy == "skip" and not self.has_better:
             if is_due:
                 self._warn(
@@ -273,7 +273,7 @@ class Checkpointer:
             self.last_step = resumed.manifest.step
             damaged = [step for step in resumed.skipped if step > resumed.manifest.step]
         if self._world.index == 0:
-            wait(self._tidying)
+            wait(self._pruning)
             self.folder.sweep()
             for step in damaged:
                 self.folder.set_aside(step)
@@ -359,16 +359,16 @@ class Checkpointer:
         current.stall_s += time.monotonic() - start
         self._end(current, error)
 
-    def tidy_up(self) -> None:
+    def finish_pruning(self) -> None:
         """Wait until older steps are gone, unless a disk takes too long for that. Collective; no save is under way."""
         with suppress(HangError):
-            self._await(self.last_step or 0, self._tidying[-1] if self._tidying else None)
-        self._tell_tidied()
+            self._await(self.last_step or 0, self._pruning[-1] if self._pruning else None)
+        self._report_pruned()
 
     def close(self) -> None:
         """No save comes after this."""
         self._pool.shutdown()
-        self._tidier.shutdown()
+        self._prune_pool.shutdown()
 
     # The turns of one save
 
@@ -390,14 +390,14 @@ class Checkpointer:
         try:
             if self.state.describes_part:
                 layout, tensors = self.state.layout, self.state.tensors()
-            parts = [*self.state.parts(), *self.state.own_buffers(buffers)]
+            parts = [*self.state.write_items(), *self.state.own_buffers(buffers)]
             streams, numbers = self._streams.capture()
             rank = self._world.index
             parts += [
-                Part(f"rng/{rank}/{key}", RANK, 0, data.numel(), data)
+                WriteItem(f"rng/{rank}/{key}", RANK, 0, data.numel(), data)
                 for key, data in streams.items()
             ]
-            own = SavedRank(rank, numbers, self.state.learnt())
+            own = SavedRank(rank, numbers, self.state.reducer_state())
             said: dict[str, Any] = {"scalars": self.state.scalars(), "own": asdict(own)}
             if self.state.describes_part and rank:  # the first rank writes the manifest itself
                 said |= {"layout": layout, "tensors": [asdict(info) for info in tensors]}
@@ -462,7 +462,7 @@ class Checkpointer:
         copies.made.wait()
         current.stall_s += time.monotonic() - start
 
-    def _snapshot(self, parts: Sequence[Part]) -> tuple[list[Part], _Copies]:
+    def _snapshot(self, parts: Sequence[WriteItem]) -> tuple[list[WriteItem], _Copies]:
         """Copies in host memory that is kept from save to save, and those of them that are yet to be filled.
 
         Not later than now is copied what others than the update may change: parameters and buffers, by the user's code.
@@ -490,24 +490,24 @@ class Checkpointer:
             torch.cuda.current_stream(self._comm.device).synchronize()
         return copies, later
 
-    def advance(self, votes: Votes) -> None:
-        """Move the save under way on, as far as these sums of a step's votes say that it takes no waiting.
+    def advance(self, consensus: SaveConsensus) -> None:
+        """Move the save under way on, as far as the consensus of a step says that it takes no waiting.
 
         Raises:
             SaveError: this rank could not save, and the job says to stop then.
             PeerError: another rank could not.
         """
-        self._votes, current = Votes(), self._current
+        self._consensus, current = SaveConsensus(), self._current
         if current is None:
             return
         start = time.monotonic()
         if current.reports is None:
-            if votes.written == self._world.size:
+            if consensus.written == self._world.size:
                 self._report(current)
                 current.stall_s += time.monotonic() - start
-        elif votes.settled:
+        elif consensus.settled:
             error = ""
-            if votes.settled < 0:
+            if consensus.settled < 0:
                 assert current.committing is not None or self._world.index
                 error = current.committing.result().error if current.committing is not None else ""
                 error = self._comm.exchange_bytes(error.encode(), self._world, name="save")[
@@ -578,7 +578,7 @@ class Checkpointer:
             return _Commit(warning=str(error), num_bytes=manifest.num_bytes)
         return _Commit(num_bytes=manifest.num_bytes)
 
-    def _tidy(self, keep: int) -> _Tidied:
+    def _prune(self, keep: int) -> _Pruned:
         """In rank 0's other thread."""
         known, removed, warnings = set(self.folder.damaged), [], []
         try:
@@ -590,15 +590,15 @@ class Checkpointer:
                 warnings.append(
                     f"step {step} does not count, and an older one stays in its place: {problem}"
                 )
-        return _Tidied(removed, warnings)
+        return _Pruned(removed, warnings)
 
-    def _tell_tidied(self) -> list[int]:
+    def _report_pruned(self) -> list[int]:
         """Say what went wrong with older steps, if anything; returns those that are gone since this was asked last."""
         removed: list[int] = []
-        while self._tidying and self._tidying[0].done():
-            tidied = self._tidying.popleft().result()
-            removed += tidied.removed
-            for warning in tidied.warnings:
+        while self._pruning and self._pruning[0].done():
+            pruned = self._pruning.popleft().result()
+            removed += pruned.removed
+            for warning in pruned.warnings:
                 self._warn(warning)
         return removed
 
@@ -612,7 +612,7 @@ class Checkpointer:
         layout = current.layout
         if others:
             layout = layout | {OTHERS: [report["layout"] for report in others]}
-        told = [current.tensors, *(tensors_of(report["tensors"]) for report in others)]
+        told = [current.tensors, *(tensors_from_json(report["tensors"]) for report in others)]
         return Manifest(
             step=current.step,
             run_id=self.about.run_id,
@@ -622,7 +622,9 @@ class Checkpointer:
             layout=layout,
             progress=current.progress,
             files=[*(FileInfo(**report["file"]) for report in reports), *beside],
-            tensors=[replace(info, scalars=scalars.get(info.name, {})) for info in together(told)],
+            tensors=[
+                replace(info, scalars=scalars.get(info.name, {})) for info in merge_tensors(told)
+            ],
             fragments=[Fragment(**each) for report in reports for each in report["fragments"]],
             rank_states=[SavedRank(**report["own"]) for report in reports],
             model=current.beside.model,
@@ -639,11 +641,11 @@ class Checkpointer:
         self.on_commit(current.step)
         if current.committing is not None:
             commit = current.committing.result()
-            removed = self._tell_tidied()
+            removed = self._report_pruned()
             if commit.warning:
                 self._warn(commit.warning)
             elif current.prunes:
-                self._tidying.append(self._tidier.submit(self._tidy, self.config.keep))
+                self._pruning.append(self._prune_pool.submit(self._prune, self.config.keep))
             self._tell(
                 step=current.step,
                 path=str(self.folder.step_path(current.step)),
@@ -678,7 +680,7 @@ class Checkpointer:
             self._tell(warning=text, **fields)
 
 
-def _write(path: Path, parts: Sequence[Part], said: dict[str, Any], later: _Copies) -> bytes:
+def _write(path: Path, parts: Sequence[WriteItem], said: dict[str, Any], later: _Copies) -> bytes:
     """In the thread: write a rank's file.
 
     Args:

@@ -38,7 +38,7 @@ LEAST_KEPT = 2
 
 
 @dataclass(frozen=True)
-class Found:
+class SavedStep:
     """A step in the folder: its manifest, or why it does not count."""
 
     step: int
@@ -238,7 +238,7 @@ class CheckpointFolder:
         is_there = self.step_path(step).is_dir()
         return step, None if is_there else f"{path} names step {step}, which is not there", words
 
-    def scan(self) -> list[Found]:
+    def scan(self) -> list[SavedStep]:
         """Every step, newest first. Manifests are read and the sizes of files compared, their content is not.
 
         Raises:
@@ -291,7 +291,7 @@ class CheckpointFolder:
                 sure += must_read or not sure
         return gone
 
-    def _best_of(self, steps: Sequence[Found]) -> set[int]:
+    def _best_of(self, steps: Sequence[SavedStep]) -> set[int]:
         """The best step as the file `best` says, and as the newest valid step does.
 
         They differ where a process died between the save of a better one and the file.
@@ -370,14 +370,14 @@ def read_step(path: Path) -> Manifest:
     return manifest
 
 
-def _look_at(step: int, path: Path) -> Found:
+def _look_at(step: int, path: Path) -> SavedStep:
     try:
         manifest = read_step(path)
         if manifest.step != step:
             raise CheckpointError(f"{path}: its manifest is of step {manifest.step}")
     except CheckpointError as error:
-        return Found(step, path, None, str(error))
-    return Found(step, path, manifest, None)
+        return SavedStep(step, path, None, str(error))
+    return SavedStep(step, path, manifest, None)
 
 
 def _write_new(path: Path, content: bytes) -> None:

@@ -171,7 +171,7 @@ def open_weights(path: Path, world: Group) -> Weights:
 
 def _open_folder(path: Path, world: Group) -> Weights:
     if (path / MANIFEST).is_file():
-        return _Step(path, world)
+        return _ZrunStep(path, world)
     indices = sorted(path.glob("*.safetensors.index.json"))
     if len(indices) > 1:
         raise CheckpointError(f"init_from: {path} has {len(indices)} indices: name a file")
@@ -196,7 +196,7 @@ def _open_folder(path: Path, world: Group) -> Weights:
             raise CheckpointError(
                 f"init_from: the newest step of {folder} is not valid: {newest.problem}{older}"
             )
-        return _Step(newest.path, world, older)
+        return _ZrunStep(newest.path, world, older)
     raise CheckpointError(
         f"init_from: {path} holds neither safetensors files nor a checkpoint of zrun"
     )
@@ -220,7 +220,7 @@ def _files_of_index(index: Path) -> list[Path]:
     return [index.parent / name for name in names]
 
 
-class _Step:
+class _ZrunStep:
     """A checkpoint of zrun, at any layout."""
 
     def __init__(self, path: Path, world: Group, advice: str = "") -> None:

@@ -183,11 +183,11 @@ class Manifest:
         """Those without tensors: what transformers needs beside them."""
         return [file for file in self.files if not file.name.endswith(".safetensors")]
 
-    def of_rank(self, rank: int) -> SavedRank | None:
+    def rank_state(self, rank: int) -> SavedRank | None:
         """What belongs to a rank, if there was such a rank."""
         return next((each for each in self.rank_states if each.rank == rank), None)
 
-    def of_file(self, name: str) -> list[Fragment]:
+    def fragments_of(self, name: str) -> list[Fragment]:
         """The fragments of a file, in its order."""
         return sorted(
             (each for each in self.fragments if each.file == name),
@@ -231,12 +231,12 @@ class Manifest:
         return manifest
 
 
-def tensors_of(raw: Any) -> list[TensorInfo]:
+def tensors_from_json(raw: Any) -> list[TensorInfo]:
     """Return the tensors that a rank has told of as JSON."""
     return [TensorInfo(**_typed(TensorInfo, each, "tensors")) for each in _list(raw, "tensors")]
 
 
-def together(told: Iterable[Sequence[TensorInfo]]) -> list[TensorInfo]:
+def merge_tensors(told: Iterable[Sequence[TensorInfo]]) -> list[TensorInfo]:
     """Return all tensors of the ranks that have told of theirs, each once.
 
     Raises:

@@ -25,13 +25,13 @@ from zrun_core.checkpoint.manifest import (
     VALUE,
     Manifest,
     TensorInfo,
+    merge_tensors,
     number_class,
-    tensors_of,
-    together,
+    tensors_from_json,
 )
 from zrun_core.checkpoint.model_files import ModelFiles, describe, tokenizer_files
 from zrun_core.checkpoint.reader import Reader, Target, by_name
-from zrun_core.checkpoint.shard_file import DTYPES, Part, as_bytes
+from zrun_core.checkpoint.shard_file import DTYPES, WriteItem, as_bytes
 from zrun_core.distributed.comm import slice_start
 from zrun_core.errors import CheckpointError, SaveError
 from zrun_core.memory.layout import ParamSlot, Piece, TensorRange, dense_stride
@@ -41,7 +41,7 @@ from zrun_core.zero.sharded_optimizer import UnitUpdate
 from zrun_core.zero.unit import FlatUnit
 
 
-class State(Protocol):
+class CheckpointState(Protocol):
     """What is saved and loaded: a `ModelState`, or several as one. Its methods say what they do."""
 
     @property
@@ -49,12 +49,12 @@ class State(Protocol):
     @property
     def describes_part(self) -> bool: ...
     def tensors(self) -> list[TensorInfo]: ...
-    def parts(self) -> list[Part]: ...
+    def write_items(self) -> list[WriteItem]: ...
     def scalars(self) -> dict[str, dict[str, float]]: ...
-    def learnt(self) -> dict[str, Any]: ...
+    def reducer_state(self) -> dict[str, Any]: ...
     def model_files(self) -> ModelFiles: ...
     def buffer_digests(self) -> dict[str, str]: ...
-    def own_buffers(self, first: Mapping[str, str]) -> list[Part]: ...
+    def own_buffers(self, first: Mapping[str, str]) -> list[WriteItem]: ...
     def before_update(self, call: Callable[[], None]) -> None: ...
     def check(self, manifest: Manifest) -> None: ...
     def load(self, folder: Path, manifest: Manifest) -> None: ...
@@ -147,16 +147,16 @@ class ModelState:
         own = [asdict(info) for info in self.tensors()] if self.describes_part else []
         payload = json.dumps(own).encode()
         told = self._sharded.comm.exchange_bytes(payload, mesh.world, name="tensors")
-        return together(tensors_of(json.loads(each)) for each in told)
+        return merge_tensors(tensors_from_json(json.loads(each)) for each in told)
 
     def _names_of(self, slot: ParamSlot) -> tuple[str, ...]:
         """Return all names of the tensor that a parameter is a part of."""
         tensor = slot.part.tensor
         return (tensor, *self._aliases[slot.name]) if tensor == slot.name else (tensor,)
 
-    def parts(self) -> list[Part]:
+    def write_items(self) -> list[WriteItem]:
         """What this rank writes. Views of live memory, on its device, where that is flat already."""
-        found: list[Part] = []
+        found: list[WriteItem] = []
         for unit in self._sharded.units:
             low, high = self._written(unit)
             values = unit.values()
@@ -175,7 +175,7 @@ class ModelState:
         if self.describes_part and self._sharded.mesh.tensor.index == 0:
             for name, buffer in self.buffers.items():
                 if buffer.numel():
-                    found.append(Part(name, VALUE, 0, buffer.numel(), flat(buffer)))
+                    found.append(WriteItem(name, VALUE, 0, buffer.numel(), flat(buffer)))
         return found
 
     def before_update(self, call: Callable[[], None]) -> None:
@@ -298,7 +298,7 @@ class ModelState:
             reader = Reader(folder, manifest, world)
             if not self._weights_only:
                 is_cut_alike = self.layout in manifest.layouts and manifest.world_size == world.size
-                own = manifest.of_rank(world.index) if is_cut_alike else None
+                own = manifest.rank_state(world.index) if is_cut_alike else None
                 self._sharded.reducer.adopt(None if own is None else own.learnt)
                 reader.fill(self._optimizer_targets(manifest))
             self.fill(reader.fill)
@@ -380,7 +380,7 @@ class ModelState:
 
     # What differs between ranks
 
-    def learnt(self) -> dict[str, Any]:
+    def reducer_state(self) -> dict[str, Any]:
         """What this rank knows of the order of its reductions, as small JSON."""
         return self._sharded.reducer.learnt()
 
@@ -390,7 +390,7 @@ class ModelState:
             name: digest(as_bytes(flat(buffer).cpu()).data) for name, buffer in self.buffers.items()
         }
 
-    def own_buffers(self, first: Mapping[str, str]) -> list[Part]:
+    def own_buffers(self, first: Mapping[str, str]) -> list[WriteItem]:
         """Return the buffers that this rank has otherwise than they are saved for all.
 
         Args:
@@ -401,7 +401,7 @@ class ModelState:
         for name, own in self.buffer_digests().items():
             if own != first.get(name) and self.buffers[name].numel():
                 data = flat(self.buffers[name])
-                found.append(Part(f"buffer/{rank}/{name}", RANK, 0, data.numel(), data))
+                found.append(WriteItem(f"buffer/{rank}/{name}", RANK, 0, data.numel(), data))
         return found
 
     def _load_own_buffers(self, reader: Reader) -> None:
@@ -466,8 +466,8 @@ def _like(value: Any, number: float) -> Any:
     )
 
 
-def _part(each: TensorRange, state: str, data: torch.Tensor) -> Part:
-    return Part(each.part.tensor, state, each.first, each.first + data.numel(), data)
+def _part(each: TensorRange, state: str, data: torch.Tensor) -> WriteItem:
+    return WriteItem(each.part.tensor, state, each.first, each.first + data.numel(), data)
 
 
 def _per_element(piece: Piece, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:

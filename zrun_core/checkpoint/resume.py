@@ -12,7 +12,7 @@ import torch
 
 from zrun_core.checkpoint.folder import CheckpointFolder, read_step
 from zrun_core.checkpoint.manifest import Manifest
-from zrun_core.checkpoint.model_state import State
+from zrun_core.checkpoint.model_state import CheckpointState
 from zrun_core.checkpoint.reader import Reader
 from zrun_core.distributed import rng
 from zrun_core.distributed.comm import Comm, Group
@@ -49,7 +49,7 @@ class Resumed:
         return [*skipped, f"goes on after step {self.manifest.step} of {self.path}"]
 
 
-def load_newest(source: ResumeSpec, state: State, comm: Comm, world: Group) -> Resumed:
+def load_newest(source: ResumeSpec, state: CheckpointState, comm: Comm, world: Group) -> Resumed:
     """Fill the model from the newest valid step of `source`, or from the one that it names. Collective.
 
     Raises:
@@ -112,7 +112,7 @@ def _own_streams(
         CheckpointError: it cannot be read, or is not what a rank draws from.
     """
     reader.check_of_ranks("rng/", first=world.size)
-    own, prefix = manifest.of_rank(world.index), f"rng/{world.index}/"
+    own, prefix = manifest.rank_state(world.index), f"rng/{world.index}/"
     if own is None:
         return None
     tensors = reader.rank_tensors(prefix)

@@ -39,7 +39,7 @@ _ALIGNMENT = 4096  # the data begins on a page
 
 
 @dataclass(frozen=True)
-class Part:
+class WriteItem:
     """What is to be written: a flat range of one state of one tensor."""
 
     tensor: str
@@ -63,7 +63,7 @@ class Entry:
     num_bytes: int
 
 
-def write_shard(path: Path, parts: Sequence[Part]) -> tuple[FileInfo, list[Fragment]]:
+def write_shard(path: Path, parts: Sequence[WriteItem]) -> tuple[FileInfo, list[Fragment]]:
     """Write `parts` as a new file, with their digests, and wait until it is on the disk.
 
     Returns:
@@ -119,7 +119,7 @@ def write_plain(path: Path, content: bytes) -> FileInfo:
     return FileInfo(path.name, len(content), len(content), found, FileInfo.digest_of(found, ()))
 
 
-def _entry(part: Part) -> Entry:
+def _entry(part: WriteItem) -> Entry:
     data = part.data
     if data.dim() != 1 or not data.is_contiguous() or data.device.type != "cpu":
         raise ValueError(f"{part.key} is not flat CPU memory")

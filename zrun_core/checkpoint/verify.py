@@ -69,7 +69,10 @@ def verify(folder: Path, manifest: Manifest, threads: int | None = None) -> list
     for info in manifest.files:
         try:
             check_size(folder, info)
-            jobs += [(info, None), *((info, fragment) for fragment in manifest.of_file(info.name))]
+            jobs += [
+                (info, None),
+                *((info, fragment) for fragment in manifest.fragments_of(info.name)),
+            ]
         except CheckpointError as error:
             problems.append(str(error))
     with ThreadPoolExecutor(
@@ -87,7 +90,7 @@ def read_back(folder: Path, manifest: Manifest) -> list[str]:
     problems: list[str] = []
     block = memoryview(mmap.mmap(-1, _BLOCK))
     for info in manifest.files:
-        pieces = manifest.of_file(info.name)
+        pieces = manifest.fragments_of(info.name)
         extents = [(0, info.header_bytes), *((piece.offset, piece.num_bytes) for piece in pieces)]
         expected = [
             ("its header", info.header_digest),

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from zrun_core.checkpoint.checkpointer import Checkpointer, Votes
+from zrun_core.checkpoint.checkpointer import Checkpointer, SaveConsensus
 from zrun_core.errors import HangError, SaveError
 
 
@@ -39,15 +39,17 @@ class Background:
             self._saves = saves
             self._number += 1
 
-    def votes(self) -> tuple[int, Votes]:
+    def contribution(self) -> tuple[int, SaveConsensus]:
         """Which save is under way, and what this rank adds to a step's message for it."""
         return (
             self._number,
-            Votes() if self.step is None or self._saves is None else self._saves.votes(),
+            SaveConsensus()
+            if self.step is None or self._saves is None
+            else self._saves.contribution(),
         )
 
-    def advance(self, number: int, votes: Votes) -> None:
-        """Move save `number` on, as far as the sums of its votes say that nobody waits. Collective if they say any.
+    def advance(self, number: int, consensus: SaveConsensus) -> None:
+        """Move save `number` on, as far as its consensus says that nobody waits. Collective if it says so.
 
         Raises:
             SaveError: this rank could not save.
@@ -55,7 +57,7 @@ class Background:
         """
         saves = self._saves
         if saves is not None and number == self._number:  # else they are of a save before it
-            _in_turn(lambda: saves.advance(votes))
+            _in_turn(lambda: saves.advance(consensus))
 
     def finish(self) -> None:
         """Wait until no save is under way. Collective.

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 import torch
 from torch import nn
 
-from zrun_core.checkpoint.checkpointer import Votes
+from zrun_core.checkpoint.checkpointer import SaveConsensus
 from zrun_core.distributed.named_vector import HostCopy, NamedVector
 from zrun_core.errors import HangError, JobError, UserCodeError
 from zrun_core.guards.replicas import ReplicaGuard
@@ -80,7 +80,7 @@ class Optimizer(torch.optim.Optimizer):
         ]
         self._skips = Skips(handle.sharded, max_skips, is_main=handle.run.is_main)
         self._unread: _Unread | None = None
-        self._heard: tuple[int, Votes] | None = None  # of a save under way
+        self._heard: tuple[int, SaveConsensus] | None = None  # of a save under way
         self._has_warned = False
         self.grad_norm = torch.tensor(float("nan"))
         self.skipped = torch.tensor(False)
@@ -141,12 +141,14 @@ class Optimizer(torch.optim.Optimizer):
                 "step(): torch's GradScaler finds no gradients here: use zrun_core.GradScaler"
             )
         self._warn_unscaled(scaler)
-        save, votes = handle.run._background.votes()
+        save, consensus = handle.run._background.contribution()
         handle.loop.end_gradients()
         if weight is None:
             weight = handle.loop.num_backwards if handle.loop.accumulate > 1 else 1.0
         share = arguments.scalar("step", "weight", weight, is_weight=True)
-        sums = NamedVector.of(device, weight=0.0, written=votes.written, settled=votes.settled)
+        sums = NamedVector.of(
+            device, weight=0.0, written=consensus.written, settled=consensus.settled
+        )
         sums.add(weight=share.to(device))
         self._read_last()
         self._num_steps += 1
@@ -194,7 +196,7 @@ class Optimizer(torch.optim.Optimizer):
         """Read what the step came to at once; on a GPU with the next step, so it never idles.
 
         Args:
-            save: which save the votes in the result are for.
+            save: which save the consensus in the result is for.
         """
         lr = float(self.param_groups[0].get("lr", 0.0))
         told = {"agreed": result.agreed, "skipped": result.skipped, "grad_norm": result.grad_norm}
@@ -210,7 +212,7 @@ class Optimizer(torch.optim.Optimizer):
         numbers = unread.numbers.read()
         skipped = bool(numbers["skipped"])
         self._record(unread, numbers["grad_norm"], skipped=skipped)
-        self._heard = unread.save, Votes(numbers["written"], numbers["settled"])
+        self._heard = unread.save, SaveConsensus(numbers["written"], numbers["settled"])
         can_scale_help = skipped and unread.scaler is not None and unread.scaler.can_shrink()
         self._skips.see(skipped=skipped, weight=numbers["weight"], helpless=not can_scale_help)
         if not numbers["agreed"]:

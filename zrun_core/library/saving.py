@@ -14,14 +14,14 @@ from typing import Any, Literal
 from pydantic import ValidationError
 from torch import nn
 
-from zrun_core.checkpoint.checkpointer import About, Checkpointer, versions
+from zrun_core.checkpoint.checkpointer import Checkpointer, RunInfo, versions
 from zrun_core.checkpoint.folder import CheckpointFolder
 from zrun_core.checkpoint.folder_lock import hold
 from zrun_core.checkpoint.manifest import RANK, Manifest, TensorInfo
 from zrun_core.checkpoint.model_files import ModelFiles
 from zrun_core.checkpoint.model_state import ModelState
 from zrun_core.checkpoint.resume import Resumed, load_newest, restore_streams
-from zrun_core.checkpoint.shard_file import Part
+from zrun_core.checkpoint.shard_file import WriteItem
 from zrun_core.errors import CheckpointError, PeerError, SaveError, UserCodeError
 from zrun_core.library import arguments
 from zrun_core.library.background_save import in_own_words
@@ -128,7 +128,7 @@ def finish() -> None:
     run._meet("finish()")
     run._background.finish()
     for saver in _savers.values():
-        saver.tidy_up()
+        saver.finish_pruning()
 
 
 def load(
@@ -162,7 +162,7 @@ def load(
     run._meet("load()")
     run._background.finish()
     if path in _savers:  # or a step could go while it is read
-        _savers[path].tidy_up()
+        _savers[path].finish_pruning()
     world, comm = run._mesh(1).world, run._comm
     if step is None and not _agreed(run, lambda: "some" if CheckpointFolder(path).scan() else ""):
         return None
@@ -219,11 +219,11 @@ class States:
             for info in state.tensors()
         ]
 
-    def parts(self) -> list[Part]:
+    def write_items(self) -> list[WriteItem]:
         return [
             replace(part, tensor=_join(name, part.tensor))
             for name, state in self._states.items()
-            for part in state.parts()
+            for part in state.write_items()
         ]
 
     def scalars(self) -> dict[str, dict[str, float]]:
@@ -240,7 +240,7 @@ class States:
             for buffer, digest in state.buffer_digests().items()
         }
 
-    def own_buffers(self, first: Mapping[str, str]) -> list[Part]:
+    def own_buffers(self, first: Mapping[str, str]) -> list[WriteItem]:
         found = []
         for name, state in self._states.items():
             own = {_strip(name, key): digest for key, digest in first.items() if _is_of(name, key)}
@@ -257,8 +257,8 @@ class States:
         only = self._states.get("")
         return ModelFiles() if only is None else only.model_files()
 
-    def learnt(self) -> dict[str, Any]:
-        learnt = {name: state.learnt() for name, state in self._states.items()}
+    def reducer_state(self) -> dict[str, Any]:
+        learnt = {name: state.reducer_state() for name, state in self._states.items()}
         return learnt.get("", learnt)
 
     # Loading
@@ -418,7 +418,7 @@ def _checkpointer(run: Run, path: Path, states: States, keep: int) -> Checkpoint
     if saver is None:
         if problem := _agreed(run, lambda: _try(lambda: hold(path))):
             raise SaveError(problem) if run.is_main else PeerError("rank 0 cannot save")
-        about = About(f"script-{uuid.uuid4().hex[:8]}", {}, versions())
+        about = RunInfo(f"script-{uuid.uuid4().hex[:8]}", {}, versions())
         world = run._mesh(1).world
         saver = _savers[path] = Checkpointer(
             CheckpointFolder(path),

@@ -128,14 +128,14 @@ class RunSpec(Section):
         """The spec stored at `path`."""
         return cls.model_validate_json(path.read_bytes())
 
-    def as_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """What the spec says, without defaults: which keys a job gave is known to the worker too."""
         return self.model_dump(mode="json", by_alias=True, exclude_unset=True)
 
     def write(self, path: Path) -> None:
         """Store the spec at `path`, readable by its owner only."""
         path.touch(mode=0o600)
-        path.write_text(json.dumps(self.as_json(), indent=1))
+        path.write_text(json.dumps(self.to_json(), indent=1))
 
 
 def checkpoint_folder(job: JobConfig, run_dir: Path) -> Path:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from zrun_core.checkpoint.best import EarlyStop
-from zrun_core.checkpoint.checkpointer import Checkpointer, Votes
+from zrun_core.checkpoint.checkpointer import Checkpointer, SaveConsensus
 from zrun_core.checkpoint.manifest import Manifest
 from zrun_core.checkpoint.resume import Resumed
 from zrun_core.data.batch import MicroBatch
@@ -216,7 +216,7 @@ class Trainer:
                 self._leave()
         if self.checkpointer is not None:
             self.phase = "save"
-            self.checkpointer.tidy_up()
+            self.checkpointer.finish_pruning()
         self._call_hook("on_end", reason=ending.reason)
         self.recorder.end(*ending)
         self.phase = "end"
@@ -282,7 +282,7 @@ class Trainer:
         self._clock.restart()
 
     def _save_if_due(self) -> None:
-        if self.checkpointer is None or not self.checkpointer.is_concerned(self.progress.steps):
+        if self.checkpointer is None or not self.checkpointer.needs_turn(self.progress.steps):
             return
         self.phase = "save"
         self._resolve()
@@ -325,7 +325,7 @@ class Trainer:
             "scaler": self.sharded.scaler.state_dict() if self.sharded.scaler.enabled else None,
             "owes_evaluation": self._owes_evaluation,
             "ended": None if self._early is None else str(self._early),
-            "early_stop": None if self._early_stop is None else self._early_stop.as_json(),
+            "early_stop": None if self._early_stop is None else self._early_stop.to_json(),
         }
 
     def resume(self, resumed: Resumed) -> None:
@@ -445,9 +445,9 @@ class Trainer:
 
     def _first_sums(self) -> NamedVector:
         """Return what each rank tells of `Numbers`, with what this one says before the step."""
-        votes = Votes()
+        consensus = SaveConsensus()
         if self.checkpointer is not None:
-            votes = self.checkpointer.votes(self.stop.take_save())
+            consensus = self.checkpointer.contribution(self.stop.take_save())
         return NamedVector.of(
             self.device,
             weight=0.0,
@@ -457,7 +457,7 @@ class Trainer:
             stop=float(self._asked_to_stop()),
             end=float(bool(self.hooks.wish)),
             dropped=0.0,
-            **votes._asdict(),
+            **consensus._asdict(),
         )
 
     def _execute(
@@ -578,8 +578,8 @@ class Trainer:
         with self._waiting():
             numbers = pending.read()
         if self.checkpointer is not None:
-            votes = Votes(numbers.written, numbers.settled, numbers.due, numbers.asked)
-            self.checkpointer.heed(votes)
+            consensus = SaveConsensus(numbers.written, numbers.settled, numbers.due, numbers.asked)
+            self.checkpointer.update(consensus)
         self.recorder.step(pending, numbers, self.loader.epoch)
         self._must_stop |= numbers.stop > 0
         self._must_end |= numbers.end > 0

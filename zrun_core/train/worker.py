@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from zrun_core.checkpoint.checkpointer import About, Checkpointer, versions
+from zrun_core.checkpoint.checkpointer import Checkpointer, RunInfo, versions
 from zrun_core.checkpoint.folder import CheckpointFolder
 from zrun_core.checkpoint.folder_lock import hold
 from zrun_core.checkpoint.initial import load_weights
@@ -286,7 +286,7 @@ class Worker:
         run_id = re.sub(r"[^A-Za-z0-9_-]", "-", self.spec.run_id)[
             :128
         ]  # of a folder that the user named
-        about = About(run_id, self.spec.job.model_dump(mode="json", by_alias=True), versions())
+        about = RunInfo(run_id, self.spec.job.model_dump(mode="json", by_alias=True), versions())
         return Checkpointer(
             folder,
             state,

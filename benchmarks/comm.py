@@ -3,7 +3,7 @@
     python benchmarks/comm.py                      2 and 4 ranks, 4 KiB to 64 MiB: about 2 minutes
     python benchmarks/comm.py --ranks 2,3,8 --quick
 
-All are `zrun_core.distributed.comm.Comm`: with and without `use_memory`, with and without
+All are `zrun_core.distributed.comm.Comm`: with and without `use_cma`, with and without
 `is_direct`. They take turns, and a time is that of the slowest rank. `DIRECT_MAX_RANKS` in that
 module follows from this table.
 """
@@ -105,7 +105,7 @@ def _rank(rank: int, ranks: int, sizes_kib: tuple[int, ...], repetitions: int, f
     ways: dict[str, Comm] = dict(
         zip(WAYS, (Direct(device), Direct(device), Native(device)), strict=True)
     )
-    ways["memory"].use_memory(group, 60.0)
+    ways["memory"].use_cma(group, 60.0)
     rows = []
     for operation in OPERATIONS:
         for size_kib in sizes_kib:
@@ -130,7 +130,7 @@ def _call(comm: Comm, operation: str, group: Group, numel: int) -> Callable[[], 
     shard_numel = -(-numel // group.size)
     full = torch.ones(shard_numel * group.size)
     own = full.view(group.size, -1)[group.index]
-    arrivals = torch.empty(comm.arrival_shards(group) * shard_numel)
+    arrivals = torch.empty(comm.num_recv_shards(group) * shard_numel)
 
     def call() -> None:
         if operation == "all_gather":

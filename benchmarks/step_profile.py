@@ -36,7 +36,7 @@ PARTS = {
     "forward": ["model:GPT.forward"],
     "backward": ["torch:Tensor.backward"],
     "gradients into flat memory": ["zrun_core.zero.unit:FlatUnit.take_grad"],
-    "copies between ranks": ["zrun_core.distributed.host_memory:_Peer.copy"],
+    "copies between ranks": ["zrun_core.distributed.cma_transport:_Peer.copy"],
     "sums": ["zrun_core.distributed.comm:_store"],
     "page moves": [
         "zrun_core.memory.arena:PageWindow.acquire",

@@ -169,7 +169,7 @@ def zrun(stage: int, *, sockets: bool = False) -> Make:
         comm = Comm(device)
         mesh = Mesh.build(seat.rank, hosts, resolve_shard_size(job.zero, seat.world, seat.world))
         if not sockets:
-            comm.use_memory(mesh.host, 60.0)
+            comm.use_cma(mesh.host, 60.0)
         built = Built(model, lambda name, param: param.detach())
         sharded, _ = parallelize(built, job, settings, mesh, comm)
         global_batch = seat.world * seat.shape.batch

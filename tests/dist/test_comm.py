@@ -12,6 +12,7 @@ import torch
 from toys import world
 
 import zrun_core.distributed.comm
+from zrun_core.distributed.cma_transport import NUM_TAGS
 from zrun_core.distributed.comm import (
     MESSAGE_TAGS,
     Comm,
@@ -24,7 +25,6 @@ from zrun_core.distributed.comm import (
     reduce_tag,
     slice_start,
 )
-from zrun_core.distributed.host_memory import NUM_TAGS
 from zrun_core.distributed.mesh import Mesh
 from zrun_core.spine.flight_recorder import FlightRecorder
 
@@ -62,7 +62,7 @@ def collectives(
 ) -> dict[str, torch.Tensor]:
     index, numel = group.index, shard * group.size
     own = slice(index * shard, (index + 1) * shard)
-    arrivals = torch.empty(comm.arrival_shards(group) * shard, dtype=dtype)
+    arrivals = torch.empty(comm.num_recv_shards(group) * shard, dtype=dtype)
     gathered = torch.zeros(numel, dtype=dtype)
     gathered[own] = whole(shard, dtype, index)
     comm.all_gather(gathered, gathered[own], group, tag=2, name="a").wait()
@@ -84,7 +84,7 @@ def collectives(
         "gather": gathered,
         "scatter": torch.cat([apart, added, inside[own]]),
         "reduce": total,
-        "small": comm.sum_small(whole(5, torch.float64, index), group, name="d"),
+        "small": comm.all_reduce_small(whole(5, torch.float64, index), group, name="d"),
     }
 
 
@@ -118,7 +118,7 @@ def reduce_uneven(numels: list[int]) -> list[dict[str, Any]]:
     found = []
     for numel in numels:
         values = whole(numel, torch.float32, group.index)
-        arrivals = torch.empty(comm.arrival_shards(group) * slice_start(numel, group.size, 1))
+        arrivals = torch.empty(comm.num_recv_shards(group) * slice_start(numel, group.size, 1))
         comm.all_reduce(values, arrivals, group, tag=5, name="x").wait()
         found.append({"values": values.tolist(), "sent": sum(comm.drain().values())})
     return found
@@ -176,7 +176,7 @@ def count() -> tuple[dict[TrafficKey, int], dict[TrafficKey, int], int]:
     comm.phase = CommPhase.FORWARD
     collectives(comm, group, 10, torch.float32)
     comm.phase = CommPhase.STEP
-    comm.sum_small(torch.zeros(3), group, name="d")
+    comm.all_reduce_small(torch.zeros(3), group, name="d")
     calls, sent = dict(comm.calls), dict(comm.drain())
     assert not comm.drain(), "a second look finds nothing"
     return calls, sent, group.index
@@ -334,7 +334,7 @@ def pass_on(folder: str, in_memory: bool, laps: int) -> dict[str, Any]:
     comm, group = Comm(CPU, board), Mesh.build(rank, ["host"] * size, size).world
     group = replace(group, axis="pipe")
     if in_memory:
-        assert comm.use_memory(group, 60.0) is None
+        assert comm.use_cma(group, 60.0) is None
     comm.phase = CommPhase.FORWARD
     step = len(MESSAGE_TAGS)  # so that all have one tag
     received = []

@@ -54,9 +54,9 @@ def train(
 ) -> dict[str, Any]:
     """Train on this transport; count the sums over copies that the last gradient finds under way."""
     at_end: list[int] = []
-    finish, use_memory, direct = (
+    finish, use_cma, direct = (
         Reducer.finish,
-        Comm.use_memory,
+        Comm.use_cma,
         zrun_core.distributed.comm.DIRECT_MAX_RANKS,
     )
 
@@ -66,14 +66,14 @@ def train(
 
     Reducer.finish = counting  # type: ignore[method-assign]
     if through != "memory":
-        Comm.use_memory = lambda *_: None  # type: ignore[assignment, method-assign]
+        Comm.use_cma = lambda *_: None  # type: ignore[assignment, method-assign]
     if through == "backend":
         zrun_core.distributed.comm.DIRECT_MAX_RANKS = 1
     try:
         sharded = make_sharded(build(factory), stage, shard_group=shard_group, optim={"clip": 0.5})
         losses = train_sharded(sharded, data(4), accumulation=accumulation)
     finally:
-        Reducer.finish, Comm.use_memory = finish, use_memory  # type: ignore[method-assign]
+        Reducer.finish, Comm.use_cma = finish, use_cma  # type: ignore[method-assign]
         zrun_core.distributed.comm.DIRECT_MAX_RANKS = direct
     return {
         "losses": losses,

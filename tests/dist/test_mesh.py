@@ -33,7 +33,7 @@ def sums_by_axis(sizes: dict[str, Any], hosts: list[str]) -> tuple[dict[str, flo
     found = {}
     for axis in AXES:
         group = getattr(mesh, axis)
-        found[axis] = comm.sum_small(own, group, name=axis).item()
+        found[axis] = comm.all_reduce_small(own, group, name=axis).item()
         seen = own.clone()
         comm.broadcast(seen, group, name=axis)  # through torch's group, by the number of a rank
         assert seen.item() == 10.0 ** group.ranks[0]

@@ -10,14 +10,23 @@ from test_comm import CPU, join
 from toys import world
 
 import zrun_core.distributed.comm
-from zrun_core.distributed.comm import Comm, CommPhase, Group, TrafficKey, agreement, have_agreed
+from zrun_core.distributed.comm import (
+    Comm,
+    CommPhase,
+    Group,
+    TrafficKey,
+    equality_terms,
+    terms_agree,
+)
 from zrun_core.distributed.named_vector import NamedVector
-from zrun_core.distributed.step_message import Said, exchange
+from zrun_core.distributed.step_message import StepContribution, all_reduce_step
 
 
-def say(said: dict[str, Any]) -> Said:
+def say(said: dict[str, Any]) -> StepContribution:
     square = torch.tensor(said["square"], dtype=torch.float64)
-    return Said(NamedVector.of(CPU, **said["sums"]), square, said["schedule"], bytes(said["got"]))
+    return StepContribution(
+        NamedVector.of(CPU, **said["sums"]), square, said["schedule"], bytes(said["got"])
+    )
 
 
 def heard(said: list[dict[str, Any]], data: list[tuple[int, ...]]) -> dict[str, Any]:
@@ -28,7 +37,7 @@ def heard(said: list[dict[str, Any]], data: list[tuple[int, ...]]) -> dict[str, 
     handles = [torch.distributed.new_group(list(ranks)) for ranks in data]
     group = Group("data", mine, mine.index(rank), handles[data.index(mine)])
     comm.phase = CommPhase.STEP
-    found = exchange(say(said[rank]), group if len(data) > 1 else everyone, everyone, comm)
+    found = all_reduce_step(say(said[rank]), group if len(data) > 1 else everyone, everyone, comm)
     return {
         "sums": dict(zip(found.sums.names, found.sums.values.tolist(), strict=True)),
         "square": float(found.square),
@@ -103,10 +112,10 @@ def test_whether_all_ranks_name_one_number(ranks, numbers, equal):
 
 @pytest.mark.parametrize("number", [0, 1, 0xFFFFF, 123_456_789_012])
 def test_agreement_of_thousands_of_ranks_is_exact(number):
-    own = torch.tensor(agreement(number), dtype=torch.float64)
-    assert bool(have_agreed(own * 8192, 8192))
-    other = torch.tensor(agreement(number + 1), dtype=torch.float64)
-    assert not bool(have_agreed(own * 8191 + other, 8192))
+    own = torch.tensor(equality_terms(number), dtype=torch.float64)
+    assert bool(terms_agree(own * 8192, 8192))
+    other = torch.tensor(equality_terms(number + 1), dtype=torch.float64)
+    assert not bool(terms_agree(own * 8191 + other, 8192))
 
 
 def test_one_rank_agrees_with_itself_without_a_message():

@@ -36,7 +36,7 @@ from zrun_core.errors import CheckpointError, DivergedError
 from zrun_core.guards.replicas import ReplicaGuard
 from zrun_core.memory.buffers import Kind
 from zrun_core.memory.layout import ZeroPolicy
-from zrun_core.memory.tensors import TensorPart, contiguous, sliced, whole
+from zrun_core.memory.tensors import TensorPart, contiguous_stride, full_part, sliced_part
 from zrun_core.optim.resolve import resolve_optimizer
 from zrun_core.plan.memory.states import cut_on_paper, rank_buffers
 from zrun_core.spine.config import CheckpointConfig, InitFromConfig, PrecisionConfig
@@ -128,12 +128,12 @@ def table(mesh: Mesh) -> dict[str, TensorPart]:
     for name, cut in names_of(mesh).items():
         over = ["ends"] * (mesh.pipe.size > 1 and name == "embed.weight")
         if cut is not None:
-            shape, more = TENSORS[cut.tensor], {"size": cut.size, "alike_over": tuple(over)}
-            found[name] = sliced(cut.tensor, shape, cut.dim, cut.ranges, **more)
+            shape, more = TENSORS[cut.tensor], {"size": cut.size, "replicated_over": tuple(over)}
+            found[name] = sliced_part(cut.tensor, shape, cut.dim, cut.ranges, **more)
         else:
             over += ["tensor"] * (mesh.tensor.size > 1)
             shape = TENSORS[name]
-            found[name] = whole(name, shape, contiguous(shape), tuple(over))
+            found[name] = full_part(name, shape, contiguous_stride(shape), tuple(over))
     return found
 
 
@@ -226,7 +226,7 @@ def make(
     )
     mesh = Mesh.build(rank, ["host"] * size, shard_size, places=places, ties_ends=pp > 1)
     comm = Comm(torch.device("cpu"))
-    comm.use_memory(mesh.host, 60.0)
+    comm.use_cma(mesh.host, 60.0)
     read = lambda name, param: param.detach()  # noqa: E731
     return ShardedModel(build(mesh, junk), read, settings, mesh, comm, table=table(mesh))
 

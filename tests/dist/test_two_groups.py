@@ -95,7 +95,7 @@ class Rank:
         self.board = FlightRecorder(Path(folder) / board, rank, range(size), size)
         self.watchdog = Watchdog(self.board, self._accuse, PATIENCE_S)
         comm = Comm(torch.device("cpu"), self.board)
-        comm.use_memory(mesh.host, 60.0)
+        comm.use_cma(mesh.host, 60.0)
         self.model = Stage(alone or NAMES[mesh.pipe.index])
         self.sharded = make_sharded(self.model, stage, meet=(mesh, comm), persist_below=256)
         self.told: list[tuple[float, float]] = []  # by step, the loss and the gradient's norm

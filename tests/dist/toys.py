@@ -85,7 +85,7 @@ def make_sharded(
     )
     if meet is None:
         meet = Mesh.build(rank, ["host"] * world_size, shard_size), Comm(torch.device("cpu"))
-        meet[1].use_memory(meet[0].host, 60.0)
+        meet[1].use_cma(meet[0].host, 60.0)
     return ShardedModel(model, read, full, *meet)
 
 

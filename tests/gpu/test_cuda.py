@@ -21,7 +21,7 @@ from zrun_core.activations.checkpoint import apply_checkpointing
 from zrun_core.distributed.comm import Comm
 from zrun_core.distributed.mesh import Mesh
 from zrun_core.distributed.named_vector import NamedVector
-from zrun_core.distributed.rng import Streams, torch_put_back
+from zrun_core.distributed.rng import Streams, fork_torch_rng
 from zrun_core.memory.arena import Ring, StorageMeter, StorageWindow
 from zrun_core.memory.layout import Kind, ZeroPolicy
 from zrun_core.optim.resolve import resolve_optimizer
@@ -292,7 +292,7 @@ def test_streams_that_take_the_models_place_leave_the_devices_where_it_was():
                 read = torch.rand(3, device=CUDA).tolist()
             with streams.data.at(5):
                 assert torch.rand(3, device=CUDA).tolist() == read
-            with torch_put_back(CUDA):
+            with fork_torch_rng(CUDA):
                 torch.manual_seed(0)
         return [*found, torch.rand(3, device=CUDA).tolist()]
 

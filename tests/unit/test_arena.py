@@ -15,10 +15,10 @@ from zrun_core.memory.arena import (
     PagePool,
     PageWindow,
     Region,
+    ResidentWindow,
     Ring,
     StorageMeter,
     StorageWindow,
-    WholeWindow,
     Window,
     can_move_pages,
 )
@@ -42,7 +42,7 @@ def storage_window(numel: int, own: tuple[int, int]) -> Window:
 
 
 def whole_window(numel: int, own: tuple[int, int]) -> Window:
-    return WholeWindow(torch.empty(numel), own)
+    return ResidentWindow(torch.empty(numel), own)
 
 
 @pytest.fixture(params=[pytest.param(page_window, marks=needs_pages), storage_window, whole_window])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from zrun_core.errors import JobError
-from zrun_core.memory.tensors import TensorPart, contiguous, sliced, whole
+from zrun_core.memory.tensors import TensorPart, contiguous_stride, full_part, sliced_part
 from zrun_core.zero.auto_wrap import Cut, cut, repeated_blocks
 
 KIB = 1 << 10
@@ -325,13 +325,17 @@ def row_and_column() -> tuple[nn.Module, dict[str, TensorPart]]:
     with torch.device("meta"):
         for name, block in model.blocks.named_children():
             block.up, block.down = nn.Linear(16, 16), nn.Linear(16, 16)
-            table[f"blocks.{name}.up.weight"] = sliced("up.weight", (32, 16), 0, [(16, 32)])
-            table[f"blocks.{name}.up.bias"] = sliced("up.bias", (32,), 0, [(16, 32)])
-            table[f"blocks.{name}.down.weight"] = sliced("down.weight", (16, 32), 1, [(16, 32)])
+            table[f"blocks.{name}.up.weight"] = sliced_part("up.weight", (32, 16), 0, [(16, 32)])
+            table[f"blocks.{name}.up.bias"] = sliced_part("up.bias", (32,), 0, [(16, 32)])
+            table[f"blocks.{name}.down.weight"] = sliced_part(
+                "down.weight", (16, 32), 1, [(16, 32)]
+            )
     table = {name: replace(part, tensor=f"{name[:9]}{part.tensor}") for name, part in table.items()}
     for name, param in model.named_parameters():
         shape = tuple(param.shape)
-        table.setdefault(name, whole(name, shape, contiguous(shape), alike_over=("tensor",)))
+        table.setdefault(
+            name, full_part(name, shape, contiguous_stride(shape), replicated_over=("tensor",))
+        )
     return model, table
 
 
@@ -345,7 +349,9 @@ def test_a_unit_is_all_sliced_or_all_alike_over_the_same_axes():
     ]
     check(found, model)
     for unit in found.units:
-        assert {slot.part.alike_over for slot in unit.layout.slots} == {unit.layout.alike_over}
+        assert {slot.part.replicated_over for slot in unit.layout.slots} == {
+            unit.layout.replicated_over
+        }
         assert all(slot.part == table[slot.name] for slot in unit.layout.slots)
     parts = [(slot.name, slot.stride) for slot in found.units[1].layout.slots]
     assert parts == [
@@ -358,7 +364,9 @@ def test_a_unit_is_all_sliced_or_all_alike_over_the_same_axes():
 def test_a_table_of_whole_tensors_changes_nothing():
     model = Net()
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
-    table = {name: whole(name, shape, contiguous(shape)) for name, shape in shapes.items()}
+    table = {
+        name: full_part(name, shape, contiguous_stride(shape)) for name, shape in shapes.items()
+    }
     without, with_table = cut_of(model), cut_of(model, table=table)
     assert [unit.layout for unit in without.units] == [unit.layout for unit in with_table.units]
 
@@ -366,7 +374,9 @@ def test_a_table_of_whole_tensors_changes_nothing():
 def test_groups_go_by_the_name_of_the_tensor():
     """A weight in tiles is decayed as the weight is."""
     model = nn.ModuleList(nn.Linear(4, 2, bias=False) for _ in range(2))
-    table = {f"{k}.weight": sliced("w.norm", (4, 4), 0, [(2 * k, 2 * k + 2)]) for k in range(2)}
+    table = {
+        f"{k}.weight": sliced_part("w.norm", (4, 4), 0, [(2 * k, 2 * k + 2)]) for k in range(2)
+    }
     found = cut_of(model, table=table, group_of=lambda name: int("norm" in name))
     assert [slot.group for unit in found.units for slot in unit.layout.slots] == [1, 1]
 
@@ -374,12 +384,12 @@ def test_groups_go_by_the_name_of_the_tensor():
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({"head.w": whole("head.w", (8, 16), (16, 1))}, "has head.w, which the model has not"),
-        ({"head.weight": sliced("w", (8, 32), 0, [(0, 8)])}, r"part of w \[8, 32\]"),
+        ({"head.w": full_part("head.w", (8, 16), (16, 1))}, "has head.w, which the model has not"),
+        ({"head.weight": sliced_part("w", (8, 32), 0, [(0, 8)])}, r"part of w \[8, 32\]"),
         (
             {
-                "head.weight": sliced("w", (16, 16), 0, [(0, 8)]),
-                "embed.weight": sliced("w", (16, 16), 1, [(0, 8)]),
+                "head.weight": sliced_part("w", (16, 16), 0, [(0, 8)]),
+                "embed.weight": sliced_part("w", (16, 16), 1, [(0, 8)]),
             },
             "has w in two shapes or memory orders",
         ),

@@ -25,7 +25,7 @@ from zrun.estimate.html import page
 from zrun.estimate.question import Question, of_shape
 from zrun_core.hardware.hardware import parse_simulate
 from zrun_core.plan.answer.planner import Planner
-from zrun_core.spine.cache import digest_of_file, folder
+from zrun_core.spine.cache import cache_folder, digest_of_file
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.spec import BatchPlan
 
@@ -299,7 +299,7 @@ def test_files_of_the_job_that_change_end_it(tmp_path: Path, searched: Answer) -
     assert kept.read("a") == (searched.chosen, searched.stages, None, None, None, "", 1, None, None)
     code.write_text("width = 2\n")
     assert kept.read("a") is None
-    (folder("answers") / "a.json").write_text('{"files": {}, "parts": [], "buffers": []}')
+    (cache_folder("answers") / "a.json").write_text('{"files": {}, "parts": [], "buffers": []}')
     assert kept.read("a") is None
 
 

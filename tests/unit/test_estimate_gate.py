@@ -16,7 +16,7 @@ from zrun.estimate.forecast import (
     Forecast,
     ForecastRequest,
     Pace,
-    folder,
+    cache_folder,
     key_of,
     store,
     stored,
@@ -141,7 +141,7 @@ def test_what_is_stored_is_read_and_nothing_else(loaded: LoadedJob) -> None:
     assert stored("a") is None
     store("a", UNFIT)
     assert stored("a") == UNFIT
-    (folder("forecasts") / "b.json").write_text('{"source": 1}')
+    (cache_folder("forecasts") / "b.json").write_text('{"source": 1}')
     assert stored("b") is None
     store("a/b", WELL)  # nothing can be written there, and nothing is said
 

@@ -122,7 +122,7 @@ def test_a_mesh_follows_the_places_of_ranks(
             assert rank in group.ranks
             assert group.ranks in by_hand(axis, dims)
             assert group.ranks[group.index] == rank
-            assert group.handle == ("default" if axis == "world" else group.ranks)
+            assert group.process_group == ("default" if axis == "world" else group.ranks)
         assert mesh.host.ranks == tuple(range(rank // 8 * 8, rank // 8 * 8 + 8))
         assert mesh.ends.ranks == mesh.pipe.ranks, "of two stages both are ends"
         assert mesh.adds_samples == (place.tp == 0 and place.pp == 1)
@@ -161,7 +161,7 @@ def test_groups_of_the_same_ranks_share_what_is_made(
 def test_one_rank_needs_no_process_group() -> None:
     mesh = Mesh.build(0, ["host"], 1)
     assert {group.size for group in vars(mesh).values()} == {1}
-    assert {group.handle for group in vars(mesh).values()} == {None}
+    assert {group.process_group for group in vars(mesh).values()} == {None}
     assert mesh.adds_samples
 
 

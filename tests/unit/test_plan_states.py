@@ -335,9 +335,9 @@ def test_tensor_parallel_ranks_share_what_they_can():
     whole, of_two, of_four = (cut_of_shape(shape, chosen, tp) for tp in (1, 2, 4))
     assert whole.num_params == shape.num_params
     norms = 5 * 512
-    alike = [unit.layout.numel for unit in of_two.units if unit.layout.alike_over]
+    alike = [unit.layout.numel for unit in of_two.units if unit.layout.replicated_over]
     assert sum(alike) == norms, "in units of their own"
-    assert not any(unit.layout.alike_over for unit in whole.units)
+    assert not any(unit.layout.replicated_over for unit in whole.units)
     assert of_two.num_params == (shape.num_params - norms) // 2 + norms
     keys = (
         2 * 512 * 64

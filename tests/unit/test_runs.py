@@ -31,7 +31,7 @@ from zrun.watch.log_view import LogSource, Tail, shown, sources
 from zrun.watch.runs_table import remarks, runs_table
 from zrun_core.errors import HangError, JobError, PreflightError, SaveError
 from zrun_core.spine.events import encode
-from zrun_core.spine.flight_recorder import FlightRecorder, peek
+from zrun_core.spine.flight_recorder import FlightRecorder, read_first_progress
 
 PLACES = [{"rank": rank, "host": f"n{rank // 2}"} for rank in range(4)]
 
@@ -496,15 +496,15 @@ def test_whoever_waits_for_a_launcher_waits_for_its_save(
 
 
 def test_a_board_is_looked_at_from_outside(tmp_path: Path) -> None:
-    assert peek(tmp_path / "board") is None
+    assert read_first_progress(tmp_path / "board") is None
     (tmp_path / "board").write_bytes(b"half")
-    assert peek(tmp_path / "board") is None
+    assert read_first_progress(tmp_path / "board") is None
     (tmp_path / "board").unlink()
     board = FlightRecorder(tmp_path / "board", 0, range(2), 2)
     board.step(7)
     board.phase("hook")
     before = (tmp_path / "board").stat().st_size
-    assert peek(tmp_path / "board") == board.state(0)
+    assert read_first_progress(tmp_path / "board") == board.state(0)
     assert (tmp_path / "board").stat().st_size == before
 
 

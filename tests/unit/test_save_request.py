@@ -195,8 +195,8 @@ class Rank:
         monkeypatch.setattr(module, "write_shard", held_up)
         comm: Any = SimpleNamespace(
             device=torch.device("cpu"),
-            exchange_bytes=lambda data, group, name: [data],
-            sum_small=lambda numbers, group, name: numbers,
+            all_gather_bytes=lambda data, group, name: [data],
+            all_reduce_small=lambda numbers, group, name: numbers,
         )
         world: Any = SimpleNamespace(index=0, size=1)
         state: Any = OneTensor()

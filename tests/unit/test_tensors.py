@@ -16,11 +16,11 @@ from zrun_core.memory.tensors import (
     ElementRun,
     Extent,
     TensorPart,
-    contiguous,
+    contiguous_stride,
+    full_part,
     memory_order,
-    shared,
-    sliced,
-    whole,
+    overlaps,
+    sliced_part,
 )
 
 SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
@@ -65,7 +65,7 @@ def divided(draw: st.DrawFn) -> tuple[list[TensorPart], list[np.ndarray]]:
     for low, high in zip([0, *borders], [*borders, fold], strict=True):
         ranges = [(k * fold + low, k * fold + high) for k in range(folds)]
         size = folds * (high - low) + draw(st.integers(0, 2))
-        parts.append(sliced("w", shape, dim, ranges, size=size, stride=stride))
+        parts.append(sliced_part("w", shape, dim, ranges, size=size, stride=stride))
         taken = [np.take(numbered, range(*each), axis=dim) for each in ranges]
         missing = list(shape)
         missing[dim] = size - folds * (high - low)
@@ -103,23 +103,23 @@ def test_runs_of_a_range_are_those_of_its_elements(case, data):
 
 
 def test_slices_of_the_first_dimension_lie_as_they_did_and_of_the_second_turned():
-    rows = sliced("w", (4, 6), 0, [(2, 4)])
+    rows = sliced_part("w", (4, 6), 0, [(2, 4)])
     assert (rows.stride, rows.local_stride, rows.runs) == ((6, 1), (6, 1), (ElementRun(0, 12, 12),))
-    columns = sliced("w", (4, 6), 1, [(3, 6)])
+    columns = sliced_part("w", (4, 6), 1, [(3, 6)])
     assert (columns.stride, columns.local_stride) == ((1, 4), (1, 4))
     assert columns.runs == (ElementRun(0, 12, 12),)
-    thirds = sliced("qkv", (6, 2), 0, [(1, 2), (3, 4), (5, 6)])
+    thirds = sliced_part("qkv", (6, 2), 0, [(1, 2), (3, 4), (5, 6)])
     assert thirds.runs == (ElementRun(0, 2, 2), ElementRun(2, 6, 2), ElementRun(4, 10, 2))
-    vocabulary = sliced("embed", (5, 2), 0, [(3, 5)], size=3)
+    vocabulary = sliced_part("embed", (5, 2), 0, [(3, 5)], size=3)
     assert (vocabulary.local_shape, vocabulary.runs) == ((3, 2), (ElementRun(0, 6, 4),))
-    nhwc = sliced("conv", (8, 4, 3, 3), 0, [(0, 4)], stride=(36, 1, 12, 4))
+    nhwc = sliced_part("conv", (8, 4, 3, 3), 0, [(0, 4)], stride=(36, 1, 12, 4))
     assert (nhwc.stride, nhwc.local_stride) == ((36, 1, 12, 4), (36, 1, 12, 4))
 
 
 @pytest.mark.parametrize(("ranges", "size"), [([(0, 5)], None), ([(3, 2)], None), ([(0, 3)], 2)])
 def test_slices_that_cannot_be_are_refused(ranges, size):
     with pytest.raises(ValueError, match="does not have slices"):
-        sliced("w", (4, 6), 0, ranges, size=size)
+        sliced_part("w", (4, 6), 0, ranges, size=size)
 
 
 @given(dense(), st.data())
@@ -133,7 +133,7 @@ def test_what_two_ranges_share_is_what_numpy_finds_in_both(case, data):
     extents = [Extent(shape, s, *r) for s, r in zip((stride, other), ranges, strict=True)]
     memory = [in_memory(numbers, extent.stride)[extent.start : extent.stop] for extent in extents]
     found: list[int] = []
-    for box in shared(*extents):
+    for box in overlaps(*extents):
         views = [
             torch.from_numpy(flat).as_strided(box.sizes, box.strides[side], box.offsets[side])
             for side, flat in enumerate(memory)
@@ -141,15 +141,15 @@ def test_what_two_ranges_share_is_what_numpy_finds_in_both(case, data):
         assert torch.equal(*views)
         found += views[0].flatten().tolist()
     assert sorted(found) == sorted(set(memory[0]) & set(memory[1]))
-    assert len(list(shared(*extents))) <= (2 * len(shape) - 1) ** 2
+    assert len(list(overlaps(*extents))) <= (2 * len(shape) - 1) ** 2
 
 
 def test_what_two_ranges_share_is_few_views_however_large_they_are():
     turned = Extent((4096, 4096), (1, 4096), 5000, 9_000_000)
-    assert len(list(shared(Extent((4096, 4096), (4096, 1), 77, 12_000_000), turned))) <= 9
+    assert len(list(overlaps(Extent((4096, 4096), (4096, 1), 77, 12_000_000), turned))) <= 9
     alike = Extent((4096, 1, 4096), (4096, 7, 1), 70, 80)
     other = Extent((4096, 1, 4096), (4096, 4096, 1), 77, 90)
-    assert list(shared(other, alike)) == [((3,), (0, 7), ((1,), (1,)))]
+    assert list(overlaps(other, alike)) == [((3,), (0, 7), ((1,), (1,)))]
 
 
 def unit_of(parts: dict[str, TensorPart], num_shards: int = 1):
@@ -179,8 +179,8 @@ def test_ranges_of_a_unit_are_ranges_of_its_tensors(cases, num_shards):
 
 
 def test_padding_of_a_unit_is_what_no_tensor_has():
-    vocabulary = sliced("embed", (5, 2), 0, [(3, 5)], size=3)
-    layout = unit_of({"embed": vocabulary, "w": whole("w", (3,), (1,))})
+    vocabulary = sliced_part("embed", (5, 2), 0, [(3, 5)], size=3)
+    layout = unit_of({"embed": vocabulary, "w": full_part("w", (3,), (1,))})
     found = [(each.start, each.stop, each.first) for each in layout.tensor_ranges(0, 9)]
     assert found == [(0, 4, 6), (6, 9, 0)]
     assert list(layout.padding(0, layout.padded_numel)) == [(4, 6), (9, layout.padded_numel)]
@@ -188,11 +188,11 @@ def test_padding_of_a_unit_is_what_no_tensor_has():
 
 
 def test_a_unit_refuses_a_part_of_another_size_and_parameters_keep_the_order_of_their_part():
-    table = {"w": sliced("w", (4, 6), 1, [(0, 3)])}
+    table = {"w": sliced_part("w", (4, 6), 1, [(0, 3)])}
     params = [("w", torch.empty(4, 6), 0)]
     options = {"dtype": torch.float32, "trainable": True, "num_shards": 1}
     with pytest.raises(ValueError, match=r"w is \[4, 6\], and its part of w \[4, 3\]"):
         lay_out("u", params, **options, table=table)
     assert unit_of(table).slots[0].stride == (1, 4)
-    plain = unit_of({"w": whole("w", (4, 6), contiguous((4, 6)))})
+    plain = unit_of({"w": full_part("w", (4, 6), contiguous_stride((4, 6)))})
     assert plain.slots == lay_out("u", params, **options).slots

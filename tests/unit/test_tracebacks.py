@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from zrun_core.errors import OutOfMemoryError, UserCodeError
-from zrun_core.spine.tracebacks import first_line, message_of, shown, whole
+from zrun_core.spine.tracebacks import first_line, full_traceback, message_of, user_traceback
 from zrun_core.user_code import user
 
 DEEP = """
@@ -66,21 +66,21 @@ def test_a_library_is_followed_from_the_users_last_frame_down(library: Path) -> 
         deeplib.descend(1, deeplib.refuse)
 
     error = raised(forward)
-    told = frames(shown(error))
+    told = frames(user_traceback(error))
     assert told[-5:] == ["forward", "descend", "descend_again", "descend", "refuse"]
-    assert shown(error).endswith("IndexError: index out of range in self")
+    assert user_traceback(error).endswith("IndexError: index out of range in self")
 
 
 def test_many_frames_of_a_library_are_folded_and_the_whole_has_them(library: Path) -> None:
     deeplib = importlib.import_module("deeplib")
     error = raised(lambda: deeplib.descend(10, deeplib.refuse))
-    told = frames(shown(error))
+    told = frames(user_traceback(error))
     assert "... 14 frames in deeplib ..." in told
     assert told[-1] == "refuse"
     assert told[-9] == "descend"
     assert len(told) < 14
-    assert whole(error).count("deeplib/__init__.py") == 22
-    assert "frames in" not in whole(error)
+    assert full_traceback(error).count("deeplib/__init__.py") == 22
+    assert "frames in" not in full_traceback(error)
 
 
 def test_frames_above_the_users_last_one_are_the_users_only(library: Path) -> None:
@@ -89,7 +89,7 @@ def test_frames_above_the_users_last_one_are_the_users_only(library: Path) -> No
     def mine() -> None:
         deeplib.refuse()
 
-    told = frames(shown(raised(lambda: deeplib.descend(10, mine))))
+    told = frames(user_traceback(raised(lambda: deeplib.descend(10, mine))))
     assert told[-2:] == ["mine", "refuse"]
     assert "descend" not in told
 
@@ -103,23 +103,25 @@ def test_a_recursion_without_end_is_short_on_the_screen() -> None:
 
     error = raised(lambda: even(0))
     assert isinstance(error, RecursionError)
-    text = shown(error)
+    text = user_traceback(error)
     assert len(text.splitlines()) < 130
     assert "frames in test_tracebacks.py ..." in text
     assert text.splitlines()[-1].startswith("RecursionError: maximum recursion depth exceeded")
-    assert whole(error).count(" in even") > 300
+    assert full_traceback(error).count(" in even") > 300
 
 
 def test_a_message_without_end_is_cut_where_it_is_shown() -> None:
-    text = shown(ValueError("x" * 1_000_000))
+    text = user_traceback(ValueError("x" * 1_000_000))
     assert len(text) < 1200
     assert "(999012 characters more)" in text
-    many = shown(ValueError("\n".join(f"line {number}" for number in range(5000))))
+    many = user_traceback(ValueError("\n".join(f"line {number}" for number in range(5000))))
     assert len(many.splitlines()) < 50
     assert "line 4999" in many
-    assert len(whole(ValueError("x" * 1_000_000), 1000)) < 1100
+    assert len(full_traceback(ValueError("x" * 1_000_000), 1000)) < 1100
     wide = ValueError("\n".join("é" * 900 for _ in range(5000)))
-    assert len(json.dumps([shown(wide), whole(wide, 24_000)])) < 1 << 18  # what an agent reads
+    assert (
+        len(json.dumps([user_traceback(wide), full_traceback(wide, 24_000)])) < 1 << 18
+    )  # what an agent reads
 
 
 class SpeechlessError(Exception):
@@ -128,7 +130,7 @@ class SpeechlessError(Exception):
 
 
 def test_an_exception_that_cannot_say_anything_is_told_all_the_same() -> None:
-    assert "SpeechlessError: <exception str() failed>" in shown(SpeechlessError())
+    assert "SpeechlessError: <exception str() failed>" in user_traceback(SpeechlessError())
     assert message_of(SpeechlessError()) == "<its message cannot be read: RuntimeError>"
     assert first_line(SpeechlessError())
     with (
@@ -139,7 +141,7 @@ def test_an_exception_that_cannot_say_anything_is_told_all_the_same() -> None:
 
 
 def test_nothing_that_acts_on_a_terminal_is_left() -> None:
-    text = shown(ValueError("\x1b]0;title\x07 \x1b[2J \x1b[31mred\x1b[0m"))
+    text = user_traceback(ValueError("\x1b]0;title\x07 \x1b[2J \x1b[31mred\x1b[0m"))
     assert text == "ValueError: ^[]0;title^G  red"
 
 

@@ -328,11 +328,11 @@ def test_the_innermost_frame_stays_where_all_are_hidden() -> None:
     error.__traceback__ = (
         error.__traceback__.tb_next if error.__traceback__ else None
     )  # this test's own frame
-    assert tracebacks.shown(error).count("File ") == 1
+    assert tracebacks.user_traceback(error).count("File ") == 1
 
 
 def test_an_error_that_was_never_raised_has_no_frames() -> None:
-    assert tracebacks.shown(ValueError("x")) == "ValueError: x"
+    assert tracebacks.user_traceback(ValueError("x")) == "ValueError: x"
 
 
 def _wait_in_backward(message: str) -> None:

@@ -52,14 +52,14 @@ class MemoryWatch:
         """
         if now < self._look_at:
             return ""
-        left = memory_limits.host_left(swap=True)
+        left = memory_limits.host_available(swap=True)
         if left < self._kept and not self._has_settled:
             return f"{format_size(left)} were left on this host"
         left -= self._kept
         if self._most is not None:
             ranks = [*pids]
             held, bound = (
-                memory_limits.held_bytes(ranks),
+                memory_limits.resident_bytes(ranks),
                 round(_TOLERATED * self._most) + _BESIDE * len(ranks),
             )
             if held > bound:

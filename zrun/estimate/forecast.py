@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import TypeAdapter, ValidationError
 
-from zrun_core.spine.cache import folder, keep
+from zrun_core.spine.cache import cache_folder, write_cached
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -134,13 +134,15 @@ def key_of(job: JobConfig, job_dir: Path, cluster: Cluster) -> str:
 def stored(key: str) -> Forecast | None:
     """The forecast of an earlier estimate."""
     with suppress(OSError):
-        return Forecast.from_json((folder("forecasts") / f"{key}.json").read_bytes())
+        return Forecast.from_json((cache_folder("forecasts") / f"{key}.json").read_bytes())
     return None
 
 
 def store(key: str, forecast: Forecast) -> None:
     """Keep a forecast for the next launch. Where nothing can be written, nothing is kept."""
-    keep(folder("forecasts") / f"{key}.json", json.dumps(forecast.to_json()) + "\n", _KEPT)
+    write_cached(
+        cache_folder("forecasts") / f"{key}.json", json.dumps(forecast.to_json()) + "\n", _KEPT
+    )
 
 
 @dataclass(frozen=True)

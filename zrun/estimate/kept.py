@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pydantic import TypeAdapter, ValidationError
 
-from zrun_core.spine.cache import are_unchanged, folder, keep
+from zrun_core.spine.cache import are_unchanged, cache_folder, write_cached
 
 if TYPE_CHECKING:
     from zrun_core.plan.answer.outcome import Estimate, Result
@@ -41,7 +41,7 @@ def key_of(facts: Mapping[str, Any]) -> str:
 def read(key: str) -> Parts | None:
     """What was kept, if the files that it came from are what they were."""
     try:
-        found = json.loads((folder("answers") / f"{key}.json").read_bytes())
+        found = json.loads((cache_folder("answers") / f"{key}.json").read_bytes())
         if not are_unchanged(found["files"]):
             return None
         return _adapter().validate_python(
@@ -61,7 +61,7 @@ def write(key: str, parts: Any, files: Mapping[str, str]) -> None:
     text = json.dumps(
         {"files": dict(files), "buffers": buffers, "parts": parts}, separators=(",", ":")
     )
-    keep(folder("answers") / f"{key}.json", text, _KEPT)
+    write_cached(cache_folder("answers") / f"{key}.json", text, _KEPT)
 
 
 def _with_buffers(value: Any, put: Callable[[Any], Any]) -> Any:

@@ -168,7 +168,7 @@ class Failure:
     def advice(self) -> str:
         if self.end.oom:
             return "lower batch.micro, raise zero.stage, or checkpoint activations"
-        if self.note is None and tracebacks.crash(self.end.log):
+        if self.note is None and tracebacks.crash_stack(self.end.log):
             return "native code crashed there: look at what the last line of yours hands to it"
         if self.note is None and self.end.signal is not None:
             return f"something outside the job sent {self.end.signal.name}, or native code crashed: see its log"
@@ -187,7 +187,7 @@ class Failure:
         if self.note is not None:
             body = (self.note.traceback or self.note.message).strip()
         else:
-            lines = tracebacks.crash(self.end.log) or self.end.log[-_SHOWN_LINES:]
+            lines = tracebacks.crash_stack(self.end.log) or self.end.log[-_SHOWN_LINES:]
             body = "\n".join(lines) or "(its log is empty)"
         return f"{body}\n\n{self.headline}\n  log: {self.log}\n  next: {self.advice}"
 

@@ -17,7 +17,7 @@ from zrun.system.processes import Process
 from zrun.system.signals import STOP_NOW
 from zrun_core.errors import HangError, JobError, PreflightError
 from zrun_core.spine.config import LimitsConfig
-from zrun_core.spine.flight_recorder import peek
+from zrun_core.spine.flight_recorder import read_first_progress
 
 _CLEANING_S = 30.0  # that a launcher may take for the rest, once the workers had their time
 _LOOK_S = 1.0  # between two looks at whether it saves
@@ -132,7 +132,7 @@ def limits_of(path: Path) -> LimitsConfig:
 
 def is_saving(path: Path) -> bool:
     """Whether rank 0 says so on its board, where that is on this disk."""
-    state = peek(path / "board")
+    state = read_first_progress(path / "board")
     return state is not None and state.phase == "save"
 
 

@@ -281,7 +281,7 @@ class Checkpointer:
             assert resumed is not None
             own = self._find_best(self.config.best, resumed) if self._world.index == 0 else None
             told = json.dumps(None if own is None else asdict(own)).encode()
-            found = json.loads(self._comm.exchange_bytes(told, self._world, name="save")[0])
+            found = json.loads(self._comm.all_gather_bytes(told, self._world, name="save")[0])
             self.best = self._safe_best = None if found is None else Best(**found)
 
     def _find_best(self, goal: BestConfig, resumed: Resumed) -> Best | None:
@@ -355,7 +355,7 @@ class Checkpointer:
             return
         self._await(current.step, current.committing)
         error = current.committing.result().error if current.committing is not None else ""
-        error = self._comm.exchange_bytes(error.encode(), self._world, name="save")[0].decode()
+        error = self._comm.all_gather_bytes(error.encode(), self._world, name="save")[0].decode()
         current.stall_s += time.monotonic() - start
         self._end(current, error)
 
@@ -447,7 +447,7 @@ class Checkpointer:
         except Exception as error:
             opening["error"] = _in_words(error)
         payload = json.dumps(opening).encode()
-        told = self._comm.exchange_bytes(payload, self._world, name="save")
+        told = self._comm.all_gather_bytes(payload, self._world, name="save")
         openings = [json.loads(each) for each in told]
         if failed := [rank for rank, each in enumerate(openings) if "error" in each]:
             if making is not None and making.exception() is None:
@@ -510,7 +510,7 @@ class Checkpointer:
             if consensus.settled < 0:
                 assert current.committing is not None or self._world.index
                 error = current.committing.result().error if current.committing is not None else ""
-                error = self._comm.exchange_bytes(error.encode(), self._world, name="save")[
+                error = self._comm.all_gather_bytes(error.encode(), self._world, name="save")[
                     0
                 ].decode()
             self._end(current, error)
@@ -528,7 +528,7 @@ class Checkpointer:
             said = torch.zeros(size + 1, dtype=torch.float64)
             said[self._world.index] = own is not None and not own.done()
             said[size] = self._world.index == 0 and time.monotonic() > late
-            *is_busy, is_late = self._comm.sum_small(
+            *is_busy, is_late = self._comm.all_reduce_small(
                 said.to(self._comm.device), self._world, name="save"
             ).tolist()
             if not any(is_busy):
@@ -541,7 +541,7 @@ class Checkpointer:
 
     def _report(self, current: _Save) -> None:
         """All ranks hear of all files, and rank 0 commits them, or all know that one is missing."""
-        current.reports = self._comm.exchange_bytes(
+        current.reports = self._comm.all_gather_bytes(
             current.writing.result(), self._world, name="save"
         )
         failed = [

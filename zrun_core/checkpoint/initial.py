@@ -29,7 +29,7 @@ from zrun_core.checkpoint.reader import Reader, Target
 from zrun_core.checkpoint.shard_file import as_bytes
 from zrun_core.distributed.comm import Group
 from zrun_core.errors import CheckpointError
-from zrun_core.memory.tensors import Extent, contiguous, shared
+from zrun_core.memory.tensors import Extent, contiguous_stride, overlaps
 from zrun_core.spine.config import InitFromConfig
 from zrun_core.spine.tracebacks import first_line
 
@@ -437,7 +437,7 @@ def _fill_in_pieces(
     Args:
         read: `read(start, into)` reads elements from `start` on.
     """
-    stride = contiguous(shape)
+    stride = contiguous_stride(shape)
     everything = Extent(shape, stride, 0, math.prod(shape))
     stretches = [target.extent for target in targets]
     if any(each.order != everything.order for each in stretches):  # what they have is scattered
@@ -451,7 +451,7 @@ def _fill_in_pieces(
             continue
         for start in range(stretch.start, stretch.stop, size):
             piece = Extent(shape, stride, start, min(start + size, stretch.stop))
-            into = [target for target in targets if any(shared(piece, target.extent))]
+            into = [target for target in targets if any(overlaps(piece, target.extent))]
             if into:
                 values = scratch[: piece.stop - piece.start]
                 read(piece.start, values)

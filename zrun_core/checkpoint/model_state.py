@@ -146,7 +146,7 @@ class ModelState:
             return self.tensors()
         own = [asdict(info) for info in self.tensors()] if self.describes_part else []
         payload = json.dumps(own).encode()
-        told = self._sharded.comm.exchange_bytes(payload, mesh.world, name="tensors")
+        told = self._sharded.comm.all_gather_bytes(payload, mesh.world, name="tensors")
         return merge_tensors(tensors_from_json(json.loads(each)) for each in told)
 
     def _names_of(self, slot: ParamSlot) -> tuple[str, ...]:
@@ -194,7 +194,7 @@ class ModelState:
         """The elements of the unit that this rank writes: its shard, divided among the ranks that hold the same."""
         start, stop = unit.owned
         copies, index = self._sharded.mesh.along(
-            [*unit.layout.alike_over, *unit.exchange.owned_alike_over(unit.layout)]
+            [*unit.layout.replicated_over, *unit.exchange.owned_replicated_over(unit.layout)]
         )
         low, high = (slice_start(stop - start, copies, index + end) for end in (0, 1))
         return start + low, start + high

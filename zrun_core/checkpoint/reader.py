@@ -20,7 +20,7 @@ from zrun_core.checkpoint.manifest import RANK, Fragment, Manifest, TensorInfo
 from zrun_core.checkpoint.shard_file import DTYPES, check_header, read_fragment
 from zrun_core.distributed.comm import Group
 from zrun_core.errors import CheckpointError
-from zrun_core.memory.tensors import Extent, Shared, shared
+from zrun_core.memory.tensors import Extent, Overlap, overlaps
 
 _READERS = 4  # threads; reading and digesting hold no lock
 _TORCH = {name: dtype for dtype, name in DTYPES.items()}
@@ -58,11 +58,11 @@ class Target:
 
     def take(self, values: torch.Tensor, of: Extent) -> None:
         """Copy what flat `values`, which are the extent `of` the tensor, have for this memory."""
-        for box in shared(of, self.extent):
+        for box in overlaps(of, self.extent):
             _box(self.memory, box, 1).copy_(_box(values, box, 0))
 
 
-def _box(flat: torch.Tensor, box: Shared, side: int) -> torch.Tensor:
+def _box(flat: torch.Tensor, box: Overlap, side: int) -> torch.Tensor:
     """Return what one of two ranges shares with the other, a view of its memory."""
     offset = flat.storage_offset() + box.offsets[side]
     return flat.as_strided(box.sizes, box.strides[side], offset)
@@ -122,7 +122,7 @@ class Reader:
             extents = [(target, target.extent) for target in wanted]
             for fragment in self._fragments[name, state]:
                 has = self._extent(fragment)
-                into = [target for target, extent in extents if any(shared(has, extent))]
+                into = [target for target, extent in extents if any(overlaps(has, extent))]
                 if into:
                     tasks.append(partial(self._read_for, fragment, into))
         with ThreadPoolExecutor(_READERS, thread_name_prefix="zrun-load") as pool:

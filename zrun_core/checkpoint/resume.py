@@ -61,7 +61,9 @@ def load_newest(source: ResumeSpec, state: CheckpointState, comm: Comm, world: G
             said = look()
         except CheckpointError as error:
             said = f"!{error}"
-        return [each.decode() for each in comm.exchange_bytes(said.encode(), world, name="resume")]
+        return [
+            each.decode() for each in comm.all_gather_bytes(said.encode(), world, name="resume")
+        ]
 
     first = agree(lambda: _candidates(source) if world.index == 0 else "")[0]
     if first.startswith("!"):

@@ -20,11 +20,11 @@ from zrun_core.data.marks import Marks, marks_of
 from zrun_core.data.order import micro_batches
 from zrun_core.data.samples import Collate, in_words
 from zrun_core.data.source import IterableSource, MapSource, Source, Step, is_map_style, length_of
-from zrun_core.distributed.rng import CPU, Aside, Streams
+from zrun_core.distributed.rng import CPU, ScopedStream, Streams
 from zrun_core.errors import JobError, UserCodeError
 from zrun_core.spine.config import DataConfig
 from zrun_core.spine.spec import BatchPlan
-from zrun_core.spine.tracebacks import add_where, message_of
+from zrun_core.spine.tracebacks import add_location, message_of
 from zrun_core.user_code.user import user_code
 
 _LOOKED_AT = 64  # samples to come, by which ranks compare their order
@@ -48,7 +48,7 @@ class BatchLoader:
         *,
         epochs: int | None = None,
         collate: Collate | None = None,
-        draws: Aside | None = None,
+        draws: ScopedStream | None = None,
     ) -> None:
         """
         Args:
@@ -195,7 +195,7 @@ def _reading(which: str) -> Iterator[None]:
         except RuntimeError as error:
             if "DataLoader worker" in message_of(error):
                 way_out = "data.workers: 0 has the rank itself do its work"
-                add_where(error, f": a data-loading process died; {way_out}")
+                add_location(error, f": a data-loading process died; {way_out}")
             raise
 
 
@@ -203,7 +203,7 @@ def _open(
     dataset: Any,
     batch: BatchPlan,
     rank: int,
-    draws: Aside,
+    draws: ScopedStream,
     *,
     shuffle: bool = False,
     pin_memory: bool = False,

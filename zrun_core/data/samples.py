@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 from torch.utils.data import Dataset, Subset, default_collate
 
 from zrun_core.distributed import rng
-from zrun_core.spine.tracebacks import add_where
+from zrun_core.spine.tracebacks import add_location
 
 Collate: TypeAlias = Callable[[list[Any]], Any]
 
@@ -81,7 +81,7 @@ def collated(samples: list[Any], numbers: Sequence[int], noun: str, collate: Col
             where = f": {unlike}"
         elif unlike:
             where = f": {unlike}; write a function that makes a batch of such samples, data.collate"
-        add_where(error, where)
+        add_location(error, where)
         raise
 
 
@@ -104,7 +104,7 @@ def _telling(where: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        add_where(error, where)
+        add_location(error, where)
         raise
 
 

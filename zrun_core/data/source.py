@@ -18,7 +18,7 @@ from zrun_core.data.samples import Batches, Collate, SamplePosition, collated
 from zrun_core.distributed import rng
 from zrun_core.errors import JobError, UserCodeError
 from zrun_core.spine.spec import BatchPlan
-from zrun_core.spine.tracebacks import add_where
+from zrun_core.spine.tracebacks import add_location
 from zrun_core.user_code.user import user_code
 
 Step: TypeAlias = tuple[
@@ -139,7 +139,7 @@ class IterableSource:
         dataset: Any,
         batch: BatchPlan,
         rank: int,
-        draws: rng.Aside,
+        draws: rng.ScopedStream,
         *,
         seed: int = 0,
         workers: int = 0,
@@ -217,7 +217,7 @@ class IterableSource:
                     num_read += 1
                     yield sample
             except Exception as error:
-                add_where(error, f"after {num_read} samples of pass {epoch + 1}")
+                add_location(error, f"after {num_read} samples of pass {epoch + 1}")
                 raise
             if not num_read:
                 why = " in its second pass: it can be walked only once" if epoch else ""

@@ -6,7 +6,7 @@ gloo's reduce-scatter is an all-reduce whose surplus is thrown away, and its all
 Contributions are always added in rank order, so the sum of an element does not depend on which rank owns it: that is
 what makes the ZeRO stages bit-equal on any number of ranks. Messages carry a tag that names their unit: ranks that
 disagree wait for each other, and the watchdog says about what, instead of mixing two units of one size. Where all ranks
-of a group are on one host, what they exchange goes through their memory (`host_memory.py`), else through sockets.
+of a group are on one host, what they exchange goes through their memory (`cma_transport.py`), else through sockets.
 
 [Note: messages]
 `send` and `receive` move one tensor between two ranks, under a number that both give it. Messages
@@ -44,7 +44,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from zrun_core.distributed.host_memory import NUM_TAGS, HostMemory, Message, Work
+from zrun_core.distributed.cma_transport import NUM_TAGS, CmaTransport, Message, Work
 from zrun_core.errors import PEER_IS_GONE, HangError, PeerError
 from zrun_core.spine.flight_recorder import FlightRecorder, listed
 
@@ -81,7 +81,7 @@ class Group:
     axis: str
     ranks: tuple[int, ...]  # global ranks, in the group's order
     index: int  # this rank's place in it
-    handle: dist.ProcessGroup | None  # None only where nothing is ever sent
+    process_group: dist.ProcessGroup | None  # None only where nothing is ever sent
 
     @property
     def size(self) -> int:
@@ -121,7 +121,7 @@ class Handle:
 
         It starts at once where there is nothing to wait for.
         """
-        self._steps.append(_Step(start, in_order=not self._comm.sees_ends(over)))
+        self._steps.append(_Step(start, in_order=not self._comm.observes_completion(over)))
         while self._steps and not self._works:
             self._move_on()
         return self
@@ -129,7 +129,7 @@ class Handle:
     def poll(self) -> bool:
         """Move on where that takes no waiting and no order among ranks; return whether it is over.
 
-        That is as far as can be told without waiting: see `Comm.sees_ends`.
+        That is as far as can be told without waiting: see `Comm.observes_completion`.
         """
         while all(work.is_completed() for work in self._works):
             if self._steps and self._steps[0].in_order:
@@ -182,11 +182,11 @@ class Comm:
         self.calls: Counter[TrafficKey] = Counter()
         self.waited_s = 0.0
         self._board = board
-        self._memory: HostMemory | None = None
+        self._memory: CmaTransport | None = None
         self._unread: list[Work] = []  # sends that nobody has waited for
         self._roll_calls: Counter[str] = Counter()
 
-    def use_memory(self, host: Group, patience_s: float) -> str | None:
+    def use_cma(self, host: Group, patience_s: float) -> str | None:
         """Exchange messages among the ranks of `host` through their memory. Collective.
 
         Args:
@@ -198,8 +198,8 @@ class Comm:
         if self.device.type != "cpu" or host.size == 1:
             return None
         try:
-            exchange = functools.partial(self.exchange_bytes, group=host, name="host memory")
-            self._memory = HostMemory(host.ranks, host.index, exchange, patience_s)
+            exchange = functools.partial(self.all_gather_bytes, group=host, name="host memory")
+            self._memory = CmaTransport(host.ranks, host.index, exchange, patience_s)
         except OSError as error:
             return str(error)
         return None
@@ -214,7 +214,7 @@ class Comm:
         """Whether ranks of `group` exchange pairwise. See [Note: direct exchange]."""
         return group.size <= direct_up_to(self.device.type)
 
-    def sees_ends(self, group: Group) -> bool:
+    def observes_completion(self, group: Group) -> bool:
         """Whether ranks of `group` may start what follows a message as soon as they see its end.
 
         Not so where they must start it in one order, and not through gloo's sockets, which do not
@@ -223,7 +223,7 @@ class Comm:
         is_seen = group.size == 1 or self._in_memory(group.ranks, _SMALL_TAG)
         return self.is_direct(group) and is_seen
 
-    def arrival_shards(self, group: Group) -> int:
+    def num_recv_shards(self, group: Group) -> int:
         """Shards of scratch that a reduce-scatter needs for what arrives."""
         return group.size - 1 if self.is_direct(group) else 1
 
@@ -326,8 +326,8 @@ class Comm:
         """Send `tensor` to rank `peer` of `group`; in memory if `among`, or the group, share it."""
         if self._memory is not None and self._in_memory(among or group.ranks, tag):
             return self._memory.send(tensor, group.ranks[peer], tag)
-        assert group.handle is not None
-        return _work(group.handle.send([_raw(tensor)], peer, tag))
+        assert group.process_group is not None
+        return _work(group.process_group.send([_raw(tensor)], peer, tag))
 
     def _receive(
         self,
@@ -340,8 +340,8 @@ class Comm:
         """Receive `tensor` from rank `peer` of `group`, as it is sent."""
         if self._memory is not None and self._in_memory(among or group.ranks, tag):
             return self._memory.receive(tensor, group.ranks[peer], tag)
-        assert group.handle is not None
-        return _work(group.handle.recv([_raw(tensor)], peer, tag))
+        assert group.process_group is not None
+        return _work(group.process_group.recv([_raw(tensor)], peer, tag))
 
     def _exchange(
         self,
@@ -390,7 +390,7 @@ class Comm:
                 return Handle(self, [*receipts, *sends])
             self._unread = [*(work for work in self._unread if not work.is_completed()), *sends]
             return Handle(self, receipts)
-        work = _all_gather_single(full, shard, group.handle)
+        work = _all_gather_single(full, shard, group.process_group)
         return Handle(self, [work])
 
     def reduce_scatter(
@@ -422,7 +422,7 @@ class Comm:
             works = self._exchange_all(outgoing, arriving, group, tag)
             return Handle(self, works, lambda: _store(parts, into, accumulate))
         total = arrivals[: own.numel()]
-        work = _reduce_scatter_single(total, full, group.handle)
+        work = _reduce_scatter_single(total, full, group.process_group)
         return Handle(self, [work], lambda: _store([total], into, accumulate))
 
     def all_reduce(
@@ -440,7 +440,9 @@ class Comm:
         own = slices[index]
         self._count("all_reduce", group, _bytes(full) + (size - 2) * _bytes(own), name)
         if not self.is_direct(group):
-            return Handle(self, [_work(dist.all_reduce(full, group=group.handle, async_op=True))])
+            return Handle(
+                self, [_work(dist.all_reduce(full, group=group.process_group, async_op=True))]
+            )
         arriving = list(arrivals[: (size - 1) * own.numel()].view(size - 1, -1).unbind())
         others = [s for peer, s in enumerate(slices) if peer != index]
         parts = [*arriving[:index], own, *arriving[index:]]
@@ -481,14 +483,14 @@ class Comm:
         self._count("pull", group, (size - 1) * num_bytes, name, received=0)
         return Handle(self, [self._send(tensor, peer, group, tag) for peer in range(1, size)])
 
-    def sum_small(self, values: torch.Tensor, group: Group, *, name: str) -> torch.Tensor:
+    def all_reduce_small(self, values: torch.Tensor, group: Group, *, name: str) -> torch.Tensor:
         """The sum of a short vector over `group`, the same bits on every rank."""
         if group.size == 1:
             return values
         self._count("small", group, (group.size - 1) * _bytes(values), name)
         if not self.is_direct(group):
             total = values.clone()
-            self.wait_for([_work(dist.all_reduce(total, group=group.handle, async_op=True))])
+            self.wait_for([_work(dist.all_reduce(total, group=group.process_group, async_op=True))])
             return total
         everyone = torch.empty(group.size, values.numel(), dtype=values.dtype)
         everyone[group.index] = values
@@ -504,8 +506,8 @@ class Comm:
         """Whether all ranks of `group` name the same `number`, as far as its last 20 bits tell."""
         if group.size == 1:
             return True
-        own = torch.tensor(agreement(number), dtype=torch.float64, device=self.device)
-        return bool(have_agreed(self.sum_small(own, group, name=name), group.size))
+        own = torch.tensor(equality_terms(number), dtype=torch.float64, device=self.device)
+        return bool(terms_agree(self.all_reduce_small(own, group, name=name), group.size))
 
     def broadcast(self, tensor: torch.Tensor, group: Group, *, name: str, source: int = 0) -> None:
         """Overwrite `tensor` on every rank with that of the group's rank `source`."""
@@ -522,7 +524,13 @@ class Comm:
         payload = tensor if tensor.is_contiguous() else tensor.contiguous()
         raw = _raw(payload)  # gloo has no bool and few integers; bytes need no arithmetic
         self.wait_for(
-            [_work(dist.broadcast(raw, group.ranks[source], group=group.handle, async_op=True))]
+            [
+                _work(
+                    dist.broadcast(
+                        raw, group.ranks[source], group=group.process_group, async_op=True
+                    )
+                )
+            ]
         )
         if payload is not tensor:
             once = tuple(
@@ -530,14 +538,14 @@ class Comm:
             )  # an expanded tensor
             tensor[once].copy_(payload[once])
 
-    def exchange_bytes(self, payload: bytes, group: Group, *, name: str) -> list[bytes]:
+    def all_gather_bytes(self, payload: bytes, group: Group, *, name: str) -> list[bytes]:
         """Every rank's `payload`, in the order of the group. For short messages: each rank gets all of them."""
         size, index = group.size, group.index
         if size == 1:
             return [payload]
         lengths = torch.zeros(size, dtype=torch.float64, device=self.device)
         lengths[index] = len(payload)
-        counts = [int(count) for count in self.sum_small(lengths, group, name=name).tolist()]
+        counts = [int(count) for count in self.all_reduce_small(lengths, group, name=name).tolist()]
         if not (longest := max(counts)):
             return [b""] * size
         own = torch.zeros(longest, dtype=torch.uint8)
@@ -550,7 +558,7 @@ class Comm:
             arriving = [row for peer, row in enumerate(rows) if peer != index]
             works = self._exchange_all([rows[index]] * (size - 1), arriving, group, _SMALL_TAG)
         else:
-            works = [_all_gather_single(everyone, rows[index].clone(), group.handle)]
+            works = [_all_gather_single(everyone, rows[index].clone(), group.process_group)]
         self.wait_for(works)
         return [
             row[:n].numpy().tobytes()
@@ -560,9 +568,9 @@ class Comm:
     def barrier(self, group: Group) -> None:
         """Return when every rank of `group` is here."""
         if group.size > 1:
-            self.sum_small(torch.zeros(1, device=self.device), group, name="barrier")
+            self.all_reduce_small(torch.zeros(1, device=self.device), group, name="barrier")
 
-    def roll_call(self, group: Group, what: str, patience_s: float) -> None:
+    def monitored_barrier(self, group: Group, what: str, patience_s: float) -> None:
         """Return when every rank of `group` has come to `what`, through the store in which the ranks first met.
 
         Raises:
@@ -606,10 +614,10 @@ class Comm:
         return waited
 
 
-AGREEMENT = 2  # numbers that `agreement` adds to a message
+NUM_EQUALITY_TERMS = 2  # numbers that `equality_terms` adds to a message
 
 
-def agreement(number: int) -> tuple[float, float]:
+def equality_terms(number: int) -> tuple[float, float]:
     """Return what each rank adds to a message that is summed, if all ranks must name one `number`.
 
     It is x and its square, of the last 20 bits: the square of the sum is the sum of the squares
@@ -620,11 +628,11 @@ def agreement(number: int) -> tuple[float, float]:
     return x, x**2
 
 
-def have_agreed(summed: torch.Tensor, num_ranks: int) -> torch.Tensor:
+def terms_agree(summed: torch.Tensor, num_ranks: int) -> torch.Tensor:
     """Return whether all ranks named one number: 0-d bool on the device.
 
     Args:
-        summed: [2] what `agreement` gave, summed over ranks.
+        summed: [2] what `equality_terms` gave, summed over ranks.
     """
     return summed[0] ** 2 == summed[1] * num_ranks
 

@@ -61,7 +61,7 @@ class Streams:
     ) -> None:
         self._device = device
         self._seed = mix(job_seed, 1 + dp) if pp == 0 else _key("model", job_seed, dp, pp)
-        self.data = Aside(_key("data", job_seed, dp), device)
+        self.data = ScopedStream(_key("data", job_seed, dp), device)
         self._inside = _key("inside", job_seed, dp, pp, tp)
 
     def begin(self) -> None:
@@ -84,7 +84,7 @@ class Streams:
         but it sets them back, so the number comes out of them that came before.
         """
         number = int(torch.empty((), dtype=torch.int64, device=CPU).random_(_RANGE))
-        with torch_put_back(self._device) as generators:
+        with fork_torch_rng(self._device) as generators:
             for generator in generators:
                 generator.manual_seed(mix(self._inside, number))
             yield
@@ -107,7 +107,7 @@ class Streams:
             self._inside = _checked_key(numbers["inside"])
 
 
-class Aside:
+class ScopedStream:
     """A stream that takes the place of the model's for a while."""
 
     def __init__(self, key: int, device: torch.device) -> None:
@@ -119,7 +119,7 @@ class Aside:
         python = random.getstate()
         numpy = sys.modules.get("numpy")
         numpy_state = None if numpy is None else numpy.random.get_state()
-        with torch_put_back(self._device):
+        with fork_torch_rng(self._device):
             try:
                 self.begin(number)
                 yield
@@ -134,7 +134,7 @@ class Aside:
 
 
 @contextmanager
-def torch_put_back(device: torch.device) -> Iterator[list[torch.Generator]]:
+def fork_torch_rng(device: torch.device) -> Iterator[list[torch.Generator]]:
     """Whatever is drawn from these generators, and however, they go on afterwards as before."""
     generators = _generators(device)
     states = [generator.get_state() for generator in generators]

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import torch
 
-from zrun_core.distributed.comm import AGREEMENT, Comm, Group, agreement, have_agreed
+from zrun_core.distributed.comm import NUM_EQUALITY_TERMS, Comm, Group, equality_terms, terms_agree
 from zrun_core.distributed.named_vector import NamedVector, on_device
 
 
 @dataclass(frozen=True)
-class Said:
+class StepContribution:
     """What one rank has to say.
 
     Attributes:
@@ -35,7 +35,7 @@ class Said:
 
 
 @dataclass(frozen=True)
-class Heard:
+class ReducedStep:
     """What all ranks have said, on the device.
 
     Attributes:
@@ -51,7 +51,7 @@ class Heard:
     num_got: torch.Tensor
 
 
-def exchange(said: Said, data: Group, world: Group, comm: Comm) -> Heard:
+def all_reduce_step(said: StepContribution, data: Group, world: Group, comm: Comm) -> ReducedStep:
     """Tell the others, and return what they say. Collective; a device makes nobody wait here.
 
     Args:
@@ -60,22 +60,22 @@ def exchange(said: Said, data: Group, world: Group, comm: Comm) -> Heard:
     """
     over_world, over_data = _pack(said, comm.device)
     if data.size == world.size:
-        summed = comm.sum_small(torch.cat([over_world, over_data]), world, name="step")
+        summed = comm.all_reduce_small(torch.cat([over_world, over_data]), world, name="step")
         over_world, over_data = summed.split([len(over_world), len(over_data)])
-        agreed = have_agreed(over_data[:AGREEMENT], data.size)
+        agreed = terms_agree(over_data[:NUM_EQUALITY_TERMS], data.size)
     else:
-        over_data = comm.sum_small(over_data, data, name="step of the same parameters")
-        differ = ~have_agreed(over_data[:AGREEMENT], data.size)
+        over_data = comm.all_reduce_small(over_data, data, name="step of the same parameters")
+        differ = ~terms_agree(over_data[:NUM_EQUALITY_TERMS], data.size)
         own = torch.cat([over_world, differ.double().view(1)])
-        summed = comm.sum_small(own, world, name="step")
+        summed = comm.all_reduce_small(own, world, name="step")
         over_world, agreed = summed[:-1], summed[-1] == 0
     return _unpack(said.sums.names, over_world, over_data, agreed)
 
 
-def _pack(said: Said, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _pack(said: StepContribution, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what is summed over all ranks, and what over those with the same parameters."""
     over_world = torch.cat([said.sums.values, said.square.view(1)])
-    return over_world, on_device([*agreement(said.schedule), *said.got], device)
+    return over_world, on_device([*equality_terms(said.schedule), *said.got], device)
 
 
 def _unpack(
@@ -83,7 +83,7 @@ def _unpack(
     over_world: torch.Tensor,
     over_data: torch.Tensor,
     agreed: torch.Tensor,
-) -> Heard:
+) -> ReducedStep:
     """Name what lies where `_pack` has put it, now summed."""
     sums = NamedVector(names, over_world[:-1])
-    return Heard(sums, over_world[-1], agreed, over_data[AGREEMENT:])
+    return ReducedStep(sums, over_world[-1], agreed, over_data[NUM_EQUALITY_TERMS:])

@@ -104,7 +104,7 @@ class ReplicaGuard:
                     named = self._name_replica(step, replicas, axis)
                     problem = problem or named
         if data.size < world.size:  # what other ranks have alike, they have compared
-            everyones = self._comm.exchange_bytes(problem.encode(), world, name="replicas")
+            everyones = self._comm.all_gather_bytes(problem.encode(), world, name="replicas")
             problem = next((each.decode() for each in everyones if each), "")
         if problem:
             raise DivergedError(problem)
@@ -113,13 +113,13 @@ class ReplicaGuard:
         """List what other ranks hold too: whole units, and shards that groups have alike."""
         found = []
         for unit in self._sharded.units:
-            num_holders, _ = self._mesh.along(unit.exchange.owned_alike_over(unit.layout))
-            alike_over = [axis for axis in self._axes if axis in unit.layout.alike_over]
+            num_holders, _ = self._mesh.along(unit.exchange.owned_replicated_over(unit.layout))
+            replicated_over = [axis for axis in self._axes if axis in unit.layout.replicated_over]
             held = [("parameter", unit.resident_params(), unit.is_whole or num_holders > 1)]
             if (masters := unit.masters()) is not None:
                 held.append(("fp32 master", masters, num_holders > 1))
             for what, (flat, start), has_copies in held:
-                axes = list(alike_over)
+                axes = list(replicated_over)
                 if has_copies:
                     everywhere = flat.numel() == unit.layout.padded_numel
                     axes.append("data" if everywhere else "replicate")
@@ -133,7 +133,7 @@ class ReplicaGuard:
         rows = torch.zeros(group.size, len(own), dtype=torch.int64)
         rows[group.index] = torch.tensor(own, dtype=torch.int64)
         on_device = rows.view(-1).to(self._comm.device)
-        summed = self._comm.sum_small(on_device, group, name="replicas")
+        summed = self._comm.all_reduce_small(on_device, group, name="replicas")
         return dict(zip(group.ranks, summed.view(group.size, -1).tolist(), strict=True))
 
     def _group(self, axis: str) -> Group:

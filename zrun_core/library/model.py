@@ -101,7 +101,7 @@ def shard(
     settings = parallelize.shard_settings(
         zero_config, precision_config, activations_config, run.device, compile=compile
     )
-    with rng.torch_put_back(run.device):
+    with rng.fork_torch_rng(run.device):
         built = _build(model, init, run, mesh)
         parallelize.transform(built.module, activations_config, compile=compile)
         sharded = ShardedModel(

@@ -33,7 +33,7 @@ from zrun_core.library.background_save import Background
 from zrun_core.library.run_record import Record
 from zrun_core.spine import heap
 from zrun_core.spine.flight_recorder import FlightRecorder, Watchdog
-from zrun_core.spine.tracebacks import users_place
+from zrun_core.spine.tracebacks import user_location
 
 _ADVICE = (
     "Every rank must call models, backward() and step() in one order, equally often; name a module that chooses what "
@@ -80,7 +80,7 @@ class Run:
                 late = functools.partial(tell_late, board, patience_s)
                 Watchdog(board, functools.partial(_stop, self.rank), late=late, late_s=patience_s)
             self._comm = Comm(device, board)
-            if (reason := self._comm.use_memory(mesh.host, timeout_s)) is not None:
+            if (reason := self._comm.use_cma(mesh.host, timeout_s)) is not None:
                 print(
                     f"zrun_core: the ranks of this host talk through sockets: {reason}",
                     file=sys.stderr,
@@ -112,7 +112,7 @@ class Run:
         """
         number = arguments.scalar("mean", "value", value).to(self.device)
         share = arguments.scalar("mean", "weight", weight, is_weight=True).to(self.device)
-        total = self._comm.sum_small(
+        total = self._comm.all_reduce_small(
             torch.stack([number * share, share]), self._mesh(1).world, name="mean"
         ).tolist()
         return total[0] / total[1] if total[1] else float("nan")
@@ -143,13 +143,13 @@ class Run:
         if run_dir is None:
             return Record(None)
         world = self._mesh(1).world
-        names = self._comm.exchange_bytes(gethostname().encode(), world, name="hosts")
+        names = self._comm.all_gather_bytes(gethostname().encode(), world, name="hosts")
         record, problem = Record(None), ""
         try:
             record = Record(run_dir if self.is_main else None)
         except JobError as error:
             problem = str(error)
-        problem = self._comm.exchange_bytes(problem.encode(), world, name="record")[0].decode()
+        problem = self._comm.all_gather_bytes(problem.encode(), world, name="record")[0].decode()
         if problem:
             raise JobError(problem)
         record.start([name.decode() for name in names], self.device)
@@ -169,7 +169,7 @@ class Run:
         Raises:
             HangError: some have not, for a long time.
         """
-        self._comm.roll_call(self._mesh(1).world, what, self._patience_s)
+        self._comm.monitored_barrier(self._mesh(1).world, what, self._patience_s)
 
     @contextmanager
     def _shared_folder(self, mesh: Mesh) -> Iterator[Path]:
@@ -345,4 +345,4 @@ def tell_late(board: FlightRecorder, seconds: float, late: list[int]) -> None:
 
 def _place() -> str:
     """Where the main thread is in the user's own code."""
-    return users_place(sys._current_frames().get(threading.main_thread().ident or 0))
+    return user_location(sys._current_frames().get(threading.main_thread().ident or 0))

@@ -448,7 +448,7 @@ _resumed: dict[Path, Resumed] = {}  # what was loaded from a folder since it was
 def _agreed(run: Run, ask: Callable[[], str]) -> str:
     """The first rank's answer, on every rank."""
     own = ask().encode() if run.is_main else b""
-    return run._comm.exchange_bytes(own, run._mesh(1).world, name="agree")[0].decode()
+    return run._comm.all_gather_bytes(own, run._mesh(1).world, name="agree")[0].decode()
 
 
 def _try(action: Callable[[], object]) -> str:

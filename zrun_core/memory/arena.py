@@ -232,7 +232,7 @@ class Window(ABC):
         """Give up everything but the shard."""
 
 
-class WholeWindow(Window):
+class ResidentWindow(Window):
     """A unit that is never given up: the shard is a slice of it."""
 
     def __init__(self, full: torch.Tensor, own: tuple[int, int]) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from zrun_core.memory.buffers import ON_DEVICE, Buffer, Kind, Placement, Tier
-from zrun_core.memory.tensors import TensorPart, contiguous, whole
+from zrun_core.memory.tensors import TensorPart, contiguous_stride, full_part
 
 PAGE_BYTES = 4096  # shards start on pages, so that a gathered unit can be assembled by moving pages
 STAGING_SLOTS = (
@@ -188,9 +188,9 @@ class UnitLayout:
             yield end, stop - start
 
     @property
-    def alike_over(self) -> tuple[str, ...]:
+    def replicated_over(self) -> tuple[str, ...]:
         """Axes of the mesh, beside data, along which all ranks hold the same unit."""
-        return self.slots[0].part.alike_over if self.slots else ()
+        return self.slots[0].part.replicated_over if self.slots else ()
 
 
 def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -201,7 +201,7 @@ def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
     expected = 1
     for stride, size in size_of_stride:
         if stride != expected:
-            return contiguous(tuple(tensor.shape))
+            return contiguous_stride(tuple(tensor.shape))
         expected *= size
     return tensor.stride()
 
@@ -233,7 +233,7 @@ def lay_out(
     offset, slots = 0, []
     for param_name, tensor, group in sorted(params, key=lambda item: item[2]):
         shape, numel = tuple(tensor.shape), tensor.numel()
-        part = table.get(param_name) or whole(param_name, shape, dense_stride(tensor))
+        part = table.get(param_name) or full_part(param_name, shape, dense_stride(tensor))
         if part.local_shape != shape:
             has = f"its part of {part.tensor} {list(part.local_shape)}"
             raise ValueError(f"{param_name} is {list(shape)}, and {has}")
@@ -290,7 +290,7 @@ class Ownership:
         """Return the elements that this rank updates."""
         return unit.shard_range(peers.shard_index)
 
-    def owned_alike_over(self, unit: UnitLayout) -> tuple[str, ...]:
+    def owned_replicated_over(self, unit: UnitLayout) -> tuple[str, ...]:
         """Return the data-parallel axes of the mesh along which ranks keep the same elements."""
         return ("replicate",)
 

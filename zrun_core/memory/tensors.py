@@ -42,7 +42,7 @@ class TensorPart:
         shape, stride: of the whole tensor.
         local_shape, local_stride: of the parameter.
         runs: what the parameter has of the tensor, by place in the parameter; the rest is padding.
-        alike_over: axes of the mesh, beside data, along which all ranks hold this same part.
+        replicated_over: axes of the mesh, beside data, along which all ranks hold this same part.
     """
 
     tensor: str
@@ -51,7 +51,7 @@ class TensorPart:
     local_shape: Shape
     local_stride: Shape
     runs: tuple[ElementRun, ...]
-    alike_over: tuple[str, ...] = ()
+    replicated_over: tuple[str, ...] = ()
 
     def runs_in(self, start: int, stop: int) -> Iterator[ElementRun]:
         """Yield the runs, or parts of runs, in elements [start, stop) of the parameter, in order."""
@@ -64,14 +64,16 @@ class TensorPart:
                 yield ElementRun(low, run.start + low - run.local, high - low)
 
 
-def whole(tensor: str, shape: Shape, stride: Shape, alike_over: tuple[str, ...] = ()) -> TensorPart:
+def full_part(
+    tensor: str, shape: Shape, stride: Shape, replicated_over: tuple[str, ...] = ()
+) -> TensorPart:
     """Return all of a tensor, in whatever order it lies."""
     numel = math.prod(shape)
     runs = (ElementRun(0, 0, numel),) if numel else ()
-    return TensorPart(tensor, shape, stride, shape, stride, runs, alike_over)
+    return TensorPart(tensor, shape, stride, shape, stride, runs, replicated_over)
 
 
-def sliced(
+def sliced_part(
     tensor: str,
     shape: Shape,
     dim: int,
@@ -79,7 +81,7 @@ def sliced(
     *,
     size: int | None = None,
     stride: Shape | None = None,
-    alike_over: tuple[str, ...] = (),
+    replicated_over: tuple[str, ...] = (),
 ) -> TensorPart:
     """Return one or more slices of a tensor along one dimension, back to back.
 
@@ -91,7 +93,7 @@ def sliced(
         ranges: first and last + 1 index of each slice along `dim`.
         size: of the parameter along `dim`, where it is larger than the slices: the rest is padding.
         stride: of the whole tensor before; its other dimensions keep their order. None: contiguous.
-        alike_over: as of `TensorPart`.
+        replicated_over: as of `TensorPart`.
 
     Raises:
         ValueError: a slice lies outside of the tensor, or the parameter is too small for all.
@@ -101,7 +103,7 @@ def sliced(
     if taken > size or any(not 0 <= start <= stop <= shape[dim] for start, stop in ranges):
         wanted = f"slices {list(ranges)} of dimension {dim} for {size}"
         raise ValueError(f"{tensor} {list(shape)} does not have {wanted}")
-    others = memory_order(shape, stride or contiguous(shape))
+    others = memory_order(shape, stride or contiguous_stride(shape))
     order = (dim, *(other for other in others if other != dim))
     each = math.prod(length for other, length in enumerate(shape) if other != dim)
     runs: list[ElementRun] = []
@@ -118,14 +120,14 @@ def sliced(
         local_shape,
         _dense(local_shape, order),
         tuple(runs),
-        alike_over,
+        replicated_over,
     )
 
 
 # Memory orders
 
 
-def contiguous(shape: Shape) -> Shape:
+def contiguous_stride(shape: Shape) -> Shape:
     """Return the stride of a tensor whose last dimension is the fastest."""
     return _dense(shape, tuple(range(len(shape))))
 
@@ -165,7 +167,7 @@ class Extent(NamedTuple):
             yield dict(zip(order, box, strict=True))
 
 
-class Shared(NamedTuple):
+class Overlap(NamedTuple):
     """A box of elements that two ranges have in common, as a strided view of the memory of each.
 
     Attributes:
@@ -178,12 +180,12 @@ class Shared(NamedTuple):
     strides: tuple[Shape, Shape]
 
 
-def shared(one: Extent, other: Extent) -> Iterator[Shared]:
+def overlaps(one: Extent, other: Extent) -> Iterator[Overlap]:
     """Yield what two ranges of a tensor share: one range in one memory order, else few boxes."""
     if one.stride == other.stride or one.order == other.order:
         start, stop = max(one.start, other.start), min(one.stop, other.stop)
         if start < stop:
-            yield Shared((stop - start,), (start - one.start, start - other.start), ((1,), (1,)))
+            yield Overlap((stop - start,), (start - one.start, start - other.start), ((1,), (1,)))
         return
     dims = one.order
     strides = tuple(one.stride[dim] for dim in dims), tuple(other.stride[dim] for dim in dims)
@@ -196,7 +198,7 @@ def shared(one: Extent, other: Extent) -> Iterator[Shared]:
             if min(sizes) > 0:
                 first = sum(map(mul, lows, strides[0])) - one.start
                 second = sum(map(mul, lows, strides[1])) - other.start
-                yield Shared(tuple(sizes), (first, second), strides)
+                yield Overlap(tuple(sizes), (first, second), strides)
 
 
 def _boxes(start: int, stop: int, sizes: Sequence[int]) -> Iterator[Box]:

@@ -12,13 +12,13 @@ from pathlib import Path
 from zrun_core.spine.folders import make_private
 
 
-def folder(kind: str, environ: Mapping[str, str] = os.environ) -> Path:
+def cache_folder(kind: str, environ: Mapping[str, str] = os.environ) -> Path:
     """Where files of a kind are kept."""
     home = environ.get("XDG_CACHE_HOME") or os.path.join(environ.get("HOME", "~"), ".cache")
     return Path(home).expanduser() / "zrun" / kind
 
 
-def keep(place: Path, text: str | bytes, most: int) -> None:
+def write_cached(place: Path, text: str | bytes, most: int) -> None:
     """Write `text` to `place`, and remove the oldest beside it beyond `most`. Where that cannot be, nothing is kept."""
     part = place.with_name(f".{place.stem}.{secrets.token_hex(4)}")
     with suppress(OSError):

@@ -92,7 +92,7 @@ class RankProgress(NamedTuple):
         return process_state(self.pid) in ("T", "t")
 
 
-class Members(Protocol):
+class RankSet(Protocol):
     """The ranks that something is issued over: a group, or a message's sender and receiver."""
 
     @property
@@ -102,7 +102,7 @@ class Members(Protocol):
     def ranks(self) -> tuple[int, ...]: ...
 
 
-class Issue(NamedTuple):
+class IssuedOp(NamedTuple):
     """One collective, or one end of a message, that a rank issued."""
 
     kind: str
@@ -132,7 +132,7 @@ class FlightRecord(NamedTuple):
     kind: str
     key: int
     members: tuple[int, ...]
-    issues: dict[int, Issue]
+    issues: dict[int, IssuedOp]
 
 
 _Lines = dict[int, dict[tuple[str, int], FlightRecord]]  # of each rank, by kind and group
@@ -160,7 +160,7 @@ def _state(pages: mmap.mmap | bytes, offset: int) -> RankProgress:
     )
 
 
-def peek(path: Path) -> RankProgress | None:
+def read_first_progress(path: Path) -> RankProgress | None:
     """What the first rank of a board says of itself, for whoever knows no more of the run; None: there is no board."""
     try:
         with path.open("rb") as board:
@@ -212,16 +212,16 @@ class FlightRecorderView:
                 kind, key, members, self._read_issues(at + _ENTRIES_AT, kind, _text(words))
             )
 
-    def _read_issues(self, at: int, kind: str, over: str) -> dict[int, Issue]:
+    def _read_issues(self, at: int, kind: str, over: str) -> dict[int, IssuedOp]:
         found = {}
         for place in range(_HISTORY):
             entry = _ENTRY.unpack_from(self._map, at + place * _ENTRY.size)
             number, order, num_bytes, name = entry
             if number:
-                found[number] = Issue(kind, number, over, order, num_bytes, _text(name))
+                found[number] = IssuedOp(kind, number, over, order, num_bytes, _text(name))
         return found
 
-    def last(self, rank: int) -> Issue | None:
+    def last(self, rank: int) -> IssuedOp | None:
         """What `rank` issued last."""
         issues = [issue for line in self.lines(rank).values() for issue in line.issues.values()]
         return max(issues, key=lambda issue: issue.order, default=None)
@@ -248,7 +248,7 @@ class FlightRecorderView:
                         return self._in_words(ours, rank, other, peer)
         return None
 
-    def _in_words(self, ours: Issue, rank: int, other: Issue, peer: int) -> str:
+    def _in_words(self, ours: IssuedOp, rank: int, other: IssuedOp, peer: int) -> str:
         step = self.state(rank).step
         when = f" of step {step}" if step else ""  # nobody tells the steps of a user's own loop
         return (
@@ -292,7 +292,7 @@ def _last(line: FlightRecord | None) -> int:
     return 0 if line is None else max(line.issues, default=0)
 
 
-def _missed_collectives(everyones: _Lines) -> Iterator[tuple[Issue, int, int]]:
+def _missed_collectives(everyones: _Lines) -> Iterator[tuple[IssuedOp, int, int]]:
     """Yield collectives that one rank has come to and another of its group has not: both ranks."""
     found = {at: line for lines in everyones.values() for at, line in lines.items()}
     for at, line in sorted(found.items(), key=lambda each: _KINDS.index(each[1].kind)):
@@ -303,7 +303,7 @@ def _missed_collectives(everyones: _Lines) -> Iterator[tuple[Issue, int, int]]:
                 yield everyones[ahead][at].issues[last[ahead]], ahead, behind
 
 
-def _missed_messages(everyones: _Lines) -> Iterator[tuple[Issue, int, int]]:
+def _missed_messages(everyones: _Lines) -> Iterator[tuple[IssuedOp, int, int]]:
     """Yield the first message of a pair that one rank sends or expects, and the other does not."""
     for rank, lines in everyones.items():
         for line in lines.values():
@@ -373,7 +373,7 @@ class FlightRecorder(FlightRecorderView):
         """Say that there is progress which shows nowhere else."""
         self._write_header()
 
-    def issue(self, kind: str, group: Members, name: str, num_bytes: int = 0) -> None:
+    def issue(self, kind: str, group: RankSet, name: str, num_bytes: int = 0) -> None:
         """Say what is issued next.
 
         Args:
@@ -393,7 +393,7 @@ class FlightRecorder(FlightRecorderView):
             _ENTRY.pack_into(self._map, at, line.number, self._order, num_bytes, short)
         self._write_header()
 
-    def _begin_line(self, kind: str, group: Members) -> _OwnLine:
+    def _begin_line(self, kind: str, group: RankSet) -> _OwnLine:
         place = len(self._own)
         if place >= _NUM_LINES:
             return _OwnLine(None)
@@ -406,7 +406,7 @@ class FlightRecorder(FlightRecorderView):
         _KIND.pack_into(self._map, at, _KINDS.index(kind) + 1)  # last: now it is there for others
         return _OwnLine(at + _ENTRIES_AT)
 
-    def _over(self, kind: str, group: Members) -> str:
+    def _over(self, kind: str, group: RankSet) -> str:
         """Which group; nothing where it is all ranks: there is no other then."""
         if kind == "send":
             return f" to rank {group.ranks[1]}"

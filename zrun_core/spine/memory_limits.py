@@ -21,7 +21,7 @@ def host_total() -> int:
     return min(total, group_limit() or total)
 
 
-def host_left(*, swap: bool = False) -> int:
+def host_available(*, swap: bool = False) -> int:
     """Bytes that may still be taken on the host by the control group; what the kernel can drop of files counts.
 
     Args:
@@ -29,24 +29,24 @@ def host_left(*, swap: bool = False) -> int:
     """
     info = dict(_lines(Path("/proc/meminfo")))
     left = 1024 * sum(info.get(name, 0) for name in ("MemAvailable:", "SwapFree:")[: 1 + swap])
-    group = group_left()
+    group = group_available()
     return left if group is None else min(left, group)
 
 
-def held_bytes(pids: Iterable[int]) -> int:
+def resident_bytes(pids: Iterable[int]) -> int:
     """Bytes of memory that processes hold, without those of files."""
     found = (dict(_lines(f"/proc/{pid}/status")) for pid in pids)
     return 1024 * sum(each.get("RssAnon:", 0) + each.get("RssShmem:", 0) for each in found)
 
 
-def own_highest() -> int | None:
+def peak_resident() -> int | None:
     """The most bytes of memory that this process has held so far, without those of files; None: nobody tells."""
     found = dict(_lines("/proc/self/status"))
     highest = found.get("VmHWM:", 0) - found.get("RssFile:", 0)
     return 1024 * highest if highest > 0 else None
 
 
-def take_at_most(num_bytes: int) -> None:
+def limit_growth(num_bytes: int) -> None:
     """What would make this process take more from now on fails, before the kernel looks for somebody to kill."""
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     data = int(text("/proc/self/statm").split()[5]) * resource.getpagesize()
@@ -63,7 +63,7 @@ def group_limit() -> int | None:
     )
 
 
-def group_left() -> int | None:
+def group_available() -> int | None:
     """Bytes that the control group may still take, what the kernel can drop of its files counted as free."""
     found = []
     for controller, limit_name, used_name in (

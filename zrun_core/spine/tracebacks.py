@@ -1,4 +1,4 @@
-"""Exceptions as text: `shown(error)` for a person at a screen, `whole(error)` for a log.
+"""Exceptions as text: `user_traceback(error)` for a person at a screen, `full_traceback(error)` for a log.
 
 What is shown are the user's own frames and, from the last of them down, those of the libraries
 that it called. Frames of zrun, of `importlib`, and those through which torch only passes a call on
@@ -54,7 +54,7 @@ _FRAME = re.compile(r'(?P<indent>[ |]*)File "(?P<file>[^"]+)", line \d+')
 _REPEATED = re.compile(r"[ |]*\[Previous line repeated \d+ more times?\]$")
 
 
-def whole(error: BaseException, chars: int = _LOG_CHARS) -> str:
+def full_traceback(error: BaseException, chars: int = _LOG_CHARS) -> str:
     """Return the traceback of `error` and of its causes, with every frame.
 
     Args:
@@ -63,7 +63,7 @@ def whole(error: BaseException, chars: int = _LOG_CHARS) -> str:
     return _cut("".join(traceback.format_exception(error)).rstrip("\n"), chars)
 
 
-def shown(error: BaseException) -> str:
+def user_traceback(error: BaseException) -> str:
     """Return the traceback of `error` and of its causes as far as a person would read it.
 
     Where no frame would be left in it, each stack keeps the innermost one.
@@ -82,8 +82,8 @@ def shown(error: BaseException) -> str:
     return _cut("\n".join(_without_middle(lines, _SHOWN_LINES)), _SHOWN_CHARS)
 
 
-def crash(log: Sequence[str]) -> list[str]:
-    """Return what `faulthandler` wrote at the end of a log when native code crashed, as `shown`.
+def crash_stack(log: Sequence[str]) -> list[str]:
+    """Return what `faulthandler` wrote at the end of a log when native code crashed, as `user_traceback`.
 
     It begins with the newest call of each thread; here the user's frames come first, and then
     those of libraries down to where it happened.
@@ -104,7 +104,7 @@ def crash(log: Sequence[str]) -> list[str]:
     ]
 
 
-def add_where(error: BaseException, where: str) -> None:
+def add_location(error: BaseException, where: str) -> None:
     """Note where `error` was raised, in words that the headline of its report ends with.
 
     A note goes with the exception, also as text out of another process.
@@ -112,8 +112,8 @@ def add_where(error: BaseException, where: str) -> None:
     error.add_note(_WHERE + where)
 
 
-def take_where(text: str) -> tuple[str, str]:
-    """Return what `add_where` noted last in a traceback, and the traceback without such notes."""
+def split_location(text: str) -> tuple[str, str]:
+    """Return what `add_location` noted last in a traceback, and the traceback without such notes."""
     lines = text.splitlines()
     notes = [line.strip().removeprefix(_WHERE) for line in lines if line.strip().startswith(_WHERE)]
     kept = [line for line in lines if not line.strip().startswith(_WHERE)]
@@ -133,7 +133,7 @@ def first_line(error: BaseException) -> str:
     return (printable(message_of(error)).splitlines() or [type(error).__name__])[0][:200]
 
 
-def users_place(frame: FrameType | None) -> str:
+def user_location(frame: FrameType | None) -> str:
     """Return where the user's code stands in a stack: "loop.py:12, model(x)".
 
     Args:

@@ -125,7 +125,7 @@ def process_memory(device: torch.device) -> dict[str, int | None]:
     return {
         "rss_bytes": resident,
         "peak_rss_bytes": highest,
-        "process_bytes": None if cuda else memory_limits.own_highest(),
+        "process_bytes": None if cuda else memory_limits.peak_resident(),
         "device_allocated": torch.cuda.max_memory_allocated(device) if cuda else None,
         "device_reserved": torch.cuda.max_memory_reserved(device) if cuda else None,
     }

@@ -144,7 +144,7 @@ class Evaluator:
     def _vote_on_stop(self) -> HostCopy:
         """How many ranks were asked to stop; read after the batch, so that the device goes on."""
         own = torch.tensor([self._asked_to_stop()], dtype=torch.float64, device=self._device)
-        asked = self._comm.sum_small(own, self._world, name="evaluation")
+        asked = self._comm.all_reduce_small(own, self._world, name="evaluation")
         return HostCopy.of(NamedVector(["asked"], asked))
 
     def _over_ranks(self, sums: _Sums) -> tuple[dict[str, float], list[float]]:
@@ -159,7 +159,9 @@ class Evaluator:
         own = torch.cat([sums.counts, *(sums.by_name[name] for name in names)])
         if not self._mesh.adds_samples:
             own = torch.zeros_like(own)
-        counts_and_numbers = self._comm.sum_small(own, self._world, name="evaluation").tolist()
+        counts_and_numbers = self._comm.all_reduce_small(
+            own, self._world, name="evaluation"
+        ).tolist()
         counts, numbers = counts_and_numbers[:2], iter(counts_and_numbers[2:])
         # sum, weight, sum, weight, ...
         values = {
@@ -170,7 +172,7 @@ class Evaluator:
 
     def _check_names(self, names: list[str]) -> None:
         own = json.dumps(names).encode()
-        everyones = self._comm.exchange_bytes(own, self._world, name="evaluation")
+        everyones = self._comm.all_gather_bytes(own, self._world, name="evaluation")
         for rank, theirs in enumerate(everyones):
             if theirs != everyones[0]:
                 raise UserCodeError(

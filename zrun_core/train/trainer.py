@@ -41,7 +41,7 @@ from zrun_core.spine.events import Emitter
 from zrun_core.spine.flight_recorder import FlightRecorder
 from zrun_core.spine.spec import RunSpec
 from zrun_core.spine.stop_signals import StopSignals
-from zrun_core.spine.tracebacks import add_where, raised_at
+from zrun_core.spine.tracebacks import add_location, raised_at
 from zrun_core.telemetry.metrics import FlopCount, StepClock, StepPhase
 from zrun_core.telemetry.peak_memory import PeakMemory
 from zrun_core.telemetry.recorder import IssuedStep, Progress, Recorder, copy_to_host
@@ -88,7 +88,7 @@ def _pointing_at_forward() -> Iterator[None]:
     except RuntimeError as error:
         if raised_at(error) is None:
             setting = "torch.autograd.set_detect_anomaly(True)"
-            add_where(error, f": with {setting} in your file, the log shows the line of forward")
+            add_location(error, f": with {setting} in your file, the log shows the line of forward")
         raise
 
 
@@ -646,7 +646,7 @@ class Trainer:
         """Learn why the run is to end, from ranks whose hooks want it. Collective if one does."""
         if not self._must_end or self._early is not None:
             return
-        wishes = self.comm.exchange_bytes(self.hooks.wish.encode(), self.world, name="ending")
+        wishes = self.comm.all_gather_bytes(self.hooks.wish.encode(), self.world, name="ending")
         self._early = Ending("hook", next(wish.decode() for wish in wishes if wish))
 
     def _asked_to_stop(self) -> bool:
@@ -745,7 +745,7 @@ class Trainer:
         if "on_eval" in self.hooks:
             self._call_hook("on_eval", loss=found.loss)
             wishes = torch.tensor([float(bool(self.hooks.wish))], device=self.device)
-            wishes = self.comm.sum_small(wishes, self.world, name="ending")
+            wishes = self.comm.all_reduce_small(wishes, self.world, name="ending")
             self._must_end |= wishes.item() > 0
 
     def _broadcast_buffers(self) -> None:

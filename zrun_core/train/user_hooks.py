@@ -153,5 +153,5 @@ class Hooks:
         """Return the mean of `value` over all ranks. Collective; `name` is that of the hook."""
         comm, world = self.sharded.comm, self.sharded.mesh.world
         own = torch.tensor([value], dtype=torch.float64, device=comm.device)
-        total: float = comm.sum_small(own, world, name=f"{MEAN_NAME}{name}").item()
+        total: float = comm.all_reduce_small(own, world, name=f"{MEAN_NAME}{name}").item()
         return total / world.size

@@ -346,7 +346,7 @@ class Worker:
             places=[place.coordinates for place in plan.ranks],
             timeout_s=job.limits.collective_s,
         )
-        if (reason := comm.use_memory(mesh.host, job.limits.collective_s)) is not None:
+        if (reason := comm.use_cma(mesh.host, job.limits.collective_s)) is not None:
             print(f"the ranks of this host talk through sockets: {reason}")
         return comm, mesh
 
@@ -356,7 +356,7 @@ class Worker:
         return (
             given
             if given is None or device.type != "cpu"
-            else given - memory_limits.held_bytes([os.getpid()])
+            else given - memory_limits.resident_bytes([os.getpid()])
         )
 
     def _build(self, settings: ShardingConfig, mesh: Mesh, comm: Comm) -> Built:
@@ -420,7 +420,7 @@ class Worker:
             kind, code = _KINDS.get(type(error), "zrun"), error.exit_code
         else:
             kind, code = "bug", ExitCode.WORKER
-            text, raised = tracebacks.whole(error, _TOLD_CHARS), None
+            text, raised = tracebacks.full_traceback(error, _TOLD_CHARS), None
         if isinstance(error, OutOfMemoryError) and self._trainer is not None:
             text = oom.explain(error, self.spec, self._trainer.sharded)
         failure = {
@@ -431,7 +431,7 @@ class Worker:
             "type": type(error).__name__,
             "message": _in_a_line(error),
             "traceback": text,
-            "whole_traceback": raised and tracebacks.whole(raised, _TOLD_CHARS),
+            "whole_traceback": raised and tracebacks.full_traceback(raised, _TOLD_CHARS),
             "log_bytes": _log_bytes(),  # what follows in it is told by the launcher
             "exit_code": int(code),
             "time": time.time(),
@@ -441,7 +441,7 @@ class Worker:
             folder.mkdir(mode=0o700, exist_ok=True)
             (folder / f"rank-{self.rank}.json").write_text(json.dumps(failure))
         if raised is not None:
-            print(tracebacks.whole(raised), end="\n\n", file=sys.stderr)
+            print(tracebacks.full_traceback(raised), end="\n\n", file=sys.stderr)
             text = text.splitlines()[0] if kind == "user" else text
         print(text, file=sys.stderr, flush=True)
         return code
@@ -470,7 +470,7 @@ def _in_users_terms(error: BaseException, phase: str) -> BaseException:
     if user.is_out_of_memory(error):
         told = OutOfMemoryError(f"{phase} failed: out of memory: {tracebacks.first_line(error)}")
     elif isinstance(error, KeyboardInterrupt):  # no signal raises one here: the user's code did
-        told = UserCodeError(f"{phase} failed\n{tracebacks.shown(error)}")
+        told = UserCodeError(f"{phase} failed\n{tracebacks.user_traceback(error)}")
     else:
         told = lack_of_threads(error)
     if told is None:

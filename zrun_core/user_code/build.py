@@ -166,7 +166,7 @@ def _together(host: Group, comm: Comm) -> Iterator[None]:
         error = caught
     failures = torch.zeros(host.size, device=comm.device)
     failures[host.index] = error is not None
-    failed = comm.sum_small(failures, host, name="build").nonzero().flatten().tolist()
+    failed = comm.all_reduce_small(failures, host, name="build").nonzero().flatten().tolist()
     if error is not None:
         raise error
     if failed:
@@ -251,7 +251,7 @@ def _look_and_exit(factory: Factory, look: Callable[[nn.Module], None], answer: 
                 1, signal.SIGKILL
             )  # PR_SET_PDEATHSIG: others wait for the end of its connections
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        memory_limits.take_at_most(_LOOK_BYTES)  # where the factory makes values all the same
+        memory_limits.limit_growth(_LOOK_BYTES)  # where the factory makes values all the same
         sys.stdout = sys.stderr = nothing = open(os.devnull, "w")  # noqa: SIM115  # what it prints is printed once
         for stream in (1, 2):
             os.dup2(nothing.fileno(), stream)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from zrun_core.errors import UserCodeError
-from zrun_core.spine.tracebacks import add_where, message_of
+from zrun_core.spine.tracebacks import add_location, message_of
 
 LossFunction: TypeAlias = Callable[[nn.Module, Any], Any]
 
@@ -74,7 +74,7 @@ def _call(loss_fn: LossFunction, model: nn.Module, batch: Any) -> Any:
     except TypeError as error:
         if f"not {type(model).__name__}" in message_of(error):  # as in (output, target)
             takes = "a loss function is called with (model, batch), and calls the model itself"
-            add_where(error, f": {takes}")
+            add_location(error, f": {takes}")
         raise
 
 

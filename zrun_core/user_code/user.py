@@ -37,8 +37,8 @@ from zrun_core.spine.tracebacks import (
     is_packaged,
     message_of,
     raised_at,
-    shown,
-    take_where,
+    split_location,
+    user_traceback,
 )
 
 if TYPE_CHECKING:
@@ -216,7 +216,7 @@ def user_code(what: str) -> Iterator[None]:
             if PEER_IS_GONE.search(message_of(error)):
                 raise PeerError(f"another rank went away: {message_of(error)}") from error
             raise
-        noted, text = take_where(shown(error))
+        noted, text = split_location(user_traceback(error))
         what += noted if noted.startswith(":") else f" {noted}".rstrip()
         raise UserCodeError(f"{what}\n{text}") from error
 

@@ -222,7 +222,9 @@ def cut(
     _check_used("zero.leaf", leaf_names, model)
     params = dict(model.named_parameters())  # a tied parameter appears once, under its first name
     _check_table(table, params)
-    alike_over = {name: table[name].alike_over if name in table else () for name in params}
+    replicated_over = {
+        name: table[name].replicated_over if name in table else () for name in params
+    }
     in_fp32 = _of_running_norms(model)
     dtypes = {
         name: torch.float32 if id(param) in in_fp32 else dtype for name, param in params.items()
@@ -237,12 +239,12 @@ def cut(
 
     def add(name: str, names: Sequence[str], leaf: bool, persistent: bool, block: str) -> None:
         formats = dict.fromkeys((dtype, torch.float32))
-        axes = sorted({alike_over[n] for n in names})
+        axes = sorted({replicated_over[n] for n in names})
         for trainable, of_dtype, over in itertools.product((True, False), formats, axes):
             chosen = [
                 n for n in names if params[n].requires_grad == trainable and dtypes[n] == of_dtype
             ]
-            chosen = [n for n in chosen if alike_over[n] == over]
+            chosen = [n for n in chosen if replicated_over[n] == over]
             if not chosen:
                 continue
             traits = [*["frozen"] * (not trainable), *["fp32"] * (of_dtype != dtype)]

@@ -180,7 +180,7 @@ class Inspector:
         """Every rank's row, by rank."""
         table = torch.zeros(self._world.size, len(row), dtype=torch.float64)
         table[self._world.index] = torch.tensor(row, dtype=torch.float64)
-        summed = self._comm.sum_small(
+        summed = self._comm.all_reduce_small(
             table.view(-1).to(self._comm.device), self._world, name="skipped step"
         )
         rows: list[list[float]] = summed.view(-1, len(row)).tolist()
@@ -239,7 +239,7 @@ class Inspector:
         if self._pipe.size == 1:
             return own()
         name = own().encode() if rank == self._world.index else b""
-        return self._comm.exchange_bytes(name, self._world, name="skipped step")[rank].decode()
+        return self._comm.all_gather_bytes(name, self._world, name="skipped step")[rank].decode()
 
     def _judge(self, rows: list[list[float]]) -> Culprit | None:
         ranks = range(len(rows))

@@ -27,8 +27,8 @@ class Server(Exchange):
         is_served = unit.trainable and peers.copy_index > 0
         return (0, 0) if is_served else super().owned_range(unit, peers)
 
-    def owned_alike_over(self, unit: UnitLayout) -> tuple[str, ...]:
-        return () if unit.trainable else super().owned_alike_over(unit)
+    def owned_replicated_over(self, unit: UnitLayout) -> tuple[str, ...]:
+        return () if unit.trainable else super().owned_replicated_over(unit)
 
     def counted_parts(self, unit: UnitLayout, peers: Peers) -> range:
         return range(0 if peers.copy_index else unit.num_parts)

@@ -26,7 +26,7 @@ from torch import nn
 from zrun_core.distributed.comm import Comm, CommPhase
 from zrun_core.distributed.mesh import Mesh
 from zrun_core.distributed.named_vector import NamedVector
-from zrun_core.distributed.step_message import Said, exchange
+from zrun_core.distributed.step_message import StepContribution, all_reduce_step
 from zrun_core.errors import PreflightError
 from zrun_core.memory.buffers import Buffer, Kind
 from zrun_core.memory.layout import (
@@ -257,7 +257,7 @@ class ShardedModel:
         install(module, self.units, planned.hooked, self._gatherer, self.reducer, watched=watched)
         self._trained = [unit for unit in self.units if unit.trainable]
         # In norms, of what several ranks hold alike the first one's copy counts.
-        self._counted = [u for u in self._trained if mesh.is_first(u.layout.alike_over)]
+        self._counted = [u for u in self._trained if mesh.is_first(u.layout.replicated_over)]
         self._before_update: list[Callable[[], None]] = []
         self.optimizer: ShardedOptimizer
         if settings.optimizer is not None:
@@ -368,8 +368,8 @@ class ShardedModel:
         scale = self.scaler if scaler is None else scaler
         self.comm.phase = CommPhase.STEP
         got = b"".join(unit.got for unit in self._trained)
-        said = Said(sums, self._square_norm(), self._gatherer.schedule_hash, got)
-        heard = exchange(said, self.mesh.data, self.mesh.world, self.comm)
+        said = StepContribution(sums, self._square_norm(), self._gatherer.schedule_hash, got)
+        heard = all_reduce_step(said, self.mesh.data, self.mesh.world, self.comm)
 
         divisor = divisor_of(heard.sums) * scale.scale.double()
         norm = heard.square.sqrt() / divisor

@@ -322,11 +322,12 @@ class ShardedOptimizer:
         counted = [
             norms
             for update, norms in zip(updates, proposed, strict=True)
-            if self._tensor.index == 0 or self._tensor.axis not in update.unit.layout.alike_over
+            if self._tensor.index == 0
+            or self._tensor.axis not in update.unit.layout.replicated_over
         ]
         squares = self._trust.squares(counted, parts)
         for each in (group, self._tensor):
-            squares = self._comm.sum_small(squares, each, name="trust ratios")
+            squares = self._comm.all_reduce_small(squares, each, name="trust ratios")
         ratios = self._trust.ratios(squares)
         for optimizer in optimizers:
             optimizer.apply(ratios)

@@ -19,9 +19,9 @@ from zrun_core.distributed.comm import Comm, Group, Handle
 from zrun_core.memory.arena import (
     PagePool,
     PageWindow,
+    ResidentWindow,
     StorageMeter,
     StorageWindow,
-    WholeWindow,
     Window,
     byte_buffer,
     can_move_pages,
@@ -118,7 +118,9 @@ class FlatUnit:
         own = layout.shard_range(self.shard.index)
         self.window: Window
         if not self.frees:
-            self.window = WholeWindow(flat_buffer(layout.padded_numel, layout.dtype, device), own)
+            self.window = ResidentWindow(
+                flat_buffer(layout.padded_numel, layout.dtype, device), own
+            )
         elif isinstance(pool, PagePool):
             self.window = PageWindow(layout.padded_numel, own, layout.dtype, pool)
             self.state = UnitState.SHARDED

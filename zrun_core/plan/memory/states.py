@@ -30,7 +30,7 @@ from zrun_core.memory.layout import (
     module_buffers,
     whole_pages,
 )
-from zrun_core.memory.tensors import TensorPart, contiguous, whole
+from zrun_core.memory.tensors import TensorPart, contiguous_stride, full_part
 from zrun_core.optim.resolve import resolve_optimizer
 from zrun_core.plan.question.candidate import stage_blocks
 from zrun_core.plan.question.transformer import TransformerShape
@@ -217,7 +217,9 @@ def _alike_over_tensor(tree: nn.Module) -> dict[str, TensorPart]:
         for key in module.alike if isinstance(module, _Vectors) else ():
             if (param := module._parameters.get(key)) is not None:
                 name, shape = f"{path}.{key}", tuple(param.shape)
-                found[name] = whole(name, shape, contiguous(shape), alike_over=("tensor",))
+                found[name] = full_part(
+                    name, shape, contiguous_stride(shape), replicated_over=("tensor",)
+                )
     return found
 
 

@@ -32,7 +32,7 @@ from typing import Any, TextIO
 from zrun_core.errors import ExitCode, JobError, UserCodeError
 from zrun_core.plan.trace.profile import Profile
 from zrun_core.spine import memory_limits, tracebacks
-from zrun_core.spine.cache import are_unchanged, digest_of_file, folder, keep
+from zrun_core.spine.cache import are_unchanged, cache_folder, digest_of_file, write_cached
 from zrun_core.spine.config import JobConfig
 
 _KEYS = (
@@ -91,7 +91,7 @@ def trace_in_subprocess(
         UserCodeError: the model cannot even be built, or not in this time.
     """
     request = _request(job, job_dir, micros, checkpoints, device, threads)
-    place = folder("profiles") / f"{_digest(request)}.json"
+    place = cache_folder("profiles") / f"{_digest(request)}.json"
     if use_cache and (stored := _stored(place)) is not None:
         return stored
     end = time.monotonic() + timeout_s
@@ -123,7 +123,7 @@ def trace_in_subprocess(
             is_partial=heard.is_late,
         )
     if use_cache and not found.is_partial:
-        keep(place, found.to_json(), _KEPT)
+        write_cached(place, found.to_json(), _KEPT)
     return found
 
 
@@ -301,8 +301,8 @@ def _main() -> None:
     request = json.load(sys.stdin)
     answer_fd = int(sys.argv[1])
     os.set_inheritable(answer_fd, False)
-    memory_limits.take_at_most(
-        memory_limits.host_left() * 4 // 5
+    memory_limits.limit_growth(
+        memory_limits.host_available() * 4 // 5
     )  # what does not bear the meta device is built for real, however large
     with open(answer_fd, "w", encoding="utf-8") as file:
         _answer(request, file)
@@ -342,7 +342,7 @@ def _answer(request: Mapping[str, Any], file: TextIO) -> None:
     except ZrunError as error:
         say("failed", json.dumps([str(error), error.exit_code]))
     except Exception as error:
-        say("failed", json.dumps([tracebacks.shown(error), None]))
+        say("failed", json.dumps([tracebacks.user_traceback(error), None]))
     else:
         say("done", replace(profile, files=_user_files(job_dir)).to_json())
 

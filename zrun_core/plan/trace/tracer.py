@@ -315,7 +315,7 @@ class _Subject:
         self._mode, self._is_fake = nullcontext(), False
         shape = describe_params(self._model, self._precision.compute)
         num_bytes = 4 * sum(param.numel for param in shape)
-        if num_bytes > 0.4 * memory_limits.host_left():
+        if num_bytes > 0.4 * memory_limits.host_available():
             raise UserCodeError(
                 f"the model must run for real to be measured, and its {num_bytes / 2**30:.1f} GiB do not fit here"
             )

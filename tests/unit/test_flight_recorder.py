@@ -16,7 +16,7 @@ import pytest
 from zrun_core.distributed import comm
 from zrun_core.distributed.comm import Group
 from zrun_core.errors import HangError
-from zrun_core.spine.flight_recorder import FlightRecorder, FlightRecorderView, Issue, Watchdog
+from zrun_core.spine.flight_recorder import FlightRecorder, FlightRecorderView, IssuedOp, Watchdog
 
 
 def over(*ranks: int, axis: str = "world") -> Group:
@@ -26,7 +26,7 @@ def over(*ranks: int, axis: str = "world") -> Group:
 WORLD = over(0, 1, 2)
 
 
-def history(board: FlightRecorder, rank: int, kind: str) -> dict[int, Issue]:
+def history(board: FlightRecorder, rank: int, kind: str) -> dict[int, IssuedOp]:
     (found,) = [line.issues for line in board.lines(rank).values() if line.kind == kind]
     return found
 

@@ -36,8 +36,8 @@ def fill(folder: Path, **files: object) -> None:
 
 def test_without_a_limit_the_host_counts(group: Path) -> None:
     assert memory_limits.group_limit() is None
-    assert memory_limits.group_left() is None
-    assert 0 < memory_limits.host_left() < memory_limits.host_total()
+    assert memory_limits.group_available() is None
+    assert 0 < memory_limits.host_available() < memory_limits.host_total()
     fill(
         group / "memory/jobs/mine",
         memory__limit_in_bytes=0x7FFFFFFFFFFFF000,
@@ -61,13 +61,13 @@ def test_the_tightest_group_counts_and_what_the_kernel_can_drop_is_free(
         **{limit: 700, used: 600, "memory__stat": "anon 1\ninactive_file 150\nactive_file 50\nodd"},
     )
     assert memory_limits.group_limit() == memory_limits.host_total() == 700
-    assert memory_limits.group_left() == memory_limits.host_left() == 300
+    assert memory_limits.group_available() == memory_limits.host_available() == 300
 
 
 def test_ranks_may_take_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     left = 1000 * MIB
     monkeypatch.setattr(memory_limits, "host_total", lambda: 10_000 * MIB)
-    monkeypatch.setattr(memory_limits, "host_left", lambda *, swap: left)
+    monkeypatch.setattr(memory_limits, "host_available", lambda *, swap: left)
     watch = MemoryWatch(None)
     assert watch.shortage(0.0, []) == ""
     assert 0.05 < watch.patience(0.0) <= 0.5
@@ -80,9 +80,9 @@ def test_ranks_may_take_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranks_may_take_what_their_job_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    held = memory_limits.held_bytes([os.getpid()])
+    held = memory_limits.resident_bytes([os.getpid()])
     assert 10 * MIB < held < memory_limits.host_total()
-    monkeypatch.setattr(memory_watch.memory_limits, "host_left", lambda *, swap: 1 << 40)
+    monkeypatch.setattr(memory_watch.memory_limits, "host_available", lambda *, swap: 1 << 40)
     monkeypatch.setattr(memory_watch, "_BESIDE", 0)
     assert MemoryWatch(2 * held).shortage(0.0, [os.getpid()]) == ""
     assert "and limits.memory is 1.0 MiB" in MemoryWatch(MIB).shortage(0.0, [os.getpid(), 0])
@@ -90,8 +90,8 @@ def test_ranks_may_take_what_their_job_may(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_jobs_limit_is_looked_after_until_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     held = 100 * MIB
-    monkeypatch.setattr(memory_watch.memory_limits, "host_left", lambda *, swap: 0)
-    monkeypatch.setattr(memory_watch.memory_limits, "held_bytes", lambda pids: held)
+    monkeypatch.setattr(memory_watch.memory_limits, "host_available", lambda *, swap: 0)
+    monkeypatch.setattr(memory_watch.memory_limits, "resident_bytes", lambda pids: held)
     monkeypatch.setattr(memory_watch, "_BESIDE", 0)
     watch = MemoryWatch(200 * MIB)
     assert watch.shortage(0.0, [1]) == "0 B were left on this host"
@@ -105,14 +105,14 @@ def test_a_jobs_limit_is_looked_after_until_its_end(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_process_knows_the_most_it_has_held() -> None:
-    before = memory_limits.own_highest()
+    before = memory_limits.peak_resident()
     assert before is not None
     taken = bytearray(b"x") * (64 * MIB)
-    held = memory_limits.held_bytes([os.getpid()])
-    highest = memory_limits.own_highest()
+    held = memory_limits.resident_bytes([os.getpid()])
+    highest = memory_limits.peak_resident()
     assert highest is not None
     assert highest >= held - MIB
     del taken
     assert (
-        highest - MIB <= memory_limits.own_highest() <= highest + 8 * MIB
+        highest - MIB <= memory_limits.peak_resident() <= highest + 8 * MIB
     )  # it is the most, not what is there now

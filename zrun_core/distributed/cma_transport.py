@@ -12,7 +12,7 @@ has taken. The next message of a peer and tag is posted once the one before was 
 [Note: who moves messages]
 No thread does: a rank takes what was posted for it, and posts what is due, whenever it looks after any message of its
 own. It may wait for sockets only when it has taken all that it asked for (`take_all`); else two ranks could wait for
-each other. So a group uses memory for everything, or for nothing: `HostMemory.holds`. What is due is posted by then
+each other. So a group uses memory for everything, or for nothing: `CmaTransport.holds`. What is due is posted by then
 too: whoever sends the next message of a tag has taken the one before, so taking it also looks after the other way.
 A rank may also ask long before the other sends: for that it must not wait, since the other may wait
 for the same sockets first. Such messages have tags of their own, of which it takes what is there.
@@ -114,7 +114,7 @@ class _Peer:
 class _Channel:
     """The messages of one peer and tag in one direction, in order."""
 
-    def __init__(self, owner: HostMemory, rank: int, tag: int) -> None:
+    def __init__(self, owner: CmaTransport, rank: int, tag: int) -> None:
         self.rank, self.tag, self.peer = rank, tag, owner.peers[rank]
         here, there = owner.ranks.index(rank) * NUM_TAGS, owner.index * NUM_TAGS
         self.table, self.at = owner.table, (here + tag) * _WORDS  # what this rank says to the peer
@@ -176,7 +176,7 @@ class Message:
     """One message on its way: a `Work`."""
 
     def __init__(
-        self, owner: HostMemory, line: _Sending | _Receiving, tensor: torch.Tensor
+        self, owner: CmaTransport, line: _Sending | _Receiving, tensor: torch.Tensor
     ) -> None:
         self._owner, self.line, self.tensor = owner, line, tensor
         self.is_over = False
@@ -196,7 +196,7 @@ class Message:
             self._owner.wait_for(self)
 
 
-class HostMemory:
+class CmaTransport:
     """This rank's messages to and from the other ranks of its host. Those of one peer and tag arrive in order."""
 
     def __init__(

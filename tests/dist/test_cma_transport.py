@@ -14,9 +14,9 @@ import torch.distributed as dist
 from test_comm import CPU, collectives, join, whole
 from toys import Net, data, full_state, make_sharded, train_sharded, world
 
-from zrun_core.distributed import host_memory
+from zrun_core.distributed import cma_transport
+from zrun_core.distributed.cma_transport import CmaTransport, Message
 from zrun_core.distributed.comm import Comm, Group, Handle, gather_tag
-from zrun_core.distributed.host_memory import HostMemory, Message
 from zrun_core.distributed.mesh import Mesh
 from zrun_core.errors import HangError, PeerError
 
@@ -24,7 +24,7 @@ from zrun_core.errors import HangError, PeerError
 def join_memory(patience_s: float = 60.0) -> tuple[Comm, Group]:
     """A group that has no sockets to fall back on."""
     comm, group = join()
-    assert comm.use_memory(group, patience_s) is None
+    assert comm.use_cma(group, patience_s) is None
     return comm, replace(group, handle=None)
 
 
@@ -58,11 +58,11 @@ def test_collectives_have_the_bits_of_those_over_sockets(ranks, world_size):
 
 def train(stage: int, in_memory: bool) -> tuple[list[float], dict[str, list[float]]]:
     torch.manual_seed(1)
-    os.environ[host_memory.SWITCH] = "on" if in_memory else "off"
+    os.environ[cma_transport.SWITCH] = "on" if in_memory else "off"
     try:
         sharded = make_sharded(Net(), stage)
     finally:
-        del os.environ[host_memory.SWITCH]
+        del os.environ[cma_transport.SWITCH]
     assert (sharded.comm._memory is not None) == in_memory
     losses = train_sharded(sharded, data(4), accumulation=2)
     return losses, {name: value.tolist() for name, value in full_state(sharded).items()}
@@ -76,12 +76,12 @@ def test_training_has_the_bits_of_that_over_sockets(ranks, stage):
 def refuse_on_one_rank() -> tuple[str | None, list[float]]:
     comm, group = join()
     if group.index == 1:
-        os.environ[host_memory.SWITCH] = "off"
+        os.environ[cma_transport.SWITCH] = "off"
     try:
-        reason = comm.use_memory(group, 60.0)
+        reason = comm.use_cma(group, 60.0)
     finally:
-        os.environ.pop(host_memory.SWITCH, None)
-    return reason, comm.sum_small(torch.ones(2), group, name="after").tolist()
+        os.environ.pop(cma_transport.SWITCH, None)
+    return reason, comm.all_reduce_small(torch.ones(2), group, name="after").tolist()
 
 
 def test_one_rank_that_cannot_makes_all_use_sockets(ranks):
@@ -100,10 +100,10 @@ def fail_to_make_a_table_on_one_rank() -> tuple[str | None, list[float]]:
     if group.index == 1:
         os.memfd_create = refuse
     try:
-        reason = comm.use_memory(group, 60.0)
+        reason = comm.use_cma(group, 60.0)
     finally:
         os.memfd_create = real
-    return reason, comm.sum_small(torch.ones(2), group, name="after").tolist()
+    return reason, comm.all_reduce_small(torch.ones(2), group, name="after").tolist()
 
 
 def test_one_rank_without_descriptors_makes_all_use_sockets(ranks):
@@ -118,11 +118,11 @@ def meet_a_stranger() -> str | None:
     real, own = os.getpid, os.getpid()
     pids = [
         int.from_bytes(each, "little")
-        for each in comm.exchange_bytes(own.to_bytes(8, "little"), group, name="p")
+        for each in comm.all_gather_bytes(own.to_bytes(8, "little"), group, name="p")
     ]
     os.getpid = lambda: pids[(group.index + 1) % group.size]
     try:
-        return comm.use_memory(group, 60.0)
+        return comm.use_cma(group, 60.0)
     finally:
         os.getpid = real
 
@@ -201,7 +201,7 @@ def owe_a_message() -> list[float]:
         return full, comm.all_gather(full, own, group, tag=2, name="a")
 
     def meet(place: str) -> None:  # nobody looks at messages here, as in a wait for sockets
-        comm.roll_call(group, f"owe {call} {place}", 20.0)
+        comm.monitored_barrier(group, f"owe {call} {place}", 20.0)
 
     _, first = gather(10)
     meet("both have sent")
@@ -227,7 +227,7 @@ def test_what_is_due_is_sent_before_a_rank_turns_to_something_else(ranks):
 def settle_while_another_waits_for_a_socket() -> tuple[list[float], list[float]]:
     """Rank 1 has asked for a gather that it needs later only; rank 0 must not wait for it in vain."""
     comm, group = join()
-    assert comm.use_memory(group, 10.0) is None
+    assert comm.use_cma(group, 10.0) is None
     full = torch.zeros(2)
     own = full[group.index : group.index + 1].fill_(group.index + 1)
     gathered = comm.all_gather(full, own, group, tag=2, name="a")
@@ -274,7 +274,7 @@ def lose_a_peer() -> str:
     """Rank 1's place is taken by a child that ends without a word."""
     comm, group = join()
     if group.index == 1:
-        comm.exchange_bytes(b"", group, name="stay")  # until rank 0 has seen the child go
+        comm.all_gather_bytes(b"", group, name="stay")  # until rank 0 has seen the child go
         return ""
     child = os.fork()
     if child == 0:
@@ -287,18 +287,18 @@ def lose_a_peer() -> str:
             alone_with(os.getpid(), patience_s=0.0).receive(torch.zeros(1), 1, 2).wait()
     finally:
         os.waitpid(child, 0)
-        comm.exchange_bytes(b"", group, name="stay")
+        comm.all_gather_bytes(b"", group, name="stay")
     return "seen"
 
 
-def alone_with(pid: int, patience_s: float = 60.0) -> HostMemory:
+def alone_with(pid: int, patience_s: float = 60.0) -> CmaTransport:
     """The memory of a rank whose peer runs in process `pid` and never posts anything."""
-    memory = HostMemory((0,), 0, lambda payload: [payload], patience_s)
+    memory = CmaTransport((0,), 0, lambda payload: [payload], patience_s)
     memory.ranks = (0, 1)
     descriptor = os.memfd_create("peer")
     try:
         os.ftruncate(descriptor, 1 << 23)
-        memory.peers[1] = host_memory._Peer(os.getpid(), descriptor, 1 << 23)
+        memory.peers[1] = cma_transport._Peer(os.getpid(), descriptor, 1 << 23)
     finally:
         os.close(descriptor)
     memory.peers[1].pid = pid
@@ -314,7 +314,7 @@ def test_only_groups_within_the_host_use_it():
     assert memory.holds((0, 1), 2)
     assert not memory.holds((0, 1, 2), 2)
     assert not memory.holds((0, 1), 1 << 16)
-    assert Comm(CPU).use_memory(Group("host", (0,), 0, None), 1.0) is None
+    assert Comm(CPU).use_cma(Group("host", (0,), 0, None), 1.0) is None
 
 
 def ask_early() -> tuple[list[float], list[float]]:
@@ -322,7 +322,7 @@ def ask_early() -> tuple[list[float], list[float]]:
     rank, size = world()
     mesh = Mesh.build(rank, ["one", "one", "other"], size)
     comm, group = Comm(CPU), mesh.world
-    assert comm.use_memory(mesh.host, 10.0) is None
+    assert comm.use_cma(mesh.host, 10.0) is None
     arriving = torch.zeros(2)
     if rank == 1:
         early = comm.receive(arriving, 0, group, number=0, name="hidden")
@@ -357,13 +357,13 @@ def send_without_looking() -> list[float]:
             comm.send(tensor, 1, group, number=number, name=f"hidden of {number}")
             for number, tensor in enumerate(tensors)
         ]
-        comm.roll_call(group, f"without looking {call}", 20.0)
+        comm.monitored_barrier(group, f"without looking {call}", 20.0)
         for send in sends:
             send.wait()
         return []
     for number, tensor in reversed(list(enumerate(tensors))):
         comm.receive(tensor, 0, group, number=number, name=f"hidden of {number}").wait()
-    comm.roll_call(group, f"without looking {call}", 20.0)
+    comm.monitored_barrier(group, f"without looking {call}", 20.0)
     return [float(tensor[0]) for tensor in tensors]
 
 

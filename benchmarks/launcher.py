@@ -40,8 +40,8 @@ from zrun.launch.supervise import Interrupts, SupervisedRun, Supervisor, judge  
 from zrun.runs.rundir import RunDir  # noqa: E402
 from zrun.topology.grouping import best_groups  # noqa: E402
 from zrun.transport.agent_process import AgentLink  # noqa: E402
-from zrun.transport.agents import Agents  # noqa: E402
-from zrun.transport.frames import BOARD_S, Start  # noqa: E402
+from zrun.transport.agents import AgentGroup  # noqa: E402
+from zrun.transport.frames import PROGRESS_S, StartRequest  # noqa: E402
 from zrun.watch.follow import Follower  # noqa: E402
 from zrun.watch.live import Live  # noqa: E402
 from zrun.watch.screen import PERIOD_S  # noqa: E402
@@ -64,11 +64,11 @@ class Simulated(AgentLink):
     def pid(self) -> int:
         return 0
 
-    def why_ended(self) -> str:
+    def end_reason(self) -> str:
         return f"{self.host}: the simulation ended"
 
     def close(self, patience_s: float = 0.0) -> None:
-        self.let_go()
+        self.disconnect()
         self._output.close()
 
 
@@ -157,7 +157,7 @@ def act(hosts: list[Far], seconds: float, events: bool) -> None:
     chance, begun = random.Random(1), time.monotonic()
     due: list[tuple[float, int, int]] = []  # when, which host, and which rank of it; -1: the board
     for number, host in enumerate(hosts):
-        due.append((begun + chance.random() * BOARD_S, number, -1))
+        due.append((begun + chance.random() * PROGRESS_S, number, -1))
         due += [(begun + chance.random(), number, rank) for rank in host.ranks if events]
     heapq.heapify(due)
     while due[0][0] < begun + seconds:
@@ -167,7 +167,7 @@ def act(hosts: list[Far], seconds: float, events: bool) -> None:
                 os.read(key.fd, 1 << 16)  # that the launcher is there
             continue
         say(hosts[number], hosts[number].board() if rank < 0 else hosts[number].event(rank))
-        heapq.heapreplace(due, (when + (BOARD_S if rank < 0 else 1.0), number, rank))
+        heapq.heapreplace(due, (when + (PROGRESS_S if rank < 0 else 1.0), number, rank))
     for host in hosts:  # rank 0, which says that training has ended, is the first
         say(host, host.end())
     while selector.get_map():  # until the launcher has let go
@@ -272,9 +272,9 @@ def follow(num_hosts: int, ranks_per_host: int, seconds: float, events: bool) ->
             follower.turn()
 
         before = time.process_time()
-        agents = Agents(members)
+        agents = AgentGroup(members)
         agents.start(
-            Start(spec_json, f"node{n}", {}, "zrun_core.train.worker")
+            StartRequest(spec_json, f"node{n}", {}, "zrun_core.train.worker")
             for spec_json in [spec.to_json()]
             for n in range(num_hosts)
         )
@@ -375,7 +375,8 @@ def preflights() -> None:
     import rig as rigs
 
     from zrun.hosts.hostfile import HostEntry
-    from zrun.preflight.inspection import Needs, preflight
+    from zrun.preflight.host_checks import HostRequirements
+    from zrun.preflight.inspection import check_hosts
     from zrun.transport.agent_process import close_all
     from zrun.transport.ssh import SshAgent
     from zrun_core.errors import PreflightError
@@ -390,7 +391,7 @@ def preflights() -> None:
             agents = [*(SshAgent(HostEntry(name), rig.ssh) for name in names), *more]
             try:
                 with contextlib.suppress(PreflightError):
-                    preflight(agents, Needs())
+                    check_hosts(agents, HostRequirements())
             finally:
                 close_all(agents)
 

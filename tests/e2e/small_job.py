@@ -34,7 +34,7 @@ class Fate:
         self.count += 1
         if self.count == self.number:
             agent = _parent(os.getpid())
-            launcher = _parent(_parent(agent))  # the keeper is between them
+            launcher = _parent(_parent(agent))  # the reaper is between them
             os.kill(
                 {"rank": os.getpid(), "agent": agent, "launcher": launcher}[self.victim],
                 signal.SIGKILL,

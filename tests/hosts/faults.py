@@ -50,7 +50,7 @@ class Launch:
         return sorted(pid for pid, line in self.rig.hosts[host].commands().items() if text in line)
 
     def agent(self, host: str) -> int:
-        """The agent of a host, which is not the first process there with its command line: that is its keeper."""
+        """The agent of a host, which is not the first process there with its command line: that is its reaper."""
         return self.pids(host, "zrun.agent.main")[-1]
 
     def ssh_client(self, host: str) -> int:

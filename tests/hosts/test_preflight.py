@@ -15,10 +15,11 @@ import pytest
 from rig import Host, Rig
 
 from zrun.hosts.backend import Backend, HostEntry
-from zrun.hosts.conventions import NONE
-from zrun.hosts.probe import software
+from zrun.hosts.cluster_env import NONE
+from zrun.hosts.probe import HostReport, software
 from zrun.launch.bring_up import assemble, open_agents
-from zrun.preflight.inspection import HostReport, Needs, inspect, preflight
+from zrun.preflight.host_checks import HostRequirements
+from zrun.preflight.inspection import check_hosts, inspect_hosts
 from zrun.preflight.rpc_client import ask
 from zrun.transport.agent_process import AgentLink, close_all
 from zrun.transport.local import LocalAgent
@@ -49,7 +50,9 @@ def problems(error: PreflightError) -> list[str]:
 
 def test_good_hosts_are_told_apart(rig: Rig, tmp_path: Path) -> None:
     with agents(rig, LocalAgent()) as all_:
-        reports = preflight(all_, Needs(job_dir=Path(__file__).parent, shared=(tmp_path / "run",)))
+        reports = check_hosts(
+            all_, HostRequirements(job_dir=Path(__file__).parent, shared=(tmp_path / "run",))
+        )
     addresses = [*(host.address for host in rig.hosts.values()), rig.address]
     assert [report.address for report in reports] == addresses
     if rig.isolated:
@@ -122,7 +125,9 @@ def test_everything_that_is_wrong_is_said_at_once(
         agents(rig, SshAgent(HostEntry("refusing"), rig.ssh), python={"node1": old_torch}) as all_,
         pytest.raises(PreflightError) as caught,
     ):
-        preflight(all_, Needs(job_dir=job, shared=(run,), shm_bytes=64 << 20, nofile=500))
+        check_hosts(
+            all_, HostRequirements(job_dir=job, shared=(run,), shm_bytes=64 << 20, nofile=500)
+        )
     assert str(caught.value).startswith("4 of 4 hosts cannot be used:\n  host ")
     expected = [
         f"node1: torch 1.0.0 there, {software().torch} here: install the same version for {old_torch}",
@@ -144,7 +149,7 @@ def test_hosts_that_do_not_reach_each_other_are_named(isolated_rig: Rig) -> None
     node2.run("ip", "route", "add", "unreachable", node3.address)
     try:
         with agents(rig) as all_, pytest.raises(PreflightError) as caught:
-            preflight(all_, Needs())
+            check_hosts(all_, HostRequirements())
     finally:
         node2.run("ip", "route", "del", "unreachable", node3.address)
     advice = "open the ports between the hosts in their firewall"
@@ -156,7 +161,7 @@ def test_hosts_that_do_not_reach_each_other_are_named(isolated_rig: Rig) -> None
 
 def test_a_machine_with_two_names_is_one_host(rig: Rig) -> None:
     with agents(rig, SshAgent(HostEntry("again"), rig.ssh)) as all_:
-        findings = inspect(all_, Needs())
+        findings = inspect_hosts(all_, HostRequirements())
     assert [finding.problems for finding in findings[:3]] == [()] * 3
     assert findings[3].problems == ("it is the same machine as node1: name each host once",)
 
@@ -191,7 +196,7 @@ def test_a_host_with_a_port_is_called_by_both(isolated_rig: Rig, tmp_path: Path)
 
 def test_a_clock_that_is_off_is_reported_only(rig: Rig, late_python: str) -> None:
     with agents(rig, python={"node3": late_python}) as all_:
-        findings = inspect(all_, Needs())
+        findings = inspect_hosts(all_, HostRequirements())
     assert [finding.problems for finding in findings] == [()] * 3
     assert [len(finding.notes) for finding in findings] == [0, 0, 1]
     assert findings[2].notes[0].startswith("its clock is -60.")

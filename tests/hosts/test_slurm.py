@@ -128,5 +128,5 @@ def test_another_option_would_be_refused(allocation: Rig, monkeypatch: pytest.Mo
     agent = SrunAgent("node1", sys.executable)
     while agent.frames(1.0) is not None:
         pass
-    assert "Requested nodes are not in it" in agent.why_ended()
+    assert "Requested nodes are not in it" in agent.end_reason()
     agent.close()

@@ -20,9 +20,10 @@ import pytest
 from rig import Rig, silent_listener
 
 from zrun.hosts.backend import HostEntry
-from zrun.preflight.inspection import Needs, preflight
+from zrun.preflight.host_checks import HostRequirements
+from zrun.preflight.inspection import check_hosts
 from zrun.transport.agent_process import close_all
-from zrun.transport.frames import Start
+from zrun.transport.frames import StartRequest
 from zrun.transport.ssh import SshAgent
 from zrun_core.errors import PreflightError
 
@@ -45,14 +46,14 @@ def follow(agent: SshAgent) -> list[dict[str, Any]]:
     while not any(frame["frame"] == "done" for frame in frames):
         assert time.monotonic() < deadline, frames
         new = agent.frames(0.5)
-        assert new is not None, agent.why_ended()
+        assert new is not None, agent.end_reason()
         frames += new
     return frames
 
 
 def start_frame(
     run_dir: Path, host: str, module: str, env: dict[str, str] | None = None, **job: Any
-) -> Start:
+) -> StartRequest:
     """One rank of two is on this host."""
     (run_dir / "logs").mkdir(parents=True, mode=0o700)
     places = [
@@ -65,7 +66,7 @@ def start_frame(
         "job": job,
         "plan": {"ranks": places, "threads": 1},
     }
-    return Start(spec, host, {"PYTHONPATH": str(HERE), **(env or {})}, module)
+    return StartRequest(spec, host, {"PYTHONPATH": str(HERE), **(env or {})}, module)
 
 
 def agent_of(rig: Rig, name: str) -> SshAgent:
@@ -74,7 +75,7 @@ def agent_of(rig: Rig, name: str) -> SshAgent:
 
 def test_an_agent_of_each_host_answers_runs_and_ends(rig: Rig, tmp_path: Path) -> None:
     agents = [agent_of(rig, name) for name in rig.hosts]
-    preflight(agents, Needs())
+    check_hosts(agents, HostRequirements())
     assert all(agent.hello is not None and agent.hello["pid"] > 0 for agent in agents)
     for agent in agents:
         agent.start(
@@ -89,7 +90,7 @@ def test_an_agent_of_each_host_answers_runs_and_ends(rig: Rig, tmp_path: Path) -
     close_all(agents)
 
 
-@pytest.mark.parametrize("how", ["let go", "client killed", "agent killed", "keeper killed"])
+@pytest.mark.parametrize("how", ["let go", "client killed", "agent killed", "reaper killed"])
 def test_the_end_of_the_connection_is_the_end_of_all(rig: Rig, tmp_path: Path, how: str) -> None:
     node, agent = rig.hosts["node2"], agent_of(rig, "node2")
     agent.start(start_frame(tmp_path / "run", "node2", "endless"))
@@ -100,9 +101,9 @@ def test_the_end_of_the_connection_is_the_end_of_all(rig: Rig, tmp_path: Path, h
         while agent.hello is None:
             agent.frames(0.1)
         pid = agent.hello["pid"]
-        keeper = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        reaper = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         os.kill(
-            {"client killed": agent.pid, "agent killed": pid, "keeper killed": keeper}[how],
+            {"client killed": agent.pid, "agent killed": pid, "reaper killed": reaper}[how],
             signal.SIGKILL,
         )
         while agent.frames(0.5) is not None:
@@ -112,7 +113,7 @@ def test_the_end_of_the_connection_is_the_end_of_all(rig: Rig, tmp_path: Path, h
             if how == "client killed"
             else "its agent was killed"
         )
-        assert agent.why_ended().startswith(f"node2: {cause}")
+        assert agent.end_reason().startswith(f"node2: {cause}")
     wait_for(lambda: not node.commands())
     agent.close()
 
@@ -174,7 +175,7 @@ def test_each_failure_has_its_own_cause_and_all_are_named_at_once(
         all_ = [*agents, good, silent]
         try:
             with pytest.raises(PreflightError) as caught:
-                preflight(all_, Needs())
+                check_hosts(all_, HostRequirements())
         finally:
             close_all(all_)
     lines = str(caught.value).splitlines()

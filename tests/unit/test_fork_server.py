@@ -23,11 +23,11 @@ AGENT = """
 import json, os, socket, sys
 from pathlib import Path
 from zrun.system import processes
-from zrun.agent.workers import Command
+from zrun.agent.workers import WorkerCommand
 processes.adopt_orphans()
 module, more = json.loads(sys.argv[1])
 with socket.create_server(("127.0.0.1", 0)) as store:
-    server = Command(
+    server = WorkerCommand(
         run_id="r", module=module, argument="spec.json",
         env=os.environ | {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"} | more,
         world_size=5, host=(0, 2), ranks=range(3), logs={rank: Path(f"{rank}.log").resolve() for rank in range(3)},

@@ -320,7 +320,7 @@ def test_data_that_was_sent_again_and_again_shows_in_the_tables_of_the_kernel(
 def test_after_two_steps_ranks_hold_what_they_need(tmp_path: Path) -> None:
     board = FlightRecorder(tmp_path / "board", 0, range(1), 1)
     observer = Observer(FlightRecorderView(tmp_path / "board", range(1)), tmp_path)
-    assert not observer.hold_all_they_need([0])
+    assert not observer.have_allocated_all([0])
     for step, holds in ((7, False), (8, False), (9, True)):  # it resumes with step 7
         board.step(step)
-        assert observer.hold_all_they_need([0]) is holds
+        assert observer.have_allocated_all([0]) is holds

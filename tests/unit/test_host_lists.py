@@ -20,7 +20,7 @@ from zrun.hosts.backend import (
     with_backend,
 )
 from zrun.hosts.cluster import HostFacts
-from zrun.hosts.conventions import detect
+from zrun.hosts.cluster_env import detect
 from zrun.hosts.hostfile import HostEntry, parse_hostfile, read_hostfile
 from zrun_core.errors import ExitCode, JobError
 from zrun_core.spine.config import JobConfig

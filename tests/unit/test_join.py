@@ -12,15 +12,22 @@ from typing import Any
 
 import pytest
 
-from zrun.agent.workers import seen_alone
+from zrun.agent.workers import isolated_gpus
 from zrun.hosts.cluster import Cluster, Gpu, HostFacts
-from zrun.hosts.conventions import detect
+from zrun.hosts.cluster_env import detect
 from zrun.hosts.probe import route_to
-from zrun.launch.rank_assignment import check_slots, hosts_of, merged
+from zrun.launch.rank_assignment import check_slots, group_by_host, merge_facts
 from zrun.placement.plan import make_plan
 from zrun.topology.cpus import NumaNode
 from zrun.transport.frames import Unpacker
-from zrun.transport.join import Caller, Door, JoinedAgent, Rendezvous, job_key, knock
+from zrun.transport.join import (
+    JoinedAgent,
+    JoiningProcess,
+    JoinServer,
+    Rendezvous,
+    connect_to_leader,
+    job_key,
+)
 from zrun_core.errors import JobError, PreflightError, RendezvousError
 from zrun_core.spine.config import JobConfig
 
@@ -167,38 +174,38 @@ def close(agents: list[JoinedAgent], connections: list[socket.socket]) -> None:
 def test_ranks_join_in_any_order_and_hear_how_it_ended(
     start: Rendezvous, pool: ThreadPoolExecutor
 ) -> None:
-    second = pool.submit(knock, rank(start, 2), KEY, 10.0)  # before there is a door
-    door = Door.open(start, KEY)
-    first = pool.submit(knock, rank(start, 1), KEY, 10.0)
+    second = pool.submit(connect_to_leader, rank(start, 2), KEY, 10.0)  # before there is a door
+    door = JoinServer.open(start, KEY)
+    first = pool.submit(connect_to_leader, rank(start, 1), KEY, 10.0)
     agents = door.gather(10.0)
     connections = [first.result(), second.result()]
     assert [agent.caller.index for agent in agents] == [1, 2]
     assert [agent.host for agent in agents] == [
         f"rank {index} ({socket.gethostname()})" for index in (1, 2)
     ]
-    assert [agent.known_at for agent in agents] == [start.address, start.address]
+    assert [agent.known_address for agent in agents] == [start.address, start.address]
     connections[1].sendall(b'\n{"frame": "hello", "pid": 1}\n{"frame": "answer"}\n')
     assert agents[1].frames(5.0) == [{"frame": "answer"}]
-    agents[0].dismiss(5)
+    agents[0].send_exit_code(5)
     assert Unpacker().feed(connections[0].recv(100)) == [{"exit": 5}]
     connections[0].close()
     assert agents[0].frames(5.0) is None
-    assert agents[0].why_ended().endswith("ended, or was killed")
+    assert agents[0].end_reason().endswith("ended, or was killed")
     with pytest.raises(RendezvousError, match="Connection refused"):  # nothing listens any more
-        knock(rank(start, 1), KEY, 0.0)
+        connect_to_leader(rank(start, 1), KEY, 0.0)
     close(agents, connections)
 
 
 def test_who_runs_another_job_is_told_so_and_the_first_says_who_is_missing(
     start: Rendezvous, pool: ThreadPoolExecutor
 ) -> None:
-    door = Door.open(start, KEY)
+    door = JoinServer.open(start, KEY)
     led = pool.submit(door.gather, 1.0)
     with pytest.raises(
         PreflightError,
         match=r"rank 0 does not take rank 1 .*: it runs another job, or the same with",
     ):
-        knock(rank(start, 1), b"x" * 32, 10.0)
+        connect_to_leader(rank(start, 1), b"x" * 32, 10.0)
     with pytest.raises(
         RendezvousError, match=r"ranks 1, 2 of 3 did not come .* 1 that came do not run this job"
     ):
@@ -206,23 +213,23 @@ def test_who_runs_another_job_is_told_so_and_the_first_says_who_is_missing(
 
 
 def test_two_processes_cannot_be_one_rank(start: Rendezvous, pool: ThreadPoolExecutor) -> None:
-    door = Door.open(start, KEY)
+    door = JoinServer.open(start, KEY)
     led = pool.submit(door.gather, 10.0)
-    connections = [knock(rank(start, 1), KEY, 10.0)]
+    connections = [connect_to_leader(rank(start, 1), KEY, 10.0)]
     with pytest.raises(PreflightError, match="rank 1 is there already"):
-        knock(rank(start, 1), KEY, 10.0)
+        connect_to_leader(rank(start, 1), KEY, 10.0)
     with pytest.raises(PreflightError, match="it is rank 7 of 3, and rank 0 one of 3"):
-        knock(rank(start, 7), KEY, 10.0)
-    connections.append(knock(rank(start, 2), KEY, 10.0))
+        connect_to_leader(rank(start, 7), KEY, 10.0)
+    connections.append(connect_to_leader(rank(start, 2), KEY, 10.0))
     close(led.result(), connections)
 
 
 def test_the_end_of_a_process_ends_the_wait_for_others(
     start: Rendezvous, pool: ThreadPoolExecutor
 ) -> None:
-    door = Door.open(start, KEY)
+    door = JoinServer.open(start, KEY)
     led = pool.submit(door.gather, 30.0)
-    knock(rank(start, 2), KEY, 10.0).close()
+    connect_to_leader(rank(start, 2), KEY, 10.0).close()
     with pytest.raises(
         RendezvousError, match=r"rank 2 .*ended, or was killed while the others were awaited"
     ):
@@ -234,10 +241,13 @@ def test_another_start_on_the_same_ports_is_passed_by(
     pool: ThreadPoolExecutor, start: Rendezvous
 ) -> None:
     other = replace(start, mark="another", count=2)
-    theirs, ours = Door.open(other, b"o" * 32), Door.open(start, KEY)
+    theirs, ours = JoinServer.open(other, b"o" * 32), JoinServer.open(start, KEY)
     led = [pool.submit(theirs.gather, 10.0), pool.submit(ours.gather, 10.0)]
-    connections = [knock(rank(start, 1), KEY, 10.0), knock(rank(other, 1), b"o" * 32, 10.0)]
-    connections.append(knock(rank(start, 2), KEY, 10.0))
+    connections = [
+        connect_to_leader(rank(start, 1), KEY, 10.0),
+        connect_to_leader(rank(other, 1), b"o" * 32, 10.0),
+    ]
+    connections.append(connect_to_leader(rank(start, 2), KEY, 10.0))
     close([agent for each in led for agent in each.result()], connections)
 
 
@@ -247,13 +257,13 @@ def test_another_start_on_the_same_ports_is_passed_by(
 def test_noise_at_the_door_changes_nothing(
     start: Rendezvous, pool: ThreadPoolExecutor, noise: bytes
 ) -> None:
-    door = Door.open(start, KEY)
+    door = JoinServer.open(start, KEY)
     led = pool.submit(door.gather, 10.0)
     if door.address is not None:
         stranger = socket.create_connection((door.address, door._server.getsockname()[1]))
         stranger.sendall(noise)
         threading.Timer(0.1, stranger.close).start()
-    connections = [knock(rank(start, index), KEY, 10.0) for index in (1, 2)]
+    connections = [connect_to_leader(rank(start, index), KEY, 10.0) for index in (1, 2)]
     close(led.result(), connections)
 
 
@@ -261,16 +271,16 @@ def test_nobody_leads(start: Rendezvous) -> None:
     with pytest.raises(
         RendezvousError, match=r"the process of rank 0 is not there.* after 0 s: Connection refused"
     ):
-        knock(rank(start, 1), KEY, 0.0)
+        connect_to_leader(rank(start, 1), KEY, 0.0)
 
 
-def callers(*hosts: str, local: list[int] | None = None) -> list[Caller]:
+def callers(*hosts: str, local: list[int] | None = None) -> list[JoiningProcess]:
     seen: dict[str, int] = {}
     found = []
     for index, host in enumerate(hosts):
         seen[host] = seen.get(host, -1) + 1
         found.append(
-            Caller(
+            JoiningProcess(
                 index, len(hosts), seen[host] if local is None else local[index], host, 100 + index
             )
         )
@@ -278,9 +288,9 @@ def callers(*hosts: str, local: list[int] | None = None) -> list[Caller]:
 
 
 def test_ranks_are_on_the_hosts_that_their_launcher_chose() -> None:
-    found = hosts_of(callers("b", "b", "a"), is_rank=True)
+    found = group_by_host(callers("b", "b", "a"), is_rank=True)
     assert [(host.name, host.members) for host in found] == [("b", (0, 1)), ("a", (2,))]
-    found = hosts_of(callers("pod", "pod", "other"), is_rank=False)
+    found = group_by_host(callers("pod", "pod", "other"), is_rank=False)
     assert [(host.name, host.members) for host in found] == [
         ("pod-0", (0,)),
         ("pod-1", (1,)),
@@ -307,9 +317,9 @@ def test_ranks_are_on_the_hosts_that_their_launcher_chose() -> None:
         ),
     ],
 )
-def test_other_orders_are_refused(given: list[Caller], says: str) -> None:
+def test_other_orders_are_refused(given: list[JoiningProcess], says: str) -> None:
     with pytest.raises(PreflightError, match=says):
-        hosts_of(given, is_rank=True)
+        group_by_host(given, is_rank=True)
 
 
 def seen_by(cpus: tuple[int, ...], *gpus: str) -> HostFacts:
@@ -324,7 +334,7 @@ def seen_by(cpus: tuple[int, ...], *gpus: str) -> HostFacts:
 
 
 def test_what_all_processes_of_a_host_see_is_the_host() -> None:
-    found = merged("h", [seen_by((0, 1, 2, 3), "A", "B")] * 2)
+    found = merge_facts("h", [seen_by((0, 1, 2, 3), "A", "B")] * 2)
     assert (found.slots, found.cores, [gpu.uuid for gpu in found.gpus], found.apart) == (
         2,
         4,
@@ -335,7 +345,7 @@ def test_what_all_processes_of_a_host_see_is_the_host() -> None:
 
 
 def test_cores_and_gpus_of_each_process_stay_its_own() -> None:
-    found = merged("h", [seen_by((0, 1), "A"), seen_by((2, 3), "B")])
+    found = merge_facts("h", [seen_by((0, 1), "A"), seen_by((2, 3), "B")])
     assert (found.slots, found.cores, [gpu.uuid for gpu in found.gpus], found.apart) == (
         2,
         4,
@@ -348,13 +358,13 @@ def test_cores_and_gpus_of_each_process_stay_its_own() -> None:
         ("cuda:0", "A", 2),
         ("cuda:0", "B", 2),
     ]
-    assert seen_alone(plan.model_dump()["ranks"]) == {0: "A", 1: "B"}
-    shared = merged("h", [seen_by((0, 1, 2, 3), "A", "B")] * 2)
+    assert isolated_gpus(plan.model_dump()["ranks"]) == {0: "A", 1: "B"}
+    shared = merge_facts("h", [seen_by((0, 1, 2, 3), "A", "B")] * 2)
     plan = make_plan(job(batch={"micro": 1}, device="cuda"), Cluster((shared,))).plan
     assert [place.device for place in plan.ranks] == ["cuda:0", "cuda:1"]
-    assert seen_alone(plan.model_dump()["ranks"]) == {}
+    assert isolated_gpus(plan.model_dump()["ranks"]) == {}
     with pytest.raises(
         PreflightError,
         match=r"h: its ranks see different GPUs, and not each one of its own \(1, 2\)",
     ):
-        merged("h", [seen_by((0, 1), "A"), seen_by((0, 1), "A", "B")])
+        merge_facts("h", [seen_by((0, 1), "A"), seen_by((0, 1), "A", "B")])

@@ -17,7 +17,7 @@ from zrun.runs.rundir import Earlier, RunDir
 from zrun.system import cgroup, processes
 from zrun.system.processes import Process
 from zrun.transport.frame_reader import FrameReader
-from zrun.transport.frames import EVENT, Start, Unpacker, pack
+from zrun.transport.frames import EVENT, StartRequest, Unpacker, pack
 from zrun_core.errors import ExitCode, JobError
 from zrun_core.spine import memory_limits
 from zrun_core.spine.config import JobConfig
@@ -47,11 +47,11 @@ def test_a_worker_knows_which_keys_the_job_gave(tmp_path: Path) -> None:
 
 @given(st.dictionaries(st.text(), st.text()), st.integers(1, 50))
 def test_any_environment_arrives_in_pieces_of_any_size(env: dict[str, str], piece: int) -> None:
-    start = Start({"run_dir": "/x"}, "host", env, "module")
+    start = StartRequest({"run_dir": "/x"}, "host", env, "module")
     data, unpacker, frames = start.pack() + pack({"signal": 15}), Unpacker(), []
     for begin in range(0, len(data), piece):
         frames += unpacker.feed(data[begin : begin + piece])
-    assert Start(**frames[0]) == start
+    assert StartRequest(**frames[0]) == start
     assert frames[1:] == [{"signal": 15}]
 
 

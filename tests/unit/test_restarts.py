@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from zrun.hosts.backend import Backend
-from zrun.hosts.conventions import NONE
+from zrun.hosts.cluster_env import NONE
 from zrun.job.load import LoadedJob
 from zrun.launch import session
 from zrun.launch.failures import Exit, Failure, Hang, LostHost, Note

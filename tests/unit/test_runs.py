@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from zrun.agent.post_mortem import speak_for_launcher
+from zrun.agent.post_mortem import report_killed_launcher
 from zrun.commands.logs import logs as logs_command
 from zrun.launch import stop_request
 from zrun.runs import listing, run_lock
@@ -177,7 +177,7 @@ def files_of(path: Path) -> dict[str, str]:
 
 def test_for_a_launcher_that_was_killed_the_agent_speaks() -> None:
     path = make("gpt", "a", None, [event("start", 1.0), event("step", 2.0, step=4)])
-    speak_for_launcher(path)
+    report_killed_launcher(path)
     run, told = read(path), json.loads((path / "failure.json").read_text())
     assert (run.state, run.exit_code, run.step) == (RunStatus.VANISHED, None, 4)
     assert (
@@ -187,7 +187,7 @@ def test_for_a_launcher_that_was_killed_the_agent_speaks() -> None:
     assert (told["kind"], told["step"], told["exit_code"]) == ("launcher", 4, None)
     assert json.loads((path / "exit.json").read_text())["exit_code"] is None
     before = files_of(path)
-    speak_for_launcher(path)
+    report_killed_launcher(path)
     assert files_of(path) == before
     with RunDir.claim("gpt", path, earlier=Earlier.CONTINUE):
         assert files_of(path) == {}
@@ -196,24 +196,24 @@ def test_for_a_launcher_that_was_killed_the_agent_speaks() -> None:
 
 def test_nobody_speaks_for_a_launcher_that_lives_that_spoke_or_that_is_elsewhere() -> None:
     with RunDir.claim("gpt", Path("runs", "gpt", "a")) as rundir:
-        speak_for_launcher(rundir.path)
+        report_killed_launcher(rundir.path)
         assert files_of(rundir.path) == {}
     ended = make("gpt", "b", 0)
     before = files_of(ended)
-    speak_for_launcher(ended)
+    report_killed_launcher(ended)
     assert files_of(ended) == before
     far = make("gpt", "c", None)
     (far / ".lock").write_text(
         json.dumps({"host": "far", "boot": "x", "pid": 1, "started": 1, "time": 1.0, "events": 0})
     )
-    speak_for_launcher(far)
+    report_killed_launcher(far)
     assert files_of(far) == {}
 
 
 def test_what_a_killed_launcher_had_told_stays() -> None:
     path = make("gpt", "a", None)
     (path / "failure.json").write_text('{"message": "no rest", "exit_code": 4}')
-    speak_for_launcher(path)
+    report_killed_launcher(path)
     assert (read(path).state, read(path).exit_code, read(path).headline) == (
         RunStatus.FAILED,
         4,

@@ -8,8 +8,8 @@ import pytest
 
 from zrun.hosts.backend import HostEntry
 from zrun.transport.agent_process import AgentProcess
-from zrun.transport.agents import Agents
-from zrun.transport.frames import Start
+from zrun.transport.agents import AgentGroup
+from zrun.transport.frames import StartRequest
 from zrun.transport.slurm import SrunAgent
 from zrun.transport.ssh import SshAgent, explain, remote_command, ssh_argv
 from zrun_core.errors import JobError, PreflightError
@@ -163,22 +163,22 @@ def test_a_client_that_never_got_through_is_not_waited_for() -> None:
 
 
 class Waiting(AgentProcess):
-    def why_ended(self) -> str:
+    def end_reason(self) -> str:
         return self.host
 
 
 def test_many_hosts_share_what_is_the_same_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     packed: list[str] = []
-    pack_spec = Start.pack_spec
+    pack_spec = StartRequest.pack_spec
 
-    def count(start: Start) -> bytes:
+    def count(start: StartRequest) -> bytes:
         packed.append(start.host)
         return pack_spec(start)
 
-    monkeypatch.setattr(Start, "pack_spec", count)
+    monkeypatch.setattr(StartRequest, "pack_spec", count)
     spec = {"plan": {"ranks": [{"rank": rank, "host": "n"} for rank in range(5000)]}}
     members = [Waiting(name, ["cat"]) for name in ("a", "b", "c")]
-    Agents(members).start(Start(spec, member.host, {}, "m") for member in members)
+    AgentGroup(members).start(StartRequest(spec, member.host, {}, "m") for member in members)
     assert packed == ["a"]
     for member in members:
         member.close()

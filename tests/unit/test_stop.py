@@ -18,7 +18,7 @@ from zrun.launch.supervise import Interrupts, SupervisedRun, Supervisor, judge
 from zrun.runs.rundir import RunDir
 from zrun.system.awake import AwakeClock
 from zrun.system.signals import STOP_NOW, stoppable
-from zrun.transport.frames import Frame, Stop
+from zrun.transport.frames import Frame, StopMode
 from zrun_core.errors import RendezvousError
 from zrun_core.spine.config import LimitsConfig
 from zrun_core.spine.spec import LaunchPlan, RankPlace
@@ -123,21 +123,21 @@ class ScriptedAgents:
 
     def __init__(self, script: list[Any], hosts: list[str]) -> None:
         self.script, self.hosts = script, hosts
-        self.asked: list[Stop] = []
+        self.asked: list[StopMode] = []
         self.told: list[Frame] = []
         self.lost: dict[str, str] = {}
         self.done: list[str] = []
         self.given_up: list[str] = []
 
     @property
-    def are_over(self) -> bool:
+    def all_ended(self) -> bool:
         return not self.unfinished
 
     @property
     def unfinished(self) -> list[str]:
         return [host for host in self.hosts if host not in self.done and host not in self.lost]
 
-    def give_up(self, host: str) -> None:
+    def drop_host(self, host: str) -> None:
         self.given_up.append(host)
 
     def frames(self, patience_s: float) -> list[tuple[str, Frame]]:
@@ -153,10 +153,10 @@ class ScriptedAgents:
             self.done.append(host)
         return [(host, frame)]
 
-    def tell(self, frame: Frame) -> None:
+    def send(self, frame: Frame) -> None:
         self.told.append(frame)
 
-    def stop(self, how: Stop) -> None:
+    def stop(self, how: StopMode) -> None:
         self.asked.append(how)
 
 
@@ -171,7 +171,7 @@ def exit_frame(rank: int, status: int, note: Note | None = None) -> Frame:
 
 def follow(
     script: list[Any], interrupts: Interrupts, **limits: Any
-) -> tuple[SupervisedRun, list[Stop]]:
+) -> tuple[SupervisedRun, list[StopMode]]:
     run, agents = SupervisedRun(2), ScriptedAgents([STARTED, *script, DONE], ["node"])
     supervisor = Supervisor(agents, run, interrupts, LimitsConfig.model_validate(limits))
     supervisor.watch(lambda event, line: None, lambda: None)
@@ -206,7 +206,7 @@ def test_a_failure_on_one_host_stops_the_others(rundir):
         ("a", exit_frame(0, 5, note)), 1.0, ("b", exit_frame(1, 143)), ("a", DONE), ("b", DONE)
     )
     hosts.watch()
-    assert hosts.agents.asked == [Stop.NOW]
+    assert hosts.agents.asked == [StopMode.NOW]
     assert {"beat": True} in hosts.agents.told
     code, failure = judge(hosts.run, plan(), rundir, Interrupts())
     assert (code, failure.headline) == (5, "rank 0 of 2 (node, cpu) failed")
@@ -216,7 +216,7 @@ def test_a_lost_host_is_named_although_the_others_felt_it_first(rundir):
     note = Note(rank=0, kind="peer", type="E", message="Connection closed by peer", exit_code=5)
     hosts = Hosts(("a", exit_frame(0, 5, note)), ("b", None), 1.0, ("a", DONE))
     hosts.watch()
-    assert hosts.agents.asked == [Stop.KILL], "nothing can be saved without b"
+    assert hosts.agents.asked == [StopMode.KILL], "nothing can be saved without b"
     code, failure = judge(hosts.run, plan(), rundir, Interrupts())
     assert (code, failure.headline) == (6, "lost b: the connection broke")
 
@@ -341,7 +341,7 @@ def test_a_hang_is_found_from_the_boards_of_all_hosts(rundir):
     hosts = Hosts(*boards, 6.0, *boards, 1.0, *told, hang_s=5.0)
     hosts.watch()
     assert {"testify": True} in hosts.agents.told
-    assert hosts.agents.asked == [Stop.KILL]
+    assert hosts.agents.asked == [StopMode.KILL]
     code, failure = judge(hosts.run, plan(), rundir, Interrupts())
     assert code == 6
     assert "rank 1 of 2 is stuck in forward of step 3" in failure.headline
@@ -354,7 +354,7 @@ def test_the_launcher_asks_once_per_level():
         interrupts._note(INT, None)
 
     _, asked = follow([press, lambda: None, press, lambda: None, press], interrupts)
-    assert asked == [Stop.FINISH, Stop.NOW, Stop.KILL]
+    assert asked == [StopMode.FINISH, StopMode.NOW, StopMode.KILL]
 
 
 def told_to(script: list[Any], interrupts: Interrupts) -> list[Frame]:
@@ -413,8 +413,8 @@ def test_patience_ends(monkeypatch):
     _, asked = follow(
         [lambda: interrupts._note(TERM, None), lambda: None, lambda: None], interrupts, stop_s=1e-9
     )
-    assert asked[0] is Stop.FINISH or asked == [Stop.NOW]
-    assert asked[-1] is Stop.NOW
+    assert asked[0] is StopMode.FINISH or asked == [StopMode.NOW]
+    assert asked[-1] is StopMode.NOW
     assert interrupts.level == 2
 
 
@@ -438,7 +438,7 @@ def stopped(*script: Any) -> Hosts:
 
 def test_a_save_that_a_signal_has_begun_is_not_cut_off(capsys):
     saves, trains = phases("b", 1, "save"), phases("b", 1, "forward")
-    assert stopped(phases("a", 0, "end"), 5.0, saves, 9.0, 50.0).agents.asked == [Stop.FINISH]
+    assert stopped(phases("a", 0, "end"), 5.0, saves, 9.0, 50.0).agents.asked == [StopMode.FINISH]
     said = capsys.readouterr().err
     assert (
         said.count(
@@ -447,7 +447,7 @@ def test_a_save_that_a_signal_has_begun_is_not_cut_off(capsys):
         == 1
     )
     # It was due before the signal, and the step after it, with a save of its own, is still to come.
-    assert stopped(saves, 30.0, trains, 9.0, saves, 20.0).agents.asked == [Stop.FINISH]
+    assert stopped(saves, 30.0, trains, 9.0, saves, 20.0).agents.asked == [StopMode.FINISH]
     assert "stopping now" not in capsys.readouterr().err
 
 
@@ -464,7 +464,7 @@ def test_a_save_that_a_signal_has_begun_is_not_cut_off(capsys):
 )
 def test_the_patience_with_a_save_ends_too(capsys, script, said):
     items = [phases(item[0], 1, item[1]) if isinstance(item, tuple) else item for item in script]
-    assert stopped(*items, lambda: None).agents.asked == [Stop.FINISH, Stop.NOW]
+    assert stopped(*items, lambda: None).agents.asked == [StopMode.FINISH, StopMode.NOW]
     assert said in capsys.readouterr().err
 
 
@@ -476,7 +476,7 @@ def test_a_rank_that_was_signalled_by_others_has_the_same_patience():
     }
     run, asked = follow([told, lambda: None, lambda: None], interrupts, stop_s=1e-9)
     assert run.stopping == "SIGTERM"
-    assert asked == [Stop.NOW]
+    assert asked == [StopMode.NOW]
 
 
 @pytest.fixture

@@ -30,14 +30,14 @@ from zrun.system.awake import AwakeClock
 from zrun.system.log_tail import last_lines
 from zrun.system.processes import Process
 from zrun.transport.frames import (
-    BOARD_S,
     EVENT,
     GRACE_S,
     ORPHAN_S,
+    PROGRESS_S,
     SILENCE_S,
     Frame,
-    Start,
-    Stop,
+    StartRequest,
+    StopMode,
     Unpacker,
 )
 from zrun.transport.nonblocking_writer import NonblockingWriter
@@ -68,7 +68,7 @@ class AgentLoop:
             is_joined: another launcher started this process. It ends the run should that one vanish, and stays after
                 the workers' end until it has the verdict.
         """
-        self.orders: SimpleQueue[Start | Frame] = SimpleQueue()
+        self.orders: SimpleQueue[StartRequest | Frame] = SimpleQueue()
         self.verdict: int | None = None
         self._is_joined, self._parent = is_joined, os.getppid()
         self._is_deaf = False  # nothing more will be heard
@@ -100,7 +100,7 @@ class AgentLoop:
         self._is_finishing = False  # the ranks were asked to end, since nobody was heard
         self._running: set[int] = set()  # ranks, also those that are to be forked
         self._writing = threading.Lock()
-        self._stop_with: Stop | None = None  # for those that are to be forked too
+        self._stop_with: StopMode | None = None  # for those that are to be forked too
         self._terminate_at: float | None = None
         self._kill_at: float | None = None
         self._oom_kills = memory_limits.oom_kills()
@@ -111,7 +111,7 @@ class AgentLoop:
         self._selector = selectors.EpollSelector()
         self._on(control, self._read_control)
         self._on(self._done, self._close)
-        self._thread = threading.Thread(target=self._run, name="switchboard", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="agent-loop", daemon=True)
         self._thread.start()
 
     @property
@@ -193,13 +193,13 @@ class AgentLoop:
         """End everything without another word: whoever would hear of it takes this process for dead."""
         with open(os.devnull, "wb") as nothing:
             os.dup2(nothing.fileno(), self._output)
-        self.stop(Stop.KILL)
+        self.stop(StopMode.KILL)
         self.end_sessions()
 
     def _run(self) -> None:
         try:
             while True:
-                patience = BOARD_S
+                patience = PROGRESS_S
                 for moment in (self._terminate_at, self._kill_at):
                     if moment is not None:
                         patience = min(patience, max(0.0, moment - time.monotonic()))
@@ -213,20 +213,20 @@ class AgentLoop:
                         processes.send(processes.session_of(leader), signal.SIGTERM)
                 if self._kill_at is not None and time.monotonic() >= self._kill_at:
                     self._kill_at = None
-                    self.stop(Stop.KILL)
+                    self.stop(StopMode.KILL)
                 self._look(time.monotonic())
         except _Finished:
             self._flush()
         except BaseException:
             # Without this thread nobody would hear of the launcher's end.
             traceback.print_exc()
-            self.stop(Stop.KILL)
+            self.stop(StopMode.KILL)
             os._exit(1)
 
     def _look(self, now: float) -> None:
         """What is to be done now and then."""
         awake = self._awake()
-        if self._observer is not None and now - self._looked > BOARD_S:
+        if self._observer is not None and now - self._looked > PROGRESS_S:
             self._looked = now
             running = sorted(self._running)
             board = self._observer.look(running)
@@ -238,7 +238,7 @@ class AgentLoop:
                     self._tell(echo.look(now))
             if (
                 self._memory is not None
-                and self._observer.hold_all_they_need(running)
+                and self._observer.have_allocated_all(running)
                 and not self._memory.settle()
             ):
                 self._memory = None
@@ -249,13 +249,13 @@ class AgentLoop:
             if self._shortage:
                 print(f"{self._shortage}: the workers are killed", flush=True)
                 self._memory = None
-                self.stop(Stop.KILL)
+                self.stop(StopMode.KILL)
         if self._is_remote and not self._is_deaf and not self._is_on_hold:
             self._mind_silence(awake - self._heard, awake - self._moved)
         if self._is_joined and os.getppid() != self._parent:
             self._parent = os.getppid()
             print("the launcher that started this process is gone: stopping", flush=True)
-            self._asked(Stop.FINISH)
+            self._asked(StopMode.FINISH)
 
     def _mind_silence(self, silent_s: float, still_s: float) -> None:
         """End the ranks of a launcher that is not heard any more.
@@ -268,23 +268,23 @@ class AgentLoop:
         if silent_s <= SILENCE_S:
             return
         if still_s > SILENCE_S or silent_s > 2 * ORPHAN_S:
-            self._tell_deaf(silent_s, Stop.NOW)
+            self._tell_deaf(silent_s, StopMode.NOW)
             self._hear_no_more()
-            self._asked(Stop.NOW)
+            self._asked(StopMode.NOW)
         elif silent_s > ORPHAN_S and not self._is_finishing:
             self._is_finishing = True
-            self._tell_deaf(silent_s, Stop.FINISH)
-            self._asked(Stop.FINISH)
+            self._tell_deaf(silent_s, StopMode.FINISH)
+            self._asked(StopMode.FINISH)
 
-    def _tell_deaf(self, silent_s: float, how: Stop) -> None:
+    def _tell_deaf(self, silent_s: float, how: StopMode) -> None:
         print(f"no word from the launcher for {silent_s:.0f} s: stopping ({how})", flush=True)
         self._send({"frame": "deaf", "silent_s": silent_s, "stop": how})
 
-    def _testify(self) -> None:
+    def _report_hang(self) -> None:
         running = sorted(self._running)
         if self._observer is not None:
             self._send(
-                self._observer.testify(
+                self._observer.report_hang(
                     {rank: self._leaders[rank] for rank in running if rank in self._leaders}
                 )
             )
@@ -300,16 +300,16 @@ class AgentLoop:
         if not data:
             self._selector.unregister(descriptor)
             self._hear_no_more()
-            self._asked(Stop.NOW)
+            self._asked(StopMode.NOW)
             return
         self._heard, self._is_on_hold = self._awake(), False
         for frame in self._unpacker.feed(data):
             if "stop" in frame:
-                self._asked(Stop(frame["stop"]))
+                self._asked(StopMode(frame["stop"]))
             elif "save" in frame:
                 self._ask_for_save()
             elif "testify" in frame:
-                self._testify()
+                self._report_hang()
             elif "hold" in frame:
                 self._is_on_hold = True
             elif "ask" in frame:
@@ -319,9 +319,9 @@ class AgentLoop:
                 self._hear_no_more()
             elif "beat" not in frame:
                 self._started = True
-                self.orders.put(Start(**frame))
+                self.orders.put(StartRequest(**frame))
 
-    def _asked(self, how: Stop) -> None:
+    def _asked(self, how: StopMode) -> None:
         """End the workers; those that `watch` is about to hear of too."""
         if not self._started:
             os._exit(
@@ -335,21 +335,22 @@ class AgentLoop:
         if self._is_done:
             raise _Finished
 
-    def stop(self, how: Stop) -> None:
+    def stop(self, how: StopMode) -> None:
         """Ask the workers to end: SIGUSR1 to them alone, or SIGTERM or SIGKILL to all that they started too."""
         self._stop_with = how
-        if how is Stop.NOW and self._kill_at is None:
+        if how is StopMode.NOW and self._kill_at is None:
             self._kill_at = time.monotonic() + GRACE_S
         for leader in self._distinct_leaders():
-            if how is Stop.FINISH:
+            if how is StopMode.FINISH:
                 processes.send([leader], signal.SIGUSR1)
                 continue
-            if how is Stop.NOW:
+            if how is StopMode.NOW:
                 processes.send(
                     [leader], signal.SIGINT
                 )  # a worker takes the second of SIGINT and SIGTERM for "now"
             processes.send(
-                processes.session_of(leader), signal.SIGKILL if how is Stop.KILL else signal.SIGTERM
+                processes.session_of(leader),
+                signal.SIGKILL if how is StopMode.KILL else signal.SIGTERM,
             )
 
     def _ask_for_save(self) -> None:
@@ -460,7 +461,7 @@ class AgentLoop:
         poll.register(self._output, select.POLLOUT)
         poll.register(self._control, select.POLLIN)
         while not self._outbox.send() and not self._is_deaf:
-            ready = {descriptor for descriptor, _ in poll.poll(1000 * BOARD_S)}
+            ready = {descriptor for descriptor, _ in poll.poll(1000 * PROGRESS_S)}
             if self._control in ready:
                 try:
                     self._is_deaf = not os.read(self._control, _READ_BYTES)

@@ -68,7 +68,7 @@ def _family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
-def knock(
+def connect(
     peers: Mapping[str, tuple[str, int]], mark: str, patience_s: float = _PATIENCE_S
 ) -> dict[str, str]:
     """Connect to all peers, name -> (address, port), at once. Returns what went wrong, by peer."""

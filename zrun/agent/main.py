@@ -1,8 +1,9 @@
 """`python -m zrun.agent.main`: runs the workers of one host and ends with its launcher.
 
-The launcher starts it before it knows what to run. It may ask what the host is like, and then sends the `Start` frame.
-With the argument `joined` it is a process that another launcher started, see `zrun.transport.join`: that one
-looks at its exit code, which is the run's.
+The launcher starts it before it knows what to run. It may ask what the host is like, and then sends
+the `StartRequest` frame.
+With the argument `joined` it is a process that another launcher started, see `zrun.transport.join`:
+that one looks at its exit code, which is the run's.
 Otherwise it is two processes: see `zrun.agent.reaper`.
 """
 
@@ -26,10 +27,10 @@ from zrun.agent.agent_loop import AgentLoop
 from zrun.agent.echo import Echo
 from zrun.agent.observer import Observer
 from zrun.agent.rpc_server import RpcServer
-from zrun.agent.workers import Command, seen_alone
+from zrun.agent.workers import WorkerCommand, isolated_gpus
 from zrun.job.environment import WORKER_DEFAULTS
 from zrun.system import processes
-from zrun.transport.frames import Start, Stop
+from zrun.transport.frames import StartRequest, StopMode
 from zrun_core.errors import ExitCode
 from zrun_core.spine.flight_recorder import FlightRecorderView, host_file
 from zrun_core.spine.folders import make_private
@@ -40,7 +41,7 @@ _STORE = "store"  # the file through which the workers find each other
 def main() -> None:
     is_joined = sys.argv[1:] == ["joined"]
     # The other launcher looks at this very process; else it is from here on the child of what was started.
-    private = reaper.private_folder() if is_joined else reaper.keep()
+    private = reaper.private_folder() if is_joined else reaper.fork_agent()
     processes.adopt_orphans()
     control, output = _take_streams()
     terminal = os.dup(2) if is_joined else None  # whoever detaches gives up all of it
@@ -48,8 +49,8 @@ def main() -> None:
         os.write(output, _hello())
     except OSError:  # whoever started this process has let it go
         os._exit(ExitCode.HANG if is_joined else ExitCode.OK)
-    switchboard = AgentLoop(control, output, is_joined=is_joined)
-    start, store = _answer_questions(switchboard)
+    loop = AgentLoop(control, output, is_joined=is_joined)
+    start, store = _serve_rpc(loop)
     run_dir = Path(start.spec["run_dir"])
     for folder in (
         run_dir,
@@ -58,44 +59,44 @@ def main() -> None:
     ):  # the launcher's disk may not be this one
         make_private(folder)
     _log_to(run_dir / "logs" / f"agent-{start.host}.log")
-    signal.signal(reaper.ABANDONED, lambda *_: _abandon(switchboard, private))
+    signal.signal(reaper.ABANDONED, lambda *_: _abandon(loop, private))
     with _telemetry(private) as telemetry:
-        switchboard.listen(telemetry)
+        loop.listen(telemetry)
         try:
-            _run(start, store, run_dir, telemetry.getsockname(), switchboard)
+            _run(start, store, run_dir, telemetry.getsockname(), loop)
         finally:
             # A second signal must not cut the cleaning short.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            switchboard.end_sessions()
+            loop.end_sessions()
             if not start.seat:  # rank 0 is here, or all of this host's
                 (run_dir / _STORE).unlink(missing_ok=True)
-            switchboard.finish()
-    if switchboard.is_orphaned:
+            loop.finish()
+    if loop.is_orphaned:
         _speak_for_launcher(run_dir)
     if terminal is not None:
-        if switchboard.verdict is None:
+        if loop.verdict is None:
             here = socket.gethostname()
             os.write(
                 terminal, f"error: {here}: lost the process of rank 0, which led the run\n".encode()
             )
-        sys.exit(ExitCode.HANG if switchboard.verdict is None else switchboard.verdict)
+        sys.exit(ExitCode.HANG if loop.verdict is None else loop.verdict)
 
 
-def _answer_questions(switchboard: AgentLoop) -> tuple[Start, socket.socket | None]:
+def _serve_rpc(loop: AgentLoop) -> tuple[StartRequest, socket.socket | None]:
     """Say what the launcher asks before it says what to run; the door of the workers' store, if that was asked for."""
-    witness = RpcServer()
-    while not isinstance(order := switchboard.orders.get(), Start):
-        switchboard.answer(witness.answer(order))
-    witness.close()
-    return order, witness.store
+    server = RpcServer()
+    while not isinstance(order := loop.orders.get(), StartRequest):
+        loop.answer(server.answer(order))
+    server.close()
+    return order, server.store
 
 
 def _run(
-    start: Start,
+    start: StartRequest,
     store: socket.socket | None,
     run_dir: Path,
     telemetry: str,
-    switchboard: AgentLoop,
+    loop: AgentLoop,
 ) -> None:
     plan = start.spec["plan"]
     here = [place for place in plan["ranks"] if place["host"] == start.host]
@@ -107,7 +108,7 @@ def _run(
     for rank in ranks:  # of an earlier attempt, where the launcher does not see this disk
         (run_dir / "failures" / f"rank-{rank}.json").unlink(missing_ok=True)
     hosts = list(dict.fromkeys(place["host"] for place in plan["ranks"]))
-    command = Command(
+    command = WorkerCommand(
         run_id=start.spec["run_id"],
         module=start.module,
         argument=str(spec_file),
@@ -117,11 +118,11 @@ def _run(
         ranks=all_here,
         logs={rank: run_dir / "logs" / f"rank-{rank}.log" for rank in ranks},
         cpus={place["rank"]: place["cpus"] for place in here if place.get("cpus")},
-        alone=seen_alone(here),
+        alone=isolated_gpus(here),
         store=store,
     )
     echoes = _echoes(start, run_dir, ranks)
-    _pass_on_signals(switchboard)
+    _pass_on_signals(loop)
     server = command.start()
     if store is not None:
         store.close()  # rank 0 has it, or will
@@ -129,16 +130,16 @@ def _run(
         FlightRecorderView(host_file(run_dir, "board", all_here.start), all_here), run_dir
     )
     memory = start.spec["job"].get("limits", {}).get("memory")
-    switchboard.watch(
+    loop.watch(
         ranks, server.pid, run_dir, observer, echoes, is_remote=start.is_remote, memory=memory
     )
     workers = server.workers()
-    switchboard.follow(workers)
+    loop.follow(workers)
     for worker in workers.values():
         worker.wait()
 
 
-def _echoes(start: Start, run_dir: Path, ranks: range) -> dict[int, Echo]:
+def _echoes(start: StartRequest, run_dir: Path, ranks: range) -> dict[int, Echo]:
     """Return what the launcher shows of the output of these ranks, by rank."""
     asked = start.spec["job"].get("log", {}).get("ranks", [0])
     everyone = range(len(start.spec["plan"]["ranks"]))
@@ -158,33 +159,33 @@ def _echoes(start: Start, run_dir: Path, ranks: range) -> dict[int, Echo]:
 
 def _speak_for_launcher(run_dir: Path) -> None:
     from zrun.agent.post_mortem import (
-        speak_for_launcher,
+        report_killed_launcher,
     )  # with pydantic, for which no agent has to wait otherwise
 
     try:
-        speak_for_launcher(run_dir)
+        report_killed_launcher(run_dir)
     except OSError as error:
         print(f"the launcher is gone, and that could not be written down: {error}", flush=True)
 
 
-def _abandon(switchboard: AgentLoop, folder: Path) -> None:
-    """The keeper of this process was killed. Nobody would clean up after it from now on, so it ends while it can."""
-    switchboard.abandon()
+def _abandon(loop: AgentLoop, folder: Path) -> None:
+    """The reaper of this process was killed. Nobody would clean up after it from now on, so it ends while it can."""
+    loop.abandon()
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 
-def _pass_on_signals(switchboard: AgentLoop) -> None:
+def _pass_on_signals(loop: AgentLoop) -> None:
     """A scheduler signals every process of a job: what means "finish" to the launcher must not end this one.
 
     Where SIGTERM tells of the launcher's death, the end of its stream does too.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, lambda *_: switchboard.stop(Stop.FINISH))
+        signal.signal(number, lambda *_: loop.stop(StopMode.FINISH))
 
 
-def _environment(start: Start, run_dir: Path, here: list[dict[str, Any]]) -> dict[str, str]:
-    """What the workers get beyond what this process has and what `Command` adds. `here` is the ranks of this host."""
+def _environment(start: StartRequest, run_dir: Path, here: list[dict[str, Any]]) -> dict[str, str]:
+    """What the workers get beyond what this process has and what `WorkerCommand` adds. `here` is the ranks of this host."""
     found = {key: os.environ.get(key, value) for key, value in WORKER_DEFAULTS.items()}
     if start.interface is not None:
         found["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", start.interface)

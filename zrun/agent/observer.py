@@ -27,11 +27,11 @@ class Observer:
         """The frame that says how far the running `ranks` are."""
         return {"frame": "board", "states": {rank: list(self._view.state(rank)) for rank in ranks}}
 
-    def hold_all_they_need(self, ranks: Iterable[int]) -> bool:
+    def have_allocated_all(self, ranks: Iterable[int]) -> bool:
         """Whether each of the running `ranks` has made two steps: the first one's update makes the moments."""
         return all(0 < state.first < state.step - 1 for state in map(self._view.state, ranks))
 
-    def testify(self, leaders: Mapping[int, Process]) -> dict[str, Any]:
+    def report_hang(self, leaders: Mapping[int, Process]) -> dict[str, Any]:
         """The frame that says what the running workers do, with their stacks and the ends of their logs."""
         halted = [rank for rank, leader in leaders.items() if leader.state in ("T", "t")]
         states = {rank: self._view.state(rank) for rank in leaders}

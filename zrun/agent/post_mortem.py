@@ -10,7 +10,7 @@ from zrun.runs.run_lock import last_holder, ownerless
 from zrun.runs.rundir import write_exit, write_failure
 
 
-def speak_for_launcher(run_dir: Path) -> None:
+def report_killed_launcher(run_dir: Path) -> None:
     """Write `failure.json` and `exit.json` if the run's last launcher was on this machine, and left neither.
 
     Raises:

@@ -4,7 +4,7 @@ An agent that is killed takes its workers along, but not what those have started
 that made a session of their own. The kernel hands all of them to their next living ancestor that asked for it, which is
 this process. It does nothing else: there is little that could end it before the agent.
 
-    launcher, or sshd -> keeper -> agent -> workers -> whatever they start
+    launcher, or sshd -> reaper -> agent -> workers -> whatever they start
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def private_folder() -> Path:
 
 
 def sweep() -> None:
-    """Remove the folders of this user's agents that were killed together with their keepers."""
+    """Remove the folders of this user's agents that were killed together with their reapers."""
     with suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
         for entry in entries:
             if _NAME.fullmatch(entry.name) and _is_abandoned(entry):
@@ -72,7 +72,7 @@ def _is_abandoned(entry: os.DirEntry[str]) -> bool:
     return False
 
 
-def keep() -> Path:
+def fork_agent() -> Path:
     """Go on in a child of this process, which outlives it and ends as it did.
 
     To be called before there are other threads.
@@ -83,12 +83,12 @@ def keep() -> Path:
     folder = private_folder()
     processes.die_with_parent(signal.SIGTERM)
     processes.adopt_orphans()
-    keeper = os.getpid()
+    reaper = os.getpid()
     agent = os.fork()
     if agent:
         _wait(agent, folder)
     processes.die_with_parent(ABANDONED)
-    if os.getppid() != keeper:  # it was killed in between
+    if os.getppid() != reaper:  # it was killed in between
         os._exit(1)
     return folder
 

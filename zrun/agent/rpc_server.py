@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import socket
 
-from zrun.agent.connectivity import Listener, knock, link_rates
+from zrun.agent.connectivity import Listener, connect, link_rates
 from zrun.agent.store import open_store
 from zrun.hosts import probe
 from zrun.transport.frames import Frame
@@ -42,7 +42,7 @@ class RpcServer:
                     peers = {
                         name: (address, port) for name, (address, port) in question["peers"].items()
                     }
-                    return frame | {"failed": knock(peers, question["mark"])}
+                    return frame | {"failed": connect(peers, question["mark"])}
                 case "link":
                     return frame | {
                         "rates": link_rates(question["address"], question["port"], question["mark"])

@@ -103,7 +103,7 @@ class ForkServer:
         return workers
 
 
-def seen_alone(places: Sequence[Mapping[str, Any]]) -> dict[int, str]:
+def isolated_gpus(places: Sequence[Mapping[str, Any]]) -> dict[int, str]:
     """The one GPU that each rank of a host may see, by rank, where several are to take their first: none elsewhere.
 
     Those are slices of MIG, of which CUDA shows a process one, and GPUs that another launcher gave to one rank each.
@@ -117,7 +117,7 @@ def seen_alone(places: Sequence[Mapping[str, Any]]) -> dict[int, str]:
 
 
 @dataclass(frozen=True)
-class Command:
+class WorkerCommand:
     """What runs on this host: `main` of a module, once per rank."""
 
     run_id: str

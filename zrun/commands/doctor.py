@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from zrun.preflight.calibration import Calibration
-    from zrun.preflight.inspection import Finding
+    from zrun.preflight.host_report import Finding
     from zrun.transport.agent_process import AgentLink
 
 
@@ -65,12 +65,13 @@ def doctor(
     """
     from zrun.preflight.calibration import Calibration
     from zrun.preflight.host_bench import measure
-    from zrun.preflight.inspection import Needs, inspect
+    from zrun.preflight.host_checks import HostRequirements
+    from zrun.preflight.inspection import inspect_hosts
     from zrun.transport.agent_process import close_all
 
     agents = _agents(hosts, ssh, python or sys.executable)
     try:
-        findings = inspect(agents, Needs(shared=(Path.cwd(),), must_share=False))
+        findings = inspect_hosts(agents, HostRequirements(shared=(Path.cwd(),), must_share=False))
         well = not any(finding.problems for finding in findings)
         rates = (
             measure(agents, findings, str((disk or Path.cwd()).absolute()), quick=quick)

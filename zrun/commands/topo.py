@@ -82,8 +82,9 @@ def _look(hosts: Path | None, host_list: str | None, ssh: str, python: str) -> C
     """
     from zrun.hosts.cluster import Cluster
     from zrun.hosts.hostfile import parse_option, read_hostfile
+    from zrun.preflight.host_checks import HostRequirements
     from zrun.preflight.host_report import describe
-    from zrun.preflight.inspection import Needs, inspect
+    from zrun.preflight.inspection import inspect_hosts
     from zrun.transport.agent_process import close_all
     from zrun.transport.ssh import SshAgent
     from zrun_core.errors import JobError, PreflightError
@@ -93,7 +94,7 @@ def _look(hosts: Path | None, host_list: str | None, ssh: str, python: str) -> C
     entries = read_hostfile(hosts) if hosts is not None else parse_option(host_list or "", "-H")
     agents = [SshAgent(entry, ssh, python) for entry in entries]
     try:
-        findings = inspect(agents, Needs())
+        findings = inspect_hosts(agents, HostRequirements())
     finally:
         close_all(agents)
     if any(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from zrun.hosts.cluster import HostFacts, several
-from zrun.hosts.conventions import NONE, Convention, detect
+from zrun.hosts.cluster_env import NONE, ClusterEnv, detect
 from zrun.hosts.host_filter import HostOptions, filtered
 from zrun.hosts.hostfile import HostEntry, parse_items, parse_option, read_hostfile
 from zrun.job.nearest import nearest
@@ -43,7 +43,7 @@ class Backend:
     kind: Literal["local", "ssh", "slurm", "env"]
     why: str
     hosts: tuple[HostEntry, ...] | None  # None: this machine, or as the convention says
-    convention: Convention
+    cluster_env: ClusterEnv
     gpus: int | None = None  # of each host, that --gpus asks for
 
     def on_this_host(self, facts: HostFacts) -> HostFacts:
@@ -77,7 +77,7 @@ def find_backend(
     return replace(backend, gpus=options.gpus)
 
 
-def _convention(job: JobConfig, environ: Mapping[str, str]) -> Convention:
+def _convention(job: JobConfig, environ: Mapping[str, str]) -> ClusterEnv:
     """What the environment says, unless the job wants to know nothing of it."""
     return NONE if job.launch.backend == "local" else detect(environ)
 
@@ -122,10 +122,10 @@ def _listed(
         return _from_path(job.hosts, job_dir)
     if job.hosts is not None:
         return parse_items(job.hosts, "hosts")
-    convention = _convention(job, environ)
+    cluster_env = _convention(job, environ)
     entries = tuple(
-        HostEntry(name, slots=convention.slots, where=convention.source)
-        for name in convention.names
+        HostEntry(name, slots=cluster_env.slots, where=cluster_env.source)
+        for name in cluster_env.names
     )
     return entries or None
 
@@ -172,7 +172,7 @@ def is_this_host(entry: HostEntry, hostname: str) -> bool:
 
 
 def choose_backend(
-    job: JobConfig, hosts: tuple[HostEntry, ...] | None, convention: Convention, hostname: str
+    job: JobConfig, hosts: tuple[HostEntry, ...] | None, cluster_env: ClusterEnv, hostname: str
 ) -> Backend:
     """What `launch.backend` comes to.
 
@@ -185,16 +185,16 @@ def choose_backend(
         JobError: what the job asks for contradicts its hosts or the environment.
     """
     asked = job.launch.backend
-    named = hosts is not None and not all(each.where == convention.source for each in hosts)
-    is_one_of_many = convention.seat is not None or convention.host_seat is not None
+    named = hosts is not None and not all(each.where == cluster_env.source for each in hosts)
+    is_one_of_many = cluster_env.seat is not None or cluster_env.host_seat is not None
     if is_one_of_many and (asked in ("ssh", "slurm") or (named and asked == "auto")):
         wants = "hosts are named" if named else f"launch.backend is {asked}"
         raise JobError(
-            f"this process is one of several already ({convention.evidence}), and {wants}: run zrun train once, "
+            f"this process is one of several already ({cluster_env.evidence}), and {wants}: run zrun train once, "
             "not under another launcher; or name no hosts and write launch.backend: env"
         )
     if asked == "auto":
-        return _automatic(hosts, named, convention, hostname)
+        return _automatic(hosts, named, cluster_env, hostname)
     why = "launch.backend"
     match asked:
         case "local":
@@ -204,7 +204,7 @@ def choose_backend(
                 "launch.backend: ssh needs hosts: name them with --hosts FILE, -H or the key hosts"
             )
         case "slurm":
-            _check_in_allocation(hosts, convention)
+            _check_in_allocation(hosts, cluster_env)
         case "env":
             if not is_one_of_many:
                 raise JobError(
@@ -212,25 +212,27 @@ def choose_backend(
                     "RANK, WORLD_SIZE and LOCAL_RANK (torchrun), OMPI_COMM_WORLD_RANK (mpirun), PET_NODE_RANK or "
                     "SKYPILOT_NODE_RANK must be set; or write launch.backend: auto"
                 )
-            why = convention.evidence
-    return Backend(asked, why, None if asked == "env" else hosts, convention)
+            why = cluster_env.evidence
+    return Backend(asked, why, None if asked == "env" else hosts, cluster_env)
 
 
 def _automatic(
-    hosts: tuple[HostEntry, ...] | None, named: bool, convention: Convention, hostname: str
+    hosts: tuple[HostEntry, ...] | None, named: bool, cluster_env: ClusterEnv, hostname: str
 ) -> Backend:
-    if convention.seat is not None or convention.host_seat is not None:
-        return Backend("env", convention.evidence, None, convention)
+    if cluster_env.seat is not None or cluster_env.host_seat is not None:
+        return Backend("env", cluster_env.evidence, None, cluster_env)
     if hosts is None:
-        return Backend("local", "no other host is named", None, convention)
+        return Backend("local", "no other host is named", None, cluster_env)
     if len(hosts) == 1 and is_this_host(hosts[0], hostname):
         is_listed = not hosts[0].where.startswith("--")
         why = f"{hosts[0].where} names this host only" if is_listed else "no other host is named"
-        return Backend("local", why, hosts, convention)
-    if convention.kind == "slurm" and (not named or not _outside(hosts, convention)):
-        return Backend("slurm", convention.evidence, hosts, convention)
+        return Backend("local", why, hosts, cluster_env)
+    if cluster_env.kind == "slurm" and (not named or not _outside(hosts, cluster_env)):
+        return Backend("slurm", cluster_env.evidence, hosts, cluster_env)
     source = hosts[0].where.partition(":")[0].partition("[")[0]
-    return Backend("ssh", f"{source} names {'them' if len(hosts) > 1 else 'it'}", hosts, convention)
+    return Backend(
+        "ssh", f"{source} names {'them' if len(hosts) > 1 else 'it'}", hosts, cluster_env
+    )
 
 
 def _check_local(hosts: tuple[HostEntry, ...] | None, hostname: str) -> None:
@@ -242,25 +244,25 @@ def _check_local(hosts: tuple[HostEntry, ...] | None, hostname: str) -> None:
         )
 
 
-def _check_in_allocation(hosts: tuple[HostEntry, ...] | None, convention: Convention) -> None:
-    if convention.kind != "slurm" or hosts is None:
+def _check_in_allocation(hosts: tuple[HostEntry, ...] | None, cluster_env: ClusterEnv) -> None:
+    if cluster_env.kind != "slurm" or hosts is None:
         raise JobError(
             "launch.backend: slurm starts ranks in an allocation of several hosts, and this is none: "
             "ask for one first (salloc -N 2 ..., or sbatch), and see that SLURM_JOB_NODELIST is passed on"
         )
-    outside = _outside(hosts, convention)
+    outside = _outside(hosts, cluster_env)
     if outside:
-        near = nearest(outside[0].name, convention.names)
+        near = nearest(outside[0].name, cluster_env.names)
         hint = f"; did you mean {near}?" if near is not None and near != outside[0].name else ""
         raise JobError(
-            f"{_names(outside)}: not a name of this Slurm job's hosts ({convention.source}), which srun takes without "
+            f"{_names(outside)}: not a name of this Slurm job's hosts ({cluster_env.source}), which srun takes without "
             f"user and port{hint}"
         )
 
 
-def _outside(hosts: tuple[HostEntry, ...], convention: Convention) -> list[HostEntry]:
+def _outside(hosts: tuple[HostEntry, ...], cluster_env: ClusterEnv) -> list[HostEntry]:
     """Those that `srun` cannot reach by this name."""
-    inside = set(convention.names)
+    inside = set(cluster_env.names)
     return [
         each
         for each in hosts

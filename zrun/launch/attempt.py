@@ -29,8 +29,8 @@ from zrun.runs.start_point import begin, begin_again, under_lock
 from zrun.system.output import say
 from zrun.system.signals import ends_with_parent, ignore, name_of, stoppable
 from zrun.transport.agent_process import AgentLink
-from zrun.transport.agents import Agents
-from zrun.transport.frames import Start
+from zrun.transport.agents import AgentGroup
+from zrun.transport.frames import StartRequest
 from zrun.transport.join import JoinedAgent
 from zrun.watch.follow import Follower
 from zrun.watch.panel_layout import Facts
@@ -113,9 +113,9 @@ def attempt(request: LaunchRequest, members: list[AgentLink]) -> AttemptResult:
         rundir.write_job(_record(request.loaded, resolved))
         rundir.write_plan(resolved.plan)
         spec = _spec(request.loaded, resolved, rundir, beginning.resume, gate.memory_bytes)
-        agents = Agents([post.agent for post in assembly.posts])
+        agents = AgentGroup([post.agent for post in assembly.posts])
         agents.start(
-            Start(
+            StartRequest(
                 spec=spec,
                 host=post.host,
                 env={}
@@ -175,7 +175,7 @@ def _record(loaded: LoadedJob, resolved: Resolved) -> str:
 
 
 def _follow(
-    agents: Agents, resolved: Resolved, rundir: RunDir, request: LaunchRequest, gate: Gate
+    agents: AgentGroup, resolved: Resolved, rundir: RunDir, request: LaunchRequest, gate: Gate
 ) -> tuple[int, Failure | Hang | LostHost | None, bool]:
     """Watch the run to its end, and report it.
 

@@ -12,15 +12,16 @@ from socket import gethostname
 from zrun.agent.store import url
 from zrun.hosts.backend import Backend
 from zrun.hosts.cluster import Cluster, HostFacts, probe_host
-from zrun.launch.rank_assignment import check_slots, hosts_of, merged
-from zrun.preflight.host_checks import needs_of
+from zrun.hosts.probe import HostReport
+from zrun.launch.rank_assignment import check_slots, group_by_host, merge_facts
+from zrun.preflight.host_checks import requirements_of
 from zrun.preflight.host_report import Finding, describe
-from zrun.preflight.inspection import HELLO_S, HostReport, inspect
+from zrun.preflight.inspection import HELLO_S, inspect_hosts
 from zrun.preflight.rpc_client import ask
 from zrun.system import processes
 from zrun.transport.agent_process import AgentLink
 from zrun.transport.frames import Frame
-from zrun.transport.join import Caller, JoinedAgent
+from zrun.transport.join import JoinedAgent, JoiningProcess
 from zrun.transport.local import LocalAgent
 from zrun.transport.slurm import SrunAgent
 from zrun.transport.ssh import SshAgent
@@ -139,9 +140,9 @@ def survey(
         entry.slots or (job.slots if isinstance(job.slots, int) else 1)
         for entry in entries.values()
     )
-    needs = needs_of(job, job_dir, shared, per_host * len(entries), per_host)
+    needs = requirements_of(job, job_dir, shared, per_host * len(entries), per_host)
     chosen = {name: entry.chosen for name, entry in entries.items() if entry.chosen is not None}
-    return inspect(agents, replace(needs, chosen=chosen))
+    return inspect_hosts(agents, replace(needs, chosen=chosen))
 
 
 def cluster_of(findings: Sequence[Finding], backend: Backend) -> Cluster:
@@ -165,10 +166,10 @@ def _assemble_joined(
         PreflightError: one cannot be used, or its processes see it differently.
         JobError: the job asks for other ranks.
     """
-    is_rank = backend.convention.seat is not None
-    callers = [Caller(0, len(agents), 0, gethostname(), os.getpid())]
+    is_rank = backend.cluster_env.seat is not None
+    callers = [JoiningProcess(0, len(agents), 0, gethostname(), os.getpid())]
     callers += [agent.caller for agent in agents if isinstance(agent, JoinedAgent)]
-    hosts = hosts_of(callers, is_rank)
+    hosts = group_by_host(callers, is_rank)
     if is_rank:
         check_slots(job.slots, hosts)
     leaders = {agents[host.members[0]]: host for host in hosts}
@@ -178,8 +179,10 @@ def _assemble_joined(
         per_host = (
             max(len(host.members) for host in hosts) if is_rank else _given_slots(backend) or 1
         )
-        needs = needs_of(job, job_dir, _shared(job, run_dir), per_host * len(hosts), per_host)
-        findings = inspect(list(leaders), needs)
+        needs = requirements_of(
+            job, job_dir, _shared(job, run_dir), per_host * len(hosts), per_host
+        )
+        findings = inspect_hosts(list(leaders), needs)
         if any(finding.problems for finding in findings):
             raise PreflightError(describe(findings))
         reports = {
@@ -200,7 +203,7 @@ def _assemble_joined(
     for host in hosts:
         members = [agents[place] for place in host.members]
         if is_rank:
-            cluster.append(merged(host.name, [facts[member] for member in members]))
+            cluster.append(merge_facts(host.name, [facts[member] for member in members]))
         else:
             cluster.append(facts[members[0]].called(host.name, _given_slots(backend)))
         interface = reports[members[0]].interface if reports else None
@@ -220,7 +223,9 @@ def _assemble_joined(
 
 def _given_slots(backend: Backend) -> int | None:
     """Ranks of each host, as its process was told."""
-    return backend.convention.host_seat.slots if backend.convention.host_seat is not None else None
+    return (
+        backend.cluster_env.host_seat.slots if backend.cluster_env.host_seat is not None else None
+    )
 
 
 def _shared(job: JobConfig, run_dir: Path) -> list[Path]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from zrun.hosts.cluster import HostFacts, listed
-from zrun.transport.join import Caller
+from zrun.transport.join import JoiningProcess
 from zrun_core.errors import JobError, PreflightError
 
 
@@ -22,7 +22,7 @@ class JoinedHost:
     members: tuple[int, ...]
 
 
-def hosts_of(callers: Sequence[Caller], is_rank: bool) -> list[JoinedHost]:
+def group_by_host(callers: Sequence[JoiningProcess], is_rank: bool) -> list[JoinedHost]:
     """The hosts in the order of their ranks. `callers` are all processes, in order.
 
     Raises:
@@ -68,23 +68,23 @@ def check_slots(slots: int | str, hosts: Sequence[JoinedHost]) -> None:
             )
 
 
-def merged(name: str, facts: Sequence[HostFacts]) -> HostFacts:
+def merge_facts(name: str, facts: Sequence[HostFacts]) -> HostFacts:
     """What a host offers its ranks together, from what each of their processes sees.
 
     Raises:
         PreflightError: some, but not all, see the same GPUs.
     """
     first = replace(facts[0], hostname=name, slots=len(facts))
-    merged = _with_cpus(first, facts)
+    merge_facts = _with_cpus(first, facts)
     seen = [tuple(gpu.uuid for gpu in each.gpus) for each in facts]
     if len(set(seen)) == 1:
-        return merged
+        return merge_facts
     if len({uuid for uuids in seen for uuid in uuids}) < sum(map(len, seen)) or not all(seen):
         raise PreflightError(
             f"{name}: its ranks see different GPUs, and not each one of its own "
             f"({', '.join(str(len(uuids)) for uuids in seen)}): give all of them all GPUs, or one to each"
         )
-    return replace(merged, gpus=tuple(each.gpus[0] for each in facts), links=None, apart=True)
+    return replace(merge_facts, gpus=tuple(each.gpus[0] for each in facts), links=None, apart=True)
 
 
 def _with_cpus(host: HostFacts, facts: Sequence[HostFacts]) -> HostFacts:

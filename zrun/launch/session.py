@@ -19,7 +19,14 @@ from zrun.launch.restarts import Restarts
 from zrun.system.output import say
 from zrun.system.signals import ignore, stoppable
 from zrun.transport.agent_process import AgentLink, close_all
-from zrun.transport.join import Door, JoinedAgent, Rendezvous, become_agent, job_key, knock
+from zrun.transport.join import (
+    JoinedAgent,
+    JoinServer,
+    Rendezvous,
+    become_agent,
+    connect_to_leader,
+    job_key,
+)
 from zrun.transport.local import LocalAgent
 from zrun.watch.preface import hosts_preface
 from zrun.watch.ui import Ui
@@ -51,12 +58,12 @@ def launch(request: LaunchRequest, early: LocalAgent | None) -> int:
 
 def _join(request: LaunchRequest, own: LocalAgent) -> int:
     """Lead the processes that another launcher started, or become an agent of the one that does."""
-    rendezvous = Rendezvous.of(request.backend.convention, os.environ)
+    rendezvous = Rendezvous.of(request.backend.cluster_env, os.environ)
     key = job_key(request.loaded.config, request.worker, rendezvous, os.environ)
     if rendezvous.index > 0:
         own.close()
         try:
-            connection = knock(rendezvous, key, request.loaded.config.limits.start_s)
+            connection = connect_to_leader(rendezvous, key, request.loaded.config.limits.start_s)
         except StoppedError as error:  # the first one says so
             return error.exit_code
         os.environ.update(request.environment)  # not sent: its values may be secrets
@@ -124,8 +131,8 @@ def _run(request: LaunchRequest, early: LocalAgent | None) -> int:
 
 def _lead(request: LaunchRequest, own: LocalAgent, rendezvous: Rendezvous, key: bytes) -> int:
     """Train with the processes that another launcher started, of which this is the first. Returns the exit code."""
-    door = Door.open(rendezvous, key)
-    own.known_at = door.address
+    door = JoinServer.open(rendezvous, key)
+    own.known_address = door.address
     if rendezvous.is_rank:
         own.host = f"rank 0 ({own.host})"
     members: list[AgentLink] = [own, *door.gather(request.loaded.config.limits.start_s)]
@@ -139,7 +146,7 @@ def _lead(request: LaunchRequest, own: LocalAgent, rendezvous: Rendezvous, key: 
         ignore()  # once the others have ended, their launcher may want to end this one too
         for member in members:
             if isinstance(member, JoinedAgent):
-                member.dismiss(code)
+                member.send_exit_code(code)
         close_all(members)
     return code
 

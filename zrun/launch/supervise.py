@@ -18,7 +18,7 @@ from zrun.launch.stop_deadline import StopDeadline
 from zrun.runs.rundir import RunDir
 from zrun.system import signals
 from zrun.system.awake import AwakeClock
-from zrun.transport.frames import BEAT_S, BOARD_S, GRACE_S, SILENCE_S, Frame, Stop
+from zrun.transport.frames import BEAT_S, GRACE_S, PROGRESS_S, SILENCE_S, Frame, StopMode
 from zrun_core.errors import ExitCode, RendezvousError
 from zrun_core.spine.config import LimitsConfig
 from zrun_core.spine.events import Event
@@ -44,20 +44,20 @@ OnTurn = Callable[[], None]
 
 
 class Talking(Protocol):
-    """What supervising needs of `zrun.transport.agents.Agents`."""
+    """What supervising needs of `zrun.transport.agents.AgentGroup`."""
 
     lost: dict[str, str]
 
     @property
     def hosts(self) -> list[str]: ...
     @property
-    def are_over(self) -> bool: ...
+    def all_ended(self) -> bool: ...
     @property
     def unfinished(self) -> list[str]: ...
-    def give_up(self, host: str) -> None: ...
+    def drop_host(self, host: str) -> None: ...
     def frames(self, patience_s: float) -> list[tuple[str, Frame]]: ...
-    def tell(self, frame: Frame) -> None: ...
-    def stop(self, how: Stop) -> None: ...
+    def send(self, frame: Frame) -> None: ...
+    def stop(self, how: StopMode) -> None: ...
 
 
 @dataclass
@@ -135,7 +135,7 @@ class SupervisedRun:
     def _fold_silence(self, host: str, frame: Frame) -> None:
         """Tell a launcher that stood still, while the ranks went on, from a network that was cut."""
         why = f"{host}: its agent had no word from this launcher for {frame['silent_s']:.0f} s"
-        if frame["stop"] == Stop.FINISH:
+        if frame["stop"] == StopMode.FINISH:
             self.stopping = self.stopping or why
             return
         cause = "the network was cut, or this process or its host stood still"
@@ -252,7 +252,7 @@ class Supervisor:
 
     def _watch(self, on_event: OnEvent, on_turn: OnTurn) -> None:
         agents, run = self._agents, self._run
-        while not agents.are_over:
+        while not agents.all_ended:
             found = agents.frames(_TURN_S)
             now = self._clock()
             for host, frame in found:
@@ -287,7 +287,7 @@ class Supervisor:
         for host in self._agents.unfinished:
             what = "its agent says nothing any more: it, or what it was started by, was killed or stands still"
             self._run.lose(host, f"{host}: {what}")
-            self._agents.give_up(host)
+            self._agents.drop_host(host)
         return True
 
     def _check_start(self, now: float) -> None:
@@ -308,7 +308,7 @@ class Supervisor:
         """Other hosts take silence for this launcher's death, or for that of the way to it."""
         if now > self._beat_at:
             self._beat_at = now + BEAT_S
-            self._agents.tell({"beat": True})
+            self._agents.send({"beat": True})
 
     def _look_for_hangs(self, now: float) -> None:
         """Time what the ranks do; once they hang, hear what their agents have to say, and kill them."""
@@ -320,21 +320,21 @@ class Supervisor:
         if run.inquiry is None:
             if now < self._judge_at:
                 return
-            self._judge_at = now + BOARD_S
+            self._judge_at = now + PROGRESS_S
             verdict = self._hangs.judge(now, run.states)
             if verdict is not None:
                 run.inquiry = Inquiry(verdict, run.states, now)
-                self._agents.tell({"testify": True})
+                self._agents.send({"testify": True})
         elif run.inquiry.is_over(now):
             run.hang = run.inquiry.finding()
-            self._agents.stop(Stop.KILL)
+            self._agents.stop(StopMode.KILL)
             self._told_at, self._give_up_at = now, now + GRACE_S + SILENCE_S
 
     def _stop_after_a_failure(self, now: float) -> None:
         if self._run.left_early is not None:
             self._alone_until = self._alone_until or now + _ALONE_S
             if now > self._alone_until:
-                self._agents.stop(Stop.NOW)
+                self._agents.stop(StopMode.NOW)
                 self._alone_until = float("inf")
         if self._run.is_failing and self._stop_at is None:
             self._stop_at = now + _LAST_WORDS_S
@@ -343,7 +343,7 @@ class Supervisor:
             self._told_at, self._give_up_at = now, now + GRACE_S + SILENCE_S
             if len(self._agents.hosts) > 1:  # a single agent does so by itself
                 # Without a host nothing can be saved, and whoever waits for it listens to nothing else.
-                self._agents.stop(Stop.KILL if self._run.lost else Stop.NOW)
+                self._agents.stop(StopMode.KILL if self._run.lost else StopMode.NOW)
 
     def _stop_when_asked(self, now: float) -> None:
         interrupts = self._interrupts
@@ -383,10 +383,10 @@ class Supervisor:
         if not self._interrupts.wants_pause:
             return
         self._interrupts.wants_pause = False
-        self._agents.tell({"hold": True})
+        self._agents.send({"hold": True})
         _say("zrun is stopped, and its ranks train on: fg shows them again")
         os.kill(os.getpid(), signal.SIGSTOP)
-        self._agents.tell({"beat": True})
+        self._agents.send({"beat": True})
 
     def _save_when_asked(self) -> None:
         """Pass on what `zrun save` asked for. A run that ends says by itself what of it is saved."""
@@ -400,7 +400,7 @@ class Supervisor:
             _say("zrun save: no rank trains yet, so there is nothing to save")
         else:
             _say("zrun save: saving at the end of the step")
-            self._agents.tell({"save": True})
+            self._agents.send({"save": True})
 
 
 @contextmanager
@@ -418,13 +418,13 @@ def _obey(agents: Talking, interrupts: Interrupts) -> None:
     name = interrupts.first.name if interrupts.first is not None else "a signal"
     if interrupts.level == 1:
         _say(f"{name}: finishing the step; once more stops at once")
-        agents.stop(Stop.FINISH)
+        agents.stop(StopMode.FINISH)
     elif interrupts.level == 2:
         _say("stopping the workers; once more kills them")
-        agents.stop(Stop.NOW)
+        agents.stop(StopMode.NOW)
     else:
         _say("killing the workers")
-        agents.stop(Stop.KILL)
+        agents.stop(StopMode.KILL)
 
 
 def _say(text: str) -> None:

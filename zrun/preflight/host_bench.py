@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 
 from zrun.preflight.calibration import Calibration, HostRates, LinkRates
-from zrun.preflight.inspection import Finding
-from zrun.preflight.reachability import open_doors
+from zrun.preflight.host_report import Finding
+from zrun.preflight.reachability import open_listeners
 from zrun.preflight.rpc_client import ask
 from zrun.transport.agent_process import AgentLink
 from zrun_core.errors import PreflightError
@@ -70,7 +70,7 @@ def _links(
         if each.report is not None
     }
     found = {agent: (report, failed) for agent, report in reports.items()}
-    places = open_doors(found, mark)
+    places = open_listeners(found, mark)
     links = []
     for pairs in rounds(len(agents)):
         questions = {}

@@ -16,7 +16,7 @@ _BUSY = 0.1  # share of a GPU's memory that others may hold
 
 
 @dataclass(frozen=True)
-class Needs:
+class HostRequirements:
     """What a job needs of every host.
 
     Attributes:
@@ -41,16 +41,16 @@ class Needs:
     shm_bytes: int = 0
 
 
-def needs_of(
+def requirements_of(
     job: JobConfig, job_dir: Path, shared: Sequence[Path], num_ranks: int, ranks_per_host: int
-) -> Needs:
+) -> HostRequirements:
     """What a job needs of every host, as far as it can be told before its model is built.
 
     Args:
         shared: folders in which ranks of several hosts write.
     """
     cuda, loaders = job.device == "cuda", job.data.workers
-    return Needs(
+    return HostRequirements(
         job_dir=job_dir,
         shared=tuple(shared),
         cuda=cuda,
@@ -63,8 +63,12 @@ def needs_of(
     )
 
 
-def judge(
-    report: HostReport, here: Software, code: Mapping[str, str] | None, needs: Needs, host: str
+def find_problems(
+    report: HostReport,
+    here: Software,
+    code: Mapping[str, str] | None,
+    needs: HostRequirements,
+    host: str,
 ) -> Iterator[str]:
     """Why a host cannot be used, in the order in which one would set it right."""
     yield from _judge_software(report.software, here)
@@ -100,7 +104,7 @@ def _judge_software(there: Software, here: Software) -> Iterator[str]:
 
 
 def _judge_code(
-    report: HostReport, code: Mapping[str, str] | None, needs: Needs, host: str
+    report: HostReport, code: Mapping[str, str] | None, needs: HostRequirements, host: str
 ) -> Iterator[str]:
     if needs.job_dir is None or report.code == code:
         return
@@ -142,7 +146,7 @@ def _judge_gpus(report: HostReport, chosen: Sequence[int] | None) -> Iterator[st
             )
 
 
-def _judge_limits(report: HostReport, needs: Needs) -> Iterator[str]:
+def _judge_limits(report: HostReport, needs: HostRequirements) -> Iterator[str]:
     limits = report.limits
     files = "in /etc/security/limits.conf there, or in the unit of its sshd"
     if limits.nofile is not None and limits.nofile < needs.nofile:
@@ -170,7 +174,7 @@ def _judge_limits(report: HostReport, needs: Needs) -> Iterator[str]:
         )
 
 
-def remarks(report: HostReport, here: Software, needs: Needs) -> Iterator[str]:
+def find_notes(report: HostReport, here: Software, needs: HostRequirements) -> Iterator[str]:
     """What is worth knowing, and stops nothing."""
     yield from report.facts.problems
     if abs(report.skew_s) > 1.0 + report.skew_error_s:

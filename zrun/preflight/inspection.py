@@ -15,14 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from zrun.hosts.probe import TOKEN_PREFIX, HostReport, job_code, software
-from zrun.preflight.host_checks import Needs, judge, needs_of, remarks
+from zrun.preflight.host_checks import HostRequirements, find_notes, find_problems
 from zrun.preflight.host_report import Finding, describe
-from zrun.preflight.reachability import meet
+from zrun.preflight.reachability import check_reachability
 from zrun.preflight.rpc_client import OTHER_ZRUN, Answers, ask
 from zrun.transport.agent_process import AgentLink
 from zrun_core.errors import PreflightError
-
-__all__ = ["Finding", "HostReport", "Needs", "inspect", "needs_of", "preflight"]
 
 HELLO_S = (
     30.0  # ssh may take 10 to connect, and Python some more to start where it lies on a network
@@ -30,8 +28,8 @@ HELLO_S = (
 _SETTLE_S = 1.5  # without news, those that are there meet before the others are waited for
 
 
-def preflight(
-    agents: Sequence[AgentLink], needs: Needs, hello_s: float = HELLO_S
+def check_hosts(
+    agents: Sequence[AgentLink], needs: HostRequirements, hello_s: float = HELLO_S
 ) -> tuple[HostReport, ...]:
     """Look at the hosts of all agents, which were started but not told what to run.
 
@@ -41,14 +39,16 @@ def preflight(
     Raises:
         PreflightError: some cannot be used; the text is a table of all hosts and a line for each problem.
     """
-    findings = inspect(agents, needs, hello_s)
+    findings = inspect_hosts(agents, needs, hello_s)
     if any(finding.problems for finding in findings):
         raise PreflightError(describe(findings))
     return tuple(finding.report for finding in findings if finding.report is not None)
 
 
-def inspect(agents: Sequence[AgentLink], needs: Needs, hello_s: float = HELLO_S) -> list[Finding]:
-    """Like `preflight`, for whoever wants to see the hosts that cannot be used too.
+def inspect_hosts(
+    agents: Sequence[AgentLink], needs: HostRequirements, hello_s: float = HELLO_S
+) -> list[Finding]:
+    """Like `check_hosts`, for whoever wants to see the hosts that cannot be used too.
 
     Raises:
         PreflightError: this host itself cannot write to a folder of `needs.shared`.
@@ -62,13 +62,13 @@ def inspect(agents: Sequence[AgentLink], needs: Needs, hello_s: float = HELLO_S)
         deadline = time.monotonic() + hello_s
         answers = ask(dict.fromkeys(agents, question), hello_s, settle_s=_SETTLE_S)
         reports = _reports(answers, agents)
-        meeting = meet(reports)
+        meeting = check_reachability(reports)
         late = [agent for agent in agents if agent not in answers]
         if late:
             more = ask(dict.fromkeys(late, question), max(0.1, deadline - time.monotonic()))
             answers |= more
             if len(reports) < len(reports := _reports(answers, agents)):
-                meeting = meet(reports)
+                meeting = check_reachability(reports)
     here, code = software(), job_code(needs.job_dir) if needs.job_dir is not None else {}
     findings = []
     for agent in agents:
@@ -77,8 +77,10 @@ def inspect(agents: Sequence[AgentLink], needs: Needs, hello_s: float = HELLO_S)
             findings.append(Finding(agent.host, None, (str(answers[agent]),)))
             continue
         report, reach = meeting.get(agent, (found, []))
-        problems = (*judge(report, here, code, needs, agent.host), *reach)
-        findings.append(Finding(agent.host, report, problems, tuple(remarks(report, here, needs))))
+        problems = (*find_problems(report, here, code, needs, agent.host), *reach)
+        findings.append(
+            Finding(agent.host, report, problems, tuple(find_notes(report, here, needs)))
+        )
     return findings
 
 
@@ -101,7 +103,7 @@ def _reports(answers: Answers, agents: Sequence[AgentLink]) -> dict[AgentLink, H
         # As between two clocks of NTP: the message takes the same time in both directions, more or less.
         skew = ((heard - answer["asked"]) + (said - answer["got"])) / 2
         error = ((answer["got"] - answer["asked"]) - (said - heard)) / 2
-        reached_at = report.reached_at if agent.by_ssh else agent.known_at
+        reached_at = report.reached_at if agent.by_ssh else agent.known_address
         reports[agent] = replace(
             report, skew_s=skew, skew_error_s=abs(error), reached_at=reached_at
         )

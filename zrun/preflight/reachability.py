@@ -15,22 +15,22 @@ _MEET_S = 10.0
 _ALL_PAIRS = 32  # hosts; among more of them everyone knocks at the first one and at some neighbours
 _NEIGHBOURS = 4  # on each side
 
-Meeting = dict[AgentLink, tuple[HostReport, list[str]]]  # and its problems
+Reachability = dict[AgentLink, tuple[HostReport, list[str]]]  # and its problems
 
 
-def meet(reports: Mapping[AgentLink, HostReport]) -> Meeting:
+def check_reachability(reports: Mapping[AgentLink, HostReport]) -> Reachability:
     """Let every host listen at one address and knock at those of the others."""
     if len(reports) < 2:
         return {}
     mark = secrets.token_hex(8)
-    found: Meeting = {agent: (report, []) for agent, report in reports.items()}
-    places = open_doors(found, mark)
+    found: Reachability = {agent: (report, []) for agent, report in reports.items()}
+    places = open_listeners(found, mark)
     _check_addresses(found)
     names = {agent.host: agent for agent in places}
     agents = list(places)
     questions = {}
     for number, agent in enumerate(agents):
-        others = [agents[each] for each in peers(len(agents), number)]
+        others = [agents[each] for each in peers_of(len(agents), number)]
         questions[agent] = {
             "ask": "knock",
             "mark": mark,
@@ -60,7 +60,7 @@ def meet(reports: Mapping[AgentLink, HostReport]) -> Meeting:
     return found
 
 
-def open_doors(found: Meeting, mark: str) -> dict[AgentLink, tuple[str, int]]:
+def open_listeners(found: Reachability, mark: str) -> dict[AgentLink, tuple[str, int]]:
     """The address and port at which each host now listens; the reports learn their addresses."""
     known = {agent: report.reached_at for agent, (report, _) in found.items()}
     questions = {}
@@ -95,7 +95,7 @@ def open_doors(found: Meeting, mark: str) -> dict[AgentLink, tuple[str, int]]:
     return places
 
 
-def _check_addresses(found: Meeting) -> None:
+def _check_addresses(found: Reachability) -> None:
     """Say which hosts are one, and which have an address that means something else to the others."""
     seen: dict[tuple[str | None, str], AgentLink] = {}
     outside = any(
@@ -114,7 +114,7 @@ def _check_addresses(found: Meeting) -> None:
             problems.append(f"it is the same machine as {other.host}: name each host once")
 
 
-def peers(count: int, number: int) -> list[int]:
+def peers_of(count: int, number: int) -> list[int]:
     """At whose doors one of `count` hosts knocks. Between any two that do, it is both ways."""
     if count <= _ALL_PAIRS or number == 0:
         near = set(range(count))

@@ -74,13 +74,13 @@ class _Call:
     def _put(self, agent: AgentLink) -> None:
         if agent.hello is not None and agent not in self._asked:
             self._asked[agent] = time.time()
-            agent.tell(pack(self._questions[agent]))
+            agent.send(pack(self._questions[agent]))
 
     def hear(self, agent: AgentLink) -> bool:
         """Read what an agent said; whether that settles it."""
         frames = agent.read()
         if frames is None:
-            self.answers[agent] = agent.why_ended().removeprefix(f"{agent.host}: ")
+            self.answers[agent] = agent.end_reason().removeprefix(f"{agent.host}: ")
             return True
         self._put(agent)
         for frame in frames:

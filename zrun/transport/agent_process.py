@@ -7,7 +7,7 @@ in what an early end means.
     agents = [SshAgent(host) for host in hosts]
     selector.register(agents[0], EVENT_READ)
     ...
-    frames = agents[0].read()       # None: it has ended, and agents[0].why_ended() says why
+    frames = agents[0].read()       # None: it has ended, and agents[0].end_reason() says why
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import IO, Self
 
 from zrun.transport.frame_reader import FrameReader
-from zrun.transport.frames import Frame, Start, Stop, pack
+from zrun.transport.frames import Frame, StartRequest, StopMode, pack
 from zrun.transport.nonblocking_writer import NonblockingWriter
 
 _READ_BYTES = 1 << 16  # larger ones would be mapped anew for each read
@@ -37,7 +37,7 @@ class AgentLink(ABC):
     Attributes:
         host: what messages call its host.
         hello: the first thing it said: its pid, Python and zrun; None until then.
-        known_at: an address of its host at which others have reached it; None: none is known.
+        known_address: an address of its host at which others have reached it; None: none is known.
     """
 
     by_ssh = False  # sshd knows at which address its host was reached
@@ -51,7 +51,7 @@ class AgentLink(ABC):
         """
         self.host = host
         self.hello: Frame | None = None
-        self.known_at: str | None = None
+        self.known_address: str | None = None
         self._input, self._output = down, up
         self._outbox = NonblockingWriter(down.fileno())
         os.set_blocking(up.fileno(), False)
@@ -70,19 +70,19 @@ class AgentLink(ABC):
         """What becomes readable when the agent has said something, or has ended."""
         return self._output.fileno()
 
-    def start(self, start: Start, spec: bytes | None = None) -> None:
+    def start(self, start: StartRequest, spec: bytes | None = None) -> None:
         """Run the workers.
 
         Args:
             spec: `start.pack_spec()`, where the caller has it already.
         """
         self._started = True
-        self.tell(start.pack_spec() if spec is None else spec)
-        self.tell(start.pack_own())
+        self.send(start.pack_spec() if spec is None else spec)
+        self.send(start.pack_own())
 
-    def stop(self, how: Stop) -> None:
+    def stop(self, how: StopMode) -> None:
         """Ask the workers to end."""
-        self.tell(pack({"stop": how}))
+        self.send(pack({"stop": how}))
 
     def read(self) -> list[Frame] | None:
         """What the agent has said since the last call, without waiting; None when it has ended."""
@@ -105,7 +105,7 @@ class AgentLink(ABC):
         """What the agent said within `patience_s` seconds; None when it has ended."""
         return self.read() if _wait(self.fileno(), select.POLLIN, patience_s) else []
 
-    def tell(self, data: bytes) -> None:
+    def send(self, data: bytes) -> None:
         """Send `data`, without waiting for a host that does not listen; an agent that is gone is found by `read`."""
         with self._sending:
             if self._input.closed:
@@ -131,17 +131,17 @@ class AgentLink(ABC):
                 os.close(descriptor)
 
     @abstractmethod
-    def why_ended(self) -> str:
+    def end_reason(self) -> str:
         """In one line, why an agent whose `read` gave None is no longer there: what, and what to do."""
 
-    def let_go(self) -> None:
+    def disconnect(self) -> None:
         """Cut the lifeline: the agent ends its workers, cleans up, and ends."""
         with self._sending, suppress(OSError):
             self._input.close()
 
     def abandon(self) -> None:
         """Let go of an agent that does not answer. What leads to it is not waited for."""
-        self.let_go()
+        self.disconnect()
 
     @abstractmethod
     def close(self, patience_s: float = PATIENCE_S) -> None:
@@ -189,12 +189,12 @@ class AgentProcess(AgentLink):
         return self._process.pid
 
     def abandon(self) -> None:
-        self.let_go()
+        self.disconnect()
         self._process.terminate()
 
     def close(self, patience_s: float = PATIENCE_S) -> None:
         """Let go, and wait until it is gone; after `patience_s` seconds what is left of it here is killed."""
-        self.let_go()
+        self.disconnect()
         with suppress(OSError):
             self._output.close()
         if (
@@ -212,7 +212,7 @@ def close_all(agents: Iterable[AgentLink], patience_s: float = PATIENCE_S) -> No
     """End all of them together: it takes as long as the slowest."""
     agents = list(agents)
     for agent in agents:
-        agent.let_go()
+        agent.disconnect()
     deadline = time.monotonic() + patience_s
     for agent in agents:
         agent.close(max(0.0, deadline - time.monotonic()))

@@ -7,13 +7,13 @@ import time
 from collections.abc import Iterable, Sequence
 
 from zrun.transport.agent_process import AgentLink
-from zrun.transport.frames import Frame, Start, Stop, pack
+from zrun.transport.frames import Frame, StartRequest, StopMode, pack
 
 _MANY = 32  # hosts, from which on they are heard together instead of one by one
 _LINGER_S = 0.25
 
 
-class Agents:
+class AgentGroup:
     """In the order of the hosts' ranks.
 
     Attributes:
@@ -34,7 +34,7 @@ class Agents:
         return list(self._members)
 
     @property
-    def are_over(self) -> bool:
+    def all_ended(self) -> bool:
         """Whether each has cleaned up, or is gone."""
         return len(self._done) + len(self.lost) == len(self._members)
 
@@ -43,13 +43,13 @@ class Agents:
         """Hosts that have not cleaned up yet, and are not gone."""
         return [host for host in self._members if host not in self._done and host not in self.lost]
 
-    def give_up(self, host: str) -> None:
+    def drop_host(self, host: str) -> None:
         """Wait for this host no longer: it does not answer."""
         self._members[host].abandon()
 
-    def start(self, starts: Iterable[Start]) -> None:
+    def start(self, starts: Iterable[StartRequest]) -> None:
         """Run the workers: a start for each agent."""
-        last: Start | None = None
+        last: StartRequest | None = None
         spec = b""
         for member, start in zip(self._members.values(), starts, strict=True):
             if last is None or start.spec is not last.spec:
@@ -57,16 +57,16 @@ class Agents:
             last = start
             member.start(start, spec)
 
-    def stop(self, how: Stop) -> None:
+    def stop(self, how: StopMode) -> None:
         """Ask all workers to end."""
-        self.tell({"stop": how})
+        self.send({"stop": how})
 
-    def tell(self, frame: Frame) -> None:
+    def send(self, frame: Frame) -> None:
         """Say one thing to every host that is there."""
         data = pack(frame)
         for host, member in self._members.items():
             if host not in self.lost:
-                member.tell(data)
+                member.send(data)
 
     def frames(self, patience_s: float) -> list[tuple[str, Frame]]:
         """What the agents said within `patience_s` seconds, each with its host."""
@@ -80,7 +80,7 @@ class Agents:
             if frames is None:
                 self._selector.unregister(member)
                 if member.host not in self._done:
-                    self.lost[member.host] = member.why_ended()
+                    self.lost[member.host] = member.end_reason()
                 continue
             for frame in frames:
                 found.append((member.host, frame))

@@ -5,7 +5,7 @@ Down the agent's stdin go length-prefixed JSON objects; its end is the end of th
     {"ask": "facts"}        what is the host like? See `zrun.agent.rpc_server`
     {"spec": ...}           what all hosts are to run; compressed, since it tells of every rank
     Start                   run the workers of this one
-    {"stop": "finish"}      ask them to end: see `Stop`
+    {"stop": "finish"}      ask them to end: see `StopMode`
     {"save": true}          ask rank 0, where it runs, to save at the end of its step and to go on
     {"testify": true}       a rank hangs: what do those of this host do?
     {"beat": true}          the launcher is there
@@ -31,7 +31,7 @@ GRACE_S = 5.0  # that an agent leaves workers between SIGTERM and SIGKILL
 BEAT_S = 3.0  # between two words of a launcher to the agents of other hosts
 SILENCE_S = 15.0  # after which such an agent takes the launcher, or the way to it, for dead ...
 ORPHAN_S = 120.0  # ... or after this, as long as its ranks go on: then the other hosts are there, and the way to them
-BOARD_S = 0.5  # between two looks at a board
+PROGRESS_S = 0.5  # between two looks at a board
 
 _LENGTH = struct.Struct(">I")
 _LARGEST = 16 << 20
@@ -40,7 +40,7 @@ EVENT = b'{"frame":"event","event":'  # and what a worker has said, and a brace
 _ZLIB = b"\x78"  # how its streams begin; JSON does not
 
 
-class Stop(StrEnum):
+class StopMode(StrEnum):
     """How workers are asked to end, from the gentlest on."""
 
     FINISH = "finish"  # the step, save if the job does, and leave together
@@ -49,7 +49,7 @@ class Stop(StrEnum):
 
 
 @dataclass(frozen=True)
-class Start:
+class StartRequest:
     """All that an agent needs. Values of `env` may be secrets: they travel here, and are never written to disk."""
 
     spec: dict[str, Any]  # a RunSpec as JSON; the agent adds its own telemetry socket

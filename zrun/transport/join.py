@@ -29,7 +29,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn, Self
 
-from zrun.hosts.conventions import Convention
+from zrun.hosts.cluster_env import ClusterEnv
 from zrun.hosts.probe import route_to
 from zrun.system.processes import allow_files
 from zrun.transport.agent_process import PATIENCE_S, AgentLink, close_all
@@ -80,13 +80,13 @@ class Rendezvous:
     mark: str
 
     @classmethod
-    def of(cls, convention: Convention, environ: Mapping[str, str]) -> Self:
+    def of(cls, cluster_env: ClusterEnv, environ: Mapping[str, str]) -> Self:
         """What the environment of this process says.
 
         Raises:
             JobError: not enough.
         """
-        seat, host = convention.seat, convention.host_seat
+        seat, host = cluster_env.seat, cluster_env.host_seat
         assert seat is not None or host is not None
         index, count = (
             (seat.rank, seat.world)
@@ -101,13 +101,13 @@ class Rendezvous:
         )
         if not alone and address is None:
             raise JobError(
-                f"{convention.evidence}: MASTER_ADDR does not name the host of rank 0: pass it to all processes, "
+                f"{cluster_env.evidence}: MASTER_ADDR does not name the host of rank 0: pass it to all processes, "
                 "such as by mpirun -x MASTER_ADDR=node1 -x MASTER_PORT=29500"
             )
         marks = [f"{name}={environ[name]}" for name in _MARKS if environ.get(name)]
         if alone and not marks:
             raise JobError(
-                f"{convention.evidence}: nothing tells these processes from those of another start on this host: pass "
+                f"{cluster_env.evidence}: nothing tells these processes from those of another start on this host: pass "
                 "MASTER_PORT to all of them, such as by mpirun -x MASTER_PORT=29500 or mpiexec -genv MASTER_PORT 29500"
             )
         port = (seat.port if seat is not None else host.port if host else None) or _default_port(
@@ -133,7 +133,7 @@ class Rendezvous:
 
 
 @dataclass(frozen=True)
-class Caller:
+class JoiningProcess:
     """A process that is to become an agent, as it introduces itself."""
 
     index: int
@@ -169,33 +169,33 @@ def _default_port(environ: Mapping[str, str]) -> int:
 class JoinedAgent(AgentLink):
     """An agent that came by itself, through a socket."""
 
-    def __init__(self, name: str, caller: Caller, connection: socket.socket) -> None:
+    def __init__(self, name: str, caller: JoiningProcess, connection: socket.socket) -> None:
         self._connection, self._caller = connection, caller
         down, up = (
             os.fdopen(os.dup(connection.fileno()), mode, buffering=0) for mode in ("wb", "rb")
         )
         super().__init__(name, down, up)
         if connection.family != socket.AF_UNIX:
-            self.known_at = str(connection.getpeername()[0])
+            self.known_address = str(connection.getpeername()[0])
 
     @property
     def pid(self) -> int:
         return self._caller.pid
 
     @property
-    def caller(self) -> Caller:
+    def caller(self) -> JoiningProcess:
         return self._caller
 
-    def why_ended(self) -> str:
+    def end_reason(self) -> str:
         if self._broken is not None and not isinstance(self._broken, ConnectionError):
             return f"{self.host}: it no longer answers ({self._broken.strerror}): it is down, or the network is cut"
         return f"{self.host}: its process {self._caller.pid} on {self._caller.host} ended, or was killed"
 
-    def dismiss(self, code: int) -> None:
+    def send_exit_code(self, code: int) -> None:
         """Say how the run ended: its process ends with the same exit code."""
-        self.tell(pack({"exit": code}))
+        self.send(pack({"exit": code}))
 
-    def let_go(self) -> None:
+    def disconnect(self) -> None:
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_WR)
 
@@ -205,7 +205,7 @@ class JoinedAgent(AgentLink):
             sender = self._sender
         if sender is not None:
             sender.join(patience_s)
-        self.let_go()
+        self.disconnect()
         with suppress(OSError, ValueError):
             while (
                 self.frames(max(0.0, deadline - time.monotonic())) is not None
@@ -217,7 +217,7 @@ class JoinedAgent(AgentLink):
                 each.close()
 
 
-class Door:
+class JoinServer:
     """Where the first process waits for the others.
 
     Attributes:
@@ -285,7 +285,7 @@ class Door:
                             ).start()
                         elif key.data.read() is None:
                             raise RendezvousError(
-                                f"{key.data.why_ended()} while the others were awaited"
+                                f"{key.data.end_reason()} while the others were awaited"
                             )
                     with self._lock:
                         new = {
@@ -301,7 +301,7 @@ class Door:
             except BaseException as error:
                 came = list(self._came.values())
                 for agent in came:
-                    agent.dismiss(int(getattr(error, "exit_code", ExitCode.INTERRUPTED)))
+                    agent.send_exit_code(int(getattr(error, "exit_code", ExitCode.INTERRUPTED)))
                 close_all(came, _HANDSHAKE_S)
                 raise
         return [self._came[index] for index in sorted(self._came)]
@@ -335,7 +335,7 @@ class Door:
             nonce = secrets.token_hex(16)
             _say(visitor, {"mark": _shown(self._rendezvous), "nonce": nonce})
             told = _hear(visitor)
-            caller = Caller(**told["caller"])
+            caller = JoiningProcess(**told["caller"])
             if not hmac.compare_digest(
                 _proof(self._key, "caller", nonce, told["nonce"], caller), told["proof"]
             ):
@@ -359,7 +359,7 @@ class Door:
         except (OSError, ValueError, KeyError, TypeError):
             visitor.close()
 
-    def _admit(self, visitor: socket.socket, caller: Caller) -> str | None:
+    def _admit(self, visitor: socket.socket, caller: JoiningProcess) -> str | None:
         """Take in a process that has proven that it runs this job; or why not."""
         wanted, noun = self._rendezvous, self._rendezvous.noun
         if caller.count != wanted.count or not 0 < caller.index < wanted.count:
@@ -375,14 +375,14 @@ class Door:
         return None
 
 
-def knock(rendezvous: Rendezvous, key: bytes, patience_s: float) -> socket.socket:
+def connect_to_leader(rendezvous: Rendezvous, key: bytes, patience_s: float) -> socket.socket:
     """The connection of this process to the first one.
 
     Raises:
         PreflightError: it does not take this process.
         RendezvousError: it is not there.
     """
-    caller = Caller(
+    caller = JoiningProcess(
         rendezvous.index,
         rendezvous.count,
         rendezvous.local_index,
@@ -445,7 +445,7 @@ def _connections(rendezvous: Rendezvous) -> Iterator[socket.socket | str]:
 
 
 def _introduce(
-    connection: socket.socket, caller: Caller, rendezvous: Rendezvous, key: bytes
+    connection: socket.socket, caller: JoiningProcess, rendezvous: Rendezvous, key: bytes
 ) -> bool:
     """Whether this is the door of this start, which has taken the process in.
 
@@ -521,7 +521,7 @@ def _owner(connection: socket.socket) -> int:
     return int(struct.unpack("3i", data)[1])
 
 
-def _proof(key: bytes, who: str, door_nonce: str, caller_nonce: str, caller: Caller) -> str:
+def _proof(key: bytes, who: str, door_nonce: str, caller_nonce: str, caller: JoiningProcess) -> str:
     text = json.dumps([who, door_nonce, caller_nonce, asdict(caller)])
     return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
 

@@ -18,7 +18,7 @@ class LocalAgent(AgentProcess):
         # -P: a json.py or types.py in the working directory is not meant for the agent.
         super().__init__(socket.gethostname(), [sys.executable, "-P", "-m", "zrun.agent.main"])
 
-    def why_ended(self) -> str:
+    def end_reason(self) -> str:
         return (
             "the agent of this host ended unexpectedly; its last words are above, or in logs/agent-<host>.log of the "
             "run directory"

@@ -53,7 +53,7 @@ class SrunAgent(AgentProcess):
                 f"{srun}: {error.strerror}: launch.backend: slurm needs Slurm's commands on this host"
             ) from None
 
-    def why_ended(self) -> str:
+    def end_reason(self) -> str:
         try:
             status: int | None = self._process.wait(1.0)
         except subprocess.TimeoutExpired:

@@ -109,7 +109,7 @@ class SshAgent(AgentProcess):
                 f"{self._argv[0]}: {error.strerror}: install the OpenSSH client, or name one in launch.ssh"
             ) from None
 
-    def why_ended(self) -> str:
+    def end_reason(self) -> str:
         try:
             status = self._process.wait(1.0)
         except subprocess.TimeoutExpired:

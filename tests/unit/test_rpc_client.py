@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from zrun.preflight.inspection import Needs, preflight
+from zrun.preflight.host_checks import HostRequirements
+from zrun.preflight.inspection import check_hosts
 from zrun.transport.agent_process import AgentProcess, close_all
 from zrun_core.errors import ExitCode, PreflightError
 
@@ -20,7 +21,7 @@ class Scripted(AgentProcess):
         script = f"echo '{{\"frame\":\"hello\"}}'; head -c 10 >/dev/null; echo '{says}'; sleep 60"
         super().__init__(host, ["sh", "-c", script])
 
-    def why_ended(self) -> str:
+    def end_reason(self) -> str:
         return f"{self.host}: it ended"
 
 
@@ -41,7 +42,7 @@ def test_an_agent_that_answers_nonsense_is_a_host_that_cannot_be_used(
     agents = [Scripted("node7", {"frame": "answer", "to": "facts", **answer})]
     try:
         with pytest.raises(PreflightError) as caught:
-            preflight(agents, Needs(), hello_s=30.0)
+            check_hosts(agents, HostRequirements(), hello_s=30.0)
     finally:
         close_all(agents, 0.1)
     assert caught.value.exit_code is ExitCode.PREFLIGHT

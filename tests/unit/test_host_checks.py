@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from zrun.agent.connectivity import Listener, knock
+from zrun.agent.connectivity import Listener, connect
 from zrun.hosts.cluster import Gpu, HostFacts
 from zrun.hosts.probe import (
     Driver,
@@ -21,9 +21,9 @@ from zrun.hosts.probe import (
     facts,
     job_code,
 )
-from zrun.preflight.host_checks import Needs, judge, needs_of, remarks
+from zrun.preflight.host_checks import HostRequirements, find_notes, find_problems, requirements_of
 from zrun.preflight.host_report import Finding, describe
-from zrun.preflight.reachability import peers
+from zrun.preflight.reachability import peers_of
 from zrun.topology.nvml import NvmlDevice, Reading
 from zrun_core.spine.config import JobConfig
 
@@ -44,16 +44,18 @@ REPORT = HostReport(
     reached_at="10.0.0.1",
     user="me",
 )
-NEEDS = Needs(job_dir=Path("/job"), shared=(Path("/runs"),), cuda=True, shm_bytes=64 << 20)
+NEEDS = HostRequirements(
+    job_dir=Path("/job"), shared=(Path("/runs"),), cuda=True, shm_bytes=64 << 20
+)
 
 
-def said(report: HostReport, needs: Needs = NEEDS) -> list[str]:
-    return list(judge(report, HERE, {"train.py": "1"}, needs, "n1"))
+def said(report: HostReport, needs: HostRequirements = NEEDS) -> list[str]:
+    return list(find_problems(report, HERE, {"train.py": "1"}, needs, "n1"))
 
 
 def test_a_good_host_has_nothing_said_of_it() -> None:
     assert said(REPORT) == []
-    assert list(remarks(REPORT, HERE, NEEDS)) == []
+    assert list(find_notes(REPORT, HERE, NEEDS)) == []
 
 
 def test_it_crosses_as_json() -> None:
@@ -100,7 +102,7 @@ def test_software_must_be_the_same(problem: str) -> None:
 def test_a_patch_of_python_is_worth_a_remark_only() -> None:
     report = replace(REPORT, software=replace(HERE, python="3.11.2"), skew_s=-60.0)
     assert said(report) == []
-    assert list(remarks(report, HERE, NEEDS)) == [
+    assert list(find_notes(report, HERE, NEEDS)) == [
         "its clock is -60.0 s off; nothing depends on it but the times in logs",
         "Python 3.11.2 there, 3.11.7 here",
     ]
@@ -167,7 +169,7 @@ def test_a_gpu_that_is_lost_is_worth_a_remark() -> None:
         REPORT, facts=replace(REPORT.facts, problems=("GPU 2 is lost: it fell off the bus",))
     )
     assert said(report) == []
-    assert list(remarks(report, HERE, NEEDS)) == ["GPU 2 is lost: it fell off the bus"]
+    assert list(find_notes(report, HERE, NEEDS)) == ["GPU 2 is lost: it fell off the bus"]
 
 
 def test_who_computes_on_a_gpu_is_read_of_those_that_are_visible() -> None:
@@ -193,8 +195,8 @@ def test_what_a_job_needs_grows_with_its_ranks_and_loaders() -> None:
         keys | {"data": {"call": "m:d", "workers": 4}, "device": "cuda"}
     )
     small, large = (
-        needs_of(plain, Path("/j"), [Path("/r")], 2, 2),
-        needs_of(loading, Path("/j"), [Path("/r")], 64, 8),
+        requirements_of(plain, Path("/j"), [Path("/r")], 2, 2),
+        requirements_of(loading, Path("/j"), [Path("/r")], 64, 8),
     )
     assert (small.job_dir, small.shared, small.cuda, small.shm_bytes) == (
         Path("/j"),
@@ -246,7 +248,7 @@ def test_code_is_compared_but_not_what_is_no_code(tmp_path: Path) -> None:
 
 def test_between_any_two_hosts_that_knock_it_is_both_ways() -> None:
     for count in (2, 32, 100):
-        knocked = {(a, b) for a in range(count) for b in peers(count, a)}
+        knocked = {(a, b) for a in range(count) for b in peers_of(count, a)}
         assert all((b, a) in knocked for a, b in knocked)
         assert all((0, each) in knocked for each in range(1, count))
         assert all(a != b for a, b in knocked)
@@ -265,7 +267,7 @@ def test_a_door_is_at_one_address_and_knows_its_mark() -> None:
             "closed": closed_port,
             "deaf": deaf.getsockname()[1],
         }
-        failed = knock(
+        failed = connect(
             {name: ("127.0.0.1", port) for name, port in places.items()}, "mark", patience_s=0.3
         )
     assert failed == {
@@ -275,7 +277,7 @@ def test_a_door_is_at_one_address_and_knows_its_mark() -> None:
     }
     door.close()
     other.close()
-    assert knock(
+    assert connect(
         {"gone": ("127.0.0.1", door.port), "nonsense": ("no address", 1)}, "mark"
     ).keys() == {
         "gone",

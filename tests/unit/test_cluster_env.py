@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zrun.hosts.conventions import NONE, Convention, HostSeat, Seat, detect
+from zrun.hosts.cluster_env import NONE, ClusterEnv, HostSeat, Seat, detect
 from zrun.hosts.nodelist import MAX_HOSTS, expand, natural
 from zrun_core.errors import JobError
 
@@ -313,7 +313,7 @@ def test_any_environment_is_a_convention_or_an_error(environ: dict[str, str]) ->
     except JobError as error:
         message = str(error)
     assert message == "" or message.isprintable()
-    assert isinstance(found, Convention)
+    assert isinstance(found, ClusterEnv)
     assert not any(name.startswith("-") or "$" in name for name in found.names)
 
 

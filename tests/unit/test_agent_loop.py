@@ -20,7 +20,7 @@ from zrun.agent.agent_loop import AgentLoop
 from zrun.agent.observer import Observer
 from zrun.agent.workers import WorkerProcess
 from zrun.transport.frame_reader import FrameReader
-from zrun.transport.frames import Start, Stop, pack
+from zrun.transport.frames import StartRequest, StopMode, pack
 from zrun_core.spine.flight_recorder import FlightRecorder, FlightRecorderView
 from zrun_core.spine.stop_signals import SAVE
 
@@ -28,25 +28,23 @@ PATIENCE_S = 30.0
 
 
 class Setting:
-    """A switchboard with one worker, seen from its launcher."""
+    """An agent's loop with one worker, seen from its launcher."""
 
     def __init__(
         self, folder: Path, *, is_remote: bool = False, memory: int | None = None, rank: int = 0
     ) -> None:
         control, self.control = os.pipe()
         self.output, output = os.pipe()
-        self.switchboard = AgentLoop(control, output)
-        os.write(self.control, Start({}, "here", {}, "module").pack())
-        self.switchboard.orders.get(timeout=PATIENCE_S)
+        self.loop = AgentLoop(control, output)
+        os.write(self.control, StartRequest({}, "here", {}, "module").pack())
+        self.loop.orders.get(timeout=PATIENCE_S)
         heard, self.telemetry = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self.switchboard.listen(heard)
+        self.loop.listen(heard)
         pid = os.posix_spawnp("sleep", ["sleep", "600"], os.environ, setsid=True, setsigdef=[SAVE])
         self.worker = WorkerProcess(pid, os.pidfd_open(pid))
         observer = Observer(FlightRecorderView(folder / "board", range(rank, rank + 1)), folder)
-        self.switchboard.watch(
-            [rank], pid, folder, observer, {}, is_remote=is_remote, memory=memory
-        )
-        self.switchboard.follow({rank: self.worker})
+        self.loop.watch([rank], pid, folder, observer, {}, is_remote=is_remote, memory=memory)
+        self.loop.follow({rank: self.worker})
 
     def wait(self) -> int:
         """How the worker ended."""
@@ -88,7 +86,7 @@ def test_ranks_that_take_too_much_memory_in_their_first_step_are_killed(
     monkeypatch.setattr(memory_watch, "_BESIDE", 0)
     setting = Setting(folder, memory=1)
     assert setting.wait() == -signal.SIGKILL
-    setting.switchboard.finish()
+    setting.loop.finish()
     (end,) = (frame for frame in setting.hear() if frame["frame"] == "exit")
     assert end["oom"]
     assert re.fullmatch(
@@ -104,8 +102,8 @@ def test_silence_is_noticed_although_nobody_takes_what_is_said(
     try:
         setting.flood(200)
         assert setting.wait() != 0
-        setting.switchboard.end_sessions()
-        setting.switchboard.finish()  # nor does the end wait for such a launcher
+        setting.loop.end_sessions()
+        setting.loop.finish()  # nor does the end wait for such a launcher
     finally:
         setting.kill()
 
@@ -113,7 +111,7 @@ def test_silence_is_noticed_although_nobody_takes_what_is_said(
 def test_ranks_that_go_on_get_time_to_save_when_nobody_is_heard(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "BOARD_S", 0.02)
+    monkeypatch.setattr(module, "PROGRESS_S", 0.02)
     monkeypatch.setattr(module, "SILENCE_S", 1.0)
     monkeypatch.setattr(module, "ORPHAN_S", 1.2)
     setting = Setting(folder, is_remote=True)
@@ -122,7 +120,7 @@ def test_ranks_that_go_on_get_time_to_save_when_nobody_is_heard(
         while not select.select([setting.worker.pidfd], [], [], 0.02)[0]:
             board.step(1)  # it moves
         assert setting.wait() == -signal.SIGUSR1, "asked to finish its step"
-        setting.switchboard.finish()
+        setting.loop.finish()
     finally:
         setting.kill()
     (deaf,) = (frame for frame in setting.hear() if frame["frame"] == "deaf")
@@ -132,7 +130,7 @@ def test_ranks_that_go_on_get_time_to_save_when_nobody_is_heard(
 def test_a_launcher_that_said_so_may_be_silent(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "BOARD_S", 0.02)
+    monkeypatch.setattr(module, "PROGRESS_S", 0.02)
     monkeypatch.setattr(module, "SILENCE_S", 0.2)
     setting = Setting(folder, is_remote=True)
     try:
@@ -141,7 +139,7 @@ def test_a_launcher_that_said_so_may_be_silent(
         os.write(setting.control, pack({"beat": True}))
         assert setting.wait() != 0, "the next silence counts"
     finally:
-        setting.switchboard.finish()
+        setting.loop.finish()
         setting.kill()
 
 
@@ -149,9 +147,9 @@ def test_orders_are_obeyed_meanwhile_and_nothing_that_was_said_is_lost(folder: P
     setting = Setting(folder, is_remote=False)
     try:
         setting.flood(200)
-        os.write(setting.control, pack({"stop": Stop.KILL}))
+        os.write(setting.control, pack({"stop": StopMode.KILL}))
         assert setting.wait() == -9
-        os.close(setting.switchboard._finish)
+        os.close(setting.loop._finish)
         frames = setting.hear()
     finally:
         setting.kill()
@@ -165,16 +163,16 @@ def test_telemetry_waits_with_the_workers_when_too_much_is_kept(folder: Path) ->
     try:
         setting.telemetry.setblocking(False)
         deadline, sent = time.monotonic() + PATIENCE_S, 0
-        while not setting.switchboard._is_pausing and time.monotonic() < deadline:
+        while not setting.loop._is_pausing and time.monotonic() < deadline:
             try:
                 setting.telemetry.send(b'{"type":"log","text":"' + b"x" * 10_000 + b'"}')
                 sent += 1
             except BlockingIOError:
                 time.sleep(0.001)
-        assert setting.switchboard._is_pausing
-        os.write(setting.control, pack({"stop": Stop.KILL}))
+        assert setting.loop._is_pausing
+        os.write(setting.control, pack({"stop": StopMode.KILL}))
         assert setting.wait() == -9
-        os.close(setting.switchboard._finish)
+        os.close(setting.loop._finish)
         frames = setting.hear()
     finally:
         setting.kill()
@@ -187,14 +185,14 @@ def test_rank_0_alone_is_asked_to_save(folder: Path, rank: int) -> None:
     setting = Setting(folder, rank=rank)
     os.write(setting.control, pack({"save": True}))
     if rank:
-        os.write(setting.control, pack({"stop": Stop.KILL}))
+        os.write(setting.control, pack({"stop": StopMode.KILL}))
     assert setting.wait() == (-signal.SIGKILL if rank else -SAVE)
-    setting.switchboard.finish()
+    setting.loop.finish()
 
 
 def test_who_was_asked_to_end_is_not_asked_to_save(folder: Path) -> None:
     setting = Setting(folder)
-    for frame in ({"stop": Stop.FINISH}, {"save": True}):
+    for frame in ({"stop": StopMode.FINISH}, {"save": True}):
         os.write(setting.control, pack(frame))
     assert setting.wait() == -signal.SIGUSR1
-    setting.switchboard.finish()
+    setting.loop.finish()

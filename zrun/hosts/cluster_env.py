@@ -61,7 +61,7 @@ class HostSeat:
 
 
 @dataclass(frozen=True)
-class Convention:
+class ClusterEnv:
     """What the environment says. Of `seat`, `host_seat` and `names` those are set that it tells of."""
 
     kind: _Kind
@@ -74,10 +74,10 @@ class Convention:
     here: str | None = None  # which of them this process runs on
 
 
-NONE = Convention("none")
+NONE = ClusterEnv("none")
 
 
-def detect(environ: Environ) -> Convention:
+def detect(environ: Environ) -> ClusterEnv:
     """The convention of `environ`. A world of one process is no convention: there is nothing to join.
 
     Raises:
@@ -86,7 +86,7 @@ def detect(environ: Environ) -> Convention:
     return _torchrun(environ) or _mpi(environ) or _pods(environ) or _slurm(environ) or NONE
 
 
-def _torchrun(environ: Environ) -> Convention | None:
+def _torchrun(environ: Environ) -> ClusterEnv | None:
     if not environ.keys() >= {"RANK", "WORLD_SIZE", "LOCAL_RANK"}:
         return None
     by = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "a launcher like torchrun"
@@ -94,7 +94,7 @@ def _torchrun(environ: Environ) -> Convention | None:
     return _joined(environ, by, names, "MASTER_ADDR", "MASTER_PORT")
 
 
-def _mpi(environ: Environ) -> Convention | None:
+def _mpi(environ: Environ) -> ClusterEnv | None:
     for by, *names in _MPI:
         if names[0] not in environ or (by == "MPICH" and _is_step_rank(environ)):
             continue
@@ -114,7 +114,7 @@ def _is_step_rank(environ: Environ) -> bool:
 
 def _joined(
     environ: Environ, by: str, names: tuple[str, str, str, str], address: str, port: str
-) -> Convention | None:
+) -> ClusterEnv | None:
     rank_name, world_name, local_name, local_world_name = names
     world = _number(environ, world_name, least=1)
     if world == 1:
@@ -130,10 +130,10 @@ def _joined(
     seat = Seat(
         rank, world, local_rank, local_world, _address(environ, address), _port(environ, port)
     )
-    return Convention("joined", evidence, seat)
+    return ClusterEnv("joined", evidence, seat)
 
 
-def _pods(environ: Environ) -> Convention | None:
+def _pods(environ: Environ) -> ClusterEnv | None:
     """One process per host: the variables of SkyPilot, of torchrun's options (PET_*), of a PyTorchJob."""
     if "SKYPILOT_NODE_RANK" in environ:
         return _skypilot(environ)
@@ -146,7 +146,7 @@ def _pods(environ: Environ) -> Convention | None:
     if index != "RANK":
         seat = _host_seat(environ, index, "WORLD_SIZE", None, "MASTER_ADDR", "MASTER_PORT")
         evidence = f"an indexed Job: pod {seat.index} of {seat.count} ({index}, WORLD_SIZE)"
-        return Convention("kubernetes", evidence, None, seat)
+        return ClusterEnv("kubernetes", evidence, None, seat)
     if not in_pod or "MASTER_ADDR" not in environ or "GROUP_RANK" in environ:
         raise JobError(
             "RANK and WORLD_SIZE are set without LOCAL_RANK: is this process one of several? Set LOCAL_RANK too if "
@@ -155,7 +155,7 @@ def _pods(environ: Environ) -> Convention | None:
         )
     # A PyTorchJob counts pods, not GPUs, as long as nothing in the pod starts a process per GPU.
     seat = _host_seat(environ, "RANK", "WORLD_SIZE", None, "MASTER_ADDR", "MASTER_PORT")
-    return Convention(
+    return ClusterEnv(
         "kubernetes",
         f"a PyTorchJob: pod {seat.index} of {seat.count} (RANK, WORLD_SIZE)",
         None,
@@ -163,7 +163,7 @@ def _pods(environ: Environ) -> Convention | None:
     )
 
 
-def _skypilot(environ: Environ) -> Convention | None:
+def _skypilot(environ: Environ) -> ClusterEnv | None:
     variable = "SKYPILOT_NODE_IPS"
     names = tuple(environ.get(variable, "").split())
     if len(names) == 1:
@@ -183,12 +183,12 @@ def _skypilot(environ: Environ) -> Convention | None:
     )
     seat = HostSeat(index, len(names), slots or None, names[0])
     evidence = f"SkyPilot: host {index} of {len(names)} (SKYPILOT_NODE_RANK, {variable})"
-    return Convention(
+    return ClusterEnv(
         "skypilot", evidence, None, seat, names, slots or None, variable, names[index]
     )
 
 
-def _pet(environ: Environ) -> Convention | None:
+def _pet(environ: Environ) -> ClusterEnv | None:
     count = environ["PET_NNODES"]
     if count == "1" or count == "1:1":
         return None
@@ -215,7 +215,7 @@ def _pet(environ: Environ) -> Convention | None:
     elif address not in environ and "MASTER_ADDR" in environ:
         address, port = "MASTER_ADDR", "MASTER_PORT"
     seat = _host_seat(environ, "PET_NODE_RANK", "PET_NNODES", "PET_NPROC_PER_NODE", address, port)
-    return Convention(
+    return ClusterEnv(
         "pet", f"host {seat.index} of {seat.count} (PET_NODE_RANK, PET_NNODES)", None, seat
     )
 
@@ -236,7 +236,7 @@ def _host_seat(
     return HostSeat(own, total, given, first, _port(environ, port))
 
 
-def _slurm(environ: Environ) -> Convention | None:
+def _slurm(environ: Environ) -> ClusterEnv | None:
     """A task of `srun` if there are several, else a shell or script in an allocation."""
     if "SLURM_JOB_ID" not in environ:
         return None
@@ -262,10 +262,10 @@ def _slurm(environ: Environ) -> Convention | None:
         return None  # the whole allocation is this host
     several = f"{len(names)} hosts" if len(names) > 1 else names[0]
     evidence = f"Slurm job {shown_text(environ['SLURM_JOB_ID'])}: {several} ({source})"
-    return Convention("slurm", evidence, None, None, names, _slurm_slots(environ), source, here)
+    return ClusterEnv("slurm", evidence, None, None, names, _slurm_slots(environ), source, here)
 
 
-def _slurm_task(environ: Environ) -> Convention:
+def _slurm_task(environ: Environ) -> ClusterEnv:
     world, rank = (
         _number(environ, "SLURM_STEP_NUM_TASKS", least=1),
         _number(environ, "SLURM_PROCID"),
@@ -291,7 +291,7 @@ def _slurm_task(environ: Environ) -> Convention:
         evidence = (
             f"srun: a task for each of {hosts} hosts (SLURM_STEP_NUM_TASKS={world}, {source})"
         )
-        return Convention("slurm", evidence, None, seat, names, slots, source, here)
+        return ClusterEnv("slurm", evidence, None, seat, names, slots, source, here)
     local_rank = _number(environ, "SLURM_LOCALID")
     evidence = (
         f"srun: SLURM_PROCID={rank}, SLURM_STEP_NUM_TASKS={world}, SLURM_LOCALID={local_rank}"
@@ -299,7 +299,7 @@ def _slurm_task(environ: Environ) -> Convention:
     address, port = _address(environ, "MASTER_ADDR"), _port(environ, "MASTER_PORT")
     if address is None and "SLURM_STEP_NODELIST" in environ:  # task 0 is on the first of them
         address = _nodes("SLURM_STEP_NODELIST", environ["SLURM_STEP_NODELIST"])[0]
-    return Convention(
+    return ClusterEnv(
         "joined",
         evidence,
         Seat(rank, world, local_rank, world if hosts == 1 else None, address, port),

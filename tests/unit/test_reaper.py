@@ -1,4 +1,4 @@
-"""An agent's keeper: nothing of what an agent started outlives it, however either of them ends."""
+"""An agent's reaper: nothing of what an agent started outlives it, however either of them ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zrun.system.processes import Process
 AGENT = """
 import os, signal, subprocess, sys, time
 from zrun.agent import reaper
-folder = reaper.keep()
+folder = reaper.fork_agent()
 folder.mkdir()
 helpers = [subprocess.Popen(["sleep", "600"], start_new_session=new) for new in (False, True)]
 print(os.getpid(), *(helper.pid for helper in helpers), folder, flush=True)
@@ -32,7 +32,7 @@ sys.exit(7)
 
 @contextmanager
 def agent() -> Iterator[tuple[subprocess.Popen[str], list[Process], Path]]:
-    """The keeper, the agent and two helpers of its, of which one leads a session, and the agent's folder."""
+    """The reaper, the agent and two helpers of its, of which one leads a session, and the agent's folder."""
     with subprocess.Popen(
         [sys.executable, "-c", AGENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -70,7 +70,7 @@ def test_the_streams_are_the_agents_and_signals_reach_it() -> None:
     with agent() as (reaper, alive, _):
         assert reaper.stdout is not None
         reaper.send_signal(signal.SIGTERM)
-        assert reaper.stdout.read() == "", "the keeper holds no end of it"
+        assert reaper.stdout.read() == "", "the reaper holds no end of it"
         assert reaper.wait(30) == -signal.SIGTERM
         assert not alive[0].alive()
 

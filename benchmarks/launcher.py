@@ -36,7 +36,7 @@ from rich.console import Console
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "hosts")]
 
-from zrun.launch.supervise import Interrupts, SupervisedRun, Supervisor, judge  # noqa: E402
+from zrun.launch.supervise import LauncherSignals, SupervisedRun, Supervisor, judge  # noqa: E402
 from zrun.runs.rundir import RunDir  # noqa: E402
 from zrun.topology.grouping import best_groups  # noqa: E402
 from zrun.transport.agent_process import AgentLink  # noqa: E402
@@ -249,7 +249,7 @@ def follow(num_hosts: int, ranks_per_host: int, seconds: float, events: bool) ->
         os._exit(0)
     for host in far:
         os.close(host.reads), os.close(host.writes)
-    run, interrupts = SupervisedRun(len(places)), Interrupts()
+    run, interrupts = SupervisedRun(len(places)), LauncherSignals()
     samples: list[tuple[float, float, int]] = []  # when, the CPU seconds and events until then
     heard = 0
     with (

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from runs import job, losses, run
 
-from zrun.runs.start_point import begin
+from zrun.runs.start_point import choose_start
 from zrun_core.checkpoint.folder import read_step
 from zrun_core.spine.config import JobConfig
 
@@ -51,7 +51,7 @@ def test_it_ends_at_the_same_step_with_the_same_bits_wherever_it_was_cut_off(ran
         each.pop("seconds", None)  # of the clock
     assert progress[0] == progress[1]
     assert progress[0]["ended"] == f"early stop: {WHY}"
-    complete = begin(
+    complete = choose_start(
         JobConfig.model_validate(keys(resume=str(tmp_path / "cut" / "checkpoints"))),
         None,
         fresh=False,

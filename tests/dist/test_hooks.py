@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from runs import job, losses, run
 
-from zrun.runs.start_point import begin
+from zrun.runs.start_point import choose_start
 from zrun_core.checkpoint.folder import read_step
 from zrun_core.spine.config import JobConfig
 
@@ -92,14 +92,14 @@ def test_one_rank_may_end_the_run_for_all(ranks, tmp_path, hook, asked, last):
     folder = tmp_path / "cut" / "checkpoints"
     assert read_step(folder / f"step-{last:08d}").progress["ended"] == f"hook: {why}"
     config = JobConfig.model_validate({**keys, "resume": str(folder)})
-    beginning = begin(config, None, fresh=False)
+    beginning = choose_start(config, None, fresh=False)
     assert beginning.complete
     assert (
         f"it ended early: hook: {why}); to train on, name the step: --resume {last}"
         in beginning.note
     )
     named = JobConfig.model_validate({**keys, "resume": str(folder / f"step-{last:08d}")})
-    assert not begin(named, None, fresh=False).complete
+    assert not choose_start(named, None, fresh=False).complete
     rest = ranks(2).run(run, keys, str(tmp_path / "cut"), {"step": last})
     assert {**losses(found[0]), **losses(rest[0])} == losses(whole[0])
     assert [each["digest"] for each in rest] == [each["digest"] for each in whole]

@@ -17,7 +17,7 @@ from rig import Host, Rig
 from zrun.hosts.backend import Backend, HostEntry
 from zrun.hosts.cluster_env import NONE
 from zrun.hosts.probe import HostReport, software
-from zrun.launch.bring_up import assemble, open_agents
+from zrun.launch.bring_up import bring_up, open_agents
 from zrun.preflight.host_checks import HostRequirements
 from zrun.preflight.inspection import check_hosts, inspect_hosts
 from zrun.preflight.rpc_client import ask
@@ -182,7 +182,7 @@ def test_a_host_with_a_port_is_called_by_both(isolated_rig: Rig, tmp_path: Path)
     backend = Backend("ssh", "", entries, NONE)
     started = open_agents(backend, job)
     try:
-        found = assemble(started, backend, job, tmp_path, tmp_path / "run", least=2)
+        found = bring_up(started, backend, job, tmp_path, tmp_path / "run", least=2)
         assert [(host.hostname, host.slots, host.chosen) for host in found.cluster.hosts] == [
             *[("node1:22", 2, None), ("node2", 2, (1,))]
         ]

@@ -11,8 +11,8 @@ import pytest
 from checkpoint_toys import rank_states
 
 from zrun.runs import rundir
-from zrun.runs.rundir import Earlier, RunDir, set_checkpoints_aside
-from zrun.runs.start_point import StartPoint, begin, begin_again, under_lock
+from zrun.runs.rundir import EarlierRun, RunDir, set_checkpoints_aside
+from zrun.runs.start_point import StartPoint, choose_restart, choose_start, choose_under_lock
 from zrun_core.checkpoint.best import Best
 from zrun_core.checkpoint.folder import CheckpointFolder
 from zrun_core.checkpoint.folder_lock import held
@@ -67,50 +67,50 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_without_a_word_a_run_is_new(root: Path) -> None:
-    assert begin(job(), None, False, root) == begin(job(), None, True, root)
-    beginning = begin(job(), None, False, root)
+    assert choose_start(job(), None, False, root) == choose_start(job(), None, True, root)
+    beginning = choose_start(job(), None, False, root)
     assert (beginning.run_dir, beginning.resume, beginning.note) == (None, None, "")
 
 
 def test_auto_continues_the_newest_run_that_has_saved(root: Path) -> None:
-    beginning = begin(job(resume="auto"), None, False, root)
+    beginning = choose_start(job(resume="auto"), None, False, root)
     newest = root / "gpt" / "20260102-000000-bb"
     assert beginning.run_dir == newest
-    assert beginning.earlier is Earlier.CONTINUE
+    assert beginning.earlier is EarlierRun.CONTINUE
     assert beginning.resume == ResumeSpec(folder=str(newest / "checkpoints"))
     assert "goes on after step 20" in beginning.note
 
 
 def test_auto_starts_where_nothing_is(root: Path) -> None:
-    beginning = begin(job(resume="auto", name="other"), None, False, root)
+    beginning = choose_start(job(resume="auto", name="other"), None, False, root)
     assert (beginning.run_dir, beginning.resume) == (None, None)
     assert "no checkpoint in" in beginning.note
 
 
 def test_fresh_beats_the_job_file(root: Path) -> None:
-    assert begin(job(resume="auto"), None, True, root).resume is None
+    assert choose_start(job(resume="auto"), None, True, root).resume is None
 
 
 def test_a_step_is_looked_for_and_begins_another_run(root: Path) -> None:
-    beginning = begin(job(resume=30), None, False, root)
+    beginning = choose_start(job(resume=30), None, False, root)
     assert beginning.run_dir is None
     assert beginning.resume == ResumeSpec(
         folder=str(root / "gpt" / "20260101-000000-aa" / "checkpoints"), step=30
     )
     with pytest.raises(CheckpointError, match="has a step 40"):
-        begin(job(resume=40), None, False, root)
+        choose_start(job(resume=40), None, False, root)
 
 
 def test_the_best_step_begins_another_run(root: Path) -> None:
     folder = CheckpointFolder(root / "gpt" / "20260102-000000-bb" / "checkpoints")
     with pytest.raises(CheckpointError, match=r"has no best step: checkpoint\.best keeps one"):
-        begin(job(resume="best"), None, False, root)
+        choose_start(job(resume="best"), None, False, root)
     folder.point_best(Best(10, "loss", "min", 0.5))
-    beginning = begin(job(resume="best"), None, False, root)
+    beginning = choose_start(job(resume="best"), None, False, root)
     assert beginning.run_dir is None
     assert beginning.resume == ResumeSpec(folder=str(folder.path), step=10)
     with pytest.raises(CheckpointError, match="has saved anything"):
-        begin(job(resume="best", name="other"), None, False, root)
+        choose_start(job(resume="best", name="other"), None, False, root)
 
 
 @pytest.mark.parametrize(
@@ -118,40 +118,40 @@ def test_the_best_step_begins_another_run(root: Path) -> None:
 )
 def test_a_path_is_a_run_a_folder_or_a_step(root: Path, below: str, step: int | None) -> None:
     run = root / "gpt" / "20260101-000000-aa"
-    beginning = begin(job(resume=str(run / below)), None, False, root)
+    beginning = choose_start(job(resume=str(run / below)), None, False, root)
     assert beginning.resume == ResumeSpec(folder=str(run / "checkpoints"), step=step)
     assert beginning.run_dir is None
 
 
 def test_a_path_to_nothing(root: Path) -> None:
     with pytest.raises(CheckpointError, match="is no checkpoint: name a step-"):
-        begin(job(resume=str(root)), None, False, root)
+        choose_start(job(resume=str(root)), None, False, root)
 
 
 def test_a_chosen_directory_is_the_only_place(root: Path) -> None:
-    empty = begin(job(resume="auto"), root / "mine", False, root)
+    empty = choose_start(job(resume="auto"), root / "mine", False, root)
     assert (empty.run_dir, empty.resume) == (root / "mine", None)
     run = root / "gpt" / "20260101-000000-aa"
-    there = begin(job(resume="auto"), run, False, root)
-    assert (there.run_dir, there.earlier) == (run, Earlier.CONTINUE)
-    unsaved = begin(job(resume="auto"), root / "gpt" / "20260103-000000-cc", False, root)
-    assert (unsaved.resume, unsaved.earlier) == (None, Earlier.START_OVER)
+    there = choose_start(job(resume="auto"), run, False, root)
+    assert (there.run_dir, there.earlier) == (run, EarlierRun.CONTINUE)
+    unsaved = choose_start(job(resume="auto"), root / "gpt" / "20260103-000000-cc", False, root)
+    assert (unsaved.resume, unsaved.earlier) == (None, EarlierRun.START_OVER)
 
 
 def test_an_earlier_run_is_not_started_over_by_mistake(root: Path) -> None:
     run = root / "gpt" / "20260101-000000-aa"
-    beginning = begin(job(), run, False, root)
+    beginning = choose_start(job(), run, False, root)
     with pytest.raises(JobError, match="go on with --resume auto, start over with --fresh"):
         RunDir.claim("gpt", beginning.run_dir, earlier=beginning.earlier)
-    assert begin(job(), run, True, root).earlier is Earlier.START_OVER
+    assert choose_start(job(), run, True, root).earlier is EarlierRun.START_OVER
 
 
 def test_a_chosen_folder_of_checkpoints_is_not_started_over_by_mistake(root: Path) -> None:
     save(root / "mine", 10, 20)
     own = job(checkpoint={"dir": str(root / "mine")})
     with pytest.raises(JobError, match="holds step 20: go on with --resume auto"):
-        begin(own, None, False, root)
-    fresh = begin(own, None, True, root)
+        choose_start(own, None, False, root)
+    fresh = choose_start(own, None, True, root)
     assert fresh.aside == root / "mine"
     for _ in range(2):  # a run directory may be started over more than once
         set_checkpoints_aside(root / "mine", "new")
@@ -187,9 +187,9 @@ def test_a_run_directory_in_which_a_process_saves_is_not_started_over(
         held(run / "checkpoints"),
         pytest.raises(JobError, match=f"process {os.getpid()} saves there"),
     ):
-        RunDir.claim("gpt", run, earlier=Earlier.START_OVER)
+        RunDir.claim("gpt", run, earlier=EarlierRun.START_OVER)
     assert len(CheckpointFolder(run / "checkpoints").scan()) == 3
-    with RunDir.claim("gpt", run, earlier=Earlier.START_OVER):
+    with RunDir.claim("gpt", run, earlier=EarlierRun.START_OVER):
         assert len(CheckpointFolder(run / "attempts" / "1" / "checkpoints").scan()) == 3
 
 
@@ -197,22 +197,26 @@ def test_a_run_directory_in_which_a_process_saves_is_not_started_over(
 def test_a_restart_before_the_first_save_begins_where_the_run_began(root: Path, given: str) -> None:
     """--resume PATH in a new directory, then a failure: neither from nothing, nor from the newest run of this name."""
     source = root / "gpt" / "20260101-000000-aa"
-    first = begin(job(resume=str(source / given)), root / "mine", False, root)
+    first = choose_start(job(resume=str(source / given)), root / "mine", False, root)
     mine = make_run(root / "mine")
-    again = begin_again(job(), mine, first.resume)
+    again = choose_restart(job(), mine, first.resume)
     assert first.resume is not None
-    assert (again.run_dir, again.resume, again.earlier) == (mine, first.resume, Earlier.START_OVER)
+    assert (again.run_dir, again.resume, again.earlier) == (
+        mine,
+        first.resume,
+        EarlierRun.START_OVER,
+    )
     save(mine / "checkpoints", 40)
-    later = begin_again(job(), mine, first.resume)
+    later = choose_restart(job(), mine, first.resume)
     assert (later.resume, later.earlier) == (
         ResumeSpec(folder=str(mine / "checkpoints")),
-        Earlier.CONTINUE,
+        EarlierRun.CONTINUE,
     )
 
 
 def test_a_restart_of_a_run_from_nothing_starts_over(root: Path) -> None:
-    again = begin_again(job(resume="auto"), root / "gpt" / "20260103-000000-cc", None)
-    assert (again.resume, again.earlier) == (None, Earlier.START_OVER)
+    again = choose_restart(job(resume="auto"), root / "gpt" / "20260103-000000-cc", None)
+    assert (again.resume, again.earlier) == (None, EarlierRun.START_OVER)
 
 
 def test_a_folder_that_cannot_be_listed_is_not_started_over(
@@ -227,10 +231,10 @@ def test_a_folder_that_cannot_be_listed_is_not_started_over(
 
     monkeypatch.setattr(os, "listdir", listdir)
     for decide in (
-        lambda: begin(job(resume="auto"), run, False, root),
-        lambda: begin_again(job(), run, None),
-        lambda: begin(job(resume=str(run)), None, False, root),
-        lambda: begin(job(resume=30), None, False, root),
+        lambda: choose_start(job(resume="auto"), run, False, root),
+        lambda: choose_restart(job(), run, None),
+        lambda: choose_start(job(resume=str(run)), None, False, root),
+        lambda: choose_start(job(resume=30), None, False, root),
     ):
         with pytest.raises(CheckpointError, match="checkpoints cannot be read: Input/output error"):
             decide()
@@ -242,35 +246,37 @@ def test_what_is_started_over_is_decided_while_nobody_else_can_save(root: Path) 
     seen: list[StartPoint] = []
 
     def decide() -> StartPoint:
-        seen.append(begin(job(resume="auto"), run, False, root))
+        seen.append(choose_start(job(resume="auto"), run, False, root))
         if len(seen) == 1:
             save(run / "checkpoints", 10)
         return seen[-1]
 
-    beginning, lock = under_lock(decide)
+    beginning, lock = choose_under_lock(decide)
     assert lock is not None
-    assert seen[0].earlier is Earlier.START_OVER
+    assert seen[0].earlier is EarlierRun.START_OVER
     assert beginning == seen[-1]
     with RunDir.claim("gpt", beginning.run_dir, earlier=beginning.earlier, lock=lock):
         assert [found.step for found in CheckpointFolder(run / "checkpoints").scan()] == [10]
         with pytest.raises(JobError, match="in use by the zrun process"):
-            under_lock(lambda: begin(job(resume="auto"), run, False, root))
+            choose_under_lock(lambda: choose_start(job(resume="auto"), run, False, root))
 
 
 def test_nothing_is_locked_where_nothing_is_moved(root: Path) -> None:
     run = root / "gpt" / "20260101-000000-aa"
-    assert under_lock(lambda: begin(job(), None, False, root))[1] is None
-    assert under_lock(lambda: begin(job(resume="auto", steps=30), run, False, root))[0].complete
+    assert choose_under_lock(lambda: choose_start(job(), None, False, root))[1] is None
+    assert choose_under_lock(lambda: choose_start(job(resume="auto", steps=30), run, False, root))[
+        0
+    ].complete
     assert not (run / ".lock").exists()
 
 
 def test_a_step_before_others_does_not_lead_to_them_again(root: Path) -> None:
     run = root / "gpt" / "20260101-000000-aa"
     with pytest.raises(JobError, match="holds step 30 too, which step 20 would lead to again"):
-        begin(job(resume=20), run, False, root)
-    assert begin(job(resume=30), run, False, root).earlier is Earlier.CONTINUE
+        choose_start(job(resume=20), run, False, root)
+    assert choose_start(job(resume=30), run, False, root).earlier is EarlierRun.CONTINUE
     with pytest.raises(JobError, match="holds an earlier run: choose another"):
-        begin(job(resume=str(root / "gpt" / "20260102-000000-bb")), run, False, root)
+        choose_start(job(resume=str(root / "gpt" / "20260102-000000-bb")), run, False, root)
 
 
 @pytest.mark.parametrize(
@@ -285,7 +291,7 @@ def test_a_step_before_others_does_not_lead_to_them_again(root: Path) -> None:
 )
 def test_complete_is_complete(root: Path, length: dict[str, int], complete: bool) -> None:
     assert (
-        begin(job(**{"steps": None, **length, "resume": "auto"}), None, False, root).complete
+        choose_start(job(**{"steps": None, **length, "resume": "auto"}), None, False, root).complete
         == complete
     )
 
@@ -293,8 +299,8 @@ def test_complete_is_complete(root: Path, length: dict[str, int], complete: bool
 def test_an_epoch_that_has_ended_is_complete(tmp_path: Path) -> None:
     save(tmp_path / "mine", 50)
     keys = {"steps": None, "resume": "auto", "checkpoint": {"dir": str(tmp_path / "mine")}}
-    assert begin(job(epochs=1, **keys), None, False, tmp_path).complete
-    assert not begin(job(epochs=2, **keys), None, False, tmp_path).complete
+    assert choose_start(job(epochs=1, **keys), None, False, tmp_path).complete
+    assert not choose_start(job(epochs=2, **keys), None, False, tmp_path).complete
 
 
 def test_nothing_but_damage_is_an_error(root: Path) -> None:
@@ -304,7 +310,7 @@ def test_nothing_but_damage_is_an_error(root: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"(?s)does not hold a valid checkpoint.*step 20: .*step 10: "
     ):
-        begin(job(resume="auto"), None, False, root)
+        choose_start(job(resume="auto"), None, False, root)
 
 
 def test_a_run_that_goes_on_keeps_its_record_and_moves_the_rest(root: Path) -> None:
@@ -312,13 +318,13 @@ def test_a_run_that_goes_on_keeps_its_record_and_moves_the_rest(root: Path) -> N
     (run / "logs").mkdir()
     (run / "job.yaml").write_text("old")
     for attempt in ("1", "2"):
-        with RunDir.claim("gpt", run, earlier=Earlier.CONTINUE) as rundir:
+        with RunDir.claim("gpt", run, earlier=EarlierRun.CONTINUE) as rundir:
             rundir.write_job("new")
         assert (run / "attempts" / attempt / "job.yaml").exists()
     assert (run / "attempts" / "1" / "job.yaml").read_text() == "old"
     assert len(CheckpointFolder(run / "checkpoints").scan()) == 3
     assert (run / "events.jsonl").exists()
-    with RunDir.claim("gpt", run, earlier=Earlier.START_OVER):
+    with RunDir.claim("gpt", run, earlier=EarlierRun.START_OVER):
         assert sorted(path.name for path in run.iterdir()) == [
             ".lock",
             "attempts",

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 from zrun.launch.failures import (
-    Exit,
     Failure,
+    FailureNote,
     Hang,
     LostHost,
-    Note,
     Stopped,
+    WorkerExit,
     first_failure,
     is_cause,
 )
-from zrun.system.log_tail import last_lines
+from zrun.system.tail_file import last_lines
 from zrun_core.errors import ExitCode
 from zrun_core.spine.spec import LaunchPlan, RankPlace
 
@@ -28,37 +28,37 @@ TERM, KILL, ABORT = -signal.SIGTERM, -signal.SIGKILL, -signal.SIGABRT
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Connection closed by peer [127.0.0.1]:33210"
 
 
-def note(rank: int, kind: str = "user", message: str = "boom", **fields: Any) -> Note:
+def note(rank: int, kind: str = "user", message: str = "boom", **fields: Any) -> FailureNote:
     known = {"rank": rank, "kind": kind, "type": "ValueError", "message": message, "exit_code": 5}
-    return Note.model_validate(known | fields)
+    return FailureNote.model_validate(known | fields)
 
 
 @pytest.mark.parametrize(
     ("exits", "notes", "first"),
     [
-        ([Exit(0, TERM, 1.2), Exit(1, 5, 1.0)], [note(1)], 1),
-        ([Exit(0, 5, 1.0), Exit(1, 5, 1.1)], [note(0, message=GLOO), note(1)], 1),
-        ([Exit(0, 5, 1.0), Exit(1, KILL, 1.1)], [note(0, message=GLOO)], 1),
+        ([WorkerExit(0, TERM, 1.2), WorkerExit(1, 5, 1.0)], [note(1)], 1),
+        ([WorkerExit(0, 5, 1.0), WorkerExit(1, 5, 1.1)], [note(0, message=GLOO), note(1)], 1),
+        ([WorkerExit(0, 5, 1.0), WorkerExit(1, KILL, 1.1)], [note(0, message=GLOO)], 1),
         (
-            [Exit(0, 5, 1.0), Exit(1, KILL, 6.1)],
+            [WorkerExit(0, 5, 1.0), WorkerExit(1, KILL, 6.1)],
             [note(0, message=GLOO)],
             0,
         ),  # killed by the agent, for not listening
-        ([Exit(0, 5, 1.0), Exit(1, KILL, 6.1, oom=True)], [note(0, message=GLOO)], 1),
-        ([Exit(0, 5, 1.0), Exit(1, TERM, 1.1)], [note(0, "peer")], 0),
-        ([Exit(0, TERM, 1.0), Exit(1, ABORT, 1.1)], [], 0),
-        ([Exit(0, ABORT, 1.1), Exit(1, 0, 1.0)], [], 1),
+        ([WorkerExit(0, 5, 1.0), WorkerExit(1, KILL, 6.1, oom=True)], [note(0, message=GLOO)], 1),
+        ([WorkerExit(0, 5, 1.0), WorkerExit(1, TERM, 1.1)], [note(0, "peer")], 0),
+        ([WorkerExit(0, TERM, 1.0), WorkerExit(1, ABORT, 1.1)], [], 0),
+        ([WorkerExit(0, ABORT, 1.1), WorkerExit(1, 0, 1.0)], [], 1),
         (
-            [Exit(0, 5, 1.0), Exit(1, 7, 1.1)],
+            [WorkerExit(0, 5, 1.0), WorkerExit(1, 7, 1.1)],
             [note(0, "bug", "KeyError"), note(1, "zrun", "not finite")],
             1,
         ),
-        ([Exit(0, 7, 1.1), Exit(1, 7, 1.0)], [note(0, "zrun"), note(1, "zrun")], 1),
-        ([Exit(0, 143, 1.1), Exit(1, 3, 1.0)], [], 1),
+        ([WorkerExit(0, 7, 1.1), WorkerExit(1, 7, 1.0)], [note(0, "zrun"), note(1, "zrun")], 1),
+        ([WorkerExit(0, 143, 1.1), WorkerExit(1, 3, 1.0)], [], 1),
     ],
 )
 def test_the_cause_comes_before_its_echoes(
-    exits: list[Exit], notes: list[Note], first: int
+    exits: list[WorkerExit], notes: list[FailureNote], first: int
 ) -> None:
     found = {each.rank: each for each in notes}
     end = first_failure([replace(each, note=found.get(each.rank)) for each in exits], ended=False)
@@ -67,13 +67,15 @@ def test_the_cause_comes_before_its_echoes(
 
 
 def test_status_0_is_a_failure_only_before_the_end() -> None:
-    exits = [Exit(0, 0, 1.0), Exit(1, 0, 0.9)]
+    exits = [WorkerExit(0, 0, 1.0), WorkerExit(1, 0, 0.9)]
     assert first_failure(exits, ended=True) is None
     assert first_failure(exits, ended=False) == exits[1]
-    assert first_failure([*exits, Exit(2, ABORT, 1.1)], ended=True) == Exit(2, ABORT, 1.1)
+    assert first_failure([*exits, WorkerExit(2, ABORT, 1.1)], ended=True) == WorkerExit(
+        2, ABORT, 1.1
+    )
 
 
-def failure(end: Exit, found: Note | None) -> Failure:
+def failure(end: WorkerExit, found: FailureNote | None) -> Failure:
     place = RankPlace(rank=1, host="node", local_rank=1, device="cuda:1")
     log = tuple(f"line {number}" for number in range(50, 100))
     return Failure(
@@ -85,37 +87,39 @@ def failure(end: Exit, found: Note | None) -> Failure:
     ("end", "found", "headline", "code"),
     [
         (
-            Exit(1, 5, 1.0),
+            WorkerExit(1, 5, 1.0),
             note(1, step=13, phase="backward"),
             "failed at step 13 in backward",
             ExitCode.WORKER,
         ),
-        (Exit(1, 7, 1.0), note(1, "zrun", exit_code=7), "failed", ExitCode.NUMERIC),
-        (Exit(1, 2, 1.0), note(1, "zrun", exit_code=2), "failed", ExitCode.USAGE),
-        (Exit(1, 2, 1.0), note(1, "bug", exit_code=2), "failed", ExitCode.WORKER),
-        (Exit(1, 130, 1.0), note(1, "zrun", exit_code=130), "failed", ExitCode.WORKER),
-        (Exit(1, KILL, 1.0), None, "was killed by SIGKILL after step 12", ExitCode.WORKER),
+        (WorkerExit(1, 7, 1.0), note(1, "zrun", exit_code=7), "failed", ExitCode.NUMERIC),
+        (WorkerExit(1, 2, 1.0), note(1, "zrun", exit_code=2), "failed", ExitCode.USAGE),
+        (WorkerExit(1, 2, 1.0), note(1, "bug", exit_code=2), "failed", ExitCode.WORKER),
+        (WorkerExit(1, 130, 1.0), note(1, "zrun", exit_code=130), "failed", ExitCode.WORKER),
+        (WorkerExit(1, KILL, 1.0), None, "was killed by SIGKILL after step 12", ExitCode.WORKER),
         (
-            *(Exit(1, KILL, 1.0, oom=True), None),
+            *(WorkerExit(1, KILL, 1.0, oom=True), None),
             *("was killed by SIGKILL because memory ran out after step 12", ExitCode.WORKER),
         ),
         (
-            *(Exit(1, KILL, 1.0, oom=True, shortage="8.0 MiB were left"), None),
+            *(WorkerExit(1, KILL, 1.0, oom=True, shortage="8.0 MiB were left"), None),
             *(
                 "was killed by SIGKILL because memory ran out: 8.0 MiB were left, after step 12",
                 ExitCode.WORKER,
             ),
         ),
-        (Exit(1, 3, 1.0), None, "ended with status 3 after step 12", ExitCode.WORKER),
+        (WorkerExit(1, 3, 1.0), None, "ended with status 3 after step 12", ExitCode.WORKER),
         (
-            Exit(1, 0, 1.0),
+            WorkerExit(1, 0, 1.0),
             None,
             "ended with status 0 after step 12, before training was over",
             ExitCode.WORKER,
         ),
     ],
 )
-def test_headlines_and_codes(end: Exit, found: Note | None, headline: str, code: ExitCode) -> None:
+def test_headlines_and_codes(
+    end: WorkerExit, found: FailureNote | None, headline: str, code: ExitCode
+) -> None:
     told = failure(end, found)
     assert told.headline == f"rank 1 of 4 (node, cuda:1) {headline}"
     assert told.exit_code is code
@@ -126,7 +130,7 @@ def test_headlines_and_codes(end: Exit, found: Note | None, headline: str, code:
 
 
 def test_sentences_of_a_run_that_has_no_step_yet() -> None:
-    left = replace(failure(Exit(1, 0, 1.0), None), last_step=0)
+    left = replace(failure(WorkerExit(1, 0, 1.0), None), last_step=0)
     assert left.headline.endswith("ended with status 0 before the first step ended")
     stopped = Stopped(130, "SIGINT", last_step=0, committed=0)
     assert stopped.describe(None) == "stopped before the first step ended, not saved"
@@ -154,23 +158,23 @@ def test_the_traceback_is_told_or_else_the_message() -> None:
         note(1, traceback=trace, message="hooks.on_step failed: ValueError: boom"),
         note(1),
     ):
-        assert failure(Exit(1, 5, 1.0), found).describe().count("boom") == 1
+        assert failure(WorkerExit(1, 5, 1.0), found).describe().count("boom") == 1
 
 
 def test_who_had_no_memory_is_known() -> None:
-    assert failure(Exit(1, KILL, 1.0, oom=True), None).is_out_of_memory
-    assert failure(Exit(1, 5, 1.0), note(1, "zrun", type="OutOfMemoryError")).is_out_of_memory
-    assert not failure(Exit(1, 5, 1.0), note(1, "zrun")).is_out_of_memory
+    assert failure(WorkerExit(1, KILL, 1.0, oom=True), None).is_out_of_memory
+    assert failure(WorkerExit(1, 5, 1.0), note(1, "zrun", type="OutOfMemoryError")).is_out_of_memory
+    assert not failure(WorkerExit(1, 5, 1.0), note(1, "zrun")).is_out_of_memory
 
 
 def test_half_a_note_is_none() -> None:
-    assert Note.parse(None) is None
-    assert Note.parse('{"rank": 0, "kind": "us') is None
-    assert Note.parse(note(0).model_dump_json()) == note(0)
+    assert FailureNote.parse(None) is None
+    assert FailureNote.parse('{"rank": 0, "kind": "us') is None
+    assert FailureNote.parse(note(0).model_dump_json()) == note(0)
 
 
 def test_a_missing_log_is_said() -> None:
-    told = replace(failure(Exit(1, KILL, 1.0), None), end=Exit(1, KILL, 1.0))
+    told = replace(failure(WorkerExit(1, KILL, 1.0), None), end=WorkerExit(1, KILL, 1.0))
     assert told.describe().startswith("(its log is empty)")
 
 
@@ -193,7 +197,9 @@ Extension modules: numpy, torch._C (total: 2)
 def test_a_crash_of_native_code_shows_the_users_frames_first(tmp_path: Path) -> None:
     log = tmp_path / "rank-1.log"
     log.write_text("step\n" * 100 + CRASH)
-    told = replace(failure(Exit(1, -signal.SIGSEGV, 1.0), None).end, log=tuple(last_lines(log)))
+    told = replace(
+        failure(WorkerExit(1, -signal.SIGSEGV, 1.0), None).end, log=tuple(last_lines(log))
+    )
     shown = replace(failure(told, None), end=told).describe().splitlines()
     assert shown[:5] == [
         "Fatal Python error: Segmentation fault",
@@ -235,6 +241,6 @@ def test_a_lost_host_is_the_cause_where_ranks_only_felt_it() -> None:
     found = LostHost("node2", "node2: the connection broke", 12)
     assert found.headline == "lost node2: the connection broke, after step 12"
     assert found.exit_code is ExitCode.HANG
-    echo = replace(Exit(0, 5, 1.0), note=note(0, message=GLOO))
+    echo = replace(WorkerExit(0, 5, 1.0), note=note(0, message=GLOO))
     assert not is_cause(echo, [echo])
-    assert is_cause(Exit(0, KILL, 1.0), [echo, Exit(0, KILL, 1.0)])
+    assert is_cause(WorkerExit(0, KILL, 1.0), [echo, WorkerExit(0, KILL, 1.0)])

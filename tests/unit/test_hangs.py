@@ -12,7 +12,7 @@ import pytest
 from zrun.agent.observer import Observer
 from zrun.agent.unanswered import own_addresses, unanswered
 from zrun.launch.failures import Hang
-from zrun.launch.hangs import HangWatch, Inquiry, StepTimes, Verdict
+from zrun.launch.hangs import HangInvestigation, HangWatch, HungRanks, StepTimes
 from zrun_core.errors import ExitCode
 from zrun_core.spine.config import LimitsConfig
 from zrun_core.spine.flight_recorder import FlightRecorder, FlightRecorderView, RankProgress
@@ -34,7 +34,7 @@ def watch(**limits: Any) -> HangWatch:
     return HangWatch(LimitsConfig.model_validate(limits))
 
 
-def look(hangs: HangWatch, now: float, states: dict[int, RankProgress]) -> Verdict | None:
+def look(hangs: HangWatch, now: float, states: dict[int, RankProgress]) -> HungRanks | None:
     hangs.see(now, states)
     return hangs.judge(now, states)
 
@@ -222,45 +222,45 @@ def saw(*ranks: int, does: str = "waits") -> dict[str, Any]:
 
 
 def test_what_several_agents_saw_becomes_one_finding():
-    inquiry = Inquiry(
-        Verdict([2], 5.0, "limits.hang_s"), {rank: state() for rank in range(3)}, 100.0
+    investigation = HangInvestigation(
+        HungRanks([2], 5.0, "limits.hang_s"), {rank: state() for rank in range(3)}, 100.0
     )
-    inquiry.hear(saw(0, 1))
-    assert not inquiry.is_over(101.0)
-    inquiry.hear(saw(2, does="is stopped"))
-    assert inquiry.is_over(101.0)
-    found = inquiry.finding()
+    investigation.hear(saw(0, 1))
+    assert not investigation.is_over(101.0)
+    investigation.hear(saw(2, does="is stopped"))
+    assert investigation.is_over(101.0)
+    found = investigation.finding()
     assert [told["does"] for told in found["ranks"]] == ["waits", "waits", "is stopped"]
     assert (found["to_blame"], found["reason"], found["stacks"][2]) == ([2], None, "stack 2")
 
 
 def test_a_host_that_does_not_answer_is_to_blame():
-    inquiry = Inquiry(
-        Verdict([0, 1], 5.0, "limits.hang_s"), {rank: state() for rank in range(2)}, 100.0
+    investigation = HangInvestigation(
+        HungRanks([0, 1], 5.0, "limits.hang_s"), {rank: state() for rank in range(2)}, 100.0
     )
-    inquiry.hear(saw(0))
-    assert inquiry.is_over(110.0)
-    found = inquiry.finding()
+    investigation.hear(saw(0))
+    assert investigation.is_over(110.0)
+    found = investigation.finding()
     assert (found["to_blame"], found["ranks"][1]["does"]) == ([1], "is silent")
     assert "rank 1 of 2 is silent" in Hang(found, hang().plan, Path("/runs/a")).headline
 
 
 def test_only_a_single_host_knows_that_all_ranks_wait_for_one_of_them():
-    inquiry = Inquiry(
-        Verdict([0, 1], 5.0, "limits.hang_s"), {rank: state() for rank in range(2)}, 100.0
+    investigation = HangInvestigation(
+        HungRanks([0, 1], 5.0, "limits.hang_s"), {rank: state() for rank in range(2)}, 100.0
     )
-    inquiry.hear(saw(0, 1))
-    assert inquiry.finding()["reason"] == "all ranks wait"
+    investigation.hear(saw(0, 1))
+    assert investigation.finding()["reason"] == "all ranks wait"
 
 
 def test_nobody_waits_for_each_other_while_one_rank_works():
-    inquiry = Inquiry(
-        Verdict([1], 5.0, "limits.hang_s"), {rank: state() for rank in range(2)}, 100.0
+    investigation = HangInvestigation(
+        HungRanks([1], 5.0, "limits.hang_s"), {rank: state() for rank in range(2)}, 100.0
     )
     seen = saw(0, 1)
     seen["ranks"][1]["does"] = "runs"
-    inquiry.hear(seen)
-    found = inquiry.finding()
+    investigation.hear(seen)
+    found = investigation.finding()
     assert found["reason"] is None
     told = Hang(found, hang().plan, Path("/runs/a"))
     assert "rank 1 of 2 is stuck in forward of step 5" in told.headline
@@ -271,14 +271,14 @@ def test_the_way_between_two_hosts_is_named_once_by_whichever_end_knows_it():
     def deaf(rank: int, own: str, other: str) -> dict[str, Any]:
         return saw(rank) | {"addresses": ["127.0.0.1", own], "unanswered": [other]}
 
-    inquiry = Inquiry(
-        Verdict([0, 1], 5.0, "limits.hang_s"), {rank: state() for rank in range(3)}, 100.0
+    investigation = HangInvestigation(
+        HungRanks([0, 1], 5.0, "limits.hang_s"), {rank: state() for rank in range(3)}, 100.0
     )
-    inquiry.hear(deaf(0, "10.0.0.1", "10.0.0.2"))
-    inquiry.hear(deaf(1, "10.0.0.2", "10.0.0.1"))
-    inquiry.hear(deaf(2, "10.0.0.3", "10.9.9.9"))
+    investigation.hear(deaf(0, "10.0.0.1", "10.0.0.2"))
+    investigation.hear(deaf(1, "10.0.0.2", "10.0.0.1"))
+    investigation.hear(deaf(2, "10.0.0.3", "10.9.9.9"))
     places = [RankPlace(rank=n, host=f"node{n + 1}", local_rank=0, device="cpu") for n in range(3)]
-    told = Hang(inquiry.finding(), LaunchPlan(ranks=places), Path("/runs/a"))
+    told = Hang(investigation.finding(), LaunchPlan(ranks=places), Path("/runs/a"))
     assert told.links == [
         "the network between node1 and node2 is cut: node2 (10.0.0.2) does not answer node1",
         "the network between node3 and 10.9.9.9 is cut: 10.9.9.9 does not answer node3",

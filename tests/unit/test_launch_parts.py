@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zrun.job.environment import forwarded_environment, without_secrets, worker_environment
-from zrun.runs.rundir import Earlier, RunDir
+from zrun.runs.rundir import EarlierRun, RunDir
 from zrun.system import cgroup, processes
 from zrun.system.processes import Process
 from zrun.transport.frame_reader import FrameReader
@@ -193,7 +193,7 @@ def test_no_link_leads_out_of_a_run_directory(tmp_path: Path, name: str) -> None
     (run / name).unlink()
     (run / name).symlink_to(victim)
     with pytest.raises(JobError, match=f"run directory {run}: Too many levels of symbolic links"):
-        RunDir.claim("gpt", run, earlier=Earlier.CONTINUE)
+        RunDir.claim("gpt", run, earlier=EarlierRun.CONTINUE)
     assert victim.read_text() == "mine\n"
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from zrun.runs.listing import RunStatus, read
+from zrun.runs.listing import RunStatus, read_run
 from zrun_core.errors import JobError
 from zrun_core.library.run_record import Record
 
@@ -59,7 +59,7 @@ def test_a_script_leaves_a_record_that_another_start_goes_on_with(folder: Path) 
     assert [event["step"] for event in told if event["type"] == "step"] == [1, 2, 3]
     assert told[1]["lr"] == 0.1
     assert set(told[2]["values"]) == {"loss"}
-    run = read(folder / "runs/loop/1")
+    run = read_run(folder / "runs/loop/1")
     assert (run.state, run.job, run.step, run.ranks, run.exit_code) == (
         RunStatus.FINISHED,
         "loop",
@@ -73,13 +73,13 @@ def test_a_script_leaves_a_record_that_another_start_goes_on_with(folder: Path) 
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     script = subprocess.Popen(command, cwd=folder, text=True, **pipes)
     assert script.stdout.readline() == "ready\n"
-    run = read(folder / "runs/loop/1")
+    run = read_run(folder / "runs/loop/1")
     assert (run.state, run.step) == (RunStatus.RUNNING, 5)
     assert run.holder is not None
     assert run.holder.process is not None
     assert run.holder.process.pid == script.pid
     script.communicate("\n", timeout=120)
-    run = read(folder / "runs/loop/1")
+    run = read_run(folder / "runs/loop/1")
     assert (run.state, run.exit_code, run.headline) == (
         RunStatus.FAILED,
         1,

@@ -16,7 +16,7 @@ import fake_nvml
 
 from zrun.hosts import cluster as cluster_module
 from zrun.hosts.cluster import Cluster, Gpu, HostFacts, probe_host, simulate
-from zrun.placement.plan import Resolved, make_plan
+from zrun.placement.plan import ResolvedJob, make_plan
 from zrun.topology.cpus import NumaNode, format_cpus, parse_cpus
 from zrun.topology.scenario import Scenario
 from zrun_core.errors import ExitCode, JobError, PreflightError
@@ -38,7 +38,7 @@ def plan(cluster: Cluster, **keys: Any) -> list[RankPlace]:
     return make_plan(job(**keys), cluster).plan.ranks
 
 
-def reason(resolved: Resolved, key: str) -> str:
+def reason(resolved: ResolvedJob, key: str) -> str:
     return next(f"{each.value} ({each.why})" for each in resolved.reasons if each.key == key)
 
 

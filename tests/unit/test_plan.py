@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from zrun.hosts.cluster import Cluster, Gpu, HostFacts, _visible, probe_host
-from zrun.placement.plan import Resolved, check_gpus
+from zrun.placement.plan import ResolvedJob, check_gpus
 from zrun.placement.plan import make_plan as make_plan_on
 from zrun.watch.preface import brief, places, preface
 from zrun_core.errors import ExitCode, JobError, PreflightError
@@ -32,11 +32,11 @@ def job(**keys: Any) -> JobConfig:
     return JobConfig.model_validate(base | keys)
 
 
-def make_plan(asked: JobConfig, *hosts: HostFacts) -> Resolved:
+def make_plan(asked: JobConfig, *hosts: HostFacts) -> ResolvedJob:
     return make_plan_on(asked, Cluster(hosts))
 
 
-def reason(resolved: Resolved, key: str) -> str:
+def reason(resolved: ResolvedJob, key: str) -> str:
     return next(f"{each.value} ({each.why})" for each in resolved.reasons if each.key == key)
 
 
@@ -150,7 +150,7 @@ def test_a_shard_group_divides_the_ranks() -> None:
 def test_a_shard_group_of_a_node_needs_nodes_that_are_alike() -> None:
     hosts = [replace(CPU_HOST, hostname=name, slots=slots) for name, slots in (("a", 2), ("b", 4))]
 
-    def plan(hosts: list[HostFacts], stage: int) -> Resolved:
+    def plan(hosts: list[HostFacts], stage: int) -> ResolvedJob:
         zero = {"stage": stage, "shard_group": "node"}
         return make_plan(job(batch={"micro": 1}, zero=zero), *hosts)
 

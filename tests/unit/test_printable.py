@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zrun import cli
-from zrun.launch.failures import Exit, Failure, Note
+from zrun.launch.failures import Failure, FailureNote, WorkerExit
 from zrun.system.output import say
 from zrun.watch.plain import message_line, start_line
 from zrun_core.spine.printable import printable
@@ -55,11 +55,11 @@ def test_an_error_of_a_command_does_a_terminal_no_harm(
 def test_a_failure_is_cleaned_where_it_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    note = Note(
+    note = FailureNote(
         rank=0, kind="user", type="ValueError", message=EVIL, exit_code=5, traceback=f"a\n{EVIL}"
     )
     place = RankPlace(rank=0, host="h", local_rank=0, device="cpu")
-    told = Failure(Exit(0, 5, 1.0, note=note), place, 1, 0, Path("log")).describe()
+    told = Failure(WorkerExit(0, 5, 1.0, note=note), place, 1, 0, Path("log")).describe()
     say(told, sys.stderr)
     said = capsys.readouterr().err
     assert "\x1b" not in said

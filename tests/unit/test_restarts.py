@@ -12,9 +12,9 @@ from zrun.hosts.backend import Backend
 from zrun.hosts.cluster_env import NONE
 from zrun.job.load import LoadedJob
 from zrun.launch import session
-from zrun.launch.failures import Exit, Failure, Hang, LostHost, Note
+from zrun.launch.failures import Failure, FailureNote, Hang, LostHost, WorkerExit
 from zrun.launch.launch_request import AttemptResult, LaunchRequest
-from zrun.launch.restarts import Restarts
+from zrun.launch.session import Restarts
 from zrun.watch.ui import Ui
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.spec import LaunchPlan, RankPlace, ResumeSpec
@@ -26,11 +26,11 @@ LOST = LostHost("node", "node: the connection broke", 12)
 def failure(status: int, kind: str | None = None, message: str = "boom") -> Failure:
     note = None
     if kind is not None:
-        note = Note.model_validate(
+        note = FailureNote.model_validate(
             {"rank": 0, "kind": kind, "type": "E", "message": message, "exit_code": 5}
         )
     return Failure(
-        Exit(0, status, 1.0, note=note), PLACE, num_ranks=1, last_step=12, log=Path("log")
+        WorkerExit(0, status, 1.0, note=note), PLACE, num_ranks=1, last_step=12, log=Path("log")
     )
 
 
@@ -98,7 +98,7 @@ def restartable(monkeypatch: pytest.MonkeyPatch, attempt: Any) -> LaunchRequest:
         ui=Ui.none,
         dry_run=False,
         worker="w",
-        again="",
+        resume_command="",
     )
 
 

@@ -21,9 +21,17 @@ from zrun.agent.post_mortem import report_killed_launcher
 from zrun.commands.logs import logs as logs_command
 from zrun.launch import stop_request
 from zrun.runs import listing, run_lock
-from zrun.runs.listing import KnownRun, RunStatus, find, job_name, listed, read, reference
-from zrun.runs.run_lock import Holder, Lock, is_held, last_holder
-from zrun.runs.rundir import Earlier, RunDir
+from zrun.runs.listing import (
+    RunStatus,
+    RunSummary,
+    find_run,
+    job_name,
+    list_runs,
+    read_run,
+    reference,
+)
+from zrun.runs.run_lock import LockHolder, RunLock, is_held, last_holder
+from zrun.runs.rundir import EarlierRun, RunDir
 from zrun.system.processes import Process
 from zrun.system.tail_file import as_text
 from zrun.watch import log_view
@@ -81,7 +89,7 @@ def test_a_run_that_finished() -> None:
             event("memory", 901.0, rank=3, step=9),
         ],
     )
-    run = read(path)
+    run = read_run(path)
     assert (run.state, run.exit_code, run.job, run.step, run.total_steps) == (
         RunStatus.FINISHED,
         0,
@@ -100,7 +108,7 @@ def test_the_time_of_a_run_that_goes_on_is_that_of_all_its_steps() -> None:
     path = make(
         "gpt", "a", 0, [event("start", 100.0, resumed=told), event("step", 102.0, step=220)]
     )
-    assert (read(path).step, read(path).seconds) == (220, 62.0)
+    assert (read_run(path).step, read_run(path).seconds) == (220, 62.0)
 
 
 @pytest.mark.parametrize(
@@ -116,18 +124,18 @@ def test_the_time_of_a_run_that_goes_on_is_that_of_all_its_steps() -> None:
     ],
 )
 def test_states(code: int | None, state: RunStatus) -> None:
-    run = read(make("gpt", "a", code))
+    run = read_run(make("gpt", "a", code))
     assert (run.state, run.exit_code) == (state, code)
 
 
 def test_the_lock_says_that_it_runs() -> None:
     path = make("gpt", "a", 5)
-    with RunDir.claim("gpt", path, earlier=Earlier.CONTINUE):
-        assert read(path).state is RunStatus.RUNNING
-        assert read(path).exit_code is None
-    assert read(path).state is RunStatus.VANISHED  # the new one did not say how it ended
+    with RunDir.claim("gpt", path, earlier=EarlierRun.CONTINUE):
+        assert read_run(path).state is RunStatus.RUNNING
+        assert read_run(path).exit_code is None
+    assert read_run(path).state is RunStatus.VANISHED  # the new one did not say how it ended
     (path / "failure.json").write_text('{"message": "no rest", "exit_code": 4}')
-    assert (read(path).state, read(path).exit_code, read(path).headline) == (
+    assert (read_run(path).state, read_run(path).exit_code, read_run(path).headline) == (
         RunStatus.FAILED,
         4,
         "no rest",
@@ -139,13 +147,13 @@ def test_between_two_attempts_a_run_still_runs() -> None:
     with RunDir.claim("gpt", path) as rundir:
         rundir.exit_code = 5
         held = rundir.keep_lock()
-    assert read(path).state is RunStatus.RUNNING
+    assert read_run(path).state is RunStatus.RUNNING
     with pytest.raises(JobError, match="in use"):
-        RunDir.claim("gpt", path, earlier=Earlier.CONTINUE)
-    with RunDir.claim("gpt", path, earlier=Earlier.CONTINUE, lock=held) as rundir:
+        RunDir.claim("gpt", path, earlier=EarlierRun.CONTINUE)
+    with RunDir.claim("gpt", path, earlier=EarlierRun.CONTINUE, lock=held) as rundir:
         rundir.exit_code = 0
         assert (path / "attempts" / "1" / "exit.json").exists()
-    assert read(path).state is RunStatus.FINISHED
+    assert read_run(path).state is RunStatus.FINISHED
     assert not is_held(path)
 
 
@@ -156,7 +164,7 @@ def test_an_error_is_an_end_too() -> None:
         path = Path("runs", "gpt", str(number))
         with pytest.raises(type(error)), RunDir.claim("gpt", path):
             raise error
-        assert read(path).exit_code == code
+        assert read_run(path).exit_code == code
         told = json.loads((path / "failure.json").read_text())
         kind = {SaveError: "zrun", KeyboardInterrupt: "stopped", ValueError: "bug"}[type(error)]
         assert (told["exit_code"], told["kind"], told["message"]) == (
@@ -178,7 +186,7 @@ def files_of(path: Path) -> dict[str, str]:
 def test_for_a_launcher_that_was_killed_the_agent_speaks() -> None:
     path = make("gpt", "a", None, [event("start", 1.0), event("step", 2.0, step=4)])
     report_killed_launcher(path)
-    run, told = read(path), json.loads((path / "failure.json").read_text())
+    run, told = read_run(path), json.loads((path / "failure.json").read_text())
     assert (run.state, run.exit_code, run.step) == (RunStatus.VANISHED, None, 4)
     assert (
         run.headline
@@ -189,7 +197,7 @@ def test_for_a_launcher_that_was_killed_the_agent_speaks() -> None:
     before = files_of(path)
     report_killed_launcher(path)
     assert files_of(path) == before
-    with RunDir.claim("gpt", path, earlier=Earlier.CONTINUE):
+    with RunDir.claim("gpt", path, earlier=EarlierRun.CONTINUE):
         assert files_of(path) == {}
         assert files_of(path / "attempts" / "1") == before
 
@@ -214,7 +222,7 @@ def test_what_a_killed_launcher_had_told_stays() -> None:
     path = make("gpt", "a", None)
     (path / "failure.json").write_text('{"message": "no rest", "exit_code": 4}')
     report_killed_launcher(path)
-    assert (read(path).state, read(path).exit_code, read(path).headline) == (
+    assert (read_run(path).state, read_run(path).exit_code, read_run(path).headline) == (
         RunStatus.FAILED,
         4,
         "no rest",
@@ -226,11 +234,11 @@ def test_the_headline() -> None:
     (path / "failure.json").write_text(
         json.dumps({"rank": 3, "kind": "user", "message": "a wrong turn\nand more"})
     )
-    assert read(path).headline == "rank 3: a wrong turn"
+    assert read_run(path).headline == "rank 3: a wrong turn"
     (path / "failure.json").write_text(
         json.dumps({"rank": 3, "kind": "hang", "message": "no progress: rank 3"})
     )
-    assert read(path).headline == "no progress: rank 3"
+    assert read_run(path).headline == "no progress: rank 3"
 
 
 def test_a_run_that_goes_on_counts_from_its_own_start() -> None:
@@ -241,15 +249,19 @@ def test_a_run_that_goes_on_counts_from_its_own_start() -> None:
         event("end", 3.0, step=5),
     ]
     path = make("gpt", "a", 0, first)
-    with RunDir.claim("gpt", path, earlier=Earlier.CONTINUE) as rundir:
-        assert (read(path).step, read(path).total_steps, read(path).seconds) == (None, None, None)
+    with RunDir.claim("gpt", path, earlier=EarlierRun.CONTINUE) as rundir:
+        assert (read_run(path).step, read_run(path).total_steps, read_run(path).seconds) == (
+            None,
+            None,
+            None,
+        )
         rundir.append(
             [encode(event("start", 50.0, total_steps=20, resumed={"step": 5, "path": "x"}))]
         )
-        assert (read(path).step, read(path).total_steps) == (5, 20)
+        assert (read_run(path).step, read_run(path).total_steps) == (5, 20)
         rundir.append([encode(event("step", 57.0, step=6))])
-        assert (read(path).step, read(path).seconds) == (6, 7.0)
-    assert read(path).state is RunStatus.VANISHED
+        assert (read_run(path).step, read_run(path).seconds) == (6, 7.0)
+    assert read_run(path).state is RunStatus.VANISHED
 
 
 def test_the_newest_step_is_found_behind_much_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +269,7 @@ def test_the_newest_step_is_found_behind_much_else(monkeypatch: pytest.MonkeyPat
     path = make("gpt", "a", 0, [event("start", 1.0), event("step", 2.0, step=7), *many])
     for size in (64, 1000, 1 << 16):
         monkeypatch.setattr(listing, "_BLOCK_BYTES", size)
-        assert read(path).step == 7, size
+        assert read_run(path).step == 7, size
 
 
 def test_damage_does_no_harm() -> None:
@@ -267,7 +279,7 @@ def test_damage_does_no_harm() -> None:
     for name in ("exit.json", "plan.json", "job.yaml"):
         (path / name).write_bytes(b"\x00\xff{")
     (path / run_lock.LOCK).write_text('{"host": 1')
-    run = read(path)
+    run = read_run(path)
     assert (run.step, run.state, run.job, run.ranks, run.holder) == (
         3,
         RunStatus.VANISHED,
@@ -284,11 +296,11 @@ def test_what_is_listed() -> None:
     started_at(new, 2000.0)
     started_at(other, 1500.0)
     Path("runs", "gpt", "no-run").mkdir()
-    found, others = listed(1200.0)
+    found, others = list_runs(1200.0)
     assert ([run.run_id for run in found], others) == (["b", "c"], 1)
-    assert [run.run_id for run in listed(None)[0]] == ["b", "c", "a"]
-    with RunDir.claim("gpt", old, earlier=Earlier.CONTINUE):
-        assert [run.run_id for run in listed(9e9)[0]] == ["a"]
+    assert [run.run_id for run in list_runs(None)[0]] == ["b", "c", "a"]
+    with RunDir.claim("gpt", old, earlier=EarlierRun.CONTINUE):
+        assert [run.run_id for run in list_runs(9e9)[0]] == ["a"]
 
 
 def test_what_runs_elsewhere_on_this_machine_is_listed_too(
@@ -297,24 +309,24 @@ def test_what_runs_elsewhere_on_this_machine_is_listed_too(
     monkeypatch.setattr(listing, "held_here", run_lock.held_here)
     path = tmp_path_factory.mktemp("elsewhere") / "a run"
     with RunDir.claim("gpt", path):
-        assert path in [run.path for run in listed(None)[0]]
-        assert find("a run") == path
+        assert path in [run.path for run in list_runs(None)[0]]
+        assert find_run("a run") == path
         assert reference(path) == f"'{path}'"
         here = make("gpt", "a run too")
         assert (
-            find("a run") == here
+            find_run("a run") == here
         )  # what lies here comes first, even if only its beginning is given
         (path / "job.yaml").write_text("name: gpt")
-        assert find("gpt", running=True) == here
-    assert path not in [run.path for run in listed(None)[0]]
+        assert find_run("gpt", running=True) == here
+    assert path not in [run.path for run in list_runs(None)[0]]
 
 
 def test_a_run_is_found_by_path_id_beginning_and_job() -> None:
     old, new = make("gpt", "20260101-000000-aaaa"), make("gpt", "20260102-000000-bbbb")
     started_at(old, 1000.0)
     for text in (str(old), "runs/gpt/20260101-000000-aaaa/", "20260101-000000-aaaa", "20260101"):
-        assert find(text) == old, text
-    assert find("gpt") == new
+        assert find_run(text) == old, text
+    assert find_run("gpt") == new
     assert reference(new) == new.name
     assert job_name(new) == "gpt"
 
@@ -322,15 +334,15 @@ def test_a_run_is_found_by_path_id_beginning_and_job() -> None:
 def test_of_the_runs_of_a_job_the_one_that_runs_is_meant() -> None:
     old, new = make("gpt", "a"), make("gpt", "b")
     started_at(old, 1000.0)
-    with RunDir.claim("gpt", old, earlier=Earlier.CONTINUE) as rundir:
+    with RunDir.claim("gpt", old, earlier=EarlierRun.CONTINUE) as rundir:
         rundir.write_job("name: gpt\n")
         started_at(old, 1000.0)
-        assert find("gpt", running=True) == old
-        with RunDir.claim("gpt", new, earlier=Earlier.CONTINUE) as other:
+        assert find_run("gpt", running=True) == old
+        with RunDir.claim("gpt", new, earlier=EarlierRun.CONTINUE) as other:
             other.write_job("name: gpt\n")
             with pytest.raises(JobError, match="any of 2 runs: name one\n  b  gpt"):
-                find("gpt", running=True)
-        assert find("gpt") == new
+                find_run("gpt", running=True)
+        assert find_run("gpt") == new
 
 
 def test_what_is_not_found_is_answered_with_what_was_meant() -> None:
@@ -349,13 +361,13 @@ def test_what_is_not_found_is_answered_with_what_was_meant() -> None:
         "": "no run and no job",
     }.items():
         with pytest.raises(JobError, match=said):
-            find(text)
+            find_run(text)
 
 
 @given(st.text(max_size=30))
 def test_no_name_does_harm(text: str) -> None:
     with pytest.raises(JobError):
-        find(text + "?nothing is called so")
+        find_run(text + "?nothing is called so")
 
 
 def test_the_table() -> None:
@@ -366,7 +378,7 @@ def test_the_table() -> None:
     (failed / "failure.json").write_text('{"message": "a \\u001b[2J [red]wrong[/red] turn"}')
     out = io.StringIO()
     console = Console(file=out, width=80)
-    found = [read(failed), read(vanished)]
+    found = [read_run(failed), read_run(vanished)]
     console.print(runs_table(found))
     lines = out.getvalue().splitlines()
     assert lines[1].split()[:3] == ["20260101-000000-aaaa", "gpt", "failed"]
@@ -376,13 +388,13 @@ def test_the_table() -> None:
 
 
 def test_who_holds_the_lock(tmp_path: Path) -> None:
-    held = Lock(tmp_path)
+    held = RunLock(tmp_path)
     me = last_holder(tmp_path)
     assert me is not None
     assert me.process == Process.find(os.getpid())
     assert is_held(tmp_path)
     with pytest.raises(BlockingIOError):
-        Lock(tmp_path)
+        RunLock(tmp_path)
     held.starts_at(12345)
     assert last_holder(tmp_path) == held.holder
     held.close()
@@ -393,23 +405,23 @@ def test_who_holds_the_lock(tmp_path: Path) -> None:
 def test_whoever_only_looks_is_in_nobodys_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Lock(tmp_path).close()
+    RunLock(tmp_path).close()
     with (tmp_path / run_lock.LOCK).open("rb") as looking:
         fcntl.flock(looking, fcntl.LOCK_SH)
         monkeypatch.setattr(run_lock.time, "sleep", lambda _: fcntl.flock(looking, fcntl.LOCK_UN))
-        Lock(tmp_path).close()
+        RunLock(tmp_path).close()
 
 
 def test_a_holder_is_told_from_later_and_distant_processes() -> None:
-    me = Holder.me()
-    assert Holder("", me.pid).process is not None  # as earlier versions wrote it
-    assert Holder(me.host, me.pid, me.boot, me.started + 1).process is None
-    assert Holder(me.host, me.pid, "another boot", me.started).process is None
-    assert str(Holder("n7", 12, "another boot", 1)) == "process 12 on n7"
+    me = LockHolder.me()
+    assert LockHolder("", me.pid).process is not None  # as earlier versions wrote it
+    assert LockHolder(me.host, me.pid, me.boot, me.started + 1).process is None
+    assert LockHolder(me.host, me.pid, "another boot", me.started).process is None
+    assert str(LockHolder("n7", 12, "another boot", 1)) == "process 12 on n7"
 
 
-def run_held_by(holder: Holder | None) -> KnownRun:
-    return KnownRun(
+def run_held_by(holder: LockHolder | None) -> RunSummary:
+    return RunSummary(
         Path("/runs/gpt/a"),
         "gpt",
         RunStatus.RUNNING,
@@ -429,17 +441,17 @@ def run_held_by(holder: Holder | None) -> KnownRun:
     ("holder", "said"),
     [
         (
-            Holder("n7", 12, "another boot", 1),
+            LockHolder("n7", 12, "another boot", 1),
             "on n7 .process 12.: stop it there, with ssh n7 zrun stop /runs/gpt/a",
         ),
         (
-            Holder.me().__class__("here", os.getpid(), Holder.me().boot, 1),
+            LockHolder.me().__class__("here", os.getpid(), LockHolder.me().boot, 1),
             "cannot be seen from here",
         ),
         (None, "try again"),
     ],
 )
-def test_a_launcher_that_cannot_be_reached(holder: Holder | None, said: str) -> None:
+def test_a_launcher_that_cannot_be_reached(holder: LockHolder | None, said: str) -> None:
     with pytest.raises(PreflightError, match=said):
         stop_request.stop(run_held_by(holder), now=False, timeout_s=0)
 
@@ -453,15 +465,15 @@ def test_a_launcher_that_stands_still_is_named() -> None:
         process.stdout.readline()
         found = Process.find(process.pid)
         assert found is not None
-        me = Holder.me()
-        run = run_held_by(Holder(me.host, process.pid, me.boot, found.started))
+        me = LockHolder.me()
+        run = run_held_by(LockHolder(me.host, process.pid, me.boot, found.started))
         process.send_signal(19)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED)
         with pytest.raises(HangError, match=f"kill -CONT {process.pid}"):
             stop_request.stop(run, now=False, timeout_s=0)
         process.send_signal(18)
         assert process.wait() == -15  # what had been sent
-        stopping_again = run_held_by(Holder(me.host, process.pid, me.boot, found.started))
+        stopping_again = run_held_by(LockHolder(me.host, process.pid, me.boot, found.started))
         with pytest.raises(PreflightError):
             stop_request.stop(stopping_again, now=False, timeout_s=0)
 

@@ -15,7 +15,7 @@ import torch
 
 from zrun.commands.save import save
 from zrun.launch import save_request
-from zrun.runs.listing import read
+from zrun.runs.listing import read_run
 from zrun.runs.rundir import RunDir
 from zrun_core.checkpoint import checkpointer as module
 from zrun_core.checkpoint.checkpointer import Checkpointer, RunInfo, SaveConsensus
@@ -87,7 +87,7 @@ def answer(rundir: RunDir, run: ExitStack) -> Iterator[Answer]:
 def test_the_answer_is_a_step_that_came_later(rundir: RunDir, answer: Answer) -> None:
     rundir.append([encode(saved(4))])
     answer([saved(5), STEP | {"step": 6}, saved(6), saved(7)])  # 5 was being written already
-    assert save_request.save(read(rundir.path), 60.0) == save_request.Saved(
+    assert save_request.save(read_run(rundir.path), 60.0) == save_request.Saved(
         6, "/ckpt/step-00000006", 1024, 0.5
     )
 
@@ -105,13 +105,13 @@ def test_a_save_that_fails_is_told(rundir: RunDir, answer: Answer) -> None:
     ]
     answer([*others, warning | {"unsaved": 6}])
     with pytest.raises(SaveError, match="step 6 is not saved: the disk is full"):
-        save_request.save(read(rundir.path), 60.0)
+        save_request.save(read_run(rundir.path), 60.0)
 
 
 def test_a_restart_is_asked_again(rundir: RunDir, answer: Answer) -> None:
     """It goes on from step 2, so that 3 is newer than the request."""
     answer([START | {"resumed": {"step": 2, "path": "/ckpt"}}], [saved(3)])
-    assert save_request.save(read(rundir.path), 60.0).step == 3
+    assert save_request.save(read_run(rundir.path), 60.0).step == 3
 
 
 def test_a_run_that_ends_first_is_named(rundir: RunDir, answer: Answer) -> None:
@@ -119,13 +119,13 @@ def test_a_run_that_ends_first_is_named(rundir: RunDir, answer: Answer) -> None:
     with pytest.raises(
         save_request.RunEndedError, match="run finished after step 5 before it came to that"
     ):
-        save_request.save(read(rundir.path), 60.0)
+        save_request.save(read_run(rundir.path), 60.0)
 
 
 def test_patience_ends(rundir: RunDir, answer: Answer) -> None:
     answer([])
     with pytest.raises(HangError, match="was asked to save and has not after 0 s; it still may"):
-        save_request.save(read(rundir.path), 0.0)
+        save_request.save(read_run(rundir.path), 0.0)
 
 
 def test_a_run_that_has_ended_is_not_said_to_save(
@@ -141,13 +141,13 @@ def test_what_cannot_be_asked(rundir: RunDir, run: ExitStack) -> None:
     with pytest.raises(
         PreflightError, match="does not train yet"
     ):  # no handler: the signal would end it
-        save_request.check(read(rundir.path))
+        save_request.check(read_run(rundir.path))
     rundir.write_job("name: gpt\ncheckpoint: null  # default\n")
     with pytest.raises(JobError, match="saves nothing: its job has no checkpoint"):
-        save_request.check(read(rundir.path))
+        save_request.check(read_run(rundir.path))
     run.close()
     with pytest.raises(JobError, match="does not run: it finished; what it has saved"):
-        save_request.check(read(rundir.path))
+        save_request.check(read_run(rundir.path))
 
 
 class OneTensor:

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from zrun.launch.failures import Exit, Note
-from zrun.launch.supervise import Interrupts, SupervisedRun, Supervisor, judge
+from zrun.launch.failures import FailureNote, WorkerExit
+from zrun.launch.supervise import LauncherSignals, SupervisedRun, Supervisor, judge
 from zrun.runs.rundir import RunDir
-from zrun.system.awake import AwakeClock
+from zrun.system.deadlines import AwakeClock
 from zrun.system.signals import STOP_NOW, stoppable
 from zrun.transport.frames import Frame, StopMode
 from zrun_core.errors import RendezvousError
@@ -111,7 +111,7 @@ def test_a_forked_helper_ends_as_if_there_were_no_handler():
     ],
 )
 def test_only_firm_signals_escalate(numbers, level):
-    interrupts = Interrupts()
+    interrupts = LauncherSignals()
     for number in numbers:
         interrupts._note(number, None)
     assert (interrupts.first, interrupts.level) == (numbers[0], level)
@@ -164,13 +164,13 @@ STARTED: Frame = {"frame": "started", "pids": {}}
 DONE: Frame = {"frame": "done"}
 
 
-def exit_frame(rank: int, status: int, note: Note | None = None) -> Frame:
+def exit_frame(rank: int, status: int, note: FailureNote | None = None) -> Frame:
     told = note.model_dump_json() if note is not None else None
     return {"frame": "exit", "rank": rank, "status": status, "oom": False, "note": told, "log": []}
 
 
 def follow(
-    script: list[Any], interrupts: Interrupts, **limits: Any
+    script: list[Any], interrupts: LauncherSignals, **limits: Any
 ) -> tuple[SupervisedRun, list[StopMode]]:
     run, agents = SupervisedRun(2), ScriptedAgents([STARTED, *script, DONE], ["node"])
     supervisor = Supervisor(agents, run, interrupts, LimitsConfig.model_validate(limits))
@@ -182,7 +182,7 @@ class Hosts:
     """Two hosts, a and b, with a rank each, and a clock of their own."""
 
     def __init__(self, *script: Any, starts: tuple[str, ...] = ("a", "b"), **limits: Any) -> None:
-        self.run, self.now, self.interrupts = SupervisedRun(2), 0.0, Interrupts()
+        self.run, self.now, self.interrupts = SupervisedRun(2), 0.0, LauncherSignals()
         self.agents = ScriptedAgents([*((host, STARTED) for host in starts), *script], ["a", "b"])
         self._limits = LimitsConfig.model_validate(limits)
 
@@ -201,30 +201,32 @@ class Hosts:
 
 
 def test_a_failure_on_one_host_stops_the_others(rundir):
-    note = Note(rank=0, kind="user", type="E", message="boom", exit_code=5)
+    note = FailureNote(rank=0, kind="user", type="E", message="boom", exit_code=5)
     hosts = Hosts(
         ("a", exit_frame(0, 5, note)), 1.0, ("b", exit_frame(1, 143)), ("a", DONE), ("b", DONE)
     )
     hosts.watch()
     assert hosts.agents.asked == [StopMode.NOW]
     assert {"beat": True} in hosts.agents.told
-    code, failure = judge(hosts.run, plan(), rundir, Interrupts())
+    code, failure = judge(hosts.run, plan(), rundir, LauncherSignals())
     assert (code, failure.headline) == (5, "rank 0 of 2 (node, cpu) failed")
 
 
 def test_a_lost_host_is_named_although_the_others_felt_it_first(rundir):
-    note = Note(rank=0, kind="peer", type="E", message="Connection closed by peer", exit_code=5)
+    note = FailureNote(
+        rank=0, kind="peer", type="E", message="Connection closed by peer", exit_code=5
+    )
     hosts = Hosts(("a", exit_frame(0, 5, note)), ("b", None), 1.0, ("a", DONE))
     hosts.watch()
     assert hosts.agents.asked == [StopMode.KILL], "nothing can be saved without b"
-    code, failure = judge(hosts.run, plan(), rundir, Interrupts())
+    code, failure = judge(hosts.run, plan(), rundir, LauncherSignals())
     assert (code, failure.headline) == (6, "lost b: the connection broke")
 
 
 def test_who_is_killed_for_a_lost_host_is_not_to_blame(rundir):
     hosts = Hosts(("b", None), 1.0, ("a", exit_frame(0, -9)), ("a", DONE))
     hosts.watch()
-    code, failure = judge(hosts.run, plan(), rundir, Interrupts())
+    code, failure = judge(hosts.run, plan(), rundir, LauncherSignals())
     assert (code, failure.headline) == (6, "lost b: the connection broke")
 
 
@@ -232,16 +234,18 @@ def test_a_host_that_says_no_more_is_not_waited_for(rundir):
     hosts = Hosts(("a", None), 1.0, 100.0)
     hosts.watch()
     assert not hosts.agents.script, "b never said that it was done"
-    assert judge(hosts.run, plan(), rundir, Interrupts())[0] == 6
+    assert judge(hosts.run, plan(), rundir, LauncherSignals())[0] == 6
 
 
 def test_a_host_that_falls_silent_is_lost_although_another_one_felt_it_first(rundir):
     """As when slurmstepd is killed: srun goes on for half a minute, and the other ranks only feel the loss."""
-    note = Note(rank=0, kind="peer", type="E", message="Connection reset by peer", exit_code=5)
+    note = FailureNote(
+        rank=0, kind="peer", type="E", message="Connection reset by peer", exit_code=5
+    )
     hosts = Hosts(("a", exit_frame(0, 5, note)), 1.0, ("a", DONE), 4.0, 4.0, ("b", DONE))
     hosts.watch()
     assert (hosts.agents.given_up, hosts.agents.script) == (["b"], [("b", DONE)])
-    code, failure = judge(hosts.run, plan(), rundir, Interrupts())
+    code, failure = judge(hosts.run, plan(), rundir, LauncherSignals())
     assert (code, failure.headline) == (
         6,
         "lost b: its agent says nothing any more: it, or what it was started by, was killed or stands still",
@@ -249,7 +253,7 @@ def test_a_host_that_falls_silent_is_lost_although_another_one_felt_it_first(run
 
 
 def test_a_host_that_still_speaks_has_its_time(rundir):
-    note = Note(rank=0, kind="user", type="E", message="boom", exit_code=5)
+    note = FailureNote(rank=0, kind="user", type="E", message="boom", exit_code=5)
     board = ("b", {"frame": "board", "states": {}})
     ends = ("b", exit_frame(1, 143)), ("b", DONE)
     hosts = Hosts(
@@ -257,13 +261,13 @@ def test_a_host_that_still_speaks_has_its_time(rundir):
     )
     hosts.watch()
     assert hosts.agents.given_up == []
-    assert judge(hosts.run, plan(), rundir, Interrupts())[0] == 5
+    assert judge(hosts.run, plan(), rundir, LauncherSignals())[0] == 5
 
 
 def test_a_host_that_could_not_start_its_workers_is_lost(rundir):
     hosts = Hosts(("b", DONE), 1.0, ("a", DONE), starts=("a",))
     hosts.watch()
-    code, failure = judge(hosts.run, plan(), rundir, Interrupts())
+    code, failure = judge(hosts.run, plan(), rundir, LauncherSignals())
     assert code == 6
     assert "b: its agent could not start the workers" in failure.headline
 
@@ -278,7 +282,7 @@ def test_a_host_that_heard_nothing_and_went_on_has_saved(rundir):
     exits = ("a", exit_frame(0, 75)), ("b", exit_frame(1, 75))
     hosts = Hosts(("b", deaf), *exits, ("a", DONE), ("b", DONE))
     hosts.watch()
-    assert judge(hosts.run, plan(), rundir, Interrupts()) == (75, None)
+    assert judge(hosts.run, plan(), rundir, LauncherSignals()) == (75, None)
     assert hosts.run.stopping == "b: its agent had no word from this launcher for 120 s"
 
 
@@ -290,7 +294,7 @@ def test_a_host_that_heard_nothing_and_stood_still_is_lost_and_nobody_asked_for_
     )
     hosts = Hosts(("b", deaf), told, ("b", exit_frame(1, 130)), 1.0, ("a", DONE), ("b", DONE))
     hosts.watch()
-    code, failure = judge(hosts.run, plan(), rundir, Interrupts())
+    code, failure = judge(hosts.run, plan(), rundir, LauncherSignals())
     assert (code, hosts.run.stopping) == (6, ""), "so that restarts apply"
     assert failure.headline.startswith(
         "lost b: its agent had no word from this launcher for 15 s, and its ranks made"
@@ -313,7 +317,7 @@ def test_what_a_launcher_slept_through_is_no_delay():
 
 
 def test_a_launcher_says_that_it_will_be_silent_before_it_stands_still(monkeypatch):
-    interrupts, stopped = Interrupts(), []
+    interrupts, stopped = LauncherSignals(), []
     monkeypatch.setattr("os.kill", lambda pid, number: stopped.append(number))
     with interrupts.caught():
         told = told_to([lambda: signal.raise_signal(signal.SIGTSTP), lambda: None], interrupts)
@@ -342,13 +346,13 @@ def test_a_hang_is_found_from_the_boards_of_all_hosts(rundir):
     hosts.watch()
     assert {"testify": True} in hosts.agents.told
     assert hosts.agents.asked == [StopMode.KILL]
-    code, failure = judge(hosts.run, plan(), rundir, Interrupts())
+    code, failure = judge(hosts.run, plan(), rundir, LauncherSignals())
     assert code == 6
     assert "rank 1 of 2 is stuck in forward of step 3" in failure.headline
 
 
 def test_the_launcher_asks_once_per_level():
-    interrupts = Interrupts()
+    interrupts = LauncherSignals()
 
     def press() -> None:
         interrupts._note(INT, None)
@@ -357,7 +361,7 @@ def test_the_launcher_asks_once_per_level():
     assert asked == [StopMode.FINISH, StopMode.NOW, StopMode.KILL]
 
 
-def told_to(script: list[Any], interrupts: Interrupts) -> list[Frame]:
+def told_to(script: list[Any], interrupts: LauncherSignals) -> list[Frame]:
     """What the launcher says to the agents, but for its heartbeat."""
     agents = ScriptedAgents([STARTED, *script, DONE], ["node"])
     Supervisor(agents, SupervisedRun(2), interrupts, LimitsConfig()).watch(
@@ -370,7 +374,7 @@ TRAINS: Frame = {"frame": "event", "event": {"type": "start", "rank": 0, "time":
 
 
 def test_the_launcher_passes_a_request_to_save_on_once(capsys):
-    interrupts = Interrupts()
+    interrupts = LauncherSignals()
 
     def ask() -> None:
         signal.raise_signal(SAVE)
@@ -388,7 +392,7 @@ def test_the_launcher_passes_a_request_to_save_on_once(capsys):
 
 
 def test_while_no_rank_trains_there_is_nothing_to_save(capsys):
-    interrupts = Interrupts()
+    interrupts = LauncherSignals()
     assert (
         told_to([lambda: interrupts._note_save(SAVE, None), TRAINS, lambda: None], interrupts) == []
     )
@@ -397,7 +401,7 @@ def test_while_no_rank_trains_there_is_nothing_to_save(capsys):
 
 @pytest.mark.parametrize("stop", [TERM, STOP_NOW])
 def test_a_stop_wins_over_a_request_to_save(stop, capsys):
-    interrupts = Interrupts()
+    interrupts = LauncherSignals()
 
     def both() -> None:
         interrupts._note_save(SAVE, None)
@@ -409,7 +413,7 @@ def test_a_stop_wins_over_a_request_to_save(stop, capsys):
 
 
 def test_patience_ends(monkeypatch):
-    interrupts = Interrupts()
+    interrupts = LauncherSignals()
     _, asked = follow(
         [lambda: interrupts._note(TERM, None), lambda: None, lambda: None], interrupts, stop_s=1e-9
     )
@@ -469,7 +473,7 @@ def test_the_patience_with_a_save_ends_too(capsys, script, said):
 
 
 def test_a_rank_that_was_signalled_by_others_has_the_same_patience():
-    interrupts = Interrupts()
+    interrupts = LauncherSignals()
     told = {
         "frame": "event",
         "event": {"type": "stop", "rank": 1, "time": 1.0, "signal": "SIGTERM"},
@@ -510,45 +514,47 @@ def plan() -> LaunchPlan:
     ],
 )
 def test_the_exit_code_of_a_stopped_run(rundir, first, statuses, code):
-    interrupts, run = Interrupts(), SupervisedRun(2)
+    interrupts, run = LauncherSignals(), SupervisedRun(2)
     run.ended = statuses == (0, 0)
     if first is not None:
         interrupts._note(first, None)
     for rank, status in enumerate(statuses):
         note = (
-            Note(rank=rank, kind="zrun", type="E", message="m", exit_code=status)
+            FailureNote(rank=rank, kind="zrun", type="E", message="m", exit_code=status)
             if status in (5, 8)
             else None
         )
-        run.exits.append(Exit(rank, status, 1.0 + rank, note=note))
+        run.exits.append(WorkerExit(rank, status, 1.0 + rank, note=note))
     found, failure = judge(run, plan(), rundir, interrupts)
     assert found == code
     assert (failure is not None) == (code in (5, 8))
 
 
 def test_what_is_killed_after_now_is_no_failure(rundir):
-    interrupts, run = Interrupts(), SupervisedRun(2)
+    interrupts, run = LauncherSignals(), SupervisedRun(2)
     interrupts._note(INT, None)
     interrupts._note(INT, None)
     assert interrupts.forced_at is not None
-    run.exits += [Exit(rank, -signal.SIGKILL, interrupts.forced_at + 1) for rank in range(2)]
+    run.exits += [WorkerExit(rank, -signal.SIGKILL, interrupts.forced_at + 1) for rank in range(2)]
     assert judge(run, plan(), rundir, interrupts) == (130, None)
 
 
 @pytest.mark.parametrize(("committed", "code"), [(7, 75), (6, 130), (0, 130)])
 def test_what_is_cut_off_after_the_newest_step_was_saved_loses_nothing(rundir, committed, code):
-    interrupts, run = Interrupts(), SupervisedRun(2)
+    interrupts, run = LauncherSignals(), SupervisedRun(2)
     run.last_step = 7
     interrupts._note(INT, None)
     interrupts.force()
     assert interrupts.forced_at is not None
-    run.exits += [Exit(rank, -signal.SIGTERM, interrupts.forced_at + 1) for rank in range(2)]
+    run.exits += [WorkerExit(rank, -signal.SIGTERM, interrupts.forced_at + 1) for rank in range(2)]
     assert judge(run, plan(), rundir, interrupts, committed) == (code, None)
 
 
 def test_a_peer_that_felt_the_others_stop_is_no_failure(rundir):
-    interrupts, run = Interrupts(), SupervisedRun(2)
+    interrupts, run = LauncherSignals(), SupervisedRun(2)
     interrupts._note(TERM, None)
-    note = Note(rank=1, kind="peer", type="E", message="Connection closed by peer", exit_code=5)
-    run.exits += [Exit(0, -signal.SIGUSR1, 1.0), Exit(1, 5, 1.1, note=note)]
+    note = FailureNote(
+        rank=1, kind="peer", type="E", message="Connection closed by peer", exit_code=5
+    )
+    run.exits += [WorkerExit(0, -signal.SIGUSR1, 1.0), WorkerExit(1, 5, 1.1, note=note)]
     assert judge(run, plan(), rundir, interrupts) == (143, None)

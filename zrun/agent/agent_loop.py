@@ -26,9 +26,9 @@ from zrun.agent.memory_watch import MemoryWatch
 from zrun.agent.observer import Observer
 from zrun.agent.workers import Workers
 from zrun.system import processes
-from zrun.system.awake import AwakeClock
-from zrun.system.log_tail import last_lines
+from zrun.system.deadlines import AwakeClock
 from zrun.system.processes import Process
+from zrun.system.tail_file import last_lines
 from zrun.transport.frames import (
     EVENT,
     GRACE_S,

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from zrun.system.tail_file import LineCutter, as_text
+from zrun.system.tail_file import LineSplitter, as_text
 from zrun_core.spine.events import Event
 
 _BURST = 100  # lines of all ranks together
@@ -118,7 +118,7 @@ class Echo:
         self._log, self._rank, self._place, self._note = log, rank, place or str(log), note
         self._position = self._end()
         self._budget = LineBudget(share)
-        self._cutter = LineCutter()
+        self._cutter = LineSplitter()
         self._shown_unfinished = b""
         self._unfinished_since, self._patience_s = 0.0, _UNFINISHED_S
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from zrun.agent.unanswered import own_addresses, unanswered
 from zrun.system import processes
-from zrun.system.log_tail import last_lines
 from zrun.system.processes import Process
+from zrun.system.tail_file import last_lines
 from zrun_core.spine.flight_recorder import FlightRecorderView
 
 _STACKS_S = 1.0  # that ranks get for writing their stacks

@@ -16,7 +16,7 @@ def report_killed_launcher(run_dir: Path) -> None:
     Raises:
         OSError: they cannot be written.
     """
-    step = listing.read(run_dir).step
+    step = listing.read_run(run_dir).step
     with ownerless(
         run_dir
     ) as is_free:  # whoever goes on with the run at this moment finds it as it is

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zrun.runs.listing import checkpoints_of, find
+from zrun.runs.listing import checkpoints_of, find_run
 from zrun_core.checkpoint.names import step_of
 from zrun_core.errors import CheckpointError, JobError
 
@@ -124,7 +124,7 @@ def _path_of(text: str) -> Path:
         raise JobError(
             f"{text}: no such folder; give a run directory, its checkpoints folder, or one step in it"
         )
-    return find(text)
+    return find_run(text)
 
 
 def _attempts(run: Path) -> dict[int, StepLocation]:

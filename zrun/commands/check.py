@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from zrun.hosts.cluster import Cluster
     from zrun.job.load import LoadedJob
     from zrun.job.structure import Structure
-    from zrun.placement.plan import Resolved
+    from zrun.placement.plan import ResolvedJob
 
 _BUILD_TIMEOUT_S = 300.0
 
@@ -96,7 +96,7 @@ def _look(
 ) -> tuple[Cluster | None, str | PreflightError]:
     """The hosts; or why they are not looked at, or cannot be used."""
     from zrun.hosts.cluster import Cluster, probe_host
-    from zrun.launch.bring_up import cluster_of, open_agents, survey
+    from zrun.launch.bring_up import cluster_of, inspect_for_job, open_agents
     from zrun.preflight.host_report import describe
     from zrun.transport.agent_process import close_all
 
@@ -108,7 +108,9 @@ def _look(
         return None, "the hosts were not looked at (--offline)"
     agents = open_agents(backend, loaded.config)
     try:
-        findings = survey(agents, backend, loaded.config, loaded.path.absolute().parent, shared=())
+        findings = inspect_for_job(
+            agents, backend, loaded.config, loaded.path.absolute().parent, shared=()
+        )
     finally:
         close_all(agents)
     if any(finding.problems for finding in findings):
@@ -119,7 +121,7 @@ def _look(
 def _print_json(
     loaded: LoadedJob,
     backend: Backend,
-    resolved: Resolved | None,
+    resolved: ResolvedJob | None,
     structure: Structure | None,
     why_not: str | PreflightError,
 ) -> None:

@@ -549,11 +549,11 @@ def _checked(what: str | None, emit: str | None, is_torn: bool) -> str:
 
 def _check(run: str, what: str | None, as_json: bool, patience_s: float) -> int:
     from zrun.estimate.compare_run import check_run
-    from zrun.runs.listing import find
+    from zrun.runs.listing import find_run
 
     if what is not None:
         raise JobError("--check RUN knows its job: leave the job out")
-    path = find(run)
+    path = find_run(run)
     result = check_run(path, patience_s)
     if as_json:
         lines = [line.to_json() for line in result.lines]

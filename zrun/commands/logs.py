@@ -60,7 +60,7 @@ def logs(
     import shlex
     import socket
 
-    from zrun.runs.listing import find
+    from zrun.runs.listing import find_run
     from zrun.runs.run_lock import is_held
     from zrun.watch.log_view import shown, sources
     from zrun_core.errors import JobError
@@ -69,7 +69,7 @@ def logs(
         pattern = re.compile(grep) if grep is not None else None
     except re.error as error:
         raise JobError(f"--grep {grep}: {error}") from None
-    path = find(run, running=follow)
+    path = find_run(run, running=follow)
     found = sources(path, rank)
     last = 10 if lines is None and follow else lines
     tails = [source.tail(last if pattern is None else None) for source in found]

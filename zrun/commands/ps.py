@@ -21,12 +21,12 @@ def ps(
     import json
     import time
 
-    from zrun.runs.listing import listed
+    from zrun.runs.listing import list_runs
 
     midnight = time.mktime((*time.localtime()[:3], 0, 0, 0, 0, 0, -1))
-    runs, num_others = listed(None if everything else midnight)
+    runs, num_others = list_runs(None if everything else midnight)
     if as_json:
-        print(json.dumps([run.facts() for run in runs], indent=2))
+        print(json.dumps([run.to_json() for run in runs], indent=2))
         return
     if runs:
         from zrun.watch.console import open_console

@@ -48,11 +48,11 @@ def save(
     import json
 
     from zrun.launch import save_request, stop_request
-    from zrun.runs.listing import find, read
+    from zrun.runs.listing import find_run, read_run
     from zrun.watch import formatting
     from zrun_core.spine.sizes import format_size
 
-    found = read(find(run, running=True))
+    found = read_run(find_run(run, running=True))
     save_request.check(found)  # before anything is said
     if dry_run:
         process = stop_request.launcher_of(found, "save")
@@ -73,7 +73,7 @@ def save(
         print(f"error: {printable(str(error))}", file=sys.stderr)
         raise typer.Exit(error.run.exit_code or error.exit_code) from None
     if as_json:
-        print(json.dumps(read(found.path).facts() | {"saved": saved.facts()}, indent=2))
+        print(json.dumps(read_run(found.path).to_json() | {"saved": saved.to_json()}, indent=2))
     else:
         print(
             f"saved step {saved.step} ({format_size(saved.bytes)}, {formatting.seconds(saved.seconds)}): {saved.path}"

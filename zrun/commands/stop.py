@@ -10,7 +10,7 @@ import typer
 from zrun.flags import MOST_SECONDS, is_finite
 
 if TYPE_CHECKING:
-    from zrun.runs.listing import KnownRun
+    from zrun.runs.listing import RunSummary
 
 
 def stop(
@@ -52,9 +52,9 @@ def stop(
     import json
 
     from zrun.launch import stop_request
-    from zrun.runs.listing import RunStatus, find, read
+    from zrun.runs.listing import RunStatus, find_run, read_run
 
-    found = read(find(run, running=True))
+    found = read_run(find_run(run, running=True))
     was_running = found.state is RunStatus.RUNNING
     if was_running and dry_run:
         process = stop_request.launcher_of(found)
@@ -67,16 +67,16 @@ def stop(
             how = "ending the workers" if now else "finishing the step"
             print(f"run {found.run_id} of {found.job}, {found.holder}: {how}", file=sys.stderr)
         stop_request.stop(found, now, timeout)
-        found = read(found.path)
+        found = read_run(found.path)
     if as_json:
-        print(json.dumps(found.facts() | {"was_running": was_running}, indent=2))
+        print(json.dumps(found.to_json() | {"was_running": was_running}, indent=2))
     else:
         print(_end(found) if was_running else f"run {found.run_id} was not running: {_end(found)}")
     if was_running and found.state is RunStatus.FAILED:
         raise typer.Exit(found.exit_code or 1)
 
 
-def _end(run: KnownRun) -> str:
+def _end(run: RunSummary) -> str:
     """How it ended, in one line."""
     from zrun.runs.listing import RunStatus
     from zrun_core.errors import ExitCode

@@ -92,9 +92,9 @@ def train(
 
     detached = None
     if detach and not dry_run:
-        from zrun.launch.detach import Detached
+        from zrun.launch.detach import DetachedLauncher
 
-        detached = Detached.begin(ui)
+        detached = DetachedLauncher.begin(ui)
     # First of all: the agent gets ready while this process still reads the job.
     early = None if dry_run else LocalAgent()
     with _told(), stoppable(lambda: "before training began"), early or nullcontext():
@@ -138,7 +138,7 @@ def train(
             ui=ui,
             dry_run=dry_run,
             worker=worker,
-            again=command,
+            resume_command=command,
             detached=detached,
         )
         code = launch(request, early)

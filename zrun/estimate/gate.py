@@ -27,7 +27,7 @@ from zrun_core.spine.events import Event
 if TYPE_CHECKING:
     from zrun.hosts.cluster import Cluster
     from zrun.job.load import LoadedJob
-    from zrun.placement.plan import Resolved
+    from zrun.placement.plan import ResolvedJob
 
 SWITCH = "ZRUN_ESTIMATE"  # environment variable: "off" makes no estimate beside a run
 _PATIENCE_S = 150.0  # for a reason to refuse, which is wanted more than a start
@@ -62,7 +62,7 @@ class Gate:
     def __init__(
         self,
         loaded: LoadedJob,
-        resolved: Resolved,
+        resolved: ResolvedJob,
         cluster: Cluster,
         environment: Mapping[str, str],
         *,

@@ -19,13 +19,13 @@ from zrun.job.environment import without_secrets
 from zrun.job.load import LoadedJob
 from zrun.job.problems import Origin
 from zrun.job.render import with_origins
-from zrun.launch.bring_up import assemble
+from zrun.launch.bring_up import bring_up
 from zrun.launch.failures import Failure, Hang, LostHost, Stopped
 from zrun.launch.launch_request import AttemptResult, LaunchRequest
-from zrun.launch.supervise import Interrupts, SupervisedRun, Supervisor, judge
-from zrun.placement.plan import Resolved, check_gpus, make_plan
+from zrun.launch.supervise import LauncherSignals, SupervisedRun, Supervisor, judge
+from zrun.placement.plan import ResolvedJob, check_gpus, make_plan
 from zrun.runs.rundir import RunDir, set_checkpoints_aside
-from zrun.runs.start_point import begin, begin_again, under_lock
+from zrun.runs.start_point import choose_restart, choose_start, choose_under_lock
 from zrun.system.output import say
 from zrun.system.signals import ends_with_parent, ignore, name_of, stoppable
 from zrun.transport.agent_process import AgentLink
@@ -56,7 +56,7 @@ def attempt(request: LaunchRequest, members: list[AgentLink]) -> AttemptResult:
         config.min_hosts if request.is_restart and config.min_hosts is not None else len(members)
     )
     root = request.run_dir or Path("runs") / config.name
-    assembly = assemble(members, request.backend, config, job_dir, root.absolute(), least)
+    assembly = bring_up(members, request.backend, config, job_dir, root.absolute(), least)
     if assembly.dropped:
         say(assembly.dropped, sys.stderr)
     check_gpus(request.backend.gpus, config, assembly.cluster)
@@ -78,11 +78,13 @@ def attempt(request: LaunchRequest, members: list[AgentLink]) -> AttemptResult:
     lock = request.lock
     if request.is_restart:
         assert request.run_dir is not None
-        beginning = begin_again(resolved.job, request.run_dir, request.origin)
+        beginning = choose_restart(resolved.job, request.run_dir, request.origin)
     elif request.dry_run:
-        beginning = begin(resolved.job, request.run_dir, request.fresh)
+        beginning = choose_start(resolved.job, request.run_dir, request.fresh)
     else:
-        beginning, lock = under_lock(lambda: begin(resolved.job, request.run_dir, request.fresh))
+        beginning, lock = choose_under_lock(
+            lambda: choose_start(resolved.job, request.run_dir, request.fresh)
+        )
     if beginning.note:
         print(beginning.note, file=sys.stderr)
     if request.dry_run or beginning.complete:
@@ -107,7 +109,7 @@ def attempt(request: LaunchRequest, members: list[AgentLink]) -> AttemptResult:
                 file=sys.stderr,
             )
         if request.detached is not None:
-            request.detached.moved_in(rundir)
+            request.detached.switch_to_log(rundir)
         if beginning.aside is not None:
             set_checkpoints_aside(beginning.aside, rundir.run_id)
         rundir.write_job(_record(request.loaded, resolved))
@@ -129,7 +131,7 @@ def attempt(request: LaunchRequest, members: list[AgentLink]) -> AttemptResult:
             )
             for post in assembly.posts
         )
-        code, failure, was_asked = _follow(agents, resolved, rundir, request, gate)
+        code, failure, was_asked = _monitor(agents, resolved, rundir, request, gate)
         rundir.exit_code = code
         committed = _committed(resolved, rundir)
         return AttemptResult(
@@ -137,7 +139,7 @@ def attempt(request: LaunchRequest, members: list[AgentLink]) -> AttemptResult:
         )
 
 
-def _committed(resolved: Resolved, rundir: RunDir) -> int:
+def _committed(resolved: ResolvedJob, rundir: RunDir) -> int:
     """The newest step that the run has saved; 0: none, or nobody can tell now. It decides nothing."""
     if resolved.job.checkpoint is None:
         return 0
@@ -148,7 +150,7 @@ def _committed(resolved: Resolved, rundir: RunDir) -> int:
 
 def _spec(
     loaded: LoadedJob,
-    resolved: Resolved,
+    resolved: ResolvedJob,
     rundir: RunDir,
     resume: ResumeSpec | None,
     memory_bytes: int | None,
@@ -166,7 +168,7 @@ def _spec(
     return spec.to_json()
 
 
-def _record(loaded: LoadedJob, resolved: Resolved) -> str:
+def _record(loaded: LoadedJob, resolved: ResolvedJob) -> str:
     """The job as it runs, with the origin of each value."""
     autos = {each.key: Origin("auto", each.why) for each in resolved.reasons}
     return with_origins(
@@ -174,8 +176,8 @@ def _record(loaded: LoadedJob, resolved: Resolved) -> str:
     )
 
 
-def _follow(
-    agents: AgentGroup, resolved: Resolved, rundir: RunDir, request: LaunchRequest, gate: Gate
+def _monitor(
+    agents: AgentGroup, resolved: ResolvedJob, rundir: RunDir, request: LaunchRequest, gate: Gate
 ) -> tuple[int, Failure | Hang | LostHost | None, bool]:
     """Watch the run to its end, and report it.
 
@@ -187,7 +189,7 @@ def _follow(
     follower = Follower(
         open_screen(ui, facts, job.log.every, sys.stdout, os.environ), rundir.append
     )
-    run, interrupts = SupervisedRun(plan.world_size), Interrupts()
+    run, interrupts = SupervisedRun(plan.world_size), LauncherSignals()
     phases = PhaseWatch(compiles=job.compile)
     stragglers = Stragglers(facts)
 
@@ -214,16 +216,16 @@ def _follow(
     code, failure = judge(run, plan, rundir, interrupts, committed)
     goes_on = request.is_restart or job.resume != "never"
     is_vain = goes_on and not run.trains and _is_of_its_own(failure)
-    again = request.again if committed and not is_vain else None
+    resume = request.resume_command if committed and not is_vain else None
     if failure is not None:
-        record = failure.to_json() | {"resume": again}
+        record = failure.to_json() | {"resume": resume}
         rundir.write_failure(record)
         unfit = _unfit(code, failure, run, gate)
         if unfit is not None:
             code = ExitCode.PREFLIGHT
             rundir.write_failure(record | {"exit_code": int(code), "unfit": unfit.to_json()})
         told = refusal(unfit) if unfit is not None else failure.describe()
-        say(told + (f"\n  resume: {again}" if again else ""), sys.stderr)
+        say(told + (f"\n  resume: {resume}" if resume else ""), sys.stderr)
     elif code == ExitCode.OK and ui is not Ui.none:
         out = sys.stderr if ui is Ui.json else sys.stdout
         columns = shutil.get_terminal_size().columns if out.isatty() else None
@@ -231,8 +233,8 @@ def _follow(
     elif code != ExitCode.OK:
         by = name_of(interrupts.first) if interrupts.first is not None else run.stopping
         stopped = Stopped(code, by, run.last_step, committed, tuple(run.lost.values()))
-        rundir.write_failure(stopped.to_json() | {"resume": again})
-        say(stopped.describe(again), sys.stderr)
+        rundir.write_failure(stopped.to_json() | {"resume": resume})
+        say(stopped.describe(resume), sys.stderr)
     return code, failure, interrupts.first is not None or bool(run.stopping)
 
 

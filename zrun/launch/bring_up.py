@@ -84,7 +84,7 @@ def open_agents(backend: Backend, job: JobConfig) -> list[AgentLink]:
     return agents
 
 
-def assemble(
+def bring_up(
     agents: Sequence[AgentLink],
     backend: Backend,
     job: JobConfig,
@@ -109,7 +109,7 @@ def assemble(
         )
     if backend.kind == "env":
         return _assemble_joined(agents, backend, job, job_dir, run_dir)
-    findings = survey(agents, backend, job, job_dir, _shared(job, run_dir))
+    findings = inspect_for_job(agents, backend, job, job_dir, _shared(job, run_dir))
     used = [
         (agent, finding.report)
         for agent, finding in zip(agents, findings, strict=True)
@@ -123,7 +123,7 @@ def assemble(
     return ClusterSession(posts, cluster_of(findings, backend), store, dropped)
 
 
-def survey(
+def inspect_for_job(
     agents: Sequence[AgentLink],
     backend: Backend,
     job: JobConfig,

@@ -1,8 +1,8 @@
 """A launcher that outlives its terminal: `zrun train --detach`.
 
-    detached = Detached.begin(ui)        # forks: the process that was called stays in here, until a step is done
+    detached = DetachedLauncher.begin(ui)        # forks: the process that was called stays in here, until a step is done
     ...
-    detached.moved_in(rundir)           # its terminal is given up for <run dir>/launcher.log
+    detached.switch_to_log(rundir)           # its terminal is given up for <run dir>/launcher.log
 
 What goes wrong before the run directory is there is told on the terminal, as without `--detach`; what comes after it is
 in the log, and shown by the waiting process for as long as that waits.
@@ -23,7 +23,8 @@ from typing import NoReturn, Self
 
 from zrun.runs.listing import reference
 from zrun.runs.rundir import LOG, RunDir
-from zrun.system.tail_file import Growing
+from zrun.system.output import notify
+from zrun.system.tail_file import FileTail
 from zrun.watch.ui import Ui
 from zrun_core.errors import JobError, ZrunError
 
@@ -33,7 +34,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _HIGHEST_DESCRIPTOR = 1 << 30
 
 
-class Detached:
+class DetachedLauncher:
     """What the launcher owes to the process that waits for it."""
 
     def __init__(self, told: int) -> None:
@@ -68,7 +69,7 @@ class Detached:
         os.closerange(told + 1, _HIGHEST_DESCRIPTOR)
         return cls(told)
 
-    def moved_in(self, rundir: RunDir) -> None:
+    def switch_to_log(self, rundir: RunDir) -> None:
         """Write to the log of the run directory from now on. To be called again when a restart has moved it away.
 
         Raises:
@@ -111,7 +112,7 @@ def _wait(launcher: int, heard: int) -> NoReturn:
                     told += os.read(heard, _READ_BYTES)
                 if told.endswith(b"\n"):
                     place = _Place(**json.loads(told))
-                    _say(
+                    notify(
                         f"run {Path(place.path).name}: waiting for its first step; until then Ctrl-C ends it"
                     )
             if place is not None:
@@ -131,8 +132,8 @@ class _Place:
 
     def __init__(self, path: str, events: int) -> None:
         self.path = path
-        self._events = Growing(Path(path) / "events.jsonl", events)
-        self._log = Growing(Path(path) / LOG)
+        self._events = FileTail(Path(path) / "events.jsonl", events)
+        self._log = FileTail(Path(path) / LOG)
 
     def show_log(self) -> None:
         """Copy what is new to stderr."""
@@ -144,11 +145,6 @@ class _Place:
     def has_made_a_step(self) -> bool:
         """Whether rank 0 has said so; a run that goes on after its last step has none to make."""
         return any(json.loads(line).get("type") in ("step", "end") for line in self._events.lines())
-
-
-def _say(text: str) -> None:
-    with suppress(OSError):  # the terminal is gone
-        print(text, file=sys.stderr, flush=True)
 
 
 def _farewell(path: Path, launcher: int) -> str:

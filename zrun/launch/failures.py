@@ -28,7 +28,7 @@ _SHOWN_LINES = 15  # of a log, on screen, where there is no traceback
 _PASSED_ON = {code for code in ExitCode if ExitCode.USAGE <= code <= ExitCode.DIVERGED}
 
 
-class Note(BaseModel):
+class FailureNote(BaseModel):
     """What a worker writes to `failures/rank-<n>.json` before it ends with `exit_code`."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
@@ -44,7 +44,7 @@ class Note(BaseModel):
     phase: str | None = None
 
     @classmethod
-    def parse(cls, text: str | None) -> Note | None:
+    def parse(cls, text: str | None) -> FailureNote | None:
         """The note that `text` is; None where there is none, or half of one."""
         try:
             return cls.model_validate_json(text) if text is not None else None
@@ -58,7 +58,7 @@ class Note(BaseModel):
 
 
 @dataclass(frozen=True)
-class Exit:
+class WorkerExit:
     """The end of one worker, as its agent saw it."""
 
     rank: int
@@ -67,7 +67,7 @@ class Exit:
         float  # unix seconds at which the launcher heard of it: clocks of hosts are never compared
     )
     oom: bool = False  # the kernel, or the agent, took it because memory ran out
-    note: Note | None = None  # what it said why
+    note: FailureNote | None = None  # what it said why
     log: tuple[str, ...] = ()  # the end of its log
     shortage: str = ""  # what the agent saw when it took it
 
@@ -80,7 +80,7 @@ class Exit:
             return None
 
 
-def first_failure(exits: list[Exit], ended: bool) -> Exit | None:
+def first_failure(exits: list[WorkerExit], ended: bool) -> WorkerExit | None:
     """The exit that caused the others. `ended`: training reached its end, so that status 0 is no failure."""
     failed = [each for each in exits if each.status != 0 or not ended]
     if not failed:
@@ -89,12 +89,12 @@ def first_failure(exits: list[Exit], ended: bool) -> Exit | None:
     return min(failed, key=lambda each: (_distance(each, start), each.time))
 
 
-def is_cause(end: Exit, exits: list[Exit]) -> bool:
+def is_cause(end: WorkerExit, exits: list[WorkerExit]) -> bool:
     """Whether an exit needs no other one to explain it."""
     return _distance(end, min(each.time for each in exits)) == 0
 
 
-def _distance(end: Exit, start: float) -> int:
+def _distance(end: WorkerExit, start: float) -> int:
     """How far an exit is from being the cause: 0 a cause, 1 perhaps, 2 an echo, 3 our own doing.
 
     `start` is the time of the first failure, at which the agent asks the other workers to end.
@@ -112,14 +112,14 @@ def _distance(end: Exit, start: float) -> int:
 class Failure:
     """The first failing rank, and what is known about it."""
 
-    end: Exit
+    end: WorkerExit
     place: RankPlace
     num_ranks: int
     last_step: int  # that any event told of
     log: Path  # on the rank's host
 
     @property
-    def note(self) -> Note | None:
+    def note(self) -> FailureNote | None:
         return self.end.note
 
     @property
@@ -221,7 +221,7 @@ class Hang:
     """Ranks that no longer move, as the agent of their host saw them.
 
     Attributes:
-        frame: what was found, see `zrun.launch.hangs.Inquiry.finding`.
+        frame: what was found, see `zrun.launch.hangs.HangInvestigation.finding`.
     """
 
     frame: dict[str, Any]

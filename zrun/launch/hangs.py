@@ -52,7 +52,7 @@ class StepTimes:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class HungRanks:
     """Ranks that hang, and the limit that they passed."""
 
     ranks: list[int]
@@ -94,7 +94,7 @@ class HangWatch:
             if self._seen.get(rank, _NEVER)[0] != state.progress:
                 self._seen[rank] = state.progress, now
 
-    def judge(self, now: float, states: Mapping[int, RankProgress]) -> Verdict | None:
+    def judge(self, now: float, states: Mapping[int, RankProgress]) -> HungRanks | None:
         """Which of the running ranks, all of which were seen, stand still at `now`."""
         if not states:
             return None
@@ -110,16 +110,16 @@ class HangWatch:
             late = [
                 rank for rank in still if now - self._seen[rank][1] > self.limit(states[rank])[0]
             ]
-            return Verdict(late, *self.limit(states[late[0]])) if late else None
+            return HungRanks(late, *self.limit(states[late[0]])) if late else None
         limit, key = max(self.limit(state) for state in states.values())
         moved = max(self._seen[rank][1] for rank in states)
-        return Verdict(list(states), limit, key) if now - moved > limit else None
+        return HungRanks(list(states), limit, key) if now - moved > limit else None
 
 
-class Inquiry:
+class HangInvestigation:
     """What the agents testify once the launcher has found a hang, until all have, or have had their time."""
 
-    def __init__(self, verdict: Verdict, states: Mapping[int, RankProgress], now: float) -> None:
+    def __init__(self, verdict: HungRanks, states: Mapping[int, RankProgress], now: float) -> None:
         self.verdict = verdict
         self._states = dict(states)
         self._late = now + _TESTIMONY_S

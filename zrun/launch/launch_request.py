@@ -7,9 +7,9 @@ from pathlib import Path
 
 from zrun.hosts.backend import Backend
 from zrun.job.load import LoadedJob
-from zrun.launch.detach import Detached
+from zrun.launch.detach import DetachedLauncher
 from zrun.launch.failures import Failure, Hang, LostHost
-from zrun.runs.run_lock import Lock
+from zrun.runs.run_lock import RunLock
 from zrun.watch.ui import Ui
 from zrun_core.spine.spec import ResumeSpec
 
@@ -19,7 +19,7 @@ class LaunchRequest:
     """What was asked for, and what stays the same however often it is tried.
 
     Attributes:
-        again: the command that goes on from the run's last checkpoint.
+        resume_command: that goes on from the run's last checkpoint.
         is_restart: it goes on, in the directory of the run that failed.
         origin: what the first attempt went on from.
         lock: on that directory: nobody else gets it in between, and the run counts as running.
@@ -34,10 +34,10 @@ class LaunchRequest:
     ui: Ui
     dry_run: bool
     worker: str
-    again: str
-    detached: Detached | None = None
+    resume_command: str
+    detached: DetachedLauncher | None = None
     is_restart: bool = False
-    lock: Lock | None = None
+    lock: RunLock | None = None
     origin: ResumeSpec | None = None
 
     def once_more(self, outcome: AttemptResult) -> LaunchRequest:
@@ -59,6 +59,6 @@ class AttemptResult:
     failure: Failure | Hang | LostHost | None = None
     run_dir: Path | None = None  # None: nothing was started
     committed: int = 0  # the newest step that was saved
-    lock: Lock | None = None  # on the run directory
+    lock: RunLock | None = None  # on the run directory
     was_asked: bool = False  # to end, by a signal
     origin: ResumeSpec | None = None  # what it went on from

@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from zrun.launch.stop_request import launcher_of, refuse_stopped, signalled
-from zrun.runs.listing import KnownRun, RunStatus, may_save, parsed, read
+from zrun.runs.listing import RunStatus, RunSummary, may_save, parse_events, read_run
 from zrun.runs.run_lock import is_held
-from zrun.system.tail_file import Growing
+from zrun.system.tail_file import FileTail
 from zrun_core.errors import HangError, JobError, PreflightError, SaveError
 from zrun_core.spine.stop_signals import SAVE
 
@@ -29,7 +29,7 @@ class Saved:
     bytes: int
     seconds: float  # from the beginning of the save until it counted
 
-    def facts(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """For JSON."""
         return asdict(self)
 
@@ -37,7 +37,7 @@ class Saved:
 class RunEndedError(SaveError):
     """The run ended before it had saved."""
 
-    def __init__(self, run: KnownRun) -> None:
+    def __init__(self, run: RunSummary) -> None:
         self.run = run
         after = f" after step {run.step}" if run.step else ""
         why = (
@@ -48,7 +48,7 @@ class RunEndedError(SaveError):
         )
 
 
-def check(run: KnownRun) -> None:
+def check(run: RunSummary) -> None:
     """Whether the run can be asked.
 
     Raises:
@@ -70,7 +70,7 @@ def check(run: KnownRun) -> None:
         )
 
 
-def save(run: KnownRun, timeout_s: float) -> Saved:
+def save(run: RunSummary, timeout_s: float) -> Saved:
     """Ask a running run for a save, and wait for it.
 
     Raises:
@@ -81,13 +81,13 @@ def save(run: KnownRun, timeout_s: float) -> Saved:
         HangError: it has not saved after `timeout_s` seconds.
     """
     check(run)
-    record = Growing.from_now_on(run.path / "events.jsonl")
-    newest = read(run.path).step or 0  # what is saved must be newer
+    record = FileTail.from_now_on(run.path / "events.jsonl")
+    newest = read_run(run.path).step or 0  # what is saved must be newer
     _ask(run)
     deadline = time.monotonic() + timeout_s
     while True:
         runs_on = is_held(run.path)  # asked first: nothing comes after
-        for event in parsed(record.lines()):
+        for event in parse_events(record.lines()):
             match event.get("type"):
                 case "save" if event["step"] > newest:
                     return Saved(event["step"], event["path"], event["bytes"], event["seconds"])
@@ -97,7 +97,7 @@ def save(run: KnownRun, timeout_s: float) -> Saved:
                     newest = (event.get("resumed") or {}).get("step") or 0
                     _ask(run)
         if not runs_on:
-            raise RunEndedError(read(run.path))
+            raise RunEndedError(read_run(run.path))
         if time.monotonic() > deadline:
             refuse_stopped(run, launcher_of(run, "save"))
             raise HangError(
@@ -107,7 +107,7 @@ def save(run: KnownRun, timeout_s: float) -> Saved:
         time.sleep(_TURN_S)
 
 
-def _ask(run: KnownRun) -> None:
+def _ask(run: RunSummary) -> None:
     """Signal the launcher, unless the signal would end it, as it would one of an earlier version of zrun."""
     process = launcher_of(run, "save")
     if process.catches(SAVE):

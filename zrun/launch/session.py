@@ -14,8 +14,8 @@ from dataclasses import replace
 
 from zrun.job.environment import forwarded_environment
 from zrun.launch.bring_up import open_agents
+from zrun.launch.failures import Failure, Hang, LostHost
 from zrun.launch.launch_request import AttemptResult, LaunchRequest
-from zrun.launch.restarts import Restarts
 from zrun.system.output import say
 from zrun.system.signals import ignore, stoppable
 from zrun.transport.agent_process import AgentLink, close_all
@@ -31,6 +31,8 @@ from zrun.transport.local import LocalAgent
 from zrun.watch.preface import hosts_preface
 from zrun.watch.ui import Ui
 from zrun_core.errors import ExitCode, PreflightError, StoppedError, ZrunError
+
+_PAUSES_S = (5.0, 10.0, 20.0)  # the last one is that of every later restart
 
 
 def launch(request: LaunchRequest, early: LocalAgent | None) -> int:
@@ -73,9 +75,9 @@ def _join(request: LaunchRequest, own: LocalAgent) -> int:
         request,
         # mpirun hands on what it takes from a terminal of its own.
         ui=Ui.plain if request.ui is Ui.auto else request.ui,
-        again=f"start all processes again, each with {request.again}",
+        resume_command=f"start all processes again, each with {request.resume_command}",
     )
-    return _lead(request, own, rendezvous, key)
+    return _run_as_leader(request, own, rendezvous, key)
 
 
 def _tell_hosts(request: LaunchRequest) -> None:
@@ -114,7 +116,7 @@ def _run(request: LaunchRequest, early: LocalAgent | None) -> int:
                     raise missing
                 return outcome.code
             when = f"before restart {restarts.made}" + (
-                f"; resume: {request.again}" if outcome.committed else ""
+                f"; resume: {request.resume_command}" if outcome.committed else ""
             )
             arm()
             if missing is not None:
@@ -129,7 +131,9 @@ def _run(request: LaunchRequest, early: LocalAgent | None) -> int:
             request = request.once_more(outcome)
 
 
-def _lead(request: LaunchRequest, own: LocalAgent, rendezvous: Rendezvous, key: bytes) -> int:
+def _run_as_leader(
+    request: LaunchRequest, own: LocalAgent, rendezvous: Rendezvous, key: bytes
+) -> int:
     """Train with the processes that another launcher started, of which this is the first. Returns the exit code."""
     door = JoinServer.open(rendezvous, key)
     own.known_address = door.address
@@ -155,3 +159,42 @@ def _attempt(request: LaunchRequest, members: list[AgentLink]) -> AttemptResult:
     from zrun.launch.attempt import attempt  # late: meanwhile the agents get ready
 
     return attempt(request, members)
+
+
+class Restarts:
+    """The budget of a run, over all hosts.
+
+    What would only happen again is not tried again: a mistake in the job, an exception, numbers that went wrong. A
+    restart after which nothing new was committed counts twice.
+
+    Attributes:
+        made: restarts so far.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self.made = 0
+        self._left = self.budget = budget
+        self._committed: int | None = None
+
+    def after(self, failure: Failure | Hang | LostHost | None, committed: int) -> float | None:
+        """Seconds to wait before the run goes on; None: it does not.
+
+        Args:
+            committed: the newest step that was saved; 0: none.
+        """
+        if failure is None or not _is_accident(failure):
+            return None
+        cost = 2 if self.made and committed == self._committed else 1
+        if self._left < cost:
+            return None
+        self._left -= cost
+        self._committed = committed
+        self.made += 1
+        return _PAUSES_S[min(self.made, len(_PAUSES_S)) - 1]
+
+
+def _is_accident(failure: Failure | Hang | LostHost) -> bool:
+    """Whether it came from outside of the training itself."""
+    if isinstance(failure, Failure):
+        return failure.note.is_echo if failure.note is not None else failure.end.signal is not None
+    return True

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from zrun.launch.stop_deadline import StopDeadline
-from zrun.runs.listing import KnownRun
+from zrun.runs.listing import RunSummary
+from zrun.system.deadlines import StopDeadline
 from zrun.system.processes import Process
 from zrun.system.signals import STOP_NOW
 from zrun_core.errors import HangError, JobError, PreflightError
@@ -23,7 +23,7 @@ _CLEANING_S = 30.0  # that a launcher may take for the rest, once the workers ha
 _LOOK_S = 1.0  # between two looks at whether it saves
 
 
-def launcher_of(run: KnownRun, what: str = "stop") -> Process:
+def launcher_of(run: RunSummary, what: str = "stop") -> Process:
     """The process that a running run answers to.
 
     Args:
@@ -51,7 +51,7 @@ def launcher_of(run: KnownRun, what: str = "stop") -> Process:
     return process
 
 
-def stop(run: KnownRun, now: bool, timeout_s: float | None = None) -> None:
+def stop(run: RunSummary, now: bool, timeout_s: float | None = None) -> None:
     """Signal the launcher of a running run, and wait until it is gone.
 
     Args:
@@ -81,7 +81,7 @@ def stop(run: KnownRun, now: bool, timeout_s: float | None = None) -> None:
 
 
 @contextmanager
-def signalled(run: KnownRun, process: Process, number: int) -> Iterator[int | None]:
+def signalled(run: RunSummary, process: Process, number: int) -> Iterator[int | None]:
     """Send a signal to the launcher; what is handed out is its pidfd, None if it has just ended.
 
     Raises:
@@ -108,7 +108,7 @@ def signalled(run: KnownRun, process: Process, number: int) -> Iterator[int | No
         os.close(descriptor)
 
 
-def refuse_stopped(run: KnownRun, process: Process) -> None:
+def refuse_stopped(run: RunSummary, process: Process) -> None:
     """Say so where a launcher obeys nobody for now.
 
     Raises:

@@ -5,19 +5,26 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from zrun.launch.failures import Exit, Failure, Hang, LostHost, Note, first_failure, is_cause
-from zrun.launch.hangs import HangWatch, Inquiry
-from zrun.launch.stop_deadline import StopDeadline
+from zrun.launch.failures import (
+    Failure,
+    FailureNote,
+    Hang,
+    LostHost,
+    WorkerExit,
+    first_failure,
+    is_cause,
+)
+from zrun.launch.hangs import HangInvestigation, HangWatch
 from zrun.runs.rundir import RunDir
 from zrun.system import signals
-from zrun.system.awake import AwakeClock
+from zrun.system.deadlines import AwakeClock, StopDeadline
+from zrun.system.output import notify
 from zrun.transport.frames import BEAT_S, GRACE_S, PROGRESS_S, SILENCE_S, Frame, StopMode
 from zrun_core.errors import ExitCode, RendezvousError
 from zrun_core.spine.config import LimitsConfig
@@ -43,7 +50,7 @@ OnEvent = Callable[[Event, bytes | None], None]  # and its line, where it can be
 OnTurn = Callable[[], None]
 
 
-class Talking(Protocol):
+class SupervisedAgents(Protocol):
     """What supervising needs of `zrun.transport.agents.AgentGroup`."""
 
     lost: dict[str, str]
@@ -65,7 +72,7 @@ class SupervisedRun:
     """What the agents have told so far."""
 
     num_ranks: int
-    exits: list[Exit] = field(default_factory=list)
+    exits: list[WorkerExit] = field(default_factory=list)
     last_step: int = 0
     started: set[str] = field(default_factory=set)  # hosts that have begun to start their workers
     trains: bool = False  # rank 0 said that the first step begins: the ranks obey signals
@@ -75,9 +82,9 @@ class SupervisedRun:
     )  # of the ranks that run, as their boards said last
     news: dict[int, RankProgress] = field(default_factory=dict)  # what of it nobody has looked at
     ended_ranks: set[int] = field(default_factory=set)
-    first_well: Exit | None = None  # the first exit with status 0
+    first_well: WorkerExit | None = None  # the first exit with status 0
     is_failing: bool = False  # an exit with another one, or a lost host
-    inquiry: Inquiry | None = None
+    investigation: HangInvestigation | None = None
     hang: dict[str, Any] | None = None
     lost: dict[str, str] = field(default_factory=dict)  # hosts, with the reason
     lost_at: float = float("inf")  # unix seconds at which the first of them was missed
@@ -101,8 +108,8 @@ class SupervisedRun:
             case "exit":
                 self._fold_exit(frame)
             case "testimony":
-                if self.inquiry is not None:
-                    self.inquiry.hear(frame)
+                if self.investigation is not None:
+                    self.investigation.hear(frame)
             case "deaf":
                 self._fold_silence(host, frame)
         return None
@@ -116,12 +123,12 @@ class SupervisedRun:
         return event
 
     def _fold_exit(self, frame: Frame) -> None:
-        end = Exit(
+        end = WorkerExit(
             rank=frame["rank"],
             status=frame["status"],
             time=time.time(),
             oom=frame["oom"],
-            note=Note.parse(frame["note"]),
+            note=FailureNote.parse(frame["note"]),
             log=tuple(frame["log"]),
             shortage=frame.get("shortage", ""),
         )
@@ -142,7 +149,7 @@ class SupervisedRun:
         self.lose(host, f"{why}, and its ranks made no progress: {cause}")
 
     @property
-    def left_early(self) -> Exit | None:
+    def left_early(self) -> WorkerExit | None:
         """A rank that ended well while others still train."""
         return None if self.ended or len(self.exits) == self.num_ranks else self.first_well
 
@@ -153,7 +160,7 @@ class SupervisedRun:
         self.is_failing = True
 
 
-class Interrupts:
+class LauncherSignals:
     """Signals that ask the launcher to end, counted instead of obeyed at once.
 
     Attributes:
@@ -219,9 +226,9 @@ class Supervisor:
 
     def __init__(
         self,
-        agents: Talking,
+        agents: SupervisedAgents,
         run: SupervisedRun,
-        interrupts: Interrupts,
+        interrupts: LauncherSignals,
         limits: LimitsConfig,
         clock: Callable[[], float] | None = None,
     ) -> None:
@@ -317,16 +324,16 @@ class Supervisor:
         self._hangs.see(now, news)
         if run.hang is not None or run.is_failing:
             return
-        if run.inquiry is None:
+        if run.investigation is None:
             if now < self._judge_at:
                 return
             self._judge_at = now + PROGRESS_S
             verdict = self._hangs.judge(now, run.states)
             if verdict is not None:
-                run.inquiry = Inquiry(verdict, run.states, now)
+                run.investigation = HangInvestigation(verdict, run.states, now)
                 self._agents.send({"testify": True})
-        elif run.inquiry.is_over(now):
-            run.hang = run.inquiry.finding()
+        elif run.investigation.is_over(now):
+            run.hang = run.investigation.finding()
             self._agents.stop(StopMode.KILL)
             self._told_at, self._give_up_at = now, now + GRACE_S + SILENCE_S
 
@@ -350,7 +357,7 @@ class Supervisor:
         if self._patience is None and (interrupts.level or self._run.stopping):
             self._patience = StopDeadline(now, self._limits)
             if not interrupts.level:
-                _say(f"{self._run.stopping}: finishing the step")
+                notify(f"{self._run.stopping}: finishing the step")
         if self._patience is not None and interrupts.level < 2:
             self._wait_to_finish(now, self._patience)
         if interrupts.level > self._obeyed:
@@ -370,10 +377,10 @@ class Supervisor:
                 if saves
                 else f"{limits.stop_s:g} s (limits.stop_s)"
             )
-            _say(f"not {'saved' if saves else 'finished'} after {limit}: stopping now")
+            notify(f"not {'saved' if saves else 'finished'} after {limit}: stopping now")
             self._interrupts.force()
         elif patience.was_due and not was_due:
-            _say(
+            notify(
                 f"a save is under way: it has {limits.save_s:g} s (limits.save_s) instead of {limits.stop_s:g} "
                 "(limits.stop_s); once more stops at once"
             )
@@ -384,7 +391,7 @@ class Supervisor:
             return
         self._interrupts.wants_pause = False
         self._agents.send({"hold": True})
-        _say("zrun is stopped, and its ranks train on: fg shows them again")
+        notify("zrun is stopped, and its ranks train on: fg shows them again")
         os.kill(os.getpid(), signal.SIGSTOP)
         self._agents.send({"beat": True})
 
@@ -395,11 +402,11 @@ class Supervisor:
         self._interrupts.wants_save = False
         run = self._run
         if self._interrupts.level or run.stopping or run.is_failing or run.ended:
-            _say("zrun save: the run ends already")
+            notify("zrun save: the run ends already")
         elif not run.trains:
-            _say("zrun save: no rank trains yet, so there is nothing to save")
+            notify("zrun save: no rank trains yet, so there is nothing to save")
         else:
-            _say("zrun save: saving at the end of the step")
+            notify("zrun save: saving at the end of the step")
             self._agents.send({"save": True})
 
 
@@ -414,26 +421,25 @@ def _few_collections() -> Iterator[None]:
         gc.set_threshold(*usual)
 
 
-def _obey(agents: Talking, interrupts: Interrupts) -> None:
+def _obey(agents: SupervisedAgents, interrupts: LauncherSignals) -> None:
     name = interrupts.first.name if interrupts.first is not None else "a signal"
     if interrupts.level == 1:
-        _say(f"{name}: finishing the step; once more stops at once")
+        notify(f"{name}: finishing the step; once more stops at once")
         agents.stop(StopMode.FINISH)
     elif interrupts.level == 2:
-        _say("stopping the workers; once more kills them")
+        notify("stopping the workers; once more kills them")
         agents.stop(StopMode.NOW)
     else:
-        _say("killing the workers")
+        notify("killing the workers")
         agents.stop(StopMode.KILL)
 
 
-def _say(text: str) -> None:
-    with suppress(OSError):  # the terminal may be gone
-        print(text, file=sys.stderr, flush=True)
-
-
 def judge(
-    run: SupervisedRun, plan: LaunchPlan, rundir: RunDir, interrupts: Interrupts, committed: int = 0
+    run: SupervisedRun,
+    plan: LaunchPlan,
+    rundir: RunDir,
+    interrupts: LauncherSignals,
+    committed: int = 0,
 ) -> tuple[int, Failure | Hang | LostHost | None]:
     """The run's exit code, and the failure behind it.
 
@@ -475,7 +481,7 @@ def judge(
     return ExitCode.INTERRUPTED if by_hand else ExitCode.TERMINATED, None
 
 
-def _was_asked_to(end: Exit, interrupts: Interrupts) -> bool:
+def _was_asked_to(end: WorkerExit, interrupts: LauncherSignals) -> bool:
     """Whether a worker ended because of a signal that the run got, or because another one did."""
     if interrupts.forced_at is not None and end.time >= interrupts.forced_at:
         return True

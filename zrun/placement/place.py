@@ -51,21 +51,21 @@ def resolve_dims(parallel: ParallelConfig, num_ranks: int) -> ParallelDims:
 
 
 @dataclass(frozen=True)
-class Seats:
+class RankAssignment:
     """Every rank's place, and for each host why its ranks are not bound to cores; None: they are."""
 
     ranks: list[RankPlace]
     unbound: dict[str, str | None]
 
 
-def seats(
+def assign_ranks(
     job: JobConfig,
     cluster: Cluster,
     device: Literal["cpu", "cuda"],
     dims: ParallelDims,
     slots: Mapping[str, int],
     threads: Mapping[str, int],
-) -> Seats:
+) -> RankAssignment:
     """The place of every rank.
 
     Args:
@@ -106,7 +106,7 @@ def seats(
             )
     _check_tp(job, dims, places, gpus)
     _check_alike(dims, places, gpus)
-    return Seats(places, unbound)
+    return RankAssignment(places, unbound)
 
 
 def arrangement(

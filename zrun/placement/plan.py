@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from zrun.hosts.cluster import Cluster, HostFacts, each, listed, several
 from zrun.job.problems import Reason
-from zrun.placement.place import Seats, resolve_dims, seats
+from zrun.placement.place import RankAssignment, assign_ranks, resolve_dims
 from zrun_core.errors import JobError, PreflightError
 from zrun_core.spine.config import MAX_RANKS, OWN_DEFAULTS, JobConfig
 from zrun_core.spine.sizes import format_size
@@ -21,7 +21,7 @@ _DECAYING = ("linear", "cosine", "polynomial", "wsd")
 
 
 @dataclass(frozen=True)
-class Resolved:
+class ResolvedJob:
     job: JobConfig  # without any auto
     plan: LaunchPlan
     batch: BatchPlan
@@ -29,7 +29,7 @@ class Resolved:
     warnings: tuple[str, ...] = ()
 
 
-def make_plan(job: JobConfig, cluster: Cluster) -> Resolved:
+def make_plan(job: JobConfig, cluster: Cluster) -> ResolvedJob:
     """Seat the ranks of `job` on `cluster` and fill in what it leaves to auto.
 
     What differs from host to host stays auto in the job: the plan has it for each rank.
@@ -52,7 +52,7 @@ def make_plan(job: JobConfig, cluster: Cluster) -> Resolved:
     if job.parallel.dp == "auto" and dims.tp * dims.pp > 1:
         why = f"{several(num_ranks, 'rank')} / (tp {dims.tp} x pp {dims.pp})"
         reasons.append(Reason("parallel.dp", str(dims.dp), why))
-    found = seats(job, cluster, device, dims, slots, threads)
+    found = assign_ranks(job, cluster, device, dims, slots, threads)
     batch = _batch(job, dims.dp, reasons)
     _check_shard_group(job, dims.dp)
     plan = LaunchPlan(ranks=found.ranks)
@@ -76,7 +76,7 @@ def make_plan(job: JobConfig, cluster: Cluster) -> Resolved:
         *(_crowded(cluster, slots) if device == "cpu" else ()),
         *_absent(job, len(found.ranks)),
     )
-    return Resolved(resolved, plan, batch, tuple(reasons), warnings)
+    return ResolvedJob(resolved, plan, batch, tuple(reasons), warnings)
 
 
 def check_gpus(asked: int | None, job: JobConfig, cluster: Cluster) -> None:
@@ -216,7 +216,7 @@ def _threads(
 
 
 def _bind(
-    job: JobConfig, cluster: Cluster, found: Seats, reasons: list[Reason]
+    job: JobConfig, cluster: Cluster, found: RankAssignment, reasons: list[Reason]
 ) -> Literal["auto", "off"]:
     bind: Literal["auto", "off"] = "off" if None not in found.unbound.values() else "auto"
     if job.bind == "auto":

@@ -1,7 +1,7 @@
 """The runs of this folder and of this machine, from the files that they leave. Nothing here changes a run.
 
-    path = find("gpt")      # a run directory, a run id, the beginning of one, or a job: its newest run
-    run = read(path)        # running, finished, failed, stopped or vanished; how far it is
+    path = find_run("gpt")  # a run directory, a run id, the beginning of one, or a job: its newest run
+    run = read_run(path)    # running, finished, failed, stopped or vanished; how far it is
 
 A run is alive while its launcher holds the lock of its directory. No process is looked up by name, and no clock of one
 host is compared with that of another: `started` is told by the launcher's, `seconds` by that of rank 0 alone.
@@ -21,7 +21,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from zrun.runs.run_lock import Holder, held_here, is_held, last_holder
+from zrun.runs.run_lock import LockHolder, held_here, is_held, last_holder
 from zrun.runs.rundir import is_run
 from zrun_core.errors import ExitCode, JobError
 from zrun_core.spine.events import Event
@@ -45,7 +45,7 @@ class RunStatus(StrEnum):
 
 
 @dataclass(frozen=True)
-class KnownRun:
+class RunSummary:
     """What the files of a run say.
 
     Attributes:
@@ -61,7 +61,7 @@ class KnownRun:
     path: Path
     job: str
     state: RunStatus
-    holder: Holder | None
+    holder: LockHolder | None
     exit_code: int | None
     headline: str
     started: float
@@ -75,7 +75,7 @@ class KnownRun:
     def run_id(self) -> str:
         return self.path.name
 
-    def facts(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """For JSON."""
         holder = self.holder
         return {
@@ -95,7 +95,7 @@ class KnownRun:
         }
 
 
-def known(root: Path = ROOT) -> list[Path]:
+def run_dirs(root: Path = ROOT) -> list[Path]:
     """The run directories below `root`, and those of this user's launchers on this machine; newest first."""
     below = [path for path in sorted(root.absolute().glob("*/*")) if is_run(path)]
     paths = dict.fromkeys([*below, *(path for path in held_here() if is_run(path))])
@@ -104,22 +104,22 @@ def known(root: Path = ROOT) -> list[Path]:
     )
 
 
-def listed(since: float | None, root: Path = ROOT) -> tuple[list[KnownRun], int]:
+def list_runs(since: float | None, root: Path = ROOT) -> tuple[list[RunSummary], int]:
     """Those that run, and those that started at `since` (unix seconds) or later; None: all. Newest first.
 
     Returns:
         They, and how many others there are.
     """
-    paths = known(root)
+    paths = run_dirs(root)
     wanted = [
         path
         for path in paths
         if since is None or _started(path, last_holder(path)) >= since or is_held(path)
     ]
-    return [read(path) for path in wanted], len(paths) - len(wanted)
+    return [read_run(path) for path in wanted], len(paths) - len(wanted)
 
 
-def find(text: str, root: Path = ROOT, running: bool = False) -> Path:
+def find_run(text: str, root: Path = ROOT, running: bool = False) -> Path:
     """The run directory that `text` names.
 
     Args:
@@ -135,7 +135,7 @@ def find(text: str, root: Path = ROOT, running: bool = False) -> Path:
         return path
     if "/" in text:
         raise JobError(f"{text} is no run directory{_below(path)}")
-    paths = known(root)
+    paths = run_dirs(root)
     here = [path for path in paths if _is_below(path, root)]
     for nearer in (
         here,
@@ -217,7 +217,7 @@ def job_name(path: Path) -> str:
     return path.parent.name
 
 
-def read(path: Path) -> KnownRun:
+def read_run(path: Path) -> RunSummary:
     """What the files of a run say now."""
     path = path.absolute()
     running = is_held(path)  # first: whoever ends meanwhile has written the rest
@@ -227,7 +227,7 @@ def read(path: Path) -> KnownRun:
     report = _json(path / "failure.json")
     code = None if running else _exit_code(path, events, report)
     ranks = _json(path / "plan.json").get("ranks") or []
-    return KnownRun(
+    return RunSummary(
         path=path,
         job=job_name(path),
         state=RunStatus.RUNNING if running else _state(code),
@@ -274,7 +274,7 @@ def _headline(report: dict[str, Any]) -> str:
     return f"rank {report['rank']}: {message}" if is_told_by_rank else message
 
 
-def _started(path: Path, holder: Holder | None) -> float:
+def _started(path: Path, holder: LockHolder | None) -> float:
     if holder is not None and holder.time:
         return holder.time
     with suppress(OSError):
@@ -297,7 +297,7 @@ class _EventLog:
     def __init__(self, path: Path, offset: int) -> None:
         self._path, self._offset = path, offset
         self.start = next(
-            (event for event in parsed(self._head()) if event.get("type") == "start"), {}
+            (event for event in parse_events(self._head()) if event.get("type") == "start"), {}
         )
         self._tail: list[Event] | None = None
 
@@ -327,13 +327,13 @@ class _EventLog:
                 rest, _, lines = (
                     block.partition(b"\n") if position > self._offset else (b"", b"", block)
                 )
-                for event in parsed(reversed(lines.split(b"\n"))):
+                for event in parse_events(reversed(lines.split(b"\n"))):
                     yield event
                     if event.get("type") == "step":
                         return
 
 
-def parsed(lines: Iterable[bytes]) -> Iterator[Event]:
+def parse_events(lines: Iterable[bytes]) -> Iterator[Event]:
     """The events in these lines; what is none is skipped."""
     for line in lines:
         with suppress(ValueError):

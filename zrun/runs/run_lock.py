@@ -28,7 +28,7 @@ _TRIES, _PAUSE_S = 5, 0.01  # whoever only looks (`is_held`) has the lock for so
 
 
 @dataclass(frozen=True)
-class Holder:
+class LockHolder:
     """A launcher.
 
     Attributes:
@@ -68,7 +68,7 @@ class Holder:
         return f"process {self.pid}" + ("" if self.is_here else f" on {self.host}")
 
 
-class Lock:
+class RunLock:
     """A lock that this process holds."""
 
     def __init__(self, folder: Path) -> None:
@@ -78,7 +78,7 @@ class Lock:
             BlockingIOError: another process has it.
             OSError: the file cannot be made.
         """
-        self.holder = Holder.me()
+        self.holder = LockHolder.me()
         self._file = os.open(
             folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
         )
@@ -114,17 +114,17 @@ def _take(file: int) -> None:
             time.sleep(_PAUSE_S)
 
 
-def last_holder(folder: Path) -> Holder | None:
+def last_holder(folder: Path) -> LockHolder | None:
     """Who holds the lock or held it last; None where no launcher ever was, or the file is damaged."""
     try:
         with (folder / LOCK).open("rb") as lock:
             record = json.loads(lock.read(_LONGEST))
         if isinstance(record, int):  # what earlier versions wrote: the number alone
-            return Holder("", record)
+            return LockHolder("", record)
         fields = {name: kind(record[name]) for name, kind in _FIELDS.items()}
     except (OSError, ValueError, TypeError, KeyError):
         return None
-    return Holder(**fields)
+    return LockHolder(**fields)
 
 
 _FIELDS = {"host": str, "pid": int, "boot": str, "started": int, "time": float, "events": int}

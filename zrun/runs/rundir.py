@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from zrun.runs.run_lock import LOCK, Lock, last_holder
+from zrun.runs.run_lock import LOCK, RunLock, last_holder
 from zrun_core.checkpoint.folder_lock import PATIENCE_S, InUseError, held
 from zrun_core.checkpoint.names import before_name, belongs_to_steps
 from zrun_core.errors import ExitCode, JobError, SaveError, StoppedError, ZrunError
@@ -30,7 +30,7 @@ from zrun_core.spine.spec import LaunchPlan
 LOG = "launcher.log"
 
 
-class Earlier(Enum):
+class EarlierRun(Enum):
     """What becomes of an earlier run in the directory."""
 
     REFUSE = "nothing is written over it"
@@ -38,7 +38,7 @@ class Earlier(Enum):
     START_OVER = "all of it moves to attempts/<n>"
 
 
-_KEPT = {Earlier.CONTINUE: {"events.jsonl", "checkpoints"}, Earlier.START_OVER: set[str]()}
+_KEPT = {EarlierRun.CONTINUE: {"events.jsonl", "checkpoints"}, EarlierRun.START_OVER: set[str]()}
 
 
 class RunDir:
@@ -48,7 +48,7 @@ class RunDir:
         exit_code: how the launcher is about to end, once that is known. Others read it in `exit.json`.
     """
 
-    def __init__(self, path: Path, lock: Lock) -> None:
+    def __init__(self, path: Path, lock: RunLock) -> None:
         self.path = path
         self.run_id = path.name
         self.exit_code: int | None = None
@@ -63,8 +63,8 @@ class RunDir:
         name: str,
         chosen: Path | None,
         root: Path = Path("runs"),
-        earlier: Earlier = Earlier.REFUSE,
-        lock: Lock | None = None,
+        earlier: EarlierRun = EarlierRun.REFUSE,
+        lock: RunLock | None = None,
     ) -> Self:
         """Make the run directory and lock it: `chosen`, or a new one below `root`.
 
@@ -82,7 +82,7 @@ class RunDir:
         lock = lock or lock_run(path)
         try:
             with _in_words(path):
-                if earlier is not Earlier.REFUSE and is_run(path):
+                if earlier is not EarlierRun.REFUSE and is_run(path):
                     _move_attempt(path, _KEPT[earlier])
                 else:
                     _refuse_files(path)
@@ -113,7 +113,7 @@ class RunDir:
         if not self._keeps_lock:
             self._lock.close()
 
-    def keep_lock(self) -> Lock:
+    def keep_lock(self) -> RunLock:
         """Hold the directory until this process ends, whatever becomes of this object."""
         self._keeps_lock = True
         return self._lock
@@ -205,7 +205,7 @@ def _in_words(path: Path) -> Iterator[None]:
         ) from None
 
 
-def lock_run(path: Path) -> Lock:
+def lock_run(path: Path) -> RunLock:
     """Lock a run directory for the life of this process.
 
     Raises:
@@ -213,7 +213,7 @@ def lock_run(path: Path) -> Lock:
     """
     with _in_words(path):
         try:
-            return Lock(path)
+            return RunLock(path)
         except BlockingIOError:
             raise JobError(
                 f"run directory {path} is in use by the zrun {last_holder(path) or 'process that is just starting'}: "

@@ -9,7 +9,7 @@
 With --run-dir or `checkpoint.dir`, that place and no other is looked at.
 
 A folder that cannot be read is an error, never an empty one: what it holds would be set aside. And what is to become of
-an earlier run is decided while its directory is locked (`under_lock`), for until then that run may save.
+an earlier run is decided while its directory is locked (`choose_under_lock`), for until then that run may save.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zrun.runs.run_lock import Lock
-from zrun.runs.rundir import Earlier, is_run, lock_run
+from zrun.runs.run_lock import RunLock
+from zrun.runs.rundir import EarlierRun, is_run, lock_run
 from zrun_core.checkpoint.names import step_of, steps_in
 from zrun_core.errors import CheckpointError, JobError
 from zrun_core.spine.config import JobConfig
@@ -46,13 +46,13 @@ class StartPoint:
 
     run_dir: Path | None
     resume: ResumeSpec | None = None
-    earlier: Earlier = Earlier.REFUSE
+    earlier: EarlierRun = EarlierRun.REFUSE
     aside: Path | None = None
     note: str = ""
     complete: bool = False
 
 
-def begin(
+def choose_start(
     job: JobConfig, chosen: Path | None, fresh: bool, root: Path = Path("runs")
 ) -> StartPoint:
     """Decide how a run of `job` begins.
@@ -89,7 +89,7 @@ def begin(
     return _branch(job, chosen, own, source)
 
 
-def begin_again(job: JobConfig, run_dir: Path, origin: ResumeSpec | None) -> StartPoint:
+def choose_restart(job: JobConfig, run_dir: Path, origin: ResumeSpec | None) -> StartPoint:
     """Decide how a run that failed goes on, in its own directory: from what it has saved, or as it began.
 
     Args:
@@ -100,17 +100,17 @@ def begin_again(job: JobConfig, run_dir: Path, origin: ResumeSpec | None) -> Sta
     """
     own = checkpoint_folder(job, run_dir.absolute())
     if steps_in(own):
-        return _from(job, ResumeSpec(folder=str(own)), run_dir, Earlier.CONTINUE)
+        return _from(job, ResumeSpec(folder=str(own)), run_dir, EarlierRun.CONTINUE)
     if origin is not None:
-        return _from(job, origin, run_dir, Earlier.START_OVER)
+        return _from(job, origin, run_dir, EarlierRun.START_OVER)
     return StartPoint(
         run_dir,
-        earlier=Earlier.START_OVER,
+        earlier=EarlierRun.START_OVER,
         note="resume: the earlier run has saved nothing, so it starts over",
     )
 
 
-def under_lock(decide: Callable[[], StartPoint]) -> tuple[StartPoint, Lock | None]:
+def choose_under_lock(decide: Callable[[], StartPoint]) -> tuple[StartPoint, RunLock | None]:
     """What `decide` comes to while no other launcher has the directory of the earlier run that it is about.
 
     Returns:
@@ -121,7 +121,11 @@ def under_lock(decide: Callable[[], StartPoint]) -> tuple[StartPoint, Lock | Non
     """
     while True:
         beginning = decide()
-        if beginning.run_dir is None or beginning.complete or beginning.earlier is Earlier.REFUSE:
+        if (
+            beginning.run_dir is None
+            or beginning.complete
+            or beginning.earlier is EarlierRun.REFUSE
+        ):
             return beginning, None
         lock = lock_run(beginning.run_dir.absolute())
         try:
@@ -138,7 +142,9 @@ def _anew(job: JobConfig, chosen: Path | None, fresh: bool) -> StartPoint:
         fresh and chosen is not None and is_run(chosen)
     ):  # without --fresh, whoever claims it says why not
         note = f"starts over: the earlier run moves to {chosen}/attempts"
-        return StartPoint(chosen, earlier=Earlier.START_OVER, aside=_given_folder(job), note=note)
+        return StartPoint(
+            chosen, earlier=EarlierRun.START_OVER, aside=_given_folder(job), note=note
+        )
     folder = _given_folder(job)
     if folder is not None and (steps := steps_in(folder)):
         if not fresh:
@@ -157,13 +163,13 @@ def _auto(job: JobConfig, chosen: Path | None, own: Path | None, root: Path) -> 
     if folder is None or not steps_in(folder):
         if chosen is not None and is_run(chosen):
             note = "resume: the earlier run has saved nothing, so it starts over"
-            return StartPoint(chosen, earlier=Earlier.START_OVER, note=note)
+            return StartPoint(chosen, earlier=EarlierRun.START_OVER, note=note)
         return StartPoint(
             chosen,
             note=f"resume: no checkpoint in {folder or root / job.name}: starts from the beginning",
         )
     run_dir = chosen if own is not None else folder.parent
-    earlier = Earlier.CONTINUE if run_dir is not None and is_run(run_dir) else Earlier.REFUSE
+    earlier = EarlierRun.CONTINUE if run_dir is not None and is_run(run_dir) else EarlierRun.REFUSE
     return _from(job, ResumeSpec(folder=str(folder)), run_dir, earlier)
 
 
@@ -186,13 +192,13 @@ def _branch(
 ) -> StartPoint:
     """Go on from a step that the user names."""
     is_own = own is not None and own.resolve() == Path(source.folder).resolve()
-    earlier = Earlier.REFUSE
+    earlier = EarlierRun.REFUSE
     if chosen is not None and is_run(chosen):
         if not is_own:
             raise JobError(
                 f"run directory {chosen} holds an earlier run: choose another with --run-dir"
             )
-        earlier = Earlier.CONTINUE
+        earlier = EarlierRun.CONTINUE
     if (
         is_own
         and source.step is not None
@@ -209,7 +215,9 @@ def _branch(
     return _from(job, source, chosen, earlier)
 
 
-def _from(job: JobConfig, source: ResumeSpec, run_dir: Path | None, earlier: Earlier) -> StartPoint:
+def _from(
+    job: JobConfig, source: ResumeSpec, run_dir: Path | None, earlier: EarlierRun
+) -> StartPoint:
     from zrun_core.checkpoint.folder import CheckpointFolder
     from zrun_core.checkpoint.verify import verify
 

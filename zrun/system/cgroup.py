@@ -10,7 +10,7 @@ from zrun_core.spine.memory_limits import group_folders, number, text
 
 
 def cpu_quota() -> float | None:
-    """Cores' worth of CPU time that the group may use."""
+    """Return the cores' worth of CPU time that the group may use; None: no limit."""
     for folder in group_folders(""):
         quota, _, period = text(folder / "cpu.max").partition(" ")
         if quota.isdigit() and period.strip().isdigit():
@@ -23,7 +23,7 @@ def cpu_quota() -> float | None:
 
 
 def cpuset() -> set[int] | None:
-    """The CPUs that a process of the group may run on unless it narrows them down itself."""
+    """Return the CPUs that the group lets its processes run on; None: not known."""
     paths = [folder / "cpuset.cpus.effective" for folder in group_folders("")]
     paths += [folder / "cpuset.effective_cpus" for folder in group_folders("cpuset")]
     for path in [*paths, Path("/sys/devices/system/cpu/online")]:

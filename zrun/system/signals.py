@@ -1,6 +1,6 @@
 """Signals that reach the launcher while no rank trains: whatever was started is cleaned away, and it ends.
 
-While ranks train, `zrun.launch.supervise.Interrupts` counts them instead.
+While ranks train, `zrun.launch.supervise.LauncherSignals` counts them instead.
 """
 
 from __future__ import annotations

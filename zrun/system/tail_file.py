@@ -8,12 +8,16 @@ from contextlib import suppress
 from pathlib import Path
 
 from zrun_core.spine.printable import printable
+from zrun_core.spine.tracebacks import FATAL
 
+KEPT_LINES = 50  # of a log, in a report
 _LONGEST = 1 << 14  # bytes of a line that are shown
+_CRASH_LINES = 300
+_TAIL_BYTES = 1 << 20  # a progress bar that was drawn for minutes is one line of them
 _CUT = b" ... (line cut here)"
 
 
-class Growing:
+class FileTail:
     """What is added to the file at `path` from `offset` on; it need not exist yet."""
 
     def __init__(self, path: Path, offset: int = 0) -> None:
@@ -22,7 +26,7 @@ class Growing:
         self._rest = b""  # the beginning of a line
 
     @classmethod
-    def from_now_on(cls, path: Path) -> Growing:
+    def from_now_on(cls, path: Path) -> FileTail:
         """What is added to a file later; all of the one that takes its place."""
         growing = cls(path)
         with suppress(FileNotFoundError):
@@ -52,7 +56,7 @@ class Growing:
         return lines
 
 
-class LineCutter:
+class LineSplitter:
     """Cuts a stream into lines: a long one keeps its beginning, an overwritten one its last state."""
 
     def __init__(self) -> None:
@@ -92,3 +96,19 @@ def as_text(line: bytes) -> str:
     """Return a line as text that does a terminal no harm, in its last state where it was overwritten."""
     last = line.decode(errors="backslashreplace").rstrip("\r").rpartition("\r")[2]
     return printable(last).replace("\n", "^J")
+
+
+def last_lines(log: Path, count: int = KEPT_LINES) -> list[str]:
+    """Return the end of a file as a terminal would have left it; nothing where there is none."""
+    try:
+        with open(log, "rb") as file:
+            file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+            lines = [as_text(line) for line in file.read().removesuffix(b"\n").split(b"\n")]
+    except OSError:
+        return []
+    if lines == [""]:
+        return []
+    crashes = [number for number, line in enumerate(lines) if line.startswith(FATAL)]
+    if crashes:
+        count = min(max(count, len(lines) - crashes[-1]), _CRASH_LINES)
+    return lines[-count:]

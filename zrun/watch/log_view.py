@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO
 
 from zrun.runs.rundir import LOG
-from zrun.system.tail_file import LineCutter, as_text
+from zrun.system.tail_file import LineSplitter, as_text
 from zrun.watch.plain import message_line, start_line
 from zrun_core.errors import JobError
 
@@ -131,7 +131,7 @@ class Tail:
         """Begin at its beginning, or `last` lines before its end; it need not exist yet."""
         self.source = source
         self._file: IO[bytes] | None = None
-        self._cutter = LineCutter()
+        self._cutter = LineSplitter()
         self._open()
         if self._file is not None and last is not None:
             self._file.seek(_start_of_last(self._file, last))

@@ -10,7 +10,7 @@ from zrun.hosts.backend import Backend, HostEntry
 from zrun.hosts.cluster import Cluster
 from zrun.job.load import Leaf, leaves
 from zrun.job.scalars import write
-from zrun.placement.plan import Resolved
+from zrun.placement.plan import ResolvedJob
 from zrun.runs.listing import reference
 from zrun_core.spine.config import JobConfig, Section
 
@@ -23,7 +23,9 @@ def width_of(out: TextIO) -> int | None:
     return shutil.get_terminal_size().columns if out.isatty() else None
 
 
-def brief(resolved: Resolved, asked: JobConfig, cluster: Cluster, width: int | None = None) -> str:
+def brief(
+    resolved: ResolvedJob, asked: JobConfig, cluster: Cluster, width: int | None = None
+) -> str:
     """Return what the job itself says of the training, and what each auto became.
 
     Args:
@@ -66,7 +68,7 @@ def places(run_dir: Path, shown: list[int] | Literal["all"], num_ranks: int) -> 
     )
 
 
-def preface(resolved: Resolved, cluster: Cluster, width: int | None = None) -> str:
+def preface(resolved: ResolvedJob, cluster: Cluster, width: int | None = None) -> str:
     """A paragraph for each section of the job, then each auto with its value and reason.
 
     Args:
@@ -87,7 +89,7 @@ def hosts_preface(backend: Backend) -> str:
     return "\n".join([*lines, f"  and {more} more"] if more > 0 else lines)
 
 
-def _head(resolved: Resolved, cluster: Cluster) -> list[str]:
+def _head(resolved: ResolvedJob, cluster: Cluster) -> list[str]:
     size = resolved.plan.world_size
     return [
         f"{resolved.job.name}: {size} rank{'s' if size > 1 else ''} on {cluster}",
@@ -95,7 +97,7 @@ def _head(resolved: Resolved, cluster: Cluster) -> list[str]:
     ]
 
 
-def _warnings(resolved: Resolved) -> list[str]:
+def _warnings(resolved: ResolvedJob) -> list[str]:
     return [f"warning: {warning}" for warning in resolved.warnings]
 
 

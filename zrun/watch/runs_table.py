@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
-from zrun.runs.listing import KnownRun, RunStatus, reference
+from zrun.runs.listing import RunStatus, RunSummary, reference
 from zrun.watch.formatting import duration
 from zrun_core.spine.printable import printable
 
@@ -21,7 +21,7 @@ _STYLES = {
 _SHOWN_HOSTS = 2
 
 
-def runs_table(runs: Sequence[KnownRun]) -> Table:
+def runs_table(runs: Sequence[RunSummary]) -> Table:
     """A row per run, in the order given."""
     table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
     for column in ("run", "job", "state", "step", "started", "time", "ranks"):
@@ -48,7 +48,7 @@ def runs_table(runs: Sequence[KnownRun]) -> Table:
     return table
 
 
-def remarks(runs: Sequence[KnownRun]) -> list[str]:
+def remarks(runs: Sequence[RunSummary]) -> list[str]:
     """A line for each run of which there is more to say."""
     lines = []
     for run in runs:
@@ -58,20 +58,20 @@ def remarks(runs: Sequence[KnownRun]) -> list[str]:
     return lines
 
 
-def _steps(run: KnownRun) -> str:
+def _steps(run: RunSummary) -> str:
     if run.step is None and run.total_steps is None:
         return ""
     return f"{run.step or 0}" + (f"/{run.total_steps}" if run.total_steps is not None else "")
 
 
-def _ranks(run: KnownRun) -> str:
+def _ranks(run: RunSummary) -> str:
     more = f" +{len(run.hosts) - _SHOWN_HOSTS}" if len(run.hosts) > _SHOWN_HOSTS else ""
     return f"{run.ranks or ''}" + (
         f" on {', '.join(run.hosts[:_SHOWN_HOSTS])}{more}" if run.hosts else ""
     )
 
 
-def _more(run: KnownRun) -> str:
+def _more(run: RunSummary) -> str:
     match run.state:
         case RunStatus.RUNNING if run.holder is not None and not run.holder.is_here:
             return f"its launcher is {run.holder}"

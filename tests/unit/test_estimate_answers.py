@@ -162,7 +162,7 @@ def test_a_budget_in_days_and_money(small: Answer) -> None:
     time = small.chosen.time
     assert time.tokens_per_s is not None
     days = 300e9 / time.tokens_per_s / 86400
-    line = plan_tables.budget(time, 300_000_000_000, 64, 2.0)
+    line = plan_tables.cost_of_tokens(time, 300_000_000_000, 64, 2.0)
     assert line.startswith(f"300.0B tokens: {days:.1f} days (")
     assert f"; {64 * 24 * 2.0 * days:,.0f} (" in line
 

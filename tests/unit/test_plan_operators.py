@@ -19,7 +19,7 @@ from zrun_core.hardware.operators import Operators
 from zrun_core.plan.measure import microbench
 from zrun_core.plan.measure.measure import _mean, _numel, _updates
 from zrun_core.plan.measure.rehearsal import job_of
-from zrun_core.plan.timing.costs import _columns, _ways, trace_seconds
+from zrun_core.plan.timing.cost_model import _columns, _ways, trace_seconds
 from zrun_core.plan.trace.profile import Linear, Op, Trace, TracePhase
 
 SIDES = (10.0, 100.0, 1000.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zrun_core.hardware.hardware import parse_simulate
-from zrun_core.plan.timing.collectives import Cost, Span
+from zrun_core.plan.timing.collectives import LinkedGroup, TransferCost
 from zrun_core.plan.timing.stream_replay import Stream, _play, replay, run_pass
 
 
@@ -96,26 +96,26 @@ def test_a_long_pipeline_only_repeats_itself(
 
 def test_a_group_inside_a_node_uses_its_links_only() -> None:
     hardware = parse_simulate("4x8xA100-80G")
-    found = Span(hardware, 8).gather(8e9)
+    found = LinkedGroup(hardware, 8).gather(8e9)
     assert found.seconds == pytest.approx(7e9 / hardware.intra.bandwidth, rel=1e-3)
     assert (found.node, found.network) == (pytest.approx(7e9), 0)
 
 
 def test_a_group_across_nodes_shares_the_adapters_of_its_members() -> None:
     hardware = parse_simulate("4x8xA100-80G")
-    ring = Span(hardware, 32).gather(32e9)
+    ring = LinkedGroup(hardware, 32).gather(32e9)
     assert ring.node + ring.network == pytest.approx(31e9), "(N - 1) / N of all, as a ring sends"
     assert ring.seconds == pytest.approx(
         max(28e9 / hardware.intra.bandwidth, 3e9 / hardware.inter.bandwidth), rel=1e-3
     )
-    alone = Span(hardware, 4, stride=8).gather(4e9)
+    alone = LinkedGroup(hardware, 4, stride=8).gather(4e9)
     assert (alone.node, alone.network) == (0, pytest.approx(3e9))
     assert alone.seconds == pytest.approx(3e9 / hardware.inter.bandwidth, rel=1e-3)
-    assert Span(hardware, 4, stride=8).all_reduce(4e9) == alone.times(2)
+    assert LinkedGroup(hardware, 4, stride=8).all_reduce(4e9) == alone.times(2)
 
 
 def test_one_rank_moves_nothing() -> None:
-    assert Span(parse_simulate("1xA100"), 1).all_reduce(1e9) == Cost()
+    assert LinkedGroup(parse_simulate("1xA100"), 1).all_reduce(1e9) == TransferCost()
     hardware = parse_simulate("2x8xA100")
-    assert Span(hardware, 2, stride=8).send(1e6).network == 1e6
-    assert Span(hardware, 2, stride=4).send(1e6).node == 1e6
+    assert LinkedGroup(hardware, 2, stride=8).send(1e6).network == 1e6
+    assert LinkedGroup(hardware, 2, stride=4).send(1e6).node == 1e6

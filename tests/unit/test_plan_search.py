@@ -13,7 +13,7 @@ from zrun.estimate.why import sentence
 from zrun_core.errors import JobError
 from zrun_core.hardware.hardware import Hardware, parse_simulate
 from zrun_core.plan.answer.planner import Estimate, Planner
-from zrun_core.plan.answer.search import Constraints, Result, _Search, changes, search
+from zrun_core.plan.answer.search import SearchResult, SearchSpace, _Search, changes, search
 from zrun_core.plan.question.candidate import Candidate
 from zrun_core.plan.question.transformer import TransformerShape
 from zrun_core.spine.config import JobConfig
@@ -27,7 +27,7 @@ BIG = TransformerShape.gpt(
 )  # 5.2 billion: 16 bytes each are more than a device has
 
 
-def everything(planner: Planner, constraints: Constraints) -> list[Estimate]:
+def everything(planner: Planner, constraints: SearchSpace) -> list[Estimate]:
     found = []
     for candidate in _Search(planner, constraints)._all():
         try:
@@ -48,7 +48,7 @@ def test_the_best_are_those_of_trying_everything(
     shape: TransformerShape, hardware: str, batch: int
 ) -> None:
     planner = Planner(shape, parse_simulate(hardware))
-    limits = Constraints(
+    limits = SearchSpace(
         batch,
         stages=(0, 1, 3),
         checkpoints=("none", "full"),
@@ -76,11 +76,11 @@ def test_the_best_are_those_of_trying_everything(
 
 
 def test_it_is_the_same_every_time() -> None:
-    results: list[Result] = []
+    results: list[SearchResult] = []
     for _ in range(2):
         planner = Planner(MIDDLE, parse_simulate("4xV100-16G"))
         results.append(
-            search(planner, planner.hardware, Constraints(16, virtual=1, most_micro=1), "best")
+            search(planner, planner.hardware, SearchSpace(16, virtual=1, most_micro=1), "best")
         )
     for one, other in itertools.pairwise(results):
         assert (one.best, one.pareto, one.rejected, one.tried) == (
@@ -94,7 +94,7 @@ def test_it_is_the_same_every_time() -> None:
 def test_no_bound_is_above_what_it_bounds() -> None:
     planner = Planner(MIDDLE, parse_simulate("2x2xA100-80G"))
     searching = _Search(
-        planner, Constraints(8, virtual=2, most_micro=2, checkpoints=("none", "selective"))
+        planner, SearchSpace(8, virtual=2, most_micro=2, checkpoints=("none", "selective"))
     )
     for bound in searching._bounds():
         found = planner.estimate(bound.candidate)
@@ -113,7 +113,7 @@ def test_states_elsewhere_are_bounded_without_another_look(monkeypatch: pytest.M
 
     monkeypatch.setattr(_Search, "_floor", counted)
     planner = Planner(BIG, parse_simulate("2xA100-40G"))
-    limits = Constraints(8, virtual=1, most_micro=2, checkpoints=("none", "full"))
+    limits = SearchSpace(8, virtual=1, most_micro=2, checkpoints=("none", "full"))
     found = search(planner, planner.hardware, limits, "best")
     assert looks == sum(1 for _ in _Search(planner, limits)._all())
     assert found.tried + found.pruned > looks, "states elsewhere were considered"
@@ -127,9 +127,9 @@ def test_states_elsewhere_are_bounded_without_another_look(monkeypatch: pytest.M
             assert other.seconds <= used.time.seconds * (1 + 1e-9)
 
 
-def fit(hardware: Hardware, base: Candidate, batch: int, **limits: object) -> Result:
+def fit(hardware: Hardware, base: Candidate, batch: int, **limits: object) -> SearchResult:
     planner = Planner(BIG, hardware)
-    return search(planner, hardware, Constraints(batch, base=base, **limits), "fit")  # type: ignore[arg-type]
+    return search(planner, hardware, SearchSpace(batch, base=base, **limits), "fit")  # type: ignore[arg-type]
 
 
 def test_the_cheapest_change_is_one_key_that_zrun_can_train_with() -> None:
@@ -180,15 +180,15 @@ def test_a_job_that_fits_needs_no_change() -> None:
 )
 def test_contradictions_are_said(limits: dict[str, object], said: str) -> None:
     with pytest.raises(JobError, match=said):
-        Constraints(**limits)  # type: ignore[arg-type]
+        SearchSpace(**limits)  # type: ignore[arg-type]
 
 
 def test_a_batch_that_does_not_divide_is_said() -> None:
     hardware = parse_simulate("8xA100-80G")
     with pytest.raises(JobError, match="no configuration has 7 samples per step on 8xA100-80G"):
-        search(BIG, hardware, Constraints(7, trainable=True), "best")
+        search(BIG, hardware, SearchSpace(7, trainable=True), "best")
     with pytest.raises(JobError, match="one of something"):
-        search(BIG, hardware, Constraints(8), "fit")
+        search(BIG, hardware, SearchSpace(8), "fit")
 
 
 # Estimates
@@ -261,7 +261,7 @@ def test_a_model_that_no_host_has_room_to_build_is_made_on_meta() -> None:
     assert told.startswith("each host would hold ")
     assert " while the model is built, 1 B more than its " in told
     fits = (
-        search(planner, hardware, Constraints(base.global_batch, base=base, trainable=True), "fit")
+        search(planner, hardware, SearchSpace(base.global_batch, base=base, trainable=True), "fit")
         .best[0]
         .candidate
     )

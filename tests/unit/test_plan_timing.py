@@ -10,7 +10,7 @@ from zrun_core.hardware.hardware import Hardware, parse_simulate
 from zrun_core.memory.layout import Placement, Tier
 from zrun_core.plan.question.candidate import Candidate
 from zrun_core.plan.question.transformer import TransformerShape
-from zrun_core.plan.timing.costs import Costs, Terms
+from zrun_core.plan.timing.cost_model import CostModel, TimingSettings
 from zrun_core.plan.timing.timing import StepTime, days_of, money_of, step_time
 from zrun_core.spine.parallel_dims import ParallelDims
 
@@ -23,11 +23,11 @@ KORTHIKANTI = {
     "1T": (128, 25600, 160, 64, 1, 1, 512, 94.42, 71.49, 0.563, 0.570),
 }
 # Megatron's kernels: what lies between products is fused, and gradients are added where they are made.
-MEGATRON = Terms(fused=True, fused_accumulation=True)
+MEGATRON = TimingSettings(fused=True, fused_accumulation=True)
 
 
 def megatron(shape: TransformerShape, hardware: Hardware, candidate: Candidate) -> StepTime:
-    return step_time(Costs(shape, hardware, MEGATRON), candidate, shape.seq)
+    return step_time(CostModel(shape, hardware, MEGATRON), candidate, shape.seq)
 
 
 def korthikanti(name: str, *, present: bool) -> tuple[TransformerShape, StepTime]:
@@ -65,7 +65,7 @@ def test_operations_are_the_published_formulas(name: str) -> None:
     once = 72 * batch * layers * seq * hidden**2
     model = once * (1 + seq / (6 * hidden) + vocab / (12 * hidden * layers))
     assert found.model_flops == pytest.approx(model, rel=1e-9)
-    again = (
+    recompute = (
         96
         * batch
         * layers
@@ -73,7 +73,7 @@ def test_operations_are_the_published_formulas(name: str) -> None:
         * hidden**2
         * (1 + seq / (6 * hidden) + vocab / (16 * hidden * layers))
     )
-    assert found.hardware_flops == pytest.approx(again, rel=1e-9), (
+    assert found.hardware_flops == pytest.approx(recompute, rel=1e-9), (
         "Narayanan et al. 2021, equation 3"
     )
     assert found.mfu == pytest.approx(model / (found.seconds * 8 * pp * 312e12), rel=1e-9)
@@ -118,7 +118,7 @@ def timed(
     hardware: str, stage: int, dims: ParallelDims, count: int = 4, **more: object
 ) -> StepTime:
     candidate = replace(Candidate(stage, dims, 2, count), **more)  # type: ignore[arg-type]
-    return step_time(Costs(GPT, parse_simulate(hardware), Terms()), candidate, GPT.seq)
+    return step_time(CostModel(GPT, parse_simulate(hardware), TimingSettings()), candidate, GPT.seq)
 
 
 def test_the_parts_are_the_step() -> None:

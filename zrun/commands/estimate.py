@@ -173,7 +173,7 @@ def estimate(
         *([f"batch.micro={micro}"] if micro else []),
     ]
     options = HostOptions(hosts, host_list, include, exclude, nodes, gpus)
-    asking = _Asking(what, given, gpu, simulate, world, options, seq, price, patience_s)
+    asking = _EstimateRequest(what, given, gpu, simulate, world, options, seq, price, patience_s)
     question, loaded = asking.ask()
     if sweep is not None:
         _sweep(asking, question, loaded, sweep, as_json)
@@ -219,7 +219,7 @@ def _keep(found: Answer, loaded: LoadedJob, cluster: Cluster) -> None:
     store(key_of(loaded.config, loaded.path.absolute().parent, cluster), forecast_of(found))
 
 
-class _Asking:
+class _EstimateRequest:
     """What was asked on the command line, and how to ask it again with other keys."""
 
     def __init__(
@@ -234,12 +234,12 @@ class _Asking:
         price: float | None,
         patience_s: float,
     ) -> None:
-        from zrun.estimate.question import is_shape
+        from zrun.estimate.question import names_model_only
 
         if gpu is not None and simulate is not None:
             raise JobError("--gpu and --simulate both name the hardware: leave one out")
         self.what, self.given, self.options, self.seq = what, given, options, seq
-        self.is_shape = is_shape(what)
+        self.is_shape = names_model_only(what)
         self.patience_s = patience_s
         self.cluster: Cluster | None = None  # that was found, if the hardware is not named
         if seq is not None and not self.is_shape:
@@ -319,8 +319,8 @@ def _show(found: Answer, explain: str | None, tokens: str | None, price: float |
     from zrun.estimate.plan_tables import (
         buffer_table,
         choice_table,
-        in_words,
         stage_table,
+        time_lines,
         whole_run,
     )
     from zrun.watch.console import open_console
@@ -346,7 +346,7 @@ def _show(found: Answer, explain: str | None, tokens: str | None, price: float |
     for bar in bars(found.chosen, min(console.width, 100), ascii_only):
         console.print(bar, no_wrap=True, overflow="crop")
     console.print()
-    for line in in_words(found.chosen):
+    for line in time_lines(found.chosen):
         console.print(line, markup=False, soft_wrap=True)
     if found.num_steps is not None and found.chosen.time.seconds:
         console.print(whole_run(found.chosen.time, found.num_steps), markup=False, soft_wrap=True)
@@ -429,18 +429,22 @@ def _head(found: Answer) -> list[str]:
 
 
 def _budget(found: Answer, chosen: Estimate, tokens: str, price: float | None) -> str:
-    from zrun.estimate.plan_tables import budget
+    from zrun.estimate.plan_tables import cost_of_tokens
     from zrun_core.plan.question.transformer import parse_count
 
-    return budget(chosen.time, parse_count(tokens), chosen.candidate.dims.world_size, price)
+    return cost_of_tokens(chosen.time, parse_count(tokens), chosen.candidate.dims.world_size, price)
 
 
 def _sweep(
-    asking: _Asking, question: Question, loaded: LoadedJob | None, sweep: str, as_json: bool
+    asking: _EstimateRequest,
+    question: Question,
+    loaded: LoadedJob | None,
+    sweep: str,
+    as_json: bool,
 ) -> None:
     from zrun.estimate.answer import as_data
     from zrun.estimate.plan_tables import sweep_table
-    from zrun.estimate.question import at
+    from zrun.estimate.question import with_other_keys
     from zrun.job.load import load_job
     from zrun.watch.console import open_console
     from zrun_core.errors import ZrunError
@@ -455,7 +459,9 @@ def _sweep(
             if loaded is None:
                 asked, _ = asking.ask(change)
             else:
-                asked = at(question, load_job(Path(asking.what), [*asking.given, change]), key)
+                asked = with_other_keys(
+                    question, load_job(Path(asking.what), [*asking.given, change]), key
+                )
             with _telling(f"estimating {asking.what} {change}"):
                 rows.append((value, asked.planner.estimate(asked.base)))
         except ZrunError as error:
@@ -488,7 +494,7 @@ def _emit(found: Answer) -> None:
         print(found.verdict or "nothing has to change", file=sys.stderr)
 
 
-def _write(found: Answer, asking: _Asking, target: Path) -> None:
+def _write(found: Answer, asking: _EstimateRequest, target: Path) -> None:
     from zrun.estimate.patch import write_job
 
     if found.question.config is None:

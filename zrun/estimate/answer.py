@@ -11,11 +11,11 @@ from zrun.estimate.forecast import Forecast
 from zrun.estimate.patch import Changes, as_overrides, as_yaml, job_changes
 from zrun.estimate.plan_tables import fullest
 from zrun.estimate.question import Question
-from zrun.estimate.why import doubt, overshoot, sentence, time_of
+from zrun.estimate.why import overshoot, sentence, time_of, uncertainty
 
 if TYPE_CHECKING:
-    from zrun_core.plan.answer.outcome import Estimate, Result
-    from zrun_core.plan.answer.search import Goal
+    from zrun_core.plan.answer.outcome import Estimate, SearchResult
+    from zrun_core.plan.answer.search import SearchGoal
     from zrun_core.plan.question.candidate import Candidate
 
 _QUICK = 4096  # devices up to which a change is looked for among everything
@@ -41,7 +41,7 @@ class Answer:
     question: Question
     chosen: Estimate
     stages: tuple[Estimate, ...]
-    found: Result | None = None
+    found: SearchResult | None = None
     fix: Estimate | None = None
     today: Estimate | None = None
     sentence: str = ""
@@ -107,7 +107,7 @@ class Answer:
         )
 
 
-def answer(question: Question, goal: Goal | None = None) -> Answer:
+def answer(question: Question, goal: SearchGoal | None = None) -> Answer:
     """Estimate what was asked, and search where it does not fit or where `goal` says so.
 
     What the same question came to earlier is kept.
@@ -135,7 +135,7 @@ def answer(question: Question, goal: Goal | None = None) -> Answer:
     return found
 
 
-def _answered(question: Question, goal: Goal | None) -> Answer:
+def _answered(question: Question, goal: SearchGoal | None) -> Answer:
     planner = question.planner
     chosen = planner.estimate(question.base)
     stages = tuple(
@@ -154,8 +154,8 @@ def _answered(question: Question, goal: Goal | None) -> Answer:
     if not chosen.fits or chosen.is_guess:
         fits = found if goal == "fit" and found is not None else _search(question, "fit")
         fix = next((each for each in fits.best if not each.is_guess), None)
-        change = None if fix is None else in_words(question, chosen, fix)
-        tell = doubt if chosen.fits else sentence
+        change = None if fix is None else describe_change(question, chosen, fix)
+        tell = uncertainty if chosen.fits else sentence
         why = tell(chosen, question.hardware, change)
     is_partial = getattr(planner.subject, "is_partial", False)
     return Answer(
@@ -173,7 +173,7 @@ def _answered(question: Question, goal: Goal | None) -> Answer:
     )
 
 
-def in_words(question: Question, before: Estimate, fix: Estimate) -> str:
+def describe_change(question: Question, before: Estimate, fix: Estimate) -> str:
     """A change as keys and what it costs: `zero.stage=3 activations.checkpoint=full (+12% time)`."""
     if question.config is not None and not fix.candidate.lacking():
         per_node = question.hardware.devices_per_node
@@ -234,11 +234,11 @@ def _at_stage(base: Candidate, stage: int) -> Candidate:
     return replace(base, stage=stage, dims=base.dims if stage else replace(base.dims, shard=None))
 
 
-def _search(question: Question, goal: Goal, trainable: bool = False) -> Result:
-    from zrun_core.plan.answer.search import Constraints, search
+def _search(question: Question, goal: SearchGoal, trainable: bool = False) -> SearchResult:
+    from zrun_core.plan.answer.search import SearchSpace, search
 
     base = question.base
-    constraints = Constraints(
+    constraints = SearchSpace(
         global_batch=question.batch.global_size, base=base, trainable=trainable
     )
     if goal == "fit":

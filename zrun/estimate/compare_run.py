@@ -88,7 +88,7 @@ class ComparedLine:
 
 
 @dataclass(frozen=True)
-class Check:
+class RunComparison:
     """A run beside its estimate."""
 
     run: Path
@@ -101,7 +101,7 @@ class Check:
         return all(line.is_right for line in self.lines)
 
 
-def check_run(run: Path, patience_s: float = PATIENCE_S) -> Check:
+def check_run(run: Path, patience_s: float = PATIENCE_S) -> RunComparison:
     """Estimate the job of a run again, and compare.
 
     Args:
@@ -137,7 +137,7 @@ def _compared(
     peaks: list[Event],
     times: list[float],
     notes: list[str],
-) -> Check:
+) -> RunComparison:
     from zrun.estimate.plan_tables import fullest
     from zrun.estimate.question import of_job_on
 
@@ -169,7 +169,7 @@ def _compared(
         limit_s, why = _limit_of_time(chosen, hardware, is_alike=is_alike)
         lines.append(ComparedLine("step", chosen.time.seconds, statistics.median(times), limit_s))
         notes += [f"the time is not judged: {why}"] if why else []
-    return Check(run, chosen.source, tuple(lines), tuple(notes))
+    return RunComparison(run, chosen.source, tuple(lines), tuple(notes))
 
 
 def _limit_of_time(

@@ -17,12 +17,12 @@ from pydantic import TypeAdapter, ValidationError
 from zrun_core.spine.cache import are_unchanged, cache_folder, write_cached
 
 if TYPE_CHECKING:
-    from zrun_core.plan.answer.outcome import Estimate, Result
+    from zrun_core.plan.answer.outcome import Estimate, SearchResult
 
 # What was asked, at each stage, of a search, the cheapest change, the fastest that is trained; why it does not fit;
 # parameters, tokens of a sample, and samples of the data.
 Parts: TypeAlias = (
-    "tuple[Estimate, tuple[Estimate, ...], Result | None, Estimate | None, Estimate | None, str, int, int | None, "
+    "tuple[Estimate, tuple[Estimate, ...], SearchResult | None, Estimate | None, Estimate | None, str, int, int | None, "
     "int | None]"
 )
 _KEPT = 100  # answers in the cache
@@ -76,14 +76,14 @@ def _with_buffers(value: Any, put: Callable[[Any], Any]) -> Any:
 
 @cache
 def _adapter() -> TypeAdapter[Parts]:
-    from zrun_core.plan.answer.outcome import Estimate, Result
+    from zrun_core.plan.answer.outcome import Estimate, SearchResult
 
     maybe = Estimate | None
     return TypeAdapter(
         tuple[
             Estimate,
             tuple[Estimate, ...],
-            Result | None,
+            SearchResult | None,
             maybe,
             maybe,
             str,

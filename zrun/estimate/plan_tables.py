@@ -154,7 +154,7 @@ def offloaded(candidate: Candidate) -> str:
     return "; ".join(f"{tier}: {', '.join(kinds)}" for tier, kinds in away.items()) + share
 
 
-def in_words(estimate: Estimate) -> list[str]:
+def time_lines(estimate: Estimate) -> list[str]:
     """Lines about time and traffic."""
     time = estimate.time
     parts = ", ".join(
@@ -177,7 +177,7 @@ def whole_run(time: StepTime, num_steps: int) -> str:
     return f"run: {num_steps:,} steps in {total} ({low} to {high}), without evaluations and saves"
 
 
-def budget(time: StepTime, tokens: int, devices: int, price: float | None) -> str:
+def cost_of_tokens(time: StepTime, tokens: int, devices: int, price: float | None) -> str:
     """How long so many tokens take, and what they cost."""
     if not time.tokens_per_s:
         return f"{formatting.count(tokens)} tokens: this model's samples are no tokens"

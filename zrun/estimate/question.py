@@ -149,13 +149,13 @@ def of_shape(
     return Question(shape.name, hardware, job, batch, asked, plan, names_stage=names_stage, key=key)
 
 
-def is_shape(text: str) -> bool:
+def names_model_only(text: str) -> bool:
     """Whether `text` names a model by its size, or a `config.json`; else a job file."""
     path = Path(text)
     return path.suffix == ".json" or not (path.exists() or path.suffix in (".yaml", ".yml"))
 
 
-def at(question: Question, loaded: LoadedJob, key: str) -> Question:
+def with_other_keys(question: Question, loaded: LoadedJob, key: str) -> Question:
     """The same question of a job with other keys, which `loaded` has; without a new trace where they change none."""
     if not key.startswith(_ALONE):  # another model, or another format
         return of_job_on(loaded, question.hardware, question.patience_s)

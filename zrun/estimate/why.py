@@ -103,7 +103,7 @@ def sentence(estimate: Estimate, hardware: Hardware, fix: str | None) -> str:
     return f"{over}{helps}"
 
 
-def doubt(estimate: Estimate, hardware: Hardware, fix: str | None) -> str:
+def uncertainty(estimate: Estimate, hardware: Hardware, fix: str | None) -> str:
     """What is known of a guess, and what is not.
 
     Args:

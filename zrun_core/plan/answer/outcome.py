@@ -80,7 +80,7 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Result:
+class SearchResult:
     """What a search has found.
 
     Attributes:

@@ -33,7 +33,7 @@ from zrun_core.plan.memory.states import (
 )
 from zrun_core.plan.question.candidate import Candidate
 from zrun_core.plan.question.transformer import TransformerShape
-from zrun_core.plan.timing.costs import Costs, Terms
+from zrun_core.plan.timing.cost_model import CostModel, TimingSettings
 from zrun_core.plan.timing.timing import StepTime, step_time
 from zrun_core.plan.trace.module_tree import skeleton_of
 from zrun_core.plan.trace.profile import Peak, Profile, TracePhase
@@ -82,7 +82,7 @@ def estimate(
     return Planner(subject, hardware, job, formula=formula).estimate(candidate)
 
 
-def plain_job(precision: str = "bf16") -> JobConfig:
+def job_of_size(precision: str = "bf16") -> JobConfig:
     """A job that says nothing, for models that are a size only."""
     return JobConfig.model_validate(
         {
@@ -100,7 +100,7 @@ def _no_code(name: str) -> Any:
     raise JobError(f"optim.name: {name} is the job's own code, and this estimate has no job")
 
 
-class _States(NamedTuple):
+class _StageStates(NamedTuple):
     """Steady bytes of a stage."""
 
     buffers: tuple[Buffer, ...]
@@ -139,11 +139,11 @@ class Planner:
             JobError: there is no such optimizer, or it cannot be sharded.
         """
         self.subject, self.hardware = subject, hardware
-        self.job = job if job is not None else plain_job()
+        self.job = job if job is not None else job_of_size()
         self.device_type = "cpu" if hardware.device.kind == "cpu" else "cuda"
         self.settings = settings_of(self.job, load, self.device_type)
         shape = subject if isinstance(subject, TransformerShape) else formula
-        self.costs = Costs(subject, hardware, self._terms(shape), formula)
+        self.cost_model = CostModel(subject, hardware, self._terms(shape), formula)
         if isinstance(subject, TransformerShape):
             self.num_blocks, self.tokens_per_sample = subject.layers, subject.seq
             self.num_samples: int | None = None
@@ -156,12 +156,12 @@ class Planner:
         self._peaks: dict[tuple[object, ...], Peak] = {}
         self._beyond: dict[tuple[object, ...], int] = {}
         self._settings: dict[tuple[object, ...], ShardingConfig] = {}
-        self._states: dict[tuple[object, ...], _States] = {}
+        self._states: dict[tuple[object, ...], _StageStates] = {}
 
-    def _terms(self, shape: TransformerShape | None) -> Terms:
+    def _terms(self, shape: TransformerShape | None) -> TimingSettings:
         chosen = self.settings.optimizer
         assert chosen is not None
-        return Terms(
+        return TimingSettings(
             reduce_bytes=self.settings.precision.reduce.itemsize,
             moments=chosen.moments,
             moment_bytes=chosen.moment_dtype.itemsize,
@@ -205,18 +205,18 @@ class Planner:
                     raise JobError(f"the states of this model are not known: {error}") from None
                 found = cut_on_paper(model, settings, self.subject.buffer_bytes)
             else:
-                if self.costs.formula is None:
+                if self.cost_model.formula is None:
                     raise JobError(
                         f"tp {tp}: how this model is divided is not known: it has no transformer's shape"
                     )
                 try:
-                    found = cut_of_shape(self.costs.formula, settings, tp)
+                    found = cut_of_shape(self.cost_model.formula, settings, tp)
                 except ValueError as error:
                     raise JobError(f"tp {tp}: {error}") from None
             self._cuts[key] = found
         return found
 
-    def states(self, candidate: Candidate, index: int) -> _States:
+    def states(self, candidate: Candidate, index: int) -> _StageStates:
         """The buffers of a stage's first rank, which are there from step to step."""
         key = (
             candidate.stage,
@@ -244,7 +244,7 @@ class Planner:
                 raise JobError(f"pp {dims.pp}: {error}") from None
             peers = peers_of_rank(settings, dims, rank, self.device_type)
             hosted = [buffer for buffer in buffers if buffer.tier is Tier.HOST]
-            found = _States(
+            found = _StageStates(
                 tuple(buffers),
                 layouts_of_rank(cut, settings, dims, rank, peers),
                 _by_phase(buffers),
@@ -327,10 +327,10 @@ class Planner:
         )
         found = self._peaks.get(key)
         if found is None:
-            if self.costs.uses_formula(candidate.key):
-                assert self.costs.formula is not None
+            if self.cost_model.uses_formula(candidate.key):
+                assert self.cost_model.formula is not None
                 found = rank_memory.by_formula(
-                    self.costs.formula, candidate, stage, beyond, self.job.activations.n
+                    self.cost_model.formula, candidate, stage, beyond, self.job.activations.n
                 )
             else:
                 assert isinstance(self.subject, Profile)
@@ -341,8 +341,8 @@ class Planner:
             self._peaks[key] = found
         return replace(found, num_bytes=found.num_bytes + least)
 
-    def _reserved_beyond(self, candidate: Candidate, peak: Peak, states: _States) -> int:
-        if self.costs.uses_formula(candidate.key) or candidate.dims.pp > 1:
+    def _reserved_beyond(self, candidate: Candidate, peak: Peak, states: _StageStates) -> int:
+        if self.cost_model.uses_formula(candidate.key) or candidate.dims.pp > 1:
             return rank_memory.formula_slack(peak.dynamic)
         assert isinstance(self.subject, Profile)
         late = () if self.device_type == "cuda" else states.moments
@@ -355,7 +355,7 @@ class Planner:
         return self._beyond[key]
 
     def _kernels(self, candidate: Candidate) -> int:
-        if self.costs.uses_formula(candidate.key):
+        if self.cost_model.uses_formula(candidate.key):
             return 0
         assert isinstance(self.subject, Profile)
         return rank_memory.kernel_bytes(self.subject, candidate)
@@ -417,7 +417,7 @@ class Planner:
         dims = candidate.dims
         ranks = tuple(self.rank(candidate, index) for index in self._stages(dims))
         host = self._host(candidate, ranks)
-        uses_formula = self.costs.uses_formula(candidate.key)
+        uses_formula = self.cost_model.uses_formula(candidate.key)
         source = "formula"
         if not uses_formula and isinstance(self.subject, Profile):
             source = self.subject.source_of(candidate.checkpoint)
@@ -473,7 +473,7 @@ class Planner:
             JobError: nothing tells what its micro-batches take.
         """
         try:
-            return step_time(self.costs, candidate, self.tokens_per_sample)
+            return step_time(self.cost_model, candidate, self.tokens_per_sample)
         except KeyError:
             raise self._untraced(candidate) from None
 

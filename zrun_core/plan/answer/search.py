@@ -18,18 +18,18 @@ from typing import Literal, NamedTuple
 from zrun_core.errors import JobError
 from zrun_core.hardware.hardware import Hardware
 from zrun_core.memory.buffers import ON_DEVICE, Placement, Tier
-from zrun_core.plan.answer.outcome import Estimate, Result
+from zrun_core.plan.answer.outcome import Estimate, SearchResult
 from zrun_core.plan.answer.planner import Planner
 from zrun_core.plan.memory.rank_memory import Stage, formula_slack
 from zrun_core.plan.question.candidate import Candidate
 from zrun_core.plan.question.transformer import TransformerShape
-from zrun_core.plan.timing.collectives import Span
-from zrun_core.plan.timing.costs import BYTES, PassPart, stream_seconds
+from zrun_core.plan.timing.collectives import LinkedGroup
+from zrun_core.plan.timing.cost_model import BYTES, SegmentCost, stream_seconds
 from zrun_core.plan.timing.timing import host_seconds_per_element, update_bytes
 from zrun_core.plan.trace.profile import Profile, TracePhase
 from zrun_core.spine.parallel_dims import ParallelDims
 
-Goal = Literal["fit", "best"]
+SearchGoal = Literal["fit", "best"]
 SHOWN = 10
 _MOST_VIRTUAL = 8
 _OFFLOADS = (
@@ -46,7 +46,7 @@ _NO_STATES = dict.fromkeys(TracePhase, 0)
 
 
 @dataclass(frozen=True)
-class Constraints:
+class SearchSpace:
     """What a search may choose from. None: all that is possible.
 
     Attributes:
@@ -92,9 +92,9 @@ class Constraints:
 def search(
     subject: Profile | TransformerShape | Planner,
     hardware: Hardware,
-    constraints: Constraints,
-    goal: Goal,
-) -> Result:
+    constraints: SearchSpace,
+    goal: SearchGoal,
+) -> SearchResult:
     """Search for what `goal` asks: "best", the fastest that fits; "fit", the cheapest change that does.
 
     The cheapest change of `constraints.base` is one that zrun can train with, then the one with the fewest keys
@@ -107,7 +107,7 @@ def search(
     return _Search(planner, constraints).run(goal)
 
 
-class _Bound(NamedTuple):
+class _BoundedCandidate(NamedTuple):
     """A candidate, and what no estimate of it can be below."""
 
     seconds: float
@@ -117,7 +117,7 @@ class _Bound(NamedTuple):
     candidate: Candidate
 
 
-class _Floor(NamedTuple):
+class _LowerBounds(NamedTuple):
     """What the bounds of a candidate are made of, wherever its states live."""
 
     seconds: float  # without the update
@@ -129,7 +129,7 @@ class _Floor(NamedTuple):
     dynamic: float
 
 
-class _Sums(NamedTuple):
+class _ModelSums(NamedTuple):
     """What a micro-batch takes on one tensor-parallel rank that has all of the model."""
 
     forward: float
@@ -144,11 +144,11 @@ class _Sums(NamedTuple):
 
 
 class _Search:
-    def __init__(self, planner: Planner, constraints: Constraints) -> None:
+    def __init__(self, planner: Planner, constraints: SearchSpace) -> None:
         self.planner, self.constraints, self.hardware = planner, constraints, planner.hardware
         self.capacity = self.hardware.device.memory_bytes
-        self._sums: dict[object, _Sums] = {}
-        self._floors: dict[int, _Floor] = {}  # by number of the candidate
+        self._sums: dict[object, _ModelSums] = {}
+        self._floors: dict[int, _LowerBounds] = {}  # by number of the candidate
         self._done: dict[Candidate, Estimate | None] = {}
         self._considered = 0
         self._offloads = self._placements()
@@ -157,10 +157,11 @@ class _Search:
             for number, place in enumerate([ON_DEVICE, *itertools.chain(*self._offloads)])
         }
         self._host_seconds = {
-            tier: host_seconds_per_element(planner.costs, tier) for tier in (Tier.HOST, Tier.DISK)
+            tier: host_seconds_per_element(planner.cost_model, tier)
+            for tier in (Tier.HOST, Tier.DISK)
         }
 
-    def run(self, goal: Goal) -> Result:
+    def run(self, goal: SearchGoal) -> SearchResult:
         if goal == "fit":
             return self._fit()
         bounds = list(self._bounds())
@@ -176,19 +177,21 @@ class _Search:
 
     # The fastest
 
-    def _best(self, bounds: Sequence[_Bound]) -> Result:
+    def _best(self, bounds: Sequence[_BoundedCandidate]) -> SearchResult:
         """Estimate in the order of the bound on time, until nothing that is left can be among the best or undominated.
 
         States leave the device only where they do not fit on it: elsewhere that costs time and buys nothing.
         """
-        heap: list[_Bound] = []
+        heap: list[_BoundedCandidate] = []
         fitting: list[
             tuple[float, int, int, Estimate]
         ] = []  # by time, headroom, and order of enumeration
         front: list[
             tuple[float, int]
         ] = []  # (seconds, headroom) of what nothing beats, fastest first
-        missed: list[tuple[float, _Bound]] = []  # what does not fit, with the bytes that it lacks
+        missed: list[
+            tuple[float, _BoundedCandidate]
+        ] = []  # what does not fit, with the bytes that it lacks
         self._considered = len(bounds)
         for bound in bounds:
             if bound.num_bytes <= self.capacity:
@@ -222,7 +225,7 @@ class _Search:
         ordered = [found for *_, found in fitting]
         return self._result(ordered, ordered, rejected, self._considered)
 
-    def _nearest(self, missed: Sequence[tuple[float, _Bound]]) -> list[Estimate]:
+    def _nearest(self, missed: Sequence[tuple[float, _BoundedCandidate]]) -> list[Estimate]:
         """Estimates of what lacks least; where only a bound is known, it may lack more."""
         near = (self._estimate(bound.candidate) for _, bound in heapq.nsmallest(2 * SHOWN, missed))
         return [found for found in near if found is not None]
@@ -235,7 +238,7 @@ class _Search:
             self._done[candidate] = None
             return None
 
-    def _push_offloads(self, heap: list[_Bound], bound: _Bound) -> None:
+    def _push_offloads(self, heap: list[_BoundedCandidate], bound: _BoundedCandidate) -> None:
         """Consider the same with states elsewhere, or with more of them there: the least that may fit of each kind."""
         away = bound.candidate.placement
         for chain in self._offloads:
@@ -251,7 +254,7 @@ class _Search:
 
     def _is_beaten(
         self,
-        bound: _Bound,
+        bound: _BoundedCandidate,
         fitting: Sequence[tuple[float, int, int, Estimate]],
         front: Sequence[tuple[float, int]],
     ) -> bool:
@@ -268,7 +271,7 @@ class _Search:
 
     # The cheapest change
 
-    def _fit(self) -> Result:
+    def _fit(self) -> SearchResult:
         base = self.constraints.base
         if base is None:
             raise JobError(
@@ -278,7 +281,7 @@ class _Search:
         if not groups:
             raise JobError(self._nothing())
         fitting: list[Estimate] = []
-        missed: list[tuple[float, _Bound]] = []
+        missed: list[tuple[float, _BoundedCandidate]] = []
         for key in sorted(groups):
             for bound in sorted(groups[key]):
                 if bound.num_bytes > self.capacity:
@@ -299,9 +302,9 @@ class _Search:
         ordered = sorted(fitting, key=lambda each: self._cost(base, each))
         return self._result(ordered, fitting, self._nearest(missed), self._considered)
 
-    def _by_changes(self, base: Candidate) -> dict[tuple[int, int], list[_Bound]]:
+    def _by_changes(self, base: Candidate) -> dict[tuple[int, int], list[_BoundedCandidate]]:
         """All candidates, by what zrun lacks for them, and by the keys that differ from `base`."""
-        groups: dict[tuple[int, int], list[_Bound]] = {}
+        groups: dict[tuple[int, int], list[_BoundedCandidate]] = {}
         for first in self._bounds():
             others = (
                 self._at(first.number, first.candidate, place) for place in list(self._places)[1:]
@@ -328,7 +331,7 @@ class _Search:
         fitting: Sequence[Estimate],
         rejected: Iterable[Estimate],
         considered: int,
-    ) -> Result:
+    ) -> SearchResult:
         worst = sorted(
             rejected,
             key=lambda each: (
@@ -344,7 +347,7 @@ class _Search:
                 replace(each, traffic=self.planner.traffic(each.candidate)) for each in found
             )
 
-        return Result(
+        return SearchResult(
             told(ordered[:SHOWN]),
             told(_pareto(fitting)),
             told(worst[:SHOWN]),
@@ -363,7 +366,7 @@ class _Search:
                 self._done[candidate] = None
         return self._done[candidate]
 
-    def _bounds(self) -> Iterator[_Bound]:
+    def _bounds(self) -> Iterator[_BoundedCandidate]:
         """Bounds of all candidates with everything on the device; none of those of which nothing tells what they do."""
         for number, candidate in enumerate(self._all()):
             try:
@@ -372,9 +375,9 @@ class _Search:
                 continue
             yield self._at(number, candidate, ON_DEVICE)
 
-    def _at(self, number: int, candidate: Candidate, placement: Placement) -> _Bound:
+    def _at(self, number: int, candidate: Candidate, placement: Placement) -> _BoundedCandidate:
         """Bounds of a candidate, but with states at `placement`."""
-        return _Bound(
+        return _BoundedCandidate(
             self._least_seconds(number, placement),
             number,
             self._places[placement],
@@ -384,13 +387,13 @@ class _Search:
             else replace(candidate, placement=placement),
         )
 
-    def _sum(self, candidate: Candidate) -> _Sums:
+    def _sum(self, candidate: Candidate) -> _ModelSums:
         key = candidate.key
         found = self._sums.get(key)
         if found is None:
-            parts = self.planner.costs.parts(key)
+            parts = self.planner.cost_model.parts(key)
             params = [part.params for part in parts]
-            found = self._sums[key] = _Sums(
+            found = self._sums[key] = _ModelSums(
                 sum(part.forward + part.tp_forward.seconds for part in parts),
                 sum(part.backward + part.tp_backward.seconds for part in parts),
                 sum(params),
@@ -403,7 +406,7 @@ class _Search:
             )
         return found
 
-    def _floor(self, candidate: Candidate) -> _Floor:
+    def _floor(self, candidate: Candidate) -> _LowerBounds:
         """Time: kernels of an average stage and an even pipeline's bubble, or all transfers; then the update.
 
         Memory: the first stage's states without padding and scratch, and its activations.
@@ -412,17 +415,17 @@ class _Search:
         count, device, terms = (
             candidate.accumulation,
             self.hardware.device,
-            self.planner.costs.terms,
+            self.planner.cost_model.settings,
         )
         forward = sums.forward / dims.pp
         share = dims.shard_size if stage else 1
-        shard = Span(self.hardware, share, dims.tp)
+        shard = LinkedGroup(self.hardware, share, dims.tp)
         gathers, reductions = {0: (0, 1), 1: (1, 1), 2: (1, count), 3: (2 * count, count)}[stage]
         moved = gathers * shard.gather(sums.params / dims.pp * BYTES[candidate.precision]).seconds
         reduced = sums.trainable / dims.pp * terms.reduce_bytes
         moved += reductions * shard.gather(reduced).seconds
         moved += (
-            Span(self.hardware, dims.dp // share, dims.tp * share)
+            LinkedGroup(self.hardware, dims.dp // share, dims.tp * share)
             .all_reduce(reduced / share)
             .seconds
         )
@@ -451,9 +454,9 @@ class _Search:
             optim * sums.trainable * part / (sharded if stage >= 1 else 1),
         )
         dynamic = self.planner.peak(candidate, first, _NO_STATES).num_bytes
-        if device.kind == "cuda" and self.planner.costs.uses_formula(candidate.key):
+        if device.kind == "cuda" and self.planner.cost_model.uses_formula(candidate.key):
             dynamic += formula_slack(dynamic)
-        return _Floor(seconds, update, forward, owned, states, sums.largest / part, dynamic)
+        return _LowerBounds(seconds, update, forward, owned, states, sums.largest / part, dynamic)
 
     def _least_seconds(self, number: int, place: Placement) -> float:
         floor = self._floors[number]
@@ -532,7 +535,7 @@ class _Search:
     def _checkpoints(self) -> Sequence[str]:
         if self.constraints.checkpoints is not None:
             return self.constraints.checkpoints
-        if isinstance(self.planner.subject, Profile) and self.planner.costs.formula is None:
+        if isinstance(self.planner.subject, Profile) and self.planner.cost_model.formula is None:
             subject = self.planner.subject
             known = tuple(each for each in subject.traces if each not in subject.guessed)
             return known or tuple(subject.traces)
@@ -558,7 +561,7 @@ class _Search:
 
     def _tps(self) -> list[int]:
         """Sizes of tensor-parallel groups: within a node, and such that heads and widths divide."""
-        shape = self.planner.costs.formula
+        shape = self.planner.cost_model.formula
         if shape is None or self.constraints.trainable:
             possible = [1]
         else:
@@ -632,7 +635,7 @@ def changes(base: Candidate, other: Candidate) -> int:
     return sum(read(base) != read(other) for read in pairs)
 
 
-def _seconds(part: PassPart) -> float:
+def _seconds(part: SegmentCost) -> float:
     return part.forward + part.backward + part.tp_forward.seconds + part.tp_backward.seconds
 
 
@@ -645,7 +648,7 @@ def _by_time(found: Estimate) -> tuple[float, int, str]:
     return found.time.seconds, -found.headroom, str(found.candidate)
 
 
-def _is_slower(bound: _Bound, fitting: Sequence[Estimate]) -> bool:
+def _is_slower(bound: _BoundedCandidate, fitting: Sequence[Estimate]) -> bool:
     """Whether ten that need no more changes are faster for sure."""
     return (
         len(fitting) >= SHOWN

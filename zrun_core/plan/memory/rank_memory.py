@@ -13,7 +13,7 @@ from zrun_core.pipeline.schedule import most_under_way, stage_order
 from zrun_core.plan.memory.allocator import heap_bytes, simulate
 from zrun_core.plan.question.candidate import Candidate, stage_blocks
 from zrun_core.plan.question.transformer import TransformerShape
-from zrun_core.plan.timing.costs import BYTES
+from zrun_core.plan.timing.cost_model import BYTES
 from zrun_core.plan.trace.profile import Peak, Profile, TracePhase, peak_of
 from zrun_core.spine.parallel_dims import ParallelDims
 

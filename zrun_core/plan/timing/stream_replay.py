@@ -31,7 +31,7 @@ class Stream:
 
 
 @dataclass(frozen=True)
-class Pass:
+class PassTime:
     """One micro-batch's forward or backward on one rank.
 
     Attributes:
@@ -49,7 +49,7 @@ def run_pass(
     *,
     ahead: int,
     ready: Sequence[float] | None = None,
-) -> Pass:
+) -> PassTime:
     """Compute parts in order, with transfers beside them.
 
     Args:
@@ -84,7 +84,7 @@ def run_pass(
         for index, stream in enumerate(streams):
             if stream.after and stream.after[number]:
                 clocks[index] = max(clocks[index], now) + stream.after[number]
-    return Pass(now + serial, max(0.0, max(clocks, default=0.0) - now))
+    return PassTime(now + serial, max(0.0, max(clocks, default=0.0) - now))
 
 
 # Pipelines

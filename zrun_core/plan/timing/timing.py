@@ -1,8 +1,8 @@
 """How long a step takes: passes over streams, pipelines replayed, the update; and what crosses which link.
 
 A step is the passes of its micro-batches, then the update. On each rank a pass computes the parts of the model in order
-while another stream gathers and reduces (`schedule.run_pass`); with a pipeline the micro-batches go through its stages
-as 1F1B issues them (`schedule.replay`). An update on the host runs behind the next forward pass, unit after unit, each
+while another stream gathers and reduces (`stream_replay.run_pass`); with a pipeline the micro-batches go through its stages
+as 1F1B issues them (`stream_replay.replay`). An update on the host runs behind the next forward pass, unit after unit, each
 of which waits for its own parameters only.
 """
 
@@ -17,9 +17,15 @@ from functools import cached_property
 from zrun_core.hardware.hardware import Hardware
 from zrun_core.memory.buffers import Tier
 from zrun_core.plan.question.candidate import Candidate, stage_blocks
-from zrun_core.plan.timing.collectives import Cost, Span
-from zrun_core.plan.timing.costs import BYTES, Costs, PassPart, Terms, stream_seconds
-from zrun_core.plan.timing.stream_replay import Pass, Stream, replay, run_pass
+from zrun_core.plan.timing.collectives import LinkedGroup, TransferCost
+from zrun_core.plan.timing.cost_model import (
+    BYTES,
+    CostModel,
+    SegmentCost,
+    TimingSettings,
+    stream_seconds,
+)
+from zrun_core.plan.timing.stream_replay import PassTime, Stream, replay, run_pass
 
 _HOST_UPDATE_SHARE = 0.75  # of the memory bandwidth of a host that a fused update reaches
 _COPY_CONTENTION = 0.03  # of a copy engine, which takes nothing from computation but its bandwidth
@@ -68,60 +74,62 @@ def money_of(days: float, hardware: Hardware, devices: int) -> float | None:
     return None if hardware.price is None else days * 24 * devices * hardware.price
 
 
-def step_time(costs: Costs, candidate: Candidate, tokens_per_sample: int | None) -> StepTime:
+def step_time(
+    cost_model: CostModel, candidate: Candidate, tokens_per_sample: int | None
+) -> StepTime:
     """The time of a step of `candidate`.
 
     Raises:
         KeyError: nothing tells what its micro-batches take.
         ValueError: the blocks do not fill its pipeline.
     """
-    return _Step(costs, candidate).time(tokens_per_sample)
+    return _StepModel(cost_model, candidate).time(tokens_per_sample)
 
 
-def host_seconds_per_element(costs: Costs, tier: Tier, precision: str = "bf16") -> float:
+def host_seconds_per_element(cost_model: CostModel, tier: Tier, precision: str = "bf16") -> float:
     """Seconds per element that a rank's update takes on the host, with states in its memory or on its disks.
 
     The memory's bandwidth, and that of the disks, is shared by all ranks of a node.
     """
-    hardware, terms = costs.hardware, costs.terms
+    hardware, settings = cost_model.hardware, cost_model.settings
     share = hardware.host_bandwidth * _HOST_UPDATE_SHARE / hardware.devices_per_node
-    seconds = update_bytes(terms, precision) / share
+    seconds = update_bytes(settings, precision) / share
     if tier is Tier.DISK:
         slower = max(min(hardware.disk_read, hardware.disk_write), 1.0) / hardware.devices_per_node
-        seconds = max(seconds, _state_bytes(terms) / slower)
+        seconds = max(seconds, _state_bytes(settings) / slower)
     return max(seconds, BYTES[precision] / hardware.host.bandwidth)
 
 
-def _state_bytes(terms: Terms) -> int:
+def _state_bytes(settings: TimingSettings) -> int:
     """Of an element: the fp32 parameter and its moments."""
-    return 4 + terms.moments * terms.moment_bytes
+    return 4 + settings.moments * settings.moment_bytes
 
 
-def update_bytes(terms: Terms, precision: str) -> int:
+def update_bytes(settings: TimingSettings, precision: str) -> int:
     """Read and written per element: states both ways, the gradient in fp32, the parameter in compute format."""
     size = BYTES[precision]
-    return 2 * _state_bytes(terms) + 4 + (size if size < 4 else 0)
+    return 2 * _state_bytes(settings) + 4 + (size if size < 4 else 0)
 
 
-class _Step:
+class _StepModel:
     """One candidate's step, taken apart."""
 
-    def __init__(self, costs: Costs, candidate: Candidate) -> None:
-        self.candidate, self.costs, self.terms, self.hardware = (
+    def __init__(self, cost_model: CostModel, candidate: Candidate) -> None:
+        self.candidate, self.cost_model, self.settings, self.hardware = (
             candidate,
-            costs,
-            costs.terms,
-            costs.hardware,
+            cost_model,
+            cost_model.settings,
+            cost_model.hardware,
         )
-        self.device, self.dims = costs.hardware.device, candidate.dims
-        self.parts = costs.parts(candidate.key)
+        self.device, self.dims = cost_model.hardware.device, candidate.dims
+        self.parts = cost_model.parts(candidate.key)
         dims = self.dims
-        self.shard = Span(self.hardware, dims.shard_size if candidate.stage else 1, dims.tp)
+        self.shard = LinkedGroup(self.hardware, dims.shard_size if candidate.stage else 1, dims.tp)
         copies = dims.dp // self.shard.ranks
-        self.copies = Span(self.hardware, copies, dims.tp * self.shard.ranks)
-        self._passes: dict[tuple[object, ...], Pass] = {}
-        self._gathers: dict[int, Cost] = {}
-        self._reductions: dict[tuple[int, bool], Cost] = {}
+        self.copies = LinkedGroup(self.hardware, copies, dims.tp * self.shard.ranks)
+        self._passes: dict[tuple[object, ...], PassTime] = {}
+        self._gathers: dict[int, TransferCost] = {}
+        self._reductions: dict[tuple[int, bool], TransferCost] = {}
         place = candidate.placement
         self.away = (
             place.fraction if place.optimizer is not Tier.DEVICE else 0.0
@@ -130,7 +138,7 @@ class _Step:
     # The model on the stages
 
     @cached_property
-    def chunks(self) -> list[list[PassPart]]:
+    def chunks(self) -> list[list[SegmentCost]]:
         """The parts of each chunk of the model, in the model's order; stage s has every pp-th chunk from s."""
         dims, parts = self.dims, self.parts
         if dims.pp == 1:
@@ -144,13 +152,13 @@ class _Step:
         chunks[-1].append(parts.after)
         return chunks
 
-    def stage_parts(self, stage: int) -> list[PassPart]:
+    def stage_parts(self, stage: int) -> list[SegmentCost]:
         """All parts of a stage."""
         return [part for chunk in self.chunks[stage :: self.dims.pp] for part in chunk]
 
     # Communication between data-parallel ranks
 
-    def gather(self, part: PassPart) -> Cost:
+    def gather(self, part: SegmentCost) -> TransferCost:
         """What it costs to make a part whole."""
         found = self._gathers.get(id(part))
         if found is None:
@@ -159,17 +167,17 @@ class _Step:
             )
         return found
 
-    def reduce(self, part: PassPart, *, boundary: bool) -> Cost:
+    def reduce(self, part: SegmentCost, *, boundary: bool) -> TransferCost:
         """What a micro-batch's gradients of a part cost."""
         key = (id(part), boundary)
         if key not in self._reductions:
             self._reductions[key] = self._reduce(part, boundary=boundary)
         return self._reductions[key]
 
-    def _reduce(self, part: PassPart, *, boundary: bool) -> Cost:
-        num_bytes = part.trainable * self.terms.reduce_bytes
+    def _reduce(self, part: SegmentCost, *, boundary: bool) -> TransferCost:
+        num_bytes = part.trainable * self.settings.reduce_bytes
         stage = self.candidate.stage
-        cost = Cost()
+        cost = TransferCost()
         if boundary or stage >= 2:
             cost = self.shard.gather(num_bytes)
         if boundary:
@@ -178,13 +186,13 @@ class _Step:
 
     # Passes
 
-    def forward(self, parts: Sequence[PassPart], *, first: bool) -> Pass:
+    def forward(self, parts: Sequence[SegmentCost], *, first: bool) -> PassTime:
         key = ("forward", first, *map(id, parts))
         if key not in self._passes:
             self._passes[key] = self._forward(parts, first=first)
         return self._passes[key]
 
-    def _forward(self, parts: Sequence[PassPart], *, first: bool) -> Pass:
+    def _forward(self, parts: Sequence[SegmentCost], *, first: bool) -> PassTime:
         stage = self.candidate.stage
         gathers = stage == 3 or (first and stage > 0)
         comm = Stream(
@@ -201,18 +209,18 @@ class _Step:
                 )
             )
         ready = self._ready(parts) if first else None
-        ahead = self.terms.prefetch if stage == 3 else len(parts)
+        ahead = self.settings.prefetch if stage == 3 else len(parts)
         return run_pass(
             [p.forward + p.tp_forward.seconds for p in parts], streams, ahead=ahead, ready=ready
         )
 
-    def backward(self, parts: Sequence[PassPart], *, boundary: bool) -> Pass:
+    def backward(self, parts: Sequence[SegmentCost], *, boundary: bool) -> PassTime:
         key = ("backward", boundary, *map(id, parts))
         if key not in self._passes:
             self._passes[key] = self._backward(parts[::-1], boundary=boundary)
         return self._passes[key]
 
-    def _backward(self, parts: Sequence[PassPart], *, boundary: bool) -> Pass:
+    def _backward(self, parts: Sequence[SegmentCost], *, boundary: bool) -> PassTime:
         stage, place = self.candidate.stage, self.candidate.placement
         comm = Stream(
             before=[self.gather(part).seconds for part in parts] if stage == 3 else (),
@@ -231,7 +239,7 @@ class _Step:
             size = (
                 BYTES[self.candidate.precision]
                 if place.grad is not Tier.DEVICE
-                else self.terms.reduce_bytes
+                else self.settings.reduce_bytes
             )
             leaves = [
                 self.away * self.owned([part]) * size / self.hardware.host.bandwidth
@@ -239,10 +247,10 @@ class _Step:
             ]
         copies = Stream(before=fetches, contention=_COPY_CONTENTION)
         streams = [comm, copies, Stream(after=leaves, contention=_COPY_CONTENTION)]
-        ahead = self.terms.prefetch if stage == 3 else len(parts)
+        ahead = self.settings.prefetch if stage == 3 else len(parts)
         return run_pass([p.backward + p.tp_backward.seconds for p in parts], streams, ahead=ahead)
 
-    def _is_block(self, part: PassPart) -> bool:
+    def _is_block(self, part: SegmentCost) -> bool:
         return part is not self.parts.before and part is not self.parts.after
 
     @property
@@ -256,7 +264,7 @@ class _Step:
         rate = self.hardware.disk_write if write else self.hardware.disk_read
         return max(rate, 1.0) / self.hardware.devices_per_node
 
-    def _fetches(self, parts: Sequence[PassPart]) -> Sequence[float]:
+    def _fetches(self, parts: Sequence[SegmentCost]) -> Sequence[float]:
         """Seconds in which the parameters of each part come up from another tier, if they live there."""
         place = self.candidate.placement
         if place.param is Tier.DEVICE:
@@ -270,34 +278,35 @@ class _Step:
 
     # The update
 
-    def owned(self, parts: Sequence[PassPart]) -> float:
+    def owned(self, parts: Sequence[SegmentCost]) -> float:
         """Elements that one rank updates."""
         return sum(part.trainable for part in parts) / (
             self.shard.ranks if self.candidate.stage else 1
         )
 
-    def device_update(self, parts: Sequence[PassPart]) -> float:
+    def device_update(self, parts: Sequence[SegmentCost]) -> float:
         """Seconds of the norm, and of what is updated on the device."""
         owned = self.owned(parts)
         world = (
-            Span(self.hardware, self.dims.world_size).all_reduce(64.0).seconds + self.device.step_s
+            LinkedGroup(self.hardware, self.dims.world_size).all_reduce(64.0).seconds
+            + self.device.step_s
         )
-        norm = stream_seconds(self.device, owned * self.terms.reduce_bytes)
+        norm = stream_seconds(self.device, owned * self.settings.reduce_bytes)
         here = owned * (1 - self.away)
         if (measured := self.device.update.get(self.candidate.precision)) is not None:
             return world + here / measured
-        num_bytes = update_bytes(self.terms, self.candidate.precision)
+        num_bytes = update_bytes(self.settings, self.candidate.precision)
         if self.device.optimizer is not None:
             rate = self.device.optimizer * 28 / num_bytes
             return world + norm + here / rate
         return world + norm + stream_seconds(self.device, here * num_bytes)
 
-    def _ready(self, parts: Sequence[PassPart]) -> list[float] | None:
+    def _ready(self, parts: Sequence[SegmentCost]) -> list[float] | None:
         """When the update on the host has made each part's parameters, in forward order, and sent them up."""
         if not self.away:
             return None
         per_element = host_seconds_per_element(
-            self.costs, self.candidate.placement.optimizer, self.candidate.precision
+            self.cost_model, self.candidate.placement.optimizer, self.candidate.precision
         )
         done, moments = 0.0, []
         for part in parts:
@@ -314,10 +323,10 @@ class _Step:
         seconds, bubble, busiest = self._passes_seconds(count)
         seconds += max(updates)
         parts = self.stage_parts(busiest)
-        again = count * sum(part.again for part in parts)
+        recompute = count * sum(part.recompute for part in parts)
         found = {
-            "compute": count * sum(part.forward + part.backward for part in parts) - again,
-            "recompute": again,
+            "compute": count * sum(part.forward + part.backward for part in parts) - recompute,
+            "recompute": recompute,
             "tensor parallel": count
             * sum(p.tp_forward.seconds + p.tp_backward.seconds for p in parts),
             "bubble": bubble,
@@ -326,7 +335,7 @@ class _Step:
         found["exposed transfers"] = max(0.0, seconds - sum(found.values()))
         ranks = count * dims.dp * dims.tp
         flops = ranks * sum(part.flops for part in self.parts)
-        executed = flops + ranks * sum(part.flops_again for part in self.parts)
+        executed = flops + ranks * sum(part.recompute_flops for part in self.parts)
         peak = self.device.flops(candidate.precision) * dims.world_size * seconds
         known = self.device.kind == "cuda"
         spread = self.hardware.spread
@@ -371,7 +380,7 @@ class _Step:
         if stages == 1:
             return count * (forward[0] + backward[0]) + extra[0], 0.0, 0
         send = (
-            Span(self.hardware, 2, self.dims.tp * self.dims.dp)
+            LinkedGroup(self.hardware, 2, self.dims.tp * self.dims.dp)
             .send(self.parts.boundary_bytes)
             .seconds
         )
@@ -405,7 +414,7 @@ class _Step:
         if self.dims.pp > 1:
             sends = 2 * count * self.dims.virtual - (count if stage in (0, self.dims.pp - 1) else 0)
             cost = (
-                Span(self.hardware, 2, self.dims.tp * self.dims.dp)
+                LinkedGroup(self.hardware, 2, self.dims.tp * self.dims.dp)
                 .send(self.parts.boundary_bytes)
                 .times(sends)
             )
@@ -413,7 +422,7 @@ class _Step:
         found = {"node": node, "network": network, **self._tier_bytes(parts)}
         return {name: math.ceil(value) for name, value in found.items() if value}
 
-    def _tier_bytes(self, parts: Sequence[PassPart]) -> dict[str, float]:
+    def _tier_bytes(self, parts: Sequence[SegmentCost]) -> dict[str, float]:
         """What goes between the device and its host, and between the host and its disks, both ways together."""
         candidate, place, count = (
             self.candidate,
@@ -422,10 +431,10 @@ class _Step:
         )
         size = BYTES[candidate.precision]
         owned = self.away * self.owned(parts)
-        down = size if place.grad is not Tier.DEVICE else self.terms.reduce_bytes
+        down = size if place.grad is not Tier.DEVICE else self.settings.reduce_bytes
         times = count if place.grad is not Tier.DEVICE and candidate.stage >= 2 else 1
         host = owned * (down * times + size)
-        disk = owned * 2 * _state_bytes(self.terms) if place.optimizer is Tier.DISK else 0.0
+        disk = owned * 2 * _state_bytes(self.settings) if place.optimizer is Tier.DISK else 0.0
         if place.param is not Tier.DEVICE:
             divided = self.shard.ranks if candidate.stage == 3 else 1
             fetched = (

@@ -20,7 +20,7 @@ from zrun_core.hardware.hardware import Device, Hardware
 from zrun_core.hardware.operators import Operators
 from zrun_core.plan.question.candidate import CandidateKey
 from zrun_core.plan.question.transformer import TransformerShape
-from zrun_core.plan.timing.collectives import NOTHING, Cost, Span
+from zrun_core.plan.timing.collectives import NOTHING, LinkedGroup, TransferCost
 from zrun_core.plan.trace.profile import PHASES, Linear, Profile, Trace, TracePhase
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -35,7 +35,7 @@ _UNFUSED = 2.0  # bytes of operations between products, one by one, against fuse
 
 
 @dataclass(frozen=True)
-class Terms:
+class TimingSettings:
     """What of a job decides its time besides the candidate.
 
     Attributes:
@@ -59,11 +59,11 @@ class Terms:
 
 
 @dataclass(frozen=True)
-class PassPart:
+class SegmentCost:
     """A block, or what comes before or after all of them, on one rank.
 
     Attributes:
-        forward, backward: seconds in kernels for one micro-batch; `backward` has `again` in it.
+        forward, backward: seconds in kernels for one micro-batch; `backward` has `recompute` in it.
         again: seconds of recomputation.
         tp_forward, tp_backward: tensor-parallel traffic that shows.
         params, trainable: elements of this rank, before they are sharded.
@@ -74,26 +74,26 @@ class PassPart:
 
     forward: float = 0.0
     backward: float = 0.0
-    again: float = 0.0
-    tp_forward: Cost = NOTHING
-    tp_backward: Cost = NOTHING
+    recompute: float = 0.0
+    tp_forward: TransferCost = NOTHING
+    tp_backward: TransferCost = NOTHING
     params: float = 0.0
     trainable: float = 0.0
     flops: float = 0.0
-    flops_again: float = 0.0
+    recompute_flops: float = 0.0
     num_params: int = 0
 
 
 @dataclass(frozen=True)
-class PassParts:
+class MicroBatchCost:
     """All of a model. `boundary_bytes` is what one block hands to the next: a micro-batch's, of one rank."""
 
-    before: PassPart
-    blocks: tuple[PassPart, ...]
-    after: PassPart
+    before: SegmentCost
+    blocks: tuple[SegmentCost, ...]
+    after: SegmentCost
     boundary_bytes: float
 
-    def __iter__(self) -> Iterator[PassPart]:
+    def __iter__(self) -> Iterator[SegmentCost]:
         yield from (self.before, *self.blocks, self.after)
 
 
@@ -128,7 +128,7 @@ def stream_seconds(device: Device, num_bytes: float) -> float:
 # A transformer of this shape
 
 
-class _Block(NamedTuple):
+class _BlockCost(NamedTuple):
     forward: float
     backward: float
     core: float  # of forward: the inside of attention
@@ -138,30 +138,30 @@ class _Block(NamedTuple):
 
 
 def shape_parts(
-    shape: TransformerShape, key: CandidateKey, hardware: Hardware, terms: Terms
-) -> PassParts:
+    shape: TransformerShape, key: CandidateKey, hardware: Hardware, settings: TimingSettings
+) -> MicroBatchCost:
     """The parts of one tensor-parallel rank of a transformer."""
     device, tp, size = hardware.device, key.tp, BYTES[key.precision]
     tokens = float(key.micro * shape.seq)
-    block = _block_seconds(shape, key, device, terms)
-    again, again_flops = {
+    block = _block_seconds(shape, key, device, settings)
+    recompute, again_flops = {
         "none": (0.0, 0.0),
         "full": (block.forward, block.flops),
         "every_n": (block.forward, block.flops),
         "selective": (block.cheap, 0.0),
         "attention": (block.core, block.core_flops),
     }[key.checkpoint]
-    group = Span(hardware, tp)
+    group = LinkedGroup(hardware, tp)
     per_pass = group.all_reduce(size * tokens * shape.hidden).times(2)
     params = shape.layer_params * shape.params / shape.num_params / tp
-    accumulate = _accumulation_seconds(device, key.precision, params, terms)
+    accumulate = _accumulation_seconds(device, key.precision, params, settings)
 
-    def part(recomputes: bool) -> PassPart:
+    def part(recomputes: bool) -> SegmentCost:
         repeats = recomputes and key.checkpoint in ("full", "every_n")
-        return PassPart(
+        return SegmentCost(
             block.forward,
-            block.backward + again * recomputes + accumulate,
-            again * recomputes,
+            block.backward + recompute * recomputes + accumulate,
+            recompute * recomputes,
             per_pass,
             per_pass._replace(seconds=per_pass.seconds * _SHOWN_BACKWARD) + per_pass.times(repeats),
             params,
@@ -171,16 +171,16 @@ def shape_parts(
         )
 
     kept, recomputed = part(False), part(key.checkpoint != "none")
-    skips = terms.every_n if key.checkpoint == "every_n" else 1
+    skips = settings.every_n if key.checkpoint == "every_n" else 1
     blocks = tuple(recomputed if number % skips == 0 else kept for number in range(shape.layers))
-    before, after = _ends(shape, key, hardware, terms)
+    before, after = _ends(shape, key, hardware, settings)
     divided = tp if key.sequence_parallel else 1
-    return PassParts(before, blocks, after, size * tokens * shape.hidden / divided)
+    return MicroBatchCost(before, blocks, after, size * tokens * shape.hidden / divided)
 
 
 def _block_seconds(
-    shape: TransformerShape, key: CandidateKey, device: Device, terms: Terms
-) -> _Block:
+    shape: TransformerShape, key: CandidateKey, device: Device, settings: TimingSettings
+) -> _BlockCost:
     """One block of one rank, without communication."""
     tp, size, hidden = key.tp, BYTES[key.precision], float(shape.hidden)
     tokens = float(key.micro * shape.seq)
@@ -195,7 +195,7 @@ def _block_seconds(
     forward = backward = 0.0
     for m, n, k in products:
         forward += product_seconds(device, key.precision, m, n, k)
-        adds = 2 * terms.reduce_bytes * n * k if terms.fused_accumulation else 0.0
+        adds = 2 * settings.reduce_bytes * n * k if settings.fused_accumulation else 0.0
         backward += product_seconds(device, key.precision, m, k, n)
         backward += product_seconds(device, key.precision, k, n, m, extra_bytes=adds)
     # Norms, residuals and dropout, which sequence parallelism divides; then what lies inside of it.
@@ -205,24 +205,24 @@ def _block_seconds(
     between_back = (
         (14 + shape.dropout) * outside + (5 if shape.gated else 3) * activation + 5 * rotated
     )
-    passes = 1.0 if terms.fused else _UNFUSED
+    passes = 1.0 if settings.fused else _UNFUSED
     cheap = passes * stream_seconds(device, between) + 10 * device.launch_s
     backward += passes * stream_seconds(device, between_back) + 16 * device.launch_s
-    core, core_back = _attention_seconds(shape, key, device, terms)
+    core, core_back = _attention_seconds(shape, key, device, settings)
     flops = shape.product_flops(tokens) / tp
     core_flops = shape.attention_flops(tokens) / tp
-    return _Block(
+    return _BlockCost(
         forward + cheap + core, backward + core_back, core, cheap, flops + core_flops, core_flops
     )
 
 
 def _attention_seconds(
-    shape: TransformerShape, key: CandidateKey, device: Device, terms: Terms
+    shape: TransformerShape, key: CandidateKey, device: Device, settings: TimingSettings
 ) -> tuple[float, float]:
     """(forward, backward) of the inside of attention. The full square counts, as it does in papers and profilers."""
     size, count = BYTES[key.precision], key.micro * shape.heads / key.tp
     if shape.flash:
-        flops = 4 * count * float(shape.seq) ** 2 * shape.head_dim / (2 if terms.causal else 1)
+        flops = 4 * count * float(shape.seq) ** 2 * shape.head_dim / (2 if settings.causal else 1)
         seconds = flops / (device.attention * device.flops(key.precision)) + device.launch_s
         return seconds, seconds * _FLASH_BACKWARD
     one = product_seconds(device, key.precision, shape.seq, shape.seq, shape.head_dim, count)
@@ -238,10 +238,10 @@ def _attention_seconds(
 
 
 def _accumulation_seconds(
-    device: Device, precision: str, params: float, terms: Terms, num_params: int = 0
+    device: Device, precision: str, params: float, settings: TimingSettings, num_params: int = 0
 ) -> float:
     """Seconds of moving gradients of this many elements to the flat ones, where they add up."""
-    if terms.fused_accumulation:
+    if settings.fused_accumulation:
         return 0.0
     if device.operators is not None and num_params:
         wide, num_bytes = (
@@ -252,41 +252,41 @@ def _accumulation_seconds(
         return num_params * float(
             device.operators.stream_seconds(name, "float32", np.array(num_bytes / num_params))
         )
-    return stream_seconds(device, params * (BYTES[precision] + 2 * terms.reduce_bytes))
+    return stream_seconds(device, params * (BYTES[precision] + 2 * settings.reduce_bytes))
 
 
 def _ends(
-    shape: TransformerShape, key: CandidateKey, hardware: Hardware, terms: Terms
-) -> tuple[PassPart, PassPart]:
+    shape: TransformerShape, key: CandidateKey, hardware: Hardware, settings: TimingSettings
+) -> tuple[SegmentCost, SegmentCost]:
     """The embedding; the last norm, the head and the loss."""
     device, size, tokens = hardware.device, BYTES[key.precision], float(key.micro * shape.seq)
     hidden, vocab = float(shape.hidden), shape.vocab / key.tp
-    group, scale = Span(hardware, key.tp), shape.params / shape.num_params / key.tp
+    group, scale = LinkedGroup(hardware, key.tp), shape.params / shape.num_params / key.tp
     looked_up = tokens * hidden * size
     params = shape.embedding_params * scale
-    before = PassPart(
+    before = SegmentCost(
         stream_seconds(device, 3 * looked_up),
         stream_seconds(device, 4 * looked_up)
-        + _accumulation_seconds(device, key.precision, params, terms),
+        + _accumulation_seconds(device, key.precision, params, settings),
         tp_forward=group.all_reduce(looked_up),
         params=params,
         trainable=params,
     )
     params = shape.head_params * scale
     logits = tokens * vocab
-    adds = 2 * terms.reduce_bytes * vocab * hidden if terms.fused_accumulation else 0.0
+    adds = 2 * settings.reduce_bytes * vocab * hidden if settings.fused_accumulation else 0.0
     forward = product_seconds(device, key.precision, tokens, vocab, hidden)
     backward = product_seconds(device, key.precision, tokens, hidden, vocab)
     backward += product_seconds(device, key.precision, hidden, vocab, tokens, extra_bytes=adds)
     scored = group.all_reduce(looked_up)
-    after = PassPart(
+    after = SegmentCost(
         forward
         + stream_seconds(device, logits * (size + 16))
         + stream_seconds(device, 2 * looked_up),
         backward
         + stream_seconds(device, logits * (size + 8))
         + stream_seconds(device, 3 * looked_up)
-        + _accumulation_seconds(device, key.precision, params, terms),
+        + _accumulation_seconds(device, key.precision, params, settings),
         tp_forward=group.all_reduce(12 * tokens),
         tp_backward=scored._replace(seconds=scored.seconds * _SHOWN_BACKWARD),
         params=params,
@@ -299,7 +299,7 @@ def _ends(
 # A model that was traced
 
 
-class _Columns(NamedTuple):
+class OpColumns(NamedTuple):
     """The operations of a timeline as arrays."""
 
     flops: NDArray[np.float64]  # base, per sample
@@ -344,7 +344,7 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 _FAMILIES = {"gemm": _PRODUCT, "conv": _PRODUCT, "attention": _ATTENTION}
 
 
-def _columns(trace: Trace, num_blocks: int) -> _Columns:
+def _columns(trace: Trace, num_blocks: int) -> OpColumns:
     table, words = trace.op_table, trace.op_table.words
     names = np.array([word not in _FREE for word in words], dtype=bool)
     keep = np.flatnonzero(names[table.name])
@@ -362,7 +362,7 @@ def _columns(trace: Trace, num_blocks: int) -> _Columns:
     keys, key = np.unique(table.name[keep] * len(words) + table.dtype[keep], return_inverse=True)
     wide = np.array([word in ("float32", "fp32", "torch.float32") for word in words], dtype=bool)
     back = table.phase[keep] == PHASES.index(TracePhase.BACKWARD)
-    return _Columns(
+    return OpColumns(
         table.sizes[table.flops[keep]],
         table.sizes[table.bytes_moved[keep]],
         families[family],
@@ -395,7 +395,7 @@ def _owners(
 
 
 def trace_seconds(
-    columns: _Columns, micro: int, device: Device, precision: str
+    columns: OpColumns, micro: int, device: Device, precision: str
 ) -> NDArray[np.float64]:
     """Seconds of each operation for `micro` samples."""
     flops = np.maximum(0.0, columns.flops[:, 0] + columns.flops[:, 1] * micro)
@@ -422,7 +422,7 @@ def trace_seconds(
 
 
 def _measured_seconds(
-    columns: _Columns, flops: NDArray[np.float64], moved: NDArray[np.float64], operators: Operators
+    columns: OpColumns, flops: NDArray[np.float64], moved: NDArray[np.float64], operators: Operators
 ) -> NDArray[np.float64]:
     """Seconds of each operation, as such operations were measured by themselves."""
     seconds = np.zeros_like(flops)
@@ -455,7 +455,7 @@ _OUTPUT, _INPUT, _WEIGHT, _BATCH = range(4)
 _WAYS = ("output", "input", "weight", "batch")
 
 
-def _ways(columns: _Columns) -> NDArray[np.int64]:
+def _ways(columns: OpColumns) -> NDArray[np.int64]:
     """What each product is: a layer's output, its input's gradient, its weight's gradient, or many at once.
 
     What does not grow with the micro-batch tells: of the second, the weight; of the third, the result.
@@ -475,9 +475,9 @@ def profile_parts(
     profile: Profile,
     key: CandidateKey,
     hardware: Hardware,
-    terms: Terms,
-    columns: Mapping[str, _Columns],
-) -> PassParts:
+    settings: TimingSettings,
+    columns: Mapping[str, OpColumns],
+) -> MicroBatchCost:
     """The parts of a traced model.
 
     Args:
@@ -514,11 +514,11 @@ def profile_parts(
         else np.zeros(count)
     )
     parts = [
-        PassPart(
+        SegmentCost(
             float(forward[number] + choosing[number] / 2),
             float(backward[number] + choosing[number] / 2)
             + _accumulation_seconds(
-                device, key.precision, trainable[number], terms, num_params[number]
+                device, key.precision, trainable[number], settings, num_params[number]
             )
             + device.param_s * num_params[number],
             max(0.0, float(backward[number] - plain_backward[number] + choosing[number] / 2)),
@@ -526,11 +526,11 @@ def profile_parts(
             trainable=trainable[number],
             num_params=num_params[number],
             flops=float(min(plain_work[number], work[number])),
-            flops_again=max(0.0, float(work[number] - plain_work[number])),
+            recompute_flops=max(0.0, float(work[number] - plain_work[number])),
         )
         for number in range(count)
     ]
-    return PassParts(
+    return MicroBatchCost(
         parts[0],
         tuple(parts[1:-1]),
         parts[-1],
@@ -538,7 +538,7 @@ def profile_parts(
     )
 
 
-def _choosing_seconds(columns: _Columns, count: int, device: Device) -> NDArray[np.float64]:
+def _choosing_seconds(columns: OpColumns, count: int, device: Device) -> NDArray[np.float64]:
     """Seconds by part in which selective checkpointing looks at the operations of blocks, once and once more."""
     seen = columns.owner[~columns.is_backward]
     seconds = _sums(seen, np.full(len(seen), device.selective_s), count)
@@ -547,8 +547,8 @@ def _choosing_seconds(columns: _Columns, count: int, device: Device) -> NDArray[
 
 
 def _columns_of(
-    profile: Profile, policy: str, micro: int, columns: Mapping[str, _Columns]
-) -> _Columns:
+    profile: Profile, policy: str, micro: int, columns: Mapping[str, OpColumns]
+) -> OpColumns:
     """The operations of the timeline that holds for `micro` samples."""
     trace = profile.traces[policy].of(micro)
     return (
@@ -598,7 +598,7 @@ def _boundary_bytes(trace: Trace, num_blocks: int, micro: int) -> float:
     return sizes[-1] if sizes else 0.0
 
 
-class Costs:
+class CostModel:
     """The parts of a model on some hardware, each computed once.
 
     Attributes:
@@ -610,17 +610,17 @@ class Costs:
         self,
         subject: Profile | TransformerShape,
         hardware: Hardware,
-        terms: Terms,
+        settings: TimingSettings,
         formula: TransformerShape | None = None,
     ) -> None:
-        self.subject, self.hardware, self.terms = subject, hardware, terms
+        self.subject, self.hardware, self.settings = subject, hardware, settings
         self.formula = subject if isinstance(subject, TransformerShape) else formula
-        self._columns: dict[str, _Columns] = {}
+        self._columns: dict[str, OpColumns] = {}
         if isinstance(subject, Profile):
             self._columns = {
                 name: _columns(trace, subject.num_blocks) for name, trace in subject.traces.items()
             }
-        self._parts: dict[CandidateKey, PassParts] = {}
+        self._parts: dict[CandidateKey, MicroBatchCost] = {}
 
     def uses_formula(self, key: CandidateKey) -> bool:
         """Whether a shape's formulas answer for this candidate."""
@@ -630,7 +630,7 @@ class Costs:
             key.tp > 1 or key.checkpoint not in self.subject.traces
         )
 
-    def parts(self, key: CandidateKey) -> PassParts:
+    def parts(self, key: CandidateKey) -> MicroBatchCost:
         """What a micro-batch takes on one rank.
 
         Raises:
@@ -640,9 +640,11 @@ class Costs:
         if found is None:
             if self.uses_formula(key):
                 assert self.formula is not None
-                found = shape_parts(self.formula, key, self.hardware, self.terms)
+                found = shape_parts(self.formula, key, self.hardware, self.settings)
             else:
                 assert isinstance(self.subject, Profile)
-                found = profile_parts(self.subject, key, self.hardware, self.terms, self._columns)
+                found = profile_parts(
+                    self.subject, key, self.hardware, self.settings, self._columns
+                )
             self._parts[key] = found
         return found

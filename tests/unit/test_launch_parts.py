@@ -45,6 +45,22 @@ def test_a_worker_knows_which_keys_the_job_gave(tmp_path: Path) -> None:
     assert again.job.optim.model_fields_set == {"name"}  # betas were not asked for: sgd has none
 
 
+def test_a_spec_of_an_earlier_version_knows_its_checkpoint_folder() -> None:
+    keys = {"name": "x", "model": "a:b", "data": "a:b", "steps": 1, "batch": 2}
+    plan = LaunchPlan(ranks=[RankPlace(rank=0, host="h", local_rank=0, device="cpu")])
+
+    def spec(checkpoint: dict[str, str], **fields: str) -> RunSpec:
+        job = JobConfig.model_validate(keys | {"checkpoint": checkpoint})
+        batch = resolve_batch(job, 1)
+        return RunSpec(
+            job=job, plan=plan, batch=batch, job_dir="/", run_dir="/run", run_id="x", **fields
+        )
+
+    assert spec({}).checkpoint_folder == Path("/run/checkpoints")
+    assert spec({"dir": "/mine"}).checkpoint_folder == Path("/mine")
+    assert spec({"dir": "mine"}, checkpoints="/jobs/mine").checkpoint_folder == Path("/jobs/mine")
+
+
 @given(st.dictionaries(st.text(), st.text()), st.integers(1, 50))
 def test_any_environment_arrives_in_pieces_of_any_size(env: dict[str, str], piece: int) -> None:
     start = StartRequest({"run_dir": "/x"}, "host", env, "module")

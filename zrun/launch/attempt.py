@@ -10,7 +10,6 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from zrun.estimate.forecast import Forecast
 from zrun.estimate.gate import Gate, refusal
@@ -118,7 +117,7 @@ def attempt(request: LaunchRequest, members: list[AgentLink]) -> AttemptResult:
         agents = AgentGroup([post.agent for post in assembly.posts])
         agents.start(
             StartRequest(
-                spec=spec,
+                spec=spec.to_json(),
                 host=post.host,
                 env={}
                 if isinstance(post.agent, JoinedAgent)
@@ -131,20 +130,20 @@ def attempt(request: LaunchRequest, members: list[AgentLink]) -> AttemptResult:
             )
             for post in assembly.posts
         )
-        code, failure, was_asked = _monitor(agents, resolved, rundir, request, gate)
+        code, failure, was_asked = _monitor(agents, resolved, spec, rundir, request, gate)
         rundir.exit_code = code
-        committed = _committed(resolved, rundir)
+        committed = _committed(spec)
         return AttemptResult(
             code, failure, rundir.path, committed, rundir.keep_lock(), was_asked, beginning.resume
         )
 
 
-def _committed(resolved: ResolvedJob, rundir: RunDir) -> int:
-    """The newest step that the run has saved; 0: none, or nobody can tell now. It decides nothing."""
-    if resolved.job.checkpoint is None:
+def _committed(spec: RunSpec) -> int:
+    """Return the newest step that the run has saved, for messages; 0: none, or not known now."""
+    if spec.job.checkpoint is None:
         return 0
     with suppress(CheckpointError):
-        return max(steps_in(checkpoint_folder(resolved.job, rundir.path)), default=0)
+        return max(steps_in(spec.checkpoint_folder), default=0)
     return 0
 
 
@@ -154,18 +153,18 @@ def _spec(
     rundir: RunDir,
     resume: ResumeSpec | None,
     memory_bytes: int | None,
-) -> dict[str, Any]:
-    spec = RunSpec(
+) -> RunSpec:
+    return RunSpec(
         job=without_secrets(resolved.job),
         plan=resolved.plan,
         batch=resolved.batch,
         job_dir=str(loaded.path.absolute().parent),
         run_dir=str(rundir.path),
         run_id=rundir.run_id,
+        checkpoints=str(checkpoint_folder(resolved.job, rundir.path)),
         resume=resume,
         memory_bytes=memory_bytes,
     )
-    return spec.to_json()
 
 
 def _record(loaded: LoadedJob, resolved: ResolvedJob) -> str:
@@ -177,7 +176,12 @@ def _record(loaded: LoadedJob, resolved: ResolvedJob) -> str:
 
 
 def _monitor(
-    agents: AgentGroup, resolved: ResolvedJob, rundir: RunDir, request: LaunchRequest, gate: Gate
+    agents: AgentGroup,
+    resolved: ResolvedJob,
+    spec: RunSpec,
+    rundir: RunDir,
+    request: LaunchRequest,
+    gate: Gate,
 ) -> tuple[int, Failure | Hang | LostHost | None, bool]:
     """Watch the run to its end, and report it.
 
@@ -212,7 +216,7 @@ def _monitor(
         ignore()  # what is left are the last words
     finally:
         follower.close()
-    committed = _committed(resolved, rundir)
+    committed = _committed(spec)
     code, failure = judge(run, plan, rundir, interrupts, committed)
     goes_on = request.is_restart or job.resume != "never"
     is_vain = goes_on and not run.trains and _is_of_its_own(failure)

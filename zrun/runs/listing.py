@@ -161,9 +161,11 @@ def may_save(path: Path) -> bool:
 
 def checkpoints_of(path: Path) -> Path:
     """Return the folder in which the run at `path` saves: its own, or its job's `checkpoint.dir`."""
+    from zrun_core.spine.spec import resolve_checkpoint_folder
+
     checkpoint = (_written_job(path) or {}).get("checkpoint")
     chosen = checkpoint.get("dir") if isinstance(checkpoint, dict) else None
-    return Path(chosen).expanduser() if isinstance(chosen, str) else path / "checkpoints"
+    return resolve_checkpoint_folder(chosen if isinstance(chosen, str) else None, path)
 
 
 def _written_job(path: Path) -> dict[str, Any] | None:

@@ -117,6 +117,7 @@ class RunSpec(Section):
     job_dir: str  # folder of the job file: first on the workers' sys.path
     run_dir: str
     run_id: str
+    checkpoints: str | None = None  # resolved folder; None in specs of earlier versions
     resume: ResumeSpec | None = None  # None: from the beginning
     memory_bytes: int | None = (
         None  # that each rank may have where its model lives; None: it finds out
@@ -127,6 +128,13 @@ class RunSpec(Section):
     def read(cls, path: Path) -> RunSpec:
         """The spec stored at `path`."""
         return cls.model_validate_json(path.read_bytes())
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        """Return the folder in which the run saves."""
+        if self.checkpoints is not None:
+            return Path(self.checkpoints)
+        return checkpoint_folder(self.job, Path(self.run_dir))
 
     def to_json(self) -> dict[str, Any]:
         """What the spec says, without defaults: which keys a job gave is known to the worker too."""
@@ -139,10 +147,16 @@ class RunSpec(Section):
 
 
 def checkpoint_folder(job: JobConfig, run_dir: Path) -> Path:
-    """Where the checkpoints of a run lie: `checkpoint.dir`, else a folder of the run directory."""
-    if job.checkpoint is not None and job.checkpoint.dir is not None:
-        return Path(job.checkpoint.dir).expanduser().absolute()
-    return run_dir / "checkpoints"
+    """Return the folder in which a run of `job` saves."""
+    chosen = job.checkpoint.dir if job.checkpoint is not None else None
+    return resolve_checkpoint_folder(chosen, run_dir)
+
+
+def resolve_checkpoint_folder(chosen: str | None, run_dir: Path) -> Path:
+    """Return `chosen`, the `checkpoint.dir` of a job; of None, a folder of the run directory."""
+    if chosen is None:
+        return run_dir / "checkpoints"
+    return Path(chosen).expanduser().absolute()
 
 
 def resolve_bucket(zero: ZeroConfig, device: str) -> int:

@@ -56,7 +56,7 @@ from zrun_core.spine.config import Ref
 from zrun_core.spine.events import Emitter
 from zrun_core.spine.flight_recorder import FlightRecorder, Watchdog, host_file
 from zrun_core.spine.parallel_dims import refuse_untrained
-from zrun_core.spine.spec import RunSpec, checkpoint_folder
+from zrun_core.spine.spec import RunSpec
 from zrun_core.spine.stop_signals import StopSignals
 from zrun_core.train import parallelize
 from zrun_core.train.evaluator import HeldOut
@@ -199,9 +199,7 @@ class Worker:
         notes = [*built.notes, *notes]
         self.phase = "load"
         if job.checkpoint is not None and self.rank == 0:
-            self.lock = hold(
-                checkpoint_folder(job, self.run_dir)
-            )  # before anything in it is believed
+            self.lock = hold(self.spec.checkpoint_folder)  # before anything in it is believed
         state = ModelState(sharded)
         resumed = None
         if self.spec.resume is not None:
@@ -282,7 +280,7 @@ class Worker:
         config = self.spec.job.checkpoint
         if config is None:
             return None
-        folder = CheckpointFolder(checkpoint_folder(self.spec.job, self.run_dir))
+        folder = CheckpointFolder(self.spec.checkpoint_folder)
         run_id = re.sub(r"[^A-Za-z0-9_-]", "-", self.spec.run_id)[
             :128
         ]  # of a folder that the user named

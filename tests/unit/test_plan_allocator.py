@@ -15,7 +15,7 @@ import pytest
 from zrun.job.environment import WORKER_DEFAULTS
 from zrun_core.plan.memory import allocator as allocator_module
 from zrun_core.plan.memory.allocator import MIB, CachingAllocator, Heap, pinned_bytes, simulate
-from zrun_core.plan.trace.profile import Event, Linear, Trace, TracePhase
+from zrun_core.plan.trace.profile import Affine, Event, Trace, TracePhase
 
 KIB = 1024
 
@@ -144,7 +144,7 @@ def test_everything_comes_back(expandable: bool) -> None:
 
 def test_replay_of_steps() -> None:
     def at(tensor: int, mib: float, come: bool, phase: TracePhase) -> Event:
-        return Event(tensor, Linear(0, mib * MIB), come, phase, "", -1, "activation")
+        return Event(tensor, Affine(0, mib * MIB), come, phase, "", -1, "activation")
 
     events = [
         at(0, 8, True, TracePhase.FORWARD),
@@ -179,7 +179,7 @@ class Counting(CachingAllocator):
 def test_a_pass_that_changes_nothing_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     def at(tensor: int, come: bool, accumulates: bool = False) -> Event:
         return Event(
-            tensor, Linear(0, 3 * MIB), come, TracePhase.BACKWARD, "", -1, "grad", accumulates
+            tensor, Affine(0, 3 * MIB), come, TracePhase.BACKWARD, "", -1, "grad", accumulates
         )
 
     plain = [at(0, True), at(1, True), at(0, False), at(2, True)]

@@ -20,7 +20,7 @@ from zrun_core.plan.measure import microbench
 from zrun_core.plan.measure.measure import _mean, _numel, _updates
 from zrun_core.plan.measure.rehearsal import job_of
 from zrun_core.plan.timing.cost_model import _columns, _ways, trace_seconds
-from zrun_core.plan.trace.profile import Linear, Op, Trace, TracePhase
+from zrun_core.plan.trace.profile import Affine, Op, Trace, TracePhase
 
 SIDES = (10.0, 100.0, 1000.0)
 
@@ -76,18 +76,18 @@ def op(
     name: str,
     family: str,
     phase: TracePhase,
-    moved: Linear,
+    moved: Affine,
     shape: tuple[int, ...] = (),
     flops: float = 0.0,
 ) -> Op:
-    return Op(name, family, Linear(0.0, flops), moved, phase, "", -1, "float32", shape)  # type: ignore[arg-type]
+    return Op(name, family, Affine(0.0, flops), moved, phase, "", -1, "float32", shape)  # type: ignore[arg-type]
 
 
 def layer(tokens: int, out: int, inside: int) -> list[Op]:
     """A linear layer on `tokens` per sample, traced for one sample: its output, and the gradients of both factors."""
     flops = 2.0 * tokens * out * inside
     x, y, w = (4.0 * size for size in (tokens * inside, tokens * out, out * inside))
-    moved = Linear(w, x + y)
+    moved = Affine(w, x + y)
     return [
         op("addmm", "gemm", TracePhase.FORWARD, moved, (tokens, out, inside), flops),
         op("mm", "gemm", TracePhase.BACKWARD, moved, (tokens, inside, out), flops),
@@ -97,7 +97,7 @@ def layer(tokens: int, out: int, inside: int) -> list[Op]:
 
 def test_products_are_told_apart_by_what_the_batch_leaves_alone() -> None:
     heads = op(
-        "bmm", "gemm", TracePhase.FORWARD, Linear(0.0, 4.0 * 4 * 300), (10, 10, 10), 2.0 * 4 * 1000
+        "bmm", "gemm", TracePhase.FORWARD, Affine(0.0, 4.0 * 4 * 300), (10, 10, 10), 2.0 * 4 * 1000
     )
     columns = _columns(Trace("none", (), (*layer(32, 100, 100), *layer(500, 20, 40), heads)), 0)
     assert _ways(columns).tolist() == [0, 1, 2, 0, 1, 2, 3]
@@ -106,8 +106,8 @@ def test_products_are_told_apart_by_what_the_batch_leaves_alone() -> None:
 def test_a_plan_takes_what_was_measured() -> None:
     ops = (
         *layer(32, 100, 100),
-        op("add", "elementwise", TracePhase.FORWARD, Linear(0.0, 500.0)),
-        op("convolution", "conv", TracePhase.FORWARD, Linear(0.0, 8.0), (9, 10, 1, 1), 4e6),
+        op("add", "elementwise", TracePhase.FORWARD, Affine(0.0, 500.0)),
+        op("convolution", "conv", TracePhase.FORWARD, Affine(0.0, 8.0), (9, 10, 1, 1), 4e6),
     )
     device = Device("cores", "cpu", GIB, {"fp32": 1e9}, 1e9, launch_s=1e-7, operators=TABLES)
     seconds = trace_seconds(_columns(Trace("none", (), ops), 0), 2, device, "fp32")

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from zrun_core.plan.trace.profile import (
+    Affine,
     Event,
-    Linear,
     ModuleInfo,
     Op,
     ParamInfo,
@@ -26,7 +26,7 @@ def event(
     tensor: int, per_sample: float, come: bool, phase: TracePhase, block: int, base: float = 0.0
 ) -> Event:
     module = f"blocks.{block}" if block >= 0 else ""
-    return Event(tensor, Linear(base, per_sample), come, phase, module, block, "activation")
+    return Event(tensor, Affine(base, per_sample), come, phase, module, block, "activation")
 
 
 def trace() -> Trace:
@@ -104,7 +104,7 @@ def test_micro_batches_in_flight_hold_what_forward_kept() -> None:
 
 def test_a_second_micro_batch_is_added_to_the_first() -> None:
     cast = [
-        Event(9, Linear(64, 0), come, B, "blocks.0", 0, "grad", accumulates=True)
+        Event(9, Affine(64, 0), come, B, "blocks.0", 0, "grad", accumulates=True)
         for come in (True, False)
     ]
     both = Trace("none", (*trace().events[:10], *cast, *trace().events[10:]), ())
@@ -123,7 +123,7 @@ def test_some_micro_batches_are_exact() -> None:
 
 
 def profile() -> Profile:
-    op = Op("mm", "gemm", Linear(0, 2.0), Linear(1, 3.5), F, "blocks.0", 0, "float32", (4, 2, 3))
+    op = Op("mm", "gemm", Affine(0, 2.0), Affine(1, 3.5), F, "blocks.0", 0, "float32", (4, 2, 3))
     return Profile(
         source="traced",
         why="",
@@ -133,7 +133,7 @@ def profile() -> Profile:
         ),
         buffer_bytes=12,
         num_blocks=2,
-        batch_bytes=Linear(0, 16),
+        batch_bytes=Affine(0, 16),
         tokens_per_sample=8,
         traces={"none": Trace("none", trace().events, (op,), {1: Trace("none", (), (op,))})},
         modules=(
@@ -155,7 +155,7 @@ def deep(blocks: int) -> Profile:
     forward = [event(n, 4.0, True, F, n, base=8.0) for n in range(blocks)]
     backward = [event(n, 4.0, False, B, n, base=8.0) for n in reversed(range(blocks))]
     ops = [
-        Op("mm", "gemm", Linear(0, 2.0), Linear(1, 3.5), F, f"blocks.{n}", n, "float32", (4, 2, 3))
+        Op("mm", "gemm", Affine(0, 2.0), Affine(1, 3.5), F, f"blocks.{n}", n, "float32", (4, 2, 3))
         for n in range(blocks)
     ]
     return replace(profile(), traces={"none": Trace("none", (*forward, *backward), tuple(ops))})

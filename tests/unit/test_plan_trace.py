@@ -24,7 +24,7 @@ from zrun_core.plan.trace.block_extrapolation import alike
 from zrun_core.plan.trace.module_tree import skeleton_of
 from zrun_core.plan.trace.op_recorder import OpRow
 from zrun_core.plan.trace.parameters_only import with_guesses
-from zrun_core.plan.trace.profile import Event, Linear, Profile, Trace, TracePhase, peak_of
+from zrun_core.plan.trace.profile import Affine, Event, Profile, Trace, TracePhase, peak_of
 from zrun_core.plan.trace.trace_process import trace_in_subprocess, trace_job
 from zrun_core.plan.trace.tracer import describe_modules, describe_params
 from zrun_core.spine.config import JobConfig
@@ -233,7 +233,7 @@ def test_a_skeleton_is_cut_as_the_model_is(model: Any) -> None:
         built = model()
     next(iter(built.parameters())).requires_grad_(False)
     params, modules = describe_params(built, torch.bfloat16), describe_modules(built)
-    described = Profile("formula", "", params, 0, 0, Linear(0.0, 0.0), None, {}, modules)
+    described = Profile("formula", "", params, 0, 0, Affine(0.0, 0.0), None, {}, modules)
     skeleton = skeleton_of(Profile.from_json(described.to_json()))
     for options in ({}, {"persist_below": 200}, {"whole_blocks": True}):
         one, other = (

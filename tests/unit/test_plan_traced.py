@@ -15,7 +15,7 @@ from zrun_core.plan.memory.rank_memory import adds_gradients
 from zrun_core.plan.question.candidate import Candidate
 from zrun_core.plan.question.transformer import TransformerShape
 from zrun_core.plan.timing.cost_model import CostModel, TimingSettings
-from zrun_core.plan.trace.profile import Event, Linear, Op, Profile, Trace, TracePhase
+from zrun_core.plan.trace.profile import Affine, Event, Op, Profile, Trace, TracePhase
 from zrun_core.plan.trace.tracer import describe_modules, describe_params
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.parallel_dims import ParallelDims
@@ -42,8 +42,8 @@ def product(phase: TracePhase, module: str, block: int, flops: float) -> Op:
     return Op(
         "mm",
         "gemm",
-        Linear(0, flops),
-        Linear(2 * WIDTH**2, 2 * KEPT),
+        Affine(0, flops),
+        Affine(2 * WIDTH**2, 2 * KEPT),
         phase,
         module,
         block,
@@ -61,8 +61,8 @@ def timeline(checkpoint: str) -> Trace:
             Op(
                 "embedding",
                 "copy",
-                Linear(0, 0),
-                Linear(0, KEPT),
+                Affine(0, 0),
+                Affine(0, KEPT),
                 TracePhase.FORWARD,
                 "embed",
                 -1,
@@ -74,7 +74,7 @@ def timeline(checkpoint: str) -> Trace:
     for block in range(BLOCKS):
         name = f"blocks.{block}.linear"
         events.append(
-            Event(block, Linear(0, KEPT), True, TracePhase.FORWARD, name, block, "activation")
+            Event(block, Affine(0, KEPT), True, TracePhase.FORWARD, name, block, "activation")
         )
         ops.append(product(TracePhase.FORWARD, name, block, once))
     ops.append(product(TracePhase.FORWARD, "head", -1, once))
@@ -85,14 +85,14 @@ def timeline(checkpoint: str) -> Trace:
             3 if checkpoint == "full" else 2
         )
         events.append(
-            Event(block, Linear(0, KEPT), False, TracePhase.BACKWARD, name, block, "activation")
+            Event(block, Affine(0, KEPT), False, TracePhase.BACKWARD, name, block, "activation")
         )
     ops.append(
         Op(
             "scatter",
             "copy",
-            Linear(0, 0),
-            Linear(0, KEPT),
+            Affine(0, 0),
+            Affine(0, KEPT),
             TracePhase.BACKWARD,
             "embed",
             -1,
@@ -112,7 +112,7 @@ def profile() -> Profile:
         describe_params(model, torch.bfloat16),
         0,
         BLOCKS,
-        Linear(0, 16.0 * TOKENS),
+        Affine(0, 16.0 * TOKENS),
         TOKENS,
         {name: timeline(name) for name in ("none", "full")},
         describe_modules(model),

@@ -17,7 +17,7 @@ from zrun.hosts.cluster_env import NONE, ClusterEnv, detect
 from zrun.hosts.host_filter import HostOptions, filtered
 from zrun.hosts.hostfile import HostEntry, parse_items, parse_option, read_hostfile
 from zrun.job.nearest import nearest
-from zrun.job.problems import Reason
+from zrun.job.problems import AutoValue
 from zrun_core.errors import JobError
 from zrun_core.spine.config import JobConfig
 
@@ -156,10 +156,10 @@ def _is_about_this_host(picks: str) -> bool:
     return all(item.partition(":")[0] == "localhost" for item in picks.split("@"))
 
 
-def with_backend(job: JobConfig, backend: Backend) -> tuple[JobConfig, tuple[Reason, ...]]:
+def with_backend(job: JobConfig, backend: Backend) -> tuple[JobConfig, tuple[AutoValue, ...]]:
     """`job` with its `launch.backend` resolved, and the reason where it was left to auto."""
     launch = job.launch.model_copy(update={"backend": backend.kind})
-    reason = Reason("launch.backend", backend.kind, backend.why)
+    reason = AutoValue("launch.backend", backend.kind, backend.why)
     return job.model_copy(update={"launch": launch}), (
         reason,
     ) if job.launch.backend == "auto" else ()

@@ -10,7 +10,7 @@ from pathlib import Path
 from zrun.hosts.cluster import several
 from zrun.hosts.hostfile import HostEntry
 from zrun.job.nearest import nearest
-from zrun.job.problems import Origin, Problem, job_error, shown_text
+from zrun.job.problems import Problem, ValueOrigin, job_error, shown_text
 from zrun_core.errors import JobError
 from zrun_core.spine.hostname import MAX_SLOTS
 
@@ -151,7 +151,7 @@ def _picks(
                 raise ValueError(f"{entry} is there already: write it once, with all its slots")
             picks[entry] = slots
         except ValueError as error:
-            problems.append(Problem(Origin.in_file(option, 1, column), (), str(error)))
+            problems.append(Problem(ValueOrigin.in_file(option, 1, column), (), str(error)))
         column += len(item) + 1
     if problems:
         raise job_error(option, problems)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zrun.job.problems import Origin, Problem, job_error, shown_text
+from zrun.job.problems import Problem, ValueOrigin, job_error, shown_text
 from zrun_core.errors import JobError
 from zrun_core.spine.hostname import Host, parse_item, parse_line
 
@@ -47,7 +47,7 @@ def parse_hostfile(raw: bytes, name: str) -> tuple[HostEntry, ...]:
     Raises:
         JobError: with every mistake in it.
     """
-    hosts: list[tuple[Host, Origin]] = []
+    hosts: list[tuple[Host, ValueOrigin]] = []
     problems: list[Problem] = []
     for number, line in enumerate(_decoded(raw, name).split("\n"), start=1):
         text = line.removesuffix("\r").partition("#")[0].rstrip(" \t")
@@ -56,11 +56,11 @@ def parse_hostfile(raw: bytes, name: str) -> tuple[HostEntry, ...]:
         indent = len(text) - len(text.lstrip(" \t"))
         host, mistakes = parse_line(text)
         problems += [
-            Problem(Origin.in_file(name, number, each.offset + 1), (), each.message)
+            Problem(ValueOrigin.in_file(name, number, each.offset + 1), (), each.message)
             for each in mistakes
         ]
         if host is not None:
-            hosts.append((host, Origin.in_file(name, number, indent + 1)))
+            hosts.append((host, ValueOrigin.in_file(name, number, indent + 1)))
     if not hosts and not problems:
         raise JobError(f"{name} names no host: {_EXAMPLE}")
     return _entries(name, hosts, problems)
@@ -72,17 +72,17 @@ def parse_option(text: str, name: str) -> tuple[HostEntry, ...]:
     Raises:
         JobError: with every mistake in it.
     """
-    hosts: list[tuple[Host, Origin]] = []
+    hosts: list[tuple[Host, ValueOrigin]] = []
     problems: list[Problem] = []
     column = 1
     for item in text.split(","):
         host, mistakes = parse_item(item)
         problems += [
-            Problem(Origin.in_file(name, 1, column + each.offset), (), each.message)
+            Problem(ValueOrigin.in_file(name, 1, column + each.offset), (), each.message)
             for each in mistakes
         ]
         if host is not None:
-            hosts.append((host, Origin.in_file(name, 1, column)))
+            hosts.append((host, ValueOrigin.in_file(name, 1, column)))
         column += len(item) + 1
     return _entries(name, hosts, problems)
 
@@ -93,10 +93,10 @@ def parse_items(items: Sequence[str], key: str) -> tuple[HostEntry, ...]:
     Raises:
         JobError: with every mistake in it.
     """
-    hosts: list[tuple[Host, Origin]] = []
+    hosts: list[tuple[Host, ValueOrigin]] = []
     problems: list[Problem] = []
     for index, item in enumerate(items):
-        place = Origin("file", f"{key}[{index}]", 1, index + 1)
+        place = ValueOrigin("file", f"{key}[{index}]", 1, index + 1)
         host, mistakes = parse_item(item)
         problems += [Problem(place, (), each.message) for each in mistakes]
         if host is not None:
@@ -105,9 +105,9 @@ def parse_items(items: Sequence[str], key: str) -> tuple[HostEntry, ...]:
 
 
 def _entries(
-    name: str, hosts: Iterable[tuple[Host, Origin]], problems: list[Problem]
+    name: str, hosts: Iterable[tuple[Host, ValueOrigin]], problems: list[Problem]
 ) -> tuple[HostEntry, ...]:
-    first: dict[tuple[str, int], Origin] = {}
+    first: dict[tuple[str, int], ValueOrigin] = {}
     entries = []
     for host, origin in hosts:
         known = first.setdefault((host.name.lower(), host.port or 22), origin)
@@ -153,7 +153,7 @@ def _decoded(raw: bytes, name: str) -> str:
         return raw.decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         before = raw[: error.start].decode().split("\n")
-        place = Origin.in_file(name, len(before), len(before[-1]) + 1)
+        place = ValueOrigin.in_file(name, len(before), len(before[-1]) + 1)
         raise job_error(
             name, [Problem(place, (), "not UTF-8 text; save the file as UTF-8")]
         ) from None

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from zrun.job.problems import KeyPath, Origin, Problem, job_error
+from zrun.job.problems import KeyPath, Problem, ValueOrigin, job_error
 from zrun.job.scalars import resolve
 
 MAX_DEPTH = 64
@@ -36,7 +36,7 @@ _HINTS = (
 )
 
 
-class _YamlEvents(yaml.reader.Reader, yaml.scanner.Scanner, yaml.parser.Parser):
+class _EventStream(yaml.reader.Reader, yaml.scanner.Scanner, yaml.parser.Parser):
     """PyYAML without its composer, resolver and constructor."""
 
     def __init__(self, text: str) -> None:
@@ -59,8 +59,8 @@ class Document:
 
     name: str
     value: Any = None
-    keys: dict[KeyPath, Origin] = field(default_factory=dict)
-    values: dict[KeyPath, Origin] = field(default_factory=dict)
+    keys: dict[KeyPath, ValueOrigin] = field(default_factory=dict)
+    values: dict[KeyPath, ValueOrigin] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
     @classmethod
@@ -72,7 +72,7 @@ class Document:
         """
         document = cls(name)
         try:
-            events = _YamlEvents(text)
+            events = _EventStream(text)
         except yaml.reader.ReaderError as error:
             before = text[: error.position].split("\n")
             message = f"character U+{ord(text[error.position]):04X} is not allowed in YAML"
@@ -94,15 +94,15 @@ class Document:
             ) from None
         return document
 
-    def origin(self, path: KeyPath) -> Origin:
+    def origin(self, path: KeyPath) -> ValueOrigin:
         """Where the value at `path` was written, or else the nearest mapping around it."""
         return _nearest(self.values, path)
 
-    def key_origin(self, path: KeyPath) -> Origin:
+    def key_origin(self, path: KeyPath) -> ValueOrigin:
         """Where the key at `path` was written, or else the nearest one around it."""
         return _nearest(self.keys, path)
 
-    def place(self, path: KeyPath, origin: Origin) -> None:
+    def place(self, path: KeyPath, origin: ValueOrigin) -> None:
         """The value at `path`, with all below it, now comes from `origin`."""
         for origins in (self.keys, self.values):
             for below in [known for known in origins if known[: len(path)] == path]:
@@ -112,7 +112,7 @@ class Document:
     def _fatal(self, line: int, column: int, message: str) -> Exception:
         return job_error(
             self.name,
-            [*self.problems, Problem(Origin.in_file(self.name, line, column), (), message)],
+            [*self.problems, Problem(ValueOrigin.in_file(self.name, line, column), (), message)],
         )
 
 
@@ -123,7 +123,7 @@ def _resolve_or_text(text: str) -> Any:
         return text
 
 
-def _nearest(origins: Mapping[KeyPath, Origin], path: KeyPath) -> Origin:
+def _nearest(origins: Mapping[KeyPath, ValueOrigin], path: KeyPath) -> ValueOrigin:
     while path not in origins and path:
         path = path[:-1]
     return origins[path]
@@ -132,13 +132,15 @@ def _nearest(origins: Mapping[KeyPath, Origin], path: KeyPath) -> Origin:
 class _YamlReader:
     """Turns events into the document's value, one recursive step per node."""
 
-    def __init__(self, document: Document, events: _YamlEvents, environ: Mapping[str, str]) -> None:
+    def __init__(
+        self, document: Document, events: _EventStream, environ: Mapping[str, str]
+    ) -> None:
         self._document = document
         self._events = events
         self._environ = environ
 
     def read(self) -> None:
-        self._document.keys[()] = Origin.in_file(self._document.name, 1, 1)
+        self._document.keys[()] = ValueOrigin.in_file(self._document.name, 1, 1)
         self._document.values[()] = self._document.keys[()]
         events = self._events
         events.take()  # stream start
@@ -256,9 +258,9 @@ class _YamlReader:
             )
         return self._environ.get(name, "")
 
-    def _place(self, event: Any) -> Origin:
+    def _place(self, event: Any) -> ValueOrigin:
         mark = event.start_mark
-        return Origin.in_file(self._document.name, mark.line + 1, mark.column + 1)
+        return ValueOrigin.in_file(self._document.name, mark.line + 1, mark.column + 1)
 
     def _problem(self, path: KeyPath, event: Any, message: str) -> None:
         self._document.problems.append(Problem(self._place(event), path, message))

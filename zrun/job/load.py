@@ -10,7 +10,7 @@ from typing import Any
 
 from zrun.job import overrides as command_line
 from zrun.job.document import Document
-from zrun.job.problems import DEFAULT, Origin, Problem, job_error
+from zrun.job.problems import DEFAULT, Problem, ValueOrigin, job_error
 from zrun.job.validate import validate
 from zrun_core.errors import JobError
 from zrun_core.spine.config import JobConfig, Section
@@ -25,12 +25,12 @@ class LoadedJob:
     config: JobConfig
     path: Path
     origins: Mapping[
-        str, Origin
+        str, ValueOrigin
     ]  # by dotted key, for every key that holds a value: "zero.stage", "model.args.dim"
 
 
 @dataclass(frozen=True)
-class Leaf:
+class JobValue:
     """One value of a job."""
 
     path: tuple[str, ...]
@@ -53,27 +53,30 @@ def load_job(
     command_line.apply(document, overrides, environ)
     config = validate(document)
     origins = {
-        str(leaf): document.origin(leaf.path) if leaf.given else DEFAULT for leaf in leaves(config)
+        str(leaf): document.origin(leaf.path) if leaf.given else DEFAULT
+        for leaf in job_values(config)
     }
     return LoadedJob(config, path, origins)
 
 
-def leaves(config: Section, path: tuple[str, ...] = (), given: bool = True) -> Iterator[Leaf]:
+def job_values(
+    config: Section, path: tuple[str, ...] = (), given: bool = True
+) -> Iterator[JobValue]:
     """Every value below `path`, in the order of the definition."""
     for name, field in type(config).model_fields.items():
         value = getattr(config, name)
         here = (*path, field.alias or name)
         is_given = given and name in config.model_fields_set
         if isinstance(value, Section):
-            yield from leaves(value, here, is_given)
+            yield from job_values(value, here, is_given)
         elif isinstance(value, dict) and value:
             for key, item in value.items():
                 if isinstance(item, Section):
-                    yield from leaves(item, (*here, key), is_given)
+                    yield from job_values(item, (*here, key), is_given)
                 else:
-                    yield Leaf((*here, key), item, is_given)
+                    yield JobValue((*here, key), item, is_given)
         else:
-            yield Leaf(here, value, is_given)
+            yield JobValue(here, value, is_given)
 
 
 def _read(path: Path) -> str:
@@ -96,7 +99,7 @@ def _read(path: Path) -> str:
         return raw.decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         before = raw[: error.start].decode().split("\n")
-        place = Origin.in_file(str(path), len(before), len(before[-1]) + 1)
+        place = ValueOrigin.in_file(str(path), len(before), len(before[-1]) + 1)
         raise job_error(
             str(path), [Problem(place, (), "not UTF-8 text; save the file as UTF-8")]
         ) from None

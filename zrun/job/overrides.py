@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from zrun.job.document import Document
-from zrun.job.problems import Origin, Problem, dotted, shown_value
+from zrun.job.problems import Problem, ValueOrigin, dotted, shown_value
 from zrun.job.schema import find_key
 from zrun_core.errors import JobError
 
@@ -20,7 +20,7 @@ def apply(document: Document, overrides: Iterable[str], environ: Mapping[str, st
     if not isinstance(document.value, dict):
         return  # nothing to merge into; validation says so
     for text in overrides:
-        origin = Origin("override", text)
+        origin = ValueOrigin("override", text)
         name, equals, value = text.partition("=")
         path = tuple(name.strip().split("."))
         if not equals or not all(path):
@@ -39,7 +39,7 @@ def apply(document: Document, overrides: Iterable[str], environ: Mapping[str, st
         _merge(document, origin, path, parsed.value)
 
 
-def _merge(document: Document, origin: Origin, path: tuple[str, ...], value: Any) -> None:
+def _merge(document: Document, origin: ValueOrigin, path: tuple[str, ...], value: Any) -> None:
     node = document.value
     for depth, name in enumerate(path[:-1], start=1):
         above = path[:depth]

@@ -15,7 +15,7 @@ KeyPath = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
-class Origin:
+class ValueOrigin:
     """Where a value was written: a place in a file, an override on the command line, or nowhere.
 
     What is written nowhere is the default, or was resolved from auto.
@@ -27,7 +27,7 @@ class Origin:
     column: int = 0
 
     @classmethod
-    def in_file(cls, name: str, line: int, column: int) -> Origin:
+    def in_file(cls, name: str, line: int, column: int) -> ValueOrigin:
         """A place in the file `name`; the first line and the first column are 1."""
         return cls("file", f"{name}:{line}:{column}", line, column)
 
@@ -45,11 +45,11 @@ class Origin:
         return f"override {shown_text(self.text)}" if self.kind == "override" else str(self)
 
 
-DEFAULT = Origin("default")
+DEFAULT = ValueOrigin("default")
 
 
 @dataclass(frozen=True)
-class Reason:
+class AutoValue:
     """A key that the job left open, the value it got, and why."""
 
     key: str
@@ -61,7 +61,7 @@ class Reason:
 class Problem:
     """One mistake: where it stands, the key it is about (empty: the file as a whole), and what to write instead."""
 
-    origin: Origin
+    origin: ValueOrigin
     path: KeyPath
     message: str
 

@@ -12,7 +12,15 @@ from pydantic_core import ErrorDetails
 
 from zrun.job.document import Document
 from zrun.job.nearest import nearest, nearest_key, siblings
-from zrun.job.problems import MAX_SHOWN, KeyPath, Origin, Problem, dotted, job_error, shown_value
+from zrun.job.problems import (
+    MAX_SHOWN,
+    KeyPath,
+    Problem,
+    ValueOrigin,
+    dotted,
+    job_error,
+    shown_value,
+)
 from zrun.job.scalars import write
 from zrun.job.schema import JobKey, fields, find_key
 from zrun_core.spine.config import JobConfig
@@ -66,7 +74,7 @@ def _mended(value: Mapping[str, Any], problems: Iterable[Problem]) -> dict[str, 
 
 def _without_echoes(problems: Iterable[Problem]) -> list[Problem]:
     """The first problem of each key: a mistake in the YAML itself makes others at the same place."""
-    first: dict[tuple[Origin, KeyPath], Problem] = {}
+    first: dict[tuple[ValueOrigin, KeyPath], Problem] = {}
     for problem in problems:
         first.setdefault((problem.origin, problem.path), problem)
     return list(first.values())

@@ -16,7 +16,7 @@ from zrun.estimate.gate import Gate, refusal
 from zrun.hosts.backend import with_backend
 from zrun.job.environment import without_secrets
 from zrun.job.load import LoadedJob
-from zrun.job.problems import Origin
+from zrun.job.problems import ValueOrigin
 from zrun.job.render import with_origins
 from zrun.launch.bring_up import bring_up
 from zrun.launch.failures import Failure, Hang, LostHost, Stopped
@@ -169,7 +169,7 @@ def _spec(
 
 def _record(loaded: LoadedJob, resolved: ResolvedJob) -> str:
     """The job as it runs, with the origin of each value."""
-    autos = {each.key: Origin("auto", each.why) for each in resolved.reasons}
+    autos = {each.key: ValueOrigin("auto", each.why) for each in resolved.reasons}
     return with_origins(
         LoadedJob(without_secrets(resolved.job), loaded.path, {**loaded.origins, **autos})
     )

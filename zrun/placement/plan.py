@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from zrun.hosts.cluster import Cluster, HostFacts, each, listed, several
-from zrun.job.problems import Reason
+from zrun.job.problems import AutoValue
 from zrun.placement.place import RankAssignment, assign_ranks, resolve_dims
 from zrun_core.errors import JobError, PreflightError
 from zrun_core.spine.config import MAX_RANKS, OWN_DEFAULTS, JobConfig
@@ -25,7 +25,7 @@ class ResolvedJob:
     job: JobConfig  # without any auto
     plan: LaunchPlan
     batch: BatchPlan
-    reasons: tuple[Reason, ...]
+    reasons: tuple[AutoValue, ...]
     warnings: tuple[str, ...] = ()
 
 
@@ -39,7 +39,7 @@ def make_plan(job: JobConfig, cluster: Cluster) -> ResolvedJob:
         JobError: `parallel`, the batch or `zero.shard_group` does not divide over the ranks, or the learning
             rate has no end to decay to.
     """
-    reasons: list[Reason] = []
+    reasons: list[AutoValue] = []
     device = _device(job, cluster, reasons)
     slots = _slots(job, cluster, device, reasons)
     threads = _threads(job, cluster, slots, reasons)
@@ -51,7 +51,7 @@ def make_plan(job: JobConfig, cluster: Cluster) -> ResolvedJob:
     dims = resolve_dims(job.parallel, num_ranks)
     if job.parallel.dp == "auto" and dims.tp * dims.pp > 1:
         why = f"{several(num_ranks, 'rank')} / (tp {dims.tp} x pp {dims.pp})"
-        reasons.append(Reason("parallel.dp", str(dims.dp), why))
+        reasons.append(AutoValue("parallel.dp", str(dims.dp), why))
     found = assign_ranks(job, cluster, device, dims, slots, threads)
     batch = _batch(job, dims.dp, reasons)
     _check_shard_group(job, dims.dp)
@@ -131,7 +131,7 @@ def _shared(values: dict[str, int]) -> int | Literal["auto"]:
     return found.pop() if len(found) == 1 else "auto"
 
 
-def _device(job: JobConfig, cluster: Cluster, reasons: list[Reason]) -> Literal["cpu", "cuda"]:
+def _device(job: JobConfig, cluster: Cluster, reasons: list[AutoValue]) -> Literal["cpu", "cuda"]:
     without = [host.hostname for host in cluster.hosts if not host.gpus]
     some_have = len(without) < len(cluster.hosts)
     if without and (job.device == "cuda" or (job.device == "auto" and some_have)):
@@ -144,11 +144,13 @@ def _device(job: JobConfig, cluster: Cluster, reasons: list[Reason]) -> Literal[
         raise PreflightError(f"device: {job.device}, but {lacking}: {advice}")
     if job.device != "auto":
         return job.device
-    reasons.append(Reason("device", "cpu" if without else "cuda", str(cluster)))
+    reasons.append(AutoValue("device", "cpu" if without else "cuda", str(cluster)))
     return "cpu" if without else "cuda"
 
 
-def _slots(job: JobConfig, cluster: Cluster, device: str, reasons: list[Reason]) -> dict[str, int]:
+def _slots(
+    job: JobConfig, cluster: Cluster, device: str, reasons: list[AutoValue]
+) -> dict[str, int]:
     """Ranks of each host."""
     slots = {host.hostname: _slots_of(job, host, device) for host in cluster.hosts}
     if job.slots == "auto":
@@ -158,7 +160,9 @@ def _slots(job: JobConfig, cluster: Cluster, device: str, reasons: list[Reason])
             why = f"one rank per GPU of {listed(list(slots))}"
         else:
             why = "one rank where there is no GPU" + " of each host" * (len(slots) > 1)
-        reasons.append(Reason("slots", each(cluster.hosts, lambda host: slots[host.hostname]), why))
+        reasons.append(
+            AutoValue("slots", each(cluster.hosts, lambda host: slots[host.hostname]), why)
+        )
     return slots
 
 
@@ -190,7 +194,7 @@ def _slots_of(job: JobConfig, host: HostFacts, device: str) -> int:
 
 
 def _threads(
-    job: JobConfig, cluster: Cluster, slots: dict[str, int], reasons: list[Reason]
+    job: JobConfig, cluster: Cluster, slots: dict[str, int], reasons: list[AutoValue]
 ) -> dict[str, int]:
     """CPU threads of a rank on each host."""
 
@@ -211,12 +215,12 @@ def _threads(
     if job.threads == "auto" or any(
         slots[host.hostname] * number(host) > host.cores for host in cluster.hosts
     ):
-        reasons.append(Reason("threads", each(cluster.hosts, number), each(cluster.hosts, why)))
+        reasons.append(AutoValue("threads", each(cluster.hosts, number), each(cluster.hosts, why)))
     return {host.hostname: number(host) for host in cluster.hosts}
 
 
 def _bind(
-    job: JobConfig, cluster: Cluster, found: RankAssignment, reasons: list[Reason]
+    job: JobConfig, cluster: Cluster, found: RankAssignment, reasons: list[AutoValue]
 ) -> Literal["auto", "off"]:
     bind: Literal["auto", "off"] = "off" if None not in found.unbound.values() else "auto"
     if job.bind == "auto":
@@ -224,19 +228,19 @@ def _bind(
             cluster.hosts,
             lambda host: found.unbound[host.hostname] or "each rank keeps to cores of its own",
         )
-        reasons.append(Reason("bind", bind, why))
+        reasons.append(AutoValue("bind", bind, why))
     return bind
 
 
-def _batch(job: JobConfig, slots: int, reasons: list[Reason]) -> BatchPlan:
+def _batch(job: JobConfig, slots: int, reasons: list[AutoValue]) -> BatchPlan:
     batch, ranks = resolve_batch(job, slots), several(slots, "rank")
     if job.batch.global_ == "auto":
         reasons.append(
-            Reason("batch.global", str(batch.global_size), f"micro {batch.micro} x {ranks}")
+            AutoValue("batch.global", str(batch.global_size), f"micro {batch.micro} x {ranks}")
         )
     if job.batch.micro == "auto":
         why = f"global {batch.global_size} / {ranks}, no accumulation"
-        reasons.append(Reason("batch.micro", str(batch.micro), why))
+        reasons.append(AutoValue("batch.micro", str(batch.micro), why))
     return batch
 
 
@@ -248,14 +252,14 @@ def _check_shard_group(job: JobConfig, slots: int) -> None:
         )
 
 
-def _bucket(job: JobConfig, device: str, reasons: list[Reason]) -> int:
+def _bucket(job: JobConfig, device: str, reasons: list[AutoValue]) -> int:
     bucket = resolve_bucket(job.zero, device)
     if job.zero.bucket == "auto":
-        reasons.append(Reason("zero.bucket", format_size(bucket), f"on {device}"))
+        reasons.append(AutoValue("zero.bucket", format_size(bucket), f"on {device}"))
     return bucket
 
 
-def _decay_steps(job: JobConfig, reasons: list[Reason]) -> int | Literal["auto"]:
+def _decay_steps(job: JobConfig, reasons: list[AutoValue]) -> int | Literal["auto"]:
     """Left to auto where the schedule has no end, or an end that only the data knows."""
     from zrun_core.optim.lr import make_schedule
 
@@ -263,7 +267,7 @@ def _decay_steps(job: JobConfig, reasons: list[Reason]) -> int | Literal["auto"]
         if job.lr.decay_steps == "auto":
             what = "the steps of the run" if job.lr.schedule != "wsd" else "a fifth of the run"
             why = f"{what}, known once the data is open: epochs {job.epochs}"
-            reasons.append(Reason("lr.decay_steps", "auto", why))
+            reasons.append(AutoValue("lr.decay_steps", "auto", why))
         return job.lr.decay_steps
     if isinstance(job.lr.schedule, str):
         make_schedule(job.lr, job.steps)  # refuses a decay without an end
@@ -272,12 +276,14 @@ def _decay_steps(job: JobConfig, reasons: list[Reason]) -> int | Literal["auto"]
     is_tail = job.lr.schedule == "wsd"
     steps = max(1, job.steps // 5) if is_tail else job.steps
     reasons.append(
-        Reason("lr.decay_steps", str(steps), "a fifth of the run" if is_tail else "the run's steps")
+        AutoValue(
+            "lr.decay_steps", str(steps), "a fifth of the run" if is_tail else "the run's steps"
+        )
     )
     return steps
 
 
-def _own_defaults(job: JobConfig, reasons: list[Reason]) -> dict[str, Any]:
+def _own_defaults(job: JobConfig, reasons: list[AutoValue]) -> dict[str, Any]:
     """Hyper-parameters that the job leaves to the optimizer."""
     name = job.optim.name.lower()
     found = {
@@ -287,5 +293,5 @@ def _own_defaults(job: JobConfig, reasons: list[Reason]) -> dict[str, Any]:
     }
     for key, value in found.items():
         shown = f"{value:g}" if isinstance(value, float) else str(list(value))
-        reasons.append(Reason(f"optim.{key}", shown, f"{name}'s own"))
+        reasons.append(AutoValue(f"optim.{key}", shown, f"{name}'s own"))
     return found

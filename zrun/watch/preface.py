@@ -8,7 +8,7 @@ from typing import Literal, TextIO
 
 from zrun.hosts.backend import Backend, HostEntry
 from zrun.hosts.cluster import Cluster
-from zrun.job.load import Leaf, leaves
+from zrun.job.load import JobValue, job_values
 from zrun.job.scalars import write
 from zrun.placement.plan import ResolvedJob
 from zrun.runs.listing import reference
@@ -33,7 +33,9 @@ def brief(
         width: as in `preface`.
     """
     said = [
-        _in_short(asked, leaf) for leaf in leaves(asked) if leaf.given and _is_worth_a_word(leaf)
+        _in_short(asked, leaf)
+        for leaf in job_values(asked)
+        if leaf.given and _is_worth_a_word(leaf)
     ]
     autos = [
         f"{each.key} {each.value} ({each.why})"
@@ -101,12 +103,12 @@ def _warnings(resolved: ResolvedJob) -> list[str]:
     return [f"warning: {warning}" for warning in resolved.warnings]
 
 
-def _is_worth_a_word(leaf: Leaf) -> bool:
+def _is_worth_a_word(leaf: JobValue) -> bool:
     """Whether a key belongs into a few lines: what the user's own code is given does not."""
     return leaf.path[0] not in (*_UNSHOWN, "hosts") and "args" not in leaf.path
 
 
-def _in_short(job: JobConfig, leaf: Leaf) -> str:
+def _in_short(job: JobConfig, leaf: JobValue) -> str:
     """Return a key and its value as a job file would have them in short: `zero 2` for `zero: {stage: 2}`."""
     section: object = job
     for name in leaf.path[:-1]:
@@ -144,7 +146,7 @@ def _paragraph(head: str, values: list[str], width: int | None) -> list[str]:
 def _sections(job: JobConfig) -> dict[str, list[str]]:
     """`section -> ["key value", ...]`; keys that stand alone share a line."""
     sections: dict[str, list[str]] = {"job": []}
-    for leaf in leaves(job):
+    for leaf in job_values(job):
         section, *rest = leaf.path
         if section in _UNSHOWN or not _has_effect(job, str(leaf)):
             continue

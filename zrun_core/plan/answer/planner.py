@@ -20,7 +20,7 @@ from zrun_core.memory.layout import UnitLayout, ZeroPolicy
 from zrun_core.plan.answer.outcome import Estimate, RankMemory
 from zrun_core.plan.memory import paper, rank_memory
 from zrun_core.plan.memory.allocator import pinned_bytes
-from zrun_core.plan.memory.rank_memory import Stage
+from zrun_core.plan.memory.rank_memory import PipelineStage
 from zrun_core.plan.memory.states import (
     FIRST,
     PaperCut,
@@ -261,7 +261,7 @@ class Planner:
     def rank(self, candidate: Candidate, index: int) -> RankMemory:
         """The first rank of a pipeline stage."""
         cuda = self.device_type == "cuda"
-        stage = Stage.of(candidate.dims, index, self.num_blocks, candidate.accumulation)
+        stage = PipelineStage.of(candidate.dims, index, self.num_blocks, candidate.accumulation)
         states, others = self.states(candidate, index), self._others(candidate)
         beside = sum(buffer.num_bytes for buffer in others)
         steady = {phase: num_bytes + beside for phase, num_bytes in states.steady.items()}
@@ -303,7 +303,9 @@ class Planner:
             return self.subject.batch_bytes.at(micro)
         return 2.0 * 8 * micro * self.subject.seq  # tokens and labels, int64
 
-    def peak(self, candidate: Candidate, stage: Stage, steady: Mapping[TracePhase, int]) -> Peak:
+    def peak(
+        self, candidate: Candidate, stage: PipelineStage, steady: Mapping[TracePhase, int]
+    ) -> Peak:
         """The largest live set of a stage.
 
         Raises:
@@ -390,7 +392,7 @@ class Planner:
             candidate.dims
         )
         for index in self._stages(candidate.dims):
-            stage = Stage.of(candidate.dims, index, self.num_blocks, candidate.accumulation)
+            stage = PipelineStage.of(candidate.dims, index, self.num_blocks, candidate.accumulation)
             in_use = (
                 self.peak(candidate, stage, self.states(candidate, index).steady).num_bytes + beside
             )

@@ -20,7 +20,7 @@ from zrun_core.hardware.hardware import Hardware
 from zrun_core.memory.buffers import ON_DEVICE, Placement, Tier
 from zrun_core.plan.answer.outcome import Estimate, SearchResult
 from zrun_core.plan.answer.planner import Planner
-from zrun_core.plan.memory.rank_memory import Stage, formula_slack
+from zrun_core.plan.memory.rank_memory import PipelineStage, formula_slack
 from zrun_core.plan.question.candidate import Candidate
 from zrun_core.plan.question.transformer import TransformerShape
 from zrun_core.plan.timing.collectives import LinkedGroup
@@ -440,7 +440,7 @@ class _Search:
             update = owned / device.optimizer * num_bytes / 28
         else:
             update = stream_seconds(device, owned * num_bytes)
-        first = Stage.of(dims, 0, self.planner.num_blocks, count)
+        first = PipelineStage.of(dims, 0, self.planner.num_blocks, count)
         size, sharded = BYTES[candidate.precision], dims.shard_size
         part = min(
             1.0, first.blocks * sums.block / sums.params

@@ -20,7 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zrun_core.hardware.operators import Operators, Rows
-from zrun_core.plan.trace.op_recorder import RawOp, describe
+from zrun_core.plan.trace.op_recorder import OpCall, describe
 
 _ATEN: Any = torch.ops.aten
 _WIDTH = 256  # of the last dimension
@@ -97,7 +97,7 @@ class _Seen(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.ops: list[RawOp] = []
+        self.ops: list[OpCall] = []
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -111,11 +111,11 @@ class _Seen(TorchDispatchMode):
         return out
 
 
-def _only(action: Action) -> RawOp:
+def _only(action: Action) -> OpCall:
     """The one operator that `action` calls; the largest if torch makes several of it."""
     with _Seen() as seen:
         action()
-    ops: list[RawOp] = seen.ops
+    ops: list[OpCall] = seen.ops
     return max(ops, key=lambda op: (op.flops, op.bytes_moved))
 
 

@@ -31,7 +31,7 @@ _HEAP_ROUND, _HEAP_ALIGN, _HEAP_SMALL = 16, 96, 1024
 
 
 @dataclass(eq=False, slots=True)
-class _Block:
+class MemoryBlock:
     """A range of one segment. Neighbours are linked; `mapped` is false for addresses without memory."""
 
     segment: int
@@ -40,8 +40,8 @@ class _Block:
     is_small: bool
     allocated: bool = False
     mapped: bool = True
-    previous: _Block | None = None
-    next: _Block | None = None
+    previous: MemoryBlock | None = None
+    next: MemoryBlock | None = None
 
 
 class _Pool:
@@ -49,24 +49,24 @@ class _Pool:
 
     def __init__(self) -> None:
         self.keys: list[tuple[int, int]] = []
-        self._blocks: dict[tuple[int, int], _Block] = {}
+        self._blocks: dict[tuple[int, int], MemoryBlock] = {}
 
-    def add(self, block: _Block) -> None:
+    def add(self, block: MemoryBlock) -> None:
         key = (block.size, block.address)
         insort(self.keys, key)
         self._blocks[key] = block
 
-    def remove(self, block: _Block) -> None:
+    def remove(self, block: MemoryBlock) -> None:
         key = (block.size, block.address)
         del self.keys[bisect_left(self.keys, key)]
         del self._blocks[key]
 
-    def from_size(self, size: int) -> Iterator[_Block]:
+    def from_size(self, size: int) -> Iterator[MemoryBlock]:
         """Free blocks of at least `size`, the best fit first."""
         for place in range(bisect_left(self.keys, (size, 0)), len(self.keys)):
             yield self._blocks[self.keys[place]]
 
-    def all(self) -> list[_Block]:
+    def all(self) -> list[MemoryBlock]:
         return list(self._blocks.values())
 
 
@@ -92,12 +92,12 @@ class CachingAllocator:
         self._num_segments = 0
         self._next_address = 0
         self._tails: dict[
-            bool, _Block
+            bool, MemoryBlock
         ] = {}  # expandable: the block of addresses without memory at each segment's end
 
     # Allocating
 
-    def allocate(self, num_bytes: int) -> _Block | None:
+    def allocate(self, num_bytes: int) -> MemoryBlock | None:
         """A block of at least `num_bytes`; None for 0 bytes, which take none."""
         if num_bytes <= 0:
             return None
@@ -115,7 +115,7 @@ class CachingAllocator:
         self.peak_allocated = max(self.peak_allocated, self.allocated)
         return block
 
-    def _find(self, size: int, is_small: bool) -> _Block | None:
+    def _find(self, size: int, is_small: bool) -> MemoryBlock | None:
         fitting = self._pools[is_small].from_size(size)
         found = next(fitting, None)
         if found is None or not self.expandable:
@@ -126,7 +126,7 @@ class CachingAllocator:
             found = block
         return found
 
-    def _grow(self, size: int, is_small: bool) -> _Block:
+    def _grow(self, size: int, is_small: bool) -> MemoryBlock:
         if self.expandable:
             return self._map(size, is_small)
         if is_small:
@@ -136,18 +136,20 @@ class CachingAllocator:
         else:
             segment_bytes = -(-size // _OWN_ROUND) * _OWN_ROUND
         self._reserve(segment_bytes)
-        block = _Block(self._num_segments, self._next_address, segment_bytes, is_small)
+        block = MemoryBlock(self._num_segments, self._next_address, segment_bytes, is_small)
         self._num_segments += 1
         self._next_address += segment_bytes + _OWN_ROUND
         return block
 
-    def _map(self, size: int, is_small: bool) -> _Block:
+    def _map(self, size: int, is_small: bool) -> MemoryBlock:
         """Give memory to the addresses at the end of the pool's segment, behind what is free there."""
         page = _SMALL_SEGMENT if is_small else _LARGE_SEGMENT
         tail = self._tails.get(is_small)
         if tail is None:
             self._next_address += 1 << 50  # each segment could take all memory that there is
-            tail = _Block(self._num_segments, self._next_address, 1 << 49, is_small, mapped=False)
+            tail = MemoryBlock(
+                self._num_segments, self._next_address, 1 << 49, is_small, mapped=False
+            )
             self._num_segments += 1
             self._tails[is_small] = tail
         before = (
@@ -164,7 +166,7 @@ class CachingAllocator:
             before.size += fresh_bytes
             block = before
         else:
-            block = _Block(
+            block = MemoryBlock(
                 tail.segment, tail.address, fresh_bytes, is_small, previous=tail.previous, next=tail
             )
             if tail.previous is not None:
@@ -180,12 +182,12 @@ class CachingAllocator:
         self.reserved += num_bytes
         self.peak_reserved = max(self.peak_reserved, self.reserved)
 
-    def _should_split(self, block: _Block, size: int) -> bool:
+    def _should_split(self, block: MemoryBlock, size: int) -> bool:
         rest = block.size - size
         return rest >= _ROUND if block.is_small or self.expandable else rest > _SMALL
 
-    def _split(self, block: _Block, size: int) -> None:
-        rest = _Block(
+    def _split(self, block: MemoryBlock, size: int) -> None:
+        rest = MemoryBlock(
             block.segment,
             block.address + size,
             block.size - size,
@@ -200,7 +202,7 @@ class CachingAllocator:
 
     # Freeing
 
-    def free(self, block: _Block | None) -> None:
+    def free(self, block: MemoryBlock | None) -> None:
         """Give back what `allocate` returned."""
         if block is None:
             return
@@ -214,7 +216,7 @@ class CachingAllocator:
         pool.add(block)
 
     @staticmethod
-    def _join(block: _Block, neighbour: _Block) -> None:
+    def _join(block: MemoryBlock, neighbour: MemoryBlock) -> None:
         """`block` takes the free `neighbour` in."""
         if neighbour is block.previous:
             block.address = neighbour.address
@@ -244,7 +246,7 @@ class CachingAllocator:
                     pool.remove(block)
                     self.reserved -= block.size
 
-    def _unmap(self, block: _Block, tail: _Block, num_bytes: int) -> None:
+    def _unmap(self, block: MemoryBlock, tail: MemoryBlock, num_bytes: int) -> None:
         if not num_bytes:
             return
         self._pools[block.is_small].remove(block)
@@ -260,7 +262,7 @@ class CachingAllocator:
                 block.previous.next = tail
 
 
-def _reach(block: _Block) -> int:
+def _reach(block: MemoryBlock) -> int:
     """How large the block could become without moving."""
     return block.size + (block.next.size if block.next is not None and not block.next.mapped else 0)
 

@@ -33,7 +33,7 @@ def _held(stage: int, stages: int, virtual: int, micro_batches: int) -> float:
 
 
 @dataclass(frozen=True)
-class Stage:
+class PipelineStage:
     """A pipeline stage as its activations see it.
 
     Attributes:
@@ -48,7 +48,9 @@ class Stage:
     last: bool
 
     @classmethod
-    def of(cls, dims: ParallelDims, index: int, num_blocks: int, accumulation: int) -> Stage:
+    def of(
+        cls, dims: ParallelDims, index: int, num_blocks: int, accumulation: int
+    ) -> PipelineStage:
         """Return stage `index` of 1F1B, or of its interleaved form."""
         if dims.pp == 1:
             return cls(0, num_blocks, 1.0, True, True)
@@ -67,19 +69,6 @@ class Stage:
         return range(start, start + self.blocks)
 
 
-@dataclass(frozen=True)
-class Held:
-    """The largest live set of a rank.
-
-    Attributes:
-        peak: with steady bytes in it.
-        reserved_beyond: bytes that the allocator takes from the device beside those in use.
-    """
-
-    peak: Peak
-    reserved_beyond: int
-
-
 def adds_gradients(candidate: Candidate) -> bool:
     """Whether gradients of a micro-batch are added to earlier ones before they are reduced."""
     reduces_each = candidate.stage >= 2 and candidate.dims.shard_size > 1
@@ -89,7 +78,7 @@ def adds_gradients(candidate: Candidate) -> bool:
 def traced(
     profile: Profile,
     candidate: Candidate,
-    stage: Stage,
+    stage: PipelineStage,
     steady: Mapping[TracePhase, int],
     *,
     cuda: bool,
@@ -150,7 +139,7 @@ def kernel_bytes(profile: Profile, candidate: Candidate) -> int:
 def by_formula(
     shape: TransformerShape,
     candidate: Candidate,
-    stage: Stage,
+    stage: PipelineStage,
     steady: Mapping[TracePhase, int],
     every: int,
 ) -> Peak:

@@ -256,7 +256,7 @@ class _FeedForward(nn.Module):
         self.down = _Vectors(["bias"], weight=down, bias=shape.hidden * shape.ffn_bias)
 
 
-class _Block(nn.Module):
+class _TransformerBlock(nn.Module):
     def __init__(self, shape: TransformerShape, tp: int, rest: int) -> None:
         super().__init__()
         norm = {"weight": shape.hidden, "bias": shape.hidden * (shape.norm_params == 2)}
@@ -280,7 +280,7 @@ class _Tree(nn.Module):
         rest = max(0, shape.params - shape.num_params)
         each, more = divmod(-(-rest // tp), shape.layers)
         self.blocks = nn.ModuleList(
-            _Block(shape, tp, each + (number < more)) for number in range(shape.layers)
+            _TransformerBlock(shape, tp, each + (number < more)) for number in range(shape.layers)
         )
         norm = {"weight": hidden, "bias": hidden * (shape.norm_params == 2)}
         self.norm = _Vectors([*norm], **norm)

@@ -21,7 +21,7 @@ from zrun_core.hardware.operators import Operators
 from zrun_core.plan.question.candidate import CandidateKey
 from zrun_core.plan.question.transformer import TransformerShape
 from zrun_core.plan.timing.collectives import NOTHING, LinkedGroup, TransferCost
-from zrun_core.plan.trace.profile import PHASES, Linear, Profile, Trace, TracePhase
+from zrun_core.plan.trace.profile import PHASES, Affine, Profile, Trace, TracePhase
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _FLASH_BACKWARD = (
@@ -594,7 +594,7 @@ def _boundary_bytes(trace: Trace, num_blocks: int, micro: int) -> float:
         & (table.phase == PHASES.index(TracePhase.FORWARD))
     )
     last = np.flatnonzero(made)[-1:]
-    sizes = [Linear(*each).at(micro) for each in table.sizes[table.size[last]].tolist()]
+    sizes = [Affine(*each).at(micro) for each in table.sizes[table.size[last]].tolist()]
     return sizes[-1] if sizes else 0.0
 
 

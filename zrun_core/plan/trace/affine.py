@@ -12,16 +12,16 @@ from difflib import SequenceMatcher
 from typing import Any
 
 from zrun_core.plan.trace.block_extrapolation import Timeline
-from zrun_core.plan.trace.op_recorder import OpRow, RawOp
-from zrun_core.plan.trace.profile import Event, Linear, Op
+from zrun_core.plan.trace.op_recorder import OpCall, OpRow
+from zrun_core.plan.trace.profile import Affine, Event, Op
 
 _MOST_ROWS = 6000  # between what both passes begin and end with: finding what is common takes long
 
 
-def line(low: int, at_low: float, high: int, at_high: float) -> Linear:
+def line(low: int, at_low: float, high: int, at_high: float) -> Affine:
     """The line through two points."""
     per_sample = (at_high - at_low) / (high - low) if high != low else 0.0
-    return Linear(at_low - per_sample * low, per_sample)
+    return Affine(at_low - per_sample * low, per_sample)
 
 
 def fit(rows: Sequence[OpRow], low: int, more: Sequence[OpRow], high: int) -> Timeline | None:
@@ -136,7 +136,7 @@ class _Merge:
             start -= 1
         return start
 
-    def _own(self, row: OpRow, lines: dict[int, Linear], other: RawOp | None) -> Event | Op:
+    def _own(self, row: OpRow, lines: dict[int, Affine], other: OpCall | None) -> Event | Op:
         if row.op is not None:
             return _work(row, row.op, self._low, other, self._high)
         return _event(row, row.tensor, lines[row.tensor])
@@ -175,13 +175,13 @@ def _does(row: OpRow) -> tuple[Any, ...]:
     return row.alloc, row.phase, row.module, row.kind, None if row.op is None else row.op.name
 
 
-def _event(row: OpRow, tensor: int, size: Linear) -> Event:
+def _event(row: OpRow, tensor: int, size: Affine) -> Event:
     return Event(
         tensor, size, row.alloc, row.phase, row.module, row.block, row.kind, row.accumulates
     )
 
 
-def _work(row: OpRow, at_low: RawOp | None, low: int, at_high: RawOp | None, high: int) -> Op:
+def _work(row: OpRow, at_low: OpCall | None, low: int, at_high: OpCall | None, high: int) -> Op:
     """An operator's work from that at two micro-batches, of which one may do without it."""
     op = at_low or at_high
     assert op is not None

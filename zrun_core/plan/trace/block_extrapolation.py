@@ -26,7 +26,7 @@ UNITS = 3  # that run before the last blocks
 
 
 @dataclass(frozen=True)
-class Series:
+class BlockSeries:
     """The repeated blocks of one list, of which only some need to run.
 
     Attributes:
@@ -59,7 +59,7 @@ class Series:
 
 def find_series(
     blocks: Sequence[tuple[str, nn.Module]], model: nn.Module, multiple: int
-) -> list[Series]:
+) -> list[BlockSeries]:
     """The lists of blocks that are longer than what has to run, with alike blocks.
 
     Args:
@@ -81,7 +81,9 @@ def find_series(
         period = _period([member for member in members if member is not None], multiple)
         if period is None:
             continue
-        series = Series(container, tuple(names[id(member)] for member in members), own[0], period)
+        series = BlockSeries(
+            container, tuple(names[id(member)] for member in members), own[0], period
+        )
         if series.num_units > UNITS + 1:
             found.append(series)
     return found
@@ -128,7 +130,7 @@ def _traits(members: Sequence[nn.Module]) -> list[Any]:
 
 
 @contextmanager
-def shortened(series: Sequence[Series], units: int) -> Iterator[None]:
+def shortened(series: Sequence[BlockSeries], units: int) -> Iterator[None]:
     """Inside, each list holds `units` units and its tail, renumbered."""
     with ExitStack() as stack:
         for each in series:
@@ -151,7 +153,7 @@ class _NotAlikeError(Exception):
     """The timeline is not what a repetition looks like."""
 
 
-def expand(timeline: Timeline, series: Series, copies: int) -> Timeline | None:
+def expand(timeline: Timeline, series: BlockSeries, copies: int) -> Timeline | None:
     """`timeline`, in which `UNITS` units of `series` and its tail run, with `copies` more units; None: it cannot be."""
     try:
         return _Expansion(timeline, series, copies).result()
@@ -162,7 +164,7 @@ def expand(timeline: Timeline, series: Series, copies: int) -> Timeline | None:
 class _Expansion:
     """Places are those in the timeline that is given. Unit 2 is what is copied; copy 0 of it is itself."""
 
-    def __init__(self, timeline: Timeline, series: Series, copies: int) -> None:
+    def __init__(self, timeline: Timeline, series: BlockSeries, copies: int) -> None:
         self._rows, self._series, self._copies = timeline, series, copies
         period, first = series.period, series.first
         last = [

@@ -52,7 +52,7 @@ _INDEX = torch.ops.aten.index.Tensor
 _MAKERS = ("empty", "new_empty")  # memory without work
 
 
-class RawOp(NamedTuple):
+class OpCall(NamedTuple):
     """One operator that ran. Bytes are those of its operands, read and written once."""
 
     name: str
@@ -80,7 +80,7 @@ class OpRow:
     phase: TracePhase
     module: str
     block: int
-    op: RawOp | None = None
+    op: OpCall | None = None
     kind: EventKind = "temp"
     accumulates: bool = False
 
@@ -353,7 +353,7 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 def describe(
     func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any, *, is_fresh: bool = True
-) -> RawOp | None:
+) -> OpCall | None:
     """The work of one operator; None where there is none.
 
     Args:
@@ -379,7 +379,7 @@ def describe(
     dtype = str(first.dtype).removeprefix("torch.")
     family = _family(name)
     shape = _shape(name, family, args, inputs, first)
-    return RawOp(_named(func, name, args, kwargs), family, flops, float(moved), dtype, shape)
+    return OpCall(_named(func, name, args, kwargs), family, flops, float(moved), dtype, shape)
 
 
 def _family(name: str) -> Family:

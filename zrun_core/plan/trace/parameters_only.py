@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from zrun_core.plan.trace.profile import Event, Linear, Op, Profile, Trace, TracePhase
+from zrun_core.plan.trace.profile import Affine, Event, Op, Profile, Trace, TracePhase
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _OUTPUTS = 2  # that are kept of each matrix: its own, and what a function makes of it
@@ -39,7 +39,7 @@ def _from_shapes(profile: Profile) -> Trace:
 
     def change(
         tensor: int,
-        size: Linear,
+        size: Affine,
         *,
         alloc: bool,
         phase: TracePhase,
@@ -55,14 +55,14 @@ def _from_shapes(profile: Profile) -> Trace:
         shape = (positions, param.shape[0], param.numel // max(1, param.shape[0]))
         moved = _BYTES.get(param.dtype, 4) * times
         work, traffic = (
-            Linear(0.0, 2.0 * times * positions * param.numel),
-            Linear(float(moved * param.numel), 0.0),
+            Affine(0.0, 2.0 * times * positions * param.numel),
+            Affine(float(moved * param.numel), 0.0),
         )
         module = param.name.rpartition(".")[0]
         ops.append(Op("mm", "gemm", work, traffic, phase, module, param.block, param.dtype, shape))
 
     outputs = {
-        number: Linear(
+        number: Affine(
             0.0, float(_OUTPUTS * positions * param.shape[0] * _BYTES.get(param.dtype, 4))
         )
         for number, param in matrices
@@ -75,7 +75,7 @@ def _from_shapes(profile: Profile) -> Trace:
             computes(number, TracePhase.BACKWARD, 2)
         if param.trainable:
             size, tensor = (
-                Linear(float(param.numel * _BYTES.get(param.dtype, 4)), 0.0),
+                Affine(float(param.numel * _BYTES.get(param.dtype, 4)), 0.0),
                 number + len(profile.params),
             )
             change(tensor, size, alloc=True, phase=TracePhase.BACKWARD, kind="grad")

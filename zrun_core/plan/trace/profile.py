@@ -43,7 +43,7 @@ _PLACES = {phase: place for place, phase in enumerate(PHASES)}
 
 
 @dataclass(frozen=True, slots=True)
-class Linear:
+class Affine:
     """Bytes or FLOPs as a function of the micro-batch."""
 
     base: float
@@ -67,7 +67,7 @@ class Event:
     """
 
     tensor: int
-    size: Linear
+    size: Affine
     alloc: bool
     phase: TracePhase
     module: str
@@ -87,8 +87,8 @@ class Op:
 
     name: str
     family: Family
-    flops: Linear
-    bytes_moved: Linear
+    flops: Affine
+    bytes_moved: Affine
     phase: TracePhase
     module: str
     block: int
@@ -221,7 +221,7 @@ class Profile:
     params: tuple[ParamInfo, ...]
     buffer_bytes: int
     num_blocks: int
-    batch_bytes: Linear
+    batch_bytes: Affine
     tokens_per_sample: int | None
     traces: Mapping[str, Trace]
     modules: tuple[ModuleInfo, ...] = ()
@@ -293,7 +293,7 @@ class Profile:
                 ),
                 buffer_bytes=found["buffer_bytes"],
                 num_blocks=found["num_blocks"],
-                batch_bytes=Linear(*found["batch_bytes"]),
+                batch_bytes=Affine(*found["batch_bytes"]),
                 tokens_per_sample=found["tokens_per_sample"],
                 traces={name: _trace_from_json(trace) for name, trace in found["traces"].items()},
                 modules=tuple(
@@ -370,7 +370,7 @@ class _Numbers(Generic[_Value]):
 
 
 def _event_table(events: Sequence[Event]) -> EventTable:
-    words, sizes = _Numbers[str](), _Numbers[Linear]()
+    words, sizes = _Numbers[str](), _Numbers[Affine]()
     rows = [
         (
             e.tensor,
@@ -389,7 +389,7 @@ def _event_table(events: Sequence[Event]) -> EventTable:
 
 
 def _op_table(ops: Sequence[Op]) -> OpTable:
-    words, sizes, shapes = _Numbers[str](), _Numbers[Linear](), _Numbers[tuple[int, ...]]()
+    words, sizes, shapes = _Numbers[str](), _Numbers[Affine](), _Numbers[tuple[int, ...]]()
     rows = [
         (
             words.of(o.name),
@@ -413,7 +413,7 @@ def _op_table(ops: Sequence[Op]) -> OpTable:
     )
 
 
-def _lines(sizes: Sequence[Linear]) -> NDArray[np.float64]:
+def _lines(sizes: Sequence[Affine]) -> NDArray[np.float64]:
     return _pairs([(each.base, each.per_sample) for each in sizes])
 
 
@@ -423,7 +423,7 @@ def _pairs(sizes: Sequence[Sequence[float]]) -> NDArray[np.float64]:
 
 def _events_of(table: EventTable) -> list[Event]:
     words: Sequence[Any] = table.words
-    sizes = [Linear(base, per_sample) for base, per_sample in table.sizes.tolist()]
+    sizes = [Affine(base, per_sample) for base, per_sample in table.sizes.tolist()]
     columns = (column.tolist() for column in table[2:])
     return [
         Event(
@@ -444,7 +444,7 @@ def _events_of(table: EventTable) -> list[Event]:
 
 def _ops_of(table: OpTable) -> list[Op]:
     words: Sequence[Any] = table.words
-    sizes = [Linear(base, per_sample) for base, per_sample in table.sizes.tolist()]
+    sizes = [Affine(base, per_sample) for base, per_sample in table.sizes.tolist()]
     columns = (column.tolist() for column in table[3:])
     return [
         Op(

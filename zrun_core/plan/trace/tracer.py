@@ -31,7 +31,7 @@ from zrun_core.plan.trace import cuda_decompositions
 from zrun_core.plan.trace.affine import fit, fit_loops, line
 from zrun_core.plan.trace.block_extrapolation import (
     UNITS,
-    Series,
+    BlockSeries,
     Timeline,
     alike,
     expand,
@@ -40,8 +40,8 @@ from zrun_core.plan.trace.block_extrapolation import (
 )
 from zrun_core.plan.trace.op_recorder import OpRecorder, OpRow
 from zrun_core.plan.trace.profile import (
+    Affine,
     Event,
-    Linear,
     ModuleInfo,
     Op,
     ParamInfo,
@@ -146,7 +146,7 @@ def _described(model: nn.Module, job: JobConfig, device: str) -> Profile:
         params=describe_params(model, Precision.of(job.precision).compute),
         buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
         num_blocks=len(repeated_blocks(model)),
-        batch_bytes=Linear(0.0, 0.0),
+        batch_bytes=Affine(0.0, 0.0),
         tokens_per_sample=None,
         traces={},
         modules=describe_modules(model),
@@ -388,7 +388,7 @@ class _Subject:
                 undo.callback(hook.remove)
             yield
 
-    def _fitted(self, policy: str, micros: Sequence[int], series: Sequence[Series]) -> Trace:
+    def _fitted(self, policy: str, micros: Sequence[int], series: Sequence[BlockSeries]) -> Trace:
         """Sizes as functions of the micro-batch, from passes of a few of them; all blocks written out."""
 
         @functools.cache
@@ -493,7 +493,7 @@ class _Subject:
     def _pass(
         self,
         micro: int,
-        series: Sequence[Series],
+        series: Sequence[BlockSeries],
         units: int,
         *,
         products: bool = False,
@@ -598,18 +598,18 @@ def _proportional(rows: Sequence[OpRow], micro: int) -> Timeline:
     for row in timeline:
         if isinstance(row, Op):
             flops, moved = (
-                Linear(0.0, value.base / micro) for value in (row.flops, row.bytes_moved)
+                Affine(0.0, value.base / micro) for value in (row.flops, row.bytes_moved)
             )
             out.append(replace(row, flops=flops, bytes_moved=moved))
         else:
             out.append(
-                row if row.kind == "grad" else replace(row, size=Linear(0.0, row.size.base / micro))
+                row if row.kind == "grad" else replace(row, size=Affine(0.0, row.size.base / micro))
             )
     return out
 
 
 def _expanded(
-    timeline: Timeline | None, series: Sequence[Series], copies: int | None = None
+    timeline: Timeline | None, series: Sequence[BlockSeries], copies: int | None = None
 ) -> Timeline:
     """`timeline` with all units of each series, or with so many more than ran.
 

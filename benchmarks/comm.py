@@ -130,7 +130,7 @@ def _call(comm: Comm, operation: str, group: Group, numel: int) -> Callable[[], 
     shard_numel = -(-numel // group.size)
     full = torch.ones(shard_numel * group.size)
     own = full.view(group.size, -1)[group.index]
-    arrivals = torch.empty(comm.num_recv_shards(group) * shard_numel)
+    recv_buffer = torch.empty(comm.num_recv_shards(group) * shard_numel)
 
     def call() -> None:
         if operation == "all_gather":
@@ -138,10 +138,10 @@ def _call(comm: Comm, operation: str, group: Group, numel: int) -> Callable[[], 
             comm.settle()
         elif operation == "reduce_scatter":
             comm.reduce_scatter(
-                full, arrivals, own, group, accumulate=False, tag=3, name="bench"
+                full, recv_buffer, own, group, accumulate=False, tag=3, name="bench"
             ).wait()
         else:
-            comm.all_reduce(full, arrivals, group, tag=3, name="bench").wait()
+            comm.all_reduce(full, recv_buffer, group, tag=3, name="bench").wait()
 
     return call
 

@@ -115,12 +115,12 @@ class _Watch:
 
         self.issued = 0
         self.at_end: dict[str, float] = {}
-        self._all_reduce, self._finish = Comm.all_reduce, Reducer.finish
+        self._all_reduce, self._finish = Comm.all_reduce, Reducer.end_backward
         watch = self
 
-        def all_reduce(comm: Any, full: Any, arrivals: Any, group: Any, **names: Any) -> Any:
+        def all_reduce(comm: Any, full: Any, recv_buffer: Any, group: Any, **names: Any) -> Any:
             watch.issued += group.axis == "replicate"
-            return watch._all_reduce(comm, full, arrivals, group, **names)
+            return watch._all_reduce(comm, full, recv_buffer, group, **names)
 
         def finish(reducer: Any, *args: Any) -> None:
             under_way = [each for each in reducer._in_flight if not each.handle.poll()]
@@ -133,7 +133,7 @@ class _Watch:
                 "reductions": watch.issued,
             }
 
-        Comm.all_reduce, Reducer.finish = all_reduce, finish  # type: ignore[method-assign]
+        Comm.all_reduce, Reducer.end_backward = all_reduce, finish  # type: ignore[method-assign]
 
 
 def _rank(rank: int, checkout: str, options: argparse.Namespace, folder: str) -> None:

@@ -30,7 +30,7 @@ import torch
 from planner_table import is_good, peer_table, summary
 
 from zrun_core.memory.layout import Kind
-from zrun_core.plan.memory.states import cut_on_paper, rank_buffers, settings_of
+from zrun_core.plan.memory.states import plan_model, rank_buffers, settings_of
 from zrun_core.plan.trace.module_tree import skeleton_of
 from zrun_core.plan.trace.profile import Profile, TracePhase, peak_of
 from zrun_core.plan.trace.trace_process import trace_in_subprocess
@@ -199,7 +199,7 @@ def predicted_peak(case: Case, profile: Profile) -> int:
     """States as `layout` lists them, the batches, and the timeline on top."""
     job = JobConfig.model_validate(case.job())
     settings = settings_of(job, lambda name: None, "cpu")
-    cut = cut_on_paper(skeleton_of(profile), settings, profile.buffer_bytes)
+    cut = plan_model(skeleton_of(profile), settings, profile.buffer_bytes)
     buffers = rank_buffers(cut, settings, ParallelDims(dp=case.world), device="cpu")
     batches = round(case.accumulation * profile.batch_bytes.at(case.micro))
     steps = {

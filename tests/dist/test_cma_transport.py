@@ -143,9 +143,9 @@ def in_odd_order() -> list[list[float]]:
         handles.append(comm.all_gather(full, own, group, tag=tag, name=str(number)))
         fulls.append(full)
     scattered = whole(8 * group.size, torch.float32, group.index)
-    into, arrivals = torch.zeros(8), torch.zeros(8 * (group.size - 1))
+    into, recv_buffer = torch.zeros(8), torch.zeros(8 * (group.size - 1))
     reduced = comm.reduce_scatter(
-        scattered, arrivals, into, group, accumulate=False, tag=3, name="r"
+        scattered, recv_buffer, into, group, accumulate=False, tag=3, name="r"
     )
     for handle in [reduced, *handles] if group.index else [*reversed(handles), reduced]:
         handle.wait()

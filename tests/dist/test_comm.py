@@ -62,24 +62,24 @@ def collectives(
 ) -> dict[str, torch.Tensor]:
     index, numel = group.index, shard * group.size
     own = slice(index * shard, (index + 1) * shard)
-    arrivals = torch.empty(comm.num_recv_shards(group) * shard, dtype=dtype)
+    recv_buffer = torch.empty(comm.num_recv_shards(group) * shard, dtype=dtype)
     gathered = torch.zeros(numel, dtype=dtype)
     gathered[own] = whole(shard, dtype, index)
     comm.all_gather(gathered, gathered[own], group, tag=2, name="a").wait()
 
     apart = torch.zeros(shard, dtype=dtype)
     full = whole(numel, dtype, index)
-    comm.reduce_scatter(full, arrivals, apart, group, accumulate=False, tag=3, name="b").wait()
+    comm.reduce_scatter(full, recv_buffer, apart, group, accumulate=False, tag=3, name="b").wait()
     added = torch.ones(shard, dtype=dtype)
     full = whole(numel, dtype, index)
-    comm.reduce_scatter(full, arrivals, added, group, accumulate=True, tag=3, name="b").wait()
+    comm.reduce_scatter(full, recv_buffer, added, group, accumulate=True, tag=3, name="b").wait()
     inside = whole(numel, dtype, index)
     comm.reduce_scatter(
-        inside, arrivals, inside[own], group, accumulate=False, tag=3, name="b"
+        inside, recv_buffer, inside[own], group, accumulate=False, tag=3, name="b"
     ).wait()
 
     total = whole(numel, dtype, index)
-    comm.all_reduce(total, arrivals, group, tag=5, name="c").wait()
+    comm.all_reduce(total, recv_buffer, group, tag=5, name="c").wait()
     return {
         "gather": gathered,
         "scatter": torch.cat([apart, added, inside[own]]),
@@ -118,8 +118,8 @@ def reduce_uneven(numels: list[int]) -> list[dict[str, Any]]:
     found = []
     for numel in numels:
         values = whole(numel, torch.float32, group.index)
-        arrivals = torch.empty(comm.num_recv_shards(group) * slice_start(numel, group.size, 1))
-        comm.all_reduce(values, arrivals, group, tag=5, name="x").wait()
+        recv_buffer = torch.empty(comm.num_recv_shards(group) * slice_start(numel, group.size, 1))
+        comm.all_reduce(values, recv_buffer, group, tag=5, name="x").wait()
         found.append({"values": values.tolist(), "sent": sum(comm.drain().values())})
     return found
 

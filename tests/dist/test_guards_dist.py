@@ -203,7 +203,7 @@ def starved(stage: int, accumulation: int, where: str) -> dict[str, Any]:
             if hook is not None:
                 hook.remove()
             if broken:
-                sharded.give_up_backward(boundary=boundary)
+                sharded.contribute_zeros(boundary=boundary)
         sums = NamedVector.of(sharded.comm.device, lost=lost)
         result = sharded.step(1e-2, sums, lambda sums: (sums["lost"] == 0).double())
         skips.append(bool(result.skipped))

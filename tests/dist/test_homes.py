@@ -75,13 +75,13 @@ def move_away(sharded: ShardedModel) -> list[Apart]:
     """
     homes = []
     for unit in sharded.units:
-        if unit.frees:
+        if unit.reshard_after_use:
             unit.param = Apart(unit.param.at(), sharded.comm, moves=False)
             homes.append(unit.param)
         if unit.trainable:
             unit.grad = Apart(unit.grad.at(), sharded.comm, moves=True)
             unit.record = Apart(unit.record.at(), sharded.comm, moves=True)
-            if any(unit.layout.pieces(*unit.owned)):  # else there is padding only
+            if any(unit.layout.pieces(*unit.updated_range)):  # else there is padding only
                 homes += [unit.grad, unit.record]
     return homes
 

@@ -55,7 +55,7 @@ def train(
     """Train on this transport; count the sums over copies that the last gradient finds under way."""
     at_end: list[int] = []
     finish, use_cma, direct = (
-        Reducer.finish,
+        Reducer.end_backward,
         Comm.use_cma,
         zrun_core.distributed.comm.DIRECT_MAX_RANKS,
     )
@@ -64,7 +64,7 @@ def train(
         at_end.append(over_copies(reducer._comm))
         finish(reducer, *args)
 
-    Reducer.finish = counting  # type: ignore[method-assign]
+    Reducer.end_backward = counting  # type: ignore[method-assign]
     if through != "memory":
         Comm.use_cma = lambda *_: None  # type: ignore[assignment, method-assign]
     if through == "backend":
@@ -73,14 +73,14 @@ def train(
         sharded = make_sharded(build(factory), stage, shard_group=shard_group, optim={"clip": 0.5})
         losses = train_sharded(sharded, data(4), accumulation=accumulation)
     finally:
-        Reducer.finish, Comm.use_cma = finish, use_cma  # type: ignore[method-assign]
+        Reducer.end_backward, Comm.use_cma = finish, use_cma  # type: ignore[method-assign]
         zrun_core.distributed.comm.DIRECT_MAX_RANKS = direct
     return {
         "losses": losses,
         "state": {name: value.numpy() for name, value in full_state(sharded).items()},
         "under way": at_end[-1] - 3 * over_copies(sharded.comm) // 4,  # in the last of four steps
         "units": len(sharded.layouts),
-        "late": sharded.reducer.learnt()["late"],
+        "late": sharded.reducer.state_dict()["late"],
         "rings": sharded.grown_rings(),
     }
 
@@ -147,15 +147,15 @@ def train_few(is_slow: bool) -> list[float]:
     sharded = make_sharded(build(Few), 0, unit_names=["small", "first"])
     rank, size = world()
     if is_slow and rank == size - 1:
-        begin = sharded.reducer.begin
+        begin = sharded.reducer.begin_backward
 
         def begin_late(*args: Any, **options: Any) -> None:
             time.sleep(0.3)
             begin(*args, **options)
 
-        sharded.reducer.begin = begin_late  # type: ignore[method-assign]
+        sharded.reducer.begin_backward = begin_late  # type: ignore[method-assign]
     losses = train_sharded(sharded, data(3))
-    assert sharded.reducer.learnt()["late"] == ["small"]
+    assert sharded.reducer.state_dict()["late"] == ["small"]
     return losses
 
 

@@ -24,9 +24,9 @@ from zrun_core.distributed.named_vector import NamedVector
 from zrun_core.pipeline.schedule import (
     Action,
     ActionKind,
-    checked,
     no_pipeline,
     one_forward_one_backward,
+    validated,
 )
 from zrun_core.spine.config import ActivationsConfig
 from zrun_core.train.user_hooks import HookContext
@@ -100,7 +100,7 @@ def execute(sharded: ShardedModel, actions: Actions) -> list[float]:
     """Run the forwards and backwards of a step; return losses by micro-batch."""
     inputs, under_way, losses = batches(), {}, {}
     sharded.begin_step()
-    for action in checked(actions):
+    for action in validated(actions):
         if action.kind is ActionKind.FORWARD:
             with sharded.forward() as micro:
                 loss = sharded.module(inputs[action.micro], action.micro)
@@ -111,7 +111,7 @@ def execute(sharded: ShardedModel, actions: Actions) -> list[float]:
 
 
 def gradients(sharded: ShardedModel) -> list[Tensor]:
-    return [unit.owned_grad.clone() for unit in sharded.units if unit.trainable]
+    return [unit.local_grad.clone() for unit in sharded.units if unit.trainable]
 
 
 def digest(tensors: Sequence[Tensor]) -> str:
@@ -160,7 +160,7 @@ def walk(kind: str, stage: int, orders: Sequence[Actions]) -> list[Found]:
                 theory(sharded, kind, done),
                 sharded.ring_bytes,
                 [purpose for purpose, _, _ in sharded.grown_rings()],
-                sharded.reducer.learnt()["late"],
+                sharded.reducer.state_dict()["late"],
                 agreed,
             )
         )
@@ -175,7 +175,7 @@ def theory(sharded: ShardedModel, kind: str, steps: Sequence[Actions]) -> dict[s
     gathered, for its module and for the look, only in forwards that begin while nothing is under way.
     """
     expected = sharded.expected_traffic(len(steps), len(steps) * MICRO_BATCHES)
-    if not sharded.settings.zero.free_after_use or kind not in ("looked at", "changing"):
+    if not sharded.settings.zero.reshard_after_use or kind not in ("looked at", "changing"):
         return expected
     gathers = 0
     for actions in steps:
@@ -205,7 +205,7 @@ def legal_order(seed: int) -> Actions:
             micro = left.pop(choose.randrange(len(left)))
             ready.add(micro)
             actions.append(Action(ActionKind.FORWARD, 0, micro))
-    return checked(actions)
+    return validated(actions)
 
 
 ALTERNATING = no_pipeline(MICRO_BATCHES)
@@ -246,7 +246,7 @@ def test_the_order_changes_neither_bits_nor_bytes_nor_rings(ranks, world_size):
 def gradients_by_order(stage: int) -> list[list[Tensor]]:
     """Gradients where a look is held: in order, with backwards backwards, and with an evaluation between."""
     sharded, found = make("looked at", stage), []
-    stacked = checked([*ALL_AHEAD[:MICRO_BATCHES], *reversed(ALL_AHEAD[MICRO_BATCHES:])])
+    stacked = validated([*ALL_AHEAD[:MICRO_BATCHES], *reversed(ALL_AHEAD[MICRO_BATCHES:])])
     for actions in (ALTERNATING, stacked):
         execute(sharded, actions)
         found.append(gradients(sharded))

@@ -15,7 +15,7 @@ from toys import world
 from zrun_core.distributed import comm
 from zrun_core.memory.arena import PagePool, PageWindow
 from zrun_core.memory.layout import Kind
-from zrun_core.plan.memory.states import cut_on_paper, rank_buffers, settings_of
+from zrun_core.plan.memory.states import plan_model, rank_buffers, settings_of
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.parallel_dims import Coordinates, ParallelDims, resolve_shard_size
 from zrun_core.spine.sizes import format_size
@@ -85,7 +85,7 @@ def held(sharded: ShardedModel) -> dict[str, int]:
         else:
             see(Kind.PARAM, unit.window.full)
         if unit.trainable:
-            see(Kind.GRAD, unit.owned_grad)
+            see(Kind.GRAD, unit.local_grad)
             see(Kind.OPTIM, unit.master)
     for tensor in sharded.optimizer.tensors():
         if tensor.dim():  # not a count of steps
@@ -165,7 +165,7 @@ def planned(keys: dict[str, Any], world_size: int, rank: int) -> dict[str, int]:
     config = JobConfig.model_validate(keys)
     settings = settings_of(config, lambda name: None, "cpu")
     with torch.device("meta"):
-        cut = cut_on_paper(Speaker(**config.model.args), settings)
+        cut = plan_model(Speaker(**config.model.args), settings)
     dims = ParallelDims(world_size, shard=resolve_shard_size(config.zero, world_size, world_size))
     found = dict.fromkeys(
         (kind.value for kind in (Kind.PARAM, Kind.GRAD, Kind.OPTIM, Kind.RING, Kind.BUFFER)), 0

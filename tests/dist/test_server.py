@@ -14,7 +14,7 @@ from zrun_core.distributed.mesh import Mesh
 from zrun_core.errors import DivergedError
 from zrun_core.guards.replicas import ReplicaGuard
 from zrun_core.zero.exchange import Exchange
-from zrun_core.zero.server import Server
+from zrun_core.zero.server import ParameterServer
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -30,7 +30,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 def exchange_by(server: bool) -> Exchange:
-    return Server() if server else Exchange()
+    return ParameterServer() if server else Exchange()
 
 
 def train(server: bool, options: dict[str, Any], accumulation: int = 1) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def test_traffic_at_the_server_grows_with_the_ranks_and_the_rings_does_not(ranks
 def compare_replicas() -> list[str]:
     """After an update, once the parameters have arrived, and with a flipped bit on the last rank."""
     torch.manual_seed(1)
-    sharded = make_sharded(Net(), 0, exchange=Server(), precision="bf16")
+    sharded = make_sharded(Net(), 0, exchange=ParameterServer(), precision="bf16")
     train_sharded(sharded, data(2))
     guard, found = ReplicaGuard(sharded), []
     rank, size = world()
@@ -124,8 +124,8 @@ def push_and_pull(numel: int) -> dict[str, Any]:
     rank, size = world()
     comm, group = Comm(torch.device("cpu")), Mesh.build(rank, ["host"] * size, 1).replicate
     mine = torch.arange(numel, dtype=torch.float32) + 0.1 * rank
-    arrivals = torch.empty((size - 1) * numel) if rank == 0 else torch.empty(0)
-    comm.push(full := mine.clone(), arrivals, group, tag=3, name="a").wait()
+    recv_buffer = torch.empty((size - 1) * numel) if rank == 0 else torch.empty(0)
+    comm.push(full := mine.clone(), recv_buffer, group, tag=3, name="a").wait()
     comm.pull(pulled := full.clone(), group, tag=2, name="a").wait()
     kept = bool((full == mine).all())
     calls = {key.kind: number for key, number in comm.calls.items()}

@@ -38,7 +38,7 @@ from zrun_core.memory.buffers import Kind
 from zrun_core.memory.layout import ZeroPolicy
 from zrun_core.memory.tensors import TensorPart, contiguous_stride, full_part, sliced_part
 from zrun_core.optim.resolve import resolve_optimizer
-from zrun_core.plan.memory.states import cut_on_paper, rank_buffers
+from zrun_core.plan.memory.states import plan_model, rank_buffers
 from zrun_core.spine.config import CheckpointConfig, InitFromConfig, PrecisionConfig
 from zrun_core.spine.parallel_dims import Coordinates, ParallelDims
 from zrun_core.spine.spec import ResumeSpec
@@ -261,7 +261,7 @@ def contents(sharded: ShardedModel) -> dict[str, Any]:
         params = {name: p.numpy().copy() for name, p in sharded.module.named_parameters()}
     pieces = []
     for unit, piece, param, update in sharded.optimizer.held():
-        first = unit.owned[0] + piece.start - piece.slot.offset
+        first = unit.updated_range[0] + piece.start - piece.slot.offset
         for key, value in (update.state_of(param) or {}).items():
             pieces.append((piece.slot.name, key, first, value.numpy().copy()))
     strides = {slot.name: slot.stride for unit in sharded.units for slot in unit.layout.slots}
@@ -298,7 +298,7 @@ def train_and_save(
 def on_paper(sharded: ShardedModel) -> dict[Kind, int]:
     """What the planner says that this rank allocates."""
     mesh = sharded.mesh
-    cut = cut_on_paper(build(mesh), sharded.settings, table=table(mesh))
+    cut = plan_model(build(mesh), sharded.settings, table=table(mesh))
     dims = ParallelDims(mesh.data.size, tp=mesh.tensor.size, shard=mesh.shard.size)
     rank = Coordinates(dp=mesh.data.index, tp=mesh.tensor.index)
     account = MemoryAccount()

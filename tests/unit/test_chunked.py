@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from zrun_core.optim.chunked import Bf16AdamW, Cells
+from zrun_core.optim.chunked import Bf16AdamW, Chunk
 
 
 def made(kind: type[Bf16AdamW], seed: int) -> Bf16AdamW:
@@ -26,7 +26,7 @@ def test_updates_of_two_models_at_a_time_do_not_disturb_each_other():
     other = made(Bf16AdamW, 1)
 
     class Interrupted(Bf16AdamW):
-        def _update(self, cells: Cells, group: dict[str, Any]) -> None:
+        def _update(self, cells: Chunk, group: dict[str, Any]) -> None:
             super()._update(cells, group)
             other.step()
 

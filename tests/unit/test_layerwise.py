@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from zrun_core.optim import chunked
-from zrun_core.optim.layerwise import Lamb, Lars, LayerWise, Trust
+from zrun_core.optim.layerwise import Lamb, Lars, LayerWise, TrustRatios
 
 CPU = torch.device("cpu")
 
@@ -57,8 +57,8 @@ def test_a_parameter_in_several_ranges_has_the_ratio_of_the_whole(monkeypatch, k
     params_of(whole)[0].grad = grad.clone()
     for half, part, start in zip(halves, grad.split(25), (0, 25), strict=True):
         params_of(half)[0].grad = part.clone()
-        half.lay(params_of(half)[0], 0, start, 5)
-    trust = Trust(whole, [0.0], [True], CPU)
+        half.place(params_of(half)[0], 0, start, 5)
+    trust = TrustRatios(whole, [0.0], [True], CPU)
     sums = torch.zeros(2, dtype=torch.float64)
     found = [half.propose() for half in halves]
     for shard in range(10):

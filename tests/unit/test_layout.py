@@ -14,8 +14,8 @@ from zrun_core.memory.layout import (
     PAGE_BYTES,
     Buffer,
     Kind,
+    MeshInfo,
     Ownership,
-    Peers,
     StatePolicy,
     UnitLayout,
     ZeroPolicy,
@@ -23,7 +23,7 @@ from zrun_core.memory.layout import (
     lay_out,
     module_buffers,
 )
-from zrun_core.zero.server import Server
+from zrun_core.zero.server import ParameterServer
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -60,19 +60,27 @@ def of_ranks(
     ranks: int,
     *shapes: tuple[int, ...],
     **options: Any,
-) -> tuple[UnitLayout, list[Peers]]:
+) -> tuple[UnitLayout, list[MeshInfo]]:
     """A unit at this stage on so many ranks, and the place of each."""
     if stage:
-        peers = [Peers(ranks, index, direct_up_to=8) for index in range(ranks)]
+        peers = [MeshInfo(ranks, index, direct_up_to=8) for index in range(ranks)]
     else:  # a shard group of one
-        peers = [Peers(copies=ranks, copy_index=index, direct_up_to=8) for index in range(ranks)]
+        peers = [
+            MeshInfo(num_replicas=ranks, replica_index=index, direct_up_to=8)
+            for index in range(ranks)
+        ]
     num_parts = ZeroPolicy(stage).num_parts(peers[0])
     return unit(*shapes, num_shards=peers[0].shard_size, num_parts=num_parts, **options), peers
 
 
 def test_a_stage_is_two_questions():
     assert [ZeroPolicy(stage).divides for stage in range(4)] == [False, True, True, True]
-    assert [ZeroPolicy(stage).free_after_use for stage in range(4)] == [False, False, False, True]
+    assert [ZeroPolicy(stage).reshard_after_use for stage in range(4)] == [
+        False,
+        False,
+        False,
+        True,
+    ]
     assert [ZeroPolicy(stage).reduce_now(boundary=False) for stage in range(4)] == [
         False,
         False,
@@ -190,21 +198,21 @@ def test_buffers_are_the_papers(num_shards, reduce_dtype):
 
 def test_fp32_parameters_are_their_own_master_and_frozen_ones_have_no_states():
     fp32, frozen = unit((1024,), num_shards=1), unit((1024,), num_shards=1, trainable=False)
-    names = [buffer.name for buffer in policy(0).buffers(fp32, Peers())]
+    names = [buffer.name for buffer in policy(0).buffers(fp32, MeshInfo())]
     assert names == ["unit/param", "unit/grad", "unit/moment0", "unit/moment1"]
-    assert [(b.name, b.kind, b.num_bytes) for b in policy(2).buffers(frozen, Peers())] == [
+    assert [(b.name, b.kind, b.num_bytes) for b in policy(2).buffers(frozen, MeshInfo())] == [
         ("unit/param", Kind.PARAM, 4096)
     ]
 
 
 def test_padding_has_no_moments_and_persistent_units_stay_whole():
     layout = unit((1000,), num_shards=2)  # 1024 elements a shard: the second one is padding only
-    by_rank = [policy(3).buffers(layout, Peers(2, index)) for index in range(2)]
+    by_rank = [policy(3).buffers(layout, MeshInfo(2, index)) for index in range(2)]
     moments = [[b.num_bytes for b in buffers if "moment" in b.name] for buffers in by_rank]
     assert moments == [[4000, 4000], [0, 0]]
-    small = unit((1000,), num_shards=2, persistent=True)
-    assert policy(3).buffers(small, Peers(2))[0].num_bytes == 8192
-    assert policy(3).buffers(layout, Peers(2))[0].num_bytes == 4096
+    small = unit((1000,), num_shards=2, keep_unsharded=True)
+    assert policy(3).buffers(small, MeshInfo(2))[0].num_bytes == 8192
+    assert policy(3).buffers(layout, MeshInfo(2))[0].num_bytes == 4096
 
 
 def test_the_gather_ring_holds_the_unit_in_use_and_those_ahead():
@@ -213,8 +221,8 @@ def test_the_gather_ring_holds_the_unit_in_use_and_those_ahead():
     ]  # 1, 4 and 2 foreign pages
     ring = [policy(3).gather_ring_bytes(units, prefetch) // PAGE_BYTES for prefetch in range(4)]
     assert ring == [4, 7, 7, 7], "never more than all of them"
-    lasting = [*units, unit((6, 1024), num_shards=2, lasting=True)]
-    assert policy(3).gather_ring_bytes(lasting, 0) // PAGE_BYTES == 4 + 3
+    kept = [*units, unit((6, 1024), num_shards=2, keep_until_pass_ends=True)]
+    assert policy(3).gather_ring_bytes(kept, 0) // PAGE_BYTES == 4 + 3
     assert [policy(stage).gather_ring_bytes(units, 1) for stage in range(3)] == [0, 0, 0]
     frozen = unit(
         (6, 1024), name="u8", trainable=False
@@ -235,7 +243,7 @@ def test_units_of_a_block_that_is_recomputed_are_whole_together():
     apart, together = policy(3), replace(policy(3), recomputes_blocks=True)
     assert apart.gather_ring_bytes(units, 0) // PAGE_BYTES == 4
     assert together.gather_ring_bytes(units, 0) // PAGE_BYTES == 4 + 2 + 1
-    peers = Peers(2, direct_up_to=8)
+    peers = MeshInfo(2, direct_up_to=8)
     leaving_and_arriving = [page + page // 2 for page in (2, 8, 4)]
     assert apart.reduce_ring_bytes(units, peers) == 2 * 12 * PAGE_BYTES
     assert together.reduce_ring_bytes(units, peers) == (sum(leaving_and_arriving) + 12) * PAGE_BYTES
@@ -245,14 +253,15 @@ def test_sums_of_copies_have_room_also_where_nothing_is_divided():
     """Hybrid sharding with groups of one: each rank has all states, and gradients are summed like equal shards."""
     units = [unit((8, 1024), num_shards=1)]
     assert (
-        policy(2).reduce_ring_bytes(units, Peers(1, copies=4, direct_up_to=8)) == 3 * 2 * PAGE_BYTES
+        policy(2).reduce_ring_bytes(units, MeshInfo(1, num_replicas=4, direct_up_to=8))
+        == 3 * 2 * PAGE_BYTES
     )
-    assert policy(2).reduce_ring_bytes(units, Peers(1, copies=4)) == 2 * PAGE_BYTES
+    assert policy(2).reduce_ring_bytes(units, MeshInfo(1, num_replicas=4)) == 2 * PAGE_BYTES
 
 
 def test_a_ranks_buffers_are_its_units_and_two_rings():
     units = [unit((pages, 1024), name=f"u{pages}") for pages in (2, 8)]
-    peers = Peers(2, shard_index=1, direct_up_to=8)
+    peers = MeshInfo(2, shard_index=1, direct_up_to=8)
     found = policy(3).rank_buffers(units, peers, prefetch=1, moves_pages=True)
     assert [buffer.name for buffer in found] == [
         *(
@@ -287,7 +296,7 @@ def test_the_reduce_ring_holds_two_units_leaving_and_arriving():
     units = [
         unit((pages, 1024), name=f"u{pages}", num_shards=4) for pages in (4, 8)
     ]  # shards of 1 and 2 pages
-    direct, native = Peers(4, direct_up_to=4), Peers(4)
+    direct, native = MeshInfo(4, direct_up_to=4), MeshInfo(4)
     kept, sharded = (
         policy(1).reduce_ring_bytes(units, direct),
         policy(2).reduce_ring_bytes(units, direct),
@@ -297,8 +306,8 @@ def test_the_reduce_ring_holds_two_units_leaving_and_arriving():
     assert policy(2).reduce_ring_bytes(units, native) == 2 * (8 + 2) * PAGE_BYTES
     frozen = [unit((64, 1024), num_shards=4, trainable=False)]
     assert policy(2).reduce_ring_bytes([*units, *frozen], direct) == sharded
-    lasting = [unit((4, 1024), num_shards=4, lasting=True)]
-    assert policy(2).reduce_ring_bytes([*units, *lasting], direct) == sharded + 4 * PAGE_BYTES
+    kept = [unit((4, 1024), num_shards=4, keep_until_pass_ends=True)]
+    assert policy(2).reduce_ring_bytes([*units, *kept], direct) == sharded + 4 * PAGE_BYTES
 
 
 def test_the_update_casts_a_units_gradient_in_the_same_ring():
@@ -306,14 +315,17 @@ def test_the_update_casts_a_units_gradient_in_the_same_ring():
         unit((8, 1024), num_shards=1),
         [unit((pages, 1024), name=f"u{pages}", num_shards=4) for pages in (4, 8)],
     )
-    assert policy(2).reduce_ring_bytes([alone], Peers()) == 0, "fp32 gradients are used as they are"
-    assert policy(2, torch.bfloat16).reduce_ring_bytes([alone], Peers()) == 8 * PAGE_BYTES
-    whole = [replace(each, num_shards=1) for each in units]
-    assert policy(0, torch.bfloat16).reduce_ring_bytes(whole, Peers(copies=4)) == 8 * PAGE_BYTES, (
-        "more than the reductions need"
+    assert policy(2).reduce_ring_bytes([alone], MeshInfo()) == 0, (
+        "fp32 gradients are used as they are"
     )
+    assert policy(2, torch.bfloat16).reduce_ring_bytes([alone], MeshInfo()) == 8 * PAGE_BYTES
+    whole = [replace(each, num_shards=1) for each in units]
+    assert (
+        policy(0, torch.bfloat16).reduce_ring_bytes(whole, MeshInfo(num_replicas=4))
+        == 8 * PAGE_BYTES
+    ), "more than the reductions need"
     together = replace(policy(0, torch.bfloat16), updates_together=True)
-    assert together.reduce_ring_bytes(whole, Peers(copies=4)) == (4 + 8) * PAGE_BYTES, (
+    assert together.reduce_ring_bytes(whole, MeshInfo(num_replicas=4)) == (4 + 8) * PAGE_BYTES, (
         "all gradients are there until norms are known"
     )
 
@@ -328,7 +340,7 @@ def test_moments_in_bf16_take_half():
 
 
 def test_a_server_has_all_states_and_counts_all_parts():
-    alone = replace(policy(0), ownership=Server())
+    alone = replace(policy(0), ownership=ParameterServer())
     layout, peers = of_ranks(0, 4, (64, 1024), dtype=torch.bfloat16)
     by_rank = [alone.buffers(layout, each) for each in peers]
     sizes = [sum(b.num_bytes for b in buffers if b.kind is Kind.OPTIM) for buffers in by_rank]
@@ -350,24 +362,24 @@ def test_every_stage_counts_the_same_parts_and_stage_0_deals_them_out():
         assert ranges == [(n * 16384, (n + 1) * 16384) for n in range(4)]
 
 
-@given(shards=st.integers(1, 4), copies=st.integers(1, 4), each=st.integers(1, 6))
-def test_each_part_counts_once_over_all_ranks(shards, copies, each):
+@given(shards=st.integers(1, 4), num_replicas=st.integers(1, 4), each=st.integers(1, 6))
+def test_each_part_counts_once_over_all_ranks(shards, num_replicas, each):
     layout = unit((1000,), num_shards=shards, num_parts=shards * each)
     counted = [
         part
         for shard in range(shards)
-        for copy in range(copies)
-        for part in Ownership().counted_parts(layout, Peers(shards, shard, copies, copy))
+        for copy in range(num_replicas)
+        for part in Ownership().counted_parts(layout, MeshInfo(shards, shard, num_replicas, copy))
     ]
     assert sorted(counted) == list(range(layout.num_parts))
 
 
 @pytest.mark.parametrize("stage", range(1, 4))
-@pytest.mark.parametrize("copies", [2, 3, 8, 9, 64])
+@pytest.mark.parametrize("num_replicas", [2, 3, 8, 9, 64])
 @pytest.mark.parametrize("direct_up_to", [0, 8])
-def test_sums_of_copies_fit_where_the_shards_arrived(stage, copies, direct_up_to):
+def test_sums_of_copies_fit_where_the_shards_arrived(stage, num_replicas, direct_up_to):
     """Hybrid sharding: a ring is as large as that of one copy."""
     units = [unit((pages, 1000), name=f"u{pages}", num_shards=2) for pages in (1, 8)]
-    alone = Peers(2, direct_up_to=direct_up_to)
+    alone = MeshInfo(2, direct_up_to=direct_up_to)
     ring = policy(stage).reduce_ring_bytes(units, alone)
-    assert policy(stage).reduce_ring_bytes(units, replace(alone, copies=copies)) == ring
+    assert policy(stage).reduce_ring_bytes(units, replace(alone, num_replicas=num_replicas)) == ring

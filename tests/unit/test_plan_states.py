@@ -16,11 +16,11 @@ from zrun_core.memory.layout import ON_DEVICE, PAGE_BYTES, Buffer, Kind, Placeme
 from zrun_core.models.gpt import gpt
 from zrun_core.optim.chunked import Chunked
 from zrun_core.plan.memory.states import (
-    PaperCut,
+    PlannedModel,
     checkpoint_buffers,
-    cut_of_shape,
-    cut_on_paper,
     place,
+    plan_model,
+    plan_shape,
     rank_buffers,
     settings_of,
     stage_blocks,
@@ -72,9 +72,9 @@ class Net(nn.Module):
 P = 1024 * 256 + 4 * 2 * 256 * 512 + 2 * 16 * 256
 
 
-def cut(chosen: ShardingConfig, **options: Any) -> PaperCut:
+def cut(chosen: ShardingConfig, **options: Any) -> PlannedModel:
     with torch.device("meta"):
-        return cut_on_paper(Net(**options), chosen)
+        return plan_model(Net(**options), chosen)
 
 
 def sums(buffers: list[Buffer], tier: Tier = Tier.DEVICE, kinds: set[Kind] = OWN) -> int:
@@ -179,7 +179,7 @@ def test_every_byte_has_a_home_whatever_the_fraction(fraction, stage, dp):
 def test_states_on_disk_begin_on_pages():
     chosen = settings(zero=1, precision="fp32")
     with torch.device("meta"):
-        odd = cut_on_paper(nn.Sequential(nn.Linear(37, 41)), chosen)
+        odd = plan_model(nn.Sequential(nn.Linear(37, 41)), chosen)
     found = rank_buffers(odd, chosen, ParallelDims(3), placement=Placement(optimizer=DISK))
     assert {b.num_bytes % PAGE_BYTES for b in found if b.tier is DISK} == {0}
 
@@ -276,13 +276,14 @@ def test_small_parameters_are_with_their_blocks():
     chosen = settings(zero={"stage": 3, "persist_below": "9kB"})
     stages = [cut(chosen).layouts(ParallelDims(1, pp=2), stage, 1) for stage in range(2)]
     small = [
-        [slot.name for unit in units if unit.persistent for slot in unit.slots] for units in stages
+        [slot.name for unit in units if unit.keep_unsharded for slot in unit.slots]
+        for units in stages
     ]
     assert small == [["places.weight", "norm.weight"]] * 2, (
         "where they are used is not known of those outside"
     )
     assert (
-        sum(unit.numel for units in stages for unit in units if not unit.persistent)
+        sum(unit.numel for units in stages for unit in units if not unit.keep_unsharded)
         == P + 1024 * 256 - 2 * 16 * 256
     )
 
@@ -317,7 +318,7 @@ def test_a_shape_is_cut_like_the_model(args, stage):
     with torch.device("meta"):
         model = gpt(**args)
     shape = TransformerShape.from_model_args("zrun_core.models.gpt:gpt", args)
-    found = [cut_of_shape(shape, chosen), cut_on_paper(model, chosen)]
+    found = [plan_shape(shape, chosen), plan_model(model, chosen)]
     sizes = [
         [
             (b.name, b.num_bytes)
@@ -332,7 +333,7 @@ def test_a_shape_is_cut_like_the_model(args, stage):
 def test_tensor_parallel_ranks_share_what_they_can():
     chosen = settings()
     shape = TransformerShape.llama(2, 512, 8, kv_heads=2, ffn=1408, vocab=1000, seq=64)
-    whole, of_two, of_four = (cut_of_shape(shape, chosen, tp) for tp in (1, 2, 4))
+    whole, of_two, of_four = (plan_shape(shape, chosen, tp) for tp in (1, 2, 4))
     assert whole.num_params == shape.num_params
     norms = 5 * 512
     alike = [unit.layout.numel for unit in of_two.units if unit.layout.replicated_over]
@@ -344,12 +345,12 @@ def test_tensor_parallel_ranks_share_what_they_can():
     )  # of two layers: one key and one value head on each rank, twice as many as there are
     assert of_four.num_params == (shape.num_params - norms) // 4 + norms + keys
     with pytest.raises(ValueError, match="8 heads and 2 key heads do not divide over 3 ranks"):
-        cut_of_shape(shape, chosen, 3)
+        plan_shape(shape, chosen, 3)
 
 
 def test_a_size_has_as_many_states_as_it_says():
     chosen = settings(zero=3)
-    on_paper = cut_of_shape(TransformerShape.from_size("1.3B"), chosen)
+    on_paper = plan_shape(TransformerShape.from_size("1.3B"), chosen)
     assert on_paper.num_params == 1_300_000_000
     assert sums(rank_buffers(on_paper, chosen, ParallelDims(64))) == pytest.approx(
         16 * 1.3e9 / 64, rel=0.01

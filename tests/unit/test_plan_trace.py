@@ -28,7 +28,7 @@ from zrun_core.plan.trace.profile import Affine, Event, Profile, Trace, TracePha
 from zrun_core.plan.trace.trace_process import trace_in_subprocess, trace_job
 from zrun_core.plan.trace.tracer import describe_modules, describe_params
 from zrun_core.spine.config import JobConfig
-from zrun_core.zero.auto_wrap import cut
+from zrun_core.zero.auto_wrap import auto_wrap
 
 HERE = Path(plan_models.__file__).parent
 GPT = "zrun_core.models.gpt:gpt"
@@ -237,7 +237,7 @@ def test_a_skeleton_is_cut_as_the_model_is(model: Any) -> None:
     skeleton = skeleton_of(Profile.from_json(described.to_json()))
     for options in ({}, {"persist_below": 200}, {"whole_blocks": True}):
         one, other = (
-            cut(each, dtype=torch.bfloat16, num_shards=3, bucket=1 << 12, **options)
+            auto_wrap(each, dtype=torch.bfloat16, num_shards=3, bucket=1 << 12, **options)
             for each in (built, skeleton)
         )
         assert [unit.layout for unit in one.units] == [unit.layout for unit in other.units]

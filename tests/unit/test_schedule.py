@@ -9,12 +9,12 @@ import pytest
 from zrun_core.pipeline.schedule import (
     Action,
     ActionKind,
-    checked,
     interleaved,
-    most_under_way,
+    max_in_flight,
     no_pipeline,
     one_forward_one_backward,
     stage_order,
+    validated,
 )
 
 
@@ -29,7 +29,7 @@ def micros(actions: tuple[Action, ...]) -> str:
 
 def test_without_a_pipeline_each_backward_follows_its_forward() -> None:
     assert micros(no_pipeline(3)) == "F0 B0 F1 B1 F2 B2"
-    assert most_under_way(no_pipeline(3)) == 1
+    assert max_in_flight(no_pipeline(3)) == 1
 
 
 def test_stages_run_ahead_by_those_after_them() -> None:
@@ -75,10 +75,10 @@ def test_every_stage_does_every_part_of_every_micro_batch_once() -> None:
 )
 def test_what_cannot_be_executed_is_refused(order: str, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
-        checked(read(order))
+        validated(read(order))
 
 
 def test_forwards_that_wait_are_counted() -> None:
-    assert most_under_way(read("F0 B0 F1 F2 F3 B2 B1 B3")) == 3
-    assert most_under_way(one_forward_one_backward(1, 4, 16)) == 3
-    assert most_under_way(interleaved(0, 4, 2, 8)) == 11, "ten run ahead, and one is done between"
+    assert max_in_flight(read("F0 B0 F1 F2 F3 B2 B1 B3")) == 3
+    assert max_in_flight(one_forward_one_backward(1, 4, 16)) == 3
+    assert max_in_flight(interleaved(0, 4, 2, 8)) == 11, "ten run ahead, and one is done between"

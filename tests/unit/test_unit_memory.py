@@ -16,7 +16,14 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 OWNER = "zrun_core/zero/"
 # Attributes that only units have, and those that say something else on a parameter, a window or torch itself.
-OF_UNITS_ONLY = {"master", "param_shard", "owned_param", "whole_grad", "owned_grad", "_grad_views"}
+OF_UNITS_ONLY = {
+    "master",
+    "param_shard",
+    "local_param",
+    "unsharded_grad",
+    "local_grad",
+    "_grad_views",
+}
 OF_OTHERS_TOO = {"full", "grad", "param", "record", "moments", "window", "views", "_placeholders"}
 OUTSIDE = sorted(
     str(path.relative_to(ROOT))
@@ -83,7 +90,7 @@ def _bound(target: ast.expr) -> Iterator[str]:
         "if (first := next(iter(model.units))): first.full.zero_()",
         "replica.unit.full[:3]",
         "sharded.units[0].grad",
-        "anything.at_all().owned_param",
+        "anything.at_all().local_param",
     ],
 )
 def test_the_scan_sees_a_touch(source: str) -> None:

@@ -133,7 +133,7 @@ class SavedRank:
     rng: dict[str, Any]  # as `rng.Streams.capture` says it
     learnt: dict[
         str, Any
-    ]  # the order of its reductions, as `Reducer.learnt` says it; of several models by name
+    ]  # the order of its reductions, as `Reducer.state_dict` says it; of several models by name
 
 
 @dataclass(frozen=True)

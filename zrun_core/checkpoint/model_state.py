@@ -37,7 +37,7 @@ from zrun_core.errors import CheckpointError, SaveError
 from zrun_core.memory.layout import ParamSlot, Piece, TensorRange, dense_stride
 from zrun_core.optim import lightweight
 from zrun_core.zero.sharded_model import ShardedModel
-from zrun_core.zero.sharded_optimizer import UnitUpdate
+from zrun_core.zero.sharded_optimizer import UnitOptimizer
 from zrun_core.zero.unit import FlatUnit
 
 
@@ -166,8 +166,8 @@ class ModelState:
         for unit, piece, state in self._optimizer_states():
             # What this rank writes of what it holds.
             low, high = self._written(unit)
-            held = unit.owned[0] + piece.start
-            low, high = max(low, held), min(high, unit.owned[0] + piece.stop)
+            held = unit.updated_range[0] + piece.start
+            low, high = max(low, held), min(high, unit.updated_range[0] + piece.stop)
             for key, tensor in _per_element(piece, state).items():
                 for each in unit.layout.tensor_ranges(low, high):
                     data = tensor[low + each.start - held : low + each.stop - held].detach()
@@ -192,9 +192,9 @@ class ModelState:
 
     def _written(self, unit: FlatUnit) -> tuple[int, int]:
         """The elements of the unit that this rank writes: its shard, divided among the ranks that hold the same."""
-        start, stop = unit.owned
+        start, stop = unit.updated_range
         copies, index = self._sharded.mesh.along(
-            [*unit.layout.replicated_over, *unit.exchange.owned_replicated_over(unit.layout)]
+            [*unit.layout.replicated_over, *unit.exchange.updated_replicated_over(unit.layout)]
         )
         low, high = (slice_start(stop - start, copies, index + end) for end in (0, 1))
         return start + low, start + high
@@ -206,7 +206,7 @@ class ModelState:
             if state:
                 yield unit, piece, state
 
-    def _held(self) -> Iterator[tuple[FlatUnit, Piece, nn.Parameter, UnitUpdate]]:
+    def _held(self) -> Iterator[tuple[FlatUnit, Piece, nn.Parameter, UnitOptimizer]]:
         return (
             self._sharded.optimizer.held()
             if self._sharded.settings.optimizer is not None
@@ -299,7 +299,7 @@ class ModelState:
             if not self._weights_only:
                 is_cut_alike = self.layout in manifest.layouts and manifest.world_size == world.size
                 own = manifest.rank_state(world.index) if is_cut_alike else None
-                self._sharded.reducer.adopt(None if own is None else own.learnt)
+                self._sharded.reducer.load_state_dict(None if own is None else own.learnt)
                 reader.fill(self._optimizer_targets(manifest))
             self.fill(reader.fill)
             if self._had_these_ranks(manifest):
@@ -375,14 +375,14 @@ class ModelState:
                 state[key] = _like(prototype[key], info.scalars[key])
             for key, value in update.set_state(param, piece, state).items():
                 if isinstance(value, torch.Tensor) and value.dim():
-                    targets += self._targets(unit, key, value, unit.owned[0] + piece.start)
+                    targets += self._targets(unit, key, value, unit.updated_range[0] + piece.start)
         return targets
 
     # What differs between ranks
 
     def reducer_state(self) -> dict[str, Any]:
         """What this rank knows of the order of its reductions, as small JSON."""
-        return self._sharded.reducer.learnt()
+        return self._sharded.reducer.state_dict()
 
     def buffer_digests(self) -> dict[str, str]:
         """A digest of each persistent buffer as this rank has it."""

@@ -396,7 +396,7 @@ class Comm:
     def reduce_scatter(
         self,
         full: torch.Tensor,
-        arrivals: torch.Tensor,
+        recv_buffer: torch.Tensor,
         into: torch.Tensor,
         group: Group,
         *,
@@ -406,7 +406,7 @@ class Comm:
     ) -> Handle:
         """Sum `full` [size * n] over ranks in rank order; this rank's slice goes, or is added, `into` [n] at `wait`.
 
-        `arrivals` [arrival_shards * n or more] is scratch, as is `full` afterwards. `into` may be
+        `recv_buffer` [arrival_shards * n or more] is scratch, as is `full` afterwards. `into` may be
         the own slice of `full`.
         """
         size, index = group.size, group.index
@@ -416,19 +416,19 @@ class Comm:
             return Handle(self, [], lambda: _store([own], into, accumulate))
         self._count("reduce_scatter", group, (size - 1) * _bytes(own), name)
         if self.is_direct(group):
-            arriving = list(arrivals[: (size - 1) * own.numel()].view(size - 1, -1).unbind())
+            arriving = list(recv_buffer[: (size - 1) * own.numel()].view(size - 1, -1).unbind())
             outgoing = [s for peer, s in enumerate(slices) if peer != index]
             parts = [*arriving[:index], own, *arriving[index:]]
             works = self._exchange_all(outgoing, arriving, group, tag)
             return Handle(self, works, lambda: _store(parts, into, accumulate))
-        total = arrivals[: own.numel()]
+        total = recv_buffer[: own.numel()]
         work = _reduce_scatter_single(total, full, group.process_group)
         return Handle(self, [work], lambda: _store([total], into, accumulate))
 
     def all_reduce(
-        self, full: torch.Tensor, arrivals: torch.Tensor, group: Group, *, tag: int, name: str
+        self, full: torch.Tensor, recv_buffer: torch.Tensor, group: Group, *, tag: int, name: str
     ) -> Handle:
-        """Sum `full` [any length] over ranks, in place, in rank order. `arrivals` is scratch, as in `reduce_scatter`.
+        """Sum `full` [any length] over ranks, in place, in rank order. `recv_buffer` is scratch, as in `reduce_scatter`.
 
         Each rank adds up one of `size` slices, of which the last may be shorter.
         """
@@ -443,7 +443,7 @@ class Comm:
             return Handle(
                 self, [_work(dist.all_reduce(full, group=group.process_group, async_op=True))]
             )
-        arriving = list(arrivals[: (size - 1) * own.numel()].view(size - 1, -1).unbind())
+        arriving = list(recv_buffer[: (size - 1) * own.numel()].view(size - 1, -1).unbind())
         others = [s for peer, s in enumerate(slices) if peer != index]
         parts = [*arriving[:index], own, *arriving[index:]]
 
@@ -454,11 +454,11 @@ class Comm:
         return Handle(self, self._exchange_all(others, arriving, group, tag)).then(spread, group)
 
     def push(
-        self, full: torch.Tensor, arrivals: torch.Tensor, group: Group, *, tag: int, name: str
+        self, full: torch.Tensor, recv_buffer: torch.Tensor, group: Group, *, tag: int, name: str
     ) -> Handle:
         """Sum `full` [n] of all ranks on the first one, in place, in rank order; the others' stay as they are.
 
-        `arrivals` [(size - 1) * n] is scratch of the first rank. This is how workers send their gradients to a
+        `recv_buffer` [(size - 1) * n] is scratch of the first rank. This is how workers send their gradients to a
         parameter server (Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server").
         """
         size, num_bytes = group.size, _bytes(full)
@@ -468,7 +468,7 @@ class Comm:
             self._count("push", group, num_bytes, name, received=0)
             return Handle(self, [self._send(full, 0, group, tag)])
         self._count("push", group, 0, name, received=(size - 1) * num_bytes)
-        arriving = list(arrivals.view(size - 1, -1).unbind())
+        arriving = list(recv_buffer.view(size - 1, -1).unbind())
         works = [self._receive(part, peer, group, tag) for peer, part in enumerate(arriving, 1)]
         return Handle(self, works, lambda: _store([full, *arriving], full, accumulate=False))
 

@@ -71,7 +71,7 @@ class MemoryGuard:
 
     def _why_not(self, step: int) -> str | None:
         """Why a batch cannot be dropped; None: it can."""
-        if step == 1 or not self._sharded.reducer.order_is_learnt:
+        if step == 1 or not self._sharded.reducer.has_recorded_order:
             return "the order of reductions is learnt in the first step"
         if self._in_a_row >= self._job.guards.max_nonfinite:
             many = (

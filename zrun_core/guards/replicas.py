@@ -113,9 +113,11 @@ class ReplicaGuard:
         """List what other ranks hold too: whole units, and shards that groups have alike."""
         found = []
         for unit in self._sharded.units:
-            num_holders, _ = self._mesh.along(unit.exchange.owned_replicated_over(unit.layout))
+            num_holders, _ = self._mesh.along(unit.exchange.updated_replicated_over(unit.layout))
             replicated_over = [axis for axis in self._axes if axis in unit.layout.replicated_over]
-            held = [("parameter", unit.resident_params(), unit.is_whole or num_holders > 1)]
+            held = [
+                ("parameter", unit.resident_params(), unit.is_kept_unsharded or num_holders > 1)
+            ]
             if (masters := unit.masters()) is not None:
                 held.append(("fp32 master", masters, num_holders > 1))
             for what, (flat, start), has_copies in held:

@@ -115,7 +115,9 @@ def shard(
     built.module.to(run.device)  # buffers: the parameters are there
     _broadcast_buffers(built.module, run)
     run._num_units += len(sharded.units)
-    built.module.__dict__[_HANDLE] = ModelHandle(run, sharded, sharded.run_plainly(accumulate))
+    built.module.__dict__[_HANDLE] = ModelHandle(
+        run, sharded, sharded.use_implicit_passes(accumulate)
+    )
     foreign.own(built.module)
     return cast(Model, built.module)
 

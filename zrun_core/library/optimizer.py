@@ -27,8 +27,8 @@ from zrun_core.optim.resolve import (
     MOMENTS,
     OptimizerSpec,
     arguments_of,
-    choose_with,
-    find,
+    find_class,
+    spec_of,
     with_bf16_moments,
 )
 from zrun_core.spine.config import LossScaleConfig
@@ -322,7 +322,7 @@ def optimizer(
     )
     result = lightweight.build(build, made, {})  # type: ignore[arg-type]
     assert isinstance(result, Optimizer)
-    handle.sharded.attach(chosen, settings, lambda slot: by_name[slot.name])
+    handle.sharded.set_optimizer(chosen, settings, lambda slot: by_name[slot.name])
     handle.sharded.settings = replace(handle.sharded.settings, clip=clip)
     handle.optimizer = result
     return result
@@ -343,7 +343,7 @@ def _choose(
     if moments not in MOMENTS:
         raise JobError(f"optimizer(moments={moments!r}): write fp32 or bf16")
     try:
-        build = find(name, _no_reference) if isinstance(name, str) else name
+        build = find_class(name, _no_reference) if isinstance(name, str) else name
         title = name if isinstance(name, str) else getattr(name, "__name__", str(name))
         if not callable(build):
             raise JobError(f"{title} is no optimizer: pass a name, or a class")
@@ -356,11 +356,11 @@ def _choose(
                 near = difflib.get_close_matches(key, [*accepted, "moments"], 1)
                 hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(accepted)}"
                 raise JobError(f"{title} has no argument {key!r}; {hint}")
-        chosen = choose_with(title, build, options, device, MOMENTS[moments])
+        chosen = spec_of(title, build, options, device, MOMENTS[moments])
         for own in _own_options(chosen, groups, accepted):
-            in_group = choose_with(title, build, options | own, device, MOMENTS[moments])
+            in_group = spec_of(title, build, options | own, device, MOMENTS[moments])
             if "fused" in chosen.kwargs and "fused" not in in_group.kwargs:
-                chosen = choose_with(title, build, {**options, "fused": False}, device)
+                chosen = spec_of(title, build, {**options, "fused": False}, device)
         return chosen
     except JobError as error:
         text = str(error).removeprefix("optim.name: ").removeprefix("optim: ")

@@ -47,17 +47,19 @@ class ZeroPolicy:
         return boundary or self.stage >= 2
 
     @property
-    def free_after_use(self) -> bool:
+    def reshard_after_use(self) -> bool:
         """Whether a unit's whole parameters are given up once its forward or backward is over."""
         return self.stage >= 3
 
-    def num_parts(self, peers: Peers) -> int:
+    def num_parts(self, mesh_info: MeshInfo) -> int:
         """Return the number of equal parts that units are padded to, and that norms are taken over.
 
         Where nothing is divided they are those of a division over all ranks: so stages agree in the
         bits of their norms.
         """
-        return peers.shard_size if self.divides else peers.shard_size * peers.copies
+        return (
+            mesh_info.shard_size if self.divides else mesh_info.shard_size * mesh_info.num_replicas
+        )
 
 
 NOWHERE_ELSE: Mapping[str, Placement] = {}  # all units are on the device
@@ -125,8 +127,9 @@ class UnitLayout:
     trainable: bool
     num_shards: int  # ranks of the shard group
     num_parts: int  # that it is padded to, and that norms are taken over; a shard has one or more
-    persistent: bool = False  # stage 3: stays whole
-    lasting: bool = False  # in use while other units come and go: tied to modules of theirs, or of a container itself
+    keep_unsharded: bool = False  # also at stage 3: never resharded
+    # In use while other units come and go: tied to modules of theirs, or of a container itself.
+    keep_until_pass_ends: bool = False
     modules: str = (
         ""  # those that the unit was cut from; units cut from the same ones are in use together
     )
@@ -214,8 +217,8 @@ def lay_out(
     trainable: bool,
     num_shards: int,
     num_parts: int | None = None,
-    persistent: bool = False,
-    lasting: bool = False,
+    keep_unsharded: bool = False,
+    keep_until_pass_ends: bool = False,
     modules: str = "",
     block: str = "",
     table: Mapping[str, TensorPart] = WHOLE,
@@ -246,33 +249,33 @@ def lay_out(
         trainable,
         num_shards,
         num_parts or num_shards,
-        persistent,
-        lasting,
+        keep_unsharded,
+        keep_until_pass_ends,
         modules or name,
         block,
     )
 
 
 @dataclass(frozen=True)
-class Peers:
+class MeshInfo:
     """A data-parallel rank's place among the others.
 
     Attributes:
         shard_size: ranks that divide the states between them.
         shard_index: this rank's place among them.
-        copies: groups like that, with equal shards.
-        copy_index: which of them is this rank's.
+        num_replicas: groups like that, with equal shards.
+        replica_index: which of them is this rank's.
         direct_up_to: up to so many ranks exchange pairwise, so that the parts of all peers arrive apart; more, or ranks
             whose backend sums on the way, get one part.
     """
 
     shard_size: int = 1
     shard_index: int = 0
-    copies: int = 1
-    copy_index: int = 0
+    num_replicas: int = 1
+    replica_index: int = 0
     direct_up_to: int = 0
 
-    def arrivals(self, size: int) -> int:
+    def num_recv_parts(self, size: int) -> int:
         """Parts that arrive where `size` ranks sum something."""
         if size == 1:
             return 0
@@ -286,33 +289,36 @@ class Ownership:
     So do the ranks of the other copies, with the same result.
     """
 
-    def owned_range(self, unit: UnitLayout, peers: Peers) -> tuple[int, int]:
+    def updated_range(self, unit: UnitLayout, mesh_info: MeshInfo) -> tuple[int, int]:
         """Return the elements that this rank updates."""
-        return unit.shard_range(peers.shard_index)
+        return unit.shard_range(mesh_info.shard_index)
 
-    def owned_replicated_over(self, unit: UnitLayout) -> tuple[str, ...]:
+    def updated_replicated_over(self, unit: UnitLayout) -> tuple[str, ...]:
         """Return the data-parallel axes of the mesh along which ranks keep the same elements."""
         return ("replicate",)
 
-    def counted_parts(self, unit: UnitLayout, peers: Peers) -> range:
+    def counted_parts(self, unit: UnitLayout, mesh_info: MeshInfo) -> range:
         """Return the parts that this rank counts in norms: each part is counted by one rank.
 
         They are the same parts at every stage, so that sums have the same bits.
         """
-        return unit.parts_of_shard(peers.shard_index)[peers.copy_index :: peers.copies]
+        return unit.parts_of_shard(mesh_info.shard_index)[
+            mesh_info.replica_index :: mesh_info.num_replicas
+        ]
 
-    def arrivals(self, unit: UnitLayout, peers: Peers) -> int:
+    def recv_numel(self, unit: UnitLayout, mesh_info: MeshInfo) -> int:
         """Return the elements of scratch that a reduction needs for what arrives.
 
         What comes from the copies takes the place of what came from the shard group.
         """
-        of_shards = unit.shard_numel * peers.arrivals(peers.shard_size)
-        of_copies = math.ceil(unit.shard_numel / peers.copies) * peers.arrivals(peers.copies)
-        return max(of_shards, of_copies)
+        of_shards = unit.shard_numel * mesh_info.num_recv_parts(mesh_info.shard_size)
+        slice_numel = math.ceil(unit.shard_numel / mesh_info.num_replicas)
+        of_replicas = slice_numel * mesh_info.num_recv_parts(mesh_info.num_replicas)
+        return max(of_shards, of_replicas)
 
-    def goes_stale(self, peers: Peers) -> bool:
+    def goes_stale(self, mesh_info: MeshInfo) -> bool:
         """Whether other ranks update what this one uses."""
-        return peers.shard_size > 1
+        return mesh_info.shard_size > 1
 
 
 @dataclass(frozen=True)
@@ -337,14 +343,14 @@ class StatePolicy:
             unit.dtype != torch.float32 or placement.param is not placement.optimizer
         )
 
-    def frees(self, unit: UnitLayout) -> bool:
+    def reshard_after_use(self, unit: UnitLayout) -> bool:
         """Whether only a shard of the unit's parameters stays in memory between uses."""
-        return self.zero.free_after_use and not unit.persistent
+        return self.zero.reshard_after_use and not unit.keep_unsharded
 
     def buffers(
         self,
         unit: UnitLayout,
-        peers: Peers,
+        mesh_info: MeshInfo,
         placement: Placement = ON_DEVICE,
     ) -> list[Buffer]:
         """The permanent buffers of `unit` on one rank: parameters, gradients, optimizer.
@@ -352,13 +358,13 @@ class StatePolicy:
         On the host, what the device copies from or to is pinned; the optimizer's states are not, because the update
         runs where they are. On disk each begins on a page.
         """
-        found = self._states(unit, peers, placement)
+        found = self._states(unit, mesh_info, placement)
         if placement is ON_DEVICE:
             return found
         return [_at_home(buffer, placement.tier_of(buffer.kind)) for buffer in found]
 
-    def _states(self, unit: UnitLayout, peers: Peers, placement: Placement) -> list[Buffer]:
-        param = unit.shard_numel if self.frees(unit) else unit.padded_numel
+    def _states(self, unit: UnitLayout, mesh_info: MeshInfo, placement: Placement) -> list[Buffer]:
+        param = unit.shard_numel if self.reshard_after_use(unit) else unit.padded_numel
         found = [Buffer(f"{unit.name}/param", Kind.PARAM, param * unit.dtype.itemsize)]
         if not unit.trainable:
             return found
@@ -367,7 +373,7 @@ class StatePolicy:
         found.append(
             Buffer(f"{unit.name}/grad", Kind.GRAD, whole_pages(grad * self.reduce_dtype.itemsize))
         )
-        start, stop = self.ownership.owned_range(unit, peers)
+        start, stop = self.ownership.updated_range(unit, mesh_info)
         if self.has_master(unit, placement):
             found.append(Buffer(f"{unit.name}/master", Kind.OPTIM, 4 * (stop - start)))
         held = sum(
@@ -388,46 +394,46 @@ class StatePolicy:
         moves_pages: bool = True,
         placements: Mapping[str, Placement] = NOWHERE_ELSE,
     ) -> int:
-        """Room for units that are whole at a time: the ones in use, `prefetch` more, and all that are lasting.
+        """Room for units that are whole at a time: the ones in use, `prefetch` more, and all that
+        are kept until their pass ends.
 
         Where pages are moved into a unit it takes those of the other ranks' shards only; elsewhere its own shard is a
         copy, and there must be room for all of it, as there must be where its home is on another tier.
         """
         passing: list[tuple[UnitLayout, int]] = []
-        lasting = 0
+        kept = 0
         for unit in units:
             if placements.get(unit.name, ON_DEVICE).param is not Tier.DEVICE:
                 room = unit.padded_numel
-            elif self.frees(unit) and unit.num_shards > 1:
+            elif self.reshard_after_use(unit) and unit.num_shards > 1:
                 room = unit.padded_numel - moves_pages * unit.shard_numel
             else:
                 continue
-            if unit.lasting:
-                lasting += room * unit.dtype.itemsize
+            if unit.keep_until_pass_ends:
+                kept += room * unit.dtype.itemsize
             else:
                 passing.append((unit, room * unit.dtype.itemsize))
         sizes = [size for _, size in passing]
         return (
-            min(self._most_together(passing) + prefetch * max(sizes, default=0), sum(sizes))
-            + lasting
+            min(self._most_together(passing) + prefetch * max(sizes, default=0), sum(sizes)) + kept
         )
 
     def reduce_ring_bytes(
         self,
         units: Sequence[UnitLayout],
-        peers: Peers,
+        mesh_info: MeshInfo,
         *,
         placements: Mapping[str, Placement] = NOWHERE_ELSE,
     ) -> int:
         """Room for reductions, of what is being filled and of one unit on its way: what leaves and what arrives.
 
         What leaves is the unit's whole gradient, which lives here only if gradients are sharded, or have their home on
-        another tier. Lasting and persistent units fill up while others come and go. Once all reductions are over, the
+        another tier. Units that are kept unsharded fill up while others come and go. Once all reductions are over, the
         update casts one unit's gradient to fp32 in the same room, or all units' if they are updated
         together.
         """
         passing: list[tuple[UnitLayout, int]] = []
-        lasting = cast = alone = 0
+        kept = cast = alone = 0
         for unit in units:
             if not unit.trainable:
                 continue
@@ -435,20 +441,21 @@ class StatePolicy:
             away = placement.grad is not Tier.DEVICE
             leaving = away or self.zero.reduce_now(boundary=False)
             if self.reduce_dtype != torch.float32 and placement.optimizer is Tier.DEVICE:
-                start, stop = self.ownership.owned_range(unit, peers)
+                start, stop = self.ownership.updated_range(unit, mesh_info)
                 cast = (
                     4 * (stop - start) + cast
                     if self.updates_together
                     else max(cast, 4 * (stop - start))
                 )
-            arriving = self.ownership.arrivals(unit, peers)
+            arriving = self.ownership.recv_numel(unit, mesh_info)
             if unit.num_parts > 1 or away:
                 passing.append((unit, unit.padded_numel * leaving + arriving))
-                lasting += unit.padded_numel * leaving * (unit.lasting or unit.persistent)
+                if unit.keep_until_pass_ends or unit.keep_unsharded:
+                    kept += unit.padded_numel * leaving
             else:
                 alone = max(alone, arriving)  # copies of what nobody divides: one unit at a time
         on_its_way = max((size for _, size in passing), default=0)
-        reduced = max(self._most_together(passing) + on_its_way + lasting, alone)
+        reduced = max(self._most_together(passing) + on_its_way + kept, alone)
         return whole_pages(max(reduced * self.reduce_dtype.itemsize, cast))
 
     def _most_together(self, sizes: Iterable[tuple[UnitLayout, int]]) -> int:
@@ -461,7 +468,7 @@ class StatePolicy:
     def rank_buffers(
         self,
         units: Sequence[UnitLayout],
-        peers: Peers,
+        mesh_info: MeshInfo,
         *,
         prefetch: int,
         moves_pages: bool,
@@ -474,28 +481,30 @@ class StatePolicy:
             moves_pages: whether a unit is made whole by moving pages into it.
             placements: by unit name, of the units whose states do not all have their home on the device.
         """
-        found = [self.buffers(unit, peers, placements.get(unit.name, ON_DEVICE)) for unit in units]
+        found = [
+            self.buffers(unit, mesh_info, placements.get(unit.name, ON_DEVICE)) for unit in units
+        ]
         gathered = self.gather_ring_bytes(
             units, prefetch, moves_pages=moves_pages, placements=placements
         )
-        reduced = self.reduce_ring_bytes(units, peers, placements=placements)
+        reduced = self.reduce_ring_bytes(units, mesh_info, placements=placements)
         return [
             *(buffer for buffers in found for buffer in buffers),
             Buffer("gather ring", Kind.RING, gathered),
             Buffer("reduce ring", Kind.RING, reduced),
-            *self._staging(units, peers, placements),
+            *self._staging(units, mesh_info, placements),
             *_disk_slots(found),
         ]
 
     def _staging(
-        self, units: Sequence[UnitLayout], peers: Peers, placements: Mapping[str, Placement]
+        self, units: Sequence[UnitLayout], mesh_info: MeshInfo, placements: Mapping[str, Placement]
     ) -> list[Buffer]:
         """Pinned slots through which gradients come down to an update on the host, and parameters go up from it."""
         down = up = 0
         for unit in units:
             placement = placements.get(unit.name, ON_DEVICE)
             if unit.trainable and placement.optimizer is not Tier.DEVICE:
-                start, stop = self.ownership.owned_range(unit, peers)
+                start, stop = self.ownership.updated_range(unit, mesh_info)
                 if placement.grad is Tier.DEVICE:
                     down = max(down, (stop - start) * self.reduce_dtype.itemsize)
                 if placement.param is Tier.DEVICE:

@@ -1,7 +1,7 @@
 """Optimizers that torch does not have, on flat parameters: Lion, and Adam and AdamW with moments in bf16.
 
 A parameter is updated in chunks that stay in a CPU's cache while several operations pass over them. Chunks end at the
-places that `lay` names, so that an element is computed by the same instructions however the ranks divide the parameter.
+places that `place` names, so that an element is computed by the same instructions however the ranks divide the parameter.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 _CHUNK = {"cpu": 1 << 18, "cuda": 1 << 22}  # elements; on a GPU only scratch depends on it
 
 
-class Part(NamedTuple):
+class ParamRange(NamedTuple):
     """A range of one parameter.
 
     Attributes:
@@ -32,10 +32,10 @@ class Part(NamedTuple):
     shard: int
 
 
-class Cells(NamedTuple):
+class Chunk(NamedTuple):
     """What is updated at once: lists of equal length of 1-D fp32 tensors, and what they are parts of."""
 
-    parts: list[Part]
+    parts: list[ParamRange]
     params: list[torch.Tensor]
     grads: list[torch.Tensor]
     moments: list[list[torch.Tensor]]  # by name of the moment
@@ -43,7 +43,7 @@ class Cells(NamedTuple):
 
 
 class Scratch:
-    """Memory in fp32 for updates of cells, which take turns in it: none outlives the next.
+    """Memory in fp32 for updates of chunks, which take turns in it: none outlives the next.
 
     Optimizers that take turns share one; those that may run at the same time must not.
     """
@@ -91,24 +91,24 @@ class Chunked(torch.optim.Optimizer, ABC):
         self.grad_scale: torch.Tensor | None = None
         self.found_inf: torch.Tensor | None = None
         self.scratch = Scratch()
-        self._parts: dict[torch.Tensor, list[Part]] = {}
+        self._parts: dict[torch.Tensor, list[ParamRange]] = {}
         super().__init__(params, defaults)
 
-    def lay(self, param: torch.Tensor, number: int, start: int, every: int) -> None:
+    def place(self, param: torch.Tensor, number: int, start: int, every: int) -> None:
         """Say where `param` lies: it begins `start` elements after the first of shards of `every` elements each."""
         borders = [
             start,
             *range((start // every + 1) * every, start + param.numel(), every),
             start + param.numel(),
         ]
-        chunk = _CHUNK[param.device.type]
+        size = _CHUNK[param.device.type]
         self._parts[param] = [
-            Part(number, low, min(low + chunk, border - start), (first // every))
+            ParamRange(number, low, min(low + size, border - start), (first // every))
             for first, border in pairwise(borders)
-            for low in range(first - start, border - start, chunk)
+            for low in range(first - start, border - start, size)
         ]
 
-    def _cells(self, group: dict[str, Any]) -> Iterator[Cells]:
+    def _chunks(self, group: dict[str, Any]) -> Iterator[Chunk]:
         """The group's parameters that have a gradient, about a chunk at a time; moments are stored afterwards."""
         params = [param for param in group["params"] if param.grad is not None]
         states = [self._state_of(param) for param in params]
@@ -116,7 +116,7 @@ class Chunked(torch.optim.Optimizer, ABC):
             return
         torch._foreach_add_([state["step"] for state in states], self._unless_skipped(1.0, 0.0))
         waiting, room = (
-            Cells([], [], [], [[] for _ in self.moment_names], []),
+            Chunk([], [], [], [[] for _ in self.moment_names], []),
             _CHUNK[params[0].device.type],
         )
         for param, state in zip(params, states, strict=True):
@@ -129,7 +129,7 @@ class Chunked(torch.optim.Optimizer, ABC):
             for part, size, cut in zip(parts, sizes, zip(*columns, strict=True), strict=True):
                 if waiting.parts and size > room:
                     yield from self._in_fp32(waiting)
-                    waiting = Cells([], [], [], [[] for _ in self.moment_names], [])
+                    waiting = Chunk([], [], [], [[] for _ in self.moment_names], [])
                     room = _CHUNK[param.device.type]
                 room -= size
                 waiting.parts.append(part)
@@ -140,20 +140,20 @@ class Chunked(torch.optim.Optimizer, ABC):
                     moment.append(tensor)
         yield from self._in_fp32(waiting)
 
-    def _in_fp32(self, cells: Cells) -> Iterator[Cells]:
+    def _in_fp32(self, chunk: Chunk) -> Iterator[Chunk]:
         if self.moment_dtype == torch.float32:
-            yield cells
+            yield chunk
             return
-        wide = [self.scratch.like(moment, number) for number, moment in enumerate(cells.moments)]
-        for moment, room in zip(cells.moments, wide, strict=True):
+        wide = [self.scratch.like(moment, number) for number, moment in enumerate(chunk.moments)]
+        for moment, room in zip(chunk.moments, wide, strict=True):
             torch._foreach_copy_(room, moment)
-        yield cells._replace(moments=wide)
-        for moment, room in zip(cells.moments, wide, strict=True):
+        yield chunk._replace(moments=wide)
+        for moment, room in zip(chunk.moments, wide, strict=True):
             torch._foreach_copy_(moment, room)
 
-    def _parts_of(self, param: torch.Tensor) -> list[Part]:
+    def _parts_of(self, param: torch.Tensor) -> list[ParamRange]:
         if param not in self._parts:
-            self.lay(param, len(self._parts), 0, max(1, param.numel()))
+            self.place(param, len(self._parts), 0, max(1, param.numel()))
         return self._parts[param]
 
     def _state_of(self, param: torch.Tensor) -> dict[str, Any]:
@@ -170,12 +170,12 @@ class Chunked(torch.optim.Optimizer, ABC):
             return value
         return torch.where(self.found_inf > 0, skipped, value)
 
-    def _clean_grads(self, cells: Cells) -> None:
+    def _clean_grads(self, chunk: Chunk) -> None:
         """Divide the gradients by `grad_scale`, and make them zero in a step that is skipped on the device."""
         if self.grad_scale is not None:
-            torch._foreach_div_(cells.grads, self.grad_scale)
+            torch._foreach_div_(chunk.grads, self.grad_scale)
         if self.found_inf is not None:
-            for grad in cells.grads:
+            for grad in chunk.grads:
                 grad.masked_fill_(self.found_inf > 0, 0.0)
 
 
@@ -186,12 +186,12 @@ class Elementwise(Chunked):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One update of the parameters that have a gradient."""
         for group in self.param_groups:
-            for cells in self._cells(group):
-                self._update(cells, group)
+            for chunk in self._chunks(group):
+                self._update(chunk, group)
 
     @abstractmethod
-    def _update(self, cells: Cells, group: dict[str, Any]) -> None:
-        """Update `cells` in place. `cells.steps` have counted this step already."""
+    def _update(self, chunk: Chunk, group: dict[str, Any]) -> None:
+        """Update `chunk` in place. `chunk.steps` have counted this step already."""
 
 
 class Bf16Adam(Elementwise):
@@ -218,16 +218,16 @@ class Bf16Adam(Elementwise):
         }
         super().__init__(params, defaults, torch.bfloat16)
 
-    def _update(self, cells: Cells, group: dict[str, Any]) -> None:
+    def _update(self, chunk: Chunk, group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]
-        exp_avgs, exp_avg_sqs = cells.moments
+        exp_avgs, exp_avg_sqs = chunk.moments
         self._kernel(
-            cells.params,
-            cells.grads,
+            chunk.params,
+            chunk.grads,
             exp_avgs,
             exp_avg_sqs,
             [],
-            cells.steps,
+            chunk.steps,
             lr=group["lr"],
             beta1=beta1,
             beta2=beta2,
@@ -264,24 +264,24 @@ class Lion(Elementwise):
             params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, moment_dtype
         )
 
-    def _update(self, cells: Cells, group: dict[str, Any]) -> None:
-        self._clean_grads(cells)
+    def _update(self, chunk: Chunk, group: dict[str, Any]) -> None:
+        self._clean_grads(chunk)
         beta1, beta2 = group["betas"]
         made = self._unless_skipped(1.0, 0.0)
-        signs = self.scratch.like(cells.params, 2)
-        (moments,) = cells.moments
+        signs = self.scratch.like(chunk.params, 2)
+        (moments,) = chunk.moments
         torch._foreach_copy_(signs, moments)
-        torch._foreach_lerp_(signs, cells.grads, 1 - beta1)
+        torch._foreach_lerp_(signs, chunk.grads, 1 - beta1)
         torch._foreach_sign_(signs)
         if self.found_inf is not None:
             torch._foreach_mul_(signs, made)
         if group["weight_decay"]:
-            torch._foreach_mul_(cells.params, 1 - group["lr"] * group["weight_decay"] * made)
-        torch._foreach_add_(cells.params, signs, alpha=-group["lr"])
+            torch._foreach_mul_(chunk.params, 1 - group["lr"] * group["weight_decay"] * made)
+        torch._foreach_add_(chunk.params, signs, alpha=-group["lr"])
         if self.found_inf is None:
-            torch._foreach_lerp_(moments, cells.grads, 1 - beta2)
+            torch._foreach_lerp_(moments, chunk.grads, 1 - beta2)
         else:
-            for moment, grad in zip(moments, cells.grads, strict=True):
+            for moment, grad in zip(moments, chunk.grads, strict=True):
                 moment.lerp_(grad, (1 - beta2) * made)
 
 

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zrun_core.optim.chunked import Cells, Chunked, Part
+from zrun_core.optim.chunked import Chunk, Chunked, ParamRange
 
 
-class PartNorms(NamedTuple):
+class RangeNorms(NamedTuple):
     """2-norms of parts of parameters and of their proposed updates: 0-d fp32 tensors."""
 
-    parts: list[Part]
+    parts: list[ParamRange]
     params: list[torch.Tensor]
     updates: list[torch.Tensor]
 
@@ -34,21 +34,23 @@ class LayerWise(Chunked):
         decays: list[float] = []
         for group in self.param_groups:
             for param in group["params"]:
-                self.lay(param, len(decays), 0, max(1, param.numel()))
+                self.place(param, len(decays), 0, max(1, param.numel()))
                 decays.append(group["weight_decay"])
-        trust = Trust(self, decays, [True] * len(decays), self.param_groups[0]["params"][0].device)
+        trust = TrustRatios(
+            self, decays, [True] * len(decays), self.param_groups[0]["params"][0].device
+        )
         self.apply(trust.ratios(trust.squares([self.propose()], [0])))
 
     @torch.no_grad()
-    def propose(self) -> PartNorms:
+    def propose(self) -> RangeNorms:
         """Update the moments, and turn the gradients into proposed updates."""
-        found = PartNorms([], [], [])
+        found = RangeNorms([], [], [])
         for group in self.param_groups:
-            for cells in self._cells(group):
-                self._propose(cells, group)
-                found.parts.extend(cells.parts)
-                found.params.extend(torch._foreach_norm(cells.params))
-                found.updates.extend(torch._foreach_norm(cells.grads))
+            for chunk in self._chunks(group):
+                self._propose(chunk, group)
+                found.parts.extend(chunk.parts)
+                found.params.extend(torch._foreach_norm(chunk.params))
+                found.updates.extend(torch._foreach_norm(chunk.grads))
         return found
 
     @abstractmethod
@@ -66,12 +68,12 @@ class LayerWise(Chunked):
         """Trust ratios [n] of layers with 2-norms `params` and `updates`, and with decays `decays`: all [n] float64."""
 
     @abstractmethod
-    def _propose(self, cells: Cells, group: dict[str, Any]) -> None:
-        """Update the moments of `cells`, and overwrite its gradients with the update."""
+    def _propose(self, chunk: Chunk, group: dict[str, Any]) -> None:
+        """Update the moments of `chunk`, and overwrite its gradients with the update."""
 
-    def _together(
+    def _slices_with(
         self, group: dict[str, Any], *moments: str
-    ) -> Iterator[tuple[Part, tuple[torch.Tensor, ...]]]:
+    ) -> Iterator[tuple[ParamRange, tuple[torch.Tensor, ...]]]:
         """Parts of the group's parameters, with those of the proposed updates and of `moments` beside them."""
         for param in group["params"]:
             if param.grad is not None:
@@ -125,18 +127,18 @@ class Lamb(LayerWise):
             moment_dtype,
         )
 
-    def _propose(self, cells: Cells, group: dict[str, Any]) -> None:
+    def _propose(self, chunk: Chunk, group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]
-        exp_avgs, exp_avg_sqs = cells.moments
-        steps = cells.steps
+        exp_avgs, exp_avg_sqs = chunk.moments
+        steps = chunk.steps
         if not self.bias_correction:  # after infinitely many steps there is nothing to correct
             steps = [torch.full_like(steps[0], float("inf"))] * len(steps)
         # Torch's fused Adam with a rate of 1, from zero, is -r and the new moments in one pass.
-        room = self.scratch.like(cells.params, 2)
+        room = self.scratch.like(chunk.params, 2)
         torch._foreach_zero_(room)
         torch._fused_adam_(
             room,
-            cells.grads,
+            chunk.grads,
             exp_avgs,
             exp_avg_sqs,
             [],
@@ -151,13 +153,13 @@ class Lamb(LayerWise):
             grad_scale=self.grad_scale,
             found_inf=self.found_inf,
         )
-        for minus_r, param, grad in zip(room, cells.params, cells.grads, strict=True):
+        for minus_r, param, grad in zip(room, chunk.params, chunk.grads, strict=True):
             torch.sub(minus_r, param, alpha=group["weight_decay"], out=grad)  # -u
 
     @torch.no_grad()
     def apply(self, ratios: Sequence[Any]) -> None:
         for group in self.param_groups:
-            for part, (param, minus_u) in self._together(group):
+            for part, (param, minus_u) in self._slices_with(group):
                 _add_times(
                     param, minus_u, ratios[part.number], group["lr"], self._unless_skipped(1.0, 0.0)
                 )
@@ -202,15 +204,15 @@ class Lars(LayerWise):
             params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}, torch.float32
         )
 
-    def _propose(self, cells: Cells, group: dict[str, Any]) -> None:
-        self._clean_grads(cells)
+    def _propose(self, chunk: Chunk, group: dict[str, Any]) -> None:
+        self._clean_grads(chunk)
 
     @torch.no_grad()
     def apply(self, ratios: Sequence[Any]) -> None:
         made = self._unless_skipped(1.0, 0.0)
         for group in self.param_groups:
             momentum = self._unless_skipped(group["momentum"], 1.0)
-            for part, (param, grad, velocity) in self._together(group, "momentum_buffer"):
+            for part, (param, grad, velocity) in self._slices_with(group, "momentum_buffer"):
                 if group["weight_decay"]:
                     grad.add_(param, alpha=group["weight_decay"])
                 velocity.mul_(momentum)
@@ -223,7 +225,7 @@ class Lars(LayerWise):
         return _ratio(self.trust_coefficient * params, updates + decays * params, self.ratio_clamp)
 
 
-class Trust:
+class TrustRatios:
     """From norms of parts to the trust ratios of all tensors of a model, which are its layers."""
 
     def __init__(
@@ -241,7 +243,7 @@ class Trust:
             self._told = list(decays)
             self._decays = torch.tensor(decays, dtype=torch.float64, device=self._device)
 
-    def squares(self, found: Sequence[PartNorms], shards: Sequence[int]) -> torch.Tensor:
+    def squares(self, found: Sequence[RangeNorms], shards: Sequence[int]) -> torch.Tensor:
         """Squared norms [2 * n] float64 of what lies in `shards`: those of the parameters, then those of the updates.
 
         Parts are added in order, then shards: by one rank that has all of them as by ranks that have one each.

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from zrun_core.errors import JobError
 from zrun_core.optim import lightweight
 from zrun_core.optim.chunked import Bf16Adam, Bf16AdamW, Chunked, Lion, scratch_bytes
-from zrun_core.optim.layerwise import Lamb, Lars, LayerWise, Trust
+from zrun_core.optim.layerwise import Lamb, Lars, LayerWise, TrustRatios
 from zrun_core.spine.config import (
     ARGS_OF,
     NOT_SHARDED,
@@ -81,7 +81,7 @@ class OptimizerSpec:
 
     def trust(
         self, numbers: Sequence[int], groups: Sequence[Options], device: torch.device
-    ) -> Trust:
+    ) -> TrustRatios:
         """What a layer-wise optimizer needs to know of all parameters, given the group of each, and the groups.
 
         A group that is said to be without weight decay is adapted only if the optimizer says so.
@@ -90,7 +90,7 @@ class OptimizerSpec:
         assert isinstance(rule, Lamb | Lars)
         decays = [group.get("weight_decay", rule.defaults["weight_decay"]) for group in groups]
         adapts = [group.get("weight_decay") != 0.0 or rule.adapt_no_decay for group in groups]
-        return Trust(
+        return TrustRatios(
             rule,
             [decays[number] for number in numbers],
             [adapts[number] for number in numbers],
@@ -108,7 +108,7 @@ def resolve_optimizer(
     Raises:
         JobError: no such optimizer, arguments that it does not take, or one that is not elementwise.
     """
-    build = find(config.name, load)
+    build = find_class(config.name, load)
     if config.moments == "bf16":
         build = with_bf16_moments(config.name, build)
     accepted = arguments_of(build)
@@ -133,7 +133,7 @@ def resolve_optimizer(
             hint = f"; did you mean {near[0]}?" if near else ""
             raise JobError(f"optim.args.{key}: {config.name} has no such argument{hint}")
     kwargs |= config.args
-    return choose_with(config.name, build, kwargs, device, MOMENTS[config.moments])
+    return spec_of(config.name, build, kwargs, device, MOMENTS[config.moments])
 
 
 def with_bf16_moments(name: str, build: OptimizerClass) -> OptimizerClass:
@@ -163,7 +163,7 @@ def arguments_of(build: OptimizerClass) -> dict[str, inspect.Parameter]:
     return accepted
 
 
-def choose_with(
+def spec_of(
     name: str,
     build: OptimizerClass,
     kwargs: dict[str, Any],
@@ -243,7 +243,7 @@ def _try_arguments(
         raise JobError(f"optim: {name}({given}): {error}{advice}") from None
 
 
-def find(name: str, load: Callable[[str], Any]) -> OptimizerClass:
+def find_class(name: str, load: Callable[[str], Any]) -> OptimizerClass:
     """The class called `name`, of torch.optim or ours unless it is `module:attr`, which `load` resolves.
 
     Raises:

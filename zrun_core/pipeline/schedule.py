@@ -36,7 +36,7 @@ class Action(NamedTuple):
         return f"{self.kind.value}{self.chunk}.{self.micro}"
 
 
-def checked(actions: Iterable[Action]) -> tuple[Action, ...]:
+def validated(actions: Iterable[Action]) -> tuple[Action, ...]:
     """Return `actions`, which can be executed in this order.
 
     Raises:
@@ -61,7 +61,7 @@ def checked(actions: Iterable[Action]) -> tuple[Action, ...]:
     return found
 
 
-def most_under_way(actions: Iterable[Action]) -> int:
+def max_in_flight(actions: Iterable[Action]) -> int:
     """Return how many forwards at most wait for their backwards at a time."""
     most = now = 0
     for action in actions:
@@ -136,4 +136,4 @@ def _alternated(
     actions = [*forwards[:ahead]]
     for forward, backward in zip(forwards[ahead:], backwards, strict=False):
         actions += [forward, backward]
-    return checked([*actions, *backwards[len(forwards) - ahead :]])
+    return validated([*actions, *backwards[len(forwards) - ahead :]])

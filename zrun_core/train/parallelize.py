@@ -20,7 +20,7 @@ from zrun_core.user_code.build import Built
 from zrun_core.zero.auto_wrap import repeated_blocks
 from zrun_core.zero.exchange import Exchange
 from zrun_core.zero.precision import Precision
-from zrun_core.zero.server import Server
+from zrun_core.zero.server import ParameterServer
 from zrun_core.zero.sharded_model import ShardedModel, ShardingConfig
 
 
@@ -32,7 +32,7 @@ def make_settings(job: JobConfig, optimizer: OptimizerSpec, device: torch.device
         optimizer=optimizer,
         clip=job.optim.clip,
         no_decay=job.optim.no_decay,
-        exchange=Server() if job.sync == "server" else Exchange(),
+        exchange=ParameterServer() if job.sync == "server" else Exchange(),
     )
 
 

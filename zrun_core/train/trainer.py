@@ -493,7 +493,7 @@ class Trainer:
                 elif action.micro in under_way:
                     losses.append(self._backward(under_way.pop(action.micro), waited, boundary))
                 else:  # its forward ran out of memory
-                    self.sharded.give_up_backward(boundary=boundary)
+                    self.sharded.contribute_zeros(boundary=boundary)
             except OutOfMemoryError as error:
                 self._memory.see(error, self.progress.steps)
                 is_lost = True
@@ -501,7 +501,7 @@ class Trainer:
                 self._memory.release()
                 sums.add(dropped=1.0)
                 if action.kind is ActionKind.BACKWARD:
-                    self.sharded.give_up_backward(boundary=boundary)
+                    self.sharded.contribute_zeros(boundary=boundary)
         return losses
 
     def _forward(

@@ -22,7 +22,7 @@ from zrun_core.memory.tensors import TensorPart
 
 
 @dataclass
-class Atom:
+class WrapTarget:
     """A module whose parameters are never separated by a module border: it is called as a whole, with one hook."""
 
     name: str
@@ -32,15 +32,15 @@ class Atom:
     alone: bool = False  # never merged with neighbours
     parent: str = ""
     block: str = ""  # the repeated block that it is, or lies in
-    own_only: bool = False  # the module's own parameters, not those of its children
+    recurse: bool = True  # False: the module's own parameters, not those of its children
 
     def used(self) -> Iterator[nn.Parameter]:
         """The parameters that a call of the module needs, owned or tied."""
-        return self.module.parameters(recurse=not self.own_only)
+        return self.module.parameters(recurse=self.recurse)
 
 
 @dataclass
-class CutUnit:
+class WrapUnit:
     """One unit before memory is given to it."""
 
     layout: UnitLayout
@@ -49,10 +49,10 @@ class CutUnit:
 
 
 @dataclass
-class Cut:
+class WrapPlan:
     """The units in order of registration, and for each hooked module the units that it needs."""
 
-    units: list[CutUnit]
+    units: list[WrapUnit]
     hooked: list[tuple[nn.Module, list[int], bool]]  # module, unit indices, leaf
 
 
@@ -99,19 +99,21 @@ def _check_used(key: str, patterns: Sequence[str], model: nn.Module) -> None:
             raise JobError(f"{key}: {pattern!r} matches no module's whole name; {hint}")
 
 
-class _Cutter:
-    """Walks the tree once and collects atoms."""
+class _TargetCollector:
+    """Walks the tree once and collects targets."""
 
     def __init__(
         self,
         model: nn.Module,
-        owned: dict[str, int],
+        param_bytes: dict[str, int],
         bucket: int,
         unit_names: Sequence[str],
         leaf_names: Sequence[str],
         whole_blocks: bool,
     ) -> None:
-        self._owned = owned  # parameter name -> bytes, each parameter under its first name only
+        self._param_bytes = (
+            param_bytes  # parameter name -> bytes, each parameter under its first name only
+        )
         self._bucket = bucket
         self._unit_names, self._leaf_names = unit_names, leaf_names
         self._blocks = {id(module) for _, module in repeated_blocks(model)}
@@ -131,14 +133,14 @@ class _Cutter:
                 if inner
             )
         }
-        self.atoms: list[Atom] = []
+        self.targets: list[WrapTarget] = []
         self._seen: set[int] = set()
         self._visit("", model, "", "")
 
     def _names(self, name: str, module: nn.Module, recurse: bool) -> list[str]:
         prefix = f"{name}." if name else ""
         inside = (prefix + n for n, _ in module.named_parameters(recurse=recurse))
-        return [n for n in inside if n in self._owned]
+        return [n for n in inside if n in self._param_bytes]
 
     def _visit(self, name: str, module: nn.Module, parent: str, block: str) -> None:
         if id(module) in self._seen:  # a module registered twice
@@ -149,21 +151,21 @@ class _Cutter:
         is_forced = _matches(self._unit_names, name) or is_block
         block = name if is_block else block
         names = self._names(name, module, recurse=True)
-        size = sum(self._owned[n] for n in names)
+        size = sum(self._param_bytes[n] for n in names)
         is_open = id(module) in self._above_blocks or id(module) in self._above_forced
         children = [(n, m) for n, m in module.named_children() if any(True for _ in m.parameters())]
-        is_whole = is_leaf or (self._whole_blocks and is_block)
-        if is_whole or not children or (not is_open and size <= self._bucket):
+        is_target = is_leaf or (self._whole_blocks and is_block)
+        if is_target or not children or (not is_open and size <= self._bucket):
             if any(True for _ in module.parameters()):
-                self.atoms.append(
-                    Atom(name, module, names, is_leaf, is_leaf or is_forced, parent, block)
+                self.targets.append(
+                    WrapTarget(name, module, names, is_leaf, is_leaf or is_forced, parent, block)
                 )
             return
         if any(True for _ in module.parameters(recurse=False)):
             # Parameters of the module itself are in use for as long as it runs: a unit apart from its children's.
             names = self._names(name, module, recurse=False)
-            self.atoms.append(
-                Atom(name, module, names, alone=True, parent=name, block=block, own_only=True)
+            self.targets.append(
+                WrapTarget(name, module, names, alone=True, parent=name, block=block, recurse=False)
             )
         for child_name, child in children:
             self._visit(
@@ -172,23 +174,23 @@ class _Cutter:
 
 
 def _merge(
-    atoms: Sequence[Atom], size_of: Callable[[Atom], int], bucket: int
-) -> Iterator[list[Atom]]:
-    """Runs of neighbouring atoms under one parent that fit the bucket together."""
-    run: list[Atom] = []
-    for atom in atoms:
+    targets: Sequence[WrapTarget], size_of: Callable[[WrapTarget], int], bucket: int
+) -> Iterator[list[WrapTarget]]:
+    """Runs of neighbouring targets under one parent that fit the bucket together."""
+    run: list[WrapTarget] = []
+    for target in targets:
         mergeable = (
-            bool(run) and not atom.alone and not run[-1].alone and atom.parent == run[-1].parent
+            bool(run) and not target.alone and not run[-1].alone and target.parent == run[-1].parent
         )
-        if run and not (mergeable and sum(map(size_of, run)) + size_of(atom) <= bucket):
+        if run and not (mergeable and sum(map(size_of, run)) + size_of(target) <= bucket):
             yield run
             run = []
-        run.append(atom)
+        run.append(target)
     if run:
         yield run
 
 
-def cut(
+def auto_wrap(
     model: nn.Module,
     *,
     dtype: torch.dtype,
@@ -201,7 +203,7 @@ def cut(
     whole_blocks: bool = False,
     group_of: Callable[[str], int] = lambda name: 0,
     table: Mapping[str, TensorPart] = WHOLE,
-) -> Cut:
+) -> WrapPlan:
     """Cut `model` into units of at most `bucket` bytes in `dtype`, where the module tree allows it.
 
     Args:
@@ -229,15 +231,19 @@ def cut(
     dtypes = {
         name: torch.float32 if id(param) in in_fp32 else dtype for name, param in params.items()
     }
-    owned = {name: param.numel() * dtypes[name].itemsize for name, param in params.items()}
-    small = {name for name, num_bytes in owned.items() if num_bytes < persist_below}
-    atoms = _Cutter(model, owned, bucket, unit_names, leaf_names, whole_blocks).atoms
-    lasting = _lasting(atoms, {id(param): name for name, param in params.items()})
+    param_bytes = {name: param.numel() * dtypes[name].itemsize for name, param in params.items()}
+    small = {name for name, num_bytes in param_bytes.items() if num_bytes < persist_below}
+    targets = _TargetCollector(
+        model, param_bytes, bucket, unit_names, leaf_names, whole_blocks
+    ).targets
+    in_use_throughout = _kept_until_pass_ends(
+        targets, {id(param): name for name, param in params.items()}
+    )
 
-    units: list[CutUnit] = []
+    units: list[WrapUnit] = []
     unit_of: dict[int, int] = {}  # id(parameter) -> unit
 
-    def add(name: str, names: Sequence[str], leaf: bool, persistent: bool, block: str) -> None:
+    def add(name: str, names: Sequence[str], leaf: bool, keep_unsharded: bool, block: str) -> None:
         formats = dict.fromkeys((dtype, torch.float32))
         axes = sorted({replicated_over[n] for n in names})
         for trainable, of_dtype, over in itertools.product((True, False), formats, axes):
@@ -256,35 +262,40 @@ def cut(
                 trainable=trainable,
                 num_shards=num_shards,
                 num_parts=num_parts,
-                persistent=persistent,
-                lasting=any(n in lasting for n in chosen),
+                keep_unsharded=keep_unsharded,
+                keep_until_pass_ends=any(n in in_use_throughout for n in chosen),
                 modules=name,
                 block=block,
                 table=table,
             )
             for n in chosen:
                 unit_of[id(params[n])] = len(units)
-            units.append(CutUnit(layout, [params[slot.name] for slot in layout.slots], leaf))
+            units.append(WrapUnit(layout, [params[slot.name] for slot in layout.slots], leaf))
 
-    def size_of(atom: Atom) -> int:
-        return sum(owned[n] for n in atom.param_names if n not in small)
+    def size_of(target: WrapTarget) -> int:
+        return sum(param_bytes[n] for n in target.param_names if n not in small)
 
-    for run in _merge(atoms, size_of, bucket):
-        names = [n for atom in run for n in atom.param_names if n not in small]
+    for run in _merge(targets, size_of, bucket):
+        names = [n for target in run for n in target.param_names if n not in small]
         add(
-            _title([atom.name for atom in run]),
+            _title([target.name for target in run]),
             names,
             run[0].leaf,
-            persistent=False,
+            keep_unsharded=False,
             block=run[0].block,
         )
     add(
-        "small parameters", [n for n in params if n in small], leaf=False, persistent=True, block=""
+        "small parameters",
+        [n for n in params if n in small],
+        leaf=False,
+        keep_unsharded=True,
+        block="",
     )
     hooked = [
-        (atom.module, sorted({unit_of[id(p)] for p in atom.used()}), atom.leaf) for atom in atoms
+        (target.module, sorted({unit_of[id(p)] for p in target.used()}), target.leaf)
+        for target in targets
     ]
-    return Cut(units, hooked)
+    return WrapPlan(units, hooked)
 
 
 def _check_table(table: Mapping[str, TensorPart], params: Mapping[str, nn.Parameter]) -> None:
@@ -307,15 +318,15 @@ def _of_running_norms(model: nn.Module) -> set[int]:
     return {id(param) for norm in norms for param in norm.parameters(recurse=False)}
 
 
-def _lasting(atoms: Sequence[Atom], name_of: dict[int, str]) -> set[str]:
+def _kept_until_pass_ends(targets: Sequence[WrapTarget], name_of: dict[int, str]) -> set[str]:
     """Parameters that are in use while others come and go: of containers themselves, or used by several modules."""
     tied = {
         name
-        for atom in atoms
-        for p in atom.used()
-        if (name := name_of[id(p)]) not in atom.param_names
+        for target in targets
+        for p in target.used()
+        if (name := name_of[id(p)]) not in target.param_names
     }
-    return tied.union(*(atom.param_names for atom in atoms if atom.own_only))
+    return tied.union(*(target.param_names for target in targets if not target.recurse))
 
 
 def _title(names: Sequence[str]) -> str:

@@ -26,7 +26,7 @@ from torch import nn
 from zrun_core.errors import UserCodeError
 from zrun_core.zero.gather import Gatherer
 from zrun_core.zero.micro_pass import MicroPass, PassKind
-from zrun_core.zero.module_hooks import tensors_in, when_gradient_comes
+from zrun_core.zero.module_hooks import on_gradient, tensors_in
 from zrun_core.zero.reduce import Reducer
 
 
@@ -37,12 +37,12 @@ class _OwnPass(MicroPass):
         super().__init__()
         self._loop = loop
 
-    def gradient_comes(self, *, of_param: bool) -> None:
-        self._loop.gradient_comes(self, of_param=of_param)
+    def on_gradient_arrival(self, *, of_param: bool) -> None:
+        self._loop.on_gradient_arrival(self, of_param=of_param)
 
-    def why_not_gathered(self, kind: PassKind) -> str:
+    def gathered_refusal(self, kind: PassKind) -> str:
         if kind is not PassKind.FORWARD:
-            return super().why_not_gathered(kind)
+            return super().gathered_refusal(kind)
         return (
             "gathered(): the model was called and backward() has not followed: enter gathered() after it, and "
             "call the model under torch.no_grad() where no backward is to follow"
@@ -93,13 +93,13 @@ class ImplicitPasses:
         is_recomputed = gatherer.in_backward
         if (
             len(self._open) == 1
-            and not gatherer.is_all_whole
+            and not gatherer.is_all_unsharded
             and not gatherer.in_forward
             and not is_recomputed
         ):
             if torch.is_grad_enabled():
                 self._micro.open_calls.clear()  # what the last forward left open never had a gradient
-                gatherer.begin(self._micro, PassKind.FORWARD)
+                gatherer.begin_pass(self._micro, PassKind.FORWARD)
             else:
                 passes.enter_context(gatherer.evaluation())
         passes.enter_context(self._autocast())
@@ -119,10 +119,10 @@ class ImplicitPasses:
             return None
         output = in_fp32(output)
         if torch.is_grad_enabled() and not self._gatherer.in_backward:
-            begins = functools.partial(self._micro.gradient_comes, of_param=False)
+            begins = functools.partial(self._micro.on_gradient_arrival, of_param=False)
             for tensor in tensors_in(output):
                 if tensor.requires_grad and tensor.grad_fn is not None:
-                    when_gradient_comes(tensor, begins)
+                    on_gradient(tensor, begins)
         return output
 
     @contextmanager
@@ -136,7 +136,7 @@ class ImplicitPasses:
 
     # Backward
 
-    def gradient_comes(self, micro: MicroPass, *, of_param: bool) -> None:
+    def on_gradient_arrival(self, micro: MicroPass, *, of_param: bool) -> None:
         """Hear of a gradient, of an output or of a parameter: a backward of `micro` is under way."""
         if micro is not self._micro:
             raise UserCodeError(
@@ -153,17 +153,19 @@ class ImplicitPasses:
             return  # the gradient itself is to be differentiated
         if not self._in_backward:
             self._in_backward = True
-            self._gatherer.begin(self._micro, PassKind.BACKWARD)
+            self._gatherer.begin_pass(self._micro, PassKind.BACKWARD)
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
         if of_param and self._micro.gradients is None:
             self.num_backwards += 1
-            self._reducer.begin(self._micro, boundary=self.num_backwards % self.accumulate == 0)
+            self._reducer.begin_backward(
+                self._micro, boundary=self.num_backwards % self.accumulate == 0
+            )
 
     def _backward_ends(self) -> None:
         self._in_backward = False
         if self._micro.gradients is not None:
-            self._reducer.finish(self._micro)
-        self._gatherer.end()
+            self._reducer.end_backward(self._micro)
+        self._gatherer.end_pass()
 
     # One optimizer step
 
@@ -182,7 +184,7 @@ class ImplicitPasses:
                 "step(): no backward() of this model's outputs since the last step() or zero_grad()"
             )
         if self._gatherer.active:  # a forward that has raised, or that nobody differentiates
-            self._gatherer.end()
+            self._gatherer.end_pass()
         self._reducer.flush()
 
     def drop_gradients(self) -> None:

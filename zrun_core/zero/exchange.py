@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from zrun_core.distributed.comm import Comm, Handle, gather_tag, reduce_tag, slice_start
-from zrun_core.memory.layout import Ownership, Peers, StatePolicy, UnitLayout
+from zrun_core.memory.layout import MeshInfo, Ownership, StatePolicy, UnitLayout
 
 if TYPE_CHECKING:
     from zrun_core.zero.unit import FlatUnit
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 class Exchange(Ownership):
     """Collectives over the shard group and over the copies."""
 
-    def gather(self, comm: Comm, unit: FlatUnit) -> Handle:
+    def all_gather(self, comm: Comm, unit: FlatUnit) -> Handle:
         """Begin to make `unit` whole from the shards of its ranks."""
         tag = gather_tag(unit.index)
         return comm.all_gather(unit.full, unit.param_shard, unit.shard, tag=tag, name=unit.name)
 
-    def reduce(
+    def reduce_grad(
         self,
         comm: Comm,
         unit: FlatUnit,
         whole: torch.Tensor,
-        arrivals: torch.Tensor,
+        recv_buffer: torch.Tensor,
         into: torch.Tensor,
         *,
         accumulate: bool,
@@ -48,36 +48,38 @@ class Exchange(Ownership):
 
         Args:
             whole: [padded_numel] the gradient; scratch afterwards.
-            arrivals: scratch, as `arrivals` says.
+            recv_buffer: scratch, as large as `recv_numel` says.
             into: where the sum of the owned elements goes, also the ones in `whole`.
             accumulate: whether it is added to what is there.
             boundary: whether the step's gradient is complete with it: then the copies add up.
         """
         tag = reduce_tag(unit.index)
         scattered = comm.reduce_scatter(
-            whole, arrivals, into, unit.shard, accumulate=accumulate, tag=tag, name=unit.name
+            whole, recv_buffer, into, unit.shard, accumulate=accumulate, tag=tag, name=unit.name
         )
         if not boundary or unit.replicate.size == 1:
             return scattered
-        copies = unit.replicate
-        return scattered.then(lambda: self.sum_copies(comm, unit, arrivals, into), copies)
+        replicas = unit.replicate
+        return scattered.then(
+            lambda: self.all_reduce_replicas(comm, unit, recv_buffer, into), replicas
+        )
 
-    def sum_copies(
+    def all_reduce_replicas(
         self,
         comm: Comm,
         unit: FlatUnit,
-        arrivals: torch.Tensor,
+        recv_buffer: torch.Tensor,
         into: torch.Tensor,
     ) -> Handle:
         """Begin to add up the shards of all copies, in place."""
         tag = reduce_tag(unit.index)
-        return comm.all_reduce(into, arrivals, unit.replicate, tag=tag, name=unit.name)
+        return comm.all_reduce(into, recv_buffer, unit.replicate, tag=tag, name=unit.name)
 
-    def sent(
+    def sent_bytes(
         self,
         unit: UnitLayout,
         states: StatePolicy,
-        peers: Peers,
+        mesh_info: MeshInfo,
         *,
         gathers: int,
         reductions: int,
@@ -90,10 +92,12 @@ class Exchange(Ownership):
             reductions: how often its gradient is summed in the shard group; 0 of what is frozen.
             sums: how often the copies add up.
         """
-        copies, others = peers.copies, peers.shard_size - 1
+        num_replicas, others = mesh_info.num_replicas, mesh_info.shard_size - 1
         shard, reduce_size = unit.shard_numel, states.reduce_dtype.itemsize
-        start, stop = (slice_start(shard, copies, peers.copy_index + end) for end in (0, 1))
-        all_reduced = shard + (copies - 2) * (stop - start) if copies > 1 else 0
+        start, stop = (
+            slice_start(shard, num_replicas, mesh_info.replica_index + end) for end in (0, 1)
+        )
+        all_reduced = shard + (num_replicas - 2) * (stop - start) if num_replicas > 1 else 0
         return {
             "all_gather": gathers * others * shard * unit.dtype.itemsize,
             "reduce_scatter": reductions * others * shard * reduce_size,

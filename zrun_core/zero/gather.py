@@ -37,17 +37,17 @@ class Gatherer:
         self._units = units
         self._comm = comm
         self._sees_lookups = sees_lookups  # of parameters outside of their modules
-        self._frees = any(unit.frees for unit in units)
+        self._reshards = any(unit.reshard_after_use for unit in units)
         # Units that are never given up are gathered once per step: all of them ahead, in one fixed order.
-        self._prefetch = prefetch if self._frees else len(units)
-        self._fixed_order = [unit for unit in units if not unit.frees]
+        self._num_prefetched = prefetch if self._reshards else len(units)
+        self._fixed_order = [unit for unit in units if not unit.reshard_after_use]
         self._orders: dict[PassKind, list[FlatUnit]] = {kind: [] for kind in PassKind}
         self._idle: list[FlatUnit] = []
         self._needed: set[tuple[PassKind, int]] = set()  # in what, and which units by index
         self._kind = PassKind.FORWARD
         self.micro = MicroPass()
         self.active = False
-        self.is_all_whole = False
+        self.is_all_unsharded = False
         self.num_refreshes = 0
         self.schedule_hash = 0
 
@@ -64,31 +64,35 @@ class Gatherer:
         """Return whether the backward of `micro` runs."""
         return self.in_backward and self.micro is micro
 
-    def begin(self, micro: MicroPass, kind: PassKind) -> None:
+    def begin_pass(self, micro: MicroPass, kind: PassKind) -> None:
         """Begin the forward or backward of `micro`; what lingered from what ran before is given up."""
-        self.end()
+        self.end_pass()
         self.micro, self._kind = micro, kind
         self._comm.phase = CommPhase.BACKWARD if kind is PassKind.BACKWARD else CommPhase.FORWARD
         self.active = True
         stale = [unit for unit in self._fixed_order if unit.state is UnitState.SHARDED]
         self.num_refreshes += bool(stale) and kind is PassKind.FORWARD
         for unit in stale:  # stages 1 and 2, after an update: in this order on every rank
-            unit.start_unshard(self._comm)
+            unit.unshard(self._comm)
         if not self._sees_lookups:  # somebody may read a parameter that is still arriving
             for unit in stale:
                 unit.unshard(self._comm)
+                unit.wait_for_unshard()
 
-    def end(self) -> None:
+    def end_pass(self) -> None:
         """End what runs: remember its order, keep only what is pinned."""
-        if self.micro.demanded:
-            self._orders[self._kind] = self.micro.demanded
-        self.micro.demanded, self.micro.cursor = [], 0
+        if self.micro.unshard_order:
+            self._orders[self._kind] = self.micro.unshard_order
+        self.micro.unshard_order, self.micro.cursor = [], 0
         self.active = False
         for unit in self._units:
-            if not unit.frees and unit.state is UnitState.GATHERING:  # and nobody has used it
-                unit.unshard(self._comm)
             if (
-                unit.frees
+                not unit.reshard_after_use and unit.state is UnitState.UNSHARDING
+            ):  # and nobody has used it
+                unit.unshard(self._comm)
+                unit.wait_for_unshard()
+            if (
+                unit.reshard_after_use
                 and unit.state is not UnitState.SHARDED
                 and not unit.num_active
                 and not unit.pins
@@ -100,17 +104,17 @@ class Gatherer:
     def evaluation(self) -> Iterator[None]:
         """Run a forward inside that no backward follows. It may come between those of other passes."""
         before, micro = self.micro, MicroPass()
-        self.begin(micro, PassKind.EVAL)
+        self.begin_pass(micro, PassKind.EVAL)
         try:
             yield
         finally:
             self.unpin(micro)
-        self.end()
+        self.end_pass()
         self.micro = before
 
     def pin(self, units: Sequence[FlatUnit]) -> None:
         """Keep `units` whole until the pass of which something runs has ended."""
-        if self.is_all_whole:
+        if self.is_all_unsharded:
             return
         for unit in units:
             if unit not in self.micro.pinned:
@@ -121,11 +125,11 @@ class Gatherer:
         """Let go of what `micro` holds: no backward of it is to come."""
         for unit in micro.pinned:
             unit.pins -= 1
-            if unit.frees and not unit.pins and not unit.num_active and not self.active:
+            if unit.reshard_after_use and not unit.pins and not unit.num_active and not self.active:
                 unit.reshard()
         micro.pinned = []
 
-    def give_up(self, micro: MicroPass) -> None:
+    def abandon(self, micro: MicroPass) -> None:
         """Forget what runs of `micro`, which has raised: no module runs any more."""
         for unit in self._units:
             unit.num_active = 0
@@ -141,66 +145,73 @@ class Gatherer:
             (kind, unit.index) in self._needed for kind in (PassKind.FORWARD, PassKind.BACKWARD)
         )
 
-    def _note_need(self, unit: FlatUnit) -> None:
+    def _record_need(self, unit: FlatUnit) -> None:
         if not unit.pins:  # those that are held are there
             self._needed.add((self._kind, unit.index))
 
-    def demand(self, unit: FlatUnit) -> None:
+    def unshard(self, unit: FlatUnit) -> None:
         """`unit` is needed now."""
-        if not unit.frees:
+        if not unit.reshard_after_use:
             unit.unshard(self._comm)
+            unit.wait_for_unshard()
             return
-        self._note_need(unit)
-        if unit.state is UnitState.WHOLE:
+        self._record_need(unit)
+        if unit.state is UnitState.UNSHARDED:
             if unit in self._idle:
                 self._idle.remove(unit)
             return
-        self._give_up_idle()
-        place = f"{self._kind.value} {len(self.micro.demanded)} {unit.name}"
+        self.reshard_idle()
+        place = f"{self._kind.value} {len(self.micro.unshard_order)} {unit.name}"
         self.schedule_hash = zlib.crc32(place.encode(), self.schedule_hash)
-        self.micro.demanded.append(unit)
-        unit.start_unshard(self._comm)
-        self._gather_ahead(unit)
+        self.micro.unshard_order.append(unit)
         unit.unshard(self._comm)
+        self._prefetch_next(unit)
+        unit.unshard(self._comm)
+        unit.wait_for_unshard()
 
-    def _gather_ahead(self, unit: FlatUnit) -> None:
+    def _prefetch_next(self, unit: FlatUnit) -> None:
         order, micro = self._orders[self._kind], self.micro
         try:
             micro.cursor = order.index(unit, micro.cursor) + 1
         except ValueError:
             return  # not foreseen: the order is recorded anew
-        for following in order[micro.cursor : micro.cursor + self._prefetch]:
-            following.start_unshard(self._comm)
+        for following in order[micro.cursor : micro.cursor + self._num_prefetched]:
+            following.unshard(self._comm)
 
-    def enter(self, unit: FlatUnit) -> None:
+    def pre_forward(self, unit: FlatUnit) -> None:
         """A module of `unit` begins to run."""
         unit.num_active += 1
         if self.in_forward:  # not a checkpoint's recomputation
             self.micro.num_calls[unit.index] += 1
-        self.demand(unit)
+        self.unshard(unit)
 
-    def leave(self, unit: FlatUnit) -> None:
+    def post_forward(self, unit: FlatUnit) -> None:
         """A module of `unit` has run."""
         unit.num_active -= 1
-        if unit.frees and not unit.num_active and not unit.layout.lasting and not self.in_backward:
+        if (
+            unit.reshard_after_use
+            and not unit.num_active
+            and not unit.layout.keep_until_pass_ends
+            and not self.in_backward
+        ):
             self._idle.append(unit)
 
-    def finish(self, unit: FlatUnit) -> None:
+    def post_backward(self, unit: FlatUnit) -> None:
         """The backward of `unit` is over, except perhaps where it was used as a constant."""
-        if unit.frees and unit not in self._idle:
+        if unit.reshard_after_use and unit not in self._idle:
             self._idle.append(unit)
 
     def settle(self) -> None:
         """The outermost module has run: nothing lingers."""
-        self._give_up_idle()
+        self.reshard_idle()
 
-    def _give_up_idle(self) -> None:
+    def reshard_idle(self) -> None:
         idle, self._idle = self._idle, []
         for unit in idle:
             if not unit.num_active and not unit.pins:
                 unit.reshard()
 
-    def demand_outside(self, unit: FlatUnit) -> None:
+    def unshard_on_access(self, unit: FlatUnit) -> None:
         """A parameter is looked at while no module of its unit runs: whole until the pass has ended.
 
         Not so in a recomputation inside of a module whose backward is under way: it finishes the unit. Whoever else
@@ -209,35 +220,39 @@ class Gatherer:
         if self.active and not unit.num_active:
             if self.in_forward:
                 self.micro.num_calls[unit.index] += 1
-            self._note_need(unit)
-            is_open = self.in_backward and unit.state is UnitState.WHOLE and unit not in self._idle
-            if unit.frees and not is_open:
+            self._record_need(unit)
+            is_open = (
+                self.in_backward and unit.state is UnitState.UNSHARDED and unit not in self._idle
+            )
+            if unit.reshard_after_use and not is_open:
                 self.pin([unit])
-            self.demand(unit)
+            self.unshard(unit)
 
     @contextmanager
-    def all_whole(self) -> Iterator[None]:
+    def all_unsharded(self) -> Iterator[None]:
         """Every unit is whole inside. Collective on entry and on exit; nested in itself, it does nothing."""
         if self.active:
-            raise UserCodeError(self.micro.why_not_gathered(self._kind))
-        if self.is_all_whole:
+            raise UserCodeError(self.micro.gathered_refusal(self._kind))
+        if self.is_all_unsharded:
             yield
             return
-        self.is_all_whole = True
+        self.is_all_unsharded = True
         for unit in self._units:
             unit.pins += 1
             unit.unshard(self._comm)
+            unit.wait_for_unshard()
         self._comm.settle()  # who is inside may write
         try:
             yield
         finally:
-            self.is_all_whole = False
+            self.is_all_unsharded = False
             for unit in self._units:
                 unit.pins -= 1
-                unit.adopt_writes()
+                unit.write_back()
                 unit.mark_stale()
-                if unit.frees:
+                if unit.reshard_after_use:
                     unit.reshard()
             for unit in self._units:
                 if unit.pins:  # by a pass of which another backward may come
                     unit.unshard(self._comm)
+                    unit.wait_for_unshard()

@@ -55,7 +55,7 @@ class Home(Protocol):
         ...
 
 
-class Here:
+class InPlace:
     """The home of what is used where it lives. Nothing moves, and nothing is to be waited for."""
 
     __slots__ = ("_memory",)
@@ -81,7 +81,7 @@ class Here:
         self._memory = larger
 
 
-def arrive(home: Home) -> torch.Tensor:
+def fetch_now(home: Home) -> torch.Tensor:
     """Fetch the values of `home`, wait for them, and return them."""
     coming = home.fetch()
     if coming is not None:

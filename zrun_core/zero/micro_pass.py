@@ -65,17 +65,17 @@ class MicroPass:
     pinned: list[FlatUnit] = field(default_factory=list)
     num_calls: Counter[int] = field(default_factory=Counter)
     open_calls: Counter[object] = field(default_factory=Counter)
-    demanded: list[FlatUnit] = field(default_factory=list)
+    unshard_order: list[FlatUnit] = field(default_factory=list)
     cursor: int = 0
     gradients: ExpectedGradients | None = None
 
-    def gradient_comes(self, *, of_param: bool) -> None:
+    def on_gradient_arrival(self, *, of_param: bool) -> None:
         """Hear of a gradient before it is used; this pass was told of its backward beforehand.
 
         Args:
             of_param: it is a parameter's, not that of a module's output.
         """
 
-    def why_not_gathered(self, kind: PassKind) -> str:
+    def gathered_refusal(self, kind: PassKind) -> str:
         """Return why `gathered()` cannot be entered while `kind` runs of this pass."""
         return "gathered() inside a forward or backward pass: enter it between steps, on all ranks"

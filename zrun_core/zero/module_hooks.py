@@ -65,7 +65,7 @@ def _storage(tensor: torch.Tensor) -> int | None:
 _CALLS = "_zrun_calls"  # attribute of a tensor: what its gradient calls, with the node that it belongs to
 
 
-def when_gradient_comes(tensor: torch.Tensor, call: Callable[[], None]) -> None:
+def on_gradient(tensor: torch.Tensor, call: Callable[[], None]) -> None:
     """Call `call` when the gradient of `tensor` is complete.
 
     Backward is forward reversed, so the last call to be registered comes first: the modules that consumed the tensor
@@ -96,7 +96,7 @@ class ModuleHooks:
         reducer: Reducer,
     ):
         self._units = list(units)
-        self._freed = [unit for unit in units if unit.frees]
+        self._freed = [unit for unit in units if unit.reshard_after_use]
         self._leaf = leaf
         self._gatherer, self._reducer = gatherer, reducer
         self._was_refused = False
@@ -111,14 +111,14 @@ class ModuleHooks:
         return hooks
 
     def _before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if self._units and not self._gatherer.active and not self._gatherer.is_all_whole:
+        if self._units and not self._gatherer.active and not self._gatherer.is_all_unsharded:
             self._was_refused = True  # what is called after the module, also after this
             raise UserCodeError(
                 f"{self._units[0].layout.modules} ({type(module).__name__}) was called outside of its model's forward: "
                 "call the model itself, or enter zrun_core.forward(model); in a hook or to generate, enter gathered()"
             )
         for unit in self._units:
-            self._gatherer.enter(unit)
+            self._gatherer.pre_forward(unit)
         if torch.is_grad_enabled() and not self._gatherer.in_backward:
             self._watch_inputs((args, kwargs))
 
@@ -139,7 +139,7 @@ class ModuleHooks:
                 self._over(micro)
 
         for tensor in waiting.values():
-            when_gradient_comes(tensor, arrived)
+            on_gradient(tensor, arrived)
 
     def _over(self, micro: MicroPass) -> None:
         """The gradients of all inputs of one call are known: nothing inside runs any more for that call."""
@@ -148,9 +148,9 @@ class ModuleHooks:
             return
         for unit in self._units:
             if unit.trainable and self._leaf:
-                self._reducer.complete(micro, unit)
+                self._reducer.mark_complete(micro, unit)
             if not unit.trainable or self._leaf:
-                self._gatherer.finish(unit)
+                self._gatherer.post_backward(unit)
 
     def _after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         if self._was_refused:
@@ -164,23 +164,23 @@ class ModuleHooks:
             begins = functools.partial(self._backward_begins, self._gatherer.micro)
             for tensor in seen:
                 if tensor.requires_grad and tensor.grad_fn is not None:
-                    when_gradient_comes(tensor, begins)
+                    on_gradient(tensor, begins)
             if not seen or _may_hide_tensors(output):
                 self._gatherer.pin(self._freed)
         for unit in self._units:
-            self._gatherer.leave(unit)
+            self._gatherer.post_forward(unit)
 
     def _backward_begins(self, micro: MicroPass) -> None:
-        micro.gradient_comes(of_param=False)
+        micro.on_gradient_arrival(of_param=False)
         if (
             not self._gatherer.in_backward
         ):  # backward of this backward is yet to come, and cannot be seen
             self._gatherer.pin(self._freed)
         for unit in self._freed:
-            self._gatherer.demand(unit)
+            self._gatherer.unshard(unit)
 
 
-class LookedAtParameters(dict[str, Any]):
+class UnshardOnAccess(dict[str, Any]):
     """A module's parameter dictionary: looking one up outside its module makes its unit whole."""
 
     def __init__(
@@ -199,7 +199,7 @@ class LookedAtParameters(dict[str, Any]):
             and param is not None
             and (unit := self._unit_of.get(id(param))) is not None
         ):
-            self._gatherer.demand_outside(unit)
+            self._gatherer.unshard_on_access(unit)
         return param
 
     def __getitem__(self, name: str) -> Any:
@@ -228,7 +228,7 @@ def install(
     """
     for module, indices, leaf in hooked:
         ModuleHooks(module, [units[i] for i in indices], leaf, gatherer, reducer)
-    model.register_forward_hook(lambda *_: gatherer.settle(), always_call=True)
+    model.register_forward_hook(lambda *_: gatherer.reshard_idle(), always_call=True)
     for unit in units:
         if unit.trainable:
             # Weakly: Python's collector does not see what a parameter's hook holds.
@@ -238,7 +238,7 @@ def install(
     unit_of = {id(param): unit for unit in units for param in unit.params}
     for module in watched:
         if any(id(p) in unit_of for p in module._parameters.values()):
-            module._parameters = LookedAtParameters(module._parameters, unit_of, gatherer)
+            module._parameters = UnshardOnAccess(module._parameters, unit_of, gatherer)
 
 
 def _take(
@@ -253,7 +253,7 @@ def _take(
     assert gatherer is not None
     assert reducer is not None
     micro = gatherer.micro
-    micro.gradient_comes(of_param=True)
-    if reducer.take(micro, unit, number) and not unit.leaf:
-        reducer.complete(micro, unit)
-        gatherer.finish(unit)
+    micro.on_gradient_arrival(of_param=True)
+    if reducer.accumulate_grad(micro, unit, number) and not unit.leaf:
+        reducer.mark_complete(micro, unit)
+        gatherer.post_backward(unit)

@@ -100,21 +100,21 @@ def first_nonfinite(layout: UnitLayout, flat: torch.Tensor, start: int) -> tuple
     return None
 
 
-def _unpadded(unit: FlatUnit, owned: torch.Tensor) -> torch.Tensor:
-    return owned[: max(0, unit.layout.numel - unit.owned[0])]
+def _unpadded(unit: FlatUnit, local: torch.Tensor) -> torch.Tensor:
+    return local[: max(0, unit.layout.numel - unit.updated_range[0])]
 
 
 def _first(held: Iterable[tuple[FlatUnit, torch.Tensor]]) -> tuple[int, int, int] | None:
     """Unit, parameter and kind of what is not finite first, of elements that a rank updates."""
-    for unit, owned in held:
-        found = first_nonfinite(unit.layout, owned, unit.owned[0])
+    for unit, local in held:
+        found = first_nonfinite(unit.layout, local, unit.updated_range[0])
         if found is not None:
             return unit.index, *found
     return None
 
 
 class Inspector:
-    """Looks at gradients: those of this rank, as far as `see` is told of them, and those summed over ranks."""
+    """Looks at gradients: those of this rank, as far as `inspect` is told of them, and those summed over ranks."""
 
     def __init__(self, units: Sequence[FlatUnit], comm: Comm, world: Group, pipe: Group) -> None:
         self._units, self._comm = [unit for unit in units if unit.trainable], comm
@@ -128,7 +128,7 @@ class Inspector:
     def begin_step(self) -> None:
         self._own = None
 
-    def see(self, unit: FlatUnit, whole: torch.Tensor) -> None:
+    def inspect(self, unit: FlatUnit, whole: torch.Tensor) -> None:
         """This rank's gradient `whole` of `unit` is about to be summed."""
         found = first_nonfinite(unit.layout, whole[: unit.layout.numel], 0)
         if found is not None and (self._own is None or unit.index < self._own[0]):
@@ -190,7 +190,9 @@ class Inspector:
         """Return where the largest element of this rank's sums is, if their norm overflows."""
         found: list[_Found] = []
         for unit, held in self._grads():
-            for piece in unit.layout.pieces(unit.owned[0], unit.owned[0] + held.numel()):
+            for piece in unit.layout.pieces(
+                unit.updated_range[0], unit.updated_range[0] + held.numel()
+            ):
                 size = torch.linalg.vector_norm(held[piece.start : piece.stop], math.inf)
                 found.append((unit.index, piece.index, float(size)))
         largest = max(found, key=lambda each: each[2], default=None)
@@ -212,7 +214,7 @@ class Inspector:
         """Yield the units, and the elements that this rank updates of each."""
         for unit in self._units:
             try:
-                yield unit, _unpadded(unit, unit.fetch_owned_param())
+                yield unit, _unpadded(unit, unit.fetch_local_param())
             finally:
                 unit.param.drop()
 

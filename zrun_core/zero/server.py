@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from zrun_core.distributed.comm import Comm, Handle, gather_tag, reduce_tag
-from zrun_core.memory.layout import Peers, StatePolicy, UnitLayout
+from zrun_core.memory.layout import MeshInfo, StatePolicy, UnitLayout
 from zrun_core.zero.exchange import Exchange
 
 if TYPE_CHECKING:
@@ -20,34 +20,34 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Server(Exchange):
+class ParameterServer(Exchange):
     """The first of the copies updates everything. It is for stage 0: each copy is one rank."""
 
-    def owned_range(self, unit: UnitLayout, peers: Peers) -> tuple[int, int]:
-        is_served = unit.trainable and peers.copy_index > 0
-        return (0, 0) if is_served else super().owned_range(unit, peers)
+    def updated_range(self, unit: UnitLayout, mesh_info: MeshInfo) -> tuple[int, int]:
+        is_served = unit.trainable and mesh_info.replica_index > 0
+        return (0, 0) if is_served else super().updated_range(unit, mesh_info)
 
-    def owned_replicated_over(self, unit: UnitLayout) -> tuple[str, ...]:
-        return () if unit.trainable else super().owned_replicated_over(unit)
+    def updated_replicated_over(self, unit: UnitLayout) -> tuple[str, ...]:
+        return () if unit.trainable else super().updated_replicated_over(unit)
 
-    def counted_parts(self, unit: UnitLayout, peers: Peers) -> range:
-        return range(0 if peers.copy_index else unit.num_parts)
+    def counted_parts(self, unit: UnitLayout, mesh_info: MeshInfo) -> range:
+        return range(0 if mesh_info.replica_index else unit.num_parts)
 
-    def arrivals(self, unit: UnitLayout, peers: Peers) -> int:
-        return 0 if peers.copy_index else (peers.copies - 1) * unit.padded_numel
+    def recv_numel(self, unit: UnitLayout, mesh_info: MeshInfo) -> int:
+        return 0 if mesh_info.replica_index else (mesh_info.num_replicas - 1) * unit.padded_numel
 
-    def goes_stale(self, peers: Peers) -> bool:
-        return peers.copies > 1
+    def goes_stale(self, mesh_info: MeshInfo) -> bool:
+        return mesh_info.num_replicas > 1
 
-    def gather(self, comm: Comm, unit: FlatUnit) -> Handle:
+    def all_gather(self, comm: Comm, unit: FlatUnit) -> Handle:
         return comm.pull(unit.full, unit.replicate, tag=gather_tag(unit.index), name=unit.name)
 
-    def reduce(
+    def reduce_grad(
         self,
         comm: Comm,
         unit: FlatUnit,
         whole: torch.Tensor,
-        arrivals: torch.Tensor,
+        recv_buffer: torch.Tensor,
         into: torch.Tensor,
         *,
         accumulate: bool,
@@ -57,13 +57,13 @@ class Server(Exchange):
         assert boundary
         assert not accumulate
         tag = reduce_tag(unit.index)
-        return comm.push(whole, arrivals, unit.replicate, tag=tag, name=unit.name)
+        return comm.push(whole, recv_buffer, unit.replicate, tag=tag, name=unit.name)
 
-    def sent(
+    def sent_bytes(
         self,
         unit: UnitLayout,
         states: StatePolicy,
-        peers: Peers,
+        mesh_info: MeshInfo,
         *,
         gathers: int,
         reductions: int,
@@ -71,7 +71,7 @@ class Server(Exchange):
     ) -> dict[str, int]:
         if not unit.trainable:
             return {}
-        if peers.copy_index:
+        if mesh_info.replica_index:
             return {"push": sums * unit.padded_numel * states.reduce_dtype.itemsize}
-        others = peers.copies - 1
+        others = mesh_info.num_replicas - 1
         return {"pull": gathers * others * unit.padded_numel * unit.dtype.itemsize}

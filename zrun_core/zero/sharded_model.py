@@ -31,8 +31,8 @@ from zrun_core.errors import PreflightError
 from zrun_core.memory.buffers import Buffer, Kind
 from zrun_core.memory.layout import (
     WHOLE,
+    MeshInfo,
     ParamSlot,
-    Peers,
     StatePolicy,
     UnitLayout,
     ZeroPolicy,
@@ -41,7 +41,7 @@ from zrun_core.memory.layout import (
 from zrun_core.memory.tensors import TensorPart
 from zrun_core.optim.resolve import OptimizerSpec, Options
 from zrun_core.spine.sizes import format_size
-from zrun_core.zero.auto_wrap import Cut, cut, repeated_blocks
+from zrun_core.zero.auto_wrap import WrapPlan, auto_wrap, repeated_blocks
 from zrun_core.zero.autograd_driver import ImplicitPasses
 from zrun_core.zero.exchange import Exchange
 from zrun_core.zero.gather import Gatherer
@@ -49,8 +49,8 @@ from zrun_core.zero.micro_pass import MicroPass, PassKind
 from zrun_core.zero.module_hooks import install
 from zrun_core.zero.nonfinite import Culprit, Inspector
 from zrun_core.zero.precision import LossScaler, Precision
-from zrun_core.zero.reduce import Reducer, peers_of
-from zrun_core.zero.running import RunningBuffers
+from zrun_core.zero.reduce import Reducer, mesh_info_of
+from zrun_core.zero.running_buffers import RunningBuffers
 from zrun_core.zero.sharded_optimizer import ShardedOptimizer
 from zrun_core.zero.traffic import Steps, expected_traffic
 from zrun_core.zero.unit import FlatUnit, moves_pages, window_pool
@@ -71,7 +71,7 @@ class ShardingConfig:
 
     zero: ZeroPolicy
     precision: Precision
-    optimizer: OptimizerSpec | None  # None: `ShardedModel.attach` gives it later
+    optimizer: OptimizerSpec | None  # None: `ShardedModel.set_optimizer` gives it later
     bucket: int  # bytes of parameters
     clip: float | None = None
     no_decay: Sequence[str] = ()
@@ -137,18 +137,18 @@ class MemoryAccount:
             self.by_kind[buffer.kind] += buffer.num_bytes
 
 
-def plan_cut(
+def wrap_plan(
     model: nn.Module,
     settings: ShardingConfig,
-    peers: Peers,
+    mesh_info: MeshInfo,
     table: Mapping[str, TensorPart] = WHOLE,
-) -> Cut:
+) -> WrapPlan:
     """Cut `model`, which may be on the meta device, as `ShardedModel` does."""
-    return cut(
+    return auto_wrap(
         model,
         dtype=settings.precision.compute,
-        num_shards=peers.shard_size,
-        num_parts=settings.zero.num_parts(peers),
+        num_shards=mesh_info.shard_size,
+        num_parts=settings.zero.num_parts(mesh_info),
         bucket=settings.bucket,
         unit_names=settings.unit_names,
         leaf_names=settings.leaf_names,
@@ -166,7 +166,7 @@ def check_room(model: nn.Module, settings: ShardingConfig, mesh: Mesh, comm: Com
         PreflightError: this rank has no room for the states.
     """
     if settings.memory_bytes is not None:
-        planned = plan_cut(model, settings, peers_of(comm, mesh))
+        planned = wrap_plan(model, settings, mesh_info_of(comm, mesh))
         check_states([unit.layout for unit in planned.units], settings, mesh, comm)
 
 
@@ -181,8 +181,8 @@ def check_states(
     states, has = settings.states, settings.memory_bytes
     if has is None:
         return
-    peers, moves = peers_of(comm, mesh), moves_pages(comm.device.type)
-    buffers = states.rank_buffers(layouts, peers, prefetch=settings.prefetch, moves_pages=moves)
+    mesh_info, moves = mesh_info_of(comm, mesh), moves_pages(comm.device.type)
+    buffers = states.rank_buffers(layouts, mesh_info, prefetch=settings.prefetch, moves_pages=moves)
     if (needed := sum(buffer.num_bytes for buffer in buffers)) > has:
         room = format_size(has) if has > 0 else "nothing left beside Python and torch"
         raise PreflightError(
@@ -215,8 +215,8 @@ class ShardedModel:
         """
         self.module, self.settings, self.mesh, self.comm = module, settings, mesh, comm
         states = settings.states
-        peers = peers_of(comm, mesh)
-        planned = plan_cut(module, settings, peers, table)
+        mesh_info = mesh_info_of(comm, mesh)
+        planned = wrap_plan(module, settings, mesh_info, table)
         self.layouts = [unit.layout for unit in planned.units]
         moves = moves_pages(comm.device.type)
         check_states(self.layouts, settings, mesh, comm)
@@ -233,7 +233,7 @@ class ShardedModel:
                 exchange=settings.exchange,
                 shard=mesh.shard,
                 replicate=mesh.replicate,
-                peers=peers,
+                mesh_info=mesh_info,
                 device=comm.device,
                 pool=self._pool,
             )
@@ -244,7 +244,7 @@ class ShardedModel:
                 ]
             )
             _materialise(piece.params, unit)
-            unit.show()
+            unit.set_param_data()
             self.units.append(unit)
         blocks = [block for _, block in repeated_blocks(module)] if settings.whole_blocks else []
         compiled = {id(inner) for block in blocks for inner in block.modules()}
@@ -261,13 +261,15 @@ class ShardedModel:
         self._before_update: list[Callable[[], None]] = []
         self.optimizer: ShardedOptimizer
         if settings.optimizer is not None:
-            self.attach(settings.optimizer, [{}, {"weight_decay": 0.0}], lambda slot: slot.group)
+            self.set_optimizer(
+                settings.optimizer, [{}, {"weight_decay": 0.0}], lambda slot: slot.group
+            )
         self.scaler = LossScaler(settings.precision, comm.device)
         self._inspector = Inspector(self.units, comm, mesh.world, mesh.pipe)
         self._running = RunningBuffers(module)
         self._never: set[str] | None = None
 
-    def attach(
+    def set_optimizer(
         self, chosen: OptimizerSpec, groups: Sequence[Options], group_of: Callable[[ParamSlot], int]
     ) -> None:
         """Give the model its optimizer, with `groups`, of which `group_of` gives a parameter's number."""
@@ -276,7 +278,7 @@ class ShardedModel:
             self.units, chosen, groups, group_of, self.reducer.ring, self.comm, self.mesh.tensor
         )
 
-    def run_plainly(self, accumulate: int) -> ImplicitPasses:
+    def use_implicit_passes(self, accumulate: int) -> ImplicitPasses:
         """From now on plain calls of the module and plain `loss.backward()` begin and end their passes themselves."""
         return ImplicitPasses(
             self.module,
@@ -304,12 +306,12 @@ class ShardedModel:
         It gives the micro-batch that is under way from now on. Forwards of others may come before its backward.
         """
         micro = MicroPass()
-        self._gatherer.begin(micro, PassKind.FORWARD)
+        self._gatherer.begin_pass(micro, PassKind.FORWARD)
         try:
             with self.settings.precision.autocast(self.comm.device):
                 yield micro
         except BaseException:
-            self._gatherer.give_up(micro)
+            self._gatherer.abandon(micro)
             raise
 
     def backward(self, loss: torch.Tensor, micro: MicroPass, *, boundary: bool) -> None:
@@ -320,17 +322,17 @@ class ShardedModel:
             micro: what `forward` gave.
             boundary: whether this is the last backward of the optimizer step.
         """
-        self._gatherer.begin(micro, PassKind.BACKWARD)
-        self.reducer.begin(micro, boundary=boundary)
+        self._gatherer.begin_pass(micro, PassKind.BACKWARD)
+        self.reducer.begin_backward(micro, boundary=boundary)
         (loss * self.scaler.scale if self.scaler.enabled else loss).backward()
         self._end_backward(micro)
 
     def _end_backward(self, micro: MicroPass) -> None:
-        self.reducer.finish(micro)
+        self.reducer.end_backward(micro)
         self._gatherer.unpin(micro)
-        self._gatherer.end()
+        self._gatherer.end_pass()
 
-    def give_up_backward(self, *, boundary: bool) -> None:
+    def contribute_zeros(self, *, boundary: bool) -> None:
         """Take part in what the other ranks still do for a micro-batch that this one could not compute.
 
         It contributes zeros; the step is to be skipped. Only where parameters are not given up between uses (stages 0
@@ -340,11 +342,11 @@ class ShardedModel:
             boundary: as for `backward`.
         """
         if not self._gatherer.in_backward:  # its forward raised, or did not begin
-            self._gatherer.begin(MicroPass(), PassKind.BACKWARD)
+            self._gatherer.begin_pass(MicroPass(), PassKind.BACKWARD)
         micro = self._gatherer.micro
-        self._gatherer.give_up(micro)
+        self._gatherer.abandon(micro)
         if micro.gradients is None:
-            self.reducer.begin(micro, boundary=boundary)
+            self.reducer.begin_backward(micro, boundary=boundary)
         self._end_backward(micro)
 
     def step(
@@ -367,7 +369,7 @@ class ShardedModel:
         """
         scale = self.scaler if scaler is None else scaler
         self.comm.phase = CommPhase.STEP
-        got = b"".join(unit.got for unit in self._trained)
+        got = b"".join(unit.has_grad for unit in self._trained)
         said = StepContribution(sums, self._square_norm(), self._gatherer.schedule_hash, got)
         heard = all_reduce_step(said, self.mesh.data, self.mesh.world, self.comm)
 
@@ -408,7 +410,7 @@ class ShardedModel:
         """This rank's part of the squared norm of the gradient, float64: each element counts once over all ranks."""
         total = torch.zeros((), dtype=torch.float64, device=self.comm.device)
         first, evidence = self._trained[0], []
-        for part in first.exchange.counted_parts(first.layout, first.peers):
+        for part in first.exchange.counted_parts(first.layout, first.mesh_info):
             norms: list[torch.Tensor] = []
             of_units: list[FlatUnit] = []
             for unit in self._counted:
@@ -483,7 +485,7 @@ class ShardedModel:
         rank must write the same values, or leave writing an element to the rank that owns it.
         """
         with (
-            self._gatherer.all_whole(),
+            self._gatherer.all_unsharded(),
             torch.no_grad(),
             self.settings.precision.autocast(self.comm.device),
         ):
@@ -504,18 +506,18 @@ class ShardedModel:
             self.settings.states,
             self.settings.exchange,
             how_often,
-            peers_of(self.comm, self.mesh),
+            mesh_info_of(self.comm, self.mesh),
             gathers=[self._gatherer.num_gathers(unit) for unit in self.units],
         )
 
     def planned_memory(self) -> MemoryAccount:
         """What `layout` says this rank allocates."""
         states, account = self.settings.states, MemoryAccount()
-        peers = peers_of(self.comm, self.mesh)
+        mesh_info = mesh_info_of(self.comm, self.mesh)
         account.add(
             states.rank_buffers(
                 self.layouts,
-                peers,
+                mesh_info,
                 prefetch=self.settings.prefetch,
                 moves_pages=moves_pages(self.comm.device.type),
             )

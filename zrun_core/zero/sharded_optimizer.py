@@ -32,13 +32,13 @@ from zrun_core.memory.arena import Ring
 from zrun_core.memory.layout import ParamSlot, Piece
 from zrun_core.optim import lightweight
 from zrun_core.optim.chunked import Chunked, Scratch
-from zrun_core.optim.layerwise import LayerWise, Trust
+from zrun_core.optim.layerwise import LayerWise, TrustRatios
 from zrun_core.optim.resolve import OptimizerSpec, Options
 from zrun_core.spine import heap
 from zrun_core.zero.unit import FlatUnit
 
 
-class UnitUpdate:
+class UnitOptimizer:
     """The optimizer of one unit."""
 
     def __init__(
@@ -56,7 +56,7 @@ class UnitUpdate:
             scratch: that the optimizers of all units share.
         """
         self.unit = unit
-        start, stop = unit.owned
+        start, stop = unit.updated_range
         self.pieces: list[Piece] = list(unit.layout.pieces(start, stop))
         self._grad: torch.Tensor | None = None  # whose parts are below
         self._grad_parts: list[torch.Tensor] = []
@@ -67,7 +67,7 @@ class UnitUpdate:
         ]
         # By parameter and name, the states that are in the record.
         self._views: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
-        self._num_adopted = 0  # parameters whose states were moved there
+        self._num_in_record = 0  # parameters whose states were moved there
         self._may_replace = False  # an optimizer of the user's may put others in their place
         self.optimizer: torch.optim.Optimizer | None = None
         if self._params:
@@ -89,9 +89,9 @@ class UnitUpdate:
             every = unit.layout.part_numel
             for param, piece in zip(self._params, self.pieces, strict=True):
                 number = number_of[piece.slot.part.tensor]
-                self.optimizer.lay(param, number, start + piece.start, every)
+                self.optimizer.place(param, number, start + piece.start, every)
         if self.optimizer is not None and self.optimizer.state:  # some make it at once
-            self._adopt()
+            self._move_into_record()
 
     # Its states. See [Note: records]
 
@@ -127,19 +127,19 @@ class UnitUpdate:
             self._make_room(formats)
             views = {name: self._view(param, piece, name) for name in formats}
             self.optimizer.state[param] = {**state, **views}
-        self._num_adopted = len(self.optimizer.state)
+        self._num_in_record = len(self.optimizer.state)
         return self.state_of(param)
 
-    def begin(self) -> None:
+    def begin_update(self) -> None:
         """Have the record come here, and the optimizer see where it lies."""
         if self.unit.fetch_record() is not self._shown:
             self._show()
 
-    def end(self) -> None:
+    def end_update(self) -> None:
         """After an update: new states move into the record, and parameters follow the masters."""
         assert self.optimizer is not None
-        if self._may_replace or len(self.optimizer.state) != self._num_adopted:
-            self._adopt()
+        if self._may_replace or len(self.optimizer.state) != self._num_in_record:
+            self._move_into_record()
         self.unit.end_update()
 
     def _show(self) -> None:
@@ -161,7 +161,7 @@ class UnitUpdate:
             self.unit.add_moments(missing)
             self._show()
 
-    def _adopt(self) -> None:
+    def _move_into_record(self) -> None:
         """Move what the optimizer has made for each element into the record."""
         assert self.optimizer is not None
         made = []
@@ -175,7 +175,7 @@ class UnitUpdate:
             if self.unit.moments[name].dtype == dtype:
                 state = self.state_of(param)
                 state[name] = self._view(param, piece, name).copy_(state[name])
-        self._num_adopted = len(self.optimizer.state)
+        self._num_in_record = len(self.optimizer.state)
 
     # One update
 
@@ -220,15 +220,15 @@ class ShardedOptimizer:
             tensor: the ranks that have other parts of the same tensors.
         """
         self._chosen, self._scratch, self._comm, self._tensor = chosen, scratch, comm, tensor
-        self._updates: list[UnitUpdate] = []
+        self._updates: list[UnitOptimizer] = []
         trained = [unit for unit in units if unit.trainable]
         slots = [slot for unit in trained for slot in unit.layout.slots]
         self._groups = {slot.part.tensor: group_of(slot) for slot in slots}  # a number for each
         numbers, of_chunks = {name: number for number, name in enumerate(self._groups)}, Scratch()
         for unit in trained:
-            update = UnitUpdate(unit, chosen, groups, group_of, numbers, of_chunks)
+            update = UnitOptimizer(unit, chosen, groups, group_of, numbers, of_chunks)
             self._updates.append(update)
-        self._trust: Trust | None = None
+        self._trust: TrustRatios | None = None
         if chosen.layer_wise:
             self._trust = chosen.trust(list(self._groups.values()), groups, comm.device)
         self._has_updated = False
@@ -282,7 +282,7 @@ class ShardedOptimizer:
 
     def _begin(
         self,
-        update: UnitUpdate,
+        update: UnitOptimizer,
         lr: float | None,
         got: bytes | bytearray,
         grad_scale: torch.Tensor | None,
@@ -291,7 +291,7 @@ class ShardedOptimizer:
         """Show the unit's optimizer its gradient; returns scratch that this took."""
         optimizer = update.optimizer
         assert optimizer is not None
-        update.begin()
+        update.begin_update()
         grad, borrowed = self._fp32_grad(update.unit)
         if self._chosen.scales_inside:
             optimizer.grad_scale, optimizer.found_inf = grad_scale, found_inf  # type: ignore[attr-defined]
@@ -303,14 +303,14 @@ class ShardedOptimizer:
         update.set_grads(grad, got)
         return grad if borrowed else None
 
-    def _end(self, update: UnitUpdate, borrowed: torch.Tensor | None) -> None:
+    def _end(self, update: UnitOptimizer, borrowed: torch.Tensor | None) -> None:
         update.set_grads(None, b"")
         if borrowed is not None:
             self._scratch.give(borrowed)
         update.unit.grad.drop()
-        update.end()
+        update.end_update()
 
-    def _apply_together(self, updates: Sequence[UnitUpdate]) -> None:
+    def _apply_together(self, updates: Sequence[UnitOptimizer]) -> None:
         """The two halves of a layer-wise update. See [Note: layer-wise optimizers]."""
         assert self._trust is not None
         optimizers = [
@@ -349,13 +349,13 @@ class ShardedOptimizer:
             for state in update.optimizer.state.values() if update.optimizer is not None else ():
                 yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
-    def held(self) -> Iterator[tuple[FlatUnit, Piece, torch.nn.Parameter, UnitUpdate]]:
+    def held(self) -> Iterator[tuple[FlatUnit, Piece, torch.nn.Parameter, UnitOptimizer]]:
         """Yield every part of a parameter that this rank updates.
 
         Each is (unit, part, the part as its optimizer knows it, whom to ask for that one's state).
         """
         for update in self._updates:
-            update.begin()
+            update.begin_update()
             for piece, param in zip(update.pieces, update._params, strict=True):
                 yield update.unit, piece, param, update
 

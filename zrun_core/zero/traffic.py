@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zrun_core.memory.layout import Peers, StatePolicy, UnitLayout
+from zrun_core.memory.layout import MeshInfo, StatePolicy, UnitLayout
 from zrun_core.zero.exchange import Exchange
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "push", "pull")
@@ -38,7 +38,7 @@ def expected_traffic(
     states: StatePolicy,
     exchange: Exchange,
     how_often: Steps,
-    peers: Peers,
+    mesh_info: MeshInfo,
     *,
     gathers: Sequence[int] | None = None,
 ) -> dict[str, int]:
@@ -53,14 +53,14 @@ def expected_traffic(
     expected = dict.fromkeys(KINDS, 0)
     reductions = how_often.micro_batches if states.zero.reduce_now(False) else how_often.steps
     for unit, per_micro in zip(layouts, gathers or [2] * len(layouts), strict=True):
-        if states.frees(unit):
+        if states.reshard_after_use(unit):
             num_gathers = per_micro * how_often.micro_batches
         else:
             num_gathers = how_often.refreshes * unit.trainable
-        sent = exchange.sent(
+        sent = exchange.sent_bytes(
             unit,
             states,
-            peers,
+            mesh_info,
             gathers=num_gathers,
             reductions=reductions * unit.trainable,
             sums=how_often.steps * unit.trainable,

@@ -28,9 +28,9 @@ from zrun_core.memory.arena import (
     flat_buffer,
 )
 from zrun_core.memory.buffers import Buffer, Kind
-from zrun_core.memory.layout import ParamSlot, Peers, StatePolicy, UnitLayout
+from zrun_core.memory.layout import MeshInfo, ParamSlot, StatePolicy, UnitLayout
 from zrun_core.zero.exchange import Exchange
-from zrun_core.zero.home import Here, Home, arrive
+from zrun_core.zero.home import Home, InPlace, fetch_now
 from zrun_core.zero.record_layout import RecordLayout
 
 
@@ -38,8 +38,8 @@ class UnitState(Enum):
     """What of a unit's parameters is valid, and so what occupies memory."""
 
     SHARDED = "own shard"  # the rest is given up (parameters sharded), or is that of the last step
-    GATHERING = "own shard, the rest arriving"  # memory of the whole unit
-    WHOLE = "everything"  # memory of the whole unit
+    UNSHARDING = "own shard, the rest arriving"  # memory of the whole unit
+    UNSHARDED = "everything"  # memory of the whole unit
 
 
 class Values(NamedTuple):
@@ -85,15 +85,17 @@ class FlatUnit:
         exchange: Exchange,
         shard: Group,
         replicate: Group,
-        peers: Peers,
+        mesh_info: MeshInfo,
         device: torch.device,
         pool: PagePool | StorageMeter,
     ) -> None:
         self.index, self.layout, self.params, self.leaf = index, layout, params, leaf
         self.policy, self.exchange = policy, exchange
-        self.shard, self.replicate, self.peers = shard, replicate, peers
-        self.frees = policy.frees(layout) and shard.size > 1 and layout.numel > 0
-        self.state = UnitState.WHOLE
+        self.shard, self.replicate, self.mesh_info = shard, replicate, mesh_info
+        self.reshard_after_use = (
+            policy.reshard_after_use(layout) and shard.size > 1 and layout.numel > 0
+        )
+        self.state = UnitState.UNSHARDED
         self.num_active = 0  # module calls under way
         self.pins = 0  # holders that want it whole until they say otherwise
         self.is_reduced = False  # `grad` holds this step's reduced sum so far
@@ -109,15 +111,15 @@ class FlatUnit:
         return self.layout.trainable
 
     @property
-    def is_whole(self) -> bool:
+    def is_kept_unsharded(self) -> bool:
         """Whether the whole parameters are here, and up to date, from use to use."""
-        return not self.frees and self.state is UnitState.WHOLE
+        return not self.reshard_after_use and self.state is UnitState.UNSHARDED
 
     def _allocate(self, device: torch.device, pool: PagePool | StorageMeter) -> None:
         layout, policy = self.layout, self.policy
         own = layout.shard_range(self.shard.index)
         self.window: Window
-        if not self.frees:
+        if not self.reshard_after_use:
             self.window = ResidentWindow(
                 flat_buffer(layout.padded_numel, layout.dtype, device), own
             )
@@ -135,30 +137,34 @@ class FlatUnit:
         nowhere = torch.full((), float("nan"), dtype=layout.dtype, device=device)
         self._placeholders = [nowhere.expand(slot.shape) for slot in layout.slots]
 
-        self.owned = self.exchange.owned_range(layout, self.peers)
-        self.owned_param = self.param_shard if self.owned == own else self.owned_part(self.full)
-        self.param: Home = Here(self.param_shard if self.frees else self.full)
+        self.updated_range = self.exchange.updated_range(layout, self.mesh_info)
+        self.local_param = (
+            self.param_shard if self.updated_range == own else self.local_part(self.full)
+        )
+        self.param: Home = InPlace(self.param_shard if self.reshard_after_use else self.full)
         self.has_master = policy.has_master(layout)
         if self.trainable:
             self._allocate_record(device)
             self._allocate_grad(device)
 
     def _allocate_record(self, device: torch.device) -> None:
-        master_numel = self.owned[1] - self.owned[0] if self.has_master else 0
-        moment_numel = max((piece.stop for piece in self.layout.pieces(*self.owned)), default=0)
+        master_numel = self.updated_range[1] - self.updated_range[0] if self.has_master else 0
+        moment_numel = max(
+            (piece.stop for piece in self.layout.pieces(*self.updated_range)), default=0
+        )
         self.record_layout = RecordLayout(master_numel, moment_numel, {})
-        self.record: Home = Here(byte_buffer(self.record_layout.num_bytes, device))
+        self.record: Home = InPlace(byte_buffer(self.record_layout.num_bytes, device))
         self._seen_record: torch.Tensor | None = None
 
     def _allocate_grad(self, device: torch.device) -> None:
         layout, dtype = self.layout, self.policy.reduce_dtype
         # Otherwise each micro-batch has scratch, and only what this rank owns of the sum is kept.
         reduces_each = self.policy.zero.reduce_now(boundary=False)
-        self._keeps_whole_grad = not reduces_each or self.shard.size == 1
-        numel = layout.padded_numel if self._keeps_whole_grad else layout.shard_numel
-        self.grad: Home = Here(flat_buffer(numel, dtype, device))
+        self._keeps_unsharded_grad = not reduces_each or self.shard.size == 1
+        numel = layout.padded_numel if self._keeps_unsharded_grad else layout.shard_numel
+        self.grad: Home = InPlace(flat_buffer(numel, dtype, device))
         self._seen_grad: torch.Tensor | None = None
-        self.whole_grad: torch.Tensor | None = None
+        self.unsharded_grad: torch.Tensor | None = None
         self._grad_views: list[torch.Tensor] = []
         self.begin_step()
 
@@ -173,11 +179,11 @@ class FlatUnit:
             own = self.layout.shard_range(self.shard.index)
             targets = (
                 [(self.param_shard, own)]
-                if self.frees
+                if self.reshard_after_use
                 else [(self.full, (0, self.layout.padded_numel))]
             )
             if self.has_master:
-                targets.append((self.master, self.owned))
+                targets.append((self.master, self.updated_range))
             for target, (start, stop) in targets:
                 for piece in self.layout.pieces(start, stop):
                     source, slot = sources[piece.index], piece.slot
@@ -193,67 +199,69 @@ class FlatUnit:
         if self.has_master:
             self.record.put()
 
-    def show(self) -> None:
+    def set_param_data(self) -> None:
         """Point the module's parameters at the unit's memory, or at placeholders where it holds none."""
-        whole = self.state is UnitState.WHOLE
+        whole = self.state is UnitState.UNSHARDED
         for param, data in zip(
             self.params, self.views if whole else self._placeholders, strict=True
         ):
             param.data = data
 
-    def start_unshard(self, comm: Comm) -> None:
-        """Begin to make the unit whole. Nothing to do if it is, or is about to be."""
+    def unshard(self, comm: Comm) -> None:
+        """Begin to gather the parameters, unless they are here or on their way.
+
+        After `wait_for_unshard` the module sees them.
+        """
         if self.state is not UnitState.SHARDED:
             return
-        arrive(self.param)
+        fetch_now(self.param)
         self.window.acquire()
         if not self.views:
             self.views = [_view(self.full, slot) for slot in self.layout.slots]
-        self.state = UnitState.GATHERING
-        self._handle = self.exchange.gather(comm, self)
+        self.state = UnitState.UNSHARDING
+        self._handle = self.exchange.all_gather(comm, self)
 
-    def unshard(self, comm: Comm) -> None:
-        """Make the unit whole: return if it is, else gather it."""
-        if self.state is UnitState.WHOLE:
+    def wait_for_unshard(self) -> None:
+        """Wait for the gather that `unshard` began, and give the module its parameters."""
+        if self.state is UnitState.UNSHARDED:
             return
-        self.start_unshard(comm)
-        assert self._handle is not None
+        assert self._handle is not None, "unshard comes first"
         self._handle.wait()
         self._handle = None
-        self.state = UnitState.WHOLE
-        self.show()
+        self.state = UnitState.UNSHARDED
+        self.set_param_data()
 
     def reshard(self) -> None:
         """Keep the own shard only."""
-        if not self.frees or self.state is UnitState.SHARDED:
+        if not self.reshard_after_use or self.state is UnitState.SHARDED:
             return
         if self._handle is not None:  # gathered ahead, and not used after all
             self._handle.wait()
             self._handle = None
         self.state = UnitState.SHARDED
-        self.show()
+        self.set_param_data()
         self.window.release()
         self.param.drop()
 
     def mark_stale(self) -> None:
         """The owned elements were updated: what other ranks own must be gathered before the next use."""
-        if self.exchange.goes_stale(self.peers):
+        if self.exchange.goes_stale(self.mesh_info):
             assert self._handle is None
-            if self.frees:
+            if self.reshard_after_use:
                 self.reshard()
             self.state = UnitState.SHARDED
-            self.show()
+            self.set_param_data()
 
-    def adopt_writes(self) -> None:
+    def write_back(self) -> None:
         """After user code wrote to the whole parameters: the shard and the master copy follow."""
         if isinstance(self.window, StorageWindow):
             start, stop = self.layout.shard_range(self.shard.index)
             self.param_shard.copy_(self.full[start:stop])
         self.param.put()
         if self.has_master:
-            arrive(self.record)
-            changed = self.owned_param != self.master.to(self.layout.dtype)
-            self.master[changed] = self.owned_param[changed].float()
+            fetch_now(self.record)
+            changed = self.local_param != self.master.to(self.layout.dtype)
+            self.master[changed] = self.local_param[changed].float()
             self.record.put()
             self.record.drop()
 
@@ -262,7 +270,7 @@ class FlatUnit:
     @property
     def master(self) -> torch.Tensor:
         """[owned] fp32, what an update changes: the parameters where they have no master."""
-        return self._look_at_record()[0] if self.has_master else self.owned_param
+        return self._look_at_record()[0] if self.has_master else self.local_param
 
     @property
     def moments(self) -> dict[str, torch.Tensor]:
@@ -287,13 +295,13 @@ class FlatUnit:
     def fetch_record(self) -> torch.Tensor:
         """Have the record come here, and the parameters where they are their own masters."""
         if not self.has_master:
-            arrive(self.param)
-        return arrive(self.record)
+            fetch_now(self.param)
+        return fetch_now(self.record)
 
-    def fetch_owned_param(self) -> torch.Tensor:
+    def fetch_local_param(self) -> torch.Tensor:
         """Have the parameters come here, and return the elements that this rank updates."""
-        arrive(self.param)
-        return self.owned_param
+        fetch_now(self.param)
+        return self.local_param
 
     def end_update(self) -> None:
         """The record was updated: the parameters follow their masters, and all of it goes home."""
@@ -306,17 +314,17 @@ class FlatUnit:
     def _cast_master(self) -> None:
         """Write the masters, if there are any, to the parameters in compute dtype."""
         if self.has_master:
-            self.owned_param.copy_(self.master)
+            self.local_param.copy_(self.master)
 
     # For whoever reads or writes values between two steps
 
     def values(self) -> Values:
         """Return the most exact values that this rank keeps, padding included: masters where it has them."""
         if self.has_master:
-            arrive(self.record)
-            return Values(self.master, self.owned[0])
-        owned = self.fetch_owned_param()
-        return Values(owned, self.owned[0]) if self.trainable else self._params_kept()
+            fetch_now(self.record)
+            return Values(self.master, self.updated_range[0])
+        local = self.fetch_local_param()
+        return Values(local, self.updated_range[0]) if self.trainable else self._params_kept()
 
     def values_changed(self) -> None:
         """Bring the parameters up to date with what was written to `values`; foreign shards are stale."""
@@ -332,11 +340,13 @@ class FlatUnit:
 
     def resident_params(self) -> Values:
         """Return the parameters that are up to date here without a gather: the whole unit or the own shard."""
-        owned = self.fetch_owned_param()
-        return Values(self.full, 0) if self.is_whole else Values(owned, self.owned[0])
+        local = self.fetch_local_param()
+        return (
+            Values(self.full, 0) if self.is_kept_unsharded else Values(local, self.updated_range[0])
+        )
 
     def _params_kept(self) -> Values:
-        if self.frees:
+        if self.reshard_after_use:
             return Values(self.param_shard, self.layout.shard_range(self.shard.index)[0])
         return Values(self.full, 0)
 
@@ -351,22 +361,22 @@ class FlatUnit:
     # Gradients
 
     @property
-    def owned_grad(self) -> torch.Tensor:
+    def local_grad(self) -> torch.Tensor:
         """[owned] in reduce dtype: the elements that this rank updates, in the memory of `grad`."""
         grad = self.grad.at()
         if grad is not self._seen_grad:
             self._seen_grad = grad
-            self._owned_grad = self.owned_part(grad) if self._keeps_whole_grad else grad
+            self._owned_grad = self.local_part(grad) if self._keeps_unsharded_grad else grad
         return self._owned_grad
 
     def fetch_grad(self) -> torch.Tensor:
         """Have the gradient come here, and return the elements that this rank updates."""
-        arrive(self.grad)
-        return self.owned_grad
+        fetch_now(self.grad)
+        return self.local_grad
 
-    def begin_sum(self) -> torch.Tensor:
+    def sum_buffer(self) -> torch.Tensor:
         """Return where the sum over ranks goes. An earlier one that it is added to has come."""
-        return self.fetch_grad() if self.is_reduced else self.owned_grad
+        return self.fetch_grad() if self.is_reduced else self.local_grad
 
     def put_grad(self) -> None:
         """Have the gradient, which was written, go home."""
@@ -375,22 +385,22 @@ class FlatUnit:
 
     def begin_step(self) -> None:
         """A new optimizer step: no gradient has come yet."""
-        self.got = bytearray(len(self.params))
+        self.has_grad = bytearray(len(self.params))
         self.is_reduced = False
         self._written = bytearray(len(self.params))
         self._use_own_grad()
 
     def _use_own_grad(self) -> None:
         """Let gradients go to the unit's own flat one, if it has one of the whole unit."""
-        if self._keeps_whole_grad:
+        if self._keeps_unsharded_grad:
             self._use_grad(self.grad.at())
         else:
-            self.whole_grad = None
+            self.unsharded_grad = None
             self._grad_views = []
 
     def _use_grad(self, whole: torch.Tensor) -> None:
-        if whole is not self.whole_grad:
-            self.whole_grad = whole
+        if whole is not self.unsharded_grad:
+            self.unsharded_grad = whole
             self._grad_views = [_view(whole, slot) for slot in self.layout.slots]
             whole[self.layout.numel :].zero_()
 
@@ -399,27 +409,27 @@ class FlatUnit:
         self._written = bytearray(len(self.params))
         self._use_grad(whole)
 
-    def reopen(self, *, counts_here: bool) -> None:
+    def reopen_grad(self, *, counts_here: bool) -> None:
         """More gradients come after the sum over ranks was made: the sum stays on one of the ranks that hold it."""
         total = self.fetch_grad()
         if not counts_here:
             total.zero_()
-        if self._keeps_whole_grad:
+        if self._keeps_unsharded_grad:
             self._use_own_grad()
-            assert self.whole_grad is not None
-            start, stop = self.owned
-            self.whole_grad[:start].zero_()
-            self.whole_grad[stop:].zero_()
+            assert self.unsharded_grad is not None
+            start, stop = self.updated_range
+            self.unsharded_grad[:start].zero_()
+            self.unsharded_grad[stop:].zero_()
             self._written = bytearray(b"\1" * len(self.params))  # the next ones are added
             self.is_reduced = False
         else:
             self.put_grad()
 
-    def keeps(self, whole: torch.Tensor) -> bool:
+    def owns_buffer(self, whole: torch.Tensor) -> bool:
         """Whether the flat gradient `whole` is the unit's own, not scratch."""
-        return self._keeps_whole_grad and whole is self.grad.at()
+        return self._keeps_unsharded_grad and whole is self.grad.at()
 
-    def take_grad(self, number: int) -> None:
+    def accumulate_grad(self, number: int) -> None:
         """Move the gradient of parameter `number` into the flat one."""
         param, view = self.params[number], self._grad_views[number]
         grad, param.grad = param.grad, None
@@ -428,23 +438,23 @@ class FlatUnit:
             grad = grad.to_dense()
         with torch.no_grad():
             view.add_(grad) if self._written[number] else view.copy_(grad)
-        self._written[number] = self.got[number] = 1
+        self._written[number] = self.has_grad[number] = 1
 
     def complete_grad(self) -> torch.Tensor:
         """The flat gradient of this rank, with zeros for what got none."""
-        assert self.whole_grad is not None, "begin_grad comes first where gradients are sharded"
+        assert self.unsharded_grad is not None, "begin_grad comes first where gradients are sharded"
         for number, view in enumerate(self._grad_views):
             if not self._written[number]:
                 view.zero_()
-        return self.whole_grad
+        return self.unsharded_grad
 
     def end_grad(self) -> None:
         """The flat gradient is on its way: what comes from now on is apart from it."""
         self._use_own_grad()
 
-    def owned_part(self, whole: torch.Tensor) -> torch.Tensor:
+    def local_part(self, whole: torch.Tensor) -> torch.Tensor:
         """Return the elements that this rank updates of `whole` [padded_numel]."""
-        return whole[self.owned[0] : self.owned[1]]
+        return whole[self.updated_range[0] : self.updated_range[1]]
 
     def counted_once(self) -> tuple[range, Group]:
         """Return parts to count, and the smallest group in which all parts are counted once.
@@ -453,13 +463,13 @@ class FlatUnit:
         own group.
         """
         if self.layout.num_parts > self.layout.num_shards:
-            return self.exchange.counted_parts(self.layout, self.peers), self.replicate
+            return self.exchange.counted_parts(self.layout, self.mesh_info), self.replicate
         return self.layout.parts_of_shard(self.shard.index), self.shard
 
     def norm_part(self, part: int) -> torch.Tensor:
         """Have the gradient come here, and return its elements in a part that this rank counts."""
         start, stop = self.layout.part_range(part)
-        return self.fetch_grad()[start - self.owned[0] : stop - self.owned[0]]
+        return self.fetch_grad()[start - self.updated_range[0] : stop - self.updated_range[0]]
 
     def allocated(self) -> list[Buffer]:
         """What this unit's permanent buffers really take. Moments come with its first update."""

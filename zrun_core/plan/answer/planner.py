@@ -23,11 +23,11 @@ from zrun_core.plan.memory.allocator import pinned_bytes
 from zrun_core.plan.memory.rank_memory import PipelineStage
 from zrun_core.plan.memory.states import (
     FIRST,
-    PaperCut,
-    cut_of_shape,
-    cut_on_paper,
+    PlannedModel,
     layouts_of_rank,
-    peers_of_rank,
+    mesh_info_of_rank,
+    plan_model,
+    plan_shape,
     rank_buffers,
     settings_of,
 )
@@ -152,7 +152,7 @@ class Planner:
             self.num_blocks, self.num_params = subject.num_blocks, subject.num_params
             self.tokens_per_sample = subject.tokens_per_sample  # type: ignore[assignment]
             self.num_samples = subject.num_samples
-        self._cuts: dict[tuple[object, ...], PaperCut] = {}
+        self._cuts: dict[tuple[object, ...], PlannedModel] = {}
         self._peaks: dict[tuple[object, ...], Peak] = {}
         self._beyond: dict[tuple[object, ...], int] = {}
         self._settings: dict[tuple[object, ...], ShardingConfig] = {}
@@ -187,7 +187,7 @@ class Planner:
             )
         return found
 
-    def cut(self, candidate: Candidate) -> PaperCut:
+    def cut(self, candidate: Candidate) -> PlannedModel:
         """The units of what one tensor-parallel rank has.
 
         Raises:
@@ -203,14 +203,14 @@ class Planner:
                     model = skeleton_of(self.subject)
                 except ValueError as error:
                     raise JobError(f"the states of this model are not known: {error}") from None
-                found = cut_on_paper(model, settings, self.subject.buffer_bytes)
+                found = plan_model(model, settings, self.subject.buffer_bytes)
             else:
                 if self.cost_model.formula is None:
                     raise JobError(
                         f"tp {tp}: how this model is divided is not known: it has no transformer's shape"
                     )
                 try:
-                    found = cut_of_shape(self.cost_model.formula, settings, tp)
+                    found = plan_shape(self.cost_model.formula, settings, tp)
                 except ValueError as error:
                     raise JobError(f"tp {tp}: {error}") from None
             self._cuts[key] = found
@@ -242,7 +242,7 @@ class Planner:
                 )
             except ValueError as error:
                 raise JobError(f"pp {dims.pp}: {error}") from None
-            peers = peers_of_rank(settings, dims, rank, self.device_type)
+            peers = mesh_info_of_rank(settings, dims, rank, self.device_type)
             hosted = [buffer for buffer in buffers if buffer.tier is Tier.HOST]
             found = _StageStates(
                 tuple(buffers),
@@ -521,7 +521,7 @@ class Planner:
         """Bytes that the first rank of the first stage sends to data-parallel peers in a step, by collective."""
         settings, dims = self.settings_for(candidate), candidate.dims
         often = Steps(1, candidate.accumulation, 1)
-        peers = peers_of_rank(settings, dims, FIRST, self.device_type)
+        peers = mesh_info_of_rank(settings, dims, FIRST, self.device_type)
         layouts = self.states(candidate, 0).layouts
         return expected_traffic(layouts, settings.states, settings.exchange, often, peers)
 

@@ -111,13 +111,13 @@ class Rehearsal:
         group = mesh.world
         full = torch.zeros(num_bytes // 4 // (group.size - 1) * group.size)
         own = full.view(group.size, -1)[group.index]
-        arrivals = torch.zeros(own.numel() * comm.num_recv_shards(group))
+        recv_buffer = torch.zeros(own.numel() * comm.num_recv_shards(group))
         times = []
         for _ in range(_EXCHANGES):
             comm.barrier(group)
             start = time.perf_counter()
             comm.reduce_scatter(
-                full, arrivals, own, group, accumulate=False, tag=reduce_tag(0), name="rehearsal"
+                full, recv_buffer, own, group, accumulate=False, tag=reduce_tag(0), name="rehearsal"
             ).wait()
             comm.all_gather(full, own, group, tag=gather_tag(0), name="rehearsal").wait()
             times.append((time.perf_counter() - start) / 2)

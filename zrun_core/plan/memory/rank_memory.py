@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from zrun_core.pipeline.schedule import most_under_way, stage_order
+from zrun_core.pipeline.schedule import max_in_flight, stage_order
 from zrun_core.plan.memory.allocator import heap_bytes, simulate
 from zrun_core.plan.question.candidate import Candidate, stage_blocks
 from zrun_core.plan.question.transformer import TransformerShape
@@ -29,7 +29,7 @@ _FORMULA_SLACK = 0.03  # reserved beyond allocated, where no timeline tells
 
 @lru_cache(maxsize=1024)
 def _held(stage: int, stages: int, virtual: int, micro_batches: int) -> float:
-    return most_under_way(stage_order(stage, stages, virtual, micro_batches)) / virtual
+    return max_in_flight(stage_order(stage, stages, virtual, micro_batches)) / virtual
 
 
 @dataclass(frozen=True)

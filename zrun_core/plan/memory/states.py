@@ -1,7 +1,7 @@
 """Every buffer that a rank keeps from step to step, from a model on the meta device and a job, without any rank.
 
     settings = settings_of(job, load, "cuda")
-    cut = cut_on_paper(model, settings)
+    cut = plan_model(model, settings)
     buffers = rank_buffers(cut, settings, ParallelDims(dp=8))
 
 The list is made by `StatePolicy.rank_buffers`, as the list that the runtime allocates is: what is planned is what
@@ -25,7 +25,7 @@ from zrun_core.memory.layout import (
     DISK_SLOTS,
     STAGING_SLOTS,
     WHOLE,
-    Peers,
+    MeshInfo,
     UnitLayout,
     module_buffers,
     whole_pages,
@@ -38,7 +38,7 @@ from zrun_core.spine.config import JobConfig
 from zrun_core.spine.parallel_dims import Coordinates, ParallelDims
 from zrun_core.train.parallelize import make_settings
 from zrun_core.zero.auto_wrap import repeated_blocks
-from zrun_core.zero.sharded_model import ShardingConfig, plan_cut
+from zrun_core.zero.sharded_model import ShardingConfig, wrap_plan
 from zrun_core.zero.unit import moves_pages
 
 _UNTIL_BACKWARD = frozenset({"forward", "loss", "backward"})
@@ -65,7 +65,7 @@ class PlannedUnit:
 
 
 @dataclass(frozen=True)
-class PaperCut:
+class PlannedModel:
     """The units of a model, or of one tensor-parallel rank's part of it, before anybody divides them.
 
     Attributes:
@@ -113,7 +113,7 @@ class PaperCut:
         first, last = stage == 0, stage == dims.pp - 1
         found = []
         for unit in self.units:
-            if unit.layout.persistent:
+            if unit.layout.keep_unsharded:
                 foreign = [
                     f"{name}." for number, name in enumerate(self.blocks) if number not in here
                 ]
@@ -153,12 +153,12 @@ def settings_of(job: JobConfig, load: Callable[[str], Any], device: str) -> Shar
     return make_settings(job, resolve_optimizer(job.optim, load), torch.device(device))
 
 
-def cut_on_paper(
+def plan_model(
     model: nn.Module,
     settings: ShardingConfig,
     buffer_bytes: int | None = None,
     table: Mapping[str, TensorPart] = WHOLE,
-) -> PaperCut:
+) -> PlannedModel:
     """Cut `model`, on any device, as the runtime does.
 
     Args:
@@ -168,7 +168,7 @@ def cut_on_paper(
     Raises:
         JobError: the settings name modules that the model has not.
     """
-    cut = plan_cut(model, settings, Peers(), table)
+    cut = wrap_plan(model, settings, MeshInfo(), table)
     blocks = dict(repeated_blocks(model))
     numbers = {name: number for number, name in enumerate(blocks)}
     inside = {id(inner) for block in blocks.values() for inner in block.modules()}
@@ -189,10 +189,10 @@ def cut_on_paper(
     buffers = module_buffers(model)
     if buffer_bytes is not None:
         buffers = [Buffer("buffers of modules", Kind.BUFFER, buffer_bytes)]
-    return PaperCut(units, tuple(blocks), tuple(buffers))
+    return PlannedModel(units, tuple(blocks), tuple(buffers))
 
 
-def cut_of_shape(shape: TransformerShape, settings: ShardingConfig, tp: int = 1) -> PaperCut:
+def plan_shape(shape: TransformerShape, settings: ShardingConfig, tp: int = 1) -> PlannedModel:
     """Cut a transformer as zrun cuts the same model of `zrun_core.models`: what one of `tp` ranks has of it.
 
     Column-parallel matrices and vocabularies are divided, and so are heads; what is added to the residual stream is
@@ -208,7 +208,7 @@ def cut_of_shape(shape: TransformerShape, settings: ShardingConfig, tp: int = 1)
         )
     tree = _Tree(shape, tp)
     alike = {} if tp == 1 else _alike_over_tensor(tree)
-    return cut_on_paper(tree, settings, table=alike)
+    return plan_model(tree, settings, table=alike)
 
 
 def _alike_over_tensor(tree: nn.Module) -> dict[str, TensorPart]:
@@ -289,19 +289,25 @@ class _Tree(nn.Module):
             self.head.weight = self.tokens.weight
 
 
-def peers_of_rank(
+def mesh_info_of_rank(
     settings: ShardingConfig, dims: ParallelDims, rank: Coordinates, device: str
-) -> Peers:
+) -> MeshInfo:
     """A rank's place among those that share its part of the model."""
     shard = dims.shard_size if settings.zero.divides else 1
-    return Peers(shard, rank.dp % shard, dims.dp // shard, rank.dp // shard, direct_up_to(device))
+    return MeshInfo(
+        shard, rank.dp % shard, dims.dp // shard, rank.dp // shard, direct_up_to(device)
+    )
 
 
 def layouts_of_rank(
-    cut: PaperCut, settings: ShardingConfig, dims: ParallelDims, rank: Coordinates, peers: Peers
+    cut: PlannedModel,
+    settings: ShardingConfig,
+    dims: ParallelDims,
+    rank: Coordinates,
+    mesh_info: MeshInfo,
 ) -> tuple[UnitLayout, ...]:
     """The units of a rank, divided as at run time."""
-    return cut.layouts(dims, rank.pp, peers.shard_size, settings.zero.num_parts(peers))
+    return cut.layouts(dims, rank.pp, mesh_info.shard_size, settings.zero.num_parts(mesh_info))
 
 
 def place(units: Sequence[UnitLayout], placement: Placement) -> Mapping[str, Placement]:
@@ -325,7 +331,7 @@ def place(units: Sequence[UnitLayout], placement: Placement) -> Mapping[str, Pla
 
 
 def rank_buffers(
-    cut: PaperCut,
+    cut: PlannedModel,
     settings: ShardingConfig,
     dims: ParallelDims,
     *,
@@ -343,11 +349,15 @@ def rank_buffers(
     Raises:
         ValueError: the blocks do not fill the pipeline.
     """
-    peers = peers_of_rank(settings, dims, rank, device)
-    layouts = layouts_of_rank(cut, settings, dims, rank, peers)
+    mesh_info = mesh_info_of_rank(settings, dims, rank, device)
+    layouts = layouts_of_rank(cut, settings, dims, rank, mesh_info)
     away = place(layouts, placement)
     found = settings.states.rank_buffers(
-        layouts, peers, prefetch=settings.prefetch, moves_pages=moves_pages(device), placements=away
+        layouts,
+        mesh_info,
+        prefetch=settings.prefetch,
+        moves_pages=moves_pages(device),
+        placements=away,
     )
     return [
         *found,

@@ -95,7 +95,7 @@ class OpRecorder(TorchDispatchMode):
             loss.backward()
         rows = recorder.rows()
 
-    Parameter gradients are taken away as soon as they are complete, as `FlatUnit.take_grad` does.
+    Parameter gradients are taken away as soon as they are complete, as `FlatUnit.accumulate_grad` does.
 
     Attributes:
         phase: to be set by who runs the passes.

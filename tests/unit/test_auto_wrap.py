@@ -14,7 +14,7 @@ from torch import nn
 
 from zrun_core.errors import JobError
 from zrun_core.memory.tensors import TensorPart, contiguous_stride, full_part, sliced_part
-from zrun_core.zero.auto_wrap import Cut, cut, repeated_blocks
+from zrun_core.zero.auto_wrap import WrapPlan, auto_wrap, repeated_blocks
 
 KIB = 1 << 10
 
@@ -37,17 +37,17 @@ class Net(nn.Module):
         self.head = nn.Linear(16, 8, bias=False)
 
 
-def cut_of(model: nn.Module, bucket: int = 8 * KIB, **options: Any) -> Cut:
-    return cut(
+def cut_of(model: nn.Module, bucket: int = 8 * KIB, **options: Any) -> WrapPlan:
+    return auto_wrap(
         model, dtype=options.pop("dtype", torch.float32), num_shards=2, bucket=bucket, **options
     )
 
 
-def names(found: Cut) -> list[str]:
+def names(found: WrapPlan) -> list[str]:
     return [unit.layout.name for unit in found.units]
 
 
-def needs(found: Cut, model: nn.Module) -> dict[str, list[str]]:
+def needs(found: WrapPlan, model: nn.Module) -> dict[str, list[str]]:
     """Which units each hooked module brings with it."""
     name_of = {id(module): name for name, module in model.named_modules(remove_duplicate=False)}
     return {
@@ -56,7 +56,7 @@ def needs(found: Cut, model: nn.Module) -> dict[str, list[str]]:
     }
 
 
-def check(found: Cut, model: nn.Module) -> None:
+def check(found: WrapPlan, model: nn.Module) -> None:
     """Every parameter is in one unit, and every module with parameters runs inside of a hook that brings them."""
     params = [param for unit in found.units for param in unit.params]
     assert sorted(map(id, params)) == sorted(map(id, model.parameters()))
@@ -183,8 +183,8 @@ def test_a_tied_parameter_has_one_place_and_every_user_brings_it():
     check(found, model)
     assert needs(found, model)["head"] == ["embed"]
     assert needs(found, model)["norm"] == ["norm"] or needs(found, model)["norm"] == ["{norm,head}"]
-    lasting = [unit.layout.name for unit in found.units if unit.layout.lasting]
-    assert lasting == ["embed"], "in use at both ends"
+    kept = [unit.layout.name for unit in found.units if unit.layout.keep_until_pass_ends]
+    assert kept == ["embed"], "in use at both ends"
 
 
 def test_a_module_registered_twice_is_cut_once():
@@ -240,7 +240,9 @@ def test_a_containers_own_parameters_are_a_lasting_unit_of_their_own():
     check(found, model)
     assert names(found)[0] == "model"
     assert [slot.name for slot in found.units[0].layout.slots] == ["position"]
-    assert [unit.layout.name for unit in found.units if unit.layout.lasting] == ["model"]
+    assert [unit.layout.name for unit in found.units if unit.layout.keep_until_pass_ends] == [
+        "model"
+    ]
     assert needs(found, model)[""] == ["model"]
     assert "blocks.0.gain" in [slot.name for slot in found.units[2].layout.slots], (
         "a block that is not cut keeps its own"
@@ -253,7 +255,7 @@ def test_small_parameters_stay_whole_wherever_they_are():
     check(found, model)
     assert names(found)[-1] == "small parameters"
     small = found.units[-1].layout
-    assert small.persistent
+    assert small.keep_unsharded
     assert all(slot.numel * 4 < 200 for slot in small.slots)
     assert not any(slot.numel * 4 < 200 for unit in found.units[:-1] for slot in unit.layout.slots)
     assert needs(found, model)["blocks.0"] == ["blocks.0", "small parameters"]
@@ -268,7 +270,9 @@ def test_groups_are_contiguous_inside_a_unit():
 
 def test_the_cut_does_not_depend_on_the_number_of_shards():
     model = Net()
-    two, four = (cut(model, dtype=torch.float32, num_shards=n, bucket=3 * KIB) for n in (2, 4))
+    two, four = (
+        auto_wrap(model, dtype=torch.float32, num_shards=n, bucket=3 * KIB) for n in (2, 4)
+    )
     assert names(two) == names(four)
 
 

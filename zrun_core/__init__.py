@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zrun_core.errors import ZrunError as ZrunError
+    from zrun_core.library.grad_scaler import GradScaler as GradScaler
     from zrun_core.library.model import evaluation as evaluation
     from zrun_core.library.model import forward as forward
     from zrun_core.library.model import gathered as gathered
     from zrun_core.library.model import shard as shard
-    from zrun_core.library.optimizer import GradScaler as GradScaler
     from zrun_core.library.optimizer import Optimizer as Optimizer
     from zrun_core.library.optimizer import optimizer as optimizer
     from zrun_core.library.run import Run as Run
@@ -34,7 +34,7 @@ _HOMES = {
     "evaluation": "library.model",
     "optimizer": "library.optimizer",
     "Optimizer": "library.optimizer",
-    "GradScaler": "library.optimizer",
+    "GradScaler": "library.grad_scaler",
     "save": "library.saving",
     "finish": "library.saving",
     "load": "library.saving",

@@ -101,7 +101,7 @@ def run_reading_late(keys: dict[str, Any], run_dir: str) -> dict[str, Any]:
 
     def late(self: Trainer, *args: Any) -> None:
         init(self, *args)
-        self._reads_late = True
+        self.steps.reads_late = True
 
     Trainer.__init__ = late  # type: ignore[method-assign]
     try:

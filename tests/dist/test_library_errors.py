@@ -225,11 +225,12 @@ def test_gathered_on_one_rank_names_the_others(ranks):
     assert "rank 1 has not called it within 3 s" in told
 
 
-def never_finite(stage: int) -> tuple[list[bool], list[str], str, bool]:
-    """The gradient is spoilt on the last rank."""
+def never_finite(stage: int, *, late: bool = False) -> tuple[list[bool], list[str], str, bool]:
+    """The gradient is spoilt on the last rank; with `late`, totals are read as on a GPU."""
     run = start()
     model = sharded(stage, build_scores)
     optimizer = zrun_core.optimizer(model, "sgd", lr=0.1, max_skips=5)
+    optimizer._steps.reads_late |= late
     skipped = []
 
     def step() -> None:
@@ -261,3 +262,20 @@ def test_steps_that_are_never_finite_end_on_every_rank_and_name_the_culprit(rank
         "step(): skipped on all ranks: the gradient of first.weight (layer first) is nan on rank 1",
     ]
     assert second[1] == []
+
+
+def never_finite_late(stage: int) -> tuple[list[bool], list[str], str, bool]:
+    return never_finite(stage, late=True)
+
+
+def test_a_skip_that_is_read_late_names_the_unit_and_the_next_one_the_parameter(ranks):
+    """Within the next step its own gradient is there already, whose parameters would be named."""
+    first, second = ranks(2).run(never_finite_late, 2)
+    for skipped, _, told, after in (first, second):
+        assert skipped == [True] * 4
+        assert "5 skipped in a row: the gradient of first.weight (layer first) is nan on" in told
+        assert not after
+    assert [text.removeprefix("step(): skipped on all ranks: ") for text in first[1]] == [
+        "a gradient in {first,table} is not finite",
+        "the gradient of first.weight (layer first) is nan",
+    ]

@@ -270,7 +270,7 @@ def run_with_late_numbers(keys: dict[str, Any], run_dir: str, late: bool) -> dic
 
     def init(trainer: Trainer, *args: Any) -> None:
         make(trainer, *args)
-        trainer._reads_late = late
+        trainer.steps.reads_late = late
 
     with pytest.MonkeyPatch.context() as patch:
         stop_after(patch, "numeric", 3)

@@ -11,7 +11,8 @@ import pytest
 from zrun_core.guards.numeric import NumericGuard
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.events import Emitter
-from zrun_core.telemetry.recorder import Progress, StepTotals
+from zrun_core.telemetry.progress import Progress
+from zrun_core.telemetry.step_totals import StepTotals
 from zrun_core.zero.nonfinite import Culprit
 
 NAN, INF = math.nan, math.inf

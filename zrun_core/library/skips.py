@@ -1,57 +1,90 @@
-"""Skipped steps in a user's own loop: whose gradient it was, and when there are too many in a row."""
+"""Skipped steps in a loop of the user's own: a warning that names the parameter, and an error after too many."""
 
 from __future__ import annotations
 
 import math
 import warnings
+from dataclasses import dataclass
 
 from zrun_core.errors import NumericError
+from zrun_core.guards.numeric import SkipWatch
+from zrun_core.telemetry.step_totals import StepTotals
 from zrun_core.zero.sharded_model import ShardedModel
 
-_NAMED = 2  # skips in a row that are told: the sums name the parameter at once, each rank's own gradient only then
+# Skips in a row that are explained. At the first one only the sums over ranks are known, which name
+# the parameter; at the second each rank has looked at its own gradient, which names the rank.
+_EXPLAINED = 2
 
 
-class Skips:
-    """Follows the skips of one optimizer. Every rank sees the same numbers, so that all judge alike."""
+@dataclass
+class _Counts:
+    """Skips in a row, as in `Progress`."""
 
-    def __init__(self, sharded: ShardedModel, limit: int | None, *, is_main: bool) -> None:
-        """`limit` is how many in a row are too many; None: never."""
-        self._sharded, self._limit, self._is_main = sharded, limit, is_main
-        self._in_a_row = self._num_helpless = 0
-        self._inspect(helpless=False)
+    skips_in_a_row: int = 0
+    unrecoverable_skips: int = 0
 
-    def see(self, *, skipped: bool, weight: float, helpless: bool) -> None:
-        """Take in one step, whose gradients are still there. Collective where it was skipped.
+
+class LoopSkips:
+    """Follows the skips of one optimizer.
+
+    Attributes:
+        is_close: as `SkipWatch.is_close`.
+    """
+
+    def __init__(self, sharded: ShardedModel, max_skips: int | None, *, is_main: bool) -> None:
+        """
+        Args:
+            max_skips: skips in a row that are too many; None: any number is allowed.
+            is_main: whether this rank warns.
+        """
+        self._sharded = sharded
+        self._is_main = is_main
+        self._counts = _Counts()
+        self._watch = SkipWatch(sharded, max_skips, None)
+
+    @property
+    def is_close(self) -> bool:
+        return self._watch.is_close
+
+    def see(self, totals: StepTotals, least_scale: float | None, *, is_late: bool) -> None:
+        """Follow one step. Collective where it was skipped.
 
         Args:
-            skipped: on all ranks.
-            weight: sum over all ranks.
-            helpless: no loss scale can help.
+            totals: of the step, over all ranks.
+            least_scale: the loss scale never falls below this; None if the loss was not scaled.
+            is_late: the next step's gradient is there already, so only the unit can be named.
 
         Raises:
             NumericError: too many steps in a row were skipped.
         """
-        self._in_a_row = self._in_a_row + 1 if skipped else 0
-        self._num_helpless = self._num_helpless + 1 if skipped and helpless and weight else 0
-        if self._limit is not None and self._in_a_row >= self._limit:
-            many, self._in_a_row = self._in_a_row, 0
+        counts = self._counts
+        if not totals.skipped:
+            self._watch.reset(counts)
+        elif totals.weight == 0:  # it counts, as this loop may never end; numbers are not at fault
+            counts.skips_in_a_row += 1
+            counts.unrecoverable_skips = 0
+        else:
+            self._watch.count(counts, totals, least_scale)
+        if self._watch.must_stop(counts):
+            many = counts.skips_in_a_row
+            counts.skips_in_a_row = 0  # a loop that catches the error has as many again
             raise NumericError(
-                f"step(): {many} skipped in a row: {self._why(weight)}; look at the samples, or go back to the last "
-                "checkpoint with a lower lr, with clip=..., or with bf16 where it was fp16"
+                f"step(): {many} skipped in a row: {self._explain(totals.weight, is_late)}; "
+                "look at the samples, or go back to the last checkpoint with a lower lr, "
+                "with clip=..., or with bf16 where it was fp16"
             )
-        if 0 < self._num_helpless <= _NAMED:
-            why = self._why(weight)
+        if 0 < counts.unrecoverable_skips <= _EXPLAINED:
+            cause = self._explain(totals.weight, is_late)
             if self._is_main:
-                warnings.warn(f"step(): skipped on all ranks: {why}", stacklevel=2)
-        self._inspect(helpless=self._num_helpless > 0)
+                warnings.warn(f"step(): skipped on all ranks: {cause}", stacklevel=2)
+        self._watch.look_closely(counts)
 
-    def _why(self, weight: float) -> str:
+    def _explain(self, weight: float, is_late: bool) -> str:
         if weight == 0:
             return "the weights of all ranks are 0"
-        culprit = self._sharded.find_nonfinite()  # of losses nothing is known here
-        return f"{culprit or ('the gradient was not finite' if math.isfinite(weight) else 'a weight is not finite')}"
-
-    def _inspect(self, *, helpless: bool) -> None:
-        """Look more closely at what may end the loop soon: whose gradient is it?"""
-        is_near = self._limit is not None and self._in_a_row + _NAMED >= self._limit
-        self._sharded.inspect_gradients(helpless or is_near)
+        culprit = self._sharded.find_nonfinite(is_late=is_late)  # this loop's losses are not known
+        if culprit is not None:
+            return str(culprit)
+        if not math.isfinite(weight):
+            return "a weight is not finite"
+        return "the gradient was not finite"

@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import fields, replace
 from importlib import metadata
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 
 from zrun_core.distributed.comm import TrafficKey
-from zrun_core.distributed.named_vector import HostCopy
-from zrun_core.errors import HangError
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.events import Emitter
 from zrun_core.spine.sizes import format_size
 from zrun_core.spine.spec import RunSpec
 from zrun_core.telemetry.metrics import StepClock, StepPhase, peak_flops, process_memory
 from zrun_core.telemetry.peak_memory import PeakMemory
-from zrun_core.zero.sharded_model import ShardedModel, StepResult
+from zrun_core.telemetry.progress import Progress
+from zrun_core.telemetry.step_totals import StepTotals
+from zrun_core.zero.sharded_model import ShardedModel
 
 _METRIC = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./@%-]{0,63}")
 _GROWS = {
@@ -34,100 +33,24 @@ _GROWS = {
 }
 
 
-# Keys of a manifest that are not the names of fields: old checkpoints have them.
-_KEYS = {"unrecoverable_skips": "helpless_skips"}
-
-
-@dataclass
-class Progress:
-    """How far a run is, the same on every rank.
+class IssuedStep(NamedTuple):
+    """A step that was issued, as far as this rank knows it before its totals arrive.
 
     Attributes:
-        steps: optimizer steps issued, skipped ones included.
-        updates: those that changed the parameters: what the learning rate follows.
-        micro_batches: of this rank.
-        skips_in_a_row: because of numbers that were not finite.
-        helpless_skips: the last of these, since one that a smaller loss scale could have helped.
-        loss: of the last step whose numbers were read, over all ranks.
-        first_loss: of the run's first step; None: before it, or of a run that did not write it down.
-        seconds: of training by this rank's clock, those of earlier attempts included; None: not known.
+        step: its number, from 1.
+        lr: that it was updated with.
+        clock: from `StepClock.restart`.
+        waited: seconds of waiting for other ranks, by phase.
+        sent: bytes, by kind of collective.
+        flops: of this rank; 0 if they are not known.
     """
-
-    steps: int = 0
-    updates: int = 0
-    micro_batches: int = 0
-    skips: int = 0
-    skips_in_a_row: int = 0
-    unrecoverable_skips: int = 0
-    samples: int = 0
-    tokens: int = 0
-    loss: float = float("nan")
-    first_loss: float | None = None
-    seconds: float | None = 0.0
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the counters under the keys that a manifest's `progress` has for them."""
-        found = {_KEYS.get(name, name): value for name, value in asdict(self).items()}
-        for key in ("loss", "first_loss"):
-            if found[key] is not None and not math.isfinite(found[key]):
-                found[key] = None
-        return found
-
-    @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> Self:
-        """Restore the result of `to_json`, among other keys.
-
-        Raises:
-            KeyError: something is missing.
-        """
-        younger = {"first_loss": None, "seconds": None}  # than some checkpoints
-        found = {**younger, **found}
-        values = {each.name: found[_KEYS.get(each.name, each.name)] for each in fields(cls)}
-        if values["loss"] is None:
-            values["loss"] = float("nan")
-        return cls(**values)
-
-
-class StepTotals(NamedTuple):
-    """Totals of a step over all ranks; up to `asked` they are sums of what each rank sent."""
-
-    weight: float
-    loss: float  # summed
-    samples: float
-    tokens: float
-    stop: float  # ranks that a signal asked to stop
-    end: float  # ranks of which a hook asked for the end
-    dropped: float  # micro-batches for which a rank had no memory
-    written: float  # these four: see zrun_core/checkpoint/checkpointer.py
-    settled: float
-    due: float
-    asked: float
-    grad_norm: float
-    skipped: float
-    agreed: float
-    scale: float
-
-
-@dataclass(frozen=True)
-class IssuedStep:
-    """A step that was issued; its totals may still be on their way to the host."""
 
     step: int
     lr: float
-    numbers: HostCopy
     clock: Any
     waited: Mapping[StepPhase, float]
     sent: Mapping[TrafficKey, int]
     flops: float
-
-    def read(self) -> StepTotals:
-        return StepTotals(**self.numbers.read())
-
-
-def copy_to_host(result: StepResult, scale: torch.Tensor) -> HostCopy:
-    """Begin to copy the fields of `StepTotals` to the host."""
-    told = {"grad_norm": result.grad_norm, "skipped": result.skipped, "agreed": result.agreed}
-    return HostCopy.of(result.sums.extended(**told, scale=scale))
 
 
 def checked_name(name: object) -> str:
@@ -276,69 +199,66 @@ class Recorder:
             process_bytes=process_memory(self._device)["process_bytes"],
         )
 
-    def step(self, pending: IssuedStep, numbers: StepTotals, epoch: float | None) -> None:
-        """Count a step and tell it.
+    def step(self, issued: IssuedStep, totals: StepTotals, epoch: float | None) -> None:
+        """Count a step, and emit its event.
 
-        Raises:
-            HangError: the ranks went different ways.
+        Args:
+            issued: what this rank knew when it issued the step.
+            totals: over all ranks.
+            epoch: how often the data was read by then; None if its length is not known.
         """
-        if not numbers.agreed:
-            raise HangError(
-                f"step {pending.step}: ranks gathered different modules; name the module that chooses between them in "
-                "zero.leaf, so that it is handled as a whole"
-            )
-        progress, skipped = self.progress, bool(numbers.skipped)
-        self.lr, self.grad_norm = pending.lr, numbers.grad_norm
-        progress.loss = numbers.loss / numbers.weight if numbers.weight else float("nan")
-        if pending.step == 1:
+        progress, skipped = self.progress, bool(totals.skipped)
+        self.lr, self.grad_norm = issued.lr, totals.grad_norm
+        progress.loss = totals.loss / totals.weight if totals.weight else float("nan")
+        if issued.step == 1:
             progress.first_loss = progress.loss
         if self._first.seconds is not None:
             progress.seconds = self._first.seconds + time.monotonic() - self._start_time
-        progress.samples += int(numbers.samples)
-        progress.tokens += int(numbers.tokens)
+        progress.samples += int(totals.samples)
+        progress.tokens += int(totals.tokens)
         progress.skips += skipped
         progress.updates += not skipped
-        for key, sent in pending.sent.items():
+        for key, sent in issued.sent.items():
             self._traffic_bytes[key.kind] += sent
-        self._tell_step(pending, numbers, epoch)
+        self._tell_step(issued, totals, epoch)
 
-    def _tell_step(self, pending: IssuedStep, numbers: StepTotals, epoch: float | None) -> None:
+    def _tell_step(self, issued: IssuedStep, totals: StepTotals, epoch: float | None) -> None:
         progress = self.progress
-        step_s, split = self._clock.read(pending.clock, dict(pending.waited))
+        step_s, split = self._clock.read(issued.clock, dict(issued.waited))
         self._splits.append(split)
-        tflops = pending.flops / step_s / 1e12 if pending.flops else None
+        tflops = issued.flops / step_s / 1e12 if issued.flops else None
         if self.is_main:
             self._emitter.emit(
                 "step",
-                step=pending.step,
+                step=issued.step,
                 loss=progress.loss,
-                lr=pending.lr,
-                grad_norm=numbers.grad_norm,
-                loss_scale=numbers.scale if self._sharded.scaler.enabled else None,
-                skipped=bool(numbers.skipped),
+                lr=issued.lr,
+                grad_norm=totals.grad_norm,
+                loss_scale=totals.scale if self._sharded.scaler.enabled else None,
+                skipped=bool(totals.skipped),
                 skips=progress.skips,
-                samples=int(numbers.samples),
-                tokens=int(numbers.tokens),
+                samples=int(totals.samples),
+                tokens=int(totals.tokens),
                 total_samples=progress.samples,
                 total_tokens=progress.tokens,
                 epoch=epoch,
                 step_s=step_s,
-                samples_per_s=numbers.samples / step_s,
-                tokens_per_s=numbers.tokens / step_s,
+                samples_per_s=totals.samples / step_s,
+                tokens_per_s=totals.tokens / step_s,
                 tflops=tflops,
                 mfu=tflops * 1e12 / self._peak_flops if tflops and self._peak_flops else None,
                 split=split,
-                traffic={"sent_bytes": sum(pending.sent.values())},
+                traffic={"sent_bytes": sum(issued.sent.values())},
             )
-        number = pending.step - self._first.steps
-        if number == 1 or pending.step % self.job.log.every == 0:
+        number = issued.step - self._first.steps
+        if number == 1 or issued.step % self.job.log.every == 0:
             by_kind = {
                 kind.value: size for kind, size in self._sharded.allocated_memory().by_kind.items()
             }
             mean = {phase: fmean(each[phase] for each in self._splits) for phase in split}
             self._splits = []
             self._emitter.emit(
-                "memory", step=pending.step, **by_kind, **process_memory(self._device), split=mean
+                "memory", step=issued.step, **by_kind, **process_memory(self._device), split=mean
             )
         if number == 2:
             self.warn_once()

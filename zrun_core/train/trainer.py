@@ -44,8 +44,10 @@ from zrun_core.spine.stop_signals import StopSignals
 from zrun_core.spine.tracebacks import add_location, raised_at
 from zrun_core.telemetry.metrics import FlopCount, StepClock, StepPhase
 from zrun_core.telemetry.peak_memory import PeakMemory
-from zrun_core.telemetry.recorder import IssuedStep, Progress, Recorder, copy_to_host
+from zrun_core.telemetry.progress import Progress
+from zrun_core.telemetry.recorder import IssuedStep, Recorder
 from zrun_core.train.evaluator import Evaluator, HeldOut
+from zrun_core.train.step_runner import StepRunner, modules_differ
 from zrun_core.train.user_hooks import Hook, Hooks
 from zrun_core.user_code.loss import LossFunction, LossKind, compute_loss
 from zrun_core.user_code.user import user_code
@@ -113,7 +115,7 @@ class Trainer:
         self.module, self.comm, self.world = sharded.module, sharded.comm, sharded.mesh.world
         self.device = self.comm.device
         self.phase = "start"
-        self._pending: IssuedStep | None = None
+        self._issued: IssuedStep | None = None
         self._clock = StepClock(self.device)
         self._flops_per_sample: float | None = None
         self.checkpointer = checkpointer  # None: nothing is saved
@@ -139,9 +141,9 @@ class Trainer:
         self._owes_evaluation = False  # a signal cut it off
         self._last_saved = -1, -1  # step and number of updates
         self._must_stop = self._has_told_stop = False
-        # On a GPU the numbers of a step are read in the middle of the next one.
-        # Not where there is hooks.on_step, which is called between two steps.
-        self._reads_late = self.device.type == "cuda" and "on_step" not in parts.hooks
+        self.steps = StepRunner(sharded)
+        if "on_step" in parts.hooks:  # it is called between two steps
+            self.steps.reads_late = False
         self._numeric_problem: str | None = None
 
     @property
@@ -414,13 +416,12 @@ class Trainer:
         sums = self._first_sums()
         self.sharded.begin_step()
         losses = self._execute(no_pipeline(len(micro_batches)), micro_batches, sums, waited)
-        if self._reads_late:
+        if self.steps.reads_late:
             self._resolve(
                 between_steps=False
             )  # whether the last one was skipped decides this one's learning rate
         self.phase = "update"
         lr = self.job.optim.lr * self.schedule(self.progress.updates)
-        scale = self.sharded.scaler.scale.clone()
         if (
             self.job.guards.replica_every
             and self.progress.steps % self.job.guards.replica_every == 0
@@ -428,19 +429,18 @@ class Trainer:
             self.check_replicas(lr)
         self._own_losses, self._own_step = losses, self.loader.last_step
         with self._clock.during(StepPhase.OPTIM):
-            result = self.sharded.step(lr, sums, self._divisor)
+            self.steps.issue(lr, sums, self._divisor)
         waited[StepPhase.OPTIM] += self.comm.take_waited()
         flops = (self._flops_per_sample or 0.0) * sum(micro.num_samples for micro in micro_batches)
-        self._pending = IssuedStep(
+        self._issued = IssuedStep(
             self.progress.steps,
             lr,
-            copy_to_host(result, scale),
             self._clock.restart(),
             waited,
             self.comm.drain(),
             flops,
         )
-        if not self._reads_late or self._numeric_problem is not None or self._numeric.is_close:
+        if not self.steps.reads_late or self._numeric_problem is not None or self._numeric.is_close:
             self._resolve()
 
     def _first_sums(self) -> NamedVector:
@@ -572,23 +572,25 @@ class Trainer:
             NumericError: too many steps in a row were not finite. Not within a step: it ends first, since only between
                 two steps is there a state to save.
         """
-        pending, self._pending = self._pending, None
-        if pending is None:
-            return
         with self._waiting():
-            numbers = pending.read()
+            totals = self.steps.read()
+        if totals is None:
+            return
+        issued = self._issued
+        assert issued is not None
         if self.checkpointer is not None:
-            consensus = SaveConsensus(numbers.written, numbers.settled, numbers.due, numbers.asked)
-            self.checkpointer.update(consensus)
-        self.recorder.step(pending, numbers, self.loader.epoch)
-        self._must_stop |= numbers.stop > 0
-        self._must_end |= numbers.end > 0
-        losses = [float(loss) for loss in self._own_losses] if numbers.skipped else []
+            self.checkpointer.update(totals.consensus)
+        if not totals.agreed:
+            raise modules_differ(f"step {issued.step}", "zero.leaf")
+        self.recorder.step(issued, totals, self.loader.epoch)
+        self._must_stop |= totals.stop > 0
+        self._must_end |= totals.end > 0
+        losses = [float(loss) for loss in self._own_losses] if totals.skipped else []
         samples = partial(self.loader.samples_of, self._own_step)
         problem = self._numeric.see(
             self.progress,
-            pending.step,
-            numbers,
+            issued.step,
+            totals,
             losses,
             samples,
             is_late=not between_steps,

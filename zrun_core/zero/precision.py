@@ -76,9 +76,10 @@ class LossScaler:
         self.scale = (self.scale * factor).clamp(config.min, _LARGEST_SCALE)
         self._bad, self._good = bad * ~shrinks, good * ~grows
 
-    def can_shrink(self) -> bool:
-        """Whether an overflow leaves room to hope for a smaller scale. Waits for the device."""
-        return self.enabled and bool(self.scale > self._config.min)
+    @property
+    def least_scale(self) -> float | None:
+        """The scale never falls below this; None if losses are not scaled."""
+        return self._config.min if self.enabled else None
 
     def state_dict(self) -> dict[str, float]:
         return {"scale": float(self.scale), "good": int(self._good), "bad": int(self._bad)}

@@ -15,7 +15,8 @@ from toys import Net, make_sharded, world
 
 from zrun_core.distributed.comm import Comm
 from zrun_core.distributed.mesh import Mesh
-from zrun_core.user_code.build import Built, build_on_meta, build_once_per_host
+from zrun_core.user_code.build import Built, build_once_per_host
+from zrun_core.user_code.meta_init import build_on_meta
 from zrun_core.user_code.user import user_code
 
 CPU = torch.device("cpu")

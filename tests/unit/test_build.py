@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
-from threading import Event
 from typing import cast
 
 import pytest
@@ -18,7 +16,8 @@ from zrun_core.models.bert import bert
 from zrun_core.models.gpt import gpt
 from zrun_core.models.mlp import mlp
 from zrun_core.user_code import build
-from zrun_core.user_code.build import Built, build_on_meta, build_once_per_host
+from zrun_core.user_code.build import Built, build_once_per_host
+from zrun_core.user_code.meta_init import build_on_meta
 from zrun_core.user_code.user import user_code
 
 ALONE = Group("host", (0,), 0, None)
@@ -218,53 +217,48 @@ def test_the_bundled_models_can_all_reset_themselves(factory):
     assert all(torch.isfinite(value).all() for value in found.values())
 
 
-def test_what_no_host_can_hold_is_refused_by_its_structure() -> None:
-    with torch.device("meta"):
-        module = nn.Linear(1000, 1000, bias=False)
-    build.check_room(module, 4_000_000)
-    with pytest.raises(
-        PreflightError, match=r"take 3\.8 MiB as its factory builds them.*write init: meta"
-    ):
-        build.check_room(module, 3_999_999)
-
-
-def test_a_rank_that_is_alone_looks_ahead_in_a_copy_of_itself(tmp_path, capfd) -> None:
-    heard, calls = Event(), []
+def test_what_no_host_can_hold_is_refused_while_it_is_built(tmp_path: Path) -> None:
+    built = []
 
     def factory() -> nn.Module:
-        calls.append(os.getpid())
-        print("building")
-        module = nn.Linear(4, 4)
-        if not module.weight.is_meta:
-            assert heard.wait(60)
-        return module
+        layers = nn.ModuleList()
+        for _ in range(10):
+            layers.append(nn.Linear(1000, 250, bias=False))  # 1 MB
+            built.append(layers[-1])
+        return layers
 
-    def too_big(structure: nn.Module) -> None:
-        assert structure.weight.is_meta
-        raise PreflightError("no room for 80 bytes")
+    def build_within(host_bytes: int | None) -> Built:
+        built.clear()
+        return build_once_per_host(
+            factory, 3, tmp_path / "init", ALONE, Comm(CPU), host_bytes=host_bytes
+        )
 
-    refused: list[PreflightError] = []
+    for enough in (10_000_000, None):
+        assert len(values(build_within(enough))) == 10
+    with pytest.raises(
+        PreflightError,
+        match=r"take 3\.8 MiB and more as its factory builds them.*3\.8 MiB: write init: meta",
+    ):
+        build_within(3_999_999)
+    assert len(built) == 3
+    nn.Linear(1000, 10_000, bias=False)  # nobody counts any more
 
-    def refuse(error: PreflightError) -> None:
-        refused.append(error)
-        heard.set()
+
+def test_only_parameters_that_are_kept_count(tmp_path: Path) -> None:
+    def factory() -> nn.Module:
+        for _ in range(5):
+            nn.Linear(1000, 250, bias=False)
+        kept = nn.Linear(1000, 250, bias=False)
+        tied = nn.Linear(1000, 250, bias=False)
+        tied.weight = kept.weight
+        lazy = nn.LazyLinear(10)
+        del lazy
+        return nn.Sequential(kept, tied, nn.Linear(1000, 250, device="meta"))
 
     built = build_once_per_host(
-        factory, 3, tmp_path / "init", ALONE, Comm(CPU), check_states=too_big, refuse=refuse
+        factory, 3, tmp_path / "init", ALONE, Comm(CPU), host_bytes=2_000_000
     )
-    torch.manual_seed(3)
-    assert same(values(built), dict(nn.Linear(4, 4).named_parameters()))
-    assert [str(error) for error in refused] == ["no room for 80 bytes"]
-    assert calls == [os.getpid()]
-    assert capfd.readouterr().out == "building\n"
-
-
-def test_looking_ahead_says_nothing_where_there_is_room(tmp_path) -> None:
-    for factory in (Tied, lambda: torch.load("nothing") if torch.empty(0).is_meta else Tied()):
-        built = build_once_per_host(
-            factory, 3, tmp_path / "init", ALONE, Comm(CPU), refuse=pytest.fail
-        )
-        assert len(values(built)) == 15
+    assert len(values(built)) == 3
 
 
 def test_a_rank_that_refuses_the_host_waits_for_nobody() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from zrun.estimate.forecast import ForecastRequest
+from zrun.estimate.forecast_process import ForecastRequest
 from zrun.hosts.cluster import HostFacts
 from zrun.system.processes import Process
 
@@ -43,9 +43,9 @@ def data():
 """
 LAUNCHER = """
 import json, sys, time
-from zrun.estimate.forecast import ForecastRequest, Making, Pace
-making = Making(ForecastRequest(**json.loads(sys.argv[1])), {}, Pace.NOW)
-print(making._process.pid, flush=True)
+from zrun.estimate.forecast_process import ForecastProcess, ForecastRequest, Pace
+made = ForecastProcess(ForecastRequest(**json.loads(sys.argv[1])), {}, Pace.NOW)
+print(made._process.pid, flush=True)
 time.sleep(600)
 """
 

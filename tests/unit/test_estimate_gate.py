@@ -9,18 +9,17 @@ from typing import Any
 
 import pytest
 
-from zrun.estimate import background, gate
+from zrun.estimate import forecast_process, gate
 from zrun.estimate.compare_run import ComparedLine, check_run
 from zrun.estimate.forecast import (
     PATIENCE_S,
     Forecast,
-    ForecastRequest,
-    Pace,
     cache_folder,
     key_of,
     store,
     stored,
 )
+from zrun.estimate.forecast_process import ForecastRequest, Pace
 from zrun.estimate.gate import Gate, refusal
 from zrun.estimate.machine import hardware_of
 from zrun.hosts.cluster import Cluster, HostFacts
@@ -46,7 +45,7 @@ UNFIT = replace(
 )
 
 
-class FakeMaking:
+class FakeProcess:
     """Stands for the process: `ready` is what it will have found."""
 
     made: list[Pace] = []  # noqa: RUF012
@@ -72,8 +71,8 @@ class FakeMaking:
 @pytest.fixture
 def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoadedJob:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(gate, "Making", FakeMaking)
-    FakeMaking.made, FakeMaking.waits, FakeMaking.ready = [], [], None
+    monkeypatch.setattr(gate, "ForecastProcess", FakeProcess)
+    FakeProcess.made, FakeProcess.waits, FakeProcess.ready = [], [], None
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / "job.yaml").write_text(JOB)
     return load_job(tmp_path / "job" / "job.yaml")
@@ -84,9 +83,7 @@ def make(loaded: LoadedJob, cluster: Cluster = CLUSTER, **options: bool) -> Gate
     return Gate(loaded, resolved, cluster, {}, **{"force": False, "is_restart": False, **options})
 
 
-@pytest.mark.parametrize(
-    ("pace", "is_patient"), [(Pace.NOW, False), (Pace.ASIDE, True), (Pace.IDLE, True)]
-)
+@pytest.mark.parametrize(("pace", "is_patient"), [(Pace.NOW, False), (Pace.BESIDE, True)])
 def test_a_model_is_given_more_time_where_nobody_waits(
     loaded: LoadedJob, monkeypatch: pytest.MonkeyPatch, pace: Pace, is_patient: bool
 ) -> None:
@@ -104,7 +101,7 @@ def test_a_model_is_given_more_time_where_nobody_waits(
         "hosts": [host.to_json() for host in CLUSTER.hosts],
     }
     with pytest.raises(JobError, match="enough"):
-        background._make(request, pace)
+        forecast_process._make(request, pace)
     assert (asked[0] > PATIENCE_S) is is_patient
 
 
@@ -153,8 +150,8 @@ def test_what_is_known_not_to_fit_is_asked_again_and_refused(loaded: LoadedJob) 
         make(loaded),
     ):
         pass
-    assert FakeMaking.made == [Pace.NOW]
-    FakeMaking.ready = WELL  # a host has more free today
+    assert FakeProcess.made == [Pace.NOW]
+    FakeProcess.ready = WELL  # a host has more free today
     with make(loaded) as opened:
         assert opened.forecast == WELL
 
@@ -170,43 +167,32 @@ def test_nothing_is_made_beside_a_run_where_that_is_switched_off(
     loaded: LoadedJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ZRUN_ESTIMATE", "off")
-    with make(loaded) as opened, make(loaded, NARROW) as narrow:
-        for each in (opened, narrow):
-            each.see(step(1), lambda event: None)
-    assert FakeMaking.made == []
-
-
-def test_a_verdict_that_comes_before_the_first_step_ends_the_run(loaded: LoadedJob) -> None:
     with make(loaded) as opened:
-        assert FakeMaking.made == [Pace.IDLE]
+        opened.see(step(1), lambda event: None)
+    assert FakeProcess.made == []
+
+
+def test_the_launch_comes_first(loaded: LoadedJob) -> None:
+    with make(loaded) as opened:
         assert opened.memory_bytes == (8 << 30) // 2
         opened.turn(pytest.fail)
-        FakeMaking.ready = UNFIT
-        with pytest.raises(PreflightError, match="does not fit"):
-            opened.turn(pytest.fail)
-
-
-def test_where_no_core_is_spare_the_launch_comes_first(loaded: LoadedJob) -> None:
-    with make(loaded, NARROW) as opened:
-        assert not FakeMaking.made
-        opened.see(
-            {"type": "step", "rank": 0, "step": 1, "loss": 1.0}, pytest.fail
-        )  # as a worker of ours may not tell it
+        assert not FakeProcess.made
+        opened.see(step(1), pytest.fail)
         opened.see(step(2), pytest.fail)
-        assert FakeMaking.made == [Pace.ASIDE]
+        assert FakeProcess.made == [Pace.BESIDE]
 
 
 def test_a_verdict_that_comes_later_is_told_with_what_was_measured(loaded: LoadedJob) -> None:
     told: list[Event] = []
     with make(loaded) as opened:
         opened.see(step(1, 9.0), told.append)
-        assert FakeMaking.made == [Pace.IDLE, Pace.ASIDE]
+        assert FakeProcess.made == [Pace.BESIDE]
         opened.see(peak(0, 900), told.append)
         opened.see(peak(1, 950) | {"process_bytes": 4000}, told.append)
         opened.see(step(2, 5.0), told.append)
         opened.see(step(3, 1.1), told.append)
         assert not told
-        FakeMaking.ready = replace(WELL, sentence="too big")
+        FakeProcess.ready = replace(WELL, sentence="too big")
         opened.turn(told.append)
         assert [event["measured"] for event in told] == [
             {"peak_bytes": 950, "reserved_bytes": None, "process_bytes": 4000, "step_s": 1.1}
@@ -229,7 +215,7 @@ def test_a_verdict_that_comes_later_is_told_with_what_was_measured(loaded: Loade
 def test_a_rank_that_refused_is_explained(loaded: LoadedJob) -> None:
     with make(loaded) as opened:
         assert opened.explanation(is_refused=True) is None
-        FakeMaking.ready = UNFIT
+        FakeProcess.ready = UNFIT
         assert opened.explanation(is_refused=True) == UNFIT
     assert "zero.stage=3" in refusal(UNFIT)
 
@@ -237,7 +223,7 @@ def test_a_rank_that_refused_is_explained(loaded: LoadedJob) -> None:
 def test_a_run_that_had_no_memory_is_not_held_up_for_long(loaded: LoadedJob) -> None:
     with make(loaded) as opened:
         assert opened.explanation(is_refused=False) is None
-    assert FakeMaking.waits == [10.0]
+    assert FakeProcess.waits == [10.0]
 
 
 def test_a_job_may_take_less_than_there_is(loaded: LoadedJob) -> None:

@@ -83,7 +83,7 @@ def test_ranks_may_take_what_their_job_may(monkeypatch: pytest.MonkeyPatch) -> N
     held = memory_limits.resident_bytes([os.getpid()])
     assert 10 * MIB < held < memory_limits.host_total()
     monkeypatch.setattr(memory_watch.memory_limits, "host_available", lambda *, swap: 1 << 40)
-    monkeypatch.setattr(memory_watch, "_BESIDE", 0)
+    monkeypatch.setattr(memory_watch, "_TOLERATED_PER_RANK", 0)
     assert MemoryWatch(2 * held).shortage(0.0, [os.getpid()]) == ""
     assert "and limits.memory is 1.0 MiB" in MemoryWatch(MIB).shortage(0.0, [os.getpid(), 0])
 
@@ -92,7 +92,7 @@ def test_a_jobs_limit_is_looked_after_until_its_end(monkeypatch: pytest.MonkeyPa
     held = 100 * MIB
     monkeypatch.setattr(memory_watch.memory_limits, "host_available", lambda *, swap: 0)
     monkeypatch.setattr(memory_watch.memory_limits, "resident_bytes", lambda pids: held)
-    monkeypatch.setattr(memory_watch, "_BESIDE", 0)
+    monkeypatch.setattr(memory_watch, "_TOLERATED_PER_RANK", 0)
     watch = MemoryWatch(200 * MIB)
     assert watch.shortage(0.0, [1]) == "0 B were left on this host"
     assert watch.settle()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import pickle
 import sys
 from collections.abc import Iterator
@@ -353,6 +354,11 @@ def test_what_our_own_hooks_raise_is_not_the_users():
         _wait_in_backward("Connection closed by peer [127.0.0.1]:33210")
     with pytest.raises(RuntimeError, match="no such buffer"), user.user_code("backward failed"):
         _wait_in_backward("no such buffer")
+
+
+def test_the_runtimes_own_files_are_where_it_looks_for_them() -> None:
+    for path in (*user._MECHANISMS, user._SHARDED_MODEL):
+        assert os.path.exists(path), path
 
 
 def test_what_autograd_says_of_the_users_graph_is_theirs():

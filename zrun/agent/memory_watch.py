@@ -1,8 +1,9 @@
-"""Do the ranks of a host take more memory than it has, or than their job may have?
+"""End the ranks of a host before they take more memory than it has, or than their job may have.
 
-A kernel without memory kills whom it likes, after a while in which nothing on the host moves. What a job needs it has
-by the end of its second step, since the first one ends with making the optimizer's states: after that nobody looks at
-the host any more. `limits.memory` is a promise for all of the run, and is looked after until its end.
+A kernel without memory kills whom it likes, after a while in which nothing on the host moves. A job
+holds all that it needs by the end of its second step, since the first one ends with making the
+optimizer's states: the host is watched until then. `limits.memory` is a promise for all of the run,
+and is watched until its end.
 """
 
 from __future__ import annotations
@@ -15,20 +16,22 @@ from zrun_core.spine.sizes import format_size
 
 _MOST_KEPT = 256 << 20  # bytes that are left when it is over; less where there is little
 _FILLED_PER_CORE = 4e9  # bytes per second that a core takes at most: pages are cleared for it
-# Of what a job may take, and bytes of each rank beyond that: heaps have holes that no plan knows, and the second step
-# is measured, which takes some.
-_TOLERATED, _BESIDE = 1.1, 128 << 20
-_SHORTEST_S, _LONGEST_S = 0.02, 0.5  # between two looks
+# Heaps have holes that no plan knows, and the second step is measured, which takes some.
+_TOLERATED = 1.1  # of limits.memory
+_TOLERATED_PER_RANK = 128 << 20  # bytes beyond that
+_SHORTEST_S = 0.02  # between two looks
+_LONGEST_S = 0.5
 
 
 class MemoryWatch:
-    """Looks the more often, the less there is: hardly anything is missed, and a host with room to spare is left alone.
-
-    Args:
-        most: bytes that the ranks may take together; None: what the host has.
-    """
+    """Looks at a host's memory, the more often the less is left."""
 
     def __init__(self, most: int | None) -> None:
+        """Begin to watch.
+
+        Args:
+            most: bytes that the ranks may take together (limits.memory); None: what the host has.
+        """
         self._most = most
         self._kept = min(_MOST_KEPT, memory_limits.host_total() // 100)
         self._filled_per_s = _FILLED_PER_CORE * min(16, len(os.sched_getaffinity(0)))
@@ -36,18 +39,23 @@ class MemoryWatch:
         self._has_settled = False
 
     def settle(self) -> bool:
-        """The ranks hold all that they need. Whether there is still something to look after."""
+        """Stop watching the host: the ranks hold all that they need.
+
+        Returns:
+            whether limits.memory is still to be watched.
+        """
         self._has_settled = True
         return self._most is not None
 
     def patience(self, now: float) -> float:
-        """Seconds until there is something to look at."""
+        """Return the seconds until the next look."""
         return max(0.0, self._look_at - now)
 
     def shortage(self, now: float, pids: Iterable[int]) -> str:
-        """Why no more may be taken, in words; "": there is enough, or nobody has looked.
+        """Say why the ranks must end; "" if there is enough, or it is not yet time to look.
 
         Args:
+            now: seconds of the clock that `patience` is asked with.
             pids: of the ranks.
         """
         if now < self._look_at:
@@ -58,13 +66,17 @@ class MemoryWatch:
         left -= self._kept
         if self._most is not None:
             ranks = [*pids]
-            held, bound = (
-                memory_limits.resident_bytes(ranks),
-                round(_TOLERATED * self._most) + _BESIDE * len(ranks),
-            )
+            held = memory_limits.resident_bytes(ranks)
+            bound = round(_TOLERATED * self._most) + _TOLERATED_PER_RANK * len(ranks)
             if held > bound:
-                return f"ranks of this host held {format_size(held)}, and limits.memory is {format_size(self._most)}"
+                return (
+                    f"ranks of this host held {format_size(held)}, and limits.memory is "
+                    f"{format_size(self._most)}"
+                )
             left = min(left, bound - held)
-        wait_s = max(_SHORTEST_S, left / self._filled_per_s)
-        self._look_at = now + (_LONGEST_S if self._has_settled else min(_LONGEST_S, wait_s))
+        wait_s = _LONGEST_S
+        if not self._has_settled:
+            # No sooner can what is left be filled.
+            wait_s = min(wait_s, max(_SHORTEST_S, left / self._filled_per_s))
+        self._look_at = now + wait_s
         return ""

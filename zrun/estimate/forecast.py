@@ -1,7 +1,8 @@
-"""What is foretold of a run, in plain numbers: a launcher reads them without torch.
+"""The forecast of a run in plain numbers, which a launcher reads without torch.
 
-forecast = stored(key)                       # of an earlier estimate of the same job, code and hosts
-making = Making(request)                     # or a process that makes one, and stores it
+    forecast = stored(key_of(job, job_dir, cluster))    # of an earlier estimate
+
+`forecast_process.py` makes one where none is stored.
 """
 
 from __future__ import annotations
@@ -9,13 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import signal
-import subprocess
-import sys
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from enum import StrEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import TypeAdapter, ValidationError
@@ -23,13 +19,12 @@ from pydantic import TypeAdapter, ValidationError
 from zrun_core.spine.cache import cache_folder, write_cached
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from pathlib import Path
 
     from zrun.hosts.cluster import Cluster
     from zrun_core.spine.config import JobConfig
 
 PATIENCE_S = 60.0  # for a job's model and data while they are looked at
-_LAST_WORDS_S = 3.0
 _KEPT = 200  # forecasts in the cache
 # Keys of a job that change no byte and no second of a step.
 UNRELATED = (
@@ -94,7 +89,7 @@ class Forecast:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self | None:
-        """What `to_json` gave as text; None if it is something else."""
+        """Read what `to_json` gave as text; None if it is something else."""
         try:
             return TypeAdapter(cls).validate_json(text)
         except ValidationError:
@@ -102,7 +97,15 @@ class Forecast:
 
 
 def key_of(job: JobConfig, job_dir: Path, cluster: Cluster) -> str:
-    """What is equal for jobs that are estimated alike: their keys, their code, the hosts, and zrun."""
+    """Return a digest that is equal for jobs that are estimated alike.
+
+    It covers the job's keys, its code, the hosts, their measured rates, zrun and torch.
+
+    Args:
+        job: with all overrides applied.
+        job_dir: folder of the job file; data and code that are no Python files lie relative to it.
+        cluster: the hosts that the job runs on.
+    """
     from zrun.hosts.probe import job_code, own_code, version_of
     from zrun.preflight.calibration import Calibration
 
@@ -122,7 +125,7 @@ def key_of(job: JobConfig, job_dir: Path, cluster: Cluster) -> str:
         "job": job.model_dump(mode="json", by_alias=True, exclude=set(UNRELATED)),
         "memory": job.limits.memory,
         "code": job_code(job_dir),
-        "folder": str(job_dir),  # data and code outside of Python files lie relative to it
+        "folder": str(job_dir),
         "hosts": hosts,
         "rates": hashlib.sha256(rates).hexdigest(),
         "zrun": own_code(),
@@ -132,7 +135,7 @@ def key_of(job: JobConfig, job_dir: Path, cluster: Cluster) -> str:
 
 
 def stored(key: str) -> Forecast | None:
-    """The forecast of an earlier estimate."""
+    """Return the forecast of an earlier estimate; None if there is none that can be read."""
     with suppress(OSError):
         return Forecast.from_json((cache_folder("forecasts") / f"{key}.json").read_bytes())
     return None
@@ -143,80 +146,3 @@ def store(key: str, forecast: Forecast) -> None:
     write_cached(
         cache_folder("forecasts") / f"{key}.json", json.dumps(forecast.to_json()) + "\n", _KEPT
     )
-
-
-@dataclass(frozen=True)
-class ForecastRequest:
-    """All that a process needs to make a forecast."""
-
-    job: dict[str, Any]  # a JobConfig without defaults
-    path: str  # of its file
-    overrides: tuple[str, ...]
-    hosts: list[dict[str, Any]]  # `HostFacts`
-    key: str
-
-
-class Pace(StrEnum):
-    """How much of the cores a process takes from others."""
-
-    NOW = "now"
-    ASIDE = "aside"  # a tenth of one, where all are busy
-    IDLE = "idle"  # none: it runs while nobody else wants them
-
-
-class Making:
-    """A process that makes a forecast while other things go on."""
-
-    def __init__(
-        self, request: ForecastRequest, environment: Mapping[str, str], pace: Pace
-    ) -> None:
-        """Start it."""
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "zrun.estimate.background", pace.value, str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=os.environ | dict(environment),
-            start_new_session=True,
-        )
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps(asdict(request)).encode())
-            self._process.stdin.close()
-        self.forecast: Forecast | None = None
-
-    def poll(self) -> bool:
-        """Whether it has ended; `forecast` is there then, unless it failed."""
-        if self._process.poll() is None:
-            return False
-        self._read()
-        return True
-
-    def wait(self, timeout_s: float) -> Forecast | None:
-        """The forecast, if it is made in this time."""
-        try:
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout_s)
-                self._read()
-        finally:
-            self.close()
-        return self.forecast
-
-    def close(self) -> None:
-        """End it; it ends what it has started."""
-        if self._process.poll() is None:
-            self._process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(_LAST_WORDS_S)
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        if self.forecast is None and not self._process.stdout.closed:
-            self.forecast = Forecast.from_json(
-                self._process.stdout.read()
-            )  # a few hundred bytes: they fit a pipe

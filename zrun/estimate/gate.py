@@ -1,13 +1,16 @@
-"""`zrun train` estimates a job before it runs it, refuses what cannot fit, and compares afterwards.
+"""`zrun train` refuses a job that is known not to fit, and compares each run with its forecast.
 
-An estimate needs torch and a trace of the model, some seconds of work, and a launch has none to spare. So:
+A forecast needs torch and a trace of the model, some seconds of work, and a launch has none to
+spare. So no launch waits for one, and memory is looked after in three places, each at its time:
 
-- a forecast of the same job on the same hosts is kept from the last estimate, and read in milliseconds;
-- else a process makes one, for the comparison and for the next launch: with a tenth of a core, once the first step has
-  ended. Where there are cores to spare it begins beside the launch; if it says no before the first step has ended, the
-  run ends there;
-- a rank adds up its own states before it allocates them (`RunSpec.memory_bytes`), and refuses what cannot fit;
-- after that, and after two first steps for which there was no memory, an estimate says what would help.
+1. Here, before anything starts: the forecast that an earlier estimate of the same job on the same
+   hosts has stored is read in milliseconds, and what does not fit is refused.
+2. In each rank, before it allocates anything: it adds up its states and refuses what exceeds
+   `RunSpec.memory_bytes`.
+3. In each host's agent, while the ranks train: it ends them before the kernel chooses whom to kill.
+
+After 2 and 3 a forecast is made at once, since it says which keys would help. Where none is stored,
+one is made beside the run, after the first step, to be compared with what was measured.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Self
 
-from zrun.estimate.forecast import Forecast, ForecastRequest, Making, Pace, key_of, stored
+from zrun.estimate.forecast import Forecast, key_of, stored
+from zrun.estimate.forecast_process import ForecastProcess, ForecastRequest, Pace
 from zrun.estimate.machine import capacity_of
 from zrun_core.errors import PreflightError
 from zrun_core.spine.events import Event
@@ -30,12 +34,10 @@ if TYPE_CHECKING:
     from zrun.placement.plan import ResolvedJob
 
 SWITCH = "ZRUN_ESTIMATE"  # environment variable: "off" makes no estimate beside a run
-_PATIENCE_S = 150.0  # for a reason to refuse, which is wanted more than a start
-_PATIENCE_AT_END_S = (
-    10.0  # for what would have fitted, after a run that had no memory: it has said why it ends
-)
-_CORES_PER_RANK = 2  # that a launch keeps busy: imports, building, a rank's threads
+_REFUSED_PATIENCE_S = 150.0  # for the reason of a refusal, which is wanted more than a start
+_FAILED_PATIENCE_S = 10.0  # after a run that ran out of memory, which has said why it ends
 _COMPARED_AT = 3  # step
+_WARM_STEPS = 2  # left out of times: the second one's memory is measured
 _PREDICTED = (
     "source",
     "peak_bytes",
@@ -47,16 +49,17 @@ _PREDICTED = (
     "calibrated",
     "is_bound",
 )
-_WARM_STEPS = 2  # not counted in times: the second one's memory is measured
 
 
 class Gate:
-    """The forecast of one launch, from the question whether it fits to the comparison at its end.
+    """The forecast of one launch: may it start, and was it right?
+
+    Use as a context: entering refuses, leaving ends the process that makes a forecast.
 
     Attributes:
-        forecast: None: nobody knows yet.
-        memory_bytes: that a rank may have; it refuses by itself what takes more. None: it refuses nothing.
-        may_refuse: what does not fit is not to be started.
+        forecast: of this job on these hosts; None while there is none.
+        memory_bytes: what a rank may take; it refuses a model whose states take more. None: any.
+        may_refuse: a job that does not fit is not started.
     """
 
     def __init__(
@@ -69,24 +72,23 @@ class Gate:
         force: bool,
         is_restart: bool,
     ) -> None:
-        """Look for a forecast.
+        """Look for a stored forecast.
 
         Args:
-            environment: of the workers, whose code is to be traced.
-            force: what does not fit is started all the same.
-            is_restart: the run has shown already that it fits.
+            loaded: the job as it was read.
+            resolved: the same with each `auto` resolved, and the ranks' places.
+            cluster: the hosts.
+            environment: of the workers, whose code a forecast traces.
+            force: start even a job that does not fit.
+            is_restart: the run has trained before, so it fits.
         """
         self.may_refuse = not (force or is_restart)
-        self._environment = environment
-        self._makes_own = os.environ.get(SWITCH) != "off"
-        here = len(resolved.plan.ranks_on(resolved.plan.hosts[0]))
-        self._has_spare_cores = cluster.hosts[0].cores >= _CORES_PER_RANK * here + _CORES_PER_RANK
         self.memory_bytes: int | None = None
         if self.may_refuse:
             per_host = max(len(resolved.plan.ranks_on(host)) for host in resolved.plan.hosts)
             device = "cpu" if resolved.job.device == "cpu" else "cuda"
             self.memory_bytes = capacity_of(cluster, device, per_host, resolved.job.limits.memory)
-        job_dir = loaded.path.absolute().parent
+        self._environment = environment
         self._request = ForecastRequest(
             job=loaded.config.model_dump(mode="json", by_alias=True, exclude_unset=True),
             path=str(loaded.path.absolute()),
@@ -94,131 +96,143 @@ class Gate:
                 origin.text for origin in loaded.origins.values() if origin.kind == "override"
             ),
             hosts=[host.to_json() for host in cluster.hosts],
-            key=key_of(loaded.config, job_dir, cluster),
+            key=key_of(loaded.config, loaded.path.absolute().parent, cluster),
         )
         self.forecast = stored(self._request.key)
-        self._making: Making | None = None
-        self._peaks: dict[int, tuple[int, int | None]] = {}
-        self._process = 0  # the most bytes that a rank's process has taken so far
-        self._times: list[float] = []
-        self._step = 0
-        self._is_told = False
+        self._process: ForecastProcess | None = None  # makes a forecast beside the run
+        self._measured = _Measured()
+        self._is_compared = False
 
     def __enter__(self) -> Self:
-        """Refuse what is known not to fit; begin to find out what is not known.
+        """Refuse a job that is known not to fit.
 
         Raises:
-            PreflightError: it cannot fit.
+            PreflightError: why, and what would fit.
         """
-        if self.forecast is not None and not self.forecast.fits and self.may_refuse:
+        known_not_to_fit = self.forecast is not None and not self.forecast.fits
+        if known_not_to_fit and self.may_refuse:
             # What a host has free changes: the answer that counts is today's.
-            self.forecast = (
-                Making(self._request, self._environment, Pace.NOW).wait(_PATIENCE_S)
-                or self.forecast
-            )
-            self._refuse(self.forecast)
-        if self.forecast is None and self._has_spare_cores and self._makes_own:
-            self._making = Making(self._request, self._environment, Pace.IDLE)
+            self.forecast = self._make_now(_REFUSED_PATIENCE_S) or self.forecast
+            assert self.forecast is not None
+            if not self.forecast.fits:
+                raise PreflightError(refusal(self.forecast))
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._making is not None:
-            self._making.close()
-            self._making = None
+        self._close_process()
 
     def turn(self, emit: Callable[[Event], None]) -> None:
-        """Time has passed.
-
-        Raises:
-            PreflightError: it has turned out before the first step that the job cannot fit.
-        """
-        if self._making is not None and self._making.poll():
-            self.forecast = self._making.forecast
-            self._making.close()
-            self._making = None
-            if self.forecast is not None and not self._step and self.may_refuse:
-                self._refuse(self.forecast)
-            self._tell(emit)
+        """Take the forecast that was made beside the run, once it is there."""
+        if self._process is not None and self._process.poll():
+            self.forecast = self._process.forecast
+            self._close_process()
+            self._compare(emit)
 
     def see(self, event: Event, emit: Callable[[Event], None]) -> None:
-        """Take in what a run tells; `emit` gets the comparison when it is due."""
-        match event.get("type"):
-            case "peak":
-                self._peaks[event["rank"]] = (
-                    event.get("peak_bytes") or 0,
-                    event.get("reserved_bytes"),
-                )
-                self._see_process(event)
-                self._tell(emit)
-            case "memory":
-                self._see_process(event)
-            case "step":
-                if (
-                    not self._step and self.forecast is None and self._makes_own
-                ):  # the launch is over
-                    self.__exit__()
-                    self._making = Making(self._request, self._environment, Pace.ASIDE)
-                self._step = event["step"]
-                self._times.append(float(event.get("step_s") or 0.0))
-                self._tell(emit)
-            case "end":
-                self._is_told = False
-                self._tell(emit)
-
-    def _see_process(self, event: Event) -> None:
-        self._process = max(self._process, event.get("process_bytes") or 0)
-
-    def explanation(self, *, is_refused: bool) -> Forecast | None:
-        """Why it does not fit: worth some seconds of waiting.
+        """Note what an event of the run says of its memory and time.
 
         Args:
-            is_refused: a rank said before the first step that it does not; else it has had no memory.
+            event: any event of the run.
+            emit: gets the comparison with the forecast when it is due.
+        """
+        kind = event.get("type")
+        self._measured.add(event)
+        if kind == "step" and self._measured.num_steps == 1:
+            self._make_beside_the_run()
+        if kind == "end":
+            self._is_compared = False  # once more, with the figures of the whole run
+        if kind in ("peak", "step", "end"):
+            self._compare(emit)
+
+    def explanation(self, *, is_refused: bool) -> Forecast | None:
+        """Return a forecast that says why the job does not fit; None if it says that it does.
+
+        Args:
+            is_refused: a rank refused before the first step; else memory ran out in one.
         """
         if self.forecast is None or self.forecast.fits:
-            self.__exit__()
-            patience_s = _PATIENCE_S if is_refused else _PATIENCE_AT_END_S
-            self.forecast = Making(self._request, self._environment, Pace.NOW).wait(patience_s)
-        return self.forecast if self.forecast is not None and not self.forecast.fits else None
+            self._close_process()
+            patience_s = _REFUSED_PATIENCE_S if is_refused else _FAILED_PATIENCE_S
+            self.forecast = self._make_now(patience_s)
+        if self.forecast is None or self.forecast.fits:
+            return None
+        return self.forecast
 
-    def _refuse(self, forecast: Forecast) -> None:
-        if not forecast.fits:
-            raise PreflightError(refusal(forecast))
+    def _make_now(self, timeout_s: float) -> Forecast | None:
+        return ForecastProcess(self._request, self._environment, Pace.NOW).wait(timeout_s)
 
-    def _tell(self, emit: Callable[[Event], None]) -> None:
-        """Compare, once there is something to compare and nobody was told yet."""
-        forecast = self.forecast
-        if forecast is None or self._is_told or len(self._times) < _COMPARED_AT or not self._peaks:
+    def _make_beside_the_run(self) -> None:
+        if self.forecast is None and os.environ.get(SWITCH) != "off":
+            self._process = ForecastProcess(self._request, self._environment, Pace.BESIDE)
+
+    def _close_process(self) -> None:
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+
+    def _compare(self, emit: Callable[[Event], None]) -> None:
+        """Emit forecast and measurements, once both are there."""
+        if self.forecast is None or self._is_compared or not self._measured.is_complete:
             return
-        self._is_told = True
-        peak = max(value for value, _ in self._peaks.values())
-        reserved = max((value or 0 for _, value in self._peaks.values()), default=0)
-        values = asdict(forecast)
-        predicted: dict[str, Any] = {name: values[name] for name in _PREDICTED}
+        self._is_compared = True
+        forecast = asdict(self.forecast)
         emit(
             {
                 "type": "estimate",
                 "time": time.time(),
                 "rank": 0,
-                "step": self._step,
-                "predicted": predicted,
-                "measured": {
-                    "peak_bytes": peak or None,
-                    "reserved_bytes": reserved or None,
-                    "process_bytes": self._process or None,
-                    "step_s": statistics.median(self._times[_WARM_STEPS:]),
-                },
+                "step": self._measured.step,
+                "predicted": {name: forecast[name] for name in _PREDICTED},
+                "measured": self._measured.to_json(),
             }
         )
 
 
+class _Measured:
+    """What the events of a run say of its memory, on the fullest rank, and of its time."""
+
+    def __init__(self) -> None:
+        self.step = 0  # the last one
+        self._times_s: list[float] = []
+        self._peaks: dict[int, int] = {}  # bytes in tensors, by rank
+        self._reserved = 0
+        self._process = 0
+
+    def add(self, event: Event) -> None:
+        match event.get("type"):
+            case "peak":
+                self._peaks[event["rank"]] = event.get("peak_bytes") or 0
+                self._reserved = max(self._reserved, event.get("reserved_bytes") or 0)
+                self._process = max(self._process, event.get("process_bytes") or 0)
+            case "memory":
+                self._process = max(self._process, event.get("process_bytes") or 0)
+            case "step":
+                self.step = event["step"]
+                self._times_s.append(float(event.get("step_s") or 0.0))
+
+    @property
+    def num_steps(self) -> int:
+        return len(self._times_s)
+
+    @property
+    def is_complete(self) -> bool:
+        return self.num_steps >= _COMPARED_AT and bool(self._peaks)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "peak_bytes": max(self._peaks.values()) or None,
+            "reserved_bytes": self._reserved or None,
+            "process_bytes": self._process or None,
+            "step_s": statistics.median(self._times_s[_WARM_STEPS:]),
+        }
+
+
 def refusal(forecast: Forecast) -> str:
-    """The message of a job that does not fit: why, the keys that would help, and how to try anyway."""
+    """Return the message for a job that does not fit: why, the keys that would help, --force."""
     lines = [f"this job does not fit: {forecast.sentence}"]
     if forecast.patch:
-        lines += [
-            "with these keys it fits:",
-            *(f"  {line}" for line in forecast.patch.splitlines()),
-        ]
+        lines.append("with these keys it fits:")
+        lines += [f"  {line}" for line in forecast.patch.splitlines()]
         lines.append(f"on the command line: {' '.join(forecast.changes)}")
     lines.append("--force starts it all the same; zrun estimate shows where each byte goes")
     return "\n".join(lines)

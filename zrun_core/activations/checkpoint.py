@@ -1,7 +1,8 @@
-"""Activation checkpointing: which blocks recompute their activations in backward instead of keeping them.
+"""Activation checkpointing: blocks recompute their activations in backward instead of keeping them.
 
-Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; the selective form, which keeps what is expensive to
-recompute, follows Korthikanti et al. 2022, section 5. Torch's non-reentrant API does the work.
+Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; the selective form, which keeps
+what is expensive to recompute, follows Korthikanti et al. 2022, section 5. Torch's non-reentrant
+API does the work.
 """
 
 from __future__ import annotations
@@ -28,10 +29,14 @@ _EXPENSIVE = {"mm", "addmm", "bmm", "baddbmm", "convolution"}
 
 
 def apply_checkpointing(model: nn.Module, config: ActivationsConfig) -> ExitStack:
-    """Make the repeated blocks of `model` recompute, as `config` asks, and not as the model itself would.
+    """Have the repeated blocks of `model` recompute as `config` asks, not as the model would.
+
+    Args:
+        model: the user's module, before it is sharded.
+        config: which blocks, and what they keep.
 
     Returns:
-        What undoes it when it is closed.
+        a stack that undoes it when it is closed.
 
     Raises:
         JobError: the model has no repeated blocks.
@@ -42,8 +47,8 @@ def apply_checkpointing(model: nn.Module, config: ActivationsConfig) -> ExitStac
     blocks = repeated_blocks(model)
     if not blocks:
         raise JobError(
-            "activations.checkpoint: the model has no repeated blocks (two members of one class in a ModuleList or "
-            "Sequential, with modules inside); write activations.checkpoint: none"
+            "activations.checkpoint: the model has no repeated blocks (two members of one class in "
+            "a ModuleList or Sequential, with modules inside); write activations.checkpoint: none"
         )
     for module in own_checkpointing(model):  # blocks would be recomputed in their recomputation
         vars(module)[_OWN] = False
@@ -62,7 +67,10 @@ def apply_checkpointing(model: nn.Module, config: ActivationsConfig) -> ExitStac
 
 
 def own_checkpointing(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of `model` whose own code recomputes: `gradient_checkpointing_enable()` of transformers."""
+    """Return the modules of `model` whose own code recomputes.
+
+    Those of transformers do after `gradient_checkpointing_enable()`.
+    """
     return [module for module in model.modules() if vars(module).get(_OWN) is True]
 
 
@@ -72,13 +80,15 @@ def _put_back(block: nn.Module, own: dict[str, Any]) -> None:
 
 
 def selectively() -> Any:
-    """The contexts in which a block runs, and is recomputed, that keeps what is expensive."""
+    """Return the contexts in which a block runs, and is recomputed: they keep what is expensive."""
     return create_selective_checkpoint_contexts(_keep_expensive)
 
 
 def _keep_expensive(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Keep results of matrix products and attention; recompute norms, activations and the rest."""
-    name = op._schema.name.removeprefix("aten::") if isinstance(op, torch._ops.OpOverload) else ""
+    name = ""
+    if isinstance(op, torch._ops.OpOverload):
+        name = op._schema.name.removeprefix("aten::")
     if name in _EXPENSIVE or name.startswith("_scaled_dot_product"):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,9 +1,10 @@
-"""The cache of keys and values that decoders of transformers fill in training too, unless they are told not to.
+"""Leave out the cache of keys and values that decoders of transformers fill in training too.
 
-Their config says `use_cache: true` by default. A block that is recomputed in backward would append its keys and values
-a second time, so the model's own gradient checkpointing leaves the cache out; and a compiled block would be compiled
-once per layer, because each has a place of its own in the cache. Passes without gradients, such as those of
-`model.generate`, and the config itself stay as the user has set them.
+Their config says `use_cache: true` by default. A block that is recomputed in backward would append
+its keys and values a second time, so the model's own gradient checkpointing leaves the cache out;
+and a compiled block would be compiled once per layer, because each has a place of its own in it.
+Passes without gradients, such as those of `model.generate`, and the config itself stay as the user
+has set them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _ARGUMENT = "use_cache"
 def omit_cache(
     model: nn.Module, activations: ActivationsConfig, *, compile: bool
 ) -> list[RemovableHandle]:
-    """Have passes of `model` that are differentiated keep no cache, if blocks are recomputed or compiled.
+    """Have differentiated passes of `model` keep no cache, if blocks are recomputed or compiled.
 
     A forward that is asked for its cache by an argument of its own still keeps one.
 
@@ -36,7 +37,7 @@ def omit_cache(
         compile: whether blocks are compiled.
 
     Returns:
-        The hooks that do it; none where the model would keep no cache.
+        the hooks that do it; none where the model would keep no cache.
     """
     if activations.checkpoint == "none" and not compile:
         return []
@@ -54,23 +55,35 @@ def _is_on(module: nn.Module) -> bool:
 
 
 def _without_cache(place: int, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """The hook: say what the config would not, where nobody has said anything."""
-    is_asked = len(args) > place or kwargs.get(_ARGUMENT) is not None
-    if is_asked or not torch.is_grad_enabled() or not _is_on(module):
+    """Pre-forward hook: pass `use_cache=False` unless the caller has passed something.
+
+    Args:
+        place: of the argument among the positional ones of `forward`.
+    """
+    is_given = len(args) > place or kwargs.get(_ARGUMENT) is not None
+    if is_given:
+        return None
+    if not torch.is_grad_enabled() or not _is_on(module):
         return None
     return args, {**kwargs, _ARGUMENT: False}
 
 
 def refuse_cache(name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """Look at what the block `name`, which is recomputed, is called with: a pre-hook of its forward.
+    """Pre-forward hook of a recomputed block: refuse a cache, to which it would append twice.
+
+    Args:
+        name: of the block, for the message.
 
     Raises:
-        UserCodeError: a cache is among it, to which the block would append twice.
+        UserCodeError: a cache is among its arguments.
     """
-    if torch.is_grad_enabled() and any(map(_is_cache, (*args, *kwargs.values()))):
+    if not torch.is_grad_enabled():
+        return
+    if any(_is_cache(value) for value in (*args, *kwargs.values())):
         raise UserCodeError(
-            f"{name} is recomputed in backward, and was given a cache of keys and values, to which it would append "
-            "twice: call the model with use_cache=False, or write activations.checkpoint: none"
+            f"{name} is recomputed in backward, and was given a cache of keys and values, to which "
+            "it would append twice: call the model with use_cache=False, or write "
+            "activations.checkpoint: none"
         )
 
 

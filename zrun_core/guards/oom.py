@@ -30,29 +30,39 @@ _NAMES = {
 
 
 class MemoryGuard:
-    """What a rank does when there is no memory for its micro-batch: stop, or have all ranks drop the step's batch.
+    """Decides when a rank has no memory for its micro-batch: stop, or all ranks drop the batch.
 
-    Dropping is exact where the others need nothing of this rank but its part in the reductions, which it can still
-    take: at stages 0 to 2, and once the order of the reductions is known, after the first step.
+    Dropping is exact where the others need nothing of this rank but its part in the reductions,
+    which it can still take: at stages 0 to 2, and once the order of the reductions is known, after
+    the first step.
     """
 
     def __init__(self, spec: RunSpec, sharded: ShardedModel, emitter: Emitter) -> None:
-        self._spec, self._job = spec, spec.job
-        self._sharded, self._emitter = sharded, emitter
-        self._last, self._in_a_row = 0, 0
+        """Make a guard.
+
+        Args:
+            spec: the run; `guards.on_oom` and `guards.max_nonfinite` decide.
+            sharded: the model, which knows what holds memory.
+            emitter: takes the warning of a dropped batch.
+        """
+        self._spec = spec
+        self._job = spec.job
+        self._sharded = sharded
+        self._emitter = emitter
+        self._last_step = 0  # in which memory ran out
+        self._in_a_row = 0  # steps
 
     def see(self, error: OutOfMemoryError, step: int) -> None:
-        """Memory ran out in `step`. Returns if the step is to be dropped.
+        """Note that memory ran out in `step`. Return if the step is to be dropped.
 
         Raises:
             OutOfMemoryError: the run must stop.
         """
-        self._in_a_row = (
-            self._in_a_row + 1
-            if step - self._last == 1
-            else max(1, self._in_a_row * (step == self._last))
-        )
-        self._last = step
+        if step == self._last_step + 1:
+            self._in_a_row += 1
+        elif step != self._last_step:  # another micro-batch of a step counts once
+            self._in_a_row = 1
+        self._last_step = step
         if self._job.guards.on_oom == "stop":
             raise error
         if (why_not := self._why_not(step)) is not None:
@@ -70,15 +80,13 @@ class MemoryGuard:
         error.__cause__ = error.__context__ = error.__traceback__ = None
 
     def _why_not(self, step: int) -> str | None:
-        """Why a batch cannot be dropped; None: it can."""
+        """Say why a batch cannot be dropped; None if it can."""
         if step == 1 or not self._sharded.reducer.has_recorded_order:
             return "the order of reductions is learnt in the first step"
         if self._in_a_row >= self._job.guards.max_nonfinite:
-            many = (
-                f"those of the {self._in_a_row - 1} steps before were"
-                if self._in_a_row > 1
-                else "none may be"
-            )
+            many = "none may be"
+            if self._in_a_row > 1:
+                many = f"those of the {self._in_a_row - 1} steps before were"
             return f"{many}, guards.max_nonfinite: {self._job.guards.max_nonfinite}"
         return None
 
@@ -90,21 +98,20 @@ class MemoryGuard:
 
 
 def largest_holders(sharded: ShardedModel) -> list[tuple[str, int]]:
-    """What holds most bytes of this rank, largest first: the runtime's buffers by kind, and tensors beyond them."""
+    """Return what holds most bytes of this rank, largest first.
+
+    These are the runtime's buffers by kind, tensors beyond them, and the rest of the process.
+    """
     by_kind = sharded.allocated_memory().by_kind
     found = Counter({_NAMES[kind]: size for kind, size in by_kind.items()})
-    largest = max((unit.allocated()[0].num_bytes, unit.name) for unit in sharded.units)
-    found[f"{_NAMES[Kind.PARAM]}, largest unit {largest[1]!r} with {format_size(largest[0])}"] = (
-        found.pop(_NAMES[Kind.PARAM])
-    )
-    others = _other_tensors(sharded)
-    found.update(others)
+    params = _NAMES[Kind.PARAM]
+    size, name = max((unit.allocated()[0].num_bytes, unit.name) for unit in sharded.units)
+    found[f"{params}, largest unit {name!r} with {format_size(size)}"] = found.pop(params)
+    found.update(_other_tensors(sharded))
     memory = process_memory(sharded.comm.device)
-    held = (
-        memory["device_allocated"]
-        if memory["device_allocated"] is not None
-        else memory["rss_bytes"]
-    )
+    held = memory["device_allocated"]
+    if held is None:  # on a CPU
+        held = memory["rss_bytes"]
     rest = (held or 0) - sum(found.values())
     if rest > 0:
         found["activations saved for backward, libraries and what else the process holds"] = rest
@@ -112,15 +119,14 @@ def largest_holders(sharded: ShardedModel) -> list[tuple[str, int]]:
 
 
 def _other_tensors(sharded: ShardedModel) -> Counter[str]:
-    """Bytes of tensors that Python knows and that are not the runtime's, by shape and format."""
+    """Return bytes of tensors that Python knows, but for the runtime's, by shape and format."""
     known = {tensor.untyped_storage().data_ptr() for tensor in sharded.own_tensors()}
+    device = sharded.comm.device.type
     found: Counter[str] = Counter()
     for thing in gc.get_objects():
-        if (
-            type(thing) is not torch.Tensor
-            or thing.device.type != sharded.comm.device.type
-            or thing.is_sparse
-        ):
+        if type(thing) is not torch.Tensor:
+            continue
+        if thing.device.type != device or thing.is_sparse:
             continue
         storage = thing.untyped_storage()
         if not storage.nbytes() or storage.data_ptr() in known:
@@ -133,7 +139,7 @@ def _other_tensors(sharded: ShardedModel) -> Counter[str]:
 
 
 def advice(job: JobConfig, batch: BatchPlan) -> list[str]:
-    """Lines of a job file that lower memory, the cheapest first."""
+    """Return lines of a job file that lower memory, the cheapest first."""
     found = []
     if batch.micro > 1:
         found.append(f"batch.micro: {batch.micro // 2}  # activations halve, the result stays")
@@ -149,7 +155,7 @@ def advice(job: JobConfig, batch: BatchPlan) -> list[str]:
 
 
 def explain(error: OutOfMemoryError, spec: RunSpec, sharded: ShardedModel) -> str:
-    """The message of a run that stops: what holds most, and what would help."""
+    """Return the message of a run that stops for `error`: what holds most, and what would help."""
     try:
         return describe(str(error), largest_holders(sharded), advice(spec.job, spec.batch))
     except Exception as failed:
@@ -159,11 +165,16 @@ def explain(error: OutOfMemoryError, spec: RunSpec, sharded: ShardedModel) -> st
 
 
 def describe(what: str, holders: Sequence[tuple[str, int]], lines: Sequence[str]) -> str:
-    """The whole message of a run that stops."""
-    text = [
-        f"{what}. What holds most:",
-        *(f"  {format_size(size):>10}  {name}" for name, size in holders),
-    ]
+    """Return the message of a run that stops.
+
+    Args:
+        what: ended it.
+        holders: of memory: name and bytes, largest first.
+        lines: of a job file that would help.
+    """
+    text = [f"{what}. What holds most:"]
+    text += [f"  {format_size(size):>10}  {name}" for name, size in holders]
     if lines:
-        text += ["What would help, in the job file:", *(f"  {line}" for line in lines)]
+        text.append("What would help, in the job file:")
+        text += [f"  {line}" for line in lines]
     return "\n".join(text)

@@ -1,13 +1,20 @@
-"""Do the ranks still hold the same values where they must? One number per rank says so, and names follow if not.
+"""Compare what several ranks hold alike.
 
-Silent corruption and ranks that drift apart show in no loss. Every so many steps, and before a checkpoint is written,
-each rank digests what others hold too, and the digests travel in one small message. What is replicated depends on the
-stage: everything at stage 0, whole parameters at stages 1 and 2, shards between the groups of a hybrid, and small
-persistent units at stage 3; the counters and the learning rate always. What is whole on all ranks of
-a tensor axis, or at both ends of a pipeline, is compared there too.
+Silent corruption and ranks that drift apart show in no loss. Every so many steps, and before a
+checkpoint is written, each rank digests what others hold too. The digests travel in one small
+message; only if they differ, further ones find the tensor. What is replicated depends on the stage:
 
-On a CPU the digest is xxh3 over the bytes. On CUDA it is computed on the device: words times odd weights, summed in
-integers that wrap around, so that the order of the sum does not matter and any one changed word changes the result.
+    stage 0         everything
+    stages 1, 2     unsharded parameters
+    stage 3         small units that are never sharded
+    hybrid          shards, between the copies of the states
+    always          the counters and the learning rate
+
+What is alike along a tensor axis, or at both ends of a pipeline, is compared there too.
+
+On a CPU the digest is xxh3 over the bytes. On CUDA it is computed on the device: words times odd
+weights, summed in integers that wrap around, so that the order of the sum does not matter and any
+one changed word changes the result.
 """
 
 from __future__ import annotations
@@ -30,7 +37,7 @@ _ODD = -7046029254386353131  # 0x9E3779B97F4A7C15, the golden ratio's bits, as a
 
 
 def digest(flat: torch.Tensor) -> int:
-    """64 bits of a contiguous 1-D tensor's memory, as a signed number."""
+    """Return 64 bits of a contiguous 1-D tensor's memory, as a signed number."""
     raw = flat.detach().view(torch.uint8)
     if flat.device.type == "cpu":
         return _signed(xxhash.xxh3_64_intdigest(raw.numpy().data))
@@ -38,7 +45,14 @@ def digest(flat: torch.Tensor) -> int:
 
 
 def device_digest(raw: torch.Tensor) -> torch.Tensor:
-    """The same in arithmetic that any device has: 0-d int64 of `raw`, uint8, without waiting for the device."""
+    """Return a digest in arithmetic that any device has, without waiting for the device.
+
+    Args:
+        raw: uint8, [bytes].
+
+    Returns:
+        int64, 0-d, on the device.
+    """
     total = torch.full((), raw.numel(), dtype=torch.int64, device=raw.device)
     whole = raw.numel() // 4 * 4
     words = [*raw[:whole].view(torch.int32).split(_CHUNK_WORDS), raw[whole:]]
@@ -68,17 +82,23 @@ class _Replica:
 
 
 class ReplicaGuard:
-    """Compares what must be equal."""
+    """Compares replicas, and names the tensor and the ranks where they differ."""
 
     def __init__(self, sharded: ShardedModel) -> None:
-        self._sharded, self._comm, self._mesh = sharded, sharded.comm, sharded.mesh
+        self._sharded = sharded
+        self._comm = sharded.comm
+        self._mesh = sharded.mesh
         mesh = sharded.mesh
         others = {mesh.tensor.axis: mesh.tensor, mesh.ends.axis: mesh.ends}
         # Along these replicas are compared, in this order on every rank.
         self._axes = ["data", "replicate", *(axis for axis in others if others[axis].size > 1)]
 
     def check(self, step: int, counters: Mapping[str, float]) -> None:
-        """Compare replicas, and `counters`, which every rank must have alike. Collective.
+        """Compare replicas and counters. Collective.
+
+        Args:
+            step: for the message.
+            counters: numbers by name, which every rank must have alike.
 
         Raises:
             DivergedError: on every rank, if any two differ.
@@ -145,7 +165,8 @@ class ReplicaGuard:
 
     def _holders(self, axis: str) -> list[tuple[int, ...]]:
         """Return groups of ranks that hold the same: all of an axis, or those of equal shards."""
-        ranks, shards = self._group(axis).ranks, self._mesh.shard.size
+        ranks = self._group(axis).ranks
+        shards = self._mesh.shard.size
         if axis == "replicate":
             return [ranks[place::shards] for place in range(shards)]
         return [ranks]
@@ -161,7 +182,10 @@ class ReplicaGuard:
                 other = next(rank for rank in world.ranks if rank not in odd)
                 bits = struct.pack("<2q", table[odd[0]][place], table[other][place])
                 value, theirs = struct.unpack("<2d", bits)
-                return f"{_begin(step, odd)} has {name} {value:.17g}, rank {other} has {theirs:.17g}{_END}"
+                return (
+                    f"{_begin(step, odd)} has {name} {value:.17g}, rank {other} has "
+                    f"{theirs:.17g}{_END}"
+                )
         return _changed_again(step)
 
     def _name_replica(self, step: int, replicas: Sequence[_Replica], axis: str) -> str:
@@ -181,8 +205,9 @@ class ReplicaGuard:
         table = self._exchange(own, self._group(axis))
         for place, slot in enumerate(layout.slots):
             if again := _odd_ones(table, place, self._holders(axis)):
-                who, name = _begin(step, again), slot.part.tensor
-                return f"{who} has another {replica.what} {name} than the other ranks{_END}"
+                who = _begin(step, again)
+                tensor = slot.part.tensor
+                return f"{who} has another {replica.what} {tensor} than the other ranks{_END}"
         who = _begin(step, odd)
         return f"{who} has another {replica.what} unit {layout.name} than the other ranks{_END}"
 
@@ -210,12 +235,15 @@ _END = "; go on from the last checkpoint, on another machine if it happens again
 
 
 def _begin(step: int, odd: list[int]) -> str:
-    """Of two ranks nobody can say which one is right."""
+    """Name the ranks that differ. Of two, nobody can say which one is right."""
     return f"step {step}: replicas diverged: rank {' and '.join(str(rank) for rank in odd)}"
 
 
 def _changed_again(step: int) -> str:
-    return f"step {step}: replicas differ, and no longer do at a second look: suspect the memory of this host{_END}"
+    return (
+        f"step {step}: replicas differ, and no longer do at a second look: suspect the memory of "
+        f"this host{_END}"
+    )
 
 
 def _combined(digests: Sequence[int]) -> int:
@@ -223,4 +251,7 @@ def _combined(digests: Sequence[int]) -> int:
 
 
 def _signed(value: int) -> int:
-    return value - (1 << 64) if value >= 1 << 63 else value
+    """Return an unsigned 64-bit number as the signed one of the same bits."""
+    if value < 1 << 63:
+        return value
+    return value - (1 << 64)

@@ -19,7 +19,8 @@ from zrun_core.library.run import Run, current
 from zrun_core.spine.config import ActivationsConfig, PrecisionConfig, Section, ZeroConfig
 from zrun_core.spine.parallel_dims import resolve_shard_size
 from zrun_core.train import parallelize
-from zrun_core.user_code.build import Built, build_on_meta, build_once_per_host, check
+from zrun_core.user_code.build import Built, build_once_per_host, check
+from zrun_core.user_code.meta_init import build_on_meta
 from zrun_core.user_code.user import user_code
 from zrun_core.zero.autograd_driver import ImplicitPasses
 from zrun_core.zero.sharded_model import ShardedModel

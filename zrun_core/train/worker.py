@@ -62,7 +62,8 @@ from zrun_core.train import parallelize
 from zrun_core.train.evaluator import HeldOut
 from zrun_core.train.trainer import Trainer, UserFunctions
 from zrun_core.user_code import user
-from zrun_core.user_code.build import Built, build_on_meta, build_once_per_host
+from zrun_core.user_code.build import Built, build_once_per_host
+from zrun_core.user_code.meta_init import build_on_meta
 from zrun_core.zero.sharded_model import ShardingConfig, check_room
 
 _KINDS: dict[type[BaseException], str] = {UserCodeError: "user", PeerError: "peer"}
@@ -374,10 +375,14 @@ class Worker:
             mesh.host,
             comm,
             values=values,
-            memory=job.limits.memory,
+            host_bytes=self._host_bytes() if settings.memory_bytes is not None else None,
             check_states=lambda structure: check_room(structure, settings, mesh, comm),
-            refuse=self._give_up if settings.memory_bytes is not None else None,
         )
+
+    def _host_bytes(self) -> int:
+        """Return what the ranks of this host may take together."""
+        total = memory_limits.host_total()
+        return min(total, self.spec.job.limits.memory or total)
 
     def _load_parts(self) -> UserFunctions:
         job, job_dir = self.spec.job, Path(self.spec.job_dir)
@@ -401,7 +406,7 @@ class Worker:
         )
 
     def _give_up(self, error: ZrunError) -> None:
-        """Called by another thread: the main one waits in a collective or makes values, and cannot be interrupted."""
+        """Exit with `error`. Called by another thread: the main one waits in a collective."""
         code = self.report(error)
         self.emitter.close()
         os._exit(code)

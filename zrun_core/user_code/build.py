@@ -1,50 +1,46 @@
 """Build the user's model once per host, bit for bit as a plain loop builds it.
 
-The factory really runs on the host's first rank, whatever it does to its parameters: own generators, numpy, in-place
-scaling, `load_state_dict`. The values go to a file that the host's other ranks map; they run the factory on the meta
-device for the structure alone. Each rank then reads its shards unit by unit, so the host holds one copy of the model in
-reclaimable page cache, never one per rank. `init: meta` holds none: every module resets itself, seeded by its number.
+    host's first rank              the other ranks of the host
+    factory()                      factory() on the meta device: the structure alone
+    parameters, buffers -> file    map the file
+    forget the values              read the values of their shards
 
-The structure tells within a moment what the values will take, which may be more than there is. A rank that is alone on
-its host has a copy of its process look at it.
+The factory really runs on the first rank, whatever it does to its parameters: own generators,
+numpy, in-place scaling, `load_state_dict`. Each rank then reads its shards unit by unit, so the
+host holds one copy of the model in reclaimable page cache, never one per rank. With `init: meta` it
+holds none: see `meta_init.py`.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import signal
-import sys
-import threading
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import UninitializedParameter
-from torch.overrides import TorchFunctionMode
 
 from zrun_core.distributed.comm import Comm, Group
-from zrun_core.distributed.rng import mix
-from zrun_core.errors import JobError, PeerError, PreflightError, UserCodeError
-from zrun_core.spine import memory_limits
+from zrun_core.errors import PeerError, PreflightError, UserCodeError
 from zrun_core.spine.sizes import format_size
 
 Factory = Callable[[], nn.Module]
 Read = Callable[[str, nn.Parameter], torch.Tensor]
 
-_ALIGN = 64
-_LOOK_BYTES = 1 << 30  # that looking at a structure may take
+_ALIGN = 64  # of a tensor in the file
+_PAGE = 4096
 
 
 @dataclass(frozen=True)
 class Built:
-    """A model whose parameters are to be read one by one. Buffers and everything else are complete.
+    """A model whose parameters are to be read one by one. Its buffers and all else are complete.
 
     Attributes:
         module: the user's module; its parameters may be on the meta device, or without memory.
@@ -61,7 +57,8 @@ def check(module: nn.Module) -> None:
     """Refuse what flat units cannot hold.
 
     Raises:
-        UserCodeError: a parameter without a shape, or that is not a floating-point number; or nothing to train.
+        UserCodeError: a parameter without a shape, or that is not a floating-point number; or
+            nothing to train.
     """
     params = list(module.named_parameters())
     for name, param in params:
@@ -73,14 +70,15 @@ def check(module: nn.Module) -> None:
             raise UserCodeError(
                 f"parameter {name} is {param.dtype}: parameters must be floating; make it a buffer"
             )
-    if not any(param.requires_grad for _, param in params):
-        if not params:
-            raise UserCodeError(
-                "the model has no parameters: torch sees no modules in plain lists and dicts; "
-                "write nn.ModuleList or nn.ModuleDict, and nn.Parameter for tensors"
-            )
+    if not params:
         raise UserCodeError(
-            f"the model has nothing to train: none of its {len(params)} parameters requires a gradient"
+            "the model has no parameters: torch sees no modules in plain lists and dicts; "
+            "write nn.ModuleList or nn.ModuleDict, and nn.Parameter for tensors"
+        )
+    if not any(param.requires_grad for _, param in params):
+        raise UserCodeError(
+            f"the model has nothing to train: none of its {len(params)} parameters requires a "
+            "gradient"
         )
 
 
@@ -92,80 +90,84 @@ def build_once_per_host(
     comm: Comm,
     *,
     values: bool = True,
-    memory: int | None = None,
+    host_bytes: int | None = None,
     check_states: Callable[[nn.Module], None] | None = None,
-    refuse: Callable[[PreflightError], object] | None = None,
 ) -> Built:
-    """Run `factory` on the first rank of `host` and share what it made through the file at `path`.
+    """Run `factory` on the first rank of `host` and share what it made through a file.
 
     Args:
-        values: false: buffers only; the parameters get their values from elsewhere, and nothing is copied for them.
-        memory: bytes of the host that may be taken; None: all.
-        check_states: raises a `PreflightError` where there is no room for what a rank keeps of a structure.
-        refuse: ends a process whose main thread makes values for which there is no room. None: a rank that is alone on
-            its host does not look ahead.
+        factory: makes the user's module; called once on each rank.
+        seed: of torch's generator when the factory begins.
+        path: of the file, in a folder that all ranks of the host see. It is gone afterwards.
+        host: the ranks of this host.
+        comm: tells the ranks of failures.
+        values: False if the parameters get their values from elsewhere; nothing is copied then.
+        host_bytes: what the parameters may take on this host; None: what they like.
+        check_states: called with the structure, on meta, on all ranks of the host but the first,
+            while that one still makes the values. Raises PreflightError to refuse it.
 
     Raises:
         UserCodeError: the factory failed, or builds different structures on different ranks.
         PeerError: it failed on another rank.
-        PreflightError: there is less memory than the parameters or the states take.
+        PreflightError: the parameters take more than `host_bytes`, or `check_states` refused.
     """
-
-    def look(structure: nn.Module) -> None:
-        check_room(structure, min(memory_limits.host_total(), memory or memory_limits.host_total()))
-        if check_states is not None:
-            check_states(structure)
-
     torch.manual_seed(seed)
+    is_first = host.index == 0
     if host.size == 1:
-        with nullcontext() if refuse is None else _looking_ahead(factory, look, refuse):
+        with _bounded(host_bytes):
             module = factory()
         check(module)
-        return Built(module, (lambda name, param: param.detach()) if values else _no_value)
-    is_first = host.index == 0
+        return Built(module, _own_values if values else no_value)
     notes: tuple[str, ...] = ()
     try:
         with _together(host, comm):
             if is_first:
-                module = factory()
+                with _bounded(host_bytes):
+                    module = factory()
                 check(module)
                 _write(module, path, values)
             else:
                 module, notes = _build_structure(factory, seed)
-                look(module)
+                if check_states is not None:
+                    check_states(module)
         with _together(host, comm):
             stored = _Stored(path)
             stored.check_structure(module)
     finally:
         if is_first:
-            path.unlink(missing_ok=True)  # it lives on for those who have it open
+            path.unlink(missing_ok=True)  # the ranks that have mapped it keep it
     if is_first:
         _forget_values(module)
     else:
         stored.fill_buffers(module)
-    return Built(
-        module, (lambda name, param: stored.tensor(f"param {name}")) if values else _no_value, notes
-    )
+    if not values:
+        return Built(module, no_value, notes)
+    return Built(module, lambda name, param: stored.tensor(f"param {name}"), notes)
 
 
-def _no_value(name: str, param: nn.Parameter) -> torch.Tensor:
+def _own_values(name: str, param: nn.Parameter) -> torch.Tensor:
+    return param.detach()
+
+
+def no_value(name: str, param: nn.Parameter) -> torch.Tensor:
+    """Return a stand-in for a parameter that gets its value from elsewhere."""
     return torch.empty(param.shape, device="meta")
 
 
 @contextmanager
 def _together(host: Group, comm: Comm) -> Iterator[None]:
-    """What is done inside succeeds on every rank of `host` or fails on every one, so that nobody waits in vain."""
+    """Fail on every rank of `host` where the body fails on one, so that nobody waits in vain."""
     error: BaseException | None = None
     try:
         yield
-    except (
-        PreflightError
-    ):  # the end of this rank is the end of all: the first one must not go on filling the memory
+    except PreflightError:
+        # Not told to the others: they may be busy filling the memory. This rank's end ends them.
         raise
     except BaseException as caught:  # told to the others before it is raised
         error = caught
     failures = torch.zeros(host.size, device=comm.device)
-    failures[host.index] = error is not None
+    if error is not None:
+        failures[host.index] = 1
     failed = comm.all_reduce_small(failures, host, name="build").nonzero().flatten().tolist()
     if error is not None:
         raise error
@@ -173,15 +175,68 @@ def _together(host: Group, comm: Comm) -> Iterator[None]:
         raise PeerError(f"the model could not be built on rank {host.ranks[failed[0]]}")
 
 
+@contextmanager
+def _bounded(host_bytes: int | None) -> Iterator[None]:
+    """Stop a factory once the parameters that it has made take more than `host_bytes`.
+
+    A module registers a parameter when it has made it, so at most one more than fits has been
+    allocated by then. What the factory has dropped again does not count.
+
+    Raises:
+        PreflightError: they take more.
+    """
+    if host_bytes is None:
+        yield
+        return
+    made: dict[int, weakref.ref[nn.Parameter]] = {}  # by id
+    num_bytes = 0
+
+    def on_registration(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        nonlocal num_bytes
+        if not _has_memory(param):
+            return
+        made[id(param)] = weakref.ref(param)
+        num_bytes += param.nbytes
+        if num_bytes <= host_bytes:
+            return
+        # Up to here it counts shared parameters twice, and those that are gone.
+        alive = [param for ref in made.values() if (param := ref()) is not None]
+        num_bytes = sum(param.nbytes for param in alive)
+        if num_bytes > host_bytes:
+            raise PreflightError(
+                f"the model's parameters take {format_size(num_bytes)} and more as its factory "
+                f"builds them, and this host has room for {format_size(host_bytes)}: write "
+                "init: meta, which never holds them whole; zrun estimate says what fits"
+            )
+
+    handle = register_module_parameter_registration_hook(on_registration)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _has_memory(param: nn.Parameter | None) -> TypeGuard[nn.Parameter]:
+    """Return whether a parameter takes memory of the host."""
+    if param is None or isinstance(param, UninitializedParameter):
+        return False
+    return param.device.type == "cpu"
+
+
 def _build_structure(factory: Factory, seed: int) -> tuple[nn.Module, tuple[str, ...]]:
-    """The module on meta; for real, with a note, if the factory looks at values or keeps tensors outside of modules."""
+    """Build the module on the meta device.
+
+    Returns:
+        the module, and a note if it had to be built for real: its factory looks at values, or keeps
+        tensors outside of modules.
+    """
     try:
         with torch.device("meta"):
             module = factory()
         strays = [name for name, inner in module.named_modules() if _holds_meta(vars(inner))]
-        reason = (
-            f"module {strays[0] or 'model'} keeps tensors that are no buffers" if strays else ""
-        )
+        reason = ""
+        if strays:
+            reason = f"module {strays[0] or 'model'} keeps tensors that are no buffers"
     except UserCodeError as error:
         reason = f"it cannot run on the meta device ({str(error).splitlines()[-1].strip()})"
     if reason:
@@ -192,95 +247,26 @@ def _build_structure(factory: Factory, seed: int) -> tuple[nn.Module, tuple[str,
     return module, ()
 
 
-def check_room(module: nn.Module, host_bytes: int) -> None:
-    """What the structure alone tells, while the first rank still makes the values.
-
-    Raises:
-        PreflightError: no host of `host_bytes` can hold the parameters that the factory makes there.
-    """
-    needed = sum(param.numel() * param.element_size() for param in module.parameters())
-    if needed > host_bytes:
-        raise PreflightError(
-            f"the model's parameters take {format_size(needed)} as its factory builds them, and this host has room for "
-            f"{format_size(host_bytes)}: write init: meta, which never holds them whole; zrun estimate says what fits"
-        )
-
-
-@contextmanager
-def _looking_ahead(
-    factory: Factory, look: Callable[[nn.Module], None], refuse: Callable[[PreflightError], object]
-) -> Iterator[None]:
-    """What runs inside is ended by `refuse` once a copy of this process finds that it can come to no good end.
-
-    The copy runs the factory too, on the meta device. It is another process because a factory may count, draw random
-    numbers or keep what it makes: what this one builds is as if nobody had looked.
-    """
-    read_fd, write_fd = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # other threads: the copy needs none of them
-        child = os.fork()
-    if not child:
-        _look_and_exit(factory, look, write_fd)
-    os.close(write_fd)
-
-    def listen() -> None:
-        with open(read_fd, "rb") as answer:
-            reason = answer.read()
-        if reason:
-            refuse(PreflightError(reason.decode()))
-
-    listener = threading.Thread(target=listen, name="zrun-look", daemon=True)
-    listener.start()
-    try:
-        yield
-    finally:
-        with suppress(ProcessLookupError):
-            os.kill(child, signal.SIGKILL)
-        with suppress(ChildProcessError):
-            os.waitpid(child, 0)
-        listener.join()
-
-
-def _look_and_exit(factory: Factory, look: Callable[[nn.Module], None], answer: int) -> NoReturn:
-    """The copy. Whatever fails in it fails in the original too, which says so."""
-    try:
-        if sys.platform.startswith("linux"):
-            ctypes.CDLL(None).prctl(
-                1, signal.SIGKILL
-            )  # PR_SET_PDEATHSIG: others wait for the end of its connections
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        memory_limits.limit_growth(_LOOK_BYTES)  # where the factory makes values all the same
-        sys.stdout = sys.stderr = nothing = open(os.devnull, "w")  # noqa: SIM115  # what it prints is printed once
-        for stream in (1, 2):
-            os.dup2(nothing.fileno(), stream)
-        with torch.device("meta"):
-            structure = factory()
-        check(structure)
-        look(structure)
-    except PreflightError as error:
-        os.write(answer, str(error).encode())
-    finally:
-        os._exit(0)
+_REGISTERED = ("_parameters", "_buffers", "_modules")  # what a module knows of
 
 
 def _holds_meta(value: Any, depth: int = 0) -> bool:
-    """Whether a meta tensor that is neither parameter nor buffer hides in a module's attributes."""
+    """Return whether a meta tensor that is neither parameter nor buffer hides in `value`.
+
+    Args:
+        value: the attributes of a module, or what is in one of them.
+        depth: of `value` below the module.
+    """
     if isinstance(value, torch.Tensor):
         return value.device.type == "meta"
     if depth > 3:
         return False
+    inner: Iterable[Any] = ()
     if isinstance(value, dict):
-        known = ("_parameters", "_buffers", "_modules")
-        return any(
-            _holds_meta(item, depth + 1) for key, item in value.items() if depth or key not in known
-        )
-    if isinstance(value, list | tuple):
-        return any(
-            _holds_meta(item, depth + 1) for item in value if not isinstance(item, nn.Parameter)
-        )
-    return False
+        inner = (item for key, item in value.items() if depth or key not in _REGISTERED)
+    elif isinstance(value, list | tuple):
+        inner = (item for item in value if not isinstance(item, nn.Parameter))
+    return any(_holds_meta(item, depth + 1) for item in inner)
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -291,18 +277,23 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _write(module: nn.Module, path: Path, values: bool) -> None:
-    """All parameters and buffers, contiguous, after a header of (name, dtype, shape, offset).
+    """Write all parameters and buffers, contiguous, after a header of (name, dtype, shape, offset).
+
+        8 bytes   length of the header, little endian
+        header    JSON
+        tensors   from the next page on, each at a multiple of 64 bytes from there
 
     Without `values` the file has holes where the parameters would be, which take no room.
     """
-    header, offset = [], 0
+    header = []
+    offset = 0
     for name, tensor in _tensors(module):
         header.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset))
-        offset += -(-tensor.numel() * tensor.element_size() // _ALIGN) * _ALIGN
+        offset += -(-tensor.nbytes // _ALIGN) * _ALIGN
     head = json.dumps(header).encode()
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(len(head).to_bytes(8, "little") + head)
-        start = -(-file.tell() // 4096) * 4096
+        start = -(-file.tell() // _PAGE) * _PAGE
         for (_, _, _, at), (name, tensor) in zip(header, _tensors(module), strict=True):
             if tensor.numel() and (values or name.startswith("buffer ")):
                 file.seek(start + at)
@@ -311,7 +302,7 @@ def _write(module: nn.Module, path: Path, values: bool) -> None:
 
 
 class _Stored:
-    """What `_write` wrote, mapped."""
+    """The file that `_write` wrote, mapped."""
 
     def __init__(self, path: Path) -> None:
         with path.open("rb") as file:
@@ -319,7 +310,7 @@ class _Stored:
             self._entries = {
                 name: (dtype, shape, at) for name, dtype, shape, at in json.loads(file.read(size))
             }
-        start = -(-(8 + size) // 4096) * 4096
+        start = -(-(8 + size) // _PAGE) * _PAGE
         self._bytes = torch.from_file(
             str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8
         )[start:]
@@ -331,16 +322,20 @@ class _Stored:
         return self._bytes[at : at + numel * dtype.itemsize].view(dtype).view(shape)
 
     def check_structure(self, module: nn.Module) -> None:
-        found = {name: list(tensor.shape) for name, tensor in _tensors(module)}
-        expected = {name: shape for name, (_, shape, _) in self._entries.items()}
-        if found != expected:
-            names = [
-                name for name in {**found, **expected} if found.get(name) != expected.get(name)
-            ]
-            raise UserCodeError(
-                f"the model factory builds different models on different ranks: {names[0]} has shape "
-                f"{found.get(names[0], 'none')} here and {expected.get(names[0], 'none')} on the host's first rank"
-            )
+        """Refuse a module that has other names or shapes than the first rank's.
+
+        Raises:
+            UserCodeError: the first tensor in which they differ.
+        """
+        here = {name: list(tensor.shape) for name, tensor in _tensors(module)}
+        first = {name: shape for name, (_, shape, _) in self._entries.items()}
+        for name in {**here, **first}:
+            if here.get(name) != first.get(name):
+                raise UserCodeError(
+                    f"the model factory builds different models on different ranks: {name} has "
+                    f"shape {here.get(name, 'none')} here and {first.get(name, 'none')} on the "
+                    "host's first rank"
+                )
 
     def fill_buffers(self, module: nn.Module) -> None:
         """Give the module the first rank's buffers; one that is shared stays shared."""
@@ -358,164 +353,8 @@ class _Stored:
 
 
 def _forget_values(module: nn.Module) -> None:
-    """Free the parameters' memory. They keep their identity, shape, stride, hooks and attributes."""
+    """Free the parameters' memory. They keep identity, shape, stride, hooks and attributes."""
     for param in list(module.parameters()):
         hollow = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype)
         hollow.untyped_storage().resize_(0)
         param.data = hollow
-
-
-# init: meta
-
-
-def build_on_meta(factory: Factory, seed: int, *, values: bool = True) -> Built:
-    """Build the structure only; each module's own `reset_parameters` makes its values when they are asked for.
-
-    Args:
-        values: false: the parameters get their values from elsewhere.
-
-    Raises:
-        JobError: modules that cannot reset themselves, or a factory that changes parameters after building them.
-    """
-    torch.manual_seed(seed)
-    watch = _WatchWrites()
-    try:
-        with torch.device("meta"), watch:
-            module = factory()
-    except UserCodeError as error:
-        raise JobError(
-            f"init: meta: the factory cannot run on the meta device; write init: factory\n{error}"
-        ) from None
-    check(module)
-    for name, param in module.named_parameters():
-        if (change := watch.change_of(param)) is not None:
-            raise JobError(
-                f"init: meta: the factory itself changes parameters ({change} on {name}); {_ADVICE}"
-            )
-    for name, inner in module.named_modules():
-        owns = [*inner.named_parameters(recurse=False), *inner.named_buffers(recurse=False)]
-        if owns and not callable(getattr(inner, "reset_parameters", None)):
-            raise JobError(
-                f"init: meta: {name or 'the model'} ({type(inner).__name__}) has no reset_parameters, so {owns[0][0]} "
-                f"would have no value; {_ADVICE}"
-            )
-        real = [key for key, tensor in owns if tensor.device.type != "meta"]
-        if real:
-            owner = f"{name}." if name else ""
-            raise JobError(
-                f"init: meta: {owner}{real[0]} was given values by the factory; {_ADVICE}"
-            )
-    numbers = {id(inner): number for number, inner in enumerate(module.modules())}
-    for inner in module.modules():
-        if any(True for _ in inner.buffers(recurse=False)):
-            made = _reset(inner, mix(seed, numbers[id(inner)]))
-            for key in inner._buffers:
-                if key in made:
-                    inner._buffers[key] = made[key]
-    return Built(module, _ResetOnDemand(module, seed, numbers) if values else _no_value)
-
-
-_ADVICE = "write init: factory"
-_OPERATORS = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
-_HARMLESS = {"requires_grad_", "detach_"}
-
-
-class _WatchWrites(TorchFunctionMode):
-    """Notices what is written, outside of `reset_parameters`, to memory that turns out to be a parameter's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        # By storage, which the tensor keeps from being reused: writing to `param.data` or to a view counts too.
-        self._changes: dict[int, tuple[str, torch.Tensor]] = {}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        writes = name in _OPERATORS or (
-            name.endswith("_") and not name.endswith("__") and name not in _HARMLESS
-        )
-        target = args[0] if args else (kwargs or {}).get("tensor")  # nn.init passes it by name
-        if (
-            writes
-            and isinstance(target, torch.Tensor)
-            and target.is_meta
-            and not _in_module_reset()
-        ):
-            self._changes.setdefault(target.untyped_storage()._cdata, (name, target.detach()))
-        return func(*args, **(kwargs or {}))
-
-    def change_of(self, param: nn.Parameter) -> str | None:
-        """What wrote to `param`; None if nothing did."""
-        found = self._changes.get(param.untyped_storage()._cdata) if param.is_meta else None
-        return found[0] if found is not None else None
-
-
-def _in_module_reset() -> bool:
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "reset_parameters":
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
-
-
-def _reset(module: nn.Module, seed: int) -> dict[str, torch.Tensor]:
-    """Real values of a module's own parameters and buffers, by attribute name. The module itself stays on meta.
-
-    Raises:
-        JobError: its `reset_parameters` leaves one of them without a value.
-    """
-    params, buffers = dict(module._parameters), dict(module._buffers)
-    try:
-        for key, param in params.items():
-            if param is not None:
-                module._parameters[key] = nn.Parameter(_unset_like(param), param.requires_grad)
-        for key, buffer in buffers.items():
-            if buffer is not None:
-                module._buffers[key] = _unset_like(buffer)
-        with _seeded(seed), torch.device("cpu"):
-            module.reset_parameters()  # type: ignore[operator]
-        made = {**module._parameters, **module._buffers}
-        for key, value in made.items():
-            if value is not None and value.isnan().any():
-                raise JobError(
-                    f"init: meta: {type(module).__name__}.reset_parameters leaves {key} unset; {_ADVICE}"
-                )
-        return {key: value.detach() for key, value in made.items() if value is not None}
-    finally:
-        module._parameters.update(params)
-        module._buffers.update(buffers)
-
-
-def _unset_like(tensor: torch.Tensor) -> torch.Tensor:
-    """On CPU, of NaN where there is such a number."""
-    empty = torch.empty_like(tensor, device="cpu")
-    return empty.fill_(float("nan")) if empty.is_floating_point() else empty.zero_()
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    state = torch.get_rng_state()
-    torch.manual_seed(seed)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
-
-
-class _ResetOnDemand:
-    """Reads parameters of a meta model by resetting their module. One module's values are held at a time."""
-
-    def __init__(self, module: nn.Module, seed: int, numbers: dict[int, int]) -> None:
-        self._seed, self._numbers = seed, numbers
-        self._owner: dict[str, tuple[nn.Module, str]] = {}
-        for prefix, inner in module.named_modules():
-            for key, _ in inner.named_parameters(recurse=False):
-                self._owner[f"{prefix}.{key}" if prefix else key] = (inner, key)
-        self._held: tuple[nn.Module, dict[str, torch.Tensor]] | None = None
-
-    def __call__(self, name: str, param: nn.Parameter) -> torch.Tensor:
-        owner, key = self._owner[name]
-        if self._held is None or self._held[0] is not owner:
-            self._held = None
-            self._held = (owner, _reset(owner, mix(self._seed, self._numbers[id(owner)])))
-        return self._held[1][key]

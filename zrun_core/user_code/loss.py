@@ -1,8 +1,9 @@
-"""The loss protocol: how a batch becomes one number to differentiate, and how much that number weighs.
+"""The loss protocol: from a batch to one number to differentiate, and its weight.
 
-A dict batch calls `model(**batch)`, a tuple or list `model(*batch)`, anything else `model(batch)`; a loss function of
-the user's gets `(model, batch)` instead. Over a global batch the loss is the weighted mean, the sum of `total` over the
-sum of `weight`, so how the batch is cut into micro-batches and ranks does not change it.
+A dict batch calls `model(**batch)`, a tuple or list `model(*batch)`, anything else `model(batch)`;
+a loss function of the user's gets `(model, batch)` instead. Over a global batch the loss is the
+weighted mean, the sum of `total` over the sum of `weight`, so it does not depend on how the batch
+is cut into micro-batches and ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ LossFunction: TypeAlias = Callable[[nn.Module, Any], Any]
 
 
 class LossKind(StrEnum):
-    """What `Loss.value` is."""
+    """The two ways in which a user's function may state a loss."""
 
     MEAN = "mean"  # the mean over `weight` samples
     SUM = "sum"  # a sum over `weight` of whatever the user counts, usually tokens
@@ -34,23 +35,33 @@ class Loss(NamedTuple):
 
     value: Tensor  # 0-d, floating
     kind: LossKind
-    weight: (
-        float | Tensor
-    )  # a tensor is 0-d, on the loss's device, without gradient: reading it would synchronise
+    weight: float | Tensor  # a tensor is 0-d, on the loss's device, and never read: that would sync
 
     @property
     def total(self) -> Tensor:
-        """The weighted sum to differentiate: gradients of micro-batches add up, then divide by the total weight."""
-        return self.value * self.weight if self.kind is LossKind.MEAN else self.value
+        """Return the weighted sum to differentiate, 0-d.
+
+        Gradients of micro-batches add up, and are divided by the total weight in the end.
+        """
+        if self.kind is LossKind.SUM:
+            return self.value
+        return self.value * self.weight
 
 
 def compute_loss(
     model: nn.Module, batch: Any, loss_fn: LossFunction | None, num_samples: int
 ) -> Loss:
-    """Run the forward pass of one micro-batch. A mean weighs `num_samples`, the samples that the loader drew.
+    """Run the forward pass of one micro-batch.
+
+    Args:
+        model: the user's module.
+        batch: one micro-batch, as the data's collate function made it, on the model's device.
+        loss_fn: the user's function of (model, batch); None: the model returns the loss.
+        num_samples: that the loader drew for the batch: the weight of a mean.
 
     Raises:
-        UserCodeError: the result is not a loss by this protocol, or it has no gradient while gradients are enabled.
+        UserCodeError: the result is not a loss by this protocol, or it has no gradient while
+            gradients are enabled.
     """
     if loss_fn is None:
         loss = Loss(_find_loss(_forward(model, batch), "the model"), LossKind.MEAN, num_samples)
@@ -99,7 +110,7 @@ def _arguments(batch: Any) -> Sequence[Any]:
 
 
 def _why_not_called(model: nn.Module, batch: Any) -> str | None:
-    """What in a batch the model's forward does not take; None: it takes all of it."""
+    """Say what in a batch the model's forward does not take; None if it takes all of it."""
     signature = inspect.signature(model.forward)
     try:
         if isinstance(batch, Mapping):
@@ -112,15 +123,21 @@ def _why_not_called(model: nn.Module, batch: Any) -> str | None:
 
 
 def _find_loss(result: Any, source: str) -> Tensor:
-    """The loss in what `source` returned: itself, its `.loss` or `["loss"]`, or a tuple's only 0-d floating tensor."""
+    """Find the loss in what `source` returned.
+
+    It is the result itself, its `.loss` or `["loss"]`, or a tuple's only 0-d floating tensor.
+    """
     where = f"what {source} returned"
     if not isinstance(result, Tensor):
         if isinstance(result, Mapping) and "loss" in result:
-            result, where = result["loss"], f'["loss"] of {where}'
+            result = result["loss"]
+            where = f'["loss"] of {where}'
         elif hasattr(result, "loss"):
-            result, where = result.loss, f".loss of {where}"
+            result = result.loss
+            where = f".loss of {where}"
         elif isinstance(result, tuple):
-            result, where = _only_scalar(result, where), f"the scalar in {where}"
+            result = _only_scalar(result, where)
+            where = f"the scalar in {where}"
     if not isinstance(result, Tensor):
         if result is None:
             is_part = where.startswith((".", "["))
@@ -136,7 +153,8 @@ def _only_scalar(values: tuple[Any, ...], where: str) -> Tensor:
     ]
     if len(scalars) != 1:
         raise UserCodeError(
-            f"no loss: {where} is a tuple with {len(scalars)} scalar floating tensors where exactly one is needed"
+            f"no loss: {where} is a tuple with {len(scalars)} scalar floating tensors where "
+            "exactly one is needed"
         )
     return scalars[0]
 
@@ -144,7 +162,8 @@ def _only_scalar(values: tuple[Any, ...], where: str) -> Tensor:
 def _sum_and_weight(result: tuple[Any, ...]) -> Loss:
     if len(result) != 2 or not isinstance(result[0], Tensor):
         raise UserCodeError(
-            f"the loss function returned a tuple of {len(result)}: return the mean loss, or (sum, weight)"
+            f"the loss function returned a tuple of {len(result)}: return the mean loss, or "
+            "(sum, weight)"
         )
     value, weight = result
     _checked(value, "the sum")
@@ -156,7 +175,8 @@ def _sum_and_weight(result: tuple[Any, ...]) -> Loss:
         return Loss(value, LossKind.SUM, weight.detach().to(value.device))
     if isinstance(weight, bool) or not isinstance(weight, int | float):
         raise UserCodeError(
-            f"the loss function's weight is {type(weight).__name__}: it must be a number or 0-d tensor"
+            f"the loss function's weight is {type(weight).__name__}: it must be a number or 0-d "
+            "tensor"
         )
     if not (math.isfinite(weight) and weight >= 0):
         raise UserCodeError(

@@ -1,4 +1,4 @@
-"""How models of transformers are recognised: by what they look like, since the library need not be there."""
+"""Recognise models of transformers by what they look like: the library need not be installed."""
 
 from __future__ import annotations
 
@@ -15,15 +15,12 @@ def config_of(module: nn.Module) -> Any | None:
 
 
 def outermost(model: nn.Module) -> tuple[str, nn.Module] | None:
-    """Return the name and the module of the first model in `model` that `from_pretrained` can build.
+    """Return name and module of the first model in `model` that `from_pretrained` can build.
 
     The name is "" where it is `model` itself. None: there is no such model.
     """
-    return next(
-        (
-            (name, module)
-            for name, module in model.named_modules()
-            if config_of(module) is not None and callable(getattr(module, "from_pretrained", None))
-        ),
-        None,
-    )
+    for name, module in model.named_modules():
+        is_loadable = callable(getattr(module, "from_pretrained", None))
+        if is_loadable and config_of(module) is not None:
+            return name, module
+    return None

@@ -1,8 +1,8 @@
-"""The user's own code: `load(ref, job_dir)` finds it, `call` runs it, and what goes wrong is told in the user's terms.
+"""The user's own code: `load(ref, job_dir)` finds it, `call` runs it, in the user's terms.
 
-A job that names something which does not exist is a `JobError` (one line, exit 2, the nearest name). Code that raises
-is a `UserCodeError` that says in which module of the model, and ends with the traceback as a person would read it: see
-`zrun_core.spine.tracebacks`.
+A job that names something which does not exist is a `JobError` (one line, exit 2, the nearest
+name). Code that raises is a `UserCodeError` that says in which module of the model, and ends with
+the traceback as a person would read it: see `zrun_core.spine.tracebacks`.
 """
 
 from __future__ import annotations
@@ -44,14 +44,15 @@ from zrun_core.spine.tracebacks import (
 if TYPE_CHECKING:
     from torch import nn
 
-# Standard modules that act on the process or the file system. A job file is often somebody else's text, and nothing
-# that a training job needs comes from here, so `model: os:system` is refused before anything is called.
+# Standard modules that act on the process or the file system. A job file is often somebody else's
+# text, and nothing that a training job needs comes from here, so `model: os:system` is refused
+# before anything is called.
 _PROCESS_MODULES = frozenset(
     {"ctypes", "nt", "os", "posix", "pty", "runpy", "shutil", "signal", "subprocess", "sys"}
 )
 
-# What the functions of a job are called with, by key; those of `model`, `data` and `eval.data` are called with their
-# args alone, once, and what they return counts.
+# Arguments that the functions of a job are called with, by key; those of `model`, `data` and
+# `eval.data` are called with their args alone, once, and what they return counts.
 TAKES: dict[str, tuple[str, ...]] = {
     "loss": ("model", "batch"),
     "data.collate": ("samples",),
@@ -60,15 +61,17 @@ TAKES: dict[str, tuple[str, ...]] = {
     "hooks": ("context",),
 }
 
+# The runtime's code that runs under the user's model: in hooks, and in what these call.
 _OWN_PACKAGE = Path(__file__).parents[1]
 _MECHANISMS = (
     f"{_OWN_PACKAGE / 'zero'}{os.sep}",
     f"{_OWN_PACKAGE / 'optim'}{os.sep}",
-    str(_OWN_PACKAGE / "distributed" / "comm.py"),
-    str(_OWN_PACKAGE / "memory" / "arena.py"),
-    str(_OWN_PACKAGE / "spine" / "board.py"),
+    f"{_OWN_PACKAGE / 'distributed'}{os.sep}",
+    f"{_OWN_PACKAGE / 'memory'}{os.sep}",
+    str(_OWN_PACKAGE / "spine" / "flight_recorder.py"),
 )
-_SHARDED_MODEL = str(_OWN_PACKAGE / "zero" / "sharded.py")
+# What torch's autograd says of the user's graph comes out of its `backward`.
+_SHARDED_MODEL = str(_OWN_PACKAGE / "zero" / "sharded_model.py")
 
 
 def add_to_path(job_dir: Path) -> None:
@@ -80,13 +83,15 @@ def add_to_path(job_dir: Path) -> None:
 
 
 def load(ref: Ref, job_dir: Path) -> object:
-    """What `ref` names, without calling it: an attribute of a module, or of a file relative to `job_dir`.
+    """Return what `ref` names, without calling it.
 
-    A file is imported under its stem and kept in `sys.modules`, so that it runs once per process and its classes can be
-    pickled for data-loading processes.
+    It is an attribute of a module, or of a file relative to `job_dir`. A file is imported under its
+    stem and kept in `sys.modules`, so that it runs once per process and its classes can be pickled
+    for data-loading processes.
 
     Raises:
-        JobError: there is no such file, module or attribute, or it belongs to a module that acts on the process.
+        JobError: there is no such file, module or attribute, or it belongs to a module that acts on
+            the process.
         UserCodeError: the import raised.
     """
     if ref.where.partition(".")[0] in _PROCESS_MODULES:
@@ -109,7 +114,9 @@ def load(ref: Ref, job_dir: Path) -> object:
 
 
 def function(ref: Ref, job_dir: Path, takes: Sequence[str] = ()) -> Callable[..., Any]:
-    """Return what `ref` names as a function with `ref.args` bound to it; of a class, an object made with them.
+    """Return what `ref` names as a function with `ref.args` bound to it.
+
+    Of a class, it is an object made with them.
 
     It is not called, unlike what `call` finds: a loss, a collate function, a hook.
 
@@ -164,13 +171,14 @@ def _callable(ref: Ref, job_dir: Path) -> Callable[..., Any]:
     found = load(ref, job_dir)
     if not callable(found):
         raise JobError(
-            f"{ref.call} is not callable: it is {_a_type(found)}; write a function that returns it and name that"
+            f"{ref.call} is not callable: it is {_a_type(found)}; write a function that returns it "
+            "and name that"
         )
     return found
 
 
 def build_model(ref: Ref, job_dir: Path) -> nn.Module:
-    """The module that the user's factory returns, in the training or evaluation mode that it chose.
+    """Return the module that the user's factory makes, in the mode (training or not) it chose.
 
     Raises:
         JobError: as `call`, or `ref` names a module object where a factory is needed.
@@ -180,8 +188,8 @@ def build_model(ref: Ref, job_dir: Path) -> nn.Module:
 
     if isinstance(found := load(ref, job_dir), nn.Module):
         raise JobError(
-            f"model: {ref.call} is a {type(found).__name__} that was built on import, before the seed was set: "
-            "write a function that builds and returns it"
+            f"model: {ref.call} is a {type(found).__name__} that was built on import, before the "
+            "seed was set: write a function that builds and returns it"
         )
     model = call(ref, job_dir)
     if not isinstance(model, nn.Module):
@@ -191,10 +199,11 @@ def build_model(ref: Ref, job_dir: Path) -> nn.Module:
 
 @contextmanager
 def user_code(what: str) -> Iterator[None]:
-    """What is raised inside is the user's: it becomes a `UserCodeError` that starts with `what`.
+    """Turn what the body raises into a `UserCodeError` that starts with `what`.
 
-    A `ZrunError` passes unchanged (the bundled models and data raise those), and so does an interrupt. What comes out
-    of the runtime's own hooks is not the user's: another rank went away, or it is a bug of ours.
+    A `ZrunError` passes unchanged (the bundled models and data raise those), and so does an
+    interrupt. What comes out of the runtime's own hooks is not the user's: another rank exited, or
+    it is a bug of ours.
 
     Raises:
         PeerError: a collective failed because of another rank.
@@ -222,7 +231,7 @@ def user_code(what: str) -> Iterator[None]:
 
 
 def _remark(error: BaseException) -> str:
-    """What its message does not say of some exceptions."""
+    """Return what the message of some exceptions leaves out."""
     if isinstance(error, SystemExit):
         return (
             ": it left the process, as sys.exit() and argparse do (the log has what it printed); "
@@ -241,20 +250,19 @@ def _remark(error: BaseException) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocator said that there is no memory: Python's, torch's on a CPU, or that of a device."""
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError)
-        and (
-            type(error).__name__ == "OutOfMemoryError"
-            or "can't allocate memory" in message_of(error)
-        )
-    )
+    """Return whether an allocator had no memory: Python's, torch's on a CPU, or a device's."""
+    if isinstance(error, MemoryError):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    of_a_device = type(error).__name__ == "OutOfMemoryError"
+    return of_a_device or "can't allocate memory" in message_of(error)
 
 
 def _comes_from_runtime(error: BaseException) -> bool:
-    """Whether the innermost frame that is not of a package belongs to the mechanisms that run under the user's model.
+    """Return whether the innermost frame that is not of a package is of the runtime's mechanisms.
 
-    What torch's autograd says of the user's graph comes out of `ShardedModel.backward`, which is not among them.
+    `ShardedModel.backward` is not among them: torch's autograd speaks of the user's graph there.
     """
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     last = next((file for file in reversed(files) if not is_packaged(file)), "")
@@ -293,7 +301,8 @@ def _import_module(ref: Ref, job_dir: Path) -> ModuleType:
         if isinstance(cause, ModuleNotFoundError) and f"{ref.where}.".startswith(f"{cause.name}."):
             nearest = _nearest(ref.where, (path.stem for path in job_dir.glob("*.py")))
             raise JobError(
-                f"{ref.call}: there is no module {cause.name!r} in {job_dir} nor among the installed packages{nearest}"
+                f"{ref.call}: there is no module {cause.name!r} in {job_dir} nor among the "
+                f"installed packages{nearest}"
             ) from None
         raise
 
@@ -308,7 +317,8 @@ def _import_file(ref: Ref, job_dir: Path) -> ModuleType:
         origin = getattr(loaded, "__file__", None)
         if origin is None or not os.path.exists(origin) or not path.samefile(origin):
             raise JobError(
-                f"{ref.call}: the module name {name!r} is taken by {origin or 'Python'}: rename {path}"
+                f"{ref.call}: the module name {name!r} is taken by {origin or 'Python'}: rename "
+                f"{path}"
             )
         return loaded
     # After everything else: the file's neighbours can be imported, and nothing is shadowed by them.
@@ -365,19 +375,20 @@ def _check_takes(
 
 
 def _below_main(name: str, module: object) -> str:
-    """That a file has a name which nobody sees who imports it; "": it has not."""
+    """Return a remark if `name` is defined where an import does not reach it, else ""."""
     with suppress(OSError, TypeError, SyntaxError):
         for node in ast.parse(inspect.getsource(module)).body:  # type: ignore[arg-type]
-            is_main = isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
-            inside = node.body if is_main and isinstance(node, ast.If) else []
-            if any(getattr(each, "name", None) == name for each in inside):
+            if not isinstance(node, ast.If) or "__name__" not in ast.unparse(node.test):
+                continue
+            if any(getattr(each, "name", None) == name for each in node.body):
                 return ': it is below if __name__ == "__main__", which an import leaves out'
     return ""
 
 
 def _refused(ref: Ref) -> JobError:
     return JobError(
-        f"{ref.call} is refused: it acts on the process, not on a model; name a function of your own code"
+        f"{ref.call} is refused: it acts on the process, not on a model; name a function of your "
+        "own code"
     )
 
 

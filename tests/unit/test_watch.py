@@ -18,6 +18,7 @@ from rich.console import Console, ConsoleDimensions
 from zrun.watch import formatting
 from zrun.watch.follow import Follower
 from zrun.watch.live import Live
+from zrun.watch.panel import panel
 from zrun.watch.panel_layout import Facts
 from zrun.watch.phases import Doing
 from zrun.watch.plain import Plain, message_line, step_line
@@ -27,7 +28,6 @@ from zrun.watch.run_state import Curve, RunState, fold
 from zrun.watch.screen import Json, Nothing, open_screen
 from zrun.watch.stragglers import Stragglers
 from zrun.watch.ui import Ui, choose
-from zrun.watch.view import panel
 from zrun_core.spine.events import Event, encode
 
 FACTS = Facts("gpt-1b", "20260102-030405-ab12", ("localhost",) * 2)

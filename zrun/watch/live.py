@@ -7,11 +7,11 @@ import time
 from rich.console import Console
 from rich.panel import Panel
 
+from zrun.watch.panel import WIDEST, panel
 from zrun.watch.panel_layout import Facts
 from zrun.watch.pinned import Pinned
 from zrun.watch.plain import message_line
 from zrun.watch.run_state import RunState
-from zrun.watch.view import WIDEST, panel
 from zrun_core.spine.events import Event
 
 _SHARE = 0.04  # of a core, for drawing

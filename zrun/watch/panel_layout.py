@@ -36,7 +36,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Room:
+class PanelSpace:
     """What a row may fill: `width` columns beside its label, on at most `height` lines."""
 
     width: int

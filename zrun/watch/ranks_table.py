@@ -9,7 +9,7 @@ from collections.abc import Callable
 from rich.text import Text
 
 from zrun.watch import formatting
-from zrun.watch.panel_layout import GAP, LABEL, QUIET, Facts, Room
+from zrun.watch.panel_layout import GAP, LABEL, QUIET, Facts, PanelSpace
 from zrun.watch.run_state import MEMORY_KINDS, RunState
 from zrun.watch.stragglers import own_times
 from zrun_core.spine.events import Event
@@ -23,7 +23,7 @@ _MISSED_LEAST = ("rings", "grads", "params", "optim", "other", "reserved", *_OWN
 _WIDE = 76  # columns from which on hosts are named
 
 
-def ranks_table(state: RunState, facts: Facts, room: Room) -> list[Text]:
+def ranks_table(state: RunState, facts: Facts, room: PanelSpace) -> list[Text]:
     """Draw a line for each rank; of many what they have in common, the slowest and the fullest."""
     if not state.memory or room.height < _LEAST_TABLE:
         return []

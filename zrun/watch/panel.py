@@ -19,8 +19,8 @@ from rich.text import Text
 
 from zrun.hosts.cluster import several
 from zrun.watch import formatting
-from zrun.watch.panel_layout import ALERT, GAP, GOOD, LABEL, QUIET, Facts, Room, packed
-from zrun.watch.ranks import ranks_table
+from zrun.watch.panel_layout import ALERT, GAP, GOOD, LABEL, QUIET, Facts, PanelSpace, packed
+from zrun.watch.ranks_table import ranks_table
 from zrun.watch.remaining import remaining
 from zrun.watch.run_state import SPLIT, RunState
 
@@ -41,7 +41,7 @@ class PanelRow:
     """
 
     label: str
-    lines: Callable[[RunState, Facts, Room], list[Text]]
+    lines: Callable[[RunState, Facts, PanelSpace], list[Text]]
     importance: int
 
 
@@ -60,7 +60,7 @@ def panel(
         height: of the terminal, in lines; the panel leaves a third of it to messages.
         ascii_only: whether the terminal knows no other characters.
     """
-    room = Room(width - 4, max(_LEAST_LINES, height * 2 // 3 - 2), ascii_only)
+    room = PanelSpace(width - 4, max(_LEAST_LINES, height * 2 // 3 - 2), ascii_only)
     return Panel(
         Group(*_body(state, facts, room)),
         title=_title(state, facts, width - 6),
@@ -71,7 +71,7 @@ def panel(
     )
 
 
-def _body(state: RunState, facts: Facts, room: Room) -> list[Text]:
+def _body(state: RunState, facts: Facts, room: PanelSpace) -> list[Text]:
     """The lines of all rows that fit; a row's first one stands behind its label."""
     drawn: dict[PanelRow, list[Text]] = {}
     left = room.height
@@ -101,7 +101,7 @@ def _title(state: RunState, facts: Facts, width: int) -> Text:
     return Text(GAP.join(words.values()))
 
 
-def _progress(state: RunState, facts: Facts, room: Room) -> list[Text]:
+def _progress(state: RunState, facts: Facts, room: PanelSpace) -> list[Text]:
     if not state.step.step:
         return packed(_beginning(state, facts), room.width)
     total = state.total_steps
@@ -135,7 +135,7 @@ def _waited_for(state: RunState) -> list[Text | str]:
     return [Text(f"{doing.what} {formatting.duration(doing.seconds)}", GOOD)]
 
 
-def _so_far(state: RunState, facts: Facts, room: Room) -> list[Text]:
+def _so_far(state: RunState, facts: Facts, room: PanelSpace) -> list[Text]:
     """What the run has consumed, and what of it is safe."""
     step = state.step
     fields = _waited_for(state) if step.step else []
@@ -154,7 +154,7 @@ def _so_far(state: RunState, facts: Facts, room: Room) -> list[Text]:
     return packed(fields, room.width)
 
 
-def _loss(state: RunState, facts: Facts, room: Room) -> list[Text]:
+def _loss(state: RunState, facts: Facts, room: PanelSpace) -> list[Text]:
     if not state.step.step:
         return []
     loss = f"{state.step.loss:.4f}"
@@ -167,7 +167,7 @@ def _loss(state: RunState, facts: Facts, room: Room) -> list[Text]:
     return packed([line, *evals], room.width)
 
 
-def _update(state: RunState, facts: Facts, room: Room) -> list[Text]:
+def _update(state: RunState, facts: Facts, room: PanelSpace) -> list[Text]:
     step = state.step
     if not step.step:
         return []
@@ -184,7 +184,7 @@ def _update(state: RunState, facts: Facts, room: Room) -> list[Text]:
     return packed(fields, room.width)
 
 
-def _speed(state: RunState, facts: Facts, room: Room) -> list[Text]:
+def _speed(state: RunState, facts: Facts, room: PanelSpace) -> list[Text]:
     fields: list[Text | str] = []
     if state.speed is not None:
         fields.append(f"{formatting.count(state.speed[0])} {state.speed[1]}")
@@ -197,7 +197,7 @@ def _speed(state: RunState, facts: Facts, room: Room) -> list[Text]:
     return packed(fields, room.width)
 
 
-def _time(state: RunState, facts: Facts, room: Room) -> list[Text]:
+def _time(state: RunState, facts: Facts, room: PanelSpace) -> list[Text]:
     """Where the time of a step goes, on rank 0."""
     split = state.split
     if not split:
@@ -213,13 +213,13 @@ def _time(state: RunState, facts: Facts, room: Room) -> list[Text]:
     return packed([Text.assemble(*parts), *legend], room.width)
 
 
-def _metrics(state: RunState, facts: Facts, room: Room) -> list[Text]:
+def _metrics(state: RunState, facts: Facts, room: PanelSpace) -> list[Text]:
     """What the newest evaluation and the user's hooks have come to, but for the loss."""
     metrics = state.newest_metrics
     return packed(formatting.metrics(metrics).split(GAP), room.width) if metrics else []
 
 
-def _estimate(state: RunState, facts: Facts, room: Room) -> list[Text]:
+def _estimate(state: RunState, facts: Facts, room: PanelSpace) -> list[Text]:
     if state.estimate is None:
         return []
     parts = re.split("(?<=[,;]) ", formatting.foretold(state.estimate))

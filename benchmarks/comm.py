@@ -27,7 +27,8 @@ from render import render
 if TYPE_CHECKING:
     import torch
 
-    from zrun_core.distributed.comm import Comm, Group
+    from zrun_core.distributed.comm import Comm
+    from zrun_core.distributed.transport import Group
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # zrun without installing it
 

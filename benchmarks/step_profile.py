@@ -37,7 +37,7 @@ PARTS = {
     "backward": ["torch:Tensor.backward"],
     "gradients into flat memory": ["zrun_core.zero.unit:FlatUnit.accumulate_grad"],
     "copies between ranks": ["zrun_core.distributed.cma_transport:_Peer.copy"],
-    "sums": ["zrun_core.distributed.comm:_store"],
+    "sums": ["zrun_core.distributed.collectives:store_sum"],
     "page moves": [
         "zrun_core.memory.arena:PageWindow.acquire",
         "zrun_core.memory.arena:PageWindow.release",

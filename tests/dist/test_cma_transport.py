@@ -16,16 +16,18 @@ from toys import Net, data, full_state, make_sharded, train_sharded, world
 
 from zrun_core.distributed import cma_transport
 from zrun_core.distributed.cma_transport import CmaTransport, Message
-from zrun_core.distributed.comm import Comm, Group, Handle, gather_tag
+from zrun_core.distributed.comm import Comm
+from zrun_core.distributed.handle import Handle
 from zrun_core.distributed.mesh import Mesh
+from zrun_core.distributed.transport import SMALL_TAG, Group, gather_tag
 from zrun_core.errors import HangError, PeerError
 
 
-def join_memory(patience_s: float = 60.0) -> tuple[Comm, Group]:
+def join_memory(timeout_s: float = 60.0) -> tuple[Comm, Group]:
     """A group that has no sockets to fall back on."""
     comm, group = join()
-    assert comm.use_cma(group, patience_s) is None
-    return comm, replace(group, handle=None)
+    assert comm.use_cma(group, timeout_s) is None
+    return comm, replace(group, process_group=None)
 
 
 def exchange(shards: list[int], dtypes: list[str]) -> dict[str, Any]:
@@ -63,7 +65,8 @@ def train(stage: int, in_memory: bool) -> tuple[list[float], dict[str, list[floa
         sharded = make_sharded(Net(), stage)
     finally:
         del os.environ[cma_transport.SWITCH]
-    assert (sharded.comm._memory is not None) == in_memory
+    uses_memory = isinstance(sharded.comm.transport((0, 1), SMALL_TAG), CmaTransport)
+    assert uses_memory == in_memory
     losses = train_sharded(sharded, data(4), accumulation=2)
     return losses, {name: value.tolist() for name, value in full_state(sharded).items()}
 
@@ -168,7 +171,7 @@ def overtake() -> list[float]:
     handle = comm.all_gather(full, own, group, tag=2, name="a")
     if group.index == 0:
         handle.wait()
-        is_read = all(work.is_completed() for work in comm._unread)
+        is_read = all(work.is_completed() for work in comm._pairwise.unread)
         store.set(f"overtake/{id(comm)}", "")  # not read by anyone: both sides use the one below
         store.set("overtake", "done")
         assert not is_read, "the gather was over here before the other rank looked"
@@ -187,12 +190,13 @@ def test_settle_waits_until_others_have_read(ranks):
     assert ranks(2).run(overtake) == [[9, 2], [1, 2]]
 
 
+PAIR = Group("host", (0, 1), 0, None)
 _CALLS = itertools.count()  # the ranks of a pool make the same ones
 
 
 def owe_a_message() -> list[float]:
     """Rank 0 has a second message behind one not taken yet, and finds all that it asked for at the first look."""
-    comm, group = join_memory(patience_s=10.0)
+    comm, group = join_memory(timeout_s=10.0)
     call = next(_CALLS)
 
     def gather(value: float) -> tuple[torch.Tensor, Handle]:
@@ -248,7 +252,7 @@ def gather_over_sockets() -> int:
     comm, group = join()
     for number in range(3):
         comm.all_gather(torch.zeros(2), torch.ones(1), group, tag=2, name=str(number)).wait()
-    return len(comm._unread)
+    return len(comm._pairwise.unread)
 
 
 def test_gathers_over_sockets_leave_nothing_behind(ranks):
@@ -282,18 +286,18 @@ def lose_a_peer() -> str:
     try:
         memory = alone_with(child)
         with pytest.raises(PeerError, match=rf"rank 1, process {child} is gone"):
-            memory.receive(torch.zeros(1), 1, 2).wait()
+            memory.receive(torch.zeros(1), PAIR, 1, 2).wait()
         with pytest.raises(PeerError, match="rank 1 does not answer within"):
-            alone_with(os.getpid(), patience_s=0.0).receive(torch.zeros(1), 1, 2).wait()
+            alone_with(os.getpid(), timeout_s=0.0).receive(torch.zeros(1), PAIR, 1, 2).wait()
     finally:
         os.waitpid(child, 0)
         comm.all_gather_bytes(b"", group, name="stay")
     return "seen"
 
 
-def alone_with(pid: int, patience_s: float = 60.0) -> CmaTransport:
+def alone_with(pid: int, timeout_s: float = 60.0) -> CmaTransport:
     """The memory of a rank whose peer runs in process `pid` and never posts anything."""
-    memory = CmaTransport((0,), 0, lambda payload: [payload], patience_s)
+    memory = CmaTransport((0,), 0, lambda payload: [payload], timeout_s)
     memory.ranks = (0, 1)
     descriptor = os.memfd_create("peer")
     try:
@@ -309,11 +313,19 @@ def test_a_peer_that_ends_or_is_silent_is_an_error(ranks):
     assert ranks(2).run(lose_a_peer) == ["seen", ""]
 
 
-def test_only_groups_within_the_host_use_it():
-    memory = alone_with(os.getpid())
-    assert memory.holds((0, 1), 2)
-    assert not memory.holds((0, 1, 2), 2)
-    assert not memory.holds((0, 1), 1 << 16)
+def one_host_of_two() -> list[bool]:
+    """Ranks 0 and 1 share a host, and rank 2 is on another."""
+    rank, size = world()
+    mesh = Mesh.build(rank, ["one", "one", "other"], size)
+    comm = Comm(CPU)
+    assert comm.use_cma(mesh.host, 10.0) is None
+    asked = (((0, 1), 2), ((0, 1, 2), 2), ((0, 1), 1 << 16))
+    return [isinstance(comm.transport(ranks, tag), CmaTransport) for ranks, tag in asked]
+
+
+def test_only_groups_within_the_host_use_it(ranks):
+    found = ranks(3).run(one_host_of_two)
+    assert found == [[True, False, False], [True, False, False], [False, False, False]]
     assert Comm(CPU).use_cma(Group("host", (0,), 0, None), 1.0) is None
 
 
@@ -349,7 +361,7 @@ def test_a_message_that_is_expected_later_holds_up_no_socket(ranks):
 
 def send_without_looking() -> list[float]:
     """Rank 0 sends three messages, and looks at none of them before rank 1 has all."""
-    comm, group = join_memory(patience_s=10.0)
+    comm, group = join_memory(timeout_s=10.0)
     call = next(_CALLS)
     tensors = [torch.full((3,), float(number * (1 - group.index))) for number in (1, 2, 3)]
     if group.index == 0:

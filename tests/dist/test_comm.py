@@ -12,20 +12,20 @@ import torch
 from toys import world
 
 import zrun_core.distributed.comm
-from zrun_core.distributed.cma_transport import NUM_TAGS
-from zrun_core.distributed.comm import (
+from zrun_core.distributed.collectives import slice_start
+from zrun_core.distributed.comm import Comm, CommPhase, TrafficKey
+from zrun_core.distributed.handle import Handle
+from zrun_core.distributed.mesh import Mesh
+from zrun_core.distributed.transport import (
     MESSAGE_TAGS,
-    Comm,
-    CommPhase,
+    NUM_TAGS,
+    SMALL_TAG,
     Group,
-    Handle,
-    TrafficKey,
+    ProcessGroupTransport,
     gather_tag,
     message_tag,
     reduce_tag,
-    slice_start,
 )
-from zrun_core.distributed.mesh import Mesh
 from zrun_core.spine.flight_recorder import FlightRecorder
 
 CPU = torch.device("cpu")
@@ -249,7 +249,7 @@ def chain(over: Group) -> tuple[Handle, list[Work], list[str]]:
 
 def in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take all ranks to be on one host."""
-    monkeypatch.setattr(Comm, "_in_memory", lambda self, group, tag: True)
+    monkeypatch.setattr(ProcessGroupTransport, "observes_completion", True)
 
 
 def test_polling_starts_what_follows_among_ranks_that_exchange_pairwise(monkeypatch):
@@ -384,4 +384,4 @@ def test_what_is_under_way_between_two_ranks_has_tags_of_its_own():
     assert len(messages) == len(MESSAGE_TAGS)
     assert max(messages) < NUM_TAGS < max(units), "messages can go through memory"
     assert not units & messages
-    assert not (units | messages) & {zrun_core.distributed.comm._SMALL_TAG}
+    assert not (units | messages) & {SMALL_TAG}

@@ -14,7 +14,8 @@ import torch
 from toys import build, data, make_sharded, train_sharded, world
 
 from zrun_core.checkpoint.model_state import ModelState, Target
-from zrun_core.distributed.comm import Comm, Handle
+from zrun_core.distributed.comm import Comm
+from zrun_core.distributed.handle import Handle
 from zrun_core.distributed.named_vector import NamedVector
 from zrun_core.guards.replicas import ReplicaGuard
 from zrun_core.zero.sharded_model import ShardedModel

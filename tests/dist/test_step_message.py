@@ -10,16 +10,10 @@ from test_comm import CPU, join
 from toys import world
 
 import zrun_core.distributed.comm
-from zrun_core.distributed.comm import (
-    Comm,
-    CommPhase,
-    Group,
-    TrafficKey,
-    equality_terms,
-    terms_agree,
-)
+from zrun_core.distributed.comm import Comm, CommPhase, TrafficKey, equality_terms, terms_agree
 from zrun_core.distributed.named_vector import NamedVector
 from zrun_core.distributed.step_message import StepContribution, all_reduce_step
+from zrun_core.distributed.transport import Group
 
 
 def say(said: dict[str, Any]) -> StepContribution:

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from zrun_core.distributed.comm import Comm, Group
+from zrun_core.distributed.comm import Comm
+from zrun_core.distributed.transport import Group
 from zrun_core.errors import JobError, PreflightError, UserCodeError
 from zrun_core.models.bert import bert
 from zrun_core.models.gpt import gpt

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from zrun_core.distributed import comm
-from zrun_core.distributed.comm import Group
+from zrun_core.distributed.transport import Group
 from zrun_core.errors import HangError
 from zrun_core.spine.flight_recorder import FlightRecorder, FlightRecorderView, IssuedOp, Watchdog
 

@@ -17,7 +17,7 @@ from zrun_core.checkpoint.initial import open_weights
 from zrun_core.checkpoint.manifest import Manifest, SavedRank
 from zrun_core.checkpoint.reader import Reader, Target
 from zrun_core.checkpoint.shard_file import write_shard
-from zrun_core.distributed.comm import Group
+from zrun_core.distributed.transport import Group
 from zrun_core.memory.tensors import Shape
 
 ALONE = Group("world", (0,), 0, None)

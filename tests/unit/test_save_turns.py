@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from zrun_core.checkpoint.checkpointer import Checkpointer, RunInfo, _Save
 from zrun_core.checkpoint.folder import CheckpointFolder
-from zrun_core.distributed.comm import Group
+from zrun_core.distributed.transport import Group
 from zrun_core.spine.config import CheckpointConfig
 
 

@@ -50,7 +50,8 @@ from zrun_core.checkpoint.model_state import CheckpointState
 from zrun_core.checkpoint.resume import Resumed
 from zrun_core.checkpoint.shard_file import WriteItem, write_plain, write_shard
 from zrun_core.distributed import rng
-from zrun_core.distributed.comm import Comm, Group
+from zrun_core.distributed.comm import Comm
+from zrun_core.distributed.transport import Group
 from zrun_core.errors import CheckpointError, HangError, PeerError, SaveError
 from zrun_core.memory.arena import flat_buffer
 from zrun_core.spine.config import BestConfig, CheckpointConfig, LimitsConfig

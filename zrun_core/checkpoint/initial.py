@@ -27,7 +27,7 @@ from zrun_core.checkpoint.manifest import MANIFEST, TensorInfo
 from zrun_core.checkpoint.model_state import ModelState
 from zrun_core.checkpoint.reader import Reader, Target
 from zrun_core.checkpoint.shard_file import as_bytes
-from zrun_core.distributed.comm import Group
+from zrun_core.distributed.transport import Group
 from zrun_core.errors import CheckpointError
 from zrun_core.memory.tensors import Extent, contiguous_stride, overlaps
 from zrun_core.spine.config import InitFromConfig

@@ -32,7 +32,7 @@ from zrun_core.checkpoint.manifest import (
 from zrun_core.checkpoint.model_files import ModelFiles, describe, tokenizer_files
 from zrun_core.checkpoint.reader import Reader, Target, by_name
 from zrun_core.checkpoint.shard_file import DTYPES, WriteItem, as_bytes
-from zrun_core.distributed.comm import slice_start
+from zrun_core.distributed.collectives import slice_start
 from zrun_core.errors import CheckpointError, SaveError
 from zrun_core.memory.layout import ParamSlot, Piece, TensorRange, dense_stride
 from zrun_core.optim import lightweight

@@ -18,7 +18,7 @@ import torch
 
 from zrun_core.checkpoint.manifest import RANK, Fragment, Manifest, TensorInfo
 from zrun_core.checkpoint.shard_file import DTYPES, check_header, read_fragment
-from zrun_core.distributed.comm import Group
+from zrun_core.distributed.transport import Group
 from zrun_core.errors import CheckpointError
 from zrun_core.memory.tensors import Extent, Overlap, overlaps
 

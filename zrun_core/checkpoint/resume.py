@@ -15,7 +15,8 @@ from zrun_core.checkpoint.manifest import Manifest
 from zrun_core.checkpoint.model_state import CheckpointState
 from zrun_core.checkpoint.reader import Reader
 from zrun_core.distributed import rng
-from zrun_core.distributed.comm import Comm, Group
+from zrun_core.distributed.comm import Comm
+from zrun_core.distributed.transport import Group
 from zrun_core.errors import CheckpointError
 from zrun_core.spine.spec import ResumeSpec
 

@@ -1,26 +1,42 @@
 """Messages between ranks of one host: the receiver copies them out of the sender's memory.
 
 [Note: one copy]
-Over the loopback device a message is copied into the kernel and out of it, in small pieces, by threads that compete
-with training for the cores. `process_vm_readv` copies it once, in the thread that needs it: 100 MB each way between two
-ranks take 16 ms instead of 75. `benchmarks/comm.py` compares them.
+Over the loopback device a message is copied into the kernel and out of it, in small pieces, by
+threads that compete with training for the cores. `process_vm_readv` (cross-memory attach) copies it
+once, in the thread that needs it: 100 MB each way between two ranks take 16 ms instead of 75.
+`benchmarks/comm.py` compares them.
 
-Every rank owns a table in a file without a name, which the others map and only read. There it posts, for each peer and
-tag, how many messages it has sent and where the last one lies; and it counts there how many of each peer's messages it
-has taken. The next message of a peer and tag is posted once the one before was taken, so a record holds one at a time.
+Every rank owns a table in a file without a name, which the others map and only read. It has a
+record of four words for each peer and tag:
+
+    sent        messages posted to the peer, written last: the peer looks at it
+    address     of the last one
+    bytes       of the last one
+    taken       messages of the peer that this rank has copied
+
+    sender's table          receiver's table
+    sent 0 taken 0          sent 0 taken 0
+    sent 1 taken 0                              posted: address and bytes are valid
+    sent 1 taken 0          sent 0 taken 1      copied: the sender may post the next one
+
+The next message of a peer and tag is posted once the one before was taken, so a record holds one at
+a time.
 
 [Note: who moves messages]
-No thread does: a rank takes what was posted for it, and posts what is due, whenever it looks after any message of its
-own. It may wait for sockets only when it has taken all that it asked for (`take_all`); else two ranks could wait for
-each other. So a group uses memory for everything, or for nothing: `CmaTransport.holds`. What is due is posted by then
-too: whoever sends the next message of a tag has taken the one before, so taking it also looks after the other way.
-A rank may also ask long before the other sends: for that it must not wait, since the other may wait
+No thread does: a rank takes what was posted for it, and posts what is due, whenever it looks after
+any message of its own. It may wait for sockets only when it has taken all that it asked for
+(`prepare_to_wait`); else two ranks could wait for each other. So a group uses memory for
+everything, or for nothing: `Comm.transport`. What is due is posted by then too: a rank that sends
+the next message of a tag has taken the one before, so taking it also looks after the other way. A
+rank may also ask long before the other sends: for that it must not wait, since the other may wait
 for the same sockets first. Such messages have tags of their own, of which it takes what is there.
 
-Processes may read each other's memory if they belong to one user and, where the Yama security module restricts it, if
-the sender allows it. Each rank allows it to the descendants of its own parent, which started the other ranks too. The
-table relies on stores becoming visible in order, as x86-64 promises. Where any of this is missing the ranks find out
-together, at the start, and talk through sockets.
+[Note: permission]
+Processes may read each other's memory if they belong to one user and, where the Yama security
+module restricts it, if the sender allows it. Each rank allows it to the descendants of its own
+parent, which started the other ranks too. The table relies on stores becoming visible in order, as
+x86-64 promises. Where any of this is missing the ranks find out together, at the start, and talk
+through sockets.
 """
 
 from __future__ import annotations
@@ -33,33 +49,28 @@ import platform
 import secrets
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from zrun_core.distributed.transport import MESSAGE_TAGS, NUM_TAGS, Group, Transport, Work
 from zrun_core.errors import HangError, PeerError
 from zrun_core.spine.flight_recorder import process_state
 
 SWITCH = "ZRUN_HOST_MEMORY"  # environment variable: "off" makes ranks of a host use sockets
 
-NUM_TAGS = 1 << 16  # messages with higher ones go through sockets
-_WORDS = 4  # of a record: messages sent, address of the last, its bytes; messages taken
+_WORDS = 4  # of a record, 8 bytes each
 _SENT, _ADDRESS, _NUM_BYTES, _TAKEN = range(_WORDS)
+_WORD_BYTES = 8
 _SPINS = 5  # looks before the first pause
-_PAUSE_S = 20e-6, 500e-6  # shortest and longest
-_LOOK_S = 0.25  # between two looks whether the peer is alive
+_FIRST_PAUSE_S = 20e-6
+_LONGEST_PAUSE_S = 500e-6
+_LIVENESS_CHECK_S = 0.25  # between two looks whether the peer is alive
 _PR_SET_PTRACER = 0x59616D61  # prctl(2): Yama
 _TOKEN_BYTES = 16
-
-
-class Work(Protocol):
-    """A message, or a collective, under way; torch's and ours."""
-
-    def is_completed(self) -> bool: ...
-
-    def wait(self) -> object: ...
 
 
 class _Range(ctypes.Structure):
@@ -69,7 +80,7 @@ class _Range(ctypes.Structure):
 
 
 def is_possible() -> bool:
-    """Whether this machine and the environment let ranks read each other's memory, as far as one of them can tell."""
+    """Return whether ranks may read each other's memory, as far as one of them can tell."""
     return (
         sys.platform == "linux"
         and platform.machine() == "x86_64"
@@ -78,14 +89,19 @@ def is_possible() -> bool:
 
 
 class _Peer:
-    """Another rank's memory, and its table. Every method may raise OSError: this process may not look at them."""
+    """Another rank's memory, and its table.
+
+    Every method may raise OSError: this process may not look at them.
+    """
 
     def __init__(self, pid: int, descriptor: int, num_bytes: int) -> None:
+        """Map the table that process `pid` has open as `descriptor`."""
         self.pid = pid
         self._read = ctypes.CDLL(None, use_errno=True).process_vm_readv
         self._read.restype = ctypes.c_ssize_t
-        pointer, count = ctypes.POINTER(_Range), ctypes.c_ulong
-        self._read.argtypes = [ctypes.c_int, pointer, count, pointer, count, count]
+        ranges = ctypes.POINTER(_Range)
+        count = ctypes.c_ulong
+        self._read.argtypes = [ctypes.c_int, ranges, count, ranges, count, count]
         table = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY)
         try:
             self.table = memoryview(mmap.mmap(table, num_bytes, prot=mmap.PROT_READ)).cast("Q")
@@ -101,9 +117,8 @@ class _Peer:
             count = self._read(self.pid, here, 1, there, 1, 0)
             if count <= 0:
                 number = ctypes.get_errno()
-                raise OSError(
-                    number, f"memory of process {self.pid} cannot be read: {os.strerror(number)}"
-                )
+                reason = os.strerror(number)
+                raise OSError(number, f"memory of process {self.pid} cannot be read: {reason}")
             done += count
 
     @property
@@ -111,19 +126,36 @@ class _Peer:
         return process_state(self.pid) not in (None, "Z", "X")
 
 
-class _Channel:
-    """The messages of one peer and tag in one direction, in order."""
+class _Channel(ABC):
+    """The messages of one peer and tag in one direction, in order.
+
+    Attributes:
+        table: this rank's, in which its record for the peer and tag begins at word `at`.
+        at_peer: where in the peer's table its record for this rank and the tag begins.
+        messages: not yet over, the oldest first.
+        count: messages that were posted, or taken.
+    """
 
     def __init__(self, owner: CmaTransport, rank: int, tag: int) -> None:
-        self.rank, self.tag, self.peer = rank, tag, owner.peers[rank]
-        here, there = owner.ranks.index(rank) * NUM_TAGS, owner.index * NUM_TAGS
-        self.table, self.at = owner.table, (here + tag) * _WORDS  # what this rank says to the peer
-        self.at_peer = (there + tag) * _WORDS  # what the peer says to this rank
+        self.rank = rank
+        self.tag = tag
+        self.peer = owner.peers[rank]
+        self.table = owner.table
+        self.at = (owner.ranks.index(rank) * NUM_TAGS + tag) * _WORDS
+        self.at_peer = (owner.index * NUM_TAGS + tag) * _WORDS
         self.messages: deque[Message] = deque()
-        self.count = 0  # that were posted, or taken
+        self.count = 0
+
+    @abstractmethod
+    def add(self, message: Message) -> None:
+        """Let a message follow those that are here."""
+
+    @abstractmethod
+    def move(self) -> None:
+        """Do what can be done without waiting."""
 
 
-class _Sending(_Channel):
+class _SendChannel(_Channel):
     """The first message is posted; the next one follows when it was taken."""
 
     def add(self, message: Message) -> None:
@@ -146,8 +178,10 @@ class _Sending(_Channel):
         self.table[self.at + _SENT] = self.count  # last: now the peer looks at the others
 
 
-class _Receiving(_Channel):
-    back: _Sending | None = None  # the same peer and tag in the other direction
+class _ReceiveChannel(_Channel):
+    """A message is copied as soon as a look finds that it was posted."""
+
+    back: _SendChannel | None = None  # the same peer and tag in the other direction
 
     def add(self, message: Message) -> None:
         self.messages.append(message)
@@ -155,14 +189,15 @@ class _Receiving(_Channel):
     def move(self) -> None:
         while self.messages and self.peer.table[self.at_peer + _SENT] > self.count:
             tensor = self.messages[0].tensor
-            if (num_bytes := self.peer.table[self.at_peer + _NUM_BYTES]) != tensor.nbytes:
+            num_bytes = self.peer.table[self.at_peer + _NUM_BYTES]
+            if num_bytes != tensor.nbytes:
                 raise HangError(
-                    f"ranks disagree: one sent {num_bytes} bytes where another expected {tensor.nbytes}"
+                    f"ranks disagree: one sent {num_bytes} bytes where another expected "
+                    f"{tensor.nbytes}"
                 )
+            address = self.peer.table[self.at_peer + _ADDRESS]
             try:
-                self.peer.copy(
-                    self.peer.table[self.at_peer + _ADDRESS], num_bytes, tensor.data_ptr()
-                )
+                self.peer.copy(address, num_bytes, tensor.data_ptr())
             except OSError as error:
                 raise PeerError(f"another rank has ended ({error}): see what it says") from None
             self.messages.popleft().is_over = True
@@ -173,17 +208,17 @@ class _Receiving(_Channel):
 
 
 class Message:
-    """One message on its way: a `Work`."""
+    """One message in flight: a `Work`."""
 
-    def __init__(
-        self, owner: CmaTransport, line: _Sending | _Receiving, tensor: torch.Tensor
-    ) -> None:
-        self._owner, self.line, self.tensor = owner, line, tensor
+    def __init__(self, owner: CmaTransport, channel: _Channel, tensor: torch.Tensor) -> None:
+        self._owner = owner
+        self.channel = channel
+        self.tensor = tensor
         self.is_over = False
 
     def is_completed(self) -> bool:
         if not self.is_over:
-            self.line.move()
+            self.channel.move()
         return self.is_over
 
     def wait(self) -> None:
@@ -196,40 +231,48 @@ class Message:
             self._owner.wait_for(self)
 
 
-class CmaTransport:
-    """This rank's messages to and from the other ranks of its host. Those of one peer and tag arrive in order."""
+class CmaTransport(Transport):
+    """This rank's messages to and from the other ranks of its host, by cross-memory attach."""
+
+    observes_completion = True
+    completes_sends = False  # the receiver's thread copies them
 
     def __init__(
         self,
         ranks: tuple[int, ...],
         index: int,
         exchange: Callable[[bytes], Sequence[bytes]],
-        patience_s: float,
+        timeout_s: float,
     ) -> None:
-        """Collective over the host's ranks.
+        """Open the other ranks' tables. Collective over the host's ranks.
 
         Args:
-            ranks: the host's, by the numbers that others know them by.
+            ranks: the host's, by their global numbers.
             index: this rank's place among them.
-            exchange: gives every rank's payload, in the order of `ranks`.
-            patience_s: that a message may take.
+            exchange: returns every rank's payload, in the order of `ranks`.
+            timeout_s: that a message may take.
 
         Raises:
             OSError: not all of them may read the memory of all others.
         """
-        self.ranks, self.index = ranks, index
+        self.ranks = ranks
+        self.index = index
         self.peers: dict[int, _Peer] = {}
-        self._patience_s = patience_s
-        self._lines: dict[tuple[type[_Channel], int, int], _Sending | _Receiving] = {}
+        self._timeout_s = timeout_s
+        self._channels: dict[tuple[type[_Channel], int, int], _Channel] = {}
         problem = self._meet(exchange)
-        if found := next(filter(None, exchange(problem.encode())), b""):
-            raise OSError(found.decode())
+        for told in exchange(problem.encode()):
+            if told:
+                raise OSError(told.decode())
 
     def _meet(self, exchange: Callable[[bytes], Sequence[bytes]]) -> str:
-        """Make the own table, open the others', and try to read their memory; what is in the way, if anything."""
-        num_bytes = (
-            len(self.ranks) * NUM_TAGS * _WORDS * 8
-        )  # of which only what is used takes memory
+        """Make the own table, open the others', and try to read their memory.
+
+        Returns:
+            The problem of any rank; "" if there is none.
+        """
+        # Of this range of addresses only what is used takes memory.
+        num_bytes = len(self.ranks) * NUM_TAGS * _WORDS * _WORD_BYTES
         token = secrets.token_bytes(_TOKEN_BYTES)
         shown = ctypes.create_string_buffer(token, _TOKEN_BYTES)
         descriptor: int | None = None
@@ -257,12 +300,13 @@ class CmaTransport:
                         self._open(rank, found, num_bytes)
             except OSError as error:
                 problem = str(error)
-        exchange(b"")  # everyone has opened what there is to open
+        exchange(b"")  # every rank has opened what there is to open
         if descriptor is not None:
             os.close(descriptor)
         return problem
 
     def _open(self, rank: int, card: Mapping[str, Any], num_bytes: int) -> None:
+        """Map the table of `rank`, and make sure that its process is the one that showed `card`."""
         peer = self.peers[rank] = _Peer(card["pid"], card["table"], num_bytes)
         seen = ctypes.create_string_buffer(_TOKEN_BYTES)
         peer.copy(card["at"], _TOKEN_BYTES, ctypes.addressof(seen))
@@ -271,48 +315,52 @@ class CmaTransport:
                 f"process {peer.pid} is not rank {rank}: they run in different containers"
             )
 
-    def holds(self, ranks: tuple[int, ...], tag: int) -> bool:
-        """Whether all of `ranks` can exchange messages with this tag."""
-        return tag < NUM_TAGS and set(ranks) <= set(self.ranks)
+    def send(self, tensor: torch.Tensor, group: Group, peer: int, tag: int) -> Message:
+        """Let rank `peer` of `group` take the contiguous `tensor`."""
+        return self._begin(_SendChannel, tensor, group.ranks[peer], tag)
 
-    def send(self, tensor: torch.Tensor, rank: int, tag: int) -> Message:
-        """Let `rank` take the contiguous `tensor`, which must not change until the message is over."""
-        return self._begin(_Sending, tensor, rank, tag)
-
-    def receive(self, tensor: torch.Tensor, rank: int, tag: int) -> Message:
-        """Take the next message of `rank` into the contiguous `tensor`."""
-        return self._begin(_Receiving, tensor, rank, tag)
+    def receive(self, tensor: torch.Tensor, group: Group, peer: int, tag: int) -> Message:
+        """Take the next message of rank `peer` of `group` into the contiguous `tensor`."""
+        return self._begin(_ReceiveChannel, tensor, group.ranks[peer], tag)
 
     def _begin(
-        self, kind: type[_Sending] | type[_Receiving], tensor: torch.Tensor, rank: int, tag: int
+        self,
+        kind: type[_SendChannel] | type[_ReceiveChannel],
+        tensor: torch.Tensor,
+        rank: int,
+        tag: int,
     ) -> Message:
-        line = self._lines.get((kind, rank, tag))
-        if line is None:
-            line = self._lines[kind, rank, tag] = kind(self, rank, tag)
-            taken, posted = (
-                self._lines.get((_Receiving, rank, tag)),
-                self._lines.get((_Sending, rank, tag)),
-            )
-            if isinstance(taken, _Receiving) and isinstance(posted, _Sending):
-                taken.back = posted
-        message = Message(self, line, tensor)
-        line.add(message)
+        channel = self._channels.get((kind, rank, tag))
+        if channel is None:
+            channel = self._channels[kind, rank, tag] = kind(self, rank, tag)
+            self._join_directions(rank, tag)
+        message = Message(self, channel, tensor)
+        channel.add(message)
         return message
 
-    def take_all(self, *, but: range) -> None:
-        """Return when this rank has taken all that it asked for. See [Note: who moves messages].
+    def _join_directions(self, rank: int, tag: int) -> None:
+        """Let a channel from `rank` know the one to it, once there are both."""
+        receives = self._channels.get((_ReceiveChannel, rank, tag))
+        sends = self._channels.get((_SendChannel, rank, tag))
+        if isinstance(receives, _ReceiveChannel) and isinstance(sends, _SendChannel):
+            receives.back = sends
 
-        Args:
-            but: tags of messages that need not be there yet.
+    def prepare_to_wait(self, works: Sequence[Work]) -> None:
+        """Take all that this rank has asked for, if it is about to wait for sockets.
+
+        Messages between two ranks may be asked for long before they are sent: of those it takes
+        what is there. See [Note: who moves messages].
 
         Raises:
             PeerError: a peer has ended, or does not answer.
         """
-        for line in list(self._lines.values()):
-            if line.tag in but:
-                line.move()
-            elif isinstance(line, _Receiving) and line.messages:
-                line.messages[-1].wait()
+        if all(isinstance(work, Message) for work in works):
+            return
+        for channel in list(self._channels.values()):
+            if channel.tag in MESSAGE_TAGS:
+                channel.move()
+            elif isinstance(channel, _ReceiveChannel) and channel.messages:
+                channel.messages[-1].wait()
 
     def wait_for(self, message: Message) -> None:
         """Move messages, this and any other, until this one is over.
@@ -320,27 +368,30 @@ class CmaTransport:
         Raises:
             PeerError: the peer has ended, or does not answer.
         """
-        pause_s, looks = _PAUSE_S[0], 0
-        late = looked = time.monotonic()
-        late += self._patience_s
+        start_s = time.monotonic()
+        last_check_s = start_s
+        pause_s = _FIRST_PAUSE_S
+        num_looks = 0
         while not message.is_over:
-            for line in self._lines.values():
-                line.move()
-            looks += 1
-            if message.is_over or looks < _SPINS:
+            for channel in self._channels.values():
+                channel.move()
+            num_looks += 1
+            if message.is_over or num_looks < _SPINS:
                 continue
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _PAUSE_S[1])
-            now = time.monotonic()
-            if now - looked < _LOOK_S:
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            now_s = time.monotonic()
+            if now_s - last_check_s < _LIVENESS_CHECK_S:
                 continue
-            looked = now
-            rank, peer = message.line.rank, message.line.peer
+            last_check_s = now_s
+            rank = message.channel.rank
+            peer = message.channel.peer
             if not peer.is_alive and not message.is_completed():
                 raise PeerError(
-                    f"another rank has ended (rank {rank}, process {peer.pid} is gone): see what it says"
+                    f"another rank has ended (rank {rank}, process {peer.pid} is gone): see what "
+                    "it says"
                 )
-            if now > late:
+            if now_s > start_s + self._timeout_s:
                 raise PeerError(
-                    f"rank {rank} does not answer within {self._patience_s:g} s: see what it says"
+                    f"rank {rank} does not answer within {self._timeout_s:g} s: see what it says"
                 )

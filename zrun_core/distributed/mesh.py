@@ -31,7 +31,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from zrun_core.distributed.comm import Group
+from zrun_core.distributed.transport import Group
 from zrun_core.errors import JobError
 from zrun_core.spine.parallel_dims import Coordinates, GroupAxis, groups_along
 

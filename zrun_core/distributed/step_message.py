@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from zrun_core.distributed.comm import NUM_EQUALITY_TERMS, Comm, Group, equality_terms, terms_agree
+from zrun_core.distributed.comm import NUM_EQUALITY_TERMS, Comm, equality_terms, terms_agree
 from zrun_core.distributed.named_vector import NamedVector, on_device
+from zrun_core.distributed.transport import Group
 
 
 @dataclass(frozen=True)

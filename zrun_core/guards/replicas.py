@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 import xxhash
 
-from zrun_core.distributed.comm import Group
+from zrun_core.distributed.transport import Group
 from zrun_core.errors import DivergedError
 from zrun_core.zero.sharded_model import ShardedModel
 from zrun_core.zero.unit import FlatUnit

@@ -35,8 +35,9 @@ from zrun_core.checkpoint.model_state import ModelState
 from zrun_core.checkpoint.resume import Resumed, load_newest, restore_streams
 from zrun_core.data.loader import BatchLoader
 from zrun_core.distributed import rng
-from zrun_core.distributed.comm import Comm, Group
+from zrun_core.distributed.comm import Comm
 from zrun_core.distributed.mesh import Mesh
+from zrun_core.distributed.transport import Group
 from zrun_core.errors import (
     ExitCode,
     JobError,

@@ -27,7 +27,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import UninitializedParameter
 
-from zrun_core.distributed.comm import Comm, Group
+from zrun_core.distributed.comm import Comm
+from zrun_core.distributed.transport import Group
 from zrun_core.errors import PeerError, PreflightError, UserCodeError
 from zrun_core.spine.sizes import format_size
 

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from zrun_core.distributed.comm import Handle
+from zrun_core.distributed.handle import Handle
 from zrun_core.memory.arena import byte_buffer
 
 

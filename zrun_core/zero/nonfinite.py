@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from zrun_core.distributed.comm import Comm, Group
+from zrun_core.distributed.comm import Comm
+from zrun_core.distributed.transport import Group
 from zrun_core.memory.layout import UnitLayout
 from zrun_core.zero.unit import FlatUnit
 

@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zrun_core.distributed.comm import Comm, Handle, direct_up_to
+from zrun_core.distributed.comm import Comm, direct_up_to
+from zrun_core.distributed.handle import Handle
 from zrun_core.distributed.mesh import Mesh
 from zrun_core.errors import CheckpointError
 from zrun_core.memory.arena import Ring

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zrun_core.distributed.comm import Comm, Handle, gather_tag, reduce_tag
+from zrun_core.distributed.comm import Comm
+from zrun_core.distributed.handle import Handle
+from zrun_core.distributed.transport import gather_tag, reduce_tag
 from zrun_core.memory.layout import MeshInfo, StatePolicy, UnitLayout
 from zrun_core.zero.exchange import Exchange
 

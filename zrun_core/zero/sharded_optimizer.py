@@ -27,7 +27,8 @@ from typing import Any
 
 import torch
 
-from zrun_core.distributed.comm import Comm, Group
+from zrun_core.distributed.comm import Comm
+from zrun_core.distributed.transport import Group
 from zrun_core.memory.arena import Ring
 from zrun_core.memory.layout import ParamSlot, Piece
 from zrun_core.optim import lightweight

@@ -15,7 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from zrun_core.distributed.comm import Comm, Group, Handle
+from zrun_core.distributed.comm import Comm
+from zrun_core.distributed.handle import Handle
+from zrun_core.distributed.transport import Group
 from zrun_core.memory.arena import (
     PagePool,
     PageWindow,

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zrun_core.distributed.comm import Comm, gather_tag, reduce_tag
+from zrun_core.distributed.comm import Comm
 from zrun_core.distributed.mesh import Mesh
+from zrun_core.distributed.transport import gather_tag, reduce_tag
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.events import Emitter, EventType
 from zrun_core.spine.spec import LaunchPlan, RankPlace, RunSpec, resolve_batch

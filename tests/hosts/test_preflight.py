@@ -186,7 +186,7 @@ def test_a_host_with_a_port_is_called_by_both(isolated_rig: Rig, tmp_path: Path)
         assert [(host.hostname, host.slots, host.chosen) for host in found.cluster.hosts] == [
             *[("node1:22", 2, None), ("node2", 2, (1,))]
         ]
-        assert {post.host: post.interface for post in found.posts} == {
+        assert {agent.host: agent.interface for agent in found.agents} == {
             "node1:22": "eth0",
             "node2": "eth0",
         }

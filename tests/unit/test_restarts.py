@@ -11,11 +11,11 @@ import pytest
 from zrun.hosts.backend import Backend
 from zrun.hosts.cluster_env import NONE
 from zrun.job.load import LoadedJob
-from zrun.launch import session
 from zrun.launch.failures import Failure, FailureNote, Hang, LostHost, WorkerExit
 from zrun.launch.launch_request import AttemptResult, LaunchRequest
-from zrun.launch.session import Restarts
+from zrun.launch.session import Restarts, launch
 from zrun.watch.ui import Ui
+from zrun_core.errors import PreflightError
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.spec import LaunchPlan, RankPlace, ResumeSpec
 
@@ -57,14 +57,8 @@ def test_only_accidents_are_tried_again(
 
 def test_the_pauses_grow_and_the_budget_ends() -> None:
     restarts = Restarts(5)
-    assert [restarts.after(LOST, committed) for committed in range(6)] == [
-        5.0,
-        10.0,
-        20.0,
-        20.0,
-        20.0,
-        None,
-    ]
+    pauses = [restarts.after(LOST, committed) for committed in range(6)]
+    assert pauses == [5.0, 10.0, 20.0, 20.0, 20.0, None]
     assert restarts.made == 5
 
 
@@ -75,9 +69,9 @@ def test_a_restart_that_saved_nothing_counts_twice() -> None:
 
 
 def restartable(monkeypatch: pytest.MonkeyPatch, attempt: Any) -> LaunchRequest:
-    """A job that may be started again, of which `attempt` is an attempt."""
-    monkeypatch.setattr(session, "_attempt", attempt)
-    monkeypatch.setattr(session, "open_agents", lambda backend, job: [])
+    """Return the request for a run that may be started again, of which `attempt` is an attempt."""
+    monkeypatch.setattr("zrun.launch.attempt.attempt", attempt)
+    monkeypatch.setattr("zrun.launch.session.open_agents", lambda backend, job: [])
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     keys = {
         "name": "t",
@@ -114,7 +108,7 @@ def test_a_run_that_was_asked_to_end_is_not_started_again(
             5, failure(-signal.SIGKILL), tmp_path, 0, None, was_asked=len(attempts) == 2
         )
 
-    assert session._run(restartable(monkeypatch, attempt), None) == 5
+    assert launch(restartable(monkeypatch, attempt), None) == 5
     assert attempts == [False, True]
 
 
@@ -131,6 +125,32 @@ def test_every_restart_knows_where_the_run_began(
         what = None if len(origins) == 3 else failure(-signal.SIGKILL)
         return AttemptResult(5, what, tmp_path, 0, None, origin=found)
 
-    assert session._run(restartable(monkeypatch, attempt), None) == 5
+    assert launch(restartable(monkeypatch, attempt), None) == 5
     assert origins == [None, begun, begun]
     assert "restart 1 of 5 in 5 s, from where the run began" in capsys.readouterr().err
+
+
+def test_a_host_that_is_not_back_yet_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before the first attempt it is an error; later it costs one of the restarts."""
+    num_attempts = 0
+
+    def attempt(request: LaunchRequest, members: list[Any]) -> AttemptResult:
+        nonlocal num_attempts
+        num_attempts += 1
+        if num_attempts == 2:
+            raise PreflightError("node: no route to host")
+        if num_attempts == 3:
+            return AttemptResult(0, None, tmp_path, 12)
+        return AttemptResult(6, LOST, tmp_path, 12)
+
+    request = restartable(monkeypatch, attempt)
+    assert launch(request, None) == 0
+    assert num_attempts == 3
+    told = capsys.readouterr().err
+    assert "node: no route to host\nrestart 2 of 5 in 10 s, after step 12" in told
+
+    num_attempts = 1
+    with pytest.raises(PreflightError, match="no route"):
+        launch(request, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from socket import gethostname
 from typing import TYPE_CHECKING, Annotated
@@ -56,10 +56,10 @@ def check(
 
     Example: zrun check job.yaml zero.stage=3 --slots 8
     """
-    from zrun.hosts.backend import HostOptions, find_backend, with_backend
+    from zrun.hosts.backend import HostOptions, find_backend
     from zrun.job.load import load_job
     from zrun.job.structure import inspect_structure
-    from zrun.placement.plan import check_gpus, make_plan
+    from zrun.placement.plan import plan_on_backend
     from zrun.watch.preface import hosts_preface, preface, width_of
     from zrun.watch.topology import show_seats
 
@@ -69,10 +69,7 @@ def check(
     cluster, why_not = _look(backend, loaded, offline)
     resolved = None
     if cluster is not None:
-        config, reasons = with_backend(loaded.config, backend)
-        check_gpus(backend.gpus, config, cluster)
-        resolved = make_plan(config, cluster)
-        resolved = replace(resolved, reasons=(*reasons, *resolved.reasons))
+        resolved = plan_on_backend(loaded.config, backend, cluster)
     structure = None if no_import else inspect_structure(loaded, _BUILD_TIMEOUT_S)
     if as_json:
         _print_json(loaded, backend, resolved, structure, why_not)

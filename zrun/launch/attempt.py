@@ -1,4 +1,13 @@
-"""One attempt at a run: look at the hosts, plan, start the workers, and follow them to the end."""
+"""One attempt at a run: `attempt(request, members)`, from agents that were just started to the result.
+
+    plan       bring up the hosts, resolve the job on them, and say what will run
+    begin      decide whether the run starts anew or from a checkpoint, and claim its directory
+    start      record the job, and send every agent the spec of its ranks
+    monitor    take in events until all ranks have ended; record them, and draw the screen
+    conclude   the exit code, `failure.json`, and one message
+
+`zrun.launch.session` draws the processes that take part.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +17,25 @@ import shutil
 import sys
 import time
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from zrun.estimate.forecast import Forecast
 from zrun.estimate.gate import Gate, refusal
 from zrun.hosts.backend import with_backend
+from zrun.hosts.cluster import Cluster
 from zrun.job.environment import without_secrets
 from zrun.job.load import LoadedJob
 from zrun.job.problems import ValueOrigin
 from zrun.job.render import with_origins
-from zrun.launch.bring_up import bring_up
+from zrun.launch.bring_up import ClusterSession, bring_up
 from zrun.launch.failures import Failure, Hang, LostHost, Stopped
 from zrun.launch.launch_request import AttemptResult, LaunchRequest
 from zrun.launch.supervise import LauncherSignals, SupervisedRun, Supervisor, judge
-from zrun.placement.plan import ResolvedJob, check_gpus, make_plan
+from zrun.placement.plan import ResolvedJob, plan_on_backend
+from zrun.runs.run_lock import RunLock
 from zrun.runs.rundir import RunDir, set_checkpoints_aside
-from zrun.runs.start_point import choose_restart, choose_start, choose_under_lock
+from zrun.runs.start_point import StartPoint, choose_restart, choose_start, choose_under_lock
 from zrun.system.output import say
 from zrun.system.signals import ends_with_parent, ignore, name_of, stoppable
 from zrun.transport.agent_process import AgentLink
@@ -36,6 +47,7 @@ from zrun.watch.panel_layout import Facts
 from zrun.watch.phases import PhaseWatch
 from zrun.watch.preface import brief, places, preface, width_of
 from zrun.watch.report import report
+from zrun.watch.run_state import RunState
 from zrun.watch.screen import open_screen
 from zrun.watch.stragglers import Stragglers
 from zrun.watch.topology import show_seats
@@ -44,156 +56,207 @@ from zrun_core.checkpoint.names import steps_in
 from zrun_core.errors import CheckpointError, ExitCode, StoppedError
 from zrun_core.spine.events import Event
 from zrun_core.spine.parallel_dims import refuse_untrained
-from zrun_core.spine.spec import ResumeSpec, RunSpec, checkpoint_folder
+from zrun_core.spine.spec import RunSpec, checkpoint_folder
+
+
+@dataclass(frozen=True)
+class _ClaimedRun:
+    """A run whose directory this process holds, and all that was decided about it."""
+
+    request: LaunchRequest
+    resolved: ResolvedJob
+    rundir: RunDir
+    spec: RunSpec
+    gate: Gate
+
+
+@dataclass(frozen=True)
+class _Observed:
+    """A run that is over: what the agents told, what signals came, and what the screen showed last."""
+
+    run: SupervisedRun
+    signals: LauncherSignals
+    state: RunState
 
 
 def attempt(request: LaunchRequest, members: list[AgentLink]) -> AttemptResult:
-    """Look at the hosts, plan, start the workers and follow them to the end."""
-    config, reasons = with_backend(request.loaded.config, request.backend)
-    job_dir = request.loaded.path.absolute().parent
-    least = (
-        config.min_hosts if request.is_restart and config.min_hosts is not None else len(members)
-    )
-    root = request.run_dir or Path("runs") / config.name
-    assembly = bring_up(members, request.backend, config, job_dir, root.absolute(), least)
-    if assembly.dropped:
-        say(assembly.dropped, sys.stderr)
-    check_gpus(request.backend.gpus, config, assembly.cluster)
-    resolved = make_plan(config, assembly.cluster)
-    resolved = replace(resolved, reasons=(*reasons, *resolved.reasons))
-    is_told = request.ui is not Ui.none and not request.is_restart
-    width = width_of(sys.stderr)
-    if is_told and request.dry_run:
-        print(preface(resolved, assembly.cluster, width), file=sys.stderr)
-        show_seats(resolved.plan.ranks, assembly.cluster, sys.stderr)
-    elif is_told:
-        print(brief(resolved, request.loaded.config, assembly.cluster, width), file=sys.stderr)
-        print(
-            f"every other key has its default: zrun check {shlex.quote(str(request.loaded.path))}",
-            file=sys.stderr,
-        )
-    if not request.dry_run:
-        refuse_untrained(resolved.job.parallel.tp, resolved.job.parallel.pp)
-    lock = request.lock
-    if request.is_restart:
-        assert request.run_dir is not None
-        beginning = choose_restart(resolved.job, request.run_dir, request.origin)
-    elif request.dry_run:
-        beginning = choose_start(resolved.job, request.run_dir, request.fresh)
-    else:
-        beginning, lock = choose_under_lock(
-            lambda: choose_start(resolved.job, request.run_dir, request.fresh)
-        )
-    if beginning.note:
-        print(beginning.note, file=sys.stderr)
-    if request.dry_run or beginning.complete:
+    """Bring up the hosts, plan, start the workers, and follow them to the end.
+
+    Args:
+        request: what is asked for; `is_restart` if an earlier attempt has failed.
+        members: the agents, in the order of the hosts' ranks. The caller closes them.
+
+    Raises:
+        ZrunError: the run could not be started, or not be recorded.
+    """
+    session, resolved = _plan(request, members)
+    start, lock = _choose_start(request, resolved)
+    if start.note:
+        print(start.note, file=sys.stderr)
+    if request.dry_run or start.complete:
         return AttemptResult(ExitCode.OK)
     gate = Gate(
         request.loaded,
         resolved,
-        assembly.cluster,
+        session.cluster,
         request.environment,
         force=request.force,
         is_restart=request.is_restart,
     )
-    with (
-        gate,
-        RunDir.claim(
-            resolved.job.name, beginning.run_dir, earlier=beginning.earlier, lock=lock
-        ) as rundir,
-    ):
-        if is_told:
-            print(
-                places(rundir.path, resolved.job.log.ranks, resolved.plan.world_size),
-                file=sys.stderr,
-            )
-        if request.detached is not None:
-            request.detached.switch_to_log(rundir)
-        if beginning.aside is not None:
-            set_checkpoints_aside(beginning.aside, rundir.run_id)
-        rundir.write_job(_record(request.loaded, resolved))
-        rundir.write_plan(resolved.plan)
-        spec = _spec(request.loaded, resolved, rundir, beginning.resume, gate.memory_bytes)
-        agents = AgentGroup([post.agent for post in assembly.posts])
-        agents.start(
-            StartRequest(
-                spec=spec.to_json(),
-                host=post.host,
-                env={}
-                if isinstance(post.agent, JoinedAgent)
-                else request.environment,  # it has its own
-                module=request.worker,
-                store=assembly.store,
-                interface=post.interface,
-                seat=post.seat,
-                is_remote=post.is_remote,
-            )
-            for post in assembly.posts
-        )
-        code, failure, was_asked = _monitor(agents, resolved, spec, rundir, request, gate)
+    name, earlier = resolved.job.name, start.earlier
+    with gate, RunDir.claim(name, start.run_dir, earlier=earlier, lock=lock) as rundir:
+        spec = _prepare(request, resolved, start, rundir, gate.memory_bytes)
+        run = _ClaimedRun(request, resolved, rundir, spec, gate)
+        agents = _start_workers(session, request, spec)
+        observed = _monitor(run, agents)
+        committed = _committed_step(spec)
+        code, failure = _conclude(run, observed, committed)
         rundir.exit_code = code
-        committed = _committed(spec)
         return AttemptResult(
-            code, failure, rundir.path, committed, rundir.keep_lock(), was_asked, beginning.resume
+            code,
+            failure,
+            rundir.path,
+            committed,
+            lock=rundir.keep_lock(),
+            was_asked=observed.signals.first is not None or bool(observed.run.stopping),
+            origin=start.resume,
         )
 
 
-def _committed(spec: RunSpec) -> int:
-    """Return the newest step that the run has saved, for messages; 0: none, or not known now."""
-    if spec.job.checkpoint is None:
-        return 0
-    with suppress(CheckpointError):
-        return max(steps_in(spec.checkpoint_folder), default=0)
-    return 0
+# Plan and begin.
 
 
-def _spec(
-    loaded: LoadedJob,
+def _plan(request: LaunchRequest, members: list[AgentLink]) -> tuple[ClusterSession, ResolvedJob]:
+    """Bring up the hosts and resolve the job on them; print what will run."""
+    config, _ = with_backend(request.loaded.config, request.backend)
+    job_dir = request.loaded.path.absolute().parent
+    root = request.run_dir or Path("runs") / config.name
+    least = len(members)
+    if request.is_restart and config.min_hosts is not None:
+        least = config.min_hosts
+    session = bring_up(members, request.backend, config, job_dir, root.absolute(), least)
+    if session.dropped:
+        say(session.dropped, sys.stderr)
+    resolved = plan_on_backend(request.loaded.config, request.backend, session.cluster)
+    if _tells_user(request):
+        _print_plan(request, resolved, session.cluster)
+    if not request.dry_run:
+        refuse_untrained(resolved.job.parallel.tp, resolved.job.parallel.pp)
+    return session, resolved
+
+
+def _tells_user(request: LaunchRequest) -> bool:
+    """Return whether what will run is printed: a restart would only repeat it."""
+    return request.ui is not Ui.none and not request.is_restart
+
+
+def _print_plan(request: LaunchRequest, resolved: ResolvedJob, cluster: Cluster) -> None:
+    width = width_of(sys.stderr)
+    if request.dry_run:
+        print(preface(resolved, cluster, width), file=sys.stderr)
+        show_seats(resolved.plan.ranks, cluster, sys.stderr)
+        return
+    print(brief(resolved, request.loaded.config, cluster, width), file=sys.stderr)
+    path = shlex.quote(str(request.loaded.path))
+    print(f"every other key has its default: zrun check {path}", file=sys.stderr)
+
+
+def _choose_start(
+    request: LaunchRequest, resolved: ResolvedJob
+) -> tuple[StartPoint, RunLock | None]:
+    """Decide from where the run goes; return the lock of its directory too, if this process has it."""
+    job = resolved.job
+    if request.is_restart:
+        assert request.run_dir is not None
+        return choose_restart(job, request.run_dir, request.origin), request.lock
+    if request.dry_run:
+        return choose_start(job, request.run_dir, request.fresh), None
+    return choose_under_lock(lambda: choose_start(job, request.run_dir, request.fresh))
+
+
+# Start.
+
+
+def _prepare(
+    request: LaunchRequest,
     resolved: ResolvedJob,
+    start: StartPoint,
     rundir: RunDir,
-    resume: ResumeSpec | None,
     memory_bytes: int | None,
 ) -> RunSpec:
+    """Record the job in a run directory that was just claimed, and return the spec of its ranks.
+
+    Args:
+        request: what is asked for.
+        resolved: the job and the plan.
+        start: where the run begins.
+        rundir: the directory.
+        memory_bytes: that each rank may have; None: no limit is known.
+    """
+    if _tells_user(request):
+        print(
+            places(rundir.path, resolved.job.log.ranks, resolved.plan.world_size), file=sys.stderr
+        )
+    if request.detached is not None:
+        request.detached.switch_to_log(rundir)
+    if start.aside is not None:
+        set_checkpoints_aside(start.aside, rundir.run_id)
+    rundir.write_job(_job_text(request.loaded, resolved))
+    rundir.write_plan(resolved.plan)
     return RunSpec(
         job=without_secrets(resolved.job),
         plan=resolved.plan,
         batch=resolved.batch,
-        job_dir=str(loaded.path.absolute().parent),
+        job_dir=str(request.loaded.path.absolute().parent),
         run_dir=str(rundir.path),
         run_id=rundir.run_id,
         checkpoints=str(checkpoint_folder(resolved.job, rundir.path)),
-        resume=resume,
+        resume=start.resume,
         memory_bytes=memory_bytes,
     )
 
 
-def _record(loaded: LoadedJob, resolved: ResolvedJob) -> str:
-    """The job as it runs, with the origin of each value."""
+def _job_text(loaded: LoadedJob, resolved: ResolvedJob) -> str:
+    """Return the job as it runs, with the origin of each value."""
     autos = {each.key: ValueOrigin("auto", each.why) for each in resolved.reasons}
-    return with_origins(
-        LoadedJob(without_secrets(resolved.job), loaded.path, {**loaded.origins, **autos})
-    )
+    origins = {**loaded.origins, **autos}
+    return with_origins(LoadedJob(without_secrets(resolved.job), loaded.path, origins))
 
 
-def _monitor(
-    agents: AgentGroup,
-    resolved: ResolvedJob,
-    spec: RunSpec,
-    rundir: RunDir,
-    request: LaunchRequest,
-    gate: Gate,
-) -> tuple[int, Failure | Hang | LostHost | None, bool]:
-    """Watch the run to its end, and report it.
+def _start_workers(session: ClusterSession, request: LaunchRequest, spec: RunSpec) -> AgentGroup:
+    """Send every agent what it is to run."""
+    agents = AgentGroup([host.agent for host in session.agents])
+    spec_json = spec.to_json()  # one object: what is the same for all hosts is packed once
+    starts = []
+    for host in session.agents:
+        has_own_environment = isinstance(host.agent, JoinedAgent)
+        start = StartRequest(
+            spec=spec_json,
+            host=host.host,
+            env={} if has_own_environment else request.environment,
+            module=request.worker,
+            store=session.store,
+            interface=host.interface,
+            seat=host.seat,
+            is_remote=host.is_remote,
+        )
+        starts.append(start)
+    agents.start(starts)
+    return agents
 
-    Returns:
-        its exit code, the failure behind it, and whether a signal had asked for the end.
-    """
-    job, plan, ui = resolved.job, resolved.plan, request.ui
-    facts = Facts(job.name, rundir.run_id, tuple(place.host for place in plan.ranks))
-    follower = Follower(
-        open_screen(ui, facts, job.log.every, sys.stdout, os.environ), rundir.append
-    )
-    run, interrupts = SupervisedRun(plan.world_size), LauncherSignals()
+
+# Monitor.
+
+
+def _monitor(claimed: _ClaimedRun, agents: AgentGroup) -> _Observed:
+    """Follow the ranks until all have ended: record their events, draw the screen, pass on signals."""
+    request, gate = claimed.request, claimed.gate
+    job, plan = claimed.resolved.job, claimed.resolved.plan
+    facts = Facts(job.name, claimed.rundir.run_id, tuple(place.host for place in plan.ranks))
+    screen = open_screen(request.ui, facts, job.log.every, sys.stdout, os.environ)
+    follower = Follower(screen, claimed.rundir.append)
+    run = SupervisedRun(plan.world_size)
+    signals = LauncherSignals()
     phases = PhaseWatch(compiles=job.compile)
     stragglers = Stragglers(facts)
 
@@ -204,64 +267,126 @@ def _monitor(
 
     def on_turn() -> None:
         phases.see(time.monotonic(), run.states)
-        if (news := phases.news()) is not None:
+        news = phases.news()
+        if news is not None:
             follower.event(news)
         follower.turn(phases.doing)
         gate.turn(follower.event)
 
     turn = ends_with_parent(on_turn) if request.backend.kind == "env" else on_turn
     try:
-        with interrupts.caught():
-            Supervisor(agents, run, interrupts, job.limits).watch(on_event, turn)
+        with signals.caught():
+            Supervisor(agents, run, signals, job.limits).watch(on_event, turn)
         ignore()  # what is left are the last words
     finally:
         follower.close()
-    committed = _committed(spec)
-    code, failure = judge(run, plan, rundir, interrupts, committed)
-    goes_on = request.is_restart or job.resume != "never"
-    is_vain = goes_on and not run.trains and _is_of_its_own(failure)
-    resume = request.resume_command if committed and not is_vain else None
+    return _Observed(run, signals, follower.state)
+
+
+def _committed_step(spec: RunSpec) -> int:
+    """Return the newest step that the run has saved, for messages; 0: none, or not known now."""
+    if spec.job.checkpoint is None:
+        return 0
+    with suppress(CheckpointError):
+        return max(steps_in(spec.checkpoint_folder), default=0)
+    return 0
+
+
+# Conclude.
+
+
+def _conclude(
+    claimed: _ClaimedRun, observed: _Observed, committed: int
+) -> tuple[int, Failure | Hang | LostHost | None]:
+    """Judge how the run ended, write `failure.json` unless all is well, and tell the user.
+
+    Args:
+        claimed: the run.
+        observed: what became of it.
+        committed: the newest step that is saved; 0: none.
+
+    Returns:
+        The exit code, and the failure behind it.
+    """
+    request, rundir, plan = claimed.request, claimed.rundir, claimed.resolved.plan
+    run, signals = observed.run, observed.signals
+    code, failure = judge(run, plan, rundir, signals, committed)
     if failure is not None:
-        record = failure.to_json() | {"resume": resume}
-        rundir.write_failure(record)
-        unfit = _unfit(code, failure, run, gate)
-        if unfit is not None:
-            code = ExitCode.PREFLIGHT
-            rundir.write_failure(record | {"exit_code": int(code), "unfit": unfit.to_json()})
-        told = refusal(unfit) if unfit is not None else failure.describe()
-        say(told + (f"\n  resume: {resume}" if resume else ""), sys.stderr)
-    elif code == ExitCode.OK and ui is not Ui.none:
-        out = sys.stderr if ui is Ui.json else sys.stdout
-        columns = shutil.get_terminal_size().columns if out.isatty() else None
-        say(report(follower.state, rundir.path, columns), out)
-    elif code != ExitCode.OK:
-        by = name_of(interrupts.first) if interrupts.first is not None else run.stopping
+        resume = request.resume_command if _can_resume(claimed, run, failure, committed) else None
+        return _report_failure(claimed, run, code, failure, resume), failure
+    if code != ExitCode.OK:
+        resume = request.resume_command if committed else None
+        by = name_of(signals.first) if signals.first is not None else run.stopping
         stopped = Stopped(code, by, run.last_step, committed, tuple(run.lost.values()))
         rundir.write_failure(stopped.to_json() | {"resume": resume})
         say(stopped.describe(resume), sys.stderr)
-    return code, failure, interrupts.first is not None or bool(run.stopping)
+    elif request.ui is not Ui.none:
+        out = sys.stderr if request.ui is Ui.json else sys.stdout
+        columns = shutil.get_terminal_size().columns if out.isatty() else None
+        say(report(observed.state, rundir.path, columns), out)
+    return code, None
 
 
-def _is_of_its_own(failure: Failure | Hang | LostHost | None) -> bool:
-    """Whether a rank said why it failed: the same command would come to the same."""
-    return isinstance(failure, Failure) and failure.note is not None and not failure.note.is_echo
+def _can_resume(
+    claimed: _ClaimedRun,
+    run: SupervisedRun,
+    failure: Failure | Hang | LostHost,
+    committed: int,
+) -> bool:
+    """Return whether the failed run has a step to go on from, and would get further than before."""
+    if not committed:
+        return False
+    was_resumed = claimed.request.is_restart or claimed.resolved.job.resume != "never"
+    if not was_resumed or run.trains:
+        return True
+    # It failed before its first step. If a rank says why, the same command would fail again.
+    says_why = (
+        isinstance(failure, Failure) and failure.note is not None and not failure.note.is_echo
+    )
+    return not says_why
+
+
+def _report_failure(
+    claimed: _ClaimedRun,
+    run: SupervisedRun,
+    code: int,
+    failure: Failure | Hang | LostHost,
+    resume: str | None,
+) -> int:
+    """Write and print a failure. Returns the exit code, which says so if the job does not fit."""
+    record = failure.to_json() | {"resume": resume}
+    claimed.rundir.write_failure(record)  # at once: an estimate may take a while
+    unfit = _unfit(code, failure, run, claimed.gate)
+    message = failure.describe()
+    if unfit is not None:
+        code = ExitCode.PREFLIGHT
+        message = refusal(unfit)
+        record |= {"exit_code": int(code), "unfit": unfit.to_json()}
+        claimed.rundir.write_failure(record)
+    if resume is not None:
+        message += f"\n  resume: {resume}"
+    say(message, sys.stderr)
+    return code
 
 
 def _unfit(
     code: int, failure: Failure | Hang | LostHost, run: SupervisedRun, gate: Gate
 ) -> Forecast | None:
-    """What an estimate says of a job for which a rank had no room; None: it would fit, or nobody waited for it."""
+    """Return the estimate of a job for which a rank had no memory, if that says so too.
+
+    None: it was something else, the job would fit by the estimate, or a signal ended the waiting.
+    """
     if not isinstance(failure, Failure) or not gate.may_refuse:
         return None
-    at_first = run.last_step < 2 or bool(
-        failure.end.shortage
-    )  # all that lasts is there in the second step
-    if code != ExitCode.PREFLIGHT and not (failure.is_out_of_memory and at_first):
+    was_refused = code == ExitCode.PREFLIGHT
+    # All that lasts is there in the second step: what runs out of memory later had fitted.
+    is_early = run.last_step < 2 or bool(failure.end.shortage)
+    if not was_refused and not (failure.is_out_of_memory and is_early):
         return None
     reason = f": {failure.note.message}" if failure.note is not None else ""
     say(f"{failure.headline}{reason}\nlooking for what would fit; a signal ends that", sys.stderr)
     with suppress(StoppedError), stoppable(lambda: "looking"):
-        found = gate.explanation(is_refused=code == ExitCode.PREFLIGHT)
+        found = gate.explanation(is_refused=was_refused)
         if gate.forecast is None:
             say("nothing was found in this time: zrun estimate says what would fit", sys.stderr)
         return found

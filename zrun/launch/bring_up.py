@@ -59,7 +59,7 @@ class ClusterSession:
         dropped: what is wrong with hosts that are done without.
     """
 
-    posts: tuple[HostAgent, ...]  # none on this host alone, if nothing is to run
+    agents: tuple[HostAgent, ...]  # none on this host alone, if nothing is to run
     cluster: Cluster
     store: str | None = None
     dropped: str = ""

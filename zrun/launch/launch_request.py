@@ -1,4 +1,4 @@
-"""What is asked of a launcher, and what one attempt at it came to."""
+"""The request for a launch, and the result of one attempt at it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from zrun_core.spine.spec import ResumeSpec
 
 @dataclass(frozen=True)
 class LaunchRequest:
-    """What was asked for, and what stays the same however often it is tried.
+    """A request for a launch; it stays the same over all restarts but for the last three fields.
 
     Attributes:
+        run_dir: `--run-dir`, or that of the run that is started again; None: a new one.
+        force: start even what does not fit by the estimate.
+        worker: module whose `main` runs a rank.
         resume_command: that goes on from the run's last checkpoint.
-        is_restart: it goes on, in the directory of the run that failed.
-        origin: what the first attempt went on from.
-        lock: on that directory: nobody else gets it in between, and the run counts as running.
+        is_restart: an earlier attempt has failed; the run goes on in its directory.
+        lock: on that directory, held between attempts: no other launcher takes it meanwhile.
+        origin: the checkpoint that the first attempt went on from.
     """
 
     loaded: LoadedJob
@@ -40,25 +43,30 @@ class LaunchRequest:
     lock: RunLock | None = None
     origin: ResumeSpec | None = None
 
-    def once_more(self, outcome: AttemptResult) -> LaunchRequest:
-        """The same, from what the run has saved; from where it began if that is nothing."""
-        origin = self.origin if self.is_restart else outcome.origin
+    def for_restart(self, result: AttemptResult) -> LaunchRequest:
+        """Return the request for another attempt, after `result`.
+
+        It goes on from what the run has saved; if that is nothing, from where it began.
+        """
+        origin = self.origin if self.is_restart else result.origin
         return replace(
             self,
-            run_dir=outcome.run_dir,
+            run_dir=result.run_dir,
             fresh=False,
             is_restart=True,
-            lock=outcome.lock,
+            lock=result.lock,
             origin=origin,
         )
 
 
 @dataclass(frozen=True)
 class AttemptResult:
+    """The end of one attempt."""
+
     code: int
     failure: Failure | Hang | LostHost | None = None
     run_dir: Path | None = None  # None: nothing was started
-    committed: int = 0  # the newest step that was saved
+    committed: int = 0  # the newest step that was saved; 0: none
     lock: RunLock | None = None  # on the run directory
-    was_asked: bool = False  # to end, by a signal
-    origin: ResumeSpec | None = None  # what it went on from
+    was_asked: bool = False  # a signal has asked for the end
+    origin: ResumeSpec | None = None  # the checkpoint that it went on from

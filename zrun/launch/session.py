@@ -1,8 +1,27 @@
-"""One launch, from what was asked to an exit code: `launch(request, agent)`.
+"""One launch, from a request to an exit code: `launch(request, early)`.
 
-It makes an attempt (`zrun.launch.attempt`), and others as often as the job allows. Where another
-launcher started a process for each rank or host, the first of them leads, and the others become its
-agents.
+It makes an attempt (`zrun.launch.attempt`), and others as often as the job allows. These processes
+take part, on each host those below the reaper:
+
+    zrun train                 the launcher: plans, starts, records events, draws, judges, restarts
+      |
+      |  ssh or srun to other hosts; a plain child on this one
+      |
+      +- reaper                parent of the agent: if that is killed, it ends what is left
+           |
+           +- agent            starts the ranks of its host, forwards what they tell, stops them
+                |
+                +- fork server imports torch once, forks a worker per rank, and ends
+                |
+                +- worker ...  one per rank, adopted from the fork server: `zrun_core.train.worker`
+
+    down  frames on the agent's stdin: what to run, stop, save, a heartbeat; end of file is the
+          launcher's death
+    up    frames on its stdout: events, progress of the ranks, exit statuses; end of file is a lost
+          host
+
+Where another launcher (mpirun, torchrun, srun) has started a `zrun train` for each rank or host, the
+first of them leads, and the others become its agents: `zrun.transport.join`.
 """
 
 from __future__ import annotations
@@ -39,10 +58,11 @@ def launch(request: LaunchRequest, early: LocalAgent | None) -> int:
     """Train as `request` says.
 
     Args:
-        early: the agent of this host, which got ready while the job was read; None: none was started.
+        request: what is asked for.
+        early: the agent of this host, started before the job was read; None: none was.
 
     Returns:
-        the exit code. A process of another launcher that is not the first one becomes an agent, and
+        The exit code. A process of another launcher that is not the first one becomes an agent, and
         returns only if it found no leader.
     """
     if request.backend.kind == "env":
@@ -81,7 +101,7 @@ def _join(request: LaunchRequest, own: LocalAgent) -> int:
 
 
 def _tell_hosts(request: LaunchRequest) -> None:
-    """Print how ranks are started, and the hosts; nothing where it is simply this host."""
+    """Print how ranks are started, and on which hosts; nothing if it is simply this host."""
     backend = request.backend
     if request.ui is not Ui.none and (backend.hosts is not None or backend.kind != "local"):
         print(hosts_preface(backend), file=sys.stderr)
@@ -89,52 +109,68 @@ def _tell_hosts(request: LaunchRequest) -> None:
 
 def _run(request: LaunchRequest, early: LocalAgent | None) -> int:
     """Train, and start again as often as the job allows. Returns the exit code."""
-    job = request.loaded.config
-    restarts = Restarts(job.restarts)
-    outcome = AttemptResult(ExitCode.OK)
+    restarts = Restarts(request.loaded.config.restarts)
+    result = AttemptResult(ExitCode.OK)
     when = "before training began"
     with stoppable(lambda: when) as arm:
         while True:
-            missing: PreflightError | None = None
             members: list[AgentLink] = [early] if early is not None else []
+            early = None
+            unfit: PreflightError | None = None
             try:
-                if not members and not (request.dry_run and request.backend.kind == "local"):
-                    members = open_agents(request.backend, job)
-                early = None
-                outcome = _attempt(request, members)
+                if not members:
+                    members = _start_agents(request)
+                result = _attempt(request, members)
             except PreflightError as error:
                 if not request.is_restart:
                     raise
-                missing = error  # a lost host may be a while in coming back
+                unfit = error  # a lost host may take a while to come back
             finally:
                 close_all(members)
-            pause_s = (
-                None if outcome.was_asked else restarts.after(outcome.failure, outcome.committed)
-            )
-            if pause_s is None or outcome.run_dir is None:
-                if missing is not None:
-                    raise missing
-                return outcome.code
-            when = f"before restart {restarts.made}" + (
-                f"; resume: {request.resume_command}" if outcome.committed else ""
-            )
+            pause_s = None
+            if not result.was_asked:
+                pause_s = restarts.after(result.failure, result.committed)
+            if pause_s is None or result.run_dir is None:
+                if unfit is not None:
+                    raise unfit
+                return result.code
+            when = f"before restart {restarts.made}"
+            if result.committed:
+                when += f"; resume: {request.resume_command}"
             arm()
-            if missing is not None:
-                say(str(missing), sys.stderr)
-            origin = request.origin if request.is_restart else outcome.origin
-            left = "from the beginning" if origin is None else "from where the run began"
-            left = f"after step {outcome.committed}" if outcome.committed else left
-            say(
-                f"restart {restarts.made} of {restarts.budget} in {pause_s:g} s, {left}", sys.stderr
-            )
+            if unfit is not None:
+                say(str(unfit), sys.stderr)
+            request = request.for_restart(result)
+            _announce(restarts, pause_s, request, result.committed)
             time.sleep(pause_s)
-            request = request.once_more(outcome)
+
+
+def _start_agents(request: LaunchRequest) -> list[AgentLink]:
+    """Begin to start the agents of all hosts; a dry run of this host alone needs none."""
+    if request.dry_run and request.backend.kind == "local":
+        return []
+    return open_agents(request.backend, request.loaded.config)
+
+
+def _announce(restarts: Restarts, pause_s: float, request: LaunchRequest, committed: int) -> None:
+    """Print that the run is started again, when, and from where."""
+    if committed:
+        start = f"after step {committed}"
+    elif request.origin is not None:
+        start = "from where the run began"
+    else:
+        start = "from the beginning"
+    say(f"restart {restarts.made} of {restarts.budget} in {pause_s:g} s, {start}", sys.stderr)
 
 
 def _run_as_leader(
     request: LaunchRequest, own: LocalAgent, rendezvous: Rendezvous, key: bytes
 ) -> int:
-    """Train with the processes that another launcher started, of which this is the first. Returns the exit code."""
+    """Train with the processes that another launcher started, of which this is the first.
+
+    Returns:
+        The exit code, which the others have been sent too.
+    """
     door = JoinServer.open(rendezvous, key)
     own.known_address = door.address
     if rendezvous.is_rank:
@@ -162,10 +198,10 @@ def _attempt(request: LaunchRequest, members: list[AgentLink]) -> AttemptResult:
 
 
 class Restarts:
-    """The budget of a run, over all hosts.
+    """The restarts that a run has left, over all hosts.
 
-    What would only happen again is not tried again: a mistake in the job, an exception, numbers that went wrong. A
-    restart after which nothing new was committed counts twice.
+    Only accidents are tried again: a mistake in the job, an exception or numbers that went wrong
+    would be the same next time. A restart after which nothing new was committed counts twice.
 
     Attributes:
         made: restarts so far.
@@ -173,18 +209,21 @@ class Restarts:
 
     def __init__(self, budget: int) -> None:
         self.made = 0
-        self._left = self.budget = budget
+        self.budget = budget
+        self._left = budget
         self._committed: int | None = None
 
     def after(self, failure: Failure | Hang | LostHost | None, committed: int) -> float | None:
-        """Seconds to wait before the run goes on; None: it does not.
+        """Return the seconds to wait before the run is started again; None: it is not.
 
         Args:
+            failure: of the last attempt; None: it ended well, or was asked to.
             committed: the newest step that was saved; 0: none.
         """
         if failure is None or not _is_accident(failure):
             return None
-        cost = 2 if self.made and committed == self._committed else 1
+        has_saved_nothing = self.made > 0 and committed == self._committed
+        cost = 2 if has_saved_nothing else 1
         if self._left < cost:
             return None
         self._left -= cost
@@ -194,7 +233,9 @@ class Restarts:
 
 
 def _is_accident(failure: Failure | Hang | LostHost) -> bool:
-    """Whether it came from outside of the training itself."""
-    if isinstance(failure, Failure):
-        return failure.note.is_echo if failure.note is not None else failure.end.signal is not None
-    return True
+    """Return whether the cause lies outside of the training itself."""
+    if not isinstance(failure, Failure):
+        return True  # a hang or a lost host
+    if failure.note is None:
+        return failure.end.signal is not None
+    return failure.note.is_echo  # the rank only felt the end of another

@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from zrun.hosts.backend import Backend, with_backend
 from zrun.hosts.cluster import Cluster, HostFacts, each, listed, several
 from zrun.job.problems import AutoValue
 from zrun.placement.place import RankAssignment, assign_ranks, resolve_dims
@@ -77,6 +78,24 @@ def make_plan(job: JobConfig, cluster: Cluster) -> ResolvedJob:
         *_absent(job, len(found.ranks)),
     )
     return ResolvedJob(resolved, plan, batch, tuple(reasons), warnings)
+
+
+def plan_on_backend(job: JobConfig, backend: Backend, cluster: Cluster) -> ResolvedJob:
+    """Resolve `job` as a launch does: with the keys that the hosts of `backend` decide.
+
+    Args:
+        job: as it is written.
+        backend: how its ranks are started.
+        cluster: what the hosts offer.
+
+    Raises:
+        JobError: as for `check_gpus` and `make_plan`.
+        PreflightError: likewise.
+    """
+    config, reasons = with_backend(job, backend)
+    check_gpus(backend.gpus, config, cluster)
+    resolved = make_plan(config, cluster)
+    return replace(resolved, reasons=(*reasons, *resolved.reasons))
 
 
 def check_gpus(asked: int | None, job: JobConfig, cluster: Cluster) -> None:

@@ -36,8 +36,9 @@ from rich.console import Console
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "hosts")]
 
-from zrun.launch.supervise import LauncherSignals, SupervisedRun, Supervisor, judge  # noqa: E402
+from zrun.launch.supervise import SupervisedRun, Supervisor, judge  # noqa: E402
 from zrun.runs.rundir import RunDir  # noqa: E402
+from zrun.system.signals import LauncherSignals  # noqa: E402
 from zrun.topology.grouping import best_groups  # noqa: E402
 from zrun.transport.agent_process import AgentLink  # noqa: E402
 from zrun.transport.agents import AgentGroup  # noqa: E402
@@ -249,7 +250,7 @@ def follow(num_hosts: int, ranks_per_host: int, seconds: float, events: bool) ->
         os._exit(0)
     for host in far:
         os.close(host.reads), os.close(host.writes)
-    run, interrupts = SupervisedRun(len(places)), LauncherSignals()
+    run, signals = SupervisedRun(len(places)), LauncherSignals()
     samples: list[tuple[float, float, int]] = []  # when, the CPU seconds and events until then
     heard = 0
     with (
@@ -279,8 +280,8 @@ def follow(num_hosts: int, ranks_per_host: int, seconds: float, events: bool) ->
             for n in range(num_hosts)
         )
         start_s = time.process_time() - before
-        Supervisor(agents, run, interrupts, LimitsConfig(), time.monotonic).watch(event, turn)
-        code, failure = judge(run, plan, rundir, interrupts)
+        Supervisor(agents, run, signals, LimitsConfig(), time.monotonic).watch(event, turn)
+        code, failure = judge(run, plan, rundir, signals)
         assert code == 0, failure
     for member in members:
         member.close()

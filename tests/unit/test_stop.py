@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from zrun.launch.failures import FailureNote, WorkerExit
-from zrun.launch.supervise import LauncherSignals, SupervisedRun, Supervisor, judge
+from zrun.launch.supervise import SupervisedRun, Supervisor, judge
 from zrun.runs.rundir import RunDir
 from zrun.system.deadlines import AwakeClock
-from zrun.system.signals import STOP_NOW, stoppable
+from zrun.system.signals import STOP_NOW, LauncherSignals, stoppable
 from zrun.transport.frames import Frame, StopMode
 from zrun_core.errors import RendezvousError
 from zrun_core.spine.config import LimitsConfig
@@ -111,11 +111,11 @@ def test_a_forked_helper_ends_as_if_there_were_no_handler():
     ],
 )
 def test_only_firm_signals_escalate(numbers, level):
-    interrupts = LauncherSignals()
+    signals = LauncherSignals()
     for number in numbers:
-        interrupts._note(number, None)
-    assert (interrupts.first, interrupts.level) == (numbers[0], level)
-    assert (interrupts.forced_at is not None) == (level > 1)
+        signals.on_stop(number)
+    assert (signals.first, signals.level) == (numbers[0], level)
+    assert (signals.forced_at is not None) == (level > 1)
 
 
 class ScriptedAgents:
@@ -170,10 +170,10 @@ def exit_frame(rank: int, status: int, note: FailureNote | None = None) -> Frame
 
 
 def follow(
-    script: list[Any], interrupts: LauncherSignals, **limits: Any
+    script: list[Any], signals: LauncherSignals, **limits: Any
 ) -> tuple[SupervisedRun, list[StopMode]]:
     run, agents = SupervisedRun(2), ScriptedAgents([STARTED, *script, DONE], ["node"])
-    supervisor = Supervisor(agents, run, interrupts, LimitsConfig.model_validate(limits))
+    supervisor = Supervisor(agents, run, signals, LimitsConfig.model_validate(limits))
     supervisor.watch(lambda event, line: None, lambda: None)
     return run, agents.asked
 
@@ -182,7 +182,7 @@ class Hosts:
     """Two hosts, a and b, with a rank each, and a clock of their own."""
 
     def __init__(self, *script: Any, starts: tuple[str, ...] = ("a", "b"), **limits: Any) -> None:
-        self.run, self.now, self.interrupts = SupervisedRun(2), 0.0, LauncherSignals()
+        self.run, self.now, self.signals = SupervisedRun(2), 0.0, LauncherSignals()
         self.agents = ScriptedAgents([*((host, STARTED) for host in starts), *script], ["a", "b"])
         self._limits = LimitsConfig.model_validate(limits)
 
@@ -191,9 +191,7 @@ class Hosts:
         script[:] = [
             partial(self._wait, item) if isinstance(item, float) else item for item in script
         ]
-        supervisor = Supervisor(
-            self.agents, self.run, self.interrupts, self._limits, lambda: self.now
-        )
+        supervisor = Supervisor(self.agents, self.run, self.signals, self._limits, lambda: self.now)
         supervisor.watch(lambda event, line: None, lambda: None)
 
     def _wait(self, seconds: float) -> None:
@@ -283,7 +281,7 @@ def test_a_host_that_heard_nothing_and_went_on_has_saved(rundir):
     hosts = Hosts(("b", deaf), *exits, ("a", DONE), ("b", DONE))
     hosts.watch()
     assert judge(hosts.run, plan(), rundir, LauncherSignals()) == (75, None)
-    assert hosts.run.stopping == "b: its agent had no word from this launcher for 120 s"
+    assert hosts.run.stop_reason == "b: its agent had no word from this launcher for 120 s"
 
 
 def test_a_host_that_heard_nothing_and_stood_still_is_lost_and_nobody_asked_for_the_end(rundir):
@@ -295,7 +293,7 @@ def test_a_host_that_heard_nothing_and_stood_still_is_lost_and_nobody_asked_for_
     hosts = Hosts(("b", deaf), told, ("b", exit_frame(1, 130)), 1.0, ("a", DONE), ("b", DONE))
     hosts.watch()
     code, failure = judge(hosts.run, plan(), rundir, LauncherSignals())
-    assert (code, hosts.run.stopping) == (6, ""), "so that restarts apply"
+    assert (code, hosts.run.stop_reason) == (6, ""), "so that restarts apply"
     assert failure.headline.startswith(
         "lost b: its agent had no word from this launcher for 15 s, and its ranks made"
     )
@@ -317,12 +315,12 @@ def test_what_a_launcher_slept_through_is_no_delay():
 
 
 def test_a_launcher_says_that_it_will_be_silent_before_it_stands_still(monkeypatch):
-    interrupts, stopped = LauncherSignals(), []
+    signals, stopped = LauncherSignals(), []
     monkeypatch.setattr("os.kill", lambda pid, number: stopped.append(number))
-    with interrupts.caught():
-        told = told_to([lambda: signal.raise_signal(signal.SIGTSTP), lambda: None], interrupts)
+    with signals.caught():
+        told = told_to([lambda: signal.raise_signal(signal.SIGTSTP), lambda: None], signals)
     assert (told, stopped) == ([{"hold": True}], [signal.SIGSTOP])
-    assert interrupts.level == 0
+    assert signals.level == 0
 
 
 def test_a_hang_is_found_from_the_boards_of_all_hosts(rundir):
@@ -352,19 +350,19 @@ def test_a_hang_is_found_from_the_boards_of_all_hosts(rundir):
 
 
 def test_the_launcher_asks_once_per_level():
-    interrupts = LauncherSignals()
+    signals = LauncherSignals()
 
     def press() -> None:
-        interrupts._note(INT, None)
+        signals.on_stop(INT)
 
-    _, asked = follow([press, lambda: None, press, lambda: None, press], interrupts)
+    _, asked = follow([press, lambda: None, press, lambda: None, press], signals)
     assert asked == [StopMode.FINISH, StopMode.NOW, StopMode.KILL]
 
 
-def told_to(script: list[Any], interrupts: LauncherSignals) -> list[Frame]:
+def told_to(script: list[Any], signals: LauncherSignals) -> list[Frame]:
     """What the launcher says to the agents, but for its heartbeat."""
     agents = ScriptedAgents([STARTED, *script, DONE], ["node"])
-    Supervisor(agents, SupervisedRun(2), interrupts, LimitsConfig()).watch(
+    Supervisor(agents, SupervisedRun(2), signals, LimitsConfig()).watch(
         lambda event, line: None, lambda: None
     )
     return [frame for frame in agents.told if "beat" not in frame]
@@ -374,7 +372,7 @@ TRAINS: Frame = {"frame": "event", "event": {"type": "start", "rank": 0, "time":
 
 
 def test_the_launcher_passes_a_request_to_save_on_once(capsys):
-    interrupts = LauncherSignals()
+    signals = LauncherSignals()
 
     def ask() -> None:
         signal.raise_signal(SAVE)
@@ -382,9 +380,9 @@ def test_the_launcher_passes_a_request_to_save_on_once(capsys):
     before = signal.getsignal(SAVE)
     with stoppable(lambda: "too early"):
         ask()  # before there are ranks
-        with interrupts.caught():
-            assert told_to([TRAINS, ask, lambda: None], interrupts) == [{"save": True}]
-            assert (interrupts.level, interrupts.first) == (0, None)
+        with signals.caught():
+            assert told_to([TRAINS, ask, lambda: None], signals) == [{"save": True}]
+            assert (signals.level, signals.first) == (0, None)
             assert "saving at the end of the step" in capsys.readouterr().err
         ask()  # after them
     ask()  # the process is about to end
@@ -392,34 +390,32 @@ def test_the_launcher_passes_a_request_to_save_on_once(capsys):
 
 
 def test_while_no_rank_trains_there_is_nothing_to_save(capsys):
-    interrupts = LauncherSignals()
-    assert (
-        told_to([lambda: interrupts._note_save(SAVE, None), TRAINS, lambda: None], interrupts) == []
-    )
+    signals = LauncherSignals()
+    assert told_to([lambda: signals.on_save(SAVE), TRAINS, lambda: None], signals) == []
     assert "no rank trains yet" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("stop", [TERM, STOP_NOW])
 def test_a_stop_wins_over_a_request_to_save(stop, capsys):
-    interrupts = LauncherSignals()
+    signals = LauncherSignals()
 
     def both() -> None:
-        interrupts._note_save(SAVE, None)
-        interrupts._note(stop, None)
+        signals.on_save(SAVE)
+        signals.on_stop(stop)
 
-    assert told_to([TRAINS, both, lambda: None], interrupts) == []
+    assert told_to([TRAINS, both, lambda: None], signals) == []
     assert "the run ends already" in capsys.readouterr().err
-    assert interrupts.first == stop
+    assert signals.first == stop
 
 
 def test_patience_ends(monkeypatch):
-    interrupts = LauncherSignals()
+    signals = LauncherSignals()
     _, asked = follow(
-        [lambda: interrupts._note(TERM, None), lambda: None, lambda: None], interrupts, stop_s=1e-9
+        [lambda: signals.on_stop(TERM), lambda: None, lambda: None], signals, stop_s=1e-9
     )
     assert asked[0] is StopMode.FINISH or asked == [StopMode.NOW]
     assert asked[-1] is StopMode.NOW
-    assert interrupts.level == 2
+    assert signals.level == 2
 
 
 def phases(host: str, rank: int, phase: str) -> tuple[str, Frame]:
@@ -429,7 +425,7 @@ def phases(host: str, rank: int, phase: str) -> tuple[str, Frame]:
 def stopped(*script: Any) -> Hosts:
     """Two hosts that get a SIGTERM at 0 s, with 10 s to end and 100 s to save."""
     hosts = Hosts(
-        lambda: hosts.interrupts._note(TERM, None),
+        lambda: hosts.signals.on_stop(TERM),
         *script,
         ("a", DONE),
         ("b", DONE),
@@ -473,13 +469,13 @@ def test_the_patience_with_a_save_ends_too(capsys, script, said):
 
 
 def test_a_rank_that_was_signalled_by_others_has_the_same_patience():
-    interrupts = LauncherSignals()
+    signals = LauncherSignals()
     told = {
         "frame": "event",
         "event": {"type": "stop", "rank": 1, "time": 1.0, "signal": "SIGTERM"},
     }
-    run, asked = follow([told, lambda: None, lambda: None], interrupts, stop_s=1e-9)
-    assert run.stopping == "SIGTERM"
+    run, asked = follow([told, lambda: None, lambda: None], signals, stop_s=1e-9)
+    assert run.stop_reason == "SIGTERM"
     assert asked == [StopMode.NOW]
 
 
@@ -514,10 +510,10 @@ def plan() -> LaunchPlan:
     ],
 )
 def test_the_exit_code_of_a_stopped_run(rundir, first, statuses, code):
-    interrupts, run = LauncherSignals(), SupervisedRun(2)
+    signals, run = LauncherSignals(), SupervisedRun(2)
     run.ended = statuses == (0, 0)
     if first is not None:
-        interrupts._note(first, None)
+        signals.on_stop(first)
     for rank, status in enumerate(statuses):
         note = (
             FailureNote(rank=rank, kind="zrun", type="E", message="m", exit_code=status)
@@ -525,36 +521,36 @@ def test_the_exit_code_of_a_stopped_run(rundir, first, statuses, code):
             else None
         )
         run.exits.append(WorkerExit(rank, status, 1.0 + rank, note=note))
-    found, failure = judge(run, plan(), rundir, interrupts)
+    found, failure = judge(run, plan(), rundir, signals)
     assert found == code
     assert (failure is not None) == (code in (5, 8))
 
 
 def test_what_is_killed_after_now_is_no_failure(rundir):
-    interrupts, run = LauncherSignals(), SupervisedRun(2)
-    interrupts._note(INT, None)
-    interrupts._note(INT, None)
-    assert interrupts.forced_at is not None
-    run.exits += [WorkerExit(rank, -signal.SIGKILL, interrupts.forced_at + 1) for rank in range(2)]
-    assert judge(run, plan(), rundir, interrupts) == (130, None)
+    signals, run = LauncherSignals(), SupervisedRun(2)
+    signals.on_stop(INT)
+    signals.on_stop(INT)
+    assert signals.forced_at is not None
+    run.exits += [WorkerExit(rank, -signal.SIGKILL, signals.forced_at + 1) for rank in range(2)]
+    assert judge(run, plan(), rundir, signals) == (130, None)
 
 
 @pytest.mark.parametrize(("committed", "code"), [(7, 75), (6, 130), (0, 130)])
 def test_what_is_cut_off_after_the_newest_step_was_saved_loses_nothing(rundir, committed, code):
-    interrupts, run = LauncherSignals(), SupervisedRun(2)
+    signals, run = LauncherSignals(), SupervisedRun(2)
     run.last_step = 7
-    interrupts._note(INT, None)
-    interrupts.force()
-    assert interrupts.forced_at is not None
-    run.exits += [WorkerExit(rank, -signal.SIGTERM, interrupts.forced_at + 1) for rank in range(2)]
-    assert judge(run, plan(), rundir, interrupts, committed) == (code, None)
+    signals.on_stop(INT)
+    signals.force()
+    assert signals.forced_at is not None
+    run.exits += [WorkerExit(rank, -signal.SIGTERM, signals.forced_at + 1) for rank in range(2)]
+    assert judge(run, plan(), rundir, signals, committed) == (code, None)
 
 
 def test_a_peer_that_felt_the_others_stop_is_no_failure(rundir):
-    interrupts, run = LauncherSignals(), SupervisedRun(2)
-    interrupts._note(TERM, None)
+    signals, run = LauncherSignals(), SupervisedRun(2)
+    signals.on_stop(TERM)
     note = FailureNote(
         rank=1, kind="peer", type="E", message="Connection closed by peer", exit_code=5
     )
     run.exits += [WorkerExit(0, -signal.SIGUSR1, 1.0), WorkerExit(1, 5, 1.1, note=note)]
-    assert judge(run, plan(), rundir, interrupts) == (143, None)
+    assert judge(run, plan(), rundir, signals) == (143, None)

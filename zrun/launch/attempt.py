@@ -31,13 +31,13 @@ from zrun.job.render import with_origins
 from zrun.launch.bring_up import ClusterSession, bring_up
 from zrun.launch.failures import Failure, Hang, LostHost, Stopped
 from zrun.launch.launch_request import AttemptResult, LaunchRequest
-from zrun.launch.supervise import LauncherSignals, SupervisedRun, Supervisor, judge
+from zrun.launch.supervise import SupervisedRun, Supervisor, judge
 from zrun.placement.plan import ResolvedJob, plan_on_backend
 from zrun.runs.run_lock import RunLock
 from zrun.runs.rundir import RunDir, set_checkpoints_aside
 from zrun.runs.start_point import StartPoint, choose_restart, choose_start, choose_under_lock
 from zrun.system.output import say
-from zrun.system.signals import ends_with_parent, ignore, name_of, stoppable
+from zrun.system.signals import LauncherSignals, ends_with_parent, ignore, name_of, stoppable
 from zrun.transport.agent_process import AgentLink
 from zrun.transport.agents import AgentGroup
 from zrun.transport.frames import StartRequest
@@ -118,7 +118,7 @@ def attempt(request: LaunchRequest, members: list[AgentLink]) -> AttemptResult:
             rundir.path,
             committed,
             lock=rundir.keep_lock(),
-            was_asked=observed.signals.first is not None or bool(observed.run.stopping),
+            was_asked=observed.signals.first is not None or bool(observed.run.stop_reason),
             origin=start.resume,
         )
 
@@ -316,7 +316,7 @@ def _conclude(
         return _report_failure(claimed, run, code, failure, resume), failure
     if code != ExitCode.OK:
         resume = request.resume_command if committed else None
-        by = name_of(signals.first) if signals.first is not None else run.stopping
+        by = name_of(signals.first) if signals.first is not None else run.stop_reason
         stopped = Stopped(code, by, run.last_step, committed, tuple(run.lost.values()))
         rundir.write_failure(stopped.to_json() | {"resume": resume})
         say(stopped.describe(resume), sys.stderr)
@@ -337,7 +337,7 @@ def _can_resume(
     if not committed:
         return False
     was_resumed = claimed.request.is_restart or claimed.resolved.job.resume != "never"
-    if not was_resumed or run.trains:
+    if not was_resumed or run.is_training:
         return True
     # It failed before its first step. If a rank says why, the same command would fail again.
     says_why = (

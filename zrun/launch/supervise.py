@@ -1,4 +1,11 @@
-"""From the agents' frames to the run's exit code: who ended, in which order, and who asked for it."""
+"""Follow the agents of a run until all have ended, and judge how it did.
+
+agents --frames--> SupervisedRun.update          what is known of the run
+                        |
+signals, clock  --> Supervisor, each turn        stop, kill, save, report a hang, give up
+                        |
+                      judge                      the exit code, and the failure behind it
+"""
 
 from __future__ import annotations
 
@@ -6,7 +13,7 @@ import gc
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -22,36 +29,32 @@ from zrun.launch.failures import (
 )
 from zrun.launch.hangs import HangInvestigation, HangWatch
 from zrun.runs.rundir import RunDir
-from zrun.system import signals
 from zrun.system.deadlines import AwakeClock, StopDeadline
 from zrun.system.output import notify
+from zrun.system.signals import LauncherSignals
 from zrun.transport.frames import BEAT_S, GRACE_S, PROGRESS_S, SILENCE_S, Frame, StopMode
 from zrun_core.errors import ExitCode, RendezvousError
 from zrun_core.spine.config import LimitsConfig
 from zrun_core.spine.events import Event
 from zrun_core.spine.flight_recorder import RankProgress
 from zrun_core.spine.spec import LaunchPlan
-from zrun_core.spine.stop_signals import SAVE
 
-_TURN_S = 0.1  # how late an interrupt may be noticed
-_ALONE_S = 5.0  # how long the others may run on after a rank left early; most notice by themselves
-_MUTE_S = (
-    GRACE_S + 1.0
-)  # without a word from an agent that was told to stop: it tells of its ranks twice a second
+_TURN_S = 0.1  # how late a signal may be noticed
+_ALONE_S = 5.0  # that others may run on after a rank left early; most notice by themselves
+# Without a word from an agent that was told to stop: it tells of its ranks twice a second.
+_MUTE_S = GRACE_S + 1.0
 _LAST_WORDS_S = 0.5  # that other hosts get to say why they fail too, after the first failure
 _GARBAGE = 100_000  # objects that may gather before the launcher looks for cycles among them
-_GENTLE = {
-    ExitCode.STOPPED,
-    ExitCode.INTERRUPTED,
-    ExitCode.TERMINATED,
-}  # a worker's, after a signal
+# Exit codes of a worker that ended because of a signal.
+_ENDED_BY_SIGNAL = {ExitCode.STOPPED, ExitCode.INTERRUPTED, ExitCode.TERMINATED}
+_STOPPING_SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 
 OnEvent = Callable[[Event, bytes | None], None]  # and its line, where it can be recorded as it is
 OnTurn = Callable[[], None]
 
 
 class SupervisedAgents(Protocol):
-    """What supervising needs of `zrun.transport.agents.AgentGroup`."""
+    """The part of `zrun.transport.agents.AgentGroup` that supervising needs."""
 
     lost: dict[str, str]
 
@@ -69,60 +72,94 @@ class SupervisedAgents(Protocol):
 
 @dataclass
 class SupervisedRun:
-    """What the agents have told so far."""
+    """The state of a run, as its agents have told it so far.
+
+    Attributes:
+        exits: workers that have ended, in the order in which the launcher heard of them.
+        ended_ranks: the ranks of `exits`.
+        first_clean_exit: the first of them with status 0.
+        is_failing: one had another status, or a host is lost.
+        last_step: that any event told of.
+        started: hosts that have begun to start their workers.
+        is_training: rank 0 said that the first step begins: the ranks obey signals.
+        ended: rank 0 said that training reached its end.
+        stop_reason: the signal that a rank got, but not through the launcher; empty: none.
+        states: of the ranks that run, as their agents saw them last.
+        new_states: those of them that the supervisor has not seen yet.
+        investigation: of a hang that was found, while agents testify.
+        hang: its finding; None: no rank hangs.
+        lost: hosts that do not answer, with the reason.
+        lost_at: unix seconds at which the first of them was missed.
+    """
 
     num_ranks: int
     exits: list[WorkerExit] = field(default_factory=list)
-    last_step: int = 0
-    started: set[str] = field(default_factory=set)  # hosts that have begun to start their workers
-    trains: bool = False  # rank 0 said that the first step begins: the ranks obey signals
-    stopping: str = ""  # the signal that a rank got, which did not come through the launcher
-    states: dict[int, RankProgress] = field(
-        default_factory=dict
-    )  # of the ranks that run, as their boards said last
-    news: dict[int, RankProgress] = field(default_factory=dict)  # what of it nobody has looked at
     ended_ranks: set[int] = field(default_factory=set)
-    first_well: WorkerExit | None = None  # the first exit with status 0
-    is_failing: bool = False  # an exit with another one, or a lost host
+    first_clean_exit: WorkerExit | None = None
+    is_failing: bool = False
+    last_step: int = 0
+    started: set[str] = field(default_factory=set)
+    is_training: bool = False
+    ended: bool = False
+    stop_reason: str = ""
+    states: dict[int, RankProgress] = field(default_factory=dict)
+    new_states: dict[int, RankProgress] = field(default_factory=dict)
     investigation: HangInvestigation | None = None
     hang: dict[str, Any] | None = None
-    lost: dict[str, str] = field(default_factory=dict)  # hosts, with the reason
-    lost_at: float = float("inf")  # unix seconds at which the first of them was missed
-    ended: bool = False  # rank 0 said that training reached its end
+    lost: dict[str, str] = field(default_factory=dict)
+    lost_at: float = float("inf")
 
-    def fold(self, host: str, frame: Frame) -> Event | None:
-        """Take in one frame; an event is handed back."""
+    def update(self, host: str, frame: Frame) -> Event | None:
+        """Take in a frame of a host's agent. Returns the event that it carries, if any."""
         match frame["frame"]:
             case "event":  # most are
-                return self._fold_event(frame["event"])
+                return self._see_event(frame["event"])
             case "board":
                 for text, state in frame["states"].items():
-                    if (rank := int(text)) not in self.ended_ranks:
-                        self.states[rank] = self.news[rank] = RankProgress(*state)
+                    rank = int(text)
+                    if rank not in self.ended_ranks:
+                        self.states[rank] = self.new_states[rank] = RankProgress(*state)
             case "started":
                 self.started.add(host)
             case "done":
                 if host not in self.started:
-                    why = "its agent could not start the workers; see its log in logs of the run directory there"
-                    self.lose(host, f"{host}: {why}")
+                    log = "see its log in logs of the run directory there"
+                    why = f"its agent could not start the workers; {log}"
+                    self.lose_host(host, f"{host}: {why}")
             case "exit":
-                self._fold_exit(frame)
+                self._see_exit(frame)
             case "testimony":
                 if self.investigation is not None:
                     self.investigation.hear(frame)
             case "deaf":
-                self._fold_silence(host, frame)
+                self._see_silence(host, frame)
         return None
 
-    def _fold_event(self, event: Event) -> Event:
+    def lose_host(self, host: str, why: str) -> None:
+        """Record that a host does not answer; `why` is one line that begins with its name."""
+        self.lost[host] = why
+        self.lost_at = min(self.lost_at, time.time())
+        self.is_failing = True
+
+    @property
+    def left_early(self) -> WorkerExit | None:
+        """Return the exit of a rank that ended with status 0 while others still train."""
+        if self.ended or len(self.exits) == self.num_ranks:
+            return None
+        return self.first_clean_exit
+
+    def _see_event(self, event: Event) -> Event:
+        kind = event.get("type")
         self.last_step = max(self.last_step, event.get("step") or 0)
-        self.trains |= event.get("type") == "start"
-        self.ended |= event.get("type") == "end"
-        if event.get("type") == "stop" and not self.lost:  # else it is an agent that stops them
-            self.stopping = self.stopping or str(event.get("signal"))
+        if kind == "start":
+            self.is_training = True
+        elif kind == "end":
+            self.ended = True
+        elif kind == "stop" and not self.lost:  # else it is an agent that stops them
+            self.stop_reason = self.stop_reason or str(event.get("signal"))
         return event
 
-    def _fold_exit(self, frame: Frame) -> None:
+    def _see_exit(self, frame: Frame) -> None:
         end = WorkerExit(
             rank=frame["rank"],
             status=frame["status"],
@@ -135,284 +172,265 @@ class SupervisedRun:
         self.states.pop(end.rank, None)
         self.exits.append(end)
         self.ended_ranks.add(end.rank)
-        self.is_failing |= end.status != 0
-        if end.status == 0:
-            self.first_well = self.first_well or end
+        if end.status != 0:
+            self.is_failing = True
+        elif self.first_clean_exit is None:
+            self.first_clean_exit = end
 
-    def _fold_silence(self, host: str, frame: Frame) -> None:
+    def _see_silence(self, host: str, frame: Frame) -> None:
         """Tell a launcher that stood still, while the ranks went on, from a network that was cut."""
         why = f"{host}: its agent had no word from this launcher for {frame['silent_s']:.0f} s"
         if frame["stop"] == StopMode.FINISH:
-            self.stopping = self.stopping or why
+            self.stop_reason = self.stop_reason or why
             return
         cause = "the network was cut, or this process or its host stood still"
-        self.lose(host, f"{why}, and its ranks made no progress: {cause}")
-
-    @property
-    def left_early(self) -> WorkerExit | None:
-        """A rank that ended well while others still train."""
-        return None if self.ended or len(self.exits) == self.num_ranks else self.first_well
-
-    def lose(self, host: str, why: str) -> None:
-        """A host is no longer there."""
-        self.lost[host] = why
-        self.lost_at = min(self.lost_at, time.time())
-        self.is_failing = True
-
-
-class LauncherSignals:
-    """Signals that ask the launcher to end, counted instead of obeyed at once.
-
-    Attributes:
-        first: the one that came first.
-        first_at: unix seconds at which it came.
-        level: 0 none; 1 finish the step and save; 2 now; 3 kill. Only SIGINT and SIGTERM go beyond 1: a closing
-            terminal and a scheduler warn more than once.
-        forced_at: unix seconds at which level 2 was reached.
-        wants_save: `zrun save` asked, and nobody has looked yet. It asks for no end.
-        wants_pause: the terminal asked (ctrl-Z), and nobody has looked yet.
-    """
-
-    def __init__(self) -> None:
-        self.first: signal.Signals | None = None
-        self.first_at: float | None = None
-        self.level = 0
-        self.forced_at: float | None = None
-        self.wants_save = False
-        self.wants_pause = False
-        self._num_firm = 0
-
-    def force(self) -> None:
-        """What was asked for gently is now wanted at once."""
-        self.level, self._num_firm = max(self.level, 2), max(self._num_firm, 2)
-        self.forced_at = self.forced_at or time.time()
-
-    @contextmanager
-    def caught(self) -> Iterator[None]:
-        before = {number: signal.signal(number, self._note) for number in signals.numbers()}
-        signal.signal(SAVE, self._note_save)
-        pausing = signal.getsignal(signal.SIGTSTP)
-        if pausing is signal.SIG_DFL:  # a shell without job control ignores it
-            signal.signal(signal.SIGTSTP, self._note_pause)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGTSTP, pausing)
-            signal.signal(SAVE, signal.SIG_IGN)
-            for number, handler in before.items():
-                # Whoever keeps on pressing must not cut the last words short.
-                signal.signal(number, handler if self.first is None else signal.SIG_IGN)
-
-    def _note_save(self, number: int, _: object) -> None:
-        self.wants_save = True
-
-    def _note_pause(self, number: int, _: object) -> None:
-        self.wants_pause = True
-
-    def _note(self, number: int, _: object) -> None:
-        self.first = self.first or signal.Signals(number)
-        self.first_at = self.first_at or time.time()
-        if number == signals.STOP_NOW:  # level 2, whatever came before and however often it comes
-            self.force()
-            return
-        self._num_firm += number in (signal.SIGINT, signal.SIGTERM)
-        self.level = max(1, self._num_firm)
-        if self.level > 1:
-            self.forced_at = self.forced_at or time.time()
+        self.lose_host(host, f"{why}, and its ranks made no progress: {cause}")
 
 
 class Supervisor:
-    """Follows the agents until all are done or gone, and stops them when asked to, or when one of them fails."""
+    """Follows the agents until all have ended; stops them when asked to, or when one of them fails.
+
+    All times are seconds of one clock of the launcher, which leaves out what it slept through.
+    """
 
     def __init__(
         self,
         agents: SupervisedAgents,
         run: SupervisedRun,
-        interrupts: LauncherSignals,
+        signals: LauncherSignals,
         limits: LimitsConfig,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        """Follow `agents`, by a clock in seconds that leaves out what this process slept through."""
-        self._agents, self._run, self._interrupts, self._limits = agents, run, interrupts, limits
-        self._clock = clock = clock or AwakeClock()
+        """Prepare to follow `agents`.
+
+        Args:
+            agents: of all hosts; they have been told to start their workers.
+            run: state of the run, kept current.
+            signals: that the launcher gets meanwhile.
+            limits: of the job.
+            clock: in seconds; None: an `AwakeClock`.
+        """
+        self._agents = agents
+        self._run = run
+        self._signals = signals
+        self._limits = limits
+        self._clock = clock or AwakeClock()
         self._hangs = HangWatch(limits)
-        self._late = clock() + limits.start_s
-        self._beat_at = self._judge_at = float("-inf")
+        self._start_deadline = self._clock() + limits.start_s
+        self._last_beat = float("-inf")
+        self._last_hang_check = float("-inf")
+        self._heard: dict[str, float] = {}  # host -> when its agent said something last
+        # A rank left early: until when the others may run on alone.
         self._alone_until: float | None = None
-        self._patience: StopDeadline | None = (
-            None  # with workers that were asked to end by themselves
-        )
-        self._stop_at: float | None = None  # the other hosts, after a failure
-        self._heard: dict[str, float] = {}  # host -> when it said something last
-        self._told_at = float("inf")  # to stop, after a failure or a hang
-        self._give_up_at = float("inf")  # on hosts that do not even say that they are done
-        self._obeyed = 0
+        # Stopping because a signal asked for it.
+        self._stop_deadline: StopDeadline | None = None
+        self._obeyed_level = 0
+        # Stopping after a failure or a hang: when to do so, when that was, when to give up.
+        self._stop_at: float | None = None
+        self._stopped_at = float("inf")
+        self._give_up_at = float("inf")
 
     def watch(self, on_event: OnEvent, on_turn: OnTurn) -> None:
-        """Return when it is over.
+        """Follow the agents until all have ended or been given up.
+
+        Args:
+            on_event: called with each event, and its line where that can be recorded as it is.
+            on_turn: called after each look at the agents, about ten times a second.
 
         Raises:
-            RendezvousError: not all hosts have started their workers after `limits.start_s` seconds.
+            RendezvousError: not all hosts have started their workers after `limits.start_s`.
         """
         with _few_collections():
-            self._watch(on_event, on_turn)
+            while not self._agents.all_ended:
+                self._receive(on_event)
+                on_turn()
+                now = self._clock()
+                if self._gives_up(now):
+                    break
+                self._check_start(now)
+                self._send_beat(now)
+                self._look_for_hangs(now)
+                self._stop_after_failure(now)
+                self._stop_when_asked(now)
+                self._save_when_asked()
+                self._pause_when_asked()
 
-    def _watch(self, on_event: OnEvent, on_turn: OnTurn) -> None:
-        agents, run = self._agents, self._run
-        while not agents.all_ended:
-            found = agents.frames(_TURN_S)
-            now = self._clock()
-            for host, frame in found:
-                self._heard[host] = now
-                event = run.fold(host, frame)
-                if event is not None:
-                    on_event(event, frame.get("line"))
-            for host, why in agents.lost.items():
-                if host not in run.lost:
-                    run.lose(host, why)
-            on_turn()
-            now = self._clock()
-            if self._gives_up(now):
-                break
-            self._check_start(now)
-            self._beat(now)
-            self._look_for_hangs(now)
-            self._stop_after_a_failure(now)
-            self._stop_when_asked(now)
-            self._save_when_asked()
-            self._pause_when_asked()
+    def _receive(self, on_event: OnEvent) -> None:
+        """Take in what the agents have said, and which of them are lost."""
+        run = self._run
+        frames = self._agents.frames(_TURN_S)
+        now = self._clock()
+        for host, frame in frames:
+            self._heard[host] = now
+            event = run.update(host, frame)
+            if event is not None:
+                on_event(event, frame.get("line"))
+        for host, why in self._agents.lost.items():
+            if host not in run.lost:
+                run.lose_host(host, why)
 
     def _gives_up(self, now: float) -> bool:
-        """Stop waiting for hosts that do not end: all of them say nothing, or their time is over."""
-        since = now - _MUTE_S
-        are_mute = all(
-            max(self._heard.get(host, 0.0), self._told_at) < since
-            for host in self._agents.unfinished
-        )
-        if not are_mute and now <= self._give_up_at:
+        """Stop waiting for hosts that do not end: all of them are silent, or their time is over."""
+        unfinished = self._agents.unfinished
+        last_words = (max(self._heard.get(host, 0.0), self._stopped_at) for host in unfinished)
+        all_silent = all(at < now - _MUTE_S for at in last_words)
+        if not all_silent and now <= self._give_up_at:
             return False
-        for host in self._agents.unfinished:
-            what = "its agent says nothing any more: it, or what it was started by, was killed or stands still"
-            self._run.lose(host, f"{host}: {what}")
+        for host in unfinished:
+            what = "its agent says nothing any more"
+            cause = "it, or what it was started by, was killed or stands still"
+            self._run.lose_host(host, f"{host}: {what}: {cause}")
             self._agents.drop_host(host)
         return True
 
     def _check_start(self, now: float) -> None:
-        if now > self._late:
-            self._late = float("inf")
-            missing = [
-                host
-                for host in self._agents.hosts
-                if host not in {*self._run.started, *self._run.lost}
-            ]
-            if missing:
-                raise RendezvousError(
-                    f"{', '.join(missing)}: the workers had not started after {self._limits.start_s:.0f} s "
-                    "(limits.start_s)"
-                )
+        if now <= self._start_deadline:
+            return
+        self._start_deadline = float("inf")
+        known = self._run.started | self._run.lost.keys()
+        missing = [host for host in self._agents.hosts if host not in known]
+        if missing:
+            raise RendezvousError(
+                f"{', '.join(missing)}: the workers had not started after "
+                f"{self._limits.start_s:.0f} s (limits.start_s)"
+            )
 
-    def _beat(self, now: float) -> None:
-        """Other hosts take silence for this launcher's death, or for that of the way to it."""
-        if now > self._beat_at:
-            self._beat_at = now + BEAT_S
+    def _send_beat(self, now: float) -> None:
+        """Send other hosts a word: silence is the death of this launcher, or of the way to it."""
+        if now > self._last_beat + BEAT_S:
+            self._last_beat = now
             self._agents.send({"beat": True})
 
+    # Hangs.
+
     def _look_for_hangs(self, now: float) -> None:
-        """Time what the ranks do; once they hang, hear what their agents have to say, and kill them."""
+        """Time what the ranks do. Once some hang, ask their agents about them, then kill them."""
         run = self._run
-        news, run.news = run.news, {}
-        self._hangs.see(now, news)
+        new_states, run.new_states = run.new_states, {}
+        self._hangs.see(now, new_states)
         if run.hang is not None or run.is_failing:
             return
         if run.investigation is None:
-            if now < self._judge_at:
+            if now < self._last_hang_check + PROGRESS_S:
                 return
-            self._judge_at = now + PROGRESS_S
-            verdict = self._hangs.judge(now, run.states)
-            if verdict is not None:
-                run.investigation = HangInvestigation(verdict, run.states, now)
+            self._last_hang_check = now
+            hung = self._hangs.judge(now, run.states)
+            if hung is not None:
+                run.investigation = HangInvestigation(hung, run.states, now)
                 self._agents.send({"testify": True})
         elif run.investigation.is_over(now):
             run.hang = run.investigation.finding()
-            self._agents.stop(StopMode.KILL)
-            self._told_at, self._give_up_at = now, now + GRACE_S + SILENCE_S
+            self._stop(now, StopMode.KILL)
 
-    def _stop_after_a_failure(self, now: float) -> None:
+    # Failures.
+
+    def _stop_after_failure(self, now: float) -> None:
+        """Stop the other ranks once one has failed or left early, or a host is lost."""
         if self._run.left_early is not None:
-            self._alone_until = self._alone_until or now + _ALONE_S
+            if self._alone_until is None:
+                self._alone_until = now + _ALONE_S
             if now > self._alone_until:
-                self._agents.stop(StopMode.NOW)
                 self._alone_until = float("inf")
-        if self._run.is_failing and self._stop_at is None:
+                self._agents.stop(StopMode.NOW)
+        if not self._run.is_failing:
+            return
+        if self._stop_at is None:
             self._stop_at = now + _LAST_WORDS_S
-        if self._stop_at is not None and now > self._stop_at:
+        if now > self._stop_at:
             self._stop_at = float("inf")
-            self._told_at, self._give_up_at = now, now + GRACE_S + SILENCE_S
-            if len(self._agents.hosts) > 1:  # a single agent does so by itself
-                # Without a host nothing can be saved, and whoever waits for it listens to nothing else.
-                self._agents.stop(StopMode.KILL if self._run.lost else StopMode.NOW)
+            # Without a host nothing can be saved, and a rank that waits for it obeys no signal.
+            how = StopMode.KILL if self._run.lost else StopMode.NOW
+            self._stop(now, how, asks_agents=len(self._agents.hosts) > 1)
+
+    def _stop(self, now: float, how: StopMode, *, asks_agents: bool = True) -> None:
+        """End the run, and give the hosts a time to do so.
+
+        Args:
+            asks_agents: false if a single agent has stopped its ranks by itself.
+        """
+        self._stopped_at = now
+        self._give_up_at = now + GRACE_S + SILENCE_S
+        if asks_agents:
+            self._agents.stop(how)
+
+    # Signals.
 
     def _stop_when_asked(self, now: float) -> None:
-        interrupts = self._interrupts
-        if self._patience is None and (interrupts.level or self._run.stopping):
-            self._patience = StopDeadline(now, self._limits)
-            if not interrupts.level:
-                notify(f"{self._run.stopping}: finishing the step")
-        if self._patience is not None and interrupts.level < 2:
-            self._wait_to_finish(now, self._patience)
-        if interrupts.level > self._obeyed:
-            self._obeyed = interrupts.level
-            if (
-                interrupts.level > 1 or not self._run.is_failing
-            ):  # else all are being stopped already
-                _obey(self._agents, interrupts)
+        """Pass on what signals ask for, level by level."""
+        signals, run = self._signals, self._run
+        if self._stop_deadline is None and (signals.level or run.stop_reason):
+            self._stop_deadline = StopDeadline(now, self._limits)
+            if not signals.level:
+                notify(f"{run.stop_reason}: finishing the step")
+        if self._stop_deadline is not None and signals.level < 2:
+            self._wait_to_finish(now, self._stop_deadline)
+        if signals.level > self._obeyed_level:
+            self._obeyed_level = signals.level
+            # At level 1 a run that fails is being stopped already.
+            if signals.level > 1 or not run.is_failing:
+                self._obey()
 
-    def _wait_to_finish(self, now: float, patience: StopDeadline) -> None:
-        """Look whether the workers have had their time. A save is what it is there for: it is not cut off."""
-        limits, was_due = self._limits, patience.was_due
+    def _obey(self) -> None:
+        signals, agents = self._signals, self._agents
+        if signals.level == 1:
+            name = signals.first.name if signals.first is not None else "a signal"
+            notify(f"{name}: finishing the step; once more stops at once")
+            agents.stop(StopMode.FINISH)
+        elif signals.level == 2:
+            notify("stopping the workers; once more kills them")
+            agents.stop(StopMode.NOW)
+        else:
+            notify("killing the workers")
+            agents.stop(StopMode.KILL)
+
+    def _wait_to_finish(self, now: float, deadline: StopDeadline) -> None:
+        """Stop the workers once they have had their time; a save gets a time of its own."""
+        limits = self._limits
+        was_due = deadline.was_due
         saves = any(state.phase == "save" for state in self._run.states.values())
-        if patience.is_over(now, saves=saves):
-            limit = (
-                f"{limits.save_s:g} s (limits.save_s)"
-                if saves
-                else f"{limits.stop_s:g} s (limits.stop_s)"
-            )
-            notify(f"not {'saved' if saves else 'finished'} after {limit}: stopping now")
-            self._interrupts.force()
-        elif patience.was_due and not was_due:
+        if deadline.is_over(now, saves=saves):
+            late = f"not finished after {limits.stop_s:g} s (limits.stop_s)"
+            if saves:
+                late = f"not saved after {limits.save_s:g} s (limits.save_s)"
+            notify(f"{late}: stopping now")
+            self._signals.force()
+        elif deadline.was_due and not was_due:
             notify(
-                f"a save is under way: it has {limits.save_s:g} s (limits.save_s) instead of {limits.stop_s:g} "
-                "(limits.stop_s); once more stops at once"
+                f"a save is under way: it has {limits.save_s:g} s (limits.save_s) instead of "
+                f"{limits.stop_s:g} (limits.stop_s); once more stops at once"
             )
-
-    def _pause_when_asked(self) -> None:
-        """Stand still as the terminal asked for (ctrl-Z). The ranks train on meanwhile."""
-        if not self._interrupts.wants_pause:
-            return
-        self._interrupts.wants_pause = False
-        self._agents.send({"hold": True})
-        notify("zrun is stopped, and its ranks train on: fg shows them again")
-        os.kill(os.getpid(), signal.SIGSTOP)
-        self._agents.send({"beat": True})
 
     def _save_when_asked(self) -> None:
-        """Pass on what `zrun save` asked for. A run that ends says by itself what of it is saved."""
-        if not self._interrupts.wants_save:
+        """Pass on `zrun save`. A run that ends says by itself which step of it is saved."""
+        if not self._signals.wants_save:
             return
-        self._interrupts.wants_save = False
+        self._signals.wants_save = False
         run = self._run
-        if self._interrupts.level or run.stopping or run.is_failing or run.ended:
+        if self._signals.level or run.stop_reason or run.is_failing or run.ended:
             notify("zrun save: the run ends already")
-        elif not run.trains:
+        elif not run.is_training:
             notify("zrun save: no rank trains yet, so there is nothing to save")
         else:
             notify("zrun save: saving at the end of the step")
             self._agents.send({"save": True})
 
+    def _pause_when_asked(self) -> None:
+        """Stop this process as the terminal asked for (ctrl-Z). The ranks train on meanwhile."""
+        if not self._signals.wants_pause:
+            return
+        self._signals.wants_pause = False
+        self._agents.send({"hold": True})
+        notify("zrun is stopped, and its ranks train on: fg shows them again")
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self._agents.send({"beat": True})
+
 
 @contextmanager
 def _few_collections() -> Iterator[None]:
-    """Look for cycles of garbage seldom: frames of thousands of ranks come and go, and their counts free them."""
+    """Look for cycles of garbage seldom.
+
+    Frames of thousands of ranks come and go; reference counts free them, and there are no cycles.
+    """
     usual = gc.get_threshold()
     gc.set_threshold(_GARBAGE, *usual[1:])
     try:
@@ -421,70 +439,80 @@ def _few_collections() -> Iterator[None]:
         gc.set_threshold(*usual)
 
 
-def _obey(agents: SupervisedAgents, interrupts: LauncherSignals) -> None:
-    name = interrupts.first.name if interrupts.first is not None else "a signal"
-    if interrupts.level == 1:
-        notify(f"{name}: finishing the step; once more stops at once")
-        agents.stop(StopMode.FINISH)
-    elif interrupts.level == 2:
-        notify("stopping the workers; once more kills them")
-        agents.stop(StopMode.NOW)
-    else:
-        notify("killing the workers")
-        agents.stop(StopMode.KILL)
-
-
 def judge(
     run: SupervisedRun,
     plan: LaunchPlan,
     rundir: RunDir,
-    interrupts: LauncherSignals,
+    signals: LauncherSignals,
     committed: int = 0,
 ) -> tuple[int, Failure | Hang | LostHost | None]:
-    """The run's exit code, and the failure behind it.
+    """Return the exit code of a run that is over, and the failure behind it.
 
     Args:
+        run: what the agents have told.
+        plan: of the run.
+        rundir: where its logs are.
+        signals: that the launcher got meanwhile.
         committed: the newest step that is saved; 0: none.
     """
-    if run.hang is not None and interrupts.forced_at is None:
+    if run.hang is not None and signals.forced_at is None:
         return ExitCode.HANG, Hang(run.hang, plan, rundir.path)
     statuses = {each.status for each in run.exits}
-    are_all = len(run.exits) == run.num_ranks
-    if run.ended and statuses == {0} and are_all:
-        return ExitCode.OK, None
-    if statuses == {ExitCode.STOPPED} and are_all:
-        return ExitCode.STOPPED, None
-    asked = interrupts.first is not None or bool(run.stopping) or bool(statuses & _GENTLE)
-    exits = [each for each in run.exits if not (asked and _was_asked_to(each, interrupts))]
+    if len(run.exits) == run.num_ranks:
+        if run.ended and statuses == {0}:
+            return ExitCode.OK, None
+        if statuses == {ExitCode.STOPPED}:
+            return ExitCode.STOPPED, None
+    was_asked = (
+        signals.first is not None or bool(run.stop_reason) or bool(statuses & _ENDED_BY_SIGNAL)
+    )
+    exits = run.exits
+    if was_asked:
+        exits = [each for each in exits if not _was_asked_to(each, signals)]
     end = first_failure(exits, run.ended)
-    came_first = interrupts.first_at is None or run.lost_at < interrupts.first_at
-    if (
-        run.lost
-        and came_first
-        and (end is None or end.time > run.lost_at or not is_cause(end, exits))
-    ):
+    if _is_lost_host(run, signals, end, exits):
         host, why = next(iter(run.lost.items()))
         return ExitCode.HANG, LostHost(host, why, run.last_step)
     if end is not None:
         place = plan.ranks[end.rank]
         failure = Failure(end, place, plan.world_size, run.last_step, rundir.log(end.rank))
         return failure.exit_code, failure
-    if not asked:
+    if not was_asked:
         return ExitCode.OK, None
-    if (
-        committed and committed >= run.last_step
-    ):  # what was cut off came after the last step: nothing is lost
+    if committed and committed >= run.last_step:  # what was cut off came after the last step
         return ExitCode.STOPPED, None
-    by_hand = interrupts.first == signal.SIGINT or (
-        interrupts.first is None and ExitCode.INTERRUPTED in statuses
-    )
-    return ExitCode.INTERRUPTED if by_hand else ExitCode.TERMINATED, None
+    if signals.first == signal.SIGINT:
+        return ExitCode.INTERRUPTED, None
+    if signals.first is None and ExitCode.INTERRUPTED in statuses:
+        return ExitCode.INTERRUPTED, None
+    return ExitCode.TERMINATED, None
 
 
-def _was_asked_to(end: WorkerExit, interrupts: LauncherSignals) -> bool:
-    """Whether a worker ended because of a signal that the run got, or because another one did."""
-    if interrupts.forced_at is not None and end.time >= interrupts.forced_at:
+def _is_lost_host(
+    run: SupervisedRun,
+    signals: LauncherSignals,
+    end: WorkerExit | None,
+    exits: Sequence[WorkerExit],
+) -> bool:
+    """Return whether the run failed because a host was lost.
+
+    Args:
+        run: what the agents have told.
+        signals: a host that is lost after one is a consequence of it.
+        end: the exit that caused the others; None: there was none.
+        exits: those that no signal explains.
+    """
+    if not run.lost:
+        return False
+    if signals.first_at is not None and run.lost_at >= signals.first_at:
+        return False
+    return end is None or end.time > run.lost_at or not is_cause(end, list(exits))
+
+
+def _was_asked_to(end: WorkerExit, signals: LauncherSignals) -> bool:
+    """Return whether a worker ended because of a signal that the run got, or because another did."""
+    if signals.forced_at is not None and end.time >= signals.forced_at:
         return True
-    if end.status in _GENTLE or end.signal in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+    if end.status in _ENDED_BY_SIGNAL or end.signal in _STOPPING_SIGNALS:
         return True
     return end.note is not None and end.note.is_echo

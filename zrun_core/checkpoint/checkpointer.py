@@ -151,11 +151,13 @@ class Checkpointer:
         about: RunInfo,
         tell: Tell,
         patience_s: float = LimitsConfig().save_s,
+        patience_key: str = "",
     ) -> None:
         """
         Args:
             tell: called on rank 0 with the fields of a `save` event, or with `warning`, a text.
             patience_s: that a disk may take for one turn of a save.
+            patience_key: the job's name for it, if there is a job.
         """
         self.folder, self.state, self.config, self.about = folder, state, config, about
         self._streams = streams
@@ -166,6 +168,7 @@ class Checkpointer:
         self._better: Best | None = None  # that of a step which is yet to be saved
         self.on_commit: Callable[[int], object] = lambda step: None
         self._comm, self._world, self._tell, self._patience_s = comm, world, tell, patience_s
+        self._patience_key = patience_key
         self._consensus = SaveConsensus()
         self._is_asked = False  # a signal has asked for a save that has not begun
         self._current: _Save | None = None
@@ -535,9 +538,10 @@ class Checkpointer:
             if not any(is_busy):
                 return
             if is_late:
+                key = f" ({self._patience_key})" if self._patience_key else ""
                 raise HangError(
-                    f"step {step} is not saved: the disk of rank {is_busy.index(1.0)} has not answered for "
-                    f"{self._patience_s:g} s (limits.save_s)"
+                    f"step {step} is not saved: the disk of rank {is_busy.index(1.0)} "
+                    f"has not answered for {self._patience_s:g} s{key}"
                 )
 
     def _report(self, current: _Save) -> None:

@@ -20,16 +20,31 @@ _held: set[int] = set()  # descriptors of locks
 class InUseError(SaveError):
     """Another process holds the folder."""
 
-    def __init__(self, folder: Path, holder: str) -> None:
-        """`holder` is the number of that process, as far as it is known."""
+    def __init__(self, folder: Path, holder: str, advice: str) -> None:
+        """
+        Args:
+            folder: of checkpoints.
+            holder: number of that process, as far as it is known.
+            advice: what the user can do.
+        """
         self.holder = f"process {holder or '(unknown)'}"
         super().__init__(
-            f"cannot save in {folder}: it is in use by {self.holder} of another run; set checkpoint.dir"
+            f"cannot save in {folder}: it is in use by {self.holder} of another run; {advice}"
         )
 
 
-def hold(folder: Path, patience_s: float = PATIENCE_S) -> int:
-    """Lock a folder of checkpoints for the life of this process; returns the descriptor that holds the lock.
+def hold(
+    folder: Path, patience_s: float = PATIENCE_S, *, advice: str = "set checkpoint.dir"
+) -> int:
+    """Lock a folder of checkpoints for the life of this process.
+
+    Args:
+        folder: is made if it is not there.
+        patience_s: seconds to wait for another process that holds it.
+        advice: what the user can do if it cannot be used; a loop of the user's own has no job keys.
+
+    Returns:
+        The descriptor that holds the lock.
 
     Raises:
         InUseError: another process has had it for all that time.
@@ -39,7 +54,7 @@ def hold(folder: Path, patience_s: float = PATIENCE_S) -> int:
         make_private(folder)
         lock = os.open(folder / _FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise SaveError(f"cannot save in {folder}: {error.strerror}; set checkpoint.dir") from None
+        raise SaveError(f"cannot save in {folder}: {error.strerror}; {advice}") from None
     deadline = time.monotonic() + patience_s
     while True:
         try:
@@ -48,7 +63,7 @@ def hold(folder: Path, patience_s: float = PATIENCE_S) -> int:
             if time.monotonic() > deadline:
                 holder = os.pread(lock, 32, 0).decode(errors="replace").strip()
                 os.close(lock)
-                raise InUseError(folder, holder) from None
+                raise InUseError(folder, holder, advice) from None
             time.sleep(0.1)
         except OSError as error:  # a file system that knows no locks
             os.close(lock)

@@ -63,11 +63,20 @@ class CheckpointState(Protocol):
 class ModelState:
     """Parameters, masters, optimizer state and persistent buffers of one sharded model, on this rank."""
 
-    def __init__(self, sharded: ShardedModel, *, weights_only: bool = False) -> None:
+    def __init__(
+        self,
+        sharded: ShardedModel,
+        *,
+        weights_only: bool = False,
+        advice: str = "give the job the model that was saved, "
+        "or start from the weights with init_from",
+    ) -> None:
         """
         Args:
             weights_only: `check` and `load` leave the optimizer alone.
+            advice: what the user can do if the checkpoint is of another model.
         """
+        self._other_model = f"it is another model: {advice}"
         self._sharded, self._weights_only = sharded, weights_only
         self.holders: Sequence[object] = ()  # of what may be a tokenizer, beside the module
         self._tokenizer: dict[str, bytes] | None = None  # its files, once asked for
@@ -229,22 +238,23 @@ class ModelState:
             )
             if saved is None:
                 raise CheckpointError(
-                    f"the checkpoint has no tensor {info.name} {list(info.shape)}; {_ADVICE}"
+                    f"the checkpoint has no tensor {info.name} {list(info.shape)}; {self._other_model}"
                 )
             if saved.shape != info.shape:
                 raise CheckpointError(
                     f"{info.name} is {list(saved.shape)} in the checkpoint and {list(info.shape)} in the model; "
-                    f"{_ADVICE}"
+                    f"{self._other_model}"
                 )
             if number_class(saved.dtype) != number_class(info.dtype):
                 raise CheckpointError(
-                    f"{info.name} is {saved.dtype} in the checkpoint and {info.dtype} in the model; {_ADVICE}"
+                    f"{info.name} is {saved.dtype} in the checkpoint and {info.dtype} in the model; {self._other_model}"
                 )
         own = by_name(tensors)
         for saved in manifest.tensors:
             if not any(name in own for name in (saved.name, *saved.aliases)):
                 raise CheckpointError(
-                    f"the checkpoint has a tensor {saved.name} {list(saved.shape)}, which the model has not; {_ADVICE}"
+                    f"the checkpoint has a tensor {saved.name} {list(saved.shape)}, "
+                    f"which the model has not; {self._other_model}"
                 )
         if not self._weights_only:
             self._check_optimizer(manifest, known)
@@ -411,9 +421,6 @@ class ModelState:
             if buffer is not None:
                 memory = flat(buffer)
                 _put_back(memory.copy_(data), buffer)
-
-
-_ADVICE = "it is another model: give the job the model that was saved, or start from the weights with init_from"
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -50,8 +50,24 @@ class Resumed:
         return [*skipped, f"goes on after step {self.manifest.step} of {self.path}"]
 
 
-def load_newest(source: ResumeSpec, state: CheckpointState, comm: Comm, world: Group) -> Resumed:
+_OTHER_STEP = "name another with --resume PATH or --resume STEP, or start anew with --fresh"
+
+
+def load_newest(
+    source: ResumeSpec,
+    state: CheckpointState,
+    comm: Comm,
+    world: Group,
+    *,
+    advice: str = _OTHER_STEP,
+) -> Resumed:
     """Fill the model from the newest valid step of `source`, or from the one that it names. Collective.
+
+    Args:
+        source: a folder of checkpoints, and a step of it if one is named.
+        state: of the model, to be filled.
+        comm, world: the ranks that have to agree on the step.
+        advice: what the user can do if no step is valid; "" adds nothing.
 
     Raises:
         CheckpointError: none is valid, the named one is not, or it is of another model.
@@ -100,7 +116,7 @@ def load_newest(source: ResumeSpec, state: CheckpointState, comm: Comm, world: G
         if problem is None:
             return Resumed(path, manifests[0], skipped, streams[0])
         skipped[step] = problem
-    raise CheckpointError(_none_valid(source, skipped))
+    raise CheckpointError(_none_valid(source, skipped, advice))
 
 
 def _own_streams(
@@ -146,15 +162,13 @@ def _first_problem(said: list[str]) -> str | None:
     )
 
 
-def _none_valid(source: ResumeSpec, skipped: dict[int, str]) -> str:
+def _none_valid(source: ResumeSpec, skipped: dict[int, str], advice: str) -> str:
     what = f"step {source.step}" if source.step is not None else "a valid checkpoint"
     reasons = "".join(
         f"\n  step {step}: {problem}" for step, problem in sorted(skipped.items(), reverse=True)
     )
-    return (
-        f"{source.folder} does not hold {what}{reasons}\n"
-        "name another with --resume PATH or --resume STEP, or start anew with --fresh"
-    )
+    text = f"{source.folder} does not hold {what}{reasons}"
+    return f"{text}\n{advice}" if advice else text
 
 
 def restore_streams(resumed: Resumed, streams: rng.Streams) -> None:

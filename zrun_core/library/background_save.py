@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import atexit
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from zrun_core.checkpoint.checkpointer import Checkpointer, SaveConsensus
-from zrun_core.errors import HangError, SaveError
 
 
 class Background:
@@ -32,7 +30,7 @@ class Background:
             HangError: a rank's disk has not answered for half an hour.
         """
         self.finish()
-        _in_turn(lambda: saves.save(step, lambda: progress, "asked", wait=wait))
+        saves.save(step, lambda: progress, "asked", wait=wait)
         if saves.under_way is not None:
             if not self._number:
                 atexit.register(self._tell_unfinished)
@@ -57,7 +55,7 @@ class Background:
         """
         saves = self._saves
         if saves is not None and number == self._number:  # else they are of a save before it
-            _in_turn(lambda: saves.advance(consensus))
+            saves.advance(consensus)
 
     def finish(self) -> None:
         """Wait until no save is under way. Collective.
@@ -68,7 +66,7 @@ class Background:
         """
         saves, self._saves = self._saves, None
         if saves is not None:
-            _in_turn(saves.finish)
+            saves.finish()
 
     def _tell_unfinished(self) -> None:
         if self.step is not None:
@@ -77,20 +75,3 @@ class Background:
                 "zrun_core.finish() at its end",
                 file=sys.stderr,
             )
-
-
-def _in_turn(action: Callable[[], None]) -> None:
-    try:
-        action()
-    except (SaveError, HangError) as error:
-        raise type(error)(in_own_words(error)) from None
-
-
-def in_own_words(error: Exception) -> str:
-    """What is said to somebody with a job, to somebody with a loop."""
-    text = "\n".join(line for line in str(error).splitlines() if "--resume" not in line)
-    text = text.replace("set checkpoint.dir", "name another folder").replace(
-        "give the job", "give load()"
-    )
-    text = text.replace(" (limits.save_s)", "")
-    return text.replace(", or start from the weights with init_from", "")

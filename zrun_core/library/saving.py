@@ -24,7 +24,6 @@ from zrun_core.checkpoint.resume import Resumed, load_newest, restore_streams
 from zrun_core.checkpoint.shard_file import WriteItem
 from zrun_core.errors import CheckpointError, PeerError, SaveError, UserCodeError
 from zrun_core.library import arguments
-from zrun_core.library.background_save import in_own_words
 from zrun_core.library.model import ModelHandle
 from zrun_core.library.optimizer import Optimizer
 from zrun_core.library.run import Run, current
@@ -32,6 +31,9 @@ from zrun_core.spine.config import CheckpointConfig
 from zrun_core.spine.spec import ResumeSpec
 
 Models = nn.Module | Mapping[str, nn.Module]
+# What a user can do about an error, in the words of a loop. Those of a job are the defaults.
+_OTHER_FOLDER = "name another folder"
+_OTHER_MODEL = "give load() the model that was saved"
 
 
 @dataclass(frozen=True)
@@ -169,10 +171,8 @@ def load(
     for handle in states.handles.values():
         handle.loop.drop_gradients()
         handle.sharded.begin_step()
-    try:
-        resumed = load_newest(ResumeSpec(folder=str(path), step=step), states, comm, world)
-    except CheckpointError as error:
-        raise CheckpointError(in_own_words(error)) from None
+    source = ResumeSpec(folder=str(path), step=step)
+    resumed = load_newest(source, states, comm, world, advice="")
     for number, text in sorted(resumed.skipped.items()):
         if run.is_main:
             warnings.warn(f"step {number} is skipped: {text}", stacklevel=2)
@@ -192,7 +192,7 @@ class States:
         self.handles = dict(handles)
         self._weights_only = weights_only
         self._states = {
-            name: ModelState(handle.sharded, weights_only=weights_only)
+            name: ModelState(handle.sharded, weights_only=weights_only, advice=_OTHER_MODEL)
             for name, handle in handles.items()
         }
 
@@ -416,7 +416,7 @@ def _checkpointer(run: Run, path: Path, states: States, keep: int) -> Checkpoint
         ) from None
     saver, is_new = _savers.get(path), path not in _savers
     if saver is None:
-        if problem := _agreed(run, lambda: _try(lambda: hold(path))):
+        if problem := _agreed(run, lambda: _try(lambda: hold(path, advice=_OTHER_FOLDER))):
             raise SaveError(problem) if run.is_main else PeerError("rank 0 cannot save")
         about = RunInfo(f"script-{uuid.uuid4().hex[:8]}", {}, versions())
         world = run._mesh(1).world
@@ -455,7 +455,7 @@ def _try(action: Callable[[], object]) -> str:
     try:
         action()
     except SaveError as error:
-        return in_own_words(error)
+        return str(error)
     return ""
 
 

@@ -297,6 +297,7 @@ class Worker:
             about,
             self._tell_save,
             self.spec.job.limits.save_s,
+            "limits.save_s",
         )
 
     def _tell_save(self, **fields: Any) -> None:

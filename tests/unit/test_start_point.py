@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -238,6 +239,23 @@ def test_a_folder_that_cannot_be_listed_is_not_started_over(
     ):
         with pytest.raises(CheckpointError, match="checkpoints cannot be read: Input/output error"):
             decide()
+
+
+@pytest.mark.parametrize("resume", ["auto", 30, "best"])
+def test_a_decision_lists_a_folder_once_and_reads_it_once(
+    root: Path, monkeypatch: pytest.MonkeyPatch, resume: str | int
+) -> None:
+    run = root / "gpt" / "20260101-000000-aa"
+    CheckpointFolder(run / "checkpoints").point_best(Best(30, "loss", "min", 0.5))
+    listed: list[Any] = []
+
+    def listdir(path: Any) -> list[str]:
+        listed.append(path)
+        return os.listdir(path)
+
+    monkeypatch.setattr("zrun_core.checkpoint.names.os", SimpleNamespace(listdir=listdir))
+    assert choose_start(job(resume=resume), run, False, root).resume is not None
+    assert listed.count(run / "checkpoints") == 2  # for the decision, and for its manifests
 
 
 def test_what_is_started_over_is_decided_while_nobody_else_can_save(root: Path) -> None:

@@ -12,7 +12,7 @@ from toys import Net, data, make_sharded, train_sharded
 from zrun_core.activations.checkpoint import apply_checkpointing
 from zrun_core.memory.layout import Kind
 from zrun_core.spine.config import ActivationsConfig
-from zrun_core.zero.traffic import KINDS
+from zrun_core.zero.exchange import KINDS
 
 
 class Exact(nn.Module):

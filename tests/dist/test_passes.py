@@ -30,8 +30,8 @@ from zrun_core.pipeline.schedule import (
 )
 from zrun_core.spine.config import ActivationsConfig
 from zrun_core.train.user_hooks import HookContext
+from zrun_core.zero.exchange import KINDS
 from zrun_core.zero.sharded_model import ShardedModel
-from zrun_core.zero.traffic import KINDS
 
 DIM, MICRO_BATCHES = 16, 3
 KINDS_OF_MODELS = ["plain", "tied", "looked at", "frozen", "leaf", "checkpointed", "changing"]

@@ -155,7 +155,7 @@ class ImplicitPasses:
             self._in_backward = True
             self._gatherer.begin_pass(self._micro, PassKind.BACKWARD)
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
-        if of_param and self._micro.gradients is None:
+        if of_param and self._micro.grads is None:
             self.num_backwards += 1
             self._reducer.begin_backward(
                 self._micro, boundary=self.num_backwards % self.accumulate == 0
@@ -163,7 +163,7 @@ class ImplicitPasses:
 
     def _backward_ends(self) -> None:
         self._in_backward = False
-        if self._micro.gradients is not None:
+        if self._micro.grads is not None:
             self._reducer.end_backward(self._micro)
         self._gatherer.end_pass()
 

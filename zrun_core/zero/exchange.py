@@ -1,15 +1,29 @@
-"""How the parameters of a unit come, and its gradients go, where all ranks are alike.
+"""The collectives of a unit: gather its parameters, sum its gradient, and the bytes that both send.
 
-    parameters   are gathered over the shard group
-    gradients    are reduce-scattered over it; when the step's are complete, the shards are
-                 all-reduced over the copies: two parts of one handle
+    parameters   all-gather over the shard group
+    gradient     reduce-scatter over the shard group; with the last micro-batch of a step an
+                 all-reduce of the shards over the replicate group follows, in the same `Handle`
 
-One rule for all stages. At stage 0 the shard group is a single rank, which leaves the all-reduce;
-with one copy of the states the reduce-scatter is left. `server.py` is the other way.
+All stages do the same. At stage 0 the shard group is one rank, which leaves the all-reduce; with
+one replica the reduce-scatter is left. `server.py` has the other way to exchange them.
+
+Elements moved per optimizer step, for P trainable parameters, K micro-batches and N ranks,
+times (N-1)/N:
+
+    stage   all-gather   reduce-scatter   all-reduce
+    0                                     P (2P sent)
+    1       P            P
+    2       P            K P
+    3       2K P         K P
+
+Frozen parameters are gathered at stage 3 alone: once per micro-batch for forward, and once more
+for backward where a gradient flows through their unit, or a block with them is recomputed. The
+bytes are exact because units are padded to equal shards.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,13 +38,15 @@ from zrun_core.memory.layout import MeshInfo, Ownership, StatePolicy, UnitLayout
 if TYPE_CHECKING:
     from zrun_core.zero.unit import FlatUnit
 
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "push", "pull")
+
 
 @dataclass(frozen=True)
 class Exchange(Ownership):
-    """Collectives over the shard group and over the copies."""
+    """Collectives over the shard group and the replicate group."""
 
     def all_gather(self, comm: Comm, unit: FlatUnit) -> Handle:
-        """Begin to make `unit` whole from the shards of its ranks."""
+        """Begin to gather the parameters of `unit` into `unit.full`."""
         tag = gather_tag(unit.index)
         return comm.all_gather(unit.full, unit.param_shard, unit.shard, tag=tag, name=unit.name)
 
@@ -38,34 +54,46 @@ class Exchange(Ownership):
         self,
         comm: Comm,
         unit: FlatUnit,
-        whole: torch.Tensor,
+        unsharded_grad: torch.Tensor,
         recv_buffer: torch.Tensor,
         into: torch.Tensor,
         *,
         accumulate: bool,
         boundary: bool,
     ) -> Handle:
-        """Begin to sum this rank's gradient of `unit` with those of the others.
+        """Begin to sum this rank's gradient of `unit` with those of the other ranks.
 
-        Both parts of the sum have one tag: they are between different pairs of ranks.
+            unsharded_grad [padded_numel]
+                 |  reduce-scatter over unit.shard
+                 v
+            into [shard_numel]     with `boundary`: all-reduce over unit.replicate, in place
+
+        Both collectives have one tag: they are between different pairs of ranks.
 
         Args:
-            whole: [padded_numel] the gradient; scratch afterwards.
-            recv_buffer: scratch, as large as `recv_numel` says.
-            into: where the sum of the owned elements goes, also the ones in `whole`.
-            accumulate: whether it is added to what is there.
-            boundary: whether the step's gradient is complete with it: then the copies add up.
+            unsharded_grad: [padded_numel] in reduce dtype; undefined afterwards.
+            recv_buffer: [recv_numel] scratch of the same dtype.
+            into: [updated range] where the sum goes; may be a part of `unsharded_grad`.
+            accumulate: add the sum to the values of `into`, from earlier micro-batches.
+            boundary: the step's gradient is complete with this one.
         """
         tag = reduce_tag(unit.index)
         scattered = comm.reduce_scatter(
-            whole, recv_buffer, into, unit.shard, accumulate=accumulate, tag=tag, name=unit.name
+            unsharded_grad,
+            recv_buffer,
+            into,
+            unit.shard,
+            accumulate=accumulate,
+            tag=tag,
+            name=unit.name,
         )
         if not boundary or unit.replicate.size == 1:
             return scattered
-        replicas = unit.replicate
-        return scattered.then(
-            lambda: self.all_reduce_replicas(comm, unit, recv_buffer, into), replicas
-        )
+
+        def all_reduce() -> Handle:
+            return self.all_reduce_replicas(comm, unit, recv_buffer, into)
+
+        return scattered.then(all_reduce, unit.replicate)
 
     def all_reduce_replicas(
         self,
@@ -74,7 +102,11 @@ class Exchange(Ownership):
         recv_buffer: torch.Tensor,
         into: torch.Tensor,
     ) -> Handle:
-        """Begin to add up the shards of all copies, in place."""
+        """Begin to sum the shards `into` [updated range] of all replicas, in place.
+
+        Args:
+            recv_buffer: [recv_numel] scratch of the same dtype.
+        """
         tag = reduce_tag(unit.index)
         return comm.all_reduce(into, recv_buffer, unit.replicate, tag=tag, name=unit.name)
 
@@ -91,18 +123,95 @@ class Exchange(Ownership):
         """Return the bytes that a rank sends of a unit, by kind of collective.
 
         Args:
-            gathers: how often it is made whole.
-            reductions: how often its gradient is summed in the shard group; 0 of what is frozen.
-            sums: how often the copies add up.
+            unit: what is exchanged.
+            states: for the format of gradients.
+            mesh_info: the rank's place.
+            gathers: number of all-gathers.
+            reductions: number of reduce-scatters; 0 for a frozen unit.
+            sums: number of all-reduces over the replicas; 0 for a frozen unit.
         """
-        num_replicas, others = mesh_info.num_replicas, mesh_info.shard_size - 1
-        shard, reduce_size = unit.shard_numel, states.reduce_dtype.itemsize
-        start, stop = (
-            slice_start(shard, num_replicas, mesh_info.replica_index + end) for end in (0, 1)
-        )
-        all_reduced = shard + (num_replicas - 2) * (stop - start) if num_replicas > 1 else 0
+        other_shards = mesh_info.shard_size - 1
+        shard_numel = unit.shard_numel
+        grad_itemsize = states.reduce_dtype.itemsize
         return {
-            "all_gather": gathers * others * shard * unit.dtype.itemsize,
-            "reduce_scatter": reductions * others * shard * reduce_size,
-            "all_reduce": sums * all_reduced * reduce_size,
+            "all_gather": gathers * other_shards * shard_numel * unit.dtype.itemsize,
+            "reduce_scatter": reductions * other_shards * shard_numel * grad_itemsize,
+            "all_reduce": sums * _all_reduce_numel(shard_numel, mesh_info) * grad_itemsize,
         }
+
+
+def _all_reduce_numel(numel: int, mesh_info: MeshInfo) -> int:
+    """Return the elements that a rank sends in an all-reduce of `numel` over the replicas.
+
+    Each replica sums one slice: a rank sends the other slices to the ranks that sum them, and then
+    its own slice to each of the others. Of 10 elements on 4 replicas the first has a slice of 3:
+    it sends 7, then 3 to each of three, which is 10 + (4 - 2) * 3 = 16.
+    """
+    replicas = mesh_info.num_replicas
+    if replicas == 1:
+        return 0
+    start = slice_start(numel, replicas, mesh_info.replica_index)
+    stop = slice_start(numel, replicas, mesh_info.replica_index + 1)
+    return numel + (replicas - 2) * (stop - start)
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """What training steps did, as far as their traffic depends on it.
+
+    Attributes:
+        steps: optimizer steps.
+        micro_batches: total of all steps.
+        refreshes: forward passes that found parameters stale: one for each update, and the first.
+    """
+
+    steps: int
+    micro_batches: int
+    refreshes: int
+
+
+def expected_traffic(
+    layouts: Sequence[UnitLayout],
+    states: StatePolicy,
+    exchange: Exchange,
+    counts: StepCounts,
+    mesh_info: MeshInfo,
+    *,
+    gathers: Sequence[int] | None = None,
+) -> dict[str, int]:
+    """Return the bytes that a rank sends in training steps, by kind of collective.
+
+    The runtime is held to these numbers, and a plan states them beforehand. They hold for models
+    whose modules each run once per forward.
+
+    Args:
+        layouts: all units of the rank.
+        states: the stage's policy.
+        exchange: ring or parameter server.
+        counts: of the steps.
+        mesh_info: the rank's place.
+        gathers: by layout, how often a unit that is resharded after use is gathered per
+            micro-batch; None: twice, for forward and for backward.
+    """
+    expected = dict.fromkeys(KINDS, 0)
+    reductions = counts.steps
+    if states.zero.reduce_now(boundary=False):
+        reductions = counts.micro_batches
+    gathers_of = [2] * len(layouts) if gathers is None else gathers
+    for unit, gathers_per_micro in zip(layouts, gathers_of, strict=True):
+        num_gathers = 0
+        if states.reshard_after_use(unit):
+            num_gathers = gathers_per_micro * counts.micro_batches
+        elif unit.trainable:
+            num_gathers = counts.refreshes
+        sent = exchange.sent_bytes(
+            unit,
+            states,
+            mesh_info,
+            gathers=num_gathers,
+            reductions=reductions if unit.trainable else 0,
+            sums=counts.steps if unit.trainable else 0,
+        )
+        for kind, num_bytes in sent.items():
+            expected[kind] += num_bytes
+    return {kind: num_bytes for kind, num_bytes in expected.items() if num_bytes}

@@ -1,11 +1,26 @@
-"""When units become whole, and when they are given up.
+"""The schedule of unshards and reshards.
 
-A unit is demanded by the first of its modules that runs. What the last pass demanded next is gathered ahead of it; a
-demand that no pass foresaw is met on the spot. Forward and backward have orders of their own, recorded anew in every
-pass. A unit in use is never given up; one that is no longer in use lingers until another is demanded, because the
-modules of a unit often run one after the other.
+A unit is unsharded when the first of its modules runs. What the last pass used next is gathered
+ahead of it (prefetch); an unshard that no pass foresaw is done on the spot. Forward, backward and
+evaluation each have an order of their own, recorded anew in every pass.
 
-Several micro-batches may be under way. What one of them holds stays whole until it ends, whatever runs meanwhile.
+[Note: idle units]
+A unit often has several modules, which run one after the other. So a unit that is no longer in use
+is not resharded at once: it is idle until another unit has to be unsharded. With prefetch 1, and
+units A with the modules a1 and a2, B with b, C with c:
+
+    module that runs         a1        a2            b         c
+    pre_forward of its unit  unshards  is unsharded  unshards  unshards
+    ... reshards before                              A         B          (memory is reused)
+    ... prefetches after     B                       C         D
+    idle once it has run     A         A             B         C
+
+At most two units are unsharded at a time. a2 takes A off the list again. When the outermost module
+has run, what is idle is resharded. Units in use by a module (`num_active`) or pinned by a pass
+(`pins`) are never resharded, whatever the list says.
+
+Several micro-batches may be under way. What one of them has pinned stays unsharded until it ends,
+whatever runs meanwhile.
 """
 
 from __future__ import annotations
@@ -21,29 +36,35 @@ from zrun_core.zero.unit import FlatUnit, UnitState
 
 
 class Gatherer:
-    """Makes units whole in time.
+    """Unshards the units of one model in time, and reshards them.
 
     Attributes:
         micro: the pass of which something runs, or ran last.
-        active: whether something runs; only then may a mere look at a parameter gather.
+        active: something runs; only then may access to a parameter gather its unit.
+        is_all_unsharded: inside of `all_unsharded`.
         num_refreshes: training forwards that found units stale, and gathered them.
-        schedule_hash: digest of what each pass has demanded since the step began, to compare
-            between ranks.
+        schedule_hash: digest of what was unsharded since the step began, to compare between ranks.
     """
 
     def __init__(
         self, units: Sequence[FlatUnit], comm: Comm, prefetch: int, *, sees_lookups: bool
     ) -> None:
+        """
+        Args:
+            units: of the model, in order of registration.
+            comm: collectives of this rank.
+            prefetch: units that are gathered ahead of their use, of those resharded after use.
+            sees_lookups: access to a parameter outside of its module calls `unshard_on_access`.
+        """
         self._units = units
         self._comm = comm
-        self._sees_lookups = sees_lookups  # of parameters outside of their modules
-        self._reshards = any(unit.reshard_after_use for unit in units)
-        # Units that are never given up are gathered once per step: all of them ahead, in one fixed order.
-        self._num_prefetched = prefetch if self._reshards else len(units)
+        self._sees_lookups = sees_lookups
+        self._prefetch = prefetch
+        # Stages 1 and 2: gathered once per step, all of them ahead, in one fixed order.
         self._fixed_order = [unit for unit in units if not unit.reshard_after_use]
         self._orders: dict[PassKind, list[FlatUnit]] = {kind: [] for kind in PassKind}
         self._idle: list[FlatUnit] = []
-        self._needed: set[tuple[PassKind, int]] = set()  # in what, and which units by index
+        self._needed: set[tuple[PassKind, int]] = set()  # kind of pass, index of a unit
         self._kind = PassKind.FORWARD
         self.micro = MicroPass()
         self.active = False
@@ -64,46 +85,58 @@ class Gatherer:
         """Return whether the backward of `micro` runs."""
         return self.in_backward and self.micro is micro
 
+    # Passes
+
     def begin_pass(self, micro: MicroPass, kind: PassKind) -> None:
-        """Begin the forward or backward of `micro`; what lingered from what ran before is given up."""
+        """Begin the forward, backward or evaluation of `micro`, and end what ran before."""
         self.end_pass()
-        self.micro, self._kind = micro, kind
-        self._comm.phase = CommPhase.BACKWARD if kind is PassKind.BACKWARD else CommPhase.FORWARD
+        self.micro = micro
+        self._kind = kind
+        if kind is PassKind.BACKWARD:
+            self._comm.phase = CommPhase.BACKWARD
+        else:
+            self._comm.phase = CommPhase.FORWARD
         self.active = True
+        self._refresh_stale()
+
+    def _refresh_stale(self) -> None:
+        """Begin to gather the units that the last update left stale, and that are not resharded.
+
+        These are all units at stages 1 and 2. The order is the same on every rank.
+        """
         stale = [unit for unit in self._fixed_order if unit.state is UnitState.SHARDED]
-        self.num_refreshes += bool(stale) and kind is PassKind.FORWARD
-        for unit in stale:  # stages 1 and 2, after an update: in this order on every rank
+        if not stale:
+            return
+        if self._kind is PassKind.FORWARD:
+            self.num_refreshes += 1
+        for unit in stale:
             unit.unshard(self._comm)
-        if not self._sees_lookups:  # somebody may read a parameter that is still arriving
-            for unit in stale:
-                unit.unshard(self._comm)
-                unit.wait_for_unshard()
+        if self._sees_lookups:
+            return
+        # Compiled blocks read parameters unseen: none may still be on its way.
+        for unit in stale:
+            unit.wait_for_unshard()
 
     def end_pass(self) -> None:
-        """End what runs: remember its order, keep only what is pinned."""
+        """End what runs: record its order, and reshard what is not pinned."""
         if self.micro.unshard_order:
             self._orders[self._kind] = self.micro.unshard_order
-        self.micro.unshard_order, self.micro.cursor = [], 0
+        self.micro.unshard_order = []
+        self.micro.cursor = 0
         self.active = False
         for unit in self._units:
-            if (
-                not unit.reshard_after_use and unit.state is UnitState.UNSHARDING
-            ):  # and nobody has used it
-                unit.unshard(self._comm)
+            if unit.reshard_after_use:
+                if not unit.num_active and not unit.pins:
+                    unit.reshard()
+            elif unit.state is UnitState.UNSHARDING:  # no module has used it
                 unit.wait_for_unshard()
-            if (
-                unit.reshard_after_use
-                and unit.state is not UnitState.SHARDED
-                and not unit.num_active
-                and not unit.pins
-            ):
-                unit.reshard()
         self._idle = []
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Run a forward inside that no backward follows. It may come between those of other passes."""
-        before, micro = self.micro, MicroPass()
+        """Run a forward inside that no backward follows. It may come between other passes."""
+        before = self.micro
+        micro = MicroPass()
         self.begin_pass(micro, PassKind.EVAL)
         try:
             yield
@@ -113,7 +146,7 @@ class Gatherer:
         self.micro = before
 
     def pin(self, units: Sequence[FlatUnit]) -> None:
-        """Keep `units` whole until the pass of which something runs has ended."""
+        """Keep `units` unsharded until the micro-batch of which something runs has ended."""
         if self.is_all_unsharded:
             return
         for unit in units:
@@ -122,10 +155,11 @@ class Gatherer:
                 self.micro.pinned.append(unit)
 
     def unpin(self, micro: MicroPass) -> None:
-        """Let go of what `micro` holds: no backward of it is to come."""
+        """Release what `micro` has pinned: no backward of it follows."""
         for unit in micro.pinned:
             unit.pins -= 1
-            if unit.reshard_after_use and not unit.pins and not unit.num_active and not self.active:
+            in_use = unit.pins or unit.num_active or self.active
+            if unit.reshard_after_use and not in_use:
                 unit.reshard()
         micro.pinned = []
 
@@ -135,102 +169,117 @@ class Gatherer:
             unit.num_active = 0
         self.unpin(micro)
 
-    def num_gathers(self, unit: FlatUnit) -> int:
-        """Return how often a micro-batch gathers a unit that is given up after use.
+    # Modules
 
-        Once for forward and once for backward, as far as the passes so far have needed it. Backward does not need a
-        frozen unit that no gradient flows through, nor one that is held since forward.
-        """
-        return sum(
-            (kind, unit.index) in self._needed for kind in (PassKind.FORWARD, PassKind.BACKWARD)
-        )
+    def pre_forward(self, unit: FlatUnit) -> None:
+        """Unshard `unit`, of which a module begins to run."""
+        unit.num_active += 1
+        if self.in_forward:  # not the recomputation of a checkpointed block
+            self.micro.num_calls[unit.index] += 1
+        self.unshard(unit)
 
-    def _record_need(self, unit: FlatUnit) -> None:
-        if not unit.pins:  # those that are held are there
-            self._needed.add((self._kind, unit.index))
+    def post_forward(self, unit: FlatUnit) -> None:
+        """Let `unit`, of which a module has run, be resharded: not yet, it is idle now."""
+        unit.num_active -= 1
+        if not unit.reshard_after_use or unit.num_active:
+            return
+        if unit.layout.keep_until_pass_ends or self.in_backward:
+            return  # in backward a recomputation has run, and `post_backward` is yet to come
+        self._idle.append(unit)
+
+    def post_backward(self, unit: FlatUnit) -> None:
+        """Let `unit` be resharded, whose backward is over except where it is used as a constant."""
+        if unit.reshard_after_use and unit not in self._idle:
+            self._idle.append(unit)
 
     def unshard(self, unit: FlatUnit) -> None:
-        """`unit` is needed now."""
+        """Make the parameters of `unit` available now, and prefetch what is used after it."""
         if not unit.reshard_after_use:
-            unit.unshard(self._comm)
-            unit.wait_for_unshard()
+            if unit.state is not UnitState.UNSHARDED:
+                unit.unshard(self._comm)
+                unit.wait_for_unshard()
             return
         self._record_need(unit)
         if unit.state is UnitState.UNSHARDED:
             if unit in self._idle:
                 self._idle.remove(unit)
             return
-        self.reshard_idle()
-        place = f"{self._kind.value} {len(self.micro.unshard_order)} {unit.name}"
-        self.schedule_hash = zlib.crc32(place.encode(), self.schedule_hash)
+        self.reshard_idle()  # first, so that this unit can have their memory
+        step = f"{self._kind.value} {len(self.micro.unshard_order)} {unit.name}"
+        self.schedule_hash = zlib.crc32(step.encode(), self.schedule_hash)
         self.micro.unshard_order.append(unit)
         unit.unshard(self._comm)
-        self._prefetch_next(unit)
-        unit.unshard(self._comm)
+        self._prefetch_after(unit)  # issued before the wait: both gathers are on their way
         unit.wait_for_unshard()
 
-    def _prefetch_next(self, unit: FlatUnit) -> None:
-        order, micro = self._orders[self._kind], self.micro
+    def _prefetch_after(self, unit: FlatUnit) -> None:
+        """Begin to gather the units that followed `unit` in the last pass of this kind.
+
+        The search begins where the last one ended: a unit that occurs twice in the order is found
+        at its next place, not at its first.
+        """
+        order = self._orders[self._kind]
+        micro = self.micro
         try:
             micro.cursor = order.index(unit, micro.cursor) + 1
         except ValueError:
-            return  # not foreseen: the order is recorded anew
-        for following in order[micro.cursor : micro.cursor + self._num_prefetched]:
+            return  # this pass runs differently; its order replaces the recorded one
+        for following in order[micro.cursor : micro.cursor + self._prefetch]:
             following.unshard(self._comm)
 
-    def pre_forward(self, unit: FlatUnit) -> None:
-        """A module of `unit` begins to run."""
-        unit.num_active += 1
-        if self.in_forward:  # not a checkpoint's recomputation
-            self.micro.num_calls[unit.index] += 1
-        self.unshard(unit)
-
-    def post_forward(self, unit: FlatUnit) -> None:
-        """A module of `unit` has run."""
-        unit.num_active -= 1
-        if (
-            unit.reshard_after_use
-            and not unit.num_active
-            and not unit.layout.keep_until_pass_ends
-            and not self.in_backward
-        ):
-            self._idle.append(unit)
-
-    def post_backward(self, unit: FlatUnit) -> None:
-        """The backward of `unit` is over, except perhaps where it was used as a constant."""
-        if unit.reshard_after_use and unit not in self._idle:
-            self._idle.append(unit)
-
-    def settle(self) -> None:
-        """The outermost module has run: nothing lingers."""
-        self.reshard_idle()
-
     def reshard_idle(self) -> None:
+        """Reshard the idle units. See [Note: idle units]."""
         idle, self._idle = self._idle, []
         for unit in idle:
             if not unit.num_active and not unit.pins:
                 unit.reshard()
 
     def unshard_on_access(self, unit: FlatUnit) -> None:
-        """A parameter is looked at while no module of its unit runs: whole until the pass has ended.
+        """Unshard `unit`, of which a parameter is accessed while none of its modules runs.
 
-        Not so in a recomputation inside of a module whose backward is under way: it finishes the unit. Whoever else
-        looks at the same parameter again did so in forward, and pins the unit since.
+        It is pinned until the micro-batch ends, with one exception: a checkpointed block that is
+        recomputed accesses parameters inside of a module whose backward is open. That backward
+        reshards the unit; any other access to the same parameter happened in forward already, and
+        pinned the unit then.
         """
-        if self.active and not unit.num_active:
-            if self.in_forward:
-                self.micro.num_calls[unit.index] += 1
-            self._record_need(unit)
-            is_open = (
-                self.in_backward and unit.state is UnitState.UNSHARDED and unit not in self._idle
-            )
-            if unit.reshard_after_use and not is_open:
+        if not self.active or unit.num_active:
+            return
+        if self.in_forward:
+            self.micro.num_calls[unit.index] += 1
+        self._record_need(unit)
+        if unit.reshard_after_use:
+            is_unsharded = unit.state is UnitState.UNSHARDED and unit not in self._idle
+            is_open_in_backward = self.in_backward and is_unsharded
+            if not is_open_in_backward:
                 self.pin([unit])
-            self.unshard(unit)
+        self.unshard(unit)
+
+    # Traffic that the passes cause
+
+    def num_gathers(self, unit: FlatUnit) -> int:
+        """Return how often a micro-batch gathers a unit that is resharded after use.
+
+        Once for forward and once for backward, as far as the passes so far have needed it. Backward
+        does not need a frozen unit that no gradient flows through, nor one pinned in forward.
+        """
+        kinds = (PassKind.FORWARD, PassKind.BACKWARD)
+        return sum((kind, unit.index) in self._needed for kind in kinds)
+
+    def _record_need(self, unit: FlatUnit) -> None:
+        if not unit.pins:  # pinned units are unsharded already
+            self._needed.add((self._kind, unit.index))
+
+    # Outside of passes
 
     @contextmanager
     def all_unsharded(self) -> Iterator[None]:
-        """Every unit is whole inside. Collective on entry and on exit; nested in itself, it does nothing."""
+        """Keep every unit unsharded inside; writes to parameters are kept.
+
+        Collective on entry and on exit. Nested in itself it does nothing.
+
+        Raises:
+            UserCodeError: a pass runs.
+        """
         if self.active:
             raise UserCodeError(self.micro.gathered_refusal(self._kind))
         if self.is_all_unsharded:
@@ -241,18 +290,22 @@ class Gatherer:
             unit.pins += 1
             unit.unshard(self._comm)
             unit.wait_for_unshard()
-        self._comm.settle()  # who is inside may write
+        self._comm.settle()  # before anything is written that another rank may still read
         try:
             yield
         finally:
             self.is_all_unsharded = False
-            for unit in self._units:
-                unit.pins -= 1
-                unit.write_back()
-                unit.mark_stale()
-                if unit.reshard_after_use:
-                    unit.reshard()
-            for unit in self._units:
-                if unit.pins:  # by a pass of which another backward may come
-                    unit.unshard(self._comm)
-                    unit.wait_for_unshard()
+            self._reshard_all()
+
+    def _reshard_all(self) -> None:
+        """Write the parameters back to the shards, and reshard what no pass has pinned."""
+        for unit in self._units:
+            unit.pins -= 1
+            unit.write_back()
+            unit.mark_stale()
+            if unit.reshard_after_use:
+                unit.reshard()
+        for unit in self._units:
+            if unit.pins:  # by a pass of which another backward may come
+                unit.unshard(self._comm)
+                unit.wait_for_unshard()

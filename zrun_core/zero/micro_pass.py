@@ -1,9 +1,13 @@
-"""A micro-batch under way, from the beginning of its forward to the end of its backward.
+"""The state of one micro-batch, from the beginning of its forward to the end of its backward.
 
-Several may be under way at once, as a pipeline has them: forwards and backwards follow one another
-in any order in which each backward comes after its own forward. One of them runs at a time. What
-belongs to one micro-batch is here; what was learnt of the model, and the memory, is the
-`Gatherer`'s and the `Reducer`'s.
+Several micro-batches may be under way at once, as in a pipeline:
+
+    runs            F0      F1      B0      F2      B1      B2
+    under way       0       0 1     0 1     1 2     1 2     2
+
+Any order will do in which each backward comes after its own forward. One of them runs at a time.
+What belongs to one micro-batch is here. What passes teach about the model (orders, units that get
+late gradients), and the memory, belong to the `Gatherer` and the `Reducer`.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from zrun_core.zero.unit import FlatUnit
 
 
 class PassKind(Enum):
-    """What runs. Each kind has a recorded order of its own."""
+    """The kinds of passes. Each has its own recorded order of unshards."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -24,18 +28,21 @@ class PassKind(Enum):
 
 
 @dataclass
-class ExpectedGradients:
-    """What a backward has given so far, and what it is still to give. Units are known by index.
+class BackwardGrads:
+    """Progress of one backward, by unit index. See [Note: one order] in `reduce.py`.
+
+    The parameters of a unit leave `missing` one by one; then the unit is `complete`, and at its
+    `turn` it is `issued`. A gradient that comes after that makes it `late`.
 
     Attributes:
         boundary: it is the last backward of the optimizer step.
-        reduces: its gradients are reduced.
-        missing: of each unit, the parameters whose gradients have not come.
+        reduces: its gradients are reduced over ranks; False while micro-batches accumulate locally.
+        missing: by unit, the parameters that have no gradient yet.
         complete: units that expect no more gradients.
-        issued: units whose reduction is on its way.
+        issued: units whose reduction was issued.
         late: units that got a gradient after that.
         seen: units in the order in which their last gradient came.
-        turn: how many units have had their turn to be reduced.
+        turn: position in the order of reductions of the unit that is to be issued next.
     """
 
     boundary: bool
@@ -53,13 +60,13 @@ class MicroPass:
     """One micro-batch's forward and backward.
 
     Attributes:
-        pinned: units that stay whole for it until it ends.
-        num_calls: by unit index, how often its forward called the unit's modules or looked at its
-            parameters outside of them; a unit that it never used gets no gradient.
-        open_calls: by hooked module, calls of its forward whose backward is not over.
-        demanded: units in the order in which what runs of it has asked for them.
-        cursor: place in the order of the last pass of this kind, as far as this one followed it.
-        gradients: those of its backward while that is under way.
+        pinned: units that stay unsharded until it ends.
+        num_calls: by unit index, how often its forward called the unit's modules or accessed its
+            parameters outside of them. A unit that it never used gets no gradient.
+        open_calls: by `ModuleHooks`, the forward calls whose backward is not over.
+        unshard_order: units in the order in which the forward or backward that runs asked for them.
+        cursor: position in the order of the last pass of this kind, as far as this one followed it.
+        grads: progress of its backward while that runs.
     """
 
     pinned: list[FlatUnit] = field(default_factory=list)
@@ -67,15 +74,17 @@ class MicroPass:
     open_calls: Counter[object] = field(default_factory=Counter)
     unshard_order: list[FlatUnit] = field(default_factory=list)
     cursor: int = 0
-    gradients: ExpectedGradients | None = None
+    grads: BackwardGrads | None = None
 
     def on_gradient_arrival(self, *, of_param: bool) -> None:
-        """Hear of a gradient before it is used; this pass was told of its backward beforehand.
+        """Learn of a gradient before it is used.
+
+        Nothing to do here: this pass was told of its backward beforehand. `ImplicitPasses` is not.
 
         Args:
             of_param: it is a parameter's, not that of a module's output.
         """
 
     def gathered_refusal(self, kind: PassKind) -> str:
-        """Return why `gathered()` cannot be entered while `kind` runs of this pass."""
+        """Return why `gathered()` cannot be entered while the `kind` of this pass runs."""
         return "gathered() inside a forward or backward pass: enter it between steps, on all ranks"

@@ -1,13 +1,17 @@
-"""The places where a running model touches its units.
+"""The hooks through which a running model drives its units.
 
-    module begins            its units become whole
-    module ends              its units may be given up; its outputs announce its backward
-    gradient of an output    backward of the module begins: its units become whole again
-    gradient of an input     backward of the module is over
-    gradient of a parameter  moves into the unit's flat gradient; the last one sends it on its way
-    look at a parameter      outside its module: its unit becomes whole and stays so
+    module begins            unshard its units                              Gatherer.pre_forward
+    module ends              its units may be resharded; its outputs        Gatherer.post_forward
+                             announce its backward
+    gradient of an output    its backward begins: unshard its units again   Gatherer.unshard
+    gradient of an input     its backward is over                           Gatherer.post_backward
+    gradient of a parameter  moves into the unit's flat gradient; the last  Reducer.accumulate_grad
+                             one of a unit issues its reduction             Reducer.mark_complete
+    access to a parameter    outside its module: unshard its unit until     Gatherer
+                             the pass ends                                  .unshard_on_access
 
-No module is wrapped and no forward is replaced: hooks and parameters are all that is added to the user's model.
+No module is wrapped and no forward is replaced: hooks and parameters are all that is added to the
+user's model.
 """
 
 from __future__ import annotations
@@ -29,11 +33,11 @@ from zrun_core.zero.micro_pass import MicroPass
 from zrun_core.zero.reduce import Reducer
 from zrun_core.zero.unit import FlatUnit
 
-_PLAIN = (str, bytes, int, float, complex, Enum, torch.dtype, torch.device, type(None))
+_HOLDS_NO_TENSOR = (str, bytes, int, float, complex, Enum, torch.dtype, torch.device, type(None))
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """What nested tuples, lists, mappings and dataclasses hold."""
+    """Yield what nested tuples, lists, mappings and dataclasses hold."""
     if isinstance(value, Mapping):
         for item in value.values():
             yield from _leaves(item)
@@ -48,28 +52,37 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Every tensor inside nested tuples, lists, mappings and dataclasses."""
+    """Return every tensor inside nested tuples, lists, mappings and dataclasses."""
     return [leaf for leaf in _leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _may_hide_tensors(value: Any) -> bool:
-    """Whether there are objects in which `tensors_in` does not look."""
-    return not all(isinstance(leaf, (torch.Tensor, *_PLAIN)) for leaf in _leaves(value))
+    """Return whether there are objects in which `tensors_in` does not look."""
+    return not all(isinstance(leaf, (torch.Tensor, *_HOLDS_NO_TENSOR)) for leaf in _leaves(value))
 
 
 def _storage(tensor: torch.Tensor) -> int | None:
-    """What views of one memory have in common."""
+    """Return the identity that views of one memory share."""
     return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else None
 
 
-_CALLS = "_zrun_calls"  # attribute of a tensor: what its gradient calls, with the node that it belongs to
+# Attribute of a tensor: its grad_fn, and what its gradient calls.
+_CALLS = "_zrun_calls"
 
 
 def on_gradient(tensor: torch.Tensor, call: Callable[[], None]) -> None:
     """Call `call` when the gradient of `tensor` is complete.
 
-    Backward is forward reversed, so the last call to be registered comes first: the modules that consumed the tensor
-    give up their units before the one that produced it asks for its own.
+    The calls of one tensor run in reverse, as backward does: the modules that consumed it reshard
+    their units before the one that produced it unshards its own.
+
+        forward     y = A(x)    registers "A begins" on y
+                    z = B(y)    registers "B is over" on y
+        backward    y.grad      B is over, A begins
+
+    Args:
+        tensor: a result of autograd, or a leaf that requires a gradient.
+        call: must not keep the tensor alive.
     """
     node, calls = getattr(tensor, _CALLS, (None, None))
     if calls is None or node is not tensor.grad_fn:  # new, or written in place since
@@ -85,7 +98,7 @@ def _call_reversed(calls: Sequence[Callable[[], None]]) -> None:
 
 
 class ModuleHooks:
-    """The hooks of one module that brings `units` with it."""
+    """The hooks of one module."""
 
     def __init__(
         self,
@@ -94,111 +107,141 @@ class ModuleHooks:
         leaf: bool,
         gatherer: Gatherer,
         reducer: Reducer,
-    ):
+    ) -> None:
+        """Register the hooks.
+
+        Args:
+            module: a target of auto-wrapping.
+            units: that a call of it needs, own ones or tied ones.
+            leaf: gathered and reduced as a whole, whatever runs inside.
+            gatherer: of the model.
+            reducer: of the model.
+        """
         self._units = list(units)
-        self._freed = [unit for unit in units if unit.reshard_after_use]
+        self._resharded = [unit for unit in units if unit.reshard_after_use]
         self._leaf = leaf
-        self._gatherer, self._reducer = gatherer, reducer
+        self._gatherer = gatherer
+        self._reducer = reducer
         self._was_refused = False
-        module.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
+        module.register_forward_pre_hook(self._pre_forward, with_kwargs=True, prepend=True)
         # Also when the module raises: a checkpoint's recomputation stops that way.
-        module.register_forward_hook(self._after, with_kwargs=True, always_call=True)
+        module.register_forward_hook(self._post_forward, with_kwargs=True, always_call=True)
 
     def __deepcopy__(self, memo: Any) -> ModuleHooks:
-        """A copy of the user's module is a plain module: its hooks have nothing to do."""
+        """Return hooks that do nothing: a copy of the user's module is a plain module."""
         hooks = copy.copy(self)
-        hooks._units = hooks._freed = []
+        hooks._units = []
+        hooks._resharded = []
         return hooks
 
-    def _before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if self._units and not self._gatherer.active and not self._gatherer.is_all_unsharded:
-            self._was_refused = True  # what is called after the module, also after this
+    def _pre_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        gatherer = self._gatherer
+        if self._units and not gatherer.active and not gatherer.is_all_unsharded:
+            self._was_refused = True  # the hook after the module runs all the same
             raise UserCodeError(
-                f"{self._units[0].layout.modules} ({type(module).__name__}) was called outside of its model's forward: "
-                "call the model itself, or enter zrun_core.forward(model); in a hook or to generate, enter gathered()"
+                f"{self._units[0].layout.modules} ({type(module).__name__}) was called outside of "
+                "its model's forward: call the model itself, or enter zrun_core.forward(model); "
+                "in a hook or to generate, enter gathered()"
             )
         for unit in self._units:
-            self._gatherer.pre_forward(unit)
-        if torch.is_grad_enabled() and not self._gatherer.in_backward:
+            gatherer.pre_forward(unit)
+        if torch.is_grad_enabled() and not gatherer.in_backward:
             self._watch_inputs((args, kwargs))
 
     def _watch_inputs(self, inputs: Any) -> None:
-        watched = [t for t in tensors_in(inputs) if t.requires_grad]
-        if not watched:
+        """Notice the end of this call's backward: the gradients of all its inputs are there."""
+        waiting = {id(tensor): tensor for tensor in tensors_in(inputs) if tensor.requires_grad}
+        if not waiting:
             return
         micro = self._gatherer.micro
         micro.open_calls[self] += 1
-        waiting = {id(t): t for t in watched}
-        remaining = [len(waiting)]
+        num_missing = len(waiting)
 
-        def arrived() -> None:
+        def on_input_gradient() -> None:
+            nonlocal num_missing
             if not self._gatherer.in_backward_of(micro):
                 return  # a gradient that the loss itself is made of: backward is yet to come
-            remaining[0] -= 1
-            if remaining[0] == 0:
-                self._over(micro)
+            num_missing -= 1
+            if num_missing == 0:
+                self._post_backward(micro)
 
         for tensor in waiting.values():
-            on_gradient(tensor, arrived)
+            on_gradient(tensor, on_input_gradient)
 
-    def _over(self, micro: MicroPass) -> None:
-        """The gradients of all inputs of one call are known: nothing inside runs any more for that call."""
+    def _post_backward(self, micro: MicroPass) -> None:
+        """End the backward of one call. Other calls of the module may be open."""
         micro.open_calls[self] -= 1
         if micro.open_calls[self]:
             return
         for unit in self._units:
-            if unit.trainable and self._leaf:
+            if unit.trainable and not self._leaf:
+                continue  # its last parameter gradient ends it
+            if unit.trainable:
                 self._reducer.mark_complete(micro, unit)
-            if not unit.trainable or self._leaf:
-                self._gatherer.post_backward(unit)
+            self._gatherer.post_backward(unit)
 
-    def _after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    def _post_forward(
+        self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
+    ) -> None:
         if self._was_refused:
             self._was_refused = False
             return
-        if self._freed:
-            handed_out = {_storage(t) for t in tensors_in(output)}  # a weight, or a view of one?
-            self._gatherer.pin([unit for unit in self._freed if _storage(unit.full) in handed_out])
-        if self._freed and torch.is_grad_enabled() and not self._gatherer.in_backward:
-            seen = tensors_in(output)
-            begins = functools.partial(self._backward_begins, self._gatherer.micro)
-            for tensor in seen:
-                if tensor.requires_grad and tensor.grad_fn is not None:
-                    on_gradient(tensor, begins)
-            if not seen or _may_hide_tensors(output):
-                self._gatherer.pin(self._freed)
+        if self._resharded:
+            self._pin_handed_out(output)
+            if torch.is_grad_enabled() and not self._gatherer.in_backward:
+                self._watch_outputs(output)
         for unit in self._units:
             self._gatherer.post_forward(unit)
 
-    def _backward_begins(self, micro: MicroPass) -> None:
+    def _pin_handed_out(self, output: Any) -> None:
+        """Pin the units of which `output` has a parameter, or a view of one."""
+        storages = {_storage(tensor) for tensor in tensors_in(output)}
+        self._gatherer.pin([unit for unit in self._resharded if _storage(unit.full) in storages])
+
+    def _watch_outputs(self, output: Any) -> None:
+        """Notice the beginning of this call's backward: an output gets a gradient."""
+        outputs = tensors_in(output)
+        begins = functools.partial(self._pre_backward, self._gatherer.micro)
+        for tensor in outputs:
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                on_gradient(tensor, begins)
+        if not outputs or _may_hide_tensors(output):
+            self._gatherer.pin(self._resharded)  # its backward cannot be seen to begin
+
+    def _pre_backward(self, micro: MicroPass) -> None:
         micro.on_gradient_arrival(of_param=False)
-        if (
-            not self._gatherer.in_backward
-        ):  # backward of this backward is yet to come, and cannot be seen
-            self._gatherer.pin(self._freed)
-        for unit in self._freed:
+        if not self._gatherer.in_backward:
+            # A gradient that is differentiated again: that backward cannot be seen to begin.
+            self._gatherer.pin(self._resharded)
+        for unit in self._resharded:
             self._gatherer.unshard(unit)
 
 
 class UnshardOnAccess(dict[str, Any]):
-    """A module's parameter dictionary: looking one up outside its module makes its unit whole."""
+    """A module's parameter dictionary: access outside of its module unshards the unit."""
 
     def __init__(
         self, original: Mapping[str, Any], unit_of: Mapping[int, FlatUnit], gatherer: Gatherer
     ) -> None:
+        """
+        Args:
+            original: `module._parameters`.
+            unit_of: by identity of a parameter, its unit.
+            gatherer: of the model.
+        """
         super().__init__(original)
-        self._unit_of, self._gatherer = unit_of, gatherer
+        self._unit_of = unit_of
+        self._gatherer = gatherer
 
     def __reduce__(self) -> tuple[type, tuple[dict[str, Any]]]:
-        """Copies are plain dictionaries, as the copied module's parameters are no unit's."""
+        """Copy as a plain dictionary: the parameters of a copied module are in no unit."""
         return dict, (dict(super().items()),)
 
     def _look(self, param: Any) -> Any:
-        if (
-            self._gatherer.active
-            and param is not None
-            and (unit := self._unit_of.get(id(param))) is not None
-        ):
+        if param is None or not self._gatherer.active:
+            return param
+        unit = self._unit_of.get(id(param))
+        if unit is not None:
             self._gatherer.unshard_on_access(unit)
         return param
 
@@ -224,7 +267,12 @@ def install(
     """Connect the modules of `model` to its units.
 
     Args:
-        watched: modules where a look at a parameter is noticed; not those that are compiled.
+        model: the user's module.
+        units: all of its units.
+        hooked: as `WrapPlan.hooked`: module, indices of the units that it needs, whether a leaf.
+        gatherer: of the model.
+        reducer: of the model.
+        watched: modules where access to a parameter is noticed; not those that are compiled.
     """
     for module, indices, leaf in hooked:
         ModuleHooks(module, [units[i] for i in indices], leaf, gatherer, reducer)
@@ -232,28 +280,33 @@ def install(
     for unit in units:
         if unit.trainable:
             # Weakly: Python's collector does not see what a parameter's hook holds.
-            owners = weakref.ref(unit), weakref.ref(gatherer), weakref.ref(reducer)
+            owners = (weakref.ref(unit), weakref.ref(gatherer), weakref.ref(reducer))
             for number, param in enumerate(unit.params):
-                param.register_post_accumulate_grad_hook(functools.partial(_take, *owners, number))
+                hook = functools.partial(_post_accumulate_grad, *owners, number)
+                param.register_post_accumulate_grad_hook(hook)
     unit_of = {id(param): unit for unit in units for param in unit.params}
     for module in watched:
-        if any(id(p) in unit_of for p in module._parameters.values()):
+        if any(id(param) in unit_of for param in module._parameters.values()):
             module._parameters = UnshardOnAccess(module._parameters, unit_of, gatherer)
 
 
-def _take(
+def _post_accumulate_grad(
     unit_ref: weakref.ref[FlatUnit],
     gatherer_ref: weakref.ref[Gatherer],
     reducer_ref: weakref.ref[Reducer],
     number: int,
     param: torch.Tensor,
 ) -> None:
-    unit, gatherer, reducer = unit_ref(), gatherer_ref(), reducer_ref()
+    """Take the gradient of parameter `number`; with the last one the unit's backward is over."""
+    unit = unit_ref()
+    gatherer = gatherer_ref()
+    reducer = reducer_ref()
     assert unit is not None
     assert gatherer is not None
     assert reducer is not None
     micro = gatherer.micro
     micro.on_gradient_arrival(of_param=True)
-    if reducer.accumulate_grad(micro, unit, number) and not unit.leaf:
+    has_all = reducer.accumulate_grad(micro, unit, number)
+    if has_all and not unit.leaf:
         reducer.mark_complete(micro, unit)
         gatherer.post_backward(unit)

@@ -1,20 +1,38 @@
-"""Gradients on their way: which unit is reduced when, and from which memory.
+"""The schedule of gradient reductions, and the scratch memory that they take turns in.
 
 [Note: one order]
-Every rank issues its reductions in one fixed order, because the backend pairs them up and because a rank that waits for
-scratch must wait for something that the others have issued too. A unit that is complete early waits for its turn; units
-that ran on no module of this rank are complete from the start; what is incomplete at the end of backward (a parameter
-that got no gradient) follows then, with zeros. The first order is that of registration backwards, parameters of
-units that stay whole last; after the first backward it is the one that the first rank saw.
+Every rank issues its reductions in one fixed order, for two reasons: the backend pairs them up, and
+a rank that waits for scratch must wait for something that the others have issued too. With the
+order D C B A, and a backward in which C is complete before D:
 
-A unit that gets another gradient after its turn (a parameter used outside its module, several backward calls) is
-reduced once more at the end, and the second sum is added to the first; from then on it is left
-for the end.
+    complete        C      D      B      A
+    issued                 D C    B      A          C waits for its turn
 
-[Note: beside backward]
-A reduction may have two parts, over the shard group and over the copies, and each may have several
-messages. What is under way goes on whenever the next unit's is issued: by as much as has arrived,
-or, where ranks must start parts in one order or cannot see what has arrived, by one part.
+- Units of which no module ran on this rank are complete from the start, with zeros.
+- Units that are incomplete at the end of backward, because a parameter got no gradient, follow
+  then, with zeros for that parameter.
+- The first order is that of registration, backwards; units that are kept unsharded come last. After
+  the first backward it is the order in which rank 0 completed them.
+
+[Note: late units]
+A unit can get another gradient after it was issued: a parameter is used outside of its module, or
+a loop calls backward several times. The second gradient is collected apart and reduced at the end
+of backward, and its sum is added to the first. From the next backward on that unit is left for the
+end, so that it is reduced once. Both are part of `state_dict`: the order of additions changes the
+last bits of a gradient, and a resumed run must add in the same order.
+
+[Note: overlap with backward]
+A reduction is one `Handle` with up to two parts, a reduce-scatter over the shard group and an
+all-reduce over the replicas, and each part may have several messages. Nobody waits for them in
+backward; whenever the next unit is issued, everything in flight moves on. With hybrid sharding:
+
+    issued        C              B                    A                      end of backward
+    in flight     C: scatter     C: all-reduce        C: over, or as before  wait for all
+                                 B: scatter           B: all-reduce
+                                                      A: scatter
+
+A reduction moves on by as much as has arrived (`Handle.poll`); where ranks must start parts in one
+order, or cannot see what has arrived, it moves on by one part (`Handle.advance`).
 """
 
 from __future__ import annotations
@@ -32,29 +50,43 @@ from zrun_core.errors import CheckpointError
 from zrun_core.memory.arena import Ring
 from zrun_core.memory.layout import MeshInfo, StatePolicy
 from zrun_core.zero.exchange import Exchange
-from zrun_core.zero.micro_pass import ExpectedGradients, MicroPass
+from zrun_core.zero.micro_pass import BackwardGrads, MicroPass
 from zrun_core.zero.nonfinite import Inspector
 from zrun_core.zero.unit import FlatUnit
 
 
 class _InFlight(NamedTuple):
-    """A reduction under way, and the scratch that it holds until it is over."""
+    """A reduction under way.
+
+    Attributes:
+        late_sum: where the sum will be, if it is to be added to an earlier one; else None.
+        scratch: returned to the ring when the reduction is over.
+    """
 
     unit: FlatUnit
     handle: Handle
-    late: torch.Tensor | None  # where the sum will be, if it is to be added to an earlier one
-    held: list[torch.Tensor]
+    late_sum: torch.Tensor | None
+    scratch: list[torch.Tensor]
 
 
 def mesh_info_of(comm: Comm, mesh: Mesh) -> MeshInfo:
-    """This rank's place in the groups that reduce, for `StatePolicy`."""
-    shard, replicate = mesh.shard, mesh.replicate
-    direct = direct_up_to(comm.device.type)
-    return MeshInfo(shard.size, shard.index, replicate.size, replicate.index, direct)
+    """Return this rank's place in the groups that reduce, for `StatePolicy`."""
+    return MeshInfo(
+        shard_size=mesh.shard.size,
+        shard_index=mesh.shard.index,
+        num_replicas=mesh.replicate.size,
+        replica_index=mesh.replicate.index,
+        direct_up_to=direct_up_to(comm.device.type),
+    )
 
 
 class Reducer:
-    """Reduces the trainable units of one model, micro-batch after micro-batch."""
+    """Reduces the gradients of one model's units, micro-batch after micro-batch.
+
+    Attributes:
+        ring: scratch for flat gradients and for what arrives from other ranks.
+        inspector: looks at each rank's own gradients before they are summed; None: nothing does.
+    """
 
     def __init__(
         self,
@@ -64,20 +96,30 @@ class Reducer:
         mesh: Mesh,
         comm: Comm,
     ) -> None:
-        self._comm, self._mesh, self._policy, self._exchange = comm, mesh, policy, exchange
-        # What stays whole belongs to modules of the whole model, so it is complete last.
-        self._order = sorted(
-            (u for u in reversed(units) if u.trainable), key=lambda unit: unit.layout.keep_unsharded
-        )
+        """
+        Args:
+            units: all units of the model, in order of registration; frozen ones are left out.
+            policy: what the ZeRO stage reduces when.
+            exchange: the collectives of a unit.
+            mesh: the groups of this rank.
+            comm: its collectives.
+        """
+        self._comm = comm
+        self._mesh = mesh
+        self._policy = policy
+        self._exchange = exchange
+        trainable = [unit for unit in reversed(units) if unit.trainable]
+        # Units that are kept unsharded have parameters of many modules: they are complete last.
+        self._order = sorted(trainable, key=lambda unit: unit.layout.keep_unsharded)
         self._first_order = self._order
         self._is_order_recorded = False
-        self._peers = mesh_info_of(comm, mesh)
-        num_bytes = policy.reduce_ring_bytes([unit.layout for unit in self._order], self._peers)
-        self.ring = Ring(num_bytes, comm.device)
-        self.inspector: Inspector | None = None  # looks at gradients before they are summed
+        self._mesh_info = mesh_info_of(comm, mesh)
+        layouts = [unit.layout for unit in self._order]
+        self.ring = Ring(policy.reduce_ring_bytes(layouts, self._mesh_info), comm.device)
+        self.inspector: Inspector | None = None
         self._in_flight: deque[_InFlight] = deque()
         self._left_for_end: set[int] = set()  # indices of units that were late once
-        self._is_summed = False  # this step's gradients so far were summed over all ranks
+        self._is_summed = False  # over all ranks, this step's gradients so far
 
     # One optimizer step
 
@@ -86,18 +128,18 @@ class Reducer:
         self._is_summed = False
 
     def flush(self) -> None:
-        """The step is to be made, and no pass was said to be its last: sum over ranks what is not summed yet."""
+        """Sum over ranks what is not summed yet: no backward was said to be the step's last."""
         if self._is_summed:
             return
         if self._policy.zero.reduce_now(boundary=False) and self._mesh.shard.size > 1:
-            self._all_reduce_replicas()
+            self._all_reduce_replicas()  # the reduce-scatter of each micro-batch is done
         else:
-            micro = MicroPass()  # of which nothing came
+            micro = MicroPass()  # in which no module ran
             self.begin_backward(micro, boundary=True)
             self.end_backward(micro)
 
     def _all_reduce_replicas(self) -> None:
-        """Add up the shards of all copies, which no pass has done that was not said to be the last."""
+        """Sum the shards of all replicas, which only a backward with `boundary` does otherwise."""
         for unit in self._order:
             self._advance_in_flight()
             recv_buffer = self._recv_buffer(unit)
@@ -111,142 +153,186 @@ class Reducer:
     # One backward pass
 
     def begin_backward(self, micro: MicroPass, *, boundary: bool) -> None:
-        """Begin the backward of `micro`. After one with `boundary` the gradients are summed over all ranks.
+        """Begin the backward of `micro`.
 
-        It is meant to be the last one of the optimizer step; where others follow, their sum is made anew.
+        Args:
+            micro: whose forward has run.
+            boundary: it is meant to be the last of the optimizer step: after it the gradients are
+                summed over all ranks. If another one follows all the same, the sum is made anew.
         """
         if self._is_summed:
             for unit in self._order:
                 unit.reopen_grad(counts_here=self._mesh.replicate.index == 0)
             self._is_summed = False
-        missing = {unit.index: set(range(len(unit.params))) for unit in self._order}
         has_peers = self._mesh.shard.size > 1 or (boundary and self._mesh.replicate.size > 1)
-        reduces = has_peers and self._policy.zero.reduce_now(boundary)
-        expected = ExpectedGradients(boundary, reduces, missing)
+        grads = BackwardGrads(
+            boundary=boundary,
+            reduces=has_peers and self._policy.zero.reduce_now(boundary),
+            missing={unit.index: set(range(len(unit.params))) for unit in self._order},
+        )
         for unit in self._order:
             if not micro.num_calls[unit.index] and unit.index not in self._left_for_end:
-                expected.complete.add(unit.index)
-        micro.gradients = expected
-        self._issue_in_order(expected)
+                grads.complete.add(unit.index)
+        micro.grads = grads
+        self._issue_in_order(grads)
 
     def accumulate_grad(self, micro: MicroPass, unit: FlatUnit, number: int) -> bool:
-        """Parameter `number` of `unit` has its gradient. Returns whether the unit has them all."""
-        expected = micro.gradients
-        assert expected is not None
-        is_issued = unit.index in expected.issued
-        if unit.unsharded_grad is None or (is_issued and unit.index not in expected.late):
-            unit.begin_grad(self._scratch(unit.layout.padded_numel))
+        """Move the gradient of a parameter into the flat one of its unit.
+
+        Args:
+            micro: whose backward runs.
+            unit: of the parameter.
+            number: of the parameter in its unit.
+
+        Returns:
+            Whether all parameters of the unit have their gradients.
+        """
+        grads = micro.grads
+        assert grads is not None
+        is_issued = unit.index in grads.issued
+        is_first_after_issue = is_issued and unit.index not in grads.late
+        if unit.unsharded_grad is None or is_first_after_issue:
+            unit.begin_grad(self._take_scratch(unit.layout.padded_numel))
         if is_issued:
-            expected.late.add(unit.index)
+            grads.late.add(unit.index)
         unit.accumulate_grad(number)
-        missing = expected.missing[unit.index]
+        missing = grads.missing[unit.index]
         missing.discard(number)
         return not missing
 
     def mark_complete(self, micro: MicroPass, unit: FlatUnit) -> None:
-        """No more gradients are expected for `unit` in the backward of `micro`."""
-        expected = micro.gradients
-        if expected is None or unit.index in self._left_for_end or unit.index in expected.complete:
+        """Expect no more gradients of `unit` in the backward of `micro`."""
+        grads = micro.grads
+        if grads is None:
             return
-        expected.seen.append(unit.index)
-        expected.complete.add(unit.index)
-        self._issue_in_order(expected)
+        if unit.index in self._left_for_end or unit.index in grads.complete:
+            return
+        grads.seen.append(unit.index)
+        grads.complete.add(unit.index)
+        self._issue_in_order(grads)
 
     def end_backward(self, micro: MicroPass) -> None:
-        """The backward of `micro` is over: reduce what is left, and wait for everything."""
-        expected = micro.gradients
-        assert expected is not None
-        expected.complete.update(unit.index for unit in self._order)
-        self._issue_in_order(expected)
+        """End the backward of `micro`: reduce what is left, and wait for everything in flight."""
+        grads = micro.grads
+        assert grads is not None
+        grads.complete.update(unit.index for unit in self._order)
+        self._issue_in_order(grads)
         for unit in self._order:
-            if unit.index in expected.late:
+            if unit.index in grads.late:
                 self._left_for_end.add(unit.index)
-                self._issue(unit, expected)
+                self._issue(unit, grads)
         self._drain()
-        micro.gradients = None
-        if expected.boundary and not expected.reduces:  # a rank alone
-            for unit in self._order:
-                whole = unit.complete_grad()
-                if self.inspector is not None:
-                    self.inspector.inspect(unit, whole)
-                unit.put_grad()
-        self._is_summed = expected.boundary
+        micro.grads = None
+        if grads.boundary and not grads.reduces:
+            self._finish_alone()
+        self._is_summed = grads.boundary
         if not self._is_order_recorded:
-            self._record_order(expected.seen)
+            self._record_order(grads.seen)
 
-    # Mechanism
+    def _finish_alone(self) -> None:
+        """Complete the gradients of a rank that has no other to sum with."""
+        for unit in self._order:
+            unsharded_grad = unit.complete_grad()
+            if self.inspector is not None:
+                self.inspector.inspect(unit, unsharded_grad)
+            unit.put_grad()
 
-    def _issue_in_order(self, expected: ExpectedGradients) -> None:
-        while expected.turn < len(self._order):
-            unit = self._order[expected.turn]
-            if unit.index not in expected.complete:
+    # Reductions in flight
+
+    def _issue_in_order(self, grads: BackwardGrads) -> None:
+        """Issue the units whose turn it is, up to the first that is not complete."""
+        while grads.turn < len(self._order):
+            unit = self._order[grads.turn]
+            if unit.index not in grads.complete:
                 return
-            expected.turn += 1
-            if expected.reduces:
-                self._issue(unit, expected)
-                expected.issued.add(unit.index)
+            grads.turn += 1
+            if grads.reduces:
+                self._issue(unit, grads)
+                grads.issued.add(unit.index)
 
-    def _scratch(self, numel: int) -> torch.Tensor:
-        dtype = self._policy.reduce_dtype
-        while (found := self.ring.take(numel, dtype, grow=not self._in_flight)) is None:
-            self._retire()
-        return found
-
-    def _recv_buffer(self, unit: FlatUnit) -> torch.Tensor:
-        return self._scratch(self._exchange.recv_numel(unit.layout, self._peers))
-
-    def _advance_in_flight(self) -> None:
-        """Let what is under way go on. See [Note: beside backward]."""
-        for under_way in self._in_flight:
-            under_way.handle.advance()
-            under_way.handle.poll()
-
-    def _issue(self, unit: FlatUnit, expected: ExpectedGradients) -> None:
+    def _issue(self, unit: FlatUnit, grads: BackwardGrads) -> None:
+        """Begin to reduce the gradient of `unit`. See [Note: late units]."""
         self._advance_in_flight()
-        is_late = unit.index in expected.late
-        while is_late and any(under_way.unit is unit for under_way in self._in_flight):
-            self._retire()  # the first sum has the same tag
-        if unit.unsharded_grad is None:
-            unit.begin_grad(self._scratch(unit.layout.padded_numel))
-        whole = unit.complete_grad()
+        is_late = unit.index in grads.late
+        if is_late:
+            self._retire_sum_of(unit)  # the second sum has the same tag
+        if unit.unsharded_grad is None:  # no parameter of it got a gradient
+            unit.begin_grad(self._take_scratch(unit.layout.padded_numel))
+        unsharded_grad = unit.complete_grad()
         if self.inspector is not None:
-            self.inspector.inspect(unit, whole)
+            self.inspector.inspect(unit, unsharded_grad)
         recv_buffer = self._recv_buffer(unit)
-        total = unit.local_part(whole) if is_late else unit.sum_buffer()
+        late_sum = unit.local_part(unsharded_grad) if is_late else None
         handle = self._exchange.reduce_grad(
             self._comm,
             unit,
-            whole,
+            unsharded_grad,
             recv_buffer,
-            total,
+            unit.sum_buffer() if late_sum is None else late_sum,
             accumulate=unit.is_reduced and not is_late,
-            boundary=expected.boundary,
+            boundary=grads.boundary,
         )
-        held = [recv_buffer] if unit.owns_buffer(whole) else [recv_buffer, whole]
+        scratch = [recv_buffer]
+        if not unit.owns_buffer(unsharded_grad):
+            scratch.append(unsharded_grad)
         unit.is_reduced = True
         unit.end_grad()
-        self._in_flight.append(_InFlight(unit, handle, total if is_late else None, held))
+        self._in_flight.append(_InFlight(unit, handle, late_sum, scratch))
+
+    def _take_scratch(self, numel: int) -> torch.Tensor:
+        """Return [numel] scratch in reduce dtype, when enough reductions are over to have it.
+
+        The ring grows only where nothing is in flight that would give memory back.
+        """
+        dtype = self._policy.reduce_dtype
+        scratch = self.ring.take(numel, dtype, grow=not self._in_flight)
+        while scratch is None:
+            self._retire()
+            scratch = self.ring.take(numel, dtype, grow=not self._in_flight)
+        return scratch
+
+    def _recv_buffer(self, unit: FlatUnit) -> torch.Tensor:
+        return self._take_scratch(self._exchange.recv_numel(unit.layout, self._mesh_info))
+
+    def _advance_in_flight(self) -> None:
+        """Let the reductions in flight go on. See [Note: overlap with backward]."""
+        for reduction in self._in_flight:
+            reduction.handle.advance()
+            reduction.handle.poll()
 
     def _retire(self) -> None:
+        """Wait for the oldest reduction, and give its scratch back."""
         oldest = self._in_flight.popleft()
         oldest.handle.wait()
-        if oldest.late is not None:
-            oldest.unit.fetch_grad().add_(oldest.late)
+        if oldest.late_sum is not None:
+            oldest.unit.fetch_grad().add_(oldest.late_sum)
         oldest.unit.put_grad()
-        for scratch in oldest.held:
+        for scratch in oldest.scratch:
             self.ring.give(scratch)
+
+    def _retire_sum_of(self, unit: FlatUnit) -> None:
+        while any(reduction.unit is unit for reduction in self._in_flight):
+            self._retire()
 
     def _drain(self) -> None:
         while self._in_flight:
             self._retire()
 
+    # What backward passes teach
+
     @property
     def has_recorded_order(self) -> bool:
-        """Whether this rank knows in which order the others reduce, without computing anything itself."""
+        """Whether the order of reductions is known, which the first backward records."""
         return self._is_order_recorded
 
     def _record_order(self, seen_here: Sequence[int]) -> None:
-        """From now on, reduce in the order that rank 0 completed the units in; those that it did not see come last."""
+        """Adopt the order in which rank 0 completed the units; those that it did not see come last.
+
+        Collective over the ranks that train the same parameters.
+
+        Args:
+            seen_here: indices of units, in the order in which this rank completed them.
+        """
         self._is_order_recorded = True
         by_index = {unit.index: unit for unit in self._order}
         seen = [*seen_here, *(index for index in by_index if index not in seen_here)]
@@ -255,27 +341,36 @@ class Reducer:
         self._order = [by_index[index] for index in order.tolist()]
 
     def state_dict(self) -> dict[str, Any]:
-        """What backward passes have taught, as small JSON: sums of late gradients depend on it, to the last bit."""
-        return {
-            "order": [unit.name for unit in self._order] if self._is_order_recorded else None,
-            "late": sorted(unit.name for unit in self._order if unit.index in self._left_for_end),
-        }
+        """Return what backward passes have taught, as small JSON. See [Note: late units]."""
+        order = None
+        if self._is_order_recorded:
+            order = [unit.name for unit in self._order]
+        late = sorted(unit.name for unit in self._order if unit.index in self._left_for_end)
+        return {"order": order, "late": late}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Go on with what the same model on the same layout had state; None: with nothing.
+        """Go on as the same model on the same layout had gone on.
+
+        Args:
+            state: of its `state_dict`; None: begin anew.
 
         Raises:
             CheckpointError: it is of other units.
         """
-        self._order, self._is_order_recorded, self._left_for_end = self._first_order, False, set()
+        self._order = self._first_order
+        self._is_order_recorded = False
+        self._left_for_end = set()
         if state is None:
             return
         by_name = {unit.name: unit for unit in self._order}
-        order, late = state["order"], state["late"]
-        if not by_name.keys() >= set(late) or (
-            order is not None and sorted(order) != sorted(by_name)
-        ):
+        order = state["order"]
+        late = state["late"]
+        fits = by_name.keys() >= set(late)
+        if order is not None:
+            fits = fits and sorted(order) == sorted(by_name)
+        if not fits:
             raise CheckpointError("the order of reductions that it holds is of other units")
         if order is not None:
-            self._order, self._is_order_recorded = [by_name[name] for name in order], True
+            self._order = [by_name[name] for name in order]
+            self._is_order_recorded = True
         self._left_for_end = {by_name[name].index for name in late}

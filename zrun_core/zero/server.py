@@ -1,7 +1,9 @@
 """A parameter server (Li et al. 2014): `sync: server`, to compare with. Not to train.
 
-The first rank alone has the optimizer's states. Every rank pushes its whole gradient to it; it adds
-them up in rank order, updates, and sends the parameters to each of the others.
+    every rank    push: its unsharded gradient    ->  rank 0 sums them in rank order, and updates
+    rank 0        pull: the updated parameters    ->  every other rank
+
+Only the first rank has optimizer states.
 """
 
 from __future__ import annotations
@@ -23,43 +25,59 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ParameterServer(Exchange):
-    """The first of the copies updates everything. It is for stage 0: each copy is one rank."""
+    """The first replica updates everything. For stage 0 only, where each replica is one rank."""
 
     def updated_range(self, unit: UnitLayout, mesh_info: MeshInfo) -> tuple[int, int]:
-        is_served = unit.trainable and mesh_info.replica_index > 0
-        return (0, 0) if is_served else super().updated_range(unit, mesh_info)
+        if unit.trainable and mesh_info.replica_index > 0:
+            return 0, 0
+        return super().updated_range(unit, mesh_info)
 
     def updated_replicated_over(self, unit: UnitLayout) -> tuple[str, ...]:
-        return () if unit.trainable else super().updated_replicated_over(unit)
+        if unit.trainable:
+            return ()
+        return super().updated_replicated_over(unit)
 
     def counted_parts(self, unit: UnitLayout, mesh_info: MeshInfo) -> range:
-        return range(0 if mesh_info.replica_index else unit.num_parts)
+        if mesh_info.replica_index > 0:
+            return range(0)
+        return range(unit.num_parts)
 
     def recv_numel(self, unit: UnitLayout, mesh_info: MeshInfo) -> int:
-        return 0 if mesh_info.replica_index else (mesh_info.num_replicas - 1) * unit.padded_numel
+        if mesh_info.replica_index > 0:
+            return 0
+        return (mesh_info.num_replicas - 1) * unit.padded_numel
 
     def goes_stale(self, mesh_info: MeshInfo) -> bool:
         return mesh_info.num_replicas > 1
 
     def all_gather(self, comm: Comm, unit: FlatUnit) -> Handle:
+        """Begin to pull the parameters of `unit` from the first rank."""
         return comm.pull(unit.full, unit.replicate, tag=gather_tag(unit.index), name=unit.name)
 
     def reduce_grad(
         self,
         comm: Comm,
         unit: FlatUnit,
-        whole: torch.Tensor,
+        unsharded_grad: torch.Tensor,
         recv_buffer: torch.Tensor,
         into: torch.Tensor,
         *,
         accumulate: bool,
         boundary: bool,
     ) -> Handle:
-        """Begin to sum the gradients on the server, in `whole`, of which `into` is a part."""
+        """Begin to sum the gradients on the first rank.
+
+        Args:
+            unsharded_grad: [padded_numel] in reduce dtype; the first rank's becomes the sum.
+            recv_buffer: [recv_numel] scratch, on the first rank.
+            into: unused; it is a part of `unsharded_grad`.
+            accumulate: never at stage 0, where micro-batches are added up before the sum.
+            boundary: always at stage 0.
+        """
         assert boundary
         assert not accumulate
         tag = reduce_tag(unit.index)
-        return comm.push(whole, recv_buffer, unit.replicate, tag=tag, name=unit.name)
+        return comm.push(unsharded_grad, recv_buffer, unit.replicate, tag=tag, name=unit.name)
 
     def sent_bytes(
         self,
@@ -73,7 +91,7 @@ class ParameterServer(Exchange):
     ) -> dict[str, int]:
         if not unit.trainable:
             return {}
-        if mesh_info.replica_index:
+        if mesh_info.replica_index > 0:
             return {"push": sums * unit.padded_numel * states.reduce_dtype.itemsize}
-        others = mesh_info.num_replicas - 1
-        return {"pull": gathers * others * unit.padded_numel * unit.dtype.itemsize}
+        other_ranks = mesh_info.num_replicas - 1
+        return {"pull": gathers * other_ranks * unit.padded_numel * unit.dtype.itemsize}

@@ -43,7 +43,7 @@ from zrun_core.optim.resolve import OptimizerSpec, Options
 from zrun_core.spine.sizes import format_size
 from zrun_core.zero.auto_wrap import WrapPlan, auto_wrap, repeated_blocks
 from zrun_core.zero.autograd_driver import ImplicitPasses
-from zrun_core.zero.exchange import Exchange
+from zrun_core.zero.exchange import Exchange, StepCounts, expected_traffic
 from zrun_core.zero.gather import Gatherer
 from zrun_core.zero.micro_pass import MicroPass, PassKind
 from zrun_core.zero.module_hooks import install
@@ -52,7 +52,6 @@ from zrun_core.zero.precision import LossScaler, Precision
 from zrun_core.zero.reduce import Reducer, mesh_info_of
 from zrun_core.zero.running_buffers import RunningBuffers
 from zrun_core.zero.sharded_optimizer import ShardedOptimizer
-from zrun_core.zero.traffic import Steps, expected_traffic
 from zrun_core.zero.unit import FlatUnit, moves_pages, window_pool
 
 _OWN_KINDS = (
@@ -345,7 +344,7 @@ class ShardedModel:
             self._gatherer.begin_pass(MicroPass(), PassKind.BACKWARD)
         micro = self._gatherer.micro
         self._gatherer.abandon(micro)
-        if micro.gradients is None:
+        if micro.grads is None:
             self.reducer.begin_backward(micro, boundary=boundary)
         self._end_backward(micro)
 
@@ -497,10 +496,10 @@ class ShardedModel:
 
         It holds for models whose modules each run once per forward, in any order of forwards and
         backwards, unless a parameter is looked at outside of its module: micro-batches under way
-        share what one of them holds. See `traffic.py` for the formulas. Which units the passes need
+        share what one of them holds. See `exchange.py` for the formulas. Which units the passes need
         was seen while they ran: frozen ones without a gradient are gathered once.
         """
-        how_often = Steps(num_steps, num_micro_batches, self._gatherer.num_refreshes)
+        how_often = StepCounts(num_steps, num_micro_batches, self._gatherer.num_refreshes)
         return expected_traffic(
             self.layouts,
             self.settings.states,

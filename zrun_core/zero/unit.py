@@ -1,9 +1,21 @@
-"""One flat unit: its memory, and the verbs of its life.
+"""One flat unit of parameters: its memory, and what is done with it.
 
-unshard   the foreign shards arrive, the module's parameters are views of the whole
-reshard   only the own shard stays
-take_grad a parameter's gradient moves into the unit's flat one
-mark_stale the shard was updated: the foreign shards are those of the last step
+Four ranks of a shard group, seen by rank 1:
+
+    full            |-- shard 0 --|-- shard 1 --|-- shard 2 --|-- shard 3 --|   compute dtype
+    param_shard                   |-------------|          constant address, always valid
+    updated_range                 |-------------|          also of `master`, `moments`, `local_grad`
+
+At stage 0 the shard group is one rank, and its shard is everything.
+
+    unshard           begin to gather the foreign shards
+    wait_for_unshard  the module's parameters are views of `full` from now on
+    reshard           keep the own shard only
+    accumulate_grad   move a parameter's gradient into the flat one
+    mark_stale        the shard was updated: the foreign shards are those of the last step
+
+Three states live in a `Home` each: what is kept of the parameters between uses, the gradient, and
+the record (master and moments, see `record_layout.py`).
 """
 
 from __future__ import annotations
@@ -37,11 +49,17 @@ from zrun_core.zero.record_layout import RecordLayout
 
 
 class UnitState(Enum):
-    """What of a unit's parameters is valid, and so what occupies memory."""
+    """Which of a unit's parameters are valid, and so what occupies memory.
 
-    SHARDED = "own shard"  # the rest is given up (parameters sharded), or is that of the last step
-    UNSHARDING = "own shard, the rest arriving"  # memory of the whole unit
-    UNSHARDED = "everything"  # memory of the whole unit
+    SHARDED: the own shard is valid. A unit that is resharded after use has memory for this shard
+        only; another one has memory for all of it, with the foreign shards of the last step.
+    UNSHARDING: memory of the whole unit; the own shard is valid, the foreign ones are arriving.
+    UNSHARDED: memory of the whole unit, all of it valid.
+    """
+
+    SHARDED = "sharded"
+    UNSHARDING = "unsharding"
+    UNSHARDED = "unsharded"
 
 
 class Values(NamedTuple):
@@ -59,21 +77,29 @@ class Values(NamedTuple):
 class FlatUnit:
     """A unit on this rank.
 
-    Its memory is touched in `zero/` and `optim/` only; everybody else asks for `values`, `masters`
-    or `resident_params`, and says `values_changed` after writing to what `values` returned.
+    Its memory is touched in `zero/` and `optim/` only. Other code asks for `values`, `masters` or
+    `resident_params`, and calls `values_changed` after writing to what `values` returned.
 
     Attributes:
+        index: number of the unit in the model; messages between ranks carry it.
         shard: the ranks that divide the unit between them, `layout.num_shards` of them.
         replicate: the ranks that hold the same shard.
-        peers: this rank's place in both.
-        param: home of what is kept of the parameters between uses, in compute dtype: the own shard,
-            or all of them.
+        mesh_info: this rank's place in both.
+        reshard_after_use: only a shard of the parameters stays in memory between uses.
+        param: home of what is kept of the parameters between uses, in compute dtype: the own shard
+            if `reshard_after_use`, else all of them.
+        full: [padded_numel] all parameters in compute dtype. Its address is constant; without
+            memory while the unit is resharded.
         param_shard: [shard_numel], this rank's part of the parameters. Its address is constant.
-        owned: the first and last + 1 of the elements that this rank updates.
+        updated_range: first and last + 1 of the elements that this rank updates.
+        local_param: [updated range], the parameters of these elements in compute dtype.
         record: home of what their update reads and writes beside the gradient, `record_layout`.
         moments: by name, the states that the optimizer keeps of each of these elements.
-        grad: home of its gradient, in reduce dtype: of the owned elements, or of all.
-        got: which parameters have received a gradient on this rank in this step.
+        grad: home of the gradient, in reduce dtype: of all elements, or of the updated range.
+        has_grad: by parameter, 1 if it received a gradient on this rank in this step.
+        num_active: calls of its modules under way.
+        pins: holders that keep it unsharded until they release it.
+        is_reduced: `grad` holds this step's sum over ranks so far.
     """
 
     def __init__(
@@ -91,16 +117,36 @@ class FlatUnit:
         device: torch.device,
         pool: PagePool | StorageMeter,
     ) -> None:
-        self.index, self.layout, self.params, self.leaf = index, layout, params, leaf
-        self.policy, self.exchange = policy, exchange
-        self.shard, self.replicate, self.mesh_info = shard, replicate, mesh_info
-        self.reshard_after_use = (
-            policy.reshard_after_use(layout) and shard.size > 1 and layout.numel > 0
-        )
-        self.state = UnitState.UNSHARDED
-        self.num_active = 0  # module calls under way
-        self.pins = 0  # holders that want it whole until they say otherwise
-        self.is_reduced = False  # `grad` holds this step's reduced sum so far
+        """Allocate everything that the unit keeps, except the moments.
+
+        Args:
+            index: number of the unit in the model.
+            layout: where its parameters lie.
+            params: the module's parameters, as in `layout.slots`.
+            leaf: gathered and reduced as a whole, whatever runs inside of its module.
+            policy: what the ZeRO stage keeps.
+            exchange: the collectives of the unit.
+            shard: the ranks that divide the unit.
+            replicate: the ranks with equal shards.
+            mesh_info: this rank's place in both groups.
+            device: where all of it lies.
+            pool: memory for units while they are unsharded.
+        """
+        self.index = index
+        self.layout = layout
+        self.params = params
+        self.leaf = leaf
+        self.policy = policy
+        self.exchange = exchange
+        self.shard = shard
+        self.replicate = replicate
+        self.mesh_info = mesh_info
+        is_divided = shard.size > 1 and layout.numel > 0
+        self.reshard_after_use = is_divided and policy.reshard_after_use(layout)
+        self.state = UnitState.SHARDED if self.reshard_after_use else UnitState.UNSHARDED
+        self.num_active = 0
+        self.pins = 0
+        self.is_reduced = False
         self._handle: Handle | None = None
         self._allocate(device, pool)
 
@@ -114,53 +160,61 @@ class FlatUnit:
 
     @property
     def is_kept_unsharded(self) -> bool:
-        """Whether the whole parameters are here, and up to date, from use to use."""
+        """Whether all parameters are valid here from use to use."""
         return not self.reshard_after_use and self.state is UnitState.UNSHARDED
 
     def _allocate(self, device: torch.device, pool: PagePool | StorageMeter) -> None:
-        layout, policy = self.layout, self.policy
+        layout = self.layout
         own = layout.shard_range(self.shard.index)
-        self.window: Window
-        if not self.reshard_after_use:
-            self.window = ResidentWindow(
-                flat_buffer(layout.padded_numel, layout.dtype, device), own
-            )
-        elif isinstance(pool, PagePool):
-            self.window = PageWindow(layout.padded_numel, own, layout.dtype, pool)
-            self.state = UnitState.SHARDED
-        else:
-            self.window = StorageWindow(layout.padded_numel, own, layout.dtype, device, pool)
-            self.state = UnitState.SHARDED
-        self.full, self.param_shard = self.window.full, self.window.shard
-        self.views = (
-            [_view(self.full, slot) for slot in layout.slots] if not _resizes(self.window) else []
-        )
-        # Shape of the parameter, no memory, NaN wherever it is read, and torch refuses to write to it.
+        self.window = self._make_window(own, device, pool)
+        self.full = self.window.full
+        self.param_shard = self.window.shard
+        # Views of a storage that is resized can only be made while it has memory.
+        self.views: list[torch.Tensor] = []
+        if not isinstance(self.window, StorageWindow):
+            self.views = self._views_of(self.full)
+        # Shape of the parameter, no memory, NaN wherever it is read; torch refuses to write to it.
         nowhere = torch.full((), float("nan"), dtype=layout.dtype, device=device)
         self._placeholders = [nowhere.expand(slot.shape) for slot in layout.slots]
 
         self.updated_range = self.exchange.updated_range(layout, self.mesh_info)
-        self.local_param = (
-            self.param_shard if self.updated_range == own else self.local_part(self.full)
-        )
-        self.param: Home = InPlace(self.param_shard if self.reshard_after_use else self.full)
-        self.has_master = policy.has_master(layout)
+        if self.updated_range == own:
+            self.local_param = self.param_shard
+        else:
+            self.local_param = self.local_part(self.full)
+        kept = self.param_shard if self.reshard_after_use else self.full
+        self.param: Home = InPlace(kept)
+        self.has_master = self.policy.has_master(layout)
         if self.trainable:
             self._allocate_record(device)
             self._allocate_grad(device)
 
+    def _make_window(
+        self, own: tuple[int, int], device: torch.device, pool: PagePool | StorageMeter
+    ) -> Window:
+        layout = self.layout
+        if not self.reshard_after_use:
+            return ResidentWindow(flat_buffer(layout.padded_numel, layout.dtype, device), own)
+        if isinstance(pool, PagePool):
+            return PageWindow(layout.padded_numel, own, layout.dtype, pool)
+        return StorageWindow(layout.padded_numel, own, layout.dtype, device, pool)
+
     def _allocate_record(self, device: torch.device) -> None:
-        master_numel = self.updated_range[1] - self.updated_range[0] if self.has_master else 0
-        moment_numel = max(
-            (piece.stop for piece in self.layout.pieces(*self.updated_range)), default=0
-        )
+        start, stop = self.updated_range
+        master_numel = 0
+        if self.has_master:
+            master_numel = stop - start
+        # The padding at the end has no moments.
+        moment_numel = max((piece.stop for piece in self.layout.pieces(start, stop)), default=0)
         self.record_layout = RecordLayout(master_numel, moment_numel, {})
         self.record: Home = InPlace(byte_buffer(self.record_layout.num_bytes, device))
         self._seen_record: torch.Tensor | None = None
 
     def _allocate_grad(self, device: torch.device) -> None:
-        layout, dtype = self.layout, self.policy.reduce_dtype
-        # Otherwise each micro-batch has scratch, and only what this rank owns of the sum is kept.
+        layout = self.layout
+        dtype = self.policy.reduce_dtype
+        # Stages 2 and 3 reduce after each micro-batch: each fills scratch of the reducer, and only
+        # the updated range of the sum is kept here.
         reduces_each = self.policy.zero.reduce_now(boundary=False)
         self._keeps_unsharded_grad = not reduces_each or self.shard.size == 1
         numel = layout.padded_numel if self._keeps_unsharded_grad else layout.shard_numel
@@ -170,56 +224,68 @@ class FlatUnit:
         self._grad_views: list[torch.Tensor] = []
         self.begin_step()
 
+    def _views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return the parameters' views of `flat` [padded_numel], in the shapes of the slots."""
+        return [_view(flat, slot) for slot in self.layout.slots]
+
     # Parameters
 
     def load(self, sources: list[torch.Tensor]) -> None:
-        """Fill the shard, the master copy and, if it is kept, the whole unit from full parameter values.
+        """Fill everything that is kept of the parameters, and the master.
 
-        A value on the meta device is none yet: what comes later fills it.
+        Args:
+            sources: full value of each parameter, as in `layout.slots`, on any device. A value on
+                the meta device is skipped: it is filled later.
         """
+        own = self.layout.shard_range(self.shard.index)
         with torch.no_grad():
-            own = self.layout.shard_range(self.shard.index)
-            targets = (
-                [(self.param_shard, own)]
-                if self.reshard_after_use
-                else [(self.full, (0, self.layout.padded_numel))]
-            )
+            if self.reshard_after_use:
+                self._fill(self.param_shard, own, sources)
+            else:
+                self._fill(self.full, (0, self.layout.padded_numel), sources)
             if self.has_master:
-                targets.append((self.master, self.updated_range))
-            for target, (start, stop) in targets:
-                for piece in self.layout.pieces(start, stop):
-                    source, slot = sources[piece.index], piece.slot
-                    if source.is_meta:
-                        continue
-                    flat = source if source.stride() == slot.stride else _with_stride(source, slot)
-                    first = start + piece.start - slot.offset
-                    part = flat.as_strided(
-                        (piece.stop - piece.start,), (1,), flat.storage_offset() + first
-                    )
-                    target[piece.start : piece.stop].copy_(part)
+                self._fill(self.master, self.updated_range, sources)
         self.param.put()
         if self.has_master:
             self.record.put()
 
+    def _fill(
+        self, target: torch.Tensor, elements: tuple[int, int], sources: list[torch.Tensor]
+    ) -> None:
+        """Copy the parameters that lie in `elements` of the unit to `target` [stop - start]."""
+        start, stop = elements
+        for piece in self.layout.pieces(start, stop):
+            source = sources[piece.index]
+            slot = piece.slot
+            if source.is_meta:
+                continue
+            if source.stride() != slot.stride:
+                source = _with_stride(source, slot)
+            # The piece in the source's memory order: what precedes it in its slot is not in range.
+            first = start + piece.start - slot.offset
+            size = (piece.stop - piece.start,)
+            part = source.as_strided(size, (1,), source.storage_offset() + first)
+            target[piece.start : piece.stop].copy_(part)
+
     def set_param_data(self) -> None:
-        """Point the module's parameters at the unit's memory, or at placeholders where it holds none."""
-        whole = self.state is UnitState.UNSHARDED
-        for param, data in zip(
-            self.params, self.views if whole else self._placeholders, strict=True
-        ):
-            param.data = data
+        """Point the module's parameters at the unit's memory, or at placeholders while sharded."""
+        views = self._placeholders
+        if self.state is UnitState.UNSHARDED:
+            views = self.views
+        for param, view in zip(self.params, views, strict=True):
+            param.data = view
 
     def unshard(self, comm: Comm) -> None:
         """Begin to gather the parameters, unless they are here or on their way.
 
-        After `wait_for_unshard` the module sees them.
+        The module sees them after `wait_for_unshard`.
         """
         if self.state is not UnitState.SHARDED:
             return
         fetch_now(self.param)
         self.window.acquire()
         if not self.views:
-            self.views = [_view(self.full, slot) for slot in self.layout.slots]
+            self.views = self._views_of(self.full)
         self.state = UnitState.UNSHARDING
         self._handle = self.exchange.all_gather(comm, self)
 
@@ -234,10 +300,12 @@ class FlatUnit:
         self.set_param_data()
 
     def reshard(self) -> None:
-        """Keep the own shard only."""
-        if not self.reshard_after_use or self.state is UnitState.SHARDED:
+        """Keep the own shard only, and release the memory of the foreign ones."""
+        if not self.reshard_after_use:
             return
-        if self._handle is not None:  # gathered ahead, and not used after all
+        if self.state is UnitState.SHARDED:
+            return
+        if self._handle is not None:  # prefetched, and not used after all
             self._handle.wait()
             self._handle = None
         self.state = UnitState.SHARDED
@@ -246,90 +314,106 @@ class FlatUnit:
         self.param.drop()
 
     def mark_stale(self) -> None:
-        """The owned elements were updated: what other ranks own must be gathered before the next use."""
-        if self.exchange.goes_stale(self.mesh_info):
-            assert self._handle is None
-            if self.reshard_after_use:
-                self.reshard()
-            self.state = UnitState.SHARDED
-            self.set_param_data()
+        """After an update of the local elements: those that other ranks update must be gathered."""
+        if not self.exchange.goes_stale(self.mesh_info):
+            return
+        assert self._handle is None
+        if self.reshard_after_use:
+            self.reshard()
+        self.state = UnitState.SHARDED
+        self.set_param_data()
 
     def write_back(self) -> None:
-        """After user code wrote to the whole parameters: the shard and the master copy follow."""
-        if isinstance(self.window, StorageWindow):
+        """After user code wrote to the unsharded parameters: update the shard and the master.
+
+        A master changes only where its parameter did: elsewhere it keeps the digits that the
+        compute dtype does not have.
+        """
+        if isinstance(self.window, StorageWindow):  # elsewhere the shard is a slice of `full`
             start, stop = self.layout.shard_range(self.shard.index)
             self.param_shard.copy_(self.full[start:stop])
         self.param.put()
-        if self.has_master:
-            fetch_now(self.record)
-            changed = self.local_param != self.master.to(self.layout.dtype)
-            self.master[changed] = self.local_param[changed].float()
-            self.record.put()
-            self.record.drop()
+        if not self.has_master:
+            return
+        fetch_now(self.record)
+        changed = self.local_param != self.master.to(self.layout.dtype)
+        self.master[changed] = self.local_param[changed].float()
+        self.record.put()
+        self.record.drop()
 
-    # Its update
+    # Update
 
     @property
     def master(self) -> torch.Tensor:
-        """[owned] fp32, what an update changes: the parameters where they have no master."""
-        return self._look_at_record()[0] if self.has_master else self.local_param
+        """[updated range] fp32, what an update changes: `local_param` where there is no master."""
+        if not self.has_master:
+            return self.local_param
+        return self._views_of_record()[0]
 
     @property
     def moments(self) -> dict[str, torch.Tensor]:
-        """The optimizer's states by name, each with a number for every element that is owned."""
-        return self._look_at_record()[1]
+        """The optimizer's states by name, each with a number for every updated element."""
+        return self._views_of_record()[1]
 
-    def _look_at_record(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def _views_of_record(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return master and moments. The views are made anew only where the record has moved."""
         record = self.record.at()
         if record is not self._seen_record:
             self._seen_record = record
             layout = self.record_layout
-            self._in_record = layout.master_of(record), layout.moments_of(record)
+            self._in_record = (layout.master_of(record), layout.moments_of(record))
         return self._in_record
 
     def add_moments(self, dtypes: Mapping[str, torch.dtype]) -> None:
-        """Make room in the record for moments that it has not. It may lie elsewhere afterwards."""
+        """Make room in the record for more moments. The record may lie elsewhere afterwards."""
         self.record_layout = self.record_layout.extended(dtypes)
         self.record.grow(self.record_layout.num_bytes)
         self._seen_record = None
-        self._look_at_record()  # so that nothing keeps the old memory
+        self._views_of_record()  # the old views would keep the old memory
 
     def fetch_record(self) -> torch.Tensor:
-        """Have the record come here, and the parameters where they are their own masters."""
+        """Fetch the record, and the parameters where they are their own masters.
+
+        Returns:
+            The record, [num_bytes] uint8.
+        """
         if not self.has_master:
             fetch_now(self.param)
         return fetch_now(self.record)
 
     def fetch_local_param(self) -> torch.Tensor:
-        """Have the parameters come here, and return the elements that this rank updates."""
+        """Fetch the parameters, and return the elements that this rank updates."""
         fetch_now(self.param)
         return self.local_param
 
     def end_update(self) -> None:
-        """The record was updated: the parameters follow their masters, and all of it goes home."""
-        self._cast_master()
+        """Cast the updated masters to the parameters, and store both in their homes."""
+        if self.has_master:
+            self.local_param.copy_(self.master)
         self.record.put()
         self.record.drop()
         self.param.put()
         self.param.drop()
 
-    def _cast_master(self) -> None:
-        """Write the masters, if there are any, to the parameters in compute dtype."""
-        if self.has_master:
-            self.local_param.copy_(self.master)
-
-    # For whoever reads or writes values between two steps
+    # Values between two steps: for checkpoints, guards and the user
 
     def values(self) -> Values:
-        """Return the most exact values that this rank keeps, padding included: masters where it has them."""
+        """Return the most exact values that this rank keeps, padding included.
+
+        They are the fp32 masters where there are any.
+        """
         if self.has_master:
             fetch_now(self.record)
             return Values(self.master, self.updated_range[0])
         local = self.fetch_local_param()
-        return Values(local, self.updated_range[0]) if self.trainable else self._params_kept()
+        if self.trainable:
+            return Values(local, self.updated_range[0])
+        if self.reshard_after_use:
+            return Values(self.param_shard, self.layout.shard_range(self.shard.index)[0])
+        return Values(self.full, 0)
 
     def values_changed(self) -> None:
-        """Bring the parameters up to date with what was written to `values`; foreign shards are stale."""
+        """Update the parameters from what was written to `values`; foreign shards are stale."""
         if self.trainable:
             self.end_update()
             self.mark_stale()
@@ -337,144 +421,164 @@ class FlatUnit:
             self.param.put()
 
     def masters(self) -> Values | None:
-        """Return the fp32 masters, padding included; None where parameters are their own masters."""
+        """Return the fp32 masters, padding included; None where there are none."""
         return self.values() if self.has_master else None
 
     def resident_params(self) -> Values:
-        """Return the parameters that are up to date here without a gather: the whole unit or the own shard."""
+        """Return the parameters that are valid here without a gather: all, or the updated range."""
         local = self.fetch_local_param()
-        return (
-            Values(self.full, 0) if self.is_kept_unsharded else Values(local, self.updated_range[0])
-        )
-
-    def _params_kept(self) -> Values:
-        if self.reshard_after_use:
-            return Values(self.param_shard, self.layout.shard_range(self.shard.index)[0])
-        return Values(self.full, 0)
+        if self.is_kept_unsharded:
+            return Values(self.full, 0)
+        return Values(local, self.updated_range[0])
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Yield the tensors that this unit's permanent memory consists of; some share their memory."""
-        yield from (value for value in vars(self).values() if isinstance(value, torch.Tensor))
+        """Yield the tensors of this unit's permanent memory; some share their memory."""
+        for value in vars(self).values():
+            if isinstance(value, torch.Tensor):
+                yield value
         yield self.param.at()
         if self.trainable:
             yield self.grad.at()
             yield self.record.at()
 
     # Gradients
+    #
+    #   param.grad --accumulate_grad--> unsharded_grad --Exchange.reduce_grad--> sum_buffer()
+    #
+    # `unsharded_grad` is the unit's own memory where micro-batches are added up before they are
+    # reduced (stages 0 and 1), and scratch of the reducer elsewhere.
 
     @property
     def local_grad(self) -> torch.Tensor:
-        """[owned] in reduce dtype: the elements that this rank updates, in the memory of `grad`."""
+        """[updated range] in reduce dtype: the elements of `grad` that this rank updates."""
         grad = self.grad.at()
         if grad is not self._seen_grad:
             self._seen_grad = grad
-            self._owned_grad = self.local_part(grad) if self._keeps_unsharded_grad else grad
-        return self._owned_grad
+            self._local_grad = self.local_part(grad) if self._keeps_unsharded_grad else grad
+        return self._local_grad
 
     def fetch_grad(self) -> torch.Tensor:
-        """Have the gradient come here, and return the elements that this rank updates."""
+        """Fetch the gradient, and return the elements that this rank updates."""
         fetch_now(self.grad)
         return self.local_grad
 
     def sum_buffer(self) -> torch.Tensor:
-        """Return where the sum over ranks goes. An earlier one that it is added to has come."""
+        """Return where the sum over ranks goes; it holds an earlier sum if there is one."""
         return self.fetch_grad() if self.is_reduced else self.local_grad
 
     def put_grad(self) -> None:
-        """Have the gradient, which was written, go home."""
+        """Store the gradient, which was written, in its home."""
         self.grad.put()
         self.grad.drop()
 
     def begin_step(self) -> None:
-        """A new optimizer step: no gradient has come yet."""
+        """Forget the gradients of the last optimizer step."""
         self.has_grad = bytearray(len(self.params))
         self.is_reduced = False
+        self._written = bytearray(len(self.params))  # by parameter: its view of the flat gradient
+        self._use_own_grad()
+
+    def begin_grad(self, scratch: torch.Tensor) -> None:
+        """Use `scratch` [padded_numel] as the flat gradient until `end_grad`."""
         self._written = bytearray(len(self.params))
+        self._use_grad(scratch)
+
+    def end_grad(self) -> None:
+        """Leave the flat gradient to the reduction: what comes from now on is apart from it."""
         self._use_own_grad()
 
     def _use_own_grad(self) -> None:
-        """Let gradients go to the unit's own flat one, if it has one of the whole unit."""
+        """Use the unit's own flat gradient, if it has one of all elements."""
         if self._keeps_unsharded_grad:
             self._use_grad(self.grad.at())
         else:
             self.unsharded_grad = None
             self._grad_views = []
 
-    def _use_grad(self, whole: torch.Tensor) -> None:
-        if whole is not self.unsharded_grad:
-            self.unsharded_grad = whole
-            self._grad_views = [_view(whole, slot) for slot in self.layout.slots]
-            whole[self.layout.numel :].zero_()
-
-    def begin_grad(self, whole: torch.Tensor) -> None:
-        """Use scratch `whole` [padded_numel] as the flat gradient until `end_grad`."""
-        self._written = bytearray(len(self.params))
-        self._use_grad(whole)
+    def _use_grad(self, flat: torch.Tensor) -> None:
+        if flat is self.unsharded_grad:
+            return
+        self.unsharded_grad = flat
+        self._grad_views = self._views_of(flat)
+        flat[self.layout.numel :].zero_()  # the padding is summed too
 
     def reopen_grad(self, *, counts_here: bool) -> None:
-        """More gradients come after the sum over ranks was made: the sum stays on one of the ranks that hold it."""
+        """Prepare for more gradients after the step's sum over ranks was made.
+
+        The next sum must contain this one once: one of the ranks that hold it keeps it, and the
+        others start from zero.
+
+        Args:
+            counts_here: this rank keeps it.
+        """
         total = self.fetch_grad()
         if not counts_here:
             total.zero_()
-        if self._keeps_unsharded_grad:
-            self._use_own_grad()
-            assert self.unsharded_grad is not None
-            start, stop = self.updated_range
-            self.unsharded_grad[:start].zero_()
-            self.unsharded_grad[stop:].zero_()
-            self._written = bytearray(b"\1" * len(self.params))  # the next ones are added
-            self.is_reduced = False
-        else:
+        if not self._keeps_unsharded_grad:
             self.put_grad()
+            return
+        # The sum lies in the flat gradient itself, which is reduced again: outside of the updated
+        # range there are this rank's addends, which the sum contains already.
+        self._use_own_grad()
+        assert self.unsharded_grad is not None
+        start, stop = self.updated_range
+        self.unsharded_grad[:start].zero_()
+        self.unsharded_grad[stop:].zero_()
+        self._written = bytearray(b"\1" * len(self.params))  # what comes next is added
+        self.is_reduced = False
 
-    def owns_buffer(self, whole: torch.Tensor) -> bool:
-        """Whether the flat gradient `whole` is the unit's own, not scratch."""
-        return self._keeps_unsharded_grad and whole is self.grad.at()
+    def owns_buffer(self, flat: torch.Tensor) -> bool:
+        """Return whether the flat gradient `flat` is the unit's own, not scratch."""
+        return self._keeps_unsharded_grad and flat is self.grad.at()
 
     def accumulate_grad(self, number: int) -> None:
         """Move the gradient of parameter `number` into the flat one."""
-        param, view = self.params[number], self._grad_views[number]
-        grad, param.grad = param.grad, None
+        param = self.params[number]
+        view = self._grad_views[number]
+        grad = param.grad
+        param.grad = None
         assert grad is not None
         if grad.is_sparse:
             grad = grad.to_dense()
         with torch.no_grad():
-            view.add_(grad) if self._written[number] else view.copy_(grad)
-        self._written[number] = self.has_grad[number] = 1
+            if self._written[number]:
+                view.add_(grad)
+            else:
+                view.copy_(grad)
+        self._written[number] = 1
+        self.has_grad[number] = 1
 
     def complete_grad(self) -> torch.Tensor:
-        """The flat gradient of this rank, with zeros for what got none."""
+        """Return this rank's flat gradient [padded_numel], with zeros where there was none."""
         assert self.unsharded_grad is not None, "begin_grad comes first where gradients are sharded"
         for number, view in enumerate(self._grad_views):
             if not self._written[number]:
                 view.zero_()
         return self.unsharded_grad
 
-    def end_grad(self) -> None:
-        """The flat gradient is on its way: what comes from now on is apart from it."""
-        self._use_own_grad()
-
-    def local_part(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the elements that this rank updates of `whole` [padded_numel]."""
-        return whole[self.updated_range[0] : self.updated_range[1]]
+    def local_part(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the elements that this rank updates of `flat` [padded_numel]."""
+        start, stop = self.updated_range
+        return flat[start:stop]
 
     def counted_once(self) -> tuple[range, Group]:
         """Return parts to count, and the smallest group in which all parts are counted once.
 
-        Copies deal out the parts of a shard if it has more than one; else each counts it for its
-        own group.
+        Replicas deal out the parts of a shard if it has more than one; else each of them counts
+        its part for its own shard group.
         """
         if self.layout.num_parts > self.layout.num_shards:
             return self.exchange.counted_parts(self.layout, self.mesh_info), self.replicate
         return self.layout.parts_of_shard(self.shard.index), self.shard
 
     def norm_part(self, part: int) -> torch.Tensor:
-        """Have the gradient come here, and return its elements in a part that this rank counts."""
+        """Fetch the gradient, and return its elements in `part`, for a norm."""
         start, stop = self.layout.part_range(part)
-        return self.fetch_grad()[start - self.updated_range[0] : stop - self.updated_range[0]]
+        first = self.updated_range[0]
+        return self.fetch_grad()[start - first : stop - first]
 
     def allocated(self) -> list[Buffer]:
-        """What this unit's permanent buffers really take. Moments come with its first update."""
+        """Return the permanent buffers as allocated. Moments come with the first update."""
         found = [Buffer(f"{self.name}/param", Kind.PARAM, self.param.at().nbytes)]
         if self.trainable:
             num_bytes = self.grad.at().untyped_storage().nbytes()
@@ -484,18 +588,13 @@ class FlatUnit:
 
 
 def moves_pages(device: str) -> bool:
-    """Whether units on devices of this type are assembled from pages of a pool. See [Note: constant addresses]."""
+    """Return whether units are assembled from pages of a pool. See [Note: constant addresses]."""
     return device == "cpu" and can_move_pages()
 
 
 def window_pool(device: torch.device, num_bytes: int) -> PagePool | StorageMeter:
-    """Where units on this device take memory from while they are whole; `num_bytes` are foreseen."""
+    """Return the memory for unsharded units on this device; `num_bytes` are foreseen."""
     return PagePool(num_bytes) if moves_pages(device.type) else StorageMeter(num_bytes)
-
-
-def _resizes(window: Window) -> bool:
-    """Whether views of the window can only be made while it has memory."""
-    return isinstance(window, StorageWindow)
 
 
 def _view(flat: torch.Tensor, slot: ParamSlot) -> torch.Tensor:
@@ -503,6 +602,6 @@ def _view(flat: torch.Tensor, slot: ParamSlot) -> torch.Tensor:
 
 
 def _with_stride(source: torch.Tensor, slot: ParamSlot) -> torch.Tensor:
-    return torch.empty_strided(
-        slot.shape, slot.stride, dtype=source.dtype, device=source.device
-    ).copy_(source)
+    """Return a copy of `source` in the memory order of `slot`."""
+    target = torch.empty_strided(slot.shape, slot.stride, dtype=source.dtype, device=source.device)
+    return target.copy_(source)

@@ -39,9 +39,9 @@ from zrun_core.plan.trace.module_tree import skeleton_of
 from zrun_core.plan.trace.profile import Peak, Profile, TracePhase
 from zrun_core.spine.config import JobConfig, PrecisionConfig
 from zrun_core.spine.parallel_dims import Coordinates, ParallelDims
+from zrun_core.zero.exchange import StepCounts, expected_traffic
 from zrun_core.zero.precision import Precision
 from zrun_core.zero.sharded_model import ShardingConfig
-from zrun_core.zero.traffic import Steps, expected_traffic
 
 __all__ = [
     "Candidate",
@@ -520,7 +520,7 @@ class Planner:
     def traffic(self, candidate: Candidate) -> dict[str, int]:
         """Bytes that the first rank of the first stage sends to data-parallel peers in a step, by collective."""
         settings, dims = self.settings_for(candidate), candidate.dims
-        often = Steps(1, candidate.accumulation, 1)
+        often = StepCounts(1, candidate.accumulation, 1)
         peers = mesh_info_of_rank(settings, dims, FIRST, self.device_type)
         layouts = self.states(candidate, 0).layouts
         return expected_traffic(layouts, settings.states, settings.exchange, often, peers)

@@ -123,7 +123,9 @@ class _Division:
     """The best division of a set into groups, by a value that adds up: `join(value of a group, value of the rest)`."""
 
     def __init__(self, size: int, values: dict[int, int], join: Callable[[int, int], int]) -> None:
-        self._size, self._values, self._join = size, values, join
+        self._size = size
+        self._values = values
+        self._join = join
         self._only_weakest = join is min
         self._best: dict[int, tuple[int, int] | None] = {}  # set -> value, first group
 
@@ -146,7 +148,8 @@ class _Division:
             return self._best[left]
         bits = [1 << item for item in _members(left)]
         best: tuple[int, int] | None = None
-        values, solved = self._values, self._best
+        values = self._values
+        solved = self._best
         for others in itertools.combinations(bits[1:], self._size - 1):
             group = bits[0] + sum(others)
             value = values.get(group)
@@ -229,7 +232,8 @@ def _neighbours(ring: Group) -> Iterable[tuple[int, int]]:
 
 def _walked(weights: Sequence[Sequence[int]], members: Group) -> Group:
     """From the first member always on to the best that is left; then parts are reversed for as long as that helps."""
-    ring, left = [members[0]], list(members[1:])
+    ring = [members[0]]
+    left = list(members[1:])
     while left:
         ring.append(max(left, key=lambda item: weights[ring[-1]][item]))
         left.remove(ring[-1])
@@ -241,7 +245,9 @@ def _walked(weights: Sequence[Sequence[int]], members: Group) -> Group:
             turned = ring[:i] + ring[i : j + 1][::-1] + ring[j + 1 :]
             value = _ring_value(weights, tuple(turned))
             if value > best:
-                ring, best, improved = turned, value, True
+                ring = turned
+                best = value
+                improved = True
     return tuple(ring)
 
 

@@ -12,7 +12,9 @@ from typing import Self
 
 from zrun.topology.nvml import TO_GPU, TO_SWITCH, NvmlDevice, Reading
 
-SELF, UNKNOWN, MIG = "X", "?", "MIG"
+SELF = "X"
+UNKNOWN = "?"
+MIG = "MIG"
 
 # GB/s in one direction over one NVLink, by compute capability: the last row that is not above it.
 _NVLINK = (

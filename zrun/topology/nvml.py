@@ -13,8 +13,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-FUNCTION_NOT_FOUND, GPU_IS_LOST = 13, 15  # of nvml.h
-TO_GPU, TO_SWITCH = "gpu", "switch"
+# of nvml.h
+FUNCTION_NOT_FOUND = 13
+GPU_IS_LOST = 15
+TO_GPU = "gpu"
+TO_SWITCH = "switch"
 
 _MOST_LINKS = 36  # NVML_NVLINK_MAX_LINKS
 _CPU_WORDS = 64  # 4096 CPUs; larger than any host is allowed, smaller is an error

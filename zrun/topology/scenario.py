@@ -34,11 +34,18 @@ from zrun.topology.cpus import NumaNode, parse_cpus
 from zrun.topology.nvml import GPU_IS_LOST, NotKnown
 from zrun_core.errors import JobError
 
-_INVALID_ARGUMENT, _NOT_SUPPORTED, _NOT_FOUND = 2, 3, 6  # of nvml.h
-_MOST_GPUS, _MOST_HOSTS, _MOST_SLICES = 64, 4096, 8
+# of nvml.h
+_INVALID_ARGUMENT = 2
+_NOT_SUPPORTED = 3
+_NOT_FOUND = 6
+_MOST_GPUS = 64
+_MOST_HOSTS = 4096
+_MOST_SLICES = 8
 _LEVELS = {"PIX": 10, "PXB": 20, "PHB": 30, "NODE": 40, "SYS": 50}
 _MIB = 1 << 20
-_GPU, _SWITCH = 0, 2  # ends of an NVLink
+# ends of an NVLink
+_GPU = 0
+_SWITCH = 2
 
 
 @dataclass

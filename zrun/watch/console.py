@@ -1,4 +1,4 @@
-"""Where tables and panels are printed, in colour if the user wants that."""
+"""The console on which tables and panels are printed, in colour if the user wants that."""
 
 from __future__ import annotations
 

@@ -15,20 +15,33 @@ from zrun_core.spine.events import Event, encode
 
 
 class Follower:
-    """Takes events in, and in each turn records and shows those that came: thousands of ranks tell of themselves.
+    """Takes events in, and in each turn records and shows those that came.
 
-    `record` gets their lines, and comes before the screen: what a person saw is in the file.
+    Thousands of ranks may tell of themselves in a turn: their `memory` events become one change of
+    the state.
     """
 
     def __init__(self, screen: Screen, record: Callable[[Sequence[bytes]], None]) -> None:
         self.state = RunState()
-        self._screen, self._record = screen, record
+        """Begin to follow a run.
+
+        Args:
+            screen: shows each event, and the state in each turn.
+            record: gets the events' lines before the screen: what a person saw is in the file.
+        """
+        self._screen = screen
+        self._record = record
         self._new: list[Event] = []
         self._lines: list[bytes] = []
         self._opened = time.monotonic()
 
     def event(self, event: Event, line: bytes | None = None) -> None:
-        """Take in an event; `line` is its text, where there is one that can be recorded as it is."""
+        """Take in an event.
+
+        Args:
+            event: of a rank or of the launcher.
+            line: its text, where there is one that can be recorded as it is.
+        """
         self._new.append(event)
         self._lines.append(encode(event) if line is None else line)
 
@@ -51,18 +64,26 @@ class Follower:
 
     def _take_in(self) -> None:
         self.state = replace(self.state, elapsed_s=time.monotonic() - self._opened)
-        new, self._new = self._new, []
-        lines, self._lines = self._lines, []
+        new = self._new
+        lines = self._lines
+        self._new = []
+        self._lines = []
         if lines:
             self._record(lines)
         for is_memory, group in groupby(new, lambda event: event.get("type") == "memory"):
-            for events in [list(group)] if is_memory else ([event] for event in group):
-                self.state = (
-                    fold_memory(self.state, events) if is_memory else fold(self.state, events[0])
-                )
-                with self._drawing():
-                    for event in events:
-                        self._screen.show(self.state, event)
+            events = list(group)
+            if is_memory:
+                self.state = fold_memory(self.state, events)
+                self._show(events)
+                continue
+            for event in events:
+                self.state = fold(self.state, event)
+                self._show([event])
+
+    def _show(self, events: Sequence[Event]) -> None:
+        with self._drawing():
+            for event in events:
+                self._screen.show(self.state, event)
 
     @contextmanager
     def _drawing(self) -> Iterator[None]:

@@ -18,13 +18,23 @@ _SHARE = 0.04  # of a core, for drawing
 
 
 class Live:
-    """Draws once in `period_s`, and less often where that would take more than a small share of a core.
+    """Draws the panel again and again, in a small share of a core.
 
-    A frame takes 10 ms of the launcher's time, with thousands of ranks twice that, and 5 KB of an ssh line's.
+    A frame takes 10 ms of the launcher's time, with thousands of ranks twice that, and 5 KB of an
+    ssh line's.
     """
 
     def __init__(self, console: Console, facts: Facts, period_s: float) -> None:
-        self._console, self._facts, self._period_s = console, facts, period_s
+        """Draw the first frame.
+
+        Args:
+            console: of the terminal.
+            facts: what is known of the run.
+            period_s: seconds between two frames; more where drawing takes too much of a core.
+        """
+        self._console = console
+        self._facts = facts
+        self._period_s = period_s
         self._ascii_only = not console.encoding.lower().startswith("utf")
         self._due = 0.0
         self._state = RunState()
@@ -48,7 +58,8 @@ class Live:
 
     def _draw(self, state: RunState) -> None:
         self._state = state
-        start, busy = time.monotonic(), time.thread_time()
+        start = time.monotonic()
+        busy = time.thread_time()
         self._pinned.refresh()
         self._due = start + max(self._period_s, (time.thread_time() - busy) / _SHARE)
 

@@ -1,10 +1,10 @@
-"""What the processes of a run printed, as lines that do a terminal no harm.
+"""The output of a run's processes, as lines that do a terminal no harm.
 
     tails = [source.tail() for source in sources(run_dir, "all,messages")]
     for line in tails[0].lines(): ...
 
-A file may be replaced while it is read: the logs of an earlier attempt move to `attempts/<n>`, and new ones take their
-place.
+A file may be replaced while it is read: the logs of an earlier attempt move to `attempts/<n>`, and
+new ones take their place.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -47,15 +47,18 @@ class LogSource:
 
     def tail(self, last: int | None = None) -> Tail:
         """Return its lines, from its beginning or from `last` lines before its end on."""
-        return Messages(self) if self.is_record else Tail(self, last)
+        if self.is_record:
+            return Messages(self)
+        return Tail(self, last)
 
 
 def sources(run_dir: Path, asked: str) -> list[LogSource]:
     """Return the logs that `asked` names.
 
     Args:
-        asked: words between commas: ranks such as "3" or "4-7", "all" of them, "messages" of the launcher, its own log
-            "launcher" (its messages where it kept none), "agent".
+        run_dir: folder of the run.
+        asked: words between commas: ranks such as "3" or "4-7", "all" of them, "messages" of the
+            launcher, its own log "launcher" (its messages where it kept none), "agent".
 
     Raises:
         JobError: it names none.
@@ -69,7 +72,10 @@ def sources(run_dir: Path, asked: str) -> list[LogSource]:
                 found[_record(run_dir)] = None
             case "launcher":
                 log = run_dir / LOG
-                found[LogSource("launcher", log) if log.exists() else _record(run_dir)] = None
+                source = _record(run_dir)
+                if log.exists():
+                    source = LogSource("launcher", log)
+                found[source] = None
             case "agent" | "agents":
                 found |= dict.fromkeys(_agents(run_dir))
             case ranks:
@@ -87,32 +93,29 @@ def _numbered(asked: str, ranks: dict[int, LogSource]) -> list[LogSource]:
         raise JobError(
             f"-r {asked}: write a rank, several such as 0,4-7, all, messages, launcher or agent"
         )
-    first, last = int(match[1]), int(match[2] or match[1])
+    first = int(match[1])
+    last = int(match[2] or match[1])
     missing = [rank for rank in (first, last) if rank not in ranks]
     if missing or last < first:
-        there = (
-            f"ranks 0 to {max(ranks)}"
-            if len(ranks) > 1
-            else "rank 0 only"
-            if ranks
-            else "no ranks yet"
-        )
+        there = "no ranks yet"
+        if len(ranks) > 1:
+            there = f"ranks 0 to {max(ranks)}"
+        elif ranks:
+            there = "rank 0 only"
         raise JobError(f"-r {asked}: the run has {there}")
     return [ranks[rank] for rank in range(first, last + 1)]
 
 
 def _ranks(run_dir: Path) -> dict[int, LogSource]:
-    """By the plan, or by the files where there is no plan."""
+    """Return the ranks' logs, by the plan, or by the files where there is no plan."""
+    logs = run_dir / "logs"
     hosts: dict[int, str] = {}
     with suppress(OSError, ValueError, TypeError, KeyError):
-        hosts = {
-            place["rank"]: place["host"]
-            for place in json.loads((run_dir / "plan.json").read_bytes())["ranks"]
-        }
+        plan = json.loads((run_dir / "plan.json").read_bytes())
+        hosts = {place["rank"]: place["host"] for place in plan["ranks"]}
     if not hosts:
-        names = [path.stem.removeprefix("rank-") for path in (run_dir / "logs").glob("rank-*.log")]
+        names = [path.stem.removeprefix("rank-") for path in logs.glob("rank-*.log")]
         hosts = dict.fromkeys(sorted(int(name) for name in names if name.isdigit()), "")
-    logs = run_dir / "logs"
     return {
         rank: LogSource(f"rank {rank}", logs / f"rank-{rank}.log", host)
         for rank, host in hosts.items()
@@ -141,7 +144,7 @@ class Tail:
         return self._file is not None
 
     def lines(self) -> Iterator[str]:
-        """The lines that were completed since the last call, without their ends."""
+        """Yield the lines that were completed since the last call, without their ends."""
         if self._file is None:
             self._open()
         while self._file is not None:
@@ -154,7 +157,7 @@ class Tail:
             self._open()
 
     def rest(self) -> Iterator[str]:
-        """The line that has no end."""
+        """Yield the line that has no end."""
         line = self._cutter.rest()
         if line:
             yield as_text(line)
@@ -168,21 +171,20 @@ class Tail:
             self._file = None
 
     def _was_replaced(self) -> bool:
-        """Whether the path means another file now, or what was read was cut off."""
+        """Return whether the path names another file now, or the file was truncated."""
         assert self._file is not None
         try:
             now = os.stat(self.source.path)
         except OSError:  # moved away, and nothing in its place yet
             return False
         opened = os.fstat(self._file.fileno())
-        return (now.st_dev, now.st_ino) != (
-            opened.st_dev,
-            opened.st_ino,
-        ) or opened.st_size < self._file.tell()
+        if (now.st_dev, now.st_ino) != (opened.st_dev, opened.st_ino):
+            return True
+        return opened.st_size < self._file.tell()
 
 
 class Messages(Tail):
-    """What the launcher told of a run besides its steps, and besides what ranks printed: from the run's record."""
+    """The launcher's messages, from the run's record: no steps, and no output of ranks."""
 
     def lines(self) -> Iterator[str]:
         for line in super().lines():
@@ -197,19 +199,24 @@ def _messages_in(line: str) -> list[str]:
     """Return the lines that a screen shows of an event, but for those that are in a log."""
     with suppress(ValueError, KeyError, TypeError, AttributeError):
         event = json.loads(line)
-        if event.get("type") != "output":
-            told = start_line(event) if event.get("type") == "start" else message_line(event)
-            return told.splitlines() if told is not None else []
+        match event.get("type"):
+            case "output":
+                return []
+            case "start":
+                return start_line(event).splitlines()
+            case _:
+                return (message_line(event) or "").splitlines()
     return []
 
 
 def _start_of_last(file: IO[bytes], count: int) -> int:
-    """Where the last `count` lines begin, in bytes. An unfinished one counts."""
+    """Return the byte at which the last `count` lines begin. An unfinished one counts."""
     end = position = file.seek(0, os.SEEK_END)
     if position == 0 or count == 0:
         return position
     while position > 0:
-        position, top = max(0, position - _READ_BYTES), position
+        top = position
+        position = max(0, position - _READ_BYTES)
         file.seek(position)
         block = file.read(top - position)
         if top == end and block.endswith(b"\n"):
@@ -229,20 +236,27 @@ def shown(
     last: int | None,
     runs_on: Callable[[], bool] | None,
 ) -> Iterator[tuple[str, str]]:
-    """The lines of these logs, each with the name of its log: one log after the other, then as they come.
+    """Yield the lines of logs, each with the name of its log.
+
+    What is there comes first, one log after the other; then lines follow as they are written.
 
     Args:
+        tails: of the logs.
         pattern: only lines in which it is found.
         last: only so many of each log, not counting those that come later.
         runs_on: whether more may come; None: what is there is enough.
     """
     for tail in tails:
-        lines = tail.lines() if runs_on is not None else chain(tail.lines(), tail.rest())
-        matching = (line for line in lines if pattern is None or pattern.search(line))
-        yield from (
-            (tail.source.name, line)
-            for line in (matching if last is None else deque(matching, maxlen=last))
+        lines = tail.lines()
+        if runs_on is None:
+            lines = chain(lines, tail.rest())
+        matching: Iterable[str] = (
+            line for line in lines if pattern is None or pattern.search(line)
         )
+        if last is not None:
+            matching = deque(matching, maxlen=last)
+        for line in matching:
+            yield tail.source.name, line
     while runs_on is not None:
         is_last = not runs_on()  # asked before reading: nothing comes after
         for tail in tails:

@@ -1,9 +1,10 @@
 """The live panel: a pure function from what is known about a run to lines that fit a terminal.
 
-`ROWS` lists its rows in the order in which they are drawn. A row is a function that returns the
-lines it has to say in the room that it gets, none where it has nothing to say. Values are never cut
-in words: what does not fit on a line goes on the next one, and where the lines are too few, the rows
-that are missed least are left out. To show something new, write such a function and name it there.
+`ROWS` lists its rows in the order in which they are drawn. A row is a function that returns its
+lines for the space that it gets, none where it has nothing to say. Values are never cut in words:
+what does not fit on a line goes on the next one, and where the lines are too few, the rows that are
+missed least are left out. To show something new, write such a function and name it there; columns
+of the table of ranks are in `ranks_table.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ from zrun.watch.run_state import SPLIT, RunState
 
 WIDEST = 140  # columns: beyond, the eye has too far to go
 _LEAST_LINES = 3  # of a panel, however low the terminal
-_LEAST_CURVE, _MOST_CURVE, _LEAST_BAR = 10, 60, 8  # columns
+# columns
+_LEAST_CURVE = 10
+_MOST_CURVE = 60
+_LEAST_BAR = 8
 _SPLIT_LETTERS = "dFBCO"
 _SPLIT_STYLES = ("#999999", "#56B4E9", "#0072B2", "#E69F00", "#009E73")
 
@@ -56,6 +60,8 @@ def panel(
     """Draw the whole panel.
 
     Args:
+        state: of the run, as of now.
+        facts: what is known of the run beforehand.
         width: of the panel, in columns.
         height: of the terminal, in lines; the panel leaves a third of it to messages.
         ascii_only: whether the terminal knows no other characters.
@@ -72,12 +78,17 @@ def panel(
 
 
 def _body(state: RunState, facts: Facts, room: PanelSpace) -> list[Text]:
-    """The lines of all rows that fit; a row's first one stands behind its label."""
+    """Return the lines of all rows that fit; a row's first one stands behind its label."""
     drawn: dict[PanelRow, list[Text]] = {}
     left = room.height
     for row in sorted(ROWS, key=lambda row: row.importance):
-        width = room.width - (LABEL if row.label else 0)
-        lines = row.lines(state, facts, replace(room, width=width, height=left)) if left else []
+        if not left:
+            drawn[row] = []
+            continue
+        width = room.width
+        if row.label:
+            width -= LABEL
+        lines = row.lines(state, facts, replace(room, width=width, height=left))
         drawn[row] = [part for line in lines for part in packed([line], width)][:left]
         left -= len(drawn[row])
     body = []
@@ -90,7 +101,7 @@ def _body(state: RunState, facts: Facts, room: PanelSpace) -> list[Text]:
 
 
 def _title(state: RunState, facts: Facts, width: int) -> Text:
-    """What is run, and how; what is missed least goes first where the border is too short."""
+    """Name the run and its ranks; what is missed least goes first where the border is too short."""
     words = {"name": facts.name, "run": facts.run_id, "ranks": several(facts.num_ranks, "rank")}
     if state.start is not None:
         words |= {"zero": f"zero {state.start.get('stage')}"}
@@ -120,7 +131,7 @@ def _progress(state: RunState, facts: Facts, room: PanelSpace) -> list[Text]:
 
 
 def _beginning(state: RunState, facts: Facts) -> list[Text | str]:
-    """What there is before the first step is done, and what is being done about it."""
+    """Say how far the start has come, and what it waits for."""
     fields: list[Text | str] = [f"starting {several(facts.num_ranks, 'worker')}"]
     if state.start is not None:
         fields = [f"{formatting.count(state.start.get('params') or 0)} parameters ready"]
@@ -128,15 +139,18 @@ def _beginning(state: RunState, facts: Facts) -> list[Text | str]:
 
 
 def _waited_for(state: RunState) -> list[Text | str]:
-    """What takes a while just now."""
+    """Say what takes a while just now."""
     doing = state.doing
-    if doing is None or doing.step < state.step.step or (state.step.step and not doing.is_long):
+    if doing is None or doing.step < state.step.step:
+        return []
+    is_training = state.step.step > 0
+    if is_training and not doing.is_long:
         return []
     return [Text(f"{doing.what} {formatting.duration(doing.seconds)}", GOOD)]
 
 
 def _so_far(state: RunState, facts: Facts, room: PanelSpace) -> list[Text]:
-    """What the run has consumed, and what of it is safe."""
+    """Say what the run has consumed, and which step is saved."""
     step = state.step
     fields = _waited_for(state) if step.step else []
     if state.elapsed_s is not None:
@@ -160,8 +174,8 @@ def _loss(state: RunState, facts: Facts, room: PanelSpace) -> list[Text]:
     loss = f"{state.step.loss:.4f}"
     evals = [f"eval {each.loss:.4f} at step {each.step}" for each in state.evals[-1:]]
     left = room.width - len(GAP.join([loss, *evals])) - len(GAP)
-    is_short = left < _LEAST_CURVE  # then the evaluation goes on a line of its own
-    left = room.width - len(loss) - len(GAP) if is_short else left
+    if left < _LEAST_CURVE:  # then the evaluation goes on a line of its own
+        left = room.width - len(loss) - len(GAP)
     curve = formatting.sparkline(state.losses.points, min(_MOST_CURVE, left), room.ascii_only)
     line = Text.assemble(loss, GAP if curve else "", (curve, GOOD))
     return packed([line, *evals], room.width)
@@ -198,7 +212,7 @@ def _speed(state: RunState, facts: Facts, room: PanelSpace) -> list[Text]:
 
 
 def _time(state: RunState, facts: Facts, room: PanelSpace) -> list[Text]:
-    """Where the time of a step goes, on rank 0."""
+    """Draw the parts of a step's time, on rank 0."""
     split = state.split
     if not split:
         return []
@@ -214,9 +228,11 @@ def _time(state: RunState, facts: Facts, room: PanelSpace) -> list[Text]:
 
 
 def _metrics(state: RunState, facts: Facts, room: PanelSpace) -> list[Text]:
-    """What the newest evaluation and the user's hooks have come to, but for the loss."""
+    """Show the numbers of the newest evaluation and of the user's hooks, but for the loss."""
     metrics = state.newest_metrics
-    return packed(formatting.metrics(metrics).split(GAP), room.width) if metrics else []
+    if not metrics:
+        return []
+    return packed(formatting.metrics(metrics).split(GAP), room.width)
 
 
 def _estimate(state: RunState, facts: Facts, room: PanelSpace) -> list[Text]:

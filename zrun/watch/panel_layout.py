@@ -1,4 +1,4 @@
-"""What every row of the panel needs: what is known beforehand, how much room there is, colours."""
+"""The common ground of the panel's rows: facts of the run, space, colours."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from rich.text import Text
 LABEL = 9  # columns
 GAP = "  "  # between two values
 # Okabe and Ito's colours, told apart by any eye; words and letters carry the meaning without them.
-GOOD, ALERT, QUIET = "#56B4E9", "#E69F00", "grey62"
+GOOD = "#56B4E9"
+ALERT = "#E69F00"
+QUIET = "grey62"
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known before the first event.
+    """A run as it is known before its first event.
 
     Attributes:
         hosts: of each rank.
@@ -31,13 +33,14 @@ class Facts:
 
     def rank(self, number: int) -> str:
         """Return `rank 3`, or `rank 3 on n01` where there are several hosts."""
-        host = f" on {self.hosts[number]}" if len(set(self.hosts)) > 1 else ""
-        return f"rank {number}{host}"
+        if len(set(self.hosts)) == 1:
+            return f"rank {number}"
+        return f"rank {number} on {self.hosts[number]}"
 
 
 @dataclass(frozen=True)
 class PanelSpace:
-    """What a row may fill: `width` columns beside its label, on at most `height` lines."""
+    """The space of a row: `width` columns beside its label, on at most `height` lines."""
 
     width: int
     height: int
@@ -47,7 +50,10 @@ class PanelSpace:
 def packed(fields: Iterable[Text | str], width: int, gap: str = GAP) -> list[Text]:
     """Put values side by side on as few lines as they need.
 
-    One that does not fit on a line by itself is broken between its words.
+    Args:
+        fields: the values. One that does not fit on a line by itself is broken between its words.
+        width: of a line, in columns.
+        gap: between two values.
     """
     lines: list[Text] = []
     for field in fields:

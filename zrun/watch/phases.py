@@ -1,4 +1,4 @@
-"""What the ranks are doing and for how long, from the boards that agents pass on.
+"""The phase that the ranks are in and for how long, from the flight recorders that agents pass on.
 
     phases = PhaseWatch(compiles=job.compile)
     phases.see(now, run.states)
@@ -38,7 +38,7 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Doing:
-    """What the run is waiting for.
+    """The work that a run is waiting for.
 
     Attributes:
         kind: what is compared with what it took before: a phase of the board, "step", "first step".
@@ -89,20 +89,26 @@ class PhaseWatch:
         state = states[rank]
         kind = _kind(state)
         if before is None or (before.kind, before.step) != (kind, state.step):
-            self._since, self._told_s = now, 0.0
+            self._since = now
+            self._told_s = 0.0
             if before is not None:
                 self._longest[before.kind] = max(
                     before.seconds, self._longest.get(before.kind, 0.0)
                 )
         seconds = now - self._since
-        usual = _LONGER * self._longest.get(kind, 0.0) if kind in ("step", "data") else 0.0
+        usual = 0.0
+        if kind in ("step", "data"):
+            usual = _LONGER * self._longest.get(kind, 0.0)
         is_long = seconds >= max(_LONG_S, usual)
         self.doing = Doing(
             rank, state.step, kind, self._in_words(kind, rank, states), seconds, is_long
         )
 
     def news(self) -> Event | None:
-        """Return a `phase` event if this takes longer than it ever has, and again each time that it has doubled."""
+        """Return a `phase` event if this takes longer than it ever has.
+
+        It comes again each time that the seconds have doubled.
+        """
         doing = self.doing
         if doing is None:
             return None
@@ -122,16 +128,17 @@ class PhaseWatch:
 
     def _in_words(self, kind: str, rank: int, states: Mapping[int, RankProgress]) -> str:
         state = states[rank]
+        words = _WORDS.get(kind, f"step {state.step}")
         if kind == "first step":
-            words = "first step, which compiles the model" if self._compiles else kind
-        else:
-            words = _WORDS.get(kind, f"step {state.step}")
+            words = kind
+            if self._compiles:
+                words = "first step, which compiles the model"
         there = sum((_kind(each), each.step) == (kind, state.step) for each in states.values())
         if there == len(states):
             return words
-        return (
-            f"{words} (rank {rank})" if there == 1 else f"{words} ({there} of {len(states)} ranks)"
-        )
+        if there == 1:
+            return f"{words} (rank {rank})"
+        return f"{words} ({there} of {len(states)} ranks)"
 
 
 def _slowest(states: Mapping[int, RankProgress]) -> int:
@@ -143,7 +150,9 @@ def _slowest(states: Mapping[int, RankProgress]) -> int:
 
 
 def _kind(state: RankProgress) -> str:
-    """Return what is timed as one: the parts of a step follow each other too fast to be told apart."""
+    """Return what is timed as one: the parts of a step follow each other too fast to tell apart."""
     if state.phase not in ("forward", "backward", "update"):
         return state.phase
-    return "first step" if state.step == state.first else "step"
+    if state.step == state.first:
+        return "first step"
+    return "step"

@@ -37,7 +37,8 @@ class Pinned(RenderHook):
     """
 
     def __init__(self, console: Console, draw: Callable[[int, int], RenderableType]) -> None:
-        self._console, self._draw = console, draw
+        self._console = console
+        self._draw = draw
         self._is_stale = True
         self._size = ConsoleDimensions(0, 0)
         self._lines: list[list[Segment]] = []
@@ -95,7 +96,9 @@ class Pinned(RenderHook):
         width = max(1, self._size.width)
         rows = sum(max(1, -(-columns // width)) for columns in self._standing)
         self._standing = []
-        codes = f"\r\x1b[{rows}A\x1b[J" if rows else ""
+        codes = ""
+        if rows:
+            codes = f"\r\x1b[{rows}A\x1b[J"
         return Segments([Segment(codes, None, [(ControlType.CARRIAGE_RETURN,)])])
 
     def _measure(self) -> None:

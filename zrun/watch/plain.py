@@ -17,7 +17,8 @@ class Plain:
     """Prints a line every `every` steps, and each evaluation and message."""
 
     def __init__(self, out: TextIO, every: int) -> None:
-        self._out, self._every = out, every
+        self._out = out
+        self._every = every
 
     def show(self, state: RunState, event: Event) -> None:
         line = self._line(state, event)
@@ -36,21 +37,23 @@ class Plain:
                 return start_line(event)
             case "step":
                 step = state.step.step
-                due = step % self._every == 0 or step in (1, state.total_steps)
-                return step_line(state) if due else None
+                if step % self._every and step not in (1, state.total_steps):
+                    return None
+                return step_line(state)
             case "phase":
-                return f"{printable(str(event.get('what')))}: {formatting.duration(float(event['seconds']))} so far"
+                seconds = formatting.duration(float(event["seconds"]))
+                return f"{printable(str(event.get('what')))}: {seconds} so far"
             case "metrics" if event.get("hook") == "on_step":
-                return metrics_line(event) if event["step"] % self._every == 0 else None
+                if event["step"] % self._every:
+                    return None
+                return metrics_line(event)
         return message_line(event)
 
 
 def start_line(event: Event) -> str:
     params = f"{formatting.count(event.get('params') or 0)} parameters"
-    lines = [
-        f"start: {params}, zero {event.get('stage')}, {event.get('precision')}, {event.get('device')}"
-    ]
-    return "\n".join([*lines, *_notes(event)])
+    how = f"zero {event.get('stage')}, {event.get('precision')}, {event.get('device')}"
+    return "\n".join([f"start: {params}, {how}", *_notes(event)])
 
 
 def _notes(event: Event) -> list[str]:
@@ -58,7 +61,7 @@ def _notes(event: Event) -> list[str]:
 
 
 def message_line(event: Event) -> str | None:
-    """The line of an event that is worth one on any screen."""
+    """Return the line of an event that is worth one on any screen; None if it is not."""
     match event.get("type"):
         case "start":
             return "\n".join(_notes(event)) or None
@@ -89,13 +92,16 @@ def message_line(event: Event) -> str | None:
 
 
 def output_lines(event: Event) -> str:
-    """What a rank printed; each line says which rank."""
-    rank, left_out = f"rank {event['rank']}", int(event.get("left_out") or 0)
+    """Return the output of a rank; each line says which rank."""
+    rank = f"rank {event['rank']}"
+    left_out = int(event.get("left_out") or 0)
     lines = [f"{rank}: {line}" for line in event.get("lines") or ()]
     if left_out:
-        plural = "s" if left_out > 1 else ""
+        number = f"{left_out:,} lines"
+        if left_out == 1:
+            number = "1 line"
         log = str(event.get("log")).removeprefix(f"{os.getcwd()}/")
-        lines.insert(0, f"{rank}: ... {left_out:,} line{plural} left out, see {log}")
+        lines.insert(0, f"{rank}: ... {number} left out, see {log}")
     return "\n".join(lines)
 
 
@@ -103,10 +109,16 @@ def metrics_line(event: Event) -> str:
     return f"metrics at step {event['step']}: {formatting.metrics(event.get('values') or {})}"
 
 
+def _of_total(state: RunState) -> str:
+    if state.total_steps is None:
+        return f"{state.step.step}"
+    return f"{state.step.step}/{state.total_steps}"
+
+
 def step_line(state: RunState) -> str:
+    """Return the line of the newest step."""
     step = state.step
-    total = f"/{state.total_steps}" if state.total_steps is not None else ""
-    parts = [f"step {step.step}{total}", f"loss {step.loss:.6g}"]
+    parts = [f"step {_of_total(state)}", f"loss {step.loss:.6g}"]
     if step.lr is not None:
         parts.append(f"lr {step.lr:.3g}")
     if step.grad_norm is not None:

@@ -1,4 +1,4 @@
-"""What is about to run: in short before a training, and every value that takes effect for `zrun check`."""
+"""The job that is about to run: in short before a training, all of it for `zrun check`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal, TextIO
 
 from zrun.hosts.backend import Backend, HostEntry
-from zrun.hosts.cluster import Cluster
+from zrun.hosts.cluster import Cluster, several
 from zrun.job.load import JobValue, job_values
 from zrun.job.scalars import write
 from zrun.placement.plan import ResolvedJob
@@ -19,8 +19,10 @@ _HOSTS_SHOWN = 64
 
 
 def width_of(out: TextIO) -> int | None:
-    """Return the columns of a terminal; None: it is none, and lines need not be cut."""
-    return shutil.get_terminal_size().columns if out.isatty() else None
+    """Return the columns of a terminal; None if `out` is none, and lines need not be cut."""
+    if not out.isatty():
+        return None
+    return shutil.get_terminal_size().columns
 
 
 def brief(
@@ -29,7 +31,9 @@ def brief(
     """Return what the job itself says of the training, and what each auto became.
 
     Args:
+        resolved: the job with each auto resolved.
         asked: the job as it was read.
+        cluster: its hosts.
         width: as in `preface`.
     """
     said = [
@@ -54,26 +58,28 @@ def places(run_dir: Path, shown: list[int] | Literal["all"], num_ranks: int) -> 
     """Return where a run keeps what is known of it, and where its ranks' output goes.
 
     Args:
+        run_dir: folder of the run.
         shown: ranks whose output is shown, `log.ranks` of the job.
+        num_ranks: of the run.
     """
-    there = shown if shown == "all" else [rank for rank in shown if rank < num_ranks]
-    whose = (
-        "every rank"
-        if there == "all"
-        else f"rank {', '.join(map(str, there))}"
-        if there
-        else "no rank"
-    )
+    whose = "no rank"
+    if shown == "all":
+        whose = "every rank"
+    elif there := [str(rank) for rank in shown if rank < num_ranks]:
+        whose = f"rank {', '.join(there)}"
     return (
         f"run: {run_dir} (every value of the job: job.yaml)\n"
-        f"output: of {whose} here (log.ranks); of all: zrun logs {reference(run_dir)}, or logs/ of that folder"
+        f"output: of {whose} here (log.ranks); of all: zrun logs {reference(run_dir)}, or logs/ of "
+        "that folder"
     )
 
 
 def preface(resolved: ResolvedJob, cluster: Cluster, width: int | None = None) -> str:
-    """A paragraph for each section of the job, then each auto with its value and reason.
+    """Return a paragraph for each section of the job, then each auto with its value and reason.
 
     Args:
+        resolved: the job with each auto resolved.
+        cluster: its hosts.
         width: columns, so that no value is cut at a terminal's border; None: one line each.
     """
     lines = _head(resolved, cluster)
@@ -84,19 +90,18 @@ def preface(resolved: ResolvedJob, cluster: Cluster, width: int | None = None) -
 
 
 def hosts_preface(backend: Backend) -> str:
-    """How ranks are started, then a line for each host."""
+    """Return a line that says how ranks are started, then one for each host."""
     hosts = backend.hosts or ()
-    more = len(hosts) - _HOSTS_SHOWN
-    lines = [f"hosts: {backend}", *(f"  {_host(each)}" for each in hosts[:_HOSTS_SHOWN])]
-    return "\n".join([*lines, f"  and {more} more"] if more > 0 else lines)
+    lines = [f"hosts: {backend}"]
+    lines += [f"  {_host(each)}" for each in hosts[:_HOSTS_SHOWN]]
+    if len(hosts) > _HOSTS_SHOWN:
+        lines.append(f"  and {len(hosts) - _HOSTS_SHOWN} more")
+    return "\n".join(lines)
 
 
 def _head(resolved: ResolvedJob, cluster: Cluster) -> list[str]:
-    size = resolved.plan.world_size
-    return [
-        f"{resolved.job.name}: {size} rank{'s' if size > 1 else ''} on {cluster}",
-        f"batch: {resolved.batch}",
-    ]
+    ranks = several(resolved.plan.world_size, "rank")
+    return [f"{resolved.job.name}: {ranks} on {cluster}", f"batch: {resolved.batch}"]
 
 
 def _warnings(resolved: ResolvedJob) -> list[str]:
@@ -104,35 +109,40 @@ def _warnings(resolved: ResolvedJob) -> list[str]:
 
 
 def _is_worth_a_word(leaf: JobValue) -> bool:
-    """Whether a key belongs into a few lines: what the user's own code is given does not."""
+    """Return whether a key belongs into a few lines: arguments of the user's own code do not."""
     return leaf.path[0] not in (*_UNSHOWN, "hosts") and "args" not in leaf.path
 
 
 def _in_short(job: JobConfig, leaf: JobValue) -> str:
-    """Return a key and its value as a job file would have them in short: `zero 2` for `zero: {stage: 2}`."""
+    """Return a key and its value as a job file has them in short: `zero 2` of `zero: 2`."""
     section: object = job
     for name in leaf.path[:-1]:
         section = getattr(section, name, None)
-    is_main = (
-        isinstance(section, Section)
-        and section.short is not None
-        and section.short[0] == leaf.path[-1]
-    )
-    return f"{'.'.join(leaf.path[:-1] if is_main else leaf.path)} {write(leaf.value)}"
+    path = leaf.path
+    if isinstance(section, Section) and section.short is not None and section.short[0] == path[-1]:
+        path = path[:-1]
+    return f"{'.'.join(path)} {write(leaf.value)}"
 
 
 def _host(entry: HostEntry) -> str:
-    user = f"{entry.user}@" if entry.user is not None else ""
-    slots = "its GPUs, or 1 slot" if entry.slots is None else f"slots={entry.slots}"
+    user = ""
+    if entry.user is not None:
+        user = f"{entry.user}@"
+    slots = "its GPUs, or 1 slot"
+    if entry.slots is not None:
+        slots = f"slots={entry.slots}"
     if entry.chosen is not None:
-        slots = f"slots {','.join(map(str, entry.chosen))}" + (
-            "" if entry.slots is None else f" of {entry.slots}"
-        )
+        slots = f"slots {','.join(map(str, entry.chosen))}"
+        if entry.slots is not None:
+            slots += f" of {entry.slots}"
     return f"{user}{entry}  {slots}  ({entry.where})"
 
 
 def _paragraph(head: str, values: list[str], width: int | None) -> list[str]:
-    """Return `head` and the values between commas; lines after the first are indented. Nothing without values."""
+    """Return `head` and the values between commas; nothing if there are none.
+
+    Lines after the first are indented.
+    """
     lines = [head + value for value in values[:1]]
     for value in values[1:]:
         if width is not None and len(lines[-1]) + len(value) + 3 > width:
@@ -150,13 +160,17 @@ def _sections(job: JobConfig) -> dict[str, list[str]]:
         section, *rest = leaf.path
         if section in _UNSHOWN or not _has_effect(job, str(leaf)):
             continue
-        name, key = (section, ".".join(rest)) if rest else ("job", section)
+        name = "job"
+        key = section
+        if rest:
+            name = section
+            key = ".".join(rest)
         sections.setdefault(name, []).append(f"{key} {write(leaf.value)}")
     return sections
 
 
 def _has_effect(job: JobConfig, key: str) -> bool:
-    """Whether a key means anything next to the others: loss scaling without fp16 does not."""
+    """Return whether a key takes effect beside the others: loss scaling does with fp16 only."""
     if key.startswith("precision.loss_scale"):
         return job.precision.compute == "fp16"
     if key == "activations.n":

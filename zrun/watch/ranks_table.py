@@ -15,7 +15,9 @@ from zrun.watch.stragglers import own_times
 from zrun_core.spine.events import Event
 
 _MOST_RANKS = 8  # that are shown one by one; more of them are summed up
-_SLOWEST, _FULLEST = 2, 2  # ranks that are shown beside such a sum
+# ranks that are shown beside such a sum
+_SLOWEST = 2
+_FULLEST = 2
 _NOTABLE = 1.1  # times the median: what makes a rank one of the slowest
 _LEAST_TABLE = 3  # lines
 _OWN = "busy", "data"  # columns of time: what of a step a rank works, or has no data
@@ -24,7 +26,13 @@ _WIDE = 76  # columns from which on hosts are named
 
 
 def ranks_table(state: RunState, facts: Facts, room: PanelSpace) -> list[Text]:
-    """Draw a line for each rank; of many what they have in common, the slowest and the fullest."""
+    """Draw a line for each rank; of many a summary, the slowest and the fullest.
+
+    Args:
+        state: of the run: the newest `memory` event of each rank is shown.
+        facts: the ranks' hosts.
+        room: columns that do not fit are left out, those of `_MISSED_LEAST` first.
+    """
     if not state.memory or room.height < _LEAST_TABLE:
         return []
     name = facts.rank if room.width >= _WIDE else "rank {}".format
@@ -47,11 +55,10 @@ def ranks_table(state: RunState, facts: Facts, room: PanelSpace) -> list[Text]:
 
 
 def _columns(rows: list[dict[str, float]], unit: formatting.Unit, width: int) -> list[list[str]]:
-    """The columns that fit, each a head and a cell for each row, all of the same width."""
+    """Return the columns that fit, each a head and a cell for each row, all of the same width."""
     columns: dict[str, list[str]] = {}
     for name in rows[0]:
-        shown = formatting.seconds if name in _OWN else unit.text
-        cells = [name, *(shown(row[name]) if name in row else "" for row in rows)]
+        cells = [name, *(_cell(row, name, unit) for row in rows)]
         widest = max(map(len, cells))
         columns[name] = [cell.rjust(widest) for cell in cells]
     for name in _MISSED_LEAST:
@@ -60,12 +67,20 @@ def _columns(rows: list[dict[str, float]], unit: formatting.Unit, width: int) ->
     return list(columns.values())
 
 
+def _cell(row: dict[str, float], column: str, unit: formatting.Unit) -> str:
+    if column not in row:
+        return ""
+    if column in _OWN:
+        return formatting.seconds(row[column])
+    return unit.text(row[column])
+
+
 def _rows(
     of_ranks: dict[int, dict[str, float]],
     most: int,
     name: Callable[[int], str],
 ) -> dict[str, dict[str, float]]:
-    """Rows of the table by their label: all ranks, or where there are too many, the sum of it."""
+    """Return rows by their label: all ranks, or a summary where there are too many."""
     if len(of_ranks) <= min(_MOST_RANKS, most):
         return {name(rank): of_ranks[rank] for rank in sorted(of_ranks)}
     columns = {
@@ -90,20 +105,24 @@ def _rows(
 
 
 def _values(event: Event) -> dict[str, float]:
-    """Seconds and bytes of a rank by the name of their column; bytes of where its model lives."""
+    """Return seconds and bytes of a rank by column; bytes of the memory that its model is in."""
     on_device = event.get("device_allocated") is not None
-    own = own_times(event)
-    times = {"data" if on_device else "busy": sum(own.values())} if own else {}
+    times = {}
+    if own := own_times(event):
+        column = "data" if on_device else "busy"
+        times[column] = sum(own.values())
     kinds = {kind: float(event.get(kind) or 0) for kind in MEMORY_KINDS}
-    held, highest = ("rss", "rss_bytes"), ("peak", "peak_rss_bytes")
+    held = ("rss", "rss_bytes")
+    highest = ("peak", "peak_rss_bytes")
     if on_device:  # both are the most that there was
-        held, highest = ("peak", "device_allocated"), ("reserved", "device_reserved")
+        held = ("peak", "device_allocated")
+        highest = ("reserved", "device_reserved")
     more = {column: float(event.get(field) or 0) for column, field in (held, highest)}
     return {**times, **kinds, "other": max(0.0, more[held[0]] - sum(kinds.values())), **more}
 
 
 def _held(values: dict[str, float]) -> float:
-    """Bytes that a rank holds, whatever they are for."""
+    """Return the bytes that a rank holds, whatever they are for."""
     return sum(values[column] for column in (*MEMORY_KINDS, "other"))
 
 

@@ -1,4 +1,4 @@
-"""How long a run goes on: its steps, and the evaluations and saves between them, as long as they last took."""
+"""The time left of a run: its steps, and evaluations and saves, as long as these last took."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ class Remaining:
     is_least: bool = False
 
     def __str__(self) -> str:
-        return f"{'>' if self.is_least else ''}{duration(self.seconds)}"
+        if self.is_least:
+            return f">{duration(self.seconds)}"
+        return duration(self.seconds)
 
 
 def remaining(state: RunState) -> Remaining | None:
@@ -30,8 +32,11 @@ def remaining(state: RunState) -> Remaining | None:
     if state.start is None or state.total_steps is None or state.step_s is None:
         return None
     begun = (state.resumed or {}).get("step") or 0
-    last = {"eval": state.evals[-1].step if state.evals else begun, "save": state.saved or begun}
-    seconds, is_least = max(0, state.total_steps - state.step.step) * state.step_s, False
+    last = {"eval": begun, "save": state.saved or begun}
+    if state.evals:
+        last["eval"] = state.evals[-1].step
+    seconds = max(0, state.total_steps - state.step.step) * state.step_s
+    is_least = False
     for kind, pause in (state.start.get("pauses") or {}).items():
         num_to_come = _num_to_come(pause, last.get(kind, begun), state.total_steps, seconds)
         is_least |= num_to_come > 0 and kind not in state.pause_s
@@ -48,9 +53,14 @@ def _num_to_come(pause: Mapping[str, Any], last: int, total: int, seconds: float
         total: steps of the run.
         seconds: that it goes on without them.
     """
-    every, minutes = pause.get("every"), pause.get("minutes")
-    count = total // every - last // every if every else 0
+    every = pause.get("every")
+    minutes = pause.get("minutes")
+    count = 0
+    if every:
+        count += total // every - last // every
     if minutes:
         count += int(seconds / (60 * minutes))
-    comes_last = pause.get("at_end") and last < total and (not every or total % every)
-    return count + 1 if comes_last else count
+    is_due_at_end = every and total % every == 0
+    if pause.get("at_end") and last < total and not is_due_at_end:
+        count += 1
+    return count

@@ -1,4 +1,4 @@
-"""What a finished run comes to: results, speed, and how well traffic and memory were foretold."""
+"""The report of a finished run: results, speed, traffic and memory beside what was foretold."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ def report(state: RunState, run_dir: Path, width: int | None = None) -> str:
     """Sum up for the end of the output; each line says if it is of the whole run or this attempt.
 
     Args:
+        state: of the run at its end.
+        run_dir: folder of the run.
         width: columns, so that lines are broken between words; None: one line each.
     """
     end = state.end or {}
@@ -36,24 +38,32 @@ def report(state: RunState, run_dir: Path, width: int | None = None) -> str:
     rows.append(("run", str(run_dir)))
     rows = [(name, value) for name, value in rows if value]
     margin = max(len(name) for name, _ in rows) + 2
-    room = 10_000 if width is None else max(20, width - margin)
+    room = 10_000
+    if width is not None:
+        room = max(20, width - margin)
     wrapper = textwrap.TextWrapper(room, break_long_words=False, break_on_hyphens=False)
-    return "\n".join(
-        (name if number == 0 else "").ljust(margin) + line
-        for name, value in rows
-        for number, line in enumerate(wrapper.wrap(value))
-    )
+    lines = []
+    for name, value in rows:
+        first, *others = wrapper.wrap(value)
+        lines.append(name.ljust(margin) + first)
+        lines += [" " * margin + other for other in others]
+    return "\n".join(lines)
 
 
 def _extent(state: RunState) -> list[tuple[str, str]]:
-    """How many steps were made in which time, in all and by this attempt."""
-    end, step = state.end or {}, state.step.step
+    """Return the steps and their time, of the run and of this attempt."""
+    end = state.end or {}
+    step = state.step.step
     seconds = end.get("total_s") or 0.0
-    reason = f"{end.get('reason')}: {end['why']}" if end.get("why") else end.get("reason")
+    reason = end.get("reason")
+    if end.get("why"):
+        reason = f"{reason}: {end['why']}"
     if not state.resumed:
         return [("done", f"{several(step, 'step')} in {formatting.duration(seconds)} ({reason})")]
     before = state.resumed.get("seconds")
-    in_all = f" in {formatting.duration(before + seconds)}" if before is not None else ""
+    in_all = ""
+    if before is not None:
+        in_all = f" in {formatting.duration(before + seconds)}"
     made = several(step - state.resumed["step"], "step")
     return [
         ("done", f"{several(step, 'step')}{in_all} ({reason})"),
@@ -65,43 +75,55 @@ def _extent(state: RunState) -> list[tuple[str, str]]:
 
 
 def _losses(state: RunState) -> str:
-    """The loss of the run's very first step, where it is known, and of the newest one."""
+    """Return the loss of the run's very first step, where it is known, and of the newest one."""
     if not state.first.step:
         return ""
-    first, at = state.first.loss, state.first.step
+    first = state.first.loss
+    at = state.first.step
     if state.resumed and state.resumed.get("first_loss") is not None:
-        first, at = number(state.resumed["first_loss"]), 1
+        first = number(state.resumed["first_loss"])
+        at = 1
     last = f"{state.step.loss:.4f} (step {state.step.step})"
-    return last if at == state.step.step else f"{first:.4f} (step {at}) -> {last}"
+    if at == state.step.step:
+        return last
+    return f"{first:.4f} (step {at}) -> {last}"
 
 
 def _evaluations(state: RunState) -> list[tuple[str, str]]:
-    """What each number was in the first evaluation, and what in the last."""
-    first, last = state.evals[0], state.evals[-1]
-    ends = [last] if first is last else [first, last]
+    """Return each number of the evaluations, in the first and in the last."""
+    last = state.evals[-1]
+    ends = [state.evals[0], last]
+    if len(state.evals) == 1:
+        ends = [last]
     rows = []
     for name in last.metrics:
         known = [each for each in ends if name in each.metrics]
         values = " -> ".join(f"{each.metrics[name]:.4f} (step {each.step})" for each in known)
-        rows.append(("validation" if name == "loss" else f"validation {name}", values))
+        label = "validation"
+        if name != "loss":
+            label += f" {name}"
+        rows.append((label, values))
     return rows
 
 
 def _speed(state: RunState) -> str:
-    """Of all that this attempt did, and of its last steps alone."""
+    """Return the speed of all that this attempt did, and of its last steps alone."""
     seconds = (state.end or {}).get("total_s")
     parts = []
     for unit, name in (("tokens", "tok/s"), ("samples", "samples/s")):
-        first, total = getattr(state.first, f"total_{unit}"), getattr(state.step, f"total_{unit}")
+        first = getattr(state.first, f"total_{unit}")
+        total = getattr(state.step, f"total_{unit}")
         made = total - first + getattr(state.first, unit)
         if made and seconds:
-            of = "this attempt" if state.resumed else "the run"
+            of = "the run"
+            if state.resumed:
+                of = "this attempt"
             rate = f"{formatting.count(made / seconds)} {name}"
             parts.append(f"{rate} over {of}, evaluations and saves included")
             break
-    lately = (
-        [f"{formatting.count(state.speed[0])} {state.speed[1]}"] if state.speed is not None else []
-    )
+    lately = []
+    if state.speed is not None:
+        lately.append(f"{formatting.count(state.speed[0])} {state.speed[1]}")
     if state.step_s is not None:
         lately.append(f"{formatting.seconds(state.step_s)}/step")
     if state.mfu is not None:
@@ -121,5 +143,7 @@ def _compared(measured: int | None, expected: int | None, what: str, how: str) -
         return line
     if measured == expected:
         return f"{line}, equal to {how}"
-    error = f" ({(measured - expected) / expected:+.2%})" if expected else ""
-    return f"{line}; by {how} {format_size(expected)}{error}"
+    line += f"; by {how} {format_size(expected)}"
+    if expected:
+        line += f" ({(measured - expected) / expected:+.2%})"
+    return line

@@ -1,4 +1,4 @@
-"""What the events of a run add up to: `state = fold(state, event)`. Pure; screens draw it, the report sums it up."""
+"""The state of a run, from its events: `state = fold(state, event)`. Pure; screens draw it."""
 
 from __future__ import annotations
 
@@ -72,14 +72,18 @@ class Evaluation:
 
 
 class ByRank(Mapping[int, Event]):
-    """An event of each rank. A new one copies a few of the others, not those of thousands of ranks."""
+    """An event of each rank, immutable.
+
+    Ranks lie in parts of 64, so a new event copies the dict of one part, not of thousands of ranks.
+    """
 
     def __init__(self, parts: dict[int, dict[int, Event]] | None = None) -> None:
         self._parts = parts or {}  # by rank // _RANKS_TOGETHER
 
     def plus(self, events: Iterable[Event]) -> ByRank:
-        """This, with newer events of some ranks."""
-        parts, own = dict(self._parts), set[int]()
+        """Return a copy with newer events of some ranks."""
+        parts = dict(self._parts)
+        own = set[int]()
         for event in events:
             rank = event["rank"]
             number = rank // _RANKS_TOGETHER
@@ -91,7 +95,7 @@ class ByRank(Mapping[int, Event]):
 
     @property
     def events(self) -> list[Event]:
-        """Those of all ranks, in no order."""
+        """The events of all ranks, in no order."""
         return [event for part in self._parts.values() for event in part.values()]
 
     def __getitem__(self, rank: int) -> Event:
@@ -121,9 +125,7 @@ class RunState:
     evals: tuple[Evaluation, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)  # of hooks, the newest of each name
     saved: int | None = None  # the newest step that is committed
-    pause_s: Mapping[str, float] = field(
-        default_factory=dict
-    )  # how long training last stood still for `eval`, `save`
+    pause_s: Mapping[str, float] = field(default_factory=dict)  # the last "eval", the last "save"
     num_warnings: int = 0
     estimate: Event | None = None  # the newest comparison with what was predicted
     end: Event | None = None
@@ -136,19 +138,21 @@ class RunState:
 
     @property
     def resumed(self) -> Event | None:
-        """What the run went on from; None: it began with this attempt."""
+        """The checkpoint that the run went on from; None if it began with this attempt."""
         return (self.start or {}).get("resumed")
 
     @property
     def timed(self) -> tuple[Step, ...]:
-        """Return the last few steps, over which speeds are averaged; what warms up only if alone."""
+        """The last few steps, over which speeds are averaged; one that warms up only if alone."""
         warm = self.first.step + _WARM_STEPS
         return tuple(step for step in self.recent if step.step >= warm) or self.recent[-1:]
 
     @property
     def step_s(self) -> float | None:
         """Seconds per step lately."""
-        return sum(step.step_s for step in self.timed) / len(self.timed) if self.timed else None
+        if not self.timed:
+            return None
+        return sum(step.step_s for step in self.timed) / len(self.timed)
 
     @property
     def speed(self) -> tuple[float, str] | None:
@@ -162,8 +166,10 @@ class RunState:
 
     @property
     def newest_metrics(self) -> dict[str, float]:
-        """Of the newest evaluation, but for its first loss, and of hooks."""
-        evaluated = list(self.evals[-1].metrics.items())[1:] if self.evals else []
+        """Numbers of the newest evaluation, but for its first loss, and of hooks."""
+        if not self.evals:
+            return dict(self.metrics)
+        _, *evaluated = self.evals[-1].metrics.items()
         return dict(evaluated) | dict(self.metrics)
 
     @property
@@ -179,7 +185,9 @@ class RunState:
         """The share of each part of a step lately, of the time that is accounted for."""
         sums = {part: sum(step.split.get(part, 0.0) for step in self.timed) for part in SPLIT}
         total = sum(sums.values())
-        return {part: value / total for part, value in sums.items()} if total else {}
+        if not total:
+            return {}
+        return {part: value / total for part, value in sums.items()}
 
     @property
     def planned_bytes(self) -> dict[str, int]:
@@ -188,15 +196,20 @@ class RunState:
         return {kind: planned.get(kind) or 0 for kind in MEMORY_KINDS}
 
     def _rate(self, name: str) -> float | None:
-        """The mean over time of what steps tell per second."""
+        """Return the mean over time of a rate that steps tell; None if none does."""
         told = [step for step in self.timed if getattr(step, name) is not None]
         seconds = sum(step.step_s for step in told)
-        total = sum(step.step_s * getattr(step, name) for step in told)
-        return total / seconds if seconds else None
+        total: float = sum(step.step_s * getattr(step, name) for step in told)
+        if not seconds:
+            return None
+        return total / seconds
 
 
 def fold(state: RunState, event: Event) -> RunState:
-    """`state` after `event`. Unknown types and fields are left out: an older launcher may follow a newer worker."""
+    """Return `state` after `event`.
+
+    Unknown types and fields are left out: an older launcher may follow a newer worker.
+    """
     match event.get("type"):
         case "start":
             return replace(state, start=event)
@@ -232,7 +245,7 @@ def _paused(state: RunState, kind: str, seconds: float | None) -> RunState:
 
 
 def fold_memory(state: RunState, events: Iterable[Event]) -> RunState:
-    """`state` after some `memory` events."""
+    """Return `state` after some `memory` events."""
     return replace(state, memory=state.memory.plus(events))
 
 
@@ -244,16 +257,20 @@ def _fold_step(state: RunState, event: Event) -> RunState:
         name: number(fields[name]) for name in ("loss", "grad_norm", "loss_scale") if name in fields
     }
     step = Step(**fields)
+    first = state.first
+    if not first.step:
+        first = step
+    sent_bytes = (event.get("traffic") or {}).get("sent_bytes") or 0
     return replace(
         state,
         step=step,
-        first=state.first if state.first.step else step,
+        first=first,
         losses=state.losses.add(step.loss),
         recent=(*state.recent, step)[-_SPEED_STEPS:],
-        traffic_bytes=state.traffic_bytes + ((event.get("traffic") or {}).get("sent_bytes") or 0),
+        traffic_bytes=state.traffic_bytes + sent_bytes,
     )
 
 
 def number(value: Any) -> float:
-    """A number of an event; those that JSON lacks travel as text."""
+    """Return a number of an event; those that JSON lacks travel as text."""
     return float(value)

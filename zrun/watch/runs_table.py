@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from rich.console import JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
@@ -22,37 +23,34 @@ _SHOWN_HOSTS = 2
 
 
 def runs_table(runs: Sequence[RunSummary]) -> Table:
-    """A row per run, in the order given."""
+    """Return a table with a row per run, in the order given."""
     table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
     for column in ("run", "job", "state", "step", "started", "time", "ranks"):
-        right = column in ("step", "time")
+        justify: JustifyMethod = "left"
+        if column in ("step", "time"):
+            justify = "right"
         wraps = column in ("job", "ranks")
-        table.add_column(
-            column,
-            justify="right" if right else "left",
-            no_wrap=not wraps,
-            overflow="fold",
-            min_width=4,
-        )
+        table.add_column(column, justify=justify, no_wrap=not wraps, overflow="fold", min_width=4)
     for run in runs:
-        code = f" {run.exit_code}" if run.exit_code else ""
         table.add_row(
             run.run_id,
             run.job,
-            Text(run.state + code, style=_STYLES.get(run.state, "")),
+            _state(run),
             _steps(run),
             time.strftime("%m-%d %H:%M", time.localtime(run.started)),
-            duration(run.seconds) if run.seconds is not None else "",
+            _seconds(run),
             _ranks(run),
         )
     return table
 
 
 def remarks(runs: Sequence[RunSummary]) -> list[str]:
-    """A line for each run of which there is more to say."""
+    """Return a line for each run of which there is more to say."""
     lines = []
     for run in runs:
-        place = "" if reference(run.path) == run.run_id else str(run.path)
+        place = ""
+        if reference(run.path) != run.run_id:
+            place = str(run.path)
         if more := "; ".join(part for part in (place, _more(run)) if part):
             lines.append(f"{run.run_id}: {printable(more)}")
     return lines
@@ -61,14 +59,31 @@ def remarks(runs: Sequence[RunSummary]) -> list[str]:
 def _steps(run: RunSummary) -> str:
     if run.step is None and run.total_steps is None:
         return ""
-    return f"{run.step or 0}" + (f"/{run.total_steps}" if run.total_steps is not None else "")
+    if run.total_steps is None:
+        return f"{run.step}"
+    return f"{run.step or 0}/{run.total_steps}"
+
+
+def _seconds(run: RunSummary) -> str:
+    if run.seconds is None:
+        return ""
+    return duration(run.seconds)
+
+
+def _state(run: RunSummary) -> Text:
+    words: str = run.state
+    if run.exit_code:
+        words += f" {run.exit_code}"
+    return Text(words, style=_STYLES.get(run.state, ""))
 
 
 def _ranks(run: RunSummary) -> str:
-    more = f" +{len(run.hosts) - _SHOWN_HOSTS}" if len(run.hosts) > _SHOWN_HOSTS else ""
-    return f"{run.ranks or ''}" + (
-        f" on {', '.join(run.hosts[:_SHOWN_HOSTS])}{more}" if run.hosts else ""
-    )
+    words = f"{run.ranks or ''}"
+    if run.hosts:
+        words += f" on {', '.join(run.hosts[:_SHOWN_HOSTS])}"
+    if len(run.hosts) > _SHOWN_HOSTS:
+        words += f" +{len(run.hosts) - _SHOWN_HOSTS}"
+    return words
 
 
 def _more(run: RunSummary) -> str:
@@ -78,9 +93,7 @@ def _more(run: RunSummary) -> str:
         case RunStatus.FAILED:
             return run.headline
         case RunStatus.VANISHED:
-            return (
-                f"its launcher, {run.holder}, was killed"
-                if run.holder is not None
-                else "its launcher was killed"
-            )
+            if run.holder is None:
+                return "its launcher was killed"
+            return f"its launcher, {run.holder}, was killed"
     return ""

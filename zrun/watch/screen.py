@@ -1,4 +1,4 @@
-"""What follows a run on a screen, behind one interface: a live panel, plain lines, JSON lines, or nothing."""
+"""The screens of a run, behind one interface: a live panel, plain lines, JSON lines, or nothing."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from zrun.watch.run_state import RunState
 from zrun.watch.ui import Ui, choose
 from zrun_core.spine.events import Event, encode
 
-PERIOD_S, _SSH_PERIOD_S = 0.25, 0.5  # between two pictures
+# between two pictures
+PERIOD_S = 0.25
+_SSH_PERIOD_S = 0.5
 
 
 class Screen(Protocol):
     def show(self, state: RunState, event: Event) -> None:
-        """`event` has just become part of `state`."""
+        """Show `event`, which has just become part of `state`."""
 
     def turn(self, state: RunState) -> None:
-        """Time has passed."""
+        """Show `state` again, if it is time."""
 
     def close(self, state: RunState) -> None:
-        """The run is over."""
+        """Show `state` for the last time."""
 
 
 class Nothing:
@@ -49,13 +51,23 @@ class Json(Nothing):
 def open_screen(
     ui: Ui, facts: Facts, every: int, out: TextIO, environ: Mapping[str, str]
 ) -> Screen:
-    """The screen for `ui` on `out`; `every` is the steps between plain lines."""
+    """Open the screen for `ui`.
+
+    Args:
+        ui: what the user asked for.
+        facts: what is known of the run.
+        every: steps between plain lines.
+        out: where it is drawn.
+        environ: says what `auto` means, and which colours there are.
+    """
     match choose(ui, out.isatty(), environ, shutil.get_terminal_size().columns):
         case Ui.json:
             return Json(out)
         case Ui.none:
             return Nothing()
         case Ui.live:
-            period_s = _SSH_PERIOD_S if "SSH_CONNECTION" in environ else PERIOD_S
+            period_s = PERIOD_S
+            if "SSH_CONNECTION" in environ:
+                period_s = _SSH_PERIOD_S
             return Live(open_console(out, environ), facts, period_s)
     return Plain(out, every)

@@ -17,15 +17,18 @@ from zrun_core.spine.events import Event
 
 _TIMES = 3  # that a rank is told of as slow, one after the other, before it counts
 # A rank is slow that works longer than the median by each of these.
-_MORE, _SHARE, _LEAST_S = 0.25, 0.1, 0.005  # of the median; of the step; seconds
+# of the median; of the step; seconds
+_MORE = 0.25
+_SHARE = 0.1
+_LEAST_S = 0.005
 _NAMED = 3
 
 
 def own_times(event: Event) -> dict[str, float]:
-    """Return seconds per step by part that a rank needed for itself lately, by its `memory` event."""
+    """Return a rank's own seconds per step by part, from its `memory` event."""
     split = event.get("split") or {}
     if event.get("device_allocated") is not None:
-        return {"data": float(split["data"])} if "data" in split else {}
+        return {part: float(split[part]) for part in ("data",) if part in split}
     return {part: float(seconds) for part, seconds in split.items() if part != "comm"}
 
 
@@ -34,20 +37,21 @@ class Stragglers:
 
     def __init__(self, facts: Facts) -> None:
         self._facts = facts
-        self._step = self._before = (
-            0  # that ranks told of last, and the one of which they told before
-        )
+        self._step = 0  # of which ranks told last
+        self._before = 0  # the one of which they told before that
         self._events: dict[int, Event] = {}  # of that step, by rank
         self._times: Counter[int] = Counter()  # that a rank was slow in succession
         self._since: dict[int, int] = {}  # the step after which it has been slow
         self._is_first = True
 
     def see(self, event: Event, emit: Callable[[Event], None]) -> None:
-        """Take in what a run tells; `emit` gets a warning when there is one."""
+        """Take in an event of the run; `emit` gets a warning when there is one."""
         if event.get("type") != "memory":
             return
         if event["step"] != self._step:
-            self._before, self._step, self._events = self._step, event["step"], {}
+            self._before = self._step
+            self._step = event["step"]
+            self._events = {}
         self._events[event["rank"]] = event
         if len(self._events) == self._facts.num_ranks > 1:
             if not self._is_first:  # which warms up
@@ -67,10 +71,12 @@ class Stragglers:
         for rank in sorted(news, key=lambda rank: -own[rank])[:_NAMED]:
             lost = {part: took - _usual(times.values(), part) for part, took in times[rank].items()}
             part = max(lost, key=lambda part: lost[part])
+            works = formatting.seconds(own[rank])
+            median = formatting.seconds(usual)
             message = (
-                f"{self._facts.rank(rank)} is slow, and the others wait: it works for "
-                f"{formatting.seconds(own[rank])} of each step, the median rank for {formatting.seconds(usual)}, "
-                f"most of the difference is in {part}; so for {self._step - self._since[rank]} steps"
+                f"{self._facts.rank(rank)} is slow, and the others wait: it works for {works} of "
+                f"each step, the median rank for {median}, most of the difference is in {part}; "
+                f"so for {self._step - self._since[rank]} steps"
             )
             emit({"type": "warning", "time": time.time(), "rank": rank, "message": message})
 

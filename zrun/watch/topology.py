@@ -26,7 +26,7 @@ _MOST_ROWS = 64  # of a table of ranks
 
 @dataclass(frozen=True)
 class Grouping:
-    """How the GPUs of a host divide into tp groups of one size, chosen and by their numbers.
+    """The division of a host's GPUs into tp groups of one size, as chosen and by their numbers.
 
     Attributes:
         groups, by_number: places of the GPUs in the host's list.
@@ -41,31 +41,40 @@ class Grouping:
 
 
 def groupings(host: HostFacts) -> list[Grouping]:
-    """For each size that divides the GPUs of a host; none where the links are not known, or are those of slices."""
-    count, links = len(host.gpus), host.links
+    """Return a grouping for each size that divides the GPUs of a host.
+
+    There is none where the links are not known, or are those of slices.
+    """
+    count = len(host.gpus)
+    links = host.links
     if links is None or any(gpu.is_slice for gpu in host.gpus):
         return []
     found: list[Grouping] = []
-    for tp in (number for number in range(2, count + 1) if count % number == 0):
+    for tp in range(2, count + 1):
+        if count % tp:
+            continue
         groups = best_groups(links.bandwidth, tp)
         by_number = [tuple(range(start, start + tp)) for start in range(0, count, tp)]
-        low, naive = (weakest_pair(links.bandwidth, each) for each in (groups, by_number))
+        low = weakest_pair(links.bandwidth, groups)
+        naive = weakest_pair(links.bandwidth, by_number)
         found.append(Grouping(tp, groups, low, by_number, naive))
     return found
 
 
 def topology(cluster: Cluster, ranks: Sequence[RankPlace]) -> RenderableType:
-    """The links and groups of each kind of host, then the ranks if there are any."""
+    """Draw the links and groups of each kind of host, then the ranks if there are any."""
     parts: list[RenderableType] = []
     for hosts in _alike(cluster):
-        parts += [_title(hosts), *_links(hosts[0]), *_groups(hosts[0]), ""]
+        if parts:
+            parts.append("")
+        parts += [_title(hosts), *_links(hosts[0]), *_groups(hosts[0])]
     if ranks:
-        parts.append(seats_table(ranks, cluster))
-    return Group(*parts[: None if ranks else -1])
+        parts += ["", seats_table(ranks, cluster)]
+    return Group(*parts)
 
 
 def topology_facts(cluster: Cluster, ranks: Sequence[RankPlace]) -> dict[str, Any]:
-    """The same for JSON. GPUs are named by their number, as `nvidia-smi` counts."""
+    """Return the same for JSON. GPUs are named by their number, as `nvidia-smi` counts."""
     return {
         "hosts": [_host_facts(host) for host in cluster.hosts],
         "ranks": [place.model_dump() for place in ranks],
@@ -73,18 +82,30 @@ def topology_facts(cluster: Cluster, ranks: Sequence[RankPlace]) -> dict[str, An
 
 
 def show_seats(ranks: Sequence[RankPlace], cluster: Cluster, out: TextIO) -> None:
-    """Print where the ranks sit, if there are several."""
+    """Print the table of ranks, if there are several.
+
+    Args:
+        ranks: with their hosts and devices.
+        cluster: the hosts.
+        out: where it is printed.
+    """
     if len(ranks) > 1:
         open_console(out).print(seats_table(ranks, cluster))
 
 
 def show_topology(cluster: Cluster, ranks: Sequence[RankPlace], out: TextIO) -> None:
-    """Print the links and groups."""
+    """Print the links and groups.
+
+    Args:
+        cluster: the hosts.
+        ranks: printed too, if there are any.
+        out: where it is printed.
+    """
     open_console(out).print(topology(cluster, ranks))
 
 
 def seats_table(ranks: Sequence[RankPlace], cluster: Cluster) -> RenderableType:
-    """A row per rank: host, GPU, place along the axes, CPUs."""
+    """Draw a row per rank: host, GPU, place along the axes, CPUs."""
     table = Table(box=None, pad_edge=False)
     for column in ("rank", "host", "GPU", "pp", "dp", "tp", "node", "CPUs"):
         table.add_column(
@@ -103,13 +124,13 @@ def seats_table(ranks: Sequence[RankPlace], cluster: Cluster) -> RenderableType:
             str(place.rank), printable(place.host), gpu, *where, node, place.cpus or "any"
         )
     more = len(ranks) - _MOST_ROWS
-    return (
-        Group(table, f"and {several(more, 'rank')} more: --json lists all") if more > 0 else table
-    )
+    if more <= 0:
+        return table
+    return Group(table, f"and {several(more, 'rank')} more: --json lists all")
 
 
 def _alike(cluster: Cluster) -> list[list[HostFacts]]:
-    """Hosts that differ in nothing but their names, together."""
+    """Return the hosts, those together that differ in nothing but their names."""
     kinds: dict[HostFacts, list[HostFacts]] = {}
     for host in cluster.hosts:
         kinds.setdefault(host.called("", host.slots, host.chosen), []).append(host)
@@ -117,11 +138,15 @@ def _alike(cluster: Cluster) -> list[list[HostFacts]]:
 
 
 def _title(hosts: list[HostFacts]) -> Text:
-    host, names = hosts[0], listed([host.hostname for host in hosts])
+    host = hosts[0]
+    names = listed([each.hostname for each in hosts])
     facts = str(host).removeprefix(f"{host.hostname}: ")
-    driver = f", driver {host.driver}" if host.driver else ""
-    links = f"; {host.links.kind}" if host.links is not None else ""
-    return Text(printable(f"{names}: {facts}{driver}{links}"), style="bold")
+    title = f"{names}: {facts}"
+    if host.driver:
+        title += f", driver {host.driver}"
+    if host.links is not None:
+        title += f"; {host.links.kind}"
+    return Text(printable(title), style="bold")
 
 
 def _links(host: HostFacts) -> list[RenderableType]:
@@ -144,14 +169,11 @@ def _links(host: HostFacts) -> list[RenderableType]:
 
 
 def _path(path: str) -> Text:
-    return Text(
-        path,
-        style="bold cyan"
-        if path.startswith("NV")
-        else "dim"
-        if path in ("X", "?", "MIG", "SYS")
-        else "",
-    )
+    if path.startswith("NV"):
+        return Text(path, style="bold cyan")
+    if path in ("X", "?", "MIG", "SYS"):
+        return Text(path, style="dim")
+    return Text(path)
 
 
 def _groups(host: HostFacts) -> list[RenderableType]:
@@ -170,17 +192,17 @@ def _groups(host: HostFacts) -> list[RenderableType]:
             overflow="fold",
         )
     for each in groupings(host):
-        chosen, naive = _sets(host, each.groups), _sets(host, each.by_number)
-        table.add_row(
-            str(each.tp),
-            chosen,
-            f"{each.bottleneck:g} GB/s",
-            "the same" if chosen == naive else naive,
-            f"{each.naive_bottleneck:g} GB/s",
-        )
+        chosen = _sets(host, each.groups)
+        naive = _sets(host, each.by_number)
+        if chosen == naive:
+            naive = "the same"
+        low = f"{each.bottleneck:g} GB/s"
+        naive_low = f"{each.naive_bottleneck:g} GB/s"
+        table.add_row(str(each.tp), chosen, low, naive, naive_low)
     explained = (
-        "tp: ranks that share a layer; groups: the division whose weakest pair of GPUs has the strongest link; "
-        "by number: what the order of the GPUs would give. GB/s in one direction as NCCL reckons, not measured"
+        "tp: ranks that share a layer; groups: the division whose weakest pair of GPUs has the "
+        "strongest link; by number: what the order of the GPUs would give. GB/s in one direction "
+        "as NCCL reckons, not measured"
     )
     return [table, Text(explained, "dim")]
 
@@ -192,7 +214,7 @@ def _sets(host: HostFacts, groups: list[tuple[int, ...]]) -> str:
 
 
 def _number(host: HostFacts, place: int) -> str:
-    """What `nvidia-smi` calls a device: the GPU's number, for a slice followed by its own."""
+    """Return the number by which `nvidia-smi` knows a GPU; a slice's own number follows it."""
     gpu = host.gpus[place]
     if not gpu.is_slice:
         return str(gpu.index)

@@ -1,4 +1,4 @@
-"""Which screen a run gets: a live panel where one can be drawn, plain lines elsewhere."""
+"""The choice of a screen: a live panel where one can be drawn, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -17,8 +17,18 @@ class Ui(StrEnum):
 
 
 def choose(asked: Ui, is_tty: bool, environ: Mapping[str, str], width: int) -> Ui:
-    """What `auto` means here."""
+    """Return what `auto` means here.
+
+    Args:
+        asked: returned as it is, unless it is `auto`.
+        is_tty: whether the output is a terminal.
+        environ: CI and TERM count.
+        width: of the terminal, in columns.
+    """
     if asked is not Ui.auto:
         return asked
-    unfit = not is_tty or width < _NARROWEST or environ.get("TERM") == "dumb"
-    return Ui.plain if unfit or "CI" in environ else Ui.live
+    if not is_tty or width < _NARROWEST:
+        return Ui.plain
+    if environ.get("TERM") == "dumb" or "CI" in environ:
+        return Ui.plain
+    return Ui.live

@@ -11,7 +11,8 @@ import torch
 from zrun_core.checkpoint.manifest import RANK, VALUE
 from zrun_core.errors import JobError
 from zrun_core.optim.resolve import RESERVED, OptimizerSpec, resolve_optimizer
-from zrun_core.spine.config import NOT_SHARDED, OWN_DEFAULTS, OptimConfig
+from zrun_core.spine.config import OptimConfig
+from zrun_core.spine.optimizer_args import NOT_SHARDED, OWN_DEFAULTS
 
 
 def chosen(name: str = "adamw", load: Any = None, **keys: Any) -> OptimizerSpec:

@@ -15,7 +15,8 @@ from zrun.job.load import MAX_FILE_BYTES, LoadedJob, load_job
 from zrun.job.scalars import resolve, write
 from zrun.job.schema import find_key, job_schema, keys
 from zrun_core.errors import ExitCode, JobError
-from zrun_core.spine.config import EarlyStopConfig, JobConfig, Ref
+from zrun_core.spine.config import EarlyStopConfig, JobConfig
+from zrun_core.spine.section import Ref
 
 EIGHT_LINES = """\
 name: gpt-1b

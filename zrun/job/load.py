@@ -13,7 +13,8 @@ from zrun.job.document import Document
 from zrun.job.problems import DEFAULT, Problem, ValueOrigin, job_error
 from zrun.job.validate import validate
 from zrun_core.errors import JobError
-from zrun_core.spine.config import JobConfig, Section
+from zrun_core.spine.config import JobConfig
+from zrun_core.spine.section import Section
 
 MAX_FILE_BYTES = 2**20
 

@@ -9,7 +9,8 @@ from typing import Any
 from zrun.job.load import LoadedJob
 from zrun.job.scalars import write
 from zrun.job.schema import JobKey, find_key
-from zrun_core.spine.config import JobConfig, Ref, Section
+from zrun_core.spine.config import JobConfig
+from zrun_core.spine.section import Ref, Section
 
 _COMMENT_COLUMN = 32
 

@@ -16,7 +16,8 @@ from pydantic.fields import FieldInfo
 
 from zrun.job.problems import KeyPath
 from zrun.job.scalars import write
-from zrun_core.spine.config import JobConfig, Section
+from zrun_core.spine.config import JobConfig
+from zrun_core.spine.section import Section
 
 _FORMATS = {"regex": "regular expression", "reference": "module:attr"}
 _WORDS = {"boolean": "true | false", "null": "null", "string": "text", None: "any value"}

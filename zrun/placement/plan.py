@@ -14,7 +14,9 @@ from zrun.hosts.cluster import Cluster, HostFacts, each, listed, several
 from zrun.job.problems import AutoValue
 from zrun.placement.place import RankAssignment, assign_ranks, resolve_dims
 from zrun_core.errors import JobError, PreflightError
-from zrun_core.spine.config import MAX_RANKS, OWN_DEFAULTS, JobConfig
+from zrun_core.spine.config import JobConfig
+from zrun_core.spine.optimizer_args import OWN_DEFAULTS
+from zrun_core.spine.section import MAX_RANKS
 from zrun_core.spine.sizes import format_size
 from zrun_core.spine.spec import BatchPlan, LaunchPlan, resolve_batch, resolve_bucket
 

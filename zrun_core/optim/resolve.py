@@ -16,12 +16,12 @@ from zrun_core.errors import JobError
 from zrun_core.optim import lightweight
 from zrun_core.optim.chunked import Bf16Adam, Bf16AdamW, Chunked, Lion, scratch_bytes
 from zrun_core.optim.layerwise import Lamb, Lars, LayerWise, TrustRatios
-from zrun_core.spine.config import (
+from zrun_core.spine.config import OptimConfig
+from zrun_core.spine.optimizer_args import (
     ARGS_OF,
     NOT_SHARDED,
     WITH_BF16_MOMENTS,
-    OptimConfig,
-    argument_problem,
+    describe_argument_error,
 )
 
 OptimizerClass = Callable[..., torch.optim.Optimizer]
@@ -208,7 +208,7 @@ def _with(
             kwargs = kwargs | section.model_validate(own).model_dump(exclude_unset=True)
         except ValidationError as error:
             problems = "; ".join(
-                argument_problem(name, section, detail) for detail in error.errors()
+                describe_argument_error(name, section, detail) for detail in error.errors()
             )
             raise JobError(f"optim: {name}: {problems}") from None
     if "moment_dtype" in inspect.signature(build).parameters:

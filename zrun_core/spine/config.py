@@ -1,21 +1,23 @@
-"""The job as data: the single definition of every key of a job file, its type, default, unit and meaning.
+"""The keys of a job file: each with its type, default, unit, bounds and meaning.
 
-`JobConfig.model_validate(mapping)` is the only way in; the loader in `zrun.job` adds file positions to its errors, and
-`zrun explain`, `zrun init --full` and `zrun config schema` are printed from these classes. Nothing here reads a file or
-the environment, and nothing imports torch.
+    JobConfig                                   the whole file
+      batch: BatchConfig                        one class per section, in the order of the file
+        micro: Samples | Literal["auto"]        one field per key
+
+`JobConfig.model_validate(mapping)` is the only way in. The loader in `zrun.job` adds file positions
+to its errors; `zrun explain`, `zrun init --full` and `zrun config schema` are printed from these
+classes, descriptions and docstrings included. Nothing here reads a file or the environment, and
+nothing imports torch.
 """
 
 from __future__ import annotations
 
-import difflib
 import re
 import shlex
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
-    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -25,122 +27,39 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 
 from zrun_core.spine.hostname import MAX_SLOTS, checked_item
-from zrun_core.spine.sizes import parse_size
+from zrun_core.spine.optimizer_args import (
+    ARGS_OF,
+    NOT_SHARDED,
+    WITH_BF16_MOMENTS,
+    LambArgs,
+    LarsArgs,
+    describe_argument_error,
+)
+from zrun_core.spine.section import (
+    MAX_RANKS,
+    NAME_PATTERN,
+    Bytes,
+    Fraction,
+    Pattern,
+    Positive,
+    Ranks,
+    Ref,
+    Samples,
+    Seconds,
+    Section,
+    Steps,
+    check_pattern,
+)
 
-MAX_RANKS = 2**17
-NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
-_REF = re.compile(r"(?P<where>[\w./~-]+\.py|[A-Za-z_][\w.]*):(?P<attr>[A-Za-z_][\w.]*)")
-
-
-def _parse_bytes(value: Any) -> Any:
-    return parse_size(value) if isinstance(value, str | int) else value
-
-
-# Every number has an upper bound, so that a typing error ends in a message, not in all of the host's memory or in an
-# overflow of whatever the number is handed to. Those of 10,000 and more are far beyond what anybody needs.
-Bytes = Annotated[
-    int, BeforeValidator(_parse_bytes), Field(ge=0, le=2**50, json_schema_extra={"unit": "bytes"})
-]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-Positive = Annotated[float, Field(gt=0, le=1e30)]  # what fp32 holds
-Seconds = Annotated[float, Field(gt=0, le=1e6)]  # 11 days: poll(2) counts milliseconds in 32 bits
-Steps = Annotated[int, Field(gt=0, le=10**12)]
-Samples = Annotated[int, Field(gt=0, le=10**9)]
-Ranks = Annotated[int, Field(gt=0, le=MAX_RANKS)]
-
-
-def _check_pattern(pattern: str) -> str:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
-    return pattern
-
-
-Pattern = Annotated[
-    str, AfterValidator(_check_pattern), Field(json_schema_extra={"format": "regex"})
-]
-
-
-class Section(BaseModel):
-    """One mapping of a job file: immutable, and closed to keys that it does not define.
-
-    A section may have a short form: with `short = ("stage", int)`, a bare `2` stands for `{stage: 2}`.
-    """
-
-    # Infinity and NaN are no hyper-parameters, but may be arguments of the user's code, so JSON must carry them.
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        validate_default=True,
-        allow_inf_nan=False,
-        ser_json_inf_nan="constants",
-        defer_build=True,
-    )
-    short: ClassVar[tuple[str, type] | None] = None
-
-    @classmethod
-    def expand(cls, value: Any) -> Any:
-        """The long form of `value`; anything that is not the short form is returned as it is."""
-        if cls.short is not None and type(value) is cls.short[1]:
-            return {cls.short[0]: value}
-        return value
-
-    @model_validator(mode="before")
-    @classmethod
-    def _expand(cls, value: Any) -> Any:
-        return cls.expand(value)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _true_is_not_one(cls, value: Any, info: ValidationInfo) -> Any:
-        field = cls.model_fields[info.field_name or ""]
-        if isinstance(value, bool) and field.annotation is not bool:
-            raise PydanticCustomError("bool_refused", "true and false are not numbers")
-        return value
-
-
-class Ref(Section):
-    """The user's own code: `module:attr`, `file.py:attr` (relative to the job file), or `{call: ..., args: {...}}`."""
-
-    short = ("call", str)
-
-    call: str = Field(
-        description='what to call, as "module:attr" or "file.py:attr"',
-        examples=["train.py:build_model"],
-        json_schema_extra={"format": "reference"},
-    )
-    args: dict[str, Any] = Field(
-        default_factory=dict, description="keyword arguments of the call", examples=[{"dim": 512}]
-    )
-
-    @field_validator("call")
-    @classmethod
-    def _check_call(cls, call: str) -> str:
-        if ".ipynb:" in call:
-            raise ValueError(
-                f"{call!r} is in a notebook: save its code as a file, such as train.py"
-            )
-        if not _REF.fullmatch(call):
-            raise ValueError(f'{call!r} is not a reference: write "module:attr" or "file.py:attr"')
-        return call
-
-    @property
-    def where(self) -> str:
-        """The module or file part, before the colon."""
-        return self.call.rpartition(":")[0]
-
-    @property
-    def attr(self) -> str:
-        """The attribute part, after the colon; may hold dots."""
-        return self.call.rpartition(":")[2]
+# The data, the batch and the formats of numbers
 
 
 class DataConfig(Ref):
-    """Training data: a reference that returns a map-style or iterable Dataset, and how it is read."""
+    """Training data: a reference that returns a map-style or iterable Dataset, and how it is
+    read.
+    """
 
     shuffle: bool = Field(
         default=False, description="permute the samples of each epoch by (seed, epoch)"
@@ -164,7 +83,9 @@ class DataConfig(Ref):
 
 
 class BatchConfig(Section):
-    """Samples per optimizer step. accumulation = global / (micro * data-parallel ranks) and must be whole."""
+    """Samples per optimizer step. accumulation = global / (micro * data-parallel ranks) and must be
+    whole.
+    """
 
     model_config = ConfigDict(populate_by_name=True)
     short = ("global", int)
@@ -182,7 +103,7 @@ class BatchConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _one_is_given(self) -> Self:
+    def _require_a_number(self) -> Self:
         if self.global_ == "auto" and self.micro == "auto":
             raise ValueError("give batch.global, batch.micro or both: one of them must be a number")
         return self
@@ -214,7 +135,8 @@ class PrecisionConfig(Section):
     )
     reduce: Literal["fp32", "compute"] = Field(
         default="fp32",
-        description="gradient accumulation and reduction; compute halves the bytes under bf16 or fp16",
+        description="gradient accumulation and reduction; compute halves the bytes under bf16 or "
+        "fp16",
     )
     master: Literal["fp32"] = Field(
         default="fp32", description="the optimizer's copy of the parameters"
@@ -224,8 +146,13 @@ class PrecisionConfig(Section):
     )
 
 
+# Sharding and the update
+
+
 class ZeroConfig(Section):
-    """Which model states are sharded (Rajbhandari et al. 2020): 0 none, 1 optimizer, 2 + gradients, 3 + parameters."""
+    """Which model states are sharded (Rajbhandari et al. 2020): 0 none, 1 optimizer, 2 + gradients,
+    3 + parameters.
+    """
 
     short = ("stage", int)
 
@@ -244,12 +171,14 @@ class ZeroConfig(Section):
     )
     leaf: list[Pattern] = Field(
         default_factory=list,
-        description="regexes of modules gathered and reduced as a whole: those that choose what runs inside",
+        description="regexes of modules gathered and reduced as a whole: those that choose what "
+        "runs inside",
         examples=[[r"blocks\.\d+\.moe"]],
     )
     shard_group: Ranks | Literal["all", "node"] = Field(
         default="all",
-        description="ranks that share one copy of the states; copies are replicated across such groups",
+        description="ranks that share one copy of the states; copies are replicated across such "
+        "groups",
         examples=["node"],
     )
     persist_below: Bytes = Field(
@@ -262,85 +191,21 @@ class ZeroConfig(Section):
     )
 
 
-def _check_bounds(bounds: tuple[float, float]) -> tuple[float, float]:
-    if not 0 <= bounds[0] <= bounds[1] <= 1e30:
-        raise ValueError(
-            f"{list(bounds)} is no range: write [low, high] with 0 <= low <= high <= 1e30"
-        )
-    return bounds
-
-
-Bounds = Annotated[tuple[float, float], AfterValidator(_check_bounds)]
-
-
-class LambArgs(Section):
-    """`optim.args` of lamb (You et al. 2020, Algorithm 2)."""
-
-    bias_correction: bool = Field(
-        default=True, description="divide the moments by 1 - beta^step, as the paper does"
-    )
-    norm_clamp: Bounds | None = Field(
-        default=None, description="[low, high] of a layer's norm: the paper's phi"
-    )
-    ratio_clamp: Bounds | None = Field(default=None, description="[low, high] of the trust ratio")
-    adapt_no_decay: bool = Field(
-        default=False, description="also adapt the parameters that optim.no_decay names"
-    )
-
-
-class LarsArgs(Section):
-    """`optim.args` of lars (You et al. 2017, Algorithm 1)."""
-
-    momentum: Fraction = Field(default=0.9, description="decay of the velocity")
-    trust_coefficient: Positive = Field(
-        default=1e-3, description="the paper's eta: how far a layer trusts itself"
-    )
-    ratio_clamp: Bounds | None = Field(default=None, description="[low, high] of the local rate")
-    adapt_no_decay: bool = Field(
-        default=False, description="also adapt the parameters that optim.no_decay names"
-    )
-
-
-class LionArgs(Section):
-    """`optim.args` of lion (Chen et al. 2023, Algorithm 2): it has none."""
-
-
-ARGS_OF: dict[str, type[Section]] = {"lamb": LambArgs, "lars": LarsArgs, "lion": LionArgs}
-# What null stands for where the optimizer is one that we know: told before a run, as nothing is to be silent.
-OWN_DEFAULTS: dict[str, dict[str, Any]] = {
-    "adam": {"betas": (0.9, 0.999), "eps": 1e-8},
-    "adamw": {"betas": (0.9, 0.999), "eps": 1e-8},
-    "lamb": {"betas": (0.9, 0.999), "eps": 1e-6},
-    "lion": {"betas": (0.9, 0.99)},
-}
-WITH_BF16_MOMENTS = ("adam", "adamw", "lamb", "lion")
-_SMALL_STATE = "write adamw with optim.moments: bf16 (4 bytes of state per parameter) or lion (4, or 2 with bf16)"
-_WHOLE_MATRICES = "adamw, or lamb where large batches are the reason"
-NOT_SHARDED = {
-    "adafactor": f"it keeps means over the rows and columns of whole matrices; {_SMALL_STATE}",
-    "came": f"it keeps means over the rows and columns of whole matrices; {_SMALL_STATE}",
-    "sm3": f"it keeps maxima over the rows and columns of whole matrices; {_SMALL_STATE}",
-    "muon": f"it orthogonalises whole matrices; write {_WHOLE_MATRICES}",
-    "shampoo": f"it inverts roots of products of whole matrices; write {_WHOLE_MATRICES}",
-    "soap": f"it works in eigenbases of whole matrices; write {_WHOLE_MATRICES}",
-    "kfac": f"it inverts statistics of whole layers; write {_WHOLE_MATRICES}",
-    "galore": f"it projects the gradients of whole matrices; {_SMALL_STATE}",
-    "lbfgs": "its line search wants the loss several times per step; write adamw",
-    "sparseadam": "it takes sparse gradients only, and gradients are reduced in dense buffers; write adam",
-}
-
-
 class OptimConfig(Section):
-    """The update: adamw, adam, lion, lamb, lars, any elementwise class of `torch.optim`, or `module:attr`."""
+    """The update: adamw, adam, lion, lamb, lars, any elementwise class of `torch.optim`, or
+    `module:attr`.
+    """
 
     name: str = Field(
         default="adamw",
-        description="adamw | adam | sgd | lion | lamb | lars | an elementwise torch.optim class | module:attr",
+        description="adamw | adam | sgd | lion | lamb | lars | an elementwise torch.optim class | "
+        "module:attr",
     )
     lr: Positive = Field(default=1e-3, description="peak learning rate")
     betas: tuple[Fraction, Fraction] | None = Field(
         default=None,
-        description="moment decays; null: the optimizer's own (adam, lamb: 0.9, 0.999; lion: 0.9, 0.99)",
+        description="moment decays; null: the optimizer's own (adam, lamb: 0.9, 0.999; lion: 0.9, "
+        "0.99)",
         examples=[[0.9, 0.95]],
     )
     eps: Positive | None = Field(
@@ -357,7 +222,8 @@ class OptimConfig(Section):
     )
     no_decay: list[Pattern] = Field(
         default_factory=list,
-        description="regexes of parameter names without weight decay, and without a trust ratio of lamb, lars",
+        description="regexes of parameter names without weight decay, and without a trust ratio "
+        "of lamb, lars",
         examples=[["bias", "norm"]],
     )
     clip: Positive | None = Field(
@@ -371,21 +237,22 @@ class OptimConfig(Section):
     )
     args: dict[str, Any] = Field(
         default_factory=dict,
-        description=f"more keyword arguments of the optimizer class; "
+        description="more keyword arguments of the optimizer class; "
         f"lamb: {', '.join(LambArgs.model_fields)}; lars: {', '.join(LarsArgs.model_fields)}",
         examples=[{"amsgrad": True}],
     )
 
     @field_validator("name")
     @classmethod
-    def _can_be_sharded(cls, name: str) -> str:
-        if (reason := NOT_SHARDED.get(name.lower())) is not None:
+    def _refuse_what_cannot_be_sharded(cls, name: str) -> str:
+        reason = NOT_SHARDED.get(name.lower())
+        if reason is not None:
             raise ValueError(f"{name} cannot update slices of parameters: {reason}")
         return name
 
     @field_validator("moments")
     @classmethod
-    def _has_moments(cls, moments: str, info: ValidationInfo) -> str:
+    def _refuse_bf16_without_moments(cls, moments: str, info: ValidationInfo) -> str:
         name = info.data.get("name", "adamw")
         if moments == "bf16" and name.lower() not in WITH_BF16_MOMENTS:
             raise ValueError(
@@ -395,19 +262,19 @@ class OptimConfig(Section):
 
     @field_validator("args")
     @classmethod
-    def _fit(cls, args: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+    def _check_known_arguments(cls, args: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
         name = info.data.get("name", "adamw").lower()
-        if (section := ARGS_OF.get(name)) is None:
+        section = ARGS_OF.get(name)
+        if section is None:
             return args
         try:
             return section.model_validate(args).model_dump(exclude_unset=True)
         except ValidationError as error:
-            raise ValueError(
-                "; ".join(argument_problem(name, section, detail) for detail in error.errors())
-            ) from None
+            problems = [describe_argument_error(name, section, each) for each in error.errors()]
+            raise ValueError("; ".join(problems)) from None
 
     @model_validator(mode="after")
-    def _takes_what_is_given(self) -> Self:
+    def _refuse_what_the_optimizer_lacks(self) -> Self:
         lacks = {"lars": ("betas", "eps"), "lion": ("eps",)}.get(self.name.lower(), ())
         for key in lacks:
             if getattr(self, key) is not None:
@@ -415,29 +282,21 @@ class OptimConfig(Section):
         return self
 
 
-def argument_problem(name: str, section: type[Section], detail: Any) -> str:
-    """What is wrong with an argument of the optimizer `name`; `detail` is one of pydantic's errors of its section."""
-    key = str(detail["loc"][0])
-    if detail["type"] != "extra_forbidden":
-        return f"{key}: {detail['msg'].removeprefix('Value error, ')}, found {detail['input']!r}"
-    near = difflib.get_close_matches(key, section.model_fields, 1)
-    known = (
-        f"it takes {', '.join(section.model_fields)}" if section.model_fields else "it takes none"
-    )
-    return f"{name} has no argument {key!r}; {f'did you mean {near[0]}?' if near else known}"
-
-
 ScheduleName = Literal["constant", "linear", "cosine", "polynomial", "inverse_sqrt", "wsd"]
 
 
 class LrConfig(Section):
-    """Learning rate over optimizer steps, as a factor of `optim.lr`. The default changes nothing."""
+    """Learning rate over optimizer steps, as a factor of `optim.lr`.
+
+    The default changes nothing.
+    """
 
     short = ("schedule", str)
 
     schedule: ScheduleName | Ref = Field(
         default="constant",
-        description="constant | linear | cosine | polynomial | inverse_sqrt | wsd | module:attr (step -> factor)",
+        description="constant | linear | cosine | polynomial | inverse_sqrt | wsd | module:attr "
+        "(step -> factor)",
         examples=["cosine"],
     )
     warmup: int = Field(
@@ -449,13 +308,17 @@ class LrConfig(Section):
     )
     decay_steps: Steps | Literal["auto"] = Field(
         default="auto",
-        description="steps until the end of the decay; auto: the run's steps (wsd: length of the decay)",
+        description="steps until the end of the decay; auto: the run's steps (wsd: length of the "
+        "decay)",
         examples=[10000],
     )
     min_factor: Annotated[float, Field(ge=0, le=1)] = Field(
         default=0.0, description="final factor of optim.lr", examples=[0.1]
     )
     power: Positive = Field(default=1.0, le=1000, description="exponent of the polynomial decay")
+
+
+# Evaluations
 
 
 class Goal(Section):
@@ -492,10 +355,12 @@ class EarlyStopConfig(Goal):
     )
 
 
-def _one_or_several(value: Any) -> str:
-    """Which form of `eval.data` is meant."""
-    is_mapping = isinstance(value, dict) and value and not value.keys() & Ref.model_fields.keys()
-    return "several" if is_mapping else "one"
+def _form_of_data(value: Any) -> str:
+    """Return the tag of a value of `eval.data`: one dataset, or several by name."""
+    if not isinstance(value, dict) or not value:
+        return "one"
+    is_reference = not value.keys().isdisjoint(Ref.model_fields)
+    return "one" if is_reference else "several"
 
 
 class EvalConfig(Section):
@@ -503,7 +368,7 @@ class EvalConfig(Section):
 
     data: Annotated[
         Annotated[Ref, Tag("one")] | Annotated[dict[str, Ref], Tag("several")],
-        Discriminator(_one_or_several),
+        Discriminator(_form_of_data),
     ] = Field(
         description="returns the validation Dataset; or a mapping of names to several",
         examples=["train.py:build_val_data"],
@@ -529,7 +394,7 @@ class EvalConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _can_stop(self) -> Self:
+    def _check_stop(self) -> Self:
         if self.stop is not None:
             if self.every is None:
                 raise ValueError("eval.stop needs eval.every: without it only the end is evaluated")
@@ -556,7 +421,7 @@ class EvalConfig(Section):
 
     @field_validator("data")
     @classmethod
-    def _check_names(cls, data: Ref | dict[str, Ref]) -> Ref | dict[str, Ref]:
+    def _check_dataset_names(cls, data: Ref | dict[str, Ref]) -> Ref | dict[str, Ref]:
         for name in data if isinstance(data, dict) else ():
             if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,31}", name):
                 what = "write 1 to 32 letters, digits or ._-"
@@ -569,47 +434,26 @@ class EvalConfig(Section):
         return self.data if isinstance(self.data, dict) else {"": self.data}
 
 
+# The rest of the loop: activations, checkpoints, weights to start from, hooks
+
+
 class ActivationsConfig(Section):
     """Which activations are recomputed in backward (Chen et al. 2016; Korthikanti et al. 2022)."""
 
     checkpoint: Literal["none", "full", "every_n", "selective"] = Field(
         default="none",
-        description="none | full: every block | every_n: one block in n | selective: keep matrix products",
+        description="none | full: every block | every_n: one block in n | selective: keep matrix "
+        "products",
         examples=["full"],
     )
     n: int = Field(default=2, gt=0, le=1000, description="every_n: one block in n is recomputed")
 
 
-class HooksConfig(Section):
-    """The user's functions called by the loop on every rank, each as f(context)."""
-
-    on_start: Ref | None = Field(
-        default=None,
-        description="before the first step, and when the run goes on",
-        examples=["hooks.py:on_start"],
-    )
-    on_step: Ref | None = Field(
-        default=None,
-        description="after every optimizer step",
-        examples=["hooks.py:on_step"],
-    )
-    on_eval: Ref | None = Field(
-        default=None,
-        description="after every evaluation",
-        examples=["hooks.py:on_eval"],
-    )
-    on_save: Ref | None = Field(
-        default=None, description="once a checkpoint is on the disk", examples=["hooks.py:on_save"]
-    )
-    on_end: Ref | None = Field(
-        default=None,
-        description="at the end of a run that did not fail",
-        examples=["hooks.py:on_end"],
-    )
-
-
 class CheckpointConfig(Section):
-    """Saves of the whole state of a run, from which it goes on bit for bit. The short form sets `every`."""
+    """Saves of the whole state of a run, from which it goes on bit for bit.
+
+    The short form sets `every`.
+    """
 
     model_config = ConfigDict(populate_by_name=True)
     short = ("every", int)
@@ -654,7 +498,9 @@ class CheckpointConfig(Section):
 
 
 class InitFromConfig(Section):
-    """Weights to start from: a safetensors file or sharded folder, a `state_dict` of torch, or a zrun checkpoint."""
+    """Weights to start from: a safetensors file or sharded folder, a `state_dict` of torch, or a
+    zrun checkpoint.
+    """
 
     short = ("path", str)
 
@@ -666,7 +512,8 @@ class InitFromConfig(Section):
     )
     map: dict[str, str] = Field(
         default_factory=dict,
-        description="regex of a name in the file -> name in the model, with groups as \\1; the first match counts",
+        description="regex of a name in the file -> name in the model, with groups as \\1; the "
+        "first match counts",
         examples=[{r"transformer\.(.*)": r"\1"}],
     )
 
@@ -674,7 +521,7 @@ class InitFromConfig(Section):
     @classmethod
     def _check_map(cls, names: dict[str, str]) -> dict[str, str]:
         for pattern, replacement in names.items():
-            _check_pattern(pattern)
+            check_pattern(pattern)
             try:
                 re.sub(
                     pattern, replacement, ""
@@ -684,46 +531,35 @@ class InitFromConfig(Section):
         return names
 
 
-class LogConfig(Section):
-    """What is printed. `events.jsonl` always has every step."""
+class HooksConfig(Section):
+    """The user's functions called by the loop on every rank, each as f(context)."""
 
-    every: Steps = Field(default=10, description="optimizer steps between printed lines")
-    ranks: list[Annotated[int, Field(ge=0, lt=MAX_RANKS)]] | Literal["all"] = Field(
-        default=[0],
-        description="ranks whose own output is shown while they train: a list, or all; zrun logs has that of every one",
-        examples=[[0, 7]],
-    )
-
-
-class LimitsConfig(Section):
-    """How much memory may be taken, and times after which waiting is an error."""
-
-    memory: Annotated[Bytes, Field(gt=0)] | None = Field(
+    on_start: Ref | None = Field(
         default=None,
-        description="bytes of each host's memory that the job may take: more is not started; null: what is free",
-        examples=["16GiB"],
+        description="before the first step, and when the run goes on",
+        examples=["hooks.py:on_start"],
     )
-    start_s: Seconds = Field(default=300.0, description="seconds for all ranks to arrive")
-    collective_s: Seconds = Field(
-        default=600.0, description="seconds one collective may wait for other ranks"
-    )
-    first_step_s: Seconds = Field(
-        default=1800.0,
-        description="seconds without progress before the second step: imports, building, compiling",
-    )
-    hang_s: Seconds | None = Field(
+    on_step: Ref | None = Field(
         default=None,
-        description="seconds without progress in a later step; null: 5 slow steps, at least 60 s",
-        examples=[120],
+        description="after every optimizer step",
+        examples=["hooks.py:on_step"],
     )
-    eval_s: Seconds = Field(
-        default=600.0, description="seconds without progress in an evaluation or a hook"
+    on_eval: Ref | None = Field(
+        default=None,
+        description="after every evaluation",
+        examples=["hooks.py:on_eval"],
     )
-    save_s: Seconds = Field(default=1800.0, description="seconds without progress in a save")
-    stop_s: Seconds = Field(
-        default=30.0,
-        description="seconds to finish the step after a signal, then the run stops at once; a save has limits.save_s",
+    on_save: Ref | None = Field(
+        default=None, description="once a checkpoint is on the disk", examples=["hooks.py:on_save"]
     )
+    on_end: Ref | None = Field(
+        default=None,
+        description="at the end of a run that did not fail",
+        examples=["hooks.py:on_end"],
+    )
+
+
+# Hosts and ranks
 
 
 class LaunchConfig(Section):
@@ -733,7 +569,8 @@ class LaunchConfig(Section):
 
     backend: Literal["auto", "local", "ssh", "slurm", "env"] = Field(
         default="auto",
-        description="auto | local: this host | ssh | slurm: srun starts them | env: another launcher has done so",
+        description="auto | local: this host | ssh | slurm: srun starts them | env: another "
+        "launcher has done so",
         examples=["ssh"],
     )
     ssh: str = Field(
@@ -743,13 +580,14 @@ class LaunchConfig(Section):
     )
     python: str | None = Field(
         default=None,
-        description="a Python with zrun on the other hosts; null: the path of the one that runs zrun here",
+        description="a Python with zrun on the other hosts; null: the path of the one that runs "
+        "zrun here",
         examples=["/opt/venv/bin/python"],
     )
 
     @field_validator("ssh")
     @classmethod
-    def _is_a_command(cls, ssh: str) -> str:
+    def _require_a_command(cls, ssh: str) -> str:
         try:
             words = shlex.split(ssh)
         except ValueError as error:
@@ -762,7 +600,7 @@ class LaunchConfig(Section):
 
     @field_validator("python")
     @classmethod
-    def _is_a_path(cls, python: str | None) -> str | None:
+    def _require_a_path(cls, python: str | None) -> str | None:
         if python is not None and (
             not python.strip() or python.startswith("-") or not python.isprintable()
         ):
@@ -770,28 +608,6 @@ class LaunchConfig(Section):
                 f"{python!r} is not the path of a Python; write for example /opt/venv/bin/python"
             )
         return python
-
-
-class GuardsConfig(Section):
-    """What stops a run whose numbers, replicas or memory go wrong."""
-
-    max_skips: Steps = Field(
-        default=50, description="skipped steps in a row before the run saves and stops (exit 7)"
-    )
-    max_nonfinite: Steps = Field(
-        default=3,
-        description="the same for skips that no loss scale can help: nan losses, any skip without fp16",
-    )
-    replica_every: int = Field(
-        default=100,
-        ge=0,
-        le=10**12,
-        description="optimizer steps between comparisons of replicas (exit 10); 0: never",
-    )
-    on_oom: Literal["stop", "skip"] = Field(
-        default="stop",
-        description="stop | skip: all ranks drop the batch for which one of them lacks memory",
-    )
 
 
 Axis = Literal["tp", "dp", "pp"]
@@ -818,12 +634,87 @@ class ParallelConfig(Section):
 
     @field_validator("order")
     @classmethod
-    def _each_axis_once(cls, order: tuple[Axis, Axis, Axis]) -> tuple[Axis, Axis, Axis]:
+    def _require_each_axis_once(cls, order: tuple[Axis, Axis, Axis]) -> tuple[Axis, Axis, Axis]:
         if len(set(order)) < len(order):
             raise ValueError(
-                f"{list(order)} does not have each axis once: write [tp, dp, pp] or another order of them"
+                f"{list(order)} does not have each axis once: write [tp, dp, pp] or another order "
+                "of them"
             )
         return order
+
+
+# What is printed, and what ends a run
+
+
+class LogConfig(Section):
+    """What is printed. `events.jsonl` always has every step."""
+
+    every: Steps = Field(default=10, description="optimizer steps between printed lines")
+    ranks: list[Annotated[int, Field(ge=0, lt=MAX_RANKS)]] | Literal["all"] = Field(
+        default=[0],
+        description="ranks whose own output is shown while they train: a list, or all; zrun logs "
+        "has that of every one",
+        examples=[[0, 7]],
+    )
+
+
+class GuardsConfig(Section):
+    """What stops a run whose numbers, replicas or memory go wrong."""
+
+    max_skips: Steps = Field(
+        default=50, description="skipped steps in a row before the run saves and stops (exit 7)"
+    )
+    max_nonfinite: Steps = Field(
+        default=3,
+        description="the same for skips that no loss scale can help: nan losses, any skip without "
+        "fp16",
+    )
+    replica_every: int = Field(
+        default=100,
+        ge=0,
+        le=10**12,
+        description="optimizer steps between comparisons of replicas (exit 10); 0: never",
+    )
+    on_oom: Literal["stop", "skip"] = Field(
+        default="stop",
+        description="stop | skip: all ranks drop the batch for which one of them lacks memory",
+    )
+
+
+class LimitsConfig(Section):
+    """How much memory may be taken, and times after which waiting is an error."""
+
+    memory: Annotated[Bytes, Field(gt=0)] | None = Field(
+        default=None,
+        description="bytes of each host's memory that the job may take: more is not started; "
+        "null: what is free",
+        examples=["16GiB"],
+    )
+    start_s: Seconds = Field(default=300.0, description="seconds for all ranks to arrive")
+    collective_s: Seconds = Field(
+        default=600.0, description="seconds one collective may wait for other ranks"
+    )
+    first_step_s: Seconds = Field(
+        default=1800.0,
+        description="seconds without progress before the second step: imports, building, compiling",
+    )
+    hang_s: Seconds | None = Field(
+        default=None,
+        description="seconds without progress in a later step; null: 5 slow steps, at least 60 s",
+        examples=[120],
+    )
+    eval_s: Seconds = Field(
+        default=600.0, description="seconds without progress in an evaluation or a hook"
+    )
+    save_s: Seconds = Field(default=1800.0, description="seconds without progress in a save")
+    stop_s: Seconds = Field(
+        default=30.0,
+        description="seconds to finish the step after a signal, then the run stops at once; a "
+        "save has limits.save_s",
+    )
+
+
+# The job
 
 
 class JobConfig(Section):
@@ -867,7 +758,8 @@ class JobConfig(Section):
     )
     sync: Literal["ring", "server"] = Field(
         default="ring",
-        description="zero 0: ring | server: one rank sums, updates and sends parameters; a baseline to compare with",
+        description="zero 0: ring | server: one rank sums, updates and sends parameters; a "
+        "baseline to compare with",
     )
     seed: int = Field(
         default=0,
@@ -877,7 +769,8 @@ class JobConfig(Section):
     )
     init: Literal["factory", "meta"] = Field(
         default="factory",
-        description="factory: the model's code runs once per host | meta: modules reset themselves, shard by shard",
+        description="factory: the model's code runs once per host | meta: modules reset "
+        "themselves, shard by shard",
     )
     optim: OptimConfig = Field(
         default_factory=OptimConfig,
@@ -901,7 +794,8 @@ class JobConfig(Section):
     )
     checkpoint: CheckpointConfig | None = Field(
         default=None,
-        description="saves: steps between them, or {every, minutes, keep, dir, async, ...}; null: none",
+        description="saves: steps between them, or {every, minutes, keep, dir, async, ...}; null: "
+        "none",
         examples=[{"every": 500}],
     )
     resume: str | Annotated[int, Field(ge=0, le=10**12)] = Field(
@@ -914,7 +808,8 @@ class JobConfig(Section):
         default=0,
         ge=0,
         le=1000,
-        description="how often the run is started again after a killed worker, a hang or a lost host",
+        description="how often the run is started again after a killed worker, a hang or a lost "
+        "host",
         examples=[3],
     )
     min_hosts: Ranks | None = Field(
@@ -939,12 +834,14 @@ class JobConfig(Section):
         | None
     ) = Field(
         default=None,
-        description="a host file (name slots=N on each line) or a list of name:slots; null: this host, or Slurm's",
+        description="a host file (name slots=N on each line) or a list of name:slots; null: this "
+        "host, or Slurm's",
         examples=[["node1:8", "node2:8"]],
     )
     launch: LaunchConfig = Field(
         default_factory=LaunchConfig,
-        description="how ranks are started: auto | local | ssh | slurm | env, or {backend, ssh, python}",
+        description="how ranks are started: auto | local | ssh | slurm | env, or {backend, ssh, "
+        "python}",
         examples=[{"ssh": "ssh -F cluster.cfg"}],
     )
     parallel: ParallelConfig = Field(
@@ -963,7 +860,8 @@ class JobConfig(Section):
     )
     bind: Literal["auto", "off"] = Field(
         default="auto",
-        description="auto: each rank keeps to cores of its own near its GPU, unless you bind by hand",
+        description="auto: each rank keeps to cores of its own near its GPU, unless you bind by "
+        "hand",
     )
     log: LogConfig = Field(
         default_factory=LogConfig, description="printed output", examples=[{"every": 1}]
@@ -985,25 +883,25 @@ class JobConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _server_has_everything(self) -> Self:
+    def _refuse_server_with_shards(self) -> Self:
         if self.sync == "server" and self.zero.stage:
             raise ValueError(
-                f"sync: server keeps all states on one rank, and zero {self.zero.stage} divides them over all; "
-                "write zero: 0, or leave sync out"
+                f"sync: server keeps all states on one rank, and zero {self.zero.stage} divides "
+                "them over all; write zero: 0, or leave sync out"
             )
         return self
 
     @model_validator(mode="after")
-    def _can_drop(self) -> Self:
+    def _refuse_dropped_batches_at_stage_3(self) -> Self:
         if self.guards.on_oom == "skip" and self.zero.stage == 3:
             raise ValueError(
-                "guards.on_oom: skip is impossible at zero.stage 3: the other ranks would wait for parameters of the "
-                "one that ran out; write stop, or zero.stage: 2"
+                "guards.on_oom: skip is impossible at zero.stage 3: the other ranks would wait "
+                "for parameters of the one that ran out; write stop, or zero.stage: 2"
             )
         return self
 
     @model_validator(mode="after")
-    def _can_know_the_best(self) -> Self:
+    def _check_best(self) -> Self:
         if self.checkpoint is not None and self.checkpoint.best is not None:
             if self.eval is None:
                 raise ValueError("checkpoint.best needs an evaluation; write eval: {data: ...}")
@@ -1011,7 +909,7 @@ class JobConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _one_length(self) -> Self:
+    def _require_one_length(self) -> Self:
         given = [key for key in ("steps", "tokens", "epochs") if getattr(self, key) is not None]
         if len(given) != 1:
             what = " and ".join(given) if given else "none of them"

@@ -11,8 +11,9 @@ from typing import Any
 from pydantic import PositiveInt
 
 from zrun_core.errors import JobError
-from zrun_core.spine.config import JobConfig, Section, ZeroConfig
+from zrun_core.spine.config import JobConfig, ZeroConfig
 from zrun_core.spine.parallel_dims import Coordinates, ParallelDims, resolve_shard_size
+from zrun_core.spine.section import Section
 
 _MAX_ACCUMULATION = 100_000  # micro-batches of a rank in one step
 

@@ -53,10 +53,10 @@ from zrun_core.guards import oom
 from zrun_core.optim.lr import make_schedule
 from zrun_core.optim.resolve import resolve_optimizer
 from zrun_core.spine import heap, memory_limits, tracebacks
-from zrun_core.spine.config import Ref
 from zrun_core.spine.events import Emitter
 from zrun_core.spine.flight_recorder import FlightRecorder, Watchdog, host_file
 from zrun_core.spine.parallel_dims import refuse_untrained
+from zrun_core.spine.section import Ref
 from zrun_core.spine.spec import RunSpec
 from zrun_core.spine.stop_signals import StopSignals
 from zrun_core.train import parallelize

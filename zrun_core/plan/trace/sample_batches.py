@@ -21,7 +21,8 @@ from torch.utils.data import default_collate
 from zrun_core.data.batch import _map_tensors, count_tokens
 from zrun_core.data.source import is_map_style, length_of
 from zrun_core.errors import JobError, UserCodeError, ZrunError
-from zrun_core.spine.config import JobConfig, Ref
+from zrun_core.spine.config import JobConfig
+from zrun_core.spine.section import Ref
 from zrun_core.user_code import user
 
 # What has a shape without being read, with its default seq_len.

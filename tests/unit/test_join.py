@@ -14,7 +14,7 @@ import pytest
 
 from zrun.agent.workers import isolated_gpus
 from zrun.hosts.cluster import Cluster, Gpu, HostFacts
-from zrun.hosts.cluster_env import detect
+from zrun.hosts.cluster_env import NONE, Member, detect
 from zrun.hosts.probe import route_to
 from zrun.launch.rank_assignment import check_slots, group_by_host, merge_facts
 from zrun.placement.plan import make_plan
@@ -63,7 +63,7 @@ def rendezvous(environ: dict[str, str]) -> Rendezvous:
 
 
 @pytest.mark.parametrize(
-    ("environ", "address", "first_port"),
+    ("environ", "address", "port"),
     [
         (TORCHRUN, None, 29601),  # all on this host; torchrun's store has the port itself
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}, "n1", 29601),
@@ -74,6 +74,7 @@ def rendezvous(environ: dict[str, str]) -> Rendezvous:
             29600,
         ),
         (STEP, "n7", 20000 + 1234 * 8 % 9000),
+        (STEP | {"SLURM_STEP_ID": "3"}, "n7", 20000 + (1234 * 8 + 3) % 9000),
         (
             STEP | {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "n7"},
             None,
@@ -83,18 +84,17 @@ def rendezvous(environ: dict[str, str]) -> Rendezvous:
         (POD, "job-0.svc", 29500),
     ],
 )
-def test_where_processes_meet(
-    environ: dict[str, str], address: str | None, first_port: int
-) -> None:
+def test_where_processes_meet(environ: dict[str, str], address: str | None, port: int) -> None:
     found = rendezvous(environ)
-    assert (found.address, found.ports[0], len(found.ports)) == (address, first_port, 8)
+    assert found.member.address == address
+    assert address is None or found.member.port == port
 
 
 def test_a_pod_of_an_indexed_job_is_a_host() -> None:
     found = rendezvous(POD)
-    assert (found.index, found.count, found.is_rank) == (1, 3, False)
+    assert (found.member.index, found.member.count, found.member.is_rank) == (1, 3, False)
     assert (
-        detect({key: value for key, value in POD.items() if key != "WORLD_SIZE"}).kind == "none"
+        detect({key: value for key, value in POD.items() if key != "WORLD_SIZE"}) == NONE
     )  # it is on its own
 
 
@@ -148,7 +148,7 @@ def start(request: pytest.FixtureRequest, tmp_path: Path) -> Rendezvous:
         pytest.skip("this machine has no interface but lo")
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    return Rendezvous(0, 3, True, 0, address, range(port, port + 4), f"{tmp_path}{port}")
+    return Rendezvous(Member(0, 3, True, 0, None, address, port), f"{tmp_path}{port}")
 
 
 @pytest.fixture
@@ -161,7 +161,7 @@ KEY = b"k" * 32
 
 
 def rank(start: Rendezvous, index: int) -> Rendezvous:
-    return replace(start, index=index, local_index=index)
+    return replace(start, member=replace(start.member, index=index, local_index=index))
 
 
 def close(agents: list[JoinedAgent], connections: list[socket.socket]) -> None:
@@ -174,16 +174,16 @@ def close(agents: list[JoinedAgent], connections: list[socket.socket]) -> None:
 def test_ranks_join_in_any_order_and_hear_how_it_ended(
     start: Rendezvous, pool: ThreadPoolExecutor
 ) -> None:
-    second = pool.submit(connect_to_leader, rank(start, 2), KEY, 10.0)  # before there is a door
-    door = JoinServer.open(start, KEY)
+    second = pool.submit(connect_to_leader, rank(start, 2), KEY, 10.0)  # before there is a server
+    server = JoinServer(start, KEY)
     first = pool.submit(connect_to_leader, rank(start, 1), KEY, 10.0)
-    agents = door.gather(10.0)
+    agents = server.gather(10.0)
     connections = [first.result(), second.result()]
-    assert [agent.caller.index for agent in agents] == [1, 2]
+    assert [agent.process.index for agent in agents] == [1, 2]
     assert [agent.host for agent in agents] == [
         f"rank {index} ({socket.gethostname()})" for index in (1, 2)
     ]
-    assert [agent.known_address for agent in agents] == [start.address, start.address]
+    assert [agent.known_address for agent in agents] == [start.member.address] * 2
     connections[1].sendall(b'\n{"frame": "hello", "pid": 1}\n{"frame": "answer"}\n')
     assert agents[1].frames(5.0) == [{"frame": "answer"}]
     agents[0].send_exit_code(5)
@@ -199,8 +199,8 @@ def test_ranks_join_in_any_order_and_hear_how_it_ended(
 def test_who_runs_another_job_is_told_so_and_the_first_says_who_is_missing(
     start: Rendezvous, pool: ThreadPoolExecutor
 ) -> None:
-    door = JoinServer.open(start, KEY)
-    led = pool.submit(door.gather, 1.0)
+    server = JoinServer(start, KEY)
+    led = pool.submit(server.gather, 1.0)
     with pytest.raises(
         PreflightError,
         match=r"rank 0 does not take rank 1 .*: it runs another job, or the same with",
@@ -213,13 +213,11 @@ def test_who_runs_another_job_is_told_so_and_the_first_says_who_is_missing(
 
 
 def test_two_processes_cannot_be_one_rank(start: Rendezvous, pool: ThreadPoolExecutor) -> None:
-    door = JoinServer.open(start, KEY)
-    led = pool.submit(door.gather, 10.0)
+    server = JoinServer(start, KEY)
+    led = pool.submit(server.gather, 10.0)
     connections = [connect_to_leader(rank(start, 1), KEY, 10.0)]
     with pytest.raises(PreflightError, match="rank 1 is there already"):
         connect_to_leader(rank(start, 1), KEY, 10.0)
-    with pytest.raises(PreflightError, match="it is rank 7 of 3, and rank 0 one of 3"):
-        connect_to_leader(rank(start, 7), KEY, 10.0)
     connections.append(connect_to_leader(rank(start, 2), KEY, 10.0))
     close(led.result(), connections)
 
@@ -227,8 +225,8 @@ def test_two_processes_cannot_be_one_rank(start: Rendezvous, pool: ThreadPoolExe
 def test_the_end_of_a_process_ends_the_wait_for_others(
     start: Rendezvous, pool: ThreadPoolExecutor
 ) -> None:
-    door = JoinServer.open(start, KEY)
-    led = pool.submit(door.gather, 30.0)
+    server = JoinServer(start, KEY)
+    led = pool.submit(server.gather, 30.0)
     connect_to_leader(rank(start, 2), KEY, 10.0).close()
     with pytest.raises(
         RendezvousError, match=r"rank 2 .*ended, or was killed while the others were awaited"
@@ -237,30 +235,27 @@ def test_the_end_of_a_process_ends_the_wait_for_others(
 
 
 @pytest.mark.parametrize("start", ["several"], indirect=True)
-def test_another_start_on_the_same_ports_is_passed_by(
-    pool: ThreadPoolExecutor, start: Rendezvous
-) -> None:
-    other = replace(start, mark="another", count=2)
-    theirs, ours = JoinServer.open(other, b"o" * 32), JoinServer.open(start, KEY)
-    led = [pool.submit(theirs.gather, 10.0), pool.submit(ours.gather, 10.0)]
-    connections = [
-        connect_to_leader(rank(start, 1), KEY, 10.0),
-        connect_to_leader(rank(other, 1), b"o" * 32, 10.0),
-    ]
-    connections.append(connect_to_leader(rank(start, 2), KEY, 10.0))
-    close([agent for each in led for agent in each.result()], connections)
+def test_a_port_that_another_start_has_is_named(start: Rendezvous) -> None:
+    theirs = JoinServer(replace(start, mark="another"), b"o" * 32)
+    with (
+        theirs._server,
+        pytest.raises(
+            PreflightError, match=r"port \d+ cannot be used \(.*\): set another MASTER_PORT"
+        ),
+    ):
+        JoinServer(start, KEY)
 
 
 @pytest.mark.parametrize(
     "noise", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\0" * 5000, b'{"caller": 3}\n', b"[]\n"]
 )
-def test_noise_at_the_door_changes_nothing(
+def test_noise_at_the_port_changes_nothing(
     start: Rendezvous, pool: ThreadPoolExecutor, noise: bytes
 ) -> None:
-    door = JoinServer.open(start, KEY)
-    led = pool.submit(door.gather, 10.0)
-    if door.address is not None:
-        stranger = socket.create_connection((door.address, door._server.getsockname()[1]))
+    server = JoinServer(start, KEY)
+    led = pool.submit(server.gather, 10.0)
+    if server.address is not None:
+        stranger = socket.create_connection((server.address, start.member.port or 0))
         stranger.sendall(noise)
         threading.Timer(0.1, stranger.close).start()
     connections = [connect_to_leader(rank(start, index), KEY, 10.0) for index in (1, 2)]
@@ -274,23 +269,18 @@ def test_nobody_leads(start: Rendezvous) -> None:
         connect_to_leader(rank(start, 1), KEY, 0.0)
 
 
-def callers(*hosts: str, local: list[int] | None = None) -> list[JoiningProcess]:
-    seen: dict[str, int] = {}
+def processes(*hosts: str, local: list[int] | None = None) -> list[JoiningProcess]:
     found = []
     for index, host in enumerate(hosts):
-        seen[host] = seen.get(host, -1) + 1
-        found.append(
-            JoiningProcess(
-                index, len(hosts), seen[host] if local is None else local[index], host, 100 + index
-            )
-        )
+        local_index = hosts[:index].count(host) if local is None else local[index]
+        found.append(JoiningProcess(index, local_index, host, 100 + index))
     return found
 
 
 def test_ranks_are_on_the_hosts_that_their_launcher_chose() -> None:
-    found = group_by_host(callers("b", "b", "a"), is_rank=True)
+    found = group_by_host(processes("b", "b", "a"), is_rank=True)
     assert [(host.name, host.members) for host in found] == [("b", (0, 1)), ("a", (2,))]
-    found = group_by_host(callers("pod", "pod", "other"), is_rank=False)
+    found = group_by_host(processes("pod", "pod", "other"), is_rank=False)
     assert [(host.name, host.members) for host in found] == [
         ("pod-0", (0,)),
         ("pod-1", (1,)),
@@ -308,11 +298,11 @@ def test_ranks_are_on_the_hosts_that_their_launcher_chose() -> None:
     ("given", "says"),
     [
         (
-            callers("a", "b", "a", "b"),
+            processes("a", "b", "a", "b"),
             "a has the ranks 0, 2: those of a host must follow each other, as with mpirun",
         ),
         (
-            callers("a", "a", local=[0, 0]),
+            processes("a", "a", local=[0, 0]),
             "a has 2 ranks, whose launcher numbers them 0, 0 on their host",
         ),
     ],

@@ -73,11 +73,11 @@ def find_backend(
         JobError: as for `wanted_hosts` and `choose_backend`.
     """
     hosts = wanted_hosts(job, options, environ, job_dir)
-    backend = choose_backend(job, hosts, _convention(job, environ), hostname)
+    backend = choose_backend(job, hosts, _cluster_env(job, environ), hostname)
     return replace(backend, gpus=options.gpus)
 
 
-def _convention(job: JobConfig, environ: Mapping[str, str]) -> ClusterEnv:
+def _cluster_env(job: JobConfig, environ: Mapping[str, str]) -> ClusterEnv:
     """What the environment says, unless the job wants to know nothing of it."""
     return NONE if job.launch.backend == "local" else detect(environ)
 
@@ -122,7 +122,7 @@ def _listed(
         return _from_path(job.hosts, job_dir)
     if job.hosts is not None:
         return parse_items(job.hosts, "hosts")
-    cluster_env = _convention(job, environ)
+    cluster_env = _cluster_env(job, environ)
     entries = tuple(
         HostEntry(name, slots=cluster_env.slots, where=cluster_env.source)
         for name in cluster_env.names
@@ -186,7 +186,7 @@ def choose_backend(
     """
     asked = job.launch.backend
     named = hosts is not None and not all(each.where == cluster_env.source for each in hosts)
-    is_one_of_many = cluster_env.seat is not None or cluster_env.host_seat is not None
+    is_one_of_many = cluster_env.member is not None
     if is_one_of_many and (asked in ("ssh", "slurm") or (named and asked == "auto")):
         wants = "hosts are named" if named else f"launch.backend is {asked}"
         raise JobError(
@@ -219,7 +219,7 @@ def choose_backend(
 def _automatic(
     hosts: tuple[HostEntry, ...] | None, named: bool, cluster_env: ClusterEnv, hostname: str
 ) -> Backend:
-    if cluster_env.seat is not None or cluster_env.host_seat is not None:
+    if cluster_env.member is not None:
         return Backend("env", cluster_env.evidence, None, cluster_env)
     if hosts is None:
         return Backend("local", "no other host is named", None, cluster_env)
@@ -227,7 +227,7 @@ def _automatic(
         is_listed = not hosts[0].where.startswith("--")
         why = f"{hosts[0].where} names this host only" if is_listed else "no other host is named"
         return Backend("local", why, hosts, cluster_env)
-    if cluster_env.kind == "slurm" and (not named or not _outside(hosts, cluster_env)):
+    if cluster_env.names and (not named or not _outside(hosts, cluster_env)):
         return Backend("slurm", cluster_env.evidence, hosts, cluster_env)
     source = hosts[0].where.partition(":")[0].partition("[")[0]
     return Backend(
@@ -245,7 +245,7 @@ def _check_local(hosts: tuple[HostEntry, ...] | None, hostname: str) -> None:
 
 
 def _check_in_allocation(hosts: tuple[HostEntry, ...] | None, cluster_env: ClusterEnv) -> None:
-    if cluster_env.kind != "slurm" or hosts is None:
+    if not cluster_env.names or hosts is None:
         raise JobError(
             "launch.backend: slurm starts ranks in an allocation of several hosts, and this is none: "
             "ask for one first (salloc -N 2 ..., or sbatch), and see that SLURM_JOB_NODELIST is passed on"

@@ -1,15 +1,17 @@
-"""Who started this process, by its environment: nobody, a launcher with a process per rank or per host, or Slurm.
+"""The environment that another launcher, or Slurm, leaves to a process: `detect(os.environ)`.
 
-Nothing is guessed: what is set by half, or contradicts itself, is an error. To take such a process for one that stands
-alone would train as many separate models as there are processes.
+    torchrun, mpirun, srun                  a process for each rank: a `Member` that is a rank
+    a PyTorchJob, PET_*, SkyPilot, srun     a process for each host: a `Member` that is a host
+    sbatch, salloc                          a shell that owns hosts: their `names`
+
+Nothing is guessed: what is set by half, or contradicts itself, is an error. A process that took
+itself for the only one would train a model of its own, as would each of the others.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from zrun.hosts.nodelist import expand, natural
 from zrun.job.problems import shown_text
@@ -17,307 +19,263 @@ from zrun_core.errors import JobError
 from zrun_core.spine.hostname import MAX_SLOTS, check_name
 
 Environ = Mapping[str, str]
-_Kind = Literal["none", "joined", "slurm", "kubernetes", "skypilot", "pet"]
 
-# rank, world, rank on the host, ranks on the host. The first is set only where the launcher has set it.
-_MPI = (
-    (
-        "Open MPI",
-        *(f"OMPI_COMM_WORLD_{part}" for part in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
-    ),
-    (
-        "MVAPICH2",
-        *(f"MV2_COMM_WORLD_{part}" for part in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
-    ),
-    ("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-)
-# Slurm numbers the steps that no `srun` started downwards from 2**32: a batch script, a shell of salloc's.
+# Slurm numbers the steps that no `srun` started downwards from 2**32: a batch script, a shell of
+# salloc's.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 _MAX_PROCESSES = 1 << 24
-_ENDPOINT = re.compile(r"(?:\[([^\[\]]+)\]|([^\[\]:]+))(?::([0-9]+))?")
 
 
 @dataclass(frozen=True)
-class Seat:
-    """The one rank that this process is to be."""
+class Member:
+    """One of the processes that another launcher started, one for each rank or one for each host.
 
-    rank: int
-    world: int
-    local_rank: int
-    local_world: int | None = None  # None: the launcher does not say
-    address: str | None = None  # of the host of rank 0, where the launcher names it
-    port: int | None = None
-
-
-@dataclass(frozen=True)
-class HostSeat:
-    """The one host that this process is to run the ranks of."""
+    Attributes:
+        index, count: of ranks, or of hosts.
+        is_rank: it is to be one rank; else it runs those of its host.
+        local_index: of a rank, on its host.
+        slots: ranks of its host; None: the launcher does not say.
+        address: of the first process; None: the launcher does not name it.
+        port: that the launcher names with it.
+    """
 
     index: int
     count: int
+    is_rank: bool
+    local_index: int = 0
     slots: int | None = None
-    address: str | None = None  # of the first host
+    address: str | None = None
     port: int | None = None
 
 
 @dataclass(frozen=True)
 class ClusterEnv:
-    """What the environment says. Of `seat`, `host_seat` and `names` those are set that it tells of."""
+    """What an environment says.
 
-    kind: _Kind
-    evidence: str = ""  # who started this process, and the variables that say so
-    seat: Seat | None = None
-    host_seat: HostSeat | None = None
-    names: tuple[str, ...] = ()  # hosts, in the order of their ranks
-    slots: int | None = None  # of each of them
-    source: str = ""  # the variable that names the hosts
-    here: str | None = None  # which of them this process runs on
+    Attributes:
+        evidence: who started this process, and the variables that say so.
+        member: which of the processes of another launcher it is; None: it is the only one.
+        names: the hosts of a Slurm allocation, in the order of their ranks.
+        slots: of each of them.
+        source: the variable that names them.
+    """
+
+    evidence: str = ""
+    member: Member | None = None
+    names: tuple[str, ...] = ()
+    slots: int | None = None
+    source: str = ""
 
 
-NONE = ClusterEnv("none")
+NONE = ClusterEnv()
+
+
+@dataclass(frozen=True)
+class _Variables:
+    """The names under which a launcher tells a process which one it is.
+
+    Attributes:
+        launcher: as the evidence begins.
+        local_index: "": it starts a process for each host.
+    """
+
+    launcher: str
+    index: str
+    count: str
+    local_index: str = ""
+    slots: str = ""
+    address: str = "MASTER_ADDR"
+    port: str = "MASTER_PORT"
+
+
+def _mpi(launcher: str, prefix: str) -> _Variables:
+    parts = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    return _Variables(launcher, *(f"{prefix}_COMM_WORLD_{part}" for part in parts))
+
+
+_TORCHRUN = _Variables("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_MPICH = _Variables("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+_SRUN = _Variables("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
+_SKYPILOT = _Variables(
+    "SkyPilot: host",
+    "SKYPILOT_NODE_RANK",
+    "SKYPILOT_NUM_NODES",
+    slots="SKYPILOT_NUM_GPUS_PER_NODE",
+    address="SKYPILOT_NODE_IPS",
+)
+_PET = _Variables(
+    "host",
+    "PET_NODE_RANK",
+    "PET_NNODES",
+    slots="PET_NPROC_PER_NODE",
+    address="PET_MASTER_ADDR",
+    port="PET_MASTER_PORT",
+)
+_INDEXED_JOB = _Variables("an indexed Job: pod", "JOB_COMPLETION_INDEX", "WORLD_SIZE")
+_PYTORCH_JOB = _Variables("a PyTorchJob: pod", "RANK", "WORLD_SIZE")
 
 
 def detect(environ: Environ) -> ClusterEnv:
-    """The convention of `environ`. A world of one process is no convention: there is nothing to join.
+    """Return what `environ` says. A world of one process is nothing to join.
 
     Raises:
-        JobError: a variable has no sense, or tells only half.
+        JobError: a variable makes no sense, or tells only half.
     """
-    return _torchrun(environ) or _mpi(environ) or _pods(environ) or _slurm(environ) or NONE
+    for variables in _launchers(environ):
+        member = _member(environ, variables)
+        if member is not None:
+            return ClusterEnv(_evidence(environ, variables, member), member)
+    return _slurm(environ)
 
 
-def _torchrun(environ: Environ) -> ClusterEnv | None:
-    if not environ.keys() >= {"RANK", "WORLD_SIZE", "LOCAL_RANK"}:
-        return None
-    by = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "a launcher like torchrun"
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    return _joined(environ, by, names, "MASTER_ADDR", "MASTER_PORT")
+def _launchers(environ: Environ) -> Iterator[_Variables]:
+    """Yield the launchers that set `environ`, the innermost first."""
+    is_torchrun = environ.keys() >= {"RANK", "WORLD_SIZE", "LOCAL_RANK"}
+    if is_torchrun:
+        yield _TORCHRUN
+    for mpi in (_mpi("Open MPI", "OMPI"), _mpi("MVAPICH2", "MV2"), _MPICH):
+        if mpi.index in environ and not (mpi is _MPICH and _srun_speaks_pmi(environ)):
+            yield mpi
+    if "SKYPILOT_NODE_RANK" in environ:
+        yield _SKYPILOT
+    elif "PET_NNODES" in environ:
+        yield _PET
+    elif environ.keys() >= {"RANK", "WORLD_SIZE"} and not is_torchrun:
+        _check_pytorch_job(environ)
+        yield _PYTORCH_JOB
+    elif _in_pod(environ) and environ.keys() >= {"JOB_COMPLETION_INDEX", "WORLD_SIZE"}:
+        yield _INDEXED_JOB
 
 
-def _mpi(environ: Environ) -> ClusterEnv | None:
-    for by, *names in _MPI:
-        if names[0] not in environ or (by == "MPICH" and _is_step_rank(environ)):
-            continue
-        found = _joined(
-            environ, by, (names[0], names[1], names[2], names[3]), "MASTER_ADDR", "MASTER_PORT"
-        )
-        if found is not None:
-            return found
-    return None
-
-
-def _is_step_rank(environ: Environ) -> bool:
-    """Whether `srun` itself speaks PMI to this process: its own variables say more then."""
-    pairs = (("PMI_RANK", "SLURM_PROCID"), ("PMI_SIZE", "SLURM_STEP_NUM_TASKS"))
+def _srun_speaks_pmi(environ: Environ) -> bool:
+    """Return whether srun itself set the variables of MPICH: its own say more then."""
+    pairs = ((_MPICH.index, _SRUN.index), (_MPICH.count, _SRUN.count))
     return all(environ.get(pmi) == environ.get(slurm) for pmi, slurm in pairs)
 
 
-def _joined(
-    environ: Environ, by: str, names: tuple[str, str, str, str], address: str, port: str
-) -> ClusterEnv | None:
-    rank_name, world_name, local_name, local_world_name = names
-    world = _number(environ, world_name, least=1)
-    if world == 1:
-        return None
-    rank, local_rank = _number(environ, rank_name), _number(environ, local_name)
-    local_world = (
-        _number(environ, local_world_name, least=1) if local_world_name in environ else None
-    )
-    _check_below(rank_name, rank, world_name, world)
-    if local_world is not None:
-        _check_below(local_name, local_rank, local_world_name, local_world)
-    evidence = f"{by}: {rank_name}={rank}, {world_name}={world}, {local_name}={local_rank}"
-    seat = Seat(
-        rank, world, local_rank, local_world, _address(environ, address), _port(environ, port)
-    )
-    return ClusterEnv("joined", evidence, seat)
+def _in_pod(environ: Environ) -> bool:
+    return "KUBERNETES_PORT" in environ or "KUBERNETES_SERVICE_HOST" in environ
 
 
-def _pods(environ: Environ) -> ClusterEnv | None:
-    """One process per host: the variables of SkyPilot, of torchrun's options (PET_*), of a PyTorchJob."""
-    if "SKYPILOT_NODE_RANK" in environ:
-        return _skypilot(environ)
-    if "PET_NNODES" in environ:
-        return _pet(environ)
-    in_pod = "KUBERNETES_PORT" in environ or "KUBERNETES_SERVICE_HOST" in environ
-    index = "JOB_COMPLETION_INDEX" if in_pod and "RANK" not in environ else "RANK"
-    if not environ.keys() >= {index, "WORLD_SIZE"} or _number(environ, "WORLD_SIZE", least=1) == 1:
-        return None
-    if index != "RANK":
-        seat = _host_seat(environ, index, "WORLD_SIZE", None, "MASTER_ADDR", "MASTER_PORT")
-        evidence = f"an indexed Job: pod {seat.index} of {seat.count} ({index}, WORLD_SIZE)"
-        return ClusterEnv("kubernetes", evidence, None, seat)
-    if not in_pod or "MASTER_ADDR" not in environ or "GROUP_RANK" in environ:
+def _check_pytorch_job(environ: Environ) -> None:
+    """Refuse a rank without LOCAL_RANK, but for a pod's.
+
+    A PyTorchJob counts pods, not GPUs, as long as nothing in the pod starts a process per GPU.
+    """
+    is_pod = _in_pod(environ) and "MASTER_ADDR" in environ and "GROUP_RANK" not in environ
+    if not is_pod and _number(environ, "WORLD_SIZE", least=1) > 1:
         raise JobError(
-            "RANK and WORLD_SIZE are set without LOCAL_RANK: is this process one of several? Set LOCAL_RANK too if "
-            "there is one per rank, or PET_NNODES and PET_NODE_RANK if there is one per host; if not, unset RANK and "
-            "WORLD_SIZE"
+            "RANK and WORLD_SIZE are set without LOCAL_RANK: is this process one of several? Set "
+            "LOCAL_RANK too if there is one per rank, or PET_NNODES and PET_NODE_RANK if there is "
+            "one per host; if not, unset RANK and WORLD_SIZE"
         )
-    # A PyTorchJob counts pods, not GPUs, as long as nothing in the pod starts a process per GPU.
-    seat = _host_seat(environ, "RANK", "WORLD_SIZE", None, "MASTER_ADDR", "MASTER_PORT")
-    return ClusterEnv(
-        "kubernetes",
-        f"a PyTorchJob: pod {seat.index} of {seat.count} (RANK, WORLD_SIZE)",
-        None,
-        seat,
-    )
 
 
-def _skypilot(environ: Environ) -> ClusterEnv | None:
-    variable = "SKYPILOT_NODE_IPS"
-    names = tuple(environ.get(variable, "").split())
-    if len(names) == 1:
+def _member(environ: Environ, names: _Variables) -> Member | None:
+    """Read a process's place; None where it is the only one."""
+    count = _number(environ, names.count, least=1)
+    if count == 1:
         return None
-    for name in names:
-        _check_host(variable, name)
-    index = _number(environ, "SKYPILOT_NODE_RANK")
-    if not names:
+    index = _number(environ, names.index)
+    _check_below(names.index, index, names.count, count)
+    address = _address(environ, names.address)
+    if not names.local_index and address is None:
         raise JobError(
-            f"SKYPILOT_NODE_RANK={index}, but {variable} names no host: unset both, or set both"
+            f"{names.index}={index} of {names.count}={count} hosts, but {names.address} does not "
+            "name the first one: set it too"
         )
-    _check_below("SKYPILOT_NODE_RANK", index, f"the number of hosts in {variable}", len(names))
-    slots = (
-        _number(environ, "SKYPILOT_NUM_GPUS_PER_NODE")
-        if "SKYPILOT_NUM_GPUS_PER_NODE" in environ
-        else None
-    )
-    seat = HostSeat(index, len(names), slots or None, names[0])
-    evidence = f"SkyPilot: host {index} of {len(names)} (SKYPILOT_NODE_RANK, {variable})"
-    return ClusterEnv(
-        "skypilot", evidence, None, seat, names, slots or None, variable, names[index]
-    )
+    slots = None
+    if environ.get(names.slots, "") not in ("", "auto", "gpu", "cpu"):  # words of torchrun
+        slots = _number(environ, names.slots) or None
+    port = _port(environ, names.port)
+    if not names.local_index:
+        return Member(index, count, False, 0, slots, address, port)
+    local_index = _number(environ, names.local_index)
+    if slots is not None:
+        _check_below(names.local_index, local_index, names.slots, slots)
+    return Member(index, count, True, local_index, slots, address, port)
 
 
-def _pet(environ: Environ) -> ClusterEnv | None:
-    count = environ["PET_NNODES"]
-    if count == "1" or count == "1:1":
-        return None
-    if ":" in count:
-        low, _, high = count.partition(":")
-        if low != high:
-            fixed = shown_text(high)
-            raise JobError(
-                f"PET_NNODES={shown_text(count)}: the number must be fixed: write PET_NNODES={fixed}"
-            )
-        environ = {**environ, "PET_NNODES": low}
-    if "PET_NODE_RANK" not in environ:
-        raise JobError(
-            f"PET_NNODES={shown_text(count)}, but PET_NODE_RANK does not say which of them this host is: set it too"
-        )
-    address, port = "PET_MASTER_ADDR", "PET_MASTER_PORT"
-    if address not in environ and "PET_RDZV_ENDPOINT" in environ:
-        match = _ENDPOINT.fullmatch(environ["PET_RDZV_ENDPOINT"])
-        if match is None:
-            raise JobError("PET_RDZV_ENDPOINT: write host:port, with an IPv6 address in brackets")
-        environ = {**environ, address: match[1] or match[2]} | (
-            {port: match[3]} if match[3] else {}
-        )
-    elif address not in environ and "MASTER_ADDR" in environ:
-        address, port = "MASTER_ADDR", "MASTER_PORT"
-    seat = _host_seat(environ, "PET_NODE_RANK", "PET_NNODES", "PET_NPROC_PER_NODE", address, port)
-    return ClusterEnv(
-        "pet", f"host {seat.index} of {seat.count} (PET_NODE_RANK, PET_NNODES)", None, seat
+def _evidence(environ: Environ, names: _Variables, member: Member) -> str:
+    if not member.is_rank:
+        return f"{names.launcher} {member.index} of {member.count} ({names.index}, {names.count})"
+    launcher = names.launcher
+    if names is _TORCHRUN and "TORCHELASTIC_RUN_ID" not in environ:
+        launcher = "a launcher like torchrun"
+    return (
+        f"{launcher}: {names.index}={member.index}, {names.count}={member.count}, "
+        f"{names.local_index}={member.local_index}"
     )
 
 
-def _host_seat(
-    environ: Environ, index: str, count: str, slots: str | None, address: str, port: str
-) -> HostSeat:
-    total, own = _number(environ, count, least=1), _number(environ, index)
-    _check_below(index, own, count, total)
-    first = _address(environ, address)
-    if first is None:
-        raise JobError(
-            f"{index}={own} of {count}={total} hosts, but {address} does not name the first one: set it too"
-        )
-    # "auto", "gpu" and "cpu" leave the number to the host.
-    per_host = environ.get(slots, "") if slots is not None else ""
-    given = _number(environ, slots or "", least=1) if per_host.isdigit() else None
-    return HostSeat(own, total, given, first, _port(environ, port))
-
-
-def _slurm(environ: Environ) -> ClusterEnv | None:
-    """A task of `srun` if there are several, else a shell or script in an allocation."""
+def _slurm(environ: Environ) -> ClusterEnv:
+    """Read a task of `srun` if there are several, else a shell or script in an allocation."""
     if "SLURM_JOB_ID" not in environ:
-        return None
+        return NONE
+    job = shown_text(environ["SLURM_JOB_ID"])
     if environ.get("SLURM_HET_SIZE", "1") not in ("0", "1"):
         raise JobError(
-            f"SLURM_HET_SIZE={shown_text(environ['SLURM_HET_SIZE'])}: the parts of a heterogeneous Slurm job cannot be "
-            "used together: ask for one allocation, or write launch.backend: local to use this host only"
+            f"SLURM_HET_SIZE={shown_text(environ['SLURM_HET_SIZE'])}: the parts of a heterogeneous "
+            "Slurm job cannot be used together: ask for one allocation, or write launch.backend: "
+            "local to use this host only"
         )
-    # A batch script and a shell of salloc's have SLURM_PROCID too; only a step of srun's has tasks to join.
+    # A batch script and a shell of salloc's have SLURM_PROCID too; only a step of srun's has tasks.
     step = environ.get("SLURM_STEP_ID", "")
-    tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
-    if step.isdigit() and int(step) < _FIRST_SPECIAL_STEP and tasks != "1":
+    is_srun = step.isdecimal() and int(step) < _FIRST_SPECIAL_STEP
+    if is_srun and environ.get(_SRUN.count, "1") != "1":
         return _slurm_task(environ)
-    source = "SLURM_JOB_NODELIST" if "SLURM_JOB_NODELIST" in environ else "SLURM_NODELIST"
+    source = "SLURM_JOB_NODELIST"
+    if source not in environ:
+        source = "SLURM_NODELIST"
     if source not in environ:
         raise JobError(
-            f"SLURM_JOB_ID={shown_text(environ['SLURM_JOB_ID'])}, but SLURM_JOB_NODELIST does not name its hosts: pass "
-            "it on, or write launch.backend: local to use this host only"
+            f"SLURM_JOB_ID={job}, but SLURM_JOB_NODELIST does not name its hosts: pass it on, or "
+            "write launch.backend: local to use this host only"
         )
-    names = tuple(sorted(_nodes(source, environ[source]), key=natural))
-    here = environ.get("SLURMD_NODENAME")
-    if names == (here,):
-        return None  # the whole allocation is this host
-    several = f"{len(names)} hosts" if len(names) > 1 else names[0]
-    evidence = f"Slurm job {shown_text(environ['SLURM_JOB_ID'])}: {several} ({source})"
-    return ClusterEnv("slurm", evidence, None, None, names, _slurm_slots(environ), source, here)
+    names = tuple(sorted(_nodes(environ, source), key=natural))
+    if names == (environ.get("SLURMD_NODENAME"),):
+        return NONE  # the whole allocation is this host
+    hosts = names[0] if len(names) == 1 else f"{len(names)} hosts"
+    evidence = f"Slurm job {job}: {hosts} ({source})"
+    return ClusterEnv(evidence, None, names, _slurm_slots(environ), source)
 
 
 def _slurm_task(environ: Environ) -> ClusterEnv:
-    world, rank = (
-        _number(environ, "SLURM_STEP_NUM_TASKS", least=1),
-        _number(environ, "SLURM_PROCID"),
-    )
-    _check_below("SLURM_PROCID", rank, "SLURM_STEP_NUM_TASKS", world)
-    hosts = (
-        _number(environ, "SLURM_STEP_NUM_NODES", least=1)
-        if "SLURM_STEP_NUM_NODES" in environ
-        else None
-    )
+    """A task is a rank; where it is alone on its host and has several GPUs, it is a host."""
+    if not environ.get("MASTER_ADDR") and "SLURM_STEP_NODELIST" in environ:
+        first = _nodes(environ, "SLURM_STEP_NODELIST")[0]  # task 0 is there
+        environ = {**environ, "MASTER_ADDR": first}
+    num_hosts = environ.get("SLURM_STEP_NUM_NODES")
     slots = _slurm_slots(environ)
-    if (
-        hosts == world and slots is not None and slots > 1
-    ):  # a task per host, and each has several GPUs to run
-        source = "SLURM_STEP_NODELIST" if "SLURM_STEP_NODELIST" in environ else "SLURM_JOB_NODELIST"
-        names = tuple(sorted(_nodes(source, environ.get(source, "")), key=natural))
-        here = environ.get("SLURMD_NODENAME")
-        if len(names) != hosts or here not in names:
-            raise JobError(
-                f"{source}: {len(names)} hosts, where SLURM_STEP_NUM_NODES={hosts} and SLURMD_NODENAME count"
-            )
-        seat = HostSeat(names.index(here), hosts, slots, names[0])
-        evidence = (
-            f"srun: a task for each of {hosts} hosts (SLURM_STEP_NUM_TASKS={world}, {source})"
-        )
-        return ClusterEnv("slurm", evidence, None, seat, names, slots, source, here)
-    local_rank = _number(environ, "SLURM_LOCALID")
-    evidence = (
-        f"srun: SLURM_PROCID={rank}, SLURM_STEP_NUM_TASKS={world}, SLURM_LOCALID={local_rank}"
-    )
-    address, port = _address(environ, "MASTER_ADDR"), _port(environ, "MASTER_PORT")
-    if address is None and "SLURM_STEP_NODELIST" in environ:  # task 0 is on the first of them
-        address = _nodes("SLURM_STEP_NODELIST", environ["SLURM_STEP_NODELIST"])[0]
-    return ClusterEnv(
-        "joined",
-        evidence,
-        Seat(rank, world, local_rank, world if hosts == 1 else None, address, port),
-    )
+    variables = _SRUN
+    if num_hosts == environ[_SRUN.count] and slots is not None and slots > 1:
+        variables = replace(_SRUN, launcher="srun: host", local_index="")
+    member = _member(environ, variables)
+    if member is None:
+        return NONE
+    if member.is_rank:
+        slots = member.count if num_hosts == "1" else None
+    return ClusterEnv(_evidence(environ, variables, member), replace(member, slots=slots))
 
 
 def _slurm_slots(environ: Environ) -> int | None:
-    """GPUs, or else tasks, that every host was asked for; SLURM_TASKS_PER_NODE may count CPUs."""
-    gpus = [part.rpartition(":")[2] for part in environ.get("SLURM_GPUS_PER_NODE", "").split(",")]
-    if all(part.isdigit() for part in gpus) and 1 <= sum(map(int, gpus)) <= MAX_SLOTS:
+    """Return the GPUs, or else tasks, that every host was asked for.
+
+    SLURM_TASKS_PER_NODE is no help: it may count CPUs.
+    """
+    parts = environ.get("SLURM_GPUS_PER_NODE", "").split(",")
+    gpus = [part.rpartition(":")[2] for part in parts]  # a100:6,v100:2
+    if all(part.isdecimal() for part in gpus) and 1 <= sum(map(int, gpus)) <= MAX_SLOTS:
         return sum(map(int, gpus))
     tasks = environ.get("SLURM_NTASKS_PER_NODE", "")
-    return int(tasks) if tasks.isdigit() and 2 <= int(tasks) <= MAX_SLOTS else None
+    if tasks.isdecimal() and 2 <= int(tasks) <= MAX_SLOTS:
+        return int(tasks)
+    return None
 
 
-def _nodes(variable: str, text: str) -> list[str]:
+def _nodes(environ: Environ, variable: str) -> list[str]:
     try:
-        names = expand(text)
+        names = expand(environ[variable])
     except ValueError as error:
         raise JobError(f"{variable}: {error}; it is read as in node[001-004,7],gpu-[1-2]") from None
     for name in names:
@@ -328,10 +286,12 @@ def _nodes(variable: str, text: str) -> list[str]:
     return names
 
 
-def _address(environ: Environ, name: str) -> str | None:
-    if environ.get(name):
-        _check_host(name, environ[name])
-    return environ.get(name) or None
+def _address(environ: Environ, variable: str) -> str | None:
+    names = environ.get(variable, "").split()  # SkyPilot's names all hosts
+    if not names:
+        return None
+    _check_host(variable, names[0])
+    return names[0]
 
 
 def _check_host(variable: str, name: str) -> None:
@@ -344,7 +304,8 @@ def _check_host(variable: str, name: str) -> None:
 def _check_below(name: str, value: int, limit_name: str, limit: int) -> None:
     if value >= limit:
         raise JobError(
-            f"{name}={value} is not below {limit_name}={limit}: unset what an earlier launcher left behind"
+            f"{name}={value} is not below {limit_name}={limit}: unset what an earlier launcher "
+            "left behind"
         )
 
 
@@ -352,13 +313,14 @@ def _number(environ: Environ, name: str, least: int = 0) -> int:
     text = environ.get(name)
     if text is None:
         raise JobError(
-            f"{name} is not set, as the variables beside it let expect: pass the launcher's environment on"
+            f"{name} is not set, as the variables beside it let expect: pass the launcher's "
+            "environment on"
         )
-    if not (
-        text.isascii() and text.isdigit() and len(text) <= 9 and least <= int(text) < _MAX_PROCESSES
-    ):
+    is_number = text.isascii() and text.isdigit() and len(text) <= 9
+    if not is_number or not least <= int(text) < _MAX_PROCESSES:
         raise JobError(
-            f'{name}="{shown_text(text)}" is not a whole number >= {least}: unset it, or set it right'
+            f'{name}="{shown_text(text)}" is not a whole number >= {least}: unset it, or set it '
+            "right"
         )
     return int(text)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from socket import gethostname
@@ -16,7 +16,7 @@ from zrun.hosts.probe import HostReport
 from zrun.launch.rank_assignment import check_slots, group_by_host, merge_facts
 from zrun.preflight.host_checks import requirements_of
 from zrun.preflight.host_report import Finding, describe
-from zrun.preflight.inspection import HELLO_S, inspect_hosts
+from zrun.preflight.inspection import HELLO_S, check_hosts, inspect_hosts
 from zrun.preflight.rpc_client import ask
 from zrun.system import processes
 from zrun.transport.agent_process import AgentLink
@@ -160,72 +160,60 @@ def cluster_of(findings: Sequence[Finding], backend: Backend) -> Cluster:
 def _assemble_joined(
     agents: Sequence[AgentLink], backend: Backend, job: JobConfig, job_dir: Path, run_dir: Path
 ) -> ClusterSession:
-    """Look at the hosts of processes that another launcher started; the first of `agents` is that of this process.
+    """Look at the hosts of processes that another launcher started.
+
+    Args:
+        agents: of all processes, in order; the first one is of this process.
 
     Raises:
         PreflightError: one cannot be used, or its processes see it differently.
         JobError: the job asks for other ranks.
     """
-    is_rank = backend.cluster_env.seat is not None
-    callers = [JoiningProcess(0, len(agents), 0, gethostname(), os.getpid())]
-    callers += [agent.caller for agent in agents if isinstance(agent, JoinedAgent)]
-    hosts = group_by_host(callers, is_rank)
-    if is_rank:
+    member = backend.cluster_env.member
+    assert member is not None
+    processes = [JoiningProcess(0, 0, gethostname(), os.getpid())]
+    processes += [agent.process for agent in agents if isinstance(agent, JoinedAgent)]
+    hosts = group_by_host(processes, member.is_rank)
+    per_host = member.slots or 1
+    if member.is_rank:
         check_slots(job.slots, hosts)
-    leaders = {agents[host.members[0]]: host for host in hosts}
-    facts: dict[AgentLink, HostFacts] = {}
+        per_host = max(len(host.members) for host in hosts)
+    first = [agents[host.members[0]] for host in hosts]
     reports: dict[AgentLink, HostReport] = {}
     if len(hosts) > 1:
-        per_host = (
-            max(len(host.members) for host in hosts) if is_rank else _given_slots(backend) or 1
-        )
-        needs = requirements_of(
-            job, job_dir, _shared(job, run_dir), per_host * len(hosts), per_host
-        )
-        findings = inspect_hosts(list(leaders), needs)
-        if any(finding.problems for finding in findings):
-            raise PreflightError(describe(findings))
-        reports = {
-            agent: each.report
-            for agent, each in zip(leaders, findings, strict=True)
-            if each.report is not None
-        }
-        facts = {agent: report.facts for agent, report in reports.items()}
+        shared = _shared(job, run_dir)
+        needs = requirements_of(job, job_dir, shared, per_host * len(hosts), per_host)
+        reports = dict(zip(first, check_hosts(first, needs), strict=True))
+    facts = _facts_of(agents, reports)
+    cluster = []
+    host_agents = []
+    for host, leader in zip(hosts, first, strict=True):
+        if member.is_rank:
+            cluster.append(merge_facts(host.name, [facts[agents[rank]] for rank in host.members]))
+        else:
+            cluster.append(facts[leader].called(host.name, member.slots))
+        interface = reports[leader].interface if reports else None
+        for place in host.members:
+            seat = place if member.is_rank else None
+            is_remote = len(hosts) > 1 and place > 0
+            host_agents.append(HostAgent(agents[place], host.name, interface, seat, is_remote))
+    store = _open_store(first[0], reports[first[0]]) if reports else None
+    return ClusterSession(tuple(host_agents), Cluster(tuple(cluster)), store)
+
+
+def _facts_of(
+    agents: Sequence[AgentLink], reports: Mapping[AgentLink, HostReport]
+) -> dict[AgentLink, HostFacts]:
+    """Return what each process sees of its host; those without a report are asked."""
+    facts = {agent: report.facts for agent, report in reports.items()}
     question: Frame = {"ask": "facts", "job_dir": None, "folders": {}}
-    for agent, answer in ask(
-        {each: question for each in agents if each not in facts}, HELLO_S
-    ).items():
+    answers = ask({agent: question for agent in agents if agent not in reports}, HELLO_S)
+    for agent, answer in answers.items():
         if isinstance(answer, str) or "error" in answer:
             why = answer if isinstance(answer, str) else answer["error"]
             raise PreflightError(f"{agent.host}: its agent could not look at it ({why})")
         facts[agent] = HostReport.from_json(answer["report"]).facts
-    cluster, posts = [], []
-    for host in hosts:
-        members = [agents[place] for place in host.members]
-        if is_rank:
-            cluster.append(merge_facts(host.name, [facts[member] for member in members]))
-        else:
-            cluster.append(facts[members[0]].called(host.name, _given_slots(backend)))
-        interface = reports[members[0]].interface if reports else None
-        posts += [
-            HostAgent(
-                member,
-                host.name,
-                interface,
-                place if is_rank else None,
-                is_remote=len(hosts) > 1 and place > 0,
-            )
-            for place, member in zip(host.members, members, strict=True)
-        ]
-    store = _open_store(agents[0], reports[agents[0]]) if reports else None
-    return ClusterSession(tuple(posts), Cluster(tuple(cluster)), store)
-
-
-def _given_slots(backend: Backend) -> int | None:
-    """Ranks of each host, as its process was told."""
-    return (
-        backend.cluster_env.host_seat.slots if backend.cluster_env.host_seat is not None else None
-    )
+    return facts
 
 
 def _shared(job: JobConfig, run_dir: Path) -> list[Path]:

@@ -82,7 +82,7 @@ def _join(request: LaunchRequest, own: LocalAgent) -> int:
     """Lead the processes that another launcher started, or become an agent of the one that does."""
     rendezvous = Rendezvous.of(request.backend.cluster_env, os.environ)
     key = job_key(request.loaded.config, request.worker, rendezvous, os.environ)
-    if rendezvous.index > 0:
+    if rendezvous.member.index > 0:
         own.close()
         try:
             connection = connect_to_leader(rendezvous, key, request.loaded.config.limits.start_s)
@@ -171,11 +171,11 @@ def _run_as_leader(
     Returns:
         The exit code, which the others have been sent too.
     """
-    door = JoinServer.open(rendezvous, key)
-    own.known_address = door.address
-    if rendezvous.is_rank:
+    server = JoinServer(rendezvous, key)
+    own.known_address = server.address
+    if rendezvous.member.is_rank:
         own.host = f"rank 0 ({own.host})"
-    members: list[AgentLink] = [own, *door.gather(request.loaded.config.limits.start_s)]
+    members: list[AgentLink] = [own, *server.gather(request.loaded.config.limits.start_s)]
     code: int = ExitCode.WORKER  # of a bug
     try:
         code = _attempt(request, members).code

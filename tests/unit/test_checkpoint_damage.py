@@ -352,6 +352,17 @@ HOSTILE = {
     "a missing file": (lambda raw: raw["files"].pop(0), "does not list"),
     "a missing key": (lambda raw: raw.pop("step"), "keys"),
     "another key": (_set("pickle", "cos\nsystem"), "keys"),
+    "another key of a file": (
+        _set("files", 1, "mode", 0o777),
+        r"files\[1\] does not have the keys",
+    ),
+    "another key of a scaler": (
+        _set("progress", "scaler", {"scale": 2.0, "good": 1, "bad": 1, "ugly": 1}),
+        "progress, scaler does not have the keys scale, good, bad",
+    ),
+    "groups that are null": (_set("progress", "groups", None), "groups: not an object"),
+    "other parts that are null": (_set("layout", "others", None), "layout, others: not a list"),
+    "a size that is a tree": (_set("step", _nested(300)), "step: an object is not a whole number"),
     "another digest": (_set("files", 0, "digest", "0" * 32), "not that of its parts"),
     "a newer format": (_set("format", 2), "format 2"),
     "no object": (lambda raw: raw["files"].__setitem__(0, "x"), "keys"),
@@ -382,10 +393,13 @@ HOSTILE = {
         _set("layout", "models", 5),
         "models: not an object|layout: not an object",
     ),
-    "a model in a number": (_set("layout", "models", {"a": 5}), "layout: not an object"),
+    "a model in a number": (_set("layout", "models", {"a": 5}), "layout, models, a: not an object"),
     "other models": (_set("layout", "models", {"a": {}}), "not of the models in layout"),
-    "other parts in a number": (_set("layout", "others", 5), "layout: not a list"),
-    "another part in a number": (_set("layout", "others", [{}, 5]), "layout: not an object"),
+    "other parts in a number": (_set("layout", "others", 5), "layout, others: not a list"),
+    "another part in a number": (
+        _set("layout", "others", [{}, 5]),
+        r"layout, others\[1\]: not an object",
+    ),
     "a state too few": (lambda raw: raw["rank_states"].pop(), "states of 2 ranks"),
     "a rank twice": (_set("rank_states", 1, "rank", 0), "states of 2 ranks"),
     "a rank without streams": (
@@ -394,7 +408,7 @@ HOSTILE = {
     ),
     "an order that is none": (
         _set("rank_states", 0, "learnt", {**_ORDER, "order": 5}),
-        "learnt: not a list",
+        "learnt, order: not a list",
     ),
     "an order of numbers": (
         _set("rank_states", 0, "learnt", {**_ORDER, "order": [1]}),

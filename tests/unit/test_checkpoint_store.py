@@ -15,7 +15,8 @@ from zrun_core.checkpoint import folder as store
 from zrun_core.checkpoint.best import Best
 from zrun_core.checkpoint.folder import CheckpointFolder, read_step
 from zrun_core.checkpoint.folder_lock import hold, release
-from zrun_core.checkpoint.manifest import ITEM_BYTES, Manifest
+from zrun_core.checkpoint.manifest import Manifest
+from zrun_core.checkpoint.manifest_fields import ITEM_BYTES
 from zrun_core.checkpoint.shard_file import (
     DTYPES,
     WriteItem,

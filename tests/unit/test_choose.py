@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from zrun_core.checkpoint.manifest import RANK, VALUE
+from zrun_core.checkpoint.manifest_fields import RANK, VALUE
 from zrun_core.errors import JobError
 from zrun_core.optim.resolve import RESERVED, OptimizerSpec, resolve_optimizer
 from zrun_core.spine.config import OptimConfig

@@ -11,12 +11,14 @@ from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from typing import Any, Literal
 
+from zrun_core.checkpoint.manifest_fields import Count, Number, Text, exact_keys
 from zrun_core.errors import JobError
 from zrun_core.spine.config import EarlyStopConfig, Goal
 
 Mode = Literal["min", "max"]
 
 
+@exact_keys
 @dataclass(frozen=True)
 class Best:
     """The best evaluation so far.
@@ -26,10 +28,10 @@ class Best:
         mode: whether lower or higher values are better.
     """
 
-    step: int
-    metric: str
+    step: Count
+    metric: Text
     mode: Mode
-    value: float
+    value: Number
 
     def is_of(self, goal: Goal) -> bool:
         """Whether `goal` asks for the same metric in the same direction."""

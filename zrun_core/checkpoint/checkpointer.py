@@ -35,8 +35,6 @@ from zrun_core.checkpoint.best import Best, is_better, value_of
 from zrun_core.checkpoint.folder import CheckpointFolder
 from zrun_core.checkpoint.manifest import (
     OTHERS,
-    RANK,
-    VALUE,
     FileInfo,
     Fragment,
     Manifest,
@@ -45,6 +43,7 @@ from zrun_core.checkpoint.manifest import (
     merge_tensors,
     tensors_from_json,
 )
+from zrun_core.checkpoint.manifest_fields import RANK, VALUE
 from zrun_core.checkpoint.model_files import ModelFiles
 from zrun_core.checkpoint.model_state import CheckpointState
 from zrun_core.checkpoint.resume import Resumed

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from zrun_core.checkpoint.block_writer import Bytes, save_error, write_file
-from zrun_core.checkpoint.manifest import ITEM_BYTES, VALUE, Fragment, Manifest, TensorInfo
+from zrun_core.checkpoint.manifest import Fragment, Manifest, TensorInfo
+from zrun_core.checkpoint.manifest_fields import ITEM_BYTES, VALUE
 from zrun_core.checkpoint.model_files import CONFIG
 from zrun_core.checkpoint.shard_file import (
     Entry,

@@ -18,7 +18,8 @@ from pathlib import Path
 from zrun_core.checkpoint.best import Best
 from zrun_core.checkpoint.block_writer import reserve, save_error, write_all
 from zrun_core.checkpoint.digest import opened
-from zrun_core.checkpoint.manifest import MANIFEST, MAX_BYTES, Manifest
+from zrun_core.checkpoint.manifest import MAX_BYTES, Manifest
+from zrun_core.checkpoint.manifest_fields import MANIFEST
 from zrun_core.checkpoint.names import (
     BEST,
     LATEST,

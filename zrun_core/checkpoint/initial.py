@@ -23,7 +23,8 @@ from typing import Any, Protocol
 import torch
 
 from zrun_core.checkpoint.folder import CheckpointFolder, read_step
-from zrun_core.checkpoint.manifest import MANIFEST, TensorInfo
+from zrun_core.checkpoint.manifest import TensorInfo
+from zrun_core.checkpoint.manifest_fields import MANIFEST
 from zrun_core.checkpoint.model_state import ModelState
 from zrun_core.checkpoint.reader import Reader, Target
 from zrun_core.checkpoint.shard_file import as_bytes

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from torch import nn
 
-from zrun_core.checkpoint.manifest import ModelInfo, is_name
+from zrun_core.checkpoint.manifest import ModelInfo
+from zrun_core.checkpoint.manifest_fields import is_name
 from zrun_core.user_code.pretrained import config_of, outermost
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"

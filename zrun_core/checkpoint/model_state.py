@@ -20,15 +20,8 @@ import torch
 from torch import nn
 
 from zrun_core.checkpoint.digest import digest
-from zrun_core.checkpoint.manifest import (
-    RANK,
-    VALUE,
-    Manifest,
-    TensorInfo,
-    merge_tensors,
-    number_class,
-    tensors_from_json,
-)
+from zrun_core.checkpoint.manifest import Manifest, TensorInfo, merge_tensors, tensors_from_json
+from zrun_core.checkpoint.manifest_fields import RANK, VALUE, number_class
 from zrun_core.checkpoint.model_files import ModelFiles, describe, tokenizer_files
 from zrun_core.checkpoint.reader import Reader, Target, by_name
 from zrun_core.checkpoint.shard_file import DTYPES, WriteItem, as_bytes

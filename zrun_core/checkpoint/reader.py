@@ -16,7 +16,8 @@ from pathlib import Path
 
 import torch
 
-from zrun_core.checkpoint.manifest import RANK, Fragment, Manifest, TensorInfo
+from zrun_core.checkpoint.manifest import Fragment, Manifest, TensorInfo
+from zrun_core.checkpoint.manifest_fields import RANK
 from zrun_core.checkpoint.shard_file import DTYPES, check_header, read_fragment
 from zrun_core.distributed.transport import Group
 from zrun_core.errors import CheckpointError

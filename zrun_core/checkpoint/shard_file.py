@@ -12,7 +12,8 @@ import torch
 
 from zrun_core.checkpoint.block_writer import Bytes, write_file
 from zrun_core.checkpoint.digest import opened, read_into
-from zrun_core.checkpoint.manifest import ITEM_BYTES, FileInfo, Fragment
+from zrun_core.checkpoint.manifest import FileInfo, Fragment
+from zrun_core.checkpoint.manifest_fields import ITEM_BYTES
 from zrun_core.checkpoint.verify import check_size
 from zrun_core.errors import CheckpointError, SaveError
 

@@ -17,7 +17,8 @@ from torch import nn
 from zrun_core.checkpoint.checkpointer import Checkpointer, RunInfo, versions
 from zrun_core.checkpoint.folder import CheckpointFolder
 from zrun_core.checkpoint.folder_lock import hold
-from zrun_core.checkpoint.manifest import RANK, Manifest, TensorInfo
+from zrun_core.checkpoint.manifest import Manifest, TensorInfo
+from zrun_core.checkpoint.manifest_fields import RANK
 from zrun_core.checkpoint.model_files import ModelFiles
 from zrun_core.checkpoint.model_state import ModelState
 from zrun_core.checkpoint.resume import Resumed, load_newest, restore_streams

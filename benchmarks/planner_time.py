@@ -1,15 +1,15 @@
 """Predicted against measured step times on this machine's cores: jobs are estimated, run, and compared.
 
-    zrun doctor --bench                                              measures the machine, once
-    python benchmarks/planner_time.py                                every case: about 15 minutes on 2 quiet cores
-    python benchmarks/planner_time.py --only gpt,moe --world 1       some
-    python benchmarks/planner_time.py --job jobs/stdlib-gpt.yaml     another job, at each stage
+    zrun doctor --bench                                            measures the machine, once
+    python benchmarks/planner_time.py                              every case: 15 minutes on 2 quiet cores
+    python benchmarks/planner_time.py --only gpt,moe --world 1     some
+    python benchmarks/planner_time.py --job jobs/stdlib-gpt.yaml   another job, at each stage
 
-The prediction is what `zrun estimate` answers, and the measured time the median step of a `zrun train`, the first few
-left out; beside it lies the range of the middle half of the steps. Run it on a machine that does nothing else: its own
-speed may still change from minute to minute, where others share the host. So before and after each run some operators
-are measured again, and the last columns say how much longer they take than when the machine was measured ("speed"), and
-the error of the prediction if all takes so much longer.
+The prediction is the answer of `zrun estimate`, and the measured time the median step of a `zrun train`,
+the first few left out; beside it lies the range of the middle half of the steps. The last column is the
+error of the prediction times measured/predicted of the first case of the same model and number of
+ranks, as `zrun estimate --measure` of that case scales the others. Run it on a machine that does nothing
+else: where others share the host, its speed changes from minute to minute.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,39 +29,39 @@ from planner import HERE, MODELS, Case
 from planner import cases as memory_cases
 
 BOUND = 0.15  # of a prediction's error
-_PROBES = 9  # of each operator that is measured again
 _WARM_UP = 8  # steps that are not counted: kernels for new shapes are made in them
 _ALONE = ["checkpoint=null", "eval=null", "hooks={}", "lr=constant"]  # nothing but steps
 
 
 @dataclass(frozen=True)
 class Timed:
-    """A job, and what it came to.
+    """A job, and its predicted and measured times.
 
     Attributes:
+        family: the model and the number of ranks; the first job of a family scales the others.
         predicted, measured: seconds of a step.
         quartiles: of the measured steps.
         parts, split: seconds by what they are for, as predicted and as measured.
-        slowdown: of the machine since it was measured.
+        scale: measured / predicted of the first job of the family.
     """
 
     what: str
+    family: str
     predicted: float
     measured: float
     quartiles: tuple[float, float]
     parts: dict[str, float]
     split: dict[str, float]
-    source: str
-    slowdown: float
+    scale: float = 1.0
 
     @property
     def error(self) -> float:
         return self.predicted / self.measured - 1
 
     @property
-    def error_then(self) -> float:
-        """Of the prediction, had the machine been as fast as when it was measured."""
-        return self.predicted * self.slowdown / self.measured - 1
+    def scaled_error(self) -> float:
+        """Return the error of the prediction, scaled by the first job of the family."""
+        return self.predicted * self.scale / self.measured - 1
 
     @property
     def is_good(self) -> bool:
@@ -71,9 +71,10 @@ class Timed:
         low, high = (1e3 * each for each in self.quartiles)
         verdict = "   " if self.is_good else "BAD"
         return (
-            f"{self.what:44} {1e3 * self.predicted:8.1f} ms predicted {1e3 * self.measured:8.1f} measured "
-            f"({low:.1f}-{high:.1f}) {100 * self.error:+6.1f} % {verdict} speed x {self.slowdown:.2f} "
-            f"{100 * self.error_then:+6.1f} %"
+            f"{self.what:44} {1e3 * self.predicted:8.1f} ms predicted "
+            f"{1e3 * self.measured:8.1f} measured ({low:.1f}-{high:.1f}) "
+            f"{100 * self.error:+6.1f} % {verdict} x {self.scale:.2f} "
+            f"{100 * self.scaled_error:+6.1f} %"
         )
 
 
@@ -105,20 +106,24 @@ def job_of(case: Case) -> dict[str, Any]:
     return {key: absolute(value) for key, value in found.items()}
 
 
-def timed(what: str, job: Path, overrides: list[str], steps: int) -> Timed:
-    """Estimate a job, and run it."""
+def timed(what: str, family: str, job: Path, overrides: list[str], steps: int) -> Timed:
+    """Estimate a job, and run it.
+
+    Args:
+        what: the job, in the table.
+        family: its model and number of ranks.
+        job: its file.
+        overrides: keys that replace those of the file.
+        steps: to train.
+    """
     given = [*overrides, f"steps={steps}", *_ALONE]
     answer = json.loads(_zrun("estimate", str(job), *given, "--json"))
     time = answer["estimate"]["time"]
     if not answer["hardware"]["measured"]:
         raise SystemExit("nobody has measured this machine: run zrun doctor --bench")
-    ranks = answer["hardware"]["devices_per_node"]
-    precision = answer["estimate"]["candidate"]["precision"]
     with tempfile.TemporaryDirectory(prefix="zrun-bench-") as folder:
         run = Path(folder) / "run"
-        before = slowdown(ranks, precision)
         _zrun("train", str(job), "--run-dir", str(run), *given)
-        after = slowdown(ranks, precision)
         events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     found = [event for event in events if event["type"] == "step"][_WARM_UP:]
     seconds = [event["step_s"] for event in found]
@@ -128,39 +133,22 @@ def timed(what: str, job: Path, overrides: list[str], steps: int) -> Timed:
         for name in found[0]["split"]
     }
     return Timed(
-        what,
-        time["seconds"],
-        statistics.median(seconds),
-        (low, high),
-        time["parts"],
-        split,
-        answer["estimate"]["source"],
-        (before + after) / 2,
+        what=what,
+        family=family,
+        predicted=time["seconds"],
+        measured=statistics.median(seconds),
+        quartiles=(low, high),
+        parts=time["parts"],
+        split=split,
     )
 
 
-def slowdown(ranks: int, precision: str) -> float:
-    """How much longer operators take now than when the machine was measured, in a process for each rank."""
-    command = [sys.executable, __file__, "--slowdown", str(ranks), precision]
-    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(ranks)]
-    answers = [process.communicate()[0] for process in started]
-    return statistics.fmean(float(answer) for answer in answers)
-
-
-def _print_slowdown(ranks: int, precision: str) -> None:
-    """One rank's part of `slowdown`."""
-    import torch
-
-    from zrun.estimate.machine import hardware_of
-    from zrun.hosts.cluster import Cluster, probe_host
-    from zrun_core.hardware.operators import DTYPES
-    from zrun_core.plan.measure import microbench
-
-    here = probe_host()
-    device = hardware_of(Cluster((here,)), "cpu", ranks).device
-    assert device.operators is not None, "this machine was measured"
-    torch.set_num_threads(max(1, here.cores // ranks))
-    print(microbench.slowdown(device.operators, getattr(torch, DTYPES[precision]), _PROBES))
+def scaled(results: Iterable[Timed]) -> Iterator[Timed]:
+    """Give each result the scale of the first one of its family."""
+    scales: dict[str, float] = {}
+    for each in results:
+        scale = scales.setdefault(each.family, each.measured / each.predicted)
+        yield replace(each, scale=scale)
 
 
 def _zrun(*arguments: str) -> str:
@@ -180,6 +168,7 @@ def _all(options: argparse.Namespace) -> Iterator[Timed]:
         for stage in options.stages:
             yield timed(
                 f"{options.job.stem} stage {stage}",
+                options.job.stem,
                 options.job,
                 [*options.set, f"zero.stage={stage}"],
                 options.steps,
@@ -196,7 +185,8 @@ def _all(options: argparse.Namespace) -> Iterator[Timed]:
             with tempfile.TemporaryDirectory(prefix="zrun-bench-") as folder:
                 job = Path(folder) / "job.yaml"
                 job.write_text(json.dumps(job_of(case)))
-                yield timed(str(case), job, options.set, options.steps)
+                family = f"{case.model} x{case.world}"
+                yield timed(str(case), family, job, options.set, options.steps)
 
 
 def _in_ms(seconds: dict[str, float]) -> str:
@@ -204,21 +194,23 @@ def _in_ms(seconds: dict[str, float]) -> str:
 
 
 def summary(results: Iterable[Timed]) -> str:
-    """How many are within the bound."""
-
-    def line(errors: list[float], when: str) -> str:
-        good = sum(abs(error) <= BOUND for error in errors)
-        spread = (
-            f": from {100 * min(errors):+.1f} % to {100 * max(errors):+.1f} %" if errors else ""
-        )
-        return f"{good} of {len(errors)} step times are within {100 * BOUND:.0f} %{when}{spread}"
-
+    """Return how many are within the bound, as they are and scaled; the first of a family scales."""
     found = list(results)
-    then = line(
-        [each.error_then for each in found],
-        ", had the machine been as fast as when it was measured",
-    )
-    return f"{line([each.error for each in found], '')}\n{then}"
+    firsts: dict[str, Timed] = {}
+    for each in found:
+        firsts.setdefault(each.family, each)
+    others = [each for each in found if each is not firsts[each.family]]
+    plain = _within([each.error for each in found])
+    rest = _within([each.scaled_error for each in others])
+    return f"{plain}\n{rest}, scaled by the first one of their model"
+
+
+def _within(errors: list[float]) -> str:
+    good = sum(abs(error) <= BOUND for error in errors)
+    line = f"{good} of {len(errors)} step times are within {100 * BOUND:.0f} %"
+    if errors:
+        line += f": from {100 * min(errors):+.1f} % to {100 * max(errors):+.1f} %"
+    return line
 
 
 def main() -> int:
@@ -233,14 +225,10 @@ def main() -> int:
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="keys of the job")
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3], help="of --job")
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--slowdown", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--verbose", action="store_true", help="print what the seconds are for")
     options = parser.parse_args()
-    if options.slowdown:
-        _print_slowdown(int(options.slowdown[0]), options.slowdown[1])
-        return 0
     results = []
-    for each in _all(options):
+    for each in scaled(_all(options)):
         results.append(each)
         print(each, flush=True)
         if options.verbose:

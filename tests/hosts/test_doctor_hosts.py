@@ -38,7 +38,6 @@ def test_hosts_are_looked_at_and_measured(rig: Rig, tmp_path: Path) -> None:
         tmp_path,
         "node1\nnode2 slots=2\n",
         "--bench",
-        "--quick",
         "--disk",
         "fast",
         "--save",

@@ -326,15 +326,18 @@ def test_the_gpu_planners_jobs_are_valid_and_it_refuses_without_a_device() -> No
         gpu_planner.parse(["--only", "gpt5"])
 
 
-def test_step_times_are_judged_by_their_bound_and_by_the_machines_speed() -> None:
-    good = planner_time.Timed("gpt", 0.110, 0.100, (0.09, 0.11), {}, {}, "traced", 1.0)
-    slow = planner_time.Timed("gpt", 0.100, 0.125, (0.12, 0.13), {}, {}, "traced", 1.25)
-    assert (good.is_good, slow.is_good) == (True, False)
-    assert (good.error, slow.error_then) == pytest.approx((0.10, 0.0))
-    assert "BAD" in str(slow)
-    first, second = planner_time.summary([good, slow]).splitlines()
-    assert first.startswith("1 of 2 step times are within 15 %")
-    assert second.startswith("2 of 2")
+def test_step_times_are_judged_as_they_are_and_scaled_by_the_first_of_their_model() -> None:
+    def result(predicted: float, measured: float) -> planner_time.Timed:
+        return planner_time.Timed("gpt", "gpt x1", predicted, measured, (0.0, 1.0), {}, {})
+
+    first, second = planner_time.scaled([result(0.110, 0.100), result(0.100, 0.080)])
+    assert (first.is_good, second.is_good) == (True, False)
+    assert "BAD" in str(second)
+    assert (first.error, second.error) == pytest.approx((0.10, 0.25))
+    assert (first.scaled_error, second.scaled_error) == pytest.approx((0.0, 0.1364), abs=1e-4)
+    plain, others = planner_time.summary([first, second]).splitlines()
+    assert plain.startswith("1 of 2 step times are within 15 %")
+    assert others.startswith("1 of 1"), "the first one scales, and is not judged"
 
 
 def test_the_cases_of_step_times_are_jobs_that_may_lie_anywhere() -> None:

@@ -154,11 +154,11 @@ def test_measured_rates_are_reached_by_what_was_measured() -> None:
 
 
 def test_a_host_without_gpus_is_shared_by_its_ranks() -> None:
-    rates = Rates({"fp32": 100e9, "bf16": 200e9}, 10e9, exchange=3e9, extra={"launch_s": 2e-6})
+    rates = Rates({"fp32": 100e9, "bf16": 200e9}, 10e9, operator_s=2e-6)
     found = from_rates(rates, ranks=2, host_bytes=8 * GIB, cores=2)
     assert found.shares_memory
     assert (found.device.kind, found.device.memory_bytes) == ("cpu", 4 * GIB)
     assert found.device.flops("bf16") == 100e9
     assert (found.device.bandwidth, found.device.launch_s) == (10e9, 2e-6)
-    assert found.intra.bandwidth == 3e9
+    assert found.intra.bandwidth == 2.5e9
     assert found.disk_read == 0

@@ -10,8 +10,9 @@ from zrun_core.hardware.hardware import Hardware, parse_simulate
 from zrun_core.memory.layout import Placement, Tier
 from zrun_core.plan.question.candidate import Candidate
 from zrun_core.plan.question.transformer import TransformerShape
-from zrun_core.plan.timing.cost_model import CostModel, TimingSettings
-from zrun_core.plan.timing.timing import StepTime, days_of, money_of, step_time
+from zrun_core.plan.timing.cost_model import CostModel
+from zrun_core.plan.timing.micro_batch_cost import TimingSettings
+from zrun_core.plan.timing.timing import StepTime, step_time
 from zrun_core.spine.parallel_dims import ParallelDims
 
 # Korthikanti et al. 2022, tables 3 and 5: layers, width, heads; stages, parts of each; micro-batch and batch; seconds
@@ -215,16 +216,3 @@ def test_time_on_a_cpu_has_no_share_of_a_data_sheet() -> None:
     found = timed("2xCPU", 2, ParallelDims(2))
     assert (found.mfu, found.hfu) == (None, None)
     assert found.parts["exposed transfers"] > 0, "the cores move the bytes themselves"
-
-
-def test_a_token_budget_in_days_and_money() -> None:
-    found = timed("8xA100-80G", 1, ParallelDims(8))
-    assert found.tokens_per_s is not None
-    days = days_of(found, 1e9)
-    assert days == pytest.approx(1e9 / found.tokens_per_s / 86400)
-    assert money_of(days, parse_simulate("8xA100-80G", price=2.0), 8) == pytest.approx(
-        days * 24 * 8 * 2
-    )
-    assert money_of(days, parse_simulate("8xA100-80G"), 8) is None
-    with pytest.raises(ValueError, match="no tokens"):
-        days_of(replace(found, tokens_per_s=None), 1e9)

@@ -1,9 +1,8 @@
 """`python -m zrun.agent.bench`: how fast is this host? A process of its own: it needs torch, and the agent must not.
 
-It reads `{"folder": path, "quick": bool}` from stdin and prints one JSON object, the `HostRates` of `calibration.py`.
-Each measurement takes about a second, and the best of several tries counts: what else the host does can only make them
-slower. Unless it is to be quick, a host that will train on its cores is looked at more closely, for about half a minute
-for each way to share them.
+It reads `{"folder": path}` from stdin and prints one JSON object, the `HostRates` of `calibration.py`.
+Each measurement takes about a second, and the best of several tries counts: what else the host does
+can only make them slower.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ import mmap
 import os
 import secrets
 import signal
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Any
 
 from zrun.system import processes
@@ -30,22 +29,20 @@ _CPU_SIDE, _GPU_SIDE = 1536, 8192  # of square matrices: large enough to be boun
 _COPY_BYTES = 256 << 20
 _DISK_BYTES = 256 << 20
 _BLOCK_BYTES = 8 << 20  # of disk requests
+_STREAM_ELEMENTS = 1 << 22  # of tensors that no cache holds
+_CHAIN = 64  # operators on next to nothing, one after the other
 _PATIENCE_S = 240.0
-_RANKS = (1, 2, 4, 8)  # that share the cores, at most as many as there are
 
 
-def run_apart(folder: str, quick: bool) -> Frame:
+def run_apart(folder: str) -> Frame:
     """Run this module in a process of its own, which ends with this one.
-
-    Args:
-        quick: leave out what only training on cores needs.
 
     Raises:
         RuntimeError: it failed; the text is its last line.
     """
     done = subprocess.run(
         [sys.executable, "-P", "-m", "zrun.agent.bench"],
-        input=json.dumps({"folder": folder, "quick": quick}).encode(),
+        input=json.dumps({"folder": folder}).encode(),
         capture_output=True,
         timeout=_PATIENCE_S,
     )
@@ -59,13 +56,7 @@ def run_apart(folder: str, quick: bool) -> Frame:
 def main() -> None:
     processes.die_with_parent(signal.SIGKILL)
     asked = json.loads(sys.stdin.read())
-    gpus = _gpus()
-    cores = (
-        []
-        if gpus or asked["quick"]
-        else [_cores(ranks, threads) for ranks, threads in layouts(len(os.sched_getaffinity(0)))]
-    )
-    print(json.dumps({**_cpu(), "disk": disk_rates(asked["folder"]), "gpus": gpus, "cores": cores}))
+    print(json.dumps({**_cpu(), "disk": disk_rates(asked["folder"]), "gpus": _gpus()}))
 
 
 def _cpu() -> dict[str, Any]:
@@ -75,29 +66,42 @@ def _cpu() -> dict[str, Any]:
     source = torch.ones(_COPY_BYTES // 4)
     target = torch.empty_like(source)
     copy_s = _best(lambda: target.copy_(source))
-    return {"cpu": _matmul_rates(torch, "cpu", _CPU_SIDE), "copy_bytes_per_s": _COPY_BYTES / copy_s}
-
-
-def layouts(cores: int) -> list[tuple[int, int]]:
-    """The ways to share cores that are measured: (ranks, threads of each)."""
-    return [(ranks, cores // ranks) for ranks in _RANKS if ranks <= cores]
-
-
-def _cores(ranks: int, threads: int) -> dict[str, Any]:
-    from zrun_core.plan.measure.measure import measure
-
-    rates = measure(ranks=ranks, threads=threads)
     return {
-        "ranks": ranks,
-        "threads": threads,
-        "flops": dict(rates.cpu_flops),
-        "copy_bytes_per_s": rates.copy,
-        "exchange_bytes_per_s": rates.exchange,
-        "exchange_s": rates.exchange_s,
-        "extra": dict(rates.extra),
-        "update": dict(rates.update),
-        "operators": asdict(rates.operators) if rates.operators is not None else {},
+        "cpu": _matmul_rates(torch, "cpu", _CPU_SIDE),
+        "copy_bytes_per_s": _COPY_BYTES / copy_s,
+        "streams": {
+            "fp32_bytes_per_s": _stream_rate(torch, torch.float32),
+            "bf16_bytes_per_s": _stream_rate(torch, torch.bfloat16),
+        },
+        "operator_s": _operator_seconds(torch),
     }
+
+
+def _stream_rate(torch: Any, dtype: Any) -> float:
+    """Return the bytes per second that operators read and write between matrix products."""
+    values = torch.randn(_STREAM_ELEMENTS).to(dtype)
+    rows = values.view(-1, 256)
+    passes: list[tuple[int, Callable[[], object]]] = [  # over memory, of each operator
+        (3, lambda: values + values),
+        (2, lambda: values * 1.5),
+        (2, lambda: torch.nn.functional.silu(values)),
+        (2, lambda: torch.nn.functional.layer_norm(rows, (256,))),
+    ]
+    rates: list[float] = [count * values.nbytes / _best(operator) for count, operator in passes]
+    return statistics.harmonic_mean(rates)
+
+
+def _operator_seconds(torch: Any) -> float:
+    """Return the seconds of an operator on next to nothing, forward and backward taken together."""
+    tiny = torch.zeros(8, requires_grad=True)
+
+    def chain() -> None:
+        value = tiny
+        for _ in range(_CHAIN):
+            value = value * 1.0
+        value.sum().backward()
+
+    return _best(chain) / (2 * _CHAIN)
 
 
 def _gpus() -> list[dict[str, Any]]:

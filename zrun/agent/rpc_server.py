@@ -50,7 +50,7 @@ class RpcServer:
                 case "bench":
                     from zrun.agent.bench import run_apart
 
-                    return frame | {"rates": run_apart(question["folder"], question["quick"])}
+                    return frame | {"rates": run_apart(question["folder"])}
                 case other:
                     raise ValueError(
                         f"this agent knows no question {other!r}: its zrun is another one"

@@ -32,13 +32,6 @@ def doctor(
             help="With --bench: the folder whose disk counts.", show_default="this folder"
         ),
     ] = None,
-    quick: Annotated[
-        bool,
-        typer.Option(
-            "--quick",
-            help="With --bench: seconds, not a minute; step times on CPUs are then rough.",
-        ),
-    ] = False,
     save: Annotated[
         Path | None,
         typer.Option(
@@ -74,7 +67,7 @@ def doctor(
         findings = inspect_hosts(agents, HostRequirements(shared=(Path.cwd(),), must_share=False))
         well = not any(finding.problems for finding in findings)
         rates = (
-            measure(agents, findings, str((disk or Path.cwd()).absolute()), quick=quick)
+            measure(agents, findings, str((disk or Path.cwd()).absolute()))
             if bench and well
             else None
         )

@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from socket import gethostname
 from typing import TYPE_CHECKING, Annotated, Any
@@ -525,10 +524,9 @@ def _as_json(found: Answer, tokens: str | None, price: float | None) -> dict[str
     from zrun.estimate.answer import as_data
 
     result, hardware = found.found, found.question.hardware
-    bare = replace(hardware, device=replace(hardware.device, operators=None))  # a thousand rows
     return {
         "title": found.question.title,
-        "hardware": as_data(bare),
+        "hardware": as_data(hardware),
         "parameters": found.num_params,
         "batch": found.question.batch.model_dump(),
         "steps": found.num_steps,

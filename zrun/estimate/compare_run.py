@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
 _WARM_STEPS = 2  # whose times do not count: the first warms up, the second one's memory is measured
 _ON_CPU_ALONE, _ON_CPU, _ON_GPU, _RESERVED = 0.01, 0.02, 0.03, 0.07
-_TIME_CPU, _TIME_GPU = 0.15, 0.10
-_SHORT_S = 0.05
+_TIME_GPU = 0.10
 _SMALL_BYTES = 1 << 20  # that do not matter, whatever their share
 
 
@@ -183,9 +182,9 @@ def _limit_of_time(
         return None, "nobody has measured this machine (zrun doctor --bench)"
     if chosen.is_guess or chosen.is_bound or not is_alike:
         return None, ""
-    if chosen.time.seconds < _SHORT_S:
-        return None, f"below {_SHORT_S * 1e3:.0f} ms a step is mostly what lies between operators"
-    return _TIME_CPU if hardware.device.kind == "cpu" else _TIME_GPU, ""
+    if hardware.device.kind == "cpu":
+        return None, "on a CPU it follows from a few rates (zrun estimate --measure runs the job)"
+    return _TIME_GPU, ""
 
 
 def _hardware(spec: RunSpec, start: Event) -> tuple[Hardware, list[str]]:

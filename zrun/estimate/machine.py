@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from socket import gethostname
 from typing import TYPE_CHECKING, Any
 
-from zrun.preflight.calibration import Calibration, CoreRates, HostRates, MatmulRates
+from zrun.preflight.calibration import Calibration, HostRates, MatmulRates
 from zrun_core.spine import memory_limits
 
 if TYPE_CHECKING:
@@ -98,40 +97,8 @@ def _of_cpus(
             guess, ranks=ranks, nodes=nodes, host_bytes=host_bytes, cores=cores, name=name
         )
         return replace(found, measured=False, spread=2 * PRESET_SPREAD)
-    plain = _plain(*rates)
-    if closer := _nearest(rates[1], ranks):
-        plain = _closer(plain, closer)
     return from_rates(
-        plain, ranks=ranks, nodes=nodes, host_bytes=host_bytes, cores=cores, name=name
-    )
-
-
-def _nearest(hosts: Sequence[HostRates], ranks: int) -> CoreRates | None:
-    """What was measured of the slowest host while about as many ranks shared its cores."""
-    if not all(host.cores for host in hosts):
-        return None
-    of_each = [
-        min(host.cores, key=lambda each: abs(math.log(each.ranks / ranks))) for host in hosts
-    ]
-    return min(of_each, key=lambda each: each.flops["fp32"])
-
-
-def _closer(plain: Rates, found: CoreRates) -> Rates:
-    """`plain` with what is known of ranks that share cores."""
-    from zrun_core.hardware.operators import Operators
-
-    tables = found.operators
-    return replace(
-        plain,
-        cpu_flops=found.flops,
-        copy=found.copy_bytes_per_s,
-        exchange=found.exchange_bytes_per_s,
-        exchange_s=found.exchange_s,
-        extra=found.extra,
-        operators=Operators(tables.streams, tables.flops, tables.products)
-        if tables.streams
-        else None,
-        update=found.update,
+        _plain(*rates), ranks=ranks, nodes=nodes, host_bytes=host_bytes, cores=cores, name=name
     )
 
 
@@ -170,6 +137,15 @@ def _plain(file: Calibration, hosts: list[HostRates]) -> Rates:
         "disk_read": first.disk.read_bytes_per_s,
         "disk_write": first.disk.write_bytes_per_s,
     }
+    streams = [host.streams for host in hosts if host.streams is not None]
+    if len(streams) == len(hosts):
+        found["cpu_streams"] = {
+            "fp32": min(each.fp32_bytes_per_s for each in streams),
+            "bf16": min(each.bf16_bytes_per_s for each in streams),
+        }
+    operators = [host.operator_s for host in hosts if host.operator_s is not None]
+    if len(operators) == len(hosts):
+        found["operator_s"] = max(operators)
     if gpus:
         found |= {
             "gpu_name": gpus[0].name,

@@ -47,32 +47,11 @@ class DiskRates(_Part):
     error: str | None = None  # why nothing was measured
 
 
-Table = dict[str, tuple[tuple[float, ...], ...]]
+class StreamRates(_Part):
+    """Of elementwise operators that read and write memory, by format."""
 
-
-class OperatorTables(_Part):
-    """What single operators take; see `zrun_core.hardware.operators`."""
-
-    streams: Table = {}
-    flops: Table = {}
-    products: Table = {}
-
-
-class CoreRates(_Part):
-    """Of a host's cores while so many ranks compute with so many threads each.
-
-    See `zrun_core.hardware.hardware.Rates`.
-    """
-
-    ranks: int
-    threads: int
-    flops: dict[str, float]  # of all ranks together
-    copy_bytes_per_s: float
-    exchange_bytes_per_s: float | None = None
-    exchange_s: float | None = None
-    extra: dict[str, float] = {}
-    update: dict[str, float] = {}
-    operators: OperatorTables = OperatorTables()
+    fp32_bytes_per_s: float
+    bf16_bytes_per_s: float
 
 
 class HostRates(_Part):
@@ -80,7 +59,8 @@ class HostRates(_Part):
     copy_bytes_per_s: float  # from memory to memory, each byte counted once
     disk: DiskRates
     gpus: tuple[GpuRates, ...] = ()
-    cores: tuple[CoreRates, ...] = ()  # as ranks share them; none on a host that computes on GPUs
+    streams: StreamRates | None = None  # of all its cores; None: made by an earlier zrun
+    operator_s: float | None = None  # of an operator on next to nothing, on a core
 
 
 class LinkRates(_Part):

@@ -18,20 +18,17 @@ _BENCH_S = 270.0
 _LINK_S = 20.0
 
 
-def measure(
-    agents: Sequence[AgentLink], findings: Sequence[Finding], folder: str, *, quick: bool
-) -> Calibration:
+def measure(agents: Sequence[AgentLink], findings: Sequence[Finding], folder: str) -> Calibration:
     """Measure hosts that were found to be well.
 
     Args:
         folder: on whose disk files are written and read, on each host.
-        quick: leave out what only training on cores needs.
 
     Raises:
         PreflightError: a host could not do it.
     """
     answers = ask(
-        {agent: {"ask": "bench", "folder": folder, "quick": quick} for agent in agents},
+        {agent: {"ask": "bench", "folder": folder} for agent in agents},
         1.0,
         answer_s=_BENCH_S,
     )

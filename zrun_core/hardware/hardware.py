@@ -16,13 +16,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zrun_core.errors import JobError
 from zrun_core.spine.sizes import parse_size
-
-if TYPE_CHECKING:
-    from zrun_core.hardware.operators import Operators
 
 GB = 1e9
 GIB = 1 << 30
@@ -63,17 +60,12 @@ class Device:
         streaming: share of the bandwidth that elementwise operations reach.
         cache_bytes: tensors up to this size stay near the cores, at `cache_speedup` times the bandwidth.
         narrow: bytes per second of elementwise operations in 16 bits, as a share of those in 32.
-        launch_s: seconds that an operation takes however small it is; where `operators` are known, beside these.
+        launch_s: seconds that an operation takes however small it is.
         context_bytes: of the driver, outside of any allocator; on a CPU of Python and torch, which each process has.
         workspace_bytes: of the library of matrix products, in the allocator.
         communicator_bytes: of one group of ranks, outside of the allocator.
         contention: share of a transfer's time that it takes from computation beside it; 1: nothing overlaps.
         optimizer: elements that a fused Adam in fp32 updates per second; None: as the memory allows.
-        operators: what single operators were measured to take; None: they were not.
-        update: elements that the update of a step covers per second, the norm and copies in the compute format
-            included, by that format; empty: as `optimizer` says.
-        param_s, step_s: seconds of a step for each parameter, and for itself, beside operators.
-        selective_s: seconds that selective checkpointing takes for each operation of a block.
     """
 
     name: str
@@ -95,11 +87,6 @@ class Device:
     communicator_bytes: int = 0
     contention: float = 0.12
     optimizer: float | None = None
-    operators: Operators | None = None
-    update: Mapping[str, float] = field(default_factory=dict)
-    param_s: float = 0.0
-    step_s: float = 0.0
-    selective_s: float = 0.0
 
     def flops(self, precision: str) -> float:
         """Peak FLOP/s in a compute format; one that the device lacks is computed in fp32."""
@@ -147,11 +134,6 @@ class Hardware:
     def link(self, ranks: int, stride: int = 1) -> Link:
         """The slowest link of a group of `ranks` whose numbers are `stride` apart."""
         return self.intra if ranks * stride <= self.devices_per_node else self.inter
-
-    def of_size(self, num_devices: int) -> Hardware:
-        """So many devices of the same kind, nodes filled one after the other."""
-        per_node = min(self.devices_per_node, num_devices)
-        return replace(self, nodes=-(-num_devices // per_node), devices_per_node=per_node)
 
 
 def _peaks(tensor: float, fp32: float, *, bf16: bool = True) -> dict[str, float]:
@@ -483,6 +465,9 @@ class Rates:
     Attributes:
         cpu_flops: of all cores together, by format, of large products.
         copy: of the host's memory, each byte counted once.
+        cpu_streams: of all cores together, by format: bytes that elementwise operators read and
+            write; empty: as the copy says.
+        operator_s: seconds that an operator on next to nothing takes on a core.
         gpu_name: of each GPU, as the driver says; "" on a host without.
         gpu_flops: of one, by format, of large products.
         gpu_copy: of its memory, each byte counted once.
@@ -490,9 +475,6 @@ class Rates:
         disk_read, disk_write: of the folder that was measured.
         link: bytes per second between two hosts.
         round_trip: seconds between two hosts.
-        exchange: bytes per second that a rank sends to others of its host; `exchange_s`: seconds that it takes anyway.
-        extra: constants of `Device` that a closer measurement knows.
-        operators, update: as of `Device`, of one rank.
     """
 
     cpu_flops: Mapping[str, float]
@@ -507,11 +489,8 @@ class Rates:
     disk_write: float | None = None
     link: float | None = None
     round_trip: float | None = None
-    exchange: float | None = None
-    exchange_s: float | None = None
-    extra: Mapping[str, float] = field(default_factory=dict)
-    operators: Operators | None = None
-    update: Mapping[str, float] = field(default_factory=dict)
+    cpu_streams: Mapping[str, float] = field(default_factory=dict)
+    operator_s: float | None = None
 
 
 def from_rates(
@@ -541,8 +520,7 @@ def from_rates(
     common: dict[str, Any] = {"measured": True, "spread": MEASURED_SPREAD, **disks}
     if not rates.gpu_name:
         device = cpu_device(rates, ranks, host_bytes)
-        latency = LINKS["memory"].latency if rates.exchange_s is None else rates.exchange_s
-        memory = Link("memory", rates.exchange or rates.copy / ranks / 2, latency)
+        memory = Link("memory", rates.copy / ranks / 2, LINKS["memory"].latency)
         return Hardware(
             name,
             device,
@@ -592,10 +570,13 @@ def cpu_device(rates: Rates, ranks: int, host_bytes: int) -> Device:
         gemm=1.0,
         streaming=1.0,
         optimizer=None,
-        operators=rates.operators,
-        update=rates.update,
     )
-    return replace(device, **dict(rates.extra))  # type: ignore[arg-type]
+    if rates.cpu_streams:
+        wide, narrow = rates.cpu_streams["fp32"], rates.cpu_streams["bf16"]
+        device = replace(device, streaming=wide / (2 * rates.copy), narrow=narrow / wide)
+    if rates.operator_s is not None:
+        device = replace(device, launch_s=rates.operator_s)
+    return device
 
 
 def like(name: str) -> Device:

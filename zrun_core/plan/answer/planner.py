@@ -33,7 +33,8 @@ from zrun_core.plan.memory.states import (
 )
 from zrun_core.plan.question.candidate import Candidate
 from zrun_core.plan.question.transformer import TransformerShape
-from zrun_core.plan.timing.cost_model import CostModel, TimingSettings
+from zrun_core.plan.timing.cost_model import CostModel
+from zrun_core.plan.timing.micro_batch_cost import TimingSettings
 from zrun_core.plan.timing.timing import StepTime, step_time
 from zrun_core.plan.trace.module_tree import skeleton_of
 from zrun_core.plan.trace.profile import Peak, Profile, TracePhase

@@ -24,8 +24,8 @@ from zrun_core.plan.memory.rank_memory import PipelineStage, formula_slack
 from zrun_core.plan.question.candidate import Candidate
 from zrun_core.plan.question.transformer import TransformerShape
 from zrun_core.plan.timing.collectives import LinkedGroup
-from zrun_core.plan.timing.cost_model import BYTES, SegmentCost, stream_seconds
-from zrun_core.plan.timing.timing import host_seconds_per_element, update_bytes
+from zrun_core.plan.timing.micro_batch_cost import BYTES, SegmentCost
+from zrun_core.plan.timing.update_time import device_update_seconds, host_seconds_per_element
 from zrun_core.plan.trace.profile import Profile, TracePhase
 from zrun_core.spine.parallel_dims import ParallelDims
 
@@ -157,7 +157,7 @@ class _Search:
             for number, place in enumerate([ON_DEVICE, *itertools.chain(*self._offloads)])
         }
         self._host_seconds = {
-            tier: host_seconds_per_element(planner.cost_model, tier)
+            tier: host_seconds_per_element(planner.hardware, planner.cost_model.settings, tier)
             for tier in (Tier.HOST, Tier.DISK)
         }
 
@@ -391,7 +391,7 @@ class _Search:
         key = candidate.key
         found = self._sums.get(key)
         if found is None:
-            parts = self.planner.cost_model.parts(key)
+            parts = self.planner.cost_model.micro_batch(key)
             params = [part.params for part in parts]
             found = self._sums[key] = _ModelSums(
                 sum(part.forward + part.tp_forward.seconds for part in parts),
@@ -435,11 +435,7 @@ class _Search:
             count * largest + (dims.pp - 1) / dims.virtual * blocks * sums.of_block, moved
         )
         owned = sums.trainable / dims.pp / share
-        num_bytes = update_bytes(terms, candidate.precision)
-        if device.optimizer is not None:
-            update = owned / device.optimizer * num_bytes / 28
-        else:
-            update = stream_seconds(device, owned * num_bytes)
+        update = device_update_seconds(device, owned, terms, candidate.precision)
         first = PipelineStage.of(dims, 0, self.planner.num_blocks, count)
         size, sharded = BYTES[candidate.precision], dims.shard_size
         part = min(

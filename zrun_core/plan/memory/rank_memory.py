@@ -13,7 +13,7 @@ from zrun_core.pipeline.schedule import max_in_flight, stage_order
 from zrun_core.plan.memory.allocator import heap_bytes, simulate
 from zrun_core.plan.question.candidate import Candidate, stage_blocks
 from zrun_core.plan.question.transformer import TransformerShape
-from zrun_core.plan.timing.cost_model import BYTES
+from zrun_core.plan.timing.micro_batch_cost import BYTES
 from zrun_core.plan.trace.profile import Peak, Profile, TracePhase, peak_of
 from zrun_core.spine.parallel_dims import ParallelDims
 

@@ -1,9 +1,10 @@
-"""How long a step takes: passes over streams, pipelines replayed, the update; and what crosses which link.
+"""The time of a step: passes over streams, pipelines replayed, the update; and the bytes on each link.
 
-A step is the passes of its micro-batches, then the update. On each rank a pass computes the parts of the model in order
-while another stream gathers and reduces (`stream_replay.run_pass`); with a pipeline the micro-batches go through its stages
-as 1F1B issues them (`stream_replay.replay`). An update on the host runs behind the next forward pass, unit after unit, each
-of which waits for its own parameters only.
+A step is the passes of its micro-batches, then the update. On each rank a pass computes the segments
+of the model in order while another stream gathers and reduces (`stream_replay.run_pass`); with a
+pipeline the micro-batches go through its stages as 1F1B issues them (`stream_replay.replay`). An
+update on the host runs behind the next forward pass, unit after unit, each of which waits for its own
+parameters only.
 """
 
 from __future__ import annotations
@@ -14,23 +15,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from zrun_core.hardware.hardware import Hardware
 from zrun_core.memory.buffers import Tier
 from zrun_core.plan.question.candidate import Candidate, stage_blocks
 from zrun_core.plan.timing.collectives import LinkedGroup, TransferCost
-from zrun_core.plan.timing.cost_model import (
-    BYTES,
-    CostModel,
-    SegmentCost,
-    TimingSettings,
-    stream_seconds,
-)
+from zrun_core.plan.timing.cost_model import CostModel
+from zrun_core.plan.timing.micro_batch_cost import BYTES, SegmentCost
+from zrun_core.plan.timing.roofline import stream_seconds
 from zrun_core.plan.timing.stream_replay import PassTime, Stream, replay, run_pass
+from zrun_core.plan.timing.update_time import (
+    device_update_seconds,
+    host_seconds_per_element,
+    state_bytes,
+)
 
-_HOST_UPDATE_SHARE = 0.75  # of the memory bandwidth of a host that a fused update reaches
 _COPY_CONTENTION = 0.03  # of a copy engine, which takes nothing from computation but its bandwidth
-_SECONDS_PER_DAY = 86400.0
 _BETWEEN_S = 0.05  # that lie between the operators of a step on a CPU that nobody has measured
+_NORM_BYTES = 64.0  # of the exchange before the update: the norm, and what else all ranks agree on
 
 
 @dataclass(frozen=True)
@@ -58,26 +58,15 @@ class StepTime:
     link_bytes: dict[str, int]
 
 
-def days_of(time: StepTime, tokens: float) -> float:
-    """Days that so many tokens take.
-
-    Raises:
-        ValueError: samples of this model are no tokens.
-    """
-    if time.tokens_per_s is None:
-        raise ValueError("the model's samples are no tokens: give steps instead")
-    return tokens / time.tokens_per_s / _SECONDS_PER_DAY
-
-
-def money_of(days: float, hardware: Hardware, devices: int) -> float | None:
-    """What so many devices cost for so long; None without a price."""
-    return None if hardware.price is None else days * 24 * devices * hardware.price
-
-
 def step_time(
     cost_model: CostModel, candidate: Candidate, tokens_per_sample: int | None
 ) -> StepTime:
-    """The time of a step of `candidate`.
+    """Return the time of a step.
+
+    Args:
+        cost_model: of the model and the hardware.
+        candidate: the configuration.
+        tokens_per_sample: None where samples are no tokens.
 
     Raises:
         KeyError: nothing tells what its micro-batches take.
@@ -86,366 +75,372 @@ def step_time(
     return _StepModel(cost_model, candidate).time(tokens_per_sample)
 
 
-def host_seconds_per_element(cost_model: CostModel, tier: Tier, precision: str = "bf16") -> float:
-    """Seconds per element that a rank's update takes on the host, with states in its memory or on its disks.
-
-    The memory's bandwidth, and that of the disks, is shared by all ranks of a node.
-    """
-    hardware, settings = cost_model.hardware, cost_model.settings
-    share = hardware.host_bandwidth * _HOST_UPDATE_SHARE / hardware.devices_per_node
-    seconds = update_bytes(settings, precision) / share
-    if tier is Tier.DISK:
-        slower = max(min(hardware.disk_read, hardware.disk_write), 1.0) / hardware.devices_per_node
-        seconds = max(seconds, _state_bytes(settings) / slower)
-    return max(seconds, BYTES[precision] / hardware.host.bandwidth)
-
-
-def _state_bytes(settings: TimingSettings) -> int:
-    """Of an element: the fp32 parameter and its moments."""
-    return 4 + settings.moments * settings.moment_bytes
-
-
-def update_bytes(settings: TimingSettings, precision: str) -> int:
-    """Read and written per element: states both ways, the gradient in fp32, the parameter in compute format."""
-    size = BYTES[precision]
-    return 2 * _state_bytes(settings) + 4 + (size if size < 4 else 0)
-
-
 class _StepModel:
     """One candidate's step, taken apart."""
 
     def __init__(self, cost_model: CostModel, candidate: Candidate) -> None:
-        self.candidate, self.cost_model, self.settings, self.hardware = (
-            candidate,
-            cost_model,
-            cost_model.settings,
-            cost_model.hardware,
-        )
-        self.device, self.dims = cost_model.hardware.device, candidate.dims
-        self.parts = cost_model.parts(candidate.key)
-        dims = self.dims
-        self.shard = LinkedGroup(self.hardware, dims.shard_size if candidate.stage else 1, dims.tp)
-        copies = dims.dp // self.shard.ranks
-        self.copies = LinkedGroup(self.hardware, copies, dims.tp * self.shard.ranks)
+        self.candidate = candidate
+        self.settings = cost_model.settings
+        self.hardware = cost_model.hardware
+        self.device = cost_model.hardware.device
+        self.dims = dims = candidate.dims
+        self.micro_batch = cost_model.micro_batch(candidate.key)
+        shard_ranks = dims.shard_size if candidate.stage else 1
+        replicas = dims.dp // shard_ranks
+        self.shard_group = LinkedGroup(self.hardware, shard_ranks, dims.tp)
+        self.replica_group = LinkedGroup(self.hardware, replicas, dims.tp * shard_ranks)
+        placement = candidate.placement
+        self.host_share = 0.0  # of the update that runs on the host
+        if placement.optimizer is not Tier.DEVICE:
+            self.host_share = placement.fraction
+        # By the ids of segments: most blocks are one object.
         self._passes: dict[tuple[object, ...], PassTime] = {}
         self._gathers: dict[int, TransferCost] = {}
         self._reductions: dict[tuple[int, bool], TransferCost] = {}
-        place = candidate.placement
-        self.away = (
-            place.fraction if place.optimizer is not Tier.DEVICE else 0.0
-        )  # share of the update on the host
 
     # The model on the stages
 
     @cached_property
     def chunks(self) -> list[list[SegmentCost]]:
-        """The parts of each chunk of the model, in the model's order; stage s has every pp-th chunk from s."""
-        dims, parts = self.dims, self.parts
+        """The segments of each chunk of the model, in the model's order.
+
+        Stage s has every pp-th chunk from s on.
+        """
+        dims = self.dims
         if dims.pp == 1:
-            return [list(parts)]
-        runs = [stage_blocks(len(parts.blocks), dims, stage) for stage in range(dims.pp)]
-        chunks = [
-            [parts.blocks[number] for number in runs[chunk % dims.pp][chunk // dims.pp]]
-            for chunk in range(dims.pp * dims.virtual)
-        ]
-        chunks[0].insert(0, parts.before)
-        chunks[-1].append(parts.after)
+            return [list(self.micro_batch)]
+        blocks = self.micro_batch.blocks
+        runs = [stage_blocks(len(blocks), dims, stage) for stage in range(dims.pp)]
+        chunks = []
+        for chunk in range(dims.pp * dims.virtual):
+            numbers = runs[chunk % dims.pp][chunk // dims.pp]
+            chunks.append([blocks[number] for number in numbers])
+        chunks[0].insert(0, self.micro_batch.before)
+        chunks[-1].append(self.micro_batch.after)
         return chunks
 
-    def stage_parts(self, stage: int) -> list[SegmentCost]:
-        """All parts of a stage."""
-        return [part for chunk in self.chunks[stage :: self.dims.pp] for part in chunk]
+    def segments_of_stage(self, stage: int) -> list[SegmentCost]:
+        """Return all segments of a pipeline stage."""
+        return [segment for chunk in self.chunks[stage :: self.dims.pp] for segment in chunk]
 
     # Communication between data-parallel ranks
 
-    def gather(self, part: SegmentCost) -> TransferCost:
-        """What it costs to make a part whole."""
-        found = self._gathers.get(id(part))
+    def gather(self, segment: SegmentCost) -> TransferCost:
+        """Return the cost of unsharding a segment."""
+        found = self._gathers.get(id(segment))
         if found is None:
-            found = self._gathers[id(part)] = self.shard.gather(
-                part.params * BYTES[self.candidate.precision]
-            )
+            num_bytes = segment.params * BYTES[self.candidate.precision]
+            found = self._gathers[id(segment)] = self.shard_group.gather(num_bytes)
         return found
 
-    def reduce(self, part: SegmentCost, *, boundary: bool) -> TransferCost:
-        """What a micro-batch's gradients of a part cost."""
-        key = (id(part), boundary)
-        if key not in self._reductions:
-            self._reductions[key] = self._reduce(part, boundary=boundary)
-        return self._reductions[key]
+    def reduce(self, segment: SegmentCost, *, boundary: bool) -> TransferCost:
+        """Return the cost of reducing a micro-batch's gradients of a segment.
 
-    def _reduce(self, part: SegmentCost, *, boundary: bool) -> TransferCost:
-        num_bytes = part.trainable * self.settings.reduce_bytes
-        stage = self.candidate.stage
+        Args:
+            segment: a part of the model.
+            boundary: it is the last micro-batch of the step.
+        """
+        key = (id(segment), boundary)
+        found = self._reductions.get(key)
+        if found is None:
+            found = self._reductions[key] = self._reduce(segment, boundary=boundary)
+        return found
+
+    def _reduce(self, segment: SegmentCost, *, boundary: bool) -> TransferCost:
+        num_bytes = segment.trainable * self.settings.reduce_bytes
         cost = TransferCost()
-        if boundary or stage >= 2:
-            cost = self.shard.gather(num_bytes)
+        if boundary or self.candidate.stage >= 2:
+            cost = self.shard_group.gather(num_bytes)
         if boundary:
-            cost += self.copies.all_reduce(num_bytes / self.shard.ranks)
+            cost += self.replica_group.all_reduce(num_bytes / self.shard_group.ranks)
         return cost
 
     # Passes
 
-    def forward(self, parts: Sequence[SegmentCost], *, first: bool) -> PassTime:
-        key = ("forward", first, *map(id, parts))
+    def forward(self, segments: Sequence[SegmentCost], *, first: bool) -> PassTime:
+        """Return the time of a forward pass; the first of a step unshards what stays unsharded."""
+        key = ("forward", first, *map(id, segments))
         if key not in self._passes:
-            self._passes[key] = self._forward(parts, first=first)
+            self._passes[key] = self._forward(segments, first=first)
         return self._passes[key]
 
-    def _forward(self, parts: Sequence[SegmentCost], *, first: bool) -> PassTime:
+    def _forward(self, segments: Sequence[SegmentCost], *, first: bool) -> PassTime:
         stage = self.candidate.stage
-        gathers = stage == 3 or (first and stage > 0)
-        comm = Stream(
-            before=[self.gather(part).seconds for part in parts] if gathers else (),
-            contention=self.device.contention,
-        )
-        streams = [comm, Stream(before=self._fetches(parts), contention=_COPY_CONTENTION)]
+        gathers: list[float] = []
+        if stage == 3 or (first and stage > 0):
+            gathers = [self.gather(segment).seconds for segment in segments]
+        streams = [
+            Stream(before=gathers, contention=self.device.contention),
+            Stream(before=self._fetches(segments), contention=_COPY_CONTENTION),
+        ]
         if self.candidate.placement.activation is not Tier.DEVICE:
-            down = self.parts.boundary_bytes / self._activation_rate
-            streams.append(
-                Stream(
-                    after=[down if self._is_block(p) else 0.0 for p in parts],
-                    contention=_COPY_CONTENTION,
-                )
-            )
-        ready = self._ready(parts) if first else None
-        ahead = self.settings.prefetch if stage == 3 else len(parts)
+            leaving = self._activation_transfers(segments)
+            streams.append(Stream(after=leaving, contention=_COPY_CONTENTION))
         return run_pass(
-            [p.forward + p.tp_forward.seconds for p in parts], streams, ahead=ahead, ready=ready
+            [segment.forward + segment.tp_forward.seconds for segment in segments],
+            streams,
+            ahead=self._prefetched(segments),
+            ready=self._ready(segments) if first else None,
         )
 
-    def backward(self, parts: Sequence[SegmentCost], *, boundary: bool) -> PassTime:
-        key = ("backward", boundary, *map(id, parts))
+    def backward(self, segments: Sequence[SegmentCost], *, boundary: bool) -> PassTime:
+        """Return the time of a backward pass; at the boundary of a step gradients are reduced."""
+        key = ("backward", boundary, *map(id, segments))
         if key not in self._passes:
-            self._passes[key] = self._backward(parts[::-1], boundary=boundary)
+            self._passes[key] = self._backward(segments[::-1], boundary=boundary)
         return self._passes[key]
 
-    def _backward(self, parts: Sequence[SegmentCost], *, boundary: bool) -> PassTime:
-        stage, place = self.candidate.stage, self.candidate.placement
-        comm = Stream(
-            before=[self.gather(part).seconds for part in parts] if stage == 3 else (),
-            after=[self.reduce(part, boundary=boundary).seconds for part in parts],
-            contention=self.device.contention,
+    def _backward(self, segments: Sequence[SegmentCost], *, boundary: bool) -> PassTime:
+        gathers: list[float] = []
+        if self.candidate.stage == 3:
+            gathers = [self.gather(segment).seconds for segment in segments]
+        reductions = [self.reduce(segment, boundary=boundary).seconds for segment in segments]
+        fetches = self._fetches(segments) or [0.0] * len(segments)
+        if self.candidate.placement.activation is not Tier.DEVICE:
+            returning = self._activation_transfers(segments)
+            fetches = [fetch + up for fetch, up in zip(fetches, returning, strict=True)]
+        leaving = self._gradient_transfers(segments, boundary=boundary)
+        streams = [
+            Stream(before=gathers, after=reductions, contention=self.device.contention),
+            Stream(before=fetches, contention=_COPY_CONTENTION),
+            Stream(after=leaving, contention=_COPY_CONTENTION),
+        ]
+        return run_pass(
+            [segment.backward + segment.tp_backward.seconds for segment in segments],
+            streams,
+            ahead=self._prefetched(segments),
         )
-        fetches = list(self._fetches(parts)) or [0.0] * len(parts)
-        if place.activation is not Tier.DEVICE:
-            up = self.parts.boundary_bytes / self._activation_rate
-            fetches = [
-                seconds + up * self._is_block(part)
-                for seconds, part in zip(fetches, parts, strict=True)
-            ]
-        leaves: list[float] = []
-        if self.away and (boundary or (place.grad is not Tier.DEVICE and stage >= 2)):
-            size = (
-                BYTES[self.candidate.precision]
-                if place.grad is not Tier.DEVICE
-                else self.settings.reduce_bytes
-            )
-            leaves = [
-                self.away * self.owned([part]) * size / self.hardware.host.bandwidth
-                for part in parts
-            ]
-        copies = Stream(before=fetches, contention=_COPY_CONTENTION)
-        streams = [comm, copies, Stream(after=leaves, contention=_COPY_CONTENTION)]
-        ahead = self.settings.prefetch if stage == 3 else len(parts)
-        return run_pass([p.backward + p.tp_backward.seconds for p in parts], streams, ahead=ahead)
 
-    def _is_block(self, part: SegmentCost) -> bool:
-        return part is not self.parts.before and part is not self.parts.after
+    def _prefetched(self, segments: Sequence[SegmentCost]) -> int:
+        """Return how many segments may be unsharded before they are needed."""
+        return self.settings.prefetch if self.candidate.stage == 3 else len(segments)
 
-    @property
-    def _activation_rate(self) -> float:
+    def _is_block(self, segment: SegmentCost) -> bool:
+        return segment is not self.micro_batch.before and segment is not self.micro_batch.after
+
+    def _activation_transfers(self, segments: Sequence[SegmentCost]) -> list[float]:
+        """Return the seconds in which the input of each block leaves the device, or returns."""
+        rate = self.hardware.host.bandwidth
         if self.candidate.placement.activation is Tier.DISK:
-            return min(self.hardware.host.bandwidth, self._disk(write=True))
-        return self.hardware.host.bandwidth
+            rate = min(rate, self._disk_share(self.hardware.disk_write))
+        seconds = self.micro_batch.boundary_bytes / rate
+        return [seconds if self._is_block(segment) else 0.0 for segment in segments]
 
-    def _disk(self, *, write: bool) -> float:
-        """One rank's part of the disks of its node."""
-        rate = self.hardware.disk_write if write else self.hardware.disk_read
+    def _gradient_transfers(
+        self, segments: Sequence[SegmentCost], *, boundary: bool
+    ) -> Sequence[float]:
+        """Return the seconds in which the gradients of each segment leave for the host."""
+        candidate = self.candidate
+        lives_on_host = candidate.placement.grad is not Tier.DEVICE
+        leaves_each_time = lives_on_host and candidate.stage >= 2
+        if not self.host_share or not (boundary or leaves_each_time):
+            return ()
+        size = BYTES[candidate.precision] if lives_on_host else self.settings.reduce_bytes
+        bandwidth = self.hardware.host.bandwidth
+        return [self.host_share * self.owned([each]) * size / bandwidth for each in segments]
+
+    def _disk_share(self, rate: float) -> float:
+        """Return one rank's part of the bandwidth of its node's disks."""
         return max(rate, 1.0) / self.hardware.devices_per_node
 
-    def _fetches(self, parts: Sequence[SegmentCost]) -> Sequence[float]:
-        """Seconds in which the parameters of each part come up from another tier, if they live there."""
-        place = self.candidate.placement
-        if place.param is Tier.DEVICE:
+    def _fetches(self, segments: Sequence[SegmentCost]) -> Sequence[float]:
+        """Return the seconds in which parameters that live on another tier come to the device."""
+        placement = self.candidate.placement
+        if placement.param is Tier.DEVICE:
             return ()
         rate = self.hardware.host.bandwidth
-        if place.param is Tier.DISK:
-            rate = min(rate, self._disk(write=False))
-        divided = self.shard.ranks if self.candidate.stage == 3 else 1
-        size = BYTES[self.candidate.precision] * place.fraction / divided
-        return [part.params * size / rate for part in parts]
+        if placement.param is Tier.DISK:
+            rate = min(rate, self._disk_share(self.hardware.disk_read))
+        divided = self.shard_group.ranks if self.candidate.stage == 3 else 1
+        size = BYTES[self.candidate.precision] * placement.fraction / divided
+        return [segment.params * size / rate for segment in segments]
 
     # The update
 
-    def owned(self, parts: Sequence[SegmentCost]) -> float:
-        """Elements that one rank updates."""
-        return sum(part.trainable for part in parts) / (
-            self.shard.ranks if self.candidate.stage else 1
-        )
+    def owned(self, segments: Sequence[SegmentCost]) -> float:
+        """Return the elements that one rank updates."""
+        trainable = sum(segment.trainable for segment in segments)
+        return trainable / (self.shard_group.ranks if self.candidate.stage else 1)
 
-    def device_update(self, parts: Sequence[SegmentCost]) -> float:
-        """Seconds of the norm, and of what is updated on the device."""
-        owned = self.owned(parts)
-        world = (
-            LinkedGroup(self.hardware, self.dims.world_size).all_reduce(64.0).seconds
-            + self.device.step_s
-        )
+    def device_update(self, segments: Sequence[SegmentCost]) -> float:
+        """Return the seconds of the norm, and of the part of the update that runs on the device."""
+        owned = self.owned(segments)
+        world = LinkedGroup(self.hardware, self.dims.world_size)
+        agree = world.all_reduce(_NORM_BYTES).seconds
         norm = stream_seconds(self.device, owned * self.settings.reduce_bytes)
-        here = owned * (1 - self.away)
-        if (measured := self.device.update.get(self.candidate.precision)) is not None:
-            return world + here / measured
-        num_bytes = update_bytes(self.settings, self.candidate.precision)
-        if self.device.optimizer is not None:
-            rate = self.device.optimizer * 28 / num_bytes
-            return world + norm + here / rate
-        return world + norm + stream_seconds(self.device, here * num_bytes)
+        here = owned * (1 - self.host_share)
+        precision = self.candidate.precision
+        return agree + norm + device_update_seconds(self.device, here, self.settings, precision)
 
-    def _ready(self, parts: Sequence[SegmentCost]) -> list[float] | None:
-        """When the update on the host has made each part's parameters, in forward order, and sent them up."""
-        if not self.away:
+    def _ready(self, segments: Sequence[SegmentCost]) -> list[float] | None:
+        """Return when the update on the host has made each segment's parameters, in forward order.
+
+        None: nothing is updated there.
+        """
+        if not self.host_share:
             return None
         per_element = host_seconds_per_element(
-            self.cost_model, self.candidate.placement.optimizer, self.candidate.precision
+            self.hardware,
+            self.settings,
+            self.candidate.placement.optimizer,
+            self.candidate.precision,
         )
-        done, moments = 0.0, []
-        for part in parts:
-            done += self.away * self.owned([part]) * per_element
-            moments.append(done)
+        now = 0.0
+        moments = []
+        for segment in segments:
+            now += self.host_share * self.owned([segment]) * per_element
+            moments.append(now)
         return moments
 
     # All of it
 
     def time(self, tokens_per_sample: int | None) -> StepTime:
-        candidate, dims = self.candidate, self.dims
+        """Put the step together."""
+        candidate = self.candidate
+        dims = self.dims
         count = candidate.accumulation
-        updates = [self.device_update(self.stage_parts(stage)) for stage in self._distinct_stages]
-        seconds, bubble, busiest = self._passes_seconds(count)
-        seconds += max(updates)
-        parts = self.stage_parts(busiest)
-        recompute = count * sum(part.recompute for part in parts)
-        found = {
-            "compute": count * sum(part.forward + part.backward for part in parts) - recompute,
-            "recompute": recompute,
-            "tensor parallel": count
-            * sum(p.tp_forward.seconds + p.tp_backward.seconds for p in parts),
-            "bubble": bubble,
-            "update": max(updates),
-        }
-        found["exposed transfers"] = max(0.0, seconds - sum(found.values()))
+        distinct_stages = sorted({0, dims.pp // 2, dims.pp - 1})
+        update = max(self.device_update(self.segments_of_stage(stage)) for stage in distinct_stages)
+        seconds, bubble, busiest = self._all_passes(count)
+        seconds += update
+
         ranks = count * dims.dp * dims.tp
-        flops = ranks * sum(part.flops for part in self.parts)
-        executed = flops + ranks * sum(part.recompute_flops for part in self.parts)
-        peak = self.device.flops(candidate.precision) * dims.world_size * seconds
-        known = self.device.kind == "cuda"
+        flops = ranks * sum(segment.flops for segment in self.micro_batch)
+        executed = flops + ranks * sum(segment.recompute_flops for segment in self.micro_batch)
+        mfu = hfu = None
+        if self.device.kind == "cuda":
+            peak = self.device.flops(candidate.precision) * dims.world_size * seconds
+            mfu = flops / peak
+            hfu = executed / peak
+        samples_per_s = candidate.global_batch / seconds
+        tokens_per_s = None
+        if tokens_per_sample is not None:
+            tokens_per_s = samples_per_s * tokens_per_sample
+        # The time between operators is on no data sheet, and nearly all of a tiny model's step.
+        is_known = self.device.kind == "cuda" or self.hardware.measured
         spread = self.hardware.spread
-        samples = candidate.global_batch / seconds
-        # What lies between operators is on no data sheet, and nearly all of a tiny model's step.
-        is_known = known or self.hardware.measured
-        unknown = 0.0 if is_known else _BETWEEN_S
         return StepTime(
-            seconds,
-            seconds * (1 - spread),
-            seconds * (1 + spread) + unknown,
-            {name: value for name, value in found.items() if value > 0},
-            flops,
-            executed,
-            flops / peak if known else None,
-            executed / peak if known else None,
-            None if tokens_per_sample is None else samples * tokens_per_sample,
-            samples,
-            self.link_bytes(busiest),
+            seconds=seconds,
+            low=seconds * (1 - spread),
+            high=seconds * (1 + spread) + (0.0 if is_known else _BETWEEN_S),
+            parts=self._parts(seconds, bubble, update, busiest),
+            model_flops=flops,
+            hardware_flops=executed,
+            mfu=mfu,
+            hfu=hfu,
+            tokens_per_s=tokens_per_s,
+            samples_per_s=samples_per_s,
+            link_bytes=self.link_bytes(busiest),
         )
 
-    @cached_property
-    def _distinct_stages(self) -> list[int]:
-        return sorted({0, self.dims.pp // 2, self.dims.pp - 1})
+    def _parts(self, seconds: float, bubble: float, update: float, stage: int) -> dict[str, float]:
+        """Return the seconds of a step by what a rank of `stage` spends them on."""
+        count = self.candidate.accumulation
+        segments = self.segments_of_stage(stage)
+        recompute = count * sum(segment.recompute for segment in segments)
+        compute = count * sum(segment.forward + segment.backward for segment in segments)
+        traffic = sum(
+            segment.tp_forward.seconds + segment.tp_backward.seconds for segment in segments
+        )
+        parts = {
+            "compute": compute - recompute,
+            "recompute": recompute,
+            "tensor parallel": count * traffic,
+            "bubble": bubble,
+            "update": update,
+        }
+        parts["exposed transfers"] = max(0.0, seconds - sum(parts.values()))
+        return {name: value for name, value in parts.items() if value > 0}
 
-    def _passes_seconds(self, count: int) -> tuple[float, float, int]:
-        """(seconds of all passes, of them the pipeline's bubble, the stage that has most to do)."""
-        plain = [
-            (self.forward(c, first=False), self.backward(c, boundary=False)) for c in self.chunks
-        ]
-        forward = [ahead.seconds for ahead, _ in plain]
-        backward = [back.seconds + back.tail for _, back in plain]
-        extra = [
-            self.forward(chunk, first=True).seconds
-            - forward[number]
-            + self.backward(chunk, boundary=True).seconds
-            + self.backward(chunk, boundary=True).tail
-            - backward[number]
-            for number, chunk in enumerate(self.chunks)
-        ]
+    def _all_passes(self, count: int) -> tuple[float, float, int]:
+        """Return the seconds of all passes, those of the pipeline's bubble, and the busiest stage.
+
+        Args:
+            count: micro-batches.
+        """
+        forward, backward, extra = [], [], []
+        for chunk in self.chunks:
+            ahead = self.forward(chunk, first=False)
+            back = self.backward(chunk, boundary=False)
+            first = self.forward(chunk, first=True)
+            last = self.backward(chunk, boundary=True)
+            forward.append(ahead.seconds)
+            backward.append(back.seconds + back.tail)
+            # A step's first forward unshards, and its last backward reduces, what others need not.
+            extra.append(first.seconds - forward[-1] + last.seconds + last.tail - backward[-1])
         stages = self.dims.pp
         if stages == 1:
             return count * (forward[0] + backward[0]) + extra[0], 0.0, 0
-        send = (
-            LinkedGroup(self.hardware, 2, self.dims.tp * self.dims.dp)
-            .send(self.parts.boundary_bytes)
-            .seconds
-        )
+        send = self._send_between_stages().seconds
         ends = replay(forward, backward, stages, count, send)
-        busy = [
-            count * sum((forward[c] + backward[c]) for c in range(s, len(forward), stages))
-            for s in range(stages)
-        ]
-        last = max(
-            range(stages), key=lambda stage: (ends[stage] + sum(extra[stage::stages]), -stage)
-        )
-        busiest = max(range(stages), key=lambda stage: (busy[stage], -stage))
-        seconds = ends[last] + sum(extra[last::stages])
-        return seconds, max(0.0, max(ends) - busy[busiest]), busiest
+        busy = []
+        for stage in range(stages):
+            chunks = range(stage, len(forward), stages)
+            busy.append(count * sum((forward[chunk] + backward[chunk]) for chunk in chunks))
+        totals = [ends[stage] + sum(extra[stage::stages]) for stage in range(stages)]
+        busiest = max(range(stages), key=lambda stage: (busy[stage], -stage))  # the first of equals
+        return max(totals), max(0.0, max(ends) - busy[busiest]), busiest
+
+    def _send_between_stages(self) -> TransferCost:
+        """Return the cost of handing a block's output to the next stage."""
+        neighbours = LinkedGroup(self.hardware, 2, self.dims.tp * self.dims.dp)
+        return neighbours.send(self.micro_batch.boundary_bytes)
+
+    # Bytes on the links
 
     def link_bytes(self, stage: int) -> dict[str, int]:
-        """Bytes that a rank of a stage sends in a step, by class of link."""
-        candidate, count, parts = (
-            self.candidate,
-            self.candidate.accumulation,
-            self.stage_parts(stage),
-        )
+        """Return the bytes that a rank of a stage sends in a step, by class of link."""
+        count = self.candidate.accumulation
+        segments = self.segments_of_stage(stage)
+        gathers = {0: 0, 1: 1, 2: 1, 3: 2 * count}[self.candidate.stage]
         node = network = 0.0
-        gathers = {0: 0, 1: 1, 2: 1, 3: 2 * count}[candidate.stage]
-        for part, number in Counter(parts).items():
-            total = self.gather(part).times(gathers)
-            total += self.reduce(part, boundary=False).times(count - 1)
-            total += self.reduce(part, boundary=True)
-            total += part.tp_forward.times(count) + part.tp_backward.times(count)
-            node, network = node + number * total.node, network + number * total.network
+        for segment, number in Counter(segments).items():
+            total = self.gather(segment).times(gathers)
+            total += self.reduce(segment, boundary=False).times(count - 1)
+            total += self.reduce(segment, boundary=True)
+            total += segment.tp_forward.times(count) + segment.tp_backward.times(count)
+            node += number * total.node
+            network += number * total.network
         if self.dims.pp > 1:
-            sends = 2 * count * self.dims.virtual - (count if stage in (0, self.dims.pp - 1) else 0)
-            cost = (
-                LinkedGroup(self.hardware, 2, self.dims.tp * self.dims.dp)
-                .send(self.parts.boundary_bytes)
-                .times(sends)
-            )
-            node, network = node + cost.node, network + cost.network
-        found = {"node": node, "network": network, **self._tier_bytes(parts)}
+            sends = 2 * count * self.dims.virtual
+            if stage in (0, self.dims.pp - 1):
+                sends -= count  # it has a neighbour on one side only
+            cost = self._send_between_stages().times(sends)
+            node += cost.node
+            network += cost.network
+        found = {"node": node, "network": network, **self._tier_bytes(segments)}
         return {name: math.ceil(value) for name, value in found.items() if value}
 
-    def _tier_bytes(self, parts: Sequence[SegmentCost]) -> dict[str, float]:
-        """What goes between the device and its host, and between the host and its disks, both ways together."""
-        candidate, place, count = (
-            self.candidate,
-            self.candidate.placement,
-            self.candidate.accumulation,
-        )
+    def _tier_bytes(self, segments: Sequence[SegmentCost]) -> dict[str, float]:
+        """Return the bytes between the device and its host, and between the host and its disks.
+
+        Both directions count together.
+        """
+        candidate = self.candidate
+        placement = candidate.placement
+        count = candidate.accumulation
         size = BYTES[candidate.precision]
-        owned = self.away * self.owned(parts)
-        down = size if place.grad is not Tier.DEVICE else self.settings.reduce_bytes
-        times = count if place.grad is not Tier.DEVICE and candidate.stage >= 2 else 1
+        owned = self.host_share * self.owned(segments)
+        down = self.settings.reduce_bytes
+        times = 1
+        if placement.grad is not Tier.DEVICE:
+            down = size
+            times = count if candidate.stage >= 2 else 1
         host = owned * (down * times + size)
-        disk = owned * 2 * _state_bytes(self.settings) if place.optimizer is Tier.DISK else 0.0
-        if place.param is not Tier.DEVICE:
-            divided = self.shard.ranks if candidate.stage == 3 else 1
-            fetched = (
-                2 * count * sum(part.params for part in parts) * size * place.fraction / divided
-            )
+        disk = 0.0
+        if placement.optimizer is Tier.DISK:
+            disk += owned * 2 * state_bytes(self.settings)
+        if placement.param is not Tier.DEVICE:
+            divided = self.shard_group.ranks if candidate.stage == 3 else 1
+            params = sum(segment.params for segment in segments)
+            fetched = 2 * count * params * size * placement.fraction / divided
             host += fetched
-            disk += fetched if place.param is Tier.DISK else 0.0
-        if place.activation is not Tier.DEVICE:
-            kept = (
-                2 * count * self.parts.boundary_bytes * sum(self._is_block(part) for part in parts)
-            )
-            host += kept
-            disk += kept if place.activation is Tier.DISK else 0.0
+            if placement.param is Tier.DISK:
+                disk += fetched
+        if placement.activation is not Tier.DEVICE:
+            blocks = sum(self._is_block(segment) for segment in segments)
+            moved = 2 * count * self.micro_batch.boundary_bytes * blocks
+            host += moved
+            if placement.activation is Tier.DISK:
+                disk += moved
         return {"host": host, "disk": disk}

@@ -26,13 +26,16 @@ class NumaNode:
 
 
 def parse_cpus(text: str) -> tuple[int, ...]:
-    """CPU numbers of a list as Linux writes it: `0-3,8` is (0, 1, 2, 3, 8).
+    """Return the CPU numbers of a list as Linux writes it: `0-3,8` is (0, 1, 2, 3, 8).
 
     Raises:
         ValueError: the text is no such list.
     """
+    text = text.strip()
+    if not text:
+        return ()
     cpus: list[int] = []
-    for part in text.strip().split(",") if text.strip() else []:
+    for part in text.split(","):
         found = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", part)
         if found is None:
             raise ValueError(f"{text!r} is no list of numbers: write 0-3,8")
@@ -41,7 +44,7 @@ def parse_cpus(text: str) -> tuple[int, ...]:
 
 
 def format_cpus(cpus: Iterable[int]) -> str:
-    """The opposite of `parse_cpus`, in order: `0-3,8`."""
+    """Return CPU numbers as `parse_cpus` reads them, in order: `0-3,8`."""
     runs: list[list[int]] = []
     for cpu in sorted(set(cpus)):
         if runs and cpu == runs[-1][-1] + 1:
@@ -52,27 +55,31 @@ def format_cpus(cpus: Iterable[int]) -> str:
 
 
 def read_nodes(usable: Collection[int], system: Path = _SYSTEM) -> tuple[NumaNode, ...]:
-    """The nodes and cores of the `usable` CPUs; one node of cores of one thread each where Linux does not tell."""
+    """Return the nodes and cores of the `usable` CPUs.
+
+    Where Linux does not tell, they are one node of cores of one thread each.
+    """
+    folders = {int(path.name[4:]): path for path in (system / "node").glob("node[0-9]*")}
     nodes: list[NumaNode] = []
-    for folder in sorted(
-        (system / "node").glob("node[0-9]*"), key=lambda folder: int(folder.name[4:])
-    ):
-        mine = [cpu for cpu in _listed(folder / "cpulist") if cpu in usable]
+    for number in sorted(folders):
+        mine = [cpu for cpu in _listed(folders[number] / "cpulist") if cpu in usable]
         if mine:
-            nodes.append(NumaNode(int(folder.name[4:]), _cores(mine, system)))
+            nodes.append(NumaNode(number, _cores(mine, system)))
     if {cpu for node in nodes for cpu in node.cpus} != set(usable):
         return (NumaNode(0, _cores(sorted(usable), system)),)
     return tuple(nodes)
 
 
 def shares(nodes: Sequence[NumaNode], wanted: Sequence[int | None]) -> list[tuple[int, ...]]:
-    """The CPUs of each rank: whole cores, of its node where that is known, evenly between those who share them.
+    """Divide a host's cores evenly among its ranks: whole cores, of a rank's node if it is known.
 
     Args:
-        wanted: node of each rank; with None anywhere, all of the host is divided in the order of the ranks.
+        nodes: of the host.
+        wanted: node of each rank; with None anywhere, all of the host is divided in the order of
+            the ranks.
 
     Returns:
-        Nothing for a rank whose share is less than a core.
+        the CPUs of each rank; none for a rank whose share is less than a core.
     """
     if None in wanted or not {node.id for node in nodes}.issuperset(wanted):
         return _divide([core for node in nodes for core in node.cores], len(wanted))
@@ -85,7 +92,9 @@ def shares(nodes: Sequence[NumaNode], wanted: Sequence[int | None]) -> list[tupl
 
 
 def _divide(cores: Sequence[tuple[int, ...]], parts: int) -> list[tuple[int, ...]]:
-    edges = [len(cores) * part // parts for part in range(parts + 1)] if parts else []
+    if not parts:
+        return []
+    edges = [len(cores) * part // parts for part in range(parts + 1)]
     return [tuple(cpu for core in cores[a:b] for cpu in core) for a, b in itertools.pairwise(edges)]
 
 

@@ -1,4 +1,4 @@
-"""Which devices belong together: groups whose weakest pair is as strong as it can be, and an order to walk them in.
+"""Groups of devices whose weakest pair is as strong as it can be, and an order to walk them in.
 
 Pure: numbers in, numbers out. A weight is a bandwidth; larger is better, and 0 is none.
 """
@@ -23,14 +23,15 @@ class Arrangement:
 
     Attributes:
         order: device of each rank.
-        sizes: of each level's groups, in groups of the level below; their product is the number of devices.
+        sizes: of each level's groups, in groups of the level below; their product is the number of
+            devices.
     """
 
     order: Group
     sizes: Group
 
     def groups(self, level: int = 0) -> list[Group]:
-        """The devices of each group of a level, in rank order."""
+        """Return the devices of each group of a level, in rank order."""
         length = 1
         for size in self.sizes[: level + 1]:
             length *= size
@@ -38,9 +39,14 @@ class Arrangement:
 
 
 def best_groups(weights: Weights, size: int) -> list[Group]:
-    """Divide all items into groups of `size`: the weakest pair of any group first, then the sum over all pairs.
+    """Divide all items into groups of `size`.
 
-    Of equals, the first in lexicographic order. Exact up to 16 items.
+    The division whose weakest pair is strongest wins; of equals, the one with the largest sum over
+    all pairs, then the first in lexicographic order. Exact up to 16 items.
+
+    Args:
+        weights: between items, [items][items].
+        size: of a group.
 
     Raises:
         ValueError: `size` does not divide the number of items.
@@ -51,24 +57,25 @@ def best_groups(weights: Weights, size: int) -> list[Group]:
     whole = _as_integers(weights)
     if size == 1 or size == count or _is_flat(whole):
         return [tuple(range(start, start + size)) for start in range(0, count, size)]
-    return _exact(whole, size) if count <= _MOST_EXACT else _grown(whole, size)
+    if count > _MOST_EXACT:
+        return _grown(whole, size)
+    return _exact(whole, size)
 
 
 def weakest_pair(weights: Weights, groups: Iterable[Group]) -> float:
-    """The smallest weight between two members of one group; 0 where no group has two."""
-    return min(
-        (weights[a][b] for group in groups for a, b in itertools.combinations(group, 2)),
-        default=0.0,
-    )
+    """Return the smallest weight between two members of one group; 0 where no group has two."""
+    pairs = [pair for group in groups for pair in itertools.combinations(group, 2)]
+    return min((weights[a][b] for a, b in pairs), default=0.0)
 
 
 def best_ring(weights: Weights, members: Group) -> Group:
-    """`members` in an order of which neighbours, the last and the first too, have the strongest links.
+    """Return `members` in an order whose neighbours, last and first too, have the strongest links.
 
-    Begins with the first member. Exact up to 8 members; of equals, the first in lexicographic order.
+    It begins with the first member. Exact up to 8 members; of equals, the first in lexicographic
+    order.
     """
     first, *rest = members
-    if len(rest) < 3 and len(rest) != 2:
+    if len(rest) < 2:
         return tuple(members)
     whole = _as_integers(weights)
     if len(members) <= _MOST_RINGED:
@@ -77,50 +84,64 @@ def best_ring(weights: Weights, members: Group) -> Group:
     return max([tuple(members), _walked(whole, members)], key=lambda ring: _ring_value(whole, ring))
 
 
-def weakest_neighbour(weights: Weights, ring: Group) -> float:
-    """The smallest weight between neighbours of a ring; 0 for one member."""
-    return min((weights[a][b] for a, b in _neighbours(ring)), default=0.0)
-
-
 def arrange(weights: Weights, sizes: Sequence[int]) -> Arrangement:
-    """Order all devices so that each level's groups are consecutive, and every group is well connected.
+    """Order all devices so that each level's groups are consecutive, and well connected.
 
-    Group at the first level, contract each group to one item, group those at the next level, and so on. Inside of a
-    group, items follow the best ring; each is turned so that its members face their counterparts of the one before.
+    Group at the first level, contract each group to one item, group those at the next level, and so
+    on. Inside of a group, items follow the best ring; each is turned so that its members face their
+    counterparts of the one before:
+
+        links 0-3, 1-2: 40 GB/s          groups of 2:    (0 3) (1 2)
+              0-2, 1-3: 20 GB/s          the second, turned to face the first:  (0 3) (2 1)
+              others:   10 GB/s          lanes: 0-2 and 3-1, 20 GB/s each
 
     Args:
-        sizes: items in a group of each level, innermost first; their product is the number of devices.
+        weights: between devices, [devices][devices].
+        sizes: items in a group of each level, innermost first; their product is the number of
+            devices.
     """
     items: list[list[Group]] = [[(device,)] for device in range(len(weights))]
     for size in sizes:
-        between = [
-            [_facing(weights, a, b)[0] / _UNIT if a is not b else 0.0 for b in items] for a in items
-        ]
+        between = _between(weights, items)
         merged: list[list[Group]] = []
         for group in best_groups(between, size):
             blocks: list[Group] = []
             for index in best_ring(between, group):
-                turned = items[index] if not blocks else _turned(weights, blocks[-1], items[index])
-                blocks.append(_flat(turned))
+                item = items[index]
+                if blocks:
+                    item = _turned(weights, blocks[-1], item)
+                blocks.append(_flat(item))
             merged.append(blocks)
         items = merged
     return Arrangement(tuple(device for item in items for device in _flat(item)), tuple(sizes))
 
 
+def _between(weights: Weights, items: Sequence[list[Group]]) -> list[list[float]]:
+    """Return the weights between items: of the weakest lane, when they face each other best."""
+    table = [[0.0] * len(items) for _ in items]
+    for a, b in itertools.permutations(range(len(items)), 2):
+        weakest, _ = _facing(weights, items[a], items[b])
+        table[a][b] = weakest / _UNIT
+    return table
+
+
 def _exact(weights: Sequence[Sequence[int]], size: int) -> list[Group]:
-    """Dynamic programming over sets of items that are left: first the best weakest pair, then the best sum."""
+    """Solve by dynamic programming: first the best weakest pair, then the best sum that has it."""
     values = _values(weights, size)
     everything = (1 << len(weights)) - 1
-    weakest = _Division(size, {mask: low for mask, (low, _) in values.items()}, min).best(
-        everything
-    )
+    lows = {mask: low for mask, (low, _) in values.items()}
+    weakest = _Division(size, lows, min).best(everything)
     assert weakest is not None
     sums = {mask: total for mask, (low, total) in values.items() if low >= weakest}
     return _Division(size, sums, lambda a, b: a + b).groups(everything)
 
 
 class _Division:
-    """The best division of a set into groups, by a value that adds up: `join(value of a group, value of the rest)`."""
+    """The best division of a set of items into groups, by dynamic programming over what is left.
+
+    A set is an integer, with a bit for each item. Its value is join(value of a group, value of the
+    rest), where the group has the set's lowest item in it.
+    """
 
     def __init__(self, size: int, values: dict[int, int], join: Callable[[int, int], int]) -> None:
         self._size = size
@@ -130,8 +151,11 @@ class _Division:
         self._best: dict[int, tuple[int, int] | None] = {}  # set -> value, first group
 
     def best(self, left: int) -> int | None:
+        """Return the best value of the set `left`; None if it has no division."""
         found = self._solve(left)
-        return None if found is None else found[0]
+        if found is None:
+            return None
+        return found[0]
 
     def groups(self, left: int) -> list[Group]:
         groups: list[Group] = []
@@ -143,7 +167,7 @@ class _Division:
         return groups
 
     def _solve(self, left: int) -> tuple[int, int] | None:
-        """The best value of the set `left`, and the group of its lowest item in it."""
+        """Return the best value of the set `left`, and the group of its lowest item in it."""
         if left in self._best:
             return self._best[left]
         bits = [1 << item for item in _members(left)]
@@ -153,8 +177,10 @@ class _Division:
         for others in itertools.combinations(bits[1:], self._size - 1):
             group = bits[0] + sum(others)
             value = values.get(group)
-            if value is None or (self._only_weakest and best is not None and value <= best[0]):
+            if value is None:
                 continue
+            if self._only_weakest and best is not None and value <= best[0]:
+                continue  # the rest can only be weaker
             if rest := left & ~group:
                 found = solved[rest] if rest in solved else self._solve(rest)
                 if found is None:
@@ -167,7 +193,7 @@ class _Division:
 
 
 def _values(weights: Sequence[Sequence[int]], size: int) -> dict[int, tuple[int, int]]:
-    """Weakest pair and sum of every group of `size` items, by its set of bits."""
+    """Return weakest pair and sum of every group of `size` items, by its set of bits."""
     values: dict[int, tuple[int, int]] = {}
 
     def grow(members: list[int], mask: int, low: int, total: int) -> None:
@@ -184,19 +210,18 @@ def _values(weights: Sequence[Sequence[int]], size: int) -> dict[int, tuple[int,
 
 
 def _grown(weights: Sequence[Sequence[int]], size: int) -> list[Group]:
-    """Grow each group by the best item that is left, then swap members of two groups for as long as that helps."""
+    """Grow each group by the best item left, then swap members of two groups while that helps."""
     left = list(range(len(weights)))
     groups: list[list[int]] = []
     while left:
         group = [left.pop(0)]
+
+        def gain(item: int, group: list[int] = group) -> tuple[int, int]:
+            to_group = [weights[item][member] for member in group]
+            return min(to_group), sum(to_group)
+
         while len(group) < size:
-            best = max(
-                left,
-                key=lambda item: (
-                    min(weights[item][a] for a in group),
-                    sum(weights[item][a] for a in group),
-                ),
-            )
+            best = max(left, key=gain)
             left.remove(best)
             group.append(best)
         groups.append(group)
@@ -206,7 +231,7 @@ def _grown(weights: Sequence[Sequence[int]], size: int) -> list[Group]:
 
 
 def _swap(weights: Sequence[Sequence[int]], a: list[int], b: list[int]) -> bool:
-    """Exchange a member of `a` and one of `b` where both groups together gain."""
+    """Exchange a member of `a` and one of `b` if both groups together gain; return whether."""
 
     def value() -> tuple[int, int]:
         pairs = [weights[x][y] for group in (a, b) for x, y in itertools.combinations(group, 2)]
@@ -227,11 +252,13 @@ def _ring_value(weights: Sequence[Sequence[int]], ring: Group) -> tuple[int, int
 
 
 def _neighbours(ring: Group) -> Iterable[tuple[int, int]]:
-    return zip(ring, (*ring[1:], ring[0]), strict=True) if len(ring) > 1 else ()
+    if len(ring) < 2:
+        return ()
+    return zip(ring, (*ring[1:], ring[0]), strict=True)
 
 
 def _walked(weights: Sequence[Sequence[int]], members: Group) -> Group:
-    """From the first member always on to the best that is left; then parts are reversed for as long as that helps."""
+    """Go from the first member on to the best one left, then reverse parts while it helps."""
     ring = [members[0]]
     left = list(members[1:])
     while left:
@@ -252,13 +279,13 @@ def _walked(weights: Sequence[Sequence[int]], members: Group) -> Group:
 
 
 def _facing(weights: Weights, a: list[Group], b: list[Group]) -> tuple[int, int]:
-    """Weakest and sum of the lanes between two items, when `b` is turned as it fits best."""
+    """Return weakest and sum of the lanes between two items, when `b` is turned as it fits best."""
     first = _flat(a)
     return max(_lanes(weights, first, _flat(turn)) for turn in _turns(b))
 
 
 def _turned(weights: Weights, before: Group, item: list[Group]) -> list[Group]:
-    """`item` as it fits best after `before`; as it is, where nothing is better."""
+    """Return `item` turned as it fits best after `before`; as it is, where nothing is better."""
     return max(_turns(item), key=lambda turn: _lanes(weights, before, _flat(turn)))
 
 
@@ -268,9 +295,11 @@ def _lanes(weights: Weights, a: Group, b: Group) -> tuple[int, int]:
 
 
 def _turns(item: list[Group]) -> list[list[Group]]:
-    """A ring from each of its members on, in both directions; the item as it is comes first."""
+    """Return a ring from each of its members on, in both directions; first the item as it is."""
     turns = [item[start:] + item[:start] for start in range(len(item))]
-    return turns + [turn[::-1] for turn in turns] if len(item) > 2 else turns
+    if len(item) <= 2:
+        return turns
+    return turns + [turn[::-1] for turn in turns]
 
 
 def _flat(item: Iterable[Group]) -> Group:
@@ -286,6 +315,5 @@ def _as_integers(weights: Weights) -> list[list[int]]:
 
 
 def _is_flat(weights: Sequence[Sequence[int]]) -> bool:
-    return (
-        len({value for a, row in enumerate(weights) for b, value in enumerate(row) if a != b}) <= 1
-    )
+    pairs = itertools.permutations(range(len(weights)), 2)
+    return len({weights[a][b] for a, b in pairs}) <= 1

@@ -1,6 +1,6 @@
-"""How well two GPUs of a host reach each other: paths as `nvidia-smi topo -m` names them, bandwidth as NCCL counts it.
+"""Links between the GPUs of a host: paths as `nvidia-smi topo -m` names them, rates as NCCL does.
 
-Pure: from a reading to a matrix. Sources: NCCL, src/graph/topo.h (bandwidths per NVLink and per path).
+Pure: from a reading to a matrix. Source: NCCL, src/graph/topo.h (bandwidths per NVLink and path).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from zrun.topology.nvml import TO_GPU, TO_SWITCH, NvmlDevice, Reading
+from zrun.topology.nvml import TO_GPU, TO_SWITCH, NvmlDevice, Reading, Slice
 
 SELF = "X"
 UNKNOWN = "?"
@@ -26,8 +26,8 @@ _NVLINK = (
     ((10, 0), 40.1),
 )
 
-# GB/s over PCIe: 12, 10 and 6 are NCCL's (a switch, an Intel host bridge, a link between sockets); those between them
-# keep the nearer path the better one.
+# GB/s over PCIe: 12, 10 and 6 are NCCL's (a switch, an Intel host bridge, a link between sockets);
+# those between them keep the nearer path the better one.
 _PATHS = {
     0: ("PIX", 12.0),
     10: ("PIX", 12.0),
@@ -43,7 +43,8 @@ class LinkMatrix:
     """Paths and bandwidths between the devices of a host, in their order.
 
     Attributes:
-        paths: `NV2`, `PIX`, `PXB`, `PHB`, `NODE`, `SYS`; `MIG` next to a slice, `X` on the diagonal, `?` not known.
+        paths: `NV2`, `PIX`, `PXB`, `PHB`, `NODE`, `SYS`; `MIG` next to a slice, `X` on the
+            diagonal, `?` not known.
         bandwidth: GB/s in one direction; 0 where there is no path or none is known.
         through_switch: NVLinks end at switches, so that every pair has all of them.
     """
@@ -57,27 +58,19 @@ class LinkMatrix:
 
     @property
     def is_flat(self) -> bool:
-        """Whether all pairs are alike, so that no grouping is better than another."""
-        return (
-            len(
-                {
-                    value
-                    for a, row in enumerate(self.bandwidth)
-                    for b, value in enumerate(row)
-                    if a != b
-                }
-            )
-            <= 1
-        )
+        """True if all pairs are alike, so that no grouping is better than another."""
+        pairs = itertools.permutations(range(len(self)), 2)
+        return len({self.bandwidth[a][b] for a, b in pairs}) <= 1
 
     @property
     def kind(self) -> str:
-        """What the whole is called."""
-        pairs = {
-            (a, b): path for a, row in enumerate(self.paths) for b, path in enumerate(row) if a < b
-        }
-        if not pairs:
-            return "one device" if self.paths else "no GPU"
+        """The name of such a matrix: "NVSwitch", "hybrid cube mesh", "PCIe" ..."""
+        if not self.paths:
+            return "no GPU"
+        if len(self) == 1:
+            return "one device"
+        combinations = itertools.combinations(range(len(self)), 2)
+        pairs = {(a, b): self.paths[a][b] for a, b in combinations}
         if MIG in pairs.values():
             return "MIG slices"
         if all(path == UNKNOWN for path in pairs.values()):
@@ -85,17 +78,17 @@ class LinkMatrix:
         linked = {pair for pair, path in pairs.items() if path.startswith("NV")}
         if not linked:
             return "PCIe"
-        degrees = [sum(device in pair for pair in linked) for device in range(len(self))]
         if len(linked) == len(pairs):
             return "NVSwitch" if self.through_switch else "NVLink between all"
+        degrees = [sum(device in pair for pair in linked) for device in range(len(self))]
         if max(degrees) == 1:
             return "NVLink pairs"
-        return (
-            "hybrid cube mesh" if len(self) == 8 and set(degrees) == {4} else "NVLink between some"
-        )
+        if len(self) == 8 and set(degrees) == {4}:
+            return "hybrid cube mesh"
+        return "NVLink between some"
 
     def take(self, devices: Sequence[int]) -> Self:
-        """The part of these devices, in this order."""
+        """Return the part of these devices, in this order."""
         return type(self)(
             tuple(tuple(self.paths[a][b] for b in devices) for a in devices),
             tuple(tuple(self.bandwidth[a][b] for b in devices) for a in devices),
@@ -104,29 +97,29 @@ class LinkMatrix:
 
 
 def link_matrix(reading: Reading) -> LinkMatrix:
-    """The links between what processes can run on: each GPU, or each slice of one that is divided, in PCI order."""
+    """Return the links between GPUs, in PCI order; of one that is divided, between its slices."""
     devices = usable(reading)
-    ends = [(device, part) for device in devices for part in (device.slices or (None,))]
-    found = [
-        [
-            (SELF, 0.0)
-            if a == b
-            else (MIG, 0.0)
-            if one[1] or other[1]
-            else _path(reading, one[0], other[0])
-            for b, other in enumerate(ends)
-        ]
-        for a, one in enumerate(ends)
-    ]
+    ends: list[tuple[NvmlDevice, Slice | None]] = []
+    for device in devices:
+        ends += [(device, each) for each in device.slices or (None,)]
+    paths = [[SELF] * len(ends) for _ in ends]
+    bandwidths = [[0.0] * len(ends) for _ in ends]
+    for a, b in itertools.permutations(range(len(ends)), 2):
+        one, one_slice = ends[a]
+        other, other_slice = ends[b]
+        if one_slice or other_slice:
+            paths[a][b] = MIG
+        else:
+            paths[a][b], bandwidths[a][b] = _path(reading, one, other)
     return LinkMatrix(
-        tuple(tuple(path for path, _ in row) for row in found),
-        tuple(tuple(bandwidth for _, bandwidth in row) for row in found),
+        tuple(map(tuple, paths)),
+        tuple(map(tuple, bandwidths)),
         len(devices) > 1 and all(_to_switch(device) for device in devices),
     )
 
 
 def usable(reading: Reading) -> list[NvmlDevice]:
-    """The GPUs that answer; a GPU in MIG mode without slices can run nothing."""
+    """Return the GPUs that answer; a GPU in MIG mode without slices can run nothing."""
     return [device for device in reading.devices if device.problem is None and device.slices != ()]
 
 
@@ -134,24 +127,24 @@ def _path(reading: Reading, a: NvmlDevice, b: NvmlDevice) -> tuple[str, float]:
     count = _bonded(a, b)
     if count:
         return f"NV{count}", round(count * min(_per_link(a), _per_link(b)), 1)
-    told = [
-        reading.ancestors[here.index][there.index]
-        for here, there in itertools.permutations((a, b), 2)
-    ]
-    level = max(
-        (level for level in told if level is not None), default=None
-    )  # one of two calls may have failed
-    return (UNKNOWN, 0.0) if level is None else _PATHS.get(level, (UNKNOWN, 0.0))
+    # Both calls tell the same, unless one of them has failed.
+    told = reading.ancestors[a.index][b.index], reading.ancestors[b.index][a.index]
+    levels = [level for level in told if level is not None]
+    if not levels:
+        return UNKNOWN, 0.0
+    return _PATHS.get(max(levels), (UNKNOWN, 0.0))
 
 
 def _bonded(a: NvmlDevice, b: NvmlDevice) -> int:
-    """NVLinks that carry what one sends the other: between them, or to switches from either."""
-    seen = [
-        sum(link.remote in (TO_GPU, None) and link.bus_id == there.bus_id for link in here.links)
-        for here, there in itertools.permutations((a, b), 2)
-        if here.links is not None and there.bus_id is not None
-    ]
-    return max(min(seen, default=0), min(_to_switch(a), _to_switch(b)))
+    """Return the number of NVLinks between two GPUs, or from each of them to switches."""
+    seen = []
+    for here, there in ((a, b), (b, a)):
+        if here.links is None or there.bus_id is None:
+            continue
+        to_there = [link for link in here.links if link.bus_id == there.bus_id]
+        seen.append(sum(link.remote in (TO_GPU, None) for link in to_there))
+    direct = min(seen, default=0)
+    return max(direct, min(_to_switch(a), _to_switch(b)))
 
 
 def _to_switch(device: NvmlDevice) -> int:
@@ -159,5 +152,9 @@ def _to_switch(device: NvmlDevice) -> int:
 
 
 def _per_link(device: NvmlDevice) -> float:
+    """Return the GB/s of one NVLink of a GPU."""
     capability = device.capability or (7, 0)
-    return next((rate for since, rate in reversed(_NVLINK) if capability >= since), _NVLINK[0][1])
+    for since, rate in reversed(_NVLINK):
+        if capability >= since:
+            return rate
+    return _NVLINK[0][1]

@@ -1,7 +1,8 @@
-"""What NVML says of the GPUs of this machine: guarded reads, and nothing but reads.
+"""Guarded reads of NVML: the GPUs of this machine.
 
-Any call may fail: the driver is old, the board cannot, the GPU fell off the bus. What fails is not known, and is None.
-The same reading can be taken of a `zrun.topology.scenario`, which answers in the library's place.
+Any call may fail: the driver is old, the board cannot, the GPU fell off the bus. The answer is None
+then: not known. The same reading can be taken of a `zrun.topology.scenario`, which answers in the
+library's place.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ class NotKnown(Exception):  # noqa: N818
 
 
 class MachineSource(Protocol):
-    """Who answers: the library, or a scenario."""
+    """The library, or a scenario in its place."""
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """The answer of the function of this name.
+        """Return the answer of the function of this name.
 
         Raises:
             NotKnown: there is none.
@@ -65,7 +66,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class NvmlDevice:
-    """What is known of one GPU. None: not known."""
+    """One GPU. None: not known."""
 
     index: int
     problem: str | None = None  # why nothing can run on it
@@ -121,7 +122,7 @@ class _Library:
 
 @contextmanager
 def library() -> Iterator[MachineSource | None]:
-    """NVML, initialised; None where there is no library or no driver that it fits."""
+    """Initialise NVML; None where there is no library or no driver that it fits."""
     source = _Library()
     try:
         source.call("nvmlInit")
@@ -169,22 +170,20 @@ def read(source: MachineSource) -> Reading:
 def _read_device(source: MachineSource, index: int) -> tuple[Any | None, NvmlDevice]:
     try:
         handle = source.call("nvmlDeviceGetHandleByIndex", index)
-        uuid = _text(
-            source.call("nvmlDeviceGetUUID", handle)
-        )  # a GPU that fell off the bus often has a handle still
+        # A GPU that fell off the bus often still has a handle.
+        uuid = _text(source.call("nvmlDeviceGetUUID", handle))
     except NotKnown as error:
-        why = (
-            "is lost: it fell off the bus"
-            if error.code == GPU_IS_LOST
-            else f"does not answer (NVML {error.code})"
-        )
+        why = f"does not answer (NVML {error.code})"
+        if error.code == GPU_IS_LOST:
+            why = "is lost: it fell off the bus"
         return None, NvmlDevice(index, why)
-    memory = ask(source, "nvmlDeviceGetMemoryInfo", handle, _MEMORY_V2) or ask(
-        source, "nvmlDeviceGetMemoryInfo", handle
-    )
+    memory = ask(source, "nvmlDeviceGetMemoryInfo", handle, _MEMORY_V2)
+    if not memory:
+        memory = ask(source, "nvmlDeviceGetMemoryInfo", handle)
     running = ask(source, "nvmlDeviceGetComputeRunningProcesses", handle)
     pci = ask(source, "nvmlDeviceGetPciInfo", handle)
     capability = ask(source, "nvmlDeviceGetCudaComputeCapability", handle)
+    # Not nvmlDeviceGetNumaNodeId: that is the node that a GPU's own memory makes, if it does.
     nodes = _bits(ask(source, "nvmlDeviceGetMemoryAffinity", handle, _CPU_WORDS, _NODE_SCOPE))
     return handle, NvmlDevice(
         index,
@@ -197,7 +196,6 @@ def _read_device(source: MachineSource, index: int) -> tuple[Any | None, NvmlDev
         bus_id=pci and bus_id(pci.busId),
         links=_links(source, handle),
         cpus=_bits(ask(source, "nvmlDeviceGetCpuAffinity", handle, _CPU_WORDS)),
-        # Not nvmlDeviceGetNumaNodeId: that is the node that a GPU's own memory makes, where it makes one.
         numa=nodes[0] if nodes is not None and len(nodes) == 1 else None,
         slices=_slices(source, handle),
         fabric=_fabric(ask(source, "nvmlDeviceGetGpuFabricInfoV", handle)),
@@ -205,7 +203,7 @@ def _read_device(source: MachineSource, index: int) -> tuple[Any | None, NvmlDev
 
 
 def _links(source: MachineSource, handle: Any) -> tuple[NvLink, ...] | None:
-    """The active NVLinks; none where the board has none, None where nobody can tell."""
+    """Return the active NVLinks: () where the board has none, None where that is not known."""
     links: list[NvLink] = []
     for number in range(_MOST_LINKS):
         try:
@@ -218,9 +216,7 @@ def _links(source: MachineSource, handle: Any) -> tuple[NvLink, ...] | None:
             remote = ask(source, "nvmlDeviceGetNvLinkRemoteDeviceType", handle, number)
             pci = ask(source, "nvmlDeviceGetNvLinkRemotePciInfo", handle, number)
             links.append(
-                NvLink(
-                    _REMOTE.get(remote) if remote is not None else None, pci and bus_id(pci.busId)
-                )
+                NvLink(_REMOTE.get(-1 if remote is None else remote), pci and bus_id(pci.busId))
             )
     return tuple(links)
 
@@ -254,22 +250,23 @@ def _fabric(info: Any | None) -> str | None:
 
 
 def _bits(words: Any | None) -> tuple[int, ...] | None:
-    """The numbers of the bits that are set in 64-bit words; None for none, which is no answer."""
-    if words is None:
-        return None
-    return (
-        tuple(64 * w + b for w, word in enumerate(words) for b in range(64) if int(word) >> b & 1)
-        or None
-    )
+    """Return the numbers of the bits that are set in 64-bit words; None for none: no answer."""
+    found = []
+    for number, word in enumerate(words or ()):
+        found += [64 * number + bit for bit in range(64) if int(word) >> bit & 1]
+    return tuple(found) or None
 
 
-def _text(value: Any) -> str | None:
-    return value.decode(errors="replace") if isinstance(value, bytes) else value
+def _text(value: str | bytes | None) -> str | None:
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    return value
 
 
 def bus_id(text: str | bytes) -> str | None:
-    """A PCI address in one form, `00000000:06:00.0`: libraries differ in the length of its domain."""
-    found = re.fullmatch(
-        r"([0-9a-f]+):([0-9a-f]+:[0-9a-f]+\.[0-9a-f])", (_text(text) or "").strip().lower()
-    )
-    return f"{int(found[1], 16):08x}:{found[2]}" if found else None
+    """Return a PCI address as `00000000:06:00.0`: libraries differ in the length of its domain."""
+    address = (_text(text) or "").strip().lower()
+    found = re.fullmatch(r"([0-9a-f]+):([0-9a-f]+:[0-9a-f]+\.[0-9a-f])", address)
+    if not found:
+        return None
+    return f"{int(found[1], 16):08x}:{found[2]}"

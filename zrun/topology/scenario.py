@@ -10,7 +10,8 @@ A line each, words between spaces, `#` begins a comment; lists of GPUs and CPUs 
     cuda 12 4                       the newest that the driver serves
     node 0 0-3 0-19,40-59           NUMA node, its GPUs (`-` for none), its CPUs
     path 0-3 0-3 PIX                PCIe class between all of the first and all of the second list:
-                                    PIX, PXB, PHB, NODE, SYS; without a line NODE inside a node, else SYS
+                                    PIX, PXB, PHB, NODE, SYS; without a line NODE inside a node,
+                                    else SYS
     link 0 3 2                      NVLinks between two GPUs
     switch 0-7 18                   NVLinks from each of these GPUs to switches
     fabric 00aa11bb 1               NVLink domain that spans hosts, and the clique in it
@@ -76,7 +77,7 @@ class Scenario:
 
     @classmethod
     def read(cls, path: Path) -> Scenario:
-        """The machine that a file describes.
+        """Read the machine that a file describes.
 
         Raises:
             JobError: there is no such file, or a line of it is wrong.
@@ -84,7 +85,9 @@ class Scenario:
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+            why: str | None = "not UTF-8 text"
+            if isinstance(error, OSError):
+                why = error.strerror
             raise JobError(
                 f"{path}: {why}: a description of a machine is wanted, see docs/topology.md"
             ) from None
@@ -100,19 +103,19 @@ class Scenario:
                     f"{path}:{number}: {words[0]!r} is none of {', '.join(_READERS)}"
                 ) from None
             except (ValueError, TypeError) as error:
-                why = (
-                    str(error)
-                    if isinstance(error, ValueError)
-                    else "words are missing, or there are too many"
-                )
+                why = "words are missing, or there are too many"
+                if isinstance(error, ValueError):
+                    why = str(error)
                 raise JobError(
                     f"{path}:{number}: {line.strip()!r}: {why}; see docs/topology.md"
                 ) from None
         return scenario
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """What the function of pynvml of this name would return."""
-        symbol = f"{name}_v2" if name == "nvmlDeviceGetMemoryInfo" and len(arguments) == 2 else name
+        """Return what the function of pynvml of this name would."""
+        symbol = name
+        if name == "nvmlDeviceGetMemoryInfo" and len(arguments) == 2:
+            symbol = f"{name}_v2"
         if symbol in self.fails:
             raise NotKnown(self.fails[symbol])
         if name == "nvmlDeviceGetCount":
@@ -268,7 +271,8 @@ def _read_path(scenario: Scenario, a: str, b: str, level: str) -> None:
 
 
 def _read_link(scenario: Scenario, a: str, b: str, count: str) -> None:
-    (one,), (other,) = _gpus(scenario, a), _gpus(scenario, b)
+    (one,) = _gpus(scenario, a)
+    (other,) = _gpus(scenario, b)
     for _ in range(_number(count, 1, 18)):
         scenario.links.setdefault(one, []).append(other)
         scenario.links.setdefault(other, []).append(one)

@@ -7,10 +7,13 @@
     sharded.backward(loss, micro, boundary=True)  # boundary: the last backward of the step
     result = sharded.step(3e-4, weights, lambda sums: sums[0])
 
-One mechanism serves the ZeRO stages 0-3 (Rajbhandari et al. 2020): `ZeroPolicy` answers the two questions that tell
-them apart, and nothing else here knows the stage. Elements moved per optimizer step, for P trainable parameters, K
-micro-batches and N ranks, times (N-1)/N: stage 0 all-reduce P (2P sent); stage 1 gather P + reduce-scatter P; stage 2
-gather P + reduce-scatter KP; stage 3 gather 2KP + reduce-scatter KP.
+One mechanism serves the ZeRO stages 0-3 (Rajbhandari et al. 2020): `ZeroPolicy` answers the two
+questions that tell them apart, and nothing else here knows the stage. `exchange.py` has the traffic
+of each stage.
+
+    auto_wrap     cuts the module into units           Gatherer   unshards and reshards them
+    FlatUnit      memory of one unit                   Reducer    reduces their gradients
+    module_hooks  call both while the module runs      ShardedOptimizer   updates their shards
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ from zrun_core.memory.layout import (
 from zrun_core.memory.tensors import TensorPart
 from zrun_core.optim.resolve import OptimizerSpec, Options
 from zrun_core.spine.sizes import format_size
-from zrun_core.zero.auto_wrap import WrapPlan, auto_wrap, repeated_blocks
+from zrun_core.zero.auto_wrap import WrapPlan, WrapUnit, auto_wrap, repeated_blocks
 from zrun_core.zero.autograd_driver import ImplicitPasses
 from zrun_core.zero.exchange import Exchange, StepCounts, expected_traffic
 from zrun_core.zero.gather import Gatherer
@@ -54,37 +57,50 @@ from zrun_core.zero.running_buffers import RunningBuffers
 from zrun_core.zero.sharded_optimizer import ShardedOptimizer
 from zrun_core.zero.unit import FlatUnit, moves_pages, window_pool
 
-_OWN_KINDS = (
-    Kind.PARAM,
-    Kind.GRAD,
-    Kind.OPTIM,
-    Kind.RING,
-    Kind.BUFFER,
-)  # of what a rank keeps from step to step
+# Of what a rank keeps from step to step.
+_OWN_KINDS = (Kind.PARAM, Kind.GRAD, Kind.OPTIM, Kind.RING, Kind.BUFFER)
 _NORM_CHUNK = 1 << 20  # elements that a CPU casts at a time: they stay in cache
 
 
 @dataclass(frozen=True)
 class ShardingConfig:
-    """How a model is sharded and updated."""
+    """Settings of sharding and of the update.
+
+    Attributes:
+        zero: the stage's policy.
+        precision: formats of parameters and gradients.
+        optimizer: None where `ShardedModel.set_optimizer` gives it later.
+        bucket: bytes of parameters that a unit should not exceed.
+        clip: largest norm of the gradient; None: any.
+        no_decay: regexes; parameters whose name contains a match have no weight decay.
+        unit_names: regexes; modules that become units of their own.
+        leaf_names: regexes; modules that are gathered and reduced as a whole.
+        persist_below: parameters of fewer bytes are never resharded.
+        prefetch: units that are gathered ahead of their use.
+        whole_blocks: never hook inside a repeated block, because it is compiled.
+        recomputes_blocks: activation checkpointing.
+        exchange: the collectives of a unit.
+        memory_bytes: that a rank may have on its device; None: it finds out.
+    """
 
     zero: ZeroPolicy
     precision: Precision
-    optimizer: OptimizerSpec | None  # None: `ShardedModel.set_optimizer` gives it later
-    bucket: int  # bytes of parameters
+    optimizer: OptimizerSpec | None
+    bucket: int
     clip: float | None = None
     no_decay: Sequence[str] = ()
     unit_names: Sequence[str] = ()
     leaf_names: Sequence[str] = ()
     persist_below: int = 0
     prefetch: int = 1
-    whole_blocks: bool = False  # never hook inside a repeated block: it is compiled
-    recomputes_blocks: bool = False  # activation checkpointing
+    whole_blocks: bool = False
+    recomputes_blocks: bool = False
     exchange: Exchange = field(default_factory=Exchange)
-    memory_bytes: int | None = None  # that a rank may have on its device; None: it finds out
+    memory_bytes: int | None = None
 
     @property
     def states(self) -> StatePolicy:
+        """The rule for the bytes of a unit. Without an optimizer it has no moments."""
         states = StatePolicy(
             self.zero,
             self.precision.reduce,
@@ -92,23 +108,24 @@ class ShardingConfig:
             ownership=self.exchange,
             recomputes_blocks=self.recomputes_blocks,
         )
-        if (chosen := self.optimizer) is None:
+        if self.optimizer is None:
             return states
         return replace(
             states,
-            moments=chosen.moments,
-            moment_dtype=chosen.moment_dtype,
-            updates_together=chosen.layer_wise,
+            moments=self.optimizer.moments,
+            moment_dtype=self.optimizer.moment_dtype,
+            updates_together=self.optimizer.layer_wise,
         )
 
     def group_of(self, name: str) -> int:
-        """Optimizer group of a parameter: 1 is without weight decay."""
-        return int(any(re.search(pattern, name) for pattern in self.no_decay))
+        """Return the optimizer group of a parameter: 1 is without weight decay, 0 has it."""
+        is_exempt = any(re.search(pattern, name) for pattern in self.no_decay)
+        return 1 if is_exempt else 0
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step came to. Tensors are 0-d and on the device, so that nobody waits who does not look.
+    """Result of one optimizer step. Tensors are 0-d and on the device: only reading them waits.
 
     Attributes:
         sums: the caller's numbers, summed over all ranks.
@@ -142,7 +159,14 @@ def wrap_plan(
     mesh_info: MeshInfo,
     table: Mapping[str, TensorPart] = WHOLE,
 ) -> WrapPlan:
-    """Cut `model`, which may be on the meta device, as `ShardedModel` does."""
+    """Return the units of `model` as `ShardedModel` makes them, and the modules that need them.
+
+    Args:
+        model: on any device, also meta.
+        settings: of sharding.
+        mesh_info: the rank's place.
+        table: by parameter name, its part in a tensor of the whole model; absent: all of one.
+    """
     return auto_wrap(
         model,
         dtype=settings.precision.compute,
@@ -191,7 +215,16 @@ def check_states(
 
 
 class ShardedModel:
-    """A module whose parameters live in flat units."""
+    """A module whose parameters live in flat units.
+
+    Attributes:
+        module: the user's, with hooks.
+        units: in order of registration.
+        layouts: of the units.
+        reducer: of their gradients; a checkpoint holds its state.
+        optimizer: of their shards.
+        scaler: of the loss in fp16.
+    """
 
     def __init__(
         self,
@@ -209,76 +242,109 @@ class ShardedModel:
         Args:
             module: on any device, also meta; its parameters keep their identity.
             read: full value of a parameter, by name, asked for once per parameter.
-            first_unit: number of units of models before this one, whose messages must not be taken for this one's.
-            table: by parameter name, what it is of a tensor of the whole model; absent: all of one.
+            settings: of sharding and of the update.
+            mesh: the groups of this rank.
+            comm: its collectives.
+            first_unit: number of units of models before this one: messages are told apart by it.
+            table: by parameter name, its part in a tensor of the whole model; absent: all of one.
+
+        Raises:
+            PreflightError: the states take more than a rank has.
+            JobError: `unit_names` or `leaf_names` match no module.
         """
-        self.module, self.settings, self.mesh, self.comm = module, settings, mesh, comm
+        self.module = module
+        self.settings = settings
+        self.mesh = mesh
+        self.comm = comm
         states = settings.states
-        mesh_info = mesh_info_of(comm, mesh)
-        planned = wrap_plan(module, settings, mesh_info, table)
+        planned = wrap_plan(module, settings, mesh_info_of(comm, mesh), table)
         self.layouts = [unit.layout for unit in planned.units]
         moves = moves_pages(comm.device.type)
         check_states(self.layouts, settings, mesh, comm)
-        whole = states.gather_ring_bytes(self.layouts, settings.prefetch, moves_pages=moves)
-        self._pool = window_pool(comm.device, whole)
-        self.units: list[FlatUnit] = []
-        for number, piece in enumerate(planned.units, first_unit):
-            unit = FlatUnit(
-                number,
-                piece.layout,
-                piece.params,
-                piece.leaf,
-                policy=states,
-                exchange=settings.exchange,
-                shard=mesh.shard,
-                replicate=mesh.replicate,
-                mesh_info=mesh_info,
-                device=comm.device,
-                pool=self._pool,
-            )
-            unit.load(
-                [
-                    read(slot.name, param)
-                    for slot, param in zip(piece.layout.slots, piece.params, strict=True)
-                ]
-            )
-            _materialise(piece.params, unit)
-            unit.set_param_data()
-            self.units.append(unit)
-        blocks = [block for _, block in repeated_blocks(module)] if settings.whole_blocks else []
-        compiled = {id(inner) for block in blocks for inner in block.modules()}
-        watched = [inner for inner in module.modules() if id(inner) not in compiled]
-        if mesh.data.size == 1:  # nobody is waited for with the gradient of what is looked at
-            watched = []
+        pool_bytes = states.gather_ring_bytes(self.layouts, settings.prefetch, moves_pages=moves)
+        self._pool = window_pool(comm.device, pool_bytes)
+        self.units = [
+            self._make_unit(index, unit, states, read)
+            for index, unit in enumerate(planned.units, first_unit)
+        ]
+        self._trained = [unit for unit in self.units if unit.trainable]
+        # Ranks along these axes hold equal copies of a unit: the first one counts it in norms.
+        self._counted = [u for u in self._trained if mesh.is_first(u.layout.replicated_over)]
+
+        compiled = self._compiled_modules()
         self._gatherer = Gatherer(self.units, comm, settings.prefetch, sees_lookups=not compiled)
         self.reducer = Reducer(self.units, states, settings.exchange, mesh, comm)
         self._planned_rings = self.ring_bytes
+        watched: list[nn.Module] = []
+        if mesh.data.size > 1:  # a rank alone never lacks a parameter, nor waits for a gradient
+            watched = [inner for inner in module.modules() if id(inner) not in compiled]
         install(module, self.units, planned.hooked, self._gatherer, self.reducer, watched=watched)
-        self._trained = [unit for unit in self.units if unit.trainable]
-        # In norms, of what several ranks hold alike the first one's copy counts.
-        self._counted = [u for u in self._trained if mesh.is_first(u.layout.replicated_over)]
+
         self._before_update: list[Callable[[], None]] = []
         self.optimizer: ShardedOptimizer
         if settings.optimizer is not None:
-            self.set_optimizer(
-                settings.optimizer, [{}, {"weight_decay": 0.0}], lambda slot: slot.group
-            )
+            groups: list[Options] = [{}, {"weight_decay": 0.0}]
+            self.set_optimizer(settings.optimizer, groups, lambda slot: slot.group)
         self.scaler = LossScaler(settings.precision, comm.device)
         self._inspector = Inspector(self.units, comm, mesh.world, mesh.pipe)
         self._running = RunningBuffers(module)
-        self._never: set[str] | None = None
+        self._never: set[str] | None = None  # parameters without a gradient in any step so far
+
+    def _make_unit(
+        self,
+        index: int,
+        planned: WrapUnit,
+        states: StatePolicy,
+        read: Callable[[str, nn.Parameter], torch.Tensor],
+    ) -> FlatUnit:
+        """Allocate a unit, fill it, and make the module's parameters views of it."""
+        unit = FlatUnit(
+            index,
+            planned.layout,
+            planned.params,
+            planned.leaf,
+            policy=states,
+            exchange=self.settings.exchange,
+            shard=self.mesh.shard,
+            replicate=self.mesh.replicate,
+            mesh_info=mesh_info_of(self.comm, self.mesh),
+            device=self.comm.device,
+            pool=self._pool,
+        )
+        named = zip(planned.layout.slots, planned.params, strict=True)
+        unit.load([read(slot.name, param) for slot, param in named])
+        _materialise(planned.params, unit)
+        unit.set_param_data()
+        return unit
+
+    def _compiled_modules(self) -> set[int]:
+        """Return the identities of modules in compiled blocks, where access is not noticed."""
+        if not self.settings.whole_blocks:
+            return set()
+        blocks = [block for _, block in repeated_blocks(self.module)]
+        return {id(inner) for block in blocks for inner in block.modules()}
 
     def set_optimizer(
-        self, chosen: OptimizerSpec, groups: Sequence[Options], group_of: Callable[[ParamSlot], int]
+        self, spec: OptimizerSpec, groups: Sequence[Options], group_of: Callable[[ParamSlot], int]
     ) -> None:
-        """Give the model its optimizer, with `groups`, of which `group_of` gives a parameter's number."""
-        self.settings = replace(self.settings, optimizer=chosen)
+        """Give the model its optimizer.
+
+        Args:
+            spec: class and arguments.
+            groups: options of each parameter group.
+            group_of: number of the group of a parameter.
+        """
+        self.settings = replace(self.settings, optimizer=spec)
         self.optimizer = ShardedOptimizer(
-            self.units, chosen, groups, group_of, self.reducer.ring, self.comm, self.mesh.tensor
+            self.units, spec, groups, group_of, self.reducer.ring, self.comm, self.mesh.tensor
         )
 
     def use_implicit_passes(self, accumulate: int) -> ImplicitPasses:
-        """From now on plain calls of the module and plain `loss.backward()` begin and end their passes themselves."""
+        """Let plain calls of the module and plain `loss.backward()` begin and end passes.
+
+        Args:
+            accumulate: backwards of one optimizer step.
+        """
         return ImplicitPasses(
             self.module,
             self._gatherer,
@@ -290,7 +356,7 @@ class ShardedModel:
     # One optimizer step
 
     def begin_step(self) -> None:
-        """Forget the last step's gradients, and keep what a skipped step is to put back."""
+        """Forget the last step's gradients, and copy the buffers that a skipped step puts back."""
         for unit in self._trained:
             unit.begin_step()
         self.reducer.begin_step()
@@ -300,9 +366,9 @@ class ShardedModel:
 
     @contextmanager
     def forward(self) -> Iterator[MicroPass]:
-        """Context of one training forward: `with sharded.forward() as micro: loss = module(x)`.
+        """Run a training forward inside: `with sharded.forward() as micro: loss = module(x)`.
 
-        It gives the micro-batch that is under way from now on. Forwards of others may come before its backward.
+        The micro-batch is under way from now on. Forwards of others may come before its backward.
         """
         micro = MicroPass()
         self._gatherer.begin_pass(micro, PassKind.FORWARD)
@@ -314,16 +380,18 @@ class ShardedModel:
             raise
 
     def backward(self, loss: torch.Tensor, micro: MicroPass, *, boundary: bool) -> None:
-        """Run the backward that ends `micro`. Gradients of micro-batches add up in the order of these calls.
+        """Run the backward that ends `micro`. Gradients add up in the order of these calls.
 
         Args:
             loss: 0-d, of the forward of `micro`; it is scaled against underflow.
-            micro: what `forward` gave.
-            boundary: whether this is the last backward of the optimizer step.
+            micro: result of `forward`.
+            boundary: this is the last backward of the optimizer step.
         """
         self._gatherer.begin_pass(micro, PassKind.BACKWARD)
         self.reducer.begin_backward(micro, boundary=boundary)
-        (loss * self.scaler.scale if self.scaler.enabled else loss).backward()
+        if self.scaler.enabled:
+            loss = loss * self.scaler.scale
+        loss.backward()
         self._end_backward(micro)
 
     def _end_backward(self, micro: MicroPass) -> None:
@@ -332,10 +400,10 @@ class ShardedModel:
         self._gatherer.end_pass()
 
     def contribute_zeros(self, *, boundary: bool) -> None:
-        """Take part in what the other ranks still do for a micro-batch that this one could not compute.
+        """Take part in the reductions of a micro-batch that this rank could not compute.
 
-        It contributes zeros; the step is to be skipped. Only where parameters are not given up between uses (stages 0
-        to 2): there the order of collectives does not depend on what runs.
+        The step is to be skipped. For stages 0 to 2 only, where parameters are not resharded
+        between uses: there the order of collectives does not depend on what runs.
 
         Args:
             boundary: as for `backward`.
@@ -355,60 +423,79 @@ class ShardedModel:
         divisor_of: Callable[[NamedVector], torch.Tensor],
         scaler: LossScaler | None = None,
     ) -> StepResult:
-        """Clip, update, and mark every unit stale.
+        """Clip the gradient, update, and mark every unit stale.
 
-        All ranks skip the update together if the gradient, or one of `sums`, is not finite, or if the divisor is 0. A
-        skipped step leaves no trace: buffers that its passes wrote are what they were.
+        All ranks skip the update together if the gradient, or one of `sums`, is not finite, or if
+        the divisor is 0. A skipped step leaves no trace: buffers that it wrote are put back.
 
         Args:
             lr: learning rate of all groups; None leaves each its own.
             sums: numbers of this rank, to be summed over all ranks in the step's message.
-            divisor_of: from the summed numbers, what the gradient is to be divided by.
+            divisor_of: from the summed numbers, the 0-d divisor of the gradient.
             scaler: what the loss was scaled by, if not by `backward`; its owner updates it.
         """
         scale = self.scaler if scaler is None else scaler
         self.comm.phase = CommPhase.STEP
-        got = b"".join(unit.has_grad for unit in self._trained)
-        said = StepContribution(sums, self._square_norm(), self._gatherer.schedule_hash, got)
-        heard = all_reduce_step(said, self.mesh.data, self.mesh.world, self.comm)
+        has_grad = b"".join(unit.has_grad for unit in self._trained)
+        own = StepContribution(sums, self._square_norm(), self._gatherer.schedule_hash, has_grad)
+        reduced = all_reduce_step(own, self.mesh.data, self.mesh.world, self.comm)
 
-        divisor = divisor_of(heard.sums) * scale.scale.double()
-        norm = heard.square.sqrt() / divisor
-        is_finite = torch.isfinite(heard.square)
+        divisor = divisor_of(reduced.sums) * scale.scale.double()
+        norm = reduced.square.sqrt() / divisor
+        is_finite = torch.isfinite(reduced.square)
         overflow = ~is_finite & scale.enabled
-        skipped = ~(is_finite & torch.isfinite(heard.sums.values).all()) | (divisor == 0)
+        skipped = ~(is_finite & torch.isfinite(reduced.sums.values).all()) | (divisor == 0)
         if self.settings.clip is not None:
             divisor = divisor * (norm / self.settings.clip).clamp(min=1.0)
-        self._update(lr, divisor.float(), skipped, self._got_anywhere(got, heard.num_got))
+        has_grad_anywhere = self._has_grad_anywhere(has_grad, reduced.num_got)
+        self._update(lr, divisor.float(), skipped, has_grad_anywhere)
         self._running.end_step(skipped)
         if scaler is None:
             self.scaler.update(overflow)
-        return StepResult(heard.sums, norm, skipped, overflow, heard.agreed)
+        return StepResult(reduced.sums, norm, skipped, overflow, reduced.agreed)
 
     def before_update(self, call: Callable[[], None]) -> None:
         """Call `call` once, before the next update, which alone changes the optimizer's state."""
         self._before_update.append(call)
 
     def _update(
-        self, lr: float | None, divisor: torch.Tensor, skipped: torch.Tensor, got: list[bytes]
+        self,
+        lr: float | None,
+        divisor: torch.Tensor,
+        skipped: torch.Tensor,
+        has_grad: list[bytes],
     ) -> None:
-        self.comm.settle()
+        """Update all units, unless the step is skipped.
+
+        Args:
+            lr: as for `step`.
+            divisor: 0-d fp32, of the gradient.
+            skipped: 0-d bool.
+            has_grad: by unit, which parameters got a gradient on any rank.
+        """
+        self.comm.settle()  # other ranks may still read the parameters
         while self._before_update:
             self._before_update.pop()()
         with torch.no_grad():
-            if self.comm.device.type == "cpu" or not self.optimizer.scales_inside:
-                if not bool(skipped):
-                    grad_scale = None if float(divisor) == 1.0 else divisor
-                    self.optimizer.step(lr, got, grad_scale, None)
-            else:
-                self.optimizer.step(lr, got, divisor.masked_fill(skipped, 1.0), skipped.float())
+            if self.comm.device.type != "cpu" and self.optimizer.scales_inside:
+                # The host does not wait: the device divides, and skips by itself.
+                grad_scale = divisor.masked_fill(skipped, 1.0)
+                self.optimizer.step(lr, has_grad, grad_scale, skipped.float())
+            elif not bool(skipped):
+                is_one = float(divisor) == 1.0
+                self.optimizer.step(lr, has_grad, None if is_one else divisor, None)
         for unit in self._trained:
             unit.mark_stale()
 
     def _square_norm(self) -> torch.Tensor:
-        """This rank's part of the squared norm of the gradient, float64: each element counts once over all ranks."""
+        """Return this rank's part of the squared norm of the gradient, 0-d float64.
+
+        Each element counts once over all ranks. Parts are the same at every stage, and so are the
+        bits of the norm.
+        """
         total = torch.zeros((), dtype=torch.float64, device=self.comm.device)
-        first, evidence = self._trained[0], []
+        first = self._trained[0]
+        evidence = []
         for part in first.exchange.counted_parts(first.layout, first.mesh_info):
             norms: list[torch.Tensor] = []
             of_units: list[FlatUnit] = []
@@ -424,25 +511,35 @@ class ShardedModel:
         self._inspector.norms = evidence
         return total
 
-    def _got_anywhere(self, got_here: bytes, counts: torch.Tensor) -> list[bytes]:
-        """By unit, which parameters got a gradient on any rank. The host reads `counts` only if some got none here."""
-        if not all(got_here):
-            got_here = bytes(count > 0 for count in counts.tolist())
-        found, start = [], 0
+    def _has_grad_anywhere(self, has_grad_here: bytes, counts: torch.Tensor) -> list[bytes]:
+        """Return by unit which parameters got a gradient on any rank.
+
+        Args:
+            has_grad_here: a byte for each trainable parameter of this rank.
+            counts: [parameters] on how many ranks each got one. The host reads them, and waits,
+                only if some parameter got none here.
+        """
+        has_grad = has_grad_here
+        if not all(has_grad_here):
+            has_grad = bytes(count > 0 for count in counts.tolist())
+        by_unit = []
+        missing = set()
+        start = 0
         for unit in self._trained:
-            found.append(got_here[start : start + len(unit.params)])
-            start += len(unit.params)
-        missing = {
-            slot.name
-            for unit, bits in zip(self._trained, found, strict=True)
-            for slot, bit in zip(unit.layout.slots, bits, strict=True)
-            if not bit
-        }
+            stop = start + len(unit.params)
+            of_unit = has_grad[start:stop]
+            by_unit.append(of_unit)
+            for slot, has_one in zip(unit.layout.slots, of_unit, strict=True):
+                if not has_one:
+                    missing.add(slot.name)
+            start = stop
         self._never = missing if self._never is None else self._never & missing
-        return found
+        return by_unit
+
+    # What went wrong
 
     def inspect_gradients(self, wanted: bool) -> None:
-        """Whether to look at each rank's own gradient from now on, before it is summed: one more pass over it."""
+        """Inspect each rank's own gradient before it is summed, from now on, or stop doing so."""
         self.reducer.inspector = self._inspector if wanted else None
 
     def find_nonfinite(
@@ -450,82 +547,95 @@ class ShardedModel:
         losses: Sequence[float] = (),
         is_late: bool = False,
     ) -> Culprit | None:
-        """The parameter, or the rank's loss, because of which the last step was skipped. Collective.
+        """Find the parameter, or the rank's loss, for which the last step was skipped. Collective.
 
         Args:
             losses: of this rank's micro-batches.
             is_late: the next step's gradient is there already: only the unit is known.
         """
-        return self._inspector.find_unit(losses) if is_late else self._inspector.find(losses)
+        if is_late:
+            return self._inspector.find_unit(losses)
+        return self._inspector.find(losses)
 
     def find_nonfinite_parameter(self) -> tuple[str, str] | None:
-        """Name and kind (inf, nan) of the first parameter in training that is not finite itself. Collective."""
+        """Return name and kind (inf, nan) of the first parameter that is not finite. Collective."""
         return self._inspector.find_parameter()
 
     @property
     def without_gradient(self) -> list[str]:
-        """Names of the trainable parameters that have never got a gradient on any rank, after at least one step."""
+        """Names of the trainable parameters that have never got a gradient on any rank."""
         return sorted(self._never or ())
 
     # Outside of training steps
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Context of forward passes without gradients."""
+        """Run forward passes without gradients inside."""
         autocast = self.settings.precision.autocast(self.comm.device)
         with self._gatherer.evaluation(), torch.no_grad(), autocast:
             yield
 
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:
-        """Every parameter is whole inside, to be read or written; what is written stays.
+        """Keep every parameter unsharded inside, to be read or written; writes are kept.
 
-        Collective on entry and on exit; in between, ranks may do different things for different lengths of time. Every
-        rank must write the same values, or leave writing an element to the rank that owns it.
+        Collective on entry and on exit; in between, ranks may do different things for different
+        lengths of time. Every rank must write the same values, or leave writing an element to the
+        rank that updates it.
+
+        Raises:
+            UserCodeError: a pass runs.
         """
-        with (
-            self._gatherer.all_unsharded(),
-            torch.no_grad(),
-            self.settings.precision.autocast(self.comm.device),
-        ):
+        autocast = self.settings.precision.autocast(self.comm.device)
+        with self._gatherer.all_unsharded(), torch.no_grad(), autocast:
             yield self.module
         self._pool.shrink()
 
     def expected_traffic(self, num_steps: int, num_micro_batches: int) -> dict[str, int]:
-        """Bytes that this rank should have sent in so many training steps, by kind of collective.
+        """Return the bytes that this rank should have sent in training, by kind of collective.
 
         It holds for models whose modules each run once per forward, in any order of forwards and
-        backwards, unless a parameter is looked at outside of its module: micro-batches under way
-        share what one of them holds. See `exchange.py` for the formulas. Which units the passes need
-        was seen while they ran: frozen ones without a gradient are gathered once.
+        backwards, unless a parameter is accessed outside of its module: micro-batches under way
+        share what one of them has pinned. Which units the passes need was recorded while they ran:
+        frozen ones without a gradient are gathered once.
+
+        Args:
+            num_steps: optimizer steps.
+            num_micro_batches: total of all steps.
         """
-        how_often = StepCounts(num_steps, num_micro_batches, self._gatherer.num_refreshes)
         return expected_traffic(
             self.layouts,
             self.settings.states,
             self.settings.exchange,
-            how_often,
+            StepCounts(num_steps, num_micro_batches, self._gatherer.num_refreshes),
             mesh_info_of(self.comm, self.mesh),
             gathers=[self._gatherer.num_gathers(unit) for unit in self.units],
         )
 
     def planned_memory(self) -> MemoryAccount:
-        """What `layout` says this rank allocates."""
-        states, account = self.settings.states, MemoryAccount()
-        mesh_info = mesh_info_of(self.comm, self.mesh)
-        account.add(
-            states.rank_buffers(
-                self.layouts,
-                mesh_info,
-                prefetch=self.settings.prefetch,
-                moves_pages=moves_pages(self.comm.device.type),
-            )
+        """Return what this rank allocates according to the layouts."""
+        account = MemoryAccount()
+        buffers = self.settings.states.rank_buffers(
+            self.layouts,
+            mesh_info_of(self.comm, self.mesh),
+            prefetch=self.settings.prefetch,
+            moves_pages=moves_pages(self.comm.device.type),
         )
+        account.add(buffers)
         account.add(module_buffers(self.module))
         return account
 
+    def allocated_memory(self) -> MemoryAccount:
+        """Return what this rank has allocated."""
+        account = MemoryAccount()
+        for unit in self.units:
+            account.add(unit.allocated())
+        account.add(module_buffers(self.module))
+        account.add([Buffer("rings", Kind.RING, sum(self.ring_bytes))])
+        return account
+
     def own_tensors(self) -> Iterator[torch.Tensor]:
-        """The tensors in which this rank's states and scratch lie."""
+        """Yield the tensors in which this rank's states and scratch lie."""
         for unit in self.units:
             yield from unit.tensors()
         yield from self.reducer.ring.tensors
@@ -534,26 +644,17 @@ class ShardedModel:
 
     @property
     def ring_bytes(self) -> tuple[int, int]:
-        """What gathering holds now, and what reducing does."""
+        """Scratch that gathers hold now, and that reductions hold."""
         return self._pool.num_bytes, self.reducer.ring.num_bytes
 
     def grown_rings(self) -> list[tuple[str, int, int]]:
-        """Rings of which passes have needed more than was planned: what each is for, bytes planned, and held."""
+        """Return purpose, planned bytes and held bytes of rings that grew beyond the plan."""
         rings = zip(("gathering", "reducing"), self._planned_rings, self.ring_bytes, strict=True)
         return [(purpose, planned, held) for purpose, planned, held in rings if held > planned]
 
-    def allocated_memory(self) -> MemoryAccount:
-        """What this rank has allocated."""
-        account = MemoryAccount()
-        for unit in self.units:
-            account.add(unit.allocated())
-        account.add(module_buffers(self.module))
-        account.add([Buffer("rings", Kind.RING, sum(self.ring_bytes))])
-        return account
-
 
 def _norms(part: torch.Tensor) -> list[torch.Tensor]:
-    """2-norms of pieces of `part`, 0-d fp32: all of it, except on a CPU."""
+    """Return the 2-norms of pieces of `part`, 0-d fp32: of all of it, except on a CPU."""
     if part.device.type == "cpu":
         return [torch.linalg.vector_norm(chunk.float()) for chunk in part.split(_NORM_CHUNK)]
     return [torch.linalg.vector_norm(part, dtype=torch.float32)]
@@ -562,13 +663,16 @@ def _norms(part: torch.Tensor) -> list[torch.Tensor]:
 def _materialise(params: Sequence[nn.Parameter], unit: FlatUnit) -> None:
     """Give meta parameters a device. They keep their identity, attributes and hooks.
 
-    `torch.utils.swap_tensors` swaps attributes and hooks away, and refuses parameters with weak references (LSTM).
-    A parameter must not count a gather into the unit as a change of what autograd has saved: hence `data`.
+    `torch.utils.swap_tensors` swaps attributes and hooks away, and refuses parameters with weak
+    references (LSTM). The new parameter is made of `view.data`: a gather into the unit must not
+    count as a change of what autograd has saved.
     """
     for param, view in zip(params, unit.views or unit._placeholders, strict=True):
-        if param.device.type == "meta":
-            hooks, late_hooks = param._backward_hooks, param._post_accumulate_grad_hooks
-            torch._C._swap_tensor_impl(
-                param, nn.Parameter(view.data, requires_grad=param.requires_grad)
-            )
-            param._backward_hooks, param._post_accumulate_grad_hooks = hooks, late_hooks
+        if param.device.type != "meta":
+            continue
+        hooks = param._backward_hooks
+        late_hooks = param._post_accumulate_grad_hooks
+        on_device = nn.Parameter(view.data, requires_grad=param.requires_grad)
+        torch._C._swap_tensor_impl(param, on_device)
+        param._backward_hooks = hooks
+        param._post_accumulate_grad_hooks = late_hooks

@@ -96,7 +96,7 @@ def write(sharded: ShardedModel) -> None:
 
 def restore(sharded: ShardedModel) -> None:
     """As loading does: the optimizer's states are made anew and filled, then the values."""
-    for _, piece, param, update in sharded.optimizer.held():
+    for _, piece, param, update in sharded.optimizer.updated_pieces():
         for value in update.set_state(param, piece, update.state_of(param)).values():
             if value.dim():
                 value.fill_(0.25)

@@ -260,7 +260,7 @@ def contents(sharded: ShardedModel) -> dict[str, Any]:
     with sharded.gathered():
         params = {name: p.numpy().copy() for name, p in sharded.module.named_parameters()}
     pieces = []
-    for unit, piece, param, update in sharded.optimizer.held():
+    for unit, piece, param, update in sharded.optimizer.updated_pieces():
         first = unit.updated_range[0] + piece.start - piece.slot.offset
         for key, value in (update.state_of(param) or {}).items():
             pieces.append((piece.slot.name, key, first, value.numpy().copy()))

@@ -210,7 +210,7 @@ class ModelState:
 
     def _held(self) -> Iterator[tuple[FlatUnit, Piece, nn.Parameter, UnitOptimizer]]:
         return (
-            self._sharded.optimizer.held()
+            self._sharded.optimizer.updated_pieces()
             if self._sharded.settings.optimizer is not None
             else iter(())
         )

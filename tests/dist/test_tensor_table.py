@@ -35,7 +35,7 @@ from zrun_core.distributed.named_vector import NamedVector
 from zrun_core.errors import CheckpointError, DivergedError
 from zrun_core.guards.replicas import ReplicaGuard
 from zrun_core.memory.buffers import Kind
-from zrun_core.memory.layout import ZeroPolicy
+from zrun_core.memory.state_policy import ZeroPolicy
 from zrun_core.memory.tensors import TensorPart, contiguous_stride, full_part, sliced_part
 from zrun_core.optim.resolve import resolve_optimizer
 from zrun_core.plan.memory.states import plan_model, rank_buffers

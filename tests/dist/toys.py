@@ -12,7 +12,7 @@ from torch import nn
 from zrun_core.distributed.comm import Comm
 from zrun_core.distributed.mesh import Mesh
 from zrun_core.distributed.named_vector import NamedVector
-from zrun_core.memory.layout import ZeroPolicy
+from zrun_core.memory.state_policy import ZeroPolicy
 from zrun_core.optim.resolve import resolve_optimizer
 from zrun_core.spine.config import OptimConfig, PrecisionConfig
 from zrun_core.zero.precision import Precision

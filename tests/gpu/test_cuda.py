@@ -23,7 +23,8 @@ from zrun_core.distributed.mesh import Mesh
 from zrun_core.distributed.named_vector import NamedVector
 from zrun_core.distributed.rng import Streams, fork_torch_rng
 from zrun_core.memory.arena import Ring, StorageMeter, StorageWindow
-from zrun_core.memory.layout import Kind, ZeroPolicy
+from zrun_core.memory.layout import Kind
+from zrun_core.memory.state_policy import ZeroPolicy
 from zrun_core.optim.resolve import resolve_optimizer
 from zrun_core.spine.config import ActivationsConfig, OptimConfig, PrecisionConfig
 from zrun_core.zero.auto_wrap import repeated_blocks

@@ -10,17 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zrun_core.memory.layout import (
-    PAGE_BYTES,
-    Buffer,
-    Kind,
+from zrun_core.memory.buffers import Buffer, Kind
+from zrun_core.memory.layout import PAGE_BYTES, UnitLayout, dense_stride, lay_out
+from zrun_core.memory.state_policy import (
     MeshInfo,
     Ownership,
     StatePolicy,
-    UnitLayout,
     ZeroPolicy,
-    dense_stride,
-    lay_out,
     module_buffers,
 )
 from zrun_core.zero.server import ParameterServer

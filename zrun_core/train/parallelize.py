@@ -12,7 +12,7 @@ from zrun_core.activations.kv_cache import omit_cache
 from zrun_core.distributed.comm import Comm
 from zrun_core.distributed.mesh import Mesh
 from zrun_core.errors import JobError
-from zrun_core.memory.layout import ZeroPolicy
+from zrun_core.memory.state_policy import ZeroPolicy
 from zrun_core.optim.resolve import OptimizerSpec
 from zrun_core.spine.config import ActivationsConfig, JobConfig, PrecisionConfig, ZeroConfig
 from zrun_core.spine.spec import resolve_bucket

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from zrun_core.errors import JobError
-from zrun_core.memory.layout import WHOLE, UnitLayout, lay_out
+from zrun_core.memory.layout import NO_PARTS, UnitLayout, lay_out
 from zrun_core.memory.tensors import TensorPart
 
 
@@ -202,7 +202,7 @@ def auto_wrap(
     persist_below: int = 0,
     whole_blocks: bool = False,
     group_of: Callable[[str], int] = lambda name: 0,
-    table: Mapping[str, TensorPart] = WHOLE,
+    table: Mapping[str, TensorPart] = NO_PARTS,
 ) -> WrapPlan:
     """Cut `model` into units of at most `bucket` bytes in `dtype`, where the module tree allows it.
 

@@ -33,7 +33,8 @@ from zrun_core.distributed.collectives import slice_start
 from zrun_core.distributed.comm import Comm
 from zrun_core.distributed.handle import Handle
 from zrun_core.distributed.transport import gather_tag, reduce_tag
-from zrun_core.memory.layout import MeshInfo, Ownership, StatePolicy, UnitLayout
+from zrun_core.memory.layout import UnitLayout
+from zrun_core.memory.state_policy import MeshInfo, Ownership, StatePolicy
 
 if TYPE_CHECKING:
     from zrun_core.zero.unit import FlatUnit

@@ -48,7 +48,7 @@ from zrun_core.distributed.handle import Handle
 from zrun_core.distributed.mesh import Mesh
 from zrun_core.errors import CheckpointError
 from zrun_core.memory.arena import Ring
-from zrun_core.memory.layout import MeshInfo, StatePolicy
+from zrun_core.memory.state_policy import MeshInfo, StatePolicy
 from zrun_core.zero.exchange import Exchange
 from zrun_core.zero.micro_pass import BackwardGrads, MicroPass
 from zrun_core.zero.nonfinite import Inspector

@@ -16,7 +16,8 @@ import torch
 from zrun_core.distributed.comm import Comm
 from zrun_core.distributed.handle import Handle
 from zrun_core.distributed.transport import gather_tag, reduce_tag
-from zrun_core.memory.layout import MeshInfo, StatePolicy, UnitLayout
+from zrun_core.memory.layout import UnitLayout
+from zrun_core.memory.state_policy import MeshInfo, StatePolicy
 from zrun_core.zero.exchange import Exchange
 
 if TYPE_CHECKING:

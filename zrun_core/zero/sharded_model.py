@@ -32,15 +32,8 @@ from zrun_core.distributed.named_vector import NamedVector
 from zrun_core.distributed.step_message import StepContribution, all_reduce_step
 from zrun_core.errors import PreflightError
 from zrun_core.memory.buffers import Buffer, Kind
-from zrun_core.memory.layout import (
-    WHOLE,
-    MeshInfo,
-    ParamSlot,
-    StatePolicy,
-    UnitLayout,
-    ZeroPolicy,
-    module_buffers,
-)
+from zrun_core.memory.layout import NO_PARTS, ParamSlot, UnitLayout
+from zrun_core.memory.state_policy import MeshInfo, StatePolicy, ZeroPolicy, module_buffers
 from zrun_core.memory.tensors import TensorPart
 from zrun_core.optim.resolve import OptimizerSpec, Options
 from zrun_core.spine.sizes import format_size
@@ -157,7 +150,7 @@ def wrap_plan(
     model: nn.Module,
     settings: ShardingConfig,
     mesh_info: MeshInfo,
-    table: Mapping[str, TensorPart] = WHOLE,
+    table: Mapping[str, TensorPart] = NO_PARTS,
 ) -> WrapPlan:
     """Return the units of `model` as `ShardedModel` makes them, and the modules that need them.
 
@@ -235,7 +228,7 @@ class ShardedModel:
         comm: Comm,
         *,
         first_unit: int = 0,
-        table: Mapping[str, TensorPart] = WHOLE,
+        table: Mapping[str, TensorPart] = NO_PARTS,
     ) -> None:
         """Move the parameters of `module` into units, unit by unit.
 

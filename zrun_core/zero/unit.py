@@ -42,7 +42,8 @@ from zrun_core.memory.arena import (
     flat_buffer,
 )
 from zrun_core.memory.buffers import Buffer, Kind
-from zrun_core.memory.layout import MeshInfo, ParamSlot, StatePolicy, UnitLayout
+from zrun_core.memory.layout import ParamSlot, UnitLayout
+from zrun_core.memory.state_policy import MeshInfo, StatePolicy
 from zrun_core.zero.exchange import Exchange
 from zrun_core.zero.home import Home, InPlace, fetch_now
 from zrun_core.zero.record_layout import RecordLayout

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 from zrun_core.errors import JobError
 from zrun_core.hardware.hardware import MIB, Hardware
 from zrun_core.memory.buffers import Buffer, Kind, Placement, Tier
-from zrun_core.memory.layout import UnitLayout, ZeroPolicy
+from zrun_core.memory.layout import UnitLayout
+from zrun_core.memory.state_policy import ZeroPolicy
 from zrun_core.plan.answer.outcome import Estimate, RankMemory
 from zrun_core.plan.memory import paper, rank_memory
 from zrun_core.plan.memory.allocator import pinned_bytes

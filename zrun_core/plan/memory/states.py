@@ -21,15 +21,8 @@ from torch import nn
 
 from zrun_core.distributed.comm import direct_up_to
 from zrun_core.memory.buffers import ON_DEVICE, Buffer, Kind, Placement, Tier
-from zrun_core.memory.layout import (
-    DISK_SLOTS,
-    STAGING_SLOTS,
-    WHOLE,
-    MeshInfo,
-    UnitLayout,
-    module_buffers,
-    whole_pages,
-)
+from zrun_core.memory.layout import NO_PARTS, UnitLayout, whole_pages
+from zrun_core.memory.state_policy import DISK_SLOTS, STAGING_SLOTS, MeshInfo, module_buffers
 from zrun_core.memory.tensors import TensorPart, contiguous_stride, full_part
 from zrun_core.optim.resolve import resolve_optimizer
 from zrun_core.plan.question.candidate import stage_blocks
@@ -157,7 +150,7 @@ def plan_model(
     model: nn.Module,
     settings: ShardingConfig,
     buffer_bytes: int | None = None,
-    table: Mapping[str, TensorPart] = WHOLE,
+    table: Mapping[str, TensorPart] = NO_PARTS,
 ) -> PlannedModel:
     """Cut `model`, on any device, as the runtime does.
 

@@ -1,0 +1,419 @@
+"""The bytes that the states of flat units take on a rank. Pure arithmetic.
+
+`StatePolicy.rank_buffers` is what the runtime allocates, what the planner sums, and what the report
+at the end of a run compares. The unit of the example in `layout.py`, with Adam on 2 ranks, takes on
+rank 0, in bytes:
+
+    stage               0           1           2           3
+    param           24576       24576       24576       12288       6144 elements, or its shard
+    grad            24576       24576       12288       12288
+    moments     2 * 16640   2 * 12288   2 * 12288   2 * 12288       4160 elements without padding
+    gather ring         0           0           0       12288       the shard of rank 1
+    reduce ring     24576       24576       73728       73728       2 and 3: see `reduce_ring_bytes`
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from zrun_core.memory.buffers import ON_DEVICE, Buffer, Kind, Placement, Tier
+from zrun_core.memory.layout import UnitLayout, whole_pages
+
+STAGING_SLOTS = 2  # one is filled while the other is on its way up to the device, or down from it
+DISK_SLOTS = 3  # of host memory: one is read into, one is updated, one is written from
+_FP32_BYTES = 4
+
+ALL_ON_DEVICE: Mapping[str, Placement] = {}  # by unit name: no unit has a state elsewhere
+
+
+@dataclass(frozen=True)
+class ZeroPolicy:
+    """The decisions of a ZeRO stage (Rajbhandari et al. 2020, section 5).
+
+    Two questions tell the stages apart, and they are asked of this object only: reduce now? free
+    after use? The third, whether the states are divided at all, is answered by the shard group,
+    which is a single rank at stage 0.
+    """
+
+    stage: int
+
+    @property
+    def divides(self) -> bool:
+        """Return whether the shard group may have more than one rank."""
+        return self.stage > 0
+
+    def reduce_now(self, boundary: bool) -> bool:
+        """Return whether a unit's gradient is reduced after this micro-batch.
+
+        If not, it stays unsharded until the last one.
+
+        Args:
+            boundary: it is the last one of the step.
+        """
+        return boundary or self.stage >= 2
+
+    @property
+    def reshard_after_use(self) -> bool:
+        """Return whether a unit is resharded once its forward or backward is over."""
+        return self.stage >= 3
+
+    def num_parts(self, mesh_info: MeshInfo) -> int:
+        """Return the number of equal parts that units are padded to, and that norms are taken over.
+
+        Where nothing is divided they are those of a division over all ranks: so stages agree in the
+        bits of their norms.
+        """
+        if self.divides:
+            return mesh_info.shard_size
+        return mesh_info.shard_size * mesh_info.num_replicas
+
+
+@dataclass(frozen=True)
+class MeshInfo:
+    """A data-parallel rank's place among the others.
+
+    Attributes:
+        shard_size: ranks that divide the states between them.
+        shard_index: this rank's place among them.
+        num_replicas: groups like that, with equal shards.
+        replica_index: which of them is this rank's.
+        direct_up_to: up to so many ranks exchange pairwise, so that the parts of all peers arrive
+            apart; more, or ranks whose backend sums on the way, get one part.
+    """
+
+    shard_size: int = 1
+    shard_index: int = 0
+    num_replicas: int = 1
+    replica_index: int = 0
+    direct_up_to: int = 0
+
+    def num_recv_parts(self, size: int) -> int:
+        """Return the number of parts that arrive where `size` ranks sum something."""
+        if size == 1:
+            return 0
+        if size <= self.direct_up_to:
+            return size - 1
+        return 1
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """The elements of a unit that each data-parallel rank updates: those of its shard.
+
+    So do the ranks of the other replicas, with the same result.
+    """
+
+    def updated_range(self, unit: UnitLayout, mesh_info: MeshInfo) -> tuple[int, int]:
+        """Return the elements that this rank updates."""
+        return unit.shard_range(mesh_info.shard_index)
+
+    def updated_replicated_over(self, unit: UnitLayout) -> tuple[str, ...]:
+        """Return the data-parallel axes of the mesh along which ranks keep the same elements."""
+        return ("replicate",)
+
+    def counted_parts(self, unit: UnitLayout, mesh_info: MeshInfo) -> range:
+        """Return the parts that this rank counts in norms: each part is counted by one rank.
+
+        They are the same parts at every stage, so that sums have the same bits.
+        """
+        parts = unit.parts_of_shard(mesh_info.shard_index)
+        return parts[mesh_info.replica_index :: mesh_info.num_replicas]
+
+    def recv_numel(self, unit: UnitLayout, mesh_info: MeshInfo) -> int:
+        """Return the elements of scratch that a reduction needs for what arrives.
+
+        What comes from the replicas takes the place of what came from the shard group.
+        """
+        of_shards = unit.shard_numel * mesh_info.num_recv_parts(mesh_info.shard_size)
+        slice_numel = math.ceil(unit.shard_numel / mesh_info.num_replicas)
+        of_replicas = slice_numel * mesh_info.num_recv_parts(mesh_info.num_replicas)
+        return max(of_shards, of_replicas)
+
+    def goes_stale(self, mesh_info: MeshInfo) -> bool:
+        """Return whether other ranks update what this one uses."""
+        return mesh_info.shard_size > 1
+
+
+@dataclass(frozen=True)
+class StatePolicy:
+    """Everything that decides how many bytes the states of a unit take on one rank.
+
+    Attributes:
+        moments: values that the optimizer keeps per parameter: 2 for Adam.
+        updates_together: all units propose an update before the first is applied: layer-wise
+            optimizers.
+        recomputes_blocks: backward runs a repeated block again first, so its units are in use
+            together.
+    """
+
+    zero: ZeroPolicy
+    reduce_dtype: torch.dtype
+    moments: int
+    moment_dtype: torch.dtype = torch.float32
+    updates_together: bool = False
+    ownership: Ownership = Ownership()
+    recomputes_blocks: bool = False
+
+    def has_master(self, unit: UnitLayout, placement: Placement = ON_DEVICE) -> bool:
+        """Return whether the optimizer works on a copy of the parameters.
+
+        fp32 parameters are their own master, where they are on its tier.
+        """
+        if not unit.trainable:
+            return False
+        return unit.dtype != torch.float32 or placement.param is not placement.optimizer
+
+    def reshard_after_use(self, unit: UnitLayout) -> bool:
+        """Return whether only a shard of the unit's parameters stays in memory between uses."""
+        return self.zero.reshard_after_use and not unit.keep_unsharded
+
+    def rank_buffers(
+        self,
+        units: Sequence[UnitLayout],
+        mesh_info: MeshInfo,
+        *,
+        prefetch: int,
+        moves_pages: bool,
+        placements: Mapping[str, Placement] = ALL_ON_DEVICE,
+    ) -> list[Buffer]:
+        """Return all that a rank allocates for `units` before the first step, and their moments.
+
+        Moments are allocated by the first step. The rest is allocated once.
+
+        Args:
+            units: of this rank.
+            mesh_info: its place.
+            prefetch: units gathered ahead of their use.
+            moves_pages: a unit is unsharded by moving pages into it: see `arena.PageWindow`.
+            placements: by unit name, of units whose states are not all on the device.
+        """
+        by_unit = [
+            self.buffers(unit, mesh_info, placements.get(unit.name, ON_DEVICE)) for unit in units
+        ]
+        gather_bytes = self.gather_ring_bytes(
+            units, prefetch, moves_pages=moves_pages, placements=placements
+        )
+        reduce_bytes = self.reduce_ring_bytes(units, mesh_info, placements=placements)
+        return [
+            *(buffer for buffers in by_unit for buffer in buffers),
+            Buffer("gather ring", Kind.RING, gather_bytes),
+            Buffer("reduce ring", Kind.RING, reduce_bytes),
+            *self._staging(units, mesh_info, placements),
+            *_disk_slots(by_unit),
+        ]
+
+    def buffers(
+        self,
+        unit: UnitLayout,
+        mesh_info: MeshInfo,
+        placement: Placement = ON_DEVICE,
+    ) -> list[Buffer]:
+        """Return the permanent buffers of `unit` on one rank: parameters, gradients, optimizer.
+
+        On the host, what the device copies from or to is pinned; the optimizer's states are not,
+        because the update runs where they are. On disk each begins on a page.
+
+        Args:
+            unit: any of the rank's.
+            mesh_info: the rank's place.
+            placement: of the unit's states.
+        """
+        found = self._states(unit, mesh_info, placement)
+        if placement is ON_DEVICE:
+            return found
+        return [_on_tier(buffer, placement.tier_of(buffer.kind)) for buffer in found]
+
+    def _states(self, unit: UnitLayout, mesh_info: MeshInfo, placement: Placement) -> list[Buffer]:
+        is_resharded = self.reshard_after_use(unit)
+        param_numel = unit.shard_numel if is_resharded else unit.padded_numel
+        param_bytes = param_numel * unit.dtype.itemsize
+        found = [Buffer(f"{unit.name}/param", Kind.PARAM, param_bytes)]
+        if not unit.trainable:
+            return found
+        keeps_shard = self.zero.reduce_now(boundary=False)
+        grad_numel = unit.shard_numel if keeps_shard else unit.padded_numel
+        grad_bytes = whole_pages(grad_numel * self.reduce_dtype.itemsize)
+        found.append(Buffer(f"{unit.name}/grad", Kind.GRAD, grad_bytes))
+        start, stop = self.ownership.updated_range(unit, mesh_info)
+        if self.has_master(unit, placement):
+            master_bytes = _FP32_BYTES * (stop - start)
+            found.append(Buffer(f"{unit.name}/master", Kind.OPTIM, master_bytes))
+        # Padding has no moments.
+        moment_numel = sum(piece.stop - piece.start for piece in unit.pieces(start, stop))
+        moment_bytes = moment_numel * self.moment_dtype.itemsize
+        found += [
+            Buffer(f"{unit.name}/moment{number}", Kind.OPTIM, moment_bytes)
+            for number in range(self.moments)
+        ]
+        return found
+
+    def gather_ring_bytes(
+        self,
+        units: Sequence[UnitLayout],
+        prefetch: int,
+        *,
+        moves_pages: bool = True,
+        placements: Mapping[str, Placement] = ALL_ON_DEVICE,
+    ) -> int:
+        """Return the room for units that are unsharded at a time.
+
+        These are the ones in use, `prefetch` more, and all that are kept until their pass ends.
+        Where pages are moved into a unit it takes those of the other ranks' shards only; elsewhere
+        its own shard is a copy, and there must be room for all of it, as there must be where its
+        home is on another tier.
+
+        Args:
+            units: of this rank.
+            prefetch: units gathered ahead of their use.
+            moves_pages: as of `rank_buffers`.
+            placements: as of `rank_buffers`.
+        """
+        passing: list[tuple[UnitLayout, int]] = []
+        kept_bytes = 0
+        for unit in units:
+            room = self._gather_numel(unit, placements, moves_pages) * unit.dtype.itemsize
+            if not room:
+                continue
+            if unit.keep_until_pass_ends:
+                kept_bytes += room
+            else:
+                passing.append((unit, room))
+        sizes = [size for _, size in passing]
+        prefetched_bytes = prefetch * max(sizes, default=0)
+        passing_bytes = min(self._most_together(passing) + prefetched_bytes, sum(sizes))
+        return passing_bytes + kept_bytes
+
+    def _gather_numel(
+        self, unit: UnitLayout, placements: Mapping[str, Placement], moves_pages: bool
+    ) -> int:
+        """Return the elements of the ring that a unit takes while it is unsharded."""
+        if placements.get(unit.name, ON_DEVICE).param is not Tier.DEVICE:
+            return unit.padded_numel
+        if not self.reshard_after_use(unit) or unit.num_shards == 1:
+            return 0
+        if moves_pages:
+            return unit.padded_numel - unit.shard_numel
+        return unit.padded_numel
+
+    def reduce_ring_bytes(
+        self,
+        units: Sequence[UnitLayout],
+        mesh_info: MeshInfo,
+        *,
+        placements: Mapping[str, Placement] = ALL_ON_DEVICE,
+    ) -> int:
+        """Return the room for reductions: of what is being filled, and of one unit on its way.
+
+        Each takes what leaves and what arrives. What leaves is the unit's unsharded gradient, which
+        lives here only if gradients are sharded, or have their home on another tier. Units that are
+        kept unsharded fill up while others come and go. Once all reductions are over, the update
+        casts one unit's gradient to fp32 in the same room, or all units' if they are updated
+        together.
+
+        In the example of `layout.py` at stages 2 and 3, 6144 elements leave and 3072 arrive: twice
+        9216 * 4 = 73728 bytes, for the unit that is filled and the one on its way.
+
+        Args:
+            units: of this rank.
+            mesh_info: its place.
+            placements: as of `rank_buffers`.
+        """
+        passing: list[tuple[UnitLayout, int]] = []
+        kept_numel = 0
+        alone_numel = 0
+        cast_sizes: list[int] = []
+        for unit in units:
+            if not unit.trainable:
+                continue
+            placement = placements.get(unit.name, ON_DEVICE)
+            is_away = placement.grad is not Tier.DEVICE
+            leaves_from_ring = is_away or self.zero.reduce_now(boundary=False)
+            leaving_numel = unit.padded_numel if leaves_from_ring else 0
+            arriving_numel = self.ownership.recv_numel(unit, mesh_info)
+            if self.reduce_dtype != torch.float32 and placement.optimizer is Tier.DEVICE:
+                start, stop = self.ownership.updated_range(unit, mesh_info)
+                cast_sizes.append(_FP32_BYTES * (stop - start))
+            if unit.num_parts == 1 and not is_away:
+                # Replicas of what no ranks divide: one unit at a time.
+                alone_numel = max(alone_numel, arriving_numel)
+                continue
+            passing.append((unit, leaving_numel + arriving_numel))
+            if unit.keep_until_pass_ends or unit.keep_unsharded:
+                kept_numel += leaving_numel
+        on_its_way = max((numel for _, numel in passing), default=0)
+        passing_numel = self._most_together(passing) + on_its_way + kept_numel
+        reduce_bytes = max(passing_numel, alone_numel) * self.reduce_dtype.itemsize
+        cast_bytes = sum(cast_sizes) if self.updates_together else max(cast_sizes, default=0)
+        return whole_pages(max(reduce_bytes, cast_bytes))
+
+    def _most_together(self, sizes: Iterable[tuple[UnitLayout, int]]) -> int:
+        """Return the largest sum of sizes of units that are in use together."""
+        sums: Counter[str] = Counter()
+        for unit, size in sizes:
+            is_recomputed = self.recomputes_blocks and unit.block
+            sums[unit.block if is_recomputed else unit.modules] += size
+        return max(sums.values(), default=0)
+
+    def _staging(
+        self, units: Sequence[UnitLayout], mesh_info: MeshInfo, placements: Mapping[str, Placement]
+    ) -> list[Buffer]:
+        """Return the pinned slots around an update on the host.
+
+        Gradients come down to it through some, and parameters go up from it through others.
+        """
+        down = 0
+        up = 0
+        for unit in units:
+            placement = placements.get(unit.name, ON_DEVICE)
+            if not unit.trainable or placement.optimizer is Tier.DEVICE:
+                continue
+            start, stop = self.ownership.updated_range(unit, mesh_info)
+            if placement.grad is Tier.DEVICE:
+                down = max(down, (stop - start) * self.reduce_dtype.itemsize)
+            if placement.param is Tier.DEVICE:
+                up = max(up, (stop - start) * unit.dtype.itemsize)
+        sizes = {"gradient staging": down, "parameter staging": up}
+        return [
+            Buffer(name, Kind.RING, STAGING_SLOTS * size, Tier.HOST, pinned=True)
+            for name, size in sizes.items()
+            if size
+        ]
+
+
+def _on_tier(buffer: Buffer, tier: Tier) -> Buffer:
+    """Return `buffer` as it is on its home's tier."""
+    if tier is Tier.DEVICE:
+        return buffer
+    if tier is Tier.HOST:
+        return replace(buffer, tier=tier, pinned=buffer.kind is not Kind.OPTIM)
+    return replace(buffer, tier=tier, num_bytes=whole_pages(buffer.num_bytes))
+
+
+def _disk_slots(by_unit: Iterable[Sequence[Buffer]]) -> list[Buffer]:
+    """Return page-aligned host memory through which states on disk pass.
+
+    A unit's states of one kind pass at a time.
+    """
+    largest: dict[Kind, int] = {}
+    for buffers in by_unit:
+        for kind in (Kind.PARAM, Kind.GRAD, Kind.OPTIM):
+            size = sum(b.num_bytes for b in buffers if b.kind is kind and b.tier is Tier.DISK)
+            largest[kind] = max(largest.get(kind, 0), size)
+    return [
+        Buffer(f"disk slots of {kind.value}", Kind.RING, DISK_SLOTS * size, Tier.HOST, pinned=True)
+        for kind, size in largest.items()
+        if size
+    ]
+
+
+def module_buffers(module: torch.nn.Module) -> list[Buffer]:
+    """Return the buffers that `module` keeps of its own: each once, whatever names it has.
+
+    It may be on any device.
+    """
+    return [Buffer(name, Kind.BUFFER, buffer.nbytes) for name, buffer in module.named_buffers()]

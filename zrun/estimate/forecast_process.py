@@ -45,7 +45,7 @@ class ForecastRequest:
 
 
 class Pace(StrEnum):
-    """How much of the cores the process takes from others."""
+    """The share of the cores that the process takes from others."""
 
     NOW = "now"  # its share: somebody waits
     BESIDE = "beside"  # a tenth of a core, where a run keeps all of them busy

@@ -189,7 +189,7 @@ class Gate:
 
 
 class _Measured:
-    """What the events of a run say of its memory, on the fullest rank, and of its time."""
+    """Memory of the fullest rank and time, from the events of a run."""
 
     def __init__(self) -> None:
         self.step = 0  # the last one

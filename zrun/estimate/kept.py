@@ -19,11 +19,11 @@ from zrun_core.spine.cache import are_unchanged, cache_folder, write_cached
 if TYPE_CHECKING:
     from zrun_core.plan.answer.outcome import Estimate, SearchResult
 
-# What was asked, at each stage, of a search, the cheapest change, the fastest that is trained; why it
-# does not fit; parameters, tokens of a sample, and samples of the data.
+# What was asked, at each stage, of a search, the cheapest change, the fastest that is trained; why
+# it does not fit; parameters, tokens of a sample, and samples of the data.
 Parts: TypeAlias = (
-    "tuple[Estimate, tuple[Estimate, ...], SearchResult | None, Estimate | None, Estimate | None, str, "
-    "int, int | None, int | None]"
+    "tuple[Estimate, tuple[Estimate, ...], SearchResult | None, Estimate | None, Estimate | None, "
+    "str, int, int | None, int | None]"
 )
 _KEPT = 100  # answers in the cache
 
@@ -54,7 +54,8 @@ def write(key: str, parts: Any, files: Mapping[str, str]) -> None:
 
     Args:
         key: of `key_of`.
-        parts: the answer as plain data. Its buffers are written once each: most ranks have the same.
+        parts: the answer as plain data. Its buffers are written once each: most ranks have the
+            same.
         files: digests of the job's own code, by path.
     """
     numbers: dict[str, int] = {}  # by buffer, as JSON

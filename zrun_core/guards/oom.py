@@ -155,7 +155,13 @@ def advice(job: JobConfig, batch: BatchPlan) -> list[str]:
 
 
 def explain(error: OutOfMemoryError, spec: RunSpec, sharded: ShardedModel) -> str:
-    """Return the message of a run that stops for `error`: what holds most, and what would help."""
+    """Return the message of a run that stops: what holds most, and what would help.
+
+    Args:
+        error: ended it.
+        spec: the run.
+        sharded: the model, which knows what holds memory.
+    """
     try:
         return describe(str(error), largest_holders(sharded), advice(spec.job, spec.batch))
     except Exception as failed:

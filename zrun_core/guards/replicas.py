@@ -103,7 +103,8 @@ class ReplicaGuard:
         Raises:
             DivergedError: on every rank, if any two differ.
         """
-        world, data = self._mesh.world, self._mesh.data
+        world = self._mesh.world
+        data = self._mesh.data
         if world.size == 1:
             return
         replicas = self._replicas()

@@ -16,7 +16,7 @@ from render import render
 
 from zrun_core.distributed.comm import Comm
 from zrun_core.distributed.mesh import Mesh
-from zrun_core.memory.layout import Kind
+from zrun_core.memory.buffers import Kind
 from zrun_core.memory.state_policy import ZeroPolicy
 from zrun_core.models.gpt import gpt
 from zrun_core.optim.resolve import resolve_optimizer

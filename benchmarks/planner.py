@@ -29,7 +29,7 @@ import planner_peers
 import torch
 from planner_table import is_good, peer_table, summary
 
-from zrun_core.memory.layout import Kind
+from zrun_core.memory.buffers import Kind
 from zrun_core.plan.memory.states import plan_model, rank_buffers, settings_of
 from zrun_core.plan.trace.module_tree import skeleton_of
 from zrun_core.plan.trace.profile import Profile, TracePhase, peak_of

@@ -10,7 +10,7 @@ from torch import nn
 from toys import Net, data, make_sharded, train_sharded
 
 from zrun_core.activations.checkpoint import apply_checkpointing
-from zrun_core.memory.layout import Kind
+from zrun_core.memory.buffers import Kind
 from zrun_core.spine.config import ActivationsConfig
 from zrun_core.zero.exchange import KINDS
 

@@ -14,7 +14,7 @@ from toys import world
 
 from zrun_core.distributed import comm
 from zrun_core.memory.arena import PagePool, PageWindow
-from zrun_core.memory.layout import Kind
+from zrun_core.memory.buffers import Kind
 from zrun_core.plan.memory.states import plan_model, rank_buffers, settings_of
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.parallel_dims import Coordinates, ParallelDims, resolve_shard_size

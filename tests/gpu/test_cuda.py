@@ -23,7 +23,7 @@ from zrun_core.distributed.mesh import Mesh
 from zrun_core.distributed.named_vector import NamedVector
 from zrun_core.distributed.rng import Streams, fork_torch_rng
 from zrun_core.memory.arena import Ring, StorageMeter, StorageWindow
-from zrun_core.memory.layout import Kind
+from zrun_core.memory.buffers import Kind
 from zrun_core.memory.state_policy import ZeroPolicy
 from zrun_core.optim.resolve import resolve_optimizer
 from zrun_core.spine.config import ActivationsConfig, OptimConfig, PrecisionConfig

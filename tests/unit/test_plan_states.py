@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from zrun_core.memory.layout import ON_DEVICE, PAGE_BYTES, Buffer, Kind, Placement, Tier
+from zrun_core.memory.buffers import ON_DEVICE, Buffer, Kind, Placement, Tier
+from zrun_core.memory.layout import PAGE_BYTES
 from zrun_core.models.gpt import gpt
 from zrun_core.optim.chunked import Chunked
 from zrun_core.plan.memory.states import (

@@ -1,4 +1,4 @@
-"""`zrun check JOB`: is this job right, what would it do, and are its hosts ready? Nothing is started."""
+"""`zrun check JOB`: validate a job, its hosts and its model. Nothing is started."""
 
 from __future__ import annotations
 
@@ -60,42 +60,31 @@ def check(
     from zrun.job.load import load_job
     from zrun.job.structure import inspect_structure
     from zrun.placement.plan import plan_on_backend
-    from zrun.watch.preface import hosts_preface, preface, width_of
-    from zrun.watch.topology import show_seats
 
     options = HostOptions(hosts, host_list, include, exclude, nodes, gpus)
-    loaded = load_job(job, [*(overrides or ()), *([f"slots={slots}"] if slots is not None else ())])
+    given = [f"slots={slots}"] if slots is not None else []
+    loaded = load_job(job, [*(overrides or ()), *given])
     backend = find_backend(loaded.config, options, os.environ, job.absolute().parent, gethostname())
-    cluster, why_not = _look(backend, loaded, offline)
+    cluster, no_plan = _find_cluster(backend, loaded, offline)
     resolved = None
     if cluster is not None:
         resolved = plan_on_backend(loaded.config, backend, cluster)
     structure = None if no_import else inspect_structure(loaded, _BUILD_TIMEOUT_S)
     if as_json:
-        _print_json(loaded, backend, resolved, structure, why_not)
+        _print_json(loaded, backend, resolved, structure, no_plan)
     else:
-        if backend.hosts is not None or backend.kind != "local":
-            print(hosts_preface(backend))
-        if resolved is not None and cluster is not None:
-            print(preface(resolved, cluster, width_of(sys.stdout)))
-            show_seats(resolved.plan.ranks, cluster, sys.stdout)
-        else:
-            print(f"plan: none: {why_not}")
-        print(f"structure: {_in_words(structure) if structure else 'not looked at'}")
-        for note in structure.notes if structure else ():
-            print(f"note: {note}")
-    if isinstance(why_not, PreflightError):
-        raise typer.Exit(why_not.exit_code)
+        _print(backend, cluster, resolved, structure, no_plan)
+    if isinstance(no_plan, PreflightError):
+        raise typer.Exit(no_plan.exit_code)
 
 
-def _look(
+def _find_cluster(
     backend: Backend, loaded: LoadedJob, offline: bool
 ) -> tuple[Cluster | None, str | PreflightError]:
-    """The hosts; or why they are not looked at, or cannot be used."""
+    """Return the hosts; or None, and why they are not looked at or cannot be used."""
     from zrun.hosts.cluster import Cluster, probe_host
-    from zrun.launch.bring_up import cluster_of, inspect_for_job, open_agents
+    from zrun.launch.bring_up import cluster_of, look_at_hosts
     from zrun.preflight.host_report import describe
-    from zrun.transport.agent_process import close_all
 
     if backend.kind == "local":
         return Cluster((backend.on_this_host(probe_host()),)), ""
@@ -103,16 +92,35 @@ def _look(
         return None, f"the ranks are those that another launcher started ({backend.why})"
     if offline:
         return None, "the hosts were not looked at (--offline)"
-    agents = open_agents(backend, loaded.config)
-    try:
-        findings = inspect_for_job(
-            agents, backend, loaded.config, loaded.path.absolute().parent, shared=()
-        )
-    finally:
-        close_all(agents)
+    findings = look_at_hosts(backend, loaded.config, loaded.path.absolute().parent)
     if any(finding.problems for finding in findings):
         return None, PreflightError(describe(findings))
     return cluster_of(findings, backend), ""
+
+
+def _print(
+    backend: Backend,
+    cluster: Cluster | None,
+    resolved: ResolvedJob | None,
+    structure: Structure | None,
+    no_plan: str | PreflightError,
+) -> None:
+    from zrun.watch.preface import hosts_preface, preface, width_of
+    from zrun.watch.topology import show_seats
+
+    if backend.hosts is not None or backend.kind != "local":
+        print(hosts_preface(backend))
+    if resolved is not None and cluster is not None:
+        print(preface(resolved, cluster, width_of(sys.stdout)))
+        show_seats(resolved.plan.ranks, cluster, sys.stdout)
+    else:
+        print(f"plan: none: {no_plan}")
+    if structure is None:
+        print("structure: not looked at")
+        return
+    print(f"structure: {_in_words(structure)}")
+    for note in structure.notes:
+        print(f"note: {note}")
 
 
 def _print_json(
@@ -120,18 +128,17 @@ def _print_json(
     backend: Backend,
     resolved: ResolvedJob | None,
     structure: Structure | None,
-    why_not: str | PreflightError,
+    no_plan: str | PreflightError,
 ) -> None:
+    config = resolved.job if resolved is not None else loaded.config
     report = {
         "job": str(loaded.path),
-        "config": (resolved.job if resolved else loaded.config).model_dump(
-            mode="json", by_alias=True
-        ),
+        "config": config.model_dump(mode="json", by_alias=True),
         "backend": {"kind": backend.kind, "why": backend.why},
         "hosts": [asdict(entry) for entry in backend.hosts or ()],
         "batch": resolved and resolved.batch.model_dump(),
         "plan": resolved and resolved.plan.model_dump(),
-        "no_plan": str(why_not) or None,
+        "no_plan": str(no_plan) or None,
         "auto": [asdict(reason) for reason in resolved.reasons] if resolved else [],
         "warnings": resolved.warnings if resolved else [],
         "structure": structure and asdict(structure),
@@ -143,8 +150,9 @@ def _in_words(structure: Structure) -> str:
     from zrun_core.spine.printable import printable
     from zrun_core.spine.sizes import format_size
 
-    frozen = structure.num_parameters - structure.num_trainable
-    return (
-        f"{printable(structure.class_name)}, {structure.num_parameters:,} parameters in {structure.num_tensors} tensors"
-        f"{f' ({frozen:,} frozen)' if frozen else ''}, {format_size(structure.parameter_bytes)}"
-    )
+    numbers = f"{structure.num_parameters:,} parameters in {structure.num_tensors} tensors"
+    num_frozen = structure.num_parameters - structure.num_trainable
+    if num_frozen:
+        numbers += f" ({num_frozen:,} frozen)"
+    size = format_size(structure.parameter_bytes)
+    return f"{printable(structure.class_name)}, {numbers}, {size}"

@@ -1,4 +1,4 @@
-"""`zrun ckpt ls|inspect|verify|export|prune`: look at checkpoints, believe them, hand them on, remove them."""
+"""`zrun ckpt ls|inspect|verify|export|prune`: list, show, check, hand on and remove checkpoints."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import typer
 from zrun_core.errors import ExitCode
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from zrun_core.checkpoint.folder import SavedStep
     from zrun_core.checkpoint.manifest import Manifest
 
@@ -63,30 +65,25 @@ def ls(where: _Where, as_json: _Json = False) -> None:
     if as_json:
         from zrun.checkpoints.step_tables import step_facts
 
-        steps = [step_facts(found) for found in place.steps]
-        attempts = {
-            number: [step_facts(found) for found in each.steps]
-            for number, each in place.attempts.items()
+        report = {
+            "latest": latest,
+            "best": best,
+            "steps": [step_facts(found) for found in place.steps],
+            "aside": [str(each) for each in aside],
+            "attempts": {
+                number: [step_facts(found) for found in each.steps]
+                for number, each in place.attempts.items()
+            },
         }
-        names = [str(each) for each in aside]
-        known = {"latest": latest, "best": best, "steps": steps}
-        _print_json({**known, "aside": names, "attempts": attempts})
+        _print_json(report)
     else:
-        from zrun.checkpoints.step_tables import steps_table
-
         print(place.folder.path)
-        _print(steps_table(place.steps, [_saved(found) for found in place.steps], latest, best))
+        _print_steps(place.steps, latest, best)
         for each in aside:
             print(f"set aside: {each.name}")
         for number, earlier in place.attempts.items():
             print(f"attempt {number}: {earlier.folder.path}")
-            _print(
-                steps_table(
-                    earlier.steps,
-                    [_saved(found) for found in earlier.steps],
-                    earlier.folder.latest()[0],
-                )
-            )
+            _print_steps(earlier.steps, earlier.folder.latest()[0], None)
     if problem is not None:
         print(f"warning: {problem}; it is only a hint, and nothing depends on it", file=sys.stderr)
     if best_problem is not None:
@@ -135,24 +132,14 @@ def verify(
 
     Example: zrun ckpt verify gpt
     """
-    import time
-
     from zrun.checkpoints.locate import locate
-    from zrun_core.checkpoint.verify import verify as problems_of
+    from zrun.checkpoints.upkeep import verify_steps
 
     place = locate(where)
     steps = place.steps if step is None else [found for found in place.steps if found.step == step]
     if not steps:
         place.step(step)
-    problems: list[list[str]] = []
-    seconds: list[float] = []
-    for found in steps:
-        start = time.perf_counter()
-        if found.manifest is None:
-            problems.append([found.problem or ""])
-        else:
-            problems.append(problems_of(found.path, found.manifest, threads))
-        seconds.append(time.perf_counter() - start)
+    problems, seconds = verify_steps(steps, threads)
     if as_json:
         _print_json({str(found.step): wrong for found, wrong in zip(steps, problems, strict=True)})
     else:
@@ -200,15 +187,14 @@ def export(
 
     files = write(found.path, found.manifest, out, dtype.value, max_shard_bytes)
     size = format_size(sum(file.stat().st_size for file in files))
-    print(
-        f"wrote step {found.step} to {out}: {size} in {len(files)} {'file' if len(files) == 1 else 'files'}"
-    )
+    number = "1 file" if len(files) == 1 else f"{len(files)} files"
+    print(f"wrote step {found.step} to {out}: {size} in {number}")
     if out.is_dir():
-        print(_what_it_is(found.manifest, out))
+        print(_use_of(found.manifest, out))
 
 
-def _what_it_is(manifest: Manifest, out: Path) -> str:
-    """What a folder that was exported is good for."""
+def _use_of(manifest: Manifest, out: Path) -> str:
+    """Return a sentence about how an exported folder is loaded."""
     from zrun_core.checkpoint.model_files import CONFIG, GENERATION_CONFIG
 
     model = manifest.model
@@ -242,8 +228,8 @@ def prune(
     Example: zrun ckpt prune gpt --keep 3
     """
     from zrun.checkpoints.locate import locate
+    from zrun.checkpoints.upkeep import prune_steps
     from zrun_core.checkpoint.folder import LEAST_KEPT
-    from zrun_core.checkpoint.folder_lock import InUseError, held
     from zrun_core.errors import JobError
 
     if keep < LEAST_KEPT:
@@ -253,34 +239,33 @@ def prune(
     place = locate(where)
     if place.is_single:
         raise JobError(f"{where} is one step: give the folder above it")
-    gone = place.folder.prune(keep, thorough=True, dry_run=dry_run)
-    also = place.folder.aside() if aside and dry_run else []
-    user = None
-    if not dry_run:
-        try:
-            with held(place.folder.path):
-                also = place.folder.remove_aside() if aside else []
-                place.folder.sweep()
-        except InUseError as error:
-            user = error.holder
-            what = (
-                "what it writes, and what was set aside, stays" if aside else "what it writes stays"
-            )
-            print(f"{place.folder.path} is in use by {user}: {what}", file=sys.stderr)
+    pruned = prune_steps(place.folder, keep, aside=aside, dry_run=dry_run)
+    if pruned.in_use_by is not None:
+        stays = "what it writes stays"
+        if aside:
+            stays = "what it writes, and what was set aside, stays"
+        print(f"{place.folder.path} is in use by {pruned.in_use_by}: {stays}", file=sys.stderr)
     if as_json:
-        removed = {
-            "would_remove" if dry_run else "removed": gone,
-            "aside": [str(each) for each in also],
+        report = {
+            "would_remove" if dry_run else "removed": pruned.steps,
+            "aside": [str(each) for each in pruned.aside],
+            "in_use_by": pruned.in_use_by,
         }
-        _print_json({**removed, "in_use_by": user})
-    else:
-        verb = "would remove" if dry_run else "removed"
-        names = [*(f"step {step}" for step in gone), *(each.name for each in also)]
-        print(f"{verb} {', '.join(names)}" if names else "nothing to remove")
+        _print_json(report)
+        return
+    names = [f"step {step}" for step in pruned.steps] + [each.name for each in pruned.aside]
+    verb = "would remove" if dry_run else "removed"
+    print(f"{verb} {', '.join(names)}" if names else "nothing to remove")
+
+
+def _print_steps(steps: Sequence[SavedStep], latest: int | None, best: int | None) -> None:
+    from zrun.checkpoints.step_tables import steps_table
+
+    _print(steps_table(steps, [_saved(found) for found in steps], latest, best))
 
 
 def _saved(found: SavedStep) -> str:
-    """When the step was written, in local time."""
+    """Return when the step was written, in local time."""
     import time
 
     try:

@@ -1,4 +1,4 @@
-"""`zrun doctor`: are this machine, or the hosts of a file, fit to train on, and how fast are they?"""
+"""`zrun doctor`: check that this machine, or the hosts of a file, can train, and measure them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
     from zrun.preflight.calibration import Calibration
     from zrun.preflight.host_report import Finding
-    from zrun.transport.agent_process import AgentLink
 
 
 def doctor(
@@ -56,21 +55,28 @@ def doctor(
 
     Example: zrun doctor --hosts hostfile --bench
     """
+    from zrun.hosts.hostfile import read_hostfile
+    from zrun.launch.bring_up import open_ssh_agents
     from zrun.preflight.calibration import Calibration
     from zrun.preflight.host_bench import measure
     from zrun.preflight.host_checks import HostRequirements
     from zrun.preflight.inspection import inspect_hosts
-    from zrun.transport.agent_process import close_all
+    from zrun.transport.agent_process import AgentLink, close_all
+    from zrun.transport.local import LocalAgent
+    from zrun_core.errors import ExitCode
 
-    agents = _agents(hosts, ssh, python or sys.executable)
+    agents: list[AgentLink]
+    if hosts is None:
+        agents = [LocalAgent()]
+    else:
+        agents = open_ssh_agents(read_hostfile(hosts), ssh, python or sys.executable)
+    rates = None
     try:
         findings = inspect_hosts(agents, HostRequirements(shared=(Path.cwd(),), must_share=False))
-        well = not any(finding.problems for finding in findings)
-        rates = (
-            measure(agents, findings, str((disk or Path.cwd()).absolute()))
-            if bench and well
-            else None
-        )
+        all_fit = not any(finding.problems for finding in findings)
+        if bench and all_fit:
+            folder = (disk or Path.cwd()).absolute()
+            rates = measure(agents, findings, str(folder))
     finally:
         close_all(agents)
     if rates is not None:
@@ -78,47 +84,29 @@ def doctor(
         rates.write(path)
         print(f"the rates are in {path}", file=sys.stderr)
     if as_json:
-        print(
-            json.dumps(
-                {
-                    "hosts": [_facts(finding) for finding in findings],
-                    "rates": rates and rates.model_dump(mode="json"),
-                },
-                indent=2,
-            )
-        )
+        _print_json(findings, rates)
     else:
         _print(findings, rates)
-    if not well:
-        from zrun_core.errors import ExitCode
-
+    if not all_fit:
         raise typer.Exit(ExitCode.PREFLIGHT)
 
 
-def _agents(hosts: Path | None, ssh: str, python: str) -> Sequence[AgentLink]:
-    if hosts is None:
-        from zrun.transport.local import LocalAgent
-
-        return [LocalAgent()]
-    from zrun.hosts.hostfile import read_hostfile
-    from zrun.transport.ssh import SshAgent
-
-    return [SshAgent(entry, ssh, python) for entry in read_hostfile(hosts)]
-
-
-def _facts(finding: Finding) -> dict[str, object]:
-    report = finding.report.to_json() if finding.report is not None else None
-    return {
-        "host": finding.host,
-        "problems": finding.problems,
-        "notes": finding.notes,
-        "report": report,
-    }
+def _print_json(findings: Sequence[Finding], rates: Calibration | None) -> None:
+    hosts = []
+    for finding in findings:
+        report = finding.report.to_json() if finding.report is not None else None
+        said = {"host": finding.host, "problems": finding.problems, "notes": finding.notes}
+        hosts.append({**said, "report": report})
+    measured = rates.model_dump(mode="json") if rates is not None else None
+    print(json.dumps({"hosts": hosts, "rates": measured}, indent=2))
 
 
 def _print(findings: Sequence[Finding], rates: Calibration | None) -> None:
     from zrun.preflight.host_report import rates_tables, sentences, table
 
-    lines = [*table(findings), *sentences(findings, lambda finding: finding.problems)]
+    lines = table(findings)
+    lines += sentences(findings, lambda finding: finding.problems)
     lines += [f"note: {line}" for line in sentences(findings, lambda finding: finding.notes)]
-    print("\n".join([*lines, *(["", *rates_tables(rates)] if rates is not None else [])]))
+    if rates is not None:
+        lines += ["", *rates_tables(rates)]
+    print("\n".join(lines))

@@ -1,11 +1,18 @@
-"""`zrun logs`: what the processes of a run printed."""
+"""`zrun logs`: the logs of a run's processes."""
 
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from zrun.watch.log_view import LogSource, Tail
 
 
 def logs(
@@ -54,11 +61,8 @@ def logs(
 
     Example: zrun logs gpt -r 3 -f
     """
-    import json
     import os
     import re
-    import shlex
-    import socket
 
     from zrun.runs.listing import find_run
     from zrun.runs.run_lock import is_held
@@ -70,50 +74,66 @@ def logs(
     except re.error as error:
         raise JobError(f"--grep {grep}: {error}") from None
     path = find_run(run, running=follow)
-    found = sources(path, rank)
     last = 10 if lines is None and follow else lines
-    tails = [source.tail(last if pattern is None else None) for source in found]
-    goes_on = follow and is_held(path)
-    for tail in tails if not goes_on else ():
-        if not tail.exists:
-            elsewhere = tail.source.host not in ("", socket.gethostname())
-            far = shlex.join(["ssh", tail.source.host, "cat", str(tail.source.path)])
-            where = f"; it is on {tail.source.host}: {far}" if elsewhere else ""
-            print(f"{tail.source.name}: no log {tail.source.path}{where}", file=sys.stderr)
-    if not tails:
-        print(f"no log of this kind in {path / 'logs'}", file=sys.stderr)
-    if goes_on:
-        print(
-            f"following {path.name} until it ends, in {path / 'logs'}; Ctrl-C leaves it running",
-            file=sys.stderr,
-        )
-    printed = set()
+    tails = [source.tail(last if pattern is None else None) for source in sources(path, rank)]
+    runs_on: Callable[[], bool] | None = None
+    if follow and is_held(path):
+        runs_on = partial(is_held, path)
+    _tell_what_is_shown(tails, path, goes_on=runs_on is not None)
+    printed: set[str] = set()
     try:
-        for name, line in shown(tails, pattern, last, (lambda: is_held(path)) if goes_on else None):
+        for name, line in shown(tails, pattern, last, runs_on):
             printed.add(name)
-            if as_json:
-                line = json.dumps({"source": name, "line": line})
-            elif len(tails) > 1:
-                line = f"{name}: {line}"
-            sys.stdout.buffer.write(
-                line.encode(sys.stdout.encoding, errors="backslashreplace") + b"\n"
-            )
-            if goes_on:
+            _print(name, line, as_json=as_json, is_named=len(tails) > 1)
+            if runs_on is not None:
                 sys.stdout.flush()
         sys.stdout.flush()
     except BrokenPipeError:  # `head` has what it wants
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return
-    logs_asked = [tail for tail in tails if tail.exists and not tail.source.is_record]
-    if (
-        logs_asked
-        and pattern is None
-        and last != 0
-        and printed.isdisjoint(tail.source.name for tail in logs_asked)
-    ):
-        who = (
-            logs_asked[0].source.name
-            if len(logs_asked) == 1
-            else f"any of {len(logs_asked)} processes"
-        )
-        print(f"nothing has been printed so far by {who}: see {path / 'logs'}", file=sys.stderr)
+    if pattern is None and last != 0:
+        _tell_if_silent(tails, path, printed)
+
+
+def _tell_what_is_shown(tails: list[Tail], path: Path, *, goes_on: bool) -> None:
+    """Say on stderr which logs are missing, or that they are followed."""
+    if not tails:
+        print(f"no log of this kind in {path / 'logs'}", file=sys.stderr)
+    if goes_on:
+        told = f"following {path.name} until it ends, in {path / 'logs'}; Ctrl-C leaves it running"
+        print(told, file=sys.stderr)
+        return
+    for tail in tails:
+        if not tail.exists:
+            print(_why_missing(tail.source), file=sys.stderr)
+
+
+def _why_missing(source: LogSource) -> str:
+    import shlex
+    import socket
+
+    missing = f"{source.name}: no log {source.path}"
+    if source.host in ("", socket.gethostname()):
+        return missing
+    command = shlex.join(["ssh", source.host, "cat", str(source.path)])
+    return f"{missing}; it is on {source.host}: {command}"
+
+
+def _print(name: str, line: str, *, as_json: bool, is_named: bool) -> None:
+    import json
+
+    if as_json:
+        line = json.dumps({"source": name, "line": line})
+    elif is_named:
+        line = f"{name}: {line}"
+    data = line.encode(sys.stdout.encoding, errors="backslashreplace")
+    sys.stdout.buffer.write(data + b"\n")
+
+
+def _tell_if_silent(tails: list[Tail], path: Path, printed: set[str]) -> None:
+    """Say so if the logs exist and nothing is in them."""
+    names = [tail.source.name for tail in tails if tail.exists and not tail.source.is_record]
+    if not names or not printed.isdisjoint(names):
+        return
+    who = names[0] if len(names) == 1 else f"any of {len(names)} processes"
+    print(f"nothing has been printed so far by {who}: see {path / 'logs'}", file=sys.stderr)

@@ -19,7 +19,7 @@ from zrun.watch.ui import Ui
 from zrun_core.errors import JobError, StoppedError
 
 if TYPE_CHECKING:
-    from zrun.hosts.backend import Backend
+    from zrun.hosts.backend import Backend, HostOptions
     from zrun.job.load import LoadedJob
     from zrun_core.spine.config import JobConfig
 
@@ -97,34 +97,26 @@ def train(
         detached = DetachedLauncher.begin(ui)
     # First of all: the agent gets ready while this process still reads the job.
     early = None if dry_run else LocalAgent()
-    with _told(), stoppable(lambda: "before training began"), early or nullcontext():
+    with _stopped_in_words(), stoppable(lambda: "before training began"), early or nullcontext():
         from zrun.hosts.backend import HostOptions, find_backend
         from zrun.job.environment import worker_environment
         from zrun.job.load import load_job
 
-        options = HostOptions(hosts, host_list, include, exclude, nodes, gpus)
-        short = {
-            "slots": slots,
-            "resume": json.dumps(resume) if resume and not resume.isdigit() else resume,
-        }
-        given = [f"{key}={value}" for key, value in short.items() if value is not None]
-        loaded = load_job(job, [*(overrides or ()), *given])
+        given = [*(overrides or ()), *_as_overrides(slots, resume)]
+        loaded = load_job(job, given)
         if smoke is not None:
-            loaded = _smoke(
-                loaded, smoke, [*(overrides or ()), *given], fresh or resume is not None, ui
-            )
-        backend = find_backend(
-            loaded.config, options, os.environ, job.absolute().parent, gethostname()
-        )
+            if fresh or resume is not None:
+                raise JobError(
+                    "--smoke begins anew and saves nothing: leave out --resume and --fresh"
+                )
+            loaded = _load_trial(loaded, smoke, given, ui)
+        options = HostOptions(hosts, host_list, include, exclude, nodes, gpus)
+        job_dir = job.absolute().parent
+        backend = find_backend(loaded.config, options, os.environ, job_dir, gethostname())
         environment = worker_environment(loaded.config, os.environ)
         if backend.kind == "env":
             _refuse_joined(loaded.config, backend, dry_run, detach)
-        again = [f"--slots={slots}"] * (slots is not None) + options.as_arguments()
-        again += ["--run-dir", str(run_dir)] if run_dir is not None else []
-        again += ["--force"] * force
-        command = shlex.join(
-            ["zrun", "train", str(job), *(overrides or ()), *again, "--resume", "auto"]
-        )
+
         from zrun.launch.launch_request import LaunchRequest
         from zrun.launch.session import launch
 
@@ -138,20 +130,49 @@ def train(
             ui=ui,
             dry_run=dry_run,
             worker=worker,
-            resume_command=command,
+            resume_command=_resume_command(job, overrides or [], slots, options, run_dir, force),
             detached=detached,
         )
         code = launch(request, early)
     raise typer.Exit(code)
 
 
-def _smoke(loaded: LoadedJob, steps: int, given: list[str], goes_on: bool, ui: Ui) -> LoadedJob:
-    """Return the trial of a job, and tell what it is."""
+def _as_overrides(slots: int | None, resume: str | None) -> list[str]:
+    """Return the options that are short for keys of the job, as such keys."""
+    given = []
+    if slots is not None:
+        given.append(f"slots={slots}")
+    if resume is not None:
+        is_word = bool(resume) and not resume.isdigit()
+        given.append(f"resume={json.dumps(resume) if is_word else resume}")
+    return given
+
+
+def _resume_command(
+    job: Path,
+    overrides: list[str],
+    slots: int | None,
+    options: HostOptions,
+    run_dir: Path | None,
+    force: bool,
+) -> str:
+    """Return the command that goes on with this run, with all options that it needs again."""
+    words = ["zrun", "train", str(job), *overrides]
+    if slots is not None:
+        words.append(f"--slots={slots}")
+    words += options.as_arguments()
+    if run_dir is not None:
+        words += ["--run-dir", str(run_dir)]
+    if force:
+        words.append("--force")
+    return shlex.join([*words, "--resume", "auto"])
+
+
+def _load_trial(loaded: LoadedJob, steps: int, given: list[str], ui: Ui) -> LoadedJob:
+    """Return the trial of a job (--smoke), and print what it is."""
     from zrun.job.load import load_job
     from zrun.job.smoke import smoke_of
 
-    if goes_on:
-        raise JobError("--smoke begins anew and saves nothing: leave out --resume and --fresh")
     trial = smoke_of(loaded.config, steps)
     if ui is not Ui.none:
         print(trial.told, file=sys.stderr)
@@ -159,8 +180,8 @@ def _smoke(loaded: LoadedJob, steps: int, given: list[str], goes_on: bool, ui: U
 
 
 @contextmanager
-def _told() -> Iterator[None]:
-    """Whoever stopped it reads one line, and the shell gets the exit code."""
+def _stopped_in_words() -> Iterator[None]:
+    """Turn a stop by a signal into one line and the exit code."""
     try:
         yield
     except StoppedError as error:
@@ -171,14 +192,16 @@ def _told() -> Iterator[None]:
 
 
 def _refuse_joined(job: JobConfig, backend: Backend, dry_run: bool, detach: bool) -> None:
-    """What only the launcher that started the processes could do."""
-    asked = (
-        "restarts" if job.restarts else "--detach" if detach else "--dry-run" if dry_run else None
-    )
-    if asked is not None:
-        instead = {
-            "restarts": "leave it out, and let that launcher start all of them again, with --resume auto",
-            "--detach": "leave it out, and let that launcher go on without its terminal",
-            "--dry-run": "call zrun train --dry-run once, by itself",
-        }[asked]
-        raise JobError(f"{asked}: another launcher started this process ({backend.why}): {instead}")
+    """Refuse what only the launcher that started this process could do."""
+    if job.restarts:
+        asked = "restarts"
+        instead = "leave it out, and let that launcher start all of them again, with --resume auto"
+    elif detach:
+        asked = "--detach"
+        instead = "leave it out, and let that launcher go on without its terminal"
+    elif dry_run:
+        asked = "--dry-run"
+        instead = "call zrun train --dry-run once, by itself"
+    else:
+        return
+    raise JobError(f"{asked}: another launcher started this process ({backend.why}): {instead}")

@@ -1,4 +1,8 @@
-"""The hosts of a run: from their names to agents that are there, and to what they offer."""
+"""From the names of hosts to connected agents, and to what each host has.
+
+open_agents    begin to start an agent on every host
+bring_up       look at all hosts at once, and leave out those that cannot be used
+"""
 
 from __future__ import annotations
 
@@ -10,16 +14,16 @@ from pathlib import Path
 from socket import gethostname
 
 from zrun.agent.store import url
-from zrun.hosts.backend import Backend
+from zrun.hosts.backend import Backend, HostEntry
 from zrun.hosts.cluster import Cluster, HostFacts, probe_host
 from zrun.hosts.probe import HostReport
 from zrun.launch.rank_assignment import check_slots, group_by_host, merge_facts
-from zrun.preflight.host_checks import requirements_of
+from zrun.preflight.host_checks import HostRequirements, requirements_of
 from zrun.preflight.host_report import Finding, describe
 from zrun.preflight.inspection import HELLO_S, check_hosts, inspect_hosts
 from zrun.preflight.rpc_client import ask
 from zrun.system import processes
-from zrun.transport.agent_process import AgentLink
+from zrun.transport.agent_process import AgentLink, close_all
 from zrun.transport.frames import Frame
 from zrun.transport.join import JoinedAgent, JoiningProcess
 from zrun.transport.local import LocalAgent
@@ -34,10 +38,10 @@ _STORE_S = 10.0
 
 @dataclass(frozen=True)
 class HostAgent:
-    """An agent that is there, and what it is to run.
+    """A connected agent, and what it is to run.
 
     Attributes:
-        host: as the plan calls it.
+        host: its name in the plan.
         interface: of that host, which leads to the others; None: there are no others.
         seat: the one rank of that host that it runs; None: all of them.
         is_remote: it may be cut off from this process, whose silence then tells it so.
@@ -52,14 +56,15 @@ class HostAgent:
 
 @dataclass(frozen=True)
 class ClusterSession:
-    """The agents in the order of their ranks, and what their hosts offer.
+    """The agents of a run in the order of their ranks, and what their hosts offer.
 
     Attributes:
-        store: where the ranks of several hosts meet.
-        dropped: what is wrong with hosts that are done without.
+        agents: none on this host alone, if nothing is to run.
+        store: address at which the ranks of several hosts meet; None: there is one host.
+        dropped: message about hosts that cannot be used, and are left out; empty: none.
     """
 
-    agents: tuple[HostAgent, ...]  # none on this host alone, if nothing is to run
+    agents: tuple[HostAgent, ...]
     cluster: Cluster
     store: str | None = None
     dropped: str = ""
@@ -69,19 +74,31 @@ def open_agents(backend: Backend, job: JobConfig) -> list[AgentLink]:
     """Begin to start the agents of all hosts.
 
     Raises:
-        PreflightError: the command that would reach them is not there.
+        PreflightError: the command that would reach them is missing.
     """
     if backend.kind == "local":
         return [LocalAgent()]
     python = job.launch.python or sys.executable
+    hosts = backend.hosts or ()
+    if backend.kind != "slurm":
+        return open_ssh_agents(hosts, job.launch.ssh, python)
     processes.allow_files()  # 3 for each host
-    agents: list[AgentLink] = []
-    for entry in backend.hosts or ():
-        if backend.kind == "slurm":
-            agents.append(SrunAgent(entry.name, python))
-        else:
-            agents.append(SshAgent(entry, job.launch.ssh, python))
-    return agents
+    return [SrunAgent(entry.name, python) for entry in hosts]
+
+
+def open_ssh_agents(hosts: Sequence[HostEntry], ssh: str, python: str) -> list[AgentLink]:
+    """Begin to start an agent on each of `hosts`.
+
+    Args:
+        hosts: of a host file or an option.
+        ssh: the client, with options.
+        python: the interpreter on those hosts.
+
+    Raises:
+        PreflightError: there is no such client.
+    """
+    processes.allow_files()  # 3 for each host
+    return [SshAgent(entry, ssh, python) for entry in hosts]
 
 
 def bring_up(
@@ -95,6 +112,10 @@ def bring_up(
     """Look at all hosts at once.
 
     Args:
+        agents: of all hosts, as `open_agents` has begun to start them.
+        backend: the hosts, and how ranks are started there.
+        job: what they are to run.
+        job_dir: whose Python files must be the same on all hosts.
         run_dir: of the run, or the folder in which it will be made.
         least: hosts that are enough if others cannot be used.
 
@@ -103,58 +124,102 @@ def bring_up(
     """
     if backend.kind == "local":
         here = backend.on_this_host(probe_host())
-        return ClusterSession(
-            tuple(HostAgent(agent, here.hostname, is_remote=False) for agent in agents),
-            Cluster((here,)),
-        )
+        local = tuple(HostAgent(agent, here.hostname, is_remote=False) for agent in agents)
+        return ClusterSession(local, Cluster((here,)))
     if backend.kind == "env":
         return _assemble_joined(agents, backend, job, job_dir, run_dir)
-    findings = inspect_for_job(agents, backend, job, job_dir, _shared(job, run_dir))
+    findings = _inspect_for_job(agents, backend, job, job_dir, _shared(job, run_dir))
     used = [
         (agent, finding.report)
         for agent, finding in zip(agents, findings, strict=True)
         if finding.report is not None and not finding.problems
     ]
     dropped = describe(findings) if len(used) < len(findings) else ""
-    if len(used) < min(least, len(findings)) or not used:
+    if not used or len(used) < min(least, len(findings)):
         raise PreflightError(dropped)
     store = _open_store(*used[0]) if len(used) > 1 else None
-    posts = tuple(HostAgent(agent, agent.host, report.interface) for agent, report in used)
-    return ClusterSession(posts, cluster_of(findings, backend), store, dropped)
+    remote = tuple(HostAgent(agent, agent.host, report.interface) for agent, report in used)
+    return ClusterSession(remote, cluster_of(findings, backend), store, dropped)
 
 
-def inspect_for_job(
+def look_at_hosts(backend: Backend, job: JobConfig, job_dir: Path) -> list[Finding]:
+    """Look at the hosts of a job without running anything there. Nothing is changed on them.
+
+    Args:
+        backend: hosts that are reached by ssh or srun.
+        job: what they would run.
+        job_dir: whose Python files must be the same on all hosts.
+
+    Raises:
+        PreflightError: the command that would reach them is missing.
+    """
+    agents = open_agents(backend, job)
+    try:
+        return _inspect_for_job(agents, backend, job, job_dir, shared=())
+    finally:
+        close_all(agents)
+
+
+def look_at_links(hosts: Sequence[HostEntry], ssh: str, python: str) -> Cluster:
+    """Return what `hosts` have, over ssh. Nothing is changed there.
+
+    Args:
+        hosts: of a host file or an option.
+        ssh: the client, with options.
+        python: the interpreter on those hosts.
+
+    Raises:
+        PreflightError: some cannot be looked at; all of them are named.
+    """
+    agents = open_ssh_agents(hosts, ssh, python)
+    try:
+        findings = inspect_hosts(agents, HostRequirements())
+    finally:
+        close_all(agents)
+    facts: list[HostFacts] = []
+    for entry, finding in zip(hosts, findings, strict=True):
+        if finding.report is not None:
+            facts.append(finding.report.facts.called(finding.host, entry.slots, entry.chosen))
+    if len(facts) < len(hosts):
+        # Whatever else is wrong with the hosts that answered, they have links.
+        told = [each if each.report is None else replace(each, problems=()) for each in findings]
+        raise PreflightError(describe(told))
+    return Cluster(tuple(facts))
+
+
+def _inspect_for_job(
     agents: Sequence[AgentLink],
     backend: Backend,
     job: JobConfig,
     job_dir: Path,
     shared: Sequence[Path],
 ) -> list[Finding]:
-    """What is known of each host, and why it cannot be used for `job`.
+    """Return what is known of each host, and why it cannot be used for `job`.
 
     Args:
-        shared: folders that must be the same on all hosts: a file lies there meanwhile. Else nothing is changed.
+        agents: of the hosts.
+        backend: the hosts, with the slots that the user gives them.
+        job: what they are to run.
+        job_dir: whose Python files must be the same on all hosts.
+        shared: folders that must be the same on all hosts: a file is written there for a moment.
     """
     entries = {str(entry): entry for entry in backend.hosts or ()}
-    per_host = max(
-        entry.slots or (job.slots if isinstance(job.slots, int) else 1)
-        for entry in entries.values()
-    )
+    usual = job.slots if isinstance(job.slots, int) else 1
+    per_host = max(entry.slots or usual for entry in entries.values())
     needs = requirements_of(job, job_dir, shared, per_host * len(entries), per_host)
     chosen = {name: entry.chosen for name, entry in entries.items() if entry.chosen is not None}
     return inspect_hosts(agents, replace(needs, chosen=chosen))
 
 
 def cluster_of(findings: Sequence[Finding], backend: Backend) -> Cluster:
-    """The hosts that can be used, as the user names them and with the slots that the user gives them."""
+    """Return the hosts that can be used, with the names and slots that the user gives them."""
     entries = {str(entry): entry for entry in backend.hosts or ()}
-    return Cluster(
-        tuple(
-            each.report.facts.called(each.host, entries[each.host].slots, entries[each.host].chosen)
-            for each in findings
-            if each.report is not None and not each.problems
-        )
-    )
+    hosts: list[HostFacts] = []
+    for finding in findings:
+        if finding.report is not None and not finding.problems:
+            entry = entries[finding.host]
+            hosts.append(finding.report.facts.called(finding.host, entry.slots, entry.chosen))
+    return Cluster(tuple(hosts))
 
 
 def _assemble_joined(
@@ -217,12 +282,12 @@ def _facts_of(
 
 
 def _shared(job: JobConfig, run_dir: Path) -> list[Path]:
-    """Folders that all hosts must see."""
+    """Return the folders that all hosts must share."""
     return [checkpoint_folder(job, run_dir)] if job.checkpoint is not None else []
 
 
 def _open_store(agent: AgentLink, report: HostReport) -> str:
-    """Let the first host open the door at which all ranks meet.
+    """Let the first host open the store at which all ranks meet. Returns its address.
 
     Raises:
         PreflightError: it could not.

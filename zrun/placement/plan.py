@@ -100,6 +100,26 @@ def plan_on_backend(job: JobConfig, backend: Backend, cluster: Cluster) -> Resol
     return replace(resolved, reasons=(*reasons, *resolved.reasons))
 
 
+def plan_every_gpu(cluster: Cluster, tp: int, pp: int) -> LaunchPlan:
+    """Return the plan of a job that takes every GPU, to show where its ranks would be.
+
+    Args:
+        cluster: the hosts.
+        tp: ranks of a tensor-parallel group.
+        pp: stages of the pipeline.
+
+    Raises:
+        PreflightError: a host has no GPU, or a tp group would span hosts.
+        JobError: tp and pp do not divide the ranks.
+    """
+    without = [host.hostname for host in cluster.hosts if not host.gpus]
+    if without:
+        raise PreflightError(f"{without[0]} has no usable NVIDIA GPU: leave out --tp and --pp")
+    keys = {"name": "topo", "model": "m:f", "data": "m:f", "steps": 1, "batch": {"micro": 1}}
+    job = JobConfig.model_validate(keys | {"parallel": {"tp": tp, "pp": pp}})
+    return make_plan(job, cluster).plan
+
+
 def check_gpus(asked: int | None, job: JobConfig, cluster: Cluster) -> None:
     """Refuse `--gpus` where ranks would train on CPUs.
 

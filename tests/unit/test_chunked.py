@@ -26,8 +26,8 @@ def test_updates_of_two_models_at_a_time_do_not_disturb_each_other():
     other = made(Bf16AdamW, 1)
 
     class Interrupted(Bf16AdamW):
-        def _update(self, cells: Chunk, group: dict[str, Any]) -> None:
-            super()._update(cells, group)
+        def _update(self, chunk: Chunk, group: dict[str, Any]) -> None:
+            super()._update(chunk, group)
             other.step()
 
     disturbed, alone = made(Interrupted, 0), made(Bf16AdamW, 0)

@@ -1,7 +1,25 @@
-"""Optimizers that torch does not have, on flat parameters: Lion, and Adam and AdamW with moments in bf16.
+"""Optimizers that torch does not have, on flat parameters: Lion, and Adam(W) with bf16 moments.
 
-A parameter is updated in chunks that stay in a CPU's cache while several operations pass over them. Chunks end at the
-places that `place` names, so that an element is computed by the same instructions however the ranks divide the parameter.
+[Note: ranges and chunks]
+A parameter is updated range by range, so that its values stay in a CPU's cache while several
+operations pass over them. A range ends after `_CHUNK` elements, and where a shard ends. So it has
+the same borders however many ranks divide the parameter, and each element is computed by the same
+instructions: vectorized loops treat the last few elements of a range differently.
+
+A parameter of 13 elements that begins at element 7, with shards of 10 elements and `_CHUNK` 4:
+
+    element         7   8   9 | 10  11  12  13  14  15  16  17  18  19
+    shard           0   0   0 |  1   1   1   1   1   1   1   1   1   1
+    of parameter    0   1   2 |  3   4   5   6   7   8   9  10  11  12
+    range           0   0   0 |  1   1   1   1   2   2   2   2   3   3
+
+Its ranges are [0, 3) in shard 0, and [3, 7), [7, 11) and [11, 13) in shard 1. On two ranks with a
+shard each, the second has 10 elements of it, placed at 10: its ranges [0, 4), [4, 8) and [8, 10)
+are the same elements as the last three.
+
+A chunk is a list of ranges, of one parameter or of several small ones, with at most `_CHUNK`
+elements together. It is updated at once, by one call of each `torch._foreach_*` operation: of
+parameters with 3, 1 and 4 elements the first two are one chunk, and the third is another.
 """
 
 from __future__ import annotations
@@ -19,11 +37,11 @@ _CHUNK = {"cpu": 1 << 18, "cuda": 1 << 22}  # elements; on a GPU only scratch de
 
 
 class ParamRange(NamedTuple):
-    """A range of one parameter.
+    """Elements [start, stop) of one parameter, all in one shard. See [Note: ranges and chunks].
 
     Attributes:
         number: of the parameter among those that the optimizer was given.
-        shard: that it lies in.
+        shard: number of the shard that it lies in.
     """
 
     number: int
@@ -33,12 +51,20 @@ class ParamRange(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """What is updated at once: lists of equal length of 1-D fp32 tensors, and what they are parts of."""
+    """Ranges that are updated at once: lists of equal length, an entry for each range.
 
-    parts: list[ParamRange]
+    Attributes:
+        ranges: the elements that the tensors are of.
+        params: 1-D fp32 each.
+        grads: 1-D fp32 each; an update may overwrite them.
+        moments: by number of the moment, 1-D each.
+        steps: 0-d fp32 each, updates of the parameter.
+    """
+
+    ranges: list[ParamRange]
     params: list[torch.Tensor]
     grads: list[torch.Tensor]
-    moments: list[list[torch.Tensor]]  # by name of the moment
+    moments: list[list[torch.Tensor]]
     steps: list[torch.Tensor]
 
 
@@ -49,29 +75,36 @@ class Scratch:
     """
 
     def __init__(self) -> None:
-        self._rooms: dict[int, torch.Tensor] = {}
+        self._buffers: dict[int, torch.Tensor] = {}
 
     def like(self, tensors: list[torch.Tensor], number: int) -> list[torch.Tensor]:
-        """Return undefined fp32 of the same sizes, in the same memory for each `number`."""
+        """Return undefined fp32 tensors of the same sizes.
+
+        Args:
+            tensors: 1-D, at least one.
+            number: of the buffer that the result lies in; calls with one number share memory.
+        """
         sizes = [tensor.numel() for tensor in tensors]
-        room = self._rooms.get(number)
-        if room is None or room.numel() < sum(sizes):
+        total = sum(sizes)
+        buffer = self._buffers.get(number)
+        if buffer is None or buffer.numel() < total:
             device = tensors[0].device
-            room = torch.empty(max(sum(sizes), _CHUNK[device.type]), device=device)
-            self._rooms[number] = room
-        return list(room[: sum(sizes)].split(sizes))
+            buffer = torch.empty(max(total, _CHUNK[device.type]), device=device)
+            self._buffers[number] = buffer
+        return list(buffer[:total].split(sizes))
 
     @property
     def num_bytes(self) -> int:
         """Bytes that are held."""
-        return sum(room.nbytes for room in self._rooms.values())
+        return sum(buffer.nbytes for buffer in self._buffers.values())
 
 
 class Chunked(torch.optim.Optimizer, ABC):
-    """Base of optimizers over flat fp32 parameters, with gradients in fp32 that an update may overwrite.
+    """Base of optimizers over flat fp32 parameters, with fp32 gradients that they may overwrite.
 
-    State as torch keeps it: per parameter a 0-d fp32 `step` and a tensor per moment, in `moment_dtype`. Moments in bf16
-    are cast to fp32 for the update, and rounded to the nearest bf16 after it.
+    State as torch keeps it: per parameter a 0-d fp32 `step` and a tensor per moment, in
+    `moment_dtype`. Moments in bf16 are cast to fp32 for the update, and rounded to the nearest bf16
+    after it.
 
     Attributes:
         grad_scale: 0-d fp32 by which gradients are divided, or None.
@@ -86,77 +119,99 @@ class Chunked(torch.optim.Optimizer, ABC):
     def __init__(
         self, params: Iterable[torch.Tensor], defaults: dict[str, Any], moment_dtype: torch.dtype
     ) -> None:
+        """
+        Args:
+            params: 1-D fp32 each, or groups of them.
+            defaults: hyper-parameters by name.
+            moment_dtype: fp32 or bf16.
+
+        Raises:
+            ValueError: a hyper-parameter is out of range.
+        """
         _check(defaults)
         self.moment_dtype = moment_dtype
         self.grad_scale: torch.Tensor | None = None
         self.found_inf: torch.Tensor | None = None
         self.scratch = Scratch()
-        self._parts: dict[torch.Tensor, list[ParamRange]] = {}
+        self._ranges: dict[torch.Tensor, list[ParamRange]] = {}
         super().__init__(params, defaults)
 
     def place(self, param: torch.Tensor, number: int, start: int, every: int) -> None:
-        """Say where `param` lies: it begins `start` elements after the first of shards of `every` elements each."""
-        borders = [
-            start,
-            *range((start // every + 1) * every, start + param.numel(), every),
-            start + param.numel(),
-        ]
-        size = _CHUNK[param.device.type]
-        self._parts[param] = [
-            ParamRange(number, low, min(low + size, border - start), (first // every))
-            for first, border in pairwise(borders)
-            for low in range(first - start, border - start, size)
-        ]
+        """Divide `param` into ranges. See [Note: ranges and chunks].
+
+        Args:
+            param: one of this optimizer's, [numel].
+            number: of the parameter in the model.
+            start: its first element, counted from the beginning of shard 0.
+            every: elements of a shard.
+        """
+        stop = start + param.numel()
+        first_border = (start // every + 1) * every
+        borders = [start, *range(first_border, stop, every), stop]
+        longest = _CHUNK[param.device.type]
+        ranges = []
+        for low, high in pairwise(borders):
+            shard = low // every
+            for begin in range(low, high, longest):
+                end = min(begin + longest, high)
+                ranges.append(ParamRange(number, begin - start, end - start, shard))
+        self._ranges[param] = ranges
 
     def _chunks(self, group: dict[str, Any]) -> Iterator[Chunk]:
-        """The group's parameters that have a gradient, about a chunk at a time; moments are stored afterwards."""
+        """Yield the chunks of the group's parameters that have a gradient.
+
+        Each is to be updated before the next is asked for; moments in bf16 are stored then.
+        """
         params = [param for param in group["params"] if param.grad is not None]
-        states = [self._state_of(param) for param in params]
         if not params:
             return
-        torch._foreach_add_([state["step"] for state in states], self._unless_skipped(1.0, 0.0))
-        waiting, room = (
-            Chunk([], [], [], [[] for _ in self.moment_names], []),
-            _CHUNK[params[0].device.type],
-        )
+        states = [self._state_of(param) for param in params]
+        steps = [state["step"] for state in states]
+        torch._foreach_add_(steps, self._unless_skipped(1.0, 0.0))
+        longest = _CHUNK[params[0].device.type]
+        chunk = self._empty_chunk()
+        room = longest
         for param, state in zip(params, states, strict=True):
-            parts = self._parts_of(param)
-            sizes = [part.stop - part.start for part in parts]
-            columns = [
-                tensor.split(sizes)
-                for tensor in (param, param.grad, *(state[k] for k in self.moment_names))
-            ]
-            for part, size, cut in zip(parts, sizes, zip(*columns, strict=True), strict=True):
-                if waiting.parts and size > room:
-                    yield from self._in_fp32(waiting)
-                    waiting = Chunk([], [], [], [[] for _ in self.moment_names], [])
-                    room = _CHUNK[param.device.type]
+            moments = [state[name] for name in self.moment_names]
+            ranges = self._ranges_of(param)
+            slices = split_by_range([param, param.grad, *moments], ranges)
+            for each, (param_part, grad_part, *moment_parts) in zip(ranges, slices, strict=True):
+                size = each.stop - each.start
+                if chunk.ranges and size > room:
+                    yield from self._with_fp32_moments(chunk)
+                    chunk = self._empty_chunk()
+                    room = longest
                 room -= size
-                waiting.parts.append(part)
-                waiting.params.append(cut[0])
-                waiting.grads.append(cut[1])
-                waiting.steps.append(state["step"])
-                for moment, tensor in zip(waiting.moments, cut[2:], strict=True):
-                    moment.append(tensor)
-        yield from self._in_fp32(waiting)
+                chunk.ranges.append(each)
+                chunk.params.append(param_part)
+                chunk.grads.append(grad_part)
+                chunk.steps.append(state["step"])
+                for column, part in zip(chunk.moments, moment_parts, strict=True):
+                    column.append(part)
+        yield from self._with_fp32_moments(chunk)
 
-    def _in_fp32(self, chunk: Chunk) -> Iterator[Chunk]:
+    def _empty_chunk(self) -> Chunk:
+        return Chunk([], [], [], [[] for _ in self.moment_names], [])
+
+    def _with_fp32_moments(self, chunk: Chunk) -> Iterator[Chunk]:
+        """Yield `chunk` with fp32 moments, and round them to `moment_dtype` after its update."""
         if self.moment_dtype == torch.float32:
             yield chunk
             return
         wide = [self.scratch.like(moment, number) for number, moment in enumerate(chunk.moments)]
-        for moment, room in zip(chunk.moments, wide, strict=True):
-            torch._foreach_copy_(room, moment)
+        for moment, wide_moment in zip(chunk.moments, wide, strict=True):
+            torch._foreach_copy_(wide_moment, moment)
         yield chunk._replace(moments=wide)
-        for moment, room in zip(chunk.moments, wide, strict=True):
-            torch._foreach_copy_(moment, room)
+        for moment, wide_moment in zip(chunk.moments, wide, strict=True):
+            torch._foreach_copy_(moment, wide_moment)
 
-    def _parts_of(self, param: torch.Tensor) -> list[ParamRange]:
-        if param not in self._parts:
-            self.place(param, len(self._parts), 0, max(1, param.numel()))
-        return self._parts[param]
+    def _ranges_of(self, param: torch.Tensor) -> list[ParamRange]:
+        if param not in self._ranges:  # it was not placed: all of it is one shard
+            self.place(param, len(self._ranges), 0, max(1, param.numel()))
+        return self._ranges[param]
 
     def _state_of(self, param: torch.Tensor) -> dict[str, Any]:
+        """Return the parameter's state, made by its first update."""
         state: dict[str, Any] = self.state[param]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
@@ -165,13 +220,13 @@ class Chunked(torch.optim.Optimizer, ABC):
         return state
 
     def _unless_skipped(self, value: float, skipped: float) -> Any:
-        """`value`, or `skipped` if the device finds that the step is not to be made."""
+        """Return `value`, or `skipped` where the device finds that the step is not to be made."""
         if self.found_inf is None:
             return value
         return torch.where(self.found_inf > 0, skipped, value)
 
     def _clean_grads(self, chunk: Chunk) -> None:
-        """Divide the gradients by `grad_scale`, and make them zero in a step that is skipped on the device."""
+        """Divide the gradients by `grad_scale`; make them zero where the device skips the step."""
         if self.grad_scale is not None:
             torch._foreach_div_(chunk.grads, self.grad_scale)
         if self.found_inf is not None:
@@ -179,23 +234,36 @@ class Chunked(torch.optim.Optimizer, ABC):
                 grad.masked_fill_(self.found_inf > 0, 0.0)
 
 
+def split_by_range(
+    tensors: Iterable[torch.Tensor], ranges: Iterable[ParamRange]
+) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Return for each range the parts of all tensors, [numel] each, that lie in it."""
+    sizes = [each.stop - each.start for each in ranges]
+    return zip(*(tensor.split(sizes) for tensor in tensors), strict=True)
+
+
 class Elementwise(Chunked):
     """Base of optimizers of which each element is updated by itself."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update of the parameters that have a gradient."""
+        """Update the parameters that have a gradient."""
         for group in self.param_groups:
             for chunk in self._chunks(group):
                 self._update(chunk, group)
 
     @abstractmethod
     def _update(self, chunk: Chunk, group: dict[str, Any]) -> None:
-        """Update `chunk` in place. `chunk.steps` have counted this step already."""
+        """Update `chunk` in place. Its `steps` have counted this step already.
+
+        Args:
+            chunk: with fp32 moments.
+            group: hyper-parameters by name.
+        """
 
 
 class Bf16Adam(Elementwise):
-    """Adam (Kingma and Ba 2015, Algorithm 1) with moments in bf16: decay is added to the gradient."""
+    """Adam (Kingma and Ba 2015, Algorithm 1) with bf16 moments; decay is added to the gradient."""
 
     moment_names = ("exp_avg", "exp_avg_sq")
     _kernel: ClassVar[Callable[..., None]] = staticmethod(torch._fused_adam_)
@@ -241,13 +309,13 @@ class Bf16Adam(Elementwise):
 
 
 class Bf16AdamW(Bf16Adam):
-    """AdamW (Loshchilov and Hutter 2019, Algorithm 2) with moments in bf16: decay is apart from the gradient."""
+    """AdamW (Loshchilov and Hutter 2019, Algorithm 2) with bf16 moments and decoupled decay."""
 
     _kernel = staticmethod(torch._fused_adamw_)
 
 
 class Lion(Elementwise):
-    """Lion (Chen et al. 2023, Algorithm 2): the sign of an interpolated moment, decay apart from it."""
+    """Lion (Chen et al. 2023, Algorithm 2): sign of an interpolated moment, decoupled decay."""
 
     moment_names = ("exp_avg",)
     num_scratch = 1
@@ -260,45 +328,60 @@ class Lion(Elementwise):
         weight_decay: float = 0.0,
         moment_dtype: torch.dtype = torch.float32,
     ) -> None:
-        super().__init__(
-            params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, moment_dtype
-        )
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        super().__init__(params, defaults, moment_dtype)
 
     def _update(self, chunk: Chunk, group: dict[str, Any]) -> None:
         self._clean_grads(chunk)
         beta1, beta2 = group["betas"]
-        made = self._unless_skipped(1.0, 0.0)
-        signs = self.scratch.like(chunk.params, 2)
+        is_made = self._unless_skipped(1.0, 0.0)
+        lr = group["lr"]
         (moments,) = chunk.moments
+        signs = self.scratch.like(chunk.params, 2)  # 0 and 1 may hold moments
         torch._foreach_copy_(signs, moments)
         torch._foreach_lerp_(signs, chunk.grads, 1 - beta1)
         torch._foreach_sign_(signs)
         if self.found_inf is not None:
-            torch._foreach_mul_(signs, made)
+            torch._foreach_mul_(signs, is_made)
         if group["weight_decay"]:
-            torch._foreach_mul_(chunk.params, 1 - group["lr"] * group["weight_decay"] * made)
-        torch._foreach_add_(chunk.params, signs, alpha=-group["lr"])
+            torch._foreach_mul_(chunk.params, 1 - lr * group["weight_decay"] * is_made)
+        torch._foreach_add_(chunk.params, signs, alpha=-lr)
         if self.found_inf is None:
             torch._foreach_lerp_(moments, chunk.grads, 1 - beta2)
         else:
             for moment, grad in zip(moments, chunk.grads, strict=True):
-                moment.lerp_(grad, (1 - beta2) * made)
+                moment.lerp_(grad, (1 - beta2) * is_made)
 
 
-def scratch_bytes(build: type[Chunked], moment_dtype: torch.dtype, device: str) -> int:
-    """Bytes that their `Scratch` keeps from the first update on, on devices of this type."""
-    casts = 0 if moment_dtype == torch.float32 else len(build.moment_names)
-    return 4 * _CHUNK[device] * (build.num_scratch + casts)
+def scratch_bytes(optimizer: type[Chunked], moment_dtype: torch.dtype, device: str) -> int:
+    """Return the bytes that a `Scratch` keeps from the first update on.
+
+    Args:
+        optimizer: class of the optimizers that share it.
+        moment_dtype: of their moments.
+        device: type of device, "cpu" or "cuda".
+    """
+    num_buffers = optimizer.num_scratch
+    if moment_dtype != torch.float32:
+        num_buffers += len(optimizer.moment_names)
+    return num_buffers * _CHUNK[device] * torch.float32.itemsize
 
 
 def _check(defaults: dict[str, Any]) -> None:
-    """Raise ValueError for a hyper-parameter with which no step can be made. The job's own keys are checked there."""
+    """Check hyper-parameters. The job's own keys are checked there.
+
+    Raises:
+        ValueError: no step can be made with one of them.
+    """
     for name in ("lr", "eps", "weight_decay"):
-        if name in defaults and not (
-            isinstance(defaults[name], Real) and 0 <= float(defaults[name]) < math.inf
-        ):
-            raise ValueError(f"{name} must be a number, 0 or more: {defaults[name]!r}")
+        if name not in defaults:
+            continue
+        value = defaults[name]
+        is_valid = isinstance(value, Real) and 0 <= float(value) < math.inf
+        if not is_valid:
+            raise ValueError(f"{name} must be a number, 0 or more: {value!r}")
     betas = defaults.get("betas", (0.0, 0.0))
     is_pair = isinstance(betas, list | tuple) and len(betas) == 2
-    if not (is_pair and all(isinstance(beta, Real) and 0 <= float(beta) < 1 for beta in betas)):
+    is_valid = is_pair and all(isinstance(beta, Real) and 0 <= float(beta) < 1 for beta in betas)
+    if not is_valid:
         raise ValueError(f"betas must be two numbers in [0, 1): {betas!r}")

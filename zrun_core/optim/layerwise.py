@@ -1,8 +1,18 @@
 """Optimizers that adapt the rate of each layer to norms of its parameter and update: LAMB and LARS.
 
-A layer is a tensor of the model, wherever its elements lie, so an update has two halves: `propose`
-leaves what is to be subtracted where the gradients were, and returns norms of the parts it saw;
-once their squares are summed over all ranks, `apply` takes a trust ratio for each tensor.
+A layer is a tensor of the model, wherever its elements lie, so an update has two halves:
+
+    propose    each rank, of the ranges that it has: update the moments, and leave the proposed
+               update where the gradient was; return the norms of both
+                   |
+                   |  TrustRatios.squares: sums of their squares, by tensor
+                   |  all-reduce over the ranks
+                   |  TrustRatios.ratios: a ratio for each tensor
+                   v
+    apply      each rank: param += lr * ratio * proposed update
+
+Example, LAMB with a tensor of two elements, one on each of two ranks: |x| = (3, 4), |u| = (1, 0).
+The ranks send squares (9, 1) and (16, 0), the sum is (25, 1), and the ratio 5 / 1 on both.
 """
 
 from __future__ import annotations
@@ -14,13 +24,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zrun_core.optim.chunked import Chunk, Chunked, ParamRange
+from zrun_core.optim.chunked import Chunk, Chunked, ParamRange, split_by_range
 
 
 class RangeNorms(NamedTuple):
-    """2-norms of parts of parameters and of their proposed updates: 0-d fp32 tensors."""
+    """2-norms of ranges of parameters and of their proposed updates: 0-d fp32 tensors."""
 
-    parts: list[ParamRange]
+    ranges: list[ParamRange]
     params: list[torch.Tensor]
     updates: list[torch.Tensor]
 
@@ -30,16 +40,16 @@ class LayerWise(Chunked):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Both halves of an update, of parameters that lie here whole and are all adapted."""
+        """Make both halves of an update, of whole parameters that are all adapted."""
         decays: list[float] = []
         for group in self.param_groups:
             for param in group["params"]:
                 self.place(param, len(decays), 0, max(1, param.numel()))
                 decays.append(group["weight_decay"])
-        trust = TrustRatios(
-            self, decays, [True] * len(decays), self.param_groups[0]["params"][0].device
-        )
-        self.apply(trust.ratios(trust.squares([self.propose()], [0])))
+        device = self.param_groups[0]["params"][0].device
+        trust = TrustRatios(self, decays, [True] * len(decays), device)
+        squares = trust.squares([self.propose()], [0])
+        self.apply(trust.ratios(squares))
 
     @torch.no_grad()
     def propose(self) -> RangeNorms:
@@ -48,7 +58,7 @@ class LayerWise(Chunked):
         for group in self.param_groups:
             for chunk in self._chunks(group):
                 self._propose(chunk, group)
-                found.parts.extend(chunk.parts)
+                found.ranges.extend(chunk.ranges)
                 found.params.extend(torch._foreach_norm(chunk.params))
                 found.updates.extend(torch._foreach_norm(chunk.grads))
         return found
@@ -65,25 +75,29 @@ class LayerWise(Chunked):
     def trust_ratios(
         self, params: torch.Tensor, updates: torch.Tensor, decays: torch.Tensor
     ) -> torch.Tensor:
-        """Trust ratios [n] of layers with 2-norms `params` and `updates`, and with decays `decays`: all [n] float64."""
+        """Return the trust ratios [n] float64 of n layers.
+
+        Args:
+            params: [n] float64, 2-norms of the layers.
+            updates: [n] float64, 2-norms of their proposed updates.
+            decays: [n] float64, their weight decays.
+        """
 
     @abstractmethod
     def _propose(self, chunk: Chunk, group: dict[str, Any]) -> None:
-        """Update the moments of `chunk`, and overwrite its gradients with the update."""
+        """Update the moments of `chunk`, and overwrite its gradients with the proposed update."""
 
     def _slices_with(
         self, group: dict[str, Any], *moments: str
     ) -> Iterator[tuple[ParamRange, tuple[torch.Tensor, ...]]]:
-        """Parts of the group's parameters, with those of the proposed updates and of `moments` beside them."""
+        """Yield for each range of the group's parameters (parameter, proposed update, *moments)."""
         for param in group["params"]:
-            if param.grad is not None:
-                parts = self._parts_of(param)
-                sizes = [part.stop - part.start for part in parts]
-                columns = [
-                    t.split(sizes)
-                    for t in (param, param.grad, *(self.state[param][name] for name in moments))
-                ]
-                yield from zip(parts, zip(*columns, strict=True), strict=True)
+            if param.grad is None:
+                continue
+            ranges = self._ranges_of(param)
+            states = [self.state[param][name] for name in moments]
+            slices = split_by_range([param, param.grad, *states], ranges)
+            yield from zip(ranges, slices, strict=True)
 
 
 class Lamb(LayerWise):
@@ -91,12 +105,6 @@ class Lamb(LayerWise):
 
     With m and v as in Adam, r = m / (sqrt(v) + eps) and u = r + weight_decay * x, a layer moves by
     lr * phi(|x|) / |u| * u.
-
-    Args:
-        bias_correction: divide m by 1 - beta1^t and v by 1 - beta2^t, as the algorithm does.
-        norm_clamp: phi(z) = min(max(z, low), high); None is the identity.
-        ratio_clamp: bounds of the whole ratio phi(|x|) / |u|, which other codes have instead; None: none.
-        adapt_no_decay: whether layers that are exempt from decay have a trust ratio too.
     """
 
     moment_names = ("exp_avg", "exp_avg_sq")
@@ -115,17 +123,26 @@ class Lamb(LayerWise):
         adapt_no_decay: bool = False,
         moment_dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.bias_correction, self.norm_clamp, self.ratio_clamp = (
-            bias_correction,
-            norm_clamp,
-            ratio_clamp,
-        )
+        """
+        Args:
+            params: 1-D fp32 each, or groups of them.
+            lr: learning rate.
+            betas: of the two moments.
+            eps: added to sqrt(v).
+            weight_decay: as above.
+            bias_correction: divide m by 1 - beta1^t and v by 1 - beta2^t, as the algorithm does.
+            norm_clamp: phi(z) = min(max(z, low), high); None is the identity.
+            ratio_clamp: bounds of the whole ratio phi(|x|) / |u|, which other codes have instead;
+                None: none.
+            adapt_no_decay: layers that are exempt from decay have a trust ratio too.
+            moment_dtype: fp32 or bf16.
+        """
+        self.bias_correction = bias_correction
+        self.norm_clamp = norm_clamp
+        self.ratio_clamp = ratio_clamp
         self.adapt_no_decay = adapt_no_decay
-        super().__init__(
-            params,
-            {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
-            moment_dtype,
-        )
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults, moment_dtype)
 
     def _propose(self, chunk: Chunk, group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]
@@ -134,10 +151,10 @@ class Lamb(LayerWise):
         if not self.bias_correction:  # after infinitely many steps there is nothing to correct
             steps = [torch.full_like(steps[0], float("inf"))] * len(steps)
         # Torch's fused Adam with a rate of 1, from zero, is -r and the new moments in one pass.
-        room = self.scratch.like(chunk.params, 2)
-        torch._foreach_zero_(room)
+        minus_rs = self.scratch.like(chunk.params, 2)  # 0 and 1 may hold moments
+        torch._foreach_zero_(minus_rs)
         torch._fused_adam_(
-            room,
+            minus_rs,
             chunk.grads,
             exp_avgs,
             exp_avg_sqs,
@@ -153,16 +170,15 @@ class Lamb(LayerWise):
             grad_scale=self.grad_scale,
             found_inf=self.found_inf,
         )
-        for minus_r, param, grad in zip(room, chunk.params, chunk.grads, strict=True):
+        for minus_r, param, grad in zip(minus_rs, chunk.params, chunk.grads, strict=True):
             torch.sub(minus_r, param, alpha=group["weight_decay"], out=grad)  # -u
 
     @torch.no_grad()
     def apply(self, ratios: Sequence[Any]) -> None:
+        is_made = self._unless_skipped(1.0, 0.0)
         for group in self.param_groups:
-            for part, (param, minus_u) in self._slices_with(group):
-                _add_times(
-                    param, minus_u, ratios[part.number], group["lr"], self._unless_skipped(1.0, 0.0)
-                )
+            for each, (param, minus_u) in self._slices_with(group):
+                _add_times(param, minus_u, ratios[each.number], group["lr"], is_made)
 
     def trust_ratios(
         self, params: torch.Tensor, updates: torch.Tensor, decays: torch.Tensor
@@ -175,12 +191,8 @@ class Lamb(LayerWise):
 class Lars(LayerWise):
     """LARS (You et al. 2017, "Large Batch Training of Convolutional Networks", Algorithm 1).
 
-    With g the gradient, a layer's local rate is trust_coefficient * |x| / (|g| + weight_decay * |x|), and
-    v = momentum * v + lr * local * (g + weight_decay * x), x = x - v.
-
-    Args:
-        ratio_clamp: bounds of the local rate; None: none.
-        adapt_no_decay: whether layers that are exempt from decay have a local rate too; theirs is 1 else.
+    With g the gradient, a layer's local rate is trust_coefficient * |x| / (|g| + weight_decay *
+    |x|), and v = momentum * v + lr * local * (g + weight_decay * x), x = x - v.
     """
 
     moment_names = ("momentum_buffer",)
@@ -195,29 +207,36 @@ class Lars(LayerWise):
         ratio_clamp: tuple[float, float] | None = None,
         adapt_no_decay: bool = False,
     ) -> None:
-        self.trust_coefficient, self.ratio_clamp, self.adapt_no_decay = (
-            trust_coefficient,
-            ratio_clamp,
-            adapt_no_decay,
-        )
-        super().__init__(
-            params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}, torch.float32
-        )
+        """
+        Args:
+            params: 1-D fp32 each, or groups of them.
+            lr: learning rate.
+            momentum: as above.
+            trust_coefficient: as above.
+            weight_decay: as above.
+            ratio_clamp: bounds of the local rate; None: none.
+            adapt_no_decay: layers that are exempt from decay have a local rate too; else it is 1.
+        """
+        self.trust_coefficient = trust_coefficient
+        self.ratio_clamp = ratio_clamp
+        self.adapt_no_decay = adapt_no_decay
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        super().__init__(params, defaults, torch.float32)
 
     def _propose(self, chunk: Chunk, group: dict[str, Any]) -> None:
-        self._clean_grads(chunk)
+        self._clean_grads(chunk)  # the proposed update is the gradient; `apply` adds the decay
 
     @torch.no_grad()
     def apply(self, ratios: Sequence[Any]) -> None:
-        made = self._unless_skipped(1.0, 0.0)
+        is_made = self._unless_skipped(1.0, 0.0)
         for group in self.param_groups:
             momentum = self._unless_skipped(group["momentum"], 1.0)
-            for part, (param, grad, velocity) in self._slices_with(group, "momentum_buffer"):
+            for each, (param, grad, velocity) in self._slices_with(group, "momentum_buffer"):
                 if group["weight_decay"]:
                     grad.add_(param, alpha=group["weight_decay"])
                 velocity.mul_(momentum)
-                _add_times(velocity, grad, ratios[part.number], group["lr"], made)
-                param.sub_(velocity if self.found_inf is None else velocity * made)
+                _add_times(velocity, grad, ratios[each.number], group["lr"], is_made)
+                param.sub_(velocity if self.found_inf is None else velocity * is_made)
 
     def trust_ratios(
         self, params: torch.Tensor, updates: torch.Tensor, decays: torch.Tensor
@@ -226,86 +245,111 @@ class Lars(LayerWise):
 
 
 class TrustRatios:
-    """From norms of parts to the trust ratios of all tensors of a model, which are its layers."""
+    """From norms of ranges to the trust ratios of all tensors of a model."""
 
     def __init__(
         self, rule: LayerWise, decays: Sequence[float], adapts: Sequence[bool], device: torch.device
     ) -> None:
-        """`decays` and `adapts` by number of the tensor."""
-        self._rule, self._told, self._device = rule, list(decays), device
+        """
+        Args:
+            rule: optimizer whose `trust_ratios` is used.
+            decays: by number of the tensor, its weight decay.
+            adapts: by number of the tensor; False is a ratio of 1.
+            device: where norms are summed.
+        """
+        self._rule = rule
+        self._given_decays = list(decays)
+        self._device = device
         self._decays = torch.tensor(decays, dtype=torch.float64, device=device)
         self._adapts = torch.tensor(adapts, dtype=torch.bool, device=device)
-        self._copied: tuple[Any, torch.Tensor] | None = None
+        self._copied: tuple[Any, torch.Tensor] | None = None  # what `_on_device` got and returned
 
     def set_decays(self, decays: Sequence[float]) -> None:
-        """Replace the weight decay of each parameter, by its number; copied to the device only where one changes."""
-        if decays != self._told:
-            self._told = list(decays)
+        """Replace the weight decay of each tensor; copied to the device only where one changes."""
+        if decays != self._given_decays:
+            self._given_decays = list(decays)
             self._decays = torch.tensor(decays, dtype=torch.float64, device=self._device)
 
     def squares(self, found: Sequence[RangeNorms], shards: Sequence[int]) -> torch.Tensor:
-        """Squared norms [2 * n] float64 of what lies in `shards`: those of the parameters, then those of the updates.
+        """Return the squared norms of what lies in `shards`, by tensor.
 
-        Parts are added in order, then shards: by one rank that has all of them as by ranks that have one each.
+        Ranges are added in order, then shards: so a rank that has all shards gets the same bits as
+        ranks that have one each, whose results are added in the same order.
+
+            table [shard, param | update, tensor]  --sum over shards-->  [param | update, tensor]
+
+        Args:
+            found: norms of each unit.
+            shards: numbers of those that this rank counts.
+
+        Returns:
+            [2 * tensors] float64: squares of the parameters, then squares of the updates.
         """
+        num_tensors = len(self._decays)
         table = torch.zeros(
-            len(shards), 2, len(self._decays), dtype=torch.float64, device=self._decays.device
+            len(shards), 2, num_tensors, dtype=torch.float64, device=self._decays.device
         )
         row_of = {shard: row for row, shard in enumerate(shards)}
-        norms: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        places: list[tuple[int, int]] = []
-        lengths: list[int] = []
+        param_norms: list[torch.Tensor] = []
+        update_norms: list[torch.Tensor] = []
+        places: list[tuple[int, int]] = []  # (row, tensor) of each run of ranges
+        lengths: list[int] = []  # ranges of each run
         for each in found:
-            counted = [k for k, part in enumerate(each.parts) if part.shard in row_of]
-            norms[0].extend(each.params[k] for k in counted)
-            norms[1].extend(each.updates[k] for k in counted)
-            keys = ((row_of[each.parts[k].shard], each.parts[k].number) for k in counted)
-            for key, same in groupby(keys):
+            counted = [k for k, one in enumerate(each.ranges) if one.shard in row_of]
+            param_norms.extend(each.params[k] for k in counted)
+            update_norms.extend(each.updates[k] for k in counted)
+            keys = ((row_of[each.ranges[k].shard], each.ranges[k].number) for k in counted)
+            for key, run in groupby(keys):
                 places.append(key)
-                lengths.append(sum(1 for _ in same))
+                lengths.append(len(list(run)))
         if places:
-            stacked = (
-                torch.stack([torch.stack(of_one_kind) for of_one_kind in norms], 1)
-                .double()
-                .square()
-            )
+            norms = torch.stack([torch.stack(param_norms), torch.stack(update_norms)], 1)
+            squares = norms.double().square()  # [ranges, 2]
             rows, numbers, sizes = self._on_device(tuple(places), tuple(lengths))
-            sums = torch.segment_reduce(
-                stacked, "sum", lengths=sizes, unsafe=True, initial=0.0
-            )  # no look at `sizes`
-            # A tensor whose parts lie in several units is there more than once.
+            # `unsafe`: without a check of `sizes`, for which the host would wait.
+            sums = torch.segment_reduce(squares, "sum", lengths=sizes, unsafe=True, initial=0.0)
+            # A tensor with ranges in several units has several runs: they accumulate.
             table.mT.index_put_((rows, numbers), sums, accumulate=True)
         return table.sum(0).flatten()
 
     def _on_device(
         self, places: tuple[tuple[int, int], ...], lengths: tuple[int, ...]
     ) -> torch.Tensor:
-        """int64 [3, n]: rows, numbers and lengths. Copied once: they change only with what got a gradient."""
+        """Return [3, n] int64: rows, numbers and lengths.
+
+        Copied once: they change only with the parameters that got a gradient.
+        """
         if self._copied is None or self._copied[0] != (places, lengths):
-            together = torch.tensor(
-                [*zip(*places, strict=True), lengths], device=self._decays.device
-            )
-            self._copied = (places, lengths), together
+            columns = [*zip(*places, strict=True), lengths]
+            self._copied = (places, lengths), torch.tensor(columns, device=self._decays.device)
         return self._copied[1]
 
     def ratios(self, squares: torch.Tensor) -> Sequence[Any]:
-        """Trust ratios by number of the tensor, from the sum over all ranks of `squares`."""
+        """Return the trust ratios by number of the tensor: floats on a CPU, else 0-d fp32 tensors.
+
+        Args:
+            squares: [2 * tensors] float64, the sum of `squares` over all ranks.
+        """
         params, updates = squares.sqrt().view(2, -1)
         ratios = self._rule.trust_ratios(params, updates, self._decays).where(self._adapts, 1.0)
-        return ratios.tolist() if ratios.device.type == "cpu" else ratios.float().unbind()
+        if ratios.device.type == "cpu":
+            return ratios.tolist()
+        return ratios.float().unbind()
 
 
 def _ratio(
     over: torch.Tensor, under: torch.Tensor, clamp: tuple[float, float] | None
 ) -> torch.Tensor:
-    """over / under, and 1 where a norm is 0: a layer at zero could never leave it."""
+    """Return over / under [n], and 1 where a norm is 0: a layer at zero could never leave it."""
     ratio = torch.where((over > 0) & (under > 0), over / under, 1.0)
     return ratio if clamp is None else ratio.clamp(*clamp)
 
 
-def _add_times(tensor: torch.Tensor, other: torch.Tensor, ratio: Any, lr: float, made: Any) -> None:
-    """tensor += lr * ratio * other, of which `ratio` and `made` (1 or 0) may lie on a device."""
+def _add_times(
+    tensor: torch.Tensor, other: torch.Tensor, ratio: Any, lr: float, is_made: Any
+) -> None:
+    """Add lr * ratio * other to `tensor`; `ratio` and `is_made` (1 or 0) may lie on a device."""
     if isinstance(ratio, float):
         tensor.add_(other, alpha=lr * ratio)
     else:
-        tensor.addcmul_(other, ratio * made, value=lr)
+        tensor.addcmul_(other, ratio * is_made, value=lr)

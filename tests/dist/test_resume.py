@@ -228,7 +228,7 @@ def run_saving_the_beginning(keys: dict[str, Any], run_dir: str) -> dict[str, An
 
     def save_and_train(trainer: Trainer) -> None:
         assert trainer.checkpointer is not None
-        trainer.checkpointer.save(0, trainer._state, "due")
+        trainer.checkpointer.save(0, trainer._state_to_save, "due")
         train(trainer)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -23,6 +23,7 @@ from zrun_core.errors import DivergedError, HangError, SaveError
 from zrun_core.guards.numeric import NumericGuard
 from zrun_core.guards.replicas import ReplicaGuard
 from zrun_core.spine.stop_signals import SAVE, StopSignals
+from zrun_core.train.ending import EndRequests
 from zrun_core.train.trainer import Trainer
 from zrun_core.zero.sharded_model import ShardedModel
 
@@ -219,7 +220,9 @@ def test_a_job_may_go_on_after_two_failed_saves(ranks, tmp_path):
 def stop_after(patch: pytest.MonkeyPatch, reason: str, last: int) -> None:
     """Have runs end with step `last`: asked to, or because of its numbers; or as they would."""
     if reason == "stopped":
-        patch.setattr(Trainer, "_asked_to_stop", lambda trainer: trainer.progress.steps >= last)
+        patch.setattr(
+            EndRequests, "asked_to_stop", lambda requests: requests.progress.steps >= last
+        )
         patch.setattr(StopSignals, "ignore", lambda _: None)
     elif reason == "numeric":
         patch.setattr(

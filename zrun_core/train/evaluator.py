@@ -22,9 +22,9 @@ from zrun_core.data.loader import eval_batches
 from zrun_core.distributed import rng
 from zrun_core.distributed.named_vector import HostCopy, NamedVector
 from zrun_core.errors import UserCodeError
-from zrun_core.spine.flight_recorder import FlightRecorder
 from zrun_core.spine.spec import RunSpec
 from zrun_core.telemetry.recorder import Evaluated, checked_name
+from zrun_core.train.rank_phase import RankPhase
 from zrun_core.user_code.loss import LossFunction, compute_loss
 from zrun_core.user_code.user import user_code
 from zrun_core.zero.sharded_model import ShardedModel
@@ -63,16 +63,25 @@ class Evaluator:
         spec: RunSpec,
         sharded: ShardedModel,
         held_out: HeldOut,
-        board: FlightRecorder | None,
+        phase: RankPhase,
         asked_to_stop: Callable[[], bool],
     ) -> None:
         """
         Args:
-            asked_to_stop: whether a signal has asked this rank for the end.
+            spec: of the run.
+            sharded: the model.
+            held_out: the data, and the user's functions.
+            phase: told of each batch.
+            asked_to_stop: returns whether a signal has asked this rank for the end.
         """
-        self._spec, self._sharded, self._held_out = spec, sharded, held_out
-        self._board, self._asked_to_stop = board, asked_to_stop
-        self._comm, self._mesh, self._world = sharded.comm, sharded.mesh, sharded.mesh.world
+        self._spec = spec
+        self._sharded = sharded
+        self._held_out = held_out
+        self._phase = phase
+        self._asked_to_stop = asked_to_stop
+        self._comm = sharded.comm
+        self._mesh = sharded.mesh
+        self._world = sharded.mesh.world
         self._device = self._comm.device
 
     def run(self) -> Evaluated | None:
@@ -121,8 +130,7 @@ class Evaluator:
             vote = self._vote_on_stop()
             micro = micro.to(self._device)
             sums.add(micro, self._numbers(micro))
-            if self._board is not None:
-                self._board.tick()
+            self._phase.tick()
             if vote.read()["asked"]:
                 return False
         return True
@@ -253,6 +261,13 @@ def _scalar(name: str, value: object) -> Tensor | float:
     what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
     advice = "return (sum, weight), two numbers, or the batch's mean"
     raise UserCodeError(f"eval.metrics: {name} is {what}: {advice}")
+
+
+def broadcast_buffers(sharded: ShardedModel) -> None:
+    """Give each rank the buffers (running statistics) of the first that trains the same model."""
+    with torch.no_grad():
+        for name, buffer in sharded.module.named_buffers():
+            sharded.comm.broadcast(buffer, sharded.mesh.data, name=name)
 
 
 @contextmanager

@@ -1,7 +1,6 @@
-"""The user's functions beside the loop: `hooks.on_start`, on_step, on_eval, on_save and on_end.
+"""The user's hooks: `hooks.on_start`, on_step, on_eval, on_save and on_end.
 
-Every one of them is called on every rank, with a `HookContext`. What it asks of the loop there is
-taken in by `Hooks`.
+Each is called on every rank with a `HookContext`. `Hooks` keeps what it asks of the loop there.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from torch import nn
 
 from zrun_core.spine.flight_recorder import MEAN_NAME
 from zrun_core.telemetry.recorder import Recorder, checked_name
+from zrun_core.train.rank_phase import RankPhase
 from zrun_core.user_code.user import user_code
 from zrun_core.zero.sharded_model import ShardedModel
 
@@ -25,7 +25,7 @@ _REASON_CHARS = 300
 
 @dataclass(frozen=True)
 class HookContext:
-    """What a user's hook is called with.
+    """Argument of a user's hook.
 
     Attributes:
         model: the user's module; parameters are whole only inside `gathered()`.
@@ -85,8 +85,9 @@ class HookContext:
         From `on_eval` it ends there, else after the step that comes next: it is saved and
         evaluated as at any end, the exit code is 0, and the record has `reason`.
         """
-        told = "".join(char if char.isprintable() else " " for char in str(reason))[:_REASON_CHARS]
-        self._hooks.wish = f"hooks.{self._name}: {told.strip() or 'no reason given'}"
+        printable = [char if char.isprintable() else " " for char in str(reason)]
+        told = "".join(printable)[:_REASON_CHARS].strip()
+        self._hooks.wish = f"hooks.{self._name}: {told or 'no reason given'}"
 
 
 Hook = Callable[[HookContext], object]
@@ -105,26 +106,41 @@ class Hooks:
         sharded: ShardedModel,
         recorder: Recorder,
         run_dir: Path,
+        phase: RankPhase,
     ) -> None:
-        """Take over `functions`, by their keys: on_start, on_step, on_eval, on_save, on_end."""
+        """
+        Args:
+            functions: by their keys: on_start, on_step, on_eval, on_save, on_end.
+            sharded: the model.
+            recorder: knows what a context tells, and records what hooks tell.
+            run_dir: of the run.
+            phase: told when a hook is called.
+        """
         self._functions = functions
-        self.sharded, self.recorder = sharded, recorder
         self._run_dir = run_dir
+        self._phase = phase
+        self.sharded = sharded
+        self.recorder = recorder
         self.wish = ""
 
     def __contains__(self, name: str) -> bool:
         return name in self._functions
 
     def call(self, name: str, **facts: Any) -> None:
-        """Call the hook `name`, and tell the metrics that it has recorded.
+        """Call the hook `name`, if the job has it, and emit the metrics that it records.
 
         Args:
+            name: its key.
             facts: fields of the context that differ from what the recorder knows.
 
         Raises:
             UserCodeError: it raised.
         """
-        recorder, world = self.recorder, self.sharded.mesh.world
+        if name not in self._functions:
+            return
+        self._phase.enter("hook")
+        recorder = self.recorder
+        world = self.sharded.mesh.world
         known: dict[str, Any] = {
             "step": recorder.progress.steps,
             "loss": recorder.progress.loss,
@@ -151,7 +167,8 @@ class Hooks:
 
     def mean(self, value: float, name: str) -> float:
         """Return the mean of `value` over all ranks. Collective; `name` is that of the hook."""
-        comm, world = self.sharded.comm, self.sharded.mesh.world
+        comm = self.sharded.comm
+        world = self.sharded.mesh.world
         own = torch.tensor([value], dtype=torch.float64, device=comm.device)
         total: float = comm.all_reduce_small(own, world, name=f"{MEAN_NAME}{name}").item()
         return total / world.size

@@ -61,6 +61,7 @@ from zrun_core.spine.spec import RunSpec
 from zrun_core.spine.stop_signals import StopSignals
 from zrun_core.train import parallelize
 from zrun_core.train.evaluator import HeldOut
+from zrun_core.train.rank_phase import RankPhase
 from zrun_core.train.trainer import Trainer, UserFunctions
 from zrun_core.user_code import user
 from zrun_core.user_code.build import Built, build_once_per_host
@@ -144,18 +145,8 @@ class Worker:
         self.board = FlightRecorder(
             host_file(self.run_dir, "board", ranks.start), rank, ranks, spec.plan.world_size
         )
-        self.phase = "start"
+        self.phase = RankPhase(self.board)
         self._trainer: Trainer | None = None
-
-    @property
-    def phase(self) -> str:
-        """What this rank does before its trainer is there, in the words of the board."""
-        return self._phase
-
-    @phase.setter
-    def phase(self, phase: str) -> None:
-        self._phase = phase
-        self.board.phase(phase)
 
     def listen(self) -> None:
         """Obey signals; SIGQUIT writes every thread's stack, also while the process is stuck in native code."""
@@ -181,25 +172,25 @@ class Worker:
         job, plan, job_dir = self.spec.job, self.spec.plan, Path(self.spec.job_dir)
         device = torch.device(plan.ranks[self.rank].device)
         torch.set_num_threads(plan.ranks[self.rank].threads)
-        self.phase = "rendezvous"
+        self.phase.enter("rendezvous")
         self._join(device)
         comm, mesh = self._connect(device)
 
-        self.phase = "import"
+        self.phase.enter("import")
         user.add_to_path(job_dir)
         user.load(job.model, job_dir)
-        self.phase = "build"
+        self.phase.enter("build")
         chosen = resolve_optimizer(
             job.optim, lambda name: user.load(Ref(call=name), job_dir), device
         )
         settings = parallelize.make_settings(job, chosen, device)
         settings = replace(settings, memory_bytes=self._memory_bytes(device))
         built = self._build(settings, mesh, comm)
-        self.phase = "shard"
+        self.phase.enter("shard")
         sharded, notes = parallelize.parallelize(built, job, settings, mesh, comm)
         sharded.module.to(device)  # buffers: the parameters are there
         notes = [*built.notes, *notes]
-        self.phase = "load"
+        self.phase.enter("load")
         if job.checkpoint is not None and self.rank == 0:
             self.lock = hold(self.spec.checkpoint_folder)  # before anything in it is believed
         state = ModelState(sharded)
@@ -210,7 +201,7 @@ class Worker:
         elif job.init_from is not None:
             notes += load_weights(job.init_from, state, mesh.world)
 
-        self.phase = "data"
+        self.phase.enter("data")
         parts = self._load_parts()
         custom = (
             user.function(job.lr.schedule, job_dir, user.TAKES["lr.schedule"])
@@ -251,12 +242,12 @@ class Worker:
             parts,
             make_schedule(job.lr, total_steps, custom),
             self.emitter,
-            self.board,
+            self.phase,
             self.stop,
             checkpointer,
         )
         if resumed is not None:
-            trainer.resume(resumed)
+            trainer.state.resume(resumed)
             restore_streams(resumed, streams)
         elif checkpointer is not None and self.rank == 0:
             loader.mark({})
@@ -418,7 +409,7 @@ class Worker:
         if isinstance(error, StoppedError):  # no failure
             print(error, file=sys.stderr, flush=True)
             return error.exit_code
-        phase = self._trainer.phase if self._trainer is not None else self.phase
+        phase = self.phase.name
         error = _in_users_terms(error, phase)
         text, raised = str(error), error.__cause__  # which it tells of
         if isinstance(error, ZrunError):

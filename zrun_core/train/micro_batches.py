@@ -1,0 +1,197 @@
+"""Forward and backward of the micro-batches of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from zrun_core.data.batch import MicroBatch
+from zrun_core.distributed.named_vector import NamedVector
+from zrun_core.errors import OutOfMemoryError
+from zrun_core.guards.oom import MemoryGuard
+from zrun_core.pipeline.schedule import Action, ActionKind
+from zrun_core.spine.spec import RunSpec
+from zrun_core.spine.tracebacks import add_location, raised_at
+from zrun_core.telemetry.metrics import FlopCount, StepClock, StepPhase
+from zrun_core.train.rank_phase import RankPhase
+from zrun_core.user_code.loss import Loss, LossFunction, LossKind, compute_loss
+from zrun_core.user_code.user import user_code
+from zrun_core.zero.micro_pass import MicroPass
+from zrun_core.zero.sharded_model import ShardedModel
+
+
+class _UnderWay(NamedTuple):
+    """A micro-batch between its forward and its backward."""
+
+    micro: MicroPass
+    share: torch.Tensor  # 0-d, of the loss, to be differentiated
+
+
+class MicroBatchRunner:
+    """Runs the actions of a step's schedule on one rank.
+
+    Attributes:
+        waited: seconds of this step that were spent waiting for other ranks, by phase.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        sharded: ShardedModel,
+        loss: LossFunction | None,
+        clock: StepClock,
+        phase: RankPhase,
+        memory: MemoryGuard,
+    ) -> None:
+        """
+        Args:
+            spec: of the run.
+            sharded: the model.
+            loss: the user's loss function; None: the model returns its loss.
+            clock: counts the seconds of the step by phase.
+            phase: told what this rank does.
+            memory: decides what follows where memory runs out.
+        """
+        self.waited = dict.fromkeys(StepPhase, 0.0)
+        self._global_size = spec.batch.global_size
+        self._counts_flops = not spec.job.compile
+        self._flops_per_sample: float | None = None
+        self._sharded = sharded
+        self._comm = sharded.comm
+        self._loss = loss
+        self._clock = clock
+        self._phase = phase
+        self._memory = memory
+
+    def begin_step(self) -> None:
+        """Forget how long the last step waited."""
+        self.waited = dict.fromkeys(StepPhase, 0.0)
+
+    def flops(self, micro_batches: Sequence[MicroBatch]) -> float:
+        """Return the FLOPs of a step over these micro-batches; 0 if they are not known."""
+        if self._flops_per_sample is None:
+            return 0.0
+        return self._flops_per_sample * sum(micro.num_samples for micro in micro_batches)
+
+    def run(
+        self,
+        actions: Sequence[Action],
+        micro_batches: Sequence[MicroBatch],
+        sums: NamedVector,
+        step: int,
+    ) -> list[torch.Tensor]:
+        """Run the forwards and backwards of one step.
+
+        Args:
+            actions: in the order in which they run.
+            micro_batches: by the number that `actions` give them.
+            sums: each micro-batch adds its numbers here.
+            step: its number, from 1.
+
+        Returns:
+            Shares of the loss, 0-d without their graphs, in the order of the backwards.
+
+        Raises:
+            OutOfMemoryError: memory ran out, and the step is not to be dropped.
+        """
+        under_way: dict[int, _UnderWay] = {}
+        losses = []
+        for action in actions:
+            is_last = action is actions[-1]
+            is_lost = False
+            try:
+                if action.kind is ActionKind.FORWARD:
+                    batch = micro_batches[action.micro]
+                    under_way[action.micro] = self._forward(batch, sums)
+                elif action.micro in under_way:
+                    losses.append(self._backward(under_way.pop(action.micro), boundary=is_last))
+                else:  # its forward ran out of memory
+                    self._sharded.contribute_zeros(boundary=is_last)
+            except OutOfMemoryError as error:
+                self._memory.see(error, step)
+                is_lost = True
+            # Not inside the handler: while it runs, the traceback holds the activations.
+            if is_lost:
+                self._memory.release()
+                sums.add(dropped=1.0)
+                if action.kind is ActionKind.BACKWARD:
+                    self._sharded.contribute_zeros(boundary=is_last)
+        return losses
+
+    def _forward(self, batch: MicroBatch, sums: NamedVector) -> _UnderWay:
+        """Run the forward of one micro-batch, and add its numbers to `sums`."""
+        self._phase.enter("forward")
+        with self._clock.during(StepPhase.FORWARD):
+            batch = batch.to(self._comm.device)
+            counted = self._counting_flops(batch)
+            with self._sharded.forward() as micro, user_code("forward failed"), counted:
+                module = self._sharded.module
+                loss = compute_loss(module, batch.batch, self._loss, batch.num_samples)
+            self._add_numbers(sums, batch, loss)
+            share = self._share_of(loss, batch)
+        self.waited[StepPhase.FORWARD] += self._comm.take_waited()
+        return _UnderWay(micro, share)
+
+    def _add_numbers(self, sums: NamedVector, batch: MicroBatch, loss: Loss) -> None:
+        """Add the numbers of a micro-batch to those of the step."""
+        if not self._sharded.mesh.adds_samples:
+            return
+        if batch.num_samples:
+            sums.add(
+                weight=loss.weight,
+                loss=loss.total.detach().double(),
+                samples=batch.num_samples,
+                tokens=batch.num_tokens,
+            )
+        else:  # a stand-in on a rank that has run out of samples, whatever its loss function says
+            sums.add(weight=0.0, loss=0.0, samples=0, tokens=batch.num_tokens)
+
+    def _share_of(self, loss: Loss, batch: MicroBatch) -> torch.Tensor:
+        """Return the part of the loss that is differentiated, 0-d.
+
+        It is a share of the nominal global batch N, so that where every rank has full batches of
+        means the sum over ranks is the gradient already, and nothing is divided afterwards. E.g.
+        with N = 8 on two ranks, two micro-batches each of 2 samples, a mean loss counts 2/8 of it.
+        Otherwise `Trainer._divisor` corrects: total weight / N.
+        """
+        if not batch.num_samples:
+            return loss.value * 0.0
+        if loss.kind is LossKind.MEAN:
+            return loss.value * (float(loss.weight) / self._global_size)
+        return loss.value / self._global_size
+
+    def _backward(self, under_way: _UnderWay, *, boundary: bool) -> torch.Tensor:
+        """Run the backward of one micro-batch; return its share of the loss, without its graph."""
+        self._phase.enter("backward")
+        timed = self._clock.during(StepPhase.BACKWARD)
+        with timed, user_code("backward failed"), _pointing_at_forward():
+            self._sharded.backward(under_way.share, under_way.micro, boundary=boundary)
+        self.waited[StepPhase.BACKWARD] += self._comm.take_waited()
+        return under_way.share.detach()
+
+    @contextmanager
+    def _counting_flops(self, micro: MicroBatch) -> Iterator[None]:
+        """Count the first forward's FLOPs; backward takes twice as many."""
+        is_known = self._flops_per_sample is not None
+        if is_known or not micro.num_samples or not self._counts_flops:
+            yield
+            return
+        with FlopCount() as count:
+            yield
+        self._flops_per_sample = 3 * count.flops / micro.num_samples
+
+
+@contextmanager
+def _pointing_at_forward() -> Iterator[None]:
+    """Say how to find the line of the user's code behind an error that names none."""
+    try:
+        yield
+    except RuntimeError as error:
+        if raised_at(error) is None:
+            setting = "torch.autograd.set_detect_anomaly(True)"
+            advice = f": with {setting} in your file, the log shows the line of forward"
+            add_location(error, advice)
+        raise

@@ -1,14 +1,26 @@
-"""Memory for flat units: whole buffers whose address never changes, and rings of constant size.
+"""Memory for flat units: buffers whose address never changes, and rings of constant size.
 
 [Note: constant addresses]
-Autograd saves views of parameters (a linear layer keeps `weight.t()`), and such a view must find the parameter's values
-when backward reaches it, although the unit was given up and gathered again in between. So a whole unit has one storage
-for life, a `Window`. On Linux CPUs the window is a range of addresses, and gathering *moves pages* into it from a
-`PagePool` (mremap moves page-table entries: about 10 us for 10 MiB, no copy, no page fault); giving the unit up moves
-them back. The rank's own shard lies in the window permanently, so a gather neither copies it nor holds it twice, and
-resident memory is the shards plus the pool. Both lie in huge pages as far as these fit between the
-borders of shards: other ranks read a shard nearly twice as fast from those. Elsewhere (CUDA) the
-window is a storage that is resized to zero and back, which the caching allocator makes cheap.
+Autograd saves views of parameters (a linear layer keeps `weight.t()`), and such a view must find
+the parameter's values when backward reaches it, although the unit was resharded and gathered again in
+between. So an unsharded unit has one storage for life, a `Window`. On Linux CPUs the window is a
+range of addresses, and gathering *moves pages* into it from a `PagePool`; resharding moves them
+back. mremap moves page-table entries: about 10 us for 10 MiB, no copy, no page fault.
+
+    window of a unit on rank 0 of 2             pool
+    | shard 0 | unreadable   |                  | page | page | page | page |
+    | shard 0 | page | page  |                  |             | page | page |   acquire
+    | shard 0 | shard 1      |                                                  all-gather fills it
+    | shard 0 | unreadable   |                  | page | page | page | page |   release
+
+The rank's own shard lies in the window permanently, so a gather neither copies it nor holds it
+twice, and resident memory is the shards plus the pool. Of a model of 30 units of 64 MiB on 4 ranks,
+of which two are unsharded at a time, that is 30 * 16 MiB of shards and 2 * 48 MiB of pool: 576 MiB
+instead of 1920.
+
+Shards and pool lie in huge pages as far as these fit between the borders of shards: other ranks
+read a shard nearly twice as fast from those. Elsewhere (CUDA) the window is a storage that is
+resized to zero and back, which the caching allocator makes cheap.
 """
 
 from __future__ import annotations
@@ -26,22 +38,27 @@ import torch
 from zrun_core.memory.layout import PAGE_BYTES, whole_pages
 
 _HUGE_PAGE_BYTES = 2 << 20
-_PROT_NONE, _PROT_RW = 0, mmap.PROT_READ | mmap.PROT_WRITE
+# Constants of Linux's mman.h.
+_PROT_NONE = 0
+_PROT_RW = mmap.PROT_READ | mmap.PROT_WRITE
 _RESERVE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
 _MOVE = 1 | 2 | 4  # MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP (Linux 5.7)
-_MADV_DONTFORK, _MADV_HUGEPAGE = 10, 14
+_MADV_DONTFORK = 10
+_MADV_HUGEPAGE = 14
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 @functools.cache
 def _libc() -> ctypes.CDLL:
+    """Return the C library, with the types of what is called here."""
     libc = ctypes.CDLL(None, use_errno=True)
-    address, size, flags = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-    libc.mmap.restype, libc.mmap.argtypes = (
-        address,
-        [address, size, flags, flags, flags, ctypes.c_long],
-    )
-    libc.mremap.restype, libc.mremap.argtypes = address, [address, size, size, flags, address]
+    address = ctypes.c_void_p
+    size = ctypes.c_size_t
+    flags = ctypes.c_int
+    libc.mmap.restype = address
+    libc.mmap.argtypes = [address, size, flags, flags, flags, ctypes.c_long]
+    libc.mremap.restype = address
+    libc.mremap.argtypes = [address, size, size, flags, address]
     libc.munmap.argtypes = [address, size]
     libc.mprotect.argtypes = [address, size, flags]
     libc.madvise.argtypes = [address, size, flags]
@@ -65,10 +82,11 @@ class Region:
         base = _libc().mmap(None, self._mapped_bytes, _PROT_RW, _RESERVE, -1, 0)
         _check(base == _MAP_FAILED, f"cannot reserve {num_bytes} bytes of memory")
         self._base = base
-        self.address = -(-base // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+        self.address = _round_up(base, _HUGE_PAGE_BYTES)
         if huge:
             self.advise_huge(0, self.num_bytes)  # best effort
-        # Loader processes have no use for it, and would keep every page that changes alive a second time.
+        # Loader processes have no use for it, and would keep every page that changes alive a second
+        # time.
         _libc().madvise(self.address, self.num_bytes, _MADV_DONTFORK)
 
     def advise_huge(self, offset: int, num_bytes: int) -> None:
@@ -76,11 +94,14 @@ class Region:
         _libc().madvise(self.address + offset, num_bytes, _MADV_HUGEPAGE)
 
     def protect(self, offset: int, num_bytes: int) -> None:
-        """Make a range unreadable: use of a unit that is not whole stops at once instead of computing on zeros."""
+        """Make a range unreadable.
+
+        Use of a unit that is not unsharded stops at once instead of computing on zeros.
+        """
         _check(_libc().mprotect(self.address + offset, num_bytes, _PROT_NONE) != 0, "mprotect")
 
     def tensor(self, num_bytes: int | None = None) -> torch.Tensor:
-        """The first `num_bytes` of the region, or all of it, as uint8.
+        """Return the first `num_bytes` of the region, or all of it, as uint8.
 
         The tensor, and every view of it, keeps the region alive.
         """
@@ -95,7 +116,10 @@ class Region:
 
 
 def _move_pages(source: int, target: int, num_bytes: int) -> None:
-    """Move pages between addresses. One call cannot cross two mappings, so a refused range is moved by halves."""
+    """Move pages between addresses.
+
+    One call cannot cross two mappings, so a range that is refused is moved by halves.
+    """
     moved = _libc().mremap(source, num_bytes, num_bytes, _MOVE, target)
     if moved == target:
         return
@@ -108,13 +132,22 @@ def _move_pages(source: int, target: int, num_bytes: int) -> None:
 
 def _whole_huge_pages(start: int, stop: int) -> tuple[int, int]:
     """Return the whole huge pages in a range of addresses, which may be none, as a range."""
-    first = -(-start // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+    first = _round_up(start, _HUGE_PAGE_BYTES)
     last = stop // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
-    return (first, last) if first < last else (start, start)
+    if first >= last:
+        return start, start
+    return first, last
+
+
+def _round_up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit
 
 
 class PagePool:
-    """Pages that units take while they are whole. Its size is fixed until a unit needs more than was foreseen."""
+    """Pages that units take while they are unsharded.
+
+    Its size is fixed until a unit needs more than was foreseen.
+    """
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = 0
@@ -126,10 +159,12 @@ class PagePool:
 
     def shrink(self) -> None:
         """Give back what it has grown by, if everything is free."""
-        if self.free_bytes == self.num_bytes and len(self._regions) > self._num_foreseen:
-            del self._regions[self._num_foreseen :]
-            self._free = [(region.address, region.num_bytes) for region in self._regions]
-            self.num_bytes = self.free_bytes
+        is_idle = self.free_bytes == self.num_bytes
+        if not is_idle or len(self._regions) == self._num_foreseen:
+            return
+        del self._regions[self._num_foreseen :]
+        self._free = [(region.address, region.num_bytes) for region in self._regions]
+        self.num_bytes = self.free_bytes
 
     def _grow(self, num_bytes: int) -> None:
         region = Region(num_bytes)
@@ -142,7 +177,7 @@ class PagePool:
         return sum(size for _, size in self._free)
 
     def take(self, huge_bytes: int, num_bytes: int) -> list[tuple[int, int]]:
-        """Return extents of `huge_bytes` + `num_bytes` in total. Grows if there is not enough.
+        """Take pages, and grow if there are not enough.
 
         Huge pages are taken from the bottom and single ones from the top, so that in the long run
         each page of the pool serves one purpose: a huge one that was split stays split.
@@ -150,6 +185,9 @@ class PagePool:
         Args:
             huge_bytes: in huge pages. The first extents are whole ones, if there are so many.
             num_bytes: beside them.
+
+        Returns:
+            Extents as (address, bytes), `huge_bytes` + `num_bytes` in total.
         """
         missing = huge_bytes + num_bytes - self.free_bytes
         if missing > 0:
@@ -164,10 +202,11 @@ class PagePool:
                 continue
             taken.append((first, used))
             huge_bytes -= used
-            rest = (address, first - address), (first + used, address + size - first - used)
-            left += [extent for extent in rest if extent[1]]
+            before = (address, first - address)
+            behind = (first + used, address + size - first - used)
+            left += [extent for extent in (before, behind) if extent[1]]
         self._free = left
-        num_bytes += huge_bytes  # for which there were no whole ones
+        num_bytes += huge_bytes  # for which there were no whole huge pages
         while num_bytes:
             address, size = self._free.pop()
             used = min(size, num_bytes)
@@ -178,25 +217,31 @@ class PagePool:
         return taken
 
     def give(self, extents: list[tuple[int, int]]) -> None:
-        """Return extents, and join neighbours."""
+        """Take back extents, and join neighbours."""
         merged: list[tuple[int, int]] = []
+        end = -1  # of the last one
         for address, size in sorted(self._free + extents):
-            if merged and merged[-1][0] + merged[-1][1] == address:
-                merged[-1] = (merged[-1][0], merged[-1][1] + size)
+            if address == end:
+                start, length = merged.pop()
+                merged.append((start, length + size))
             else:
                 merged.append((address, size))
+            end = address + size
         self._free = merged
 
 
 class StorageMeter:
-    """Bytes of resized storages that have memory. What was foreseen counts as taken, as that of a pool is.
+    """Count the bytes of resized storages that have memory.
+
+    What was foreseen counts as taken, as that of a pool is.
 
     Attributes:
         num_bytes: the most at a time, and at least what was foreseen.
     """
 
     def __init__(self, num_bytes: int) -> None:
-        self.num_bytes = self._foreseen = num_bytes
+        self.num_bytes = num_bytes
+        self._foreseen = num_bytes
         self._held = 0
 
     def take(self, num_bytes: int) -> None:
@@ -213,7 +258,9 @@ class StorageMeter:
 
 
 class Window(ABC):
-    """The whole flat buffer of one unit. `full` and its storage live as long as the unit; its values may come and go.
+    """The flat buffer of one unsharded unit. See [Note: constant addresses].
+
+    `full` and its storage live as long as the unit; its values come and go.
 
     Attributes:
         full: [padded_numel] in the unit's dtype.
@@ -225,17 +272,18 @@ class Window(ABC):
 
     @abstractmethod
     def acquire(self) -> None:
-        """Give memory to the whole buffer. The own slice holds the shard; the rest is undefined."""
+        """Give memory to all of the buffer. The own slice holds the shard; the rest is undefined."""
 
     @abstractmethod
     def release(self) -> None:
-        """Give up everything but the shard."""
+        """Free all but the shard."""
 
 
 class ResidentWindow(Window):
-    """A unit that is never given up: the shard is a slice of it."""
+    """A unit that is never resharded: the shard is a slice of it."""
 
     def __init__(self, full: torch.Tensor, own: tuple[int, int]) -> None:
+        """Take `full` [padded_numel], of which `own` is the range of this rank."""
         self.full = full
         self.shard = full[own[0] : own[1]]
 
@@ -247,30 +295,39 @@ class ResidentWindow(Window):
 
 
 class PageWindow(Window):
-    """A unit on a Linux CPU. See [Note: constant addresses]."""
+    """A unit on a Linux CPU, whose pages move. See [Note: constant addresses]."""
 
     def __init__(
         self, numel: int, own: tuple[int, int], dtype: torch.dtype, pool: PagePool
     ) -> None:
+        """Reserve addresses, with memory for the shard only.
+
+        Args:
+            numel: padded_numel of the unit.
+            own: first and last + 1 element of this rank's shard, on borders of pages.
+            dtype: of the unit.
+            pool: where the other ranks' shards get their pages.
+        """
         self._region = Region(numel * dtype.itemsize, huge=False)
         self._pool = pool
         self.full = self._region.tensor().view(dtype)
         self.shard = self.full[own[0] : own[1]]
-        start, stop = own[0] * dtype.itemsize, own[1] * dtype.itemsize
-        self._foreign = [
-            (a, b - a) for a, b in ((0, start), (stop, self._region.num_bytes)) if b > a
-        ]
-        # Huge pages lie between the shards' borders: across one they would be split when pages move.
+        start = own[0] * dtype.itemsize
+        stop = own[1] * dtype.itemsize
+        # Huge pages lie between the borders of shards: across one they would be split by a move.
         first, last = _whole_huge_pages(start, stop)
         self._region.advise_huge(first, last - first)
-        self._huge: list[
-            tuple[int, int]
-        ] = []  # of the foreign parts: (offset, bytes) of huge pages,
-        self._single: list[tuple[int, int]] = []  # and of what is left before and behind them
+        # The other ranks' shards, before and behind the own one: (offset, bytes).
+        around = ((0, start), (stop, self._region.num_bytes))
+        self._foreign = [(low, high - low) for low, high in around if low < high]
+        # Of these the huge pages, and what is left before and behind those.
+        self._huge: list[tuple[int, int]] = []
+        self._single: list[tuple[int, int]] = []
         for offset, num_bytes in self._foreign:
-            first, last = _whole_huge_pages(offset, offset + num_bytes)
+            end = offset + num_bytes
+            first, last = _whole_huge_pages(offset, end)
             self._huge.append((first, last - first))
-            self._single += [(offset, first - offset), (last, offset + num_bytes - last)]
+            self._single += [(offset, first - offset), (last, end - last)]
         self._huge_bytes = sum(num_bytes for _, num_bytes in self._huge)
         self._single_bytes = sum(num_bytes for _, num_bytes in self._single)
         self._held: list[tuple[int, int, int]] = []  # (pool address, window address, bytes)
@@ -288,7 +345,8 @@ class PageWindow(Window):
                     extents.insert(0, (source + used, size - used))
                 _move_pages(source, target, used)
                 self._held.append((source, target, used))
-                target, num_bytes = target + used, num_bytes - used
+                target += used
+                num_bytes -= used
 
     def release(self) -> None:
         for source, target, num_bytes in self._held:
@@ -310,6 +368,15 @@ class StorageWindow(Window):
         device: torch.device,
         meter: StorageMeter,
     ) -> None:
+        """Allocate the shard.
+
+        Args:
+            numel: padded_numel of the unit.
+            own: first and last + 1 element of this rank's shard.
+            dtype: of the unit.
+            device: where it lies.
+            meter: counts the bytes that have memory.
+        """
         self._meter = meter
         self.full = torch.empty(numel, dtype=dtype, device=device)
         self.shard = torch.empty(own[1] - own[0], dtype=dtype, device=device)
@@ -330,10 +397,11 @@ class StorageWindow(Window):
 
 @functools.cache
 def can_move_pages() -> bool:
-    """Whether this system moves pages as `PageWindow` needs it."""
+    """Return whether this system moves pages as `PageWindow` needs it."""
     if not sys.platform.startswith("linux") or mmap.PAGESIZE != PAGE_BYTES:
         return False
-    source, target = Region(PAGE_BYTES, huge=False), Region(PAGE_BYTES, huge=False)
+    source = Region(PAGE_BYTES, huge=False)
+    target = Region(PAGE_BYTES, huge=False)
     ctypes.memset(source.address, 1, PAGE_BYTES)
     try:
         _move_pages(source.address, target.address, PAGE_BYTES)
@@ -343,29 +411,41 @@ def can_move_pages() -> bool:
 
 
 def flat_buffer(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A permanent buffer of zeros, in whole pages.
+    """Return a permanent buffer of zeros, [numel], in whole pages.
 
-    On CPU it lies in huge pages outside the heap, which it therefore does not fragment.
+    On a Linux CPU it lies in huge pages outside the heap, which it therefore does not fragment.
+
+    Args:
+        numel: elements.
+        dtype: of them.
+        device: where it lies.
     """
-    if device.type == "cpu" and sys.platform.startswith("linux") and numel:
-        return Region(numel * dtype.itemsize).tensor().view(dtype)[:numel]
-    return torch.zeros(
-        whole_pages(numel * dtype.itemsize) // dtype.itemsize, dtype=dtype, device=device
-    )[:numel]
+    num_bytes = numel * dtype.itemsize
+    if _takes_regions(device) and numel:
+        return Region(num_bytes).tensor().view(dtype)[:numel]
+    padded = torch.zeros(whole_pages(num_bytes) // dtype.itemsize, dtype=dtype, device=device)
+    return padded[:numel]
 
 
 def byte_buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """A permanent buffer of zeros, [num_bytes] uint8, like `flat_buffer`: no larger than that."""
-    if device.type == "cpu" and sys.platform.startswith("linux") and num_bytes:
+    """Return a permanent buffer of zeros, [num_bytes] uint8, like `flat_buffer`: no larger."""
+    if _takes_regions(device) and num_bytes:
         return Region(num_bytes).tensor(num_bytes)
     return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
 
-class Ring:
-    """Scratch of constant size for reductions: first fit over one flat buffer, taken and given back by the byte.
+def _takes_regions(device: torch.device) -> bool:
+    return device.type == "cpu" and sys.platform.startswith("linux")
 
-    `take` returns None when the ring is full: the caller waits for something in flight, gives it back, and asks again;
-    with nothing in flight it asks with `grow=True`.
+
+class Ring:
+    """Scratch of constant size for reductions: first fit over one flat buffer.
+
+    `take` returns None when the ring is full: the caller waits for something in flight, gives it
+    back, and asks again; with nothing in flight it asks with `grow=True`.
+
+        |xxxx|    |xx|          |       take 3: the first gap that is wide enough
+        |xxxx|xxx |xx|          |
     """
 
     _ALIGN = 256
@@ -383,14 +463,20 @@ class Ring:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The memory itself."""
+        """Return the memory itself."""
         return [arena for arena, _ in self._arenas]
 
     def take(self, numel: int, dtype: torch.dtype, *, grow: bool = False) -> torch.Tensor | None:
-        """[numel] of undefined values, or None if there is no room now."""
+        """Return [numel] of undefined values, or None if there is no room now.
+
+        Args:
+            numel: elements.
+            dtype: of them.
+            grow: allocate more if there is no room.
+        """
         if not numel:
             return torch.empty(0, dtype=dtype, device=self.device)
-        need = -(-numel * dtype.itemsize // self._ALIGN) * self._ALIGN
+        need = _round_up(numel * dtype.itemsize, self._ALIGN)
         for arena, used in self._arenas:
             cursor = 0
             for start in sorted(used):
@@ -406,7 +492,7 @@ class Ring:
         return self.take(numel, dtype)
 
     def give(self, tensor: torch.Tensor) -> None:
-        """Return what `take` returned."""
+        """Give back what `take` returned."""
         if not tensor.numel():
             return
         for arena, used in self._arenas:

@@ -1,4 +1,4 @@
-"""What a plan and the runtime call a piece of memory: what it holds, where it lies. Needs no torch."""
+"""Pieces of memory as plans and the runtime name them: what they hold, and where. Needs no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum, StrEnum
 
 
 class Kind(Enum):
-    """What a buffer holds."""
+    """The contents of a buffer."""
 
     PARAM = "params"
     GRAD = "grads"
@@ -20,7 +20,7 @@ class Kind(Enum):
 
 
 class Tier(StrEnum):
-    """Where a buffer lies."""
+    """The memory in which a buffer lies."""
 
     DEVICE = "device"  # where training computes; of a job on CPUs that is the host's memory
     HOST = "host"
@@ -32,8 +32,9 @@ class Buffer:
     """One allocation of one rank.
 
     Attributes:
-        pinned: host memory that the device copies from and to by itself, and that is never swapped out.
-        phases: of a step in which it is alive, as `plan.profile.Phase` names them; None: all the time.
+        pinned: host memory that the device copies from and to by itself, and that is never swapped
+            out.
+        phases: of a step in which it is alive, as the planner names them; None: all the time.
     """
 
     name: str
@@ -45,16 +46,19 @@ class Buffer:
 
     @property
     def is_moment(self) -> bool:
-        """Whether it is one of the values that an optimizer keeps for each parameter."""
-        return self.kind is Kind.OPTIM and self.name.rpartition("/")[2].startswith("moment")
+        """Return whether it is one of the values that an optimizer keeps for each parameter."""
+        state = self.name.rpartition("/")[2]
+        return self.kind is Kind.OPTIM and state.startswith("moment")
 
 
 @dataclass(frozen=True)
 class Placement:
-    """On which tier each of a unit's states has its home; and a block's checkpointed input, which belongs to no unit.
+    """The tiers on which a unit's states have their home.
 
-    Ren et al. 2021 ("ZeRO-Offload") keep gradients and the optimizer on the host, Rajbhandari et al. 2021
-    ("ZeRO-Infinity") any of these on any tier. The update runs on the host wherever the optimizer is not on the device.
+    A block's checkpointed input has one too, although it belongs to no unit. Ren et al. 2021
+    ("ZeRO-Offload") keep gradients and the optimizer on the host, Rajbhandari et al. 2021
+    ("ZeRO-Infinity") any of these on any tier. The update runs on the host wherever the optimizer
+    is not on the device.
 
     Attributes:
         fraction: share of the elements whose states leave the device: see `place`.
@@ -67,7 +71,7 @@ class Placement:
     fraction: float = 1.0
 
     def tier_of(self, kind: Kind) -> Tier:
-        """Where a unit's parameters, gradients or optimizer states have their home."""
+        """Return the home of a unit's parameters, gradients or optimizer states."""
         return {Kind.PARAM: self.param, Kind.GRAD: self.grad, Kind.OPTIM: self.optimizer}[kind]
 
 

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from zrun.agent import agent_loop as module
-from zrun.agent import memory_watch
+from zrun.agent import agent_loop, launcher_silence, memory_watch
 from zrun.agent.agent_loop import AgentLoop
 from zrun.agent.observer import Observer
 from zrun.agent.workers import WorkerProcess
@@ -43,7 +42,7 @@ class Setting:
         pid = os.posix_spawnp("sleep", ["sleep", "600"], os.environ, setsid=True, setsigdef=[SAVE])
         self.worker = WorkerProcess(pid, os.pidfd_open(pid))
         observer = Observer(FlightRecorderView(folder / "board", range(rank, rank + 1)), folder)
-        self.loop.watch([rank], pid, folder, observer, {}, is_remote=is_remote, memory=memory)
+        self.loop.watch([rank], pid, observer, {}, is_remote=is_remote, memory=memory)
         self.loop.follow({rank: self.worker})
 
     def wait(self) -> int:
@@ -56,6 +55,11 @@ class Setting:
         if self.worker.poll() is None:
             os.kill(self.worker.pid, signal.SIGKILL)
             self.worker.wait()
+
+    @property
+    def is_paused(self) -> bool:
+        assert self.loop._telemetry is not None
+        return self.loop._telemetry.is_paused
 
     def flood(self, count: int) -> None:
         """Emit more than the pipe takes."""
@@ -83,7 +87,7 @@ def folder(tmp_path: Path) -> Path:
 def test_ranks_that_take_too_much_memory_in_their_first_step_are_killed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_watch, "_BESIDE", 0)
+    monkeypatch.setattr(memory_watch, "_TOLERATED_PER_RANK", 0)
     setting = Setting(folder, memory=1)
     assert setting.wait() == -signal.SIGKILL
     setting.loop.finish()
@@ -97,7 +101,8 @@ def test_ranks_that_take_too_much_memory_in_their_first_step_are_killed(
 def test_silence_is_noticed_although_nobody_takes_what_is_said(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "SILENCE_S", 0.2)
+    for module in (launcher_silence, agent_loop):
+        monkeypatch.setattr(module, "SILENCE_S", 0.2)
     setting = Setting(folder, is_remote=True)
     try:
         setting.flood(200)
@@ -111,9 +116,9 @@ def test_silence_is_noticed_although_nobody_takes_what_is_said(
 def test_ranks_that_go_on_get_time_to_save_when_nobody_is_heard(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "PROGRESS_S", 0.02)
-    monkeypatch.setattr(module, "SILENCE_S", 1.0)
-    monkeypatch.setattr(module, "ORPHAN_S", 1.2)
+    monkeypatch.setattr(agent_loop, "PROGRESS_S", 0.02)
+    monkeypatch.setattr(launcher_silence, "SILENCE_S", 1.0)
+    monkeypatch.setattr(launcher_silence, "ORPHAN_S", 1.2)
     setting = Setting(folder, is_remote=True)
     board = FlightRecorder(folder / "board", 0, range(1), 1)
     try:
@@ -130,8 +135,8 @@ def test_ranks_that_go_on_get_time_to_save_when_nobody_is_heard(
 def test_a_launcher_that_said_so_may_be_silent(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "PROGRESS_S", 0.02)
-    monkeypatch.setattr(module, "SILENCE_S", 0.2)
+    monkeypatch.setattr(agent_loop, "PROGRESS_S", 0.02)
+    monkeypatch.setattr(launcher_silence, "SILENCE_S", 0.2)
     setting = Setting(folder, is_remote=True)
     try:
         os.write(setting.control, pack({"hold": True}))
@@ -163,13 +168,13 @@ def test_telemetry_waits_with_the_workers_when_too_much_is_kept(folder: Path) ->
     try:
         setting.telemetry.setblocking(False)
         deadline, sent = time.monotonic() + PATIENCE_S, 0
-        while not setting.loop._is_pausing and time.monotonic() < deadline:
+        while not setting.is_paused and time.monotonic() < deadline:
             try:
                 setting.telemetry.send(b'{"type":"log","text":"' + b"x" * 10_000 + b'"}')
                 sent += 1
             except BlockingIOError:
                 time.sleep(0.001)
-        assert setting.loop._is_pausing
+        assert setting.is_paused
         os.write(setting.control, pack({"stop": StopMode.KILL}))
         assert setting.wait() == -9
         os.close(setting.loop._finish)

@@ -60,7 +60,7 @@ def main() -> None:
         make_private(folder)
     _log_to(run_dir / "logs" / f"agent-{start.host}.log")
     signal.signal(reaper.ABANDONED, lambda *_: _abandon(loop, private))
-    with _telemetry(private) as telemetry:
+    with _telemetry_socket(private) as telemetry:
         loop.listen(telemetry)
         try:
             _run(start, store, run_dir, telemetry.getsockname(), loop)
@@ -74,12 +74,12 @@ def main() -> None:
     if loop.is_orphaned:
         _speak_for_launcher(run_dir)
     if terminal is not None:
-        if loop.verdict is None:
+        if loop.exit_code is None:
             here = socket.gethostname()
             os.write(
                 terminal, f"error: {here}: lost the process of rank 0, which led the run\n".encode()
             )
-        sys.exit(ExitCode.HANG if loop.verdict is None else loop.verdict)
+        sys.exit(ExitCode.HANG if loop.exit_code is None else loop.exit_code)
 
 
 def _serve_rpc(loop: AgentLoop) -> tuple[StartRequest, socket.socket | None]:
@@ -130,9 +130,7 @@ def _run(
         FlightRecorderView(host_file(run_dir, "board", all_here.start), all_here), run_dir
     )
     memory = start.spec["job"].get("limits", {}).get("memory")
-    loop.watch(
-        ranks, server.pid, run_dir, observer, echoes, is_remote=start.is_remote, memory=memory
-    )
+    loop.watch(ranks, server.pid, observer, echoes, is_remote=start.is_remote, memory=memory)
     workers = server.workers()
     loop.follow(workers)
     for worker in workers.values():
@@ -226,7 +224,7 @@ def _log_to(path: Path) -> None:
 
 
 @contextmanager
-def _telemetry(folder: Path) -> Iterator[socket.socket]:
+def _telemetry_socket(folder: Path) -> Iterator[socket.socket]:
     """A datagram socket in a folder of its own: the run directory may be long, and on a file system without sockets."""
     folder.mkdir(mode=0o700)
     path = folder / reaper.SOCKET

@@ -21,8 +21,7 @@ from zrun.launch.bring_up import bring_up, open_agents
 from zrun.preflight.host_checks import HostRequirements
 from zrun.preflight.inspection import check_hosts, inspect_hosts
 from zrun.preflight.rpc_client import ask
-from zrun.transport.agent_process import AgentLink, close_all
-from zrun.transport.local import LocalAgent
+from zrun.transport.agent_process import AgentLink, LocalAgent, close_all
 from zrun.transport.ssh import SshAgent
 from zrun_core.errors import PreflightError
 from zrun_core.spine.config import JobConfig

@@ -1,15 +1,22 @@
-"""`python -u -m zrun.agent.fork_server MODULE ARGUMENT`: imports a module once, and forks the ranks of a host.
+"""`python -u -m zrun.agent.fork_server MODULE ARGUMENT`: imports once, and forks the ranks.
 
-Torch takes two seconds of a core to import, and thousands of small reads of what may be a network file system. One
-process does so for all ranks of the host, forks each of them, and ends. The agent adopts them, as it does all orphans.
-What the import has made they share until they write to it.
+Torch takes two seconds of a core to import, and thousands of small reads of what may be a network
+file system. One process does so for all ranks of the host, forks each of them, and ends. The agent
+adopts them, as it does all orphans. What the import has made they share until they write to it.
 
-    in   a request on stdin: see `ForkRequest`
-    out  the ranks' numbers, and the threads that there were; its end says that all ranks are what they shall be
-    in   one byte for each rank: it may begin. None comes if the agent is gone, or this process ended too early.
+    agent                          fork server                    ranks
+      |-- ForkRequest (stdin) -------> imports MODULE
+      |                                forks ---------------------> own session, log, environment
+      |                                |                            close their end of `told`
+      | <-- ForkReply (pipe `told`) ---| ends                       wait
+      |  adopts them; end of `told`:                                |
+      |  all ranks are set up                                       |
+      |-- a byte for each rank (pipe `begin`) --------------------> run MODULE.main(ARGUMENT)
 
-A fork copies one thread. What the others were doing stays half done, and their locks taken: where a library has started
-a thread meanwhile, each rank begins anew instead and imports by itself. OpenBLAS ends its threads for a fork.
+A rank that reads the end of `begin` and no byte ends too: the agent is gone, or the fork server
+failed. A fork copies one thread. What other threads were doing stays half done, and their locks
+taken: where the import has started a thread, the byte is BEGIN_ANEW, and each rank executes itself
+anew and imports by itself. OpenBLAS ends its threads for a fork.
 """
 
 from __future__ import annotations
@@ -61,7 +68,8 @@ class ForkReply(TypedDict):
 def main() -> None:
     module, argument, *rank = sys.argv[1:]
     request = None if rank else _request()  # a rank that began anew has none
-    # Nothing that an import makes is garbage, and looking for some takes a quarter of the time that torch needs.
+    # Nothing that an import makes is garbage, and to look for some takes a quarter of the time that
+    # torch needs.
     gc.disable()
     entry = importlib.import_module(module).main
     gc.freeze()  # a collection would write to every object, and so copy it
@@ -76,24 +84,22 @@ def _request() -> ForkRequest:
     request: ForkRequest = json.load(sys.stdin)
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
-    for pipe in (
-        request["told"],
-        request["begin"],
-    ):  # their end would not come where an import starts a program
+    for pipe in (request["told"], request["begin"]):
+        # Their end would not come if a program that the import starts had them.
         os.set_inheritable(pipe, False)
     _end_with(request["agent"])
     return request
 
 
 def _fork_ranks(request: ForkRequest, module: str, argument: str) -> None:
-    """Returns in the ranks."""
+    """Fork, and return in the ranks only."""
     pids: dict[str, int] = {}
-    for seat in request["seats"]:
+    for slot in request["seats"]:
         pid = os.fork()
         if pid == 0:
-            _become(seat, request, module, argument)
+            _become(slot, request, module, argument)
             return
-        pids[str(seat["rank"])] = pid
+        pids[str(slot["rank"])] = pid
     _answer(request, {"pids": pids, "threads": _other_threads()})
 
 
@@ -103,22 +109,21 @@ def _answer(request: ForkRequest, answer: ForkReply) -> NoReturn:
     os._exit(0)
 
 
-def _become(seat: RankSlot, request: ForkRequest, module: str, argument: str) -> None:
-    """Be a rank that was just forked: what is not its own goes before it says so."""
+def _become(slot: RankSlot, request: ForkRequest, module: str, argument: str) -> None:
+    """Set a forked rank up, and wait for the word to begin."""
     os.setsid()
-    log = os.open(seat["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    log = os.open(slot["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (1, 2):
         os.dup2(log, stream)
     os.close(log)
-    os.environ.update(seat["env"])
-    if seat["cpus"] is not None:  # no thread has been started
-        with suppress(
-            OSError
-        ):  # the host has changed since it was looked at: it is slower then, not wrong
-            os.sched_setaffinity(0, parse_cpus(seat["cpus"]))
-    if request["store"] is not None and not seat["has_store"]:
+    os.environ.update(slot["env"])
+    if slot["cpus"] is not None:  # no thread has been started
+        # The host may have changed since it was looked at: the rank is slower then, not wrong.
+        with suppress(OSError):
+            os.sched_setaffinity(0, parse_cpus(slot["cpus"]))
+    if request["store"] is not None and not slot["has_store"]:
         os.close(request["store"])
-    name = f"rank={seat['rank']}"
+    name = f"rank={slot['rank']}"
     processes.show([sys.executable, "-u", "-m", module, argument, name])
     os.close(request["told"])
     word = os.read(request["begin"], 1)
@@ -140,7 +145,7 @@ def _end_with(agent: int) -> None:
 
 
 def _other_threads() -> list[str]:
-    """Names of the threads of this process but this one."""
+    """Return the names of this process's other threads."""
     found = []
     for task in Path("/proc/self/task").iterdir():
         if int(task.name) != os.getpid():

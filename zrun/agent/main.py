@@ -39,24 +39,24 @@ _STORE = "store"  # the file through which the workers find each other
 
 
 def main() -> None:
+    """Serve the launcher at stdin and stdout until it, or the workers, are gone."""
     is_joined = sys.argv[1:] == ["joined"]
-    # The other launcher looks at this very process; else it is from here on the child of what was started.
-    private = reaper.private_folder() if is_joined else reaper.fork_agent()
+    if is_joined:  # the other launcher looks at this very process
+        private = reaper.private_folder()
+    else:  # from here on this is the child of what was started
+        private = reaper.fork_agent()
     processes.adopt_orphans()
     control, output = _take_streams()
-    terminal = os.dup(2) if is_joined else None  # whoever detaches gives up all of it
+    terminal = os.dup(2) if is_joined else None  # a launcher that detaches gives up all of it
     try:
         os.write(output, _hello())
-    except OSError:  # whoever started this process has let it go
+    except OSError:  # the launcher has gone meanwhile
         os._exit(ExitCode.HANG if is_joined else ExitCode.OK)
     loop = AgentLoop(control, output, is_joined=is_joined)
     start, store = _serve_rpc(loop)
     run_dir = Path(start.spec["run_dir"])
-    for folder in (
-        run_dir,
-        run_dir / "logs",
-        run_dir / "failures",
-    ):  # the launcher's disk may not be this one
+    # The launcher's disk may not be this one.
+    for folder in (run_dir, run_dir / "logs", run_dir / "failures"):
         make_private(folder)
     _log_to(run_dir / "logs" / f"agent-{start.host}.log")
     signal.signal(reaper.ABANDONED, lambda *_: _abandon(loop, private))
@@ -72,23 +72,34 @@ def main() -> None:
                 (run_dir / _STORE).unlink(missing_ok=True)
             loop.finish()
     if loop.is_orphaned:
-        _speak_for_launcher(run_dir)
+        _report_killed_launcher(run_dir)
     if terminal is not None:
-        if loop.exit_code is None:
-            here = socket.gethostname()
-            os.write(
-                terminal, f"error: {here}: lost the process of rank 0, which led the run\n".encode()
-            )
-        sys.exit(ExitCode.HANG if loop.exit_code is None else loop.exit_code)
+        _exit_as_the_run(loop.exit_code, terminal)
 
 
 def _serve_rpc(loop: AgentLoop) -> tuple[StartRequest, socket.socket | None]:
-    """Say what the launcher asks before it says what to run; the door of the workers' store, if that was asked for."""
+    """Answer what the launcher asks before it says what to run.
+
+    Returns:
+        What to run, and the socket at which the ranks of several hosts meet, if it was asked for.
+    """
     server = RpcServer()
-    while not isinstance(order := loop.orders.get(), StartRequest):
+    while True:
+        order = loop.orders.get()
+        if isinstance(order, StartRequest):
+            server.close()
+            return order, server.store
         loop.answer(server.answer(order))
-    server.close()
-    return order, server.store
+
+
+def _exit_as_the_run(code: int | None, terminal: int) -> None:
+    """End with the exit code of the run, which the process of rank 0 has sent, or has not."""
+    if code is None:
+        here = socket.gethostname()
+        text = f"error: {here}: lost the process of rank 0, which led the run\n"
+        os.write(terminal, text.encode())
+        code = ExitCode.HANG
+    sys.exit(code)
 
 
 def _run(
@@ -98,10 +109,13 @@ def _run(
     telemetry: str,
     loop: AgentLoop,
 ) -> None:
+    """Start the workers and wait until they have ended."""
     plan = start.spec["plan"]
     here = [place for place in plan["ranks"] if place["host"] == start.host]
     all_here = range(here[0]["rank"], here[-1]["rank"] + 1)
-    ranks = all_here if start.seat is None else range(start.seat, start.seat + 1)
+    ranks = all_here
+    if start.seat is not None:
+        ranks = range(start.seat, start.seat + 1)
     spec_file = host_file(run_dir, "spec.json", ranks.start)
     spec_file.touch(mode=0o600)
     spec_file.write_text(json.dumps(start.spec | {"telemetry": telemetry}, indent=1))
@@ -155,10 +169,9 @@ def _echoes(start: StartRequest, run_dir: Path, ranks: range) -> dict[int, Echo]
     }
 
 
-def _speak_for_launcher(run_dir: Path) -> None:
-    from zrun.agent.post_mortem import (
-        report_killed_launcher,
-    )  # with pydantic, for which no agent has to wait otherwise
+def _report_killed_launcher(run_dir: Path) -> None:
+    # Late: it imports pydantic, for which no agent has to wait otherwise.
+    from zrun.agent.post_mortem import report_killed_launcher
 
     try:
         report_killed_launcher(run_dir)
@@ -167,14 +180,14 @@ def _speak_for_launcher(run_dir: Path) -> None:
 
 
 def _abandon(loop: AgentLoop, folder: Path) -> None:
-    """The reaper of this process was killed. Nobody would clean up after it from now on, so it ends while it can."""
+    """End while this process can still clean up: its reaper, which would do so, was killed."""
     loop.abandon()
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 
 def _pass_on_signals(loop: AgentLoop) -> None:
-    """A scheduler signals every process of a job: what means "finish" to the launcher must not end this one.
+    """Take every signal for "finish": a scheduler sends them to all processes of a job.
 
     Where SIGTERM tells of the launcher's death, the end of its stream does too.
     """
@@ -183,21 +196,28 @@ def _pass_on_signals(loop: AgentLoop) -> None:
 
 
 def _environment(start: StartRequest, run_dir: Path, here: list[dict[str, Any]]) -> dict[str, str]:
-    """What the workers get beyond what this process has and what `WorkerCommand` adds. `here` is the ranks of this host."""
+    """Return what the workers get beyond what this process has and what `WorkerCommand` adds.
+
+    Args:
+        start: what the launcher sent.
+        run_dir: of the run.
+        here: the ranks of this host, as in the plan.
+    """
     found = {key: os.environ.get(key, value) for key, value in WORKER_DEFAULTS.items()}
     if start.interface is not None:
         found["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", start.interface)
         found["NCCL_SOCKET_IFNAME"] = os.environ.get("NCCL_SOCKET_IFNAME", f"={start.interface}")
-    if gpus := [place["uuid"] for place in here if place.get("uuid") is not None]:
+    gpus = [place["uuid"] for place in here if place.get("uuid") is not None]
+    if gpus:
         found["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)  # in the order of the ranks
-    store = start.store or str(run_dir / _STORE)
-    return (
-        found | start.env | {"OMP_NUM_THREADS": str(here[0].get("threads", 1)), "ZRUN_STORE": store}
-    )
+    found |= start.env
+    found["OMP_NUM_THREADS"] = str(here[0].get("threads", 1))
+    found["ZRUN_STORE"] = start.store or str(run_dir / _STORE)
+    return found
 
 
 def _hello() -> bytes:
-    """Says that there is an agent. On a line of its own: a login shell may have written half of one."""
+    """Return the first frame, on a line of its own: a login shell may have written half of one."""
     frame = {
         "frame": "hello",
         "pid": os.getpid(),
@@ -208,8 +228,9 @@ def _hello() -> bytes:
 
 
 def _take_streams() -> tuple[int, int]:
-    """Keep stdin and stdout for the launcher alone: a worker or a library that prints must not break the stream."""
-    control, output = os.dup(0), os.dup(1)  # not inherited by workers
+    """Keep stdin and stdout for the launcher: what a library prints must not go there."""
+    control = os.dup(0)  # not inherited by workers
+    output = os.dup(1)
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)
@@ -225,7 +246,10 @@ def _log_to(path: Path) -> None:
 
 @contextmanager
 def _telemetry_socket(folder: Path) -> Iterator[socket.socket]:
-    """A datagram socket in a folder of its own: the run directory may be long, and on a file system without sockets."""
+    """Open a datagram socket in a folder of its own.
+
+    The path of the run directory may be too long, or its file system may have no sockets.
+    """
     folder.mkdir(mode=0o700)
     path = folder / reaper.SOCKET
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as telemetry:

@@ -1,4 +1,4 @@
-"""What the agent on the launcher's host says in place of a launcher that was killed."""
+"""The agent on the launcher's host reports that the launcher was killed."""
 
 from __future__ import annotations
 
@@ -11,21 +11,24 @@ from zrun.runs.rundir import write_exit, write_failure
 
 
 def report_killed_launcher(run_dir: Path) -> None:
-    """Write `failure.json` and `exit.json` if the run's last launcher was on this machine, and left neither.
+    """Write `failure.json` and `exit.json` in the launcher's place.
+
+    Nothing is written if the run's last launcher was on another machine, or left one of them.
 
     Raises:
         OSError: they cannot be written.
     """
     step = listing.read_run(run_dir).step
-    with ownerless(
-        run_dir
-    ) as is_free:  # whoever goes on with the run at this moment finds it as it is
+    with ownerless(run_dir) as is_free:  # a launcher that goes on with the run waits meanwhile
         holder = last_holder(run_dir)
         has_told = any((run_dir / name).exists() for name in ("failure.json", "exit.json"))
         if not is_free or has_told or holder is None or not holder.is_here:
             return
         after = f"after step {step}" if step else "before the first step ended"
-        advice = "see who sent SIGKILL, or whether memory ran out there; --resume auto goes on from what is saved"
+        advice = (
+            "see who sent SIGKILL, or whether memory ran out there; --resume auto goes on from what "
+            "is saved"
+        )
         report = {
             "host": holder.host,
             "step": step,

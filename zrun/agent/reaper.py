@@ -1,10 +1,11 @@
 """The parent of an agent: it cleans up where the agent can no longer do so.
 
-An agent that is killed takes its workers along, but not what those have started: loader processes, shells, programs
-that made a session of their own. The kernel hands all of them to their next living ancestor that asked for it, which is
-this process. It does nothing else: there is little that could end it before the agent.
+An agent that is killed takes its workers along, but not what those have started: loader processes,
+shells, programs that made a session of their own. The kernel hands all of them to their nearest
+living ancestor that asked for it (PR_SET_CHILD_SUBREAPER, see prctl(2)), which is this process. It
+does nothing else, so there is little that could end it before the agent.
 
-    launcher, or sshd -> reaper -> agent -> workers -> whatever they start
+    launcher, or sshd -> reaper -> agent -> workers -> what they start
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _PASSED_ON = (
 
 
 def private_folder() -> Path:
-    """Where an agent may make a folder for itself: nobody can foresee its name."""
+    """Return a path at which an agent may make a folder for itself; its name cannot be foreseen."""
     return Path(tempfile.gettempdir(), f"zrun-{secrets.token_hex(8)}")
 
 
@@ -55,13 +56,13 @@ def sweep() -> None:
 
 
 def _is_abandoned(entry: os.DirEntry[str]) -> bool:
-    """Return whether a folder is this user's, and nobody listens in it any more."""
+    """Return whether a folder is this user's, and no agent listens in it any more."""
     try:
         facts = entry.stat(follow_symlinks=False)
         if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid():
             return False
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as knocking:
-            knocking.connect(f"{entry.path}/{SOCKET}")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as visitor:
+            visitor.connect(f"{entry.path}/{SOCKET}")
     except ConnectionRefusedError:
         return True
     except FileNotFoundError:  # not there yet, or not any more
@@ -73,12 +74,12 @@ def _is_abandoned(entry: os.DirEntry[str]) -> bool:
 
 
 def fork_agent() -> Path:
-    """Go on in a child of this process, which outlives it and ends as it did.
+    """Go on in a child of this process, the agent; this process outlives it and ends as it did.
 
     To be called before there are other threads.
 
     Returns:
-        where the agent may make a folder for itself; whatever is there goes when it ends.
+        The path at which the agent may make a folder for itself, which is removed when it ends.
     """
     folder = private_folder()
     processes.die_with_parent(signal.SIGTERM)
@@ -86,14 +87,14 @@ def fork_agent() -> Path:
     reaper = os.getpid()
     agent = os.fork()
     if agent:
-        _wait(agent, folder)
+        _reap(agent, folder)
     processes.die_with_parent(ABANDONED)
     if os.getppid() != reaper:  # it was killed in between
         os._exit(1)
     return folder
 
 
-def _wait(agent: int, folder: Path) -> NoReturn:
+def _reap(agent: int, folder: Path) -> NoReturn:
     descriptor = os.pidfd_open(agent)
 
     def pass_on(number: int, _: object) -> None:
@@ -102,9 +103,8 @@ def _wait(agent: int, folder: Path) -> NoReturn:
 
     for number in _PASSED_ON:
         signal.signal(number, pass_on)
-    with open(
-        os.devnull, "r+b", buffering=0
-    ) as nothing:  # the streams are the agent's, which may give them up
+    # The streams are the agent's: its launcher sees their end when the agent closes them.
+    with open(os.devnull, "r+b", buffering=0) as nothing:
         for stream in range(3):
             os.dup2(nothing.fileno(), stream)
     sweep()
@@ -113,7 +113,7 @@ def _wait(agent: int, folder: Path) -> NoReturn:
         signal.signal(number, signal.SIG_IGN)
     processes.end_children(GRACE_S)
     shutil.rmtree(folder, ignore_errors=True)
-    if os.WIFSIGNALED(status):  # whoever started this process is to see it end in the same way
+    if os.WIFSIGNALED(status):  # the parent of this process is to see the same end
         if os.WTERMSIG(status) != signal.SIGKILL:
             signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
         os.kill(os.getpid(), os.WTERMSIG(status))

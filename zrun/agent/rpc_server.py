@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import socket
 
-from zrun.agent.connectivity import Listener, connect, link_rates
-from zrun.agent.store import open_store
+from zrun.agent.connectivity import Listener, connect, link_rates, listen
 from zrun.hosts import probe
 from zrun.transport.frames import Frame
 
@@ -19,58 +18,55 @@ class RpcServer:
     """Answers, and keeps what was opened for an answer.
 
     Attributes:
-        store: the socket at which the ranks of several hosts are to meet, once it was asked for.
+        store: the socket at which the ranks of several hosts meet, once it was asked for. The first
+            host's agent opens it, since the others must know its port before they start; rank 0
+            inherits it.
     """
 
     def __init__(self) -> None:
-        self._door: Listener | None = None
         self.store: socket.socket | None = None
+        self._listener: Listener | None = None
 
     def answer(self, question: Frame) -> Frame:
-        """What is to be sent up."""
+        """Return what is to be sent up."""
         frame: Frame = {"frame": "answer", "to": question["ask"]}
         try:
-            match question["ask"]:
-                case "facts":
-                    return frame | probe.facts(question)
-                case "door":
-                    return frame | self._open_door(question)
-                case "store":
-                    self.store = open_store(question["address"])
-                    return frame | {"port": self.store.getsockname()[1]}
-                case "knock":
-                    peers = {
-                        name: (address, port) for name, (address, port) in question["peers"].items()
-                    }
-                    return frame | {"failed": connect(peers, question["mark"])}
-                case "link":
-                    return frame | {
-                        "rates": link_rates(question["address"], question["port"], question["mark"])
-                    }
-                case "bench":
-                    from zrun.agent.bench import run_apart
-
-                    return frame | {"rates": run_apart(question["folder"])}
-                case other:
-                    raise ValueError(
-                        f"this agent knows no question {other!r}: its zrun is another one"
-                    )
+            return frame | self._find(question)
         except Exception as error:  # the launcher says it, with the host's name
             return frame | {"error": f"{type(error).__name__}: {error}"}
 
-    def _open_door(self, question: Frame) -> Frame:
+    def _find(self, question: Frame) -> Frame:
+        match question["ask"]:
+            case "facts":
+                return probe.facts(question)
+            case "door":
+                return self._open_listener(question)
+            case "store":
+                self.store = listen(question["address"])
+                return {"port": self.store.getsockname()[1]}
+            case "knock":
+                peers = {name: (host, port) for name, (host, port) in question["peers"].items()}
+                return {"failed": connect(peers, question["mark"])}
+            case "link":
+                rates = link_rates(question["address"], question["port"], question["mark"])
+                return {"rates": rates}
+            case "bench":
+                from zrun.agent.bench import run_apart
+
+                return {"rates": run_apart(question["folder"])}
+            case other:
+                raise ValueError(f"this agent knows no question {other!r}: its zrun is another one")
+
+    def _open_listener(self, question: Frame) -> Frame:
         """Listen at the address at which the others reach this host."""
         address = probe.own_address(question["known"], question["towards"])
         if address is None:
             return {"address": None, "port": None, "interface": None}
-        self._door = Listener(address, question["mark"])
-        return {
-            "address": address,
-            "port": self._door.port,
-            "interface": probe.interface_of(address),
-        }
+        self._listener = Listener(address, question["mark"])
+        interface = probe.interface_of(address)
+        return {"address": address, "port": self._listener.port, "interface": interface}
 
     def close(self) -> None:
-        """Leave no listener behind."""
-        if self._door is not None:
-            self._door.close()
+        """Leave no listener behind but the store."""
+        if self._listener is not None:
+            self._listener.close()

@@ -1,4 +1,7 @@
-"""Connections on which data goes out and nothing comes back: what a network that was cut looks like from one end."""
+"""Connections on which data goes out and nothing comes back.
+
+That is what a network that was cut looks like from one end.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ _NUM_RETRIES = 3  # a lost packet is sent once more; a dead way swallows all of 
 
 
 def unanswered(pids: Iterable[int], tables: Path = Path("/proc/net")) -> list[str]:
-    """Return the addresses to which these processes have sent data that was repeated and not acknowledged.
+    """Return the addresses to which these processes have sent data in vain, several times.
 
     Args:
         pids: processes of this network namespace, each of which may be gone.
@@ -44,7 +47,7 @@ def own_addresses() -> list[str]:
 
 
 def _sockets(pid: int) -> Iterator[str]:
-    """The inodes of a process's sockets."""
+    """Yield the inodes of a process's sockets."""
     folder = f"/proc/{pid}/fd"
     with suppress(OSError):
         for descriptor in os.listdir(folder):
@@ -55,7 +58,11 @@ def _sockets(pid: int) -> Iterator[str]:
 
 
 def _connections(table: Path) -> Iterator[tuple[str, int, str]]:
-    """Of each connection that stands: the other end's address, how often its oldest data was sent anew, its inode."""
+    """Yield each connection that stands.
+
+    Yields:
+        The other end's address, how often its oldest data was sent anew, and its inode.
+    """
     try:
         lines = table.read_text().splitlines()[1:]
     except OSError:
@@ -67,7 +74,7 @@ def _connections(table: Path) -> Iterator[tuple[str, int, str]]:
 
 
 def _address(text: str) -> str:
-    """An address as the kernel prints it: words of the host's byte order, in hexadecimal."""
+    """Parse an address as the kernel prints it: words of the host's byte order, in hexadecimal."""
     words = [int(text[start : start + 8], 16) for start in range(0, len(text), 8)]
     address = ip_address(struct.pack(f"={len(words)}I", *words))
     mapped = getattr(address, "ipv4_mapped", None)

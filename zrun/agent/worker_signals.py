@@ -1,4 +1,4 @@
-"""Signals to the workers of a host: to save, to finish, to end now, and what follows if they do not.
+"""Signals to the workers of a host: to save, to finish, to end now, and what follows.
 
 StopMode.FINISH   SIGUSR1 to each worker: it ends after its step
 StopMode.NOW      SIGINT and SIGTERM, which a worker takes together for "now"; SIGKILL after 5 s
@@ -34,10 +34,10 @@ class WorkerSignals:
         self._kill_at: float | None = None
 
     def add(self, pids: Mapping[int, int]) -> None:
-        """Have these processes lead the sessions of ranks; one may do so for several, until it forks.
+        """Have these processes lead the sessions of ranks.
 
         Args:
-            pids: by rank.
+            pids: by rank; several have one until the fork server has forked them.
         """
         found = {rank: Process.find(pid) for rank, pid in pids.items()}
         self._leaders |= {rank: leader for rank, leader in found.items() if leader is not None}

@@ -1,8 +1,9 @@
 """The workers of one host: a process for each rank, with the variables of torchrun.
 
-This is what torch's elastic agent does for one generation of workers whose places are known beforehand. Ours imports no
-torch, which would hold up every launch and 220 MB of every host before the first worker starts: a fork server does so,
-once for all of them, and becomes them. See `zrun.agent.fork_server`.
+This is what torch's elastic agent does for one generation of workers whose places are known
+beforehand. Ours imports no torch, which would hold up every launch and 220 MB of every host before
+the first worker starts: a fork server does so, once for all of them, and becomes them. See
+`zrun.agent.fork_server`.
 """
 
 from __future__ import annotations
@@ -28,28 +29,33 @@ class WorkerProcess:
     """A rank's process, a child of this one. Two threads may wait for it.
 
     Attributes:
-        pidfd: can be read once it has ended.
-        status: with which it has; negative: the signal that ended it. None: it runs, or nobody has looked.
+        pidfd: becomes readable when it ends.
+        status: with which it ended, negative for a signal; None: it runs, or `poll` has not looked.
     """
 
     def __init__(self, pid: int, pidfd: int, status: int | None = None) -> None:
-        self.pid, self.pidfd, self.status = pid, pidfd, status
-        self._looking = threading.Lock()
+        self.pid = pid
+        self.pidfd = pidfd
+        self.status = status
+        self._polling = threading.Lock()
 
     def poll(self) -> int | None:
-        """Its status, if it has ended."""
-        with self._looking:
+        """Return its status, if it has ended."""
+        with self._polling:
             if self.status is None:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
-                self.status = os.waitstatus_to_exitcode(status) if pid else None
+                if pid:
+                    self.status = os.waitstatus_to_exitcode(status)
         return self.status
 
     def wait(self) -> int:
-        """Its status, once it has ended."""
-        while (status := self.poll()) is None:
+        """Return its status, once it has ended."""
+        while True:
+            status = self.poll()
+            if status is not None:
+                return status
             with suppress(ChildProcessError):  # the other thread has just collected it
                 os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
-        return status
 
 
 Workers = dict[int, WorkerProcess]  # by rank
@@ -63,50 +69,60 @@ class ForkServer:
     """
 
     def __init__(self, process: Popen[bytes], told: int, begin: int, ranks: Sequence[int]) -> None:
-        """
+        """Take over a fork server that was started.
+
         Args:
+            process: the fork server.
             told: the pipe up, see `zrun.agent.fork_server`.
             begin: the pipe down.
-            ranks: that are to be forked.
+            ranks: that it is to fork.
         """
         self.pid = process.pid
-        self._process, self._told, self._begin, self._ranks = process, told, begin, ranks
+        self._process = process
+        self._told = told
+        self._begin = begin
+        self._ranks = ranks
 
     def workers(self) -> Workers:
-        """Wait for the ranks and let them begin, all or none. None: each has ended as this process did.
+        """Wait for the ranks and let them begin.
 
-        This process adopts orphans: they are its children then.
+        This process adopts orphans: they are its children then. If the fork server failed, none
+        begins, and each is given with the fork server's status.
         """
         pidfd = os.pidfd_open(self.pid)
         with open(self._told, "rb") as told:
             text = told.read()
         status = self._process.wait()
-        with open(
-            self._begin, "wb", buffering=0
-        ) as begin:  # who waits at its end and gets no word ends too
+        # Ranks that wait at its end and get no byte end too.
+        with open(self._begin, "wb", buffering=0) as begin:
             if not text:
                 return {
                     rank: WorkerProcess(self.pid, os.dup(pidfd), status) for rank in self._ranks
                 }
-            answer: ForkReply = json.loads(text)
+            reply: ForkReply = json.loads(text)
             workers = {
                 int(rank): WorkerProcess(pid, os.pidfd_open(pid))
-                for rank, pid in answer["pids"].items()
+                for rank, pid in reply["pids"].items()
             }
-            if threads := ", ".join(sorted(answer["threads"])):
+            word = BEGIN
+            if reply["threads"]:
+                threads = ", ".join(sorted(reply["threads"]))
                 print(
-                    f"what the workers import has started threads ({threads}): each imports by itself",
+                    f"what the workers import has started threads ({threads}): each imports by "
+                    "itself",
                     flush=True,
                 )
+                word = BEGIN_ANEW
             with suppress(BrokenPipeError):  # all of them have been killed already
-                begin.write((BEGIN_ANEW if threads else BEGIN) * len(workers))
+                begin.write(word * len(workers))
         return workers
 
 
 def isolated_gpus(places: Sequence[Mapping[str, Any]]) -> dict[int, str]:
-    """The one GPU that each rank of a host may see, by rank, where several are to take their first: none elsewhere.
+    """Return the one GPU that each rank of a host may see, by rank; {} where all may see all.
 
-    Those are slices of MIG, of which CUDA shows a process one, and GPUs that another launcher gave to one rank each.
+    Several ranks that take their first GPU are on slices of MIG, of which CUDA shows a process one,
+    or on GPUs that another launcher gave to one rank each.
 
     Args:
         places: of all ranks of the host, as in a plan.
@@ -118,32 +134,42 @@ def isolated_gpus(places: Sequence[Mapping[str, Any]]) -> dict[int, str]:
 
 @dataclass(frozen=True)
 class WorkerCommand:
-    """What runs on this host: `main` of a module, once per rank."""
+    """What runs on this host: `main` of a module, once per rank.
+
+    Attributes:
+        module, argument: that `main` finds in `sys.argv`.
+        env: of all ranks.
+        host: which of how many hosts this is.
+        ranks: of this host.
+        logs: of the ranks that are started, by rank.
+        cpus: that ranks keep to, as Linux writes sets.
+        alone: UUIDs of GPUs, or of slices, that only this rank sees.
+        store: listens for the ranks of several hosts; rank 0 inherits it.
+    """
 
     run_id: str
     module: str
-    argument: str  # its only one
+    argument: str
     env: Mapping[str, str]
     world_size: int
-    host: tuple[int, int]  # which of how many hosts this is
-    ranks: range  # of this host
-    logs: Mapping[int, Path]  # of those that are started
-    cpus: Mapping[int, str] = field(
-        default_factory=dict
-    )  # that ranks keep to, as Linux writes sets
-    alone: Mapping[int, str] = field(
-        default_factory=dict
-    )  # UUIDs of GPUs, or of slices, that the rank alone sees
-    store: socket.socket | None = None  # listens for the ranks of several hosts; rank 0 inherits it
+    host: tuple[int, int]
+    ranks: range
+    logs: Mapping[int, Path]
+    cpus: Mapping[int, str] = field(default_factory=dict)
+    alone: Mapping[int, str] = field(default_factory=dict)
+    store: socket.socket | None = None
 
     def start(self) -> ForkServer:
-        """Start what becomes the workers, each in a session of its own, so that what it starts can be ended with it.
+        """Start what becomes the workers.
 
-        To be called by the main thread: the kernel ends workers with the thread that is their parent.
+        Each has a session of its own, so that what it starts can be ended with it. To be called by
+        the main thread: the kernel ends workers with the thread that is their parent.
         """
         told, told_end = os.pipe()
         begin_end, begin = os.pipe()
-        passed = [told_end, begin_end] + ([] if self.store is None else [self.store.fileno()])
+        passed = [told_end, begin_end]
+        if self.store is not None:
+            passed.append(self.store.fileno())
         logs = {
             rank: os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             for rank, log in self.logs.items()
@@ -167,22 +193,22 @@ class WorkerCommand:
         return ForkServer(process, told, begin, sorted(self.logs))
 
     def _request(self, told: int, begin: int) -> ForkRequest:
-        by_hand = not self.env.keys().isdisjoint(USER_BINDING)
-        seats = [
+        is_bound_by_user = not self.env.keys().isdisjoint(USER_BINDING)
+        slots = [
             RankSlot(
                 rank=rank,
                 env=self._own_variables(rank),
                 log=str(self.logs[rank]),
-                cpus=None if by_hand else self.cpus.get(rank),
+                cpus=None if is_bound_by_user else self.cpus.get(rank),
                 has_store=rank == 0,
             )
             for rank in sorted(self.logs)
         ]
         store = None if self.store is None else self.store.fileno()
-        return ForkRequest(agent=os.getpid(), told=told, begin=begin, store=store, seats=seats)
+        return ForkRequest(agent=os.getpid(), told=told, begin=begin, store=store, seats=slots)
 
     def _variables(self) -> dict[str, str]:
-        """What a script of torchrun's finds in its environment, on every rank of this host."""
+        """Return what torchrun sets for every rank of this host."""
         return {
             "WORLD_SIZE": str(self.world_size),
             "LOCAL_WORLD_SIZE": str(len(self.ranks)),
@@ -190,7 +216,8 @@ class WorkerCommand:
             "GROUP_WORLD_SIZE": str(self.host[1]),
             "ROLE_NAME": "worker",
             "ROLE_WORLD_SIZE": str(self.world_size),
-            # For code that calls `init_process_group("gloo")` by itself: ours meets in the file that ZRUN_STORE names.
+            # For code that calls `init_process_group("gloo")` by itself: ours meets in the file
+            # that ZRUN_STORE names.
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(_free_port()),
             "TORCHELASTIC_RUN_ID": self.run_id,
@@ -200,7 +227,7 @@ class WorkerCommand:
         }
 
     def _own_variables(self, rank: int) -> dict[str, str]:
-        """What only this rank finds there."""
+        """Return what it sets for this rank only."""
         own = {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank - self.ranks.start),

@@ -61,8 +61,7 @@ def doctor(
     from zrun.preflight.host_bench import measure
     from zrun.preflight.host_checks import HostRequirements
     from zrun.preflight.inspection import inspect_hosts
-    from zrun.transport.agent_process import AgentLink, close_all
-    from zrun.transport.local import LocalAgent
+    from zrun.transport.agent_process import AgentLink, LocalAgent, close_all
     from zrun_core.errors import ExitCode
 
     agents: list[AgentLink]

@@ -88,7 +88,7 @@ def train(
     130 or 143 stopped by a signal before saving.
     """
     from zrun.system.signals import stoppable
-    from zrun.transport.local import LocalAgent
+    from zrun.transport.agent_process import LocalAgent
 
     detached = None
     if detach and not dry_run:

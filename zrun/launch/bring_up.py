@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from socket import gethostname
 
-from zrun.agent.store import url
 from zrun.hosts.backend import Backend, HostEntry
 from zrun.hosts.cluster import Cluster, HostFacts, probe_host
 from zrun.hosts.probe import HostReport
@@ -23,10 +22,9 @@ from zrun.preflight.host_report import Finding, describe
 from zrun.preflight.inspection import HELLO_S, check_hosts, inspect_hosts
 from zrun.preflight.rpc_client import ask
 from zrun.system import processes
-from zrun.transport.agent_process import AgentLink, close_all
+from zrun.transport.agent_process import AgentLink, LocalAgent, close_all
 from zrun.transport.frames import Frame
 from zrun.transport.join import JoinedAgent, JoiningProcess
-from zrun.transport.local import LocalAgent
 from zrun.transport.slurm import SrunAgent
 from zrun.transport.ssh import SshAgent
 from zrun_core.errors import PreflightError
@@ -287,7 +285,10 @@ def _shared(job: JobConfig, run_dir: Path) -> list[Path]:
 
 
 def _open_store(agent: AgentLink, report: HostReport) -> str:
-    """Let the first host open the store at which all ranks meet. Returns its address.
+    """Let the first host open the store at which all ranks meet.
+
+    Returns:
+        Its address, as workers find it in ZRUN_STORE.
 
     Raises:
         PreflightError: it could not.
@@ -296,4 +297,7 @@ def _open_store(agent: AgentLink, report: HostReport) -> str:
     if isinstance(answer, str) or "error" in answer:
         why = answer if isinstance(answer, str) else answer["error"]
         raise PreflightError(f"{agent.host}: it cannot listen at {report.address} ({why})")
-    return url(str(report.address), answer["port"])
+    address = str(report.address)
+    if ":" in address:
+        address = f"[{address}]"
+    return f"tcp://{address}:{answer['port']}"

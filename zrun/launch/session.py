@@ -37,7 +37,7 @@ from zrun.launch.failures import Failure, Hang, LostHost
 from zrun.launch.launch_request import AttemptResult, LaunchRequest
 from zrun.system.output import say
 from zrun.system.signals import ignore, stoppable
-from zrun.transport.agent_process import AgentLink, close_all
+from zrun.transport.agent_process import AgentLink, LocalAgent, close_all
 from zrun.transport.join import (
     JoinedAgent,
     JoinServer,
@@ -46,7 +46,6 @@ from zrun.transport.join import (
     connect_to_leader,
     job_key,
 )
-from zrun.transport.local import LocalAgent
 from zrun.watch.preface import hosts_preface
 from zrun.watch.ui import Ui
 from zrun_core.errors import ExitCode, PreflightError, StoppedError, ZrunError

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import os
 import select
+import socket
 import subprocess
+import sys
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -206,6 +208,28 @@ class AgentProcess(AgentLink):
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+class LocalAgent(AgentProcess):
+    """The agent of this machine, as a child of the launcher.
+
+    It must be created by the main thread: the kernel ends it with the thread that started it.
+    """
+
+    def __init__(self) -> None:
+        # -P: a json.py or types.py in the working directory is not meant for the agent.
+        super().__init__(socket.gethostname(), [sys.executable, "-P", "-m", "zrun.agent.main"])
+
+    def end_reason(self) -> str:
+        return (
+            "the agent of this host ended unexpectedly; its last words are above, or in "
+            "logs/agent-<host>.log of the run directory"
+        )
+
+    def close(self, patience_s: float = PATIENCE_S) -> None:
+        if not self._started:
+            self._process.terminate()  # it may not be ready to hear of the end
+        super().close(patience_s)
 
 
 def close_all(agents: Iterable[AgentLink], patience_s: float = PATIENCE_S) -> None:

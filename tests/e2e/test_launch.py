@@ -120,7 +120,9 @@ def test_a_run_that_ends_well(job: Path) -> None:
     assert f"\nrun: {run} (every value of the job: job.yaml)\n" in done.stderr
     assert f"; of all: zrun logs {run}, or logs/ of that folder\n" in done.stderr
     kinds = [event["type"] for event in events(run) if event["rank"] == 0]
-    assert kinds == ["start", *["step", "memory"] * 3, "end", "output"]
+    assert "output" in kinds  # of its log, which is looked at now and then
+    kinds = [kind for kind in kinds if kind != "output"]
+    assert kinds == ["start", *["step", "memory"] * 3, "end"]
     assert "rank 0: rank 0 behaves: train\nrank 0: on stderr\n" in done.stdout
     assert (run / "logs" / "rank-1.log").read_text() == "rank 1 behaves: train\non stderr\n"
     assert (

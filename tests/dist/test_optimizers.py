@@ -276,7 +276,7 @@ def test_no_class_of_torch_is_forgotten():
 def test_torchs_own_are_bit_equal_to_the_plain_model_at_every_stage(ranks, optim):
     found = resolve_optimizer(optim_config(**optim), lambda name: None)
     plain = ranks(2).run(
-        train_ddp, type(found.make([*build().parameters()], None)).__name__, dict(found.kwargs)
+        train_ddp, type(found.make([*build().parameters()])).__name__, dict(found.kwargs)
     )[0]
     for stage in range(4):
         for run in ranks(2).run(train, stage, {"optim": optim}):

@@ -199,7 +199,7 @@ def test_our_own_are_those_of_a_cpu(optim):
     for device in (torch.device("cpu"), CUDA):
         param = torch.nn.Parameter(start.to(device))
         config = OptimConfig.model_validate({"lr": 1e-2, "weight_decay": 0.1, **optim})
-        optimizer = resolve_optimizer(config, lambda name: None, device).make([param], None)
+        optimizer = resolve_optimizer(config, lambda name: None, device).make([param])
         for grad in grads:
             param.grad = grad.to(device)
             optimizer.step()

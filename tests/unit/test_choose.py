@@ -238,9 +238,9 @@ def test_a_state_with_a_name_of_checkpoints_is_refused(key):
 
 def test_an_optimizer_over_given_slices():
     param = torch.nn.Parameter(torch.ones(4))
-    made = chosen(weight_decay=0.1).make([param], 0.0)
-    assert made.param_groups[0]["weight_decay"] == 0.0
-    assert chosen(weight_decay=0.1).make([param], None).param_groups[0]["weight_decay"] == 0.1
+    (group,) = chosen(weight_decay=0.1).make([param]).param_groups
+    assert group["params"] == [param]
+    assert group["weight_decay"] == 0.1
 
 
 @pytest.mark.parametrize("name", ["adam", "adamw", "lamb", "lion"])

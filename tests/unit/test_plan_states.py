@@ -201,7 +201,7 @@ def test_scratch_of_updates_is_what_a_step_leaves(optim):
     chosen = settings(optim=optim)
     param = nn.Parameter(torch.ones(1 << 19))
     assert chosen.optimizer is not None
-    optimizer = chosen.optimizer.make([param], None)
+    optimizer = chosen.optimizer.make([param])
     param.grad = torch.ones_like(param)
     optimizer.step()
     kept = optimizer.scratch.num_bytes if isinstance(optimizer, Chunked) else 0

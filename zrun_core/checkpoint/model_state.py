@@ -281,7 +281,7 @@ class ModelState:
         if chosen is None:
             return {}
         param = nn.Parameter(torch.zeros(2, device=self._sharded.comm.device))
-        optimizer = chosen.make([param], None)
+        optimizer = chosen.make([param])
         param.grad = torch.zeros_like(param)
         lightweight.step(optimizer)
         return dict(optimizer.state.get(param, {}))

@@ -319,7 +319,7 @@ def optimizer(
         if param.requires_grad
     }
     settings = [{key: value for key, value in group.items() if key != "params"} for group in made]
-    defaults = chosen.make([nn.Parameter(torch.zeros(1))], None).defaults
+    defaults = chosen.make([nn.Parameter(torch.zeros(1))]).defaults
     build = functools.partial(
         Optimizer,
         defaults=defaults,

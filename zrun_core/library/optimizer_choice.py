@@ -69,7 +69,7 @@ def _own_options(
     Raises:
         JobError: it sets one that holds for all groups.
     """
-    defaults = chosen.make([nn.Parameter(torch.zeros(1))], None).defaults
+    defaults = chosen.make([nn.Parameter(torch.zeros(1))]).defaults
     for number, group in enumerate(groups):
         own = {key: value for key, value in group.items() if key in accepted}
         if shared := own.keys() - defaults.keys():

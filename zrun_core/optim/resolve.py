@@ -1,4 +1,9 @@
-"""From the job's words to an optimizer class, by name or `module:attr`: only what works on slices of parameters."""
+"""Resolve the job's optimizer to a class and its arguments, and check that it can be sharded.
+
+name         "adamw", "lamb" or "module:attr"   -> find_class
+arguments    that the class takes               -> resolve_optimizer
+a trial      on slices of a parameter           -> _probe: only elementwise ones are taken
+"""
 
 from __future__ import annotations
 
@@ -27,16 +32,9 @@ from zrun_core.spine.optimizer_args import (
 OptimizerClass = Callable[..., torch.optim.Optimizer]
 Options = Mapping[str, Any]  # of a parameter group, where they differ from the optimizer's own
 MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16}
-RESERVED = frozenset(
-    {"value", "rank"}
-)  # states in a checkpoint that are no optimizer's: see its manifest
+# States in a checkpoint that are no optimizer's: see its manifest.
+RESERVED = frozenset({"value", "rank"})
 _CPU = torch.device("cpu")
-_BY_LOWER_NAME = {
-    name.lower(): name
-    for name in dir(torch.optim)
-    if inspect.isclass(getattr(torch.optim, name))
-    and issubclass(getattr(torch.optim, name), torch.optim.Optimizer)
-}
 _OURS: dict[str, type[Chunked]] = {"lamb": Lamb, "lars": Lars, "lion": Lion}
 _IN_BF16: list[tuple[OptimizerClass, type[Chunked]]] = [
     (torch.optim.Adam, Bf16Adam),
@@ -44,6 +42,21 @@ _IN_BF16: list[tuple[OptimizerClass, type[Chunked]]] = [
     (Lamb, Lamb),
     (Lion, Lion),
 ]
+_ADVICE = "use an elementwise one, such as adamw, adam, sgd, adagrad or rmsprop"
+
+
+def _torch_optimizers() -> dict[str, str]:
+    """Return the names of torch's optimizers, by their lower-case names."""
+    found = {}
+    for name in dir(torch.optim):
+        each = getattr(torch.optim, name)
+        if inspect.isclass(each) and issubclass(each, torch.optim.Optimizer):
+            found[name.lower()] = name
+    del found["optimizer"]  # the base class
+    return found
+
+
+_BY_LOWER_NAME = _torch_optimizers()
 
 
 @dataclass(frozen=True)
@@ -51,10 +64,14 @@ class OptimizerSpec:
     """An optimizer that works on slices of parameters, and its keyword arguments.
 
     Attributes:
+        name: as the user writes it.
+        build: the class.
+        kwargs: its arguments beside the parameters.
         moments: values that it keeps per parameter.
-        scales_inside: whether its step takes `grad_scale` and `found_inf` tensors, so that no pass over the gradients
-            and no host synchronisation is needed for unscaling, clipping and skipping.
-        layer_wise: whether it is a `LayerWise`, whose update has two halves; elementwise if not.
+        scales_inside: its step takes `grad_scale` and `found_inf` tensors, so that no pass over the
+            gradients and no host synchronisation is needed for unscaling, clipping and skipping.
+        moment_dtype: of the values that it keeps.
+        layer_wise: it is a `LayerWise`, whose update has two halves; elementwise if not.
     """
 
     name: str
@@ -66,27 +83,33 @@ class OptimizerSpec:
     layer_wise: bool = False
 
     def scratch_bytes(self, device: str) -> int:
-        """Bytes that updates on devices of this type, "cpu" or "cuda", keep beside the moments."""
-        ours = _as_ours(self.build)
-        return scratch_bytes(ours, self.moment_dtype, device) if ours is not None else 0
+        """Return the bytes that updates keep beside the moments.
 
-    def make(
-        self, params: Sequence[torch.Tensor], weight_decay: float | None
-    ) -> torch.optim.Optimizer:
-        """An optimizer over `params`; `weight_decay` replaces the configured one if given."""
-        kwargs = dict(self.kwargs)
-        if weight_decay is not None and "weight_decay" in kwargs:
-            kwargs["weight_decay"] = weight_decay
-        return lightweight.build(self.build, params, kwargs)
+        Args:
+            device: type of device, "cpu" or "cuda".
+        """
+        ours = _as_ours(self.build)
+        if ours is None:
+            return 0
+        return scratch_bytes(ours, self.moment_dtype, device)
+
+    def make(self, params: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
+        """Return an optimizer over `params`."""
+        return lightweight.build(self.build, params, self.kwargs)
 
     def trust(
         self, numbers: Sequence[int], groups: Sequence[Options], device: torch.device
     ) -> TrustRatios:
-        """What a layer-wise optimizer needs to know of all parameters, given the group of each, and the groups.
+        """Return what computes the ratios of a layer-wise optimizer.
 
         A group that is said to be without weight decay is adapted only if the optimizer says so.
+
+        Args:
+            numbers: by tensor of the model, the number of its group.
+            groups: options of each group.
+            device: where norms are summed.
         """
-        rule = self.make([torch.nn.Parameter(torch.zeros(1, device=device))], None)
+        rule = self.make([torch.nn.Parameter(torch.zeros(1, device=device))])
         assert isinstance(rule, Lamb | Lars)
         decays = [group.get("weight_decay", rule.defaults["weight_decay"]) for group in groups]
         adapts = [group.get("weight_decay") != 0.0 or rule.adapt_no_decay for group in groups]
@@ -101,12 +124,18 @@ class OptimizerSpec:
 def resolve_optimizer(
     config: OptimConfig, load: Callable[[str], Any], device: torch.device = _CPU
 ) -> OptimizerSpec:
-    """Find the class that `config` names and the arguments that it takes. `load` resolves `module:attr`.
+    """Find the class that `config` names, and the arguments that it takes.
 
-    `betas` and `eps` are passed on where the job gives them: otherwise the class has defaults of its own.
+    `betas` and `eps` are passed on where the job gives them: otherwise the class has defaults of
+    its own.
+
+    Args:
+        config: the job's section `optim`.
+        load: resolves `module:attr`.
+        device: where the optimizer will run, and is tried.
 
     Raises:
-        JobError: no such optimizer, arguments that it does not take, or one that is not elementwise.
+        JobError: no such optimizer, arguments that it does not take, or not elementwise.
     """
     build = find_class(config.name, load)
     if config.moments == "bf16":
@@ -116,14 +145,11 @@ def resolve_optimizer(
     kwargs: dict[str, Any] = {"lr": config.lr}
     for key in ("betas", "eps", "weight_decay"):
         value = getattr(config, key)
-        if key in accepted and value is not None:
+        if value is None:
+            continue
+        if key in accepted:
             kwargs[key] = value
-        elif (
-            key in config.model_fields_set
-            and value is not None
-            and key not in accepted
-            and not takes_all
-        ):
+        elif key in config.model_fields_set and not takes_all:
             raise JobError(
                 f"optim.{key}: {config.name} has no such argument; it takes {', '.join(accepted)}"
             )
@@ -137,27 +163,30 @@ def resolve_optimizer(
 
 
 def with_bf16_moments(name: str, build: OptimizerClass) -> OptimizerClass:
-    """The class that computes what `build` does, called `name`, and can keep its moments in bf16.
+    """Return the class that computes what `build` does and can keep its moments in bf16.
+
+    Args:
+        name: of `build`, for the message.
+        build: an optimizer class.
 
     Raises:
         JobError: there is none.
     """
-    found = next((ours for plain, ours in _IN_BF16 if plain is build), None)
-    if found is None:
-        raise JobError(
-            f"optim: {name} keeps its state in fp32; bf16 is for {', '.join(WITH_BF16_MOMENTS)}"
-        )
-    return found
+    for usual, ours in _IN_BF16:
+        if usual is build:
+            return ours
+    raise JobError(
+        f"optim: {name} keeps its state in fp32; bf16 is for {', '.join(WITH_BF16_MOMENTS)}"
+    )
 
 
 def arguments_of(build: OptimizerClass) -> dict[str, inspect.Parameter]:
-    """Keyword arguments that `build` takes from a user, by name."""
+    """Return the keyword arguments that `build` takes from a user, by name."""
     try:
-        accepted = dict(
-            list(inspect.signature(build).parameters.items())[1:]
-        )  # without the parameters
-    except (TypeError, ValueError):  # some that are written in C have none
+        parameters = list(inspect.signature(build).parameters.items())
+    except (TypeError, ValueError):  # some that are written in C have no signature
         return {"options": inspect.Parameter("options", inspect.Parameter.VAR_KEYWORD)}
+    accepted = dict(parameters[1:])  # the first one is the model's parameters
     if _as_ours(build) is not None:
         accepted.pop("moment_dtype", None)
     return accepted
@@ -170,47 +199,51 @@ def spec_of(
     device: torch.device,
     moment_dtype: torch.dtype = torch.float32,
 ) -> OptimizerSpec:
-    """The optimizer `build(params, **kwargs)`, called `name`, fused where that can be.
+    """Check the optimizer `build(params, **kwargs)`, and describe it; fused where that can be.
+
+    Args:
+        name: for messages.
+        build: its class.
+        kwargs: its arguments.
+        device: where it will run, and is tried.
+        moment_dtype: for classes of ours.
 
     Raises:
         JobError: it is neither elementwise nor one of ours, or refuses its arguments.
     """
-    if (ours := _as_ours(build)) is not None:
-        return _with(name, ours, kwargs, moment_dtype)
+    ours = _as_ours(build)
+    if ours is not None:
+        return _own_spec(name, ours, kwargs, moment_dtype)
     if kwargs.get("differentiable") and getattr(build, "__module__", "").startswith("torch.optim."):
         raise JobError(
-            f"optim: {name}: differentiable: updates of slices cannot be differentiated; leave it out"
+            f"optim: {name}: differentiable: updates of slices cannot be differentiated; "
+            "leave it out"
         )
     _try_arguments(name, build, kwargs, device)
-    if (
-        "fused" in arguments_of(build)
-        and not {"fused", "foreach", "capturable", "differentiable"} & kwargs.keys()
-    ):
-        # On CPU the default is a loop over tensors, 7 times slower. Some are not right when fused: Adagrad is not on
-        # CUDA, and SGD with momentum wants a gradient for every parameter in the first step.
+    chooses_kernel = {"fused", "foreach", "capturable", "differentiable"} & kwargs.keys()
+    if "fused" in arguments_of(build) and not chooses_kernel:
+        # On CPU the default is a loop over tensors, 7 times slower. Some are not right when fused:
+        # Adagrad is not on CUDA, and SGD with momentum wants a gradient for every parameter in the
+        # first step. The trial finds out.
         with suppress(JobError):
             fused = {**kwargs, "fused": True}
-            return OptimizerSpec(name, build, fused, *_probe(name, build, fused, device))
-    return OptimizerSpec(name, build, kwargs, *_probe(name, build, kwargs, device))
+            moments, scales_inside = _probe(name, build, fused, device)
+            return OptimizerSpec(name, build, fused, moments, scales_inside)
+    moments, scales_inside = _probe(name, build, kwargs, device)
+    return OptimizerSpec(name, build, kwargs, moments, scales_inside)
 
 
 def _as_ours(build: OptimizerClass) -> type[Chunked] | None:
-    return build if isinstance(build, type) and issubclass(build, Chunked) else None
+    """Return `build` if it is a class of ours."""
+    if isinstance(build, type) and issubclass(build, Chunked):
+        return build
+    return None
 
 
-def _with(
+def _own_spec(
     name: str, build: type[Chunked], kwargs: dict[str, Any], moment_dtype: torch.dtype
 ) -> OptimizerSpec:
-    section = next((ARGS_OF[known] for known, each in _OURS.items() if each is build), None)
-    if section is not None:
-        own = {key: value for key, value in kwargs.items() if key in section.model_fields}
-        try:
-            kwargs = kwargs | section.model_validate(own).model_dump(exclude_unset=True)
-        except ValidationError as error:
-            problems = "; ".join(
-                describe_argument_error(name, section, detail) for detail in error.errors()
-            )
-            raise JobError(f"optim: {name}: {problems}") from None
+    kwargs = _with_checked_args(name, build, kwargs)
     if "moment_dtype" in inspect.signature(build).parameters:
         kwargs = {**kwargs, "moment_dtype": moment_dtype}
     _try_arguments(name, build, kwargs, _CPU)
@@ -225,6 +258,25 @@ def _with(
     )
 
 
+def _with_checked_args(name: str, build: type[Chunked], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return `kwargs` after the job's own checks of `optim.args` for this class, if it has any.
+
+    Raises:
+        JobError: an argument is not what the class takes.
+    """
+    for known, each in _OURS.items():
+        if each is not build:
+            continue
+        section = ARGS_OF[known]
+        own = {key: value for key, value in kwargs.items() if key in section.model_fields}
+        try:
+            return kwargs | section.model_validate(own).model_dump(exclude_unset=True)
+        except ValidationError as error:
+            problems = [describe_argument_error(name, section, detail) for detail in error.errors()]
+            raise JobError(f"optim: {name}: {'; '.join(problems)}") from None
+    return kwargs
+
+
 def _try_arguments(
     name: str, build: OptimizerClass, kwargs: dict[str, Any], device: torch.device
 ) -> None:
@@ -236,15 +288,17 @@ def _try_arguments(
     try:
         lightweight.build(build, [torch.nn.Parameter(torch.zeros(2, 2, device=device))], kwargs)
     except Exception as error:
-        given = ", ".join(
-            f"{key}={value!r}" for key, value in kwargs.items() if key != "moment_dtype"
-        )
+        shown = [f"{key}={value!r}" for key, value in kwargs.items() if key != "moment_dtype"]
         advice = "; look at the types of these arguments" if isinstance(error, TypeError) else ""
-        raise JobError(f"optim: {name}({given}): {error}{advice}") from None
+        raise JobError(f"optim: {name}({', '.join(shown)}): {error}{advice}") from None
 
 
 def find_class(name: str, load: Callable[[str], Any]) -> OptimizerClass:
-    """The class called `name`, of torch.optim or ours unless it is `module:attr`, which `load` resolves.
+    """Return the class called `name`: of torch.optim, ours, or a `module:attr`.
+
+    Args:
+        name: in any case; or `module:attr`.
+        load: resolves `module:attr`.
 
     Raises:
         JobError: there is none.
@@ -254,30 +308,37 @@ def find_class(name: str, load: Callable[[str], Any]) -> OptimizerClass:
         if not callable(found):
             raise JobError(f"optim.name: {name} is not callable")
         return found  # type: ignore[no-any-return]
-    if (reason := NOT_SHARDED.get(name.lower())) is not None:
+    key = name.lower()
+    if key in NOT_SHARDED:
+        reason = NOT_SHARDED[key]
         raise JobError(f"optim.name: {name} cannot update slices of parameters: {reason}")
-    if name.lower() in _OURS:
-        return _OURS[name.lower()]
-    if (known := _BY_LOWER_NAME.get(name.lower())) is None or known == "Optimizer":
-        known_names = sorted({*_BY_LOWER_NAME, *_OURS} - {"optimizer", *NOT_SHARDED})
-        near = difflib.get_close_matches(name.lower(), known_names, 3)
-        hint = (
-            f"did you mean {' or '.join(near)}?"
-            if near
-            else f"write one of {', '.join(known_names)}"
-        )
-        raise JobError(f"optim.name: no optimizer {name!r}; {hint}")
-    return getattr(torch.optim, known)  # type: ignore[no-any-return]
+    if key in _OURS:
+        return _OURS[key]
+    if key in _BY_LOWER_NAME:
+        return getattr(torch.optim, _BY_LOWER_NAME[key])  # type: ignore[no-any-return]
+    known_names = sorted({*_BY_LOWER_NAME, *_OURS} - {*NOT_SHARDED})
+    near = difflib.get_close_matches(key, known_names, 3)
+    hint = f"write one of {', '.join(known_names)}"
+    if near:
+        hint = f"did you mean {' or '.join(near)}?"
+    raise JobError(f"optim.name: no optimizer {name!r}; {hint}")
 
 
 def _probe(
     name: str, build: OptimizerClass, kwargs: dict[str, Any], device: torch.device
 ) -> tuple[int, bool]:
-    """(moments, scales_inside) of an optimizer that updates slices exactly as it updates the whole.
+    """Try an optimizer on slices of a parameter, as ranks will have them.
 
-    Flat shards ignore the borders and shapes of parameters, so an optimizer that looks at a whole tensor (Muon,
-    Adafactor, LBFGS) would silently compute something else. Three steps on a matrix, and on its two halves as two ranks
-    have them, tell. It must also bear that a parameter has no gradient in a step.
+    Flat shards ignore the borders and shapes of parameters, so an optimizer that looks at a whole
+    tensor (Muon, Adafactor, LBFGS) would silently compute something else. Three steps on a matrix
+    [16, 32], and on its two halves [256] as two ranks have them, must agree. It must also bear that
+    a parameter has no gradient in a step.
+
+    Returns:
+        The number of its moments, and whether it scales inside.
+
+    Raises:
+        JobError: it cannot be sharded.
     """
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(16, 32, generator=generator).to(device)
@@ -285,11 +346,11 @@ def _probe(
     visible = {**kwargs, "lr": 1e-2}  # a small rate would hide the difference
 
     def train(
-        params: list[torch.Tensor], slices: Sequence[Sequence[torch.Tensor | None]]
+        params: list[torch.Tensor], grads_of_steps: Sequence[Sequence[torch.Tensor | None]]
     ) -> torch.optim.Optimizer:
         optimizer = lightweight.build(build, params, visible)
-        for step in slices:
-            for param, grad in zip(params, step, strict=True):
+        for grads_of_params in grads_of_steps:
+            for param, grad in zip(params, grads_of_params, strict=True):
                 param.grad = None if grad is None else grad.clone()
             lightweight.step(optimizer)
         return optimizer
@@ -317,15 +378,14 @@ def _probe(
             f"optim: {name} cannot be sharded, because it looks at whole tensors; {_ADVICE}"
         )
     state: dict[str, Any] = next(iter(optimizer.state.values()), {})
-    if taken := sorted(state.keys() & RESERVED):
+    taken = sorted(state.keys() & RESERVED)
+    if taken:
         raise JobError(
-            f"optim: {name} keeps a state called {taken[0]!r}, which is something else in a checkpoint: rename it in "
-            "the class"
+            f"optim: {name} keeps a state called {taken[0]!r}, which is something else in a "
+            "checkpoint: rename it in the class"
         )
-    moments = sum(
-        isinstance(value, torch.Tensor) and value.shape == whole.shape for value in state.values()
-    )
+    moments = 0
+    for value in state.values():
+        if isinstance(value, torch.Tensor) and value.shape == whole.shape:
+            moments += 1
     return moments, bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-
-
-_ADVICE = "use an elementwise one, such as adamw, adam, sgd, adagrad or rmsprop"

@@ -105,7 +105,7 @@ class UnitOptimizer:
         group_of: Callable[[ParamSlot], int],
     ) -> torch.optim.Optimizer:
         """Build the optimizer with those of `groups` that have a parameter here."""
-        optimizer = spec.make(self._params, None)
+        optimizer = spec.make(self._params)
         optimizer.param_groups.clear()
         members: dict[int, list[torch.nn.Parameter]] = {}
         for param, piece in zip(self._params, self.pieces, strict=True):

@@ -1,7 +1,9 @@
-"""Which rank failed first, why, and what to do: from exit statuses and from the notes that dying workers leave.
+"""Find the rank that failed first, and say why and what to do.
 
-When one rank ends, the others fail within milliseconds with errors of their own (connections close under them). What
-is shown is the cause, once.
+When one rank ends, the others fail within milliseconds with errors of their own (connections close
+under them). From exit statuses, and the notes that dying workers leave, `first_failure` finds the
+cause; it is shown once. `Failure`, `Hang`, `LostHost` and `Stopped` are the ways in which a run ends
+early: each has a headline, an advice, a text for the terminal, and the content of failure.json.
 """
 
 from __future__ import annotations
@@ -25,11 +27,15 @@ _DOES = {
 }
 _SHOWN_LINES = 15  # of a log, on screen, where there is no traceback
 
+# How far an exit is from being the cause of a failed run.
+_CAUSE, _PERHAPS, _ECHO, _OURS = range(4)
+
+# Exit codes of a worker that the launcher reports as they are.
 _PASSED_ON = {code for code in ExitCode if ExitCode.USAGE <= code <= ExitCode.DIVERGED}
 
 
 class FailureNote(BaseModel):
-    """What a worker writes to `failures/rank-<n>.json` before it ends with `exit_code`."""
+    """The content of `failures/rank-<n>.json`, which a worker writes before it ends."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -45,34 +51,44 @@ class FailureNote(BaseModel):
 
     @classmethod
     def parse(cls, text: str | None) -> FailureNote | None:
-        """The note that `text` is; None where there is none, or half of one."""
+        """Return the note in `text`; None if there is none, or half of one."""
+        if text is None:
+            return None
         try:
-            return cls.model_validate_json(text) if text is not None else None
+            return cls.model_validate_json(text)
         except ValidationError:
             return None
 
     @property
     def is_echo(self) -> bool:
-        """It tells of another rank's end."""
+        """Return whether it only tells of another rank's end."""
         return self.kind == "peer" or PEER_IS_GONE.search(self.message) is not None
 
 
 @dataclass(frozen=True)
 class WorkerExit:
-    """The end of one worker, as its agent saw it."""
+    """The end of one worker, as its agent saw it.
+
+    Attributes:
+        status: negative: the signal that ended it.
+        time: unix seconds at which the launcher heard of it: clocks of hosts are never compared.
+        oom: the kernel, or the agent, killed it because memory ran out.
+        note: in which it said why it ends.
+        log: the last lines of its log.
+        shortage: of memory, as the agent saw it when it killed the worker.
+    """
 
     rank: int
-    status: int  # negative: the signal that ended it
-    time: (
-        float  # unix seconds at which the launcher heard of it: clocks of hosts are never compared
-    )
-    oom: bool = False  # the kernel, or the agent, took it because memory ran out
-    note: FailureNote | None = None  # what it said why
-    log: tuple[str, ...] = ()  # the end of its log
-    shortage: str = ""  # what the agent saw when it took it
+    status: int
+    time: float
+    oom: bool = False
+    note: FailureNote | None = None
+    log: tuple[str, ...] = ()
+    shortage: str = ""
 
     @property
     def signal(self) -> signal.Signals | None:
+        """Return the signal that ended it; a shell reports 128 + its number."""
         number = -self.status if self.status < 0 else self.status - 128
         try:
             return signal.Signals(number)
@@ -81,7 +97,12 @@ class WorkerExit:
 
 
 def first_failure(exits: list[WorkerExit], ended: bool) -> WorkerExit | None:
-    """The exit that caused the others. `ended`: training reached its end, so that status 0 is no failure."""
+    """Return the exit that caused the others; None: no worker failed.
+
+    Args:
+        exits: of workers.
+        ended: training reached its end, so that status 0 is no failure.
+    """
     failed = [each for each in exits if each.status != 0 or not ended]
     if not failed:
         return None
@@ -90,33 +111,49 @@ def first_failure(exits: list[WorkerExit], ended: bool) -> WorkerExit | None:
 
 
 def is_cause(end: WorkerExit, exits: list[WorkerExit]) -> bool:
-    """Whether an exit needs no other one to explain it."""
+    """Return whether an exit needs no other one to explain it."""
     return _distance(end, min(each.time for each in exits)) == 0
 
 
 def _distance(end: WorkerExit, start: float) -> int:
-    """How far an exit is from being the cause: 0 a cause, 1 perhaps, 2 an echo, 3 our own doing.
+    """Return how far an exit is from being the cause of a failed run.
 
-    `start` is the time of the first failure, at which the agent asks the other workers to end.
+    Example, GRACE_S 5: rank 2 raises, and its note says so (0). Rank 0 feels the connection close:
+    its note is an echo (2). Rank 1 catches SIGTERM from the agent (3); rank 3 ignores it, and gets
+    SIGKILL after 5 s (3).
+
+    Args:
+        end: the exit.
+        start: time of the first failure, at which the agent asks the other workers to end.
     """
     if end.note is not None:
-        return 2 if end.note.is_echo else 1 if end.note.kind == "bug" else 0
+        if end.note.is_echo:
+            return _ECHO
+        return _PERHAPS if end.note.kind == "bug" else _CAUSE
     if end.time == start or end.status == 0 or end.oom:
-        return 0
+        return _CAUSE
+    if end.signal is None:
+        return _PERHAPS
     if end.signal == signal.SIGKILL:
-        return 3 if end.time - start > 0.9 * GRACE_S else 0  # the agent's own comes that late
-    return 3 if end.signal == signal.SIGTERM else 2 if end.signal else 1
+        was_agent = end.time - start > 0.9 * GRACE_S  # its own SIGKILL comes that late
+        return _OURS if was_agent else _CAUSE
+    return _OURS if end.signal == signal.SIGTERM else _ECHO
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The first failing rank, and what is known about it."""
+    """The first failing rank, and what is known about it.
+
+    Attributes:
+        last_step: that any event told of; 0: none.
+        log: on the rank's host.
+    """
 
     end: WorkerExit
     place: RankPlace
     num_ranks: int
-    last_step: int  # that any event told of
-    log: Path  # on the rank's host
+    last_step: int
+    log: Path
 
     @property
     def note(self) -> FailureNote | None:
@@ -134,10 +171,10 @@ class Failure:
 
     @property
     def is_out_of_memory(self) -> bool:
-        """On the host or on a device."""
-        return self.end.oom or (
-            self.note is not None and self.note.type == OutOfMemoryError.__name__
-        )
+        """Return whether memory ran out, on the host or on a device."""
+        if self.end.oom:
+            return True
+        return self.note is not None and self.note.type == OutOfMemoryError.__name__
 
     @property
     def headline(self) -> str:
@@ -147,43 +184,53 @@ class Failure:
     def _what(self) -> str:
         if self.note is not None:
             return "failed"
-        if self.end.signal is not None:
-            seen = f": {self.end.shortage}," if self.end.shortage else ""
-            return (
-                f"was killed by {self.end.signal.name}"
-                + f" because memory ran out{seen}" * self.end.oom
-            )
-        return f"ended with status {self.end.status}"
+        if self.end.signal is None:
+            return f"ended with status {self.end.status}"
+        killed = f"was killed by {self.end.signal.name}"
+        if not self.end.oom:
+            return killed
+        seen = f": {self.end.shortage}," if self.end.shortage else ""
+        return f"{killed} because memory ran out{seen}"
 
     def _where(self) -> str:
         if self.note is None:
             if not self.last_step:
                 return " before the first step ended"
-            is_early = self.end.status == 0
-            return f" after step {self.last_step}{', before training was over' if is_early else ''}"
+            where = f" after step {self.last_step}"
+            if self.end.status == 0:
+                where += ", before training was over"
+            return where
         step = f" at step {self.note.step}" if self.note.step else ""
-        return step + (f" in {self.note.phase}" if self.note.phase else "")
+        phase = f" in {self.note.phase}" if self.note.phase else ""
+        return step + phase
 
     @property
     def advice(self) -> str:
         if self.end.oom:
             return "lower batch.micro, raise zero.stage, or checkpoint activations"
-        if self.note is None and tracebacks.crash_stack(self.end.log):
-            return "native code crashed there: look at what the last line of yours hands to it"
-        if self.note is None and self.end.signal is not None:
-            return f"something outside the job sent {self.end.signal.name}, or native code crashed: see its log"
         if self.note is None:
-            return "look for os._exit or a crash in the code that the job names: see its log"
+            return self._advice_without_note()
         if self.note.is_echo:
-            return "no rank says why it went away: look at the other logs, and for a time limit that is too short"
+            return (
+                "no rank says why it went away: look at the other logs, and for a time limit that "
+                "is too short"
+            )
         if self.note.kind == "bug":
             return "this is a bug of zrun: report it with failure.json"
         if self.note.kind == "user" and tracebacks.names_users_code(self.note.traceback or ""):
             return "correct the code that the traceback names"
         return "correct what the message names"
 
+    def _advice_without_note(self) -> str:
+        if tracebacks.crash_stack(self.end.log):
+            return "native code crashed there: look at what the last line of yours hands to it"
+        if self.end.signal is not None:
+            name = self.end.signal.name
+            return f"something outside the job sent {name}, or native code crashed: see its log"
+        return "look for os._exit or a crash in the code that the job names: see its log"
+
     def describe(self) -> str:
-        """What a person reads last."""
+        """Return the last words on the terminal."""
         if self.note is not None:
             body = (self.note.traceback or self.note.message).strip()
         else:
@@ -192,7 +239,7 @@ class Failure:
         return f"{body}\n\n{self.headline}\n  log: {self.log}\n  next: {self.advice}"
 
     def to_json(self) -> dict[str, Any]:
-        """The content of failure.json."""
+        """Return the content of failure.json."""
         note = self.note
         return {
             "rank": self.place.rank,
@@ -218,10 +265,10 @@ class Failure:
 
 @dataclass(frozen=True)
 class Hang:
-    """Ranks that no longer move, as the agent of their host saw them.
+    """Ranks that make no progress, as the agents of their hosts saw them.
 
     Attributes:
-        frame: what was found, see `zrun.launch.hangs.HangInvestigation.finding`.
+        frame: the finding of a `zrun.launch.hangs.HangInvestigation`.
     """
 
     frame: dict[str, Any]
@@ -230,10 +277,9 @@ class Hang:
 
     @property
     def first(self) -> dict[str, Any]:
-        """What is known of the first rank that is to blame."""
-        found: dict[str, Any] = next(
-            told for told in self.frame["ranks"] if told["rank"] == self.frame["to_blame"][0]
-        )
+        """Return what is known of the first rank that is to blame."""
+        blamed = self.frame["to_blame"][0]
+        found: dict[str, Any] = next(told for told in self.frame["ranks"] if told["rank"] == blamed)
         return found
 
     @property
@@ -243,26 +289,28 @@ class Hang:
             return f"{limit}: {self.links[0]}"
         if all(told["does"] == "waits" for told in self.frame["ranks"]):
             step, phase = self.first["step"], self.first["phase"]
-            return f"{limit}: all ranks wait for each other {f'at step {step}' if step else f'in {phase}'}"
-        ranks = ", ".join(str(rank) for rank in self.frame["to_blame"])
-        who = f"rank{'s' if len(self.frame['to_blame']) > 1 else ''} {ranks} of {self.plan.world_size}"
+            where = f"at step {step}" if step else f"in {phase}"
+            return f"{limit}: all ranks wait for each other {where}"
+        blamed = self.frame["to_blame"]
+        ranks = ", ".join(str(rank) for rank in blamed)
+        who = f"rank {ranks} of {self.plan.world_size} is"
+        if len(blamed) > 1:
+            who = f"ranks {ranks} of {self.plan.world_size} are"
         does = _DOES.get(self.first["does"], "stuck")
-        are = "are" if len(self.frame["to_blame"]) > 1 else "is"
-        return f"{limit}: {who} {are} {does} in {_place(self.first)}"
+        return f"{limit}: {who} {does} in {_place(self.first)}"
 
     @property
     def links(self) -> list[str]:
-        """Say between which hosts data is lost; each pair once, whichever end told of it."""
+        """Return a sentence for each pair of hosts between which data is lost."""
         pairs: dict[frozenset[str], str] = {}
         for link in self.frame.get("links", ()):
-            here, address = self.plan.ranks[link["rank"]].host, link["address"]
-            is_known = link["other"] is not None
-            there = self.plan.ranks[link["other"]].host if is_known else address
-            at = f" ({address})" if is_known else ""
-            text = (
-                f"the network between {here} and {there} is cut: {there}{at} does not answer {here}"
-            )
-            pairs.setdefault(frozenset((here, there)), text)
+            here = self.plan.ranks[link["rank"]].host
+            there = silent = link["address"]
+            if link["other"] is not None:
+                there = self.plan.ranks[link["other"]].host
+                silent = f"{there} ({link['address']})"
+            text = f"the network between {here} and {there} is cut: {silent} does not answer {here}"
+            pairs.setdefault(frozenset((here, there)), text)  # once, whichever end told of it
         return list(pairs.values())
 
     @property
@@ -281,37 +329,30 @@ class Hang:
 
     @property
     def stack(self) -> list[str]:
-        """The main thread of the first rank that is to blame, innermost call first."""
+        """Return the main thread of the first rank that is to blame, innermost call first."""
         lines = str(self.frame["stacks"].get(self.first["rank"], "")).splitlines()
-        starts = [
-            number
-            for number, line in enumerate(lines)
-            if line.startswith(("Current thread", "Thread"))
-        ]
-        return lines[starts[-1] if starts else 0 :]  # faulthandler begins with the newest thread
+        start = 0
+        for number, line in enumerate(lines):
+            if line.startswith(("Current thread", "Thread")):
+                start = number  # the last one: faulthandler begins with the newest thread
+        return lines[start:]
 
     def describe(self) -> str:
-        """What a person reads last."""
+        """Return the last words on the terminal."""
         ranks = [
             f"  rank {told['rank']} {told['does']} in {_place(told)}, last: {told['last']}"
             for told in self.frame["ranks"]
         ]
-        reason = [*self.links[1:], *([self.frame["reason"]] if self.frame["reason"] else [])]
         stack = [line for line in self.stack if line.strip()][:_SHOWN_LINES]
-        return "\n".join(
-            [
-                *stack,
-                "",
-                self.headline,
-                *reason,
-                *ranks,
-                f"  stacks: {self.run_dir}/stacks",
-                f"  next: {self.advice}",
-            ]
-        ).lstrip("\n")
+        reasons = self.links[1:]
+        if self.frame["reason"]:
+            reasons.append(self.frame["reason"])
+        files = [f"  stacks: {self.run_dir}/stacks", f"  next: {self.advice}"]
+        text = "\n".join([*stack, "", self.headline, *reasons, *ranks, *files])
+        return text.lstrip("\n")
 
     def to_json(self) -> dict[str, Any]:
-        """The content of failure.json."""
+        """Return the content of failure.json."""
         place = self.plan.ranks[self.first["rank"]]
         return {
             "rank": place.rank,
@@ -336,34 +377,43 @@ class Hang:
 
 
 def _place(told: dict[str, Any]) -> str:
-    """What a rank does, and in which step, if it has begun any."""
-    return f"{told['phase']} of step {told['step']}" if told["step"] else str(told["phase"])
+    """Return the phase that a rank is in, and the step if it has begun any."""
+    if told["step"]:
+        return f"{told['phase']} of step {told['step']}"
+    return str(told["phase"])
 
 
 @dataclass(frozen=True)
 class LostHost:
-    """A host whose agent is gone, and with it every rank there."""
+    """A host whose agent has exited or is cut off, and with it every rank there.
+
+    Attributes:
+        why: one line that begins with the host.
+        last_step: that any event told of; 0: none.
+    """
 
     host: str
-    why: str  # one line that begins with the host
+    why: str
     last_step: int
 
     exit_code = ExitCode.HANG
 
     @property
     def headline(self) -> str:
-        return f"lost {self.why}" + (f", after step {self.last_step}" if self.last_step else "")
+        if not self.last_step:
+            return f"lost {self.why}"
+        return f"lost {self.why}, after step {self.last_step}"
 
     @property
     def advice(self) -> str:
         return "see what became of that host; the run can be started again"
 
     def describe(self) -> str:
-        """What a person reads last."""
+        """Return the last words on the terminal."""
         return f"{self.headline}\n  next: {self.advice}"
 
     def to_json(self) -> dict[str, Any]:
-        """The content of failure.json."""
+        """Return the content of failure.json."""
         return {
             "host": self.host,
             "step": self.last_step or None,
@@ -377,10 +427,10 @@ class LostHost:
 
 @dataclass(frozen=True)
 class Stopped:
-    """A run that ended because a signal asked for it: no failure, but not its end either.
+    """A run that ended before its end because a signal asked for it: no failure.
 
     Attributes:
-        signal: its name, or the command that sent it; empty: only the workers know.
+        signal: its name, or the command that sent it; empty: only the workers got it.
         last_step: that any event told of.
         committed: the newest step that is saved; 0: none.
         lost: hosts that were lost meanwhile, each with the reason.
@@ -402,19 +452,25 @@ class Stopped:
     def _saved(self) -> str:
         if self.exit_code == ExitCode.STOPPED:
             return "saved"
-        return "not saved" + (f", but step {self.committed} is" if self.committed else "")
+        if not self.committed:
+            return "not saved"
+        return f"not saved, but step {self.committed} is"
 
     def describe(self, resume: str | None) -> str:
-        """What a person reads last.
+        """Return the last words on the terminal.
 
         Args:
             resume: the command that goes on.
         """
         lost = "".join(f"; lost {why}" for why in self.lost)
-        return self.headline + (f"; resume: {resume}" if resume is not None else "") + lost
+        how = f"; resume: {resume}" if resume is not None else ""
+        return self.headline + how + lost
 
     def to_json(self) -> dict[str, Any]:
-        """The content of failure.json."""
+        """Return the content of failure.json."""
+        advice = "start again"
+        if self.committed:
+            advice = f"go on with --resume auto: step {self.committed} is saved"
         return {
             "step": self.last_step or None,
             "saved_step": self.committed or None,
@@ -422,8 +478,6 @@ class Stopped:
             "signal": self.signal or None,
             "kind": "stopped",
             "message": f"{self.signal}: {self.headline}" if self.signal else self.headline,
-            "what_to_do": f"go on with --resume auto: step {self.committed} is saved"
-            if self.committed
-            else "start again",
+            "what_to_do": advice,
             "time": time.time(),
         }

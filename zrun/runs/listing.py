@@ -1,10 +1,11 @@
-"""The runs of this folder and of this machine, from the files that they leave. Nothing here changes a run.
+"""The runs of this folder and of this machine, read from their files. Nothing here changes a run.
 
     path = find_run("gpt")  # a run directory, a run id, the beginning of one, or a job: its newest run
     run = read_run(path)    # running, finished, failed, stopped or vanished; how far it is
 
-A run is alive while its launcher holds the lock of its directory. No process is looked up by name, and no clock of one
-host is compared with that of another: `started` is told by the launcher's, `seconds` by that of rank 0 alone.
+A run is alive while its launcher holds the lock of its directory. No process is looked up by name,
+and no clock of one host is compared with that of another: `started` is of the launcher's clock,
+`seconds` of rank 0's alone.
 """
 
 from __future__ import annotations
@@ -29,11 +30,10 @@ from zrun_core.spine.events import Event
 ROOT = Path("runs")
 _STOPPED = {ExitCode.STOPPED, ExitCode.INTERRUPTED, ExitCode.TERMINATED}
 _HEAD_BYTES = 1 << 18  # of a record: its `start` is among the first events
-_BLOCK_BYTES, _TAIL_BYTES = (
-    1 << 16,
-    1 << 22,
-)  # of a record: what is read at once, and at most, to find the newest step
-_SHOWN = 5
+_BLOCK_BYTES = 1 << 16  # of a record: read at once ...
+_TAIL_BYTES = 1 << 22  # ... and at most, to find the newest step
+_NUM_SHOWN = 5
+_NAME = re.compile(r"^name: *[\"']?([A-Za-z0-9._-]+)", re.MULTILINE)  # of a job
 
 
 class RunStatus(StrEnum):
@@ -46,15 +46,16 @@ class RunStatus(StrEnum):
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What the files of a run say.
+    """A run, as its files tell of it.
 
     Attributes:
         holder: its launcher, the last one if there were several; None: not known.
-        exit_code: of the launcher; None while it runs, or if nobody knows.
-        headline: what went wrong, or who stopped it, in one line; empty while it runs and if it reached its end.
+        exit_code: of the launcher; None while it runs, or if it is not known.
+        headline: the failure, or who stopped it, in one line; empty while it runs, and if it
+            reached its end.
         started: unix seconds, by the launcher's clock.
-        seconds: of training up to the newest event, by the clock of rank 0's host; with those that led
-            to the checkpoint that the run went on from, where it tells them.
+        seconds: of training up to the newest event, by the clock of rank 0's host; with those before
+            the checkpoint that the run went on from, where it tells them.
         step: the newest that ended, or that the run went on from.
     """
 
@@ -76,7 +77,7 @@ class RunSummary:
         return self.path.name
 
     def to_json(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the object that `--json` prints."""
         holder = self.holder
         return {
             "run": self.run_id,
@@ -96,61 +97,76 @@ class RunSummary:
 
 
 def run_dirs(root: Path = ROOT) -> list[Path]:
-    """The run directories below `root`, and those of this user's launchers on this machine; newest first."""
-    below = [path for path in sorted(root.absolute().glob("*/*")) if is_run(path)]
-    paths = dict.fromkeys([*below, *(path for path in held_here() if is_run(path))])
-    return sorted(
-        paths, key=lambda path: (_started(path, last_holder(path)), path.name), reverse=True
-    )
+    """Return the run directories below `root` and of this user's launchers here, newest first."""
+    candidates = [*sorted(root.absolute().glob("*/*")), *held_here()]
+    paths = dict.fromkeys(path for path in candidates if is_run(path))
+    return sorted(paths, key=lambda path: (_start_of(path), path.name), reverse=True)
 
 
 def list_runs(since: float | None, root: Path = ROOT) -> tuple[list[RunSummary], int]:
-    """Those that run, and those that started at `since` (unix seconds) or later; None: all. Newest first.
+    """Return the runs that go on, and those that started lately, newest first.
+
+    Args:
+        since: unix seconds from which on a run started lately; None: all did.
+        root: of the run directories.
 
     Returns:
-        They, and how many others there are.
+        The runs, and the number of others.
     """
     paths = run_dirs(root)
-    wanted = [
-        path
-        for path in paths
-        if since is None or _started(path, last_holder(path)) >= since or is_held(path)
-    ]
+    wanted = paths
+    if since is not None:
+        wanted = [path for path in paths if _start_of(path) >= since or is_held(path)]
     return [read_run(path) for path in wanted], len(paths) - len(wanted)
 
 
 def find_run(text: str, root: Path = ROOT, running: bool = False) -> Path:
-    """The run directory that `text` names.
+    """Return the run directory that `text` names.
 
     Args:
-        running: of a job's runs the one that runs is meant, if one does.
+        text: a run directory, a run id or its beginning, or a job: its newest run.
+        root: of the run directories.
+        running: of a job's runs, prefer the one that goes on.
 
     Raises:
         JobError: there is none, or more than one.
     """
-    path = Path(
-        os.path.expanduser(text)
-    ).absolute()  # unlike Path's, it takes a user who does not exist for a name
+    # Unlike Path's, this expanduser takes a user who does not exist for a name.
+    path = Path(os.path.expanduser(text)).absolute()
     if is_run(path):
         return path
     if "/" in text:
         raise JobError(f"{text} is no run directory{_below(path)}")
     paths = run_dirs(root)
     here = [path for path in paths if _is_below(path, root)]
-    for nearer in (
-        here,
-        [path for path in paths if path not in here],
-    ):  # what runs elsewhere is in nobody's way
-        if exact := [path for path in nearer if path.name == text]:
-            return _only(text, exact, "give its path")
-        if of_job := [path for path in nearer if job_name(path) == text]:
-            alive = [path for path in of_job if is_held(path)] if running else []
-            return _only(text, alive, "name one") if alive else of_job[0]
-        if starting := [path for path in nearer if text and path.name.startswith(text)]:
-            return _only(text, starting, "write more of it")
+    elsewhere = [path for path in paths if path not in here]
+    for candidates in (here, elsewhere):
+        found = _find_among(text, candidates, running)
+        if found is not None:
+            return found
     raise JobError(
-        f"no run and no job is called {text!r}{_nearest(text, paths)}; zrun ps --all lists the runs of ./{root}"
+        f"no run and no job is called {text!r}{_nearest(text, paths)}; zrun ps --all lists the "
+        f"runs of ./{root}"
     )
+
+
+def _find_among(text: str, paths: list[Path], running: bool) -> Path | None:
+    """Return the one of `paths`, newest first, that `text` names: by its id, job, or beginning.
+
+    Raises:
+        JobError: it names more than one.
+    """
+    exact = [path for path in paths if path.name == text]
+    if exact:
+        return _only(text, exact, "give its path")
+    of_job = [path for path in paths if job_name(path) == text]
+    if of_job:
+        alive = [path for path in of_job if is_held(path)] if running else []
+        return _only(text, alive, "name one") if alive else of_job[0]
+    starting = [path for path in paths if text and path.name.startswith(text)]
+    if starting:
+        return _only(text, starting, "write more of it")
+    return None
 
 
 def may_save(path: Path) -> bool:
@@ -180,8 +196,9 @@ def _written_job(path: Path) -> dict[str, Any] | None:
 
 
 def reference(path: Path, root: Path = ROOT) -> str:
-    """What names a run in a command typed here: its id, or its path where it does not lie with the others."""
-    return shlex.quote(path.name if _is_below(path, root) else str(path))
+    """Return the name of a run in a command typed here: its id, or its path if it is elsewhere."""
+    name = path.name if _is_below(path, root) else str(path)
+    return shlex.quote(name)
 
 
 def _is_below(path: Path, root: Path) -> bool:
@@ -191,8 +208,8 @@ def _is_below(path: Path, root: Path) -> bool:
 def _only(text: str, paths: list[Path], advice: str) -> Path:
     if len(paths) == 1:
         return paths[0]
-    names = "".join(f"\n  {path.name}  {job_name(path)}  {path}" for path in paths[:_SHOWN])
-    more = f"\n  and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
+    names = "".join(f"\n  {path.name}  {job_name(path)}  {path}" for path in paths[:_NUM_SHOWN])
+    more = f"\n  and {len(paths) - _NUM_SHOWN} more" if len(paths) > _NUM_SHOWN else ""
     raise JobError(f"{text!r} may be any of {len(paths)} runs: {advice}{names}{more}")
 
 
@@ -210,22 +227,22 @@ def _below(path: Path) -> str:
 
 
 def job_name(path: Path) -> str:
-    """The name of the job of a run."""
+    """Return the name of the job of a run."""
     with suppress(OSError), (path / "job.yaml").open(encoding="utf-8", errors="replace") as file:
-        if match := re.search(
-            r"^name: *[\"']?([A-Za-z0-9._-]+)", file.read(_HEAD_BYTES), re.MULTILINE
-        ):
+        match = _NAME.search(file.read(_HEAD_BYTES))
+        if match is not None:
             return match[1]
     return path.parent.name
 
 
 def read_run(path: Path) -> RunSummary:
-    """What the files of a run say now."""
+    """Read what the files of a run say now."""
     path = path.absolute()
-    running = is_held(path)  # first: whoever ends meanwhile has written the rest
+    running = is_held(path)  # first: a launcher that ends meanwhile has written the rest
     holder = last_holder(path)
     events = _EventLog(path / "events.jsonl", holder.events if holder is not None else 0)
-    start, step, last = events.start, events.newest("step"), events.newest(None)
+    start = events.start
+    step = events.newest("step") or start.get("resumed") or {}
     report = _json(path / "failure.json")
     code = None if running else _exit_code(path, events, report)
     ranks = _json(path / "plan.json").get("ranks") or []
@@ -236,9 +253,9 @@ def read_run(path: Path) -> RunSummary:
         holder=holder,
         exit_code=code,
         headline="" if running else _headline(report),
-        started=_started(path, holder),
-        seconds=_seconds(start, last),
-        step=(step or start.get("resumed") or {}).get("step"),
+        started=_start_of(path),
+        seconds=_seconds(start, events.newest(None)),
+        step=step.get("step"),
         total_steps=start.get("total_steps"),
         hosts=tuple(dict.fromkeys(place["host"] for place in ranks)),
         ranks=len(ranks) or start.get("world_size"),
@@ -261,22 +278,27 @@ def _state(code: int | None) -> RunStatus:
 
 
 def _exit_code(path: Path, events: _EventLog, report: dict[str, Any]) -> int | None:
-    """What the launcher said last. A run that could not say it may still have reached its end, or told of a failure."""
-    code = _json(path / "exit.json").get(
-        "exit_code", report.get("exit_code", 1 if report else None)
-    )
-    if code is None and events.newest("end"):
-        return ExitCode.OK
-    return int(code) if code is not None else None
+    """Return the exit code of the launcher; None: it is not known.
+
+    A launcher that was killed has not recorded it; its run may still have told of a failure, or
+    have reached its end.
+    """
+    failure_code = report.get("exit_code", 1) if report else None
+    code = _json(path / "exit.json").get("exit_code", failure_code)
+    if code is not None:
+        return int(code)
+    return ExitCode.OK if events.newest("end") else None
 
 
 def _headline(report: dict[str, Any]) -> str:
     message = str(report.get("message") or "").strip().partition("\n")[0]
-    is_told_by_rank = report.get("kind") not in (None, "hang") and report.get("rank") is not None
-    return f"rank {report['rank']}: {message}" if is_told_by_rank else message
+    is_of_rank = report.get("kind") not in (None, "hang") and report.get("rank") is not None
+    return f"rank {report['rank']}: {message}" if is_of_rank else message
 
 
-def _started(path: Path, holder: LockHolder | None) -> float:
+def _start_of(path: Path) -> float:
+    """Return when the last launcher of a run took it, in unix seconds of its clock."""
+    holder = last_holder(path)
     if holder is not None and holder.time:
         return holder.time
     with suppress(OSError):
@@ -285,7 +307,7 @@ def _started(path: Path, holder: LockHolder | None) -> float:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """The object in a file; an empty one where there is none, or half of one."""
+    """Return the object in a file; an empty one if there is none, or half of one."""
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -294,41 +316,51 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 class _EventLog:
-    """The record of one launcher: its beginning and its end, however long it is."""
+    """The record of one launcher, of which the beginning and the end are read, however long it is."""
 
     def __init__(self, path: Path, offset: int) -> None:
-        self._path, self._offset = path, offset
-        self.start = next(
-            (event for event in parse_events(self._head()) if event.get("type") == "start"), {}
-        )
+        self._path = path
+        self._offset = offset
+        starts = (event for event in parse_events(self._head()) if event.get("type") == "start")
+        self.start = next(starts, {})
         self._tail: list[Event] | None = None
 
     def newest(self, kind: str | None) -> Event:
-        """The last event of rank 0 with this type, any for None; an empty one where there is none."""
+        """Return the last event of rank 0 with this type, any for None; an empty one if there is none."""
         if self._tail is None:
             self._tail = [event for event in self._backwards() if event.get("rank") == 0]
         return next((event for event in self._tail if kind in (None, event.get("type"))), {})
 
     def _head(self) -> Iterator[bytes]:
-        """The first lines."""
+        """Read the first lines."""
         with suppress(OSError), self._path.open("rb") as file:
             file.seek(self._offset)
-            while file.tell() < self._offset + _HEAD_BYTES and (line := file.readline(_HEAD_BYTES)):
+            while file.tell() < self._offset + _HEAD_BYTES:
+                line = file.readline(_HEAD_BYTES)
+                if not line:
+                    return
                 yield line
 
     def _backwards(self) -> Iterator[Event]:
-        """Events from the last one on, up to and including a step."""
+        """Read events from the last one backwards, up to and including a step.
+
+        A block begins in the middle of a line. The end of that line is the `rest`, which the next
+        block completes:
+
+            ...{"type": "st | ep", ...} newline {...} newline
+            next block      | this block: `rest` is what comes before its first newline
+        """
         with suppress(OSError), self._path.open("rb") as file:
             position = file.seek(0, 2)
             lowest = max(self._offset, position - _TAIL_BYTES)
-            rest = b""  # the end of a line that begins further up
+            rest = b""
             while position > lowest:
-                position, end = max(lowest, position - _BLOCK_BYTES), position
+                end = position
+                position = max(lowest, end - _BLOCK_BYTES)
                 file.seek(position)
-                block = file.read(end - position) + rest
-                rest, _, lines = (
-                    block.partition(b"\n") if position > self._offset else (b"", b"", block)
-                )
+                lines = file.read(end - position) + rest
+                if position > self._offset:
+                    rest, _, lines = lines.partition(b"\n")
                 for event in parse_events(reversed(lines.split(b"\n"))):
                     yield event
                     if event.get("type") == "step":
@@ -336,7 +368,7 @@ class _EventLog:
 
 
 def parse_events(lines: Iterable[bytes]) -> Iterator[Event]:
-    """The events in these lines; what is none is skipped."""
+    """Parse the events in these lines; other lines are skipped."""
     for line in lines:
         with suppress(ValueError):
             event = json.loads(line)

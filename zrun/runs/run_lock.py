@@ -1,10 +1,11 @@
-"""The lock of a run directory: held by its launcher for as long as that lives, however it ends.
+"""The lock of a run directory: held by its launcher for the life of that process.
 
-The file says who holds it, or held it last:
+The file names its holder, or the last one:
 
     {"host": "n1", "boot": "c935...", "pid": 4711, "started": 8123, "time": 1795.., "events": 0}
 
-`boot` tells machines apart better than a host name, `started` one process from a later one with the same number.
+`boot` tells machines apart better than a host name does, and `started` tells a process from a later
+one with the same number.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from zrun.system.processes import Process
 
 LOCK = ".lock"
 _LONGEST = 4096  # bytes of the record
-_TRIES, _PAUSE_S = 5, 0.01  # whoever only looks (`is_held`) has the lock for some microseconds
+_NUM_TRIES = 5  # a process that only looks (`is_held`) has the lock for some microseconds
+_PAUSE_S = 0.01
 
 
 @dataclass(frozen=True)
 class LockHolder:
-    """A launcher.
+    """A launcher that holds or held a lock.
 
     Attributes:
         boot: the kernel's name for this run of its machine; empty: not known.
@@ -53,26 +55,33 @@ class LockHolder:
 
     @property
     def is_here(self) -> bool:
-        """It is, or was, a process of this machine."""
-        return self.boot == _boot() if self.boot else self.host in ("", socket.gethostname())
+        """Return whether it is, or was, a process of this machine."""
+        if self.boot:
+            return self.boot == _boot()
+        return self.host in ("", socket.gethostname())
 
     @property
     def process(self) -> Process | None:
-        """The living process; None if it ended, or belongs to another machine."""
-        found = Process.find(self.pid) if self.is_here else None
-        if found is None or self.started not in (0, found.started) or not found.alive():
+        """Return the living process; None if it ended, or belongs to another machine."""
+        if not self.is_here:
             return None
-        return found
+        found = Process.find(self.pid)
+        if found is None or not found.alive():
+            return None
+        is_another = self.started not in (0, found.started)
+        return None if is_another else found
 
     def __str__(self) -> str:
-        return f"process {self.pid}" + ("" if self.is_here else f" on {self.host}")
+        if self.is_here:
+            return f"process {self.pid}"
+        return f"process {self.pid} on {self.host}"
 
 
 class RunLock:
     """A lock that this process holds."""
 
     def __init__(self, folder: Path) -> None:
-        """Take it.
+        """Take the lock of a run directory.
 
         Raises:
             BlockingIOError: another process has it.
@@ -90,7 +99,7 @@ class RunLock:
             raise
 
     def starts_at(self, num_bytes: int) -> None:
-        """The record of events had so many bytes before this launcher's."""
+        """Record how many bytes of events there were before this launcher's."""
         self.holder = replace(self.holder, events=num_bytes)
         self._write()
 
@@ -104,18 +113,21 @@ class RunLock:
 
 
 def _take(file: int) -> None:
-    for attempt in range(_TRIES):
+    for attempt in range(_NUM_TRIES):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError:
-            if attempt == _TRIES - 1:
+            if attempt == _NUM_TRIES - 1:
                 raise
             time.sleep(_PAUSE_S)
 
 
 def last_holder(folder: Path) -> LockHolder | None:
-    """Who holds the lock or held it last; None where no launcher ever was, or the file is damaged."""
+    """Return the launcher that holds the lock or held it last.
+
+    None: there never was one, or the file is damaged.
+    """
     try:
         with (folder / LOCK).open("rb") as lock:
             record = json.loads(lock.read(_LONGEST))
@@ -131,7 +143,7 @@ _FIELDS = {"host": str, "pid": int, "boot": str, "started": int, "time": float, 
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a launcher holds the run directory: its ranks may be saving."""
+    """Return whether a launcher holds the run directory: its ranks may be saving."""
     try:
         with (folder / LOCK).open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -144,7 +156,10 @@ def is_held(folder: Path) -> bool:
 
 @contextmanager
 def ownerless(folder: Path) -> Iterator[bool]:
-    """Whether no launcher holds the run directory; nobody can take it inside. To be left at once."""
+    """Yield whether no launcher holds the run directory; none can take it inside.
+
+    To be left at once: a launcher that starts waits some milliseconds only.
+    """
     try:
         file = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -162,7 +177,7 @@ def ownerless(folder: Path) -> Iterator[bool]:
 
 
 def held_here() -> list[Path]:
-    """The folders whose lock a process of this machine holds, wherever they are: those of this user's launchers."""
+    """Return the run directories of this user's launchers on this machine, wherever they are."""
     folders: dict[Path, None] = {}
     for pid in _lockers():
         with suppress(OSError):  # it ended, or belongs to another user
@@ -175,15 +190,20 @@ def held_here() -> list[Path]:
 
 
 def _lockers() -> set[int]:
-    """The processes that hold a lock by flock, as the kernel lists them."""
+    """Return the processes that hold a lock by flock, as the kernel lists them."""
     try:
         lines = Path("/proc/locks").read_text().splitlines()
     except OSError:
         return set()
-    fields = [line.split() for line in lines if " FLOCK " in line and "->" not in line]
-    return {
-        int(each[4]) for each in fields if len(each) > 4 and each[4].isdigit() and each[4] != "0"
-    }
+    pids: set[int] = set()
+    for line in lines:
+        fields = line.split()
+        is_waiting = "->" in fields
+        if is_waiting or "FLOCK" not in fields or len(fields) < 5:
+            continue
+        if fields[4].isdigit() and fields[4] != "0":  # 0: of another pid namespace
+            pids.add(int(fields[4]))
+    return pids
 
 
 def _boot() -> str:

@@ -1,9 +1,19 @@
-"""The run directory: everything that one run leaves behind, in `runs/<name>/<run id>/`, readable by its owner only.
+"""The run directory: all files of one run, in `runs/<name>/<run id>/`, for its owner only.
 
     with RunDir.claim(name="gpt", chosen=None) as rundir:
         rundir.write_job(...)
 
-A lock on the directory lives as long as the launcher, however it ends.
+A lock on the directory is held for the life of the launcher, however it ends.
+
+    job.yaml       the job as it runs, with the origin of each value
+    plan.json      each rank's host and device
+    events.jsonl   everything that the run told, over all launches that went on with it
+    checkpoints/   the steps, unless the job names another folder
+    logs/          of the ranks, the agents, and a launcher that left its terminal
+    failures/      notes of dying workers
+    failure.json   why the run did not reach its end
+    exit.json      the launcher's exit code
+    attempts/<n>/  files of earlier launches
 """
 
 from __future__ import annotations
@@ -31,7 +41,7 @@ LOG = "launcher.log"
 
 
 class EarlierRun(Enum):
-    """What becomes of an earlier run in the directory."""
+    """The fate of an earlier run in the directory."""
 
     REFUSE = "nothing is written over it"
     CONTINUE = "its record and its checkpoints stay, the rest of it moves to attempts/<n>"
@@ -45,7 +55,7 @@ class RunDir:
     """A run directory that this process holds.
 
     Attributes:
-        exit_code: how the launcher is about to end, once that is known. Others read it in `exit.json`.
+        exit_code: of the launcher, once it is known. Others read it in `exit.json`.
     """
 
     def __init__(self, path: Path, lock: RunLock) -> None:
@@ -53,7 +63,8 @@ class RunDir:
         self.run_id = path.name
         self.exit_code: int | None = None
         self._lock = lock
-        self._keeps_lock = self._has_told = False
+        self._keeps_lock = False
+        self._has_failure = False
         self._events = _open(path / "events.jsonl", os.O_APPEND)
         lock.starts_at(os.fstat(self._events).st_size)
 
@@ -69,7 +80,11 @@ class RunDir:
         """Make the run directory and lock it: `chosen`, or a new one below `root`.
 
         Args:
-            lock: that of the directory, where this process has held it since an earlier attempt.
+            name: of the job.
+            chosen: --run-dir; None: a new directory.
+            root: of the new directory.
+            earlier: the fate of a run that is there.
+            lock: on the directory, if this process has held it since an earlier attempt.
 
         Raises:
             JobError: another launcher holds it, it has files in it, or it cannot be made.
@@ -78,7 +93,7 @@ class RunDir:
         with _in_words(path):
             make_private(path)
             if not (path / LOCK).exists() and not is_run(path):
-                _refuse_files(path)  # before anything is written there: it may be anybody's folder
+                _refuse_files(path)  # before anything is written there: it may be any folder
         lock = lock or lock_run(path)
         try:
             with _in_words(path):
@@ -105,7 +120,7 @@ class RunDir:
     ) -> None:
         code = _exit_code(error) if error is not None else self.exit_code
         with suppress(OSError):
-            if error is not None and not self._has_told:
+            if error is not None and not self._has_failure:
                 self.write_failure(_failure(error))
             if code is not None:
                 write_exit(self.path, code)
@@ -114,13 +129,13 @@ class RunDir:
             self._lock.close()
 
     def keep_lock(self) -> RunLock:
-        """Hold the directory until this process ends, whatever becomes of this object."""
+        """Return the lock, which stays held when this object is closed."""
         self._keeps_lock = True
         return self._lock
 
     @property
     def first_event(self) -> int:
-        """Where in `events.jsonl` the record of this launcher begins, in bytes."""
+        """Return where in `events.jsonl` the record of this launcher begins, in bytes."""
         return self._lock.holder.events
 
     @property
@@ -131,7 +146,7 @@ class RunDir:
         return self.path / "logs" / f"rank-{rank}.log"
 
     def failure(self, rank: int) -> Path:
-        """Where a worker says why it ends."""
+        """Return the file in which a worker says why it ends."""
         return self.path / "failures" / f"rank-{rank}.json"
 
     def write_job(self, text: str) -> None:
@@ -141,11 +156,11 @@ class RunDir:
         self._write("plan.json", plan.model_dump_json(indent=1) + "\n")
 
     def write_failure(self, report: dict[str, Any]) -> None:
-        self._has_told = True
+        self._has_failure = True
         write_failure(self.path, report)
 
     def append(self, lines: Sequence[bytes]) -> None:
-        """Add events to `events.jsonl`, at once: somebody may be reading along.
+        """Add events to `events.jsonl`, unbuffered: others read along.
 
         Raises:
             ZrunError: the disk is full, or gone.
@@ -162,12 +177,12 @@ class RunDir:
 
 
 def write_failure(run_dir: Path, report: dict[str, Any]) -> None:
-    """Say why a run did not reach its end."""
+    """Record why a run did not reach its end."""
     _write(run_dir / "failure.json", json.dumps(report, indent=1) + "\n")
 
 
 def write_exit(run_dir: Path, code: int | None) -> None:
-    """Say how a launcher ended, after everything else; None: nobody knows."""
+    """Record the exit code of a launcher, after everything else; None: it is not known."""
     _write(run_dir / "exit.json", json.dumps({"exit_code": code, "time": time.time()}) + "\n")
 
 
@@ -180,7 +195,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _open(path: Path, how: int) -> int:
-    """A file of the run directory to write to, for its owner only. What is there by this name may be no link."""
+    """Open a file of the run directory for writing, for its owner only. It may be no link."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | how, 0o600)
 
 
@@ -196,7 +211,7 @@ def _new_id() -> str:
 
 @contextmanager
 def _in_words(path: Path) -> Iterator[None]:
-    """What the system says, as an error of whoever chose the directory."""
+    """Turn an error of the system into one about the choice of the directory."""
     try:
         yield
     except OSError as error:
@@ -215,25 +230,28 @@ def lock_run(path: Path) -> RunLock:
         try:
             return RunLock(path)
         except BlockingIOError:
+            holder = last_holder(path) or "process that is just starting"
             raise JobError(
-                f"run directory {path} is in use by the zrun {last_holder(path) or 'process that is just starting'}: "
-                "wait for it, stop it with zrun stop, or choose another with --run-dir"
+                f"run directory {path} is in use by the zrun {holder}: wait for it, stop it with "
+                "zrun stop, or choose another with --run-dir"
             ) from None
 
 
 def _exit_code(error: BaseException) -> int:
-    """What the process that `error` ends will report."""
+    """Return the exit code of a process that `error` ends."""
     if isinstance(error, KeyboardInterrupt):
         return ExitCode.INTERRUPTED
     return int(getattr(error, "exit_code", 1))
 
 
 def _failure(error: BaseException) -> dict[str, Any]:
-    """The content of failure.json where the launcher itself did not go on."""
+    """Return the content of failure.json for an error of the launcher itself."""
     if isinstance(error, StoppedError | KeyboardInterrupt):
         kind = "stopped"
+    elif isinstance(error, ZrunError):
+        kind = "zrun"
     else:
-        kind = "zrun" if isinstance(error, ZrunError) else "bug"
+        kind = "bug"
     found = {
         "exit_code": int(_exit_code(error)),
         "kind": kind,
@@ -241,28 +259,29 @@ def _failure(error: BaseException) -> dict[str, Any]:
         "message": str(error) or type(error).__name__,
         "time": time.time(),
     }
-    return found | (
-        {"traceback": "".join(traceback.format_exception(error))} if kind == "bug" else {}
-    )
+    if kind == "bug":
+        found["traceback"] = "".join(traceback.format_exception(error))
+    return found
 
 
 def is_run(path: Path) -> bool:
-    """Whether `path` is the directory of a run that was started once."""
-    return os.path.isfile(path / "events.jsonl")  # False where nobody may look, unlike Path.is_file
+    """Return whether `path` is the directory of a run that was started once."""
+    # Unlike Path.is_file, False where this user may not look.
+    return os.path.isfile(path / "events.jsonl")
 
 
 def _move_attempt(path: Path, kept: set[str]) -> None:
-    """Make room for another attempt.
+    """Move the files of an earlier launch, but for those in `kept`, to attempts/<n>.
 
     Raises:
         JobError: a process saves there.
         OSError: something cannot be moved.
     """
-    attempts, checkpoints = path / "attempts", path / "checkpoints"
+    attempts = path / "attempts"
+    checkpoints = path / "checkpoints"
     attempts.mkdir(mode=0o700, exist_ok=True)
-    target = attempts / str(
-        1 + max((int(e.name) for e in attempts.iterdir() if e.name.isdigit()), default=0)
-    )
+    numbers = [int(entry.name) for entry in attempts.iterdir() if entry.name.isdigit()]
+    target = attempts / str(1 + max(numbers, default=0))
     target.mkdir(mode=0o700)
     is_moved = checkpoints.name not in kept and checkpoints.is_dir()
     try:
@@ -274,7 +293,8 @@ def _move_attempt(path: Path, kept: set[str]) -> None:
     except InUseError as error:
         target.rmdir()
         raise JobError(
-            f"run directory {path}: {error.holder} saves there: wait for it, or choose another with --run-dir"
+            f"run directory {path}: {error.holder} saves there: wait for it, or choose another "
+            "with --run-dir"
         ) from None
 
 
@@ -293,7 +313,8 @@ def set_checkpoints_aside(folder: Path, run_id: str) -> None:
                     entry.rename(target / entry.name)
     except InUseError as error:
         raise JobError(
-            f"checkpoint.dir: {folder} is in use by {error.holder}: wait for it, stop it, or name another folder"
+            f"checkpoint.dir: {folder} is in use by {error.holder}: wait for it, stop it, or name "
+            "another folder"
         ) from None
     except SaveError as error:
         raise JobError(f"checkpoint.dir: {error}") from None
@@ -302,7 +323,7 @@ def set_checkpoints_aside(folder: Path, run_id: str) -> None:
 
 
 def _refuse_files(path: Path) -> None:
-    """Nothing is ever written over an earlier run, or into a folder of something else.
+    """Refuse a directory with files: nothing is written over an earlier run, or among other files.
 
     Raises:
         JobError: the directory has files.
@@ -310,10 +331,11 @@ def _refuse_files(path: Path) -> None:
     names = sorted(entry.name for entry in path.iterdir() if entry.name != LOCK)
     if "events.jsonl" in names:
         raise JobError(
-            f"run directory {path} holds an earlier run: go on with --resume auto, start over with --fresh, or choose "
-            "another with --run-dir"
+            f"run directory {path} holds an earlier run: go on with --resume auto, start over with "
+            "--fresh, or choose another with --run-dir"
         )
     if names:
         raise JobError(
-            f"run directory {path} is not empty (it holds {names[0]}): choose another with --run-dir"
+            f"run directory {path} is not empty (it holds {names[0]}): choose another with "
+            "--run-dir"
         )

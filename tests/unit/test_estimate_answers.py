@@ -367,6 +367,10 @@ BAD = [
     (["7.5B", "--simulate", "64x8xH100", "parallel.pp=512"], "repeated blocks"),
     (["--check", "nowhere"], "no run"),
     (["7.5B", "--check", "nowhere"], "leave the job out"),
+    (["7.5B", "--measure"], "there is none: name a job file"),
+    (["job.yaml", "--measure", "--gpu", "H100"], "leave out --gpu"),
+    (["job.yaml", "--measure", "--simulate", "8xH100"], "leave out --simulate"),
+    (["job.yaml", "--measure", "--sweep", "zero=1,2"], "leave one out"),
 ]
 
 

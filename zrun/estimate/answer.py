@@ -14,6 +14,7 @@ from zrun.estimate.question import Question
 from zrun.estimate.why import overshoot, sentence, time_of, uncertainty
 
 if TYPE_CHECKING:
+    from zrun.estimate.trial import Comparison
     from zrun_core.plan.answer.outcome import Estimate, SearchResult
     from zrun_core.plan.answer.search import SearchGoal
     from zrun_core.plan.question.candidate import Candidate
@@ -36,6 +37,7 @@ class Answer:
         tokens_per_sample: None where samples are no tokens.
         num_samples: of the training data; None where that is not known.
         is_partial: looking at the model took too long: the next answer may know more.
+        measured: a trial of the job, by which all times are scaled; None: there was none.
     """
 
     question: Question
@@ -49,6 +51,7 @@ class Answer:
     tokens_per_sample: int | None = None
     num_samples: int | None = None
     is_partial: bool = False
+    measured: Comparison | None = None
 
     @property
     def num_steps(self) -> int | None:
@@ -87,14 +90,18 @@ class Answer:
     @property
     def notes(self) -> list[str]:
         """What a reader should know."""
-        device, precision = self.question.hardware.device, self.chosen.candidate.precision
-        has = [name for name in ("bf16", "fp16") if name in device.peak]
-        if precision in device.peak or not has:
-            return list(self.chosen.notes)
-        return [
-            f"{device.name} computes {precision} no faster than fp32: write precision: {has[0]}",
-            *self.chosen.notes,
-        ]
+        from zrun_core.plan.answer.outcome import FROM_DATA_SHEETS
+
+        notes = list(self.chosen.notes)
+        if self.measured is not None:
+            notes = [note for note in notes if note != FROM_DATA_SHEETS]
+        device = self.question.hardware.device
+        precision = self.chosen.candidate.precision
+        fast = [name for name in ("bf16", "fp16") if name in device.peak]
+        if fast and precision not in device.peak:
+            slow = f"{device.name} computes {precision} no faster than fp32"
+            notes.insert(0, f"{slow}: write precision: {fast[0]}")
+        return notes
 
     @property
     def changes(self) -> Changes:

@@ -88,7 +88,7 @@ def _of_cpus(
     nodes: int,
     name: str,
 ) -> Hardware:
-    from zrun_core.hardware.hardware import PRESET_SPREAD, Rates, from_rates
+    from zrun_core.hardware.hardware import Rates, from_rates
 
     if rates is None:
         flops = {precision: rate * cores for precision, rate in _CORE_FLOPS.items()}
@@ -96,7 +96,7 @@ def _of_cpus(
         found = from_rates(
             guess, ranks=ranks, nodes=nodes, host_bytes=host_bytes, cores=cores, name=name
         )
-        return replace(found, measured=False, spread=2 * PRESET_SPREAD)
+        return replace(found, measured=False)
     return from_rates(
         _plain(*rates), ranks=ranks, nodes=nodes, host_bytes=host_bytes, cores=cores, name=name
     )

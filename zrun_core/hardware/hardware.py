@@ -25,7 +25,9 @@ GB = 1e9
 GIB = 1 << 30
 MIB = 1 << 20
 MOST_DEVICES = 1 << 20
-PRESET_SPREAD, MEASURED_SPREAD = 0.25, 0.10  # of a step's time, to either side
+# How far a step's time may be off to either side: from data sheets, measured, and on cores, where
+# few rates stand for kernels that differ much.
+PRESET_SPREAD, MEASURED_SPREAD, CORES_SPREAD = 0.25, 0.10, 0.50
 
 
 @dataclass(frozen=True)
@@ -517,7 +519,7 @@ def from_rates(
         "disk_read": rates.disk_read or 0.0,
         "disk_write": rates.disk_write or 0.0,
     }
-    common: dict[str, Any] = {"measured": True, "spread": MEASURED_SPREAD, **disks}
+    common: dict[str, Any] = {"measured": True, **disks}
     if not rates.gpu_name:
         device = cpu_device(rates, ranks, host_bytes)
         memory = Link("memory", rates.copy / ranks / 2, LINKS["memory"].latency)
@@ -533,6 +535,7 @@ def from_rates(
             2 * rates.copy,
             cores,
             shares_memory=True,
+            spread=CORES_SPREAD,
             **common,
         )
     preset = like(rates.gpu_name)
@@ -555,6 +558,7 @@ def from_rates(
         host_bytes,
         2 * rates.copy,
         cores,
+        spread=MEASURED_SPREAD,
         **common,
     )
 

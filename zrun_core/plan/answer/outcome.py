@@ -9,6 +9,8 @@ from zrun_core.plan.question.candidate import Candidate
 from zrun_core.plan.timing.timing import StepTime
 from zrun_core.plan.trace.profile import Peak
 
+FROM_DATA_SHEETS = "times from data sheets, not from measurements: zrun doctor --bench measures"
+
 
 @dataclass(frozen=True)
 class RankMemory:

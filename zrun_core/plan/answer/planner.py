@@ -18,7 +18,7 @@ from zrun_core.hardware.hardware import MIB, Hardware
 from zrun_core.memory.buffers import Buffer, Kind, Placement, Tier
 from zrun_core.memory.layout import UnitLayout
 from zrun_core.memory.state_policy import ZeroPolicy
-from zrun_core.plan.answer.outcome import Estimate, RankMemory
+from zrun_core.plan.answer.outcome import FROM_DATA_SHEETS, Estimate, RankMemory
 from zrun_core.plan.memory import paper, rank_memory
 from zrun_core.plan.memory.allocator import pinned_bytes
 from zrun_core.plan.memory.rank_memory import PipelineStage
@@ -567,9 +567,7 @@ class Planner:
                 notes.append(f"activations {source}: {self.subject.why}")
             notes += self.subject.notes
         if not self.hardware.measured:
-            notes.append(
-                "times from data sheets, not from measurements: zrun doctor --bench measures"
-            )
+            notes.append(FROM_DATA_SHEETS)
         return notes
 
 

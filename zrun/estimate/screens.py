@@ -1,0 +1,272 @@
+"""What `zrun estimate` prints and writes of an answer: text, JSON, keys, a job file, a picture."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from textwrap import fill
+from typing import TYPE_CHECKING, Any
+
+from zrun.estimate.answer import Answer, as_data
+from zrun.estimate.bars import bars
+from zrun.estimate.patch import as_overrides, as_yaml, write_job
+from zrun.estimate.plan_tables import (
+    CHOICES,
+    buffer_table,
+    choice_table,
+    cost_of_tokens,
+    stage_table,
+    sweep_table,
+    time_lines,
+    whole_run,
+)
+from zrun.watch.console import open_console
+from zrun.watch.formatting import count
+from zrun_core.errors import JobError
+from zrun_core.spine.sizes import format_size
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from zrun.estimate.compare_run import RunComparison
+    from zrun_core.plan.answer.outcome import Estimate
+
+_WIDE = 120  # columns where there is no terminal
+_WIDEST_BAR = 100
+
+
+def print_answer(found: Answer, tokens: str | None, price: float | None) -> None:
+    """Print an answer for a person.
+
+    Args:
+        found: to be printed.
+        tokens: --tokens: so many take how long?
+        price: --price: of a device for an hour.
+
+    Raises:
+        JobError: `tokens` is no number.
+    """
+    console = open_console(sys.stdout, wide=_WIDE)
+    _print_lines(console, _head(found))
+    console.print()
+    console.print(stage_table(found.stages, found.chosen.candidate, console.width))
+    console.print()
+    ascii_only = not console.encoding.lower().startswith("utf")
+    for bar in bars(found.chosen, min(console.width, _WIDEST_BAR), ascii_only):
+        console.print(bar, no_wrap=True, overflow="crop")
+    console.print()
+    _print_lines(console, time_lines(found.chosen))
+    if found.measured is not None:
+        _print_lines(console, found.measured.lines())
+    if found.num_steps is not None and found.chosen.time.seconds:
+        _print_lines(console, [whole_run(found.chosen.time, found.num_steps)])
+    if tokens is not None:
+        _print_lines(console, [_budget(found.chosen, tokens, price)])
+    if found.verdict:
+        _print_lines(console, [found.verdict])
+    if found.found is not None:
+        _print_search(console, found, tokens, price)
+    _print_changes(console, found)
+    _print_lines(console, [f"note: {note}" for note in found.notes])
+
+
+def print_buffers(found: Answer, pattern: str) -> None:
+    """Print the buffers with this in their name, or of this kind.
+
+    Raises:
+        JobError: there are none.
+    """
+    table = buffer_table(found.chosen, pattern)
+    if not table.row_count:
+        buffers = [buffer for rank in found.chosen.ranks for buffer in rank.buffers]
+        names = sorted({buffer.kind.value for buffer in buffers})
+        raise JobError(
+            f"--explain {pattern}: no buffer has this in its name; kinds are {', '.join(names)}"
+        )
+    open_console(sys.stdout, wide=_WIDE).print(table)
+
+
+def _print_lines(console: Console, lines: Sequence[str]) -> None:
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def _print_search(console: Console, found: Answer, tokens: str | None, price: float | None) -> None:
+    result = found.found
+    assert result is not None
+    console.print(
+        f"\n{result.tried + result.pruned:,} configurations, {result.tried:,} of them estimated",
+        markup=False,
+    )
+    if result.best:
+        shown = [*result.best, *result.pareto]
+        console.print(choice_table(result.best, console.width))
+        console.print("the fastest for each amount of free memory: none is both faster and smaller")
+        console.print(choice_table(result.pareto, console.width))
+        if tokens is not None:
+            _print_lines(console, [_budget(result.best[0], tokens, price)])
+    else:
+        shown = list(result.rejected)
+        console.print("none of them fits; the nearest:")
+        console.print(choice_table(result.rejected, console.width))
+    console.print(fill(CHOICES, console.width), markup=False)
+    if not any(each.candidate.lacking() for each in shown):
+        return
+    console.print("* zrun plans these, and does not train with them yet")
+    if found.today is not None:
+        console.print("the fastest that it trains:")
+        console.print(choice_table([found.today], console.width))
+
+
+def _print_changes(console: Console, found: Answer) -> None:
+    changes = found.changes
+    config = found.question.config
+    if not changes or config is None:
+        return
+    overrides = " ".join(as_overrides(changes))
+    _print_lines(console, [f"\nwith {overrides}, or in the job file:"])
+    keys = as_yaml(changes, config).splitlines()
+    console.print("\n".join(f"  {line}" for line in keys), markup=False)
+
+
+def _head(found: Answer) -> list[str]:
+    """Return the lines that say what was estimated, and on what."""
+    question = found.question
+    hardware = question.hardware
+    chosen = found.chosen
+    dims = chosen.candidate.dims
+    ranks = f"{dims.world_size} rank{'s' if dims.world_size > 1 else ''}"
+    if dims.tp * dims.pp > 1:
+        ranks += f" = dp {dims.dp} x tp {dims.tp} x pp {dims.pp}"
+    tokens = f" of {found.tokens_per_sample:,} tokens" if found.tokens_per_sample else ""
+    share = "a rank's share of memory" if hardware.shares_memory else hardware.device.name
+    return [
+        f"{question.title}: {count(found.num_params)} parameters, {ranks} on {hardware.name} "
+        f"({share}: {format_size(chosen.capacity)})",
+        f"batch: {question.batch}{tokens}; {question.job.precision.compute}, "
+        f"{question.job.optim.name}, checkpoint {chosen.candidate.checkpoint}; "
+        f"activations: {chosen.source}",
+    ]
+
+
+def _budget(chosen: Estimate, tokens: str, price: float | None) -> str:
+    from zrun_core.plan.question.transformer import parse_count
+
+    world_size = chosen.candidate.dims.world_size
+    return cost_of_tokens(chosen.time, parse_count(tokens), world_size, price)
+
+
+def print_sweep(key: str, rows: Sequence[tuple[str, Estimate | str]], *, as_json: bool) -> None:
+    """Print the estimates of several values of a key.
+
+    Args:
+        key: that has them.
+        rows: a value, and its estimate or why there is none.
+        as_json: for a program.
+    """
+    if as_json:
+        found = [{"value": value, "estimate": as_data(estimate)} for value, estimate in rows]
+        print(json.dumps(found, indent=2))
+        return
+    console = open_console(sys.stdout, wide=_WIDE)
+    console.print(sweep_table(key, rows, console.width))
+    reasons = [(value, found) for value, found in rows if isinstance(found, str)]
+    _print_lines(console, [f"{value}: {reason}" for value, reason in reasons])
+
+
+def print_comparison(found: RunComparison, *, as_json: bool) -> None:
+    """Print a run beside its estimate."""
+    if as_json:
+        comparison = {
+            "run": str(found.run),
+            "source": found.source,
+            "lines": [line.to_json() for line in found.lines],
+            "notes": found.notes,
+            "is_right": found.is_right,
+        }
+        print(json.dumps(comparison, indent=2))
+        return
+    print(f"{found.run.name}: activations {found.source}")
+    print("\n".join(map(str, found.lines)))
+    for note in found.notes:
+        print(f"note: {note}")
+
+
+def to_json(found: Answer, tokens: str | None, price: float | None) -> dict[str, Any]:
+    """Return an answer as JSON takes it, every buffer included."""
+    data = {
+        "title": found.question.title,
+        "hardware": as_data(found.question.hardware),
+        "parameters": found.num_params,
+        "batch": found.question.batch.model_dump(),
+        "steps": found.num_steps,
+        "estimate": as_data(found.chosen),
+        "fits": found.fits,
+        "sentence": found.sentence or None,
+        "stages": [as_data(each) for each in found.stages],
+        "changes": found.changes,
+        "fix": as_data(found.fix),
+        "search": as_data(found.found),
+        "budget": None if tokens is None else _budget(found.chosen, tokens, price),
+    }
+    if found.measured is not None:
+        data["measured"] = found.measured.to_json()
+    return data
+
+
+def print_changes(found: Answer) -> None:
+    """Print the keys that must change, as YAML.
+
+    Raises:
+        JobError: there is no job that has keys.
+    """
+    config = found.question.config
+    if config is None:
+        raise JobError("--emit patch: there is no job to change; name a job file")
+    if found.changes:
+        print(as_yaml(found.changes, config))
+    else:
+        print(found.verdict or "nothing has to change", file=sys.stderr)
+
+
+def write_changed_job(found: Answer, source: Path, target: Path, overrides: list[str]) -> None:
+    """Write the job with the keys that must change; nothing where nothing is known to fit.
+
+    Args:
+        found: the answer.
+        source: the file of the job.
+        target: the file to write.
+        overrides: of the command line, which the new file has, too.
+
+    Raises:
+        JobError: there is no job, or the file cannot be written.
+    """
+    if found.question.config is None:
+        raise JobError("--write: there is no job to write; name a job file")
+    if not found.fits and found.target is None:
+        return  # the answer says that nothing is known to fit
+    write_job(source, target, found.changes, overrides)
+    print(f"wrote {target}", file=sys.stderr)
+
+
+def write_page(found: Answer, target: Path) -> None:
+    """Write an answer as one HTML file.
+
+    Raises:
+        JobError: the file cannot be written.
+    """
+    from zrun.estimate.html import page
+
+    lines = _head(found)
+    if found.measured is not None:
+        lines += found.measured.lines()
+    lines += [f"note: {note}" for note in found.notes]
+    title = f"zrun estimate: {found.question.title}"
+    text = page(title, lines, found.stages, found.chosen, found.verdict or "fits")
+    try:
+        target.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise JobError(f"--html {target}: {error.strerror}") from None
+    print(f"wrote {target}", file=sys.stderr)

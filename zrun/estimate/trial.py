@@ -1,0 +1,200 @@
+"""A trial of a job: its first steps, run for real, beside their estimate.
+
+`zrun estimate JOB --measure` runs it. A prediction is off for the same reasons at each configuration
+of a job: kernels that are slower than the roofline says, Python between them, other work on the
+host. So the measured time of the job's own configuration corrects the others as well:
+
+    time of a candidate = predicted time * measured time of the job / predicted time of the job
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zrun.estimate.plan_tables import fullest
+from zrun.job.smoke import smoke_of
+from zrun.watch import formatting
+from zrun_core.errors import JobError
+from zrun_core.spine.config import JobConfig
+from zrun_core.spine.events import Event
+from zrun_core.spine.sizes import format_size
+
+if TYPE_CHECKING:
+    from zrun.estimate.answer import Answer
+    from zrun_core.plan.answer.outcome import Estimate, SearchResult
+
+_WARM_STEPS = 2  # not timed: the first warms up, and the memory of the second is measured
+_TIMED_STEPS = 3
+STEPS = _WARM_STEPS + _TIMED_STEPS
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The measurements of a trial.
+
+    Attributes:
+        seconds: of each timed step.
+        peak_bytes: of tensors, on the fullest rank; 0: not measured.
+        process_bytes: of the largest process of a rank; 0: not measured.
+    """
+
+    seconds: tuple[float, ...]
+    peak_bytes: int = 0
+    process_bytes: int = 0
+
+    @property
+    def step_s(self) -> float:
+        """The median of the timed steps."""
+        return statistics.median(self.seconds)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A trial beside the estimate of the same configuration, as it was before it was scaled."""
+
+    trial: Trial
+    predicted_s: float
+    predicted_peak_bytes: int
+
+    @property
+    def scale(self) -> float:
+        """Measured over predicted seconds, by which predicted times are multiplied."""
+        return self.trial.step_s / self.predicted_s
+
+    def lines(self) -> list[str]:
+        """Return the comparison in words."""
+        trial = self.trial
+        low, high = (formatting.seconds(each(trial.seconds)) for each in (min, max))
+        found = [
+            f"measured: {len(trial.seconds)} steps of {formatting.seconds(trial.step_s)} "
+            f"({low} to {high}), {formatting.seconds(self.predicted_s)} predicted; "
+            f"all times here are predicted ones x {self.scale:.2f}"
+        ]
+        if trial.peak_bytes:
+            found.append(
+                f"measured: peak {format_size(trial.peak_bytes)}, "
+                f"{format_size(self.predicted_peak_bytes)} predicted"
+            )
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "steps_s": list(self.trial.seconds),
+            "step_s": self.trial.step_s,
+            "predicted_step_s": self.predicted_s,
+            "scale": self.scale,
+            "peak_bytes": self.trial.peak_bytes or None,
+            "predicted_peak_bytes": self.predicted_peak_bytes,
+            "process_bytes": self.trial.process_bytes or None,
+        }
+
+
+def trial_overrides(job: JobConfig) -> list[str]:
+    """Return the keys that make a trial of a job: few steps, nothing but steps, nothing saved.
+
+    Raises:
+        JobError: the job has no step that could be timed.
+    """
+    if job.steps is not None and job.steps <= _WARM_STEPS:
+        raise JobError(
+            f"--measure times the steps after the first {_WARM_STEPS}, and the job has "
+            f"{job.steps}: give it more"
+        )
+    if job.steps is not None and job.steps <= STEPS:
+        overrides = ["resume=never", "restarts=0"]
+        if job.checkpoint is not None:
+            overrides.append("checkpoint=null")
+    else:
+        overrides = smoke_of(job, STEPS).overrides
+    overrides = [each for each in overrides if not each.startswith("eval.")]
+    if job.eval is not None:
+        overrides.append("eval=null")
+    return overrides
+
+
+def read_trial(events: Path) -> Trial:
+    """Return the measurements in the record of a trial.
+
+    Raises:
+        JobError: it ended before a step that could be timed.
+    """
+    steps: list[float] = []
+    peaks: list[Event] = []
+    for line in events.read_bytes().splitlines():
+        with suppress(ValueError):
+            event = json.loads(line)
+            if event.get("type") == "step":
+                steps.append(float(event["step_s"]))
+            elif event.get("type") in ("peak", "memory"):
+                peaks.append(event)
+    timed = steps[_WARM_STEPS:]
+    if not timed:
+        raise JobError(f"--measure: the job ended after {len(steps)} steps: none could be timed")
+    return Trial(
+        seconds=tuple(timed),
+        peak_bytes=_most(peaks, "peak_bytes"),
+        process_bytes=_most(peaks, "process_bytes"),
+    )
+
+
+def _most(events: Sequence[Event], key: str) -> int:
+    return max((event.get(key) or 0 for event in events), default=0)
+
+
+def with_trial(found: Answer, trial: Trial) -> Answer:
+    """Return an answer with the times of all its estimates scaled by a trial of the job.
+
+    Args:
+        found: predicted.
+        trial: of the configuration that the job asks for.
+    """
+    chosen = found.chosen
+    comparison = Comparison(trial, chosen.time.seconds, fullest(chosen).allocated)
+    scale = comparison.scale
+    search = found.found
+    return replace(
+        found,
+        chosen=scaled(chosen, scale),
+        stages=tuple(scaled(each, scale) for each in found.stages),
+        found=None if search is None else _scaled_search(search, scale),
+        fix=None if found.fix is None else scaled(found.fix, scale),
+        today=None if found.today is None else scaled(found.today, scale),
+        measured=comparison,
+    )
+
+
+def _scaled_search(search: SearchResult, scale: float) -> SearchResult:
+    return replace(
+        search,
+        best=tuple(scaled(each, scale) for each in search.best),
+        pareto=tuple(scaled(each, scale) for each in search.pareto),
+        rejected=tuple(scaled(each, scale) for each in search.rejected),
+    )
+
+
+def scaled(estimate: Estimate, scale: float) -> Estimate:
+    """Return an estimate whose step takes `scale` times as long, in all of its parts.
+
+    The range around it is as wide on both sides: what may lie between the operators of a CPU that
+    was not measured, and widens it at the top, is in the measured time.
+    """
+    time = estimate.time
+    spread = time.seconds - time.low
+    slower = replace(
+        time,
+        seconds=time.seconds * scale,
+        low=time.low * scale,
+        high=(time.seconds + spread) * scale,
+        parts={name: seconds * scale for name, seconds in time.parts.items()},
+        mfu=None if time.mfu is None else time.mfu / scale,
+        hfu=None if time.hfu is None else time.hfu / scale,
+        tokens_per_s=None if time.tokens_per_s is None else time.tokens_per_s / scale,
+        samples_per_s=time.samples_per_s / scale,
+    )
+    return replace(estimate, time=slower)

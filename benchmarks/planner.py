@@ -32,7 +32,9 @@ from planner_table import is_good, peer_table, summary
 from zrun_core.memory.buffers import Kind
 from zrun_core.plan.memory.states import plan_model, rank_buffers, settings_of
 from zrun_core.plan.trace.module_tree import skeleton_of
-from zrun_core.plan.trace.profile import Profile, TracePhase, peak_of
+from zrun_core.plan.trace.peak import peak_of
+from zrun_core.plan.trace.profile import Profile
+from zrun_core.plan.trace.rows import TracePhase
 from zrun_core.plan.trace.trace_process import trace_in_subprocess
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.parallel_dims import ParallelDims

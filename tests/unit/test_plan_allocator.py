@@ -11,11 +11,12 @@ import sys
 from typing import Any
 
 import pytest
+from plan_rows import Event, trace_of
 
 from zrun.job.environment import WORKER_DEFAULTS
 from zrun_core.plan.memory import allocator as allocator_module
 from zrun_core.plan.memory.allocator import MIB, CachingAllocator, Heap, pinned_bytes, simulate
-from zrun_core.plan.trace.profile import Affine, Event, Trace, TracePhase
+from zrun_core.plan.trace.rows import Affine, TracePhase
 
 KIB = 1024
 
@@ -154,16 +155,12 @@ def test_replay_of_steps() -> None:
         at(0, 8, False, TracePhase.BACKWARD),
         at(2, 16, False, TracePhase.BACKWARD),
     ]
-    found = simulate(
-        Trace("none", tuple(events), ()), 1, [30 * MIB], late=[12 * MIB, 12 * MIB], expandable=False
-    )
+    found = simulate(trace_of(events), 1, [30 * MIB], late=[12 * MIB, 12 * MIB], expandable=False)
     # The first step: 30; a segment of 20 for 8 and 4; 16 of its own. Then the moments: the first takes the freed 16,
     # whose rest is split off, the second needs 12 from the freed 20. In step two 8 and 4 fit in what is left over.
     assert found.allocated == (30 + 24 + 24) * MIB
     assert found.reserved == (30 + 20 + 16 + 16) * MIB
-    grown = simulate(
-        Trace("none", tuple(events), ()), 1, [30 * MIB], late=[12 * MIB, 12 * MIB], expandable=True
-    )
+    grown = simulate(trace_of(events), 1, [30 * MIB], late=[12 * MIB, 12 * MIB], expandable=True)
     assert grown.allocated == found.allocated
     assert grown.reserved <= found.reserved
 
@@ -187,7 +184,7 @@ def test_a_pass_that_changes_nothing_is_not_repeated(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(allocator_module, "CachingAllocator", Counting)
     for events, passes in ((plain, 3 + 3), (both, 3 + 4 + 3)):  # in the first nothing is there yet
         Counting.count = 0
-        found = simulate(Trace("none", tuple(events), ()), 1, (), accumulation=8)
+        found = simulate(trace_of(events), 1, (), accumulation=8)
         assert Counting.count == passes
         one = CachingAllocator(expandable=True)
         for number in range(4):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from zrun_core.plan.trace.profile import peak_of
+from zrun_core.plan.trace.peak import peak_of
 from zrun_core.plan.trace.trace_process import trace_job
 from zrun_core.spine.config import JobConfig
 

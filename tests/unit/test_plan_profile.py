@@ -5,19 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from plan_rows import Event, Op, events_of, trace_of
 
-from zrun_core.plan.trace.profile import (
-    Affine,
-    Event,
-    ModuleInfo,
-    Op,
-    ParamInfo,
-    Peak,
-    Profile,
-    Trace,
-    TracePhase,
-    peak_of,
-)
+from zrun_core.plan.trace.peak import Peak, peak_of
+from zrun_core.plan.trace.profile import ModuleInfo, ParamInfo, Profile, Trace
+from zrun_core.plan.trace.rows import Affine, TracePhase
 
 F, B = TracePhase.FORWARD, TracePhase.BACKWARD
 
@@ -51,7 +43,7 @@ def trace() -> Trace:
         event(0, 5, False, B, -1),
         event(8, 4, False, B, -1),
     ]
-    return Trace("none", tuple(rows), ())
+    return trace_of(rows)
 
 
 def test_peak_is_the_largest_moment() -> None:
@@ -76,7 +68,7 @@ def test_states_move_the_peak() -> None:
 
 
 def test_each_allocation_is_rounded_up() -> None:
-    one = Trace("none", (event(0, 100, True, F, 0), event(1, 513, True, F, 0)), ())
+    one = trace_of((event(0, 100, True, F, 0), event(1, 513, True, F, 0)))
     assert peak_of(one, 1, steady={}, align=512).num_bytes == 512 + 1024
 
 
@@ -107,7 +99,8 @@ def test_a_second_micro_batch_is_added_to_the_first() -> None:
         Event(9, Affine(64, 0), come, B, "blocks.0", 0, "grad", accumulates=True)
         for come in (True, False)
     ]
-    both = Trace("none", (*trace().events[:10], *cast, *trace().events[10:]), ())
+    rows = events_of(trace())
+    both = trace_of((*rows[:10], *cast, *rows[10:]))
     assert peak_of(both, 2, steady={}) == peak_of(trace(), 2, steady={})
     assert (
         peak_of(both, 2, steady={}, accumulating=True).num_bytes
@@ -116,8 +109,8 @@ def test_a_second_micro_batch_is_added_to_the_first() -> None:
 
 
 def test_some_micro_batches_are_exact() -> None:
-    exact = Trace("none", (event(0, 0, True, F, 0, base=7),), ())
-    mixed = Trace("none", trace().events, (), {1: exact})
+    exact = trace_of((event(0, 0, True, F, 0, base=7),))
+    mixed = trace_of(events_of(trace()), exact={1: exact})
     assert peak_of(mixed, 1, steady={}).num_bytes == 7
     assert peak_of(mixed, 2, steady={}) == peak_of(trace(), 2, steady={})
 
@@ -135,7 +128,7 @@ def profile() -> Profile:
         num_blocks=2,
         batch_bytes=Affine(0, 16),
         tokens_per_sample=8,
-        traces={"none": Trace("none", trace().events, (op,), {1: Trace("none", (), (op,))})},
+        traces={"none": trace_of(events_of(trace()), (op,), {1: trace_of(ops=(op,))})},
         modules=(
             ModuleInfo("", 0),
             ModuleInfo("a", 1, "list", True, (("w", "w"),), ""),
@@ -158,7 +151,7 @@ def deep(blocks: int) -> Profile:
         Op("mm", "gemm", Affine(0, 2.0), Affine(1, 3.5), F, f"blocks.{n}", n, "float32", (4, 2, 3))
         for n in range(blocks)
     ]
-    return replace(profile(), traces={"none": Trace("none", (*forward, *backward), tuple(ops))})
+    return replace(profile(), traces={"none": trace_of((*forward, *backward), ops)})
 
 
 def test_blocks_are_stored_once() -> None:
@@ -169,7 +162,7 @@ def test_blocks_are_stored_once() -> None:
     assert len(many) - len(few) < names + 50
     found = Profile.from_json(many)
     assert found == deep(200)
-    assert [*found.traces["none"].events] == [*deep(200).traces["none"].events]
+    assert events_of(found.traces["none"]) == events_of(deep(200).traces["none"])
     for micro in (1, 3):
         one, other = (
             peak_of(each.traces["none"], micro, blocks=range(5, 9), steady={})

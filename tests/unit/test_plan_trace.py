@@ -12,6 +12,7 @@ from typing import Any
 import plan_models
 import pytest
 import torch
+from plan_rows import events_of, ops_of
 from torch import nn
 from warm import WarmPopen
 
@@ -21,12 +22,12 @@ from zrun_core.models.gpt import gpt
 from zrun_core.plan.trace import allocation_probe, trace_process
 from zrun_core.plan.trace.affine import fit_loops
 from zrun_core.plan.trace.block_extrapolation import alike
-from zrun_core.plan.trace.module_tree import skeleton_of
-from zrun_core.plan.trace.op_recorder import OpRow
+from zrun_core.plan.trace.module_tree import describe_modules, describe_params, skeleton_of
 from zrun_core.plan.trace.parameters_only import with_guesses
-from zrun_core.plan.trace.profile import Affine, Event, Profile, Trace, TracePhase, peak_of
+from zrun_core.plan.trace.peak import peak_of
+from zrun_core.plan.trace.profile import Profile, Trace
+from zrun_core.plan.trace.rows import Affine, Rows, RowWriter, TracePhase, Vocabulary
 from zrun_core.plan.trace.trace_process import trace_in_subprocess, trace_job
-from zrun_core.plan.trace.tracer import describe_modules, describe_params
 from zrun_core.spine.config import JobConfig
 from zrun_core.zero.auto_wrap import auto_wrap
 
@@ -54,7 +55,9 @@ def test_a_linear_model_to_the_byte() -> None:
     assert profile.batch_bytes.at(3) == 3 * 4 * (16 + 1)
     # fp32, per sample: input of layers 16 and 16; relu's output 32 each, which `up` also made: 2 x (32 + 32 freed).
     at_loss = [
-        event for event in profile.traces["none"].events if event.alloc and event.phase == "forward"
+        event
+        for event in events_of(profile.traces["none"])
+        if event.alloc and event.phase == "forward"
     ]
     assert [event.size.at(1) for event in at_loss[:4]] == [64, 128, 128, 64]
     assert all(event.size.base == 0 for event in at_loss)
@@ -77,8 +80,10 @@ def test_blocks_that_did_not_run_are_written_out(
     monkeypatch.setattr("zrun_core.plan.trace.tracer.find_series", lambda *_: [])
     full = traced(model, *policies)
     for policy in policies:
-        assert alike([*few.traces[policy].events], [*full.traces[policy].events])
-        assert few.traces[policy].ops == full.traces[policy].ops
+        assert alike(few.traces[policy].events, full.traces[policy].events)
+        assert alike(few.traces[policy].ops, full.traces[policy].ops)
+        assert few.traces[policy].modules == full.traces[policy].modules
+        assert few.traces[policy].operators == full.traces[policy].operators
 
 
 def test_few_blocks_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,11 +112,12 @@ def test_recomputing_costs_flops_and_saves_memory() -> None:
     ]
     assert peaks == sorted(set(peaks))
     flops = [
-        sum(op.flops.at(4) for op in trace_process.ops) for trace_process in (none, selective, full)
+        sum(op.flops.at(4) for op in ops_of(trace_process))
+        for trace_process in (none, selective, full)
     ]
     assert flops[0] == flops[1] < flops[2]
     assert profile.tokens_per_sample == 32
-    assert {event.kind for event in none.events} == {"activation", "temp", "grad"}
+    assert {event.kind for event in events_of(none)} == {"activation", "temp", "grad"}
 
 
 def test_values_decide() -> None:
@@ -137,7 +143,7 @@ def test_not_linear_in_the_batch() -> None:
     trace_process = profile.traces["none"]
     assert profile.source == "traced"
     assert set(trace_process.exact) == {4}
-    largest = max(event.size.at(4) for event in trace_process.of(4).events)
+    largest = max(event.size.at(4) for event in events_of(trace_process.of(4)))
     assert largest == 4 * max(4 * 16, 16 * 16)
     assert any("not linear" in note for note in profile.notes)
 
@@ -151,38 +157,43 @@ def test_a_loss_in_chunks_runs_more_often(monkeypatch: pytest.MonkeyPatch) -> No
     followed = traced((GPT, args), data=TEXT)
     assert any("what runs depends on the micro-batch" in note for note in followed.notes)
     exact = followed.traces["none"].exact[4]
-    flops = [sum(op.flops.at(4) for op in trace_process.ops) for trace_process in (lines, exact)]
+    flops = [
+        sum(op.flops.at(4) for op in ops_of(trace_process)) for trace_process in (lines, exact)
+    ]
     peaks = [peak_of(trace_process, 4, steady={}).num_bytes for trace_process in (lines, exact)]
     assert flops[0] == pytest.approx(flops[1], rel=1e-3)
     assert peaks[0] == pytest.approx(peaks[1], rel=0.01)
 
 
 def test_what_is_more_in_the_larger_pass_has_no_size_in_the_smaller_one() -> None:
-    def came(tensor: int, size: int, module: str) -> OpRow:
-        return OpRow(tensor, size, True, TracePhase.FORWARD, module, -1)
+    vocabulary = Vocabulary()
 
-    def went(tensor: int, size: int, module: str) -> OpRow:
-        return OpRow(tensor, size, False, TracePhase.FORWARD, module, -1)
+    def loop(count: int) -> Rows:  # each time around: 8 bytes stay, 100 go again
+        writer = RowWriter(vocabulary)
 
-    def loop(count: int) -> list[OpRow]:  # each time around: 8 bytes stay, 100 go again
-        rows = [came(0, 10 * count, "in")]
+        def write(tensor: int, size: int, module: str, *, alloc: bool) -> None:
+            where = {"phase": TracePhase.FORWARD, "module": module, "block": -1}
+            writer.event(tensor, size, alloc=alloc, **where)  # type: ignore[arg-type]
+
+        write(0, 10 * count, "in", alloc=True)
         for number in range(count):
             kept, scratch = 1 + 2 * number, 2 + 2 * number
-            rows += [came(scratch, 100, "loop"), came(kept, 8, "kept"), went(scratch, 100, "loop")]
+            write(scratch, 100, "loop", alloc=True)
+            write(kept, 8, "kept", alloc=True)
+            write(scratch, 100, "loop", alloc=False)
         total = 1 + 2 * count
-        rows.append(came(total, 0, "sum"))
-        return [
-            *rows,
-            *(went(1 + 2 * number, 8, "end") for number in range(count)),
-            went(total, 0, "sum"),
-        ]
+        write(total, 0, "sum", alloc=True)
+        for number in range(count):
+            write(1 + 2 * number, 8, "end", alloc=False)
+        write(total, 0, "sum", alloc=False)
+        return writer.rows()
 
-    timeline = fit_loops(loop(2), 2, loop(4), 4)
-    assert timeline is not None
-    trace_of_loops = Trace("none", tuple(row for row in timeline if isinstance(row, Event)), ())
+    rows = fit_loops(loop(2), 2, loop(4), 4, vocabulary)
+    assert rows is not None
+    trace_of_loops = Trace.of_rows("none", rows, vocabulary)
     for micro in (2, 3, 4, 8):
         assert peak_of(trace_of_loops, micro, steady={}).num_bytes == 10 * micro + 8 * micro + 100
-    assert fit_loops(loop(4), 4, loop(2), 2) is None
+    assert fit_loops(loop(4), 4, loop(2), 2, vocabulary) is None
 
 
 def test_what_a_convolution_allocates_inside() -> None:
@@ -274,10 +285,12 @@ def test_cuda_keeps_other_things_and_what_was_found_holds_until_the_code_changes
 
     first = found()
     assert (first.source, first.device) == ("traced", "cuda")
-    names = {op.name for op in first.traces["none"].ops}
+    names = {op.name for op in first.traces["none"].operators}
     assert "_scaled_dot_product_flash_attention[causal]" in names
     assert "_scaled_dot_product_flash_attention_for_cpu" not in names
-    norms = [op for op in first.traces["none"].ops if op.module == "norm" and op.phase == "forward"]
+    norms = [
+        op for op in ops_of(first.traces["none"]) if op.module == "norm" and op.phase == "forward"
+    ]
     assert all(op.name not in ("rsqrt", "mean", "pow") for op in norms)  # in one kernel
 
     (kept,) = cache.glob("*.json")
@@ -311,7 +324,7 @@ def test_a_model_that_does_not_run_is_described(how: str, said: str) -> None:
     assert [*guessed.traces] == ["none", "full"]
     # Two outputs of 16 and of 1 numbers, and the gradient of the larger matrix while its outputs are there.
     assert peak_of(guessed.traces["none"], 4, steady={}).num_bytes == 4 * 4 * 2 * 16 + 4 * 16 * 16
-    assert sum(op.flops.at(1) for op in guessed.traces["none"].ops) == 3 * 2 * (16 * 16 + 16)
+    assert sum(op.flops.at(1) for op in ops_of(guessed.traces["none"])) == 3 * 2 * (16 * 16 + 16)
 
 
 @pytest.mark.usefixtures("warm")
@@ -356,7 +369,7 @@ def test_a_policy_that_the_model_cannot_bear_leaves_the_others_alone(
     assert set(profile.untraced) == {"full", "selective"}
     assert all("this layer runs once" in why for why in profile.untraced.values())
     guessed = with_guesses(profile, policies[:1])
-    assert guessed.traces[policies[0]].events == profile.traces["none"].events
+    assert events_of(guessed.traces[policies[0]]) == events_of(profile.traces["none"])
     assert guessed.source_of(policies[0]) == ("guessed" if policies[0] == "full" else "traced")
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from plan_rows import Event, Op, trace_of
 from torch import nn
 
 from zrun_core.errors import JobError
@@ -16,8 +17,9 @@ from zrun_core.plan.question.candidate import Candidate
 from zrun_core.plan.question.transformer import TransformerShape
 from zrun_core.plan.timing.cost_model import CostModel
 from zrun_core.plan.timing.micro_batch_cost import TimingSettings
-from zrun_core.plan.trace.profile import Affine, Event, Op, Profile, Trace, TracePhase
-from zrun_core.plan.trace.tracer import describe_modules, describe_params
+from zrun_core.plan.trace.module_tree import describe_modules, describe_params
+from zrun_core.plan.trace.profile import Profile, Trace
+from zrun_core.plan.trace.rows import Affine, TracePhase
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.parallel_dims import ParallelDims
 
@@ -101,7 +103,7 @@ def timeline(checkpoint: str) -> Trace:
             (),
         )
     )
-    return Trace(checkpoint, tuple(events), tuple(ops))
+    return replace(trace_of(events, ops), checkpoint=checkpoint)
 
 
 def profile() -> Profile:

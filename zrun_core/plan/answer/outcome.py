@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from zrun_core.memory.buffers import Buffer
 from zrun_core.plan.question.candidate import Candidate
 from zrun_core.plan.timing.timing import StepTime
-from zrun_core.plan.trace.profile import Peak
+from zrun_core.plan.trace.peak import Peak
 
 FROM_DATA_SHEETS = "times from data sheets, not from measurements: zrun doctor --bench measures"
 

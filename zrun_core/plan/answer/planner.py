@@ -38,7 +38,9 @@ from zrun_core.plan.timing.cost_model import CostModel
 from zrun_core.plan.timing.micro_batch_cost import TimingSettings
 from zrun_core.plan.timing.timing import StepTime, step_time
 from zrun_core.plan.trace.module_tree import skeleton_of
-from zrun_core.plan.trace.profile import Peak, Profile, TracePhase
+from zrun_core.plan.trace.peak import Peak
+from zrun_core.plan.trace.profile import Profile
+from zrun_core.plan.trace.rows import TracePhase
 from zrun_core.spine.config import JobConfig, PrecisionConfig
 from zrun_core.spine.parallel_dims import Coordinates, ParallelDims
 from zrun_core.zero.exchange import StepCounts, expected_traffic

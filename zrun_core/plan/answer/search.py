@@ -26,7 +26,8 @@ from zrun_core.plan.question.transformer import TransformerShape
 from zrun_core.plan.timing.collectives import LinkedGroup
 from zrun_core.plan.timing.micro_batch_cost import BYTES, SegmentCost
 from zrun_core.plan.timing.update_time import device_update_seconds, host_seconds_per_element
-from zrun_core.plan.trace.profile import Profile, TracePhase
+from zrun_core.plan.trace.profile import Profile
+from zrun_core.plan.trace.rows import TracePhase
 from zrun_core.spine.parallel_dims import ParallelDims
 
 SearchGoal = Literal["fit", "best"]

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from zrun_core.plan.trace.profile import Trace
+from zrun_core.plan.trace.rows import values_at
 
 MIB = 1 << 20
 _ROUND = 512
@@ -319,19 +320,13 @@ def simulate(
 
 def _passes(trace: Trace, micro: int) -> list[list[tuple[int, int, int]]]:
     """What comes and goes in the first micro-batch of a step, and in those that add to it: see `_replay`."""
-    table = trace.of(micro).event_table
-    sizes = np.maximum(0.0, table.sizes[:, 0] + table.sizes[:, 1] * micro)
-    sizes = np.rint(sizes).astype(np.int64)[table.size]
-    is_always = table.accumulates == 0
-    return [
-        [
-            *zip(
-                *(column[keep].tolist() for column in (table.tensor, sizes, table.alloc)),
-                strict=True,
-            )
-        ]
-        for keep in (is_always, np.ones_like(is_always))
-    ]
+    events = trace.of(micro).events
+    sizes = np.rint(values_at(events["size"], micro)).astype(np.int64)
+    columns = [column.tolist() for column in (events["tensor"], sizes, events["alloc"])]
+    adding = [*zip(*columns, strict=True)]
+    is_first = (~events["accumulates"]).tolist()
+    first = [event for event, happens in zip(adding, is_first, strict=True) if happens]
+    return [first, adding]
 
 
 def _replay(allocator: CachingAllocator | Heap, events: Sequence[tuple[int, int, int]]) -> None:

@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-import numpy as np
-
 from zrun_core.pipeline.schedule import max_in_flight, stage_order
 from zrun_core.plan.memory.allocator import heap_bytes, simulate
 from zrun_core.plan.question.candidate import Candidate, stage_blocks
 from zrun_core.plan.question.transformer import TransformerShape
 from zrun_core.plan.timing.micro_batch_cost import BYTES
-from zrun_core.plan.trace.profile import Peak, Profile, TracePhase, peak_of
+from zrun_core.plan.trace.peak import Peak, peak_of
+from zrun_core.plan.trace.profile import Profile
+from zrun_core.plan.trace.rows import TracePhase
 from zrun_core.spine.parallel_dims import ParallelDims
 
 ALIGN = 512  # bytes to which CUDA's allocator rounds
@@ -128,12 +128,13 @@ def kernel_bytes(profile: Profile, candidate: Candidate) -> int:
     """Bytes of the code that oneDNN makes for a CPU, for each shape of a product in half precision."""
     if profile.follows_values and candidate.precision != "fp32":
         return _MOST_KERNELS * _KERNEL_BYTES
-    table = profile.traces[candidate.checkpoint].of(candidate.micro).op_table
-    words = {word: number for number, word in enumerate(table.words)}
-    half = [words[name] for name in ("bfloat16", "float16") if name in words]
-    made = (table.family == words.get("gemm", -1)) & np.isin(table.dtype, half)
-    shapes = np.unique(np.stack([table.name, table.shape], axis=1)[made], axis=0)
-    return min(len(shapes), _MOST_KERNELS) * _KERNEL_BYTES
+    trace = profile.traces[candidate.checkpoint].of(candidate.micro)
+    kernels = {
+        (operator.name, operator.shape)
+        for operator in trace.operators
+        if operator.family == "gemm" and operator.dtype in ("bfloat16", "float16")
+    }
+    return min(len(kernels), _MOST_KERNELS) * _KERNEL_BYTES
 
 
 def by_formula(

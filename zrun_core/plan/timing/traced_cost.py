@@ -16,7 +16,8 @@ from zrun_core.hardware.hardware import Device
 from zrun_core.plan.question.candidate import CandidateKey
 from zrun_core.plan.timing.micro_batch_cost import MicroBatchCost, SegmentCost, TimingSettings
 from zrun_core.plan.timing.roofline import accumulation_seconds
-from zrun_core.plan.trace.profile import PHASES, Affine, Profile, Trace, TracePhase
+from zrun_core.plan.trace.profile import Profile, Trace
+from zrun_core.plan.trace.rows import KIND_NUMBER, PHASE_NUMBER, TracePhase, values_at
 
 Floats: TypeAlias = NDArray[np.float64]
 Indices: TypeAlias = NDArray[np.int64]
@@ -81,25 +82,27 @@ class OpColumns(NamedTuple):
 
 def columns_of(trace: Trace, num_blocks: int) -> OpColumns:
     """Return the operations of a timeline that take time."""
-    table = trace.op_table
-    words = table.words
-    takes_time = np.array([word not in _FREE for word in words], dtype=bool)
-    rows = np.flatnonzero(takes_time[table.name])
-    family = np.array([_FAMILIES.get(word, _STREAM) for word in words], dtype=np.int64)
-    is_gemm = np.array([word == "gemm" for word in words], dtype=bool)
-    is_wide = np.array([word in _WIDE_DTYPES for word in words], dtype=bool)
+    operators = trace.operators
+    takes_time = np.array([each.name not in _FREE for each in operators], dtype=bool)
+    family = np.array([_FAMILIES.get(each.family, _STREAM) for each in operators], dtype=np.int64)
+    is_wide = np.array([each.dtype in _WIDE_DTYPES for each in operators], dtype=bool)
     no_product = (0, 0, 0)
-    shapes = [shape if len(shape) == 3 else no_product for shape in table.shapes]
+    shapes = [
+        each.shape if each.family == "gemm" and len(each.shape) == 3 else no_product
+        for each in operators
+    ]
     dims = np.array(shapes, dtype=float).reshape(-1, 3)
-    is_backward = table.phase[rows] == PHASES.index(TracePhase.BACKWARD)
+    ops = trace.ops[takes_time[trace.ops["operator"]]]
+    operator = ops["operator"]
+    is_backward = ops["phase"] == PHASE_NUMBER[TracePhase.BACKWARD]
     return OpColumns(
-        flops=table.sizes[table.flops[rows]],
-        moved=table.sizes[table.bytes_moved[rows]],
-        family=family[table.family[rows]],
-        dims=np.where(is_gemm[table.family[rows]][:, None], dims[table.shape[rows]], 0.0),
-        owner=_owners(table.block[rows], is_backward, num_blocks),
+        flops=np.ascontiguousarray(ops["flops"]),
+        moved=np.ascontiguousarray(ops["size"]),
+        family=family[operator],
+        dims=dims[operator],
+        owner=_owners(ops["block"].astype(np.int64), is_backward, num_blocks),
         is_backward=is_backward,
-        is_wide=is_wide[table.dtype[rows]],
+        is_wide=is_wide[operator],
     )
 
 
@@ -247,10 +250,9 @@ def _params_by_segment(profile: Profile, trace: Trace) -> tuple[list[float], lis
 
     Parameters outside of blocks belong to the segment in which their module first runs.
     """
-    table = trace.op_table
-    inside = table.block >= 0
+    inside = trace.ops["block"] >= 0
     first_block = int(inside.argmax()) if inside.any() else len(inside)
-    early = {table.words[module] for module in np.unique(table.module[:first_block])}
+    early = {trace.modules[module] for module in np.unique(trace.ops["module"][:first_block])}
     before, after = 0, profile.num_blocks + 1
     params = [0.0] * (profile.num_blocks + 2)
     trainable = [0.0] * (profile.num_blocks + 2)
@@ -269,13 +271,11 @@ def _params_by_segment(profile: Profile, trace: Trace) -> tuple[list[float], lis
 
 def _boundary_bytes(trace: Trace, num_blocks: int, micro: int) -> float:
     """Return the bytes of the last tensor that the middle block makes in forward: its output."""
-    table = trace.event_table
-    is_activation = np.array([word == "activation" for word in table.words], dtype=bool)
-    is_made = is_activation[table.kind] & (table.alloc == 1)
-    is_of_block = table.block == num_blocks // 2
-    is_forward = table.phase == PHASES.index(TracePhase.FORWARD)
-    outputs = np.flatnonzero(is_made & is_of_block & is_forward)
+    events = trace.events
+    is_made = (events["kind"] == KIND_NUMBER["activation"]) & events["alloc"]
+    is_of_block = events["block"] == num_blocks // 2
+    is_forward = events["phase"] == PHASE_NUMBER[TracePhase.FORWARD]
+    outputs = events[is_made & is_of_block & is_forward]
     if not len(outputs):
         return 0.0
-    base, per_sample = table.sizes[table.size[outputs[-1]]].tolist()
-    return Affine(base, per_sample).at(micro)
+    return float(values_at(outputs["size"], micro)[-1])

@@ -1,70 +1,115 @@
-"""Sizes as functions of the micro-batch, from passes of two of them: `fit`, and `fit_loops` where one does more.
+"""Affine sizes from passes of two micro-batches: `fit`, and `fit_loops` where one does more.
 
-A loss in chunks runs its loop more often for a larger micro-batch, with the same bytes each time. What is more in the
-larger pass then has size 0 in the smaller one: what a repetition leaves behind grows with the micro-batch, and what it
-gives up itself takes the place of what the one before it gave up.
+A loss in chunks runs its loop more often for a larger micro-batch, with the same bytes each time:
+
+    pass of 2 samples    in | scratch kept -scratch | sum
+    pass of 4 samples    in | scratch kept -scratch | scratch kept -scratch | sum
+
+What is more in the larger pass then has size 0 in the smaller one: what a repetition leaves behind
+grows with the micro-batch ("kept": 8 bytes per repetition are 4 m - 8 in the second one, for m
+samples), and what it frees itself takes the place of what the one before it freed ("scratch" is
+there once, however often the loop runs).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from difflib import SequenceMatcher
-from typing import Any
 
-from zrun_core.plan.trace.block_extrapolation import Timeline
-from zrun_core.plan.trace.op_recorder import OpCall, OpRow
-from zrun_core.plan.trace.profile import Affine, Event, Op
+import numpy as np
+from numpy.typing import NDArray
 
-_MOST_ROWS = 6000  # between what both passes begin and end with: finding what is common takes long
+from zrun_core.plan.trace.rows import AFFINE_FIELDS, Rows, Vocabulary, distinct
 
-
-def line(low: int, at_low: float, high: int, at_high: float) -> Affine:
-    """The line through two points."""
-    per_sample = (at_high - at_low) / (high - low) if high != low else 0.0
-    return Affine(at_low - per_sample * low, per_sample)
+_MAX_ROWS = 6000  # between the common beginning and end: matching what lies there takes long
 
 
-def fit(rows: Sequence[OpRow], low: int, more: Sequence[OpRow], high: int) -> Timeline | None:
-    """Sizes as lines through those of two micro-batches; None if something else happened in the other one."""
-    if len(rows) != len(more):
-        return None
-    out: Timeline = []
-    for row, other in zip(rows, more, strict=True):
-        if row.tensor != other.tensor or _does(row) != _does(other):
-            return None
-        if row.op is None or other.op is None:
-            out.append(_event(row, row.tensor, line(low, row.size, high, other.size)))
-        else:
-            out.append(_work(row, row.op, low, other.op, high))
-    return out
+def line_through(low: int, at_low: float, high: int, at_high: float) -> tuple[float, float]:
+    """Return the line through two points as (at 0, per unit); `high` differs from `low`."""
+    per_sample = (at_high - at_low) / (high - low)
+    return at_low - per_sample * low, per_sample
 
 
-def fit_loops(rows: Sequence[OpRow], low: int, more: Sequence[OpRow], high: int) -> Timeline | None:
-    """As `fit`, where `more` repeats what `rows` has; None if they have too little in common.
+def _lines_through(
+    low: int, at_low: NDArray[np.float64], high: int, at_high: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Return [n, 2], the lines through points [n] at `low` and at `high`."""
+    per_sample = (at_high - at_low) / (high - low)
+    return np.stack([at_low - per_sample * low, per_sample], axis=1)
 
-    Whoever uses it compares it with a third micro-batch.
+
+def fit(rows: Rows, low: int, more: Rows, high: int, vocabulary: Vocabulary) -> Rows | None:
+    """Return `rows` with affine sizes; None if something else happened in the other pass.
+
+    Args:
+        rows: of a pass of `low` samples.
+        low: the smaller micro-batch.
+        more: of a pass of `high` samples.
+        high: the larger micro-batch.
+        vocabulary: of both.
     """
-    one, other = [_does(row) for row in rows], [_does(row) for row in more]
-    shorter = min(len(one), len(other))
-    before = next((place for place in range(shorter) if one[place] != other[place]), shorter)
-    rest = shorter - before
-    after = next((n for n in range(rest) if one[-1 - n] != other[-1 - n]), rest)
-    if len(more) <= len(rows) or len(other) - before - after > _MOST_ROWS:
+    if len(rows) != len(more) or not np.array_equal(rows["tensor"], more["tensor"]):
         return None
-    matcher = SequenceMatcher(
+    if not np.array_equal(_deeds(rows, vocabulary), _deeds(more, vocabulary)):
+        return None
+    return _with_lines(rows, low, more, high)
+
+
+def fit_loops(rows: Rows, low: int, more: Rows, high: int, vocabulary: Vocabulary) -> Rows | None:
+    """Do as `fit`, where `more` repeats what `rows` has; None if they have too little in common.
+
+    The result is a guess about what a repetition is: compare it with a third micro-batch.
+    """
+    _, numbers = distinct(np.concatenate([_deeds(rows, vocabulary), _deeds(more, vocabulary)]))
+    one = numbers[: len(rows)].tolist()
+    other = numbers[len(rows) :].tolist()
+    shorter = min(len(one), len(other))
+    before = 0
+    while before < shorter and one[before] == other[before]:
+        before += 1
+    after = 0
+    while after < shorter - before and one[-1 - after] == other[-1 - after]:
+        after += 1
+    if len(more) <= len(rows) or len(other) - before - after > _MAX_ROWS:
+        return None
+    middle = SequenceMatcher(
         None, one[before : len(one) - after], other[before : len(other) - after], autojunk=False
     )
     same = [(place, place) for place in range(before)]
-    for block in matcher.get_matching_blocks():
+    for block in middle.get_matching_blocks():
         same += [(before + block.a + n, before + block.b + n) for n in range(block.size)]
     same += [(len(one) - n, len(other) - n) for n in range(after, 0, -1)]
-    return _Merge(rows, low, more, high, _moved_up(same, other)).timeline()
+    return _Merge(rows, low, more, high, _moved_up(same, other)).rows()
 
 
-def _moved_up(same: Sequence[tuple[int, int]], does: Sequence[Any]) -> list[tuple[int, int]]:
-    """The same pairs, but with repetitions that the smaller pass lacks at the beginning of their loop, not at its end.
+def _deeds(rows: Rows, vocabulary: Vocabulary) -> NDArray[np.int64]:
+    """Return [n, 5], equal for rows that do the same, whatever their sizes and shapes."""
+    names: dict[str, int] = {}
+    of_operator = [names.setdefault(op.name, len(names)) for op in vocabulary.operators.values]
+    name_of = np.array([*of_operator, -1], dtype=np.int64)  # at -1, which stands for no operator
+    columns = (
+        rows["alloc"],
+        rows["phase"],
+        rows["module"],
+        rows["kind"],
+        name_of[rows["operator"]],
+    )
+    return np.stack(columns, axis=1).astype(np.int64)
 
-    So all that a loop collects is there when the scratch of its last repetition comes.
+
+def _with_lines(rows: Rows, low: int, more: Rows, high: int) -> Rows:
+    """Return `rows` with sizes through those of `more`, row by row."""
+    found = rows.copy()
+    for name in AFFINE_FIELDS:
+        found[name] = _lines_through(low, rows[name][:, 0], high, more[name][:, 0])
+    return found
+
+
+def _moved_up(same: Sequence[tuple[int, int]], does: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the same pairs, with repetitions that the smaller pass lacks at their loop's beginning.
+
+    So all that a loop collects is there when the scratch of its last repetition comes: in
+    "a b a b a b" against "a b", the pair of "a b" moves from the first to the last one.
     """
     small_of = {large: small for small, large in same}
     alone = [place for place in range(len(does)) if place not in small_of]
@@ -81,23 +126,34 @@ class _Merge:
     """Two passes as one. Places are those in the rows of the smaller or of the larger one."""
 
     def __init__(
-        self,
-        rows: Sequence[OpRow],
-        low: int,
-        more: Sequence[OpRow],
-        high: int,
-        same: Sequence[tuple[int, int]],
+        self, rows: Rows, low: int, more: Rows, high: int, same: Sequence[tuple[int, int]]
     ) -> None:
-        self._rows, self._low, self._more, self._high, self._same = rows, low, more, high, same
+        """
+        Args:
+            rows: of the pass of `low` samples, the smaller one.
+            low: the smaller micro-batch.
+            more: of the pass of `high` samples, the larger one.
+            high: the larger micro-batch.
+            same: (place in `rows`, place in `more`) of what both do, in order.
+        """
+        self._rows = rows
+        self._more = more
+        self._same = same
+        self._small = self._sized_small(low, high)
+        self._large = _with_lines(_without_sizes(more), low, more, high)
         self._in_small = {large: small for small, large in same}
-        self._went = {
-            row.tensor: place for place, row in enumerate(more) if row.tensor >= 0 and not row.alloc
+        goes = (more["tensor"] >= 0) & ~more["alloc"]
+        self._free_place = {
+            int(more["tensor"][place]): place for place in np.flatnonzero(goes).tolist()
         }
         # Which tensor of the larger pass came where one of the smaller pass did.
         self._partner = {
-            rows[small].tensor: more[large].tensor for small, large in same if rows[small].alloc
+            int(rows["tensor"][small]): int(more["tensor"][large])
+            for small, large in same
+            if rows["alloc"][small]
         }
-        self._run: dict[int, int] = {}  # of the larger pass alone: after how many common rows
+        # Rows of the larger pass alone: after how many common rows. Equal in one run of such rows.
+        self._run: dict[int, int] = {}
         common = 0
         for place in range(len(more)):
             if place in self._in_small:
@@ -105,90 +161,87 @@ class _Merge:
             else:
                 self._run[place] = common
 
-    def timeline(self) -> Timeline:
-        sizes = {row.tensor: float(row.size) for row in self._rows if row.alloc}
-        lines = {tensor: line(self._low, size, self._low, size) for tensor, size in sizes.items()}
-        for small, large in self._same:
-            row = self._rows[small]
-            if row.alloc:
-                lines[row.tensor] = line(self._low, row.size, self._high, self._more[large].size)
+    def _sized_small(self, low: int, high: int) -> Rows:
+        """Return the smaller pass with sizes through those of the larger one where both do it."""
+        small_places, large_places = (np.array(each, dtype=np.int64) for each in _unzip(self._same))
+        rows = self._rows
+        found = rows.copy()
+        found[small_places] = _with_lines(rows[small_places], low, self._more[large_places], high)
+        # A tensor has one size, which its first row tells, also where it goes in one pass alone.
+        size_of = {
+            tensor: size
+            for tensor, size, alloc in zip(
+                rows["tensor"].tolist(), found["size"].tolist(), rows["alloc"].tolist(), strict=True
+            )
+            if alloc
+        }
+        for place in np.flatnonzero((rows["tensor"] >= 0) & ~rows["alloc"]).tolist():
+            found["size"][place] = size_of[int(rows["tensor"][place])]
+        return found
+
+    def rows(self) -> Rows:
+        """Return what both passes do, what either does alone, and its affine sizes."""
         added = self._added()
-        out: Timeline = []
-        done = 0
+        out: list[Rows] = []
+        small_done = large_done = 0
         for small, large in [*self._same, (len(self._rows), len(self._more))]:
-            start = self._same_before(large)
-            for place in range(start, large):
-                row = self._more[place]
-                if row.op is not None:
-                    out.append(_work(row, None, self._low, row.op, self._high))
+            for place in range(large_done, large):  # in the larger pass alone
+                if self._more["operator"][place] >= 0:
+                    out.append(self._large[place : place + 1])
                 out += added.get(place, [])
-            for row in self._rows[done:small]:  # in the smaller pass alone
-                out.append(self._own(row, lines, row.op))
-            if small < len(self._rows):
-                out.append(self._own(self._rows[small], lines, self._more[large].op))
-            done = small + 1
-        return out
+            out.append(self._small[small_done : small + 1])  # in the smaller pass alone, and both
+            small_done = small + 1
+            large_done = large + 1
+        return np.concatenate(out)
 
-    def _same_before(self, large: int) -> int:
-        """The first place of the run of rows, of the larger pass alone, that ends at `large`."""
-        start = large
-        while start - 1 in self._run:
-            start -= 1
-        return start
+    def _added(self) -> dict[int, list[Rows]]:
+        """Return the events of the larger pass alone, by place.
 
-    def _own(self, row: OpRow, lines: dict[int, Affine], other: OpCall | None) -> Event | Op:
-        if row.op is not None:
-            return _work(row, row.op, self._low, other, self._high)
-        return _event(row, row.tensor, lines[row.tensor])
-
-    def _added(self) -> dict[int, list[Event]]:
-        """What comes and goes in the larger pass alone, by place, without what takes another repetition's place."""
-        number = max((row.tensor for row in self._rows), default=-1) + 1
-        found: dict[int, list[Event]] = {}
-        for place, row in enumerate(self._more):
-            if place in self._in_small or not row.alloc:
+        Without those that take the place of another repetition's.
+        """
+        tensor = int(self._rows["tensor"].max(initial=-1)) + 1
+        found: dict[int, list[Rows]] = {}
+        for place in self._run:
+            if not self._more["alloc"][place]:
                 continue
-            end = self._end(row.tensor)
-            # What lasts until a loop's end is used there, which both passes do: that tells it from scratch.
+            end = self._end(int(self._more["tensor"][place]))
+            # What lasts until a loop's end is used there, in a run of common rows after this one:
+            # that tells it from scratch.
             if end is not None and (end < place or self._run[end] == self._run[place]):
                 continue
-            size = line(self._low, 0.0, self._high, row.size)
-            found.setdefault(place, []).append(_event(row, number, size))
+            event = self._large[place : place + 1].copy()
+            event["tensor"] = tensor
+            found.setdefault(place, []).append(event)
             if end is not None:
-                found.setdefault(end, []).append(_event(self._more[end], number, size))
-            number += 1
+                last = self._large[end : end + 1].copy()
+                last["tensor"] = tensor
+                last["size"] = event["size"]
+                found.setdefault(end, []).append(last)
+            tensor += 1
         return found
 
     def _end(self, tensor: int) -> int | None:
-        """Where the larger pass alone gives up `tensor`, or what has its place in the smaller pass; None: it stays."""
-        end = self._went.get(tensor)
+        """Return where the larger pass alone frees `tensor`, or what takes its place there.
+
+        Where both passes free it, the smaller one frees a tensor of its own, whose partner in the
+        larger pass lives on in its stead. None: it stays.
+        """
+        end = self._free_place.get(tensor)
         while end is not None and end in self._in_small:
-            instead = self._partner.get(self._rows[self._in_small[end]].tensor)
+            instead = self._partner.get(int(self._rows["tensor"][self._in_small[end]]))
             if instead is None:
                 return None
-            end = self._went.get(instead)
+            end = self._free_place.get(instead)
         return end
 
 
-def _does(row: OpRow) -> tuple[Any, ...]:
-    """What is equal for rows that do the same, whatever their sizes."""
-    return row.alloc, row.phase, row.module, row.kind, None if row.op is None else row.op.name
+def _without_sizes(rows: Rows) -> Rows:
+    """Return `rows` that take nothing."""
+    found = rows.copy()
+    for name in AFFINE_FIELDS:
+        found[name] = 0.0
+    return found
 
 
-def _event(row: OpRow, tensor: int, size: Affine) -> Event:
-    return Event(
-        tensor, size, row.alloc, row.phase, row.module, row.block, row.kind, row.accumulates
-    )
-
-
-def _work(row: OpRow, at_low: OpCall | None, low: int, at_high: OpCall | None, high: int) -> Op:
-    """An operator's work from that at two micro-batches, of which one may do without it."""
-    op = at_low or at_high
-    assert op is not None
-    flops = line(low, at_low.flops if at_low else 0.0, high, at_high.flops if at_high else 0.0)
-    moved = line(
-        low, at_low.bytes_moved if at_low else 0.0, high, at_high.bytes_moved if at_high else 0.0
-    )
-    return Op(
-        op.name, op.family, flops, moved, row.phase, row.module, row.block, op.dtype, op.shape
-    )
+def _unzip(pairs: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    return [one for one, _ in pairs], [other for _, other in pairs]

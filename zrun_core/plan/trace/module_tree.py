@@ -1,4 +1,8 @@
-"""A model without the user's code: modules and parameters by name, on the meta device, to be cut as the model is."""
+"""A model's parameters and modules as data, and a model made of them again, without the user's code.
+
+`describe_params` and `describe_modules` are what a profile keeps; `skeleton_of` makes a module tree
+of it on the meta device, which is cut into the same units as the model.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,60 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from zrun_core.plan.trace.profile import ModuleInfo, Profile
+from zrun_core.memory.layout import dense_stride
+from zrun_core.plan.trace.profile import ModuleInfo, ParamInfo, Profile
+from zrun_core.zero.auto_wrap import _of_running_norms, repeated_blocks
+
+
+def describe_params(model: nn.Module, compute: torch.dtype) -> tuple[ParamInfo, ...]:
+    """Every parameter, under its first name, in the dtype in which it is computed with."""
+    in_fp32 = _of_running_norms(model)
+    block_of = {
+        id(param): number
+        for number, (_, block) in reversed([*enumerate(repeated_blocks(model))])
+        for param in block.parameters()
+    }
+    return tuple(
+        ParamInfo(
+            name,
+            tuple(param.shape),
+            str(torch.float32 if id(param) in in_fp32 else compute).removeprefix("torch."),
+            param.requires_grad,
+            block_of.get(id(param), -1),
+            tuple(dense_stride(param)),
+        )
+        for name, param in model.named_parameters()
+    )
+
+
+def describe_modules(model: nn.Module) -> tuple[ModuleInfo, ...]:
+    """The module tree, parents before children, as `skeleton` builds it again."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    kinds: dict[type, int] = {}
+    first: dict[int, str] = {}
+    found: list[ModuleInfo] = []
+    for name, module in model.named_modules(remove_duplicate=False):
+        if id(module) in first:
+            if not any(name.startswith(f"{info.name}.") for info in found if info.same_as):
+                found.append(ModuleInfo(name, 0, same_as=first[id(module)]))
+            continue
+        first[id(module)] = name
+        container = "list" if isinstance(module, nn.ModuleList) else ""
+        container = "sequential" if isinstance(module, nn.Sequential) else container
+        found.append(
+            ModuleInfo(
+                name,
+                kinds.setdefault(type(module), len(kinds)),
+                container,
+                isinstance(module, _NormBase) and bool(module.track_running_stats),
+                tuple(
+                    (key, names[id(param)])
+                    for key, param in module._parameters.items()
+                    if param is not None
+                ),
+            )
+        )
+    return tuple(found)
 
 
 class _Plain(nn.Module):

@@ -71,7 +71,6 @@ def follow(question: str) -> Answer:
 def formulas(question: dict[str, Any]) -> Answer:
     """16 bytes per parameter by the stage, and activations by formula with the logits; only of a transformer."""
     from zrun_core.errors import JobError
-    from zrun_core.plan.memory.paper import model_states
     from zrun_core.plan.question.transformer import TransformerShape
 
     call, args = _called(question["model"])
@@ -81,9 +80,13 @@ def formulas(question: dict[str, Any]) -> Answer:
         return None
     element = 4 if question["precision"] == "fp32" else 2
     micro, recompute = question["micro"], question["checkpoint"]
-    activations = shape.first_stage_activations(micro, recompute=recompute, element=element)
-    activations += shape.logit_bytes(micro, element=element)
-    return round(model_states(shape.num_params, question["stage"], question["world"]) + activations)
+    block = shape.block_activations(micro, recompute=recompute, element=element)
+    activations = shape.layers * block + shape.logit_bytes(micro, element=element)
+    # Of each parameter: 12 bytes of Adam from stage 1, 2 of gradients from 2, 2 of itself from 3.
+    parts = enumerate((12, 2, 2), 1)
+    stage, world = question["stage"], question["world"]
+    each = sum(size / (world if stage >= first else 1) for first, size in parts)
+    return round(shape.num_params * each + activations)
 
 
 def is_plain(question: dict[str, Any]) -> bool:

@@ -1,15 +1,95 @@
-"""The tables of the papers, to the precision that they print. Where a paper rounds or slips, the test says how."""
+"""The papers' tables, to the precision that they print, and the planner by the same formulas.
+
+Where a paper rounds or slips, the test says how.
+"""
 
 from __future__ import annotations
 
+import paper_formulas as paper
 import pytest
 
-from zrun_core.plan.memory import paper
+from zrun_core.memory.buffers import Kind, Placement, Tier
+from zrun_core.plan.memory.states import PlannedModel, plan_shape, rank_buffers, settings_of
 from zrun_core.plan.question.transformer import TransformerShape
+from zrun_core.spine.config import JobConfig
+from zrun_core.spine.parallel_dims import ParallelDims
+from zrun_core.zero.sharded_model import ShardingConfig
 
 GB, GIB, TIB = 1e9, 2**30, 2**40
 B, T = 1e9, 1e12
 A100 = 312e12  # half precision
+
+
+# The planner by the papers' formulas
+
+SHAPE_7B5 = TransformerShape.from_size("7.5B")
+
+
+def planned(stage: int, shape: TransformerShape) -> tuple[ShardingConfig, PlannedModel]:
+    """What zrun would allocate, with gradients of 2 bytes as the papers have them."""
+    job = {
+        "name": "plan",
+        "model": "m:m",
+        "data": "d:d",
+        "steps": 1,
+        "batch": 8,
+        "precision": {"compute": "bf16", "reduce": "compute"},
+        "zero": stage,
+    }
+    settings = settings_of(JobConfig.model_validate(job), lambda name: None, "cuda")
+    return settings, plan_shape(shape, settings)
+
+
+def state_bytes(
+    stage: int, dp: int, placement: Placement | None = None, tier: Tier = Tier.DEVICE
+) -> int:
+    settings, model = planned(stage, SHAPE_7B5)
+    buffers = rank_buffers(
+        model, settings, ParallelDims(dp), placement=placement or Placement(), device="cuda"
+    )
+    states = (Kind.PARAM, Kind.GRAD, Kind.OPTIM)
+    return sum(b.num_bytes for b in buffers if b.kind in states and b.tier is tier)
+
+
+@pytest.mark.parametrize("dp", [1, 4, 64])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_planned_states_are_those_of_the_papers(stage, dp):
+    """7.5B parameters of table 1 and figure 1: all but the padding of units to equal shards of whole pages."""
+    expected = paper.model_states(SHAPE_7B5.params, stage, dp)
+    assert expected <= state_bytes(stage, dp) <= expected * 1.005
+
+
+@pytest.mark.parametrize("grads", [False, True])
+@pytest.mark.parametrize("optimizer", [False, True])
+def test_planned_offload_is_that_of_the_paper(grads, optimizer):
+    """ZeRO-Offload, table 1, of a model on one device."""
+    expected = paper.offload(SHAPE_7B5.params, grads=grads, optimizer=optimizer)
+    placement = Placement(
+        grad=Tier.HOST if grads else Tier.DEVICE,
+        optimizer=Tier.HOST if optimizer else Tier.DEVICE,
+    )
+    found = [state_bytes(2, 1, placement, tier) for tier in (Tier.DEVICE, Tier.HOST)]
+    assert found == pytest.approx([expected.device, expected.host], rel=0.001)
+
+
+@pytest.mark.parametrize(("layers", "hidden", "heads"), [(48, 1600, 25), (125, 8192, 64)])
+def test_planned_checkpoints_and_parameters_are_those_of_the_papers(layers, hidden, heads):
+    """One input per layer (ZeRO, section 6.1), and 12 * layers * hidden^2 parameters in matrices."""
+    shape = TransformerShape.gpt(layers, hidden, heads, seq=1024)
+    kept = layers * shape.block_activations(32, recompute="full")
+    assert kept == paper.checkpoints(32, 1024, hidden, layers)
+    infinity = paper.Infinity(layers, hidden, heads)
+    assert kept == infinity.checkpoints(32)
+    assert layers * shape.layer_params == pytest.approx(infinity.params, rel=13 / (12 * hidden))
+
+
+@pytest.mark.parametrize("tokens", [300 * B, 450 * B])
+def test_planned_operations_take_the_days_of_the_paper(tokens):
+    """Narayanan et al. 2021, equation 4, which leaves attention and the logits out."""
+    shape = TransformerShape.gpt(96, 12288, 96)
+    samples = tokens / shape.seq
+    days = shape.hardware_flops(1, "full") * samples / (1024 * 140 * T) / 86400
+    assert days == pytest.approx(paper.days(tokens, shape.num_params, 1024, 140 * T), rel=0.03)
 
 
 # Rajbhandari et al. 2020, "ZeRO"
@@ -273,7 +353,7 @@ def test_korthikanti_memory(name):
     shape = TransformerShape.gpt(layers, hidden, heads, flash=False)
 
     def first_stage(**options):
-        return shape.first_stage_activations(micro, tp=8, pp=pp, virtual=virtual, **options)
+        return paper.first_stage_activations(shape, micro, tp=8, pp=pp, virtual=virtual, **options)
 
     plain = first_stage()
     both = first_stage(sequence_parallel=True, recompute="attention")

@@ -18,7 +18,6 @@ from zrun_core.models.gpt import gpt
 from zrun_core.optim.chunked import Chunked
 from zrun_core.plan.memory.states import (
     PlannedModel,
-    checkpoint_buffers,
     place,
     plan_model,
     plan_shape,
@@ -356,34 +355,3 @@ def test_a_size_has_as_many_states_as_it_says():
     assert sums(rank_buffers(on_paper, chosen, ParallelDims(64))) == pytest.approx(
         16 * 1.3e9 / 64, rel=0.01
     ), "and padding"
-
-
-# Checkpoints
-
-
-def test_partitioned_checkpoints_are_the_papers():
-    """Rajbhandari et al. 2020, section 6.1: 2 * batch * seq * hidden * layers / MP bytes."""
-    one = 2 * 16 * 1024 * 8192
-    arenas = [
-        checkpoint_buffers(one, 125, tp=16, partitioned=partitioned)
-        for partitioned in (False, True)
-    ]
-    assert [round(found[0].num_bytes / 1e9, 2) for found in arenas] == [33.55, 2.1]
-    assert [b.name for b in arenas[0]] == ["checkpoint arena"]
-    assert [(b.name, b.num_bytes, b.phases) for b in arenas[1][1:]] == [
-        ("gathered checkpoint", one, frozenset({"backward"}))
-    ]
-    assert arenas[1][0].phases == {"forward", "loss", "backward"}
-
-
-def test_checkpoints_on_other_tiers_pass_through_slots():
-    on_host, on_disk = (
-        checkpoint_buffers(5000, 10, in_flight=2, tier=tier) for tier in (HOST, DISK)
-    )
-    assert [(b.name, b.tier, b.num_bytes, b.pinned) for b in on_host] == [
-        ("checkpoint arena", HOST, 20 * 8192, True),
-        ("checkpoint staging", Tier.DEVICE, 2 * 8192, False),
-    ]
-    assert [(b.name, b.tier, b.num_bytes, b.pinned) for b in on_disk[-1:]] == [
-        ("disk slots of checkpoints", HOST, 3 * 8192, True)
-    ]

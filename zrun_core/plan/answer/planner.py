@@ -19,11 +19,14 @@ from zrun_core.memory.buffers import Buffer, Kind, Placement, Tier
 from zrun_core.memory.layout import UnitLayout
 from zrun_core.memory.state_policy import ZeroPolicy
 from zrun_core.plan.answer.outcome import FROM_DATA_SHEETS, Estimate, RankMemory
-from zrun_core.plan.memory import paper, rank_memory
+from zrun_core.plan.memory import rank_memory
 from zrun_core.plan.memory.allocator import pinned_bytes
 from zrun_core.plan.memory.rank_memory import PipelineStage
 from zrun_core.plan.memory.states import (
     FIRST,
+    PAPER_ADAM_BYTES,
+    PAPER_GRAD_BYTES,
+    PAPER_PARAM_BYTES,
     PlannedModel,
     layouts_of_rank,
     mesh_info_of_rank,
@@ -516,9 +519,9 @@ class Planner:
         params = self.num_params / (dims.tp * dims.pp)
         share = dims.shard_size
         return {
-            "params": paper.PARAM_BYTES * params / (share if candidate.stage >= 3 else 1),
-            "grads": paper.GRAD_BYTES * params / (share if candidate.stage >= 2 else 1),
-            "optim": paper.ADAM_BYTES * params / (share if candidate.stage >= 1 else 1),
+            "params": PAPER_PARAM_BYTES * params / (share if candidate.stage >= 3 else 1),
+            "grads": PAPER_GRAD_BYTES * params / (share if candidate.stage >= 2 else 1),
+            "optim": PAPER_ADAM_BYTES * params / (share if candidate.stage >= 1 else 1),
         }
 
     def traffic(self, candidate: Candidate) -> dict[str, int]:

@@ -21,8 +21,8 @@ from torch import nn
 
 from zrun_core.distributed.comm import direct_up_to
 from zrun_core.memory.buffers import ON_DEVICE, Buffer, Kind, Placement, Tier
-from zrun_core.memory.layout import NO_PARTS, UnitLayout, whole_pages
-from zrun_core.memory.state_policy import DISK_SLOTS, STAGING_SLOTS, MeshInfo, module_buffers
+from zrun_core.memory.layout import NO_PARTS, UnitLayout
+from zrun_core.memory.state_policy import MeshInfo, module_buffers
 from zrun_core.memory.tensors import TensorPart, contiguous_stride, full_part
 from zrun_core.optim.resolve import resolve_optimizer
 from zrun_core.plan.question.candidate import stage_blocks
@@ -34,9 +34,10 @@ from zrun_core.zero.auto_wrap import repeated_blocks
 from zrun_core.zero.sharded_model import ShardingConfig, wrap_plan
 from zrun_core.zero.unit import moves_pages
 
-_UNTIL_BACKWARD = frozenset({"forward", "loss", "backward"})
-
-
+# Bytes per parameter of Adam in mixed precision, K = 12: fp32 master and two moments (Rajbhandari
+# et al. 2020, "ZeRO", section 3.1).
+PAPER_PARAM_BYTES = PAPER_GRAD_BYTES = 2
+PAPER_ADAM_BYTES = 12
 FIRST = Coordinates()  # the first of an axis has at least as many bytes as any other
 
 
@@ -379,53 +380,3 @@ def _update_scratch(
     return [
         Buffer("optimizer scratch", Kind.TEMP, size, tier) for tier, size in sizes.items() if size
     ]
-
-
-def checkpoint_buffers(
-    input_bytes: int,
-    num_blocks: int,
-    *,
-    tp: int = 1,
-    partitioned: bool = False,
-    in_flight: int = 1,
-    tier: Tier = Tier.DEVICE,
-) -> list[Buffer]:
-    """The arena of the inputs of recomputed blocks, one after the other, so that they fragment nothing.
-
-    Rajbhandari et al. 2020, sections 6.1 and 6.3: tensor-parallel ranks would all keep the same inputs; partitioned
-    (Pa), each keeps 1/tp of them, which are gathered when the block is recomputed. The arena may lie on another tier.
-
-    Args:
-        input_bytes: of one block's input: 2 * batch * sequence * hidden in half precision.
-        in_flight: micro-batches whose backward is still to come.
-    """
-    ranks = tp if partitioned else 1
-    part = whole_pages(-(-input_bytes // ranks))
-    found = [
-        Buffer(
-            "checkpoint arena",
-            Kind.ACTIVATION,
-            part * num_blocks * in_flight,
-            tier,
-            pinned=tier is Tier.HOST,
-            phases=_UNTIL_BACKWARD,
-        )
-    ]
-    if ranks > 1:
-        found.append(
-            Buffer(
-                "gathered checkpoint",
-                Kind.ACTIVATION,
-                whole_pages(input_bytes),
-                phases=frozenset({"backward"}),
-            )
-        )
-    if tier is not Tier.DEVICE:
-        found.append(Buffer("checkpoint staging", Kind.RING, STAGING_SLOTS * part))
-    if tier is Tier.DISK:
-        found.append(
-            Buffer(
-                "disk slots of checkpoints", Kind.RING, DISK_SLOTS * part, Tier.HOST, pinned=True
-            )
-        )
-    return found

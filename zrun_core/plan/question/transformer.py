@@ -433,26 +433,6 @@ class TransformerShape:
             divided += self.heads * self.seq * (element + self.dropout * (1 + element))
         return whole, divided
 
-    def first_stage_activations(
-        self,
-        micro: float,
-        *,
-        tp: int = 1,
-        pp: int = 1,
-        virtual: int = 1,
-        sequence_parallel: bool = False,
-        recompute: Recompute = "none",
-        element: int = 2,
-    ) -> float:
-        """Bytes on the first stage of a pipeline, which has `pp` micro-batches in flight: section 4.2.3.
-
-        So it holds as much as all layers do for one; a little more where stages have several parts.
-        """
-        block = self.block_activations(
-            micro, tp=tp, sequence_parallel=sequence_parallel, recompute=recompute, element=element
-        )
-        return self.layers * block * (1 + (pp - 1) / (pp * virtual) if virtual > 1 else 1)
-
     def logit_bytes(self, micro: float, *, tp: int = 1, element: int = 2) -> float:
         """Bytes at the loss: logits, their copy in fp32, and its gradient."""
         tokens = min(micro * self.seq, self.loss_chunk or math.inf)

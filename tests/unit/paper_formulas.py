@@ -1,4 +1,4 @@
-"""The formulas as their papers print them, beside what zrun itself allocates. Standard library only.
+"""Formulas as their papers print them: an oracle for what zrun plans.
 
 States take K = 12 bytes per parameter with Adam in mixed precision, 4 of the master copy and 4 of each moment, on top
 of 2 of the parameters and 2 of their gradients (Rajbhandari et al. 2020, "ZeRO", section 3.1). Units are bytes,
@@ -8,6 +8,9 @@ elements, seconds and operations; "params" are numbers of parameters.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+from zrun_core.plan.question.transformer import TransformerShape
 
 PARAM_BYTES = GRAD_BYTES = 2  # half precision
 ADAM_BYTES = LAMB_BYTES = (
@@ -167,6 +170,20 @@ class Infinity:
 def efficiency(intensity: float, bandwidth: float, peak: float) -> float:
     """Share of `peak` operations per second where bytes arrive at `bandwidth` and nothing overlaps: equation 6."""
     return intensity * bandwidth / (intensity * bandwidth + peak)
+
+
+# Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models"
+
+
+def first_stage_activations(
+    shape: TransformerShape, micro: float, *, pp: int = 1, virtual: int = 1, **options: Any
+) -> float:
+    """Bytes on the first stage of a pipeline, which has `pp` micro-batches in flight: section 4.2.3.
+
+    So it holds as much as all layers do for one; a little more where stages have several parts.
+    """
+    more = (pp - 1) / (pp * virtual) if virtual > 1 else 0.0
+    return shape.layers * shape.block_activations(micro, **options) * (1 + more)
 
 
 # Pipelines

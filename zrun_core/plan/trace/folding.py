@@ -2,7 +2,13 @@
 
 A deep model does in each block what it did in the one before, with other tensors and other modules: each number is that
 of a period before, or differs from it by what it differed then. So a repeated run is its first period, what each number
-of it grows by, and how often. Forty blocks take the room of one.
+of it grows by, and how often. Forty blocks take the room of one: the four traces of a model of 78
+blocks (jobs/turing-nlg-17b.yaml) take 353 kB as folded JSON, and 3.6 MB without.
+
+    tensor 5, block 0     tensor 9, block 1     tensor 13, block 2
+    tensor 6, block 0     tensor 10, block 1    tensor 14, block 2
+
+    is 3 times [5 6] [0 0], growing by 4 and by 1: [3, [[5, 6], [0, 0]], [4, 1]]
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from zrun_core.errors import UserCodeError, ZrunError
 from zrun_core.spine.config import JobConfig
 from zrun_core.spine.parallel_dims import ParallelDims
 from zrun_core.spine.spec import LaunchPlan, RankPlace, ResumeSpec, RunSpec, resolve_batch
+from zrun_core.train.rank_phase import RankPhase
 from zrun_core.train.trainer import Trainer
 from zrun_core.train.user_hooks import HookContext
 from zrun_core.train.worker import Worker
@@ -201,14 +202,13 @@ class Listener:
 class PoolWorker(Worker):
     """A rank in a process that has met the others already. It has no board to write its phase on."""
 
-    phase = ""
-
     def _join(self, device: torch.device) -> None:
         pass
 
     def __init__(self, spec: RunSpec, rank: int) -> None:
         super().__init__(spec, rank)
         self.board = None  # its watchdog would outlive the run
+        self.phase = RankPhase(None)
         self.told = Listener()
         self.emitter = self.told  # type: ignore[assignment]
         multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # may have loaders

@@ -56,6 +56,7 @@ class UserFunctions:
     hooks: Mapping[str, Hook]
     held_out: HeldOut | None
     collate: Callable[[list[Any]], Any] | None
+    lr_schedule: Schedule | None
 
 
 class Trainer:

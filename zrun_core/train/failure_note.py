@@ -1,0 +1,124 @@
+"""Note of a rank's failure: `failures/rank-N.json`, from which the launcher tells why a run failed."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from zrun_core.errors import (
+    ExitCode,
+    OutOfMemoryError,
+    PeerError,
+    UserCodeError,
+    ZrunError,
+    lack_of_threads,
+)
+from zrun_core.guards import oom
+from zrun_core.spine import tracebacks
+from zrun_core.train.trainer import Trainer
+from zrun_core.user_code import user
+
+_KINDS: dict[type[BaseException], str] = {UserCodeError: "user", PeerError: "peer"}
+# Of a whole traceback, to the launcher, which reads notes up to a size; the log has all of it.
+_TOLD_CHARS = 24_000
+
+
+def report(
+    error: BaseException, run_dir: Path, rank: int, phase: str, trainer: Trainer | None
+) -> ExitCode:
+    """Write the note of a failure, and print it to the rank's log.
+
+    Args:
+        error: that ended the rank.
+        run_dir: of the run.
+        rank: of this process.
+        phase: what the rank did.
+        trainer: None: it failed before there was one.
+
+    Returns:
+        The exit code of the process.
+    """
+    error = in_users_terms(error, phase)
+    cause: BaseException | None = None  # in the user's code, with a traceback of its own
+    if isinstance(error, ZrunError):
+        kind = _KINDS.get(type(error), "zrun")
+        code = error.exit_code
+        text = str(error)
+        cause = error.__cause__
+    else:
+        kind = "bug"
+        code = ExitCode.WORKER
+        text = tracebacks.full_traceback(error, _TOLD_CHARS)
+    if isinstance(error, OutOfMemoryError) and trainer is not None:
+        text = oom.explain(error, trainer.spec, trainer.sharded)
+    failure = {
+        "rank": rank,
+        "step": 0 if trainer is None else trainer.progress.steps,
+        "phase": phase,
+        "kind": kind,
+        "type": type(error).__name__,
+        "message": _in_a_line(error),
+        "traceback": text,
+        "whole_traceback": None if cause is None else tracebacks.full_traceback(cause, _TOLD_CHARS),
+        "log_bytes": _log_bytes(),  # what follows in it is told by the launcher
+        "exit_code": int(code),
+        "time": time.time(),
+    }
+    _write(run_dir / "failures", rank, failure)
+    if cause is not None:
+        print(tracebacks.full_traceback(cause), end="\n\n", file=sys.stderr)
+        if kind == "user":  # its traceback was printed just now
+            text = text.splitlines()[0]
+    print(text, file=sys.stderr, flush=True)
+    return code
+
+
+def _write(folder: Path, rank: int, failure: dict[str, Any]) -> None:
+    with suppress(OSError):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        (folder / f"rank-{rank}.json").write_text(json.dumps(failure))
+
+
+def _log_bytes() -> int | None:
+    """Return how many bytes this rank has printed; None if they go to no file."""
+    sys.stdout.flush()
+    found = os.fstat(2)
+    return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+
+def _in_a_line(error: BaseException) -> str:
+    """Return what went wrong, without the place: of the user's exception, its last line."""
+    if not isinstance(error, ZrunError):
+        return f"{type(error).__name__}: {tracebacks.first_line(error)}"
+    first, *rest = str(error).splitlines()
+    if rest and isinstance(error, UserCodeError):
+        return f"{first}: {rest[-1].strip()}"
+    return first
+
+
+def in_users_terms(error: BaseException, phase: str) -> BaseException:
+    """Return the `ZrunError` of an exception that is no bug of the runtime; else the exception.
+
+    Args:
+        error: any exception.
+        phase: what the rank did.
+    """
+    if isinstance(error, ZrunError):
+        return error
+    told: ZrunError | None
+    if user.is_out_of_memory(error):
+        told = OutOfMemoryError(f"{phase} failed: out of memory: {tracebacks.first_line(error)}")
+    elif isinstance(error, KeyboardInterrupt):  # no signal raises one here: the user's code did
+        told = UserCodeError(f"{phase} failed\n{tracebacks.user_traceback(error)}")
+    else:
+        told = lack_of_threads(error)
+    if told is None:
+        return error
+    told.__cause__ = error
+    return told

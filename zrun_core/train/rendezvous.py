@@ -1,0 +1,84 @@
+"""How the ranks of a job meet."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zrun_core.errors import RendezvousError
+from zrun_core.spine.config import LimitsConfig
+
+
+def join(rank: int, world_size: int, device: torch.device, limits: LimitsConfig) -> None:
+    """Meet the other ranks where ZRUN_STORE says, or at torchrun's address without it.
+
+    Args:
+        rank: of this process.
+        world_size: number of ranks; one rank has nobody to meet.
+        device: of this rank; a GPU becomes the current one.
+        limits: seconds that ranks may take to arrive, and one collective to wait.
+
+    Raises:
+        RendezvousError: not all of them came in time.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if world_size == 1:
+        return
+    patience = timedelta(seconds=limits.start_s)
+    where = os.environ.get("ZRUN_STORE")
+    store = None
+    init_method: str | None = "env://"
+    if where is not None:
+        store = _open_store(where, rank, world_size, patience)
+        init_method = None
+    try:
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            init_method=init_method,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=limits.collective_s),
+        )
+    except dist.DistStoreError as error:
+        raise RendezvousError(
+            f"not all {world_size} ranks arrived within {limits.start_s:g} s (limits.start_s): "
+            f"{error}"
+        ) from None
+
+
+def _open_store(where: str, rank: int, world_size: int, patience: timedelta) -> Any:
+    """Open the store that the agent names: a file of this host, or tcp://host:port.
+
+    The listening socket of rank 0 is inherited. It is bound to one address, where torch's own would
+    listen on all of them.
+
+    Raises:
+        RendezvousError: rank 0 is not there.
+    """
+    if not where.startswith("tcp://"):
+        file_store = dist.FileStore(where, world_size)  # type: ignore[attr-defined]
+        file_store.set_timeout(patience)
+        return file_store
+    host, _, port = where.removeprefix("tcp://").rpartition(":")
+    listener = int(os.environ["ZRUN_STORE_FD"]) if rank == 0 else None
+    try:
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            host.strip("[]"),
+            int(port),
+            world_size,
+            rank == 0,
+            patience,
+            wait_for_workers=False,
+            master_listen_fd=listener,
+        )
+    except dist.DistError as error:
+        reason = str(error).splitlines()[0]
+        raise RendezvousError(
+            f"rank 0 cannot be reached at {where} (limits.start_s, or a firewall): {reason}"
+        ) from None

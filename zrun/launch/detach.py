@@ -1,11 +1,19 @@
 """A launcher that outlives its terminal: `zrun train --detach`.
 
-    detached = DetachedLauncher.begin(ui)        # forks: the process that was called stays in here, until a step is done
+    detached = DetachedLauncher.begin(ui)   # forks: the caller waits in here until a step is done
     ...
-    detached.switch_to_log(rundir)           # its terminal is given up for <run dir>/launcher.log
+    detached.switch_to_log(rundir)          # from the terminal to <run dir>/launcher.log
 
-What goes wrong before the run directory is there is told on the terminal, as without `--detach`; what comes after it is
-in the log, and shown by the waiting process for as long as that waits.
+    zrun train --detach
+      |
+      +- fork --> launcher, in a session of its own
+      |              |
+      waits          | "run directory" over a pipe, then launcher.log and events.jsonl
+      | <------------+
+      exits after the first step, or with the launcher
+
+Errors before the run directory exists are printed on the terminal, as without `--detach`; later ones
+are in the log, which the waiting process shows for as long as it waits.
 """
 
 from __future__ import annotations
@@ -35,16 +43,16 @@ _HIGHEST_DESCRIPTOR = 1 << 30
 
 
 class DetachedLauncher:
-    """What the launcher owes to the process that waits for it."""
+    """The launcher's side: it tells the process that waits for it where its log is."""
 
-    def __init__(self, told: int) -> None:
-        self._told: int | None = told
+    def __init__(self, pipe: int) -> None:
+        self._pipe: int | None = pipe  # None: the run directory has been told
 
     @classmethod
     def begin(cls, ui: Ui) -> Self:
-        """Go on in a process with a session of its own.
+        """Go on in a process with a session of its own. Returns only there.
 
-        Returns only there. The process that was called waits until the first step is done or the launcher has ended,
+        The process that was called waits until the first step is done or the launcher has ended,
         and exits. To be called before anything is started that belongs to this process.
 
         Raises:
@@ -54,23 +62,25 @@ class DetachedLauncher:
             raise JobError(
                 "--ui live draws on a terminal, and --detach leaves it: take plain, json or none"
             )
-        heard, told = os.pipe()
+        read_end, write_end = os.pipe()
         sys.stdout.flush()
         sys.stderr.flush()
         launcher = os.fork()
         if launcher != 0:
-            os.close(told)
-            _wait(launcher, heard)
+            os.close(write_end)
+            _wait(launcher, read_end)
         os.setsid()
         with open(os.devnull, "rb") as nothing:
             os.dup2(nothing.fileno(), 0)
         # Locks and pipes of the shell that called would stay open for days.
-        os.closerange(3, told)
-        os.closerange(told + 1, _HIGHEST_DESCRIPTOR)
-        return cls(told)
+        os.closerange(3, write_end)
+        os.closerange(write_end + 1, _HIGHEST_DESCRIPTOR)
+        return cls(write_end)
 
     def switch_to_log(self, rundir: RunDir) -> None:
-        """Write to the log of the run directory from now on. To be called again when a restart has moved it away.
+        """Write to the log of the run directory from now on.
+
+        To be called again when a restart has moved that away.
 
         Raises:
             ZrunError: it cannot be made.
@@ -86,49 +96,50 @@ class DetachedLauncher:
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)
-        if self._told is None:
+        if self._pipe is None:
             return
-        with suppress(OSError):  # nobody waits any more
-            os.write(
-                self._told,
-                json.dumps({"path": str(rundir.path), "events": rundir.first_event}).encode()
-                + b"\n",
-            )
-        os.close(self._told)
-        self._told = None
+        place = json.dumps({"path": str(rundir.path), "events": rundir.first_event})
+        with suppress(OSError):  # the other process has exited
+            os.write(self._pipe, place.encode() + b"\n")
+        os.close(self._pipe)
+        self._pipe = None
 
 
-def _wait(launcher: int, heard: int) -> NoReturn:
-    """Pass signals on, show what the launcher writes, and exit once a step is done, or with the launcher's code."""
-    os.set_blocking(heard, False)
-    told, place = b"", None
+def _wait(launcher: int, pipe: int) -> NoReturn:
+    """Show what the launcher writes until a step is done, then exit; else exit with its code.
+
+    Args:
+        launcher: its process, to which signals are passed on meanwhile.
+        pipe: on which it tells the run directory.
+    """
+    os.set_blocking(pipe, False)
+    told = b""
+    run: _WatchedRun | None = None
     with _passed_on(launcher):
         while True:
-            ended, status = os.waitpid(
-                launcher, os.WNOHANG
-            )  # before its files are read: nothing comes after
-            if place is None:
+            # Asked before its files are read: nothing comes after its end.
+            ended, status = os.waitpid(launcher, os.WNOHANG)
+            if run is None:
                 with suppress(BlockingIOError):
-                    told += os.read(heard, _READ_BYTES)
+                    told += os.read(pipe, _READ_BYTES)
                 if told.endswith(b"\n"):
-                    place = _Place(**json.loads(told))
-                    notify(
-                        f"run {Path(place.path).name}: waiting for its first step; until then Ctrl-C ends it"
-                    )
-            if place is not None:
-                place.show_log()
+                    run = _WatchedRun(**json.loads(told))
+                    name = Path(run.path).name
+                    notify(f"run {name}: waiting for its first step; until then Ctrl-C ends it")
+            if run is not None:
+                run.show_log()
             if ended:
                 code = os.waitstatus_to_exitcode(status)
                 sys.exit(code if code >= 0 else 128 - code)
-            if place is not None and place.has_made_a_step():
+            if run is not None and run.has_made_step():
                 break
             time.sleep(_TURN_S)
-    print(_farewell(Path(place.path), launcher), flush=True)
+    print(_farewell(Path(run.path), launcher), flush=True)
     sys.exit(0)
 
 
-class _Place:
-    """The run directory, as the waiting process follows it."""
+class _WatchedRun:
+    """A run directory, as the waiting process follows it."""
 
     def __init__(self, path: str, events: int) -> None:
         self.path = path
@@ -136,15 +147,16 @@ class _Place:
         self._log = FileTail(Path(path) / LOG)
 
     def show_log(self) -> None:
-        """Copy what is new to stderr."""
+        """Copy what is new in the log to stderr."""
         data = self._log.read()
         with suppress(OSError):  # the terminal is gone
             sys.stderr.buffer.write(data)
             sys.stderr.flush()
 
-    def has_made_a_step(self) -> bool:
-        """Whether rank 0 has said so; a run that goes on after its last step has none to make."""
-        return any(json.loads(line).get("type") in ("step", "end") for line in self._events.lines())
+    def has_made_step(self) -> bool:
+        """Return whether a step is done, or the run has ended: there may be none left to make."""
+        kinds = [json.loads(line).get("type") for line in self._events.lines()]
+        return "step" in kinds or "end" in kinds
 
 
 def _farewell(path: Path, launcher: int) -> str:
@@ -160,11 +172,10 @@ def _farewell(path: Path, launcher: int) -> str:
 
 @contextmanager
 def _passed_on(launcher: int) -> Iterator[None]:
-    """Hand what asks this process to end to the launcher: it is not on its own yet.
+    """Pass on what asks this process to end: until a step is done the launcher ends with it.
 
     A closing terminal ends this process only.
     """
-
     descriptor = os.pidfd_open(launcher)
 
     def pass_on(number: int, _: FrameType | None) -> None:

@@ -1,10 +1,13 @@
-"""Ranks that no longer move: found by the launcher, from what the agents of all hosts see on their boards.
+"""Find ranks that make no progress, and ask their agents why.
 
-Each rank counts its progress on the board of its host (`zrun_core.spine.flight_recorder`), which the agent
-passes on. The launcher times how long a count stands still, by its own monotonic clock: clocks of
-hosts are never compared. A rank that works
-is given the limit of its phase; a rank that waits for others is not to blame while one of them works, so waiting counts
-only when everyone waits. While a host is not heard at all, its connection has the first word: the host may be lost.
+Each rank counts its progress in the flight recorder of its host (`zrun_core.spine.flight_recorder`),
+which the agent passes on. The launcher times how long a count stands still, by its own monotonic
+clock: clocks of hosts are never compared.
+
+    a rank works     it may stand still for the limit of its phase
+    a rank waits     the others are to blame while one of them works ...
+    all ranks wait   ... so waiting counts only then, and all of them hang
+    a host is silent it is lost, or not: its connection decides that first
 """
 
 from __future__ import annotations
@@ -29,39 +32,52 @@ _STEPS_AUTO = 5
 _TIMES_KEPT = 200
 _PAUSES = ("hook", "evaluation", "save")
 _TESTIMONY_S = 4.0  # that agents get
-_NEVER = -1, 0.0
+_NEVER = (-1, 0.0)  # progress, and when it was seen
 
 
 class StepTimes:
-    """Recent durations of steps, as far as looking at the board now and then shows them."""
+    """Recent durations of steps, as precise as looking at the progress now and then allows.
+
+    Attributes:
+        p99: seconds; 0 before the second step ended.
+    """
 
     def __init__(self) -> None:
         self._times: deque[float] = deque(maxlen=_TIMES_KEPT)
-        self._step, self._since = 0, 0.0
-        self._is_clean = False
-        self.p99 = 0.0  # seconds; 0 before the second step ended
+        self._step = 0
+        self._since = 0.0
+        self._is_clean = False  # nothing but training has happened in this step
+        self.p99 = 0.0
 
     def see(self, now: float, state: RankProgress) -> None:
+        """Take in the progress of one rank at `now`."""
         if state.step != self._step:
-            if self._is_clean and self._step > state.first:  # which warms up
+            is_warm = self._step > state.first
+            if self._is_clean and is_warm:
                 self._times.append((now - self._since) / (state.step - self._step))
                 self.p99 = sorted(self._times)[math.ceil(0.99 * len(self._times)) - 1]
-            self._step, self._since, self._is_clean = state.step, now, True
+            self._step = state.step
+            self._since = now
+            self._is_clean = True
         if state.phase in _PAUSES:
             self._is_clean = False
 
 
 @dataclass(frozen=True)
 class HungRanks:
-    """Ranks that hang, and the limit that they passed."""
+    """Ranks that hang, and the limit that they exceeded.
+
+    Attributes:
+        key: of the job file, which sets the limit.
+    """
 
     ranks: list[int]
     limit_s: float
-    key: str  # of the job file
+    key: str
 
 
 class HangWatch:
-    """Judges what all ranks say of themselves. Knows no clock and no process."""
+    """Judges the progress of all ranks. Pure: times are given, by one monotonic clock in seconds."""
 
     def __init__(self, limits: LimitsConfig) -> None:
         self._limits = limits
@@ -70,64 +86,82 @@ class HangWatch:
         self._heard: dict[int, float] = {}  # rank -> when it was seen last
 
     def limit(self, state: RankProgress) -> tuple[float, str]:
-        """Seconds that a rank in this state may stand still, and the key that says so."""
+        """Return the seconds that a rank in this state may stand still, and the key that sets them."""
         limits = self._limits
         if state.phase == "save":
             return limits.save_s, "limits.save_s"
         if state.phase in _PAUSES:
-            return max(
-                limits.eval_s, limits.first_step_s if state.step == 0 else 0.0
-            ), "limits.eval_s"
+            limit_s = limits.eval_s
+            if state.step == 0:
+                limit_s = max(limit_s, limits.first_step_s)
+            return limit_s, "limits.eval_s"
         if state.step <= state.first and state.phase != "end":
             return limits.first_step_s, "limits.first_step_s"
         return self._hang_s(), "limits.hang_s"
 
     def _hang_s(self) -> float:
-        if self._limits.hang_s is None:
-            return max(_LEAST_AUTO_S, _STEPS_AUTO * self._times.p99)
-        return self._limits.hang_s
+        """Return `limits.hang_s`; auto is some steps as long as the slowest in a hundred."""
+        if self._limits.hang_s is not None:
+            return self._limits.hang_s
+        return max(_LEAST_AUTO_S, _STEPS_AUTO * self._times.p99)
 
     def see(self, now: float, states: Mapping[int, RankProgress]) -> None:
-        """Take in what some ranks say at `now`, in seconds of one monotonic clock."""
+        """Take in the progress of some ranks at `now`."""
         for rank, state in states.items():
             self._heard[rank] = now
             if self._seen.get(rank, _NEVER)[0] != state.progress:
                 self._seen[rank] = state.progress, now
 
     def judge(self, now: float, states: Mapping[int, RankProgress]) -> HungRanks | None:
-        """Which of the running ranks, all of which were seen, stand still at `now`."""
+        """Return the ranks that hang at `now`; None: none does.
+
+        Args:
+            now: in seconds.
+            states: of all ranks that run, each of which `see` was told of.
+        """
         if not states:
             return None
         self._times.see(now, states[min(states)])
-        if _QUIET_S < now - min(self._heard[rank] for rank in states) < _LOST_S:
+        quiet_s = now - min(self._heard[rank] for rank in states)
+        if _QUIET_S < quiet_s < _LOST_S:
+            return None  # a host may be lost: its connection decides that
+        working = [rank for rank, state in states.items() if not state.waiting]
+        if not working:
+            limit_s, key = max(self.limit(state) for state in states.values())
+            moved = max(self._seen[rank][1] for rank in states)
+            return HungRanks(list(states), limit_s, key) if now - moved > limit_s else None
+        # Almost all moved just now: of thousands, few need a closer look.
+        limits = self._limits
+        least = min(limits.save_s, limits.eval_s, limits.first_step_s, self._hang_s())
+        late: list[int] = []
+        for rank in working:
+            still_s = now - self._seen[rank][1]
+            if still_s > least and still_s > self.limit(states[rank])[0]:
+                late.append(rank)
+        if not late:
             return None
-        blamed = {rank: state for rank, state in states.items() if not state.waiting}
-        if blamed:
-            # Almost all moved just now: of thousands, few need a closer look.
-            limits = self._limits
-            since = now - min(limits.save_s, limits.eval_s, limits.first_step_s, self._hang_s())
-            still = [rank for rank in blamed if self._seen[rank][1] < since]
-            late = [
-                rank for rank in still if now - self._seen[rank][1] > self.limit(states[rank])[0]
-            ]
-            return HungRanks(late, *self.limit(states[late[0]])) if late else None
-        limit, key = max(self.limit(state) for state in states.values())
-        moved = max(self._seen[rank][1] for rank in states)
-        return HungRanks(list(states), limit, key) if now - moved > limit else None
+        return HungRanks(late, *self.limit(states[late[0]]))
 
 
 class HangInvestigation:
-    """What the agents testify once the launcher has found a hang, until all have, or have had their time."""
+    """The testimonies of agents about a hang, until all ranks are told of or the time is over."""
 
-    def __init__(self, verdict: HungRanks, states: Mapping[int, RankProgress], now: float) -> None:
-        self.verdict = verdict
+    def __init__(self, hung: HungRanks, states: Mapping[int, RankProgress], now: float) -> None:
+        """Begin to ask.
+
+        Args:
+            hung: the ranks that hang.
+            states: of all ranks that run.
+            now: in seconds, by any clock that `is_over` is told too.
+        """
+        self.hung = hung
         self._states = dict(states)
         self._late = now + _TESTIMONY_S
         self._told: dict[int, dict[str, Any]] = {}
         self._frames: list[Mapping[str, Any]] = []
 
     def hear(self, frame: Mapping[str, Any]) -> None:
-        """Take in a `testimony`."""
+        """Take in a `testimony` frame."""
         self._frames.append(frame)
         self._told |= {each["rank"]: each for each in frame["ranks"]}
 
@@ -135,7 +169,11 @@ class HangInvestigation:
         return now > self._late or self._told.keys() >= self._states.keys()
 
     def finding(self) -> dict[str, Any]:
-        """All that is known of the hang; what no agent told of is silent."""
+        """Return all that is known of the hang; a rank that no agent told of is silent.
+
+        The content goes into `zrun.launch.failures.Hang`: ranks, to_blame, limit_s, key, reason,
+        stacks, logs and links.
+        """
         for rank, state in self._states.items():
             silent = {
                 "rank": rank,
@@ -148,43 +186,50 @@ class HangInvestigation:
         told = [self._told[rank] for rank in sorted(self._told)]
         halted = [
             rank
-            for rank in self.verdict.ranks
+            for rank in self.hung.ranks
             if self._told[rank]["does"] in ("is stopped", "is silent")
         ]
-        reasons = [frame["disagreement"] for frame in self._frames]
-        # Where one works, or another host has ranks too, it may be what the others wait for.
-        if len(self._frames) == 1 and all(each["does"] == "waits" for each in told):
-            reasons.append(self._frames[0]["stalemate"])
         return {
             "ranks": told,
-            "to_blame": halted or self.verdict.ranks,
-            "limit_s": self.verdict.limit_s,
-            "key": self.verdict.key,
-            "reason": next((reason for reason in reasons if reason is not None), None),
-            "stacks": {
-                int(rank): text for frame in self._frames for rank, text in frame["stacks"].items()
-            },
-            "logs": {
-                int(rank): lines for frame in self._frames for rank, lines in frame["logs"].items()
-            },
+            "to_blame": halted or self.hung.ranks,
+            "limit_s": self.hung.limit_s,
+            "key": self.hung.key,
+            "reason": self._reason(told),
+            "stacks": self._merged("stacks"),
+            "logs": self._merged("logs"),
             "links": self._cut_links(),
         }
 
+    def _reason(self, told: list[dict[str, Any]]) -> str | None:
+        reasons: list[str | None] = [frame["disagreement"] for frame in self._frames]
+        # If a rank works, or another host has ranks too, the others may wait for that.
+        is_stalemate = len(self._frames) == 1 and all(each["does"] == "waits" for each in told)
+        if is_stalemate:
+            reasons.append(self._frames[0]["stalemate"])
+        return next((reason for reason in reasons if reason is not None), None)
+
+    def _merged(self, key: str) -> dict[int, Any]:
+        """Return what all testimonies have under `key`, by rank."""
+        found: dict[int, Any] = {}
+        for frame in self._frames:
+            found |= {int(rank): value for rank, value in frame[key].items()}
+        return found
+
     def _cut_links(self) -> list[dict[str, Any]]:
-        """Ways between two hosts on which data is lost: a rank of the one, the other's address and a rank there."""
-        first_ranks = {
-            address: min(each["rank"] for each in frame["ranks"])
-            for frame in self._frames
-            for address in frame.get("addresses", ())
-            if frame["ranks"] and not ip_address(address).is_loopback
-        }
-        return [
-            {
-                "rank": min(each["rank"] for each in frame["ranks"]),
-                "address": address,
-                "other": first_ranks.get(address),
-            }
-            for frame in self._frames
-            for address in frame.get("unanswered", ())
-            if frame["ranks"]
-        ]
+        """Return the ways between two hosts on which data is lost.
+
+        Each has a rank of the one host, the address of the other, and a rank there if one is known.
+        """
+        frames = [frame for frame in self._frames if frame["ranks"]]
+        first_ranks = [min(each["rank"] for each in frame["ranks"]) for frame in frames]
+        by_address: dict[str, int] = {}
+        for frame, first in zip(frames, first_ranks, strict=True):
+            for address in frame.get("addresses", ()):
+                if not ip_address(address).is_loopback:
+                    by_address[address] = first
+        links = []
+        for frame, first in zip(frames, first_ranks, strict=True):
+            for address in frame.get("unanswered", ()):
+                link = {"rank": first, "address": address, "other": by_address.get(address)}
+                links.append(link)
+        return links

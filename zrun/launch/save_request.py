@@ -1,7 +1,7 @@
 """Ask the launcher of a run for a save, and wait until the step is committed. The run trains on.
 
-The request goes from the launcher to rank 0, which tells the other ranks in its step's message. The answer is in the
-run's record: the `save` event of a step that came after the request.
+The request goes from the launcher to rank 0, which tells the other ranks in its step's message. The
+answer is in the run's record: the `save` event of a step that came after the request.
 """
 
 from __future__ import annotations
@@ -22,15 +22,20 @@ _TURN_S = 0.05
 
 @dataclass(frozen=True)
 class Saved:
-    """A step that is committed."""
+    """A step that is committed.
+
+    Attributes:
+        path: its folder, on the host of rank 0.
+        seconds: from the beginning of the save to its commit.
+    """
 
     step: int
-    path: str  # its folder, on the host of rank 0
+    path: str
     bytes: int
-    seconds: float  # from the beginning of the save until it counted
+    seconds: float
 
     def to_json(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the object that `--json` prints."""
         return asdict(self)
 
 
@@ -39,17 +44,17 @@ class RunEndedError(SaveError):
 
     def __init__(self, run: RunSummary) -> None:
         self.run = run
-        after = f" after step {run.step}" if run.step else ""
-        why = (
-            f" (exit code {run.exit_code}): {run.headline}" if run.state is RunStatus.FAILED else ""
-        )
-        super().__init__(
-            f"not saved: run {run.run_id} {run.state}{after} before it came to that{why}"
-        )
+        message = f"not saved: run {run.run_id} {run.state}"
+        if run.step:
+            message += f" after step {run.step}"
+        message += " before it came to that"
+        if run.state is RunStatus.FAILED:
+            message += f" (exit code {run.exit_code}): {run.headline}"
+        super().__init__(message)
 
 
 def check(run: RunSummary) -> None:
-    """Whether the run can be asked.
+    """Check that the run can be asked.
 
     Raises:
         JobError: it does not run, or saves nothing.
@@ -57,16 +62,18 @@ def check(run: RunSummary) -> None:
     """
     if run.state is not RunStatus.RUNNING:
         raise JobError(
-            f"run {run.run_id} does not run: it {run.state}; what it has saved: zrun ckpt ls {run.path}"
+            f"run {run.run_id} does not run: it {run.state}; what it has saved: "
+            f"zrun ckpt ls {run.path}"
         )
     if not may_save(run.path):
         raise JobError(
-            f"run {run.run_id} saves nothing: its job has no checkpoint; write one for the next run, such as "
-            "checkpoint: {every: 500}"
+            f"run {run.run_id} saves nothing: its job has no checkpoint; write one for the next "
+            "run, such as checkpoint: {every: 500}"
         )
     if run.seconds is None or not launcher_of(run, "save").catches(SAVE):
         raise PreflightError(
-            f"run {run.run_id} does not train yet, and so has nothing to save: try again once it does"
+            f"run {run.run_id} does not train yet, and so has nothing to save: try again once it "
+            "does"
         )
 
 
@@ -101,8 +108,8 @@ def save(run: RunSummary, timeout_s: float) -> Saved:
         if time.monotonic() > deadline:
             refuse_stopped(run, launcher_of(run, "save"))
             raise HangError(
-                f"run {run.run_id} was asked to save and has not after {timeout_s:g} s; it still may: wait with a "
-                f"longer --timeout, or look at {run.path}/logs"
+                f"run {run.run_id} was asked to save and has not after {timeout_s:g} s; it still "
+                f"may: wait with a longer --timeout, or look at {run.path}/logs"
             )
         time.sleep(_TURN_S)
 

@@ -24,9 +24,10 @@ _LOOK_S = 1.0  # between two looks at whether it saves
 
 
 def launcher_of(run: RunSummary, what: str = "stop") -> Process:
-    """The process that a running run answers to.
+    """Return the launcher of a running run.
 
     Args:
+        run: a run that goes on.
         what: the command of zrun that it is to obey.
 
     Raises:
@@ -39,50 +40,56 @@ def launcher_of(run: RunSummary, what: str = "stop") -> Process:
         )
     if not holder.is_here:
         raise PreflightError(
-            f"run {run.run_id} belongs to a launcher on {holder.host} (process {holder.pid}): {what} it there, with "
-            f"ssh {holder.host} zrun {what} {run.path}"
+            f"run {run.run_id} belongs to a launcher on {holder.host} (process {holder.pid}): {what} "
+            f"it there, with ssh {holder.host} zrun {what} {run.path}"
         )
     process = holder.process
     if process is None:
         raise PreflightError(
-            f"run {run.run_id} belongs to process {holder.pid}, which cannot be seen from here: {what} it in the "
-            "container that it was started in"
+            f"run {run.run_id} belongs to process {holder.pid}, which cannot be seen from here: "
+            f"{what} it in the container that it was started in"
         )
     return process
 
 
 def stop(run: RunSummary, now: bool, timeout_s: float | None = None) -> None:
-    """Signal the launcher of a running run, and wait until it is gone.
+    """Signal the launcher of a running run, and wait until it has exited.
 
     Args:
+        run: a run that goes on.
         now: end the workers at once; else they finish the step, and save.
-        timeout_s: how long to wait; None: as long as the launcher itself does, and half a minute more.
+        timeout_s: to wait; None: as long as the launcher itself does, and half a minute more.
 
     Raises:
         PreflightError: the launcher cannot be reached from here.
         JobError: it belongs to another user.
-        HangError: it is still there when the time is over.
+        HangError: it still runs when the time is over.
     """
     process = launcher_of(run)
-    with signalled(run, process, STOP_NOW if now else signal.SIGTERM) as descriptor:
+    number = STOP_NOW if now else signal.SIGTERM
+    with signalled(run, process, number) as descriptor:
         start = time.monotonic()
         if descriptor is None or _ends(descriptor, run.path, timeout_s, saves=not now):
             return
     refuse_stopped(run, process)
     waited_s = time.monotonic() - start
-    advice = (
-        f"look at {run.path}/logs"
-        if now
-        else f"wait with a longer --timeout, or zrun stop {run.run_id} --now"
-    )
+    advice = f"wait with a longer --timeout, or zrun stop {run.run_id} --now"
+    if now:
+        advice = f"look at {run.path}/logs"
     raise HangError(
-        f"run {run.run_id} was told to stop and still runs after {waited_s:.0f} s (process {process.pid}): {advice}"
+        f"run {run.run_id} was told to stop and still runs after {waited_s:.0f} s "
+        f"(process {process.pid}): {advice}"
     )
 
 
 @contextmanager
 def signalled(run: RunSummary, process: Process, number: int) -> Iterator[int | None]:
-    """Send a signal to the launcher; what is handed out is its pidfd, None if it has just ended.
+    """Send a signal to the launcher. Yields its pidfd; None if it has just ended.
+
+    Args:
+        run: its run.
+        process: the launcher.
+        number: of the signal.
 
     Raises:
         JobError: it belongs to another user.
@@ -93,62 +100,68 @@ def signalled(run: RunSummary, process: Process, number: int) -> Iterator[int | 
         yield None
         return
     try:
-        is_there = process.alive()  # else what the descriptor means now may be another process
+        is_alive = process.alive()  # else the descriptor may be of a later process
         try:
-            if is_there:
+            if is_alive:
                 signal.pidfd_send_signal(descriptor, number)
         except PermissionError:
             raise JobError(
                 f"run {run.run_id} (process {process.pid}) belongs to another user"
             ) from None
         except ProcessLookupError:
-            is_there = False
-        yield descriptor if is_there else None
+            is_alive = False
+        yield descriptor if is_alive else None
     finally:
         os.close(descriptor)
 
 
 def refuse_stopped(run: RunSummary, process: Process) -> None:
-    """Say so where a launcher obeys nobody for now.
+    """Refuse a launcher that is stopped, and so obeys no request for now.
 
     Raises:
-        HangError: it stands still.
+        HangError: it is.
     """
     if process.state in ("T", "t"):
         raise HangError(
-            f"run {run.run_id}: process {process.pid} is stopped by a signal or a debugger, and obeys once it goes on: "
-            f"kill -CONT {process.pid}"
+            f"run {run.run_id}: process {process.pid} is stopped by a signal or a debugger, and "
+            f"obeys once it goes on: kill -CONT {process.pid}"
         )
 
 
 def limits_of(path: Path) -> LimitsConfig:
-    """Those of the job of a run, or the usual ones."""
+    """Return the limits of the job of a run; the usual ones if they cannot be read."""
     with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-        return LimitsConfig.model_validate(
-            json.loads((path / "spec.json").read_bytes())["job"].get("limits", {})
-        )
+        spec = json.loads((path / "spec.json").read_bytes())
+        return LimitsConfig.model_validate(spec["job"].get("limits", {}))
     return LimitsConfig()
 
 
 def is_saving(path: Path) -> bool:
-    """Whether rank 0 says so on its board, where that is on this disk."""
+    """Return whether rank 0 is saving, by its flight recorder if that is on this disk."""
     state = read_first_progress(path / "board")
     return state is not None and state.phase == "save"
 
 
 def _ends(descriptor: int, path: Path, timeout_s: float | None, *, saves: bool = True) -> bool:
-    """Whether the launcher that has this pidfd ends in time; `saves`: it may save first."""
+    """Return whether a launcher exits in time.
+
+    Args:
+        descriptor: its pidfd.
+        path: of the run.
+        timeout_s: to wait; None: as long as the launcher itself waits for its workers.
+        saves: it may save first, which takes a time of its own.
+    """
     if timeout_s is not None:
-        return _is_gone(descriptor, timeout_s)
-    patience = StopDeadline(time.monotonic(), limits_of(path), _CLEANING_S)
-    while not patience.is_over(time.monotonic(), saves=saves and is_saving(path)):
-        if _is_gone(descriptor, _LOOK_S):
+        return _exits(descriptor, timeout_s)
+    deadline = StopDeadline(time.monotonic(), limits_of(path), _CLEANING_S)
+    while not deadline.is_over(time.monotonic(), saves=saves and is_saving(path)):
+        if _exits(descriptor, _LOOK_S):
             return True
     return False
 
 
-def _is_gone(descriptor: int, patience_s: float) -> bool:
-    """Whether the process of a pidfd ends in time."""
+def _exits(descriptor: int, patience_s: float) -> bool:
+    """Return whether the process of a pidfd exits in time."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(patience_s * 1000))

@@ -12,8 +12,10 @@ from zrun.estimate.patch import job_changes
 from zrun.estimate.why import sentence
 from zrun_core.errors import JobError
 from zrun_core.hardware.hardware import Hardware, parse_simulate
+from zrun_core.plan.answer.bounds import Bounds
 from zrun_core.plan.answer.planner import Estimate, Planner
 from zrun_core.plan.answer.search import SearchResult, SearchSpace, _Search, changes, search
+from zrun_core.plan.answer.search_space import candidates, offload_chains
 from zrun_core.plan.question.candidate import Candidate
 from zrun_core.plan.question.transformer import TransformerShape
 from zrun_core.spine.config import JobConfig
@@ -29,7 +31,7 @@ BIG = TransformerShape.gpt(
 
 def everything(planner: Planner, constraints: SearchSpace) -> list[Estimate]:
     found = []
-    for candidate in _Search(planner, constraints)._all():
+    for candidate in candidates(planner, constraints):
         try:
             found.append(planner.estimate(candidate))
         except JobError:
@@ -96,7 +98,7 @@ def test_no_bound_is_above_what_it_bounds() -> None:
     searching = _Search(
         planner, SearchSpace(8, virtual=2, most_micro=2, checkpoints=("none", "selective"))
     )
-    for bound in searching._bounds():
+    for bound in searching.bounded():
         found = planner.estimate(bound.candidate)
         assert bound.seconds <= found.time.seconds * (1 + 1e-9), bound.candidate
         assert bound.num_bytes <= found.device_used, bound.candidate
@@ -104,24 +106,26 @@ def test_no_bound_is_above_what_it_bounds() -> None:
 
 def test_states_elsewhere_are_bounded_without_another_look(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = 0
-    floor = _Search._floor
+    lower_bounds = Bounds._lower_bounds
 
-    def counted(self: _Search, candidate: Candidate) -> Any:
+    def counted(self: Bounds, candidate: Candidate) -> Any:
         nonlocal looks
         looks += 1
-        return floor(self, candidate)
+        return lower_bounds(self, candidate)
 
-    monkeypatch.setattr(_Search, "_floor", counted)
+    monkeypatch.setattr(Bounds, "_lower_bounds", counted)
     planner = Planner(BIG, parse_simulate("2xA100-40G"))
     limits = SearchSpace(8, virtual=1, most_micro=2, checkpoints=("none", "full"))
     found = search(planner, planner.hardware, limits, "best")
-    assert looks == sum(1 for _ in _Search(planner, limits)._all())
+    all_of_them = list(candidates(planner, limits))
+    assert looks == len(all_of_them)
     assert found.tried + found.pruned > looks, "states elsewhere were considered"
-    searching = _Search(planner, limits)
-    for bound in [*searching._bounds()]:
-        for place in searching._places:
-            other = searching._at(bound.number, bound.candidate, place)
-            assert other.candidate == replace(bound.candidate, placement=place)
+    bounds = Bounds(planner, list(itertools.chain(*offload_chains(planner, limits))))
+    for number, candidate in enumerate(all_of_them):
+        bounds.bound(number, candidate)
+        for place in bounds.placements:
+            other = bounds.at(number, candidate, place)
+            assert other.candidate == replace(candidate, placement=place)
             used = planner.estimate(other.candidate)
             assert other.num_bytes <= used.device_used
             assert other.seconds <= used.time.seconds * (1 + 1e-9)

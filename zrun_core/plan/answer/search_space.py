@@ -1,0 +1,223 @@
+"""The configurations that a search chooses from: its constraints, and every candidate that they allow."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from zrun_core.errors import JobError
+from zrun_core.memory.buffers import Placement, Tier
+from zrun_core.plan.answer.planner import Planner
+from zrun_core.plan.question.candidate import Candidate
+from zrun_core.plan.trace.profile import Profile
+from zrun_core.spine.parallel_dims import ParallelDims
+
+_MOST_VIRTUAL = 8
+# States that leave the device: those that a step needs least go first, and to the nearest tier.
+_OFFLOADS = (
+    Placement(optimizer=Tier.HOST),
+    Placement(grad=Tier.HOST, optimizer=Tier.HOST),
+    Placement(param=Tier.HOST, grad=Tier.HOST, optimizer=Tier.HOST),
+    Placement(grad=Tier.HOST, optimizer=Tier.DISK),
+    Placement(param=Tier.DISK, grad=Tier.DISK, optimizer=Tier.DISK),
+)
+_FRACTIONS = (0.25, 0.5, 0.75, 1.0)  # of the states
+_POLICIES = ("none", "selective", "every_n", "full")
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """The constraints of a search. None: all that is possible.
+
+    Attributes:
+        global_batch: samples per step, which stays the same.
+        base: the candidate that the job asks for; changes are counted from it.
+        devices: numbers of devices that may be used; None: as many as the base, and all that the
+            hardware has.
+        trainable: only candidates that zrun can train now.
+        offloads: states may live in the memory of hosts, and on disks where there are any.
+        virtual: parts of a pipeline stage at most.
+        most_micro: samples of a micro-batch at most, or as many as the base has.
+        shard_in_node: consider also copies of the states within each node.
+    """
+
+    global_batch: int
+    base: Candidate | None = None
+    devices: Sequence[int] | None = None
+    stages: Sequence[int] = (0, 1, 2, 3)
+    tp: Sequence[int] | None = None
+    pp: Sequence[int] | None = None
+    micro: Sequence[int] | None = None
+    checkpoints: Sequence[str] | None = None
+    precisions: Sequence[str] | None = None
+    trainable: bool = False
+    offloads: bool = True
+    virtual: int = _MOST_VIRTUAL
+    most_micro: int = 64
+    shard_in_node: bool = True
+
+    def __post_init__(self) -> None:
+        if self.global_batch < 1:
+            raise JobError(
+                f"a global batch of {self.global_batch} samples trains nothing: it must be at "
+                "least 1"
+            )
+        for name in ("devices", "stages", "tp", "pp", "micro", "checkpoints", "precisions"):
+            given = getattr(self, name)
+            if given is not None and not given:
+                raise JobError(f"the constraints leave nothing to choose {name} from")
+        if self.trainable and not {1} & set(self.tp or (1,)) & set(self.pp or (1,)):
+            raise JobError(
+                "the constraints contradict each other: zrun does not train with tp or pp above 1 "
+                "yet"
+            )
+
+
+def candidates(planner: Planner, space: SearchSpace) -> Iterator[Candidate]:
+    """Yield every candidate of a space once, in a fixed order, with all states on the device."""
+    enumeration = _Enumeration(planner, space)
+    seen = set[Candidate]()
+    for candidate in enumeration.candidates():
+        if candidate in seen or (space.trainable and candidate.lacking()):
+            continue
+        seen.add(candidate)
+        yield candidate
+
+
+def offload_chains(planner: Planner, space: SearchSpace) -> list[list[Placement]]:
+    """Return where states may live besides the device: for each way, more and more of them there."""
+    hardware = planner.hardware
+    if not space.offloads or space.trainable or hardware.shares_memory:
+        return []
+    chains = []
+    for way in _OFFLOADS:
+        needs_disk = Tier.DISK in (way.param, way.grad, way.optimizer)
+        if needs_disk and not hardware.disk_write:
+            continue
+        chains.append([replace(way, fraction=fraction) for fraction in _FRACTIONS])
+    return chains
+
+
+class _Enumeration:
+    """The values of each key of a candidate, and their combinations."""
+
+    def __init__(self, planner: Planner, space: SearchSpace) -> None:
+        self._planner = planner
+        self._hardware = planner.hardware
+        self._space = space
+        self._base = space.base
+
+    def candidates(self) -> Iterator[Candidate]:
+        for world, precision in itertools.product(self._worlds(), self._precisions()):
+            for dims in self._dims(world):
+                yield from self._of_dims(dims, precision)
+
+    def _of_dims(self, dims: ParallelDims, precision: str) -> Iterator[Candidate]:
+        samples, rest = divmod(self._space.global_batch, dims.dp)  # of a data-parallel rank
+        if rest:
+            return
+        init = "meta"
+        if self._planner.can_build(dims.world_size):
+            init = "factory" if self._base is None else self._base.init
+        for micro, checkpoint in itertools.product(self._micros(samples), self._checkpoints()):
+            count = samples // micro
+            if dims.virtual > 1 and count % dims.pp:
+                continue  # interleaved stages take micro-batches in groups
+            for stage in self._space.stages:
+                for shard in self._shards(dims, stage):
+                    yield Candidate(
+                        stage,
+                        replace(dims, shard=shard),
+                        micro,
+                        count,
+                        checkpoint,
+                        precision,
+                        sequence_parallel=dims.tp > 1,
+                        init=init,
+                    )
+
+    def _worlds(self) -> list[int]:
+        if self._space.devices is not None:
+            return sorted(set(self._space.devices))
+        worlds = {self._hardware.num_devices}
+        if self._base is not None:
+            worlds.add(self._base.dims.world_size)
+        return sorted(worlds)
+
+    def _precisions(self) -> Sequence[str]:
+        if self._space.precisions is not None:
+            return self._space.precisions
+        if self._base is not None:
+            return (self._base.precision,)
+        return (self._planner.job.precision.compute,)
+
+    def _checkpoints(self) -> Sequence[str]:
+        if self._space.checkpoints is not None:
+            return self._space.checkpoints
+        subject = self._planner.subject
+        if not isinstance(subject, Profile) or self._planner.cost_model.formula is not None:
+            return _POLICIES
+        known = tuple(each for each in subject.traces if each not in subject.guessed)
+        return known or tuple(subject.traces)
+
+    def _dims(self, world: int) -> Iterator[ParallelDims]:
+        num_blocks = self._planner.num_blocks
+        order = ParallelDims.order if self._base is None else self._base.dims.order
+        for tp in self._tps():
+            if world % tp:
+                continue
+            for pp in _divisors(world // tp):
+                if pp > max(1, num_blocks):
+                    continue
+                if self._space.pp is not None and pp not in self._space.pp:
+                    continue
+                if self._space.trainable and tp * pp > 1:
+                    continue
+                most_virtual = min(self._space.virtual, num_blocks // pp) if pp > 1 else 1
+                for virtual in range(1, most_virtual + 1):
+                    if virtual == 1 or num_blocks % (pp * virtual) == 0:
+                        yield ParallelDims(world // tp // pp, tp, pp, virtual, order=order)
+
+    def _tps(self) -> list[int]:
+        """Return sizes of tensor-parallel groups: within a node, and such that heads divide."""
+        shape = self._planner.cost_model.formula
+        possible = [1]
+        if shape is not None and not self._space.trainable:
+            possible = [
+                tp
+                for tp in _divisors(self._hardware.devices_per_node)
+                if shape.heads % tp == 0 and shape.kv_heads % tp == 0 and shape.ffn % tp == 0
+            ]
+        if self._space.tp is None:
+            return possible
+        return [tp for tp in possible if tp in self._space.tp]
+
+    def _micros(self, samples: int) -> list[int]:
+        """Return the sizes of micro-batches into which the samples of a rank divide."""
+        most = self._space.most_micro
+        if self._base is not None:
+            most = max(most, self._base.micro)
+        possible = [micro for micro in _divisors(samples) if micro <= most]
+        if self._space.micro is None:
+            return possible
+        return [micro for micro in possible if micro in self._space.micro]
+
+    def _shards(self, dims: ParallelDims, stage: int) -> list[int | None]:
+        """Return the sizes of groups that share the states: all replicas (None), or those of a node."""
+        sizes: list[int | None] = [None]
+        if not stage:
+            return sizes
+        local = dims.dp_per_host(self._hardware.devices_per_node)
+        divides = 1 < local < dims.dp and dims.dp % local == 0
+        if self._space.shard_in_node and dims.pp == 1 and divides:
+            sizes.append(local)
+        base = self._base
+        if base is not None and dims.dp == base.dims.dp and base.dims.shard not in (None, *sizes):
+            sizes.append(base.dims.shard)
+        return sizes
+
+
+def _divisors(number: int) -> list[int]:
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})

@@ -47,9 +47,18 @@ class ZrunError(Exception):
 
 
 class JobError(ZrunError):
-    """The command line, the job file or an argument of the library is wrong."""
+    """The command line, the job file or an argument of the library is wrong.
+
+    Attributes:
+        problem: the message without the key of the job that it may begin with. A loop of the
+            user's own has no job, and says its own argument instead.
+    """
 
     exit_code = ExitCode.USAGE
+
+    def __init__(self, problem: str, *, key: str = "") -> None:
+        super().__init__(f"{key}: {problem}" if key else problem)
+        self.problem = problem
 
 
 class PreflightError(ZrunError):

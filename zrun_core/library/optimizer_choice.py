@@ -1,4 +1,4 @@
-"""The class, the options and the parameter groups that `zrun_core.optimizer` is given, looked at where they enter."""
+"""Arguments of `zrun_core.optimizer`: the class, its options, and the parameter groups."""
 
 from __future__ import annotations
 
@@ -28,43 +28,76 @@ def choose(
     moments: str,
     device: torch.device,
 ) -> OptimizerSpec:
-    """What `name` and `options` ask for; the options of each group are looked at too.
+    """Return the optimizer that the arguments ask for, after a look at the options of each group.
+
+    Args:
+        name: of a class, or a class.
+        options: keyword arguments of the class.
+        groups: parameter groups, which may have options of their own.
+        moments: fp32 or bf16.
+        device: of the model.
 
     Raises:
-        JobError: no such optimizer, arguments that it does not take, or one that cannot work on shards.
+        JobError: there is no such optimizer, it does not take the arguments, or cannot work on shards.
     """
     if moments not in MOMENTS:
         raise JobError(f"optimizer(moments={moments!r}): write fp32 or bf16")
     try:
-        build = find_class(name, _no_reference) if isinstance(name, str) else name
-        title = name if isinstance(name, str) else getattr(name, "__name__", str(name))
-        if not callable(build):
-            raise JobError(f"{title} is no optimizer: pass a name, or a class")
-        if moments == "bf16":
-            build = with_bf16_moments(title, build)
-        accepted = arguments_of(build)
-        takes_all = any(param.kind is inspect.Parameter.VAR_KEYWORD for param in accepted.values())
-        for key in options if not takes_all else ():
-            if key not in accepted:
-                near = difflib.get_close_matches(key, [*accepted, "moments"], 1)
-                hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(accepted)}"
-                raise JobError(f"{title} has no argument {key!r}; {hint}")
-        chosen = spec_of(title, build, options, device, MOMENTS[moments])
-        for own in _own_options(chosen, groups, accepted):
-            in_group = spec_of(title, build, options | own, device, MOMENTS[moments])
-            if "fused" in chosen.kwargs and "fused" not in in_group.kwargs:
-                chosen = spec_of(title, build, {**options, "fused": False}, device)
-        return chosen
+        return _choose(name, options, groups, moments, device)
     except JobError as error:
-        text = str(error).removeprefix("optim.name: ").removeprefix("optim: ")
-        text = text.replace("optim.moments: bf16", 'moments="bf16"')
-        raise JobError(f"optimizer(): {text}") from None
+        raise JobError(f"optimizer(): {error.problem}") from None
+
+
+def _choose(
+    name: str | Callable[..., torch.optim.Optimizer],
+    options: dict[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    moments: str,
+    device: torch.device,
+) -> OptimizerSpec:
+    build: Any = name
+    title = getattr(name, "__name__", str(name))
+    if isinstance(name, str):
+        build = find_class(name, _no_reference, moments='moments="bf16"')
+        title = name
+    if not callable(build):
+        raise JobError(f"{title} is no optimizer: pass a name, or a class")
+    if moments == "bf16":
+        build = with_bf16_moments(title, build)
+    accepted = arguments_of(build)
+    _check_options(title, options, accepted)
+    dtype = MOMENTS[moments]
+    chosen = spec_of(title, build, options, device, dtype)
+    for own in _own_options(chosen, groups, accepted):
+        # One kernel for all groups: fused only if it can be with the options of each.
+        in_group = spec_of(title, build, options | own, device, dtype)
+        if "fused" in chosen.kwargs and "fused" not in in_group.kwargs:
+            chosen = spec_of(title, build, {**options, "fused": False}, device)
+    return chosen
+
+
+def _check_options(
+    title: str, options: Mapping[str, Any], accepted: Mapping[str, inspect.Parameter]
+) -> None:
+    """Refuse an option that the class does not take.
+
+    Raises:
+        JobError: it does not take one.
+    """
+    if any(param.kind is inspect.Parameter.VAR_KEYWORD for param in accepted.values()):
+        return
+    for key in options:
+        if key in accepted:
+            continue
+        near = difflib.get_close_matches(key, [*accepted, "moments"], 1)
+        hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(accepted)}"
+        raise JobError(f"{title} has no argument {key!r}; {hint}")
 
 
 def _own_options(
     chosen: OptimizerSpec, groups: Sequence[Mapping[str, Any]], accepted: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """What each group sets of the optimizer's arguments, where it sets any.
+    """Yield the arguments of the optimizer that a group sets, for each group that sets any.
 
     Raises:
         JobError: it sets one that holds for all groups.
@@ -72,10 +105,11 @@ def _own_options(
     defaults = chosen.make([nn.Parameter(torch.zeros(1))]).defaults
     for number, group in enumerate(groups):
         own = {key: value for key, value in group.items() if key in accepted}
-        if shared := own.keys() - defaults.keys():
-            key = sorted(shared)[0]
+        shared = sorted(own.keys() - defaults.keys())
+        if shared:
             raise JobError(
-                f"groups[{number}] has {key!r}, which holds for all groups: write optimizer(..., {key}=...)"
+                f"groups[{number}] has {shared[0]!r}, which holds for all groups: "
+                f"write optimizer(..., {shared[0]}=...)"
             )
         if own:
             yield own
@@ -88,14 +122,22 @@ def _no_reference(reference: str) -> NoReturn:
 def make_groups(
     model: nn.Module, groups: Sequence[Mapping[str, Any]] | None
 ) -> list[dict[str, Any]]:
-    """`groups` with their parameters as lists, each checked to be one of the model's own, and in one group only."""
-    names = {id(param): name for name, param in model.named_parameters() if param.requires_grad}
+    """Return the groups with their parameters as lists.
+
+    Args:
+        model: whose parameters they are to hold, each in one group.
+        groups: as torch takes them; None: one group of all that require a gradient.
+
+    Raises:
+        UserCodeError: they are no groups, or not of this model's parameters.
+    """
     if groups is None:
         return [{"params": [param for param in model.parameters() if param.requires_grad]}]
     if not isinstance(groups, Iterable):
         raise UserCodeError(
             f"optimizer(groups={groups!r}): write a list of parameter groups, as torch takes them"
         )
+    names = {id(param): name for name, param in model.named_parameters() if param.requires_grad}
     seen: set[int] = set()
     made = []
     for number, group in enumerate(groups):
@@ -105,27 +147,30 @@ def make_groups(
         members = [params] if isinstance(params, torch.Tensor) else list(_iterable(params, number))
         for place, param in enumerate(members):
             if id(param) not in names:
-                what = (
-                    f"a parameter of shape {tuple(param.shape)}"
-                    if isinstance(param, torch.Tensor)
-                    else repr(param)
-                )
-                raise UserCodeError(
-                    f"optimizer(): groups[{number}] holds {what} (number {place}) that is none of this model's, or "
-                    "requires no gradient: take them from model.named_parameters() after shard()"
-                )
+                raise _not_of_the_model(number, place, param)
             if id(param) in seen:
                 raise UserCodeError(
                     f"optimizer(): {names[id(param)]} is in two groups: leave it in one"
                 )
             seen.add(id(param))
         made.append({**group, "params": members})
-    if missing := [name for key, name in names.items() if key not in seen]:
+    missing = [name for key, name in names.items() if key not in seen]
+    if missing:
         raise UserCodeError(
-            f"optimizer(): {len(missing)} parameters are in no group, {missing[0]} first: add them, or call "
-            "requires_grad_(False) on them before shard()"
+            f"optimizer(): {len(missing)} parameters are in no group, {missing[0]} first: "
+            "add them, or call requires_grad_(False) on them before shard()"
         )
     return made
+
+
+def _not_of_the_model(number: int, place: int, param: object) -> UserCodeError:
+    what = repr(param)
+    if isinstance(param, torch.Tensor):
+        what = f"a parameter of shape {tuple(param.shape)}"
+    return UserCodeError(
+        f"optimizer(): groups[{number}] holds {what} (number {place}) that is none of this "
+        "model's, or requires no gradient: take them from model.named_parameters() after shard()"
+    )
 
 
 def _iterable(params: Any, number: int) -> Iterable[Any]:

@@ -24,9 +24,11 @@ from zrun_core.optim.layerwise import Lamb, Lars, LayerWise, TrustRatios
 from zrun_core.spine.config import OptimConfig
 from zrun_core.spine.optimizer_args import (
     ARGS_OF,
+    BF16_KEY,
     NOT_SHARDED,
     WITH_BF16_MOMENTS,
     describe_argument_error,
+    why_not_sharded,
 )
 
 OptimizerClass = Callable[..., torch.optim.Optimizer]
@@ -176,7 +178,7 @@ def with_bf16_moments(name: str, build: OptimizerClass) -> OptimizerClass:
         if usual is build:
             return ours
     raise JobError(
-        f"optim: {name} keeps its state in fp32; bf16 is for {', '.join(WITH_BF16_MOMENTS)}"
+        f"{name} keeps its state in fp32; bf16 is for {', '.join(WITH_BF16_MOMENTS)}", key="optim"
     )
 
 
@@ -216,8 +218,8 @@ def spec_of(
         return _own_spec(name, ours, kwargs, moment_dtype)
     if kwargs.get("differentiable") and getattr(build, "__module__", "").startswith("torch.optim."):
         raise JobError(
-            f"optim: {name}: differentiable: updates of slices cannot be differentiated; "
-            "leave it out"
+            f"{name}: differentiable: updates of slices cannot be differentiated; leave it out",
+            key="optim",
         )
     _try_arguments(name, build, kwargs, device)
     chooses_kernel = {"fused", "foreach", "capturable", "differentiable"} & kwargs.keys()
@@ -273,7 +275,7 @@ def _with_checked_args(name: str, build: type[Chunked], kwargs: dict[str, Any]) 
             return kwargs | section.model_validate(own).model_dump(exclude_unset=True)
         except ValidationError as error:
             problems = [describe_argument_error(name, section, detail) for detail in error.errors()]
-            raise JobError(f"optim: {name}: {'; '.join(problems)}") from None
+            raise JobError(f"{name}: {'; '.join(problems)}", key="optim") from None
     return kwargs
 
 
@@ -290,15 +292,16 @@ def _try_arguments(
     except Exception as error:
         shown = [f"{key}={value!r}" for key, value in kwargs.items() if key != "moment_dtype"]
         advice = "; look at the types of these arguments" if isinstance(error, TypeError) else ""
-        raise JobError(f"optim: {name}({', '.join(shown)}): {error}{advice}") from None
+        raise JobError(f"{name}({', '.join(shown)}): {error}{advice}", key="optim") from None
 
 
-def find_class(name: str, load: Callable[[str], Any]) -> OptimizerClass:
+def find_class(name: str, load: Callable[[str], Any], *, moments: str = BF16_KEY) -> OptimizerClass:
     """Return the class called `name`: of torch.optim, ours, or a `module:attr`.
 
     Args:
         name: in any case; or `module:attr`.
         load: resolves `module:attr`.
+        moments: how the user asks for moments in bf16.
 
     Raises:
         JobError: there is none.
@@ -306,12 +309,12 @@ def find_class(name: str, load: Callable[[str], Any]) -> OptimizerClass:
     if ":" in name:
         found = load(name)
         if not callable(found):
-            raise JobError(f"optim.name: {name} is not callable")
+            raise JobError(f"{name} is not callable", key="optim.name")
         return found  # type: ignore[no-any-return]
     key = name.lower()
-    if key in NOT_SHARDED:
-        reason = NOT_SHARDED[key]
-        raise JobError(f"optim.name: {name} cannot update slices of parameters: {reason}")
+    problem = why_not_sharded(name, moments)
+    if problem is not None:
+        raise JobError(problem, key="optim.name")
     if key in _OURS:
         return _OURS[key]
     if key in _BY_LOWER_NAME:
@@ -321,7 +324,7 @@ def find_class(name: str, load: Callable[[str], Any]) -> OptimizerClass:
     hint = f"write one of {', '.join(known_names)}"
     if near:
         hint = f"did you mean {' or '.join(near)}?"
-    raise JobError(f"optim.name: no optimizer {name!r}; {hint}")
+    raise JobError(f"no optimizer {name!r}; {hint}", key="optim.name")
 
 
 def _probe(
@@ -370,19 +373,20 @@ def _probe(
         train([beside, late], [[slices[0][0], None], *slices])
     except Exception as error:
         raise JobError(
-            f"optim: {name} cannot update flat slices of parameters ({error}); {_ADVICE}"
+            f"{name} cannot update flat slices of parameters ({error}); {_ADVICE}", key="optim"
         ) from None
     updated = torch.cat([first.detach(), second.detach()])
     if not torch.allclose(whole.detach().flatten(), updated, rtol=1e-6, atol=1e-7):
         raise JobError(
-            f"optim: {name} cannot be sharded, because it looks at whole tensors; {_ADVICE}"
+            f"{name} cannot be sharded, because it looks at whole tensors; {_ADVICE}", key="optim"
         )
     state: dict[str, Any] = next(iter(optimizer.state.values()), {})
     taken = sorted(state.keys() & RESERVED)
     if taken:
         raise JobError(
-            f"optim: {name} keeps a state called {taken[0]!r}, which is something else in a "
-            "checkpoint: rename it in the class"
+            f"{name} keeps a state called {taken[0]!r}, which is something else in a checkpoint: "
+            "rename it in the class",
+            key="optim",
         )
     moments = 0
     for value in state.values():

@@ -31,11 +31,11 @@ from pydantic import (
 from zrun_core.spine.hostname import MAX_SLOTS, checked_item
 from zrun_core.spine.optimizer_args import (
     ARGS_OF,
-    NOT_SHARDED,
     WITH_BF16_MOMENTS,
     LambArgs,
     LarsArgs,
     describe_argument_error,
+    why_not_sharded,
 )
 from zrun_core.spine.section import (
     MAX_RANKS,
@@ -245,9 +245,9 @@ class OptimConfig(Section):
     @field_validator("name")
     @classmethod
     def _refuse_what_cannot_be_sharded(cls, name: str) -> str:
-        reason = NOT_SHARDED.get(name.lower())
-        if reason is not None:
-            raise ValueError(f"{name} cannot update slices of parameters: {reason}")
+        problem = why_not_sharded(name)
+        if problem is not None:
+            raise ValueError(problem)
         return name
 
     @field_validator("moments")

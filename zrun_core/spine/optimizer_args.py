@@ -62,9 +62,9 @@ OWN_DEFAULTS: dict[str, dict[str, Any]] = {
     "lion": {"betas": (0.9, 0.99)},
 }
 WITH_BF16_MOMENTS = ("adam", "adamw", "lamb", "lion")
+BF16_KEY = "optim.moments: bf16"  # how a job asks for moments in bf16
 _SMALL_STATE = (
-    "write adamw with optim.moments: bf16 (4 bytes of state per parameter) or lion (4, or 2 with "
-    "bf16)"
+    "write adamw with {moments} (4 bytes of state per parameter) or lion (4, or 2 with bf16)"
 )
 _WHOLE_MATRICES = "adamw, or lamb where large batches are the reason"
 # Optimizers whose update of an element needs others of its tensor, and what to write instead.
@@ -81,6 +81,19 @@ NOT_SHARDED = {
     "sparseadam": "it takes sparse gradients only, and gradients are reduced in dense buffers; "
     "write adam",
 }
+
+
+def why_not_sharded(name: str, moments: str = BF16_KEY) -> str | None:
+    """Return why an optimizer cannot update slices of parameters; None if it is none of those.
+
+    Args:
+        name: of the optimizer, in any case.
+        moments: how the user asks for moments in bf16.
+    """
+    reason = NOT_SHARDED.get(name.lower())
+    if reason is None:
+        return None
+    return f"{name} cannot update slices of parameters: {reason.format(moments=moments)}"
 
 
 def describe_argument_error(name: str, section: type[Section], detail: Any) -> str:

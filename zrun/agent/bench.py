@@ -1,5 +1,6 @@
-"""`python -m zrun.agent.bench`: how fast is this host? A process of its own: it needs torch, and the agent must not.
+"""`python -m zrun.agent.bench`: measurements of this host.
 
+It is a process of its own, since it needs torch, and the agent must not.
 It reads `{"folder": path}` from stdin and prints one JSON object, the `HostRates` of `calibration.py`.
 Each measurement takes about a second, and the best of several tries counts: what else the host does
 can only make them slower.
@@ -25,7 +26,9 @@ from zrun.system import processes
 from zrun.transport.frames import Frame
 
 _TRY_S = 0.4  # for the tries of one measurement
-_CPU_SIDE, _GPU_SIDE = 1536, 8192  # of square matrices: large enough to be bound by arithmetic
+# Sides of square matrices, large enough to be bound by arithmetic.
+_CPU_SIDE = 1536
+_GPU_SIDE = 8192
 _COPY_BYTES = 256 << 20
 _DISK_BYTES = 256 << 20
 _BLOCK_BYTES = 8 << 20  # of disk requests
@@ -111,7 +114,7 @@ def _gpus() -> list[dict[str, Any]]:
 
 
 def gpu_rates(torch: Any, index: int) -> dict[str, Any]:
-    """The `GpuRates` of one GPU."""
+    """Return the `GpuRates` of one GPU."""
     device = f"cuda:{index}"
     there = torch.empty(_COPY_BYTES // 4, device=device)
     other = torch.empty_like(there)
@@ -120,30 +123,29 @@ def gpu_rates(torch: Any, index: int) -> dict[str, Any]:
     def wait() -> None:
         torch.cuda.synchronize(device)
 
+    matmul_rates = _matmul_rates(torch, device, _GPU_SIDE, wait)
+    copy_s = _best(lambda: other.copy_(there), wait)
+    to_device_s = _best(lambda: there.copy_(here, non_blocking=True), wait)
+    from_device_s = _best(lambda: here.copy_(there, non_blocking=True), wait)
     return {
         "uuid": f"GPU-{torch.cuda.get_device_properties(index).uuid}",
         "name": torch.cuda.get_device_name(index),
-        **_matmul_rates(torch, device, _GPU_SIDE, wait),
-        "copy_bytes_per_s": _COPY_BYTES / _best(lambda: other.copy_(there), wait),
-        "to_device_bytes_per_s": _COPY_BYTES
-        / _best(lambda: there.copy_(here, non_blocking=True), wait),
-        "from_device_bytes_per_s": _COPY_BYTES
-        / _best(lambda: here.copy_(there, non_blocking=True), wait),
+        **matmul_rates,
+        "copy_bytes_per_s": _COPY_BYTES / copy_s,
+        "to_device_bytes_per_s": _COPY_BYTES / to_device_s,
+        "from_device_bytes_per_s": _COPY_BYTES / from_device_s,
     }
 
 
 def _matmul_rates(
     torch: Any, device: str, side: int, wait: Callable[[], object] = lambda: None
 ) -> dict[str, float]:
-    """FLOP/s of square matrix products, two per multiply-add."""
+    """Return FLOP/s of square matrix products, two per multiply-add."""
+    formats = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    if device != "cpu":  # no job trains so there, and without an instruction it takes minutes
+        formats["fp16"] = torch.float16
     rates = {}
-    for name, dtype in {
-        "fp32": torch.float32,
-        "bf16": torch.bfloat16,
-        "fp16": torch.float16,
-    }.items():
-        if name == "fp16" and device == "cpu":
-            continue  # nothing trains so, and it takes minutes where the CPU has no instruction for it
+    for name, dtype in formats.items():
         left = torch.randn(side, side, device=device).to(dtype)
         right = torch.randn(side, side, device=device).to(dtype)
         rates[f"{name}_flops"] = 2 * side**3 / _best(lambda a=left, b=right: a @ b, wait)  # type: ignore[misc]
@@ -151,7 +153,7 @@ def _matmul_rates(
 
 
 def _best(action: Callable[[], object], wait: Callable[[], object] = lambda: None) -> float:
-    """The shortest time of `action` in seconds, after a first one that warms up."""
+    """Return the shortest time of `action` in seconds, after a first one that warms up."""
     action()
     wait()
     times: list[float] = []
@@ -164,15 +166,15 @@ def _best(action: Callable[[], object], wait: Callable[[], object] = lambda: Non
 
 
 def disk_rates(folder: str, num_bytes: int = _DISK_BYTES) -> dict[str, Any]:
-    """Bytes per second to and from a file of a folder, past the page cache where the file system can do so.
+    """Return bytes per second to and from a file of a folder, or why it cannot be used.
 
-    A folder that cannot be used has the reason instead.
+    The transfers pass the page cache where the file system can do so.
     """
     try:
         with (
             _unnamed_file(folder) as (descriptor, is_direct),
-            mmap.mmap(-1, _BLOCK_BYTES) as block,
-        ):  # page-aligned
+            mmap.mmap(-1, _BLOCK_BYTES) as block,  # page-aligned, as O_DIRECT needs it
+        ):
             block.write(os.urandom(_BLOCK_BYTES))
             write_s = _timed(lambda: _write_all(descriptor, block, num_bytes))
             if not is_direct:
@@ -186,13 +188,19 @@ def disk_rates(folder: str, num_bytes: int = _DISK_BYTES) -> dict[str, Any]:
 
 @contextmanager
 def _unnamed_file(folder: str) -> Iterator[tuple[int, bool]]:
-    """A file that is gone however this ends, and whether its transfers pass the page cache."""
+    """Open a file without a name, which is gone however this ends.
+
+    Yields:
+        Its descriptor, and whether its transfers pass the page cache.
+    """
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     path = os.path.join(folder, f".zrun-bench-{secrets.token_hex(8)}")
+    is_direct = True
     try:
-        descriptor, is_direct = os.open(path, flags | os.O_DIRECT, 0o600), True
+        descriptor = os.open(path, flags | os.O_DIRECT, 0o600)
     except OSError:
-        descriptor, is_direct = os.open(path, flags, 0o600), False
+        is_direct = False
+        descriptor = os.open(path, flags, 0o600)
     try:
         os.unlink(path)
         yield descriptor, is_direct

@@ -1,7 +1,7 @@
-"""Measured rates of hosts and of the links between them, in a file that a planner reads: `Calibration.read(path)`.
+"""Measured rates of hosts and of the links between them: `Calibration.read(path)`.
 
-All rates are per second, in bytes or floating-point operations; times are in seconds. What a host could not measure is
-None.
+All rates are per second, in bytes or floating-point operations; times are in seconds. What a host
+could not measure is None.
 """
 
 from __future__ import annotations
@@ -81,13 +81,13 @@ class Calibration(_Part):
 
     @staticmethod
     def default_path(environ: Mapping[str, str]) -> Path:
-        """`zrun/calibration.json` in the user's cache folder."""
+        """Return `zrun/calibration.json` in the user's cache folder."""
         cache = environ.get("XDG_CACHE_HOME") or os.path.join(environ.get("HOME", "~"), ".cache")
         return Path(cache).expanduser() / "zrun" / "calibration.json"
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """The calibration stored at `path`.
+        """Return the calibration stored at `path`.
 
         Raises:
             JobError: there is none, or it is something else.

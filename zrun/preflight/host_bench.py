@@ -1,4 +1,7 @@
-"""How fast are the hosts, and the links between them? All hosts at the same time, then links that share no host."""
+"""Measurements of hosts, all at the same time, and of the links between them.
+
+Links that share a host are measured one after the other.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from importlib.metadata import version
 
 from zrun.preflight.calibration import Calibration, HostRates, LinkRates
 from zrun.preflight.host_report import Finding
-from zrun.preflight.reachability import open_listeners
+from zrun.preflight.reachability import Reachability, open_listeners
 from zrun.preflight.rpc_client import ask
 from zrun.transport.agent_process import AgentLink
 from zrun_core.errors import PreflightError
@@ -22,16 +25,15 @@ def measure(agents: Sequence[AgentLink], findings: Sequence[Finding], folder: st
     """Measure hosts that were found to be well.
 
     Args:
+        agents: of the hosts.
+        findings: of the same hosts.
         folder: on whose disk files are written and read, on each host.
 
     Raises:
         PreflightError: a host could not do it.
     """
-    answers = ask(
-        {agent: {"ask": "bench", "folder": folder} for agent in agents},
-        1.0,
-        answer_s=_BENCH_S,
-    )
+    question = {"ask": "bench", "folder": folder}
+    answers = ask(dict.fromkeys(agents, question), 1.0, answer_s=_BENCH_S)
     hosts: dict[str, HostRates] = {}
     failed: list[str] = []
     for agent in agents:
@@ -40,7 +42,9 @@ def measure(agents: Sequence[AgentLink], findings: Sequence[Finding], folder: st
             failed.append(f"{agent.host}: {answer if isinstance(answer, str) else answer['error']}")
         else:
             hosts[agent.host] = HostRates.model_validate(answer["rates"])
-    links = _links(agents, findings, failed) if not failed and len(agents) > 1 else []
+    links: list[LinkRates] = []
+    if not failed and len(agents) > 1:
+        links = _measure_links(agents, findings, failed)
     if failed:
         raise PreflightError("\n  ".join(["not everything could be measured:", *failed]))
     made = datetime.now(UTC).isoformat(timespec="seconds")
@@ -48,25 +52,26 @@ def measure(agents: Sequence[AgentLink], findings: Sequence[Finding], folder: st
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
-    """The links of a ring of hosts, in rounds in which no host is at two links."""
+    """Return the links of a ring of hosts, in rounds in which no host is at two links.
+
+    For 5 hosts: 0-1 2-3, then 1-2 3-4, then 4-0.
+    """
     ring = [(number, (number + 1) % count) for number in range(count)]
-    if count == 2:
+    if count == 2:  # one link, in both directions
         return [[ring[0]], [ring[1]]]
-    last = [[ring[-1]]] if count % 2 else []
-    paired = ring[: count - len(last)]
-    return [paired[0::2], paired[1::2], *last]
+    if count % 2 == 0:
+        return [ring[0::2], ring[1::2]]
+    return [ring[:-1:2], ring[1:-1:2], [ring[-1]]]
 
 
-def _links(
+def _measure_links(
     agents: Sequence[AgentLink], findings: Sequence[Finding], failed: list[str]
 ) -> list[LinkRates]:
     mark = secrets.token_hex(8)
-    reports = {
-        agent: each.report
-        for agent, each in zip(agents, findings, strict=True)
-        if each.report is not None
-    }
-    found = {agent: (report, failed) for agent, report in reports.items()}
+    found: Reachability = {}
+    for agent, finding in zip(agents, findings, strict=True):
+        if finding.report is not None:
+            found[agent] = (finding.report, failed)
     places = open_listeners(found, mark)
     links = []
     for pairs in rounds(len(agents)):
@@ -82,10 +87,11 @@ def _links(
         answers = ask(questions, 1.0, answer_s=_LINK_S)
         for source, target in pairs:
             answer = answers[agents[source]]
-            names = agents[source].host, agents[target].host
+            here = agents[source].host
+            there = agents[target].host
             if isinstance(answer, str) or "error" in answer:
                 why = answer if isinstance(answer, str) else answer["error"]
-                failed.append(f"{names[0]} to {names[1]}: {why}")
+                failed.append(f"{here} to {there}: {why}")
             else:
-                links.append(LinkRates(source=names[0], target=names[1], **answer["rates"]))
+                links.append(LinkRates(source=here, target=there, **answer["rates"]))
     return links

@@ -1,4 +1,4 @@
-"""Is a host what the job needs? Pure: from what is known of it to sentences."""
+"""Checks of a host against what the job needs. Pure: from what is known of it to sentences."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _BUSY = 0.1  # share of a GPU's memory that others may hold
 
 @dataclass(frozen=True)
 class HostRequirements:
-    """What a job needs of every host.
+    """Requirements of a job that every host must meet.
 
     Attributes:
         job_dir: its Python files must be the same everywhere.
-        shared: folders that must be one and the same on all hosts, and writable. Where one is not there yet, the folder
-            is looked at in which it would be made.
-        must_share: else it is only said where `shared` are other folders.
+        shared: folders that must be one and the same on all hosts, and writable. Where one does not
+            exist yet, the folder in which it would be made is looked at.
+        must_share: else it is only noted where `shared` are other folders.
         free_bytes: in each of `shared`.
         cuda: ranks run on GPUs.
         chosen: numbers of the GPUs that are used, by host; all of them where it says nothing.
@@ -44,22 +44,29 @@ class HostRequirements:
 def requirements_of(
     job: JobConfig, job_dir: Path, shared: Sequence[Path], num_ranks: int, ranks_per_host: int
 ) -> HostRequirements:
-    """What a job needs of every host, as far as it can be told before its model is built.
+    """Return what a job needs of every host, as far as it is known before its model is built.
 
     Args:
+        job: the job.
+        job_dir: the folder of its file.
         shared: folders in which ranks of several hosts write.
+        num_ranks: of all hosts.
+        ranks_per_host: of the host that has most.
     """
-    cuda, loaders = job.device == "cuda", job.data.workers
+    cuda = job.device == "cuda"
+    loaders = job.data.workers
+    # NCCL's buffers between GPUs of a host, and batches on their way from loader processes.
+    shm_bytes = loaders * (16 << 20)
+    if cuda:
+        shm_bytes += 32 << 20
     return HostRequirements(
         job_dir=job_dir,
         shared=tuple(shared),
         cuda=cuda,
-        nofile=256
-        + 8 * num_ranks
-        + 16 * loaders,  # connections to every rank in several groups; pipes to loaders
+        # Connections to every rank in several groups; pipes to loaders.
+        nofile=256 + 8 * num_ranks + 16 * loaders,
         nproc=ranks_per_host * (64 + 4 * loaders),
-        # NCCL's buffers between GPUs of a host, and batches on their way from loader processes.
-        shm_bytes=ranks_per_host * ((32 << 20) * cuda + (16 << 20) * loaders),
+        shm_bytes=ranks_per_host * shm_bytes,
     )
 
 
@@ -70,40 +77,44 @@ def find_problems(
     needs: HostRequirements,
     host: str,
 ) -> Iterator[str]:
-    """Why a host cannot be used, in the order in which one would set it right."""
-    yield from _judge_software(report.software, here)
-    yield from _judge_code(report, code, needs, host)
-    for folder in report.folders:
-        if not folder.same:
-            if not needs.must_share:
-                continue
-            yield f"{folder.path} is not the folder of that name here: it must be on a file system that all hosts share"
-        elif folder.trouble is not None:
-            yield f"{folder.path}: nothing can be written there as {report.user}: {folder.trouble}"
-        elif folder.free_bytes is not None and folder.free_bytes < needs.free_bytes:
-            yield f"{folder.path}: {format_size(folder.free_bytes)} free, {format_size(needs.free_bytes)} needed"
+    """Yield why a host cannot be used, in the order in which one would set it right.
+
+    Args:
+        report: of the host.
+        here: the software of this host.
+        code: digests of the job's Python files here, as `job_code` gives them.
+        needs: what the host must be.
+        host: what messages call it.
+    """
+    yield from _check_software(report.software, here)
+    yield from _check_code(report, code, needs, host)
+    yield from _check_folders(report, needs)
     if needs.cuda:
-        yield from _judge_gpus(report, needs.chosen.get(host))
-    yield from _judge_limits(report, needs)
+        yield from _check_gpus(report, needs.chosen.get(host))
+    yield from _check_limits(report, needs)
 
 
-def _judge_software(there: Software, here: Software) -> Iterator[str]:
+def _check_software(there: Software, here: Software) -> Iterator[str]:
     if there.python.split(".")[:2] != here.python.split(".")[:2]:
-        yield f"Python {there.python} there, {here.python} here: name one that is the same everywhere in launch.python"
-    if there.zrun_code != here.zrun_code:
-        other = (
-            f"zrun {there.zrun} there, {here.zrun} here"
-            if there.zrun != here.zrun
-            else "its zrun has other code"
+        yield (
+            f"Python {there.python} there, {here.python} here: name one that is the same "
+            "everywhere in launch.python"
         )
+    if there.zrun_code != here.zrun_code:
+        other = "its zrun has other code"
+        if there.zrun != here.zrun:
+            other = f"zrun {there.zrun} there, {here.zrun} here"
         yield f"{other}: install the same version for {there.executable}"
     if there.torch is None:
         yield f"{there.executable} has no torch: install {here.torch} there"
     elif there.torch != here.torch:
-        yield f"torch {there.torch} there, {here.torch} here: install the same version for {there.executable}"
+        yield (
+            f"torch {there.torch} there, {here.torch} here: install the same version for "
+            f"{there.executable}"
+        )
 
 
-def _judge_code(
+def _check_code(
     report: HostReport, code: Mapping[str, str] | None, needs: HostRequirements, host: str
 ) -> Iterator[str]:
     if needs.job_dir is None or report.code == code:
@@ -113,78 +124,110 @@ def _judge_code(
         yield f"the job's folder {needs.job_dir} is not there: {copy}"
         return
     ours = code or {}
-    differ = sorted(
-        name for name in ours.keys() | report.code.keys() if ours.get(name) != report.code.get(name)
-    )
+    names = sorted(ours.keys() | report.code.keys())
+    differ = [name for name in names if ours.get(name) != report.code.get(name)]
     yield f"the job's code differs in {listed(differ)}: {copy}"
 
 
-def _judge_gpus(report: HostReport, chosen: Sequence[int] | None) -> Iterator[str]:
-    if not report.facts.gpus:
-        yield "it has no usable NVIDIA GPU" + (
-            "" if report.driver else ", and no driver that answers"
-        )
+def _check_folders(report: HostReport, needs: HostRequirements) -> Iterator[str]:
+    for folder in report.folders:
+        if not folder.same and not needs.must_share:
+            continue
+        if not folder.same:
+            yield (
+                f"{folder.path} is not the folder of that name here: it must be on a file system "
+                "that all hosts share"
+            )
+        elif folder.trouble is not None:
+            yield f"{folder.path}: nothing can be written there as {report.user}: {folder.trouble}"
+        elif folder.free_bytes is not None and folder.free_bytes < needs.free_bytes:
+            yield (
+                f"{folder.path}: {format_size(folder.free_bytes)} free, "
+                f"{format_size(needs.free_bytes)} needed"
+            )
+
+
+def _check_gpus(report: HostReport, chosen: Sequence[int] | None) -> Iterator[str]:
+    if not report.facts.gpus and report.driver:
+        yield "it has no usable NVIDIA GPU"
+    elif not report.facts.gpus:
+        yield "it has no usable NVIDIA GPU, and no driver that answers"
     wheel = re.search(r"\+cu(\d+)\d$", report.software.torch or "")
     if wheel is not None and report.driver is not None and report.driver.cuda[0] < int(wheel[1]):
         serves = ".".join(map(str, report.driver.cuda))
         yield (
-            f"its driver {report.driver.version} serves CUDA {serves}, and torch {report.software.torch} needs "
-            f"{wheel[1]}: update the driver, or install a torch for an older CUDA"
+            f"its driver {report.driver.version} serves CUDA {serves}, and torch "
+            f"{report.software.torch} needs {wheel[1]}: update the driver, or install a torch for "
+            "an older CUDA"
         )
     numbers = {gpu.uuid: number for number, gpu in enumerate(report.facts.gpus)}
     for state in report.gpus:
-        number, used = numbers[state.uuid], state.total_bytes - state.free_bytes
-        if (
-            (chosen is None or number in chosen)
-            and state.foreign
-            and used > _BUSY * state.total_bytes
-        ):
+        number = numbers[state.uuid]
+        used = state.total_bytes - state.free_bytes
+        is_chosen = chosen is None or number in chosen
+        if is_chosen and state.foreign and used > _BUSY * state.total_bytes:
             pids = listed([str(pid) for pid in state.foreign])
             yield (
-                f"GPU {number} is in use, {format_size(used)} of {format_size(state.total_bytes)} are taken: end pid "
-                f"{pids}, or leave the GPU out"
+                f"GPU {number} is in use, {format_size(used)} of {format_size(state.total_bytes)} "
+                f"are taken: end pid {pids}, or leave the GPU out"
             )
 
 
-def _judge_limits(report: HostReport, needs: HostRequirements) -> Iterator[str]:
+def _check_limits(report: HostReport, needs: HostRequirements) -> Iterator[str]:
     limits = report.limits
     files = "in /etc/security/limits.conf there, or in the unit of its sshd"
     if limits.nofile is not None and limits.nofile < needs.nofile:
-        yield f"ulimit -n (open files) is {limits.nofile}, {needs.nofile} are needed: raise nofile {files}"
-    if limits.nproc is not None and limits.nproc < needs.nproc:
-        yield f"ulimit -u (threads of a user) is {limits.nproc}, {needs.nproc} are needed: raise nproc {files}"
-    if (
-        needs.cuda
-        and report.infiniband
-        and limits.memlock_bytes is not None
-        and limits.memlock_bytes < 1 << 30
-    ):
         yield (
-            f"ulimit -l (locked memory) is {format_size(limits.memlock_bytes)}, and InfiniBand locks what it sends: "
-            f"set memlock unlimited {files}"
+            f"ulimit -n (open files) is {limits.nofile}, {needs.nofile} are needed: raise nofile "
+            f"{files}"
+        )
+    if limits.nproc is not None and limits.nproc < needs.nproc:
+        yield (
+            f"ulimit -u (threads of a user) is {limits.nproc}, {needs.nproc} are needed: raise "
+            f"nproc {files}"
+        )
+    locked = limits.memlock_bytes
+    if needs.cuda and report.infiniband and locked is not None and locked < 1 << 30:
+        yield (
+            f"ulimit -l (locked memory) is {format_size(locked)}, and InfiniBand locks what it "
+            f"sends: set memlock unlimited {files}"
         )
     free = limits.shm_free_bytes
     if needs.shm_bytes and (free is None or free < needs.shm_bytes):
-        what = "there is no /dev/shm" if free is None else f"/dev/shm has {format_size(free)} free"
+        what = "there is no /dev/shm"
+        if free is not None:
+            what = f"/dev/shm has {format_size(free)} free"
         wanted = format_size(needs.shm_bytes)
         megabytes = -(-needs.shm_bytes >> 20)
         yield (
-            f"{what}, {wanted} are needed: mount -o remount,size={megabytes}M /dev/shm, or --shm-size={megabytes}m for "
-            "a container"
+            f"{what}, {wanted} are needed: mount -o remount,size={megabytes}M /dev/shm, or "
+            f"--shm-size={megabytes}m for a container"
         )
 
 
 def find_notes(report: HostReport, here: Software, needs: HostRequirements) -> Iterator[str]:
-    """What is worth knowing, and stops nothing."""
+    """Yield what is worth knowing of a host, and stops nothing.
+
+    Args:
+        report: of the host.
+        here: the software of this host.
+        needs: what the host must be.
+    """
     yield from report.facts.problems
     if abs(report.skew_s) > 1.0 + report.skew_error_s:
-        yield f"its clock is {report.skew_s:+.1f} s off; nothing depends on it but the times in logs"
+        yield (
+            f"its clock is {report.skew_s:+.1f} s off; nothing depends on it but the times in logs"
+        )
     for folder in report.folders:
         if not folder.same and not needs.must_share:
-            yield f"{folder.path} is another folder there: runs and checkpoints need one that all hosts share"
+            yield (
+                f"{folder.path} is another folder there: runs and checkpoints need one that all "
+                "hosts share"
+            )
     if report.software.python != here.python:
         yield f"Python {report.software.python} there, {here.python} here"
     numbers = {gpu.uuid: number for number, gpu in enumerate(report.facts.gpus)}
     for state in report.gpus:
         if state.foreign and not needs.cuda:
-            yield f"GPU {numbers[state.uuid]} is in use by pid {listed([str(pid) for pid in state.foreign])}"
+            pids = listed([str(pid) for pid in state.foreign])
+            yield f"GPU {numbers[state.uuid]} is in use by pid {pids}"

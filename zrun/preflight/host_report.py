@@ -1,4 +1,4 @@
-"""What was found out about hosts, as text: one table, and a line for each thing that is wrong. Pure."""
+"""The findings of a check of hosts as text: a table, and a line for each problem. Pure."""
 
 from __future__ import annotations
 
@@ -6,41 +6,47 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from zrun.hosts.cluster import several
 from zrun.hosts.probe import HostReport
 from zrun_core.spine.sizes import format_size
 
 if TYPE_CHECKING:
     from zrun.preflight.calibration import Calibration, MatmulRates
 
-_SHOWN = 20  # rows of a table of hosts that are well
+_MAX_ROWS = 20  # of a table; of more hosts it shows those with problems
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A host, and what is to be said of it."""
+    """A host, and what is to be said of it.
+
+    Attributes:
+        report: None: it was not reached.
+        problems: for which it cannot be used.
+    """
 
     host: str
     report: HostReport | None
-    problems: tuple[str, ...]  # for which it cannot be used
+    problems: tuple[str, ...]
     notes: tuple[str, ...] = ()
 
 
 def describe(findings: Sequence[Finding]) -> str:
-    """All hosts in one table, then a line for each problem."""
+    """Return all hosts in one table, then a line for each problem."""
     bad = [finding for finding in findings if finding.problems]
-    count = f"{len(findings)} host{'' if len(findings) == 1 else 's'}"
-    lines = [f"{len(bad)} of {count} cannot be used:"]
-    shown = findings if len(findings) <= _SHOWN else bad
+    lines = [f"{len(bad)} of {several(len(findings), 'host')} cannot be used:"]
+    shown = bad
+    if len(findings) <= _MAX_ROWS:
+        shown = list(findings)
     lines += [f"  {line}" for line in table(shown)]
     if len(shown) < len(findings):
         lines.append(f"  and {len(findings) - len(shown)} more that can be used")
-    return "\n".join(
-        [*lines, *(f"  {line}" for line in sentences(bad, lambda finding: finding.problems))]
-    )
+    lines += [f"  {line}" for line in sentences(bad, lambda finding: finding.problems)]
+    return "\n".join(lines)
 
 
 def sentences(findings: Sequence[Finding], of: Callable[[Finding], Sequence[str]]) -> list[str]:
-    """A line for each thing to say, with all hosts of which it is said: many often have the same."""
+    """Return a line for each thing to say, with all hosts of which it is said."""
     hosts: dict[str, list[str]] = {}
     for finding in findings:
         for sentence in of(finding):
@@ -49,7 +55,7 @@ def sentences(findings: Sequence[Finding], of: Callable[[Finding], Sequence[str]
 
 
 def table(findings: Sequence[Finding]) -> list[str]:
-    """A line for each host, below a heading."""
+    """Return a line for each host, below a heading."""
     rows = [
         ("host", "address", "python", "torch", "cores", "memory", "GPUs", "shm", "clock", ""),
         *map(_row, findings),
@@ -58,7 +64,7 @@ def table(findings: Sequence[Finding]) -> list[str]:
 
 
 def rates_tables(rates: Calibration) -> list[str]:
-    """What was measured: of hosts, of GPUs, of links."""
+    """Return tables of what was measured: of hosts, of GPUs, of links."""
     tables: list[list[tuple[str, ...]]] = [
         [("host", "fp32", "bf16", "copy", "disk write", "disk read")],
         [("GPU", "fp32", "bf16", "copy", "to device", "from device")],
@@ -96,18 +102,19 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _row(finding: Finding) -> tuple[str, ...]:
-    report, num_problems = finding.report, len(finding.problems)
+    report = finding.report
     if report is None:
         return (finding.host, *["-"] * 8, "not there")
-    address = (
-        f"{report.address} ({report.interface})"
-        if report.address and report.interface
-        else report.address or "-"
-    )
-    gpus = (
-        f"{len(report.facts.gpus)} x {report.facts.gpus[0].name}" if report.facts.gpus else "none"
-    )
+    address = report.address or "-"
+    if report.address and report.interface:
+        address = f"{report.address} ({report.interface})"
+    gpus = "none"
+    if report.facts.gpus:
+        gpus = f"{len(report.facts.gpus)} x {report.facts.gpus[0].name}"
     shm = report.limits.shm_free_bytes
+    verdict = "ok"
+    if finding.problems:
+        verdict = several(len(finding.problems), "problem")
     return (
         finding.host,
         address,
@@ -118,5 +125,5 @@ def _row(finding: Finding) -> tuple[str, ...]:
         gpus,
         "none" if shm is None else format_size(shm),
         f"{report.skew_s:+.2f} s",
-        "ok" if not num_problems else f"{num_problems} problem{'' if num_problems == 1 else 's'}",
+        verdict,
     )

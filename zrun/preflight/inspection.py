@@ -1,8 +1,10 @@
-"""Before anything is started: is every host there, is it what the job needs, and do they reach each other?
+"""The check of all hosts before anything is started there.
 
-    reports = preflight(agents, Needs(job_dir=folder, shared=(run_dir,)))
+    reports = check_hosts(agents, HostRequirements(job_dir=folder, shared=(run_dir,)))
 
-All hosts are asked at the same time, and all that is wrong is said at once, in one table.
+Is every host there, is it what the job needs (`host_checks`), and do they reach each other
+(`reachability`)? All are asked at the same time, and all that is wrong is said at once, in one
+table (`host_report`).
 """
 
 from __future__ import annotations
@@ -22,9 +24,7 @@ from zrun.preflight.rpc_client import OTHER_ZRUN, Answers, ask
 from zrun.transport.agent_process import AgentLink
 from zrun_core.errors import PreflightError
 
-HELLO_S = (
-    30.0  # ssh may take 10 to connect, and Python some more to start where it lies on a network
-)
+HELLO_S = 30.0  # ssh may take 10 to connect, and Python some more to start from a network disk
 _SETTLE_S = 1.5  # without news, those that are there meet before the others are waited for
 
 
@@ -33,11 +33,18 @@ def check_hosts(
 ) -> tuple[HostReport, ...]:
     """Look at the hosts of all agents, which were started but not told what to run.
 
+    Args:
+        agents: of the hosts.
+        needs: what they must be.
+        hello_s: seconds that an agent may take to be there.
+
     Returns:
-        What is known of each, in the order of `agents`, with the address at which the others reach it.
+        What is known of each, in the order of `agents`, with the address at which the others reach
+        it.
 
     Raises:
-        PreflightError: some cannot be used; the text is a table of all hosts and a line for each problem.
+        PreflightError: some cannot be used; the text is a table of all hosts and a line for each
+            problem.
     """
     findings = inspect_hosts(agents, needs, hello_s)
     if any(finding.problems for finding in findings):
@@ -48,7 +55,12 @@ def check_hosts(
 def inspect_hosts(
     agents: Sequence[AgentLink], needs: HostRequirements, hello_s: float = HELLO_S
 ) -> list[Finding]:
-    """Like `check_hosts`, for whoever wants to see the hosts that cannot be used too.
+    """Look at the hosts like `check_hosts`, and return those that cannot be used too.
+
+    Args:
+        agents: of the hosts.
+        needs: what they must be.
+        hello_s: seconds that an agent may take to be there.
 
     Raises:
         PreflightError: this host itself cannot write to a folder of `needs.shared`.
@@ -62,22 +74,27 @@ def inspect_hosts(
         deadline = time.monotonic() + hello_s
         answers = ask(dict.fromkeys(agents, question), hello_s, settle_s=_SETTLE_S)
         reports = _reports(answers, agents)
-        meeting = check_reachability(reports)
+        reachability = check_reachability(reports)
         late = [agent for agent in agents if agent not in answers]
         if late:
             more = ask(dict.fromkeys(late, question), max(0.1, deadline - time.monotonic()))
             answers |= more
-            if len(reports) < len(reports := _reports(answers, agents)):
-                meeting = check_reachability(reports)
-    here, code = software(), job_code(needs.job_dir) if needs.job_dir is not None else {}
+            num_before = len(reports)
+            reports = _reports(answers, agents)
+            if len(reports) > num_before:  # all of them once more
+                reachability = check_reachability(reports)
+    here = software()
+    code: dict[str, str] | None = {}
+    if needs.job_dir is not None:
+        code = job_code(needs.job_dir)
     findings = []
     for agent in agents:
         found = reports.get(agent)
         if found is None:
             findings.append(Finding(agent.host, None, (str(answers[agent]),)))
             continue
-        report, reach = meeting.get(agent, (found, []))
-        problems = (*find_problems(report, here, code, needs, agent.host), *reach)
+        report, unreached = reachability.get(agent, (found, []))
+        problems = (*find_problems(report, here, code, needs, agent.host), *unreached)
         findings.append(
             Finding(agent.host, report, problems, tuple(find_notes(report, here, needs)))
         )
@@ -85,7 +102,10 @@ def inspect_hosts(
 
 
 def _reports(answers: Answers, agents: Sequence[AgentLink]) -> dict[AgentLink, HostReport]:
-    """Those of the agents that gave one, in their order. For others a sentence takes the place of the answer."""
+    """Return the reports of the agents that gave one, in their order.
+
+    For others a sentence takes the place of the answer.
+    """
     reports = {}
     for agent in agents:
         answer = answers.get(agent, "")
@@ -96,14 +116,22 @@ def _reports(answers: Answers, agents: Sequence[AgentLink]) -> dict[AgentLink, H
             continue
         try:
             report = HostReport.from_json(answer["report"])
-            heard, said = float(answer["heard"]), float(answer["said"])
+            heard = float(answer["heard"])
+            said = float(answer["said"])
         except (KeyError, TypeError, ValueError):  # the last is pydantic's too
             answers[agent] = OTHER_ZRUN
             continue
-        # As between two clocks of NTP: the message takes the same time in both directions, more or less.
+        # As between two clocks of NTP (RFC 5905, section 8): a message takes about the same time in
+        # both directions.
+        #
+        #     here    asked ---------------------- got     skew:  mean of heard - asked
+        #                  \                   /                  and said - got
+        #     there         heard ------- said             error: half of both ways together
         skew = ((heard - answer["asked"]) + (said - answer["got"])) / 2
         error = ((answer["got"] - answer["asked"]) - (said - heard)) / 2
-        reached_at = report.reached_at if agent.by_ssh else agent.known_address
+        reached_at = agent.known_address
+        if agent.by_ssh:
+            reached_at = report.reached_at
         reports[agent] = replace(
             report, skew_s=skew, skew_error_s=abs(error), reached_at=reached_at
         )
@@ -112,7 +140,7 @@ def _reports(answers: Answers, agents: Sequence[AgentLink]) -> dict[AgentLink, H
 
 @contextmanager
 def _tokens(folders: Sequence[Path]) -> Iterator[dict[Path, str]]:
-    """Leave a file of a random name in each folder, by which another host sees that it is the same one.
+    """Leave a file of a random name in each folder, by which other hosts know it again.
 
     Raises:
         PreflightError: a folder is not writable.
@@ -137,6 +165,6 @@ def _tokens(folders: Sequence[Path]) -> Iterator[dict[Path, str]]:
 
 
 def _existing(folder: Path) -> Path:
-    """The folder itself, or the nearest one above that exists."""
+    """Return the folder itself, or the nearest one above that exists."""
     folder = folder.absolute()
     return next(each for each in (folder, *folder.parents) if each.is_dir())

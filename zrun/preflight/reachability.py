@@ -1,4 +1,8 @@
-"""Do the hosts reach each other, and at which addresses? Every one listens at one address and knocks at the others'."""
+"""Connections between the hosts of a run: at which addresses do they reach each other?
+
+Every host listens at one address and connects to those of the others: all of them, or among more
+than 32 the first one and four neighbours on each side.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +14,22 @@ from zrun.hosts.cluster import listed
 from zrun.hosts.probe import HostReport
 from zrun.preflight.rpc_client import OTHER_ZRUN, ask
 from zrun.transport.agent_process import AgentLink
+from zrun.transport.frames import Frame
 
-_MEET_S = 10.0
-_ALL_PAIRS = 32  # hosts; among more of them everyone knocks at the first one and at some neighbours
+_HELLO_S = 10.0
+_ALL_PAIRS = 32  # hosts; among more, each connects to the first one and to some neighbours
 _NEIGHBOURS = 4  # on each side
 
 Reachability = dict[AgentLink, tuple[HostReport, list[str]]]  # and its problems
 
 
 def check_reachability(reports: Mapping[AgentLink, HostReport]) -> Reachability:
-    """Let every host listen at one address and knock at those of the others."""
+    """Let every host listen at one address and connect to those of the others.
+
+    Returns:
+        The reports, with the addresses that were found, and the problems of each host; {} for less
+        than two.
+    """
     if len(reports) < 2:
         return {}
     mark = secrets.token_hex(8)
@@ -36,32 +46,40 @@ def check_reachability(reports: Mapping[AgentLink, HostReport]) -> Reachability:
             "mark": mark,
             "peers": {other.host: places[other] for other in others},
         }
-    for agent, answer in ask(questions, _MEET_S).items():
+    for agent, answer in ask(questions, _HELLO_S).items():
         _, problems = found[agent]
         if isinstance(answer, str) or "error" in answer:
-            problems.append(
-                answer
-                if isinstance(answer, str)
-                else f"it could not knock at others ({answer['error']})"
-            )
+            problems.append(_explain(answer, "it could not knock at others"))
             continue
+        unreached: dict[str, list[str]] = {}  # by cause
         try:
-            causes = _by_cause(answer["failed"])
-            unreached = [
-                [f"{peer} at {places[names[peer]][0]}" for peer in peers] for peers, _ in causes
-            ]
+            for peer, cause in answer["failed"].items():
+                address, _ = places[names[peer]]
+                unreached.setdefault(cause, []).append(f"{peer} at {address}")
         except (KeyError, TypeError, AttributeError):
             problems.append(OTHER_ZRUN)
             continue
-        for (_, cause), where in zip(causes, map(listed, unreached), strict=True):
+        for cause, peers in unreached.items():
             problems.append(
-                f"it cannot reach {where} ({cause}): open the ports between the hosts in their firewall"
+                f"it cannot reach {listed(peers)} ({cause}): open the ports between the hosts in "
+                "their firewall"
             )
     return found
 
 
+def _explain(answer: Frame | str, what: str) -> str:
+    if isinstance(answer, str):
+        return answer
+    return f"{what} ({answer['error']})"
+
+
 def open_listeners(found: Reachability, mark: str) -> dict[AgentLink, tuple[str, int]]:
-    """The address and port at which each host now listens; the reports learn their addresses."""
+    """Have each host listen, and return at which address and port it does.
+
+    Args:
+        found: the reports, which get their addresses, and the problems, to which some are added.
+        mark: that each is to send to visitors.
+    """
     known = {agent: report.reached_at for agent, (report, _) in found.items()}
     questions = {}
     for agent in found:
@@ -73,17 +91,15 @@ def open_listeners(found: Reachability, mark: str) -> dict[AgentLink, tuple[str,
             "towards": others[:_NEIGHBOURS],
         }
     places: dict[AgentLink, tuple[str, int]] = {}
-    for agent, answer in ask(questions, _MEET_S).items():
+    for agent, answer in ask(questions, _HELLO_S).items():
         report, problems = found[agent]
         if isinstance(answer, str) or "error" in answer:
-            problems.append(
-                answer
-                if isinstance(answer, str)
-                else f"it cannot listen to others ({answer['error']})"
-            )
+            problems.append(_explain(answer, "it cannot listen to others"))
             continue
         try:
-            address, port, interface = answer["address"], answer["port"], answer["interface"]
+            address = answer["address"]
+            port = answer["port"]
+            interface = answer["interface"]
         except KeyError:
             problems.append(OTHER_ZRUN)
             continue
@@ -96,7 +112,7 @@ def open_listeners(found: Reachability, mark: str) -> dict[AgentLink, tuple[str,
 
 
 def _check_addresses(found: Reachability) -> None:
-    """Say which hosts are one, and which have an address that means something else to the others."""
+    """Note which hosts are one, and whose address means something else to the others."""
     seen: dict[tuple[str | None, str], AgentLink] = {}
     outside = any(
         report.address and not _is_loopback(report.address) for report, _ in found.values()
@@ -106,8 +122,8 @@ def _check_addresses(found: Reachability) -> None:
             continue
         if _is_loopback(report.address) and outside:
             problems.append(
-                f"it was reached at {report.address}, where others cannot reach it: name it by another address; it has "
-                f"{_candidates(report)}"
+                f"it was reached at {report.address}, where others cannot reach it: name it by "
+                f"another address; it has {_candidates(report)}"
             )
         other = seen.setdefault((report.address, report.facts.hostname), agent)
         if other is not agent:
@@ -115,19 +131,13 @@ def _check_addresses(found: Reachability) -> None:
 
 
 def peers_of(count: int, number: int) -> list[int]:
-    """At whose doors one of `count` hosts knocks. Between any two that do, it is both ways."""
+    """Return the hosts to which one of `count` connects; each of them connects to it too."""
     if count <= _ALL_PAIRS or number == 0:
         near = set(range(count))
     else:
-        near = {(number + step) % count for step in range(-_NEIGHBOURS, _NEIGHBOURS + 1)} | {0}
+        near = {(number + step) % count for step in range(-_NEIGHBOURS, _NEIGHBOURS + 1)}
+        near.add(0)
     return sorted(near - {number})
-
-
-def _by_cause(failed: Mapping[str, str]) -> list[tuple[list[str], str]]:
-    causes: dict[str, list[str]] = {}
-    for peer, cause in failed.items():
-        causes.setdefault(cause, []).append(peer)
-    return [(peers, cause) for cause, peers in causes.items()]
 
 
 def _is_loopback(address: str) -> bool:
@@ -135,10 +145,8 @@ def _is_loopback(address: str) -> bool:
 
 
 def _candidates(report: HostReport) -> str:
-    found = [
-        f"{name} {address}"
-        for name, all_ in report.addresses.items()
-        for address in all_
-        if name != "lo"
-    ]
+    found = []
+    for name, addresses in report.addresses.items():
+        if name != "lo":
+            found += [f"{name} {address}" for address in addresses]
     return ", ".join(found) or "no interface but lo"

@@ -1,4 +1,7 @@
-"""Questions to the agents of many hosts before anything runs there: all at once, each answered or explained."""
+"""Questions to the agents of many hosts before anything runs there, all at once.
+
+Each is answered, or it is explained why it was not. The other end: `zrun.agent.rpc_server`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ from zrun.transport.frames import Frame, pack
 _ANSWER_S = 30.0  # a driver that has to wake GPUs up takes several
 
 OTHER_ZRUN = (  # of an answer that cannot be read
-    "its agent does not answer what it was asked, so its zrun is another one: install the same version there"
+    "its agent does not answer what it was asked, so its zrun is another one: install the same "
+    "version there"
 )
 
 Answers = dict[AgentLink, Frame | str]  # or why there is none
@@ -27,9 +31,11 @@ def ask(
     """Put a question to each agent as soon as it has said hello, and wait for the answers.
 
     Args:
+        questions: by agent.
         patience_s: for a hello.
-        answer_s: and then for the answer.
-        settle_s: return without those that have not said hello when there was no news for so long, if some answered.
+        settle_s: return without those that have not said hello when there was no news for so long,
+            if some answered.
+        answer_s: for the answer, after the hello.
 
     Returns:
         The answers, with the times at which this host `asked` and `got` them; or why there is none.
@@ -41,14 +47,13 @@ def ask(
             selector.register(agent, selectors.EVENT_READ, agent)
         while len(asking.answers) < len(questions):
             now = time.monotonic()
-            if now > start + patience_s + (answer_s if asking.awaited else 0.0):
+            limit_s = patience_s
+            if asking.awaited:
+                limit_s += answer_s
+            if now > start + limit_s:
                 break
-            if (
-                settle_s is not None
-                and now > news + settle_s
-                and asking.answers
-                and not asking.awaited
-            ):
+            is_quiet = settle_s is not None and now > news + settle_s
+            if is_quiet and asking.answers and not asking.awaited:
                 return asking.answers
             for key, _ in selector.select(0.1):
                 news = time.monotonic()
@@ -59,6 +64,12 @@ def ask(
 
 
 class _Call:
+    """One question to each of many agents.
+
+    Attributes:
+        answers: those that have come.
+    """
+
     def __init__(self, questions: Mapping[AgentLink, Frame]) -> None:
         self.answers: Answers = {}
         self._questions = questions
@@ -68,7 +79,7 @@ class _Call:
 
     @property
     def awaited(self) -> bool:
-        """Somebody was asked and has not answered."""
+        """Return whether an agent was asked and has not answered."""
         return bool(self._asked.keys() - self.answers.keys())
 
     def _put(self, agent: AgentLink) -> None:
@@ -77,7 +88,7 @@ class _Call:
             agent.send(pack(self._questions[agent]))
 
     def hear(self, agent: AgentLink) -> bool:
-        """Read what an agent said; whether that settles it."""
+        """Read what an agent said, and return whether that settles it."""
         frames = agent.read()
         if frames is None:
             self.answers[agent] = agent.end_reason().removeprefix(f"{agent.host}: ")
@@ -89,12 +100,11 @@ class _Call:
         return agent in self.answers
 
     def give_up(self, waited_s: float) -> None:
+        """Explain the answers that did not come."""
         for agent in self._questions.keys() - self.answers.keys():
-            what = (
-                f"no answer to {self._questions[agent]['ask']}"
-                if agent in self._asked
-                else "its agent said nothing"
-            )
+            what = "its agent said nothing"
+            if agent in self._asked:
+                what = f"no answer to {self._questions[agent]['ask']}"
             self.answers[agent] = (
                 f"{what} in {waited_s:.0f} s: is the host, or the disk of its Python, very slow?"
             )

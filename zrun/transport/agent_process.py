@@ -1,8 +1,15 @@
-"""An agent as the launcher sees it: a link down which orders go, and up which frames come. It is a lifeline too.
+"""An agent as the launcher sees it: orders go down a link, frames come up. It is a lifeline too.
 
-The agent of this machine is a child, that of another one is reached through an ssh client, and one that another
-launcher has started comes by itself, through a socket. All are the same here: they differ in how they are started, and
-in what an early end means.
+The agent of this machine is a child, that of another one is reached through an ssh client, and one
+that another launcher has started comes by itself, through a socket. All are the same here: they
+differ in how they are started, and in what an early end means.
+
+    AgentLink
+      AgentProcess      a child, or a client that leads to the agent
+        LocalAgent        of this machine
+        SshAgent          zrun.transport.ssh
+        SrunAgent         zrun.transport.slurm
+      JoinedAgent       zrun.transport.join
 
     agents = [SshAgent(host) for host in hosts]
     selector.register(agents[0], EVENT_READ)
@@ -39,7 +46,7 @@ class AgentLink(ABC):
     Attributes:
         host: what messages call its host.
         hello: the first thing it said: its pid, Python and zrun; None until then.
-        known_address: an address of its host at which others have reached it; None: none is known.
+        known_address: at which others have reached its host; None: none is known.
     """
 
     by_ssh = False  # sshd knows at which address its host was reached
@@ -48,13 +55,15 @@ class AgentLink(ABC):
         """Talk to it through two unbuffered files.
 
         Args:
+            host: what messages call its host.
             down: what it reads.
             up: what it writes.
         """
         self.host = host
         self.hello: Frame | None = None
         self.known_address: str | None = None
-        self._input, self._output = down, up
+        self._input = down
+        self._output = up
         self._outbox = NonblockingWriter(down.fileno())
         os.set_blocking(up.fileno(), False)
         self._lines = FrameReader()
@@ -66,16 +75,17 @@ class AgentLink(ABC):
     @property
     @abstractmethod
     def pid(self) -> int:
-        """A number of a process for messages: of the agent, or of what leads to it."""
+        """Return a process number for messages: of the agent, or of what leads to it."""
 
     def fileno(self) -> int:
-        """What becomes readable when the agent has said something, or has ended."""
+        """Return what becomes readable when the agent has said something, or has ended."""
         return self._output.fileno()
 
     def start(self, start: StartRequest, spec: bytes | None = None) -> None:
         """Run the workers.
 
         Args:
+            start: what they are.
             spec: `start.pack_spec()`, where the caller has it already.
         """
         self._started = True
@@ -87,7 +97,7 @@ class AgentLink(ABC):
         self.send(pack({"stop": how}))
 
     def read(self) -> list[Frame] | None:
-        """What the agent has said since the last call, without waiting; None when it has ended."""
+        """Return what the agent has said since the last call; None when it has ended."""
         try:
             data = os.read(self._output.fileno(), _READ_BYTES)
         except BlockingIOError:
@@ -104,11 +114,16 @@ class AgentLink(ABC):
         return [frame for frame in frames if frame.get("frame") not in (None, "hello")]
 
     def frames(self, patience_s: float) -> list[Frame] | None:
-        """What the agent said within `patience_s` seconds; None when it has ended."""
-        return self.read() if _wait(self.fileno(), select.POLLIN, patience_s) else []
+        """Return what the agent says within `patience_s` seconds; None when it has ended."""
+        if not _wait(self.fileno(), select.POLLIN, patience_s):
+            return []
+        return self.read()
 
     def send(self, data: bytes) -> None:
-        """Send `data`, without waiting for a host that does not listen; an agent that is gone is found by `read`."""
+        """Send `data`, without waiting for a host that does not listen.
+
+        An agent that is gone is noticed by `read`.
+        """
         with self._sending:
             if self._input.closed:
                 return
@@ -134,7 +149,7 @@ class AgentLink(ABC):
 
     @abstractmethod
     def end_reason(self) -> str:
-        """In one line, why an agent whose `read` gave None is no longer there: what, and what to do."""
+        """Return, in one line, why `read` gave None: what happened, and what to do."""
 
     def disconnect(self) -> None:
         """Cut the lifeline: the agent ends its workers, cleans up, and ends."""
@@ -142,12 +157,12 @@ class AgentLink(ABC):
             self._input.close()
 
     def abandon(self) -> None:
-        """Let go of an agent that does not answer. What leads to it is not waited for."""
+        """Disconnect from an agent that does not answer, and wait for nothing."""
         self.disconnect()
 
     @abstractmethod
     def close(self, patience_s: float = PATIENCE_S) -> None:
-        """Let go, and wait until it is gone, at most for `patience_s` seconds."""
+        """Disconnect, and wait until it has exited, at most for `patience_s` seconds."""
 
     def __enter__(self) -> Self:
         return self
@@ -169,6 +184,7 @@ class AgentProcess(AgentLink):
         """Start it.
 
         Args:
+            host: what messages call its host.
             argv: what is executed here, without a shell.
             stderr: a descriptor that gets its error output; None leaves it to the terminal.
         """
@@ -187,7 +203,7 @@ class AgentProcess(AgentLink):
 
     @property
     def pid(self) -> int:
-        """The number of the process here: the agent, or the client that leads to it."""
+        """Return the number of the process here: the agent, or the client that leads to it."""
         return self._process.pid
 
     def abandon(self) -> None:
@@ -195,13 +211,12 @@ class AgentProcess(AgentLink):
         self._process.terminate()
 
     def close(self, patience_s: float = PATIENCE_S) -> None:
-        """Let go, and wait until it is gone; after `patience_s` seconds what is left of it here is killed."""
+        """Disconnect, and wait until it has exited; kill it after `patience_s` seconds."""
         self.disconnect()
         with suppress(OSError):
             self._output.close()
-        if (
-            self.hello is None and not self._started
-        ):  # a client that still connects would not hear of the end
+        # A client that still connects would not hear of the end.
+        if self.hello is None and not self._started:
             self._process.terminate()
         try:
             self._process.wait(patience_s)
@@ -243,7 +258,7 @@ def close_all(agents: Iterable[AgentLink], patience_s: float = PATIENCE_S) -> No
 
 
 def _wait(descriptor: int, event: int, patience_s: float) -> bool:
-    """Whether the event came. `select` would not take descriptors from 1024 on."""
+    """Return whether the event came. `select` would not take descriptors from 1024 on."""
     poll = select.poll()
     poll.register(descriptor, event)
     return bool(poll.poll(patience_s * 1000))

@@ -17,7 +17,8 @@ class AgentGroup:
     """In the order of the hosts' ranks.
 
     Attributes:
-        lost: hosts whose agents have ended without being done, with the reason, in the order in which it was noticed.
+        lost: hosts whose agents have ended without being done, with the reason, in the order in
+            which it was noticed.
     """
 
     def __init__(self, members: Sequence[AgentLink]) -> None:
@@ -35,12 +36,12 @@ class AgentGroup:
 
     @property
     def all_ended(self) -> bool:
-        """Whether each has cleaned up, or is gone."""
+        """Return whether each has cleaned up, or is gone."""
         return len(self._done) + len(self.lost) == len(self._members)
 
     @property
     def unfinished(self) -> list[str]:
-        """Hosts that have not cleaned up yet, and are not gone."""
+        """Return the hosts that have not cleaned up yet, and are not gone."""
         return [host for host in self._members if host not in self._done and host not in self.lost]
 
     def drop_host(self, host: str) -> None:
@@ -69,7 +70,7 @@ class AgentGroup:
                 member.send(data)
 
     def frames(self, patience_s: float) -> list[tuple[str, Frame]]:
-        """What the agents said within `patience_s` seconds, each with its host."""
+        """Return what the agents say within `patience_s` seconds, each with its host."""
         found: list[tuple[str, Frame]] = []
         if len(self._members) > _MANY:
             time.sleep(max(0.0, self._heard_at + _LINGER_S - time.monotonic()))

@@ -1,4 +1,4 @@
-"""What agents say, line by line: with thousands of ranks, most of what a launcher does is reading."""
+"""Frames of agents from lines of JSON. With thousands of ranks, a launcher does little else."""
 
 from __future__ import annotations
 
@@ -11,19 +11,24 @@ from zrun.transport.frames import EVENT, Frame
 
 
 class FrameReader:
-    """Cuts a stream of bytes into frames of one line each; a line that is not a JSON object is skipped.
+    """Cuts a stream of bytes into frames, one for each line that is a JSON object.
 
-    The frame of an event has its text too, as `line`, where it can be recorded as it is: strict JSON in ASCII.
+    The frame of an event has its text too, as `line`, where it can be recorded as it is: strict
+    JSON in ASCII.
     """
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[Frame]:
+        """Return the frames that `data` completes."""
         *lines, self._rest = (self._rest + data).split(b"\n")
-        return [
-            frame for line in lines if (frame := _event_of(line) or _frame_of(line)) is not None
-        ]
+        frames = []
+        for line in lines:
+            frame = _event_of(line) or _frame_of(line)
+            if frame is not None:
+                frames.append(frame)
+        return frames
 
 
 def _event_of(line: bytes) -> Frame | None:
@@ -34,7 +39,9 @@ def _event_of(line: bytes) -> Frame | None:
         event = from_json(text, allow_inf_nan=False)
     except ValueError:
         return None
-    return {"frame": "event", "event": event, "line": text} if isinstance(event, dict) else None
+    if not isinstance(event, dict):
+        return None
+    return {"frame": "event", "event": event, "line": text}
 
 
 def _frame_of(line: bytes) -> Frame | None:
@@ -51,9 +58,8 @@ def _frame_of(line: bytes) -> Frame | None:
 def _parse(line: bytes) -> Any:
     try:
         return from_json(line)
-    except (
-        ValueError
-    ):  # it takes no halves of surrogate pairs, which a log may have, and nothing after the end
+    except ValueError:
+        # It takes no halves of surrogate pairs, which a log may have, and nothing after the end.
         return _decode(line.decode())[0]
 
 

@@ -1,6 +1,7 @@
 """What a launcher and the agent of a host say to each other.
 
-Down the agent's stdin go length-prefixed JSON objects; its end is the end of the launcher, and of the workers:
+Down the agent's stdin go length-prefixed JSON objects; its end is the end of the launcher, and of
+the workers:
 
     {"ask": "facts"}        what is the host like? See `zrun.agent.rpc_server`
     {"spec": ...}           what all hosts are to run; compressed, since it tells of every rank
@@ -9,11 +10,21 @@ Down the agent's stdin go length-prefixed JSON objects; its end is the end of th
     {"save": true}          ask rank 0, where it runs, to save at the end of its step and to go on
     {"testify": true}       a rank hangs: what do those of this host do?
     {"beat": true}          the launcher is there
-    {"hold": true}          it is about to stand still (ctrl-Z): its silence means nothing until its next word
+    {"hold": true}          it is about to stand still (ctrl-Z): its silence means nothing until its
+                            next word
     {"exit": 5}             to an agent that another launcher started: how its process is to end
 
-Up its stdout come JSON lines (`zrun.transport.frame_reader`): `hello`, an `answer` to each question, `started`,
-`event`, `board`, `testimony`, `deaf` (it ends its workers, since it heard nothing for too long), `exit` and `done`.
+Up its stdout come JSON lines (`zrun.transport.frame_reader`), whose `frame` is:
+
+    hello                   there is an agent: its pid, Python and zrun
+    answer                  to a question
+    started                 the workers are about to be forked
+    event                   of a worker, or lines of its output
+    board                   how far the ranks are, twice a second
+    testimony               what they do while one hangs
+    deaf                    it ends its workers, since it heard nothing for too long
+    exit                    a worker ended: its status, note and last lines
+    done                    all have, and nothing of them is left
 """
 
 from __future__ import annotations
@@ -30,8 +41,8 @@ Frame = dict[str, Any]
 GRACE_S = 5.0  # that an agent leaves workers between SIGTERM and SIGKILL
 BEAT_S = 3.0  # between two words of a launcher to the agents of other hosts
 SILENCE_S = 15.0  # after which such an agent takes the launcher, or the way to it, for dead ...
-ORPHAN_S = 120.0  # ... or after this, as long as its ranks go on: then the other hosts are there, and the way to them
-PROGRESS_S = 0.5  # between two looks at a board
+ORPHAN_S = 120.0  # ... or after this, as long as its ranks go on: they reach the other hosts then
+PROGRESS_S = 0.5  # between two reports of how far the ranks are
 
 _LENGTH = struct.Struct(">I")
 _LARGEST = 16 << 20
@@ -50,28 +61,33 @@ class StopMode(StrEnum):
 
 @dataclass(frozen=True)
 class StartRequest:
-    """All that an agent needs. Values of `env` may be secrets: they travel here, and are never written to disk."""
+    """All that an agent needs to run the workers of its host.
 
-    spec: dict[str, Any]  # a RunSpec as JSON; the agent adds its own telemetry socket
-    host: str  # which of the plan's hosts this agent is
+    Attributes:
+        spec: a RunSpec as JSON; the agent adds its own telemetry socket.
+        host: which of the plan's hosts this agent is.
+        env: values may be secrets: they travel here, and are never written to disk.
+        module: whose `main` runs a rank; its argument is the path of spec.json.
+        store: where the ranks of several hosts meet, tcp://address:port; None: in a file.
+        interface: of this host, that leads to the others; None: there are none.
+        seat: the one rank that it runs, where each has an agent of its own; None: all of the host.
+        is_remote: the launcher is elsewhere: its silence is its end, or that of the way to it.
+    """
+
+    spec: dict[str, Any]
+    host: str
     env: dict[str, str]
-    module: str  # whose `main` runs a rank; its argument is the path of spec.json
-    store: str | None = (
-        None  # where the ranks of several hosts meet, tcp://address:port; None: in a file
-    )
-    interface: str | None = None  # of this host, that leads to the others; None: there are none
-    seat: int | None = (
-        None  # the one rank that it runs, where each has an agent of its own; None: those of the host
-    )
-    is_remote: bool = (
-        False  # the launcher is elsewhere: its silence is its end, or that of the way to it
-    )
+    module: str
+    store: str | None = None
+    interface: str | None = None
+    seat: int | None = None
+    is_remote: bool = False
 
     def pack(self) -> bytes:
         return self.pack_spec() + self.pack_own()
 
     def pack_spec(self) -> bytes:
-        """What is the same for all hosts, and comes first."""
+        """Pack what is the same for all hosts, and comes first."""
         return _with_length(zlib.compress(json.dumps({"spec": self.spec}).encode(), 1))
 
     def pack_own(self) -> bytes:
@@ -96,7 +112,7 @@ class Unpacker:
         self._spec: Frame = {}
 
     def feed(self, data: bytes) -> list[Frame]:
-        """The frames that `data` completes.
+        """Return the frames that `data` completes.
 
         Raises:
             ValueError: the stream is not one of frames.
@@ -119,7 +135,7 @@ class Unpacker:
 
 
 def _unpack(body: bytes) -> Frame:
-    """The object in a frame.
+    """Return the object in a frame.
 
     Raises:
         ValueError: it is something else.

@@ -1,11 +1,11 @@
-"""Bytes for a reader that may not listen: what its pipe does not take waits here, and nobody waits for it."""
+"""Bytes for a reader that may not listen: what its pipe does not take waits here."""
 
 from __future__ import annotations
 
 import os
 from collections import deque
 
-_ROOM = 1 << 20  # bytes that may wait before less is said
+_MAX_WAITING = 1 << 20  # bytes, from which on telemetry is left out
 
 
 class NonblockingWriter:
@@ -19,8 +19,8 @@ class NonblockingWriter:
 
     @property
     def is_full(self) -> bool:
-        """Whether what can be left out should be."""
-        return self._num_bytes > _ROOM
+        """Return whether what can be left out should be."""
+        return self._num_bytes > _MAX_WAITING
 
     def put(self, data: bytes) -> None:
         """Have `data` follow what waits."""
@@ -28,7 +28,10 @@ class NonblockingWriter:
         self._num_bytes += len(data)
 
     def send(self) -> bool:
-        """Write what fits, and say whether that was all. What nobody can read any more is dropped."""
+        """Write what fits, and return whether that was all.
+
+        What waits for a reader that is gone is dropped.
+        """
         try:
             while self._waiting:
                 first = self._waiting[0]

@@ -1,7 +1,7 @@
 """The agent of a host of a Slurm job, started with `srun` as a step of its own.
 
-Slurm knows the hosts, the user and the limits, so there is nothing to log in to. As with ssh, the command is a constant
-but for the host and the Python, and stdin is the lifeline.
+Slurm knows the hosts, the user and the limits, so there is nothing to log in to. As with ssh, the
+command is a constant but for the host and the Python, and stdin is the lifeline.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class SrunAgent(AgentProcess):
         Args:
             host: as the allocation names it.
             python: a Python there that has zrun.
+            srun: the command.
 
         Raises:
             PreflightError: there is no srun here.
@@ -50,7 +51,8 @@ class SrunAgent(AgentProcess):
         except OSError as error:
             os.close(self._stderr)
             raise PreflightError(
-                f"{srun}: {error.strerror}: launch.backend: slurm needs Slurm's commands on this host"
+                f"{srun}: {error.strerror}: launch.backend: slurm needs Slurm's commands on this "
+                "host"
             ) from None
 
     def end_reason(self) -> str:
@@ -58,14 +60,15 @@ class SrunAgent(AgentProcess):
             status: int | None = self._process.wait(1.0)
         except subprocess.TimeoutExpired:
             status = None
-        said = os.pread(
-            self._stderr, _KEPT_STDERR, max(0, os.fstat(self._stderr).st_size - _KEPT_STDERR)
-        )
-        lines = [
-            line.strip() for line in said.decode(errors="replace").splitlines() if line.strip()
-        ]
-        last = printable(lines[-1]) if lines else "it gave no reason"
-        what = "its agent ended" if self.hello is not None else "srun could not start the agent"
+        size = os.fstat(self._stderr).st_size
+        said = os.pread(self._stderr, _KEPT_STDERR, max(0, size - _KEPT_STDERR))
+        lines = said.decode(errors="replace").strip().splitlines()
+        last = "it gave no reason"
+        if lines:
+            last = printable(lines[-1].strip())
+        what = "srun could not start the agent"
+        if self.hello is not None:
+            what = "its agent ended"
         return f"{self.host}: {what} (status {status}): {last}"
 
     def close(self, patience_s: float = PATIENCE_S) -> None:

@@ -1,8 +1,17 @@
-"""Which rank sits where. Pure: a function of what the job asks and what the hosts are.
+"""Assign each rank a host, a device and cores. Pure: a function of the job and of the hosts.
 
-Ranks are numbered along the axes of parallelism, by default rank = pp * (DP * TP) + dp * TP + tp, and fill the hosts in
-their order, so that those of a host are contiguous. Which of a host's GPUs a rank gets follows from the links between
-them: `zrun.topology.grouping` keeps a tp group on the best connected ones.
+Ranks are numbered along the axes of parallelism, by default rank = pp * (DP * TP) + dp * TP + tp, and
+fill the hosts in their order, so that those of a host are contiguous. Two hosts of 4 GPUs, tp 2, pp 2,
+dp 2:
+
+    rank      0  1  2  3 | 4  5  6  7
+    host      a  a  a  a | b  b  b  b
+    pp        0  0  0  0 | 1  1  1  1
+    dp        0  0  1  1 | 0  0  1  1
+    tp        0  1  0  1 | 0  1  0  1
+
+The GPU of a host that a rank gets follows from the links between them: `zrun.topology.grouping`
+keeps a tp group on the best connected ones.
 """
 
 from __future__ import annotations
@@ -21,13 +30,15 @@ from zrun_core.spine.parallel_dims import ParallelDims
 from zrun_core.spine.spec import RankPlace
 
 _GIB = 1 << 30
+_NUM_SHOWN = 3  # hosts or kinds of GPU in a message
+_NUM_SHOWN = 3  # hosts or kinds of GPU in a message
 
 
 def resolve_dims(parallel: ParallelConfig, num_ranks: int) -> ParallelDims:
-    """Return the axes that a job asks for, on this many ranks.
+    """Return the sizes of the axes that a job asks for, on this many ranks.
 
     Raises:
-        JobError: they do not come to that many.
+        JobError: their product is another number.
     """
     model = parallel.tp * parallel.pp
     what = f"tp {parallel.tp} x pp {parallel.pp}"
@@ -52,7 +63,11 @@ def resolve_dims(parallel: ParallelConfig, num_ranks: int) -> ParallelDims:
 
 @dataclass(frozen=True)
 class RankAssignment:
-    """Every rank's place, and for each host why its ranks are not bound to cores; None: they are."""
+    """The place of every rank.
+
+    Attributes:
+        unbound: by host, why its ranks are not bound to cores; None: they are.
+    """
 
     ranks: list[RankPlace]
     unbound: dict[str, str | None]
@@ -66,72 +81,92 @@ def assign_ranks(
     slots: Mapping[str, int],
     threads: Mapping[str, int],
 ) -> RankAssignment:
-    """The place of every rank.
+    """Return the place of every rank.
 
     Args:
+        job: to be placed.
+        cluster: the hosts, in the order of their ranks.
+        device: on which all ranks compute.
+        dims: sizes of the axes.
         slots: ranks by host.
         threads: CPU threads of a rank by host.
 
     Raises:
-        PreflightError: a tp group would span hosts or slices of a GPU, or ranks that must be alike are not.
+        PreflightError: a tp group would span hosts or slices of a GPU, or ranks that must have the
+            same kind of GPU would not.
     """
     places: list[RankPlace] = []
     gpus: list[Gpu | None] = []
     unbound: dict[str, str | None] = {}
     for host in cluster.hosts:
-        count, base = slots[host.hostname], len(places)
-        chosen = (
-            _gpus_in_order(job, host, dims, base, count) if device == "cuda" else [None] * count
-        )
+        count = slots[host.hostname]
+        base = len(places)
+        chosen: list[Gpu | None] = [None] * count
+        if device == "cuda":
+            chosen = _gpus_in_order(job, host, dims, base, count)
         gpus += chosen
         cpus, unbound[host.hostname] = _cpus(job, host, chosen, threads[host.hostname])
         for local_rank, gpu in enumerate(chosen):
-            # CUDA shows a process one slice at most.
-            number = 0 if gpu is not None and (gpu.is_slice or host.apart) else local_rank
             where = dims.coordinates(base + local_rank)
-            places.append(
-                RankPlace(
-                    rank=base + local_rank,
-                    host=host.hostname,
-                    local_rank=local_rank,
-                    device=f"cuda:{number}" if device == "cuda" else "cpu",
-                    uuid=gpu.uuid or None if gpu is not None else None,
-                    pp=where.pp,
-                    dp=where.dp,
-                    tp=where.tp,
-                    threads=threads[host.hostname],
-                    cpus=format_cpus(cpus[local_rank]) or None,
-                    numa=gpu.numa if gpu is not None else _node(host, cpus[local_rank]),
-                )
+            place = RankPlace(
+                rank=base + local_rank,
+                host=host.hostname,
+                local_rank=local_rank,
+                device=_device_name(host, gpu, local_rank),
+                uuid=(gpu.uuid or None) if gpu is not None else None,
+                pp=where.pp,
+                dp=where.dp,
+                tp=where.tp,
+                threads=threads[host.hostname],
+                cpus=format_cpus(cpus[local_rank]) or None,
+                numa=gpu.numa if gpu is not None else _node(host, cpus[local_rank]),
             )
+            places.append(place)
     _check_tp(job, dims, places, gpus)
     _check_alike(dims, places, gpus)
     return RankAssignment(places, unbound)
 
 
+def _device_name(host: HostFacts, gpu: Gpu | None, local_rank: int) -> str:
+    """Return the name by which a rank's process knows its device."""
+    if gpu is None:
+        return "cpu"
+    # CUDA shows a process one slice at most; apart: each process is given one GPU.
+    sees_one = gpu.is_slice or host.apart
+    return "cuda:0" if sees_one else f"cuda:{local_rank}"
+
+
 def arrangement(
     host: HostFacts, dims: ParallelDims, base: int, devices: Sequence[int], shard_group: int = 1
 ) -> Arrangement:
-    """The order in which `devices` of a host serve its ranks, of which `base` is the first.
+    """Return the order in which devices of a host serve its ranks: groups on well-linked devices.
+
+    Example: 8 devices, tp 2, dp 4 with a shard group of 2 make groups of 2 (tp) in groups of 4
+    (shard) in one of 8; `zrun.topology.grouping.arrange` is given the sizes 2, 2, 2.
 
     Args:
+        host: whose links are known, or not.
+        dims: sizes of the axes.
+        base: the first rank of this host.
+        devices: of the host that are used.
         shard_group: neighbouring dp ranks that share one copy of the states.
     """
+    levels: list[int] = []  # sizes of the groups, from the innermost axis outwards
+    for axis in dims.order:
+        if axis == "dp" and 1 < shard_group < dims.dp and dims.dp % shard_group == 0:
+            levels += [shard_group, dims.dp // shard_group]
+        else:
+            levels.append(dims.size(axis))
     sizes: list[int] = []
-    left, aligned = len(devices), base
-    inner = [shard_group] if 1 < shard_group < dims.dp and dims.dp % shard_group == 0 else []
-    steps = [
-        size
-        for axis in dims.order
-        for size in ([*inner, dims.dp // (inner or [1])[0]] if axis == "dp" else [dims.size(axis)])
-    ]
-    for size in steps:
-        if (
-            left % size or aligned % size
-        ):  # this level's groups span hosts: all that is here belongs to few of them
+    left = len(devices)
+    aligned = base
+    for size in levels:
+        spans_hosts = bool(left % size or aligned % size)
+        if spans_hosts:  # what is here belongs to few groups of this level
             break
         sizes.append(size)
-        left, aligned = left // size, aligned // size
+        left //= size
+        aligned //= size
     sizes.append(left)
     sizes = [size for size in sizes if size > 1] or [1]
     if host.links is None or host.links.is_flat:
@@ -147,36 +182,50 @@ def _gpus_in_order(
     base: int,
     count: int,
 ) -> list[Gpu | None]:
-    devices = (host.chosen if host.chosen is not None else range(len(host.gpus)))[:count]
-    group = job.zero.shard_group
-    shard_group = group if isinstance(group, int) and job.zero.stage > 0 else 1
-    return [host.gpus[place] for place in arrangement(host, dims, base, devices, shard_group).order]
+    devices = host.chosen if host.chosen is not None else range(len(host.gpus))
+    shard_group = 1
+    if isinstance(job.zero.shard_group, int) and job.zero.stage > 0:
+        shard_group = job.zero.shard_group
+    found = arrangement(host, dims, base, devices[:count], shard_group)
+    return [host.gpus[place] for place in found.order]
 
 
 def _cpus(
     job: JobConfig, host: HostFacts, gpus: Sequence[Gpu | None], threads: int
 ) -> tuple[list[tuple[int, ...]], str | None]:
-    """The CPUs that each rank of a host keeps to, or nothing for any of them, and why."""
+    """Return the CPUs that each rank of a host is bound to; or nothing for each of them, and why.
+
+    Args:
+        job: which may forbid it.
+        host: with its cores, if they are known.
+        gpus: of its ranks.
+        threads: that a rank needs cores for.
+    """
     free: list[tuple[int, ...]] = [()] * len(gpus)
     if job.bind == "off":
         return free, "as written"
-    if by_hand := [name for name in USER_BINDING if name in job.env]:
+    by_hand = [name for name in USER_BINDING if name in job.env]
+    if by_hand:
         return free, f"env.{by_hand[0]} is set"
-    if host.unbound is not None or not host.nodes:
-        return free, host.unbound or "its cores are not known"
+    if host.unbound is not None:
+        return free, host.unbound
+    if not host.nodes:
+        return free, "its cores are not known"
     found = shares(host.nodes, [gpu.numa if gpu is not None else None for gpu in gpus])
     if found == [host.cpus]:
         return free, "one rank has all cores"
-    if any(len(cpus) < threads for cpus in found):
-        return free, "ranks share cores" if len(host.cpus) < threads * len(
-            gpus
-        ) else "too few cores near its GPU"
-    return found, None
+    if all(len(cpus) >= threads for cpus in found):
+        return found, None
+    if len(host.cpus) < threads * len(gpus):
+        return free, "ranks share cores"
+    return free, "too few cores near its GPU"
 
 
 def _node(host: HostFacts, cpus: tuple[int, ...]) -> int | None:
-    """The node that all of these CPUs are of."""
-    return next((node.id for node in host.nodes if cpus and set(cpus) <= set(node.cpus)), None)
+    """Return the NUMA node that has all of these CPUs; None: there is none."""
+    if not cpus:
+        return None
+    return next((node.id for node in host.nodes if set(cpus) <= set(node.cpus)), None)
 
 
 def _check_tp(
@@ -185,33 +234,42 @@ def _check_tp(
     places: Sequence[RankPlace],
     gpus: Sequence[Gpu | None],
 ) -> None:
+    """Refuse tp groups whose ranks have no fast links to each other."""
     if dims.tp == 1:
         return
-    if sliced := list(
-        dict.fromkeys(places[rank].host for rank, gpu in enumerate(gpus) if gpu and gpu.is_slice)
-    ):
+    with_slices = (places[rank].host for rank, gpu in enumerate(gpus) if gpu and gpu.is_slice)
+    sliced = list(dict.fromkeys(with_slices))
+    if sliced:
+        offer = "offers" if len(sliced) == 1 else "offer"
         raise PreflightError(
-            f"parallel.tp: {dims.tp}, but {listed(sliced)} {'offers' if len(sliced) == 1 else 'offer'} MIG slices, "
-            "which have no links to each other: write parallel.tp: 1, or turn MIG off"
+            f"parallel.tp: {dims.tp}, but {listed(sliced)} {offer} MIG slices, which have no links "
+            "to each other: write parallel.tp: 1, or turn MIG off"
         )
     if job.parallel.allow_cross_node_tp:
         return
-    spread: dict[str, None] = {}
+    spread: dict[str, None] = {}  # hosts that share a tp group, in order
     for group in dims.groups("tensor"):
         hosts = dict.fromkeys(places[rank].host for rank in group)
-        fabrics = {gpu.fabric if (gpu := gpus[rank]) is not None else None for rank in group}
-        if len(hosts) > 1 and (None in fabrics or len(fabrics) > 1):
+        fabrics: set[str | None] = set()  # an NVLink fabric may span hosts
+        for rank in group:
+            gpu = gpus[rank]
+            fabrics.add(gpu.fabric if gpu is not None else None)
+        is_one_fabric = None not in fabrics and len(fabrics) == 1
+        if len(hosts) > 1 and not is_one_fabric:
             spread |= hosts
-    if spread:
-        per_host = {host: sum(place.host == host for place in places) for host in spread}
-        counts = ", ".join(
-            f"{host} has {several(count, 'rank')}" for host, count in list(per_host.items())[:3]
-        )
-        raise PreflightError(
-            f"parallel.tp: {dims.tp} ranks of one tp group would sit on several hosts ({counts}"
-            f"{', ...' * (len(per_host) > 3)}): write a tp that divides the slots of every host, or "
-            "parallel.allow_cross_node_tp: true if their network is fast enough"
-        )
+    if not spread:
+        return
+    counts = []
+    for host in list(spread)[:_NUM_SHOWN]:
+        count = sum(place.host == host for place in places)
+        counts.append(f"{host} has {several(count, 'rank')}")
+    if len(spread) > _NUM_SHOWN:
+        counts.append("...")
+    raise PreflightError(
+        f"parallel.tp: {dims.tp} ranks of one tp group would sit on several hosts "
+        f"({', '.join(counts)}): write a tp that divides the slots of every host, or "
+        "parallel.allow_cross_node_tp: true if their network is fast enough"
+    )
 
 
 def _check_alike(
@@ -219,7 +277,10 @@ def _check_alike(
     places: Sequence[RankPlace],
     gpus: Sequence[Gpu | None],
 ) -> None:
-    """Stages of a pipeline may run on different GPUs; what computes the same layers in step may not."""
+    """Refuse different GPUs for ranks that compute the same layers in step.
+
+    Stages of a pipeline may run on different ones.
+    """
     for stage in range(dims.pp):
         kinds: dict[str, list[str]] = {}
         for place, gpu in zip(places, gpus, strict=True):
@@ -229,12 +290,12 @@ def _check_alike(
                 if place.host not in hosts:
                     hosts.append(place.host)
         if len(kinds) > 1:
-            where = " and ".join(
-                f"{kind} on {listed(hosts)}" for kind, hosts in itertools.islice(kinds.items(), 3)
-            )
+            shown = itertools.islice(kinds.items(), _NUM_SHOWN)
+            where = " and ".join(f"{kind} on {listed(hosts)}" for kind, hosts in shown)
             what = f"stage {stage} of the pipeline" if dims.pp > 1 else "the ranks"
             raise PreflightError(
-                f"parallel: {what} would run on different GPUs: {where}. The slowest would set all their pace, and the "
-                "smallest their memory: leave some out with slots or CUDA_VISIBLE_DEVICES, or give each kind stages "
-                "of its own by parallel.pp and the order of the hosts"
+                f"parallel: {what} would run on different GPUs: {where}. The slowest would set all "
+                "their pace, and the smallest their memory: leave some out with slots or "
+                "CUDA_VISIBLE_DEVICES, or give each kind stages of its own by parallel.pp and the "
+                "order of the hosts"
             )

@@ -1,6 +1,6 @@
-"""What `auto` means on a cluster, and where each rank sits there: `make_plan(job, Cluster((probe_host(),)))`.
+"""Resolve each `auto` of a job on a cluster, and assign its ranks: `make_plan(job, cluster)`.
 
-`make_plan` is pure, so that a plan for other machines is a few `HostFacts` away.
+`make_plan` is pure, so that a plan for other machines needs only their `HostFacts`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ _DECAYING = ("linear", "cosine", "polynomial", "wsd")
 
 @dataclass(frozen=True)
 class ResolvedJob:
+    """A job on a cluster, with every decision made and explained."""
+
     job: JobConfig  # without any auto
     plan: LaunchPlan
     batch: BatchPlan
@@ -33,14 +35,14 @@ class ResolvedJob:
 
 
 def make_plan(job: JobConfig, cluster: Cluster) -> ResolvedJob:
-    """Seat the ranks of `job` on `cluster` and fill in what it leaves to auto.
+    """Assign the ranks of `job` to `cluster`, and resolve what it leaves to auto.
 
     What differs from host to host stays auto in the job: the plan has it for each rank.
 
     Raises:
         PreflightError: a host lacks the GPUs, slots or links that the job asks for.
-        JobError: `parallel`, the batch or `zero.shard_group` does not divide over the ranks, or the learning
-            rate has no end to decay to.
+        JobError: `parallel`, the batch or `zero.shard_group` does not divide over the ranks, or the
+            learning rate has no end to decay to.
     """
     reasons: list[AutoValue] = []
     device = _device(job, cluster, reasons)
@@ -49,7 +51,8 @@ def make_plan(job: JobConfig, cluster: Cluster) -> ResolvedJob:
     num_ranks = sum(slots.values())
     if num_ranks > MAX_RANKS:
         raise JobError(
-            f"slots: {num_ranks} ranks on {several(len(slots), 'host')}, and zrun plans {MAX_RANKS} at most"
+            f"slots: {num_ranks} ranks on {several(len(slots), 'host')}, and zrun plans "
+            f"{MAX_RANKS} at most"
         )
     dims = resolve_dims(job.parallel, num_ranks)
     if job.parallel.dp == "auto" and dims.tp * dims.pp > 1:
@@ -75,11 +78,10 @@ def make_plan(job: JobConfig, cluster: Cluster) -> ResolvedJob:
             "optim": job.optim.model_copy(update=_own_defaults(job, reasons)),
         }
     )
-    warnings = (
-        *(_crowded(cluster, slots) if device == "cpu" else ()),
-        *_absent(job, len(found.ranks)),
-    )
-    return ResolvedJob(resolved, plan, batch, tuple(reasons), warnings)
+    warnings = list(_absent(job, num_ranks))
+    if device == "cpu":
+        warnings = [*_crowded(cluster, slots), *warnings]
+    return ResolvedJob(resolved, plan, batch, tuple(reasons), tuple(warnings))
 
 
 def plan_on_backend(job: JobConfig, backend: Backend, cluster: Cluster) -> ResolvedJob:
@@ -125,6 +127,10 @@ def check_gpus(asked: int | None, job: JobConfig, cluster: Cluster) -> None:
 
     Args:
         asked: the value of `--gpus`; None: it was not given.
+        job: which may want CPUs.
+        cluster: the hosts, which may have no GPUs.
+        job: which may want CPUs.
+        cluster: the hosts, which may have no GPUs.
 
     Raises:
         JobError: the job wants no GPU.
@@ -139,35 +145,38 @@ def check_gpus(asked: int | None, job: JobConfig, cluster: Cluster) -> None:
         )
     without = [host for host in cluster.hosts if not host.gpus]
     if without:
+        names = listed([host.hostname for host in without])
+        have = "has" if len(without) == 1 else "have"
         raise PreflightError(
-            f"--gpus {asked} asks for GPUs, and {listed([host.hostname for host in without])} "
-            f"{'has' if len(without) == 1 else 'have'} none that is usable (found {without[0]}): write "
-            f"--slots {asked} for {several(asked, 'rank')} on CPUs"
+            f"--gpus {asked} asks for GPUs, and {names} {have} none that is usable (found "
+            f"{without[0]}): write --slots {asked} for {several(asked, 'rank')} on CPUs"
         )
 
 
 def _crowded(cluster: Cluster, slots: dict[str, int]) -> Iterator[str]:
-    """A warning for each host that has more ranks than cores."""
+    """Warn of each host that has more ranks than cores."""
     for host in cluster.hosts:
         ranks = slots[host.hostname]
         if ranks > host.cores:
             yield (
-                f"{ranks} ranks share {several(host.cores, 'core')} of {host.hostname}: they take turns, no step "
-                f"gets faster than with {several(host.cores, 'rank')}, and each takes memory of its own; "
-                f"write slots: {host.cores}"
+                f"{ranks} ranks share {several(host.cores, 'core')} of {host.hostname}: they take "
+                f"turns, no step gets faster than with {several(host.cores, 'rank')}, and each "
+                f"takes memory of its own; write slots: {host.cores}"
             )
 
 
 def _absent(job: JobConfig, num_ranks: int) -> Iterator[str]:
-    """A warning where the output of ranks is to be shown that do not exist. It may be that hosts are missing."""
-    absent = [rank for rank in job.log.ranks if rank >= num_ranks] if job.log.ranks != "all" else []
+    """Warn of ranks whose output is to be shown and that do not exist: hosts may be missing."""
+    if job.log.ranks == "all":
+        return
+    absent = [rank for rank in job.log.ranks if rank >= num_ranks]
     if absent:
         there = f"ranks 0 to {num_ranks - 1}" if num_ranks > 1 else "rank 0 only"
         yield f"log.ranks: there is no rank {', '.join(map(str, absent))}: the run has {there}"
 
 
 def _shared(values: dict[str, int]) -> int | Literal["auto"]:
-    """The one value that all hosts have."""
+    """Return the value that all hosts have; auto if they differ: then the plan has it."""
     found = set(values.values())
     return found.pop() if len(found) == 1 else "auto"
 
@@ -175,61 +184,65 @@ def _shared(values: dict[str, int]) -> int | Literal["auto"]:
 def _device(job: JobConfig, cluster: Cluster, reasons: list[AutoValue]) -> Literal["cpu", "cuda"]:
     without = [host.hostname for host in cluster.hosts if not host.gpus]
     some_have = len(without) < len(cluster.hosts)
-    if without and (job.device == "cuda" or (job.device == "auto" and some_have)):
-        lacking = f"{listed(without)} {'has' if len(without) == 1 else 'have'} no usable NVIDIA GPU"
-        advice = (
-            "leave out the hosts without, or write device: cpu"
-            if some_have
-            else "write device: cpu or auto"
+    wants_gpus = job.device == "cuda" or (job.device == "auto" and some_have)
+    if without and wants_gpus:
+        have = "has" if len(without) == 1 else "have"
+        advice = "write device: cpu or auto"
+        if some_have:
+            advice = "leave out the hosts without, or write device: cpu"
+        raise PreflightError(
+            f"device: {job.device}, but {listed(without)} {have} no usable NVIDIA GPU: {advice}"
         )
-        raise PreflightError(f"device: {job.device}, but {lacking}: {advice}")
     if job.device != "auto":
         return job.device
-    reasons.append(AutoValue("device", "cpu" if without else "cuda", str(cluster)))
-    return "cpu" if without else "cuda"
+    device: Literal["cpu", "cuda"] = "cpu" if without else "cuda"
+    reasons.append(AutoValue("device", device, str(cluster)))
+    return device
 
 
 def _slots(
     job: JobConfig, cluster: Cluster, device: str, reasons: list[AutoValue]
 ) -> dict[str, int]:
-    """Ranks of each host."""
+    """Return the ranks of each host."""
     slots = {host.hostname: _slots_of(job, host, device) for host in cluster.hosts}
-    if job.slots == "auto":
-        if any(host.slots is not None or host.chosen is not None for host in cluster.hosts):
-            why = "the slots given to each host"
-        elif device == "cuda":
-            why = f"one rank per GPU of {listed(list(slots))}"
-        else:
-            why = "one rank where there is no GPU" + " of each host" * (len(slots) > 1)
-        reasons.append(
-            AutoValue("slots", each(cluster.hosts, lambda host: slots[host.hostname]), why)
-        )
+    if job.slots != "auto":
+        return slots
+    if any(host.slots is not None or host.chosen is not None for host in cluster.hosts):
+        why = "the slots given to each host"
+    elif device == "cuda":
+        why = f"one rank per GPU of {listed(list(slots))}"
+    elif len(slots) > 1:
+        why = "one rank where there is no GPU of each host"
+    else:
+        why = "one rank where there is no GPU"
+    shown = each(cluster.hosts, lambda host: slots[host.hostname])
+    reasons.append(AutoValue("slots", shown, why))
     return slots
 
 
 def _slots_of(job: JobConfig, host: HostFacts, device: str) -> int:
+    """Return the ranks of a host: as the job says, else as its list of hosts does, else its GPUs."""
     num_gpus = len(host.gpus)
     given = len(host.chosen) if host.chosen is not None else host.slots
-    if given is not None and job.slots != "auto" and job.slots > given:
-        raise PreflightError(
-            f"more ranks than slots: slots: {job.slots}, but {host.hostname} is given {several(given, 'slot')}: "
-            f"write slots: {given} or auto"
-        )
-    slots = (
-        job.slots
-        if job.slots != "auto"
-        else given
-        if given is not None
-        else num_gpus
-        if device == "cuda"
-        else 1
-    )
+    if job.slots != "auto":
+        slots = job.slots
+        if given is not None and slots > given:
+            raise PreflightError(
+                f"more ranks than slots: slots: {slots}, but {host.hostname} is given "
+                f"{several(given, 'slot')}: write slots: {given} or auto"
+            )
+    elif given is not None:
+        slots = given
+    elif device == "cuda":
+        slots = num_gpus
+    else:
+        slots = 1
     highest = max((host.chosen or (-1,))[:slots]) + 1
     if device == "cuda" and max(slots, highest) > num_gpus:
         asked = f"slot {highest - 1} is wanted" if highest > slots else f"slots: {slots}"
         raise PreflightError(
-            f"more ranks than slots: {asked}, but {host.hostname} has {several(num_gpus, 'GPU')}: "
-            f"write slots: {num_gpus} or device: cpu"
+            f"more ranks than slots: {asked}, but {host.hostname} has "
+            f"{several(num_gpus, 'GPU')}: write slots: {num_gpus} or device: cpu"
         )
     return slots
 
@@ -237,25 +250,27 @@ def _slots_of(job: JobConfig, host: HostFacts, device: str) -> int:
 def _threads(
     job: JobConfig, cluster: Cluster, slots: dict[str, int], reasons: list[AutoValue]
 ) -> dict[str, int]:
-    """CPU threads of a rank on each host."""
+    """Return the CPU threads of a rank on each host."""
 
     def number(host: HostFacts) -> int:
-        return max(1, host.cores // slots[host.hostname]) if job.threads == "auto" else job.threads
+        if job.threads != "auto":
+            return job.threads
+        return max(1, host.cores // slots[host.hostname])
+
+    def num_busy(host: HostFacts) -> int:
+        return slots[host.hostname] * number(host)
 
     def why(host: HostFacts) -> str:
-        ranks, busy = slots[host.hostname], slots[host.hostname] * number(host)
-        reason = (
-            "as written"
-            if job.threads != "auto"
-            else f"{host.cores} usable cores / {several(ranks, 'rank')}"
-        )
-        return reason + f"; {busy} threads share {several(host.cores, 'core')}, which is slow" * (
-            busy > host.cores
-        )
+        reason = "as written"
+        if job.threads == "auto":
+            reason = f"{host.cores} usable cores / {several(slots[host.hostname], 'rank')}"
+        if num_busy(host) > host.cores:
+            shared = several(host.cores, "core")
+            reason += f"; {num_busy(host)} threads share {shared}, which is slow"
+        return reason
 
-    if job.threads == "auto" or any(
-        slots[host.hostname] * number(host) > host.cores for host in cluster.hosts
-    ):
+    is_crowded = any(num_busy(host) > host.cores for host in cluster.hosts)
+    if job.threads == "auto" or is_crowded:
         reasons.append(AutoValue("threads", each(cluster.hosts, number), each(cluster.hosts, why)))
     return {host.hostname: number(host) for host in cluster.hosts}
 
@@ -263,22 +278,22 @@ def _threads(
 def _bind(
     job: JobConfig, cluster: Cluster, found: RankAssignment, reasons: list[AutoValue]
 ) -> Literal["auto", "off"]:
-    bind: Literal["auto", "off"] = "off" if None not in found.unbound.values() else "auto"
+    """Return off if no rank of any host is bound to cores."""
+    is_bound = None in found.unbound.values()
+    bind: Literal["auto", "off"] = "auto" if is_bound else "off"
     if job.bind == "auto":
-        why = each(
-            cluster.hosts,
-            lambda host: found.unbound[host.hostname] or "each rank keeps to cores of its own",
-        )
+        own = "each rank keeps to cores of its own"
+        why = each(cluster.hosts, lambda host: found.unbound[host.hostname] or own)
         reasons.append(AutoValue("bind", bind, why))
     return bind
 
 
 def _batch(job: JobConfig, slots: int, reasons: list[AutoValue]) -> BatchPlan:
-    batch, ranks = resolve_batch(job, slots), several(slots, "rank")
+    batch = resolve_batch(job, slots)
+    ranks = several(slots, "rank")
     if job.batch.global_ == "auto":
-        reasons.append(
-            AutoValue("batch.global", str(batch.global_size), f"micro {batch.micro} x {ranks}")
-        )
+        why = f"micro {batch.micro} x {ranks}"
+        reasons.append(AutoValue("batch.global", str(batch.global_size), why))
     if job.batch.micro == "auto":
         why = f"global {batch.global_size} / {ranks}, no accumulation"
         reasons.append(AutoValue("batch.micro", str(batch.micro), why))
@@ -289,7 +304,8 @@ def _check_shard_group(job: JobConfig, slots: int) -> None:
     group = job.zero.shard_group
     if isinstance(group, int) and job.zero.stage > 0 and slots % group:
         raise JobError(
-            f"zero.shard_group: groups of {group} do not divide {several(slots, 'rank')}: write a divisor, or all"
+            f"zero.shard_group: groups of {group} do not divide {several(slots, 'rank')}: write a "
+            "divisor, or all"
         )
 
 
@@ -301,7 +317,7 @@ def _bucket(job: JobConfig, device: str, reasons: list[AutoValue]) -> int:
 
 
 def _decay_steps(job: JobConfig, reasons: list[AutoValue]) -> int | Literal["auto"]:
-    """Left to auto where the schedule has no end, or an end that only the data knows."""
+    """Return the steps of the decay; auto if it has no end, or one that only the data knows."""
     from zrun_core.optim.lr import make_schedule
 
     if job.epochs is not None and job.lr.schedule in _DECAYING:
@@ -314,24 +330,20 @@ def _decay_steps(job: JobConfig, reasons: list[AutoValue]) -> int | Literal["aut
         make_schedule(job.lr, job.steps)  # refuses a decay without an end
     if job.lr.decay_steps != "auto" or job.lr.schedule not in _DECAYING or job.steps is None:
         return job.lr.decay_steps
-    is_tail = job.lr.schedule == "wsd"
-    steps = max(1, job.steps // 5) if is_tail else job.steps
-    reasons.append(
-        AutoValue(
-            "lr.decay_steps", str(steps), "a fifth of the run" if is_tail else "the run's steps"
-        )
-    )
+    steps = job.steps
+    why = "the run's steps"
+    if job.lr.schedule == "wsd":
+        steps = max(1, steps // 5)
+        why = "a fifth of the run"
+    reasons.append(AutoValue("lr.decay_steps", str(steps), why))
     return steps
 
 
 def _own_defaults(job: JobConfig, reasons: list[AutoValue]) -> dict[str, Any]:
-    """Hyper-parameters that the job leaves to the optimizer."""
+    """Return the hyper-parameters that the job leaves to the optimizer."""
     name = job.optim.name.lower()
-    found = {
-        key: value
-        for key, value in OWN_DEFAULTS.get(name, {}).items()
-        if getattr(job.optim, key) is None
-    }
+    defaults = OWN_DEFAULTS.get(name, {})
+    found = {key: value for key, value in defaults.items() if getattr(job.optim, key) is None}
     for key, value in found.items():
         shown = f"{value:g}" if isinstance(value, float) else str(list(value))
         reasons.append(AutoValue(f"optim.{key}", shown, f"{name}'s own"))

@@ -15,8 +15,12 @@ _NAP_S = 2.0  # between two readings; longer ones mean that the process stood st
 class AwakeClock:
     """Seconds that this process was running, read at least once every `_NAP_S` seconds.
 
-    A process that is stopped (ctrl-Z, SIGSTOP), swapped out, or on a host that is suspended finds on waking that every
-    deadline has passed, before it has read what others said meanwhile. By this clock a pause lasts `_NAP_S` at most.
+    A process that is stopped (ctrl-Z, SIGSTOP), swapped out, or on a host that is suspended finds on
+    waking that every deadline has passed, before it has read what others said meanwhile. By this
+    clock a pause lasts `_NAP_S` at most.
+
+        true time   0.0  0.1  [stopped: 60 s]  60.1  60.2
+        this clock  0.0  0.1                    2.1   2.2
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -33,25 +37,30 @@ class AwakeClock:
 
 
 class StopDeadline:
-    """`limits.stop_s`, which count anew from the end of a save, for which there are `limits.save_s`.
+    """The time that a run has to end: `limits.stop_s`, longer while it saves.
+
+    A save may take `limits.save_s`; the run then has `limits.stop_s` again from its end on.
 
     Attributes:
-        was_due: `limits.stop_s` have passed; only a save has kept the run from being over since.
+        was_due: `limits.stop_s` have passed; only a save has put off the end since.
     """
 
     def __init__(self, now: float, limits: LimitsConfig, more_s: float = 0.0) -> None:
-        """
+        """Begin to count.
+
         Args:
             now: seconds, by any clock that `is_over` is told too.
+            limits: of the job.
             more_s: beyond each of the limits.
         """
         self._stop_s = limits.stop_s + more_s
-        self._due = self._until = now + self._stop_s
+        self._due = now + self._stop_s
+        self._until = self._due
         self._save_until = now + limits.save_s + more_s
         self.was_due = False
 
     def is_over(self, now: float, *, saves: bool) -> bool:
-        """Whether the time is over; `saves`: a rank is saving right now."""
+        """Return whether the time is over at `now`; `saves`: a rank is saving right now."""
         if saves:
             self._until = max(self._until, min(now + self._stop_s, self._save_until))
         self.was_due |= now > self._due

@@ -1,7 +1,7 @@
 """Processes of this host, told apart from later ones with the same number, and ended by session.
 
-A worker leads a session of its own, so that the loader processes and shells it starts end with it. Nothing is ever
-looked up by name.
+A worker leads a session of its own, so that the loader processes and shells that it starts end with
+it. No process is looked up by name.
 """
 
 from __future__ import annotations
@@ -17,82 +17,94 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_PR_SET_MM, _PR_SET_MM_MAP = 35, 14
+_PR_SET_MM = 35
+_PR_SET_MM_MAP = 14
+_PARENT = 1  # fields of `_stat`
+_SESSION = 3
 _shown: list[mmap.mmap] = []  # where the kernel reads the command line of this process
 
 
 @dataclass(frozen=True)
 class Process:
-    """A process that existed: its number, and when it started in clock ticks since boot."""
+    """A process that exists or existed.
+
+    Attributes:
+        started: clock ticks from boot to its start.
+    """
 
     pid: int
     started: int
 
     @classmethod
     def find(cls, pid: int) -> Process | None:
-        """The process that has this number now."""
+        """Return the process that has this number now; None: there is none."""
         stat = _stat(pid)
         return cls(pid, int(stat[19])) if stat else None
 
     def alive(self) -> bool:
-        """It still runs: not ended, not a zombie, and its number was not given to another.
+        """Return whether it still runs: not ended, not a zombie, its number not given to another.
 
         Its first thread may be a zombie while others still end: until they have, its children are
-        its own, and nobody has adopted them.
+        its own, and have not been adopted.
         """
         stat = self._now()
-        return stat is not None and (stat[0] not in "ZX" or int(stat[17]) > 1)
+        if stat is None:
+            return False
+        is_zombie = stat[0] in "ZX"
+        num_threads = int(stat[17])
+        return not is_zombie or num_threads > 1
 
     def catches(self, number: int) -> bool:
-        """Whether it has a handler for this signal; else it would end of it, or not hear of it."""
+        """Return whether it has a handler for this signal; else the signal ends it, or is ignored."""
         try:
             status = Path(f"/proc/{self.pid}/status").read_text(errors="replace")
         except OSError:
             return False
-        mask = next(
-            (line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0"
-        )
-        return self.alive() and bool(int(mask, 16) >> (number - 1) & 1)
+        caught = (line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
+        mask = int(next(caught, "0"), 16)
+        return self.alive() and bool(mask >> (number - 1) & 1)
 
     @property
     def state(self) -> str | None:
-        """The kernel's letter for what it does (R, S, D, T, Z, ...); None once it is gone."""
+        """Return the kernel's letter for its state (R, S, D, T, Z, ...); None once it has ended."""
         stat = self._now()
         return stat[0] if stat is not None else None
 
     def _now(self) -> list[str] | None:
-        """What `_stat` says of it; None once it is gone."""
+        """Return its `_stat`; None once it has ended."""
         stat = _stat(self.pid)
         return stat if stat is not None and int(stat[19]) == self.started else None
 
 
 def session_of(leader: Process) -> list[Process]:
-    """The living processes of the session that `leader` started, itself included.
+    """Return the living processes of the session that `leader` started, itself included.
 
-    The kernel keeps a number taken while a session bears it, so a process with the leader's number and another start
-    time means that the whole session is gone and these are strangers.
+    The kernel gives no process the number of a session that still has members. So if a process has
+    the leader's number and another start time, the whole session has ended.
     """
     now = Process.find(leader.pid)
     if now is not None and now != leader:
         return []
-    return [
-        process
-        for process in _all()
-        if (stat := _stat(process.pid)) and int(stat[3]) == leader.pid and process.alive()
-    ]
+    return _living(_SESSION, leader.pid)
 
 
 def children_of(pid: int) -> list[Process]:
-    """The living direct children of `pid`."""
-    return [
-        process
-        for process in _all()
-        if (stat := _stat(process.pid)) and int(stat[1]) == pid and process.alive()
-    ]
+    """Return the living direct children of `pid`."""
+    return _living(_PARENT, pid)
+
+
+def _living(field: int, number: int) -> list[Process]:
+    """Return the living processes of which a field of `_stat` has this number."""
+    found: list[Process] = []
+    for process in _all():
+        stat = _stat(process.pid)
+        if stat is not None and int(stat[field]) == number and process.alive():
+            found.append(process)
+    return found
 
 
 def send(processes: list[Process], number: int) -> None:
-    """Send one signal to each, through a descriptor that cannot come to mean another process."""
+    """Send a signal to each, through a descriptor that cannot become that of another process."""
     for process in processes:
         try:
             descriptor = os.pidfd_open(process.pid)
@@ -108,27 +120,34 @@ def send(processes: list[Process], number: int) -> None:
 
 
 def wait_gone(processes: list[Process], patience_s: float) -> list[Process]:
-    """Those that still live after `patience_s` seconds."""
+    """Wait until the processes have ended. Returns those that still live after `patience_s`."""
     deadline = time.monotonic() + patience_s
-    while (
-        left := [process for process in processes if process.alive()]
-    ) and time.monotonic() < deadline:
+    while True:
+        left = [process for process in processes if process.alive()]
+        if not left or time.monotonic() >= deadline:
+            return left
         time.sleep(0.01)
-    return left
 
 
 def allow_files() -> None:
     """Let this process open as many files as it may."""
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most) if limit < most else (limit, most))
+    if limit < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def end_children(patience_s: float) -> None:
-    """Kill the children of this process, and theirs, which become children of whoever adopts orphans."""
-    while children := children_of(os.getpid()):
+    """Kill the children of this process, and theirs.
+
+    Those become its children once their parents have ended, if it adopts orphans.
+    """
+    while True:
+        children = children_of(os.getpid())
+        if not children:
+            return
         send(children, signal.SIGKILL)
         if wait_gone(children, patience_s):
-            break  # in the kernel's hands
+            return  # the kernel does not let go of them, as in uninterruptible sleep
 
 
 def adopt_orphans() -> None:
@@ -142,21 +161,21 @@ def die_with_parent(number: signal.Signals) -> None:
 
 
 def show(args: list[str]) -> None:
-    """Have `ps` show `args` for this process, and /proc/<pid>/environ its environment: a fork shows its parent's.
+    """Have `ps` show `args` for this process, and /proc/<pid>/environ its environment.
 
-    A kernel without CONFIG_CHECKPOINT_RESTORE goes on to show those.
+    A fork shows those of its parent. A kernel without CONFIG_CHECKPOINT_RESTORE goes on to do so.
+    The kernel reads both from memory that prctl(2), PR_SET_MM_MAP, names:
+
+        memory   | args, each with \\0 | NAME=value, each with \\0 |
+                 ^ arg_start           ^ arg_end = env_start        ^ env_end
     """
     line = b"".join(os.fsencode(each) + b"\0" for each in args)
     environ = b"".join(name + b"=" + value + b"\0" for name, value in os.environb.items())
     memory = mmap.mmap(-1, len(line) + len(environ), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.write(line + environ)
     start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    stat = [
-        "",
-        "",
-        "",
-        *Path("/proc/self/stat").read_text().rpartition(")")[2].split(),
-    ]  # counted as in proc(5)
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    stat = ["", "", "", *fields]  # counted as in proc(5)
     libc = ctypes.CDLL(None, use_errno=True)
     libc.sbrk.restype = ctypes.c_void_p
     layout = _MemoryMap(  # as it is, but for the last four
@@ -171,16 +190,9 @@ def show(args: list[str]) -> None:
         0,
         -1,
     )
-    if (
-        libc.prctl(
-            _PR_SET_MM,
-            _PR_SET_MM_MAP,
-            ctypes.byref(layout),
-            ctypes.c_ulong(ctypes.sizeof(layout)),
-            0,
-        )
-        == 0
-    ):
+    size = ctypes.c_ulong(ctypes.sizeof(layout))
+    failed = libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, ctypes.byref(layout), size, 0)
+    if not failed:
         _shown.append(memory)
 
 
@@ -188,14 +200,17 @@ class _MemoryMap(ctypes.Structure):
     """The kernel's `prctl_mm_map`, see prctl(2)."""
 
     _fields_ = (
-        *(
-            (name, ctypes.c_uint64)
-            for name in ("start_code", "end_code", "start_data", "end_data", "start_brk", "brk")
-        ),
-        *(
-            (name, ctypes.c_uint64)
-            for name in ("start_stack", "arg_start", "arg_end", "env_start", "env_end")
-        ),
+        ("start_code", ctypes.c_uint64),
+        ("end_code", ctypes.c_uint64),
+        ("start_data", ctypes.c_uint64),
+        ("end_data", ctypes.c_uint64),
+        ("start_brk", ctypes.c_uint64),
+        ("brk", ctypes.c_uint64),
+        ("start_stack", ctypes.c_uint64),
+        ("arg_start", ctypes.c_uint64),
+        ("arg_end", ctypes.c_uint64),
+        ("env_start", ctypes.c_uint64),
+        ("env_end", ctypes.c_uint64),
         ("auxv", ctypes.c_void_p),
         ("auxv_size", ctypes.c_uint32),
         ("exe_fd", ctypes.c_int32),
@@ -209,15 +224,16 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _all() -> list[Process]:
-    found = (
-        Process.find(int(entry.name)) for entry in Path("/proc").iterdir() if entry.name.isdigit()
-    )
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    found = [Process.find(pid) for pid in pids]
     return [process for process in found if process is not None]
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Fields of /proc/<pid>/stat from the third on: 0 state, 1 parent, 2 group, 3 session, 17 threads,
-    19 start time."""
+    """Read the fields of /proc/<pid>/stat from the third on; None: there is no such process.
+
+    0 state, 1 parent, 2 group, 3 session, 17 threads, 19 start time.
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (OSError, UnicodeDecodeError):

@@ -1,4 +1,4 @@
-"""A file that another process writes, as it grows. A restart may put another in its place."""
+"""Files that another process writes: what is new in them, and their last lines."""
 
 from __future__ import annotations
 
@@ -18,29 +18,33 @@ _CUT = b" ... (line cut here)"
 
 
 class FileTail:
-    """What is added to the file at `path` from `offset` on; it need not exist yet."""
+    """The end of a file, read as it grows. A restart may put another file in its place."""
 
     def __init__(self, path: Path, offset: int = 0) -> None:
-        self._path, self._offset = path, offset
+        """Read the file at `path`, which need not exist yet, from `offset` on."""
+        self._path = path
+        self._offset = offset
         self._inode: int | None = None
         self._rest = b""  # the beginning of a line
 
     @classmethod
     def from_now_on(cls, path: Path) -> FileTail:
-        """What is added to a file later; all of the one that takes its place."""
-        growing = cls(path)
+        """Read what is added to a file later; all of a file that takes its place."""
+        tail = cls(path)
         with suppress(FileNotFoundError):
             found = path.stat()
-            growing._offset, growing._inode = found.st_size, found.st_ino
-        return growing
+            tail._offset = found.st_size
+            tail._inode = found.st_ino
+        return tail
 
     def read(self) -> bytes:
-        """What is new."""
+        """Return what is new."""
         try:
             with self._path.open("rb") as file:
                 inode = os.fstat(file.fileno()).st_ino
                 if self._inode not in (None, inode):
-                    self._offset, self._rest = 0, b""
+                    self._offset = 0
+                    self._rest = b""
                 self._inode = inode
                 file.seek(self._offset)
                 data = file.read()
@@ -50,20 +54,24 @@ class FileTail:
         return data
 
     def lines(self) -> list[bytes]:
-        """The lines that are new, without their ends."""
+        """Return the lines that are new, without their ends."""
         data = self.read()
         *lines, self._rest = (self._rest + data).split(b"\n")
         return lines
 
 
 class LineSplitter:
-    """Cuts a stream into lines: a long one keeps its beginning, an overwritten one its last state."""
+    """Splits a stream into lines.
+
+    Of a long line the beginning stays, of one that was overwritten the last state.
+    """
 
     def __init__(self) -> None:
         self._line = b""
         self._is_cut = False
 
     def feed(self, data: bytes) -> Iterator[bytes]:
+        """Take in `data`; yield the lines that it completes."""
         *complete, rest = data.split(b"\n")
         for end in complete:
             self._add(end)
@@ -72,24 +80,30 @@ class LineSplitter:
 
     @property
     def pending(self) -> bytes:
-        """What has come of the current line, which goes on."""
+        """Return what has come of the current line, which goes on."""
         return self._line
 
     def rest(self) -> bytes:
-        """What has come of the current line, which ends with this."""
-        line = self._line + (_CUT if self._is_cut else b"")
-        self._line, self._is_cut = b"", False
+        """Return what has come of the current line, and begin another."""
+        line = self._line
+        if self._is_cut:
+            line += _CUT
+        self._clear()
         return line
 
+    def _clear(self) -> None:
+        self._line = b""
+        self._is_cut = False
+
     def _add(self, data: bytes) -> None:
-        if b"\r" in data.rstrip(
-            b"\r"
-        ):  # a progress bar overwrites its line: what came before is gone
-            self._line, self._is_cut = b"", False
-            data = data.rstrip(b"\r").rpartition(b"\r")[2]
+        visible = data.rstrip(b"\r")
+        if b"\r" in visible:  # a progress bar overwrites its line: the last state stays
+            self._clear()
+            data = visible.rpartition(b"\r")[2]
         self._line += data[: _LONGEST + 1 - len(self._line)]
         if len(self._line) > _LONGEST:
-            self._line, self._is_cut = self._line[:_LONGEST], True
+            self._line = self._line[:_LONGEST]
+            self._is_cut = True
 
 
 def as_text(line: bytes) -> str:
@@ -99,7 +113,12 @@ def as_text(line: bytes) -> str:
 
 
 def last_lines(log: Path, count: int = KEPT_LINES) -> list[str]:
-    """Return the end of a file as a terminal would have left it; nothing where there is none."""
+    """Return the last lines of a log as a terminal would have left them, for a report.
+
+    Args:
+        log: none if it does not exist.
+        count: of lines; more if they are what `faulthandler` wrote of a crash.
+    """
     try:
         with open(log, "rb") as file:
             file.seek(max(0, log.stat().st_size - _TAIL_BYTES))

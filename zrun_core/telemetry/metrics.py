@@ -1,4 +1,4 @@
-"""What a step took and what a rank holds, measured without making anything wait."""
+"""Time of a step and memory of a rank, measured without making anything wait."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """FLOP/s that `device` could do in `dtype`; None where nobody says."""
+    """Return the FLOP/s that `device` could do in `dtype`; None if they are not known."""
     if device.type != "cuda" or dtype not in _FORMATS:
         return None
     return hardware.peak_flops(torch.cuda.get_device_name(device), _FORMATS[dtype])
@@ -61,8 +61,9 @@ class StepPhase(StrEnum):
 class StepClock:
     """Seconds of one optimizer step by phase.
 
-    On a CPU the host's clock is exact. On CUDA, events on the compute stream are recorded and read when the step's
-    result is, so that measuring never synchronises; time that the stream waits for NCCL is part of the phase.
+    On a CPU the host's clock is exact. On CUDA, events are recorded on the compute stream and read
+    together with the step's totals, so that measuring never synchronises; time that the stream
+    waits for NCCL is part of the phase.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -91,13 +92,21 @@ class StepClock:
         self._spans.append((phase, start, self._mark()))
 
     def restart(self) -> Any:
-        """Begin a new step; returns what `read` needs of the one that ends here."""
-        ended = (self._start, self._spans, self._mark())
-        self._spans, self._start = [], ended[2]
+        """Begin a new step; return the marks of the one that ends here, for `read`."""
+        now = self._mark()
+        ended = (self._start, self._spans, now)
+        self._spans = []
+        self._start = now
         return ended
 
     def read(self, ended: Any, waited: dict[StepPhase, float]) -> tuple[float, dict[str, float]]:
-        """(seconds of the step, seconds by phase). `waited` by phase is counted as communication instead."""
+        """Return the seconds of a step, and its seconds by phase.
+
+        Args:
+            ended: from `restart`.
+            waited: seconds of waiting for other ranks, by the phase in which they passed. On a CPU
+                they count as communication instead.
+        """
         start, spans, stop = ended
         split = dict.fromkeys(StepPhase, 0.0)
         for phase, first, last in spans:
@@ -112,20 +121,25 @@ class StepClock:
 
 
 def process_memory(device: torch.device) -> dict[str, int | None]:
-    """Bytes that this process holds now and held at most, on the host and on its device.
+    """Return the bytes that this process holds now and held at most, on host and device.
 
-    None where it cannot be read, as when this process has as many files open as it may.
+    None where that cannot be read, as when this process has as many files open as it may.
     """
-    cuda = device.type == "cuda"
     resident = None
     with suppress(OSError, psutil.Error):
         resident = psutil.Process().memory_info().rss
     # Asked afterwards; and the kernel adds its counters up in two ways that differ by some pages.
     highest = max(resident or 0, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-    return {
+    found: dict[str, int | None] = {
         "rss_bytes": resident,
         "peak_rss_bytes": highest,
-        "process_bytes": None if cuda else memory_limits.peak_resident(),
-        "device_allocated": torch.cuda.max_memory_allocated(device) if cuda else None,
-        "device_reserved": torch.cuda.max_memory_reserved(device) if cuda else None,
+        "process_bytes": None,
+        "device_allocated": None,
+        "device_reserved": None,
     }
+    if device.type == "cuda":
+        found["device_allocated"] = torch.cuda.max_memory_allocated(device)
+        found["device_reserved"] = torch.cuda.max_memory_reserved(device)
+    else:
+        found["process_bytes"] = memory_limits.peak_resident()
+    return found

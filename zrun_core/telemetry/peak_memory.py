@@ -1,4 +1,4 @@
-"""The most memory that tensors took at any moment of one step, measured: what the planner's peak is compared with."""
+"""Peak memory of tensors in one step, measured: the planner's peak is compared with it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import torch
 class PeakMemory:
     """Watches what torch's allocator gives out and gets back, while it is entered.
 
-    On CUDA the allocator counts by itself. On a CPU torch's profiler notes each allocation, also those inside of
-    operators; it costs some microseconds each, so that one step is watched and not all of them.
+    On CUDA the allocator counts by itself. On a CPU torch's profiler notes each allocation, also
+    those inside of operators. That costs some microseconds each, so only one step is watched.
 
     Attributes:
-        num_bytes: on CUDA, of all tensors; on a CPU, above what there was at the beginning. None: not measured, because
-            somebody else profiles this step.
+        num_bytes: on CUDA, of all tensors; on a CPU, above what there was at the beginning. None:
+            not measured, because the user profiles this step.
         reserved: held by the allocator at most; None on a CPU, which has none that would tell.
     """
 
@@ -60,9 +60,9 @@ _ERRORS = 2  # glog's number for what is worse than a warning
 
 @contextmanager
 def _quiet_allocator() -> Iterator[None]:
-    """Torch warns of each block that was there before its profiler and is given back under it: that is as it should be.
+    """Silence torch's warnings of blocks that are older than its profiler and freed under it.
 
-    Only torch's own C++ says less inside. Nothing happens where the environment says how much it is to say.
+    Only torch's own C++ says less inside, and only if the environment does not set its level.
     """
     library = Path(torch.__file__).parent / "lib" / "libc10.so"
     try:

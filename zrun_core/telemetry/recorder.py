@@ -1,7 +1,8 @@
-"""What a step came to: read from the device late, counted, and told as events."""
+"""Counters and events of a run: what its steps, evaluations and hooks found."""
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import time
@@ -28,8 +29,10 @@ from zrun_core.zero.sharded_model import ShardedModel
 
 _METRIC = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./@%-]{0,63}")
 _GROWS = {
-    "gathering": "parameters that are looked at outside of their modules stay whole until backward is over",
-    "reducing": "more gradients than expected are incomplete at a time, as those of modules that run several times are",
+    "gathering": "parameters that are looked at outside of their modules stay whole "
+    "until backward is over",
+    "reducing": "more gradients than expected are incomplete at a time, "
+    "as those of modules that run several times are",
 }
 
 
@@ -66,7 +69,7 @@ def checked_name(name: object) -> str:
 
 
 class Evaluated(NamedTuple):
-    """What an evaluation came to.
+    """Result of an evaluation.
 
     Attributes:
         values: over all ranks, by name; of several sets as `set/name`. A set begins with its loss.
@@ -79,7 +82,7 @@ class Evaluated(NamedTuple):
 
     @property
     def loss(self) -> float:
-        """That of the first set."""
+        """Return the loss of the first set."""
         return next(iter(self.values.values()))
 
 
@@ -88,36 +91,49 @@ def _pauses(job: JobConfig) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     if job.eval is not None:
         found["eval"] = {"every": job.eval.every, "minutes": None, "at_end": True}
-    if (saves := job.checkpoint) is not None:
+    saves = job.checkpoint
+    if saves is not None:
         found["save"] = {"every": saves.every, "minutes": saves.minutes, "at_end": saves.final}
     return found
 
 
 class Recorder:
-    """Counts what steps came to, and tells it: most of it on the main rank, memory on every rank.
+    """Counts steps and emits events: most of them on the main rank, memory on every rank.
 
     Attributes:
-        lr: of the newest step whose numbers were read; None before.
+        progress: the run's counters.
+        lr: of the newest step whose totals were read; None before.
         grad_norm: as `lr`.
-        metrics: what the newest evaluation came to, by name.
+        metrics: numbers of the newest evaluation, by name.
     """
 
     def __init__(
         self, spec: RunSpec, sharded: ShardedModel, emitter: Emitter, clock: StepClock
     ) -> None:
-        self.spec, self.job = spec, spec.job
+        """
+        Args:
+            spec: of the run.
+            sharded: the model.
+            emitter: of events.
+            clock: of steps.
+        """
+        self.spec = spec
+        self.job = spec.job
         self.progress = Progress()
         self.lr: float | None = None
         self.grad_norm: float | None = None
         self.metrics: dict[str, float] = {}
-        self._first = Progress()  # what of it was done before this process
-        self._sharded, self._emitter, self._clock = sharded, emitter, clock
-        self._world, self._device = sharded.mesh.world, sharded.comm.device
+        self._first = Progress()  # made before this process
+        self._sharded = sharded
+        self._emitter = emitter
+        self._clock = clock
+        self._world = sharded.mesh.world
+        self._device = sharded.comm.device
         self._peak_flops = peak_flops(self._device, sharded.settings.precision.compute)
         self._has_warned = False
-        self._told_growth: dict[str, int] = {}  # bytes held, by what the ring is for
+        self._told_growth: dict[str, int] = {}  # bytes held, by the ring's purpose
         self._traffic_bytes: Counter[str] = Counter()
-        self._splits: list[Mapping[str, float]] = []  # of the steps that `memory` has not told yet
+        self._splits: list[Mapping[str, float]] = []  # of steps since the last `memory` event
         self._start_time = time.monotonic()
 
     @property
@@ -127,23 +143,28 @@ class Recorder:
     def start(
         self, notes: list[str], resumed_from: Path | None = None, total_steps: int | None = None
     ) -> None:
-        """Announce what is about to run.
+        """Announce the run.
 
         Args:
             notes: lines for the user.
             resumed_from: the checkpoint that it goes on from.
-            total_steps: optimizer steps of the whole run, where they are known.
+            total_steps: optimizer steps of the whole run, if they are known.
         """
         self._start_time = time.monotonic()
         if not self.is_main:
             return
-        before = self._first
-        resumed = {
-            "step": before.steps,
-            "path": str(resumed_from),
-            "first_loss": before.first_loss,
-            "seconds": before.seconds,
-        }
+        resumed = None
+        if resumed_from is not None:
+            before = self._first
+            resumed = {
+                "step": before.steps,
+                "path": str(resumed_from),
+                "first_loss": before.first_loss,
+                "seconds": before.seconds,
+            }
+        device = str(self._device)
+        if self._device.type == "cuda":
+            device = torch.cuda.get_device_name(self._device)
         layouts = self._sharded.layouts
         planned = self._sharded.planned_memory().by_kind
         self._emitter.emit(
@@ -164,10 +185,8 @@ class Recorder:
                 "torch": torch.__version__,
                 "python": sys.version.split()[0],
             },
-            device=str(self._device)
-            if self._device.type == "cpu"
-            else torch.cuda.get_device_name(self._device),
-            resumed=resumed if resumed_from is not None else None,
+            device=device,
+            resumed=resumed,
             notes=notes,
         )
 
@@ -182,20 +201,19 @@ class Recorder:
         """Steps that this process has issued."""
         return self.progress.steps - self._first.steps
 
-    def peak(self, water: PeakMemory) -> None:
-        """What the memory of the newest step came to."""
+    def peak(self, measured: PeakMemory) -> None:
+        """Emit the peak memory of the newest step."""
         if self.num_steps != 2:  # the data had ended
             return
-        own = (
-            0
-            if self._device.type == "cuda"
-            else sum(self._sharded.allocated_memory().by_kind.values())
-        )
+        peak_bytes = measured.num_bytes
+        if peak_bytes is not None and self._device.type != "cuda":
+            # On a CPU it is measured above what was allocated before the step.
+            peak_bytes += sum(self._sharded.allocated_memory().by_kind.values())
         self._emitter.emit(
             "peak",
             step=self.progress.steps,
-            peak_bytes=None if water.num_bytes is None else own + water.num_bytes,
-            reserved_bytes=water.reserved,
+            peak_bytes=peak_bytes,
+            reserved_bytes=measured.reserved,
             process_bytes=process_memory(self._device)["process_bytes"],
         )
 
@@ -207,89 +225,115 @@ class Recorder:
             totals: over all ranks.
             epoch: how often the data was read by then; None if its length is not known.
         """
-        progress, skipped = self.progress, bool(totals.skipped)
-        self.lr, self.grad_norm = issued.lr, totals.grad_norm
-        progress.loss = totals.loss / totals.weight if totals.weight else float("nan")
+        progress = self.progress
+        self.lr = issued.lr
+        self.grad_norm = totals.grad_norm
+        progress.loss = math.nan
+        if totals.weight:
+            progress.loss = totals.loss / totals.weight
         if issued.step == 1:
             progress.first_loss = progress.loss
         if self._first.seconds is not None:
             progress.seconds = self._first.seconds + time.monotonic() - self._start_time
         progress.samples += int(totals.samples)
         progress.tokens += int(totals.tokens)
-        progress.skips += skipped
-        progress.updates += not skipped
+        if totals.skipped:
+            progress.skips += 1
+        else:
+            progress.updates += 1
         for key, sent in issued.sent.items():
             self._traffic_bytes[key.kind] += sent
-        self._tell_step(issued, totals, epoch)
 
-    def _tell_step(self, issued: IssuedStep, totals: StepTotals, epoch: float | None) -> None:
-        progress = self.progress
         step_s, split = self._clock.read(issued.clock, dict(issued.waited))
         self._splits.append(split)
-        tflops = issued.flops / step_s / 1e12 if issued.flops else None
         if self.is_main:
-            self._emitter.emit(
-                "step",
-                step=issued.step,
-                loss=progress.loss,
-                lr=issued.lr,
-                grad_norm=totals.grad_norm,
-                loss_scale=totals.scale if self._sharded.scaler.enabled else None,
-                skipped=bool(totals.skipped),
-                skips=progress.skips,
-                samples=int(totals.samples),
-                tokens=int(totals.tokens),
-                total_samples=progress.samples,
-                total_tokens=progress.tokens,
-                epoch=epoch,
-                step_s=step_s,
-                samples_per_s=totals.samples / step_s,
-                tokens_per_s=totals.tokens / step_s,
-                tflops=tflops,
-                mfu=tflops * 1e12 / self._peak_flops if tflops and self._peak_flops else None,
-                split=split,
-                traffic={"sent_bytes": sum(issued.sent.values())},
-            )
-        number = issued.step - self._first.steps
+            self._emit_step(issued, totals, epoch, step_s, split)
+        number = issued.step - self._first.steps  # in this process
         if number == 1 or issued.step % self.job.log.every == 0:
-            by_kind = {
-                kind.value: size for kind, size in self._sharded.allocated_memory().by_kind.items()
-            }
-            mean = {phase: fmean(each[phase] for each in self._splits) for phase in split}
-            self._splits = []
-            self._emitter.emit(
-                "memory", step=issued.step, **by_kind, **process_memory(self._device), split=mean
-            )
+            self._emit_memory(issued.step)
         if number == 2:
             self.warn_once()
         if number >= 2:  # the first does not gather ahead yet
             self.warn_of_growth()
 
+    def _emit_step(
+        self,
+        issued: IssuedStep,
+        totals: StepTotals,
+        epoch: float | None,
+        step_s: float,
+        split: Mapping[str, float],
+    ) -> None:
+        progress = self.progress
+        scale = totals.scale if self._sharded.scaler.enabled else None
+        tflops = None
+        mfu = None
+        if issued.flops:
+            tflops = issued.flops / step_s / 1e12
+            if tflops and self._peak_flops:
+                mfu = tflops * 1e12 / self._peak_flops
+        self._emitter.emit(
+            "step",
+            step=issued.step,
+            loss=progress.loss,
+            lr=issued.lr,
+            grad_norm=totals.grad_norm,
+            loss_scale=scale,
+            skipped=bool(totals.skipped),
+            skips=progress.skips,
+            samples=int(totals.samples),
+            tokens=int(totals.tokens),
+            total_samples=progress.samples,
+            total_tokens=progress.tokens,
+            epoch=epoch,
+            step_s=step_s,
+            samples_per_s=totals.samples / step_s,
+            tokens_per_s=totals.tokens / step_s,
+            tflops=tflops,
+            mfu=mfu,
+            split=split,
+            traffic={"sent_bytes": sum(issued.sent.values())},
+        )
+
+    def _emit_memory(self, step: int) -> None:
+        """Emit this rank's memory, and its mean seconds by phase since the last such event."""
+        allocated = self._sharded.allocated_memory().by_kind
+        by_kind = {kind.value: size for kind, size in allocated.items()}
+        phases = self._splits[-1]
+        mean = {phase: fmean(each[phase] for each in self._splits) for phase in phases}
+        self._splits = []
+        self._emitter.emit(
+            "memory", step=step, **by_kind, **process_memory(self._device), split=mean
+        )
+
     def warn_of_growth(self) -> None:
-        """Name the rings that have outgrown their plan, or what was told of them."""
+        """Warn of rings that have outgrown their plan, or the size that was told last."""
         for purpose, planned, held in self._sharded.grown_rings():
-            is_told = held <= self._told_growth.get(purpose, planned)
-            if is_told or (
-                purpose == "gathering" and not self.is_main
-            ):  # all ranks gather the same
+            if held <= self._told_growth.get(purpose, planned):
+                continue
+            if purpose == "gathering" and not self.is_main:  # all ranks gather the same
                 continue
             self._told_growth[purpose] = held
-            self._emitter.emit(
-                "warning",
-                message=f"the ring of {purpose} holds {format_size(held)}, {format_size(held - planned)} more than the "
-                f"{format_size(planned)} that were planned: {_GROWS[purpose]}; zrun estimate does not count that",
+            message = (
+                f"the ring of {purpose} holds {format_size(held)}, {format_size(held - planned)} "
+                f"more than the {format_size(planned)} that were planned: {_GROWS[purpose]}; "
+                "zrun estimate does not count that"
             )
+            self._emitter.emit("warning", message=message)
 
     def warn_once(self) -> None:
-        """Name the parameters that have got no gradient so far."""
+        """Warn of the parameters that have got no gradient so far."""
         names = self._sharded.without_gradient
-        if names and not self._has_warned and self.is_main:
-            self._has_warned = True
-            shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-            self._emitter.emit("warning", message=f"no gradient so far, and so left alone: {shown}")
+        if not names or self._has_warned or not self.is_main:
+            return
+        self._has_warned = True
+        shown = ", ".join(names[:5])
+        if len(names) > 5:
+            shown += f" and {len(names) - 5} more"
+        self._emitter.emit("warning", message=f"no gradient so far, and so left alone: {shown}")
 
     def evaluation(self, found: Evaluated) -> None:
-        """What an evaluation came to."""
+        """Emit the result of an evaluation."""
         self.metrics = found.values
         if self.is_main:
             self._emitter.emit(
@@ -303,44 +347,49 @@ class Recorder:
             )
 
     def hook_metrics(self, hook: str, step: int, values: Mapping[str, float]) -> None:
-        """What a hook has recorded."""
+        """Emit the numbers that a hook recorded.
+
+        Args:
+            hook: its key.
+            step: that it was called for.
+            values: by name.
+        """
         if values and self.is_main:
             self._emitter.emit("metrics", step=step, hook=hook, values=dict(values))
 
     def log(self, text: str) -> None:
-        """A line of the user's, above the progress display."""
+        """Emit a line of the user's, which is shown above the progress display."""
         if self.is_main:
             self._emitter.emit("log", message=text)
 
     def end(self, reason: str, why: str | None = None) -> None:
-        """What the run came to, and what of it was planned.
+        """Emit the end of the run, with its traffic and memory beside what was planned.
 
         Args:
+            reason: why it ends.
             why: what made it end early, if something did.
         """
         if not self.is_main:
             return
-        allocated, planned = (
-            self._sharded.allocated_memory().by_kind,
-            self._sharded.planned_memory().by_kind,
-        )
-        done, before = self.progress, self._first
+        done = self.progress
+        before = self._first
         expected = self._sharded.expected_traffic(
             done.steps - before.steps, done.micro_batches - before.micro_batches
         )
+        traffic = {
+            kind: {"measured_bytes": self._traffic_bytes[kind], "expected_bytes": num_bytes}
+            for kind, num_bytes in expected.items()
+        }
         self._emitter.emit(
             "end",
-            step=self.progress.steps,
+            step=done.steps,
             reason=reason,
             why=why,
             total_s=time.monotonic() - self._start_time,
-            loss=self.progress.loss,
-            traffic={
-                kind: {"measured_bytes": self._traffic_bytes[kind], "expected_bytes": num_bytes}
-                for kind, num_bytes in expected.items()
-            },
+            loss=done.loss,
+            traffic=traffic,
             memory={
-                "planned_bytes": sum(planned.values()),
-                "measured_bytes": sum(allocated.values()),
+                "planned_bytes": sum(self._sharded.planned_memory().by_kind.values()),
+                "measured_bytes": sum(self._sharded.allocated_memory().by_kind.values()),
             },
         )

@@ -1,4 +1,4 @@
-"""Why a run ends before its job says so: a signal, a hook, or an early stop."""
+"""Requests to end a run before its job says so: of a signal, a hook, or an early stop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a run evaluates, and what follows from it: the best step so far, an early stop, `hooks.on_eval`."""
+"""Schedule of a run's evaluations, and what follows: the best step, early stop, `hooks.on_eval`."""
 
 from __future__ import annotations
 

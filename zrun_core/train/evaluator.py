@@ -35,7 +35,7 @@ _SAME_NAMES = "return the same names on every rank for every batch, with weight 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What an evaluation needs of the user's, loaded.
+    """Held-out data of the user, and the functions of an evaluation, loaded.
 
     Attributes:
         sets: the datasets by name; a single one may be called "".
@@ -49,7 +49,7 @@ class HeldOut:
 
 
 class Number(NamedTuple):
-    """What a batch adds to one of the numbers; a tensor is 0-d."""
+    """Sum and weight that a batch adds to one of the numbers; a tensor is 0-d."""
 
     total: Tensor | float
     weight: Tensor | float
@@ -108,7 +108,8 @@ class Evaluator:
                     rng.restore(*streams, self._device)
                     return None
                 numbers, (num_samples, num_tokens) = self._over_ranks(sums)
-                samples, tokens = samples + int(num_samples), tokens + int(num_tokens)
+                samples += int(num_samples)
+                tokens += int(num_tokens)
                 prefix = f"{name}/" if name else ""
                 values |= {f"{prefix}{key}": value for key, value in numbers.items()}
         return Evaluated(values, samples, tokens, time.monotonic() - start)
@@ -136,7 +137,7 @@ class Evaluator:
         return True
 
     def _numbers(self, micro: MicroBatch) -> dict[str, Number]:
-        """What one batch comes to. Where the metrics have the loss, it is not computed again."""
+        """Compute the numbers of one batch. A loss that the metrics have is not computed again."""
         found: dict[str, Number] = {}
         model = self._sharded.module
         if self._held_out.metrics is not None:
@@ -150,7 +151,10 @@ class Evaluator:
         return found
 
     def _vote_on_stop(self) -> HostCopy:
-        """How many ranks were asked to stop; read after the batch, so that the device goes on."""
+        """Count the ranks that were asked to stop.
+
+        It is read after the batch, so that a device has the batch to compute meanwhile.
+        """
         own = torch.tensor([self._asked_to_stop()], dtype=torch.float64, device=self._device)
         asked = self._comm.all_reduce_small(own, self._world, name="evaluation")
         return HostCopy.of(NamedVector(["asked"], asked))
@@ -170,12 +174,11 @@ class Evaluator:
         counts_and_numbers = self._comm.all_reduce_small(
             own, self._world, name="evaluation"
         ).tolist()
-        counts, numbers = counts_and_numbers[:2], iter(counts_and_numbers[2:])
-        # sum, weight, sum, weight, ...
-        values = {
-            name: total / weight if weight else math.nan
-            for name, total, weight in zip(names, numbers, numbers, strict=True)
-        }
+        counts = counts_and_numbers[:2]
+        numbers = iter(counts_and_numbers[2:])  # sum, weight, sum, weight, ...
+        values = {}
+        for name, total, weight in zip(names, numbers, numbers, strict=True):
+            values[name] = total / weight if weight else math.nan
         return {"loss": values.pop("loss"), **values}, counts
 
     def _check_names(self, names: list[str]) -> None:
@@ -190,7 +193,7 @@ class Evaluator:
 
 
 class _Sums:
-    """What batches of this rank have come to so far.
+    """Sums over the batches of this rank so far.
 
     Attributes:
         counts: fp64 [2], samples and tokens.
@@ -253,12 +256,14 @@ def read_metrics(result: object, num_samples: int) -> dict[str, Number]:
 
 
 def _scalar(name: str, value: object) -> Tensor | float:
-    """One number: a tensor stays where it is, so that nobody waits for the device."""
+    """Return one number; a tensor stays on its device, so that the host need not wait for it."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.detach().double().reshape(())
     if isinstance(value, SupportsFloat) and not isinstance(value, Tensor):
         return float(value)
-    what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    what = type(value).__name__
+    if isinstance(value, Tensor):
+        what = f"shape {tuple(value.shape)}"
     advice = "return (sum, weight), two numbers, or the batch's mean"
     raise UserCodeError(f"eval.metrics: {name} is {what}: {advice}")
 
@@ -272,7 +277,7 @@ def broadcast_buffers(sharded: ShardedModel) -> None:
 
 @contextmanager
 def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Every module in evaluation mode; afterwards each in the mode that it had."""
+    """Put every module in evaluation mode, and afterwards each in the mode that it had."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     yield

@@ -1,4 +1,4 @@
-"""Note of a rank's failure: `failures/rank-N.json`, from which the launcher tells why a run failed."""
+"""Note of a rank's failure, `failures/rank-N.json`: the launcher tells from it why a run failed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one place that knows in which order a user's model is transformed: checkpointing, compile, sharding."""
+"""Order of the transformations of a user's model: checkpointing, compile, then sharding."""
 
 from __future__ import annotations
 
@@ -25,14 +25,21 @@ from zrun_core.zero.sharded_model import ShardedModel, ShardingConfig
 
 
 def make_settings(job: JobConfig, optimizer: OptimizerSpec, device: torch.device) -> ShardingConfig:
-    """How `job` wants its model sharded and updated."""
+    """Return how a job's model is sharded and updated.
+
+    Args:
+        job: the job.
+        optimizer: as resolved from `optim`.
+        device: of this rank.
+    """
     settings = shard_settings(job.zero, job.precision, job.activations, device, compile=job.compile)
+    exchange = ParameterServer() if job.sync == "server" else Exchange()
     return replace(
         settings,
         optimizer=optimizer,
         clip=job.optim.clip,
         no_decay=job.optim.no_decay,
-        exchange=ParameterServer() if job.sync == "server" else Exchange(),
+        exchange=exchange,
     )
 
 
@@ -44,7 +51,13 @@ def shard_settings(
     *,
     compile: bool,
 ) -> ShardingConfig:
-    """How a model is sharded, before anything is said of its optimizer."""
+    """Return how a model is sharded; its optimizer is chosen later.
+
+    Args:
+        zero, precision, activations: sections of a job.
+        device: of this rank.
+        compile: whether repeated blocks are compiled, and so are units of their own.
+    """
     return ShardingConfig(
         zero=ZeroPolicy(zero.stage),
         precision=Precision.of(precision),
@@ -64,6 +77,13 @@ def parallelize(
 ) -> tuple[ShardedModel, list[str]]:
     """Transform a built model in place and shard it.
 
+    Args:
+        built: the model, and how its values are read.
+        job: says what to transform.
+        settings: of the sharding.
+        mesh: groups of this rank.
+        comm: carries the collectives.
+
     Returns:
         The sharded model, and the notes of `transform`.
 
@@ -77,8 +97,16 @@ def parallelize(
 def transform(model: nn.Module, activations: ActivationsConfig, *, compile: bool) -> list[str]:
     """Prepare a model to be sharded, in place.
 
+    The order matters. Checkpointing replaces the forward of a block; compile then traces the
+    replacement, with its recomputation; the hooks of sharding stay outside of the compiled graph.
+
+    Args:
+        model: the user's.
+        activations: section of a job.
+        compile: whether to compile each repeated block.
+
     Returns:
-        What the user should know of it: settings of the model's own that do not count in training.
+        Notes for the user: settings of the model's own that do not count in training.
 
     Raises:
         JobError: this model cannot be transformed so.
@@ -86,12 +114,15 @@ def transform(model: nn.Module, activations: ActivationsConfig, *, compile: bool
     notes = []
     if own_checkpointing(model):
         policy = activations.checkpoint
-        notes.append(
-            f"activations.checkpoint: {policy} replaces the model's own gradient checkpointing"
-            if policy != "none"
-            else "the model's own gradient checkpointing is on: activations.checkpoint: full does the "
-            "same, and memory is planned for it"
-        )
+        if policy == "none":
+            notes.append(
+                "the model's own gradient checkpointing is on: activations.checkpoint: full does "
+                "the same, and memory is planned for it"
+            )
+        else:
+            notes.append(
+                f"activations.checkpoint: {policy} replaces the model's own gradient checkpointing"
+            )
     if omit_cache(model, activations, compile=compile):
         notes.append(
             "training keeps no cache of keys and values: config.use_cache counts where there are "
@@ -104,7 +135,11 @@ def transform(model: nn.Module, activations: ActivationsConfig, *, compile: bool
 
 
 def compile_blocks(model: nn.Module) -> None:
-    """torch.compile the forward of each repeated block: one graph serves all of them, and hooks stay outside of it."""
+    """Compile the forward of each repeated block with torch.compile; one graph serves them all.
+
+    Raises:
+        JobError: the model has no repeated blocks.
+    """
     blocks = repeated_blocks(model)
     if not blocks:
         raise JobError("compile: the model has no repeated blocks to compile; write compile: false")

@@ -1,4 +1,4 @@
-"""What a rank does at the moment, for the watchdogs and for its failure's note."""
+"""Phase of a rank: what it does now, for watchdogs and for the note of a failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the ranks of a job meet."""
+"""Rendezvous of the ranks of a job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a run saves, and `hooks.on_save`.
+"""Schedule of a run's saves, and `hooks.on_save`.
 
 Every save is of the state between two steps: the update of the last step is made on all ranks, its
 totals are read and counted, and nothing of the next one has begun, neither its samples nor its

@@ -1,4 +1,4 @@
-"""State of a run between two steps, apart from tensors: as a checkpoint holds it, and as a run goes on from it."""
+"""State of a run between two steps, apart from its tensors: what a checkpoint holds and restores."""
 
 from __future__ import annotations
 
@@ -140,8 +140,8 @@ class RunState:
             return
         raise CheckpointError(
             f"{resumed.path} was saved at sample {cursor} of a dataset with {_length(before)}, "
-            f"which has {_length(now)} now: some would be skipped and others read again; go on with "
-            "the same data, or take only the weights to the new data, "
+            f"which has {_length(now)} now: some would be skipped and others read again; "
+            "go on with the same data, or take only the weights to the new data, "
             f"with init_from: {resumed.path}"
         )
 

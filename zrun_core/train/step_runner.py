@@ -1,4 +1,4 @@
-"""The end of an optimizer step: update, copy the totals to the host, read them when that costs no waiting.
+"""End of an optimizer step: update, copy the totals to the host, read them without waiting.
 
 The loop of a job (`trainer.py`) and a loop of the user's own (`library/optimizer.py`) both end
 their steps here.

@@ -1,4 +1,4 @@
-"""The training loop of a job: steps of micro-batches, with evaluations, saves and the user's hooks between them."""
+"""Training loop of a job: steps, with evaluations, saves and the user's hooks between them."""
 
 from __future__ import annotations
 
@@ -276,7 +276,7 @@ class Trainer:
 
     @contextmanager
     def _measured(self) -> Iterator[None]:
-        """Measure the memory of the second step of this process: all that lasts is there by then."""
+        """Measure the memory of this process's second step: all that lasts is allocated by then."""
         if self.recorder.num_steps != 1:
             yield
             return

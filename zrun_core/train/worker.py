@@ -1,4 +1,6 @@
-"""One rank's process: forked for zrun's agent, or `python -m zrun_core run_dir/spec.json` under plain torchrun.
+"""One rank's process: forked for zrun's agent, or under plain torchrun.
+
+`python -m zrun_core run_dir/spec.json` starts it there.
 
 It reads its rank from torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK). ZRUN_STORE names the
 file through which the ranks of one host meet, or the address at which those of several do:

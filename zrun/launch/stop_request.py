@@ -69,7 +69,7 @@ def stop(run: RunSummary, now: bool, timeout_s: float | None = None) -> None:
     number = STOP_NOW if now else signal.SIGTERM
     with signalled(run, process, number) as descriptor:
         start = time.monotonic()
-        if descriptor is None or _ends(descriptor, run.path, timeout_s, saves=not now):
+        if descriptor is None or wait_for_exit(descriptor, run.path, timeout_s, saves=not now):
             return
     refuse_stopped(run, process)
     waited_s = time.monotonic() - start
@@ -142,7 +142,9 @@ def is_saving(path: Path) -> bool:
     return state is not None and state.phase == "save"
 
 
-def _ends(descriptor: int, path: Path, timeout_s: float | None, *, saves: bool = True) -> bool:
+def wait_for_exit(
+    descriptor: int, path: Path, timeout_s: float | None, *, saves: bool = True
+) -> bool:
     """Return whether a launcher exits in time.
 
     Args:

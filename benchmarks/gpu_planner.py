@@ -88,7 +88,8 @@ def hardware() -> Any:
 
 def predict(case: Case, on: Any) -> dict[str, Any]:
     """Bytes and seconds, without running it."""
-    from zrun_core.plan.answer.planner import Candidate, Planner
+    from zrun_core.plan.answer.planner import Planner
+    from zrun_core.plan.question.candidate import Candidate
     from zrun_core.plan.trace.trace_process import trace_in_subprocess
     from zrun_core.spine.config import JobConfig
     from zrun_core.spine.parallel_dims import ParallelDims

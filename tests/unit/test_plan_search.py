@@ -13,7 +13,8 @@ from zrun.estimate.why import sentence
 from zrun_core.errors import JobError
 from zrun_core.hardware.hardware import Hardware, parse_simulate
 from zrun_core.plan.answer.bounds import Bounds
-from zrun_core.plan.answer.planner import Estimate, Planner
+from zrun_core.plan.answer.outcome import Estimate
+from zrun_core.plan.answer.planner import Planner
 from zrun_core.plan.answer.search import SearchResult, SearchSpace, _Search, changes, search
 from zrun_core.plan.answer.search_space import candidates, offload_chains
 from zrun_core.plan.question.candidate import Candidate
@@ -230,7 +231,7 @@ def test_earlier_stages_hold_more_micro_batches() -> None:
 
 
 def test_states_elsewhere_are_counted_where_they_are() -> None:
-    from zrun_core.plan.answer.planner import Placement, Tier
+    from zrun_core.memory.buffers import Placement, Tier
 
     planner = Planner(BIG, parse_simulate("2xA100-80G"))
     here, there, disk = (

@@ -12,7 +12,7 @@ from rich.text import Text
 from zrun_core.spine.sizes import format_size
 
 if TYPE_CHECKING:
-    from zrun_core.plan.answer.planner import Estimate, RankMemory
+    from zrun_core.plan.answer.outcome import Estimate, RankMemory
 
 _NARROWEST = 24  # of a bar
 

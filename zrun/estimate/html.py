@@ -13,7 +13,7 @@ from zrun.watch import formatting
 from zrun_core.spine.sizes import format_size
 
 if TYPE_CHECKING:
-    from zrun_core.plan.answer.planner import Estimate
+    from zrun_core.plan.answer.outcome import Estimate
 
 _WIDTH, _ROW, _MARGIN = 760, 34, 90  # pixels
 _STYLE = """

@@ -25,7 +25,7 @@ from zrun_core.spine.section import Ref, Section
 from zrun_core.spine.spec import BatchPlan, resolve_batch
 
 if TYPE_CHECKING:
-    from zrun_core.plan.answer.planner import Candidate
+    from zrun_core.plan.question.candidate import Candidate
 
 Changes = dict[str, Any]  # dotted key -> value
 

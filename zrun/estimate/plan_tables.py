@@ -13,7 +13,9 @@ from zrun.watch import formatting
 from zrun_core.spine.sizes import format_size
 
 if TYPE_CHECKING:
-    from zrun_core.plan.answer.planner import Candidate, Estimate, RankMemory, StepTime
+    from zrun_core.plan.answer.outcome import Estimate, RankMemory
+    from zrun_core.plan.question.candidate import Candidate
+    from zrun_core.plan.timing.timing import StepTime
 
 _GOOD, _BAD, _DOUBTFUL = "green", "red", "yellow"
 _DAY_S = 86400.0

@@ -11,7 +11,7 @@ from zrun_core.spine.sizes import format_size
 
 if TYPE_CHECKING:
     from zrun_core.hardware.hardware import Hardware
-    from zrun_core.plan.answer.planner import Estimate, RankMemory
+    from zrun_core.plan.answer.outcome import Estimate, RankMemory
 
 _SHOWN = 3
 

@@ -1,0 +1,195 @@
+"""The states of a model on the first rank of each pipeline stage, for every way to shard them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from zrun_core.errors import JobError
+from zrun_core.memory.buffers import Buffer, Tier
+from zrun_core.memory.layout import UnitLayout
+from zrun_core.memory.state_policy import ZeroPolicy
+from zrun_core.plan.memory.allocator import pinned_bytes
+from zrun_core.plan.memory.states import (
+    FIRST,
+    PlannedModel,
+    layouts_of_rank,
+    mesh_info_of_rank,
+    plan_model,
+    plan_shape,
+    rank_buffers,
+)
+from zrun_core.plan.question.candidate import Candidate
+from zrun_core.plan.question.transformer import TransformerShape
+from zrun_core.plan.trace.module_tree import skeleton_of
+from zrun_core.plan.trace.profile import Profile
+from zrun_core.plan.trace.rows import TracePhase
+from zrun_core.spine.config import JobConfig, PrecisionConfig
+from zrun_core.spine.parallel_dims import Coordinates
+from zrun_core.zero.exchange import StepCounts, expected_traffic
+from zrun_core.zero.precision import Precision
+from zrun_core.zero.sharded_model import ShardingConfig
+
+
+class StageStates(NamedTuple):
+    """The buffers of a pipeline stage's first rank that stay from step to step.
+
+    Attributes:
+        layouts: of its units.
+        steady: bytes on the device that are in use, by phase.
+        moments: bytes of each one that the optimizer keeps there.
+        pinned, pageable: bytes in the host's memory.
+        disk: bytes on its disks.
+    """
+
+    buffers: tuple[Buffer, ...]
+    layouts: tuple[UnitLayout, ...]
+    steady: Mapping[TracePhase, int]
+    moments: tuple[int, ...]
+    pinned: int
+    pageable: int
+    disk: int
+
+
+class StateModel:
+    """Lists the states of candidates, each kind once."""
+
+    def __init__(
+        self,
+        subject: Profile | TransformerShape,
+        formula: TransformerShape | None,
+        job: JobConfig,
+        settings: ShardingConfig,
+        device_type: str,
+    ) -> None:
+        """
+        Args:
+            subject: the model, traced or as a shape.
+            formula: the shape of a traced model, for what tensor parallelism divides.
+            job: whose states they are.
+            settings: how the job would be sharded as it is.
+            device_type: "cuda" or "cpu".
+        """
+        self._subject = subject
+        self._formula = formula
+        self._job = job
+        self._job_settings = settings
+        self._device_type = device_type
+        self._settings: dict[tuple[object, ...], ShardingConfig] = {}
+        self._models: dict[tuple[object, ...], PlannedModel] = {}
+        self._states: dict[tuple[object, ...], StageStates] = {}
+
+    def of_stage(self, candidate: Candidate, index: int) -> StageStates:
+        """Return the states of the first rank of a pipeline stage.
+
+        Raises:
+            JobError: the model does not divide so.
+        """
+        key = (
+            candidate.stage,
+            candidate.dims,
+            candidate.precision,
+            candidate.checkpoint != "none",
+            candidate.placement,
+            index,
+        )
+        found = self._states.get(key)
+        if found is None:
+            found = self._states[key] = self._of_stage(candidate, index)
+        return found
+
+    def _of_stage(self, candidate: Candidate, index: int) -> StageStates:
+        dims = candidate.dims
+        settings = self._settings_of(candidate)
+        model = self._model_of(candidate)
+        rank = Coordinates(pp=index)
+        try:
+            buffers = rank_buffers(
+                model,
+                settings,
+                dims,
+                rank=rank,
+                placement=candidate.placement,
+                device=self._device_type,
+            )
+        except ValueError as error:
+            raise JobError(f"pp {dims.pp}: {error}") from None
+        mesh_info = mesh_info_of_rank(settings, dims, rank, self._device_type)
+        on_host = [buffer for buffer in buffers if buffer.tier is Tier.HOST]
+        on_disk = [buffer for buffer in buffers if buffer.tier is Tier.DISK]
+        return StageStates(
+            buffers=tuple(buffers),
+            layouts=layouts_of_rank(model, settings, dims, rank, mesh_info),
+            steady=_bytes_by_phase(buffers),
+            moments=tuple(buffer.num_bytes for buffer in buffers if buffer.is_moment),
+            pinned=sum(pinned_bytes(each.num_bytes) for each in on_host if each.pinned),
+            pageable=sum(each.num_bytes for each in on_host if not each.pinned),
+            disk=sum(each.num_bytes for each in on_disk),
+        )
+
+    def traffic(self, candidate: Candidate) -> dict[str, int]:
+        """Return the bytes that a step sends to data-parallel peers, by collective.
+
+        They are those of the first rank of the first stage, and exact.
+        """
+        settings = self._settings_of(candidate)
+        counts = StepCounts(1, candidate.accumulation, 1)
+        mesh_info = mesh_info_of_rank(settings, candidate.dims, FIRST, self._device_type)
+        layouts = self.of_stage(candidate, 0).layouts
+        return expected_traffic(layouts, settings.states, settings.exchange, counts, mesh_info)
+
+    def _settings_of(self, candidate: Candidate) -> ShardingConfig:
+        """Return how a job with this candidate's keys would be sharded."""
+        recomputes = candidate.checkpoint != "none"
+        key = (candidate.stage, candidate.precision, recomputes)
+        found = self._settings.get(key)
+        if found is None:
+            precision = PrecisionConfig(
+                compute=candidate.precision,  # type: ignore[arg-type]
+                reduce=self._job.precision.reduce,
+            )
+            found = self._settings[key] = replace(
+                self._job_settings,
+                zero=ZeroPolicy(candidate.stage),
+                precision=Precision.of(precision),
+                recomputes_blocks=recomputes,
+            )
+        return found
+
+    def _model_of(self, candidate: Candidate) -> PlannedModel:
+        """Return the units of one tensor-parallel rank."""
+        key = (candidate.dims.tp, candidate.precision)
+        found = self._models.get(key)
+        if found is None:
+            found = self._models[key] = self._plan_model(candidate)
+        return found
+
+    def _plan_model(self, candidate: Candidate) -> PlannedModel:
+        tp = candidate.dims.tp
+        settings = self._settings_of(candidate)
+        if isinstance(self._subject, Profile) and tp == 1:
+            try:
+                model = skeleton_of(self._subject)
+            except ValueError as error:
+                raise JobError(f"the states of this model are not known: {error}") from None
+            return plan_model(model, settings, self._subject.buffer_bytes)
+        if self._formula is None:
+            raise JobError(
+                f"tp {tp}: how this model is divided is not known: it has no transformer's shape"
+            )
+        try:
+            return plan_shape(self._formula, settings, tp)
+        except ValueError as error:
+            raise JobError(f"tp {tp}: {error}") from None
+
+
+def _bytes_by_phase(buffers: Iterable[Buffer]) -> dict[TracePhase, int]:
+    """Return the bytes on the device that are in use in each phase."""
+    here = [buffer for buffer in buffers if buffer.tier is Tier.DEVICE]
+    found = dict.fromkeys(TracePhase, 0)
+    for buffer in here:
+        for phase in TracePhase:
+            if buffer.phases is None or phase.value in buffer.phases:
+                found[phase] += buffer.num_bytes
+    return found

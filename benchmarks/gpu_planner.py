@@ -69,7 +69,7 @@ def hardware() -> Any:
     import torch
 
     from zrun.agent.bench import gpu_rates
-    from zrun_core.hardware.hardware import Rates, from_rates
+    from zrun_core.hardware.measured import Rates, from_rates
 
     found = gpu_rates(torch, 0)
     flops = {name: found[f"{name}_flops"] for name in ("fp32", "bf16", "fp16")}

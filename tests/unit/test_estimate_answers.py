@@ -23,7 +23,7 @@ from zrun.estimate.answer import Answer, answer, as_data, forecast_of
 from zrun.estimate.bars import bars, parts_of
 from zrun.estimate.html import page
 from zrun.estimate.question import Question, of_shape
-from zrun_core.hardware.hardware import parse_simulate
+from zrun_core.hardware.simulated import parse_simulate
 from zrun_core.plan.answer.planner import Planner
 from zrun_core.spine.cache import cache_folder, digest_of_file
 from zrun_core.spine.config import JobConfig

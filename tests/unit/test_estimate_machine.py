@@ -11,7 +11,8 @@ import pytest
 from zrun.estimate.machine import hardware_of
 from zrun.hosts.cluster import Cluster, HostFacts
 from zrun.preflight.calibration import Calibration
-from zrun_core.hardware.hardware import GIB, Rates, from_rates
+from zrun_core.hardware.hardware import GIB
+from zrun_core.hardware.measured import Rates, from_rates
 
 HERE = HostFacts(hostname="here", cores=4, memory_bytes=8 * GIB)
 MEASURED = {

@@ -17,7 +17,7 @@ from zrun.job.document import Document
 from zrun.job.overrides import apply
 from zrun.job.validate import validate
 from zrun_core.errors import JobError
-from zrun_core.hardware.hardware import parse_simulate
+from zrun_core.hardware.simulated import parse_simulate
 from zrun_core.spine.config import JobConfig
 
 GIB = 1 << 30

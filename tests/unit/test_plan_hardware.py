@@ -6,16 +6,10 @@ import pytest
 import torch
 
 from zrun_core.errors import JobError
-from zrun_core.hardware.hardware import (
-    DEVICES,
-    GIB,
-    LINKS,
-    Rates,
-    device_named,
-    from_rates,
-    parse_simulate,
-    peak_flops,
-)
+from zrun_core.hardware.catalogue import DEVICES, LINKS, device_named, peak_flops
+from zrun_core.hardware.hardware import GIB
+from zrun_core.hardware.measured import Rates, from_rates
+from zrun_core.hardware.simulated import parse_simulate
 from zrun_core.telemetry import metrics
 
 

@@ -11,7 +11,8 @@ import pytest
 from zrun.estimate.patch import job_changes
 from zrun.estimate.why import sentence
 from zrun_core.errors import JobError
-from zrun_core.hardware.hardware import Hardware, parse_simulate
+from zrun_core.hardware.hardware import Hardware
+from zrun_core.hardware.simulated import parse_simulate
 from zrun_core.plan.answer.bounds import Bounds
 from zrun_core.plan.answer.outcome import Estimate
 from zrun_core.plan.answer.planner import Planner

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from zrun_core.hardware.hardware import Hardware, parse_simulate
+from zrun_core.hardware.hardware import Hardware
+from zrun_core.hardware.simulated import parse_simulate
 from zrun_core.memory.buffers import Placement, Tier
 from zrun_core.plan.question.candidate import Candidate
 from zrun_core.plan.question.transformer import TransformerShape

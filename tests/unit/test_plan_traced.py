@@ -10,7 +10,7 @@ from plan_rows import Event, Op, trace_of
 from torch import nn
 
 from zrun_core.errors import JobError
-from zrun_core.hardware.hardware import parse_simulate
+from zrun_core.hardware.simulated import parse_simulate
 from zrun_core.plan.answer.planner import Planner
 from zrun_core.plan.memory.rank_memory import adds_gradients
 from zrun_core.plan.question.candidate import Candidate

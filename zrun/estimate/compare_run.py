@@ -206,7 +206,8 @@ def _hardware(spec: RunSpec, start: Event) -> tuple[Hardware, list[str]]:
             f"the run was on {hosts[0]}, this is {here.hostname}: times of another machine are not judged"
         )
     if device == "cuda" and not here.gpus:
-        from zrun_core.hardware.hardware import like, parse_simulate
+        from zrun_core.hardware.catalogue import like
+        from zrun_core.hardware.simulated import parse_simulate
 
         return parse_simulate(
             f"{len(hosts)}x{per_host}x{like(str(start.get('device'))).name}"

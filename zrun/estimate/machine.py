@@ -13,7 +13,8 @@ from zrun_core.spine import memory_limits
 
 if TYPE_CHECKING:
     from zrun.hosts.cluster import Cluster, HostFacts
-    from zrun_core.hardware.hardware import Hardware, Rates
+    from zrun_core.hardware.hardware import Hardware
+    from zrun_core.hardware.measured import Rates
 
 # What one core of a server does where nobody has measured: FLOP/s of large products, bytes/s copied.
 _CORE_FLOPS, _CORE_COPY = {"fp32": 75e9, "bf16": 150e9}, 4e9
@@ -88,7 +89,7 @@ def _of_cpus(
     nodes: int,
     name: str,
 ) -> Hardware:
-    from zrun_core.hardware.hardware import Rates, from_rates
+    from zrun_core.hardware.measured import Rates, from_rates
 
     if rates is None:
         flops = {precision: rate * cores for precision, rate in _CORE_FLOPS.items()}
@@ -110,7 +111,9 @@ def _of_gpus(
     nodes: int,
     name: str,
 ) -> Hardware:
-    from zrun_core.hardware.hardware import from_rates, like, parse_simulate
+    from zrun_core.hardware.catalogue import like
+    from zrun_core.hardware.measured import from_rates
+    from zrun_core.hardware.simulated import parse_simulate
 
     gpu = min(host.gpus, key=lambda each: each.memory_bytes)
     if rates is not None and all(each.gpus for each in rates[1]):
@@ -126,7 +129,7 @@ def _of_gpus(
 
 def _plain(file: Calibration, hosts: list[HostRates]) -> Rates:
     """The slowest of what was measured of each host, and of the links between them, as plain numbers."""
-    from zrun_core.hardware.hardware import Rates
+    from zrun_core.hardware.measured import Rates
 
     first = hosts[0]
     gpus = [gpu for host in hosts for gpu in host.gpus]

@@ -145,7 +145,7 @@ class QuestionMaker:
 def _named_hardware(
     gpu: str | None, simulate: str | None, world: int | None, price: float | None
 ) -> Hardware | None:
-    from zrun_core.hardware.hardware import parse_simulate
+    from zrun_core.hardware.simulated import parse_simulate
 
     if simulate is not None:
         if world is not None:

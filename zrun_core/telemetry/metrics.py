@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from zrun_core.hardware import hardware
+from zrun_core.hardware import catalogue
 from zrun_core.spine import memory_limits
 
 _FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -24,7 +24,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """Return the FLOP/s that `device` could do in `dtype`; None if they are not known."""
     if device.type != "cuda" or dtype not in _FORMATS:
         return None
-    return hardware.peak_flops(torch.cuda.get_device_name(device), _FORMATS[dtype])
+    return catalogue.peak_flops(torch.cuda.get_device_name(device), _FORMATS[dtype])
 
 
 class FlopCount(TorchDispatchMode):

@@ -1,7 +1,7 @@
 """`python -m zrun.agent.bench`: measurements of this host.
 
 It is a process of its own, since it needs torch, and the agent must not.
-It reads `{"folder": path}` from stdin and prints one JSON object, the `HostRates` of `calibration.py`.
+It reads `{"folder": path}` from stdin and prints JSON, the `HostRates` of `calibration.py`.
 Each measurement takes about a second, and the best of several tries counts: what else the host does
 can only make them slower.
 """

@@ -1,7 +1,7 @@
-"""On which hosts a job is to run, and how ranks are started there: `find_backend`.
+"""The hosts on which a job is to run, and how ranks are started there: `find_backend`.
 
-It reads the files that are named and nothing else. `wanted_hosts` and `choose_backend` are its two halves; the second
-is pure.
+It reads the files that are named and nothing else. `wanted_hosts` and `choose_backend` are its two
+halves; the second is pure.
 """
 
 from __future__ import annotations
@@ -38,36 +38,49 @@ _MAX_SHOWN = 8
 
 @dataclass(frozen=True)
 class Backend:
-    """How ranks are started."""
+    """A way to start ranks.
+
+    Attributes:
+        why: it was chosen, for messages.
+        hosts: None: this machine, or those of the processes that another launcher started.
+        gpus: of each host, that --gpus asks for.
+    """
 
     kind: Literal["local", "ssh", "slurm", "env"]
     why: str
-    hosts: tuple[HostEntry, ...] | None  # None: this machine, or as the convention says
+    hosts: tuple[HostEntry, ...] | None
     cluster_env: ClusterEnv
-    gpus: int | None = None  # of each host, that --gpus asks for
+    gpus: int | None = None
 
     def on_this_host(self, facts: HostFacts) -> HostFacts:
-        """The facts of this host, with the slots that it was given."""
+        """Return the facts of this host, with the slots that it was given."""
         if self.kind != "local" or self.hosts is None:
             return facts
         return facts.called(facts.hostname, self.hosts[0].slots, self.hosts[0].chosen)
 
     def __str__(self) -> str:
-        """`2 hosts, 16 slots, by ssh (hostfile names them)`."""
+        """Return such as `2 hosts, 16 slots, by ssh (hostfile names them)`."""
         if self.hosts is None:
             return f"{self.kind} ({self.why})"
-        numbers = [
-            len(each.chosen) if each.chosen is not None else each.slots for each in self.hosts
-        ]
-        total = sum(number or 0 for number in numbers)
-        slots = f"{several(total, 'slot')}, " if all(numbers) else ""
+        numbers = [each.num_slots for each in self.hosts]
+        slots = ""
+        if all(numbers):
+            total = sum(number or 0 for number in numbers)
+            slots = f"{several(total, 'slot')}, "
         return f"{several(len(self.hosts), 'host')}, {slots}by {self.kind} ({self.why})"
 
 
 def find_backend(
     job: JobConfig, options: HostOptions, environ: Mapping[str, str], job_dir: Path, hostname: str
 ) -> Backend:
-    """Which hosts, and how ranks are started on them.
+    """Return the hosts of a job, and how ranks are started on them.
+
+    Args:
+        job: the job.
+        options: of the command line.
+        environ: of this process.
+        job_dir: the folder of the job file.
+        hostname: of this machine.
 
     Raises:
         JobError: as for `wanted_hosts` and `choose_backend`.
@@ -78,33 +91,46 @@ def find_backend(
 
 
 def _cluster_env(job: JobConfig, environ: Mapping[str, str]) -> ClusterEnv:
-    """What the environment says, unless the job wants to know nothing of it."""
-    return NONE if job.launch.backend == "local" else detect(environ)
+    """Return what the environment says; a job that asks for `local` does not look at it."""
+    if job.launch.backend == "local":
+        return NONE
+    return detect(environ)
 
 
 def wanted_hosts(
     job: JobConfig, options: HostOptions, environ: Mapping[str, str], job_dir: Path
 ) -> tuple[HostEntry, ...] | None:
-    """The hosts that the command line names, or else the job, or else the environment; None: this machine only.
+    """Return the hosts that the command line names, or else the job, or else the environment.
 
     Args:
+        job: the job.
+        options: of the command line.
+        environ: of this process.
         job_dir: folder of the job file, from which the path in its `hosts` counts.
+
+    Returns:
+        The hosts; None: this machine only.
 
     Raises:
         JobError: a list of hosts is wrong, or the options ask for what is not in it.
     """
     options.check()
     entries = _listed(job, options, environ, job_dir)
-    picks = options.include or options.exclude
     if entries is None and options.include is not None and _is_about_this_host(options.include):
         entries = (HostEntry("localhost", where="--include"),)
     if entries is not None:
         return filtered(entries, options)
-    if picks is not None or (options.nodes or 1) > 1:
-        asked = "--include" if options.include else "--exclude" if options.exclude else "--nodes"
+    asked = None
+    if options.include is not None:
+        asked = "--include"
+    elif options.exclude is not None:
+        asked = "--exclude"
+    elif options.nodes is not None and options.nodes > 1:
+        asked = "--nodes"
+    if asked is not None:
         raise JobError(
-            f"{asked} picks from a list of hosts, and there is none: name them with --hosts FILE or -H; or slots of "
-            "this host with --include localhost:0,1"
+            f"{asked} picks from a list of hosts, and there is none: name them with --hosts FILE "
+            "or -H; or slots of this host with --include localhost:0,1"
         )
     if options.gpus is not None:
         return filtered((HostEntry("localhost", where="--gpus"),), options)
@@ -143,11 +169,9 @@ def _from_path(text: str, job_dir: Path) -> tuple[HostEntry, ...]:
     except (OSError, RuntimeError, ValueError) as error:  # "~nobody", a zero byte
         raise JobError(f"hosts: {text[:60]!r} is not a path: {error}") from None
     if not is_there:
-        hint = (
-            f"a list of names is written in brackets, as in hosts: [{text}]"
-            if "/" not in text
-            else "write its path"
-        )
+        hint = "write its path"
+        if "/" not in text:
+            hint = f"a list of names is written in brackets, as in hosts: [{text}]"
         raise JobError(f"hosts: there is no host file {path}; {hint}")
     return read_hostfile(path)
 
@@ -157,7 +181,7 @@ def _is_about_this_host(picks: str) -> bool:
 
 
 def with_backend(job: JobConfig, backend: Backend) -> tuple[JobConfig, tuple[AutoValue, ...]]:
-    """`job` with its `launch.backend` resolved, and the reason where it was left to auto."""
+    """Return `job` with its `launch.backend` resolved, and the reason where it was left to auto."""
     launch = job.launch.model_copy(update={"backend": backend.kind})
     reason = AutoValue("launch.backend", backend.kind, backend.why)
     return job.model_copy(update={"launch": launch}), (
@@ -166,7 +190,10 @@ def with_backend(job: JobConfig, backend: Backend) -> tuple[JobConfig, tuple[Aut
 
 
 def is_this_host(entry: HostEntry, hostname: str) -> bool:
-    """Whether `entry` plainly names the machine called `hostname`. Nothing is looked up."""
+    """Return whether `entry` plainly names the machine called `hostname`.
+
+    Nothing is looked up.
+    """
     names = {*_LOOPBACK, hostname.lower(), hostname.lower().partition(".")[0]}
     return entry.user is None and entry.port is None and entry.name.lower() in names
 
@@ -174,11 +201,12 @@ def is_this_host(entry: HostEntry, hostname: str) -> bool:
 def choose_backend(
     job: JobConfig, hosts: tuple[HostEntry, ...] | None, cluster_env: ClusterEnv, hostname: str
 ) -> Backend:
-    """What `launch.backend` comes to.
+    """Resolve `launch.backend`.
 
     Args:
-        hosts: what `wanted_hosts` found.
-        convention: what the environment says.
+        job: the job.
+        hosts: that `wanted_hosts` found.
+        cluster_env: the environment of this process.
         hostname: of this machine.
 
     Raises:
@@ -190,8 +218,9 @@ def choose_backend(
     if is_one_of_many and (asked in ("ssh", "slurm") or (named and asked == "auto")):
         wants = "hosts are named" if named else f"launch.backend is {asked}"
         raise JobError(
-            f"this process is one of several already ({cluster_env.evidence}), and {wants}: run zrun train once, "
-            "not under another launcher; or name no hosts and write launch.backend: env"
+            f"this process is one of several already ({cluster_env.evidence}), and {wants}: run "
+            "zrun train once, not under another launcher; or name no hosts and write "
+            "launch.backend: env"
         )
     if asked == "auto":
         return _automatic(hosts, named, cluster_env, hostname)
@@ -208,9 +237,10 @@ def choose_backend(
         case "env":
             if not is_one_of_many:
                 raise JobError(
-                    "launch.backend: env joins the ranks of another launcher, and the environment tells of none: "
-                    "RANK, WORLD_SIZE and LOCAL_RANK (torchrun), OMPI_COMM_WORLD_RANK (mpirun), PET_NODE_RANK or "
-                    "SKYPILOT_NODE_RANK must be set; or write launch.backend: auto"
+                    "launch.backend: env joins the ranks of another launcher, and the environment "
+                    "tells of none: RANK, WORLD_SIZE and LOCAL_RANK (torchrun), "
+                    "OMPI_COMM_WORLD_RANK (mpirun), PET_NODE_RANK or SKYPILOT_NODE_RANK must be "
+                    "set; or write launch.backend: auto"
                 )
             why = cluster_env.evidence
     return Backend(asked, why, None if asked == "env" else hosts, cluster_env)
@@ -224,8 +254,9 @@ def _automatic(
     if hosts is None:
         return Backend("local", "no other host is named", None, cluster_env)
     if len(hosts) == 1 and is_this_host(hosts[0], hostname):
-        is_listed = not hosts[0].where.startswith("--")
-        why = f"{hosts[0].where} names this host only" if is_listed else "no other host is named"
+        why = "no other host is named"
+        if not hosts[0].where.startswith("--"):
+            why = f"{hosts[0].where} names this host only"
         return Backend("local", why, hosts, cluster_env)
     if cluster_env.names and (not named or not _outside(hosts, cluster_env)):
         return Backend("slurm", cluster_env.evidence, hosts, cluster_env)
@@ -238,36 +269,40 @@ def _automatic(
 def _check_local(hosts: tuple[HostEntry, ...] | None, hostname: str) -> None:
     others = [each for each in hosts or () if not is_this_host(each, hostname)]
     if others:
+        are = "is" if len(others) == 1 else "are"
         raise JobError(
-            f"launch.backend: local starts ranks on {hostname} only, and {_names(others)} "
-            f"{'is' if len(others) == 1 else 'are'} named: write launch.backend: ssh, or name no hosts"
+            f"launch.backend: local starts ranks on {hostname} only, and {_names(others)} {are} "
+            "named: write launch.backend: ssh, or name no hosts"
         )
 
 
 def _check_in_allocation(hosts: tuple[HostEntry, ...] | None, cluster_env: ClusterEnv) -> None:
     if not cluster_env.names or hosts is None:
         raise JobError(
-            "launch.backend: slurm starts ranks in an allocation of several hosts, and this is none: "
-            "ask for one first (salloc -N 2 ..., or sbatch), and see that SLURM_JOB_NODELIST is passed on"
+            "launch.backend: slurm starts ranks in an allocation of several hosts, and this is "
+            "none: ask for one first (salloc -N 2 ..., or sbatch), and see that SLURM_JOB_NODELIST "
+            "is passed on"
         )
     outside = _outside(hosts, cluster_env)
     if outside:
         near = nearest(outside[0].name, cluster_env.names)
-        hint = f"; did you mean {near}?" if near is not None and near != outside[0].name else ""
+        hint = ""
+        if near is not None and near != outside[0].name:
+            hint = f"; did you mean {near}?"
         raise JobError(
-            f"{_names(outside)}: not a name of this Slurm job's hosts ({cluster_env.source}), which srun takes without "
-            f"user and port{hint}"
+            f"{_names(outside)}: not a name of this Slurm job's hosts ({cluster_env.source}), "
+            f"which srun takes without user and port{hint}"
         )
 
 
 def _outside(hosts: tuple[HostEntry, ...], cluster_env: ClusterEnv) -> list[HostEntry]:
-    """Those that `srun` cannot reach by this name."""
-    inside = set(cluster_env.names)
-    return [
-        each
-        for each in hosts
-        if replace(each, user=None, port=None) != each or each.name not in inside
-    ]
+    """Return those that `srun` cannot reach by this name."""
+    found = []
+    for host in hosts:
+        has_login = host.user is not None or host.port is not None
+        if has_login or host.name not in cluster_env.names:
+            found.append(host)
+    return found
 
 
 def _names(hosts: list[HostEntry]) -> str:

@@ -1,7 +1,7 @@
-"""What there is to run on: the facts of each host, in the order in which ranks are seated.
+"""The hosts of a job and the facts of each, in the order of their ranks.
 
-`probe_host` looks at this machine, and never fails. Facts cross from a host's agent to the launcher as JSON. Nothing
-here imports torch, and NVML only where it is asked.
+`probe_host` looks at this machine, and never fails. Facts cross from a host's agent to the launcher
+as JSON. Nothing here imports torch, and NVML only where it is asked.
 """
 
 from __future__ import annotations
@@ -75,21 +75,26 @@ class HostFacts:
     driver: str | None = None
 
     def __str__(self) -> str:
-        gpus = [
-            f"{count} x {name}" for name, count in Counter(gpu.name for gpu in self.gpus).items()
-        ] or ["no GPU"]
+        names = Counter(gpu.name for gpu in self.gpus)
+        gpus = [f"{count} x {name}" for name, count in names.items()] or ["no GPU"]
         facts = [several(self.cores, "core"), format_size(self.memory_bytes), *gpus, *self.problems]
         return f"{self.hostname}: {', '.join(facts)}"
 
     @property
     def cpus(self) -> tuple[int, ...]:
-        """Every CPU that may be used, where the nodes are known."""
+        """Return every CPU that may be used, where the nodes are known."""
         return tuple(cpu for node in self.nodes for cpu in node.cpus)
 
     def called(
         self, name: str, slots: int | None = None, chosen: tuple[int, ...] | None = None
     ) -> HostFacts:
-        """The same machine as the user names it, with the slots that the user gives it."""
+        """Return the same machine as the user names it, with the slots that the user gives it.
+
+        Args:
+            name: of the machine.
+            slots: see `HostFacts`.
+            chosen: see `HostFacts`.
+        """
         return replace(self, hostname=name, slots=slots, chosen=chosen)
 
     def to_json(self) -> dict[str, Any]:
@@ -97,7 +102,7 @@ class HostFacts:
 
     @classmethod
     def from_json(cls, facts: dict[str, Any]) -> Self:
-        """What `to_json` gave.
+        """Return what `to_json` gave.
 
         Raises:
             pydantic.ValidationError: it is something else.
@@ -119,7 +124,7 @@ class Cluster:
             raise ValueError(f"a cluster has one or more hosts, each once: {names}")
 
     def __str__(self) -> str:
-        """A line: the one host, or how many there are and what distinguishes them."""
+        """Return a line: the one host, or how many there are and what distinguishes them."""
         if len(self.hosts) == 1:
             return str(self.hosts[0])
         num_gpus = sum(len(host.gpus) for host in self.hosts)
@@ -128,7 +133,7 @@ class Cluster:
 
 
 def each(hosts: Iterable[HostFacts], value: Callable[[HostFacts], Any]) -> str:
-    """One value per host as text: `4`, or `8 on a, b; 4 on c`."""
+    """Return one value per host as text: `4`, or `8 on a, b; 4 on c`."""
     names: dict[str, list[str]] = {}
     for host in hosts:
         names.setdefault(str(value(host)), []).append(host.hostname)
@@ -138,20 +143,27 @@ def each(hosts: Iterable[HostFacts], value: Callable[[HostFacts], Any]) -> str:
 
 
 def listed(names: list[str]) -> str:
-    """A few names, and how many more: `a, b, c and 5 more`."""
-    more = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+    """Return a few names, and how many more: `a, b, c and 5 more`."""
+    text = ", ".join(names[:_NAMED])
+    if len(names) > _NAMED:
+        text += f" and {len(names) - _NAMED} more"
+    return text
 
 
 def several(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
+    """Return `1 host`, `2 hosts`."""
+    if count == 1:
+        return f"1 {noun}"
+    return f"{count} {noun}s"
 
 
 def probe_host() -> HostFacts:
-    """What this machine offers. Reads only; takes a few milliseconds without a GPU."""
+    """Return what this machine offers. Reads only; takes a few milliseconds without a GPU."""
     cpus = os.sched_getaffinity(0)
     quota = cgroup.cpu_quota()
-    cores = len(cpus) if quota is None else max(1, min(len(cpus), int(quota)))
+    cores = len(cpus)
+    if quota is not None:
+        cores = max(1, min(cores, int(quota)))
     host = HostFacts(
         socket.gethostname(),
         cores,
@@ -163,7 +175,7 @@ def probe_host() -> HostFacts:
 
 
 def simulate(scenario: Scenario) -> Cluster:
-    """The hosts that a scenario describes."""
+    """Return the hosts that a scenario describes."""
     nodes = tuple(scenario.nodes)
     cores = sum(len(node.cpus) for node in nodes) or 1
     host = _with_gpus(
@@ -175,9 +187,10 @@ def simulate(scenario: Scenario) -> Cluster:
 
 
 def _unbound(cpus: set[int], cores: int) -> str | None:
-    """Who already decided where threads run, or why nobody should."""
-    if by_hand := [name for name in USER_BINDING if name in os.environ]:
-        return f"{by_hand[0]} is set"
+    """Return why ranks are not to be bound to cores; None: they may be."""
+    for name in USER_BINDING:
+        if name in os.environ:
+            return f"{name} is set"
     if cores < len(cpus):
         return f"a CPU quota of {cores} on {len(cpus)} CPUs, which others use too"
     allowed = cgroup.cpuset()
@@ -187,7 +200,7 @@ def _unbound(cpus: set[int], cores: int) -> str | None:
 
 
 def _with_gpus(host: HostFacts, reading: Reading, visible: str | None) -> HostFacts:
-    """`host` with those of its GPUs that CUDA would find; their links in the same order."""
+    """Return `host` with those of its GPUs that CUDA would find, and their links in that order."""
     gpus = tuple(
         _gpu(device, part, host.nodes)
         for device in usable(reading)
@@ -221,21 +234,23 @@ def _gpu(device: NvmlDevice, part: Slice | None, nodes: Sequence[NumaNode]) -> G
 
 
 def _visible(gpus: Sequence[Gpu], wanted: str | None) -> list[int]:
-    """The places in `gpus` of those that CUDA_VISIBLE_DEVICES selects.
+    """Return the places in `gpus` of those that CUDA_VISIBLE_DEVICES selects.
 
-    By number or by the start of a UUID; like CUDA, up to the first miss, and the first slice of a GPU in MIG mode.
+    It does so by number or by the start of a UUID; like CUDA, up to the first miss, and the first
+    slice of a GPU in MIG mode.
     """
     if wanted is None:
         return list(range(len(gpus)))
     chosen: list[int] = []
     for entry in wanted.split(","):
         name = entry.strip()
-        fits = (
-            place
-            for place, gpu in enumerate(gpus)
-            if (gpu.index == int(name) if name.isdecimal() else name and gpu.uuid.startswith(name))
-        )
-        if (match := next(fits, None)) is None:
+        if name.isdecimal():
+            places = [place for place, gpu in enumerate(gpus) if gpu.index == int(name)]
+        elif name:
+            places = [place for place, gpu in enumerate(gpus) if gpu.uuid.startswith(name)]
+        else:
+            places = []
+        if not places:
             break
-        chosen.append(match)
+        chosen.append(places[0])
     return chosen

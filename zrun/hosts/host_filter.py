@@ -1,9 +1,12 @@
-"""Which hosts of a list, and which of their slots: `--include`, `--exclude`, `--nodes`, `--gpus`, as in DeepSpeed."""
+"""Hosts and slots picked from a list: `--include`, `--exclude`, `--nodes`, `--gpus`.
+
+The grammar is that of DeepSpeed: `node1:0,1@node3` is slots 0 and 1 of node1, and all of node3.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,11 +21,12 @@ _PICK = re.compile(
     r"\[(?P<label>[^\[\]]*)\](?::(?P<its>.*))?|(?P<name>[^:\[\]]*)(?::(?P<slots>.*))?", re.DOTALL
 )
 _FORM = "NAME[:SLOT,SLOT]@NAME"
+_MAX_SHOWN = 8
 
 
 @dataclass(frozen=True)
 class HostOptions:
-    """What the command line says about hosts."""
+    """The options of the command line about hosts."""
 
     hosts: Path | None = None
     host_list: str | None = None
@@ -41,30 +45,22 @@ class HostOptions:
             raise JobError("--hosts and -H both name the hosts: keep one of them")
         if self.include is not None and self.exclude is not None:
             raise JobError(
-                "--include says which hosts remain and --exclude which do not: keep one of them, since what is not "
-                "included is excluded already"
+                "--include says which hosts remain and --exclude which do not: keep one of them, "
+                "since what is not included is excluded already"
             )
-        by_name = (
-            "--include"
-            if self.include is not None
-            else "--exclude"
-            if self.exclude is not None
-            else None
-        )
-        by_number = (
-            "--nodes" if self.nodes is not None else "--gpus" if self.gpus is not None else None
-        )
+        by_name = _first_given({"--include": self.include, "--exclude": self.exclude})
+        by_number = _first_given({"--nodes": self.nodes, "--gpus": self.gpus})
         if by_name is not None and by_number is not None:
             raise JobError(
-                f"{by_name} picks hosts and slots by name, {by_number} the first ones: keep one of them; "
-                f"{by_name} can name slots too, as in {by_name} node1:0,1@node2"
+                f"{by_name} picks hosts and slots by name, {by_number} the first ones: keep one "
+                f"of them; {by_name} can name slots too, as in {by_name} node1:0,1@node2"
             )
         for option, number in (("--nodes", self.nodes), ("--gpus", self.gpus)):
             if number is not None and number < 1:
                 raise JobError(f"{option} {number}: write a whole number > 0")
 
     def as_arguments(self) -> list[str]:
-        """These options as a command line has them."""
+        """Return these options as a command line has them."""
         named = {
             "--hosts": self.hosts,
             "-H": self.host_list,
@@ -73,16 +69,19 @@ class HostOptions:
             "--nodes": self.nodes,
             "--gpus": self.gpus,
         }
-        return [
-            word
-            for option, value in named.items()
-            if value is not None
-            for word in (option, str(value))
-        ]
+        words = []
+        for option, value in named.items():
+            if value is not None:
+                words += [option, str(value)]
+        return words
+
+
+def _first_given(options: Mapping[str, object]) -> str | None:
+    return next((name for name, value in options.items() if value is not None), None)
 
 
 def filtered(entries: Sequence[HostEntry], options: HostOptions) -> tuple[HostEntry, ...]:
-    """What `options` leave of `entries`, in their order.
+    """Return what `options` leave of `entries`, in their order.
 
     Raises:
         JobError: they name a host or a slot that there is not, or leave none.
@@ -97,8 +96,8 @@ def filtered(entries: Sequence[HostEntry], options: HostOptions) -> tuple[HostEn
         return left
     if options.nodes is not None and options.nodes > len(entries):
         raise JobError(
-            f"--nodes {options.nodes}, but there are {several(len(entries), 'host')} ({entries[0].where} and below): "
-            f"write --nodes {len(entries)} or less"
+            f"--nodes {options.nodes}, but there are {several(len(entries), 'host')} "
+            f"({entries[0].where} and below): write --nodes {len(entries)} or less"
         )
     return _first_slots(entries[: options.nodes], options.gpus)
 
@@ -108,9 +107,7 @@ def _first_slots(entries: Sequence[HostEntry], number: int | None) -> tuple[Host
         return tuple(entries)
     small = [each for each in entries if each.slots is not None and each.slots < number]
     if small:
-        names = ", ".join(f"{each} has {each.slots}" for each in small[:8]) + ", ..." * (
-            len(small) > 8
-        )
+        names = _shown([f"{each} has {each.slots}" for each in small])
         least = min(each.slots or number for each in small)
         raise JobError(f"--gpus {number}, but {names}: write --gpus {least}, or choose other hosts")
     return tuple(replace(each, chosen=tuple(range(number))) for each in entries)
@@ -129,18 +126,20 @@ def _without(
             continue
         if entry.slots is None:
             raise JobError(
-                f"--exclude: how many slots {entry} has is not written at {entry.where}: write slots=N there, or "
-                f"--include with the slots to use, as in --include {entry.name}:0,1"
+                f"--exclude: how many slots {entry} has is not written at {entry.where}: write "
+                f"slots=N there, or --include with the slots to use, as in --include "
+                f"{entry.name}:0,1"
             )
         kept = tuple(slot for slot in range(entry.slots) if slot not in gone)
-        left += [replace(entry, chosen=kept)] if kept else []
+        if kept:
+            left.append(replace(entry, chosen=kept))
     return tuple(left)
 
 
 def _picks(
     entries: Sequence[HostEntry], text: str, option: str
 ) -> dict[HostEntry, tuple[int, ...] | None]:
-    """Host -> the slots that `text` names, None for all."""
+    """Return the slots that `text` names by host, None for all of them."""
     picks: dict[HostEntry, tuple[int, ...] | None] = {}
     problems = []
     column = 1
@@ -160,14 +159,22 @@ def _picks(
 
 def _pick(entries: Sequence[HostEntry], item: str) -> tuple[HostEntry, tuple[int, ...] | None]:
     match = _PICK.fullmatch(item)
-    name = "" if match is None else (match["name"] if match["label"] is None else match["label"])
-    if match is None or not name:
+    name = ""
+    listed = None
+    if match is not None and match["label"] is not None:
+        name = match["label"]
+        listed = match["its"]
+    elif match is not None:
+        name = match["name"]
+        listed = match["slots"]
+    if not name:
         raise ValueError(
             f'"{shown_text(item)}" is not a host with its slots; write {_FORM}, IPv6 in brackets'
         )
     entry = _named(entries, name)
-    listed = match["its"] if match["label"] is not None else match["slots"]
-    return entry, None if listed is None else _slots(entry, listed)
+    if listed is None:
+        return entry, None
+    return entry, _slots(entry, listed)
 
 
 def _named(entries: Sequence[HostEntry], name: str) -> HostEntry:
@@ -176,10 +183,16 @@ def _named(entries: Sequence[HostEntry], name: str) -> HostEntry:
         raise ValueError(f"{name} is {len(found)} hosts; write the port too, as in [{found[0]}]:0")
     if not found:
         near = nearest(name, [each.name for each in entries])
-        shown = ", ".join(map(str, entries[:8])) + ", ..." * (len(entries) > 8)
-        hint = f"did you mean {near}?" if near is not None else f"there are {shown}"
+        hint = f"did you mean {near}?"
+        if near is None:
+            hint = f"there are {_shown(list(map(str, entries)))}"
         raise ValueError(f'there is no host "{shown_text(name)}"; {hint}')
     return found[0]
+
+
+def _shown(texts: list[str]) -> str:
+    more = ", ..." if len(texts) > _MAX_SHOWN else ""
+    return ", ".join(texts[:_MAX_SHOWN]) + more
 
 
 def _slots(entry: HostEntry, listed: str) -> tuple[int, ...]:

@@ -1,4 +1,7 @@
-"""Host files and lists of hosts to `HostEntry`s, every mistake at once, each with file:line:column."""
+"""Host files and lists of hosts, parsed to `HostEntry`s.
+
+Every mistake is reported at once, each with file:line:column.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,29 @@ _EXAMPLE = "write a line for each host, such as: node1 slots=8"
 
 @dataclass(frozen=True)
 class HostEntry:
-    """A host that ranks may be started on."""
+    """A host that ranks may be started on.
 
-    name: str  # what ssh takes: a name, an alias of ~/.ssh/config, an IPv4 or IPv6 address; never with a leading "-"
+    Attributes:
+        name: that ssh takes: a name, an alias of ~/.ssh/config, an IPv4 or IPv6 address; never with
+            a leading "-".
+        slots: None: its GPUs, else 1.
+        chosen: slot numbers that are left of them; None: all.
+        where: it is written: "hostfile:3:1", "-H:1:4", "SLURM_JOB_NODELIST".
+    """
+
+    name: str
     user: str | None = None
     port: int | None = None
-    slots: int | None = None  # None: its GPUs, else 1
-    chosen: tuple[int, ...] | None = None  # slot numbers that are left of them; None: all
-    where: str = ""  # "hostfile:3:1", "-H:1:4", "SLURM_JOB_NODELIST"
+    slots: int | None = None
+    chosen: tuple[int, ...] | None = None
+    where: str = ""
+
+    @property
+    def num_slots(self) -> int | None:
+        """Return how many slots are used; None: that depends on its GPUs."""
+        if self.chosen is not None:
+            return len(self.chosen)
+        return self.slots
 
     def __str__(self) -> str:
         if self.port is None:
@@ -33,7 +51,7 @@ class HostEntry:
 
 
 def read_hostfile(path: Path) -> tuple[HostEntry, ...]:
-    """The hosts of the file at `path`, in its order.
+    """Return the hosts of the file at `path`, in its order.
 
     Raises:
         JobError: it cannot be read, holds mistakes, or names no host.
@@ -42,7 +60,7 @@ def read_hostfile(path: Path) -> tuple[HostEntry, ...]:
 
 
 def parse_hostfile(raw: bytes, name: str) -> tuple[HostEntry, ...]:
-    """The hosts of `raw`, the content of the file `name`.
+    """Return the hosts of `raw`, the content of the file `name`.
 
     Raises:
         JobError: with every mistake in it.
@@ -67,7 +85,7 @@ def parse_hostfile(raw: bytes, name: str) -> tuple[HostEntry, ...]:
 
 
 def parse_option(text: str, name: str) -> tuple[HostEntry, ...]:
-    """The hosts of "h1:8,h2:8", which was given with the option `name`.
+    """Return the hosts of "h1:8,h2:8", which was given with the option `name`.
 
     Raises:
         JobError: with every mistake in it.
@@ -88,7 +106,7 @@ def parse_option(text: str, name: str) -> tuple[HostEntry, ...]:
 
 
 def parse_items(items: Sequence[str], key: str) -> tuple[HostEntry, ...]:
-    """The hosts of a list that is the value of `key`, whose places are "key[0]" and so on.
+    """Return the hosts of a list, the value of `key`, with the places "key[0]" and so on.
 
     Raises:
         JobError: with every mistake in it.

@@ -16,10 +16,11 @@ _WORD = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 def expand(text: str) -> list[str]:
-    """The names that `text` stands for, as it lists them.
+    """Return the names that `text` stands for, as it lists them.
 
     Raises:
-        ValueError: it is no such list, or one of more than `MAX_HOSTS` names; the message gives the column.
+        ValueError: it is no such list, or one of more than `MAX_HOSTS` names; the message gives the
+            column.
     """
     names: list[str] = []
     place = 0
@@ -34,9 +35,14 @@ def expand(text: str) -> list[str]:
 
 
 def _item(text: str, place: int, limit: int) -> tuple[list[list[str]], int]:
-    """What may stand in each part of the name that begins at `place`, and where that name ends."""
+    """Parse the name that begins at `place`.
+
+    Returns:
+        The choices for each of its parts, and where it ends.
+    """
     parts: list[list[str]] = []
-    end, total = place, 1
+    end = place
+    total = 1
     while match := _PIECE.match(text, end):
         inside, literal = match.groups()
         if literal is None:
@@ -45,7 +51,8 @@ def _item(text: str, place: int, limit: int) -> tuple[list[list[str]], int]:
             parts.append([literal])
         else:
             raise ValueError(f"column {end + 1}: {literal[:60]!r} is not a part of a host name")
-        end, total = match.end(), total * len(parts[-1])
+        end = match.end()
+        total *= len(parts[-1])
         if total > limit:
             raise ValueError(f"column {place + 1}: more than {MAX_HOSTS} hosts")
     if not parts:
@@ -54,11 +61,13 @@ def _item(text: str, place: int, limit: int) -> tuple[list[list[str]], int]:
 
 
 def _choices(inside: str, place: int) -> list[str]:
-    """What a pair of brackets stands for."""
+    """Return the choices in a pair of brackets."""
     found: list[str] = []
     for choice in inside.split(","):
         if match := _RANGE.fullmatch(choice):
-            first, last, width = int(match[1]), int(match[2]), len(match[1])
+            first = int(match[1])
+            last = int(match[2])
+            width = len(match[1])  # 001 has leading zeros
             if last < first:
                 raise ValueError(f"column {place + 1}: {choice} counts down")
             if last - first + len(found) >= MAX_HOSTS:
@@ -75,6 +84,11 @@ def _choices(inside: str, place: int) -> list[str]:
 
 
 def natural(name: str) -> tuple[list[tuple[int, str]], str]:
-    """A key that sorts node2 before node10."""
-    parts = re.findall(r"[0-9]+|[^0-9]+", name)
-    return [(int(part), "") if part[0] in "0123456789" else (-1, part) for part in parts], name
+    """Return a key that sorts node2 before node10."""
+    key = []
+    for part in re.findall(r"[0-9]+|[^0-9]+", name):
+        if part[0] in "0123456789":
+            key.append((int(part), ""))
+        else:
+            key.append((-1, part))
+    return key, name

@@ -1,6 +1,6 @@
-"""What an agent finds out about its host, before anything runs there. What cannot be known is None.
+"""Facts about this host, before anything runs on it. What cannot be known is None.
 
-The launcher runs `software` and `job_code` itself too: they must come to the same everywhere.
+The launcher runs `software` and `job_code` itself too: they must give the same everywhere.
 """
 
 from __future__ import annotations
@@ -71,20 +71,28 @@ class Limits:
 
 @dataclass(frozen=True)
 class HostReport:
-    """What is known of a host. `address` and `interface` are those by which the others reach it."""
+    """What is known of a host.
+
+    Attributes:
+        code: digests of the job's Python files; None: the folder is not there.
+        addresses: by interface, of those that are up.
+        reached_at: by the launcher's ssh.
+        skew_s: its clock less the launcher's.
+        address, interface: by which the others reach it.
+    """
 
     facts: HostFacts
     software: Software
-    code: dict[str, str] | None  # digests of the job's Python files; None: the folder is not there
+    code: dict[str, str] | None
     folders: tuple[Folder, ...]
     limits: Limits
     driver: Driver | None
     gpus: tuple[GpuState, ...]
     infiniband: bool
-    addresses: dict[str, tuple[str, ...]]  # interface -> addresses, of those that are up
-    reached_at: str | None  # by the launcher's ssh
+    addresses: dict[str, tuple[str, ...]]
+    reached_at: str | None
     user: str
-    skew_s: float = 0.0  # its clock less the launcher's
+    skew_s: float = 0.0
     skew_error_s: float = 0.0
     address: str | None = None
     interface: str | None = None
@@ -94,7 +102,7 @@ class HostReport:
 
     @classmethod
     def from_json(cls, report: Mapping[str, Any]) -> HostReport:
-        """What `to_json` gave.
+        """Return what `to_json` gave.
 
         Raises:
             pydantic.ValidationError: it is something else.
@@ -128,7 +136,7 @@ def facts(question: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def software() -> Software:
-    """The versions that must be the same on all hosts."""
+    """Return the versions that must be the same on all hosts."""
     return Software(
         python=platform.python_version(),
         executable=sys.executable,
@@ -139,7 +147,7 @@ def software() -> Software:
 
 
 def version_of(package: str) -> str | None:
-    """The installed version of a package, from its metadata; None where there is none."""
+    """Return the installed version of a package, from its metadata; None where there is none."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -147,7 +155,7 @@ def version_of(package: str) -> str | None:
 
 
 def own_code() -> str:
-    """A digest of every file of ours."""
+    """Return a digest of every file of ours."""
     import zrun
     import zrun_core
 
@@ -160,9 +168,9 @@ def own_code() -> str:
 
 
 def job_code(job_dir: Path) -> dict[str, str] | None:
-    """A digest for each Python file of a job's folder, and of the folders in it; None where there is no such folder.
+    """Return a digest for each Python file below a job's folder; None where that does not exist.
 
-    A folder that is somebody's home may hold any number: the first ones in alphabetical order are compared.
+    A home folder may hold any number: the first ones in alphabetical order are compared.
     """
     if not job_dir.is_dir():
         return None
@@ -172,19 +180,19 @@ def job_code(job_dir: Path) -> dict[str, str] | None:
         for name in sorted(files):
             if name.endswith(".py") and len(found) < _MAX_FILES:
                 path = os.path.join(folder, name)
-                try:
-                    with open(path, "rb") as file:
-                        digest = hashlib.sha256(file.read()).hexdigest()[:12]
-                except OSError as error:
-                    digest = f"({error.strerror})"
-                found[
-                    os.path.relpath(path, job_dir)
-                    .encode(errors="surrogateescape")
-                    .decode(errors="replace")
-                ] = digest
+                relative = os.path.relpath(path, job_dir).encode(errors="surrogateescape")
+                found[relative.decode(errors="replace")] = _digest(path)
         if number >= _MAX_FOLDERS or len(found) >= _MAX_FILES:
             break
     return found
+
+
+def _digest(path: str) -> str:
+    try:
+        with open(path, "rb") as file:
+            return hashlib.sha256(file.read()).hexdigest()[:12]
+    except OSError as error:
+        return f"({error.strerror})"
 
 
 def _is_no_code(folder: str, name: str) -> bool:
@@ -208,14 +216,11 @@ def _folder(path: str, token: str) -> Folder:
 
 
 def _trouble(there: Path) -> str | None:
-    """Why no file can be made in a folder: permissions alone do not tell."""
+    """Return why no file can be made in a folder: permissions alone do not tell."""
     probe = there / f"{TOKEN_PREFIX}{secrets.token_hex(8)}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        os.close(
-            os.open(
-                probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
-            )
-        )
+        os.close(os.open(probe, flags, 0o600))
         probe.unlink()
     except OSError as error:
         return error.strerror
@@ -258,32 +263,31 @@ def _user() -> str:
 
 
 def addresses() -> dict[str, tuple[str, ...]]:
-    """The addresses of each interface that is up, without link-local ones."""
+    """Return the addresses of each interface that is up, without link-local ones."""
     import psutil
 
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
     families = (socket.AF_INET, socket.AF_INET6)
-    return {
-        name: tuple(
-            each.address
-            for each in found
-            if each.family in families and not each.address.startswith("fe80:")
-        )
-        for name, found in psutil.net_if_addrs().items()
-        if name in up and any(each.family in families for each in found)
-    }
+    found = {}
+    for name, entries in psutil.net_if_addrs().items():
+        own = [entry.address for entry in entries if entry.family in families]
+        if name in up and own:
+            found[name] = tuple(each for each in own if not each.startswith("fe80:"))
+    return found
 
 
 def _reached_at(environ: Mapping[str, str]) -> str | None:
-    """The address of this host at which sshd took the launcher's connection."""
+    """Return the address of this host at which sshd took the launcher's connection."""
     parts = environ.get("SSH_CONNECTION", "").split()
-    return parts[2].removeprefix("::ffff:") if len(parts) == 4 else None
+    if len(parts) != 4:
+        return None
+    return parts[2].removeprefix("::ffff:")
 
 
 def _gpu_states(
     reading: nvml.Reading, visible: set[str]
 ) -> tuple[Driver | None, tuple[GpuState, ...]]:
-    """The driver, and who uses the GPUs in `visible`. Of a GPU whose memory is not known nothing is said."""
+    """Return the driver, and who uses the GPUs in `visible` whose memory is known."""
     driver = None
     if reading.driver is not None and reading.cuda is not None:
         driver = Driver(reading.driver, (reading.cuda // 1000, reading.cuda % 1000 // 10))
@@ -296,7 +300,10 @@ def _gpu_states(
 
 
 def route_to(peer: str) -> str | None:
-    """The address of this host from which packets to `peer` leave; None where none would. Nothing is sent."""
+    """Return the address of this host from which packets to `peer` would leave; None for none.
+
+    Nothing is sent.
+    """
     try:
         family, kind, _, _, where = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -307,13 +314,23 @@ def route_to(peer: str) -> str | None:
 
 
 def own_address(known: str | None, towards: Sequence[str]) -> str | None:
-    """The address at which the others reach this host: a known one, else that of the route to one of them."""
-    if known is not None and (
-        known.startswith("127.") or any(known in found for found in addresses().values())
-    ):
-        return known
-    return next((address for peer in towards if (address := route_to(peer)) is not None), None)
+    """Return the address at which the others reach this host.
+
+    Args:
+        known: at which the launcher reached it; it is taken if it is this host's.
+        towards: others, to one of which there is a route.
+    """
+    if known is not None:
+        is_own = any(known in found for found in addresses().values())
+        if is_own or known.startswith("127."):
+            return known
+    for peer in towards:
+        address = route_to(peer)
+        if address is not None:
+            return address
+    return None
 
 
 def interface_of(address: str) -> str | None:
+    """Return the interface that has this address."""
     return next((name for name, found in addresses().items() if address in found), None)

@@ -1,11 +1,17 @@
-"""What every rank of a host is doing, readable by the others without talking to them.
+"""The progress and the collectives of every rank of a host, readable without talking to it.
 
 Each rank owns one page of a shared file. It writes there which step and phase it is in and, before
-it issues a collective, its kind, its group and the unit's name, numbered per kind and group. Ranks
-that wait for each other compare these lists within each group: the first number at which two ranks
-name different units is the disagreement. What ranks of different groups do is never compared. The
-host's agent reads the same pages to find ranks that no longer move. Writing costs two microseconds
-and synchronises nothing.
+it issues a collective, its kind, its group and the unit's name, numbered per kind and group:
+
+    header                                      step, phase, waiting, progress: `RankProgress`
+    record: all_gather over ranks 0, 1          7 'blocks.0'   8 'blocks.1'   9 'head'
+    record: send to rank 2                      3 'hidden of 2'
+    ...                                         up to 40 records of the last 32 operations
+
+Ranks that wait for each other compare these records within each group: the first number at which
+two ranks name different units is the disagreement. What ranks of different groups do is never
+compared. The host's agent reads the same pages to find ranks that no longer move. Writing costs two
+microseconds and synchronises nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +31,7 @@ from typing import NamedTuple, Protocol
 from zrun_core.errors import HangError
 from zrun_core.spine.sizes import format_size
 
-_PAGE = 1 << 17
+_PAGE_BYTES = 1 << 17
 _COLLECTIVES = (
     *("all_gather", "reduce_scatter", "all_reduce"),
     *("push", "pull", "broadcast", "small"),
@@ -36,45 +42,54 @@ PHASES = (  # in the order in which they come
     *("start", "import", "rendezvous", "build", "shard", "load"),
     *("data", "forward", "backward", "update", "hook", "evaluation", "save", "end"),
 )
-_NUM_LINES = 40  # of a page: what was issued of one kind over one group; more are not recorded
-_HISTORY = 32  # last issues of a line that are remembered
+_NUM_RECORDS = 40  # of a page; operations of more kinds and groups are not recorded
+_HISTORY = 32  # last operations of a record
 _NAME_BYTES = 72
 _MEMBERS_BYTES = 32  # a bit for each rank of the host
 _OVER_BYTES = 96
 _HEADER = struct.Struct("<7Q")  # the fields of `RankProgress`
-_KIND = struct.Struct("<Q")  # of a line: place among the kinds, from 1; 0: there is no such line
-_GROUP = struct.Struct(f"<Q{_MEMBERS_BYTES}s{_OVER_BYTES}s")  # of a line: key, members here, words
-_ENTRY = struct.Struct(f"<QQQ{_NAME_BYTES}s")  # number in the line, number over all, bytes, name
+# A record: its place among the kinds, from 1, or 0 where there is none; key of the group, its
+# members on this host, the group in words; then its operations.
+_KIND = struct.Struct("<Q")
+_GROUP = struct.Struct(f"<Q{_MEMBERS_BYTES}s{_OVER_BYTES}s")
+_ENTRY = struct.Struct(f"<QQQ{_NAME_BYTES}s")  # number in the record, number over all, bytes, name
 _ENTRIES_AT = _KIND.size + _GROUP.size
-_LINE_BYTES = _ENTRIES_AT + _HISTORY * _ENTRY.size
+_RECORD_BYTES = _ENTRIES_AT + _HISTORY * _ENTRY.size
 LEAF_ADVICE = (
-    "Some modules ran on one rank only: name the module that chooses between them in zero.leaf, so that it is handled "
-    "as a whole"
+    "Some modules ran on one rank only: name the module that chooses between them in zero.leaf, so "
+    "that it is handled as a whole"
 )
 MEAN_NAME = "mean() in hooks."  # with the key of the hook
 HOOK_ADVICE = "A hook called context.mean() on some ranks only: call it on every rank"
-assert _HEADER.size + _NUM_LINES * _LINE_BYTES <= _PAGE
+assert _HEADER.size + _NUM_RECORDS * _RECORD_BYTES <= _PAGE_BYTES
 
 
 def host_file(run_dir: Path, name: str, first_rank: int) -> Path:
-    """A file of the run directory that belongs to one host, whose ranks begin with `first_rank`.
+    """Return a file of the run directory that belongs to one host.
 
     Hosts may share the directory itself.
+
+    Args:
+        run_dir: of the run.
+        name: of the file on the first host.
+        first_rank: of the host.
     """
     path = run_dir / name
-    return path.with_stem(f"{path.stem}-{first_rank}") if first_rank else path
+    if first_rank == 0:
+        return path
+    return path.with_stem(f"{path.stem}-{first_rank}")
 
 
 class RankProgress(NamedTuple):
-    """What a rank says of itself.
+    """The header of a rank's page.
 
     Attributes:
         step: optimizer step that began last; 0 before the first.
         waiting: for other ranks, or for its device.
         num_waits: how often it has waited.
-        progress: counts whatever the rank does: steps, phases, collectives.
+        progress: counts all that the rank does: steps, phases, collectives.
         phase: one of `PHASES`.
-        pid: 0 before the rank's process has come so far.
+        pid: 0 before the rank's process has written its page.
         first: the step that began first; a resumed run does not begin with step 1.
     """
 
@@ -88,7 +103,7 @@ class RankProgress(NamedTuple):
 
     @property
     def is_halted(self) -> bool:
-        """Whether the process is stopped by a signal or a debugger: it is not late, it does not run."""
+        """Return whether a signal or a debugger has stopped the process: it is not late."""
         return process_state(self.pid) in ("T", "t")
 
 
@@ -103,13 +118,21 @@ class RankSet(Protocol):
 
 
 class IssuedOp(NamedTuple):
-    """One collective, or one end of a message, that a rank issued."""
+    """One collective, or one end of a message, that a rank issued.
+
+    Attributes:
+        number: from 1, per kind and group.
+        over: the group in words; nothing where it is all ranks.
+        order: from 1, over all operations of the rank.
+        num_bytes: that this rank sends; other ranks may send another number.
+        name: of the unit, or of what else it is about.
+    """
 
     kind: str
-    number: int  # from 1, per kind and group
-    over: str  # which group, in words; nothing where it is all ranks
-    order: int  # from 1, over everything
-    num_bytes: int  # that this rank sends; other ranks may send another number
+    number: int
+    over: str
+    order: int
+    num_bytes: int
     name: str
 
     def __str__(self) -> str:
@@ -121,31 +144,33 @@ class IssuedOp(NamedTuple):
 
 
 class FlightRecord(NamedTuple):
-    """What a rank issued of one kind over one group.
+    """The operations of one kind over one group that a rank issued.
 
     Attributes:
         key: tells the group from others, the same on all its ranks.
         members: the ranks of this host that are in it.
-        issues: the last ones, by number.
+        ops: the last ones, by number.
     """
 
     kind: str
     key: int
     members: tuple[int, ...]
-    issues: dict[int, IssuedOp]
+    ops: dict[int, IssuedOp]
 
 
-_Lines = dict[int, dict[tuple[str, int], FlightRecord]]  # of each rank, by kind and group
+_Records = dict[int, dict[tuple[str, int], FlightRecord]]  # of each rank, by kind and group
 
 
 def listed(ranks: Sequence[int]) -> str:
     """Return the first few of `ranks` as text."""
-    shown = [str(rank) for rank in ranks[:8]] + ["..."] * (len(ranks) > 8)
+    shown = [str(rank) for rank in ranks[:8]]
+    if len(ranks) > 8:
+        shown.append("...")
     return ", ".join(shown)
 
 
 def process_state(pid: int) -> str | None:
-    """The kernel's letter for what a process does (R, S, D, T, ...); None if there is no such process."""
+    """Return the kernel's letter for the state of a process (R, S, D, T, ...); None: it is gone."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
             return stat.read().rpartition(")")[2].split()[0]
@@ -153,25 +178,26 @@ def process_state(pid: int) -> str | None:
         return None
 
 
-def _state(pages: mmap.mmap | bytes, offset: int) -> RankProgress:
-    step, waiting, num_waits, progress, phase, pid, first = _HEADER.unpack_from(pages, offset)
-    return RankProgress(
-        step, bool(waiting), num_waits, progress, PHASES[min(phase, len(PHASES) - 1)], pid, first
-    )
+def _read_header(pages: mmap.mmap | bytes, offset: int) -> RankProgress:
+    step, waiting, num_waits, progress, place, pid, first = _HEADER.unpack_from(pages, offset)
+    phase = PHASES[min(place, len(PHASES) - 1)]
+    return RankProgress(step, bool(waiting), num_waits, progress, phase, pid, first)
 
 
 def read_first_progress(path: Path) -> RankProgress | None:
-    """What the first rank of a board says of itself, for whoever knows no more of the run; None: there is no board."""
+    """Return the progress of the first rank in a file of pages; None: there is no such file."""
     try:
-        with path.open("rb") as board:
-            header = board.read(_HEADER.size)
+        with path.open("rb") as pages:
+            header = pages.read(_HEADER.size)
     except OSError:
         return None
-    return _state(header, 0) if len(header) == _HEADER.size else None
+    if len(header) < _HEADER.size:
+        return None
+    return _read_header(header, 0)
 
 
 class FlightRecorderView:
-    """The pages of a host's ranks, to be read. The file is created by whoever comes first.
+    """The pages of a host's ranks, to be read. The first process that needs the file creates it.
 
     Attributes:
         ranks: of the host, contiguous.
@@ -179,40 +205,40 @@ class FlightRecorderView:
     """
 
     def __init__(self, path: Path, ranks: range, advice: str = LEAF_ADVICE) -> None:
-        self.ranks, self.advice = ranks, advice
+        self.ranks = ranks
+        self.advice = advice
+        num_bytes = _PAGE_BYTES * len(ranks)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        os.ftruncate(
-            descriptor, _PAGE * len(ranks)
-        )  # the same size from everyone: harmless to repeat
-        self._map = mmap.mmap(descriptor, _PAGE * len(ranks))
+        os.ftruncate(descriptor, num_bytes)  # all processes set the same size
+        self._map = mmap.mmap(descriptor, num_bytes)
         os.close(descriptor)
 
     def _page(self, rank: int) -> int:
-        return _PAGE * self.ranks.index(rank)
+        return _PAGE_BYTES * self.ranks.index(rank)
 
     def state(self, rank: int) -> RankProgress:
-        return _state(self._map, self._page(rank))
+        """Return the progress of `rank`."""
+        return _read_header(self._map, self._page(rank))
 
-    def lines(self, rank: int) -> dict[tuple[str, int], FlightRecord]:
-        """What `rank` has issued, by kind and key of the group: in the order of kinds."""
-        found = sorted(self._read_lines(rank), key=lambda line: _KINDS.index(line.kind))
-        return {(line.kind, line.key): line for line in found}
+    def records(self, rank: int) -> dict[tuple[str, int], FlightRecord]:
+        """Return what `rank` has issued, by kind and key of the group, in the order of kinds."""
+        found = sorted(self._read_records(rank), key=lambda record: _KINDS.index(record.kind))
+        return {(record.kind, record.key): record for record in found}
 
-    def _read_lines(self, rank: int) -> Iterator[FlightRecord]:
-        for place in range(_NUM_LINES):
-            at = self._page(rank) + _HEADER.size + place * _LINE_BYTES
+    def _read_records(self, rank: int) -> Iterator[FlightRecord]:
+        for place in range(_NUM_RECORDS):
+            at = self._page(rank) + _HEADER.size + place * _RECORD_BYTES
             (number,) = _KIND.unpack_from(self._map, at)
             if not number:
                 return
             kind = _KINDS[number - 1]
-            key, bits, words = _GROUP.unpack_from(self._map, at + _KIND.size)
-            here = int.from_bytes(bits, "little")
-            members = tuple(r for place, r in enumerate(self.ranks) if here >> place & 1)
-            yield FlightRecord(
-                kind, key, members, self._read_issues(at + _ENTRIES_AT, kind, _text(words))
-            )
+            key, member_bits, words = _GROUP.unpack_from(self._map, at + _KIND.size)
+            bits = int.from_bytes(member_bits, "little")
+            members = tuple(each for index, each in enumerate(self.ranks) if bits >> index & 1)
+            ops = self._read_ops(at + _ENTRIES_AT, kind, _text(words))
+            yield FlightRecord(kind, key, members, ops)
 
-    def _read_issues(self, at: int, kind: str, over: str) -> dict[int, IssuedOp]:
+    def _read_ops(self, at: int, kind: str, over: str) -> dict[int, IssuedOp]:
         found = {}
         for place in range(_HISTORY):
             entry = _ENTRY.unpack_from(self._map, at + place * _ENTRY.size)
@@ -222,102 +248,119 @@ class FlightRecorderView:
         return found
 
     def last(self, rank: int) -> IssuedOp | None:
-        """What `rank` issued last."""
-        issues = [issue for line in self.lines(rank).values() for issue in line.issues.values()]
-        return max(issues, key=lambda issue: issue.order, default=None)
+        """Return what `rank` issued last."""
+        ops = [op for record in self.records(rank).values() for op in record.ops.values()]
+        return max(ops, key=lambda op: op.order, default=None)
 
     def disagreement(self) -> str | None:
-        """The first collective on which two ranks differ, in words; None if there is none."""
+        """Return the first collective on which two ranks differ, in words; None: there is none."""
         return self._first_difference(self.ranks)
 
     def _first_difference(self, ranks: Sequence[int]) -> str | None:
-        """The first collective on which one of `ranks` and any other differ, in words."""
-        lines = {rank: self.lines(rank) for rank in self.ranks}
-        found = (self._difference(rank, lines) for rank in ranks)
-        return next((text for text in found if text is not None), None)
+        """Return the first collective on which one of `ranks` and any other differ, in words."""
+        records = {rank: self.records(rank) for rank in self.ranks}
+        for rank in ranks:
+            text = self._difference(rank, records)
+            if text is not None:
+                return text
+        return None
 
-    def _difference(self, rank: int, lines: _Lines) -> str | None:
-        for at, mine in lines[rank].items():
+    def _difference(self, rank: int, records: _Records) -> str | None:
+        for at, mine in records[rank].items():
             if mine.kind not in _COLLECTIVES:  # messages may be issued ahead, in any order
                 continue
             for peer in mine.members:
-                theirs = lines[peer].get(at, mine)
-                for number in sorted(mine.issues.keys() & theirs.issues.keys()):
-                    ours, other = mine.issues[number], theirs.issues[number]
-                    if ours.name != other.name:
-                        return self._in_words(ours, rank, other, peer)
+                theirs = records[peer].get(at, mine)
+                for number in sorted(mine.ops.keys() & theirs.ops.keys()):
+                    own_op = mine.ops[number]
+                    peer_op = theirs.ops[number]
+                    if own_op.name != peer_op.name:
+                        return self._describe_difference(own_op, rank, peer_op, peer)
         return None
 
-    def _in_words(self, ours: IssuedOp, rank: int, other: IssuedOp, peer: int) -> str:
+    def _describe_difference(
+        self, own_op: IssuedOp, rank: int, peer_op: IssuedOp, peer: int
+    ) -> str:
         step = self.state(rank).step
-        when = f" of step {step}" if step else ""  # nobody tells the steps of a user's own loop
+        when = f" of step {step}" if step else ""  # a user's own loop does not say its steps
         return (
-            f"ranks disagree on {ours.what}{when}: rank {rank} is at {ours.name!r} "
-            f"({format_size(ours.num_bytes)}), rank {peer} at {other.name!r} "
-            f"({format_size(other.num_bytes)}). {self._advice(ours.name, other.name)}"
+            f"ranks disagree on {own_op.what}{when}: rank {rank} is at {own_op.name!r} "
+            f"({format_size(own_op.num_bytes)}), rank {peer} at {peer_op.name!r} "
+            f"({format_size(peer_op.num_bytes)}). {self._advice(own_op.name, peer_op.name)}"
         )
 
     def stalemate(self) -> str | None:
-        """What one rank is waiting for and another never came to, in words. Meant for when all ranks have stopped.
+        """Return what one rank waits for and another never issued, in words.
 
-        A rank that a signal halted may still come. Where other hosts have ranks too, they may be what all wait for.
+        Meant for when all ranks have stopped. A rank that a signal halted may still issue it. Where
+        other hosts have ranks too, all may wait for those.
         """
         states = {rank: self.state(rank) for rank in self.ranks}
         if any(state.is_halted for state in states.values()):
             return None
-        lines = {rank: self.lines(rank) for rank in self.ranks}
-        missed = [*_missed_collectives(lines)] or [*_missed_messages(lines)]
+        records = {rank: self.records(rank) for rank in self.ranks}
+        missed = list(_missed_collectives(records)) or list(_missed_messages(records))
         if not missed:
             return None
         # What a hook alone waits for explains all others.
-        issue, ahead, behind = min(missed, key=lambda each: not each[0].name.startswith(MEAN_NAME))
+        op, ahead, behind = min(missed, key=lambda each: not each[0].name.startswith(MEAN_NAME))
         step = states[ahead].step
-        advice = f" {self._advice(issue.name)}" if issue.kind in _COLLECTIVES else ""
+        when = f" in step {step}" if step else ""
+        advice = f" {self._advice(op.name)}" if op.kind in _COLLECTIVES else ""
         return (
-            f"all ranks wait{f' in step {step}' if step else ''}: rank {ahead} for {issue.what}, "
-            f"{issue.name!r}, to which rank {behind} does not come.{advice}"
+            f"all ranks wait{when}: rank {ahead} for {op.what}, {op.name!r}, to which rank "
+            f"{behind} does not come.{advice}"
         )
 
     def _advice(self, *names: str) -> str:
-        """What to do where ranks do not meet in the collectives of these names."""
-        return HOOK_ADVICE if any(name.startswith(MEAN_NAME) for name in names) else self.advice
+        """Return what to do where ranks do not meet in the collectives of these names."""
+        is_of_hook = any(name.startswith(MEAN_NAME) for name in names)
+        return HOOK_ADVICE if is_of_hook else self.advice
 
 
 def _text(raw: bytes) -> str:
     return raw.rstrip(b"\0").decode(errors="replace")
 
 
-def _last(line: FlightRecord | None) -> int:
+def _last_number(record: FlightRecord | None) -> int:
     """Return the number of what was issued last."""
-    return 0 if line is None else max(line.issues, default=0)
+    return 0 if record is None else max(record.ops, default=0)
 
 
-def _missed_collectives(everyones: _Lines) -> Iterator[tuple[IssuedOp, int, int]]:
-    """Yield collectives that one rank has come to and another of its group has not: both ranks."""
-    found = {at: line for lines in everyones.values() for at, line in lines.items()}
-    for at, line in sorted(found.items(), key=lambda each: _KINDS.index(each[1].kind)):
-        if line.kind in _COLLECTIVES:
-            last = {rank: _last(everyones[rank].get(at)) for rank in line.members}
-            ahead, behind = max(last, key=last.__getitem__), min(last, key=last.__getitem__)
-            if last[ahead] != last[behind]:
-                yield everyones[ahead][at].issues[last[ahead]], ahead, behind
+def _missed_collectives(records: _Records) -> Iterator[tuple[IssuedOp, int, int]]:
+    """Yield collectives that one rank has issued and another of its group has not: both ranks."""
+    found = {at: record for of_rank in records.values() for at, record in of_rank.items()}
+    for at, record in sorted(found.items(), key=lambda each: _KINDS.index(each[1].kind)):
+        if record.kind not in _COLLECTIVES:
+            continue
+        last = {rank: _last_number(records[rank].get(at)) for rank in record.members}
+        ahead = max(last, key=last.__getitem__)
+        behind = min(last, key=last.__getitem__)
+        if last[ahead] != last[behind]:
+            yield records[ahead][at].ops[last[ahead]], ahead, behind
 
 
-def _missed_messages(everyones: _Lines) -> Iterator[tuple[IssuedOp, int, int]]:
+def _missed_messages(records: _Records) -> Iterator[tuple[IssuedOp, int, int]]:
     """Yield the first message of a pair that one rank sends or expects, and the other does not."""
-    for rank, lines in everyones.items():
-        for line in lines.values():
-            if line.kind in _COLLECTIVES:
+    for rank, of_rank in records.items():
+        for record in of_rank.values():
+            if record.kind in _COLLECTIVES:
                 continue
-            for other in set(line.members) - {rank}:
-                number = _last(everyones[other].get((_ANSWERS[line.kind], line.key))) + 1
-                if number in line.issues:
-                    yield line.issues[number], rank, other
+            answer = (_ANSWERS[record.kind], record.key)
+            for other in set(record.members) - {rank}:
+                number = _last_number(records[other].get(answer)) + 1
+                if number in record.ops:
+                    yield record.ops[number], rank, other
 
 
 @dataclass
-class _OwnLine:
-    """Where a line's entries lie, if it has a place on the page, and how many issues it has had."""
+class _OwnRecord:
+    """A record of this rank.
+
+    Attributes:
+        at: where its entries begin in the file; None: the page has no room for it.
+        number: of the last operation.
+    """
 
     at: int | None
     number: int = 0
@@ -329,14 +372,28 @@ class FlightRecorder(FlightRecorderView):
     def __init__(
         self, path: Path, rank: int, ranks: range, world_size: int, advice: str = LEAF_ADVICE
     ) -> None:
+        """Begin an empty page.
+
+        Args:
+            path: of the host's file.
+            rank: this one.
+            ranks: of the host, contiguous.
+            world_size: ranks of all hosts.
+            advice: as of `FlightRecorderView`.
+        """
         super().__init__(path, ranks, advice)
         self.rank = rank
         self.has_everyone = len(ranks) == world_size
         self._base = self._page(rank)
-        self._map[self._base : self._base + _PAGE] = bytes(_PAGE)  # an earlier run's
+        self._map[self._base : self._base + _PAGE_BYTES] = bytes(_PAGE_BYTES)  # an earlier run's
         self._world_size = world_size
-        self._own: dict[tuple[str, tuple[int, ...]], _OwnLine] = {}
-        self._step = self._first = self._num_waits = self._progress = self._phase = self._order = 0
+        self._own: dict[tuple[str, tuple[int, ...]], _OwnRecord] = {}
+        self._step = 0
+        self._first = 0
+        self._num_waits = 0
+        self._progress = 0
+        self._phase = 0
+        self._order = 0
         self._waiting = False
         self._pid = os.getpid()
         self._write_header()
@@ -355,12 +412,13 @@ class FlightRecorder(FlightRecorderView):
         _HEADER.pack_into(self._map, self._base, *fields)
 
     def disagreement(self) -> str | None:
-        """The first collective on which this rank and another differ, in words."""
+        """Return the first collective on which this rank and another differ, in words."""
         return self._first_difference([self.rank])
 
     def step(self, step: int) -> None:
         """Say which optimizer step begins."""
-        self._step, self._waiting = step, False
+        self._step = step
+        self._waiting = False
         self._first = self._first or step
         self._write_header()
 
@@ -374,40 +432,41 @@ class FlightRecorder(FlightRecorderView):
         self._write_header()
 
     def issue(self, kind: str, group: RankSet, name: str, num_bytes: int = 0) -> None:
-        """Say what is issued next.
+        """Record what is issued next.
 
         Args:
-            kind: one of collectives, or send or receive.
+            kind: a collective, or send or receive.
             group: of a message the sender and the receiver, in this order.
             name: what it is about, the same on all ranks of `group`.
             num_bytes: that this rank sends.
         """
-        line = self._own.get((kind, group.ranks))
-        if line is None:
-            line = self._own[kind, group.ranks] = self._begin_line(kind, group)
+        record = self._own.get((kind, group.ranks))
+        if record is None:
+            record = self._own[kind, group.ranks] = self._begin_record(kind, group)
         self._order += 1
-        line.number += 1
-        if line.at is not None:
-            at = line.at + line.number % _HISTORY * _ENTRY.size
+        record.number += 1
+        if record.at is not None:
+            at = record.at + record.number % _HISTORY * _ENTRY.size
             short = name.encode()[:_NAME_BYTES]
-            _ENTRY.pack_into(self._map, at, line.number, self._order, num_bytes, short)
+            _ENTRY.pack_into(self._map, at, record.number, self._order, num_bytes, short)
         self._write_header()
 
-    def _begin_line(self, kind: str, group: RankSet) -> _OwnLine:
+    def _begin_record(self, kind: str, group: RankSet) -> _OwnRecord:
         place = len(self._own)
-        if place >= _NUM_LINES:
-            return _OwnLine(None)
-        at = self._base + _HEADER.size + place * _LINE_BYTES
-        here = sum(1 << place for place, rank in enumerate(self.ranks) if rank in group.ranks)
-        bits = (here % (1 << 8 * _MEMBERS_BYTES)).to_bytes(_MEMBERS_BYTES, "little")
-        words = self._over(kind, group).encode()[:_OVER_BYTES]
+        if place >= _NUM_RECORDS:
+            return _OwnRecord(None)
+        at = self._base + _HEADER.size + place * _RECORD_BYTES
+        bits = sum(1 << index for index, rank in enumerate(self.ranks) if rank in group.ranks)
+        bits %= 1 << 8 * _MEMBERS_BYTES
+        member_bits = bits.to_bytes(_MEMBERS_BYTES, "little")
+        words = self._group_in_words(kind, group).encode()[:_OVER_BYTES]
         key = zlib.crc32(repr(group.ranks).encode())
-        _GROUP.pack_into(self._map, at + _KIND.size, key, bits, words)
-        _KIND.pack_into(self._map, at, _KINDS.index(kind) + 1)  # last: now it is there for others
-        return _OwnLine(at + _ENTRIES_AT)
+        _GROUP.pack_into(self._map, at + _KIND.size, key, member_bits, words)
+        _KIND.pack_into(self._map, at, _KINDS.index(kind) + 1)  # last: now others read it
+        return _OwnRecord(at + _ENTRIES_AT)
 
-    def _over(self, kind: str, group: RankSet) -> str:
-        """Which group; nothing where it is all ranks: there is no other then."""
+    def _group_in_words(self, kind: str, group: RankSet) -> str:
+        """Return the group as messages name it; nothing where it is all ranks."""
         if kind == "send":
             return f" to rank {group.ranks[1]}"
         if kind == "receive":
@@ -418,20 +477,22 @@ class FlightRecorder(FlightRecorderView):
 
     def waiting(self, is_waiting: bool) -> None:
         """Say that this rank waits for others, or no longer does."""
-        self._num_waits += is_waiting
+        if is_waiting:
+            self._num_waits += 1
         self._waiting = is_waiting
         self._write_header()
 
 
 class Watchdog:
-    """A thread that looks at the board when this rank has waited long, and ends the process on a disagreement.
+    """A thread that looks at all pages when this rank has waited long.
 
-    It cannot raise in the waiting thread, which sits in a collective, so it calls `stop(error)`, which must not return.
+    On a disagreement it ends the process. It cannot raise in the waiting thread, which sits in a
+    collective, so it calls `stop(error)`, which must not return.
     """
 
     def __init__(
         self,
-        board: FlightRecorder,
+        recorder: FlightRecorder,
         stop: Callable[[HangError], None],
         patience_s: float = 2.0,
         *,
@@ -441,57 +502,80 @@ class Watchdog:
         """Watch from now on.
 
         Args:
+            recorder: of this rank.
+            stop: ends the process.
             patience_s: seconds that a rank waits before it is looked at.
-            late: told which ranks of this host do not wait, once each time that the others have waited for them, and
-                nothing has moved, for `late_s` seconds. None of them: all wait for another host.
+            late: told which ranks of this host do not wait, once each time that the others have
+                waited for them, and nothing has moved, for `late_s` seconds. None of them: all wait
+                for another host.
+            late_s: see `late`.
         """
-        self._board, self._stop, self._patience_s = board, stop, patience_s
-        self._late, self._late_s = late, late_s
+        self._recorder = recorder
+        self._stop = stop
+        self._patience_s = patience_s
+        self._late = late
+        self._late_s = late_s
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="zrun-watchdog", daemon=True)
         self._thread.start()
 
     def _watch(self) -> None:
-        board = self._board
-        since = still_since = stopped_since = time.monotonic()
-        last, seen, is_told = -1, None, False
-        everyone: list[RankProgress] = []
+        recorder = self._recorder
+        moved_at = stopped_at = waits_since = time.monotonic()
+        states: list[RankProgress] = []  # at the last look at which one had moved
+        num_waits = -1
+        is_late_told = False
+        seen: str | None = None
         while not self._closed.wait(self._patience_s / 4):
             now = time.monotonic()
-            states = [board.state(rank) for rank in board.ranks]
-            if states != everyone:
-                still_since, is_told = now, False
-            elif now - still_since > self._late_s and not is_told:
-                is_told = True
-                self._tell_late(states)
-            if states != everyone or not all(state.waiting for state in states):
-                stopped_since, everyone = now, states
-            own = board.state(board.rank)
-            if not own.waiting or own.num_waits != last:
-                since, last = now, own.num_waits
-            elif now - since > self._patience_s:
-                text = board.disagreement()
-                if (
-                    text is None
-                    and board.has_everyone
-                    and now - stopped_since > 4 * self._patience_s
-                ):  # no message takes that long
-                    text = board.stalemate()
+            found = [recorder.state(rank) for rank in recorder.ranks]
+            has_moved = found != states
+            if has_moved:
+                moved_at = now
+                is_late_told = False
+            elif now - moved_at > self._late_s and not is_late_told:
+                is_late_told = True
+                self._tell_late(found)
+            if has_moved or not all(state.waiting for state in found):
+                stopped_at = now
+                states = found
+            own = recorder.state(recorder.rank)
+            if not own.waiting or own.num_waits != num_waits:
+                waits_since = now
+                num_waits = own.num_waits
+            elif now - waits_since > self._patience_s:
+                text = self._find_problem(now - stopped_at)
                 if text is not None and text == seen:  # twice: the other rank may have been writing
                     self._stop(HangError(text))
                 seen = text
 
+    def _find_problem(self, stopped_s: float) -> str | None:
+        """Return why this rank waits, as far as the pages tell.
+
+        Args:
+            stopped_s: seconds for which all ranks of the host have waited without any move.
+        """
+        text = self._recorder.disagreement()
+        if text is not None:
+            return text
+        is_stuck = stopped_s > 4 * self._patience_s  # no message takes that long
+        if self._recorder.has_everyone and is_stuck:
+            return self._recorder.stalemate()
+        return None
+
     def _tell_late(self, states: list[RankProgress]) -> None:
-        """Nothing has moved for a while; where nobody waits, everyone computes."""
-        ranks = zip(self._board.ranks, states, strict=True)
+        """Call `late`: nothing has moved for a while."""
+        if self._late is None:
+            return
+        ranks = zip(self._recorder.ranks, states, strict=True)
         late = [rank for rank, state in ranks if not state.waiting or state.is_halted]
-        if (
-            self._late is not None
-            and len(late) < len(states)
-            and (late or not self._board.has_everyone)
-        ):
-            self._late(late)
+        if len(late) == len(states):
+            return  # all of them compute
+        if not late and self._recorder.has_everyone:
+            return  # all wait, and there is no other host to wait for
+        self._late(late)
 
     def close(self) -> None:
+        """Stop watching."""
         self._closed.set()
         self._thread.join()

@@ -1,7 +1,7 @@
-"""The training runtime: ZeRO stages 0-3 over a user's own module, by `zrun train` or from a loop of the user's own.
+"""The training runtime: ZeRO stages 0-3 over a user's own module, in `zrun train` or an own loop.
 
-What is in `__all__` is for such a loop, started by torchrun, and documented in docs/library.md. All else is private.
-Nothing is imported before it is asked for: torch takes seconds.
+What is in `__all__` is for such a loop, started by torchrun, and documented in docs/library.md. All
+else is private. Nothing is imported before it is used: torch takes seconds.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 import gc
 
-# Nothing that an import makes is garbage, and looking for some takes a quarter of the time that torch takes to load.
+# Imports make no garbage, and the search for it takes a quarter of the time of importing torch.
 gc.disable()
 
 from zrun_core.train.worker import main  # noqa: E402

@@ -1,8 +1,9 @@
 """Errors that a user can act on, each with the exit code of the contract.
 
-A `ZrunError` says what is wrong, where, and what to do next, in one or a few lines. It is caught once, at the edge of a
-process (the CLI, a worker), printed without a traceback, and its `exit_code` becomes the process's. Anything else that
-escapes is a bug of ours or an exception of the user's own code.
+A `ZrunError` says what is wrong, where, and what to do next, in one or a few lines. It is caught
+once, at the edge of a process (the CLI, a worker), printed without a traceback, and its `exit_code`
+becomes the process's. Anything else that escapes is a bug of ours or an exception of the user's own
+code.
 """
 
 from __future__ import annotations
@@ -10,20 +11,20 @@ from __future__ import annotations
 import re
 from enum import IntEnum
 
-# How gloo, NCCL and sockets say that another rank went away.
+# Messages of gloo, NCCL and sockets when another rank went away.
 PEER_IS_GONE = re.compile(
-    r"connection (closed|reset|refused|was (broken|aborted))|broken pipe|socket (was )?closed|pair closure"
+    r"connection (closed|reset|refused|was (broken|aborted))|broken pipe"
+    r"|socket (was )?closed|pair closure"
     r"|timed out waiting|(recv|send)value failed|ncclRemoteError|remote process (exited|closed)",
     re.IGNORECASE,
 )
 
-
-# How Python says that the kernel gives a process no more threads.
+# Python's message when the kernel gives a process no more threads.
 _NO_THREAD = "can't start new thread"
 
 
 class ExitCode(IntEnum):
-    """What a zrun process reports to the shell that started it."""
+    """The exit status of a zrun process."""
 
     OK = 0
     USAGE = 2  # bad command line, job file or host file
@@ -41,7 +42,7 @@ class ExitCode(IntEnum):
 
 
 class ZrunError(Exception):
-    """Base of every error that is shown to a user as text. `exit_code` is the process's exit status."""
+    """Base of every error that is shown to a user as text; `exit_code` is the exit status."""
 
     exit_code: ExitCode = ExitCode.WORKER
 
@@ -74,7 +75,7 @@ class RendezvousError(ZrunError):
 
 
 class UserCodeError(ZrunError):
-    """The user's own code raised or returned something unusable; the message ends with a traceback."""
+    """The user's code raised, or returned something unusable; the message ends with a traceback."""
 
     exit_code = ExitCode.WORKER
 
@@ -130,7 +131,7 @@ class StoppedError(ZrunError):
 
 
 def lack_of_threads(error: BaseException) -> PreflightError | None:
-    """Return what to say where `error` is that no thread could be started; None where it is not."""
+    """Return the error to raise if `error` is that no thread could be started; None if not."""
     if not isinstance(error, RuntimeError) or _NO_THREAD not in str(error):
         return None
     return PreflightError(

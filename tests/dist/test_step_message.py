@@ -24,7 +24,7 @@ def say(said: dict[str, Any]) -> StepContribution:
 
 
 def heard(said: list[dict[str, Any]], data: list[tuple[int, ...]]) -> dict[str, Any]:
-    """What this rank hears where each rank says its part of `said`, and what it has sent."""
+    """Return what this rank hears where each rank says its part of `said`, and what it sent."""
     rank, _ = world()
     comm, everyone = join()
     mine = next(ranks for ranks in data if rank in ranks)
@@ -36,7 +36,7 @@ def heard(said: list[dict[str, Any]], data: list[tuple[int, ...]]) -> dict[str, 
         "sums": dict(zip(found.sums.names, found.sums.values.tolist(), strict=True)),
         "square": float(found.square),
         "agreed": bool(found.agreed),
-        "num_got": found.num_got.tolist(),
+        "num_got": found.num_with_grad.tolist(),
         "sent": dict(comm.drain()),
     }
 

@@ -39,10 +39,14 @@ class Waiter(Protocol):
 
 
 class _Step(NamedTuple):
-    """What follows a part of a `Handle`, and may be communication itself."""
+    """The part that follows, which may be communication itself.
+
+    Attributes:
+        in_order: all ranks must start it at the same point of what they issue.
+    """
 
     start: Callable[[], Handle | None]
-    in_order: bool  # all ranks must start it at the same point of what they issue
+    in_order: bool
 
 
 class Handle:

@@ -66,6 +66,7 @@ class Mesh:
         there.
 
         Args:
+            rank: this one.
             hosts: the host of each rank.
             shard_size: data-parallel ranks that hold one copy of the states between them.
             places: of each rank along the axes; None: all are data-parallel.
@@ -83,10 +84,10 @@ class Mesh:
         if num_data % shard_size:
             what = f"{shard_size} ranks do not divide the {num_data} data-parallel ranks"
             raise JobError(f"zero.shard_group: {what}")
-        maker = _Maker(rank, len(hosts), timeout_s)
+        process_groups = _ProcessGroups(rank, len(hosts), timeout_s)
 
         def along(axis: GroupAxis) -> Group:
-            return maker.group(axis, groups_along(axis, places, shard_size))
+            return process_groups.group(axis, groups_along(axis, places, shard_size))
 
         world = along("world")
         return cls(
@@ -98,24 +99,26 @@ class Mesh:
             shard=along("shard"),
             replicate=along("replicate"),
             ends=along("ends") if ties_ends else Group("ends", (rank,), 0, None),
-            host=maker.group("host", _by_host(hosts)),
+            host=process_groups.group("host", _by_host(hosts)),
         )
 
     def along(self, axes: Iterable[str]) -> tuple[int, int]:
         """Return how many ranks there are along several axes together, and this one's place."""
-        size, index = 1, 0
+        size = 1
+        index = 0
         for axis in axes:
             group: Group = getattr(self, axis)
-            size, index = size * group.size, index * group.size + group.index
+            size *= group.size
+            index = index * group.size + group.index
         return size, index
 
     def is_first(self, axes: Iterable[str]) -> bool:
-        """Whether this rank is the first along all of `axes`."""
+        """Return whether this rank is the first along all of `axes`."""
         return self.along(axes)[1] == 0
 
     @property
     def adds_samples(self) -> bool:
-        """Whether this rank's loss, samples and tokens count in sums over `world`.
+        """Return whether this rank's loss, samples and tokens count in sums over `world`.
 
         Of ranks that compute the same samples it is one, on the stage that has the loss.
         """
@@ -123,14 +126,14 @@ class Mesh:
 
 
 def _by_host(hosts: Sequence[str]) -> list[tuple[int, ...]]:
-    """The ranks of each host."""
+    """Return the ranks of each host."""
     found: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         found.setdefault(host, []).append(rank)
     return [tuple(ranks) for ranks in found.values()]
 
 
-class _Maker:
+class _ProcessGroups:
     """Makes the process groups of one mesh. See [Note: which process groups are made]."""
 
     def __init__(self, rank: int, world_size: int, timeout_s: float | None) -> None:
@@ -141,7 +144,12 @@ class _Maker:
             self._made[tuple(range(world_size))] = dist.distributed_c10d._get_default_group()
 
     def group(self, axis: str, groups: Sequence[tuple[int, ...]]) -> Group:
-        """Return this rank's group of `groups`: all those of an axis, in one order on every rank."""
+        """Return this rank's group along `axis`, and make the process groups that are missing.
+
+        Args:
+            axis: its name.
+            groups: all groups along the axis, in one order on every rank.
+        """
         for ranks in groups:
             if len(ranks) > 1 and ranks not in self._made:
                 self._made[ranks] = dist.new_group(list(ranks), self._timeout)

@@ -26,7 +26,8 @@ class NamedVector:
     """
 
     def __init__(self, names: Sequence[str], values: torch.Tensor) -> None:
-        self.names, self.values = tuple(names), values
+        self.names = tuple(names)
+        self.values = values
 
     @classmethod
     def of(cls, device: torch.device, **numbers: float) -> Self:

@@ -36,7 +36,8 @@ def mix(seed: int, number: int) -> int:
 def seed(value: int, device: torch.device = CPU) -> None:
     """Begin the stream in force anew; `value` is within 32 bits."""
     random.seed(value)
-    if (numpy := sys.modules.get("numpy")) is not None:
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
         numpy.random.seed(value)
     for generator in _generators(device):
         generator.manual_seed(value)
@@ -59,8 +60,20 @@ class Streams:
         pp: int = 0,
         tp: int = 0,
     ) -> None:
+        """Derive the keys of a place.
+
+        Args:
+            job_seed: of the job.
+            device: of this rank.
+            dp: place along data.
+            pp: place along the pipeline.
+            tp: place along tensor; it changes the stream `inside` only.
+        """
         self._device = device
-        self._seed = mix(job_seed, 1 + dp) if pp == 0 else _key("model", job_seed, dp, pp)
+        if pp == 0:
+            self._seed = mix(job_seed, 1 + dp)  # as runs without a pipeline have always done
+        else:
+            self._seed = _key("model", job_seed, dp, pp)
         self.data = ScopedStream(_key("data", job_seed, dp), device)
         self._inside = _key("inside", job_seed, dp, pp, tp)
 
@@ -108,10 +121,11 @@ class Streams:
 
 
 class ScopedStream:
-    """A stream that takes the place of the model's for a while."""
+    """A stream that replaces the model's within a `with` block."""
 
     def __init__(self, key: int, device: torch.device) -> None:
-        self.key, self._device = key, device
+        self.key = key
+        self._device = device
 
     @contextmanager
     def at(self, number: int) -> Iterator[None]:
@@ -135,7 +149,7 @@ class ScopedStream:
 
 @contextmanager
 def fork_torch_rng(device: torch.device) -> Iterator[list[torch.Generator]]:
-    """Whatever is drawn from these generators, and however, they go on afterwards as before."""
+    """Restore the state of torch's generators on exit, whatever was drawn from them."""
     generators = _generators(device)
     states = [generator.get_state() for generator in generators]
     try:
@@ -150,7 +164,8 @@ def capture(device: torch.device) -> tuple[dict[str, torch.Tensor], dict[str, An
     version, words, gauss = random.getstate()
     tensors = {"python": torch.tensor(words, dtype=torch.int64), "torch": torch.get_rng_state()}
     numbers: dict[str, Any] = {"python": {"version": version, "gauss": gauss}}
-    if (numpy := sys.modules.get("numpy")) is not None:
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
         kind, keys, position, has_gauss, cached = numpy.random.get_state()
         tensors["numpy"] = torch.from_numpy(keys.astype("int64"))
         numbers["numpy"] = {
@@ -167,7 +182,13 @@ def capture(device: torch.device) -> tuple[dict[str, torch.Tensor], dict[str, An
 def restore(
     tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Any], device: torch.device
 ) -> None:
-    """Go on with the streams that `capture` saw. Those that it did not see, or that are not here, stay as they are."""
+    """Go on with the streams that `capture` saw. Others stay as they are.
+
+    Args:
+        tensors: by generator, as `capture` returned them.
+        numbers: by generator, as `capture` returned them.
+        device: of this rank, which may have no generator of some.
+    """
     _set(tensors, numbers, random, torch.default_generator, lambda numpy: numpy.random)
     if "cuda" in tensors and device.type == "cuda":
         torch.cuda.set_rng_state(tensors["cuda"], device)
@@ -176,7 +197,12 @@ def restore(
 def check(
     tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Any], device: torch.device
 ) -> None:
-    """Whether `restore` can go on with them, found out with generators that nobody draws from.
+    """Make sure that `restore` can go on with these streams, on generators that nothing draws from.
+
+    Args:
+        tensors: by generator, as `capture` returned them.
+        numbers: by generator, as `capture` returned them.
+        device: of this rank.
 
     Raises:
         CheckpointError: it cannot.
@@ -209,13 +235,16 @@ def _set(
     numpy_stream: Callable[[Any], Any],
 ) -> None:
     own = numbers["python"]
-    gauss = None if own["gauss"] is None else float(own["gauss"])
+    gauss = own["gauss"]
+    if gauss is not None:
+        gauss = float(gauss)
     python.setstate((own["version"], tuple(tensors["python"].tolist()), gauss))
     cpu.set_state(tensors["torch"])
     if "numpy" in tensors:
         import numpy
 
-        own, keys = numbers["numpy"], tensors["numpy"].numpy().astype("uint32")
+        own = numbers["numpy"]
+        keys = tensors["numpy"].numpy().astype("uint32")
         if not 0 <= own["position"] <= len(keys):  # numpy would read beyond them
             raise ValueError(f"position {own['position']}")
         state = (own["kind"], keys, own["position"], int(own["has_gauss"]), float(own["cached"]))

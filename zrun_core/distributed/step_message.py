@@ -1,9 +1,14 @@
 """The step's message: the few numbers that ranks tell each other before an update.
 
-It is short and waits for everyone, so all that a step has to say travels in it. Nobody but this
-module knows where in it what lies. Where all ranks train the same parameters it is one message
-over the world. With tensor or pipeline parallelism what concerns parameters means something among
-the ranks that train the same ones only: it travels over those first, in a message of its own.
+It is short and waits for all ranks, so all that a step has to say travels in it. Only this module
+knows what lies where in it. Where all ranks train the same parameters it is one message over the
+world:
+
+    sums ...  |  squared norm  |  equality terms of the schedule  |  got a gradient, per parameter
+
+With tensor or pipeline parallelism what concerns parameters means something among the ranks that
+train the same ones only. The right half travels over those first, in a message of its own, and one
+number that says whether they differ takes its place in the message over the world.
 """
 
 from __future__ import annotations
@@ -19,47 +24,49 @@ from zrun_core.distributed.transport import Group
 
 @dataclass(frozen=True)
 class StepContribution:
-    """What one rank has to say.
+    """One rank's part of the message.
 
     Attributes:
         sums: to be summed over all ranks.
         square: 0-d float64, this rank's part of the squared norm of the gradient.
         schedule: a digest of what it gathered, which must be equal on ranks that train the same
             parameters.
-        got: a byte for each of its parameters: 1 if it got a gradient here.
+        has_grad: a byte for each of its parameters: 1 if it got a gradient here.
     """
 
     sums: NamedVector
     square: torch.Tensor
     schedule: int
-    got: bytes
+    has_grad: bytes
 
 
 @dataclass(frozen=True)
 class ReducedStep:
-    """What all ranks have said, on the device.
+    """The message summed over ranks, on the device.
 
     Attributes:
         sums: over all ranks.
         square: 0-d float64, the squared norm of the whole gradient.
         agreed: 0-d bool: ranks that train the same parameters gathered the same.
-        num_got: [parameters of this rank] on how many ranks each got a gradient.
+        num_with_grad: [parameters of this rank] on how many ranks each got a gradient.
     """
 
     sums: NamedVector
     square: torch.Tensor
     agreed: torch.Tensor
-    num_got: torch.Tensor
+    num_with_grad: torch.Tensor
 
 
-def all_reduce_step(said: StepContribution, data: Group, world: Group, comm: Comm) -> ReducedStep:
-    """Tell the others, and return what they say. Collective; a device makes nobody wait here.
+def all_reduce_step(own: StepContribution, data: Group, world: Group, comm: Comm) -> ReducedStep:
+    """Sum the step's message over ranks. Collective; the host does not wait for a device here.
 
     Args:
+        own: this rank's part.
         data: the ranks that train the same parameters as this one.
         world: all ranks.
+        comm: of this rank.
     """
-    over_world, over_data = _pack(said, comm.device)
+    over_world, over_data = _pack(own, comm.device)
     if data.size == world.size:
         summed = comm.all_reduce_small(torch.cat([over_world, over_data]), world, name="step")
         over_world, over_data = summed.split([len(over_world), len(over_data)])
@@ -67,16 +74,18 @@ def all_reduce_step(said: StepContribution, data: Group, world: Group, comm: Com
     else:
         over_data = comm.all_reduce_small(over_data, data, name="step of the same parameters")
         differ = ~terms_agree(over_data[:NUM_EQUALITY_TERMS], data.size)
-        own = torch.cat([over_world, differ.double().view(1)])
-        summed = comm.all_reduce_small(own, world, name="step")
-        over_world, agreed = summed[:-1], summed[-1] == 0
-    return _unpack(said.sums.names, over_world, over_data, agreed)
+        message = torch.cat([over_world, differ.double().view(1)])
+        summed = comm.all_reduce_small(message, world, name="step")
+        over_world = summed[:-1]
+        agreed = summed[-1] == 0
+    return _unpack(own.sums.names, over_world, over_data, agreed)
 
 
-def _pack(said: StepContribution, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _pack(own: StepContribution, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what is summed over all ranks, and what over those with the same parameters."""
-    over_world = torch.cat([said.sums.values, said.square.view(1)])
-    return over_world, on_device([*equality_terms(said.schedule), *said.got], device)
+    over_world = torch.cat([own.sums.values, own.square.view(1)])
+    over_data = on_device([*equality_terms(own.schedule), *own.has_grad], device)
+    return over_world, over_data
 
 
 def _unpack(
@@ -86,5 +95,9 @@ def _unpack(
     agreed: torch.Tensor,
 ) -> ReducedStep:
     """Name what lies where `_pack` has put it, now summed."""
-    sums = NamedVector(names, over_world[:-1])
-    return ReducedStep(sums, over_world[-1], agreed, over_data[NUM_EQUALITY_TERMS:])
+    return ReducedStep(
+        sums=NamedVector(names, over_world[:-1]),
+        square=over_world[-1],
+        agreed=agreed,
+        num_with_grad=over_data[NUM_EQUALITY_TERMS:],
+    )

@@ -2,8 +2,8 @@
 
 [Note: constant addresses]
 Autograd saves views of parameters (a linear layer keeps `weight.t()`), and such a view must find
-the parameter's values when backward reaches it, although the unit was resharded and gathered again in
-between. So an unsharded unit has one storage for life, a `Window`. On Linux CPUs the window is a
+the parameter's values when backward reaches it, although the unit was resharded and gathered again
+in between. So an unsharded unit has one storage for life, a `Window`. On Linux CPUs the window is a
 range of addresses, and gathering *moves pages* into it from a `PagePool`; resharding moves them
 back. mremap moves page-table entries: about 10 us for 10 MiB, no copy, no page fault.
 
@@ -272,7 +272,7 @@ class Window(ABC):
 
     @abstractmethod
     def acquire(self) -> None:
-        """Give memory to all of the buffer. The own slice holds the shard; the rest is undefined."""
+        """Give memory to all of the buffer: the own slice holds the shard, the rest anything."""
 
     @abstractmethod
     def release(self) -> None:

@@ -1,4 +1,4 @@
-"""Pieces of memory as plans and the runtime name them: what they hold, and where. Needs no torch."""
+"""Pieces of memory as plans and the runtime name them: their contents and place. Without torch."""
 
 from __future__ import annotations
 

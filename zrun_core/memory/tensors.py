@@ -59,7 +59,7 @@ class TensorPart:
     replicated_over: tuple[str, ...] = ()
 
     def runs_in(self, start: int, stop: int) -> Iterator[ElementRun]:
-        """Yield the runs, or parts of them, in elements [start, stop) of the parameter, in order."""
+        """Yield the runs, or parts of them, in elements [start, stop) of the parameter."""
         first = max(0, bisect_right(self.runs, start, key=lambda run: run.local) - 1)
         for run in self.runs[first:]:
             if run.local >= stop:

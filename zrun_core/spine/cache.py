@@ -1,4 +1,4 @@
-"""Small files that spare work: `~/.cache/zrun/<kind>/<key>.json`, readable by their owner alone, the newest of them."""
+"""The user's cache: the newest files `~/.cache/zrun/<kind>/<key>.json`, readable by their owner."""
 
 from __future__ import annotations
 
@@ -13,27 +13,33 @@ from zrun_core.spine.folders import make_private
 
 
 def cache_folder(kind: str, environ: Mapping[str, str] = os.environ) -> Path:
-    """Where files of a kind are kept."""
+    """Return the folder of cached files of a kind."""
     home = environ.get("XDG_CACHE_HOME") or os.path.join(environ.get("HOME", "~"), ".cache")
     return Path(home).expanduser() / "zrun" / kind
 
 
 def write_cached(place: Path, text: str | bytes, most: int) -> None:
-    """Write `text` to `place`, and remove the oldest beside it beyond `most`. Where that cannot be, nothing is kept."""
+    """Write a file, and remove the oldest beside it. On an error nothing is kept.
+
+    Args:
+        place: of the file.
+        text: of the file.
+        most: files that the folder keeps.
+    """
+    content = text.encode() if isinstance(text, str) else text
     part = place.with_name(f".{place.stem}.{secrets.token_hex(4)}")
     with suppress(OSError):
         make_private(place.parent)
         with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(text.encode() if isinstance(text, str) else text)
+            file.write(content)
         part.replace(place)
-        for old in sorted(place.parent.glob("*.json"), key=lambda path: path.stat().st_mtime)[
-            :-most
-        ]:
+        files = sorted(place.parent.glob("*.json"), key=lambda path: path.stat().st_mtime)
+        for old in files[:-most]:
             old.unlink(missing_ok=True)
 
 
 def digest_of_file(path: str | os.PathLike[str]) -> str:
-    """A digest of its content; "" if it is gone."""
+    """Return a digest of a file's content; "" if there is no such file."""
     try:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()
     except OSError:
@@ -41,5 +47,5 @@ def digest_of_file(path: str | os.PathLike[str]) -> str:
 
 
 def are_unchanged(files: Mapping[str, str]) -> bool:
-    """Whether these files still have these digests."""
+    """Return whether these files still have these digests."""
     return all(digest_of_file(path) == expected for path, expected in files.items())

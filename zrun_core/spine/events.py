@@ -1,7 +1,8 @@
-"""The run's record: one JSON object per line of `events.jsonl`, and the way from a worker to the file.
+"""Events of a run, a JSON object per line of `events.jsonl`, and their way from a worker to it.
 
-`Emitter` belongs to a worker; it sends each event as one unix datagram to the agent of its host and never waits: what
-the socket will not take now is kept and sent with the next event. `docs/events.md` documents every field.
+`Emitter` belongs to a worker; it sends each event as one unix datagram to the agent of its host and
+never waits: what the socket will not take now is kept and sent with the next event.
+`docs/events.md` documents every field.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ _ENCODE = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
 def encode(event: Event) -> bytes:
-    """One line of strict JSON without the newline: numbers that JSON lacks become the strings nan, inf and -inf."""
+    """Return one line of strict JSON without the newline.
+
+    Numbers that JSON lacks become the strings nan, inf and -inf.
+    """
     try:
         return _ENCODE(event).encode()
     except ValueError:  # it has such numbers
@@ -54,7 +58,7 @@ def _finite(value: Any) -> Any:
 
 
 class Emitter:
-    """Sends events of one rank to the agent's socket at `path`; with `path=None` events go nowhere."""
+    """Sends events of one rank to the agent's socket at `path`; with None they go nowhere."""
 
     def __init__(self, path: str | None, rank: int) -> None:
         self.rank = rank
@@ -66,7 +70,12 @@ class Emitter:
             self._socket.setblocking(False)
 
     def emit(self, kind: EventType, **fields: Any) -> None:
-        """Send one event, or keep it for later if the socket is full. Never blocks, never raises."""
+        """Send one event, or keep it if the socket is full. Never blocks, never raises.
+
+        Args:
+            kind: of the event.
+            fields: of it: see docs/events.md.
+        """
         if self._socket is None:
             return
         self._backlog.append(
@@ -84,11 +93,11 @@ class Emitter:
             self._backlog.popleft()
         return True
 
-    def close(self, patience_s: float = 5.0) -> None:
-        """Deliver what is left, for at most `patience_s` seconds."""
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Deliver what is left, for at most `timeout_s` seconds."""
         if self._socket is None:
             return
-        deadline = time.monotonic() + patience_s
+        deadline = time.monotonic() + timeout_s
         while not self._send() and time.monotonic() < deadline:
             time.sleep(0.01)
         self._socket.close()

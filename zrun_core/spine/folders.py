@@ -1,4 +1,4 @@
-"""Folders that nobody else may write to, whatever the umask says."""
+"""Folders that only their owner may write to, whatever the umask says."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pathlib import Path
 
 
 def make_private(path: Path) -> None:
-    """Make a folder for its owner alone; folders above it that are missing are closed to others' writing.
+    """Make a folder for its owner alone.
+
+    Missing folders above it are made, too: others may read them, and not write to them.
 
     Raises:
         OSError: it cannot be made.

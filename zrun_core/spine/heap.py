@@ -1,4 +1,4 @@
-"""The C library's heap, as a training loop needs it: what one step frees, the next one asks for again."""
+"""Settings of the C library's heap for a loop whose steps allocate the same memory again."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import ctypes
 import os
 from pathlib import Path
 
-_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # numbers of glibc's malloc.h
+# Numbers of glibc's malloc.h.
+_TRIM_THRESHOLD = -1
+_MMAP_MAX = -4
 _NEVER = -1
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 TUNABLES = "GLIBC_TUNABLES"
 
 
 def keep_freed_memory() -> bool:
-    """Have glibc keep what is freed instead of handing it back to the kernel, and return whether it does.
+    """Let glibc keep freed memory instead of handing it back to the kernel; return whether it does.
 
     By default blocks of 32 MiB and more are mapped anew for each allocation, so that every step
     faults its activations in again. Nothing changes where the environment says how the heap is to
@@ -42,7 +44,7 @@ def give_back_freed_memory() -> None:
 
 
 def lacks_huge_pages() -> bool:
-    """Return whether the kernel gives huge pages to heaps that ask for them, and this one cannot any more.
+    """Return whether the kernel gives huge pages to heaps that ask, and it is too late to ask.
 
     Only `GLIBC_TUNABLES=glibc.malloc.hugetlb=1`, set before the process starts, makes glibc ask.
     """

@@ -1,6 +1,7 @@
-"""One host as text, in a grammar so strict that no name can be taken for an option, a command or a path.
+"""Hosts as text, in a grammar so strict that no name is taken for an option, a command or a path.
 
-A line of a host file is `[user@]name[:port] [slots=N]`; an item of a list is `[user@]name[:slots]`, or such a line.
+[user@]name[:port] [slots=N]        a line of a host file
+[user@]name[:slots]                 an item of a list, which may also be such a line
 """
 
 from __future__ import annotations
@@ -14,22 +15,22 @@ LINE_FORM = "[user@]name[:port] slots=N"
 
 _NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?")
 _USER = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,62}[A-Za-z0-9_$])?")
-_NUMERIC_LABEL = re.compile(
-    r"[0-9]+|0[xX][0-9a-fA-F]*"
-)  # what the system's resolver takes for a part of an address
+# The system's resolver takes these for parts of an address.
+_NUMERIC_LABEL = re.compile(r"[0-9]+|0[xX][0-9a-fA-F]*")
 _BRACKETS = re.compile(r"\[([^\[\]]*)\](?::(.*))?", re.DOTALL)
 _ZONE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,14}")
 _WORD = re.compile(r"[^ \t]+")
-_MAX_NAME_CHARS, _MAX_LABEL_CHARS = 253, 63
+_MAX_NAME_CHARS = 253
+_MAX_LABEL_CHARS = 63
 _LOWEST_PORT = 22  # below are no ports of ssh, but numbers of slots
 _MAX_SHOWN = 60
 
 
 @dataclass(frozen=True)
 class Host:
-    """What a text says about a host."""
+    """A host as a text describes it. An IPv6 address is a name without brackets."""
 
-    name: str  # an IPv6 address without brackets
+    name: str
     user: str | None = None
     port: int | None = None
     slots: int | None = None
@@ -37,19 +38,23 @@ class Host:
 
 @dataclass(frozen=True)
 class Mistake:
-    offset: int  # characters before it
+    """A mistake in a text, after `offset` characters."""
+
+    offset: int
     message: str
 
 
 def parse_line(text: str) -> tuple[Host | None, list[Mistake]]:
-    """The host of a host file's line without comment, or else every mistake in it."""
+    """Return the host of a host file's line without comment, or else every mistake in it."""
     words = list(_WORD.finditer(text))
     if not words:
         return None, [Mistake(0, f"no host; write {LINE_FORM}")]
+    host: Host | None = None
+    mistakes: list[Mistake] = []
     try:
-        host, mistakes = _address(words[0].group(), colon="port"), []
+        host = _address(words[0].group(), colon="port")
     except ValueError as error:
-        host, mistakes = None, [Mistake(words[0].start(), str(error))]
+        mistakes.append(Mistake(words[0].start(), str(error)))
     found: dict[str, int] = {}
     for word in words[1:]:
         try:
@@ -61,38 +66,40 @@ def parse_line(text: str) -> tuple[Host | None, list[Mistake]]:
             mistakes.append(Mistake(word.start(), str(error)))
             if "=" not in word.group().strip("="):
                 break  # "slots = 8" is one mistake
-    if (
-        not mistakes
-        and "max_slots" in found
-        and found["max_slots"] < found.get("slots", MAX_SLOTS + 1)
-    ):
-        mistakes.append(
-            Mistake(
-                words[1].start(), f"max_slots says how far slots=N may go: {_write_slots(found)}"
-            )
-        )
+    if not mistakes and _limits_nothing(found):
+        message = f"max_slots says how far slots=N may go: {_write_slots(found)}"
+        mistakes.append(Mistake(words[1].start(), message))
     if host is None or mistakes:
         return None, mistakes
     return Host(host.name, host.user, host.port, found.get("slots")), []
 
 
+def _limits_nothing(found: dict[str, int]) -> bool:
+    """Return whether a line has `max_slots` below its slots, or without any."""
+    if "max_slots" not in found:
+        return False
+    return "slots" not in found or found["max_slots"] < found["slots"]
+
+
 def _write_slots(found: dict[str, int]) -> str:
-    return f"write slots={min(found.values())}" + " too" * ("slots" not in found)
+    advice = f"write slots={min(found.values())}"
+    return advice if "slots" in found else f"{advice} too"
 
 
 def parse_item(text: str) -> tuple[Host | None, list[Mistake]]:
-    """The host of an item of a list, or else every mistake in it."""
+    """Return the host of an item of a list, or else every mistake in it."""
     if len(_WORD.findall(text)) > 1:
         return parse_line(text)
     item = text.strip(" \t")
     try:
         return _address(item, colon="slots"), []
     except ValueError as error:
-        return None, [Mistake(len(text) - len(text.lstrip(" \t")), str(error))]
+        num_blanks = len(text) - len(text.lstrip(" \t"))
+        return None, [Mistake(num_blanks, str(error))]
 
 
 def checked_item(text: str) -> str:
-    """`text` itself.
+    """Return `text` itself.
 
     Raises:
         ValueError: it is no item of a list of hosts.
@@ -104,10 +111,12 @@ def checked_item(text: str) -> str:
 
 
 def check_name(name: str) -> str:
-    """`name` as ssh gets it: a host name, an IPv4 address, or an IPv6 address without brackets in its shortest form.
+    """Return `name` as ssh gets it.
+
+    It is a host name, an IPv4 address, or an IPv6 address without brackets in its shortest form.
 
     Raises:
-        ValueError: it is none of these, or something that a program could take for more than a name.
+        ValueError: it is none of these, or a program could take it for more than a name.
     """
     if not name:
         raise ValueError(f"no host name; write {LINE_FORM}")
@@ -121,12 +130,15 @@ def check_name(name: str) -> str:
         )
     if not _NAME.fullmatch(name):
         raise ValueError(
-            f"{_quoted(name)} is not a host name: letters, digits, dots, - and _, no other character"
+            f"{_quoted(name)} is not a host name: letters, digits, dots, - and _, no other "
+            "character"
         )
     labels = name.split(".")
-    if len(name) > _MAX_NAME_CHARS or any(len(label) > _MAX_LABEL_CHARS for label in labels):
+    longest_label = max(map(len, labels))
+    if len(name) > _MAX_NAME_CHARS or longest_label > _MAX_LABEL_CHARS:
         raise ValueError(
-            f"{_quoted(name)} is too long for a host name: {_MAX_LABEL_CHARS} characters between dots"
+            f"{_quoted(name)} is too long for a host name: {_MAX_LABEL_CHARS} characters between "
+            "dots"
         )
     if not all(labels):
         raise ValueError(f"{_quoted(name)} is not a host name: two dots in a row")
@@ -154,7 +166,11 @@ def _check_ipv6(name: str) -> str:
 
 
 def _address(text: str, *, colon: str) -> Host:
-    """`[user@]name[:number]`, where the number is what `colon` says: "port" or "slots".
+    """Parse `[user@]name[:number]`.
+
+    Args:
+        text: without blanks.
+        colon: what the number is: "port" or "slots".
 
     Raises:
         ValueError: it is not.
@@ -164,16 +180,23 @@ def _address(text: str, *, colon: str) -> Host:
     user, at, rest = text.rpartition("@")
     if at and not _USER.fullmatch(user):
         raise ValueError(f"{_quoted(user)} is not the name of a user: write {LINE_FORM}")
-    if match := _BRACKETS.fullmatch(rest):
-        name, number = _check_ipv6(match[1]), match[2]
+    in_brackets = _BRACKETS.fullmatch(rest)
+    number: str | None = None
+    if in_brackets:
+        name = _check_ipv6(in_brackets[1])
+        number = in_brackets[2]
     elif rest.count(":") > 1:
-        name, number = _check_ipv6(rest), None
+        name = _check_ipv6(rest)
     else:
         before, has_number, after = rest.partition(":")
-        name, number = check_name(before), after if has_number else None
-    port = _port(number, name) if colon == "port" and number is not None else None
-    slots = parse_slots(number) if colon == "slots" and number is not None else None
-    return Host(name, user or None, port, slots)
+        name = check_name(before)
+        if has_number:
+            number = after
+    if number is None:
+        return Host(name, user or None)
+    if colon == "port":
+        return Host(name, user or None, port=_port(number, name))
+    return Host(name, user or None, slots=parse_slots(number))
 
 
 def _port(text: str, name: str) -> int:
@@ -184,13 +207,14 @@ def _port(text: str, name: str) -> int:
         )
     if number < _LOWEST_PORT:
         raise ValueError(
-            f"{number} after the colon is a port, and ssh has none so low: write {name} slots={number}"
+            f"{number} after the colon is a port, and ssh has none so low: write {name} "
+            f"slots={number}"
         )
     return number
 
 
 def parse_slots(text: str) -> int:
-    """A number of slots.
+    """Return a number of slots.
 
     Raises:
         ValueError: it is none.
@@ -210,7 +234,9 @@ def _number(text: str) -> int | None:
 
 
 def _setting(word: str) -> tuple[str, int]:
-    """A word after the address. OpenMPI's `max_slots` never lets more ranks in, and so changes nothing here.
+    """Parse a word after the address.
+
+    OpenMPI's `max_slots` never lets more ranks in, and so changes nothing here.
 
     Raises:
         ValueError: a line has no such word.
@@ -225,6 +251,8 @@ def _setting(word: str) -> tuple[str, int]:
 
 
 def _quoted(text: str) -> str:
-    """`text` on one line of a terminal."""
+    """Return `text` in quotes, on one line of a terminal."""
     safe = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
-    return f'"{safe if len(safe) <= _MAX_SHOWN else safe[: _MAX_SHOWN - 3] + "..."}"'
+    if len(safe) > _MAX_SHOWN:
+        safe = safe[: _MAX_SHOWN - 3] + "..."
+    return f'"{safe}"'

@@ -1,6 +1,6 @@
-"""How much memory there is: of the host, and of this process's control group.
+"""Memory of the host, of this process's control group, and of processes, in bytes.
 
-A read that says nothing, as on another kernel, is None, or no limit.
+What cannot be read, as on another kernel, is None, or no limit.
 """
 
 from __future__ import annotations
@@ -16,38 +16,46 @@ _UNLIMITED = 1 << 60  # version 1 writes "no limit" as the largest page-aligned 
 
 
 def host_total() -> int:
-    """Bytes of memory that the host has, or that the control group may hold."""
+    """Return the memory that the host has, or that the control group may hold."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min(total, group_limit() or total)
 
 
 def host_available(*, swap: bool = False) -> int:
-    """Bytes that may still be taken on the host by the control group; what the kernel can drop of files counts.
+    """Return the memory that the control group may still take on the host.
+
+    What the kernel can drop of files counts as available.
 
     Args:
-        swap: those that lie on a disk count too.
+        swap: free swap space counts too.
     """
     info = dict(_lines(Path("/proc/meminfo")))
-    left = 1024 * sum(info.get(name, 0) for name in ("MemAvailable:", "SwapFree:")[: 1 + swap])
+    available_kib = info.get("MemAvailable:", 0)
+    if swap:
+        available_kib += info.get("SwapFree:", 0)
+    available = 1024 * available_kib
     group = group_available()
-    return left if group is None else min(left, group)
+    return available if group is None else min(available, group)
 
 
 def resident_bytes(pids: Iterable[int]) -> int:
-    """Bytes of memory that processes hold, without those of files."""
+    """Return the memory that processes hold, without that of files."""
     found = (dict(_lines(f"/proc/{pid}/status")) for pid in pids)
     return 1024 * sum(each.get("RssAnon:", 0) + each.get("RssShmem:", 0) for each in found)
 
 
 def peak_resident() -> int | None:
-    """The most bytes of memory that this process has held so far, without those of files; None: nobody tells."""
+    """Return the most memory that this process has held so far, without that of files."""
     found = dict(_lines("/proc/self/status"))
-    highest = found.get("VmHWM:", 0) - found.get("RssFile:", 0)
-    return 1024 * highest if highest > 0 else None
+    peak_kib = found.get("VmHWM:", 0) - found.get("RssFile:", 0)
+    return 1024 * peak_kib if peak_kib > 0 else None
 
 
 def limit_growth(num_bytes: int) -> None:
-    """What would make this process take more from now on fails, before the kernel looks for somebody to kill."""
+    """Let allocations of this process fail beyond `num_bytes` more.
+
+    They would otherwise succeed, until the kernel kills a process.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     data = int(text("/proc/self/statm").split()[5]) * resource.getpagesize()
     limits = [limit for limit in (soft, data + num_bytes) if limit != resource.RLIM_INFINITY]
@@ -55,35 +63,37 @@ def limit_growth(num_bytes: int) -> None:
 
 
 def group_limit() -> int | None:
-    """Bytes of memory that the control group may hold: the tightest limit up to the root."""
+    """Return the memory that the control group may hold: the tightest limit up to the root."""
     limits = [number(folder / "memory.max") for folder in group_folders("")]
     limits += [number(folder / "memory.limit_in_bytes") for folder in group_folders("memory")]
-    return min(
-        (limit for limit in limits if limit is not None and limit < _UNLIMITED), default=None
-    )
+    real = [limit for limit in limits if limit is not None and limit < _UNLIMITED]
+    return min(real, default=None)
 
 
 def group_available() -> int | None:
-    """Bytes that the control group may still take, what the kernel can drop of its files counted as free."""
+    """Return the memory that the control group may still take.
+
+    What the kernel can drop of the group's files counts as free.
+    """
     found = []
     for controller, limit_name, used_name in (
         ("", "memory.max", "memory.current"),
         ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
     ):
         for folder in group_folders(controller):
-            limit, used = number(folder / limit_name), number(folder / used_name)
-            if limit is not None and used is not None and limit < _UNLIMITED:
-                droppable = sum(
-                    value
-                    for name, value in _lines(folder / "memory.stat")
-                    if name in ("inactive_file", "active_file")
-                )
-                found.append(max(0, limit - max(0, used - droppable)))
+            limit = number(folder / limit_name)
+            used = number(folder / used_name)
+            if limit is None or used is None or limit >= _UNLIMITED:
+                continue
+            stat = dict(_lines(folder / "memory.stat"))
+            droppable = stat.get("inactive_file", 0) + stat.get("active_file", 0)
+            held = max(0, used - droppable)
+            found.append(max(0, limit - held))
     return min(found, default=None)
 
 
 def oom_kills() -> int | None:
-    """Processes of the control group that the kernel killed because memory ran out, so far."""
+    """Return how many processes of the control group the kernel has killed for want of memory."""
     for path in [
         *(folder / "memory.events" for folder in group_folders("")),
         *(folder / "memory.oom_control" for folder in group_folders("memory")),
@@ -99,20 +109,27 @@ def oom_kills() -> int | None:
 
 
 def group_folders(controller: str) -> list[Path]:
-    """The folders of this process's control group under `controller` ("" is version 2), innermost first."""
+    """Return the folders of this process's control group, innermost first.
+
+    Args:
+        controller: of version 1, such as "memory"; "" is version 2.
+    """
     mount = _GROUPS / controller if controller else _GROUPS
     for line in text(Path("/proc/self/cgroup")).splitlines():
         _, names, path = line.split(":", 2)
-        if (controller in names.split(",")) if controller else names == "":
-            inner = mount / path.lstrip("/")
-            # A container often sees its own group mounted as the root, under a path that only the host knows.
-            start = inner if inner.is_dir() else mount
-            return [start, *(parent for parent in start.parents if parent.is_relative_to(mount))]
+        is_asked = controller in names.split(",")  # version 2 has no names: [""]
+        if not is_asked:
+            continue
+        inner = mount / path.lstrip("/")
+        # A container often sees its own group mounted as the root, under a path that only the host
+        # knows.
+        start = inner if inner.is_dir() else mount
+        return [start, *(parent for parent in start.parents if parent.is_relative_to(mount))]
     return []
 
 
 def text(path: Path | str) -> str:
-    """What a file says; "" where there is none."""
+    """Return the text of a file; "" where there is none."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read()
@@ -121,13 +138,13 @@ def text(path: Path | str) -> str:
 
 
 def number(path: Path) -> int | None:
-    """The number that a file says."""
+    """Return the number that a file holds."""
     found = text(path).strip()
     return int(found) if found.lstrip("-").isdigit() else None
 
 
 def _lines(path: Path | str) -> Iterator[tuple[str, int]]:
-    """The lines of a file that are a name and a number."""
+    """Yield the lines of a file that are a name and a number."""
     for line in text(path).splitlines():
         with suppress(ValueError):
             name, value = line.split()[:2]

@@ -1,4 +1,4 @@
-"""How ranks divide a model and its batch: the size of each axis of parallelism, and the groups of ranks along it.
+"""Axes of parallelism: how many ranks there are along each, and the groups of ranks along it.
 
     dims = ParallelDims(dp=2, tp=2, pp=2)
     dims.coordinates(5)         # Coordinates(pp=1, dp=0, tp=1)
@@ -29,15 +29,14 @@ class Coordinates(NamedTuple):
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """How many ranks there are along each axis: dp * tp * pp of them.
+    """The size of each axis of parallelism: dp * tp * pp ranks.
 
     Attributes:
         dp: parts of the batch.
         tp: parts of each layer.
         pp: stages of the pipeline.
         virtual: parts of the model on each stage: Narayanan et al. 2021, section 2.2.
-        shard: data-parallel ranks that hold one copy of the states between them; None: all of
-            them.
+        shard: size of the shard group; None: all data-parallel ranks.
         order: the axes, from the one that the numbers of ranks follow fastest.
     """
 
@@ -50,11 +49,13 @@ class ParallelDims:
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "pp", "virtual", "shard"):
-            if (value := getattr(self, name)) is not None and value < 1:
+            value = getattr(self, name)
+            if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}: it must be at least 1")
         if self.dp % self.shard_size:
             raise ValueError(
-                f"{self.shard} ranks that share the states do not divide {self.dp} data-parallel ranks"
+                f"{self.shard} ranks that share the states do not divide {self.dp} data-parallel "
+                "ranks"
             )
         if self.virtual > 1 and self.pp == 1:
             raise ValueError("virtual stages need a pipeline: pp is 1")
@@ -65,7 +66,7 @@ class ParallelDims:
 
     @property
     def shard_size(self) -> int:
-        """Ranks that hold one copy of what is sharded."""
+        """Return the number of ranks that hold one copy of what is sharded."""
         return self.dp if self.shard is None else self.shard
 
     def size(self, axis: Axis) -> int:
@@ -79,7 +80,7 @@ class ParallelDims:
         return Coordinates(**found)
 
     def dp_per_host(self, ranks_per_host: int) -> int:
-        """Return how many data-parallel ranks a host has of one stage and one part of the layers."""
+        """Return how many data-parallel ranks of one stage and tensor part are on a host."""
         places = map(self.coordinates, range(min(ranks_per_host, self.world_size)))
         return sum(place.pp == 0 and place.tp == 0 for place in places)
 
@@ -99,7 +100,9 @@ def groups_along(
     and the last stage of a pipeline; a rank of any other stage is alone there.
 
     Args:
+        axis: one of `GroupAxis`.
         places: of each rank.
+        shard_size: of the shard group.
 
     Returns:
         The groups in the order of their first ranks; each in the order of its ranks.
@@ -128,9 +131,10 @@ def groups_along(
 
 
 def resolve_shard_size(zero: ZeroConfig, dp: int, dp_per_host: int) -> int:
-    """Return how many ranks hold one copy of the model states between them.
+    """Return the size of the shard group.
 
     Args:
+        zero: what the job asks for.
         dp: data-parallel ranks: those of one stage and one part of the layers.
         dp_per_host: of these, the ones on one host.
     """

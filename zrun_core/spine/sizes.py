@@ -1,4 +1,8 @@
-"""Byte counts as people write them: `parse_size("64MiB") == 67108864`, `format_size(67108864) == "64.0 MiB"`."""
+"""Byte counts as people write them.
+
+parse_size("64MiB")         67108864
+format_size(67108864)       "64.0 MiB"
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,9 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes in `text`: an integer, or a number with one of B, kB, MB, GB, TB, KiB, MiB, GiB, TiB.
+    """Return the bytes that `text` names.
+
+    It is an integer, or a number with one of B, kB, MB, GB, TB, KiB, MiB, GiB, TiB.
 
     Raises:
         ValueError: the text is not a size.
@@ -31,18 +37,20 @@ def parse_size(text: str | int) -> int:
         if text < 0:
             raise ValueError(f"{text} is negative: a size is a number of bytes")
         return text
-    match = _SIZE.fullmatch(text) if len(text) <= 40 else None
-    unit = _UNITS.get(match.group(2).lower()) if match else None
-    if match is None or unit is None:
+    is_short = len(text) <= 40
+    match = _SIZE.fullmatch(text) if is_short else None
+    if match is None or match.group(2).lower() not in _UNITS:
         raise ValueError(f"{text!r} is not a size: write bytes with a unit, such as 64MiB or 1.5GB")
-    return int(float(match.group(1)) * unit)
+    return int(float(match.group(1)) * _UNITS[match.group(2).lower()])
 
 
 def format_size(num_bytes: float) -> str:
-    """A byte count in the largest binary unit that keeps it at 1 or above: `format_size(1536) == "1.5 KiB"`."""
+    """Return a byte count in the largest binary unit that keeps it at 1 or above: "1.5 KiB"."""
     value = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(value) < 1024 or unit == "TiB":
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+    if abs(value) < 1024:
+        return f"{value:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
         value /= 1024
-    raise AssertionError("unreachable")
+        if abs(value) < 1024:
+            return f"{value:.1f} {unit}"
+    return f"{value / 1024:.1f} TiB"

@@ -1,4 +1,4 @@
-"""What crosses to a worker: the resolved job, where each rank sits, and the run's directory, as one JSON object."""
+"""The specification of a run as one JSON object: job, place of each rank, batch, run directory."""
 
 from __future__ import annotations
 
@@ -19,19 +19,27 @@ _MAX_ACCUMULATION = 100_000  # micro-batches of a rank in one step
 
 
 class RankPlace(Section):
-    """One rank's seat, and its place along each axis of parallelism."""
+    """One rank's host and device, and its place along each axis of parallelism.
+
+    Attributes:
+        device: "cpu" or "cuda:<index>".
+        uuid: of its GPU: CUDA counts the GPUs of a host in the order of its ranks.
+        threads: of its CPU work.
+        cpus: that it keeps to, as Linux writes sets: "0-7,64-71"; None: not bound.
+        numa: node of its GPU, or of its CPUs.
+    """
 
     rank: int
     host: str
     local_rank: int
-    device: str  # "cpu" or "cuda:<index>"
-    uuid: str | None = None  # of its GPU: CUDA counts the GPUs of a host in the order of its ranks
+    device: str
+    uuid: str | None = None
     pp: int = 0
     dp: int = 0
     tp: int = 0
-    threads: PositiveInt = 1  # of its CPU work
-    cpus: str | None = None  # that it keeps to, as Linux writes sets: "0-7,64-71"; None: not bound
-    numa: int | None = None  # node of its GPU, or of its CPUs
+    threads: PositiveInt = 1
+    cpus: str | None = None
+    numa: int | None = None
 
     @property
     def coordinates(self) -> Coordinates:
@@ -39,7 +47,7 @@ class RankPlace(Section):
 
 
 class LaunchPlan(Section):
-    """Rank -> host and device. Ranks of a host are contiguous."""
+    """The host and device of each rank. Ranks of a host are contiguous."""
 
     ranks: list[RankPlace]
 
@@ -49,17 +57,17 @@ class LaunchPlan(Section):
 
     @property
     def hosts(self) -> list[str]:
-        """The hosts in rank order, each once."""
+        """Return the hosts in rank order, each once."""
         return list(dict.fromkeys(place.host for place in self.ranks))
 
     def ranks_on(self, host: str) -> range:
-        """The ranks of one host."""
+        """Return the ranks of one host."""
         ranks = [place.rank for place in self.ranks if place.host == host]
         return range(ranks[0], ranks[-1] + 1)
 
     @property
     def dims(self) -> ParallelDims:
-        """How many ranks there are along each axis."""
+        """Return the number of ranks along each axis."""
         places = [place.coordinates for place in self.ranks]
         return ParallelDims(
             dp=1 + max(place.dp for place in places),
@@ -68,7 +76,7 @@ class LaunchPlan(Section):
         )
 
     def shard_size(self, zero: ZeroConfig) -> int:
-        """Return how many data-parallel ranks hold one copy of the model states between them.
+        """Return the size of the shard group.
 
         Raises:
             JobError: these are the ranks of a host, and hosts have different numbers of them.
@@ -96,38 +104,50 @@ class BatchPlan(Section):
         return max(0, -(-samples // self.global_size))
 
     def __str__(self) -> str:
+        ranks = "data-parallel ranks" if self.ranks > 1 else "data-parallel rank"
         return (
-            f"global {self.global_size} = micro {self.micro} x accumulation {self.accumulation} x {self.ranks} "
-            f"data-parallel rank{'s' if self.ranks > 1 else ''}"
+            f"global {self.global_size} = micro {self.micro} x accumulation {self.accumulation} "
+            f"x {self.ranks} {ranks}"
         )
 
 
 class ResumeSpec(Section):
-    """Where a run goes on from."""
+    """The checkpoint from which a run goes on.
 
-    folder: str  # of checkpoints
-    step: int | None = None  # this one and no other; None: the newest valid one
+    Attributes:
+        folder: of checkpoints.
+        step: this one and no other; None: the newest valid one.
+    """
+
+    folder: str
+    step: int | None = None
 
 
 class RunSpec(Section):
-    """The one object that a launcher hands to a worker."""
+    """The one object that a launcher hands to a worker.
+
+    Attributes:
+        job_dir: folder of the job file: first on the workers' sys.path.
+        checkpoints: resolved folder; None in specs of earlier versions.
+        resume: None: from the beginning.
+        memory_bytes: that each rank may have where its model lives; None: it finds out.
+        telemetry: unix datagram socket of this host's agent; None: nobody listens.
+    """
 
     job: JobConfig
     plan: LaunchPlan
     batch: BatchPlan
-    job_dir: str  # folder of the job file: first on the workers' sys.path
+    job_dir: str
     run_dir: str
     run_id: str
-    checkpoints: str | None = None  # resolved folder; None in specs of earlier versions
-    resume: ResumeSpec | None = None  # None: from the beginning
-    memory_bytes: int | None = (
-        None  # that each rank may have where its model lives; None: it finds out
-    )
-    telemetry: str | None = None  # unix datagram socket of this host's agent; None: nobody listens
+    checkpoints: str | None = None
+    resume: ResumeSpec | None = None
+    memory_bytes: int | None = None
+    telemetry: str | None = None
 
     @classmethod
     def read(cls, path: Path) -> RunSpec:
-        """The spec stored at `path`."""
+        """Return the spec stored at `path`."""
         return cls.model_validate_json(path.read_bytes())
 
     @property
@@ -138,7 +158,7 @@ class RunSpec(Section):
         return checkpoint_folder(self.job, Path(self.run_dir))
 
     def to_json(self) -> dict[str, Any]:
-        """What the spec says, without defaults: which keys a job gave is known to the worker too."""
+        """Return the spec as JSON, without defaults: so a worker knows which keys were given."""
         return self.model_dump(mode="json", by_alias=True, exclude_unset=True)
 
     def write(self, path: Path) -> None:
@@ -161,14 +181,17 @@ def resolve_checkpoint_folder(chosen: str | None, run_dir: Path) -> Path:
 
 
 def resolve_bucket(zero: ZeroConfig, device: str) -> int:
-    """Bytes of the largest flat unit on `device`, "cpu" or "cuda:<index>".
+    """Return the bytes of the largest flat unit on `device`, "cpu" or "cuda:<index>".
 
-    On a CPU, small units keep the rings small and cost no bandwidth. The size does not depend on the stage, so that
-    all stages compute the gradient norm over the same parts, and agree to the bit when they clip.
+    On a CPU, small units keep the rings small and cost no bandwidth. The size does not depend on
+    the stage, so that all stages compute the gradient norm over the same parts, and agree to the
+    bit when they clip.
     """
     if zero.bucket != "auto":
         return zero.bucket
-    return (12 if device == "cpu" else 64) << 20
+    if device == "cpu":
+        return 12 << 20
+    return 64 << 20
 
 
 def resolve_batch(job: JobConfig, ranks: int) -> BatchPlan:
@@ -185,25 +208,28 @@ def resolve_batch(job: JobConfig, ranks: int) -> BatchPlan:
         )
     per_rank, rest = divmod(asked_global, ranks)
     if rest:
-        below, above = asked_global - rest, asked_global - rest + ranks
+        below = asked_global - rest
+        above = below + ranks
         nearest = f"{below} or {above}" if below else f"{above}"
         raise JobError(
-            f"batch.global: {asked_global} samples do not divide over {ranks} data-parallel ranks: write {nearest}"
+            f"batch.global: {asked_global} samples do not divide over {ranks} data-parallel ranks: "
+            f"write {nearest}"
         )
     micro = per_rank if asked_micro == "auto" else asked_micro
     accumulation, rest = divmod(per_rank, micro)
     if rest or accumulation == 0:
         nearest_micro = min(_divisors(per_rank), key=lambda divisor: abs(divisor - micro))
+        nearest_global = ranks * micro * max(1, round(per_rank / micro))
         raise JobError(
             f"batch.micro: global {asked_global} / ({ranks} ranks x micro {micro}) = "
-            f"{asked_global / ranks / micro:.3g} is not a whole number of micro-batches: write micro: {nearest_micro} "
-            f"or global: {ranks * micro * max(1, round(per_rank / micro))}"
+            f"{asked_global / ranks / micro:.3g} is not a whole number of micro-batches: write "
+            f"micro: {nearest_micro} or global: {nearest_global}"
         )
     if accumulation > _MAX_ACCUMULATION:
         raise JobError(
-            f"batch.micro: global {asked_global} / ({ranks} ranks x micro {micro}) = {accumulation} forward passes "
-            f"for one step, and a rank keeps the samples of them all: at most {_MAX_ACCUMULATION}; write a larger "
-            "micro, or a smaller global"
+            f"batch.micro: global {asked_global} / ({ranks} ranks x micro {micro}) = "
+            f"{accumulation} forward passes for one step, and a rank keeps the samples of them "
+            f"all: at most {_MAX_ACCUMULATION}; write a larger micro, or a smaller global"
         )
     return BatchPlan(global_size=asked_global, micro=micro, accumulation=accumulation, ranks=ranks)
 

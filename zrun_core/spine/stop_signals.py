@@ -1,7 +1,7 @@
-"""Signals that ask a rank to end, after the step and all ranks at the same one, or to save after it and go on.
+"""Signals that ask a rank to stop, or to save and go on: all ranks after the same step.
 
-A handler only takes a note. The trainer sends it along in the step's one small message, so that every rank learns of it
-at the same step, whichever of them the signal reached.
+A handler only takes a note. The trainer sends it along in the step's one small message, so that
+every rank learns of it at the same step, whichever of them the signal reached.
 """
 
 from __future__ import annotations
@@ -12,24 +12,20 @@ from types import FrameType
 
 from zrun_core.errors import ExitCode
 
-SAVE = (
-    signal.SIGRTMIN + 1
-)  # save at the end of this step; the one before it ends a launcher (`zrun stop --now`)
+# Save at the end of this step. The signal before it ends a launcher (`zrun stop --now`).
+SAVE = signal.SIGRTMIN + 1
 _FIRM = (signal.SIGINT, signal.SIGTERM)
-_WARNINGS = (
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGHUP,
-)  # of a scheduler, of the launcher, of a terminal
+# Of a scheduler, of the launcher, of a terminal.
+_WARNINGS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
 class StopSignals:
-    """What this process was asked by signals.
+    """The requests that this process got by signals.
 
     Attributes:
         first: the signal that came first, of those that ask for the end.
-        can_finish: whether there are steps to finish; before that, and from the second SIGINT or SIGTERM on, the
-            process ends at once.
+        can_finish: whether there are steps to finish; before that, and from the second SIGINT or
+            SIGTERM on, the process ends at once.
     """
 
     def __init__(self) -> None:
@@ -47,22 +43,21 @@ class StopSignals:
         signal.signal(SAVE, self._note_save)
 
     def ignore(self) -> None:
-        """From now on the process ends by itself, whatever comes."""
+        """Ignore all signals from now on: the process is about to end by itself."""
         for number in (*_FIRM, *_WARNINGS, SAVE):
             signal.signal(number, signal.SIG_IGN)
 
     def take_save(self) -> bool:
-        """Whether a save was asked for since the last call."""
+        """Return whether a save was asked for since the last call."""
         if not self._wants_save:
             return False
-        self._wants_save = (
-            False  # what comes between these two lines is asked for with the same save
-        )
+        # A signal between these two lines asks for the same save.
+        self._wants_save = False
         return True
 
     @property
     def exit_code(self) -> ExitCode:
-        """How to end where nothing was saved."""
+        """Return the exit code of an end without a save."""
         return ExitCode.INTERRUPTED if self.first == signal.SIGINT else ExitCode.TERMINATED
 
     def _note_save(self, number: int, _: FrameType | None) -> None:
@@ -74,6 +69,7 @@ class StopSignals:
             os.kill(os.getpid(), number)
             return
         self.first = self.first or signal.Signals(number)
-        self._num_firm += number in _FIRM
+        if number in _FIRM:
+            self._num_firm += 1
         if self._num_firm > 1 or not self.can_finish:
             os._exit(self.exit_code)

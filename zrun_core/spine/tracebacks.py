@@ -1,4 +1,7 @@
-"""Exceptions as text: `user_traceback(error)` for a person at a screen, `full_traceback(error)` for a log.
+"""Exceptions as text.
+
+    user_traceback(error)       for a person at a screen
+    full_traceback(error)       for a log
 
 What is shown are the user's own frames and, from the last of them down, those of the libraries
 that it called. Frames of zrun, of `importlib`, and those through which torch only passes a call on
@@ -83,7 +86,7 @@ def user_traceback(error: BaseException) -> str:
 
 
 def crash_stack(log: Sequence[str]) -> list[str]:
-    """Return what `faulthandler` wrote at the end of a log when native code crashed, as `user_traceback`.
+    """Return the crash of native code that `faulthandler` wrote at the end of a log, in lines.
 
     It begins with the newest call of each thread; here the user's frames come first, and then
     those of libraries down to where it happened.
@@ -96,12 +99,10 @@ def crash_stack(log: Sequence[str]) -> list[str]:
     below = dump[heads[-1] + 1 :] if heads else []
     calls = list(itertools.takewhile(lambda line: line.startswith("  "), below))
     stacks = [part for part in _parts(calls[::-1]) if isinstance(part, list)]
-    heading = "Stack of the thread that crashed (most recent call last):"
-    return [
-        printable(dump[0]),
-        heading,
-        *(line for stack in stacks for line in _chosen(stack) or _clean(stack[-1].lines)),
-    ]
+    found = [printable(dump[0]), "Stack of the thread that crashed (most recent call last):"]
+    for stack in stacks:
+        found += _chosen(stack) or _clean(stack[-1].lines)
+    return found
 
 
 def add_location(error: BaseException, where: str) -> None:
@@ -113,11 +114,12 @@ def add_location(error: BaseException, where: str) -> None:
 
 
 def split_location(text: str) -> tuple[str, str]:
-    """Return what `add_location` noted last in a traceback, and the traceback without such notes."""
+    """Return the last note of `add_location` in a traceback, and the traceback without them."""
     lines = text.splitlines()
     notes = [line.strip().removeprefix(_WHERE) for line in lines if line.strip().startswith(_WHERE)]
     kept = [line for line in lines if not line.strip().startswith(_WHERE)]
-    return (notes[-1] if notes else ""), "\n".join(kept)
+    last = notes[-1] if notes else ""
+    return last, "\n".join(kept)
 
 
 def message_of(error: BaseException) -> str:
@@ -130,7 +132,9 @@ def message_of(error: BaseException) -> str:
 
 def first_line(error: BaseException) -> str:
     """Return the first line of what `error` says, as far as a person would read it."""
-    return (printable(message_of(error)).splitlines() or [type(error).__name__])[0][:200]
+    lines = printable(message_of(error)).splitlines()
+    first = lines[0] if lines else type(error).__name__
+    return first[:200]
 
 
 def user_location(frame: FrameType | None) -> str:
@@ -171,8 +175,10 @@ def causes(error: BaseException) -> Iterator[BaseException]:
     while found is not None and id(found) not in seen:
         seen.add(id(found))
         yield found
-        hidden = found.__suppress_context__
-        found = found.__cause__ or (None if hidden else found.__context__)
+        if found.__cause__ is not None or found.__suppress_context__:
+            found = found.__cause__
+        else:
+            found = found.__context__
 
 
 def is_users(file: str) -> bool:
@@ -186,8 +192,9 @@ def is_packaged(file: str) -> bool:
 
 
 def _place(file: str, number: int) -> str:
+    place = f"{os.path.relpath(file)}:{number}"
     line = linecache.getline(file, number).strip()
-    return f"{os.path.relpath(file)}:{number}{f', {line}' if line else ''}"
+    return f"{place}, {line}" if line else place
 
 
 @dataclass
@@ -207,10 +214,13 @@ class _Frame:
 
     @property
     def whose(self) -> str:
-        """Whose code it is, in a word."""
-        if match := _PACKAGE.match(self.file):
-            return match[1]
-        return "Python" if self.file.startswith(_PYTHON) else Path(self.file).name
+        """Return the owner of the code in a word: a package, Python, or the file."""
+        package = _PACKAGE.match(self.file)
+        if package:
+            return package[1]
+        if self.file.startswith(_PYTHON):
+            return "Python"
+        return Path(self.file).name
 
 
 @dataclass
@@ -246,7 +256,7 @@ def _parts(report: Sequence[str]) -> list[list[_Frame] | _Message]:
 
 
 def _chosen(stack: list[_Frame]) -> list[str]:
-    """The lines of a stack that are shown."""
+    """Return the lines of a stack that are shown."""
     kept = [frame for frame in stack if not frame.is_passage]
     users = [number for number, frame in enumerate(kept) if is_users(frame.file)]
     below = users[-1] + 1 if users else 0
@@ -255,19 +265,21 @@ def _chosen(stack: list[_Frame]) -> list[str]:
 
 
 def _folded(frames: list[_Frame], most: int) -> list[str]:
-    """The lines of at most so many frames, and one that counts those left out of their middle."""
+    """Return the lines of at most `most` frames, and one that counts those left out."""
     if len(frames) <= most + 1:
         return [line for frame in frames for line in _clean(frame.lines)]
     left_out = frames[most // 2 : len(frames) - most // 2]
     names = list(dict.fromkeys(frame.whose for frame in left_out))
-    where = ", ".join(names[:3]) + (" and others" if len(names) > 3 else "")
+    where = ", ".join(names[:3])
+    if len(names) > 3:
+        where += " and others"
     fold = f"{left_out[0].indent}... {len(left_out)} frames in {where} ..."
     head, tail = frames[: most // 2], frames[len(frames) - most // 2 :]
     return [*_folded(head, most), fold, *_folded(tail, most)]
 
 
 def _cut(text: str, chars: int) -> str:
-    """At most so many characters, and a line that counts those left out of their middle."""
+    """Return at most so many characters, and a line that counts those left out between them."""
     more = len(text) - chars
     if more <= 0:
         return text
@@ -276,7 +288,7 @@ def _cut(text: str, chars: int) -> str:
 
 
 def _clean(lines: Sequence[str]) -> list[str]:
-    """Lines as a terminal may show them, none of them without end."""
+    """Return lines as a terminal may show them, each cut to `_LINE_CHARS`."""
     return [_short(printable(line)) for line in lines]
 
 
@@ -286,7 +298,7 @@ def _short(line: str) -> str:
 
 
 def _without_middle(lines: list[str], most: int) -> list[str]:
-    """At most so many lines, and one that counts those left out of their middle."""
+    """Return at most `most` lines, and one that counts those left out between them."""
     if len(lines) <= most + 1:
         return lines
     left_out = len(lines) - 2 * (most // 2)

@@ -440,7 +440,7 @@ class ShardedModel:
         skipped = ~(is_finite & torch.isfinite(reduced.sums.values).all()) | (divisor == 0)
         if self.settings.clip is not None:
             divisor = divisor * (norm / self.settings.clip).clamp(min=1.0)
-        has_grad_anywhere = self._has_grad_anywhere(has_grad, reduced.num_got)
+        has_grad_anywhere = self._has_grad_anywhere(has_grad, reduced.num_with_grad)
         self._update(lr, divisor.float(), skipped, has_grad_anywhere)
         self._running.end_step(skipped)
         if scaler is None:

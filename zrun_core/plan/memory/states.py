@@ -1,12 +1,12 @@
-"""Every buffer that a rank keeps from step to step, from a model on the meta device and a job, without any rank.
+"""Every buffer that a rank keeps from step to step, from a model on the meta device and a job.
 
     settings = settings_of(job, load, "cuda")
-    cut = plan_model(model, settings)
-    buffers = rank_buffers(cut, settings, ParallelDims(dp=8))
+    model = plan_model(module, settings)
+    buffers = rank_buffers(model, settings, ParallelDims(dp=8))
 
-The list is made by `StatePolicy.rank_buffers`, as the list that the runtime allocates is: what is planned is what
-is allocated. Tensor and pipeline parallelism, other tiers than the device, and partitioned checkpoints have no runtime
-yet; their buffers are the contract that it will allocate from.
+The list is made by `StatePolicy.rank_buffers`, as the list that the runtime allocates is: what is
+planned is what is allocated. Pipelines, and other tiers than the device, have no runtime yet; their
+buffers are the contract that it will allocate from.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ class PlannedUnit:
     """A unit, and which parts of the model use it.
 
     Attributes:
-        layout: whole, as one rank alone has it.
+        layout: of one rank alone, which has all of it.
         block: number of the repeated block that it lies in; -1 outside.
-        before: whether modules use it that come before the first block. Tied embeddings are used at both ends.
-        after: whether modules use it that come after the first block began, outside of blocks.
+        before: used by modules that come before the first block. Tied embeddings are used at both
+            ends.
+        after: used by modules outside of blocks that come after the first block began.
     """
 
     layout: UnitLayout
@@ -60,9 +61,10 @@ class PlannedUnit:
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """The units of a model, or of one tensor-parallel rank's part of it, before anybody divides them.
+    """The units of a model, or of one tensor-parallel rank's part of it, before they are sharded.
 
     Attributes:
+        units: in the order of the model.
         blocks: names of the repeated blocks.
         buffers: of its modules.
     """
@@ -73,6 +75,7 @@ class PlannedModel:
 
     @property
     def num_params(self) -> int:
+        """Elements of all parameters."""
         return sum(unit.layout.numel for unit in self.units)
 
     @cached_property
@@ -89,57 +92,72 @@ class PlannedModel:
         """Return the units of a pipeline stage, divided over `num_shards` ranks.
 
         Args:
-            num_parts: that they are padded to; None: as many as shards.
+            dims: of which the pipeline counts.
+            stage: number of the pipeline stage.
+            num_shards: ranks of a shard group.
+            num_parts: that units are padded to; None: as many as shards.
         """
         parts = num_parts or num_shards
         key = (dims.pp, dims.virtual, stage, num_shards, parts)
         if key not in self._stages:
-            units = self._of_stage(dims, stage)
+            units = self._units_of_stage(dims, stage)
             found = (replace(unit, num_shards=num_shards, num_parts=parts) for unit in units)
             self._stages[key] = tuple(found)
         return self._stages[key]
 
-    def _of_stage(self, dims: ParallelDims, stage: int) -> list[UnitLayout]:
+    def _units_of_stage(self, dims: ParallelDims, stage: int) -> list[UnitLayout]:
         if dims.pp == 1:
             return [unit.layout for unit in self.units]
-        ranges = stage_blocks(len(self.blocks), dims, stage)
-        here = {block for each in ranges for block in each}
-        first, last = stage == 0, stage == dims.pp - 1
+        is_first = stage == 0
+        is_last = stage == dims.pp - 1
+        here = self._blocks_of_stage(dims, stage)
+        foreign = self._prefixes_of_others(here)
         found = []
         for unit in self.units:
-            if unit.layout.keep_unsharded:
-                foreign = [
-                    f"{name}." for number, name in enumerate(self.blocks) if number not in here
-                ]
+            if unit.layout.keep_unsharded:  # one unit of small parameters from all over the model
                 found += _without(unit.layout, foreign)
-            elif unit.block in here or (
-                unit.block < 0 and ((first and unit.before) or (last and unit.after))
-            ):
+            elif unit.block in here:
                 found.append(unit.layout)
+            elif unit.block < 0:
+                is_used = (is_first and unit.before) or (is_last and unit.after)
+                if is_used:
+                    found.append(unit.layout)
         return found
 
     def module_buffers(self, dims: ParallelDims, stage: int) -> list[Buffer]:
-        """The modules' buffers on a pipeline stage: those of its blocks, and all that lie outside of blocks."""
-        here = {block for each in stage_blocks(len(self.blocks), dims, stage) for block in each}
-        foreign = tuple(f"{name}." for number, name in enumerate(self.blocks) if number not in here)
+        """Return the buffers of modules on a stage: in its blocks, and all outside of blocks."""
+        foreign = self._prefixes_of_others(self._blocks_of_stage(dims, stage))
         return [buffer for buffer in self.buffers if not buffer.name.startswith(foreign)]
 
+    def _blocks_of_stage(self, dims: ParallelDims, stage: int) -> set[int]:
+        ranges = stage_blocks(len(self.blocks), dims, stage)
+        return {block for each in ranges for block in each}
 
-def _without(unit: UnitLayout, prefixes: Sequence[str]) -> list[UnitLayout]:
-    """`unit` without the parameters whose names begin so; nothing if none is left."""
-    slots, offset = [], 0
+    def _prefixes_of_others(self, here: set[int]) -> tuple[str, ...]:
+        """Return how names in blocks of other stages begin."""
+        return tuple(f"{name}." for number, name in enumerate(self.blocks) if number not in here)
+
+
+def _without(unit: UnitLayout, prefixes: tuple[str, ...]) -> list[UnitLayout]:
+    """Return `unit` without the parameters whose names begin so; nothing if none is left."""
+    slots = []
+    offset = 0
     for slot in unit.slots:
-        if not slot.name.startswith(tuple(prefixes)):
+        if not slot.name.startswith(prefixes):
             slots.append(replace(slot, offset=offset))
             offset += slot.numel
-    return [replace(unit, slots=tuple(slots))] if slots else []
+    if not slots:
+        return []
+    return [replace(unit, slots=tuple(slots))]
 
 
 def settings_of(job: JobConfig, load: Callable[[str], Any], device: str) -> ShardingConfig:
-    """How `job` wants its model sharded and updated on devices of this type, "cpu" or "cuda".
+    """Return how `job` wants its model sharded and updated.
 
     Args:
+        job: that is planned.
         load: resolves `module:attr` of an optimizer of the user's.
+        device: type of what trains, "cpu" or "cuda".
 
     Raises:
         JobError: there is no such optimizer, or it cannot be sharded.
@@ -153,32 +171,34 @@ def plan_model(
     buffer_bytes: int | None = None,
     table: Mapping[str, TensorPart] = NO_PARTS,
 ) -> PlannedModel:
-    """Cut `model`, on any device, as the runtime does.
+    """Divide `model`, on any device, into units as the runtime does.
 
     Args:
+        model: to plan.
+        settings: how it is sharded.
         buffer_bytes: of the modules' buffers, where `model` itself has none to look at.
         table: as of `ShardedModel`.
 
     Raises:
-        JobError: the settings name modules that the model has not.
+        JobError: the settings name modules that the model lacks.
     """
-    cut = wrap_plan(model, settings, MeshInfo(), table)
+    wrapped = wrap_plan(model, settings, MeshInfo(), table)
     blocks = dict(repeated_blocks(model))
     numbers = {name: number for number, name in enumerate(blocks)}
     inside = {id(inner) for block in blocks.values() for inner in block.modules()}
     before: set[int] = set()
     after: set[int] = set()
-    met_blocks = False
-    for module, needed, _ in cut.hooked:
+    outside = before  # of the two, that of the modules outside of blocks that come now
+    for module, needed, _ in wrapped.hooked:
         if id(module) in inside:
-            met_blocks = True
+            outside = after
         else:
-            (after if met_blocks else before).update(needed)
+            outside.update(needed)
     units = tuple(
         PlannedUnit(
             unit.layout, numbers.get(unit.layout.block, -1), number in before, number in after
         )
-        for number, unit in enumerate(cut.units)
+        for number, unit in enumerate(wrapped.units)
     )
     buffers = module_buffers(model)
     if buffer_bytes is not None:
@@ -187,11 +207,16 @@ def plan_model(
 
 
 def plan_shape(shape: TransformerShape, settings: ShardingConfig, tp: int = 1) -> PlannedModel:
-    """Cut a transformer as zrun cuts the same model of `zrun_core.models`: what one of `tp` ranks has of it.
+    """Divide what one of `tp` ranks has of a transformer into units, as of `zrun_core.models`.
 
-    Column-parallel matrices and vocabularies are divided, and so are heads; what is added to the residual stream is
-    whole on every rank (Shoeybi et al. 2019, section 3). Parameters that a shape is said to have beyond those of its
-    matrices are spread over the blocks.
+    Column-parallel matrices and vocabularies are divided, and so are heads; what is added to the
+    residual stream is on every rank (Shoeybi et al. 2019, "Megatron-LM", section 3). Parameters
+    that a shape is said to have beyond those of its matrices are spread over the blocks.
+
+    Args:
+        shape: of the transformer.
+        settings: how it is sharded.
+        tp: tensor-parallel ranks.
 
     Raises:
         ValueError: the heads do not divide.
@@ -200,85 +225,98 @@ def plan_shape(shape: TransformerShape, settings: ShardingConfig, tp: int = 1) -
         raise ValueError(
             f"{shape.heads} heads and {shape.kv_heads} key heads do not divide over {tp} ranks"
         )
-    tree = _Tree(shape, tp)
-    alike = {} if tp == 1 else _alike_over_tensor(tree)
-    return plan_model(tree, settings, table=alike)
+    tree = _TransformerTree(shape, tp)
+    if tp == 1:
+        return plan_model(tree, settings)
+    return plan_model(tree, settings, table=_replicated_params(tree))
 
 
-def _alike_over_tensor(tree: nn.Module) -> dict[str, TensorPart]:
+def _replicated_params(tree: nn.Module) -> dict[str, TensorPart]:
+    """Return the parameters that every tensor-parallel rank has, by name."""
     found = {}
     for path, module in tree.named_modules():
-        for key in module.alike if isinstance(module, _Vectors) else ():
-            if (param := module._parameters.get(key)) is not None:
-                name, shape = f"{path}.{key}", tuple(param.shape)
-                found[name] = full_part(
-                    name, shape, contiguous_stride(shape), replicated_over=("tensor",)
-                )
+        if not isinstance(module, _Vectors):
+            continue
+        for key in module.replicated:
+            param = module._parameters.get(key)
+            if param is None:
+                continue
+            name = f"{path}.{key}"
+            shape = tuple(param.shape)
+            found[name] = full_part(
+                name, shape, contiguous_stride(shape), replicated_over=("tensor",)
+            )
     return found
 
 
 class _Vectors(nn.Module):
-    """Parameters of these sizes; those called `alike` are whole on every tensor-parallel rank."""
+    """Parameters of these sizes; `replicated` ones are on every tensor-parallel rank."""
 
-    def __init__(self, alike: Sequence[str] = (), **sizes: int) -> None:
+    def __init__(self, replicated: Sequence[str] = (), **sizes: int) -> None:
         super().__init__()
-        self.alike = alike
+        self.replicated = replicated
         for name, size in sizes.items():
             if size:
                 self.register_parameter(name, nn.Parameter(torch.empty(size, device="meta")))
 
 
+def _norm(shape: TransformerShape) -> _Vectors:
+    has_bias = shape.norm_params == 2
+    bias = shape.hidden if has_bias else 0
+    return _Vectors(["weight", "bias"], weight=shape.hidden, bias=bias)
+
+
 class _Attention(nn.Module):
     def __init__(self, shape: TransformerShape, tp: int) -> None:
         super().__init__()
-        width = (shape.heads // tp + 2 * max(1, shape.kv_heads // tp)) * shape.head_dim
-        self.qkv = _Vectors(weight=shape.hidden * width, bias=width * shape.qkv_bias)
-        out = shape.attention_width // tp * shape.hidden
-        self.out = _Vectors(["bias"], weight=out, bias=shape.hidden * shape.out_bias)
+        kv_heads = max(1, shape.kv_heads // tp)  # copies of them, where there are fewer than ranks
+        width = (shape.heads // tp + 2 * kv_heads) * shape.head_dim
+        qkv_bias = width if shape.qkv_bias else 0
+        out_bias = shape.hidden if shape.out_bias else 0
+        out_width = shape.attention_width // tp
+        self.qkv = _Vectors(weight=shape.hidden * width, bias=qkv_bias)
+        self.out = _Vectors(["bias"], weight=out_width * shape.hidden, bias=out_bias)
 
 
 class _FeedForward(nn.Module):
     def __init__(self, shape: TransformerShape, tp: int) -> None:
         super().__init__()
         width = -(-shape.ffn // tp)
+        up_bias = width if shape.ffn_bias else 0
+        down_bias = shape.hidden if shape.ffn_bias else 0
         names = ("gate", "up") if shape.gated else ("up",)
         for name in names:
-            self.add_module(
-                name, _Vectors(weight=shape.hidden * width, bias=width * shape.ffn_bias)
-            )
-        down = width * shape.hidden
-        self.down = _Vectors(["bias"], weight=down, bias=shape.hidden * shape.ffn_bias)
+            self.add_module(name, _Vectors(weight=shape.hidden * width, bias=up_bias))
+        self.down = _Vectors(["bias"], weight=width * shape.hidden, bias=down_bias)
 
 
 class _TransformerBlock(nn.Module):
     def __init__(self, shape: TransformerShape, tp: int, rest: int) -> None:
         super().__init__()
-        norm = {"weight": shape.hidden, "bias": shape.hidden * (shape.norm_params == 2)}
-        self.attention_norm = _Vectors([*norm], **norm)
+        self.attention_norm = _norm(shape)
         self.attention = _Attention(shape, tp)
-        self.mlp_norm = _Vectors([*norm], **norm)
+        self.mlp_norm = _norm(shape)
         self.mlp = _FeedForward(shape, tp)
         if rest:
             self.rest = _Vectors(weight=rest)
 
 
-class _Tree(nn.Module):
+class _TransformerTree(nn.Module):
     """The modules of a transformer, with its parameters and nothing to run."""
 
     def __init__(self, shape: TransformerShape, tp: int) -> None:
         super().__init__()
-        vocab, hidden = -(-shape.vocab // tp), shape.hidden
-        self.tokens = _Vectors(weight=vocab * hidden)
+        vocab_elements = -(-shape.vocab // tp) * shape.hidden
+        self.tokens = _Vectors(weight=vocab_elements)
         if shape.positions:
-            self.positions = _Vectors(["weight"], weight=shape.positions * hidden)
+            self.positions = _Vectors(["weight"], weight=shape.positions * shape.hidden)
         rest = max(0, shape.params - shape.num_params)
-        each, more = divmod(-(-rest // tp), shape.layers)
-        self.blocks = nn.ModuleList(
-            _TransformerBlock(shape, tp, each + (number < more)) for number in range(shape.layers)
-        )
-        norm = {"weight": hidden, "bias": hidden * (shape.norm_params == 2)}
-        self.norm = _Vectors([*norm], **norm)
-        self.head = _Vectors(weight=0 if shape.tied else vocab * hidden, bias=-(-shape.extra // tp))
+        each, remainder = divmod(-(-rest // tp), shape.layers)
+        rests = [each + 1] * remainder + [each] * (shape.layers - remainder)
+        self.blocks = nn.ModuleList(_TransformerBlock(shape, tp, size) for size in rests)
+        self.norm = _norm(shape)
+        head_weight = 0 if shape.tied else vocab_elements
+        self.head = _Vectors(weight=head_weight, bias=-(-shape.extra // tp))
         if shape.tied:
             self.head.weight = self.tokens.weight
 
@@ -286,34 +324,54 @@ class _Tree(nn.Module):
 def mesh_info_of_rank(
     settings: ShardingConfig, dims: ParallelDims, rank: Coordinates, device: str
 ) -> MeshInfo:
-    """A rank's place among those that share its part of the model."""
-    shard = dims.shard_size if settings.zero.divides else 1
+    """Return a rank's place among those that share its part of the model.
+
+    Args:
+        settings: how the model is sharded.
+        dims: sizes of the axes.
+        rank: its coordinates.
+        device: type of what trains, "cpu" or "cuda".
+    """
+    shard_size = dims.shard_size if settings.zero.divides else 1
+    replicate = dims.dp // shard_size
     return MeshInfo(
-        shard, rank.dp % shard, dims.dp // shard, rank.dp // shard, direct_up_to(device)
+        shard_size,
+        rank.dp % shard_size,
+        replicate,
+        rank.dp // shard_size,
+        direct_up_to(device),
     )
 
 
 def layouts_of_rank(
-    cut: PlannedModel,
+    model: PlannedModel,
     settings: ShardingConfig,
     dims: ParallelDims,
     rank: Coordinates,
     mesh_info: MeshInfo,
 ) -> tuple[UnitLayout, ...]:
-    """The units of a rank, divided as at run time."""
-    return cut.layouts(dims, rank.pp, mesh_info.shard_size, settings.zero.num_parts(mesh_info))
+    """Return the units of a rank, divided as at run time.
+
+    Args:
+        model: of one tensor-parallel rank.
+        settings: how it is sharded.
+        dims: sizes of the axes.
+        rank: its coordinates.
+        mesh_info: as `mesh_info_of_rank` returns it.
+    """
+    return model.layouts(dims, rank.pp, mesh_info.shard_size, settings.zero.num_parts(mesh_info))
 
 
 def place(units: Sequence[UnitLayout], placement: Placement) -> Mapping[str, Placement]:
-    """The home of each unit whose states leave the device, by its name: the fewest that have the wanted fraction.
+    """Return where each unit's states are that leave the device, by its name.
 
-    They are the last of the model, whose gradients come first: the device keeps those that come last, whose update
-    could not be hidden behind the rest of the backward pass.
+    These are the fewest that have the wanted fraction, taken from the end of the model, whose
+    gradients come first: the device keeps those that come last, whose update could not be hidden
+    behind the rest of the backward pass.
     """
     away: dict[str, Placement] = {}
-    if placement == replace(
-        ON_DEVICE, activation=placement.activation, fraction=placement.fraction
-    ):
+    at_home = replace(ON_DEVICE, activation=placement.activation, fraction=placement.fraction)
+    if placement == at_home:
         return away
     wanted = placement.fraction * sum(unit.numel for unit in units)
     for unit in reversed(units):
@@ -325,7 +383,7 @@ def place(units: Sequence[UnitLayout], placement: Placement) -> Mapping[str, Pla
 
 
 def rank_buffers(
-    cut: PlannedModel,
+    model: PlannedModel,
     settings: ShardingConfig,
     dims: ParallelDims,
     *,
@@ -333,18 +391,22 @@ def rank_buffers(
     placement: Placement = ON_DEVICE,
     device: str = "cuda",
 ) -> list[Buffer]:
-    """Everything that a rank keeps from step to step.
+    """Return everything that a rank keeps from step to step.
 
     Args:
-        cut: of what one tensor-parallel rank has.
-        rank: whose buffers; the first of each axis has the most, and so has the last stage of a pipeline beside it.
+        model: of one tensor-parallel rank.
+        settings: how it is sharded and updated.
+        dims: sizes of the axes.
+        rank: whose buffers. The first of each axis has the most; of a pipeline's stages, so may the
+            last one.
+        placement: where its states are.
         device: type of what trains, "cpu" or "cuda".
 
     Raises:
         ValueError: the blocks do not fill the pipeline.
     """
     mesh_info = mesh_info_of_rank(settings, dims, rank, device)
-    layouts = layouts_of_rank(cut, settings, dims, rank, mesh_info)
+    layouts = layouts_of_rank(model, settings, dims, rank, mesh_info)
     away = place(layouts, placement)
     found = settings.states.rank_buffers(
         layouts,
@@ -353,11 +415,8 @@ def rank_buffers(
         moves_pages=moves_pages(device),
         placements=away,
     )
-    return [
-        *found,
-        *cut.module_buffers(dims, rank.pp),
-        *_update_scratch(settings, layouts, away, device),
-    ]
+    scratch = _update_scratch(settings, layouts, away, device)
+    return [*found, *model.module_buffers(dims, rank.pp), *scratch]
 
 
 def _update_scratch(
@@ -366,17 +425,27 @@ def _update_scratch(
     away: Mapping[str, Placement],
     device: str,
 ) -> list[Buffer]:
-    """What the optimizer keeps from its first update on, wherever it updates."""
-    chosen = settings.optimizer
-    on_host = [
+    """Return what the optimizer keeps from its first update on, on each tier where it updates.
+
+    Args:
+        settings: with the optimizer.
+        layouts: units of the rank.
+        away: placements of those whose states leave the device, by name.
+        device: type of what trains, "cpu" or "cuda".
+    """
+    optimizer = settings.optimizer
+    if optimizer is None:
+        return []
+    is_on_host = [
         unit.name in away and away[unit.name].optimizer is not Tier.DEVICE
         for unit in layouts
         if unit.trainable
     ]
-    sizes = {
-        Tier.DEVICE: chosen.scratch_bytes(device) if chosen is not None and not all(on_host) else 0,
-        Tier.HOST: chosen.scratch_bytes("cpu") if chosen is not None and any(on_host) else 0,
-    }
+    sizes = {}
+    if not all(is_on_host):
+        sizes[Tier.DEVICE] = optimizer.scratch_bytes(device)
+    if any(is_on_host):
+        sizes[Tier.HOST] = optimizer.scratch_bytes("cpu")
     return [
         Buffer("optimizer scratch", Kind.TEMP, size, tier) for tier, size in sizes.items() if size
     ]

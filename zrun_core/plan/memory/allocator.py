@@ -1,11 +1,20 @@
-"""Simulators of CUDA's caching allocator, and of a CPU's heap: what allocations take beyond their own bytes.
+"""Simulators of CUDA's caching allocator and of a CPU's heap: what they take beyond bytes in use.
 
-CUDA's rules are those of torch's c10/cuda/CUDACachingAllocator.cpp, for one stream: sizes are rounded
-up to 512 bytes; up to 1 MiB comes from segments of 2 MiB, up to 10 MiB from segments of 20 MiB, more
-from segments of its own in steps of 2 MiB; the smallest free block that suffices is taken, and split
-where the rest is worth keeping; free neighbours join. With expandable segments
-(PYTORCH_ALLOC_CONF=expandable_segments:True, as zrun sets it) each kind of size has one segment that
-grows by pages at its end, so that hardly anything is wasted.
+CUDA's rules are those of torch's c10/cuda/CUDACachingAllocator.cpp, for one stream. Sizes are
+rounded up to 512 bytes. The smallest free block that suffices is taken, and split where the rest is
+worth keeping; free neighbours join. If none suffices, a segment is taken from the device: of 2 MiB
+for sizes up to 1 MiB, of 20 MiB for sizes below 10 MiB, else of the size in steps of 2 MiB.
+
+    allocate A, 4 MiB    |AAAA................|     a segment of 20 MiB, split: 16 MiB are free
+    allocate B, 8 MiB    |AAAABBBBBBBB........|     cut out of the free block
+    free A               |....BBBBBBBB........|     two free blocks, 4 and 8 MiB
+    allocate C, 9 MiB    |....BBBBBBBB........||CCCCCCCCC...........|
+                                                    neither holds it: 40 MiB reserved, 17 in use
+    free B               |....................||CCCCCCCCC...........|     neighbours have joined
+
+With expandable segments (PYTORCH_ALLOC_CONF=expandable_segments:True, as zrun sets it) each kind of
+size has one segment that grows by pages at its end, so that hardly anything is wasted: C would take
+the free 8 MiB at the end, and one page of 20 MiB more.
 """
 
 from __future__ import annotations
@@ -13,7 +22,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,16 +36,30 @@ _SMALL_SEGMENT = 2 * MIB
 _LARGE_SEGMENT = 20 * MIB
 _OWN_SEGMENT = 10 * MIB  # sizes from this on get a segment of their own
 _OWN_ROUND = 2 * MIB
-# Of glibc: what sizes are rounded to, what an aligned block is cut out of beyond its size, and from which size on.
-_HEAP_ROUND, _HEAP_ALIGN, _HEAP_SMALL = 16, 96, 1024
+_EXPANDABLE_BYTES = 1 << 49  # addresses of an expandable segment, enough for all memory there is
+# Of glibc
+_HEAP_ROUND = 16  # sizes are multiples of it
+_HEAP_SMALL = 1024  # from this size on tensors are aligned,
+_HEAP_ALIGN = 96  # and cut out of a block that is so much larger
 
 
 @dataclass(eq=False, slots=True)
 class MemoryBlock:
-    """A range of one segment. Neighbours are linked; `mapped` is false for addresses without memory."""
+    """A range of one segment, linked to its neighbours.
+
+    Attributes:
+        segment: number of the segment.
+        address: of its first byte, among the addresses of all segments, which lie apart.
+        size: bytes.
+        is_small: whether it belongs to the pool of sizes up to 1 MiB.
+        allocated: whether it is in use.
+        mapped: whether there is memory at its addresses.
+        previous: its neighbour before it.
+        next: its neighbour after it.
+    """
 
     segment: int
-    address: int  # within all segments: they lie apart
+    address: int
     size: int
     is_small: bool
     allocated: bool = False
@@ -63,7 +86,7 @@ class _Pool:
         del self._blocks[key]
 
     def from_size(self, size: int) -> Iterator[MemoryBlock]:
-        """Free blocks of at least `size`, the best fit first."""
+        """Yield free blocks of at least `size`, the best fit first."""
         for place in range(bisect_left(self.keys, (size, 0)), len(self.keys)):
             yield self._blocks[self.keys[place]]
 
@@ -85,21 +108,25 @@ class CachingAllocator:
         """
         Args:
             expandable: whether segments are expandable.
-            capacity: bytes of the device; before it is exceeded, segments that are free are given back. None: no limit.
+            capacity: bytes of the device; before it is exceeded, segments that are free are given
+                back. None: no limit.
         """
-        self.expandable, self.capacity = expandable, capacity
-        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
+        self.expandable = expandable
+        self.capacity = capacity
+        self.allocated = 0
+        self.reserved = 0
+        self.peak_allocated = 0
+        self.peak_reserved = 0
         self._pools = {True: _Pool(), False: _Pool()}
         self._num_segments = 0
         self._next_address = 0
-        self._tails: dict[
-            bool, MemoryBlock
-        ] = {}  # expandable: the block of addresses without memory at each segment's end
+        # Expandable: the addresses without memory at the end of each pool's segment.
+        self._tails: dict[bool, MemoryBlock] = {}
 
     # Allocating
 
     def allocate(self, num_bytes: int) -> MemoryBlock | None:
-        """A block of at least `num_bytes`; None for 0 bytes, which take none."""
+        """Return a block of at least `num_bytes`; None for 0 bytes, which take none."""
         if num_bytes <= 0:
             return None
         size = -(-num_bytes // _ROUND) * _ROUND
@@ -117,17 +144,19 @@ class CachingAllocator:
         return block
 
     def _find(self, size: int, is_small: bool) -> MemoryBlock | None:
+        """Return the free block to take; None if none is large enough."""
         fitting = self._pools[is_small].from_size(size)
         found = next(fitting, None)
         if found is None or not self.expandable:
             return found
-        for block in fitting:  # the free block that can still grow counts as large as it can become
+        for block in fitting:  # a free block that can still grow counts as large as it can become
             if _reach(block) >= _reach(found):
                 break
             found = block
         return found
 
     def _grow(self, size: int, is_small: bool) -> MemoryBlock:
+        """Return a block of memory that is taken from the device."""
         if self.expandable:
             return self._map(size, is_small)
         if is_small:
@@ -143,25 +172,21 @@ class CachingAllocator:
         return block
 
     def _map(self, size: int, is_small: bool) -> MemoryBlock:
-        """Give memory to the addresses at the end of the pool's segment, behind what is free there."""
+        """Extend the pool's segment by memory, behind what is free at its end."""
         page = _SMALL_SEGMENT if is_small else _LARGE_SEGMENT
         tail = self._tails.get(is_small)
         if tail is None:
-            self._next_address += 1 << 50  # each segment could take all memory that there is
+            self._next_address += 2 * _EXPANDABLE_BYTES
             tail = MemoryBlock(
-                self._num_segments, self._next_address, 1 << 49, is_small, mapped=False
+                self._num_segments, self._next_address, _EXPANDABLE_BYTES, is_small, mapped=False
             )
             self._num_segments += 1
             self._tails[is_small] = tail
-        before = (
-            tail.previous if tail.previous is not None and not tail.previous.allocated else None
-        )
-        missing = size - (before.size if before is not None else 0)
+        before = _free_before(tail)
+        missing = size if before is None else size - before.size
         fresh_bytes = -(-missing // page) * page
         self._reserve(fresh_bytes)
-        before = (
-            tail.previous if tail.previous is not None and not tail.previous.allocated else None
-        )
+        before = _free_before(tail)  # it may just have been given back
         if before is not None:
             self._pools[is_small].remove(before)
             before.size += fresh_bytes
@@ -185,7 +210,9 @@ class CachingAllocator:
 
     def _should_split(self, block: MemoryBlock, size: int) -> bool:
         rest = block.size - size
-        return rest >= _ROUND if block.is_small or self.expandable else rest > _SMALL
+        if block.is_small or self.expandable:
+            return rest >= _ROUND
+        return rest > _SMALL
 
     def _split(self, block: MemoryBlock, size: int) -> None:
         rest = MemoryBlock(
@@ -198,7 +225,8 @@ class CachingAllocator:
         )
         if block.next is not None:
             block.next.previous = rest
-        block.next, block.size = rest, size
+        block.next = rest
+        block.size = size
         self._pools[block.is_small].add(rest)
 
     # Freeing
@@ -218,7 +246,7 @@ class CachingAllocator:
 
     @staticmethod
     def _join(block: MemoryBlock, neighbour: MemoryBlock) -> None:
-        """`block` takes the free `neighbour` in."""
+        """Extend `block` by its free `neighbour`."""
         if neighbour is block.previous:
             block.address = neighbour.address
             block.previous = neighbour.previous
@@ -231,7 +259,7 @@ class CachingAllocator:
         block.size += neighbour.size
 
     def free_blocks(self) -> tuple[object, ...]:
-        """All that decides what will be allocated where, while the same blocks are in use."""
+        """Return all that decides what is allocated where, while the same blocks are in use."""
         return self.reserved, *(tuple(pool.keys) for pool in self._pools.values())
 
     def release_cached(self) -> None:
@@ -264,13 +292,23 @@ class CachingAllocator:
 
 
 def _reach(block: MemoryBlock) -> int:
-    """How large the block could become without moving."""
-    return block.size + (block.next.size if block.next is not None and not block.next.mapped else 0)
+    """Return how large the block could become without moving."""
+    if block.next is None or block.next.mapped:
+        return block.size
+    return block.size + block.next.size
+
+
+def _free_before(tail: MemoryBlock) -> MemoryBlock | None:
+    """Return the free block before a segment's addresses without memory."""
+    before = tail.previous
+    if before is None or before.allocated:
+        return None
+    return before
 
 
 @dataclass(frozen=True)
 class Reserved:
-    """What a training step comes to in the allocator: bytes in use and bytes taken from the device, at most."""
+    """The most bytes of a training step: in use, and taken from the device."""
 
     allocated: int
     reserved: int
@@ -289,9 +327,10 @@ def simulate(
     """Replay training steps: the buffers of the states, then the timeline of each micro-batch.
 
     Args:
-        micro: samples of a micro-batch.
+        trace: of a micro-batch.
+        micro: samples of it.
         steady: bytes of each buffer that is allocated before the first step.
-        accumulation: micro-batches per step; more than two leave no more trace than two.
+        accumulation: micro-batches per step; more than two change no more than two.
         late: bytes of each buffer that the first update allocates, such as an optimizer's moments.
         expandable: whether segments are expandable.
         capacity: bytes of the device; None: no limit.
@@ -300,37 +339,48 @@ def simulate(
     for num_bytes in steady:
         allocator.allocate(num_bytes)
     passes = _passes(trace, micro)
-    settled: set[object] = (
-        set()
-    )  # passes that leave the free blocks as they found them: repeated, they do the same
+    differ = len(passes.adding) > len(passes.first)
+    # Passes that leave the free blocks as they found them: repeated, they do the same.
+    settled: set[object] = set()
     for step in range(2):
         for number in range(min(accumulation, 2)):
-            adds = bool(number) and len(passes[True]) > len(passes[False])
+            adds = number > 0 and differ
             before = adds, allocator.free_blocks()
             if before in settled:
                 continue
-            _replay(allocator, passes[adds])
+            _replay(allocator, passes.adding if adds else passes.first)
             if (adds, allocator.free_blocks()) == before:
                 settled.add(before)
-        if not step:
+        if step == 0:
             for num_bytes in late:
                 allocator.allocate(num_bytes)
     return Reserved(allocator.peak_allocated, allocator.peak_reserved)
 
 
-def _passes(trace: Trace, micro: int) -> list[list[tuple[int, int, int]]]:
-    """What comes and goes in the first micro-batch of a step, and in those that add to it: see `_replay`."""
+class _Passes(NamedTuple):
+    """Events of a micro-batch as (tensor, bytes, whether it comes), in order.
+
+    Attributes:
+        first: in the first micro-batch of a step.
+        adding: in those that add their gradients to it.
+    """
+
+    first: list[tuple[int, int, bool]]
+    adding: list[tuple[int, int, bool]]
+
+
+def _passes(trace: Trace, micro: int) -> _Passes:
     events = trace.of(micro).events
     sizes = np.rint(values_at(events["size"], micro)).astype(np.int64)
     columns = [column.tolist() for column in (events["tensor"], sizes, events["alloc"])]
     adding = [*zip(*columns, strict=True)]
     is_first = (~events["accumulates"]).tolist()
     first = [event for event, happens in zip(adding, is_first, strict=True) if happens]
-    return [first, adding]
+    return _Passes(first, adding)
 
 
-def _replay(allocator: CachingAllocator | Heap, events: Sequence[tuple[int, int, int]]) -> None:
-    """One micro-batch: (tensor, bytes, whether it comes) in order. What is still there at the end goes then."""
+def _replay(allocator: CachingAllocator | Heap, events: Sequence[tuple[int, int, bool]]) -> None:
+    """Run one micro-batch. What is still there at the end goes then."""
     blocks: dict[int, Any] = {}
     for tensor, num_bytes, comes in events:
         if comes:
@@ -342,10 +392,15 @@ def _replay(allocator: CachingAllocator | Heap, events: Sequence[tuple[int, int,
 
 
 class Heap:
-    """The heap of glibc, from which tensors come on a CPU, in numbers only. It never shrinks in a worker.
+    """The heap of glibc, from which tensors come on a CPU, in numbers only.
 
-    The smallest hole that suffices is taken and cut, neighbours join, and what fits nowhere grows the heap at its end.
-    An aligned block is cut out of one that is larger, so that a tensor does not fit where one of its size has been.
+    It never shrinks in a worker. The smallest hole that suffices is taken and cut, neighbours join,
+    and what fits nowhere grows the heap at its end. An aligned block is cut out of one that is 96
+    bytes larger, so that a tensor does not fit where one of its size has been:
+
+        allocate A, B of 4096    |A 4096|B 4096|96|
+        free A                   | 4096 |B 4096|96|
+        allocate C of 4096       | 4096 |B 4096|C 4096|96|    needs 4192: grows at the end
 
     Attributes:
         num_bytes: from its beginning to the end of the last block that it ever had.
@@ -358,11 +413,13 @@ class Heap:
         self._start_of: dict[int, int] = {}  # of holes, by their end
 
     def allocate(self, num_bytes: int) -> tuple[int, int] | None:
-        """Address and size of a block; None for 0 bytes."""
+        """Return address and size of a block; None for 0 bytes."""
         if num_bytes <= 0:
             return None
         size = -(-num_bytes // _HEAP_ROUND) * _HEAP_ROUND
-        needed = size + (_HEAP_ALIGN if size >= _HEAP_SMALL else 0)
+        needed = size
+        if size >= _HEAP_SMALL:
+            needed += _HEAP_ALIGN
         place = bisect_left(self._holes, (needed, 0))
         if place < len(self._holes):
             hole, address = self._holes[place]
@@ -383,12 +440,15 @@ class Heap:
         if block is None:
             return
         address, size = block
-        if (after := self._size_at.get(address + size)) is not None:
+        after = self._size_at.get(address + size)
+        if after is not None:
             self._take(address + size)
             size += after
-        if (before := self._start_of.get(address)) is not None:
+        before = self._start_of.get(address)
+        if before is not None:
             self._take(before)
-            address, size = before, size + address - before
+            size += address - before
+            address = before
         self._add(address, size)
 
     def _add(self, address: int, size: int) -> None:
@@ -398,37 +458,42 @@ class Heap:
 
     def _take(self, address: int) -> None:
         size = self._size_at.pop(address)
-        del self._start_of[address + size], self._holes[bisect_left(self._holes, (size, address))]
+        del self._start_of[address + size]
+        del self._holes[bisect_left(self._holes, (size, address))]
 
 
 def heap_bytes(
     trace: Trace, micro: int, built: Sequence[int], late: Sequence[int], accumulation: int = 1
 ) -> int:
-    """The size to which a CPU's heap grows in two steps.
+    """Return the size to which a CPU's heap grows in two steps.
 
     Args:
-        micro: samples of a micro-batch.
-        built: bytes of what is there and gone before the first step: the model as its factory makes it.
+        trace: of a micro-batch.
+        micro: samples of it.
+        built: bytes of what is there and gone before the first step: the model as its factory
+            makes it.
         late: bytes of what the first update makes, such as an optimizer's moments.
         accumulation: micro-batches per step.
     """
-    heap, passes = Heap(), _passes(trace, micro)
+    heap = Heap()
+    passes = _passes(trace, micro)
     for block in [heap.allocate(num_bytes) for num_bytes in built]:
         heap.free(block)
     for sizes in (late, ()):
         for number in range(min(accumulation, 2)):
-            _replay(heap, passes[bool(number)])
+            _replay(heap, passes.adding if number else passes.first)
         for num_bytes in sizes:
             heap.allocate(num_bytes)
     return heap.num_bytes
 
 
 def pinned_bytes(num_bytes: int, round_threshold: int | None = None) -> int:
-    """What a pinned host buffer takes: torch rounds it up to a power of two.
+    """Return what a pinned host buffer takes: torch rounds it up to a power of two.
 
     Args:
-        round_threshold: bytes above which it rounds no more (`pinned_max_round_threshold_mb` of PYTORCH_ALLOC_CONF);
-            None: it always does.
+        num_bytes: of the buffer.
+        round_threshold: bytes above which it rounds no more (`pinned_max_round_threshold_mb` of
+            PYTORCH_ALLOC_CONF); None: it always does.
     """
     if num_bytes <= 0:
         return 0

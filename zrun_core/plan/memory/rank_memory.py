@@ -1,4 +1,4 @@
-"""What one rank's micro-batch takes beyond the states: of a traced model event by event, of a shape by formula."""
+"""Bytes of a micro-batch beyond the states: of a traced model by events, else by formula."""
 
 from __future__ import annotations
 
@@ -18,17 +18,22 @@ from zrun_core.plan.trace.rows import TracePhase
 from zrun_core.spine.parallel_dims import ParallelDims
 
 ALIGN = 512  # bytes to which CUDA's allocator rounds
-# Of a CPU's heap beyond its simulation, in which no small thing that lasts lies between tensors; measured.
+# Of a CPU's heap beyond its simulation, in which no small thing that lasts lies between tensors;
+# measured.
 _HEAP_SLACK = 0.1
-# The code for one shape of a product, and how many of them workers keep (ONEDNN_PRIMITIVE_CACHE_CAPACITY); measured.
-_KERNEL_BYTES, _MOST_KERNELS = 800 << 10, 256
-# Modules of torch that a CPU rank imports by building on meta, as all do but the first one of a host; measured.
+# The code for one shape of a product, measured; and how many of them workers keep
+# (ONEDNN_PRIMITIVE_CACHE_CAPACITY).
+_KERNEL_BYTES = 800 << 10
+_MAX_KERNELS = 256
+# Modules of torch that a CPU rank imports by building on meta, as all do but the first one of a
+# host; measured.
 BUILDS_ON_META = 80 << 20
 _FORMULA_SLACK = 0.03  # reserved beyond allocated, where no timeline tells
 
 
 @lru_cache(maxsize=1024)
 def _held(stage: int, stages: int, virtual: int, micro_batches: int) -> float:
+    """Return the micro-batches whose activations a stage holds at most."""
     return max_in_flight(stage_order(stage, stages, virtual, micro_batches)) / virtual
 
 
@@ -37,8 +42,11 @@ class PipelineStage:
     """A pipeline stage as its activations see it.
 
     Attributes:
-        blocks: how many of the model's.
+        index: its number.
+        blocks: how many of the model's it has.
         held: micro-batches whose activations it holds at most, in units of all its blocks.
+        first: whether it is the first stage.
+        last: whether it is the last one.
     """
 
     index: int
@@ -51,7 +59,14 @@ class PipelineStage:
     def of(
         cls, dims: ParallelDims, index: int, num_blocks: int, accumulation: int
     ) -> PipelineStage:
-        """Return stage `index` of 1F1B, or of its interleaved form."""
+        """Return a stage of 1F1B, or of its interleaved form.
+
+        Args:
+            dims: of which the pipeline counts.
+            index: number of the stage.
+            num_blocks: of the model.
+            accumulation: micro-batches per step.
+        """
         if dims.pp == 1:
             return cls(0, num_blocks, 1.0, True, True)
         blocks = sum(map(len, stage_blocks(num_blocks, dims, index)))
@@ -60,7 +75,11 @@ class PipelineStage:
         return cls(index, blocks, held, index == 0, index == dims.pp - 1)
 
     def range(self, num_blocks: int) -> range | None:
-        """As many neighbouring blocks of the model, with its ends where the stage has them; None: all."""
+        """Return neighbouring blocks of the model that stand for the stage's; None: all.
+
+        With the model's ends where the stage has them: a stage that is neither the first nor the
+        last one does not begin with block 0.
+        """
         if self.first and self.last:
             return None
         if self.last:
@@ -70,7 +89,7 @@ class PipelineStage:
 
 
 def adds_gradients(candidate: Candidate) -> bool:
-    """Whether gradients of a micro-batch are added to earlier ones before they are reduced."""
+    """Return whether gradients of micro-batches are added up before they are reduced."""
     reduces_each = candidate.stage >= 2 and candidate.dims.shard_size > 1
     return candidate.accumulation > 1 and not reduces_each
 
@@ -83,7 +102,14 @@ def traced(
     *,
     cuda: bool,
 ) -> Peak:
-    """The peak of a stage of a traced model.
+    """Return the peak of a stage of a traced model.
+
+    Args:
+        profile: of the model.
+        candidate: how it is trained.
+        stage: of the pipeline.
+        steady: bytes that are in use anyway, by phase.
+        cuda: whether the device is a GPU.
 
     Raises:
         KeyError: it was not traced with this kind of checkpointing.
@@ -100,7 +126,7 @@ def traced(
 
 
 def reserved_beyond(profile: Profile, candidate: Candidate) -> int:
-    """Bytes that the caching allocator takes from the device for a micro-batch beyond those in use at the peak."""
+    """Return what the caching allocator takes from the device beyond the peak's bytes in use."""
     found = simulate(
         profile.traces[candidate.checkpoint],
         candidate.micro,
@@ -112,9 +138,12 @@ def reserved_beyond(profile: Profile, candidate: Candidate) -> int:
 
 
 def heap_beyond(profile: Profile, candidate: Candidate, peak: Peak, late: Sequence[int]) -> int:
-    """Bytes of a CPU's heap beyond those in use at `peak`: what of it is holes.
+    """Return the bytes of a CPU's heap beyond those in use at `peak`: what of it is holes.
 
     Args:
+        profile: of the model.
+        candidate: how it is trained.
+        peak: of its micro-batches.
         late: bytes of what the first update makes.
     """
     built = [4 * param.numel for param in profile.params]
@@ -125,16 +154,16 @@ def heap_beyond(profile: Profile, candidate: Candidate, peak: Peak, late: Sequen
 
 
 def kernel_bytes(profile: Profile, candidate: Candidate) -> int:
-    """Bytes of the code that oneDNN makes for a CPU, for each shape of a product in half precision."""
+    """Return the bytes of code that oneDNN makes for shapes of products in half precision."""
     if profile.follows_values and candidate.precision != "fp32":
-        return _MOST_KERNELS * _KERNEL_BYTES
+        return _MAX_KERNELS * _KERNEL_BYTES
     trace = profile.traces[candidate.checkpoint].of(candidate.micro)
     kernels = {
         (operator.name, operator.shape)
         for operator in trace.operators
         if operator.family == "gemm" and operator.dtype in ("bfloat16", "float16")
     }
-    return min(len(kernels), _MOST_KERNELS) * _KERNEL_BYTES
+    return min(len(kernels), _MAX_KERNELS) * _KERNEL_BYTES
 
 
 def by_formula(
@@ -144,12 +173,21 @@ def by_formula(
     steady: Mapping[TracePhase, int],
     every: int,
 ) -> Peak:
-    """The peak of a stage of a transformer of this shape.
+    """Return the peak of a stage of a transformer of this shape.
 
-    At the end of forward there are the kept activations of all blocks, and the logits; in backward there are, beside
-    those, what one block is recomputed to, the gradients of its largest activations, and of its largest matrix.
+    At the end of forward there are the kept activations of all blocks, and the logits; in backward
+    there are, with those, what one block is recomputed to, the gradients of its largest
+    activations, and that of its largest matrix.
+
+    Args:
+        shape: of the transformer.
+        candidate: how it is trained.
+        stage: of the pipeline.
+        steady: bytes that are in use anyway, by phase.
+        every: blocks of which one is recomputed, with "every_n".
     """
-    tp, element = candidate.dims.tp, BYTES[candidate.precision]
+    tp = candidate.dims.tp
+    element = BYTES[candidate.precision]
     tokens = candidate.micro * shape.seq
     policy = candidate.checkpoint
 
@@ -164,18 +202,20 @@ def by_formula(
         )
 
     kept = stage.held * stage.blocks * of_block(policy)
-    again = (
-        max(0.0, of_block("none") - of_block("full" if policy == "every_n" else policy))
-        if policy != "none"
-        else 0.0
-    )
+    again = 0.0
+    if policy != "none":
+        of_recomputed = "full" if policy == "every_n" else policy
+        again = max(0.0, of_block("none") - of_block(of_recomputed))
     widest = max(shape.hidden, shape.qkv_width / tp, (shape.num_ffn_matrices - 1) * shape.ffn / tp)
     grads = 2 * element * tokens * widest
     matrix = element * shape.hidden * max(shape.qkv_width, shape.ffn) / tp
-    logits = shape.logit_bytes(candidate.micro, tp=tp, element=element) if stage.last else 0.0
-    loss = kept + logits + element * tokens * shape.hidden
-    back = kept + again + grads + matrix
-    sizes = {TracePhase.LOSS: loss if stage.last else kept, TracePhase.BACKWARD: back}
+    logits = 0.0
+    end_of_forward = kept
+    if stage.last:
+        logits = shape.logit_bytes(candidate.micro, tp=tp, element=element)
+        end_of_forward = kept + logits + element * tokens * shape.hidden
+    backward = kept + again + grads + matrix
+    sizes = {TracePhase.LOSS: end_of_forward, TracePhase.BACKWARD: backward}
     live = {
         TracePhase.LOSS: {"activations of blocks": kept, "logits": logits},
         TracePhase.BACKWARD: {
@@ -198,5 +238,5 @@ def by_formula(
 
 
 def formula_slack(dynamic: int) -> int:
-    """What the allocator is taken to reserve beyond `dynamic` bytes of activations and temporaries."""
+    """Return what the allocator reserves beyond `dynamic` bytes of activations and temporaries."""
     return round(_FORMULA_SLACK * dynamic)

@@ -25,7 +25,17 @@ _MAX_ROWS = 6000  # between the common beginning and end: matching what lies the
 
 
 def line_through(low: int, at_low: float, high: int, at_high: float) -> tuple[float, float]:
-    """Return the line through two points as (at 0, per unit); `high` differs from `low`."""
+    """Return the line through two points.
+
+    Args:
+        low: one place.
+        at_low: value there.
+        high: another place.
+        at_high: value there.
+
+    Returns:
+        The value at 0, and the slope.
+    """
     per_sample = (at_high - at_low) / (high - low)
     return at_low - per_sample * low, per_sample
 
@@ -59,6 +69,13 @@ def fit_loops(rows: Rows, low: int, more: Rows, high: int, vocabulary: Vocabular
     """Do as `fit`, where `more` repeats what `rows` has; None if they have too little in common.
 
     The result is a guess about what a repetition is: compare it with a third micro-batch.
+
+    Args:
+        rows: of a pass of `low` samples.
+        low: the smaller micro-batch.
+        more: of a pass of `high` samples.
+        high: the larger micro-batch.
+        vocabulary: of both.
     """
     _, numbers = distinct(np.concatenate([_deeds(rows, vocabulary), _deeds(more, vocabulary)]))
     one = numbers[: len(rows)].tolist()
@@ -106,7 +123,7 @@ def _with_lines(rows: Rows, low: int, more: Rows, high: int) -> Rows:
 
 
 def _moved_up(same: Sequence[tuple[int, int]], does: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the same pairs, with repetitions that the smaller pass lacks at their loop's beginning.
+    """Return the same pairs, with repetitions that the smaller pass lacks moved to its start.
 
     So all that a loop collects is there when the scratch of its last repetition comes: in
     "a b a b a b" against "a b", the pair of "a b" moves from the first to the last one.
@@ -118,7 +135,8 @@ def _moved_up(same: Sequence[tuple[int, int]], does: Sequence[int]) -> list[tupl
     for start, stop in zip(starts, stops, strict=True):
         while start - 1 in small_of and does[start - 1] == does[stop - 1]:
             small_of[stop - 1] = small_of.pop(start - 1)
-            start, stop = start - 1, stop - 1
+            start -= 1
+            stop -= 1
     return sorted((small, large) for large, small in small_of.items())
 
 

@@ -1,8 +1,9 @@
-"""What a CPU kernel allocates while it runs, found out by running it: fake tensors cannot tell.
+"""Allocations inside of CPU kernels, found out by running them: fake tensors cannot tell.
 
-Convolutions change the layout of their operands, and how depends on sizes, formats and the processor; so do matrix
-products of 16 bits, in blocks of less than a megabyte for each thread. Recurrent layers keep a workspace for backward.
-Each distinct call runs once, on zeros, under torch's profiler, with as many threads as torch has in this process.
+Convolutions change the layout of their operands, and how depends on sizes, formats and the
+processor; so do matrix products of 16 bits, in blocks of less than a megabyte for each thread.
+Recurrent layers keep a workspace for backward. Each distinct call runs once, on zeros, under
+torch's profiler, with as many threads as torch has in this process.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
 _ATEN = torch.ops.aten
-_RNN, _RNN_BACKWARD = _ATEN.mkldnn_rnn_layer.default, _ATEN.mkldnn_rnn_layer_backward.default
+_RNN = _ATEN.mkldnn_rnn_layer.default
+_RNN_BACKWARD = _ATEN.mkldnn_rnn_layer_backward.default
 _ALWAYS = {
     _ATEN.convolution.default,
     _ATEN.convolution_backward.default,
@@ -30,8 +32,8 @@ _PRODUCTS = {
     _ATEN.bmm.default,
     _ATEN.baddbmm.default,
 }
-_MOST_FLOPS = 2e10  # half a second
-_MOST_OF_PRODUCT = 2e9
+_MAX_FLOPS = 2e10  # half a second
+_MAX_FLOPS_OF_PRODUCT = 2e9
 _found: dict[Any, tuple[int, ...]] = {}
 _workspaces: dict[Any, int] = {}  # bytes
 
@@ -44,24 +46,26 @@ def allocations(
     *,
     products: bool = False,
 ) -> tuple[int, ...]:
-    """Bytes that come (positive) and go (negative) while an operator runs, its outputs among them, in order.
+    """Return the bytes that come (positive) and go (negative) while an operator runs, in order.
 
-    Empty where nothing but the outputs is known: for operators that need no probe, and those that would take long.
+    Its outputs are among them. Empty where nothing but the outputs is known: for operators that
+    need no probe, and those that would take long.
 
     Args:
+        func: the overload.
+        args: it was given.
+        kwargs: it was given.
+        out: what it returned.
         products: whether matrix products are probed too.
     """
     is_product = products and func in _PRODUCTS and out.dtype in (torch.bfloat16, torch.float16)
     if func not in _ALWAYS and not is_product:
         return ()
-    most = _MOST_OF_PRODUCT if is_product else _MOST_FLOPS
+    most = _MAX_FLOPS_OF_PRODUCT if is_product else _MAX_FLOPS
     if _flops(func, args, kwargs, out) > most:
         return ()
-    key = (
-        func,
-        *(_key(arg) for arg in args),
-        *((name, _key(value)) for name, value in sorted(kwargs.items())),
-    )
+    named = ((name, _key(value)) for name, value in sorted(kwargs.items()))
+    key = (func, *(_key(arg) for arg in args), *named)
     found = _found.get(key)
     if found is None:
         found = _found[key] = _run(func, args, kwargs)
@@ -69,8 +73,14 @@ def allocations(
 
 
 def completed(func: Any, args: Sequence[Any], out: Any) -> Any:
-    """What an operator gives, with the workspace that a fake recurrent layer takes to be empty."""
-    if func is not _RNN or out[-1].numel() or _flops(func, args, {}, out) > _MOST_FLOPS:
+    """Return `out` of an operator, with the workspace that a fake recurrent layer leaves empty.
+
+    Args:
+        func: the overload.
+        args: it was given.
+        out: what it returned.
+    """
+    if func is not _RNN or out[-1].numel() or _flops(func, args, {}, out) > _MAX_FLOPS:
         return out
     key = (func, *(_key(arg) for arg in args))
     if key not in _workspaces:
@@ -81,13 +91,12 @@ def completed(func: Any, args: Sequence[Any], out: Any) -> Any:
 
 
 def _flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> float:
-    if func in (
-        _RNN,
-        _RNN_BACKWARD,
-    ):  # each position passes two matrices, and backward needs twice that
+    if func in (_RNN, _RNN_BACKWARD):  # each position passes two matrices, twice in backward
         positions = args[0].numel() // args[0].shape[-1]
-        once = 2.0 * positions * (args[1].numel() + args[2].numel())
-        return float(once if func is _RNN else 2 * once)
+        flops = 2.0 * positions * (args[1].numel() + args[2].numel())
+        if func is _RNN_BACKWARD:
+            flops *= 2
+        return float(flops)
     return float(flop_registry[func._overloadpacket](*args, **kwargs, out_val=out))
 
 
@@ -119,7 +128,7 @@ def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, .
 
 @contextmanager
 def _as_in_training() -> Iterator[None]:
-    """Below autograd, with gradients enabled: without them a recurrent layer keeps nothing."""
+    """Run inside below autograd, with gradients enabled: else a recurrent layer keeps nothing."""
     with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
         yield
 
@@ -132,7 +141,7 @@ def _zeros(value: Any) -> Any:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """The profiler says that it begins and ends."""
+    """Keep from the screen that the profiler begins and ends."""
     kept = os.dup(2)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     try:

@@ -1,12 +1,21 @@
-"""Trace a deep model with few of its repeated blocks, and write the others out: `find_series`, `shortened`, `expand`.
+"""Trace a deep model with few of its repeated blocks, and write the others out.
 
     blocks of a list of 32        0 1 2   31          those that run: three units and the end
     forward    ...|0|1|2|31|...   ->   ...|0|1|2|2'|2''|...|31|...
     backward   ...|31|2|1|0|...   ->   ...|31|...|2''|2'|2|1|0|...
 
-A unit is one block, or as many as it takes until they repeat (every second one checkpointed). Unit 1 and unit 2 must do
-the same things in the same order; what is freed in unit 2 but came from unit 1 tells what each copy frees of the one
-before it. Whoever expands compares the result with a trace of one unit more.
+A unit is one block, or as many as it takes until they repeat (every second one checkpointed). Unit
+1 and unit 2 must do the same things in the same order; what is freed in unit 2 but came from unit 1
+tells what each copy frees of the one before it. With two tensors in a block, x that it keeps for
+its backward, and y that it hands on and the next block frees, two copies are (+ comes, - goes)
+
+    ran       forward   +x1 +y1 -y0 | +x2 +y2 -y1 |                           | +x9 +y9 -y2
+    written   forward   +x1 +y1 -y0 | +x2 +y2 -y1 | +x3 +y3 -y2 | +x4 +y4 -y3 | +x9 +y9 -y4
+              backward  -x9 | -x4 | -x3 | -x2 | -x1
+
+where x3, y3, x4 and y4 are new numbers: tensor i of unit 2 is first + (n - 1) * 2 + i in copy n.
+The last block freed y2, which unit 2 handed on: now it frees that of the last copy. The tracer
+compares the result of one copy with a pass that ran one unit more.
 """
 
 from __future__ import annotations
@@ -42,7 +51,7 @@ class BlockSeries:
     """The repeated blocks of one list, of which only some need to run.
 
     Attributes:
-        container: the list.
+        container: the list of modules.
         names: of its blocks.
         first: number of its first block among all blocks of the model.
         period: blocks of a unit.
@@ -55,28 +64,30 @@ class BlockSeries:
 
     @property
     def tail(self) -> int:
-        """Blocks at the end that always run."""
-        rest = len(self.names) % self.period
-        return self.period + rest
+        """Number of blocks at the end that always run."""
+        remainder = len(self.names) % self.period
+        return self.period + remainder
 
     @property
     def num_units(self) -> int:
-        """Units before the tail."""
+        """Number of units before the tail."""
         return (len(self.names) - self.tail) // self.period
 
     def kept(self, units: int) -> list[int]:
-        """Places in the list of the blocks that run when `units` units do."""
+        """Return the places in the list of the blocks that run when `units` units do."""
         return [*range(units * self.period), *range(len(self.names) - self.tail, len(self.names))]
 
 
 def find_series(
     blocks: Sequence[tuple[str, nn.Module]], model: nn.Module, multiple: int
 ) -> list[BlockSeries]:
-    """The lists of blocks that are longer than what has to run, with alike blocks.
+    """Return the lists of alike blocks that are longer than what has to run.
 
     Args:
         blocks: all repeated blocks of `model`, in order.
-        multiple: every how many blocks something is different although they look alike (checkpointing).
+        model: that has them.
+        multiple: every how many blocks something differs although they look alike, as with
+            checkpointing of every second one.
     """
     numbers = {id(block): number for number, (_, block) in enumerate(blocks)}
     names = {id(block): name for name, block in blocks}
@@ -85,11 +96,9 @@ def find_series(
         if not isinstance(container, nn.ModuleList | nn.Sequential):
             continue
         members = list(container._modules.values())
-        own = [numbers[id(member)] for member in members if id(member) in numbers]
-        if len(own) != len(members) or len(set(own)) != len(own) or not own:
-            continue
-        if own != list(range(own[0], own[0] + len(own))):
-            continue
+        own = [numbers.get(id(member), -1) for member in members]
+        if not own or own[0] < 0 or own != list(range(own[0], own[0] + len(own))):
+            continue  # it has others than blocks, or blocks in another order
         period = _period([member for member in members if member is not None], multiple)
         if period is None:
             continue
@@ -102,7 +111,7 @@ def find_series(
 
 
 def _period(members: Sequence[nn.Module], multiple: int) -> int | None:
-    """After how many blocks they repeat, a multiple of `multiple`; None: they do not."""
+    """Return after how many blocks they repeat, a multiple of `multiple`; None: they do not."""
     traits = _traits(members)
     for period in range(multiple, _MAX_PERIOD + 1, multiple):
         if all(traits[place] == traits[place + period] for place in range(len(traits) - period)):
@@ -111,39 +120,46 @@ def _period(members: Sequence[nn.Module], multiple: int) -> int | None:
 
 
 def _traits(members: Sequence[nn.Module]) -> list[Any]:
-    """What of each block may decide what it does: classes, shapes, numbers; not what merely counts the blocks."""
-    columns: list[dict[str, Any]] = []
-    for member in members:
-        column: dict[str, Any] = {}
-        for name, module in member.named_modules():
-            column[f"{name} class"] = type(module)
-            column[f"{name} training"] = module.training
-            for key, param in module._parameters.items():
-                column[f"{name}.{key}"] = (
-                    None if param is None else (tuple(param.shape), param.requires_grad)
-                )
-            for key, buffer in module._buffers.items():
-                column[f"{name}.{key}"] = (
-                    None if buffer is None else (tuple(buffer.shape), buffer.dtype)
-                )
-            for key, value in vars(module).items():
-                if isinstance(value, bool | int | float | str) and not key.startswith("_"):
-                    column[f"{name}.{key}"] = bool(value) if isinstance(value, float) else value
-        columns.append(column)
-    counters = {
-        key
-        for key, value in columns[0].items()
-        if type(value) is int
-        and [column.get(key) for column in columns] == [value + n for n in range(len(columns))]
-    }
-    return [
-        {key: value for key, value in column.items() if key not in counters} for column in columns
-    ]
+    """Return of each block what may decide what it does: classes, shapes, numbers.
+
+    A number that merely counts the blocks, such as `layer_idx`, is left out.
+    """
+    traits = [_traits_of(member) for member in members]
+
+    def counts(key: str, first: Any) -> bool:
+        if type(first) is not int:
+            return False
+        return [each.get(key) for each in traits] == [first + n for n in range(len(traits))]
+
+    counters = {key for key, first in traits[0].items() if counts(key, first)}
+    return [{key: value for key, value in each.items() if key not in counters} for each in traits]
+
+
+def _traits_of(member: nn.Module) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, module in member.named_modules():
+        found[f"{name} class"] = type(module)
+        found[f"{name} training"] = module.training
+        for key, param in module._parameters.items():
+            found[f"{name}.{key}"] = None
+            if param is not None:
+                found[f"{name}.{key}"] = (tuple(param.shape), param.requires_grad)
+        for key, buffer in module._buffers.items():
+            found[f"{name}.{key}"] = None
+            if buffer is not None:
+                found[f"{name}.{key}"] = (tuple(buffer.shape), buffer.dtype)
+        for key, value in vars(module).items():
+            if key.startswith("_") or not isinstance(value, bool | int | float | str):
+                continue
+            if isinstance(value, float):  # only whether there is any, as of dropout
+                value = bool(value)
+            found[f"{name}.{key}"] = value
+    return found
 
 
 @contextmanager
 def shortened(series: Sequence[BlockSeries], units: int) -> Iterator[None]:
-    """Inside, each list holds `units` units and its tail, renumbered."""
+    """Let each list hold `units` units and its tail, renumbered, inside."""
     with ExitStack() as stack:
         for each in series:
             members = dict(each.container._modules)
@@ -341,7 +357,7 @@ class _Expansion:
                 tensors[offset] = self._rows["tensor"][came + self._num_forward]
                 steps[offset] = -1
             elif self._f3 <= came < self._b2 <= start:
-                # Of the unit after, whose backward was before this one's. Unit 1 frees it of unit 2.
+                # Of the unit after, whose backward ran before. Unit 1 frees that of unit 2.
                 of_unit_2 = int(self._rows["tensor"][start + offset + self._num_backward])
                 if not self._is_backward(int(self._came[of_unit_2])):
                     raise BlocksDifferError

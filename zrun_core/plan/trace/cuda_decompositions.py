@@ -1,9 +1,10 @@
-"""Make a trace on fake CPU tensors follow what CUDA's kernels keep: autocast's lists, fused dropout, norms, attention.
+"""Make a trace on fake CPU tensors follow what CUDA's kernels keep for backward.
 
-Fake tensors on `cuda` need a torch that is built for it. Instead, operators that are composed of others before autograd
-sees them get the composition of the other device, in this process only. That is where the two differ in what backward
-keeps: CUDA draws dropout into a mask of one byte per element, has a fused RMSNorm, attends by flash or memory-efficient
-kernels also under dropout or a mask, and its autocast computes norms, softmax and losses in fp32.
+Fake tensors on `cuda` need a torch that is built for it. Instead, operators that are composed of
+others before autograd sees them get the composition of the other device, in this process only. That
+is where the two differ in what backward keeps: CUDA draws dropout into a mask of one byte per
+element, has a fused RMSNorm, attends by flash or memory-efficient kernels also under dropout or a
+mask, and its autocast computes norms, softmax and losses in fp32.
 """
 
 from __future__ import annotations
@@ -17,80 +18,67 @@ from torch import Tensor
 
 _ATEN = torch.ops.aten
 _LOW = (torch.float16, torch.bfloat16)
-# What autocast computes in fp32 on CUDA, as torch's documentation lists it ("CUDA Ops that can autocast to float32").
+# What autocast computes in fp32 on CUDA, as torch's documentation lists it ("CUDA Ops that can
+# autocast to float32").
 _IN_FP32 = (
-    *(
-        "acos",
-        "asin",
-        "cosh",
-        "erfinv",
-        "exp",
-        "expm1",
-        "log",
-        "log10",
-        "log2",
-        "log1p",
-        "reciprocal",
-        "rsqrt",
-    ),
-    *(
-        "sinh",
-        "tan",
-        "pow.Tensor_Scalar",
-        "pow.Tensor_Tensor",
-        "pow.Scalar",
-        "softplus",
-        "layer_norm",
-        "rms_norm",
-    ),
-    *(
-        "native_layer_norm",
-        "group_norm",
-        "cosine_similarity",
-        "poisson_nll_loss",
-        "cosine_embedding_loss",
-        "nll_loss",
-    ),
-    *(
-        "nll_loss2d",
-        "hinge_embedding_loss",
-        "kl_div",
-        "l1_loss",
-        "smooth_l1_loss",
-        "huber_loss",
-        "mse_loss",
-    ),
-    *(
-        "margin_ranking_loss",
-        "multilabel_margin_loss",
-        "soft_margin_loss",
-        "triplet_margin_loss",
-        "multi_margin_loss",
-    ),
-    *(
-        "binary_cross_entropy_with_logits",
-        "dist",
-        "cdist",
-        "renorm",
-        "logsumexp",
-        "prod",
-        "prod.dim_int",
-    ),
-    *(
-        "softmax.int",
-        "log_softmax.int",
-        "cumprod",
-        "cumsum",
-        "sum",
-        "sum.dim_IntList",
-        "norm.Scalar",
-    ),
+    "acos",
+    "asin",
+    "cosh",
+    "erfinv",
+    "exp",
+    "expm1",
+    "log",
+    "log10",
+    "log2",
+    "log1p",
+    "reciprocal",
+    "rsqrt",
+    "sinh",
+    "tan",
+    "pow.Tensor_Scalar",
+    "pow.Tensor_Tensor",
+    "pow.Scalar",
+    "softplus",
+    "layer_norm",
+    "rms_norm",
+    "native_layer_norm",
+    "group_norm",
+    "cosine_similarity",
+    "poisson_nll_loss",
+    "cosine_embedding_loss",
+    "nll_loss",
+    "nll_loss2d",
+    "hinge_embedding_loss",
+    "kl_div",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "mse_loss",
+    "margin_ranking_loss",
+    "multilabel_margin_loss",
+    "soft_margin_loss",
+    "triplet_margin_loss",
+    "multi_margin_loss",
+    "binary_cross_entropy_with_logits",
+    "dist",
+    "cdist",
+    "renorm",
+    "logsumexp",
+    "prod",
+    "prod.dim_int",
+    "softmax.int",
+    "log_softmax.int",
+    "cumprod",
+    "cumsum",
+    "sum",
+    "sum.dim_IntList",
+    "norm.Scalar",
 )
 _libraries: list[torch.library.Library] = []  # what they register ends with them
 
 
 def follow_cuda() -> None:
-    """From now on, in this process."""
+    """Compose operators as on CUDA from now on, in this process."""
     if _libraries:
         return
     library = torch.library.Library("aten", "IMPL")
@@ -110,13 +98,14 @@ def follow_cuda() -> None:
 def _in_fp32(op: Any, *args: Any, **kwargs: Any) -> Any:
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
     with torch._C._ExcludeDispatchKeyGuard(keys):
-        return op(
-            *(_wide(arg) for arg in args), **{key: _wide(value) for key, value in kwargs.items()}
-        )
+        wide_kwargs = {key: _wide(value) for key, value in kwargs.items()}
+        return op(*(_wide(arg) for arg in args), **wide_kwargs)
 
 
 def _wide(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.dtype in _LOW else value
+    if isinstance(value, Tensor) and value.dtype in _LOW:
+        return value.float()
+    return value
 
 
 def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
@@ -139,10 +128,10 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight, _ = ctx.saved_tensors
-        of_weight = (
-            torch.empty_like(weight) if weight is not None and ctx.needs_input_grad[1] else None
-        )
-        return torch.empty_like(x), of_weight, None
+        weight_grad = None
+        if weight is not None and ctx.needs_input_grad[1]:
+            weight_grad = torch.empty_like(weight)
+        return torch.empty_like(x), weight_grad, None
 
 
 def _rms_norm(
@@ -170,11 +159,23 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Flash where it can, else memory-efficient, else matrices of scores, as torch chooses on a recent GPU."""
-    low = query.dtype in _LOW
+    """Attend as torch chooses on a recent GPU: flash, memory-efficient, or matrices of scores.
+
+    Args:
+        query: [batch, heads, positions, size].
+        key: [batch, kv heads, positions, size].
+        value: [batch, kv heads, positions, size].
+        attn_mask: that broadcasts to [batch, heads, positions, positions].
+        dropout_p: probability of dropout.
+        is_causal: whether a position sees earlier ones only.
+        scale: of the scores; None: 1 / sqrt(size).
+        enable_gqa: whether there are fewer heads of keys and values than of queries.
+    """
+    is_low = query.dtype in _LOW
     size = query.shape[-1]
-    four = query.dim() == key.dim() == value.dim() == 4
-    if four and low and attn_mask is None and size == value.shape[-1] <= 256:
+    is_batch = query.dim() == key.dim() == value.dim() == 4
+    can_flash = is_low and attn_mask is None and size == value.shape[-1] <= 256
+    if is_batch and can_flash:
         padding = -size % 8
         if padding:
             query, key, value = (
@@ -184,14 +185,13 @@ def _attention(
             query, key, value, dropout_p, is_causal, False, scale=scale
         )[0]
         return out[..., :size] if padding else out  # type: ignore[no-any-return]
-    if (
-        four
-        and query.dtype in (*_LOW, torch.float32)
-        and not (attn_mask is not None and attn_mask.requires_grad)
-    ):
+    has_learnt_mask = attn_mask is not None and attn_mask.requires_grad
+    can_be_efficient = query.dtype in (*_LOW, torch.float32) and not has_learnt_mask
+    if is_batch and can_be_efficient:
         if enable_gqa and key.shape[1] != query.shape[1]:
             repeats = query.shape[1] // key.shape[1]
-            key, value = (each.repeat_interleave(repeats, 1) for each in (key, value))
+            key = key.repeat_interleave(repeats, 1)
+            value = value.repeat_interleave(repeats, 1)
         bias = None
         if attn_mask is not None:
             bias = attn_mask

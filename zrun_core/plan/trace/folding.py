@@ -1,9 +1,10 @@
 """Tables of whole numbers in which runs of rows repeat, written once: `fold`, `unfold`.
 
-A deep model does in each block what it did in the one before, with other tensors and other modules: each number is that
-of a period before, or differs from it by what it differed then. So a repeated run is its first period, what each number
-of it grows by, and how often. Forty blocks take the room of one: the four traces of a model of 78
-blocks (jobs/turing-nlg-17b.yaml) take 353 kB as folded JSON, and 3.6 MB without.
+A deep model does in each block what it did in the one before, with other tensors and other modules:
+each number is that of a period before, or differs from it by what it differed then. So a repeated
+run is its first period, what each number of it grows by, and how often. Forty blocks take the room
+of one: the four traces of a model of 78 blocks (jobs/turing-nlg-17b.yaml) take 353 kB as folded
+JSON, and 3.6 MB without.
 
     tensor 5, block 0     tensor 9, block 1     tensor 13, block 2
     tensor 6, block 0     tensor 10, block 1    tensor 14, block 2
@@ -25,9 +26,10 @@ _LOOKS = 64  # marks after a row, of which one may end its period
 
 
 def fold(table: Table, marks: Sequence[int]) -> list[list[Any]]:
-    """`table` as runs: [times, columns of the first period, growth of each column].
+    """Return `table` as runs: [times, columns of the first period, growth of each column].
 
     Args:
+        table: [rows, columns].
         marks: rows at which a period may begin, in order.
     """
     found: list[list[Any]] = []
@@ -45,7 +47,7 @@ def fold(table: Table, marks: Sequence[int]) -> list[list[Any]]:
 
 
 def unfold(runs: Sequence[Sequence[Any]], columns: int) -> Table:
-    """What `fold` was given.
+    """Return the table that `fold` was given.
 
     Raises:
         ValueError: it is no such thing.
@@ -64,30 +66,34 @@ def unfold(runs: Sequence[Sequence[Any]], columns: int) -> Table:
 
 
 def _short(column: NDArray[np.int64]) -> int | list[int]:
-    """One number where all are equal."""
-    return int(column[0]) if (column == column[0]).all() else column.tolist()
+    """Return one number where all are equal."""
+    if (column == column[0]).all():
+        return int(column[0])
+    values: list[int] = column.tolist()
+    return values
 
 
 def _repeats(table: Table, marks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(first row, rows of a period, periods) of each repeated run, in order, apart from each other."""
+    """Yield (first row, rows of a period, periods) of each repeated run; runs do not overlap."""
     done = 0
     for number, start in enumerate(marks):
         if start < done:
             continue
         periods = [after - start for after in marks[number + 1 : number + 1 + _LOOKS]]
-        runs = [
-            (period * times, -period)
-            for period in periods
-            if (times := _times(table, start, period)) > 1
-        ]
-        if runs:  # the longest, and of these the one with the shortest period
-            length, period = max(runs)
-            yield start, -period, length // -period
-            done = start + length
+        best_length = 0
+        best_period = 0
+        for period in periods:  # from short to long: of equally long runs the shortest period wins
+            times = _times(table, start, period)
+            if times > 1 and period * times > best_length:
+                best_length = period * times
+                best_period = period
+        if best_length:
+            yield start, best_period, best_length // best_period
+            done = start + best_length
 
 
 def _times(table: Table, start: int, period: int) -> int:
-    """How many periods from `start` on grow alike; 1: too few to call it a period."""
+    """Return how many periods from `start` on grow alike; 1: too few to call it a period."""
     if start + _LEAST * period > len(table):
         return 1
     row, once, twice = (table[start + n * period] for n in range(3))
@@ -97,5 +103,6 @@ def _times(table: Table, start: int, period: int) -> int:
     whole = len(rest) // period
     growth = np.diff(rest[: whole * period].reshape(whole, period, -1), axis=0)
     same = (growth == growth[0]).all(axis=(1, 2))
-    times = 1 + (len(same) if same.all() else int(same.argmin()))
+    num_alike = len(same) if same.all() else int(same.argmin())
+    times = 1 + num_alike
     return times if times >= _LEAST else 1

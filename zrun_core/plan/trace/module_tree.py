@@ -1,7 +1,7 @@
-"""A model's parameters and modules as data, and a model made of them again, without the user's code.
+"""A model's parameters and modules as data, and a module tree made of them again.
 
-`describe_params` and `describe_modules` are what a profile keeps; `skeleton_of` makes a module tree
-of it on the meta device, which is cut into the same units as the model.
+`describe_params` and `describe_modules` are what a profile keeps; `skeleton_of` makes a tree of it
+on the meta device, without the user's code, which is cut into the same units as the model.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from zrun_core.zero.auto_wrap import _of_running_norms, repeated_blocks
 
 
 def describe_params(model: nn.Module, compute: torch.dtype) -> tuple[ParamInfo, ...]:
-    """Every parameter, under its first name, in the dtype in which it is computed with."""
+    """Return every parameter, under its first name, in the dtype in which it is computed with."""
     in_fp32 = _of_running_norms(model)
     block_of = {
         id(param): number
@@ -37,32 +37,34 @@ def describe_params(model: nn.Module, compute: torch.dtype) -> tuple[ParamInfo, 
 
 
 def describe_modules(model: nn.Module) -> tuple[ModuleInfo, ...]:
-    """The module tree, parents before children, as `skeleton` builds it again."""
+    """Return the module tree, parents before children, as `skeleton_of` builds it again."""
     names = {id(param): name for name, param in model.named_parameters()}
     kinds: dict[type, int] = {}
     first: dict[int, str] = {}
     found: list[ModuleInfo] = []
     for name, module in model.named_modules(remove_duplicate=False):
         if id(module) in first:
-            if not any(name.startswith(f"{info.name}.") for info in found if info.same_as):
+            is_inside_another = any(
+                name.startswith(f"{info.name}.") for info in found if info.same_as
+            )
+            if not is_inside_another:
                 found.append(ModuleInfo(name, 0, same_as=first[id(module)]))
             continue
         first[id(module)] = name
-        container = "list" if isinstance(module, nn.ModuleList) else ""
-        container = "sequential" if isinstance(module, nn.Sequential) else container
-        found.append(
-            ModuleInfo(
-                name,
-                kinds.setdefault(type(module), len(kinds)),
-                container,
-                isinstance(module, _NormBase) and bool(module.track_running_stats),
-                tuple(
-                    (key, names[id(param)])
-                    for key, param in module._parameters.items()
-                    if param is not None
-                ),
-            )
+        container = ""
+        if isinstance(module, nn.ModuleList):
+            container = "list"
+        elif isinstance(module, nn.Sequential):
+            container = "sequential"
+        own = [(key, param) for key, param in module._parameters.items() if param is not None]
+        info = ModuleInfo(
+            name,
+            kinds.setdefault(type(module), len(kinds)),
+            container,
+            running=isinstance(module, _NormBase) and bool(module.track_running_stats),
+            params=tuple((key, names[id(param)]) for key, param in own),
         )
+        found.append(info)
     return tuple(found)
 
 
@@ -71,7 +73,9 @@ class _Plain(nn.Module):
 
 
 def skeleton_of(profile: Profile) -> nn.Module:
-    """The module tree that `profile` describes: its names, classes told apart, parameters tied as they were.
+    """Return the module tree that `profile` describes.
+
+    Its names are the same, its classes are told apart, and its parameters are tied as they were.
 
     Raises:
         ValueError: the profile has no module tree.
@@ -102,12 +106,13 @@ def skeleton_of(profile: Profile) -> nn.Module:
 
 
 def _make(info: ModuleInfo, kinds: dict[tuple[int, bool], type[nn.Module]]) -> nn.Module:
+    base: type[nn.Module] = _Plain
     if info.container == "list":
-        base: type[nn.Module] = nn.ModuleList
+        base = nn.ModuleList
     elif info.container == "sequential":
         base = nn.Sequential
-    else:
-        base = _NormBase if info.running else _Plain
+    elif info.running:
+        base = _NormBase
     kind = kinds.setdefault((info.kind, info.running), type(f"Kind{info.kind}", (base,), {}))
     if not info.running:
         return kind()

@@ -131,10 +131,6 @@ class OpRecorder(TorchDispatchMode):
             for param in module.parameters(recurse=False):
                 self._owner_of_param.setdefault(id(param), names.get(id(module), name))
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled in here: do not import the compiler to say so
-
     def know(self, tensors: Iterable[torch.Tensor]) -> None:
         """Make no event of the memory of `tensors`: parameters, buffers, the batch."""
         for tensor in tensors:
@@ -324,7 +320,7 @@ class OpRecorder(TorchDispatchMode):
     # Afterwards
 
     def rows(self) -> Rows:
-        """Return what happened, with the kind of each tensor. What stays until the end never goes."""
+        """Return what happened, with the kind of each tensor. What stays to the end never goes."""
         rows = self._rows.rows()
         comes = rows["alloc"]
         goes = (rows["tensor"] >= 0) & ~comes

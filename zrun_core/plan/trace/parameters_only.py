@@ -30,7 +30,7 @@ def with_guesses(profile: Profile, policies: Sequence[str]) -> Profile:
 
 
 def _from_shapes(profile: Profile) -> Trace:
-    """Return a trace in which each matrix keeps outputs, and each gradient is there for a moment."""
+    """Return a trace in which each matrix keeps outputs, and each gradient lasts a moment."""
     vocabulary = Vocabulary()
     rows = RowWriter(vocabulary)
     positions = profile.tokens_per_sample or 1

@@ -78,7 +78,7 @@ class StageEvents(NamedTuple):
 
 
 class Lifetimes:
-    """When each tensor of a trace comes and goes, for the whole model and for stages of it.
+    """The times at which tensors of a trace come and go, for the whole model and for stages of it.
 
     Attributes:
         modules: names of modules, by number.
@@ -158,13 +158,15 @@ class Lifetimes:
         # A tensor that a neighbour makes arrives when the pass begins here; one that a neighbour
         # frees leaves when the pass ends here.
         passes = [part for part in (here[here < split], here[here >= split]) if len(part)]
-        forward, backward = passes[0], passes[-1]
+        forward = passes[0]
+        backward = passes[-1]  # the same one, where the stage has events of one of them only
         in_backward = alloc >= split
         arrival = np.where(in_backward, backward[0], forward[0])
         departure = np.where(in_backward, backward[-1], forward[-1])
         alloc = np.where(comes_here, alloc, np.minimum(arrival, free))
         free = np.where(goes_here | stays, free, np.maximum(departure, alloc))
-        alloc, free = alloc[keep], free[keep]
+        alloc = alloc[keep]
+        free = free[keep]
 
         # Number the events anew: those that are left, arrivals before departures at one moment.
         leaves = np.flatnonzero(free < num_events)

@@ -1,4 +1,4 @@
-"""What is known of a model and its micro-batches, as data: `Profile`, with a `Trace` for each policy.
+"""A model and what its micro-batches take, as data: `Profile`, with a `Trace` for each policy.
 
 A profile comes from tracing the user's model (`tracer.py`) and is stored as JSON. Nothing here
 needs torch.
@@ -56,7 +56,13 @@ class Trace:
 
     @classmethod
     def of_rows(cls, checkpoint: str, rows: Rows, vocabulary: Vocabulary) -> Trace:
-        """Return a trace of `rows`, with no more than the modules and operators in them."""
+        """Return a trace of `rows`, with no more than the modules and operators in them.
+
+        Args:
+            checkpoint: policy of activation checkpointing.
+            rows: events and operators, in order.
+            vocabulary: of the rows.
+        """
         rows = rows.copy()
         modules, rows["module"] = distinct(rows["module"])
         is_op = rows["operator"] >= 0
@@ -88,7 +94,7 @@ class Trace:
 
     @cached_property
     def lifetimes(self) -> Lifetimes:
-        """When each tensor of it comes and goes."""
+        """The times at which its tensors come and go."""
         return Lifetimes(self.events, self.modules)
 
     def to_json(self) -> dict[str, Any]:
@@ -146,7 +152,16 @@ def _table_from_json(found: Mapping[str, Any], fields: Sequence[str]) -> Rows:
 
 @dataclass(frozen=True)
 class ParamInfo:
-    """A parameter, under its first name. `dtype` is what the model computes with."""
+    """A parameter, under its first name.
+
+    Attributes:
+        name: its first one.
+        shape: of the parameter.
+        dtype: in which the model computes with it.
+        trainable: whether it is trained.
+        block: number of the repeated block that it lies in; -1 outside.
+        stride: of the parameter, without gaps.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -162,9 +177,10 @@ class ParamInfo:
 
 @dataclass(frozen=True)
 class ModuleInfo:
-    """A module of the tree, from which `skeleton.py` builds one that is cut into the same units.
+    """A module of the tree, of which `module_tree.py` makes one that is cut into the same units.
 
     Attributes:
+        name: in the tree.
         kind: equal for modules of one class.
         container: "list", "sequential", or "" of other modules.
         running: whether it is a norm with running statistics.
@@ -185,10 +201,13 @@ class Profile:
     """A model and what its micro-batches take.
 
     Attributes:
-        why: reason of a fallback, and what else the numbers do not cover; "" if there is nothing to say.
+        source: of its traces.
+        why: reason of a fallback, and what else the numbers do not cover; "" if there is none.
+        params: its parameters.
         buffer_bytes: of the modules' buffers.
         num_blocks: repeated blocks.
-        batch_bytes: of one micro-batch's tensors. They are no events: on a CPU all micro-batches of a step are held.
+        batch_bytes: of one micro-batch's tensors. They are no events: on a CPU all micro-batches of
+            a step are held.
         tokens_per_sample: None where samples are no tokens.
         traces: by checkpointing policy; none if the source is "formula".
         untraced: why others were not traced, by policy.
@@ -225,11 +244,11 @@ class Profile:
         return sum(param.numel for param in self.params)
 
     def source_of(self, policy: str) -> Source:
-        """Where the trace of a checkpointing policy comes from."""
+        """Return what the trace of a checkpointing policy comes from."""
         return "guessed" if policy in self.guessed else self.source
 
     def to_json(self) -> str:
-        """The profile as text."""
+        """Return the profile as text."""
         return json.dumps(
             {
                 "format": FORMAT,
@@ -260,7 +279,7 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Profile:
-        """What `to_json` wrote.
+        """Return the profile that `to_json` wrote.
 
         Raises:
             ValueError: it is not that.

@@ -1,6 +1,6 @@
-"""What a traced micro-batch is made of: the longest of the samples that were looked at.
+"""Batches for a trace: of the longest of the samples that were looked at.
 
-A dataset may be slow, or have no end: so many samples are read, for so long, and it is said which
+A dataset may be slow, or have no end: so many samples are read, for so long, and a note says which
 they were. A job that knows its longest sample says so (`data.longest`), and the one that was read
 is stretched to it.
 """
@@ -39,6 +39,10 @@ class SampleBatches:
     """The samples that were looked at, and batches of the longest of them.
 
     Attributes:
+        first: the samples.
+        largest: the longest one.
+        collate: makes a batch of samples.
+        note: what a reader of the plan should know; "" if there is nothing to say.
         is_ragged: whether they differ in size, so that most batches take less.
         growing: which dimensions are longer in a longer sample.
         stretch: how much longer the longest sample is than the longest that was read.
@@ -82,6 +86,8 @@ def samples_of(job: JobConfig, job_dir: Path, *, values: bool = False) -> Sample
     """Read a few samples of the job's data, or none where their shape is known without that.
 
     Args:
+        job: whose data is read.
+        job_dir: against which its code is imported.
         values: whether it is not enough to know their shape.
 
     Raises:
@@ -106,7 +112,8 @@ def samples_of(job: JobConfig, job_dir: Path, *, values: bool = False) -> Sample
     if not samples:
         raise UserCodeError(f"the dataset is empty: {type(dataset).__name__}")
     sizes = [_size(sample, collate) for sample in samples]
-    largest, smallest = (samples[sizes.index(find(sizes))] for find in (max, min))
+    largest = samples[sizes.index(max(sizes))]
+    smallest = samples[sizes.index(min(sizes))]
     is_ragged = min(sizes) < max(sizes)
     found = SampleBatches(
         samples, largest, collate, is_ragged=is_ragged, num_samples=length_of(dataset)
@@ -117,7 +124,7 @@ def samples_of(job: JobConfig, job_dir: Path, *, values: bool = False) -> Sample
 
 
 def _blank_text(job: JobConfig, collate: Collate) -> SampleBatches:
-    """What a sample of text looks like."""
+    """Return a blank sample of text, which has the shape of all of them."""
     seq_len = int(job.data.args.get("seq_len", _TEXT[job.data.call]))
     tokens = torch.zeros(seq_len, dtype=torch.int64)
     sample = {"input_ids": tokens, "labels": tokens}
@@ -125,31 +132,31 @@ def _blank_text(job: JobConfig, collate: Collate) -> SampleBatches:
 
 
 def _look(dataset: Any) -> tuple[list[Any], str]:
-    """Read some samples, for a while; and which they were, in words."""
+    """Read some samples, for a while, and return them and which they were, in words."""
+    words = "the first {} samples"
     if is_map_style(dataset):
         count = len(dataset)
         places: Sequence[int] = range(count)
-        which, rest = "all {}", ""
-        if count > _LOOK_AT:  # not at even distances: what lies side by side may follow a pattern
+        words = "all {}"
+        if count > _LOOK_AT:  # not at even distances: neighbours may follow a pattern
             drawn = random.Random(0).sample(range(1, count - 1), _LOOK_AT - 2)
             places = [0, *sorted(drawn), count - 1]
-            which, rest = "{} samples", f" from all over the {count:,}"
+            words = f"{{}} samples from all over the {count:,}"
         read: Iterator[Any] = (dataset[place] for place in places)
     else:
         read = itertools.islice(iter(dataset), _LOOK_AT)
-        which, rest = "the first {} samples", ""
     samples = []
     start = time.monotonic()
     for sample in read:
         samples.append(sample)
         if time.monotonic() - start > _LOOK_FOR_S:
-            which, rest = "the first {} samples", f", which took {_LOOK_FOR_S:g} s"
+            words = f"the first {{}} samples, which took {_LOOK_FOR_S:g} s"
             break
-    return samples, which.format(len(samples)) + rest
+    return samples, words.format(len(samples))
 
 
 def _size(sample: Any, collate: Collate) -> int:
-    """Bytes of a sample in a batch: it may be a list of numbers until it is collated."""
+    """Return the bytes of a sample in a batch: it may be a list of numbers until it is collated."""
     try:
         return bytes_of(collate([sample]))
     except Exception:  # one that needs several samples, say
@@ -157,24 +164,26 @@ def _size(sample: Any, collate: Collate) -> int:
 
 
 def _growing(collate: Collate, smallest: Any, largest: Any) -> Growing:
-    """Which dimensions of a batch's tensors are longer for a longer sample."""
+    """Return which dimensions of a batch's tensors are longer for a longer sample."""
+
+    def longer_dims(small: torch.Tensor, large: torch.Tensor) -> tuple[int, ...]:
+        if small.dim() != large.dim():
+            return ()
+        return tuple(dim for dim, size in enumerate(large.shape) if small.shape[dim] < size)
+
     pairs = zip(
         tensors_of(collate([smallest])),
         tensors_of(collate([largest])),
         strict=False,
     )
-    return tuple(
-        tuple(dim for dim, size in enumerate(large.shape) if small.shape[dim] < size)
-        if small.dim() == large.dim()
-        else ()
-        for small, large in pairs
-    )
+    return tuple(longer_dims(small, large) for small, large in pairs)
 
 
 def _stretched(samples: SampleBatches, longest: int | None, which: str) -> SampleBatches:
-    """`samples` with one as long as the job says the longest is, and with a note.
+    """Return `samples` with one as long as the job says the longest is, and with a note.
 
     Args:
+        samples: that were read.
         longest: its length; None: that of the longest that was read.
         which: samples were read, in words.
 
@@ -184,7 +193,8 @@ def _stretched(samples: SampleBatches, longest: int | None, which: str) -> Sampl
     if longest is None and not samples.is_ragged:
         return samples
     one = samples.collate([samples.largest])
-    tensors, tokens = tensors_of(one), count_tokens(one)
+    tensors = tensors_of(one)
+    tokens = count_tokens(one)
     growing = samples.growing
     if not any(growing):  # all that were read are equally long
         growing = tuple(_dims_of(tensor, tokens) for tensor in tensors)
@@ -200,7 +210,8 @@ def _stretched(samples: SampleBatches, longest: int | None, which: str) -> Sampl
         return replace(samples, note=note)
     if not lengths:
         raise JobError(
-            f"data.longest: {longest}: all samples that were read have the same size, and none has tokens: leave it out"
+            f"data.longest: {longest}: all samples that were read have the same size, "
+            "and none has tokens: leave it out"
         )
     stretch = longest / max(lengths)
     note = f"planned with samples of {longest:,} {unit} (data.longest)"
@@ -208,7 +219,7 @@ def _stretched(samples: SampleBatches, longest: int | None, which: str) -> Sampl
 
 
 def _dims_of(tensor: torch.Tensor, size: int) -> tuple[int, ...]:
-    """The dimensions of a batch's tensor, but for the first, that have this size."""
+    """Return the dimensions of a batch's tensor, but for the first, that have this size."""
     return tuple(dim for dim in range(1, tensor.dim()) if tensor.shape[dim] == size)
 
 

@@ -1,12 +1,18 @@
-"""Trace a job's model in a process of its own: `trace_in_subprocess(job, job_dir, micros=(4,), checkpoints=("none",))`.
+"""Trace a job's model in a process of its own: `trace_in_subprocess(job, job_dir, micros=(4,))`.
 
 The user's code may print, hang, call `sys.exit` or take the process with it: none of that reaches
-who asks. The process says what it knows as soon as it knows it: first the parameters, then the
-policy of checkpointing that matters most, then the others. What fails on fake tensors is run for
-real. What was found is kept as JSON in the user's cache folder, and holds for as long as the job
-and every file of code do not change.
+who asks. The process says what it knows as soon as it knows it, a line each:
 
-    python -m zrun_core.plan.trace.trace_process FD < request.json        the other side: answers on that file descriptor
+    doing "building model.py:net"      what is under way
+    known {...}                        the profile so far: first the parameters, then the policy of
+    known {...}                        checkpointing that matters most
+    done {...}                         all of it, or
+    failed ["text", 2]                 why not, and the exit code
+
+What fails on fake tensors is run for real. The profile is kept as JSON in the user's cache folder,
+and holds for as long as the job and every file of code do not change.
+
+    python -m zrun_core.plan.trace.trace_process FD < request.json    the other side: answers on FD
 """
 
 from __future__ import annotations
@@ -35,16 +41,9 @@ from zrun_core.spine import memory_limits, tracebacks
 from zrun_core.spine.cache import are_unchanged, cache_folder, digest_of_file, write_cached
 from zrun_core.spine.config import JobConfig
 
-_KEYS = (
-    "model",
-    "data",
-    "loss",
-    "precision",
-    "activations",
-    "compile",
-    "seed",
-)  # of a job that decide
-_KEPT = 100  # profiles in the cache
+# Keys of a job that decide what its trace is.
+_KEYS = ("model", "data", "loss", "precision", "activations", "compile", "seed")
+_MAX_CACHED = 100  # profiles
 _MODES = ("fake", "values")
 _LAST_WORDS_S = 10.0
 
@@ -57,7 +56,15 @@ def trace_job(
     checkpoints: Sequence[str] = ("none",),
     **more: Any,
 ) -> Profile:
-    """Trace in this process. See `tracer.trace_job`."""
+    """Trace in this process.
+
+    Args:
+        job: to trace.
+        job_dir: against which its code is imported.
+        micros: as of `tracer.trace_job`.
+        checkpoints: as of `tracer.trace_job`.
+        more: other arguments of `tracer.trace_job`.
+    """
     from zrun_core.plan.trace import tracer
 
     return tracer.trace_job(job, job_dir, micros=micros, checkpoints=checkpoints, **more)
@@ -75,16 +82,19 @@ def trace_in_subprocess(
     timeout_s: float = 120.0,
     use_cache: bool = True,
 ) -> Profile:
-    """What the job's model and its micro-batches take.
+    """Return what the job's model and its micro-batches take.
 
     Args:
-        micros: micro-batches that will be asked for; they matter to models that are not linear in it.
+        job: to trace.
+        job_dir: against which its code is imported.
+        micros: micro-batches that will be asked for; they matter to models that are not affine in
+            it.
         checkpoints: policies of activation checkpointing, the one that matters most first.
         device: whose kernels count: "cpu" or "cuda".
         threads: that compute for a rank on a CPU.
-        environment: variables of the process beside those of this one.
+        environment: variables of the process in addition to those of this one.
         timeout_s: seconds for all of it. What is known by then is the answer.
-        use_cache: whether an earlier answer will do.
+        use_cache: whether an earlier answer may be returned.
 
     Raises:
         JobError: the job names what does not exist, or what the model cannot do.
@@ -92,14 +102,16 @@ def trace_in_subprocess(
     """
     request = _request(job, job_dir, micros, checkpoints, device, threads)
     place = cache_folder("profiles") / f"{_digest(request)}.json"
-    if use_cache and (stored := _stored(place)) is not None:
-        return stored
+    if use_cache:
+        stored = _stored(place)
+        if stored is not None:
+            return stored
     end = time.monotonic() + timeout_s
     found: Profile | None = None
     why = ""
     for mode in _MODES:
         asked = {**request, "mode": mode, "why": why}
-        heard = _ask(asked, dict(environment or {}), end - time.monotonic())
+        heard = _ask(asked, environment or {}, end - time.monotonic())
         if heard.is_late:
             heard.error = (
                 f"{heard.doing} did not end within {timeout_s:g} s: see whether it does by itself, "
@@ -107,9 +119,11 @@ def trace_in_subprocess(
             )
         if heard.exit_code == ExitCode.USAGE:
             raise JobError(heard.error)
-        found = Profile.from_json(heard.known) if heard.known else found
+        if heard.known:
+            found = Profile.from_json(heard.known)
         why = why or heard.error
-        if heard.is_done or heard.is_late or (found is not None and found.traces):
+        has_traces = found is not None and bool(found.traces)
+        if heard.is_done or heard.is_late or has_traces:
             break
     if found is None:
         raise UserCodeError(why)
@@ -123,7 +137,7 @@ def trace_in_subprocess(
             is_partial=heard.is_late,
         )
     if use_cache and not found.is_partial:
-        write_cached(place, found.to_json(), _KEPT)
+        write_cached(place, found.to_json(), _MAX_CACHED)
     return found
 
 
@@ -136,7 +150,16 @@ def key_of_trace(
     device: str,
     threads: int,
 ) -> str:
-    """What is equal for questions with one answer, as long as `Profile.files` are what they were."""
+    """Return what is equal for questions with one answer, as long as `Profile.files` do not change.
+
+    Args:
+        job: to trace.
+        job_dir: against which its code is imported.
+        micros: as of `trace_in_subprocess`.
+        checkpoints: as of `trace_in_subprocess`.
+        device: as of `trace_in_subprocess`.
+        threads: as of `trace_in_subprocess`.
+    """
     return _digest(_request(job, job_dir, micros, checkpoints, device, threads))
 
 
@@ -163,13 +186,14 @@ def _request(
 
 @dataclass
 class _Heard:
-    """What a process has said so far.
+    """The answers of a process so far.
 
     Attributes:
         known: a profile as JSON, of what it knew; b"" if it knew nothing yet.
         doing: what was under way.
         is_done: `known` is all that it was asked.
         error: why it is not.
+        exit_code: that belongs to the error; None: not known.
         is_late: it was ended, because its time was over.
     """
 
@@ -186,7 +210,8 @@ class _Heard:
         if not rest.endswith(b"\n"):
             return  # it ended in the middle of it
         if kind in (b"known", b"done"):
-            self.known, self.is_done = rest, kind == b"done"
+            self.known = rest
+            self.is_done = kind == b"done"
         elif kind == b"doing":
             self.doing = json.loads(rest)
         elif kind == b"failed":
@@ -194,7 +219,13 @@ class _Heard:
 
 
 def _ask(request: dict[str, Any], environment: Mapping[str, str], timeout_s: float) -> _Heard:
-    """What another process finds out in this time."""
+    """Return what another process finds out in this time.
+
+    Args:
+        request: as `_request` returns it, with the mode and why an earlier one failed.
+        environment: variables in addition to those of this process.
+        timeout_s: seconds; the process is ended after that.
+    """
     heard = _Heard(doing="starting Python")
     read_fd, write_fd = os.pipe()
     with tempfile.TemporaryFile() as said, open(read_fd, "rb") as answers:
@@ -222,11 +253,9 @@ def _ask(request: dict[str, Any], environment: Mapping[str, str], timeout_s: flo
         try:
             with suppress(BrokenPipeError):
                 process.communicate(json.dumps(request).encode(), max(0.0, timeout_s))
-            how = (
-                f"signal {-process.returncode}"
-                if process.returncode < 0
-                else f"exit code {process.returncode}"
-            )
+            how = f"exit code {process.returncode}"
+            if process.returncode < 0:
+                how = f"signal {-process.returncode}"
         except subprocess.TimeoutExpired:
             heard.is_late = True
         finally:
@@ -240,6 +269,7 @@ def _ask(request: dict[str, Any], environment: Mapping[str, str], timeout_s: flo
 
 
 def _last_words(said: Any) -> str:
+    """Return the last line of what the process printed, as the end of a message."""
     said.seek(0, os.SEEK_END)
     said.seek(max(0, said.tell() - 2000))
     lines = said.read().decode(errors="replace").strip().splitlines()
@@ -250,7 +280,7 @@ def _last_words(said: Any) -> str:
 
 
 def _digest(request: Mapping[str, Any]) -> str:
-    """What is equal for requests with one answer, but for the user's code."""
+    """Return what is equal for requests with one answer, but for the user's code."""
     job = {key: value for key, value in request["job"].items() if key in _KEYS}
     own = [metadata.version("torch"), sys.version, _own_code()]
     facts = json.dumps([own, {**request, "job": job}], sort_keys=True)
@@ -266,7 +296,7 @@ def _own_code() -> str:
 
 
 def _stored(place: Path) -> Profile | None:
-    """The profile at `place`, if the files that it came from are what they were."""
+    """Return the profile at `place`, if the files that it came from have not changed."""
     try:
         found = Profile.from_json(place.read_bytes())
     except (OSError, ValueError):
@@ -275,18 +305,17 @@ def _stored(place: Path) -> Profile | None:
 
 
 def _user_files(job_dir: Path) -> dict[str, str]:
-    """The digests of the Python files that were imported, but for those of Python, torch and zrun."""
+    """Return digests of the imported Python files, but for those of Python, torch and zrun."""
     own = [str(Path(__file__).parents[2]), str(Path(os.__file__).parent)]
     apart = [f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages")]
-    found = {
-        str(path) for path in job_dir.glob("*.json")
-    }  # sizes of a model often lie beside its code
+    found = {str(path) for path in job_dir.glob("*.json")}  # which often hold a model's sizes
     for module in list(sys.modules.values()):
         path = getattr(module, "__file__", None)
         if not isinstance(path, str) or not path.endswith(".py"):
             continue
-        inside = any(part in path for part in apart)
-        if path.startswith(str(job_dir)) or not (inside or path.startswith(tuple(own))):
+        is_installed = any(part in path for part in apart)
+        is_foreign = is_installed or path.startswith(tuple(own))
+        if path.startswith(str(job_dir)) or not is_foreign:
             found.add(path)
     return {path: digest_of_file(path) for path in sorted(found)}
 
@@ -294,16 +323,13 @@ def _user_files(job_dir: Path) -> dict[str, str]:
 def _main() -> None:
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with who asked
-    with suppress(
-        OSError
-    ):  # niceness orders processes inside one session only: tell the session too
+    with suppress(OSError):  # niceness orders processes of one session only: tell the session too
         Path("/proc/self/autogroup").write_text(str(os.getpriority(os.PRIO_PROCESS, 0)))
     request = json.load(sys.stdin)
     answer_fd = int(sys.argv[1])
     os.set_inheritable(answer_fd, False)
-    memory_limits.limit_growth(
-        memory_limits.host_available() * 4 // 5
-    )  # what does not bear the meta device is built for real, however large
+    # What does not bear the meta device is built for real, however large.
+    memory_limits.limit_growth(memory_limits.host_available() * 4 // 5)
     with open(answer_fd, "w", encoding="utf-8") as file:
         _answer(request, file)
     sys.stdout.flush()
@@ -311,7 +337,7 @@ def _main() -> None:
 
 
 def _answer(request: Mapping[str, Any], file: TextIO) -> None:
-    """Write what is known, as it gets known: see `_Heard`."""
+    """Write what is known as soon as it is: see the module's docstring."""
     from zrun_core.errors import ZrunError
     from zrun_core.plan.trace import tracer
 

@@ -121,7 +121,7 @@ class TracedModel:
 
     @property
     def has_half_products(self) -> bool:
-        """Whether products run in 16 bits on a CPU, where they take scratch."""
+        """Products run in 16 bits on a CPU, where they take scratch."""
         return self._device == "cpu" and self._precision.compute is not torch.float32
 
     # What it is made of
@@ -266,8 +266,8 @@ class TracedModel:
             return self.samples.real_batch(micro)
 
         def made(tensor: torch.Tensor) -> torch.Tensor:
-            shape, stride = tensor.shape, tensor.stride()
-            return torch.empty_strided(shape, stride, dtype=tensor.dtype, device=_CPU)
+            stride = tensor.stride()
+            return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=_CPU)
 
         batch = self.samples.batch(micro)
         with self._mode:
@@ -320,11 +320,11 @@ def _with_tensors(
 
 @contextmanager
 def _as_unpacked(batch: Any) -> Iterator[None]:
-    """Let transformers take positions for those of one sequence per row, unless `batch` has its own.
+    """Let transformers take rows for one sequence each, unless `batch` has positions of its own.
 
-    A decoder without a cache looks at the positions of its tokens: several sequences packed into one
-    row need a mask. Fake positions cannot tell, and the model makes the mask for nothing. Those that
-    the model itself counts up are never packed; those that come with the batch may be.
+    A decoder without a cache looks at the positions of its tokens: several sequences packed into
+    one row need a mask. Fake positions cannot tell, and the model makes the mask for nothing. Those
+    that the model itself counts up are never packed; those that come with the batch may be.
     """
     name = "find_packed_sequence_indices"
     module = sys.modules.get("transformers.masking_utils")

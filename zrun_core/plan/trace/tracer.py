@@ -1,4 +1,4 @@
-"""Trace the model of a job: run micro-batches of its data through it, and write down what they take.
+"""Trace the model of a job: run micro-batches of its data through it, and record what they take.
 
 This is the heavy side, which runs the user's code: `trace_process.py` gives it a process of its
 own. A pass is the rows that one micro-batch makes (`traced_model.py`). From passes to a trace:
@@ -364,7 +364,7 @@ class _PolicyTracer:
         return replace(trace, exact={largest: exactly(largest)})
 
     def _is_quick(self) -> bool:
-        """Whether a pass of the largest micro-batch may run on values."""
+        """Return whether a pass of the largest micro-batch may run on values."""
         largest = max(self._micros, default=1)
         return largest <= 4 or self._model.seconds_per_sample * largest < _REAL_S
 
@@ -468,7 +468,7 @@ def _in_proportion(rows: Rows, micro: int) -> Rows:
 
 
 def _as_trace(policy: str, rows: Rows, vocabulary: Vocabulary) -> Trace:
-    """Return the finished trace: the loss is what comes after the last block, outside of modules."""
+    """Return the finished trace: the loss is what follows the last block, outside of modules."""
     is_forward = rows["phase"] == PHASE_NUMBER[TracePhase.FORWARD]
     is_outside = rows["module"] == vocabulary.modules.number_of("")
     ends = np.flatnonzero(is_forward & (rows["block"] >= 0))

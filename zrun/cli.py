@@ -1,8 +1,8 @@
-"""The `zrun` command: finds the module of a command, and turns an error into one message and an exit code.
+"""The `zrun` command: finds the module of a command, and turns an error into a message and a code.
 
-Each command is one module of `zrun.commands` with one public name, that of the command. It is imported when it is
-called or listed, and imports what it works with inside its function, so that `zrun --help` needs neither torch nor
-pydantic.
+Each command is one module of `zrun.commands` with one public name, that of the command. It is
+imported when it is called or listed, and imports what it works with inside its function, so that
+`zrun --help` needs neither torch nor pydantic.
 """
 
 from __future__ import annotations

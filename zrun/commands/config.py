@@ -29,16 +29,9 @@ def show(
 
     loaded = load_job(job, overrides or ())
     if as_json:
+        config = loaded.config.model_dump(mode="json", by_alias=True)
         origins = {key: str(origin) for key, origin in loaded.origins.items()}
-        print(
-            json.dumps(
-                {
-                    "config": loaded.config.model_dump(mode="json", by_alias=True),
-                    "origins": origins,
-                },
-                indent=2,
-            )
-        )
+        print(json.dumps({"config": config, "origins": origins}, indent=2))
     else:
         print(with_origins(loaded), end="")
 

@@ -1,4 +1,4 @@
-"""`zrun explain [KEY]`: what a key of the job file means."""
+"""`zrun explain [KEY]`: the meaning of a key of the job file."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def _print(key: JobKey) -> None:
     print(f"  takes    {key.takes}")
     if key.unit is not None:
         print(f"  unit     {key.unit}")
-    print(f"  default  {'none, the key is required' if key.required else write(default_of(key))}")
+    default = "none, the key is required" if key.required else write(default_of(key))
+    print(f"  default  {default}")
     print(f"  example  {key.name}: {write(key.example)}")
     if key.section is not None:
         print(f"  keys     {', '.join(name for name in _names_below(key))}")
@@ -66,9 +67,8 @@ def _names_below(key: JobKey) -> list[str]:
     from zrun.job.schema import keys
 
     assert key.section is not None
-    return [
-        str(below) for below in keys(key.section, key.path) if len(below.path) == len(key.path) + 1
-    ]
+    depth = len(key.path) + 1
+    return [str(below) for below in keys(key.section, key.path) if len(below.path) == depth]
 
 
 def _refuse(text: str) -> NoReturn:
@@ -76,9 +76,7 @@ def _refuse(text: str) -> NoReturn:
     from zrun_core.errors import JobError
 
     near = nearest_key(tuple(text.split(".")))
-    hint = (
-        "`zrun explain` lists them all"
-        if near is None
-        else f"did you mean {'.'.join(map(str, near))}?"
-    )
+    hint = "`zrun explain` lists them all"
+    if near is not None:
+        hint = f"did you mean {'.'.join(map(str, near))}?"
     raise JobError(f"a job has no key {text!r}; {hint}")

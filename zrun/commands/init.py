@@ -1,4 +1,4 @@
-"""`zrun init`: a job file to start from, and the code that it names."""
+"""`zrun init`: write a job file to start from, and the code that it names."""
 
 from __future__ import annotations
 
@@ -60,7 +60,10 @@ def init(
         raise JobError("--for and --preset both say which job: keep one of them")
     name = preset or kind or "torch"
     text = _form(name) if full else _text(name)
-    is_printed = full or preset is not None if output is None else str(output) == "-"
+    if output is None:
+        is_printed = full or preset is not None
+    else:
+        is_printed = str(output) == "-"
     if is_printed:
         print(text, end="")
         return
@@ -97,8 +100,10 @@ def _form(preset: str) -> str:
 
 
 def _write_code(job: Path, preset: str) -> list[str]:
-    """Write the code of a preset beside its job, if it has any. Returns what to tell the user."""
-    code, path, notes = _PRESETS / f"{preset}.py.txt", job.parent / _CODE, []
+    """Write the code of a preset next to its job, if it has any. Returns notes for the user."""
+    code = _PRESETS / f"{preset}.py.txt"
+    path = job.parent / _CODE
+    notes = []
     if code.is_file():
         try:
             _write(path, code.read_text(encoding="utf-8"), force=False)

@@ -1,4 +1,4 @@
-"""`zrun ps`: which runs there are, and how they are."""
+"""`zrun ps`: list runs and their states."""
 
 from __future__ import annotations
 

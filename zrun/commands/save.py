@@ -1,4 +1,4 @@
-"""`zrun save`: have a run save now and train on, and say where the step is."""
+"""`zrun save`: have a run save now and train on, and print where the step is."""
 
 from __future__ import annotations
 
@@ -75,6 +75,6 @@ def save(
     if as_json:
         print(json.dumps(read_run(found.path).to_json() | {"saved": saved.to_json()}, indent=2))
     else:
-        print(
-            f"saved step {saved.step} ({format_size(saved.bytes)}, {formatting.seconds(saved.seconds)}): {saved.path}"
-        )
+        size = format_size(saved.bytes)
+        took = formatting.seconds(saved.seconds)
+        print(f"saved step {saved.step} ({size}, {took}): {saved.path}")

@@ -1,4 +1,4 @@
-"""`zrun stop`: ask a run to end, and say how it did."""
+"""`zrun stop`: ask a run to end, wait until it has, and print how."""
 
 from __future__ import annotations
 
@@ -58,9 +58,8 @@ def stop(
     was_running = found.state is RunStatus.RUNNING
     if was_running and dry_run:
         process = stop_request.launcher_of(found)
-        print(
-            f"would send {'the second' if now else 'a first'} signal to process {process.pid} of run {found.run_id}"
-        )
+        which = "the second" if now else "a first"
+        print(f"would send {which} signal to process {process.pid} of run {found.run_id}")
         return
     if was_running:
         if found.holder is not None and not as_json:
@@ -77,16 +76,16 @@ def stop(
 
 
 def _end(run: RunSummary) -> str:
-    """How it ended, in one line."""
+    """Return one line about how it ended."""
     from zrun.runs.listing import RunStatus
     from zrun_core.errors import ExitCode
 
     after = f" after step {run.step}" if run.step else " before the first step ended"
     match run.state:
         case RunStatus.STOPPED:
-            saved = (
-                "saved: --resume auto goes on" if run.exit_code == ExitCode.STOPPED else "not saved"
-            )
+            saved = "not saved"
+            if run.exit_code == ExitCode.STOPPED:
+                saved = "saved: --resume auto goes on"
             return f"stopped{after}, exit code {run.exit_code}, {saved}"
         case RunStatus.FAILED:
             return f"failed{after} (exit code {run.exit_code}): {run.headline}"

@@ -1,4 +1,4 @@
-"""One attempt at a run: `attempt(request, members)`, from agents that were just started to the result.
+"""One attempt at a run, from agents that were just started to its result: `attempt()`.
 
     plan       bring up the hosts, resolve the job on them, and say what will run
     begin      decide whether the run starts anew or from a checkpoint, and claim its directory
@@ -72,7 +72,7 @@ class _ClaimedRun:
 
 @dataclass(frozen=True)
 class _Observed:
-    """A run that is over: what the agents told, what signals came, and what the screen showed last."""
+    """A run that is over: what the agents told, the signals that came, and the last screen."""
 
     run: SupervisedRun
     signals: LauncherSignals
@@ -164,7 +164,7 @@ def _print_plan(request: LaunchRequest, resolved: ResolvedJob, cluster: Cluster)
 def _choose_start(
     request: LaunchRequest, resolved: ResolvedJob
 ) -> tuple[StartPoint, RunLock | None]:
-    """Decide from where the run goes; return the lock of its directory too, if this process has it."""
+    """Decide where the run begins; return the lock on its directory too, if this process has it."""
     job = resolved.job
     if request.is_restart:
         assert request.run_dir is not None
@@ -249,7 +249,7 @@ def _start_workers(session: ClusterSession, request: LaunchRequest, spec: RunSpe
 
 
 def _monitor(claimed: _ClaimedRun, agents: AgentGroup) -> _Observed:
-    """Follow the ranks until all have ended: record their events, draw the screen, pass on signals."""
+    """Follow the ranks until all have ended: record events, draw the screen, pass on signals."""
     request, gate = claimed.request, claimed.gate
     job, plan = claimed.resolved.job, claimed.resolved.plan
     facts = Facts(job.name, claimed.rundir.run_id, tuple(place.host for place in plan.ranks))

@@ -12,8 +12,8 @@
       | <------------+
       exits after the first step, or with the launcher
 
-Errors before the run directory exists are printed on the terminal, as without `--detach`; later ones
-are in the log, which the waiting process shows for as long as it waits.
+Errors before the run directory exists are printed on the terminal, as without `--detach`; later
+ones are in the log, which the waiting process shows for as long as it waits.
 """
 
 from __future__ import annotations

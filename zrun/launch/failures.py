@@ -2,8 +2,9 @@
 
 When one rank ends, the others fail within milliseconds with errors of their own (connections close
 under them). From exit statuses, and the notes that dying workers leave, `first_failure` finds the
-cause; it is shown once. `Failure`, `Hang`, `LostHost` and `Stopped` are the ways in which a run ends
-early: each has a headline, an advice, a text for the terminal, and the content of failure.json.
+cause; it is shown once. `Failure`, `Hang`, `LostHost` and `Stopped` are the ways in which a run
+ends early: each has a headline, an advice, a text for the terminal, and the content of
+failure.json.
 """
 
 from __future__ import annotations

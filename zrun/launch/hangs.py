@@ -1,8 +1,8 @@
 """Find ranks that make no progress, and ask their agents why.
 
-Each rank counts its progress in the flight recorder of its host (`zrun_core.spine.flight_recorder`),
-which the agent passes on. The launcher times how long a count stands still, by its own monotonic
-clock: clocks of hosts are never compared.
+Each rank counts its progress in the flight recorder of its host
+(`zrun_core.spine.flight_recorder`), which the agent passes on. The launcher times how long a count
+stands still, by its own monotonic clock: clocks of hosts are never compared.
 
     a rank works     it may stand still for the limit of its phase
     a rank waits     the others are to blame while one of them works ...
@@ -77,7 +77,7 @@ class HungRanks:
 
 
 class HangWatch:
-    """Judges the progress of all ranks. Pure: times are given, by one monotonic clock in seconds."""
+    """Judges the progress of all ranks. Pure: times are given, in seconds of one clock."""
 
     def __init__(self, limits: LimitsConfig) -> None:
         self._limits = limits
@@ -86,7 +86,7 @@ class HangWatch:
         self._heard: dict[int, float] = {}  # rank -> when it was seen last
 
     def limit(self, state: RankProgress) -> tuple[float, str]:
-        """Return the seconds that a rank in this state may stand still, and the key that sets them."""
+        """Return the seconds that a rank in this state may stand still, and the key for them."""
         limits = self._limits
         if state.phase == "save":
             return limits.save_s, "limits.save_s"

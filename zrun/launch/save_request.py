@@ -115,7 +115,7 @@ def save(run: RunSummary, timeout_s: float) -> Saved:
 
 
 def _ask(run: RunSummary) -> None:
-    """Signal the launcher, unless the signal would end it, as it would one of an earlier version of zrun."""
+    """Signal the launcher, unless the signal would end it: earlier versions do not know it."""
     process = launcher_of(run, "save")
     if process.catches(SAVE):
         with signalled(run, process, SAVE):

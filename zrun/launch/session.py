@@ -20,8 +20,8 @@ take part, on each host those below the reaper:
     up    frames on its stdout: events, progress of the ranks, exit statuses; end of file is a lost
           host
 
-Where another launcher (mpirun, torchrun, srun) has started a `zrun train` for each rank or host, the
-first of them leads, and the others become its agents: `zrun.transport.join`.
+Where another launcher (mpirun, torchrun, srun) has started a `zrun train` for each rank or host,
+the first of them leads, and the others become its agents: `zrun.transport.join`.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ def launcher_of(run: RunSummary, what: str = "stop") -> Process:
         )
     if not holder.is_here:
         raise PreflightError(
-            f"run {run.run_id} belongs to a launcher on {holder.host} (process {holder.pid}): {what} "
-            f"it there, with ssh {holder.host} zrun {what} {run.path}"
+            f"run {run.run_id} belongs to a launcher on {holder.host} (process {holder.pid}): "
+            f"{what} it there, with ssh {holder.host} zrun {what} {run.path}"
         )
     process = holder.process
     if process is None:

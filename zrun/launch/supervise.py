@@ -178,7 +178,7 @@ class SupervisedRun:
             self.first_clean_exit = end
 
     def _see_silence(self, host: str, frame: Frame) -> None:
-        """Tell a launcher that stood still, while the ranks went on, from a network that was cut."""
+        """Tell a launcher that stood still while the ranks went on from a network that was cut."""
         why = f"{host}: its agent had no word from this launcher for {frame['silent_s']:.0f} s"
         if frame["stop"] == StopMode.FINISH:
             self.stop_reason = self.stop_reason or why
@@ -510,7 +510,7 @@ def _is_lost_host(
 
 
 def _was_asked_to(end: WorkerExit, signals: LauncherSignals) -> bool:
-    """Return whether a worker ended because of a signal that the run got, or because another did."""
+    """Return whether a worker ended because of a signal of the run, or because another ended."""
     if signals.forced_at is not None and end.time >= signals.forced_at:
         return True
     if end.status in _ENDED_BY_SIGNAL or end.signal in _STOPPING_SIGNALS:

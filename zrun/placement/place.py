@@ -1,8 +1,8 @@
 """Assign each rank a host, a device and cores. Pure: a function of the job and of the hosts.
 
-Ranks are numbered along the axes of parallelism, by default rank = pp * (DP * TP) + dp * TP + tp, and
-fill the hosts in their order, so that those of a host are contiguous. Two hosts of 4 GPUs, tp 2, pp 2,
-dp 2:
+Ranks are numbered along the axes of parallelism, by default rank = pp * (DP * TP) + dp * TP + tp,
+and fill the hosts in their order, so that those of a host are contiguous. Two hosts of 4 GPUs with
+tp 2, pp 2 and dp 2:
 
     rank      0  1  2  3 | 4  5  6  7
     host      a  a  a  a | b  b  b  b

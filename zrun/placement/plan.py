@@ -221,7 +221,7 @@ def _slots(
 
 
 def _slots_of(job: JobConfig, host: HostFacts, device: str) -> int:
-    """Return the ranks of a host: as the job says, else as its list of hosts does, else its GPUs."""
+    """Return the ranks of a host: by the job, else by its list of hosts, else one per GPU."""
     num_gpus = len(host.gpus)
     given = len(host.chosen) if host.chosen is not None else host.slots
     if job.slots != "auto":

@@ -1,6 +1,6 @@
 """The runs of this folder and of this machine, read from their files. Nothing here changes a run.
 
-    path = find_run("gpt")  # a run directory, a run id, the beginning of one, or a job: its newest run
+    path = find_run("gpt")  # a run directory, a run id or its beginning, or a job: its newest run
     run = read_run(path)    # running, finished, failed, stopped or vanished; how far it is
 
 A run is alive while its launcher holds the lock of its directory. No process is looked up by name,
@@ -54,8 +54,8 @@ class RunSummary:
         headline: the failure, or who stopped it, in one line; empty while it runs, and if it
             reached its end.
         started: unix seconds, by the launcher's clock.
-        seconds: of training up to the newest event, by the clock of rank 0's host; with those before
-            the checkpoint that the run went on from, where it tells them.
+        seconds: of training up to the newest event, by the clock of rank 0's host; with those
+            before the checkpoint that the run went on from, where it tells them.
         step: the newest that ended, or that the run went on from.
     """
 
@@ -176,7 +176,7 @@ def may_save(path: Path) -> bool:
 
 
 def checkpoints_of(path: Path) -> Path:
-    """Return the folder in which the run at `path` saves: its own, or its job's `checkpoint.dir`."""
+    """Return the folder in which the run at `path` saves: `checkpoint.dir`, or its own."""
     from zrun_core.spine.spec import resolve_checkpoint_folder
 
     checkpoint = (_written_job(path) or {}).get("checkpoint")
@@ -316,7 +316,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 class _EventLog:
-    """The record of one launcher, of which the beginning and the end are read, however long it is."""
+    """The record of one launcher, of which only the beginning and the end are read."""
 
     def __init__(self, path: Path, offset: int) -> None:
         self._path = path
@@ -326,7 +326,7 @@ class _EventLog:
         self._tail: list[Event] | None = None
 
     def newest(self, kind: str | None) -> Event:
-        """Return the last event of rank 0 with this type, any for None; an empty one if there is none."""
+        """Return the last event of rank 0 with this type, any for None; {} if there is none."""
         if self._tail is None:
             self._tail = [event for event in self._backwards() if event.get("rank") == 0]
         return next((event for event in self._tail if kind in (None, event.get("type"))), {})

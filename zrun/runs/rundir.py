@@ -285,7 +285,7 @@ def _move_attempt(path: Path, kept: set[str]) -> None:
     target.mkdir(mode=0o700)
     is_moved = checkpoints.name not in kept and checkpoints.is_dir()
     try:
-        # The ranks of a launcher that was killed, or those that torchrun started, hold no lock but this one.
+        # Ranks of a launcher that was killed, or that torchrun started, hold no lock but this one.
         with held(checkpoints, PATIENCE_S) if is_moved else nullcontext():
             for entry in sorted(path.iterdir()):
                 if entry.name not in kept | {LOCK, "attempts"}:

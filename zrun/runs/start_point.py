@@ -99,7 +99,7 @@ def choose_start(
 
 
 def choose_restart(job: JobConfig, run_dir: Path, origin: ResumeSpec | None) -> StartPoint:
-    """Decide how a run that failed goes on in its own directory: from what it saved, or as it began.
+    """Decide how a run that failed goes on in its directory: from what it saved, or as it began.
 
     Args:
         job: of the run.
@@ -253,7 +253,8 @@ def _branch(
         newest = own.steps[-1]
         if not is_own:
             raise JobError(
-                f"checkpoint.dir: {own.path} holds step {newest} of another run: name another folder"
+                f"checkpoint.dir: {own.path} holds step {newest} of another run: name another "
+                "folder"
             )
         if source.step is not None and newest > source.step:
             raise JobError(
@@ -324,7 +325,7 @@ def _given_folder(job: JobConfig) -> Path | None:
 
 
 def _own_folder(job: JobConfig, chosen: Path | None) -> _StepFolder | None:
-    """List the folder that the user says checkpoints are in; None: that of a run yet to be found."""
+    """List the folder that the user names; None: it is that of a run yet to be found."""
     given = _given_folder(job)
     if given is not None:
         return _StepFolder.read(given)

@@ -1,4 +1,4 @@
-"""Limits on the CPUs of this process's control group, version 2 or 1. Every read returns a value or None."""
+"""CPU limits of this process's control group, version 2 or 1."""
 
 from __future__ import annotations
 

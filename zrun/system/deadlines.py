@@ -15,9 +15,9 @@ _NAP_S = 2.0  # between two readings; longer ones mean that the process stood st
 class AwakeClock:
     """Seconds that this process was running, read at least once every `_NAP_S` seconds.
 
-    A process that is stopped (ctrl-Z, SIGSTOP), swapped out, or on a host that is suspended finds on
-    waking that every deadline has passed, before it has read what others said meanwhile. By this
-    clock a pause lasts `_NAP_S` at most.
+    A process that is stopped (ctrl-Z, SIGSTOP), swapped out, or on a host that is suspended finds
+    on waking that every deadline has passed, before it has read what others said meanwhile. By
+    this clock a pause lasts `_NAP_S` at most.
 
         true time   0.0  0.1  [stopped: 60 s]  60.1  60.2
         this clock  0.0  0.1                    2.1   2.2

@@ -55,7 +55,7 @@ class Process:
         return not is_zombie or num_threads > 1
 
     def catches(self, number: int) -> bool:
-        """Return whether it has a handler for this signal; else the signal ends it, or is ignored."""
+        """Return whether it handles this signal; else the signal ends it, or is ignored."""
         try:
             status = Path(f"/proc/{self.pid}/status").read_text(errors="replace")
         except OSError:

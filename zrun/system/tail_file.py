@@ -107,7 +107,7 @@ class LineSplitter:
 
 
 def as_text(line: bytes) -> str:
-    """Return a line as text that does a terminal no harm, in its last state where it was overwritten."""
+    """Return a line as text that does a terminal no harm; if overwritten, its last state."""
     last = line.decode(errors="backslashreplace").rstrip("\r").rpartition("\r")[2]
     return printable(last).replace("\n", "^J")
 
